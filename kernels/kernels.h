@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pure computation over KV caches: formats, packing, decode attention, reading back, merging.
+//
+// Nothing here knows a process, a file or a socket; nothing allocates, locks or prints. All
+// functions are reentrant: they touch only their arguments, so any number of threads may work
+// on different items. Results are bitwise functions of a session's own tokens and counts: how
+// the items of an attention are spread over threads never changes a bit on the same ISA and path.
+#ifndef KVQ_KERNELS_KERNELS_H
+#define KVQ_KERNELS_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels/layout.h"
+
+enum {
+    KVQ_MAX_HEAD_DIM = 256,
+    KVQ_MAX_QUERY_TOKENS = 512, // per session and call
+    KVQ_MAX_GQA = 64,           // query heads per KV head (MQA by tiles)
+    KVQ_TILE_ROWS = 64,         // query rows (tokens x heads of the group) in one item
+    KVQ_SPLIT_MIN = 256,
+    KVQ_SPLIT_MAX = 2048,
+};
+
+enum kvq_dtype { KVQ_F16 = 1, KVQ_BF16 = 2, KVQ_F32 = 3 };
+
+// ---- Formats: a format is a row of orthogonal stages ----
+
+enum kvq_k_transform { KVQ_K_PLAIN, KVQ_K_HADAMARD };
+enum kvq_token_scale { KVQ_SCALE_NONE, KVQ_SCALE_L2_HEAD, KVQ_SCALE_L2_CROSS };
+enum kvq_codec { KVQ_CODEC_RAW, KVQ_CODEC_AFFINE };
+
+// One row. K affine codes are per channel over 32 tokens, V per token over 32 channels.
+struct kvq_format {
+    uint16_t id; // stable, stored in sessions and files
+    const char *name;
+    uint8_t k_transform;   // enum kvq_k_transform
+    uint8_t k_token_scale; // enum kvq_token_scale
+    uint8_t codec;         // enum kvq_codec
+    uint8_t raw_dtype;     // raw formats: the one 16-bit dtype it holds; else 0 (either)
+    uint8_t k_bits, v_bits;
+    uint16_t unit_tokens;   // packed in whole units of so many tokens
+    uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
+    const char *source;     // paper and section
+};
+
+// The table, ended by a row without a name. Order is stable; ids never change meaning.
+extern const struct kvq_format kvq_formats[];
+
+const struct kvq_format *kvq_format_by_name(const char *name); // NULL if unknown
+const struct kvq_format *kvq_format_by_id(uint16_t id);        // NULL if unknown
+
+// How V is rotated (OScaR, section on value rotation).
+enum kvq_v_rotation {
+    KVQ_V_ROT_NONE,   // V is quantized as it comes
+    KVQ_V_ROT_ENGINE, // the engine rotated it in its weights; nothing to do here
+    KVQ_V_ROT_DAEMON, // rotated when packed; the packed part of the output is rotated back
+};
+
+// Shape of one layer. All heads of a layer share it.
+struct kvq_shape {
+    uint16_t q_heads, kv_heads; // q_heads is a multiple of kv_heads, at most KVQ_MAX_GQA times
+    uint16_t k_dim, v_dim;      // 64, 128 or 256, and equal
+    uint8_t dtype;              // KVQ_F16 or KVQ_BF16: dtype of raw records
+    uint8_t v_rotation;         // enum kvq_v_rotation
+    uint32_t window;            // sliding window in tokens, own token included; 0 = none
+    float softcap;              // logits become softcap * tanh(logit / softcap); 0 = none
+    float scale;                // softmax scale, usually 1/sqrt(k_dim)
+};
+
+// 0, or -1 with a plain sentence in text (what is wrong, the value, what is allowed).
+int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n);
+
+// Offsets and sizes of a format's records. The shape must have passed kvq_shape_check.
+struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s);
+struct kvq_layout kvq_layout_raw(const struct kvq_shape *s); // the window's records
+size_t kvq_block_bytes(const struct kvq_layout *l, const struct kvq_shape *s);
+double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s);
+
+// ---- Kernels of one instruction set ----
+
+enum kvq_path { KVQ_PATH_EXACT, KVQ_PATH_FAST };
+
+struct kvq_kernels; // a table of functions; see kernels/internal.h
+enum { KVQ_ISA_C = 0, KVQ_ISA_AVX2 = 1, KVQ_ISA_AVX512 = 2 };
+
+// The best table that the CPU (and `max_isa`, one of KVQ_ISA_*) allows. Environment variable
+// KVQ_CPU_MASK=c|avx2|avx512 lowers it further, for tests. Never NULL; valid for ever.
+const struct kvq_kernels *kvq_kernels_get(int max_isa);
+const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx512"
+bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
+                          const struct kvq_shape *s);
+
+// A strided view of [tokens][heads][head_dim]; strides in bytes, head_dim contiguous. The
+// strides may be anything that keeps dtype alignment; the caller has checked the bounds.
+struct kvq_view {
+    const void *data;
+    int64_t token_stride, head_stride;
+    uint8_t dtype; // enum kvq_dtype
+};
+
+// ---- Storing: from the caller's tensors into raw records, as handed over ----
+
+struct kvq_store_counts {
+    uint64_t nonfinite; // NaN or Inf seen in the source; the caller refuses the append
+    uint64_t saturated; // fp32 (or bf16 to fp16) values beyond the 16-bit range, clamped
+};
+
+// Rounds (to nearest even, saturating) `tokens` tokens of one KV head into slots
+// [slot, slot + tokens) of a raw record. Both views' data point at the first token and head 0.
+void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
+               const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
+               uint8_t *raw_record, struct kvq_store_counts *counts);
+
+// ---- Packing: one unit of one layer, raw block to packed block ----
+
+// Packs tokens [first, first + unit_tokens) of KV head `head`. For formats whose token scale
+// spans heads all records of the raw block are read; otherwise only that head's.
+// Bytes are identical on every ISA. raw and packed are whole blocks. `workspace` is at least
+// kvq_workspace_bytes() long, 64-byte aligned, one per thread.
+void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
+              const uint8_t *raw_block, uint8_t *packed_block, uint32_t head, uint32_t first,
+              void *workspace);
+
+// ---- Pages ----
+
+// 128 positions of one layer: page i of a table holds positions 128 i to 128 i + tokens - 1.
+// Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots).
+struct kvq_page {
+    const uint8_t *packed; // may be NULL if packed_tokens == 0
+    const uint8_t *raw;    // may be NULL if packed_tokens == tokens
+    uint16_t tokens, packed_tokens;
+};
+
+// ---- Attention over one session's layer ----
+
+enum { KVQ_ATTEND_PAST_ONLY = 1 };
+
+// Query token i stands at position q_start + i and sees the keys at positions p <= q_start + i
+// (with PAST_ONLY: p < past_tokens), and, with a sliding window w, p > q_start + i - w.
+// Keys at positions below past_tokens + step_tokens lie in pages; where fresh_tokens > 0 the
+// keys at [fresh_start, fresh_start + fresh_tokens) are read from fresh_k and fresh_v instead,
+// rounded as kvq_store would have rounded them (so the bits are the same).
+struct kvq_attend {
+    const struct kvq_format *format;
+    const struct kvq_shape *shape;
+    const struct kvq_page *pages;
+    uint32_t n_pages;
+    uint32_t flags;
+    uint8_t path; // enum kvq_path
+    uint64_t past_tokens, step_tokens;
+    uint64_t fresh_start;
+    uint32_t fresh_tokens;
+    struct kvq_view fresh_k, fresh_v;
+    uint64_t q_start;
+    uint32_t q_tokens; // 1 to KVQ_MAX_QUERY_TOKENS
+    struct kvq_view q; // heads are query heads
+    void *out;         // [q_tokens][q_heads][v_dim], strides below
+    int64_t out_token_stride, out_head_stride;
+    uint8_t out_dtype;
+    float *lse; // [q_tokens][q_heads], natural log, -inf where nothing is visible; or NULL
+    int64_t lse_token_stride; // bytes
+};
+
+// How an attention falls into items that threads may do in any order.
+struct kvq_attend_plan {
+    uint32_t split_tokens; // fixed token positions, from the session's own count alone
+    uint32_t n_splits;
+    uint32_t n_tiles;      // tiles of query rows per KV head
+    uint32_t items;        // kv_heads * n_tiles, times n_splits if parallel
+    bool parallel;         // splits are separate items whose partials must be merged
+    size_t partial_bytes;  // memory for all partials; 0 if not parallel
+};
+
+// Same results to the bit whether parallel or not.
+void kvq_attend_plan(const struct kvq_attend *a, bool parallel, struct kvq_attend_plan *plan);
+
+// Computes one item. `partials` is the call's own memory of plan->partial_bytes, 64-byte
+// aligned (NULL if not parallel); `workspace` the thread's own.
+void kvq_attend_item(const struct kvq_kernels *k, const struct kvq_attend *a,
+                     const struct kvq_attend_plan *plan, uint32_t item, void *partials,
+                     void *workspace);
+
+// Parallel plans only: after every item is done, merges the partials of one (KV head, tile),
+// left to right, and writes out and lse. `index` runs over kv_heads * n_tiles.
+void kvq_attend_merge(const struct kvq_kernels *k, const struct kvq_attend *a,
+                      const struct kvq_attend_plan *plan, uint32_t index, const void *partials,
+                      void *workspace);
+
+size_t kvq_workspace_bytes(void); // per thread, for every call above
+
+// ---- Reading back ----
+
+// Tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and un-rotated: what
+// attention sees, in the engine's own basis. Tokens that no page holds are left untouched and
+// the number of tokens read is returned.
+uint32_t kvq_read(const struct kvq_kernels *k, const struct kvq_format *f,
+                  const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
+                  uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
+                  void *workspace);
+
+// ---- Merging two attentions over disjoint keys ----
+
+// out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b), lse likewise, for `rows` rows of
+// `dim` fp32. Outputs may alias either input. A side whose lse is -inf counts for nothing.
+void kvq_merge_rows(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b,
+                    float *out, float *lse, size_t rows, size_t dim);
+
+#endif
