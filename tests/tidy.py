@@ -1,0 +1,521 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""House rules that a script can see, checked over the tree.
+
+    tests/tidy.py                  check the tree this file lies in
+    tests/tidy.py --only lines     one rule
+    tests/tidy.py --symbols BUILD  also check what the libraries of a build folder export
+    tests/tidy.py --self-test      plant a violation of every rule and see each one caught
+
+Prints one line a finding, `path:line: rule: what`, then `N passed, M failed` over the rules.
+Standard library only.
+"""
+import argparse
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+MAX_FUNCTION, MAX_FILE, MAX_COLUMNS = 70, 800, 100
+SKIPPED_FOLDERS = {".git", "build", "__pycache__", ".venv", ".ipynb_checkpoints", "corpus"}
+
+# Folders are layers: what a file of the left folder may include besides its own folder.
+ARROWS = {
+    "proto": set(),
+    "kernels": set(),
+    "storage": {"proto", "kernels"},
+    "client": {"proto", "kernels"},
+    "daemon": {"proto", "kernels", "storage"},
+    "tools": {"proto", "kernels", "storage", "client"},
+    "tests": {"proto", "kernels", "storage", "client", "daemon", "tools"},
+}
+
+# Third-party headers and the places that may know them (a folder ends in a slash).
+CONFINED = {
+    r"zmq(_utils)?\.h": ("daemon/control.c", "tools/kvqctl/transport.c", "tests/"),
+    r"uv\.h": ("daemon/",),
+    r"protobuf-c/.*": ("proto/",),
+    r"ini\.h": ("daemon/", "tests/"),
+    r"cJSON\.h|cjson/cJSON\.h": ("tools/", "tests/"),
+    r"cblas\.h|cblas-openblas\.h|openblas.*\.h|lapacke?\.h": ("tools/kvq-run/", "tests/"),
+    r"cmocka\.h": ("tests/",),
+    r"(imm|x86|[a-z]mm)intrin\.h|cpuid\.h": ("kernels/", "proto/"),
+    r"cuda.*\.h": ("kernels/cuda/",),
+}
+
+# Calls that nobody makes, and what to use instead.
+BANNED = {
+    "strcpy": "snprintf or memcpy with a known length",
+    "strcat": "snprintf",
+    "sprintf": "snprintf",
+    "vsprintf": "vsnprintf",
+    "gets": "fgets",
+    "alloca": "a fixed array or the arena",
+    "atoi": "strtol with its end and errno checked",
+    "atol": "strtol with its end and errno checked",
+    "atof": "strtod with its end and errno checked",
+    "strtok": "strtok_r or strcspn",
+    "system": "posix_spawn with an argument vector",
+}
+
+# Libraries hand codes and texts to their caller. They do not print and do not end the process.
+QUIET_FOLDERS = ("proto/", "kernels/", "client/", "storage/", "daemon/")
+LOUD = ("printf", "fprintf", "vprintf", "vfprintf", "dprintf", "puts", "fputs", "putchar", "perror",
+        "err", "errx", "warn", "warnx", "exit", "_exit", "quick_exit")
+LOUD_ALLOWED = {
+    "daemon/main.c": "the program's edge: help, start-up errors and the exit status",
+    "daemon/log.c": "writing the log is its purpose",
+}
+
+# Atomics live in proto/. Elsewhere each file gives its reason here.
+ATOMICS_ALLOWED = {
+    "kernels/pool.c": "the worker pool's hand-over of work, which knows no process and no proto/",
+}
+
+# Words that have no place in the tree, with the reason. They speak of how the project is made or
+# of the machine it was made on, or promise something that is not done.
+UNWANTED = (
+    (r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b", "unfinished work; finish it or write an issue"),
+    (r"\b[Aa]gents?\b|\bClau" r"de\b|\bChat" r"GPT\b|\bCop" r"ilot\b", "how the text was made"),
+    (r"\b[Ii]ssue #?\d+\b", "number of a tracker that readers do not have"),
+    (r"/wor" r"k/(main|shared|\.)|/tmp/k" r"vq\b", "a path of one machine"),
+    (r"\bshared/(design|style|methods|cpu|gpu|ipc|peers|prototypes)\b", "a path outside the tree"),
+    (r"\b(deb\.debian\.org|py" r"pi\.org|pythonhosted\.org)\b", "the host of a package registry"),
+)
+
+TEXT_ENDINGS = (".c", ".h", ".py", ".sh", ".cmake", ".proto", ".map", ".md", ".in", ".toml", ".1",
+                ".8", ".json", ".yml")
+CODE_ENDINGS = (".c", ".h", ".py", ".sh", ".cmake", ".proto")
+DOUBLE_QUOTED = r'"(?:\\.|[^"\\\n])*"'
+C_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|" + DOUBLE_QUOTED + r"|'(?:\\.|[^'\\\n])*'", re.S)
+C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(" + DOUBLE_QUOTED + ")", re.S)
+
+
+class Tree:
+    """The files below a folder, read once, by path relative to it."""
+
+    def __init__(self, root):
+        self.root = root
+        self.paths = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS)
+            here = os.path.relpath(folder, root)
+            self.paths += [os.path.normpath(os.path.join(here, n)) for n in sorted(names)]
+
+    @functools.lru_cache(maxsize=None)
+    def text(self, path):
+        """The file as text; empty for what is not UTF-8."""
+        try:
+            with open(os.path.join(self.root, path), encoding="utf-8") as file:
+                return file.read()
+        except (UnicodeDecodeError, OSError):
+            return ""
+
+    @functools.lru_cache(maxsize=None)
+    def code(self, path):
+        """C source without comments and literals, its lines where they were."""
+        return C_NOISE.sub(lambda m: "\n" * m[0].count("\n"), self.text(path))
+
+    def is_script(self, path):
+        return path.endswith((".py", ".sh")) or self.text(path).startswith("#!")
+
+    def is_code(self, path):
+        return (path.endswith(CODE_ENDINGS) or os.path.basename(path) == "CMakeLists.txt"
+                or self.is_script(path))
+
+    def is_shell(self, path):
+        first = self.text(path).split("\n", 1)[0]
+        return path.endswith(".sh") or (first.startswith("#!") and first.endswith("sh"))
+
+    def having(self, *endings):
+        return [p for p in self.paths if p.endswith(endings)]
+
+
+def line_of(text, position):
+    return text.count("\n", 0, position) + 1
+
+
+def check_functions(tree):
+    """Functions are at most 70 lines, counted from brace to brace."""
+    for path in tree.having(".c", ".h"):
+        start = None
+        for number, line in enumerate(tree.code(path).split("\n"), 1):
+            if line.rstrip() == "{":
+                start = number
+            elif line.startswith("}") and start:
+                length = number - start + 1
+                if length > MAX_FUNCTION:
+                    yield path, start, f"function of {length} lines, {MAX_FUNCTION} allowed"
+                start = None
+
+
+def check_files(tree):
+    """Files of code are at most 800 lines."""
+    for path in filter(tree.is_code, tree.paths):
+        count = tree.text(path).count("\n")
+        if count > MAX_FILE:
+            yield path, count, f"{count} lines, {MAX_FILE} allowed"
+
+
+def check_lines(tree):
+    """Lines of code are at most 100 columns, without tabs and trailing blanks."""
+    for path in filter(tree.is_code, tree.paths):
+        for number, line in enumerate(tree.text(path).split("\n"), 1):
+            if len(line) > MAX_COLUMNS:
+                yield path, number, f"{len(line)} columns, {MAX_COLUMNS} allowed"
+            if line != line.rstrip():
+                yield path, number, "trailing blanks"
+            if "\t" in line and path.endswith((".c", ".h", ".py", ".proto")):
+                yield path, number, "a tab"
+
+
+def check_spdx(tree):
+    """Code starts with its licence and then says what the file is for."""
+    for path in filter(tree.is_code, tree.paths):
+        lines = [x for x in tree.text(path).split("\n") if not x.startswith("#!")]
+        mark = "//" if path.endswith((".c", ".h", ".proto")) else "#"
+        if lines[0] != mark + " SPDX-License-Identifier: Apache-2.0":
+            yield path, 1, "the first line is not the SPDX licence line"
+        elif len(lines) < 2 or not lines[1].startswith((mark, '"""', "/*")):
+            yield path, 2, "no comment says what the file is for"
+
+
+def includes_of(tree, path):
+    """Yields line, `<` or `"`, and the header, for each include outside comments."""
+    text = C_COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), tree.text(path))
+    for match in re.finditer(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', text, re.M):
+        yield line_of(text, match.start(2)), match[1], match[2]
+
+
+def check_arrows(tree):
+    """Includes are rooted at the repository and follow the layers."""
+    for path in tree.having(".c", ".h"):
+        own = path.split("/")[0]
+        for line, mark, header in includes_of(tree, path):
+            if mark == "<":
+                continue
+            if path == "client/kvq.h":
+                yield path, line, f'the installed header includes "{header}"'
+            elif header.endswith(".pb-c.h") and own == "proto":
+                continue
+            elif "/" not in header:
+                yield path, line, f'"{header}" is not rooted at the repository'
+            elif header.split("/")[0] != own and header.split("/")[0] not in ARROWS.get(own, ()):
+                yield path, line, f'{own}/ may not include "{header}"'
+            elif header.endswith("/internal.h") and own != "tests":
+                if os.path.dirname(header) != os.path.dirname(path):
+                    yield path, line, f'"{header}" never leaves its folder'
+
+
+def check_thirdparty(tree):
+    """A third-party header is known in one place."""
+    for path in tree.having(".c", ".h"):
+        for line, _, header in includes_of(tree, path):
+            for pattern, places in CONFINED.items():
+                if not re.fullmatch(pattern, header):
+                    continue
+                if not any(path == p or (p.endswith("/") and path.startswith(p)) for p in places):
+                    yield path, line, f"{header} belongs to {', '.join(places)}"
+
+
+def calls(tree, path, names):
+    """Yields line and name of each call of one of the names."""
+    pattern = r"(?<![\w.>])(" + "|".join(map(re.escape, names)) + r")\s*\("
+    text = tree.code(path)
+    for match in re.finditer(pattern, text):
+        yield line_of(text, match.start()), match[1]
+
+
+def check_banned(tree):
+    """Calls that overflow, misparse or start a shell."""
+    for path in tree.having(".c", ".h"):
+        for line, name in calls(tree, path, BANNED):
+            yield path, line, f"{name}: use {BANNED[name]}"
+
+
+def check_quiet(tree):
+    """Libraries and the daemon's core neither print nor exit."""
+    for path in tree.having(".c", ".h"):
+        if path.startswith(QUIET_FOLDERS) and path not in LOUD_ALLOWED:
+            for line, name in calls(tree, path, LOUD):
+                yield path, line, f"{name}: hand a code and a text to the caller"
+
+
+def check_atomics(tree):
+    """Atomics live in proto/ and where a reason is given."""
+    for path in tree.having(".c", ".h"):
+        if path.startswith("proto/") or path in ATOMICS_ALLOWED:
+            continue
+        text = tree.text(path)
+        code = tree.code(path)
+        for found in re.finditer(r"#\s*include\s*<stdatomic\.h>", text):
+            yield path, line_of(text, found.start()), "stdatomic.h outside proto/"
+        for found in re.finditer(r"\b(_Atomic|__atomic_\w+|__sync_\w+|atomic_\w+)\b", code):
+            yield path, line_of(code, found.start()), f"{found[1]} outside proto/"
+
+
+def check_isa(tree):
+    """One file an instruction set, chosen at run time: no conditional on it."""
+    for path in tree.having(".c", ".h"):
+        text = tree.code(path)
+        for found in re.finditer(r"^\s*#\s*(?:el)?if.*\b(__AVX\w*|__SSE\w*|__FMA__)", text, re.M):
+            yield path, line_of(text, found.start(1)), f"conditional on {found[1]}"
+
+
+def check_dead(tree):
+    """Every source is listed in a CMakeLists.txt, every header included by somebody."""
+    lists = {p: tree.text(p) for p in tree.paths if os.path.basename(p) == "CMakeLists.txt"}
+    included = {h for p in tree.having(".c", ".h") for _, _, h in includes_of(tree, p)}
+    for path in tree.having(".c"):
+        names = {os.path.basename(path), path}
+        for listing in lists:
+            names.add(os.path.relpath(path, os.path.dirname(listing) or "."))
+        pattern = r"(?<![\w.-])(" + "|".join(map(re.escape, names)) + r")(?![\w.-])"
+        if path not in included and not any(re.search(pattern, t) for t in lists.values()):
+            yield path, 1, "listed in no CMakeLists.txt"
+    for path in tree.having(".h"):
+        if path != "client/kvq.h" and path not in included:
+            yield path, 1, "included by nobody"
+
+
+def check_words(tree):
+    """No unfinished work, no talk of how or where the project was made."""
+    for path in tree.paths:
+        wanted = path.endswith(TEXT_ENDINGS) or tree.is_code(path)
+        if not wanted or os.path.basename(path) in ("tidy.py", "LICENSE"):
+            continue
+        text = tree.text(path)
+        for pattern, why in UNWANTED:
+            for found in re.finditer(pattern, text):
+                yield path, line_of(text, found.start()), f'"{found[0]}": {why}'
+
+
+def pkg_config_flags():
+    modules = ["libuv", "libzmq", "libprotobuf-c", "inih", "libcjson", "libxxhash", "openblas"]
+    flags = set()
+    for module in modules:
+        done = subprocess.run(["pkg-config", "--cflags", module], capture_output=True, text=True)
+        flags.update(done.stdout.split())
+    return sorted(flags)
+
+
+def compile_alone(tree, path, language, extra):
+    """The first line of the compiler's complaint about a header compiled alone, or None."""
+    name, standard = ("cc", "-std=c17") if language == "c" else ("c++", "-std=c++17")
+    command = [name, "-x", language, standard, "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
+               "-D_GNU_SOURCE", "-I", tree.root, *extra, "-"]
+    done = subprocess.run(command, input=f'#include "{path}"\n', capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    errors = [x for x in done.stderr.split("\n") if "error" in x] or [done.stderr]
+    return f"does not compile alone as {standard[5:]}: {errors[0].strip()}"
+
+
+def check_headers(tree):
+    """Every header compiles alone; the installed one in C++ too."""
+    headers = [p for p in tree.having(".h") if p.split("/")[0] in ARROWS]
+    with tempfile.TemporaryDirectory() as generated:
+        for proto in tree.having(".proto"):
+            out = os.path.join(generated, os.path.dirname(proto))
+            os.makedirs(out, exist_ok=True)
+            subprocess.run(["protoc-c", f"--c_out={out}", f"-I{os.path.dirname(proto) or '.'}",
+                            os.path.basename(proto)], cwd=tree.root, capture_output=True)
+        extra = ["-I", generated, "-I", os.path.join(generated, "proto"), *pkg_config_flags()]
+        for path in headers:
+            if path.endswith("_tmpl.h") or "/emu/" in path or "/cuda/" in path:
+                continue
+            languages = ("c", "c++") if path == "client/kvq.h" else ("c",)
+            if path.startswith("kernels/") and "immintrin.h" in tree.text(path):
+                extra_isa = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mf16c"]
+            else:
+                extra_isa = []
+            for language in languages:
+                complaint = compile_alone(tree, path, language, extra + extra_isa)
+                if complaint:
+                    yield path, 1, complaint
+
+
+def check_python(tree):
+    """Python compiles."""
+    for path in tree.having(".py"):
+        try:
+            compile(tree.text(path), path, "exec")
+        except SyntaxError as error:
+            yield path, error.lineno or 1, error.msg
+
+
+def check_shell(tree):
+    """Shell scripts parse."""
+    for path in filter(tree.is_shell, tree.paths):
+        done = subprocess.run(["bash", "-n", os.path.join(tree.root, path)],
+                              capture_output=True, text=True)
+        if done.returncode:
+            yield path, 1, done.stderr.strip().split("\n")[0]
+
+
+def check_links(tree):
+    """Relative links in the documentation lead to files."""
+    for path in tree.having(".md"):
+        text = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), tree.text(path), flags=re.S)
+        for found in re.finditer(r"\]\(([^)\s]+)\)", text):
+            target = found[1].split("#")[0]
+            if not target or re.match(r"[a-z]+:", target):
+                continue
+            base = os.path.join(tree.root, os.path.dirname(path))
+            if not os.path.exists(os.path.join(base, target)):
+                yield path, line_of(text, found.start()), f"link to {target}, which is not there"
+
+
+def check_symbols(build):
+    """Libraries define no name without our prefix."""
+    for name, flags in (("libkvq.so", ["-D"]), ("libkvq_proto.a", []), ("libkvq_kernels.a", [])):
+        path = os.path.join(build, "lib", name)
+        done = subprocess.run(["nm", *flags, "--defined-only", "--extern-only", path],
+                              capture_output=True, text=True)
+        if done.returncode:
+            yield path, 1, done.stderr.strip() or "nm cannot read it"
+        for line in done.stdout.split("\n"):
+            fields = line.split()
+            if len(fields) == 3 and not re.match(r"kvq_|KVQ_", fields[2]) and fields[1] not in "A":
+                yield path, 1, f"defines {fields[2]}, which lacks the prefix kvq_"
+            elif flags and len(fields) == 3 and re.match(r"kvq__", fields[2]):
+                yield path, 1, f"exports {fields[2]}, an internal name"
+
+
+RULES = {
+    "functions": check_functions, "files": check_files, "lines": check_lines, "spdx": check_spdx,
+    "arrows": check_arrows, "thirdparty": check_thirdparty, "banned": check_banned,
+    "quiet": check_quiet, "atomics": check_atomics, "isa": check_isa, "dead": check_dead,
+    "words": check_words, "headers": check_headers, "python": check_python, "shell": check_shell,
+    "links": check_links,
+}
+
+
+def run_rules(root, only=None, build=None):
+    """Prints the findings and returns the number of rules that passed and failed."""
+    tree = Tree(root)
+    passed = failed = 0
+    checks = {n: functools.partial(f, tree) for n, f in RULES.items() if only in (None, n)}
+    if build and only in (None, "symbols"):
+        checks["symbols"] = functools.partial(check_symbols, build)
+    for name, check in checks.items():
+        findings = list(check())
+        for path, line, what in findings:
+            print(f"{path}:{line}: {name}: {what}")
+        failed += bool(findings)
+        passed += not findings
+    return passed, failed
+
+
+C_HEAD = "// SPDX-License-Identifier: Apache-2.0\n// Planted.\n"
+PY_HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Planted.\n"
+CLEAN = {
+    "CMakeLists.txt": PY_HEAD + "add_library(a proto/a.c planted.c)\nadd_library(b kernels/b.c)\n",
+    "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
+    "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
+                 'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy)\n}\n',
+    "client/kvq.h": C_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
+    "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
+    "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n",
+}
+
+# Rule, path and text of a file that breaks it. The text replaces the clean one, if there is one.
+PLANTED = (
+    ("functions", "proto/planted.c", C_HEAD + "int kvq_f(void)\n{\n" + "    ;\n" * 70 + "}\n"),
+    ("files", "proto/planted.c", C_HEAD + "//\n" * 800),
+    ("lines", "proto/planted.c", C_HEAD + "//" + "x" * 99 + "\n"),
+    ("lines", "proto/planted.c", C_HEAD + "int x; \n"),
+    ("lines", "proto/planted.c", C_HEAD + "\tint x;\n"),
+    ("spdx", "proto/planted.c", "int x;\n"),
+    ("spdx", "proto/planted.c", "// SPDX-License-Identifier: Apache-2.0\nint x;\n"),
+    ("spdx", "tools/planted.py", "#!/usr/bin/env python3\nprint()\n"),
+    ("arrows", "kernels/planted.c", C_HEAD + '#include "proto/a.h"\n'),
+    ("arrows", "proto/planted.c", C_HEAD + '#include "a.h"\n'),
+    ("arrows", "client/kvq.h", C_HEAD + '#include "proto/a.h"\n'),
+    ("arrows", "daemon/planted.c", C_HEAD + '#include "kernels/internal.h"\n'),
+    ("arrows", "client/planted.c", C_HEAD + '#include "daemon/core.h"\n'),
+    ("thirdparty", "daemon/planted.c", C_HEAD + "#include <zmq.h>\n"),
+    ("thirdparty", "client/planted.c", C_HEAD + "#include <uv.h>\n"),
+    ("thirdparty", "daemon/planted.c", C_HEAD + "#include <protobuf-c/protobuf-c.h>\n"),
+    ("thirdparty", "daemon/planted.c", C_HEAD + "#include <immintrin.h>\n"),
+    *(("banned", "tools/planted.c", C_HEAD + f"int f(void)\n{{\n    {name}(0);\n}}\n")
+      for name in BANNED),
+    *(("quiet", "client/planted.c", C_HEAD + f"int f(void)\n{{\n    {name}(0);\n}}\n")
+      for name in LOUD),
+    ("quiet", "daemon/planted.c", C_HEAD + "int f(void)\n{\n    exit(1);\n}\n"),
+    ("atomics", "daemon/planted.c", C_HEAD + "#include <stdatomic.h>\n"),
+    ("atomics", "client/planted.c", C_HEAD + "int f(int *x)\n{\n    __atomic_load_n(x, 0);\n}\n"),
+    ("atomics", "kernels/planted.c", C_HEAD + "_Atomic int x;\n"),
+    ("isa", "kernels/planted.c", C_HEAD + "#if defined(__AVX2__)\n#endif\n"),
+    ("dead", "proto/unlisted.c", C_HEAD),
+    ("dead", "proto/unused.h", C_HEAD),
+    ("words", "proto/planted.c", C_HEAD + "// TO" "DO: later\n"),
+    ("words", "docs/planted.md", "Written by an ag" "ent.\n"),
+    ("words", "docs/planted.md", "Closes iss" "ue 12.\n"),
+    ("words", "docs/planted.md", "Lies in /wor" "k/main.\n"),
+    ("words", "docs/planted.md", "As shared/" "design.md says.\n"),
+    ("words", "docs/planted.md", "From deb." "debian.org.\n"),
+    ("headers", "proto/a.h", C_HEAD + "int kvq_a(uint32_t value);\n"),
+    ("headers", "client/kvq.h", C_HEAD + "int kvq_b(int class);\n"),
+    ("python", "tools/planted.py", PY_HEAD + "def f(:\n"),
+    ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
+    ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),
+    ("links", "docs/planted.md", "See [this](../nowhere.md).\n"),
+)
+
+
+def write(root, path, text):
+    full = os.path.join(root, path)
+    os.makedirs(os.path.dirname(full), exist_ok=True)
+    with open(full, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def self_test():
+    """Returns how many plants were caught and missed; a clean tree is one more of them."""
+    passed = failed = 0
+    unplanted = set(RULES) - {rule for rule, _, _ in PLANTED}
+    for rule in sorted(unplanted):
+        print(f"self-test: no violation of {rule} is planted")
+        failed += 1
+    for rule, path, text in ((None, None, None), *PLANTED):
+        root = tempfile.mkdtemp(prefix="tidy-")
+        try:
+            for name, clean in CLEAN.items():
+                write(root, name, clean)
+            if path:
+                write(root, path, text)
+            tree = Tree(root)
+            rules = RULES if rule is None else [rule]
+            found = [(p, what) for name in rules for p, _, what in RULES[name](tree)]
+            good = found == [] if rule is None else any(p == path for p, _ in found)
+            if not good:
+                print(f"self-test: {rule or 'a clean tree'}: {path} gave {found}\n{text or ''}")
+            passed += good
+            failed += not good
+        finally:
+            shutil.rmtree(root)
+    return passed, failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=[*RULES, "symbols"], help="run one rule")
+    parser.add_argument("--symbols", metavar="BUILD", help="check the libraries of a build folder")
+    parser.add_argument("--self-test", action="store_true",
+                        help="plant violations and see them caught")
+    parser.add_argument("--root", default=os.path.join(os.path.dirname(__file__), ".."))
+    options = parser.parse_args()
+    if options.self_test:
+        passed, failed = self_test()
+    else:
+        passed, failed = run_rules(os.path.abspath(options.root), options.only, options.symbols)
+    print(f"tidy{' self-test' if options.self_test else ''}: {passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
