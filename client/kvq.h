@@ -1,0 +1,370 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvq.h: the client library of kvqd, the daemon that owns quantized KV caches.
+ *
+ * An engine connects, opens a queue for each of its threads, registers the memory that its
+ * tensors travel in, and opens sessions. Then, for every step of the model:
+ *
+ *     kvq_step_begin   the sessions of the batch, their token counts, tokens to come
+ *     kvq_append_attend  for each layer: K and V in, Q in, attention output and LSE out
+ *     kvq_step_end     commits: only now the tokens are part of the session
+ *
+ * Return values: 0 or a negative KVQ_E code; kvq_error_text() has the details in words. For
+ * calls over a batch, the code is that of the request as a whole (then no session was touched),
+ * and each entry has a status of its own: one session's failure never fails another.
+ *
+ * Threads: a kvq_client may be used from any number of threads (calls on it take a lock and
+ * are not for the hot path). A kvq_queue belongs to one thread at a time. Calls on different
+ * queues run in parallel. One session may be written from one queue at a time.
+ *
+ * Ownership: what a function gives out through a pointer to pointer is released by the function
+ * named in its comment, which also sets the pointer to NULL. Nothing is taken over from the
+ * caller: arguments are copied, tensors are read in place until the call (or its ticket) is done.
+ *
+ * A process that forks must not use the library's objects in the child.
+ */
+#ifndef KVQ_H
+#define KVQ_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define KVQ_API __attribute__((visibility("default")))
+#define KVQ_CHECK __attribute__((warn_unused_result))
+#else
+#define KVQ_API
+#define KVQ_CHECK
+#endif
+
+#define KVQ_VERSION_MAJOR 0
+#define KVQ_VERSION_MINOR 1
+#define KVQ_VERSION_PATCH 0
+
+enum {
+    KVQ_OK = 0,
+    KVQ_E_INVALID = -1,
+    KVQ_E_VERSION = -2,
+    KVQ_E_NO_DAEMON = -3,
+    KVQ_E_PERMISSION = -4,
+    KVQ_E_NO_SESSION = -5,
+    KVQ_E_STALE = -6,
+    KVQ_E_BUSY = -7,
+    KVQ_E_EXISTS = -8,
+    KVQ_E_SHAPE = -9,
+    KVQ_E_DTYPE = -10,
+    KVQ_E_FORMAT = -11,
+    KVQ_E_POSITION = -12,
+    KVQ_E_BOUNDS = -13,
+    KVQ_E_LIMIT = -14,
+    KVQ_E_NO_MEMORY = -15,
+    KVQ_E_QUOTA = -16,
+    KVQ_E_NONFINITE = -17,
+    KVQ_E_NO_STEP = -18,
+    KVQ_E_INCOMPLETE = -19,
+    KVQ_E_ROLLBACK = -20,
+    KVQ_E_READ_ONLY = -21,
+    KVQ_E_DEADLINE = -22,
+    KVQ_E_CANCELLED = -23,
+    KVQ_E_DISCONNECTED = -24,
+    KVQ_E_EPOCH = -25,
+    KVQ_E_PROTOCOL = -26,
+    KVQ_E_CREDITS = -27,
+    KVQ_E_DRAINING = -28,
+    KVQ_E_BUFFER = -29,
+    KVQ_E_SYSTEM = -30,
+    KVQ_E_UNSUPPORTED = -31,
+    KVQ_E_TAKEN = -32,
+    KVQ_E_INTERNAL = -33
+};
+
+/* One sentence for a code; never NULL. Thread-safe. */
+KVQ_API const char *kvq_strerror(int code);
+
+/* What exactly went wrong in the calling thread's last failed call: value, limit, what to do.
+ * Never NULL; valid until the thread's next kvq call. */
+KVQ_API const char *kvq_error_text(void);
+
+/* "0.1.0"; of the library, not of the daemon. */
+KVQ_API const char *kvq_version(void);
+
+/* ---- Connection ---------------------------------------------------------------------------- */
+
+typedef struct kvq_client kvq_client;
+
+struct kvq_connect_options {
+    const char *runtime_dir; /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    const char *name;        /* for people, e.g. "myengine 1.2"; NULL: the program's name */
+    uint32_t timeout_ms;     /* for connecting and for control calls; 0: 5000 */
+    uint32_t spin_us;        /* longest time to spin for a completion before sleeping; 0: adaptive */
+};
+
+/* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
+ * Release with kvq_disconnect. */
+KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
+
+/* Closes queues, buffers and session handles still open (sessions go by their on_detach). Accepts
+ * NULL and pointers to NULL. No other thread may be in a call on the client. */
+KVQ_API void kvq_disconnect(kvq_client **client);
+
+struct kvq_daemon_info {
+    char version[32];
+    char backend[32]; /* "cpu" */
+    char isa[32];     /* "avx512" */
+    uint64_t epoch;   /* changes with every start of the daemon */
+    uint64_t client_id;
+    uint32_t protocol;
+};
+KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
+
+/* After KVQ_E_DISCONNECTED: connects again, opens the client's queues and registers its buffers
+ * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
+ * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
+ * handles are stale in both: open named sessions again by name; those that the daemon still has
+ * stand at their last commit. *lost (may be NULL) gets the number of session handles that this
+ * client held. Open tickets and steps end with KVQ_E_CANCELLED. No other thread may be in a call. */
+KVQ_API KVQ_CHECK int kvq_reattach(kvq_client *client, uint32_t *lost);
+
+/* ---- Queues -------------------------------------------------------------------------------- */
+
+typedef struct kvq_queue kvq_queue;
+
+/* One ring pair, for one thread at a time. Release with kvq_queue_close. */
+KVQ_API KVQ_CHECK int kvq_queue_open(kvq_client *client, kvq_queue **queue);
+KVQ_API void kvq_queue_close(kvq_queue **queue);
+
+/* ---- Buffers: memory that tensors travel in -------------------------------------------------- */
+
+typedef struct kvq_buffer kvq_buffer;
+
+/* Shared memory made by the daemon, zeroed, mapped read-write here. bytes > 0. */
+KVQ_API KVQ_CHECK int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer);
+
+/* Registers the engine's own memfd (it keeps its descriptor and its mapping). offset is a
+ * multiple of the page size. The memfd must be sealed against shrinking (F_SEAL_SHRINK; added
+ * here if sealing is allowed) and writable; else KVQ_E_BUFFER. kvq_buffer_data is NULL. */
+KVQ_API KVQ_CHECK int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset,
+                                              size_t bytes, kvq_buffer **buffer);
+
+KVQ_API void *kvq_buffer_data(const kvq_buffer *buffer);
+KVQ_API size_t kvq_buffer_size(const kvq_buffer *buffer);
+
+/* Returns when nothing in flight uses it any more. */
+KVQ_API void kvq_buffer_close(kvq_buffer **buffer);
+
+enum { KVQ_DTYPE_F16 = 1, KVQ_DTYPE_BF16 = 2, KVQ_DTYPE_F32 = 3 };
+
+/* A tensor [rows][heads][head_dim] in a buffer. Strides in bytes; head_dim is contiguous. */
+struct kvq_tensor {
+    const kvq_buffer *buffer; /* NULL: no tensor */
+    uint64_t offset;
+    uint64_t token_stride;
+    uint64_t head_stride;
+    uint8_t dtype;
+};
+
+/* A contiguous [rows][heads][dim] tensor at offset. */
+KVQ_API struct kvq_tensor kvq_tensor_make(const kvq_buffer *buffer, uint64_t offset, uint32_t heads,
+                                          uint32_t dim, uint8_t dtype);
+
+/* ---- Sessions ------------------------------------------------------------------------------ */
+
+/* A handle of this client; 0 is none. Becomes stale (KVQ_E_STALE) when closed or lost. */
+typedef uint64_t kvq_session;
+
+struct kvq_layer {
+    uint16_t q_heads, kv_heads; /* q_heads is a multiple of kv_heads */
+    uint16_t k_dim, v_dim;      /* 64, 128 or 256, and equal; else KVQ_E_SHAPE says what is held */
+    uint32_t window;            /* sliding window in tokens, own token included; 0: none */
+    float softcap;              /* 0: none */
+    float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
+    const char *format;         /* NULL: the session's */
+    int32_t kv_from;            /* layer whose cache this one reads; -1 or own number: its own */
+    uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
+};
+
+enum { KVQ_V_ROTATION_NONE = 0, KVQ_V_ROTATION_ENGINE = 1, KVQ_V_ROTATION_DAEMON = 2 };
+enum { KVQ_ATTENTION_EXACT = 0, KVQ_ATTENTION_FAST = 1, KVQ_ATTENTION_DEFAULT = 2 };
+enum { KVQ_ON_DETACH_DEFAULT = 0, KVQ_ON_DETACH_DROP = 1, KVQ_ON_DETACH_KEEP = 2 };
+enum {
+    KVQ_OPEN_READ_ONLY = 1,
+    KVQ_OPEN_TAKE_OVER = 2,  /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
+    KVQ_OPEN_MUST_EXIST = 4,
+    KVQ_OPEN_MUST_CREATE = 8
+};
+
+/* Zero-initialize; only layers, n_layers and format are needed for a new unnamed session. */
+struct kvq_session_options {
+    const char *ns;    /* namespace; NULL: "uid-N" of this user */
+    const char *name;  /* NULL: unnamed, private to this client, dropped with it */
+    const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
+    const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing one as it is */
+    uint32_t n_layers; /* rows; the sum of repeats is the number of layers */
+    const char *format;
+    uint8_t dtype;       /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
+    uint8_t v_rotation;
+    uint8_t attention;   /* 0 is exact; KVQ_ATTENTION_DEFAULT leaves it to the daemon */
+    uint8_t on_detach;
+    uint16_t shard, shards;
+    uint32_t flags;
+    uint32_t max_rollback;
+    uint64_t prompt_tokens;
+    uint64_t keep_seconds;
+};
+
+struct kvq_session_info {
+    uint64_t id, tokens, packed_bytes, window_bytes, table_bytes, full_precision_tokens;
+    uint64_t saturated_values;
+    double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;
+    uint32_t layers;
+    uint8_t created, read_only;
+    char ns[128], name[128], format[32], attention[16], isa[16];
+};
+
+/* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
+ * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */
+KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
+                                       const struct kvq_session_options *options,
+                                       kvq_session *session, struct kvq_session_info *info);
+/* Detaches: the session goes by its on_detach. */
+KVQ_API int kvq_session_close(kvq_client *client, kvq_session session);
+/* Destroys. Readers' handles become stale. */
+KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
+KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
+                                       struct kvq_session_info *info);
+
+/* ---- Work ---------------------------------------------------------------------------------- */
+
+/* One session's part in a request. Tensors are ragged: this session's tokens stand in rows
+ * row, row + 1, ... of k and v, its queries in rows q_row, ... of q, out and lse. */
+struct kvq_entry {
+    kvq_session session;
+    uint64_t position; /* the session's committed token count, else KVQ_E_POSITION */
+    uint32_t row, q_row;
+    uint32_t append;   /* tokens of this step (0: attend only) */
+    uint16_t queries;  /* query tokens: the last ones of the step; with append 0 they stand
+                          behind all tokens */
+    uint16_t list_token; /* paged: tokens to skip in the first page */
+    /* Results. */
+    int32_t status;
+    uint64_t value; /* token count afterwards; fork: the new session; read: tokens read */
+};
+
+enum { KVQ_PAST_ONLY = 1 }; /* attend only to tokens before the step; merge the rest by LSE */
+
+/* K and V in the engine's own paged cache: token t of an entry lies in page list[t / page_tokens]
+ * at offset + page * page_stride + (t % page_tokens) * token_stride. `list` holds int32; an
+ * entry's list starts at element `row`. */
+struct kvq_pages {
+    uint32_t page_tokens;
+    uint64_t k_page_stride, v_page_stride;
+    const kvq_buffer *list;
+    uint64_t list_offset;
+};
+
+struct kvq_work {
+    uint64_t step; /* from kvq_step_begin */
+    uint32_t layer;
+    uint32_t flags;
+    uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    struct kvq_tensor k, v, q, out;
+    struct kvq_tensor lse; /* fp32 [rows][query heads]; optional */
+    struct kvq_pages pages; /* page_tokens 0: not paged */
+};
+
+/* Begins a step for n sessions (at most 1,024): checks positions, reserves memory for all layers,
+ * so that no later call of the step fails for room. Entries that failed are not in the step.
+ * *step is its number. KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY, KVQ_E_LIMIT, ... per entry. */
+KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
+                                     uint64_t *step);
+
+/* Hands over K and V of one layer for sessions of the step (all tokens of an entry at once;
+ * fp32 is rounded to the window's dtype, saturating and counted; NaN and infinity fail that
+ * session with KVQ_E_NONFINITE). */
+KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
+                                 struct kvq_entry *entries, uint32_t n);
+
+/* Decode attention of one layer. Legal without a step (work->step 0) on committed tokens: then
+ * entries have append 0. */
+KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
+                                 struct kvq_entry *entries, uint32_t n);
+
+/* Both in one request. */
+KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work,
+                                        struct kvq_entry *entries, uint32_t n);
+
+/* Commits the step's sessions (n 0: all; entries may be NULL). A session that lacks a layer fails
+ * with KVQ_E_INCOMPLETE and stays as it was. */
+KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
+                                   uint32_t n);
+/* Leaves every session (n 0: all of the step) as it was before the step. */
+KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
+                                     uint32_t n);
+
+/* Shortens each session to `tokens[i]` tokens. Within max_rollback the session is as if the rest
+ * had never been; deeper: KVQ_E_ROLLBACK with the length kept in entry.value. */
+KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
+                                   const uint64_t *tokens, uint32_t n);
+
+/* A new unnamed session of this client with the first entry.position tokens of each; shares what
+ * is packed. entry.value is its handle. The source must have no open step. */
+KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
+
+/* Of the last entry.append tokens (at most max_rollback) keeps those at `list_token` indices,
+ * ascending int32 at element `row` of the list, and moves them together: tree drafts. */
+KVQ_API KVQ_CHECK int kvq_accept(kvq_queue *queue, const kvq_buffer *list, uint64_t list_offset,
+                                 struct kvq_entry *entries, uint32_t n);
+
+/* Tokens [position, position + append) of one layer, dequantized, in the engine's basis, into
+ * work->k and work->v at rows `row`. */
+KVQ_API KVQ_CHECK int kvq_read(kvq_queue *queue, const struct kvq_work *work,
+                               struct kvq_entry *entries, uint32_t n);
+
+/* A request that does nothing, through the same validation: measures the ring. */
+KVQ_API KVQ_CHECK int kvq_nop(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
+
+/* ---- Without waiting: the same calls with a ticket --------------------------------------------- */
+
+enum kvq_operation {
+    KVQ_DO_NOP = 0,
+    KVQ_DO_STEP_BEGIN = 1,
+    KVQ_DO_APPEND = 2,
+    KVQ_DO_ATTEND = 3,
+    KVQ_DO_APPEND_ATTEND = 4,
+    KVQ_DO_STEP_END = 5,
+    KVQ_DO_STEP_ABORT = 6,
+    KVQ_DO_TRUNCATE = 7, /* entry.list_token: tokens to drop */
+    KVQ_DO_FORK = 8,
+    KVQ_DO_ACCEPT = 9, /* the list in work->pages.list */
+    KVQ_DO_READ = 10
+};
+
+typedef uint64_t kvq_ticket;
+
+/* Submits; up to 8 tickets per queue may be open (else KVQ_E_CREDITS). Requests of one queue run
+ * in the order submitted. `entries` must stay until the ticket is waited for; results go there.
+ * For KVQ_DO_STEP_BEGIN the step's number is written to work->step at once. */
+KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
+                                 struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket);
+
+/* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns the
+ * request's status; KVQ_E_DEADLINE if it is not done yet (the ticket stays open);
+ * KVQ_E_DISCONNECTED if the daemon died (the ticket is closed). */
+KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
+
+/* ---- Merging ------------------------------------------------------------------------------- */
+
+/* Merges two attentions over disjoint keys by their LSE: rows x dim fp32, lse rows. Outputs may
+ * alias either input. A side with lse -inf counts for nothing. Pure function. */
+KVQ_API void kvq_merge_states(const float *out_a, const float *lse_a, const float *out_b,
+                              const float *lse_b, float *out, float *lse, size_t rows, size_t dim);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

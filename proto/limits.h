@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every bound of the protocol and the daemon, in one place. What the configuration may lower is
+// said there; nothing may raise these.
+#ifndef KVQ_PROTO_LIMITS_H
+#define KVQ_PROTO_LIMITS_H
+
+enum {
+    // Names and texts, in bytes, terminating NUL included.
+    KVQ_NAME_BYTES = 128,        // session and namespace names
+    KVQ_FINGERPRINT_BYTES = 256, // model fingerprint
+    KVQ_TEXT_BYTES = 512,        // error text of a reply
+
+    // Shapes.
+    KVQ_MAX_LAYERS = 256,
+    KVQ_MAX_HEADS = 256,
+    KVQ_MAX_SHARDS = 64,
+    KVQ_MAX_SESSION_TOKENS = 1 << 24,
+    KVQ_MAX_STEP_TOKENS = 1 << 16, // appended to one session in one step
+    KVQ_MAX_STEP_QUERIES = 512,    // query tokens of one session in one call
+    KVQ_MAX_ROLLBACK = 1024,
+
+    // Rings.
+    KVQ_MAX_BATCH = 1024,      // sessions in one request
+    KVQ_SLOT_BYTES = 64,
+    KVQ_REQ_SLOTS = 1 << 13,   // request ring: 512 KiB
+    KVQ_CQ_SLOTS = 1 << 12,    // completion ring: 256 KiB
+    KVQ_QUEUE_CREDITS = 8,     // requests in flight on one queue
+
+    // Per client.
+    KVQ_MAX_CLIENTS = 1024,
+    KVQ_MAX_QUEUES = 64,       // per client
+    KVQ_MAX_BUFFERS = 256,     // per client
+    KVQ_MAX_OPEN = 4096,       // open session handles per client
+    KVQ_MAX_STEPS = 64,        // open steps per client
+    KVQ_MAX_BUFFER_BYTES_LOG2 = 40,
+
+    // Control messages and attach packets.
+    KVQ_MAX_MESSAGE = 64 * 1024,
+    KVQ_MAX_PACKET_FDS = 8,
+    KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
+};
+
+#define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)
+
+#endif

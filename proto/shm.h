@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The data plane's shared memory, byte by byte. All fields little-endian, fixed width; offsets,
+// never pointers. Atomics on these words live in proto/ring.h alone.
+//
+// Three kinds of memory, all memfds made by the daemon and sealed against shrinking and growing:
+//
+//   daemon page   one per daemon, clients map it read-only (sealed against their writing)
+//   request ring  one per queue, client writes: struct kvq_req_page, then KVQ_REQ_SLOTS slots
+//   reply ring    one per queue, daemon writes, client maps it read-only:
+//                 struct kvq_cq_page, then KVQ_CQ_SLOTS slots
+//
+// Indices are free-running 32-bit slot counts; index & (slots - 1) is the slot. A message is a
+// whole number of 64-byte slots and may wrap around the end of the ring. Each side trusts
+// only its own index; the other's is checked: 0 <= tail - head <= slots, or the peer is cut off.
+// Everything the client writes is copied once into private memory and validated there.
+//
+// Waking: whoever wants to sleep sets its own flag, fences, looks again, sleeps on its eventfd;
+// whoever published a message fences, reads the flag, and writes the other's eventfd if it is
+// set. Only the sleeper writes its flag. The poller sleeps by the flag of the daemon page and
+// waits for all queues' eventfds; the client waits for its eventfd and the attach socket, so
+// that a dead daemon wakes it.
+#ifndef KVQ_PROTO_SHM_H
+#define KVQ_PROTO_SHM_H
+
+#include <assert.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/limits.h"
+
+#define KVQ_SHM_MAGIC_DAEMON 0x4456514bu  // "KVQD"
+#define KVQ_SHM_MAGIC_REQUEST 0x5256514bu // "KVQR"
+#define KVQ_SHM_MAGIC_REPLY 0x4356514bu   // "KVQC"
+
+// Version of this file and of the attach messages. Client and daemon send ranges.
+enum { KVQ_PROTOCOL_MIN = 1, KVQ_PROTOCOL_MAX = 1 };
+
+struct kvq_daemon_page {
+    uint32_t magic;
+    uint32_t version;
+    uint64_t epoch;            // random for each start of the daemon
+    uint32_t cpus;             // CPUs the daemon may use
+    uint32_t workers;          // its worker threads, the poller included
+    uint8_t pad0[128 - 24];
+    uint32_t poller_sleeping;  // 1 while the poller sleeps; only the poller writes it
+    uint8_t pad1[124];
+    uint32_t runnable_clients; // client threads the poller saw active lately: nobody spins while
+                               // workers + runnable_clients exceed cpus
+    uint8_t pad2[124];
+};
+static_assert(sizeof(struct kvq_daemon_page) == 384, "layout");
+static_assert(offsetof(struct kvq_daemon_page, epoch) == 8, "layout");
+static_assert(offsetof(struct kvq_daemon_page, poller_sleeping) == 128, "layout");
+static_assert(offsetof(struct kvq_daemon_page, runnable_clients) == 256, "layout");
+
+struct kvq_req_page { // written by the client
+    uint32_t magic;   // the daemon fills these three once, before it hands the memfd over
+    uint32_t version;
+    uint32_t slots;
+    uint8_t pad0[116];
+    uint32_t tail;    // slots published
+    uint8_t pad1[124];
+    uint32_t cq_head; // completion slots consumed
+    uint8_t pad2[124];
+    uint32_t client_sleeping; // 1 while the client's thread sleeps
+    uint8_t pad3[124];
+};
+static_assert(sizeof(struct kvq_req_page) == 512, "layout");
+static_assert(offsetof(struct kvq_req_page, tail) == 128, "layout");
+static_assert(offsetof(struct kvq_req_page, cq_head) == 256, "layout");
+static_assert(offsetof(struct kvq_req_page, client_sleeping) == 384, "layout");
+
+struct kvq_cq_page { // written by the daemon
+    uint32_t magic;
+    uint32_t version;
+    uint32_t slots;
+    uint8_t pad0[116];
+    uint32_t tail;     // completion slots published
+    uint8_t pad1[124];
+    uint32_t req_head; // request slots consumed
+    uint8_t pad2[124];
+};
+static_assert(sizeof(struct kvq_cq_page) == 384, "layout");
+static_assert(offsetof(struct kvq_cq_page, tail) == 128, "layout");
+static_assert(offsetof(struct kvq_cq_page, req_head) == 256, "layout");
+
+// ---- Requests ----
+
+enum kvq_op {
+    KVQ_OP_NOP = 0,        // answered with success; measures the ring, validated like any other
+    KVQ_OP_STEP_BEGIN = 1, // entries: handle, position, append (tokens of the step)
+    KVQ_OP_APPEND = 2,     // one layer's K and V of the step's tokens (all of them)
+    KVQ_OP_ATTEND = 3,     // one layer's attention
+    KVQ_OP_APPEND_ATTEND = 4,
+    KVQ_OP_STEP_END = 5,   // commit; entries optional (none = every session of the step)
+    KVQ_OP_STEP_ABORT = 6, // likewise
+    KVQ_OP_TRUNCATE = 7,   // position: token count now; value: token count wanted
+    KVQ_OP_FORK = 8,       // position: where to fork; the completion's value is the new handle
+    KVQ_OP_ACCEPT = 9,     // of the last `append` tokens keep those at the listed indices
+    KVQ_OP_READ = 10,      // K and V of tokens [position, position + append) of one layer
+    KVQ_OP_COUNT
+};
+
+enum kvq_req_flag {
+    KVQ_REQ_PAST_ONLY = 1, // attend: only to tokens before the step
+    KVQ_REQ_PAGED_KV = 2,  // K and V lie in the engine's paged cache, see pages below
+    KVQ_REQ_FLAGS = 3
+};
+
+// A strided tensor [rows][heads][head_dim] in a registered buffer; strides in bytes, may not
+// be negative, and every byte touched must lie inside the buffer.
+struct kvq_wire_view {
+    uint64_t offset;
+    uint64_t token_stride;
+    uint64_t head_stride;
+    uint32_t buffer; // id given at registration; 0 = no tensor
+    uint8_t dtype;   // 1 f16, 2 bf16, 3 f32
+    uint8_t pad[3];  // zero
+};
+static_assert(sizeof(struct kvq_wire_view) == 32, "layout");
+
+struct kvq_request {
+    uint8_t op;       // enum kvq_op
+    uint8_t pad0;     // zero
+    uint16_t flags;   // enum kvq_req_flag
+    uint16_t count;   // entries that follow, at most KVQ_MAX_BATCH
+    uint16_t slots;   // length of the whole message, this header included
+    uint32_t seq;     // client's number; comes back in the completion
+    uint32_t layer;
+    uint64_t step;    // client's number of the step, from its STEP_BEGIN
+    uint64_t deadline_ns; // CLOCK_MONOTONIC; 0 = none. Checked before work starts.
+    // Paged K and V (KVQ_REQ_PAGED_KV): token t of an entry lies in page list[t / page_tokens],
+    // at k.offset + page * k_page_stride + (t % page_tokens) * k.token_stride. The list of an
+    // entry starts at element `row` of `list`, as int32; t counts from the entry's list_token.
+    uint32_t page_tokens;
+    uint32_t pad1;    // zero
+    uint64_t k_page_stride, v_page_stride;
+    uint8_t pad2[8];  // zero
+    struct kvq_wire_view k, v; // APPEND: sources. READ: destinations.
+    struct kvq_wire_view q, out;
+    struct kvq_wire_view lse;  // fp32, head_stride 4 is usual; optional
+    struct kvq_wire_view list; // int32 lists: pages (PAGED_KV), indices (ACCEPT)
+};
+static_assert(sizeof(struct kvq_request) == 256, "layout");
+static_assert(offsetof(struct kvq_request, seq) == 8, "layout");
+static_assert(offsetof(struct kvq_request, step) == 16, "layout");
+static_assert(offsetof(struct kvq_request, deadline_ns) == 24, "layout");
+static_assert(offsetof(struct kvq_request, page_tokens) == 32, "layout");
+static_assert(offsetof(struct kvq_request, k_page_stride) == 40, "layout");
+static_assert(offsetof(struct kvq_request, k) == 64, "layout");
+static_assert(offsetof(struct kvq_request, list) == 224, "layout");
+
+struct kvq_entry_wire {
+    uint64_t handle;   // low 32 bits index, high 32 bits generation; of this client's table
+    uint64_t position; // the session's committed token count, as the client believes
+    uint32_t row;      // first row of this session in k and v (PAGED_KV, ACCEPT: in list)
+    uint32_t q_row;    // first row in q, out and lse
+    uint32_t append;   // tokens
+    uint16_t queries;  // query tokens
+    uint16_t list_token; // PAGED_KV: tokens to skip in the first page; ACCEPT: indices listed;
+                         // TRUNCATE: tokens to drop from the end
+};
+static_assert(sizeof(struct kvq_entry_wire) == 32, "layout");
+static_assert(offsetof(struct kvq_entry_wire, row) == 16, "layout");
+static_assert(offsetof(struct kvq_entry_wire, queries) == 28, "layout");
+
+enum {
+    KVQ_REQ_HEADER_SLOTS = sizeof(struct kvq_request) / KVQ_SLOT_BYTES,
+    KVQ_REQ_MAX_SLOTS = KVQ_REQ_HEADER_SLOTS + KVQ_MAX_BATCH * 32 / KVQ_SLOT_BYTES,
+};
+static_assert(KVQ_REQ_MAX_SLOTS * 4 <= KVQ_REQ_SLOTS, "several of the largest fit");
+
+// ---- Completions ----
+
+struct kvq_completion {
+    uint32_t seq;
+    int32_t status; // of the whole request; 0 if it ran, though sessions may have failed
+    uint16_t count; // results that follow, one for each entry in order
+    uint16_t slots;
+    uint32_t pad0;
+    uint64_t value; // STEP_BEGIN: the step; else 0
+    uint8_t pad[40];
+};
+static_assert(sizeof(struct kvq_completion) == 64, "layout");
+
+struct kvq_result {
+    int32_t status;
+    uint32_t pad;
+    uint64_t value; // token count afterwards; FORK: the new handle; READ: tokens read
+};
+static_assert(sizeof(struct kvq_result) == 16, "layout");
+
+enum {
+    KVQ_CQ_MAX_SLOTS = 1 + KVQ_MAX_BATCH * 16 / KVQ_SLOT_BYTES,
+};
+static_assert(KVQ_CQ_MAX_SLOTS * KVQ_QUEUE_CREDITS <= KVQ_CQ_SLOTS,
+              "a completion's slots are there before its request is taken");
+
+#endif
