@@ -10,6 +10,8 @@ if(TARGET kvq)
     set_target_properties(kvq PROPERTIES INSTALL_RPATH "")
     install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
     install(FILES client/kvq.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+    # Relative to the file itself, so that the tree may be installed under any prefix.
+    file(RELATIVE_PATH KVQ_PC_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
     configure_file(packaging/kvq.pc.in ${CMAKE_BINARY_DIR}/kvq.pc @ONLY)
     install(FILES ${CMAKE_BINARY_DIR}/kvq.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 endif()

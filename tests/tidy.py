@@ -177,9 +177,11 @@ def check_spdx(tree):
     for path in filter(tree.is_code, tree.paths):
         lines = [x for x in tree.text(path).split("\n") if not x.startswith("#!")]
         mark = "//" if path.endswith((".c", ".h", ".proto")) else "#"
-        if lines[0] != mark + " SPDX-License-Identifier: Apache-2.0":
+        if path == "client/kvq.h":
+            mark = "/*"  # it may be included by C of any age
+        if not lines[0].startswith(mark + " SPDX-License-Identifier: Apache-2.0"):
             yield path, 1, "the first line is not the SPDX licence line"
-        elif len(lines) < 2 or not lines[1].startswith((mark, '"""', "/*")):
+        elif len(lines) < 2 or not lines[1].startswith((mark, '"""', "/*", " *")):
             yield path, 2, "no comment says what the file is for"
 
 
@@ -307,7 +309,8 @@ def compile_alone(tree, path, language, extra):
     name, standard = ("cc", "-std=c17") if language == "c" else ("c++", "-std=c++17")
     command = [name, "-x", language, standard, "-Wall", "-Wextra", "-Werror", "-fsyntax-only",
                "-D_GNU_SOURCE", "-I", tree.root, *extra, "-"]
-    done = subprocess.run(command, input=f'#include "{path}"\n', capture_output=True, text=True)
+    done = subprocess.run(command, input=f'#include "{path}"\n', cwd=tree.root,
+                          capture_output=True, text=True)
     if done.returncode == 0:
         return None
     errors = [x for x in done.stderr.split("\n") if "error" in x] or [done.stderr]
@@ -411,13 +414,14 @@ def run_rules(root, only=None, build=None):
 
 
 C_HEAD = "// SPDX-License-Identifier: Apache-2.0\n// Planted.\n"
+KVQ_H_HEAD = "/* SPDX-License-Identifier: Apache-2.0\n * Planted. */\n"
 PY_HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Planted.\n"
 CLEAN = {
     "CMakeLists.txt": PY_HEAD + "add_library(a proto/a.c planted.c)\nadd_library(b kernels/b.c)\n",
     "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
     "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
                  'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy)\n}\n',
-    "client/kvq.h": C_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
+    "client/kvq.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
     "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n",
 }
@@ -459,7 +463,7 @@ PLANTED = (
     ("words", "docs/planted.md", "As shared/" "design.md says.\n"),
     ("words", "docs/planted.md", "From deb." "debian.org.\n"),
     ("headers", "proto/a.h", C_HEAD + "int kvq_a(uint32_t value);\n"),
-    ("headers", "client/kvq.h", C_HEAD + "int kvq_b(int class);\n"),
+    ("headers", "client/kvq.h", KVQ_H_HEAD + "int kvq_b(int class);\n"),
     ("python", "tools/planted.py", PY_HEAD + "def f(:\n"),
     ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
     ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),

@@ -1,0 +1,72 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# What building, showing and testing kvq needs on Debian 12, in one list. Sourced by demo.sh and
+# test.sh; run by itself it installs what is missing, or prints the one command that would.
+#
+#   tools/deps.sh [build|test]     `build` is enough for the programs and the demo
+
+kvq_build_packages=(
+    gcc libc6-dev make cmake pkg-config python3
+    libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
+    libxxhash-dev libopenblas-dev libcmocka-dev
+)
+kvq_test_packages=(
+    g++ clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
+)
+
+# Prints the packages of the given kind that are not installed.
+kvq_missing_packages() {
+    local wanted=("${kvq_build_packages[@]}") package
+    [ "$1" = test ] && wanted+=("${kvq_test_packages[@]}")
+    for package in "${wanted[@]}"; do
+        dpkg-query -W -f '${db:Status-Abbrev}' "$package" 2>/dev/null | grep -q '^ii' ||
+            printf '%s ' "$package"
+    done
+}
+
+# Installs what is missing. Returns 1, having printed the command to run, where it may not.
+kvq_install_packages() {
+    local missing sudo=()
+    if ! command -v dpkg-query >/dev/null; then
+        echo "This is not a Debian system. Install what matches these packages, then try again:"
+        echo "  ${kvq_build_packages[*]}"
+        [ "$1" = test ] && echo "  ${kvq_test_packages[*]}"
+        echo "or say KVQ_SKIP_DEPS=1 if it is all there."
+        [ -n "${KVQ_SKIP_DEPS:-}" ]
+        return
+    fi
+    missing=$(kvq_missing_packages "$1")
+    [ -z "$missing" ] && return 0
+    if [ "$(id -u)" != 0 ]; then
+        # Without a terminal sudo must work without a password; with one it may ask.
+        if ! command -v sudo >/dev/null || ! { sudo -n true 2>/dev/null || [ -t 0 ]; }; then
+            echo "Packages are missing and this user may not install them. Run this, then again:"
+            echo "  sudo apt-get update && sudo apt-get install -y --no-install-recommends $missing"
+            return 1
+        fi
+        sudo=(sudo)
+    fi
+    echo "Installing: $missing"
+    mkdir -p build
+    if ! { "${sudo[@]}" apt-get update &&
+        # shellcheck disable=SC2086 # one word a package is meant
+        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y --no-install-recommends $missing; } >build/apt.log 2>&1; then
+        tail -n 15 build/apt.log
+        echo "apt-get could not install them; the whole log is in build/apt.log. The command was:"
+        echo "  apt-get update && apt-get install -y --no-install-recommends $missing"
+        return 1
+    fi
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    cd "$(dirname "$0")/.." || exit 1
+    case "${1:-build}" in
+    build | test) kvq_install_packages "${1:-build}" ;;
+    -h | --help) sed -n '3,6s/^# \{0,1\}//p' "$0" ;;
+    *)
+        echo "deps.sh: '$1' is neither build nor test"
+        exit 2
+        ;;
+    esac
+fi

@@ -1,0 +1,231 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# The parts of test.sh, one function each, and the counting they share. Sourced by test.sh, which
+# sets jobs, full, fuzz_seconds, and reads passed, failed and skipped.
+# shellcheck disable=SC2034,SC2154
+
+log_file() { echo "build/log/$part.log"; }
+
+count_pass() { passed=$((passed + ${1:-1})); }
+
+# Counts a failure and shows the end of the part's log.
+count_fail() {
+    failed=$((failed + 1))
+    failures+=("$part: $1")
+    echo "  FAILED: $1 (build/log/$part.log)"
+    tail -n "${2:-25}" "$(log_file)" | sed 's/^/    /'
+}
+
+# step SECONDS COMMAND...: runs it with a limit, output to the log. Its exit status is returned.
+step() {
+    local limit=$1 status
+    shift
+    echo "\$ $*" >>"$(log_file)"
+    timeout -k 10 "$limit" "$@" >>"$(log_file)" 2>&1
+    status=$?
+    [ $status = 124 ] && echo "stopped: it ran past its $limit seconds" >>"$(log_file)"
+    return $status
+}
+
+# check NAME SECONDS COMMAND...: one test.
+check() {
+    local name=$1
+    shift
+    if step "$@"; then count_pass; else count_fail "$name"; fi
+}
+
+# check_counted NAME SECONDS COMMAND...: a runner whose last line counts "N passed, M failed".
+check_counted() {
+    local name=$1 before line status
+    before=$(wc -l <"$(log_file)")
+    shift
+    step "$@"
+    status=$?
+    line=$(tail -n +$((before + 1)) "$(log_file)" |
+        grep -Eo '[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?' | tail -n 1)
+    set -- $(grep -Eo '[0-9]+' <<<"${line:-0 0 0}") 0
+    count_pass "$1"
+    skipped=$((skipped + $3))
+    if [ "$2" != 0 ]; then
+        count_fail "$name: $2 failed"
+        failed=$((failed + $2 - 1))
+    elif [ $status != 0 ] || [ "$1" = 0 ]; then
+        count_fail "$name: exit status $status with $1 tests passed"
+    fi
+}
+
+# build PRESET [TARGET...]: configures and builds build/PRESET. Counts only a failure, or with no
+# test to follow (count=1) the build as one test.
+build() {
+    local preset=$1 targets=()
+    shift
+    [ $# -gt 0 ] && targets=(--target "$@")
+    if step 120 cmake --preset "$preset" &&
+        step 900 cmake --build "build/$preset" -j "$jobs" "${targets[@]}"; then
+        count_pass
+    else
+        count_fail "the $preset build" 40
+        return 1
+    fi
+}
+
+# run_ctest PRESET SECONDS [CTEST ARGUMENTS]: counts each of its tests.
+run_ctest() {
+    local preset=$1 limit=$2 out="build/log/$part-ctest.txt" name
+    shift 2
+    echo "\$ ctest --test-dir build/$preset $*" >>"$(log_file)"
+    timeout -k 10 "$limit" ctest --test-dir "build/$preset" --output-on-failure -j "$jobs" \
+        --no-tests=error "$@" >"$out" 2>&1
+    local status=$?
+    cat "$out" >>"$(log_file)"
+    count_pass "$(grep -Ec '^ *[0-9]+/[0-9]+ Test .* Passed ' "$out")"
+    skipped=$((skipped + $(grep -Ec '^ *[0-9]+/[0-9]+ Test .*\*\*\*Skipped' "$out")))
+    while read -r name; do
+        count_fail "$name" 0
+        grep -A 40 "Test .* $name \." "$out" | head -n 40 | sed 's/^/    /'
+    done < <(grep -E '^ *[0-9]+/[0-9]+ Test .*\*\*\*' "$out" | grep -v 'Skipped' |
+        sed -E 's/.*Test +#[0-9]+: ([^ ]+) .*/\1/')
+    if [ $status != 0 ] && ! grep -q 'tests failed out of' "$out"; then
+        count_fail "ctest in build/$preset ended with status $status"
+    fi
+}
+
+sources() { find proto kernels client daemon tools tests -name '*.[ch]' -not -path '*/build/*'; }
+
+part_tidy() {
+    check_counted "tidy self-test" 120 tests/tidy.py --self-test
+    check_counted "tidy" 120 tests/tidy.py
+}
+
+part_format() {
+    local file
+    for file in $(sources); do
+        if step 20 clang-format-14 --dry-run -Werror "$file"; then
+            count_pass
+        else
+            count_fail "$file: clang-format-14 -i $file" 0
+        fi
+    done
+}
+
+part_release() {
+    build release || return
+    run_ctest release 600
+    check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/release
+}
+
+part_kernels() {
+    local mask
+    [ -d build/release ] || build release || return
+    for mask in c avx2 avx512; do
+        KVQ_CPU_MASK=$mask run_ctest release 400 -L kernels
+    done
+}
+
+part_clang() { build clang; }
+
+part_asan() {
+    build asan || return
+    ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 run_ctest asan 500 -L fast
+}
+
+part_tsan() {
+    build tsan || return
+    TSAN_OPTIONS=halt_on_error=1 run_ctest tsan 500 -L threads
+}
+
+# Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked.
+part_fuzz() {
+    local program name ran=0
+    build fuzz || return
+    for program in build/fuzz/tests/fuzz_*; do
+        [ -x "$program" ] || continue
+        name=${program##*/}
+        mkdir -p "build/fuzz-finds/$name"
+        check "$name" $((fuzz_seconds + 60)) "$program" -max_total_time="$fuzz_seconds" \
+            -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+            -artifact_prefix="build/fuzz-finds/" \
+            "build/fuzz-finds/$name" "tests/corpus/$name"
+        ran=$((ran + 1))
+    done
+    [ $ran -gt 0 ] || count_fail "no fuzzer was built"
+}
+
+part_e2e() {
+    [ -d build/release ] || build release || return
+    check_counted "end to end" $((full ? 3600 : 400)) \
+        env KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 tests/e2e.py
+}
+
+part_python() {
+    [ -d build/release ] || build release || return
+    check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python.py
+}
+
+part_install() {
+    [ -d build/release ] || build release || return
+    check_counted "installed tree" 200 python3 tests/install.py build/release
+}
+
+part_docs() {
+    [ -d build/release ] || build release || return
+    check_counted "documentation" 60 python3 tests/docs.py build/release
+}
+
+part_lint() {
+    local file list
+    [ -f build/release/compile_commands.json ] || build release || return
+    list=$(sources | grep '\.c$' | grep -E '^(proto|client)/|^daemon/(control|attach|config)')
+    [ $full = 1 ] && list=$(sources | grep '\.c$')
+    list=$(for file in $list; do
+        grep -q "\"file\": \".*/$file\"" build/release/compile_commands.json && echo "$file"
+    done)
+    # One test for each file; failures are named by the exit status of its own run.
+    while read -r file status; do
+        if [ "$status" = 0 ]; then count_pass; else count_fail "clang-tidy $file" 0; fi
+    done < <(xargs -P "$jobs" -I{} bash -c 'log=build/log/lint-$(tr / - <<<"{}").log
+        timeout 180 clang-tidy-14 --quiet -p build/release {} >"$log" 2>/dev/null
+        status=$?; echo "{} $status"; [ $status = 0 ] || cat "$log" >&2' \
+        <<<"$list" 2>>"$(log_file)")
+}
+
+# Prints what each part took, and its share of the whole.
+print_summary() {
+    local entry share
+    printf '%-10s %7s %7s %8s %8s %6s\n' part passed failed skipped seconds share
+    printf '%-10s %7s %7s %8s %8s %5s%%\n' packages - - - "$installed" \
+        $((total_seconds ? installed * 100 / total_seconds : 0))
+    for entry in "${summary[@]}"; do
+        set -- $entry
+        share=$((total_seconds ? $5 * 100 / total_seconds : 0))
+        printf '%-10s %7s %7s %8s %8s %5s%%\n' "$1" "$2" "$3" "$4" "$5" "$share"
+    done
+    printf '%-10s %7s %7s %8s %8s\n' all "$total_passed" "$total_failed" "$total_skipped" \
+        "$total_seconds"
+}
+
+# Writes the result of a whole --full run between the two marks in docs/testing.md.
+record_full_result() {
+    local result
+    result=$(
+        echo "Commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)," \
+            "$(date -u '+%Y-%m-%d %H:%M') UTC, $(nproc) cores," \
+            "$fuzz_seconds s for each fuzzer:" \
+            "$total_passed passed, $total_failed failed, $total_skipped skipped."
+        echo
+        echo '```'
+        print_summary
+        echo '```'
+    )
+    RESULT=$result python3 - <<'PYTHON'
+import os, re
+path = "docs/testing.md"
+with open(path, encoding="utf-8") as file:
+    text = file.read()
+marks = r"(<!-- full: begin -->\n).*?(<!-- full: end -->)"
+text = re.sub(marks, lambda m: m[1] + os.environ["RESULT"] + "\n" + m[2], text, flags=re.S)
+with open(path, "w", encoding="utf-8") as file:
+    file.write(text)
+PYTHON
+}

@@ -1,0 +1,117 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds and tests everything, part by part.
+#
+#   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N]
+#
+#   --full            the long tier: longer fuzzing, more seeds, clang-tidy over every file.
+#                     Resumable: a part that passed on the same sources is not run again. Its
+#                     result, with commit and date, is written into docs/testing.md.
+#   --only PART       run this part only; may be given several times
+#   --list            name the parts and what each does
+#   --jobs N          compile and test with N jobs (default: all cores)
+#   --fuzz-seconds N  seconds for each fuzzer (default: 10, under --full 3600)
+#
+# On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
+# run is quick; what the parts print goes to build/log/PART.log. The last line is
+# "N passed, M failed", counted in tests; exit status 0 if none failed, else 1, 2 for bad usage.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+. tools/deps.sh
+. tools/test-parts.sh
+
+usage() { sed -n '3,17s/^# \{0,1\}//p' tools/test.sh; }
+
+parts=(tidy format release kernels clang asan tsan fuzz e2e python install docs lint)
+declare -A part_about=(
+    [tidy]="house rules a script can see, and a self-test that plants a violation of each"
+    [format]="clang-format over every source"
+    [release]="gcc build, every test, and what the libraries export"
+    [kernels]="the kernel checks at every CPU mask (c, avx2, avx512)"
+    [clang]="the same build with clang 14"
+    [asan]="AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"
+    [tsan]="ThreadSanitizer: tests labelled threads"
+    [fuzz]="every fuzzer from its committed corpus"
+    [e2e]="real processes, kill -9 and all: tests/e2e.py"
+    [python]="the Python package's tests"
+    [install]="install to a folder, compile README's client against it, run it"
+    [docs]="links, and that manual pages and --help agree"
+    [lint]="clang-tidy over the parsers of foreign bytes; under --full over every file"
+)
+
+full=0 jobs=$(nproc) fuzz_seconds=
+only=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --full) full=1 ;;
+    --only) only+=("${2:?--only needs a part}") && shift ;;
+    --jobs) jobs=${2:?--jobs needs a number} && shift ;;
+    --fuzz-seconds) fuzz_seconds=${2:?--fuzz-seconds needs a number} && shift ;;
+    --list)
+        for part in "${parts[@]}"; do printf '%-8s  %s\n' "$part" "${part_about[$part]}"; done
+        exit 0
+        ;;
+    -h | --help) usage && exit 0 ;;
+    *)
+        echo "test.sh: unknown argument '$1'; --help lists what there is" >&2
+        exit 2
+        ;;
+    esac
+    shift
+done
+for part in "${only[@]}"; do
+    if [ -z "${part_about[$part]:-}" ]; then
+        echo "test.sh: there is no part '$part'; the parts are: ${parts[*]}" >&2
+        exit 2
+    fi
+done
+[ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
+[ -z "$fuzz_seconds" ] && fuzz_seconds=$((full ? 3600 : 10))
+
+exec </dev/null
+mkdir -p build/log build/full
+started=$SECONDS
+kvq_install_packages test || exit 1
+installed=$((SECONDS - started))
+
+# Names the state of the sources, so that --full knows what it has already shown.
+source_state() {
+    { git rev-parse HEAD && git diff HEAD && git status --porcelain -uall; } 2>/dev/null |
+        sha256sum | cut -c1-16
+}
+
+total_passed=0 total_failed=0 total_skipped=0
+summary=()
+failures=()
+state=$(source_state)
+for part in "${parts[@]}"; do
+    stamp=build/full/$part
+    passed=0 failed=0 skipped=0
+    part_started=$SECONDS
+    if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$state $fuzz_seconds" ]; then
+        read -r passed skipped seconds < <(tail -n 1 "$stamp")
+        note="passed before on these sources"
+    else
+        printf '%-8s  %s ...\n' "$part" "${part_about[$part]}"
+        : >"build/log/$part.log"
+        part_"$part"
+        seconds=$((SECONDS - part_started))
+        note=
+        [ $full = 1 ] && [ $failed = 0 ] &&
+            printf '%s\n%s\n' "$state $fuzz_seconds" "$passed $skipped $seconds" >"$stamp"
+    fi
+    printf '%-8s  %s passed, %s failed, %s skipped, %s s  %s\n' \
+        "$part" "$passed" "$failed" "$skipped" "$seconds" "$note" | tee -a "build/log/$part.log"
+    summary+=("$part $passed $failed $skipped $seconds")
+    total_passed=$((total_passed + passed))
+    total_failed=$((total_failed + failed))
+    total_skipped=$((total_skipped + skipped))
+done
+
+total_seconds=$((SECONDS - started))
+echo
+print_summary | tee build/log/summary.txt
+[ $full = 1 ] && [ ${#only[@]} = 0 ] && record_full_result
+for failure in "${failures[@]}"; do echo "failed: $failure"; done
+echo "$total_passed passed, $total_failed failed"
+[ $total_failed = 0 ] && [ $total_passed -gt 0 ]
