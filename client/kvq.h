@@ -97,18 +97,19 @@ KVQ_API const char *kvq_version(void);
 typedef struct kvq_client kvq_client;
 
 struct kvq_connect_options {
-    const char *runtime_dir; /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    const char *runtime_dir;
     const char *name;        /* for people, e.g. "myengine 1.2"; NULL: the program's name */
     uint32_t timeout_ms;     /* for connecting and for control calls; 0: 5000 */
-    uint32_t spin_us;        /* longest time to spin for a completion before sleeping; 0: adaptive */
+    uint32_t spin_us;        /* longest time to spin before sleeping; 0: adaptive */
 };
 
 /* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
  * Release with kvq_disconnect. */
 KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
 
-/* Closes queues, buffers and session handles still open (sessions go by their on_detach). Accepts
- * NULL and pointers to NULL. No other thread may be in a call on the client. */
+/* Closes queues, buffers and session handles still open (sessions go by their on_detach).
+ * Accepts NULL and pointers to NULL. No other thread may be in a call on the client. */
 KVQ_API void kvq_disconnect(kvq_client **client);
 
 struct kvq_daemon_info {
@@ -124,8 +125,8 @@ KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
 /* After KVQ_E_DISCONNECTED: connects again, opens the client's queues and registers its buffers
  * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
  * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
- * handles are stale in both: open named sessions again by name; those that the daemon still has
- * stand at their last commit. *lost (may be NULL) gets the number of session handles that this
+ * handles are stale in both: open named sessions again by name; those that the daemon still
+ * has stand at their last commit. *lost (may be NULL) gets the number of session handles that this
  * client held. Open tickets and steps end with KVQ_E_CANCELLED. No other thread may be in a call. */
 KVQ_API KVQ_CHECK int kvq_reattach(kvq_client *client, uint32_t *lost);
 
@@ -310,8 +311,8 @@ KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq
 KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
                                    const uint64_t *tokens, uint32_t n);
 
-/* A new unnamed session of this client with the first entry.position tokens of each; shares what
- * is packed. entry.value is its handle. The source must have no open step. */
+/* A new unnamed session of this client with the first entry.position tokens of each; shares
+ * what is packed. entry.value is its handle. The source must have no open step. */
 KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
 /* Of the last entry.append tokens (at most max_rollback) keeps those at `list_token` indices,
@@ -351,8 +352,8 @@ typedef uint64_t kvq_ticket;
 KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket);
 
-/* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns the
- * request's status; KVQ_E_DEADLINE if it is not done yet (the ticket stays open);
+/* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns
+ * the request's status; KVQ_E_DEADLINE if it is not done yet (the ticket stays open);
  * KVQ_E_DISCONNECTED if the daemon died (the ticket is closed). */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
 
