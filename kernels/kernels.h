@@ -168,10 +168,10 @@ struct kvq_attend {
 struct kvq_attend_plan {
     uint32_t split_tokens; // fixed token positions, from the session's own count alone
     uint32_t n_splits;
-    uint32_t n_tiles;      // tiles of query rows per KV head
-    uint32_t items;        // kv_heads * n_tiles, times n_splits if parallel
-    bool parallel;         // splits are separate items whose partials must be merged
-    size_t partial_bytes;  // memory for all partials; 0 if not parallel
+    uint32_t n_tiles;     // tiles of query rows per KV head
+    uint32_t items;       // kv_heads * n_tiles, times n_splits if parallel
+    bool parallel;        // splits are separate items whose partials must be merged
+    size_t partial_bytes; // memory for all partials; 0 if not parallel
 };
 
 // Same results to the bit whether parallel or not.

@@ -59,8 +59,8 @@
 #include <stdint.h>
 
 enum {
-    KVQ_BLOCK_TOKENS = 128, // tokens in a sealed block
-    KVQ_GROUP_TOKENS = 32,  // tokens that share a K scale; the unit of a quantized record
+    KVQ_BLOCK_TOKENS = 128,  // tokens in a sealed block
+    KVQ_GROUP_TOKENS = 32,   // tokens that share a K scale; the unit of a quantized record
     KVQ_GROUP_CHANNELS = 32, // channels that share a V scale
     KVQ_BLOCK_GROUPS = KVQ_BLOCK_TOKENS / KVQ_GROUP_TOKENS,
     KVQ_RECORD_ALIGN = 64,

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files of kernels/ share: the table of functions that each instruction set fills, and
+// the state that the attention driver hands to them. Nobody outside kernels/ and the checker of
+// tests/ includes this file.
+//
+// The driver (attend.c) walks splits, pages and masks and knows no instruction set. Work on many
+// numbers is done by the functions of the table. An instruction set starts from a copy of the
+// table of the next lower one and replaces what it does better (kvq__init_*), so that every
+// entry but the fast path's is always there. Rules for all entries:
+//
+// - All fp32 arrays of the driver are 64-byte aligned with rows of `dim` floats, dim 64, 128 or
+//   256. Packed groups and raw records are 64-byte aligned. The caller's tensors (load, save,
+//   store) are aligned to their dtype only.
+// - What ends up in packed or raw bytes (store, hadamard, sumsq, scale_rows, quant_k, quant_v) is
+//   the same to the bit on every instruction set: one operation after the other, as written at
+//   the C functions, no fused multiply-add, no approximate reciprocals.
+// - Everything else agrees with C within 1e-5, relative to the largest value of a row.
+// - A result for one row never depends on which other rows stand in the tile.
+#ifndef KVQ_KERNELS_INTERNAL_H
+#define KVQ_KERNELS_INTERNAL_H
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+enum {
+    KVQ__CHUNK = 512, // tokens whose logits are computed before one softmax step
+    KVQ__CHUNK_GROUPS = KVQ__CHUNK / KVQ_GROUP_TOKENS,
+    KVQ__LOGITS_STRIDE = 528, // floats from row to row; not a power of two, for the cache's sake
+    KVQ__SCRATCH_BYTES = 512 * 1024, // an instruction set's own memory in the workspace
+};
+
+// What the codec of one session's layer needs; made once per call from format and shape.
+struct kvq__codec {
+    struct kvq_layout layout;
+    uint32_t dim;           // of K and of V
+    uint8_t k_bits, v_bits; // 2, 3 or 4; 0 if raw
+    bool has_norms;         // the record has a norm for each token
+    uint8_t raw_dtype;      // of raw records: KVQ_F16 or KVQ_BF16
+};
+
+// The 32 positions of one group and where their keys lie. Positions [0, packed_tokens) are in the
+// packed group, [raw_from, raw_to) in the raw rows; both pointers stand for position 0, and raw
+// rows are `dim` elements apart. Everything in these ranges is finite and may be computed with,
+// but only positions with their bit in `held` are keys: the others get logit -inf.
+struct kvq__group {
+    uint32_t held;         // bit t: position t is a key; 0 if the group is empty
+    const uint8_t *packed; // quantized group, laid out as codec->layout says; NULL if none
+    const uint16_t *raw_k, *raw_v;
+    uint32_t packed_tokens;
+    uint32_t raw_from, raw_to; // equal if none; raw_from >= packed_tokens
+};
+
+// Up to 512 consecutive positions that start at a multiple of 32. Groups that no row of the tile
+// sees are empty (nothing held, no packed, no raw).
+struct kvq__chunk {
+    uint64_t start;
+    uint32_t groups; // 1 to KVQ__CHUNK_GROUPS
+    struct kvq__group group[KVQ__CHUNK_GROUPS];
+    const struct kvq__chunk *next; // the chunk that comes after, to prefetch; NULL if unknown
+};
+
+// The queries of one item (tokens x heads that share a KV head), and their state on the way
+// through the keys. Row r is query token r / gqa, head r % gqa. The softmax state is in powers of
+// two: p = 2^(logit - m), l = sum of p, both o accumulate p * v and are not divided by l.
+struct kvq__tile {
+    const struct kvq__codec *codec;
+    uint32_t rows; // 1 to KVQ_TILE_ROWS
+    uint32_t dim;
+    // Without soft-cap q is scaled by softmax scale * log2(e), and q * k is the logit. With it, q
+    // is scaled by softmax scale / softcap, and the logit is cap * tanh(q * k).
+    float cap;
+    const float *q;  // [rows][dim] for raw keys
+    const float *qt; // [rows][dim] for packed keys: transformed as the format transforms K
+    float *logits;   // [rows][KVQ__LOGITS_STRIDE]; the softmax step turns them into p in place
+    float *m, *l;    // [rows]
+    float *factor;   // [rows]; what the softmax step multiplied the old sums with
+    // Row r sees the positions [lo[r], hi[r]) of the current chunk, counted from its start. Both
+    // are within 0..32 * groups; lo[r] == hi[r] if it sees none.
+    int32_t *lo, *hi;
+    float *o;         // [rows][dim] sums of raw values
+    float *ot;        // [rows][dim] sums of packed values; equals o unless the daemon rotates V
+    float *group_f32; // [32][dim] for a dequantized group
+    void *scratch;    // KVQ__SCRATCH_BYTES; survives from prepare_fast to the end of the tile
+};
+
+struct kvq_kernels {
+    const char *name;
+    int isa; // KVQ_ISA_*
+
+    // ---- Numbers ----
+
+    // n elements to fp32, exactly.
+    void (*load)(const void *src, uint8_t dtype, float *dst, size_t n);
+    // n elements from fp32, to nearest even, finite values saturating, NaN stays NaN.
+    void (*save)(const float *src, uint8_t dtype, void *dst, size_t n);
+    // n elements to a 16-bit dtype as kvq_store promises; adds to counts.
+    void (*store)(const void *src, uint8_t from, void *dst, uint8_t to, size_t n,
+                  struct kvq_store_counts *counts);
+    // Each of n rows becomes row * H / sqrt(dim), Sylvester order: for h = 1, 2, 4 .. dim / 2 all
+    // pairs (i, i + h) with bit h of i clear become (a + b, a - b); last, * (float)(1/sqrt(dim)).
+    void (*hadamard)(float *rows, uint32_t n, uint32_t dim);
+    // sums[r] = sum of squares of row r: 16 lanes, lane i adding x * x of the elements 16 j + i
+    // with j ascending (starting from +0), then lane i += lane i + 8, + 4, + 2, + 1.
+    void (*sumsq)(const float *rows, uint32_t n, uint32_t dim, float *sums);
+    // Row r *= factor[r].
+    void (*scale_rows)(float *rows, const float *factor, uint32_t n, uint32_t dim);
+    // Row r = row r * fa[r] + b's row r * fb[r].
+    void (*blend_rows)(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
+                       uint32_t dim);
+
+    // ---- Groups of 32 tokens ----
+
+    // Codes, scales and zeros of K (of V) from [32][dim] into a group. Writes nothing else.
+    void (*quant_k)(const struct kvq__codec *c, const float *rows, uint8_t *group);
+    void (*quant_v)(const struct kvq__codec *c, const float *rows, uint8_t *group);
+    // Back to [32][dim], norms applied, still in the transformed basis.
+    void (*dequant_k)(const struct kvq__codec *c, const uint8_t *group, float *rows);
+    void (*dequant_v)(const struct kvq__codec *c, const uint8_t *group, float *rows);
+
+    // ---- Attention, exact path: the steps of a chunk ----
+
+    // logits[r * KVQ__LOGITS_STRIDE + t] = qt[r] * k[t] for all 32 tokens of the packed group.
+    void (*qk_packed)(const struct kvq__tile *tile, const uint8_t *group, float *logits);
+    // The same from q and raw rows for tokens [from, to); k is token 0's row.
+    void (*qk_raw)(const struct kvq__tile *tile, const uint16_t *k, uint32_t from, uint32_t to,
+                   float *logits);
+    // The first n logits of each row become cap * tanh(logit).
+    void (*softcap)(const struct kvq__tile *tile, uint32_t n);
+    // The first n (a multiple of 32) logits of each row become p, 0 outside [lo, hi) and where
+    // they are -inf; m, l and factor follow. A row that sees nothing keeps m and l, factor 1.
+    void (*softmax)(struct kvq__tile *tile, uint32_t n);
+    // ot[r] += sum of p[r * KVQ__LOGITS_STRIDE + t] * v[t] over the 32 tokens of a packed group.
+    void (*pv_packed)(const struct kvq__tile *tile, const uint8_t *group, const float *p);
+    // o[r] likewise over tokens [from, to) of raw rows; v is token 0's row.
+    void (*pv_raw)(const struct kvq__tile *tile, const uint16_t *v, uint32_t from, uint32_t to,
+                   const float *p);
+
+    // The whole step. kvq__attend_chunk does it with the entries above; it may be replaced.
+    void (*attend_chunk)(const struct kvq_kernels *k, struct kvq__tile *tile,
+                         const struct kvq__chunk *chunk);
+
+    // ---- Attention, fast path; all three NULL where there is none ----
+
+    bool (*has_fast)(const struct kvq__codec *c, uint32_t rows);
+    // Called once per tile when q, qt and all pointers stand; may keep things in scratch.
+    void (*prepare_fast)(struct kvq__tile *tile);
+    void (*attend_chunk_fast)(const struct kvq_kernels *k, struct kvq__tile *tile,
+                              const struct kvq__chunk *chunk);
+};
+
+void kvq__init_c(struct kvq_kernels *k);
+void kvq__init_avx2(struct kvq_kernels *k);   // on top of C
+void kvq__init_avx512(struct kvq_kernels *k); // on top of AVX2
+
+void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
+                       const struct kvq__chunk *chunk);
+struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s);
+
+// ---- 16-bit numbers, one at a time ----
+
+static inline uint32_t kvq__bits(float f)
+{
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+static inline float kvq__float(uint32_t u)
+{
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+static inline float kvq__f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
+    uint32_t rest = h & 0x7fffu;
+    if (rest >= 0x7c00u)
+        return kvq__float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    // Moves the exponent's bias by a multiplication, which is exact for subnormals as well.
+    float f = kvq__float(rest << 13) * 0x1p112f;
+    return kvq__float(sign | kvq__bits(f));
+}
+
+// To nearest even; finite values saturate at 65504, infinities and NaN stay what they are.
+static inline uint16_t kvq__f32_to_f16(float f)
+{
+    uint32_t sign = kvq__bits(f) >> 16 & 0x8000u;
+    uint32_t u = kvq__bits(f) & 0x7fffffffu;
+    if (u >= 0x7f800000u)
+        return (uint16_t)(sign | (u > 0x7f800000u ? 0x7e00u | (u >> 13 & 0x3ffu) : 0x7c00u));
+    if (u > 0x477fe000u) // 65504
+        return (uint16_t)(sign | 0x7bffu);
+    if (u < 0x38800000u) // below 2^-14: adding 1/2 rounds to multiples of 2^-24
+        return (uint16_t)(sign | (kvq__bits(kvq__float(u) + 0.5f) - 0x3f000000u));
+    return (uint16_t)(sign | ((u + 0xfffu + (u >> 13 & 1u) - 0x38000000u) >> 13));
+}
+
+static inline float kvq__bf16_to_f32(uint16_t h)
+{
+    return kvq__float((uint32_t)h << 16);
+}
+
+// To nearest even; finite values saturate, infinities and NaN stay what they are.
+static inline uint16_t kvq__f32_to_bf16(float f)
+{
+    uint32_t u = kvq__bits(f);
+    uint32_t rest = u & 0x7fffffffu;
+    if (rest > 0x7f800000u)
+        return (uint16_t)(u >> 16 | 0x40u);
+    if (rest > 0x7f7f0000u && rest != 0x7f800000u)
+        return (uint16_t)((u >> 16 & 0x8000u) | 0x7f7fu);
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf.
+static inline float kvq__exp2(float x)
+{
+    if (!(x >= -126.0f))
+        return x != x ? x : 0.0f;
+    float n = rintf(x);
+    float f = x - n; // in [-0.5, 0.5]; the polynomial is 2^f's Taylor series in f * ln(2)
+    float p = 1.5252734e-5f;
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return p * kvq__float((uint32_t)(int32_t)(n + 127.0f) << 23);
+}
+
+#endif
