@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Picks the table of functions for the CPU that we run on. The only place that fills tables.
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "kernels/internal.h"
+
+static struct kvq_kernels tables[KVQ_ISA_AVX512 + 1];
+static int best_isa;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+// What KVQ_CPU_MASK allows: the instruction set it names, everything if it is unset or unknown.
+static int masked_isa(void)
+{
+    const char *mask = getenv("KVQ_CPU_MASK");
+    if (mask && strcmp(mask, "c") == 0)
+        return KVQ_ISA_C;
+    if (mask && strcmp(mask, "avx2") == 0)
+        return KVQ_ISA_AVX2;
+    return KVQ_ISA_AVX512;
+}
+
+// __builtin_cpu_supports also asks whether the operating system saves the registers.
+#ifdef KVQ_HAVE_AVX2
+static bool has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+}
+#endif
+
+#ifdef KVQ_HAVE_AVX512
+static bool has_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+static void add_table(int isa, const char *name, void (*init)(struct kvq_kernels *))
+{
+    if (isa > KVQ_ISA_C)
+        tables[isa] = tables[best_isa];
+    init(&tables[isa]);
+    tables[isa].isa = isa;
+    tables[isa].name = name;
+    best_isa = isa;
+}
+
+static void fill_tables(void)
+{
+    add_table(KVQ_ISA_C, "c", kvq__init_c);
+#ifdef KVQ_HAVE_AVX2
+    if (!has_avx2())
+        return;
+    add_table(KVQ_ISA_AVX2, "avx2", kvq__init_avx2);
+#endif
+#ifdef KVQ_HAVE_AVX512
+    if (!has_avx512())
+        return;
+    add_table(KVQ_ISA_AVX512, "avx512", kvq__init_avx512);
+#endif
+}
+
+const struct kvq_kernels *kvq_kernels_get(int max_isa)
+{
+    pthread_once(&once, fill_tables);
+    int isa = masked_isa();
+    if (isa > max_isa)
+        isa = max_isa;
+    if (isa > best_isa)
+        isa = best_isa;
+    while (isa > KVQ_ISA_C && !tables[isa].name)
+        isa--;
+    return &tables[isa < KVQ_ISA_C ? KVQ_ISA_C : isa];
+}
+
+const char *kvq_kernels_isa(const struct kvq_kernels *k)
+{
+    return k->name;
+}
+
+bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
+                          const struct kvq_shape *s)
+{
+    struct kvq__codec codec = kvq__codec_of(f, s);
+    uint32_t gqa = s->q_heads / s->kv_heads;
+    return k->has_fast && f->codec != KVQ_CODEC_RAW && k->has_fast(&codec, gqa);
+}
