@@ -37,6 +37,8 @@ enum {
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
+    KVQ_MAX_LIST = 1024,            // elements of repeated fields in one message
+    KVQ_WIRE_ARENA = 2048 * 1024,   // memory that any message can be unpacked in
     KVQ_MAX_PACKET_FDS = 8,
     KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
 };

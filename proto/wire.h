@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Control messages in and out of bytes: the one door to the generated code of kvq.proto.
+//
+// Unpacking takes hostile bytes. Before anything is built from them, they are walked once against
+// the message's description: sizes, wire types, counts, repeated single fields, and text (valid
+// UTF-8 without control characters, at most KVQ_TEXT_BYTES - 1 bytes). What passes is built in
+// the caller's arena; nothing is allocated elsewhere and nothing needs to be freed.
+// Thread-safe: every function touches only its arguments.
+#ifndef KVQ_PROTO_WIRE_H
+#define KVQ_PROTO_WIRE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/kvq.pb-c.h"
+#include "proto/limits.h"
+
+// Memory handed out front to back and taken back all at once.
+struct kvq_arena {
+    uint8_t *memory;
+    size_t size, used;
+    bool full; // an allocation failed
+};
+
+// The memory stays the caller's. KVQ_WIRE_ARENA bytes are enough for any message that fits
+// KVQ_MAX_MESSAGE and passes the checks.
+void kvq_arena_init(struct kvq_arena *arena, void *memory, size_t size);
+// Zeroed and aligned for any type; NULL when the arena is full.
+void *kvq_arena_alloc(struct kvq_arena *arena, size_t bytes);
+// A copy of a text, cut at KVQ_TEXT_BYTES - 1 bytes; never NULL ("" when the arena is full).
+// Bytes that the wire refuses (control characters, broken UTF-8) become '?'.
+char *kvq_arena_text(struct kvq_arena *arena, const char *text);
+
+// Packs into buffer. 0, or KVQ_E_LIMIT when it does not fit in size bytes.
+int kvq_request_pack(const Kvq__Request *message, void *buffer, size_t size, size_t *length);
+int kvq_reply_pack(const Kvq__Reply *message, void *buffer, size_t size, size_t *length);
+int kvq_event_pack(const Kvq__Event *message, void *buffer, size_t size, size_t *length);
+
+// Unpacks bytes into the arena. 0, or KVQ_E_PROTOCOL (KVQ_E_LIMIT for a message that is too long
+// or a full arena) with a sentence in text that names the field. text is KVQ_TEXT_BYTES long. A
+// Request holds exactly one command. The message lives as long as the arena's contents.
+int kvq_request_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
+                       Kvq__Request **message, char *text);
+int kvq_reply_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
+                     Kvq__Reply **message, char *text);
+int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
+                     Kvq__Event **message, char *text);
+
+// Whether a text may travel: valid UTF-8, no control characters, no NUL among the bytes.
+int kvq_text_valid(const char *bytes, size_t length);
+
+#endif
