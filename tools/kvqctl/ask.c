@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asking the daemon: finds it, sends one request, waits for its reply, and says in plain words
+// what to do when that fails.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/limits.h"
+#include "proto/shm.h"
+#include "proto/status.h"
+#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/transport.h"
+
+const char *kvq__ctl_runtime_dir(const char *option)
+{
+    static char path[4096];
+    const char *own = getenv("KVQ_RUNTIME_DIR");
+    const char *user = getenv("XDG_RUNTIME_DIR");
+    if (option)
+        return option;
+    if (own && *own)
+        return own;
+    if (!user || !*user)
+        return "/run/kvqd";
+    snprintf(path, sizeof path, "%s/kvqd", user);
+    return path;
+}
+
+static void explain_absence(const struct kvq__ctl *ctl, const char *path, int error)
+{
+    const char *dir = ctl->runtime_dir;
+    if (error == -EACCES || error == -EPERM) {
+        fprintf(stderr,
+                "kvqctl: %s: this user (uid %u) may not connect.\n"
+                "Ask whoever runs kvqd to add you to the group that owns the directory.\n",
+                path, (unsigned)geteuid());
+        return;
+    }
+    if (error == -ENAMETOOLONG) {
+        fprintf(stderr, "kvqctl: %s: longer than a socket's path may be; use a shorter directory\n",
+                path);
+        return;
+    }
+    fprintf(stderr, "kvqctl: no daemon answers in %s: %s\n", dir,
+            error == -ECONNREFUSED ? "the socket there was left behind by one that is gone"
+                                   : strerror(-error));
+    fprintf(stderr,
+            "Looked for: %s\n"
+            "It comes from --runtime-dir, else $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else "
+            "/run/kvqd.\n"
+            "Start one:  kvqd --runtime-dir %s     (or: systemctl start kvqd)\n",
+            path, dir);
+}
+
+// Connects if this run has not yet. An exit status.
+static int connect_once(struct kvq__ctl *ctl)
+{
+    char path[4096];
+    if (ctl->transport)
+        return KVQ_EXIT_OK;
+    snprintf(path, sizeof path, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
+    int result = kvq__transport_open(&ctl->transport, path);
+    if (result == 0)
+        return KVQ_EXIT_OK;
+    explain_absence(ctl, path, result);
+    return result == -EACCES || result == -EPERM ? KVQ_EXIT_PERMISSION : KVQ_EXIT_NO_DAEMON;
+}
+
+static int64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+// Packs and sends. An exit status.
+static int send_request(struct kvq__ctl *ctl, const Kvq__Request *request)
+{
+    uint8_t data[KVQ_MAX_MESSAGE];
+    size_t size;
+    if (kvq_request_pack(request, data, sizeof data, &size) != 0) {
+        fprintf(stderr, "kvqctl: the request is longer than %zu bytes; use a shorter name\n",
+                sizeof data);
+        return KVQ_EXIT_USAGE;
+    }
+    int result = kvq__transport_send(ctl->transport, data, size);
+    if (result == 0)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: the request could not be sent: %s\n", strerror(-result));
+    return KVQ_EXIT_FAILED;
+}
+
+static int explain_silence(const struct kvq__ctl *ctl)
+{
+    fprintf(stderr,
+            "kvqctl: the daemon in %s did not answer within %d ms; it may be busy or stopped.\n"
+            "Look at its log, or wait longer with --timeout MS.\n",
+            ctl->runtime_dir, ctl->timeout_ms);
+    return KVQ_EXIT_TIMEOUT;
+}
+
+static int explain_nonsense(const char *text)
+{
+    fprintf(stderr,
+            "kvqctl: the answer cannot be read: %s\n"
+            "Are kvqctl and kvqd of one release? kvqctl version shows both.\n",
+            kvq__ctl_clean(text));
+    return KVQ_EXIT_FAILED;
+}
+
+// The arena for the next reply, empty. NULL when there is no memory for it.
+static struct kvq_arena *next_arena(struct kvq__ctl *ctl)
+{
+    static uint8_t *memory[2];
+    unsigned which = ctl->next_id % 2;
+    if (!memory[which])
+        memory[which] = malloc(KVQ_WIRE_ARENA);
+    if (!memory[which])
+        return NULL;
+    kvq_arena_init(&ctl->arenas[which], memory[which], KVQ_WIRE_ARENA);
+    return &ctl->arenas[which];
+}
+
+// Waits for the reply with the given id; replies to earlier requests are thrown away.
+static int receive_reply(struct kvq__ctl *ctl, uint32_t id, Kvq__Reply **reply)
+{
+    static uint8_t data[KVQ_MAX_MESSAGE];
+    char text[KVQ_TEXT_BYTES];
+    int64_t end = now_ms() + ctl->timeout_ms;
+    for (;;) {
+        int64_t left = end - now_ms();
+        int size =
+            kvq__transport_receive(ctl->transport, data, sizeof data, left > 0 ? (int)left : 0);
+        if (size == -EINTR && left > 0)
+            continue;
+        if (size == -ETIMEDOUT || size == -EINTR)
+            return explain_silence(ctl);
+        if (size < 0)
+            return explain_nonsense(strerror(-size));
+        struct kvq_arena *arena = next_arena(ctl);
+        if (!arena)
+            return explain_nonsense("this program is out of memory");
+        if (kvq_reply_unpack(data, (size_t)size, arena, reply, text) != 0)
+            return explain_nonsense(text);
+        if ((*reply)->id == id)
+            return KVQ_EXIT_OK;
+        *reply = NULL;
+    }
+}
+
+static int exit_of_status(int status)
+{
+    switch (status) {
+    case KVQ_E_NO_SESSION:
+        return KVQ_EXIT_NOT_FOUND;
+    case KVQ_E_PERMISSION:
+        return KVQ_EXIT_PERMISSION;
+    default:
+        return KVQ_EXIT_FAILED;
+    }
+}
+
+int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
+                 Kvq__Reply **reply)
+{
+    *reply = NULL;
+    int result = connect_once(ctl);
+    if (result)
+        return result;
+    request->id = ++ctl->next_id;
+    request->protocol = KVQ_PROTOCOL_MAX;
+    result = send_request(ctl, request);
+    if (result == 0)
+        result = receive_reply(ctl, request->id, reply);
+    if (result)
+        return result;
+    int status = (*reply)->status;
+    if (status == KVQ_OK && (*reply)->result_case == expected)
+        return KVQ_EXIT_OK;
+    const char *text = (*reply)->text;
+    *reply = NULL;
+    if (status == KVQ_OK)
+        return explain_nonsense("it is the answer to another command");
+    fprintf(stderr, "kvqctl: %s (%s)\n",
+            kvq__ctl_clean(text && *text ? text : kvq_status_text(status)),
+            kvq_status_name(status));
+    return exit_of_status(status);
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands about the daemon as a whole: status, ping, version.
+#include <inttypes.h>
+#include <stdio.h>
+#include <time.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+static void print_namespaces(const Kvq__StatusReply *s)
+{
+    printf("\n%-24s %9s %12s %12s\n", "NAMESPACE", "SESSIONS", "USED", "LIMIT");
+    for (size_t i = 0; i < s->n_namespaces; i++) {
+        const Kvq__NamespaceStatus *n = s->namespaces[i];
+        printf("%-24s %9" PRIu32 " %12s %12s\n", kvq__ctl_clean(n->name), n->sessions,
+               kvq__ctl_bytes(n->used_bytes),
+               n->limit_bytes ? kvq__ctl_bytes(n->limit_bytes) : "the pool");
+    }
+}
+
+static void print_status(const Kvq__StatusReply *s)
+{
+    double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
+    printf("kvqd %s, pid %" PRIu64 ", up %s%s\n", kvq__ctl_clean(s->version), s->pid,
+           kvq__ctl_duration(s->uptime_ms), s->draining ? ", shutting down" : "");
+    printf("runs in    %s\n", kvq__ctl_clean(s->runtime_dir));
+    printf("backend    %s (%s), %" PRIu32 " workers\n", kvq__ctl_clean(s->backend),
+           kvq__ctl_clean(s->isa), s->workers);
+    printf("memory     %s of %s in use (%.1f%%), %s taken as extents, largest free piece %s\n",
+           kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share,
+           kvq__ctl_bytes(s->pool_extent_bytes), kvq__ctl_bytes(s->pool_largest_free));
+    printf("holds      %" PRIu32 " sessions with %" PRIu64 " tokens, for %" PRIu32 " clients\n",
+           s->sessions, s->tokens, s->clients);
+    printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "
+           "%" PRIu64 " requests refused, %" PRIu64 " clients kicked\n",
+           s->steps, s->attends, s->appended_tokens, s->refused_requests, s->kicked_clients);
+    if (s->n_namespaces)
+        print_namespaces(s);
+}
+
+int kvq__ctl_ask_status(struct kvq__ctl *ctl, Kvq__Reply **reply)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Status command = KVQ__STATUS__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_STATUS;
+    request.status = &command;
+    return kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_STATUS_REPLY, reply);
+}
+
+int kvq__ctl_status(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Reply *reply;
+    int result = kvq__ctl_ask_status(ctl, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->status_reply->base);
+    else
+        print_status(reply->status_reply);
+    return KVQ_EXIT_OK;
+}
+
+// Sends a ping. On success *microseconds is the round trip.
+static int ask_pong(struct kvq__ctl *ctl, Kvq__Reply **reply, double *microseconds)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Ping command = KVQ__PING__INIT;
+    struct timespec before, after;
+    request.command_case = KVQ__REQUEST__COMMAND_PING;
+    request.ping = &command;
+    clock_gettime(CLOCK_MONOTONIC, &before);
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_PONG, reply);
+    clock_gettime(CLOCK_MONOTONIC, &after);
+    *microseconds = (double)(after.tv_sec - before.tv_sec) * 1e6 +
+                    (double)(after.tv_nsec - before.tv_nsec) / 1e3;
+    return result;
+}
+
+int kvq__ctl_ping(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Reply *reply;
+    double us;
+    // The first round trip pays for connecting; the second one is what is reported.
+    int result = ask_pong(ctl, &reply, &us);
+    if (result == 0)
+        result = ask_pong(ctl, &reply, &us);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->pong->base);
+    else
+        printf("kvqd %s, pid %" PRIu64 ", up %s, answered in %.0f us\n",
+               kvq__ctl_clean(reply->pong->version), reply->pong->pid,
+               kvq__ctl_duration(reply->pong->uptime_ms), us);
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_version(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Reply *reply;
+    double us;
+    int result = ask_pong(ctl, &reply, &us);
+    const char *theirs = result ? NULL : reply->pong->version;
+    if (ctl->json)
+        kvq__ctl_print_versions(KVQ_VERSION, theirs);
+    else
+        printf("kvqctl %s\nkvqd   %s\n", KVQ_VERSION,
+               theirs ? kvq__ctl_clean(theirs) : "not reached");
+    return result;
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvqctl doctor: looks at what this machine offers and asks the daemon for its own findings. It
+// works without a daemon too, since that is when it is needed most.
+#include <errno.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include "kernels/kernels.h"
+#include "tools/kvqctl/kvqctl.h"
+
+enum { LEVEL_FINE, LEVEL_NOTE, LEVEL_PROBLEM };
+enum { MAX_FINDINGS = 16, TEXT_BYTES = 512 };
+
+// Findings of this program, in the shape the daemon sends its own.
+struct report {
+    size_t n;
+    Kvq__Finding findings[MAX_FINDINGS];
+    char texts[MAX_FINDINGS][TEXT_BYTES];
+};
+
+static void __attribute__((format(printf, 5, 6)))
+add(struct report *report, const char *check, uint32_t level, const char *remedy,
+    const char *format, ...)
+{
+    va_list arguments;
+    if (report->n == MAX_FINDINGS)
+        return;
+    Kvq__Finding *finding = &report->findings[report->n];
+    char *text = report->texts[report->n++];
+    kvq__finding__init(finding);
+    va_start(arguments, format);
+    vsnprintf(text, TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    finding->check = (char *)check;
+    finding->level = level;
+    finding->text = text;
+    finding->remedy = (char *)remedy;
+}
+
+static void check_cpu(struct report *report)
+{
+    const char *isa = kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_AVX512));
+    const char *mask = getenv("KVQ_CPU_MASK");
+    cpu_set_t set;
+    int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    if (mask && *mask)
+        add(report, "cpu", LEVEL_NOTE, "unset KVQ_CPU_MASK",
+            "kernels run as %s because KVQ_CPU_MASK=%s is set", isa, mask);
+    else if (strcmp(isa, "c") == 0)
+        add(report, "cpu", LEVEL_NOTE, "use a machine with AVX2 or AVX-512 for speed",
+            "no AVX2: the portable kernels run, many times slower");
+    else
+        add(report, "cpu", LEVEL_FINE, "", "%s kernels, %d usable CPUs", isa, cpus);
+    if (cpus < 2)
+        add(report, "cpus", LEVEL_NOTE, "give daemon and engine two CPUs",
+            "one usable CPU: nobody spins, so each request pays for a wake-up");
+}
+
+static void check_kernel(struct report *report)
+{
+    struct utsname name;
+    int fd = memfd_create("kvqctl-doctor", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (uname(&name) != 0)
+        snprintf(name.release, sizeof name.release, "unknown");
+    if (fd < 0)
+        add(report, "memfd", LEVEL_PROBLEM, "use Linux 5.10 or newer, outside a strict sandbox",
+            "memfd_create does not work here (kernel %s): %s", name.release, strerror(errno));
+    else
+        close(fd);
+    int pidfd = (int)syscall(SYS_pidfd_open, getpid(), 0);
+    if (pidfd < 0)
+        add(report, "pidfd", LEVEL_PROBLEM, "use Linux 5.10 or newer, outside a strict sandbox",
+            "pidfd_open does not work here (kernel %s): %s", name.release, strerror(errno));
+    else
+        close(pidfd);
+    if (fd >= 0 && pidfd >= 0)
+        add(report, "kernel", LEVEL_FINE, "", "Linux %s has memfd and pidfd", name.release);
+}
+
+static void check_directory(struct report *report, const struct kvq__ctl *ctl)
+{
+    struct stat st;
+    const char *dir = ctl->runtime_dir;
+    if (stat(dir, &st) != 0)
+        add(report, "directory", LEVEL_PROBLEM,
+            "start kvqd, or name its directory with "
+            "--runtime-dir",
+            "%s: %s", dir, strerror(errno));
+    else if (!S_ISDIR(st.st_mode))
+        add(report, "directory", LEVEL_PROBLEM, "name another one with --runtime-dir",
+            "%s is not a directory", dir);
+    else if (access(dir, X_OK) != 0)
+        add(report, "directory", LEVEL_PROBLEM, "join the group that owns it",
+            "%s belongs to uid %u, gid %u and this user may not enter", dir, (unsigned)st.st_uid,
+            (unsigned)st.st_gid);
+    else if (st.st_mode & S_IWOTH && !(st.st_mode & S_ISVTX))
+        add(report, "directory", LEVEL_PROBLEM, "chmod o-w it",
+            "anybody may replace the sockets in %s", dir);
+    else
+        add(report, "directory", LEVEL_FINE, "", "%s, owned by uid %u", dir, (unsigned)st.st_uid);
+}
+
+static void print_findings(Kvq__Finding *const *findings, size_t n)
+{
+    static const char *const words[] = {"fine", "note", "PROBLEM"};
+    for (size_t i = 0; i < n; i++) {
+        const Kvq__Finding *f = findings[i];
+        uint32_t level = f->level > LEVEL_PROBLEM ? LEVEL_PROBLEM : f->level;
+        printf("%-8s %-12s %s\n", words[level], kvq__ctl_clean(f->check), kvq__ctl_clean(f->text));
+        if (level > LEVEL_FINE && f->remedy && *f->remedy)
+            printf("%-21s -> %s\n", "", kvq__ctl_clean(f->remedy));
+    }
+}
+
+// All findings of both sides in one array; NULL without memory. *n is their number.
+static Kvq__Finding **gather(struct report *ours, const Kvq__Reply *reply, size_t *n)
+{
+    size_t theirs = reply ? reply->doctor->n_findings : 0;
+    Kvq__Finding **all = calloc(ours->n + theirs, sizeof *all);
+    *n = 0;
+    for (size_t i = 0; all && i < ours->n; i++)
+        all[(*n)++] = &ours->findings[i];
+    for (size_t i = 0; all && i < theirs; i++)
+        all[(*n)++] = reply->doctor->findings[i];
+    return all;
+}
+
+static uint32_t worst_level(Kvq__Finding *const *findings, size_t n)
+{
+    uint32_t worst = LEVEL_FINE;
+    for (size_t i = 0; i < n; i++)
+        worst = findings[i]->level > worst ? findings[i]->level : worst;
+    return worst;
+}
+
+int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    static struct report report;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Doctor command = KVQ__DOCTOR__INIT;
+    Kvq__Reply *reply;
+    size_t n;
+    check_cpu(&report);
+    check_kernel(&report);
+    check_directory(&report, ctl);
+    request.command_case = KVQ__REQUEST__COMMAND_DOCTOR;
+    request.doctor = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DOCTOR, &reply);
+    if (result)
+        add(&report, "daemon", LEVEL_PROBLEM, "", "no answer from a daemon in %s",
+            ctl->runtime_dir);
+    Kvq__Finding **all = gather(&report, reply, &n);
+    if (!all) {
+        fprintf(stderr, "kvqctl: out of memory\n");
+        return KVQ_EXIT_FAILED;
+    }
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)all, n);
+    else
+        print_findings(all, n);
+    if (result == 0 && worst_level(all, n) >= LEVEL_PROBLEM)
+        result = KVQ_EXIT_PROBLEM;
+    free(all);
+    return result;
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files of kvqctl share: exit statuses, the options of one run, asking the daemon, and
+// printing. Errors go to standard error, results to standard output.
+#ifndef KVQ_TOOLS_KVQCTL_KVQCTL_H
+#define KVQ_TOOLS_KVQCTL_KVQCTL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/wire.h"
+
+// Exit statuses, promised to scripts in kvqctl(1).
+enum {
+    KVQ_EXIT_OK = 0,
+    KVQ_EXIT_FAILED = 1,     // the daemon refused, or something else failed
+    KVQ_EXIT_USAGE = 2,      // the command line is wrong
+    KVQ_EXIT_NO_DAEMON = 3,  // nothing listens there
+    KVQ_EXIT_TIMEOUT = 4,    // it listens but did not answer in time
+    KVQ_EXIT_NOT_FOUND = 5,  // no such session or client
+    KVQ_EXIT_PERMISSION = 6, // this user may not
+    KVQ_EXIT_PROBLEM = 7,    // doctor found a problem
+};
+
+// One run: what the command line said, and the connection once there is one.
+struct kvq__ctl {
+    const char *runtime_dir;
+    const char *ns; // NULL: the caller's own, or all of them in listings
+    bool json;
+    int timeout_ms;
+    double interval;     // top: seconds between two looks
+    unsigned long count; // top: looks, 0 for no end
+    struct kvq__transport *transport;
+    uint32_t next_id;
+    struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
+};
+
+// The daemon's runtime directory: the option, $KVQ_RUNTIME_DIR, $XDG_RUNTIME_DIR/kvqd, /run/kvqd,
+// as kvq_connect looks for it. Returns a static string.
+const char *kvq__ctl_runtime_dir(const char *option);
+
+// Sends the request and waits for its reply. Returns KVQ_EXIT_OK and a reply of status 0 that
+// holds the expected result, valid until the next but one is asked for, or an exit status; then
+// what went wrong and what to do has been printed, and *reply is NULL.
+int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
+                 Kvq__Reply **reply);
+
+// Commands. Arguments are those behind the command's words.
+int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_version(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
+
+// What top shares with other commands: two questions and a table.
+int kvq__ctl_ask_status(struct kvq__ctl *ctl, Kvq__Reply **reply);
+int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply);
+void kvq__ctl_print_sessions(const Kvq__SessionList *list);
+
+// {"kvqctl": OURS, "kvqd": THEIRS or null}.
+void kvq__ctl_print_versions(const char *ours, const char *theirs);
+
+// "dropped NAME", or as JSON {"dropped": "NAME"}.
+void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const char *name);
+
+// Prints a message as one JSON object, its fields named as in proto/kvq.proto.
+void kvq__ctl_print_json(const ProtobufCMessage *message);
+// Prints messages as one JSON array.
+void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n);
+
+// Prints {"status": ..., "sessions": ...} on one line.
+void kvq__ctl_print_json_line(const ProtobufCMessage *status, const ProtobufCMessage *sessions);
+
+// Short forms for people, in one of a few static buffers: "1.5 GiB", "3 h 12 min".
+const char *kvq__ctl_bytes(uint64_t bytes);
+const char *kvq__ctl_duration(uint64_t ms);
+
+// Foreign text that goes to a terminal: control characters become '?'. Static buffers as above.
+const char *kvq__ctl_clean(const char *text);
+
+#endif

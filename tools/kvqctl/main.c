@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvqctl: administers kvqd from the command line. This file reads the command line; the commands
+// stand in the table below and in files of their own.
+#include <errno.h>
+#include <getopt.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/transport.h"
+
+struct command {
+    const char *words[2];
+    const char *argument; // its name, or NULL for none
+    int (*run)(struct kvq__ctl *ctl, char **args);
+    const char *about;
+    const char *more; // for --help
+};
+
+static const struct command commands[] = {
+    {{"status"}, NULL, kvq__ctl_status, "memory, sessions, clients and work of the daemon", ""},
+    {{"ping"}, NULL, kvq__ctl_ping, "does it answer, and how fast", ""},
+    {{"version"}, NULL, kvq__ctl_version, "of kvqctl and of the daemon", ""},
+    {{"doctor"},
+     NULL,
+     kvq__ctl_doctor,
+     "what is wrong here, and what to do about it",
+     "Works without a daemon too. Ends with 7 if it found a problem.\n"},
+    {{"session", "list"}, NULL, kvq__ctl_session_list, "the sessions this user may see", ""},
+    {{"session", "show"},
+     "NAME",
+     kvq__ctl_session_show,
+     "one session: shape, memory, compression",
+     "NAME is a session's name, or #ID of an unnamed one as the list shows it.\n"},
+    {{"session", "drop"},
+     "NAME",
+     kvq__ctl_session_drop,
+     "destroys a session and its cache",
+     "NAME is a session's name, or #ID of an unnamed one. There is no way back. An engine that\n"
+     "has the session open gets KVQ_E_STALE.\n"},
+    {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", ""},
+    {{"client", "kick"},
+     "ID",
+     kvq__ctl_client_kick,
+     "closes a client's connection",
+     "Its unnamed sessions are dropped, its named ones stand at their last commit. Only root and\n"
+     "the daemon's own user may do this.\n"},
+    {{"top"},
+     NULL,
+     kvq__ctl_top,
+     "status and sessions, live; Ctrl-C ends it",
+     "With --json one object a line.\n"},
+};
+
+enum { N_COMMANDS = sizeof commands / sizeof *commands };
+
+static const char options_help[] =
+    "Options:\n"
+    "  --runtime-dir DIR  where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
+    "                     $XDG_RUNTIME_DIR/kvqd, else /run/kvqd)\n"
+    "  --namespace NAME   sessions of this namespace (list: else all; others: else uid-N)\n"
+    "  --json             print JSON, for scripts\n"
+    "  --timeout MS       wait so long for an answer (default 5000)\n"
+    "  --interval S       top: seconds between two looks (default 2)\n"
+    "  --count N          top: stop after N looks (default 0: never)\n"
+    "  --help, --version\n"
+    "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
+    "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor found a "
+    "problem.\n";
+
+static void print_help(const struct command *only)
+{
+    printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
+           "usage: kvqctl [options] COMMAND\n\n",
+           KVQ_VERSION);
+    for (size_t i = 0; i < N_COMMANDS; i++) {
+        const struct command *c = &commands[i];
+        char line[64];
+        snprintf(line, sizeof line, "%s%s%s%s%s", c->words[0], c->words[1] ? " " : "",
+                 c->words[1] ? c->words[1] : "", c->argument ? " " : "",
+                 c->argument ? c->argument : "");
+        if (!only || only == c)
+            printf("  %-18s %s\n", line, c->about);
+    }
+    printf("\n%s%s%s", only ? only->more : "", only && *only->more ? "\n" : "", options_help);
+}
+
+static int bad_usage(const char *what, const char *value)
+{
+    fprintf(stderr, "kvqctl: %s%s%s\nkvqctl --help lists the commands and options.\n", what,
+            value ? " " : "", value ? value : "");
+    return KVQ_EXIT_USAGE;
+}
+
+// A number within the range, or -1.
+static double number_option(const char *text, double least, double most)
+{
+    char *end;
+    errno = 0;
+    double value = strtod(text, &end);
+    if (errno || end == text || *end || !isfinite(value) || value < least || value > most)
+        return -1;
+    return value;
+}
+
+// The command that the words name, with *used of them taken; NULL if there is none.
+static const struct command *find_command(char **words, int n, int *used)
+{
+    for (size_t i = 0; i < N_COMMANDS; i++) {
+        const struct command *c = &commands[i];
+        *used = c->words[1] ? 2 : 1;
+        if (n >= *used && strcmp(words[0], c->words[0]) == 0 &&
+            (!c->words[1] || strcmp(words[1], c->words[1]) == 0))
+            return c;
+    }
+    return NULL;
+}
+
+// Takes one option into ctl. 0, or an exit status with the complaint printed.
+static int take_option(struct kvq__ctl *ctl, int option)
+{
+    double number = 0;
+    switch (option) {
+    case 'd':
+        ctl->runtime_dir = optarg;
+        return 0;
+    case 'n':
+        ctl->ns = optarg;
+        return 0;
+    case 'j':
+        ctl->json = true;
+        return 0;
+    case 't':
+        ctl->timeout_ms = (int)(number = number_option(optarg, 1, 3600000));
+        return number < 0 ? bad_usage("--timeout is 1 to 3600000 milliseconds, not", optarg) : 0;
+    case 'i':
+        ctl->interval = number = number_option(optarg, 0.1, 3600);
+        return number < 0 ? bad_usage("--interval is 0.1 to 3600 seconds, not", optarg) : 0;
+    case 'c':
+        ctl->count = (unsigned long)(number = number_option(optarg, 0, 1e9));
+        return number < 0 ? bad_usage("--count is 0 to 1000000000, not", optarg) : 0;
+    default:
+        return bad_usage("that option is unknown or lacks its value", NULL);
+    }
+}
+
+static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
+{
+    int used = 0;
+    const struct command *command = n > 0 ? find_command(words, n, &used) : NULL;
+    if (help && (command || n == 0)) {
+        print_help(command);
+        return KVQ_EXIT_OK;
+    }
+    if (!command)
+        return n > 0 ? bad_usage("there is no command", words[0]) : bad_usage("what to do?", NULL);
+    if (n - used != (command->argument ? 1 : 0))
+        return bad_usage(command->argument ? "this command takes one" : "too much behind",
+                         command->argument ? command->argument : words[used - 1]);
+    return command->run(ctl, words + used);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct option options[] = {
+        {"runtime-dir", required_argument, NULL, 'd'},
+        {"namespace", required_argument, NULL, 'n'},
+        {"json", no_argument, NULL, 'j'},
+        {"timeout", required_argument, NULL, 't'},
+        {"interval", required_argument, NULL, 'i'},
+        {"count", required_argument, NULL, 'c'},
+        {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'v'},
+        {NULL, 0, NULL, 0},
+    };
+    struct kvq__ctl ctl = {.timeout_ms = 5000, .interval = 2};
+    bool help = false;
+    int option, result = 0;
+    while (result == 0 && (option = getopt_long(argc, argv, "h", options, NULL)) != -1) {
+        if (option == 'v') {
+            printf("kvqctl %s\n", KVQ_VERSION);
+            return KVQ_EXIT_OK;
+        }
+        if (option == 'h')
+            help = true;
+        else
+            result = take_option(&ctl, option);
+    }
+    if (result)
+        return result;
+    ctl.runtime_dir = kvq__ctl_runtime_dir(ctl.runtime_dir);
+    result = run_command(&ctl, argv + optind, argc - optind, help);
+    kvq__transport_close(&ctl.transport);
+    return fflush(stdout) == 0 ? result : KVQ_EXIT_FAILED;
+}

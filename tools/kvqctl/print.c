@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Printing: messages as JSON by their own descriptors, and numbers in short forms for people.
+#include <cJSON.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+// A ring of static buffers, so that one printf may use several short forms.
+static char *short_buffer(size_t *size)
+{
+    static char buffers[16][512];
+    static unsigned next;
+    *size = sizeof buffers[0];
+    return buffers[next++ % 16];
+}
+
+const char *kvq__ctl_bytes(uint64_t bytes)
+{
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double value = (double)bytes;
+    size_t unit = 0, size;
+    char *text = short_buffer(&size);
+    while (value >= 1024 && unit + 1 < sizeof units / sizeof *units) {
+        value /= 1024;
+        unit++;
+    }
+    snprintf(text, size, unit ? "%.1f %s" : "%.0f %s", value, units[unit]);
+    return text;
+}
+
+const char *kvq__ctl_duration(uint64_t ms)
+{
+    size_t size;
+    char *text = short_buffer(&size);
+    unsigned long long s = ms / 1000;
+    if (s < 10)
+        snprintf(text, size, "%.1f s", (double)ms / 1000);
+    else if (s < 120)
+        snprintf(text, size, "%llu s", s);
+    else if (s < 7200)
+        snprintf(text, size, "%llu min", s / 60);
+    else if (s < 48 * 3600)
+        snprintf(text, size, "%llu h %llu min", s / 3600, s / 60 % 60);
+    else
+        snprintf(text, size, "%llu days", s / 86400);
+    return text;
+}
+
+const char *kvq__ctl_clean(const char *text)
+{
+    size_t size, i = 0;
+    char *clean = short_buffer(&size);
+    for (; text && text[i] && i + 1 < size; i++) {
+        unsigned char c = (unsigned char)text[i];
+        clean[i] = c < 32 || c == 127 ? '?' : text[i];
+    }
+    clean[i] = 0;
+    return clean;
+}
+
+static cJSON *json_of_message(const ProtobufCMessage *message);
+
+// The value at `at`, a member of the given type as protobuf-c lays it out.
+static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *at)
+{
+    switch (field->type) {
+    case PROTOBUF_C_TYPE_BOOL:
+        return cJSON_CreateBool(*(const protobuf_c_boolean *)at);
+    case PROTOBUF_C_TYPE_UINT32:
+        return cJSON_CreateNumber(*(const uint32_t *)at);
+    case PROTOBUF_C_TYPE_ENUM:
+    case PROTOBUF_C_TYPE_SINT32:
+        return cJSON_CreateNumber(*(const int32_t *)at);
+    case PROTOBUF_C_TYPE_UINT64:
+        return cJSON_CreateNumber((double)*(const uint64_t *)at);
+    case PROTOBUF_C_TYPE_FLOAT:
+        return cJSON_CreateNumber(*(const float *)at);
+    case PROTOBUF_C_TYPE_DOUBLE:
+        return cJSON_CreateNumber(*(const double *)at);
+    case PROTOBUF_C_TYPE_STRING:
+        return cJSON_CreateString(*(char *const *)at);
+    case PROTOBUF_C_TYPE_MESSAGE:
+        return json_of_message(*(ProtobufCMessage *const *)at);
+    default:
+        return cJSON_CreateNull(); // kvq.proto has no other type
+    }
+}
+
+static cJSON *json_of_repeated(const ProtobufCFieldDescriptor *field, const char *base)
+{
+    cJSON *array = cJSON_CreateArray();
+    size_t n = *(const size_t *)(base + field->quantifier_offset);
+    ProtobufCMessage *const *messages = *(ProtobufCMessage * *const *)(base + field->offset);
+    if (field->type == PROTOBUF_C_TYPE_MESSAGE)
+        for (size_t i = 0; i < n; i++)
+            cJSON_AddItemToArray(array, json_of_message(messages[i]));
+    return array;
+}
+
+static cJSON *json_of_message(const ProtobufCMessage *message)
+{
+    if (!message)
+        return cJSON_CreateNull();
+    cJSON *object = cJSON_CreateObject();
+    const char *base = (const char *)message;
+    for (unsigned i = 0; i < message->descriptor->n_fields; i++) {
+        const ProtobufCFieldDescriptor *field = &message->descriptor->fields[i];
+        // A handle belongs to a client's attachment; here it says nothing.
+        if (strcmp(field->name, "handle") == 0)
+            continue;
+        cJSON_AddItemToObject(object, field->name,
+                              field->label == PROTOBUF_C_LABEL_REPEATED
+                                  ? json_of_repeated(field, base)
+                                  : json_of_value(field, base + field->offset));
+    }
+    return object;
+}
+
+static void print_and_free(cJSON *json)
+{
+    char *text = cJSON_Print(json);
+    printf("%s\n", text ? text : "null");
+    free(text);
+    cJSON_Delete(json);
+}
+
+void kvq__ctl_print_json(const ProtobufCMessage *message)
+{
+    print_and_free(json_of_message(message));
+}
+
+void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n)
+{
+    cJSON *array = cJSON_CreateArray();
+    for (size_t i = 0; i < n; i++)
+        cJSON_AddItemToArray(array, json_of_message(messages[i]));
+    print_and_free(array);
+}
+
+void kvq__ctl_print_json_line(const ProtobufCMessage *status, const ProtobufCMessage *sessions)
+{
+    cJSON *both = cJSON_CreateObject();
+    cJSON_AddItemToObject(both, "status", json_of_message(status));
+    cJSON *list = json_of_message(sessions);
+    cJSON_AddItemToObject(both, "sessions", cJSON_DetachItemFromObject(list, "sessions"));
+    cJSON_Delete(list);
+    char *text = cJSON_PrintUnformatted(both);
+    printf("%s\n", text ? text : "null");
+    fflush(stdout);
+    free(text);
+    cJSON_Delete(both);
+}
+
+void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const char *name)
+{
+    if (!ctl->json) {
+        printf("%s %s\n", what, kvq__ctl_clean(name));
+        return;
+    }
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddStringToObject(object, what, name);
+    print_and_free(object);
+}
+
+void kvq__ctl_print_versions(const char *ours, const char *theirs)
+{
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddStringToObject(object, "kvqctl", ours);
+    cJSON_AddItemToObject(object, "kvqd", theirs ? cJSON_CreateString(theirs) : cJSON_CreateNull());
+    print_and_free(object);
+}

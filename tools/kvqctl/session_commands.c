@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands about sessions: list, show, drop.
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+// What the session is called in a command: its name, or #ID if it has none.
+static const char *session_label(const Kvq__Session *s, char *buffer, size_t size)
+{
+    if (s->name && *s->name)
+        snprintf(buffer, size, "%s", kvq__ctl_clean(s->name));
+    else
+        snprintf(buffer, size, "#%" PRIu64, s->id);
+    return buffer;
+}
+
+static const char *session_state(const Kvq__Session *s, char *buffer, size_t size)
+{
+    if (s->writer_client)
+        snprintf(buffer, size, "client %" PRIu64 "%s", s->writer_client,
+                 s->step_open ? ", in a step" : "");
+    else if (s->readers)
+        snprintf(buffer, size, "%" PRIu32 " readers", s->readers);
+    else if (s->keep_ms)
+        snprintf(buffer, size, "kept %s more", kvq__ctl_duration(s->keep_ms));
+    else
+        snprintf(buffer, size, "idle %s", kvq__ctl_duration(s->idle_ms));
+    return buffer;
+}
+
+void kvq__ctl_print_sessions(const Kvq__SessionList *list)
+{
+    char label[160], state[80];
+    printf("%-14s %-20s %9s %-10s %8s %8s %11s %7s  %s\n", "NAMESPACE", "NAME", "TOKENS", "FORMAT",
+           "BITS/VAL", "B/TOK/HD", "MEMORY", "COMPR.", "STATE");
+    for (size_t i = 0; i < list->n_sessions; i++) {
+        const Kvq__Session *s = list->sessions[i];
+        uint64_t memory = s->packed_bytes + s->window_bytes + s->table_bytes;
+        printf("%-14s %-20s %9" PRIu64 " %-10s %8.2f %8.1f %11s %6.2fx  %s\n",
+               kvq__ctl_clean(s->namespace_), session_label(s, label, sizeof label), s->tokens,
+               kvq__ctl_clean(s->format), s->bits_per_value, s->bytes_per_token_head_total,
+               kvq__ctl_bytes(memory), s->compression, session_state(s, state, sizeof state));
+    }
+    if (list->truncated)
+        printf("(there are more; narrow it with --namespace NAME)\n");
+}
+
+int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListSessions command = KVQ__LIST_SESSIONS__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_SESSIONS;
+    request.list_sessions = &command;
+    if (ctl->ns)
+        command.namespace_ = (char *)ctl->ns;
+    return kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SESSIONS, reply);
+}
+
+int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Reply *reply;
+    int result = kvq__ctl_ask_sessions(ctl, &reply);
+    if (result)
+        return result;
+    const Kvq__SessionList *list = reply->sessions;
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
+    else if (list->n_sessions == 0)
+        printf("no sessions%s\n", ctl->ns ? " in that namespace" : "");
+    else
+        kvq__ctl_print_sessions(list);
+    return KVQ_EXIT_OK;
+}
+
+static void print_session(const Kvq__Session *s)
+{
+    char label[160], state[80];
+    printf("session     %s in namespace %s (id %" PRIu64 ")\n",
+           session_label(s, label, sizeof label), kvq__ctl_clean(s->namespace_), s->id);
+    printf("model       %s\n", s->model && *s->model ? kvq__ctl_clean(s->model) : "not said");
+    printf("shape       %" PRIu32 " layers, %" PRIu32 " query heads, %" PRIu32
+           " KV heads, head_dim %" PRIu32 "\n",
+           s->layers, s->q_heads, s->kv_heads, s->head_dim);
+    printf("format      %s, %.3f bits per value with parameters; %s attention on %s\n",
+           kvq__ctl_clean(s->format), s->bits_per_value, kvq__ctl_clean(s->path),
+           kvq__ctl_clean(s->isa));
+    printf("tokens      %" PRIu64 ", of which %" PRIu64 " still in 16 bits; rollback up to %" PRIu32
+           "\n",
+           s->tokens, s->full_precision_tokens, s->max_rollback);
+    printf("memory      %s packed, %s windows, %s tables\n", kvq__ctl_bytes(s->packed_bytes),
+           kvq__ctl_bytes(s->window_bytes), kvq__ctl_bytes(s->table_bytes));
+    printf("a token     %.1f bytes per KV head packed, %.1f with everything; %.2f times smaller "
+           "than 16 bits\n",
+           s->bytes_per_token_head, s->bytes_per_token_head_total, s->compression);
+    if (s->saturated_values)
+        printf("clamped     %" PRIu64 " values beyond the 16-bit range\n", s->saturated_values);
+    printf("state       %s\n", session_state(s, state, sizeof state));
+}
+
+int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__SessionInfo command = KVQ__SESSION_INFO__INIT;
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
+    request.session_info = &command;
+    command.which_case = KVQ__SESSION_INFO__WHICH_REF;
+    command.ref = &ref;
+    ref.name = args[0];
+    if (ctl->ns)
+        ref.namespace_ = (char *)ctl->ns;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SESSION, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->session->base);
+    else
+        print_session(reply->session);
+    return result;
+}
+
+int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__DropSession command = KVQ__DROP_SESSION__INIT;
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
+    request.drop_session = &command;
+    command.which_case = KVQ__DROP_SESSION__WHICH_REF;
+    command.ref = &ref;
+    ref.name = args[0];
+    if (ctl->ns)
+        ref.namespace_ = (char *)ctl->ns;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    if (result)
+        return result;
+    kvq__ctl_print_done(ctl, "dropped", args[0]);
+    return KVQ_EXIT_OK;
+}

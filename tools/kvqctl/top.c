@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvqctl top: the daemon's status and its largest sessions, anew every few seconds, with the
+// rates between two looks. Plain ANSI; where output is no terminal it just prints.
+#include <errno.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+static volatile sig_atomic_t stopped;
+
+static void stop(int signal_number)
+{
+    (void)signal_number;
+    stopped = 1;
+}
+
+// What is compared between two looks.
+struct look {
+    uint64_t uptime_ms, steps, attends, appended;
+};
+
+static struct look look_of(const Kvq__StatusReply *s)
+{
+    return (struct look){s->uptime_ms, s->steps, s->attends, s->appended_tokens};
+}
+
+static double rate(uint64_t now, uint64_t before, uint64_t ms)
+{
+    return ms && now >= before ? (double)(now - before) * 1000.0 / (double)ms : 0;
+}
+
+static int by_memory(const void *a, const void *b)
+{
+    const Kvq__Session *x = *(Kvq__Session *const *)a, *y = *(Kvq__Session *const *)b;
+    uint64_t mx = x->packed_bytes + x->window_bytes, my = y->packed_bytes + y->window_bytes;
+    return mx < my ? 1 : mx > my ? -1 : 0;
+}
+
+static size_t rows_for_sessions(void)
+{
+    struct winsize size;
+    if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0)
+        return 20;
+    return size.ws_row > 8 ? size.ws_row - 8u : 1;
+}
+
+static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const struct look *before)
+{
+    struct look now = look_of(s);
+    uint64_t ms = now.uptime_ms - before->uptime_ms;
+    double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
+    if (isatty(STDOUT_FILENO))
+        printf("\033[H\033[J");
+    printf("kvqd %s  pid %" PRIu64 "  up %s  %s  %" PRIu32 " workers%s\n",
+           kvq__ctl_clean(s->version), s->pid, kvq__ctl_duration(s->uptime_ms),
+           kvq__ctl_clean(s->isa), s->workers, s->draining ? "  shutting down" : "");
+    printf("memory %s of %s (%.1f%%)   sessions %" PRIu32 "   clients %" PRIu32 "   tokens %" PRIu64
+           "\n",
+           kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share, s->sessions,
+           s->clients, s->tokens);
+    printf("steps/s %.1f   attentions/s %.1f   tokens/s %.1f   refused %" PRIu64 "\n\n",
+           rate(now.steps, before->steps, ms), rate(now.attends, before->attends, ms),
+           rate(now.appended, before->appended, ms), s->refused_requests);
+    size_t rows = rows_for_sessions(), all = list->n_sessions;
+    qsort(list->sessions, all, sizeof *list->sessions, by_memory);
+    list->n_sessions = all < rows ? all : rows;
+    kvq__ctl_print_sessions(list);
+    list->n_sessions = all;
+    fflush(stdout);
+}
+
+static int look_once(struct kvq__ctl *ctl, struct look *before)
+{
+    Kvq__Reply *status = NULL, *sessions = NULL;
+    int result = kvq__ctl_ask_status(ctl, &status);
+    if (result == 0)
+        result = kvq__ctl_ask_sessions(ctl, &sessions);
+    if (result == 0) {
+        if (ctl->json)
+            kvq__ctl_print_json_line(&status->status_reply->base, &sessions->sessions->base);
+        else
+            print_look(status->status_reply, sessions->sessions, before);
+        *before = look_of(status->status_reply);
+    }
+    return result;
+}
+
+int kvq__ctl_top(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    struct sigaction action = {.sa_handler = stop};
+    struct timespec pause = {.tv_sec = (time_t)ctl->interval};
+    struct look before = {0};
+    int result = KVQ_EXIT_OK;
+    pause.tv_nsec = (long)((ctl->interval - (double)pause.tv_sec) * 1e9);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    for (unsigned long i = 0; !stopped && result == 0; i++) {
+        result = look_once(ctl, &before);
+        if (ctl->count && i + 1 >= ctl->count)
+            break;
+        if (result == 0)
+            nanosleep(&pause, NULL);
+    }
+    return stopped ? KVQ_EXIT_OK : result;
+}

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A ZeroMQ DEALER to the daemon's control socket. Knows bytes, not messages.
+#ifndef KVQ_TOOLS_KVQCTL_TRANSPORT_H
+#define KVQ_TOOLS_KVQCTL_TRANSPORT_H
+
+#include <stddef.h>
+
+struct kvq__transport;
+
+// Connects to a Unix path. Since ZeroMQ would wait for ever for a peer that is not there, the
+// path is first tried with a plain connection; the result is 0 or that attempt's negative errno.
+int kvq__transport_open(struct kvq__transport **transport, const char *path);
+void kvq__transport_close(struct kvq__transport **transport);
+
+// Sends one message. 0 or a negative errno.
+int kvq__transport_send(struct kvq__transport *transport, const void *data, size_t size);
+
+// Receives one message of at most `capacity` bytes within the time. Returns its size, or
+// -ETIMEDOUT, -EMSGSIZE, -EINTR or another negative errno.
+int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t capacity,
+                           int timeout_ms);
+
+#endif
