@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions and steps in kvqd. This is all that an engine has to do to use it.
+#include "tools/kvq-run/cache.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int refused(int code, const char *what, struct problem *p)
+{
+    const char *detail = kvq_error_text();
+    int exit_code = code == KVQ_E_NO_DAEMON ? RUN_NO_DAEMON : RUN_FAILED;
+    return problem_set(p, exit_code, "%s: %s%s%s", what, kvq_strerror(code), *detail ? ": " : "",
+                       detail);
+}
+
+// Four areas of the buffer, one after the other, each aligned to a cache line.
+static uint64_t place(uint64_t *end, uint32_t tokens, uint32_t heads, uint32_t dim)
+{
+    uint64_t at = *end;
+    *end = (at + (uint64_t)tokens * heads * dim * sizeof(float) + 63) & ~UINT64_C(63);
+    return at;
+}
+
+static int make_areas(struct engine *e, const struct config *c, struct problem *p)
+{
+    uint64_t end = 0;
+    uint64_t q = place(&end, e->step_tokens, c->q_heads, c->head_dim);
+    uint64_t k = place(&end, e->step_tokens, c->kv_heads, c->head_dim);
+    uint64_t v = place(&end, e->step_tokens, c->kv_heads, c->head_dim);
+    uint64_t out = place(&end, e->step_tokens, c->q_heads, c->head_dim);
+    int rc = kvq_buffer_create(e->client, end, &e->buffer);
+    if (rc)
+        return refused(rc, "cannot get shared memory from kvqd", p);
+    char *base = kvq_buffer_data(e->buffer);
+    e->q = (float *)(base + q);
+    e->k = (float *)(base + k);
+    e->v = (float *)(base + v);
+    e->out = (float *)(base + out);
+    e->tq = kvq_tensor_make(e->buffer, q, c->q_heads, c->head_dim, KVQ_DTYPE_F32);
+    e->tk = kvq_tensor_make(e->buffer, k, c->kv_heads, c->head_dim, KVQ_DTYPE_F32);
+    e->tv = kvq_tensor_make(e->buffer, v, c->kv_heads, c->head_dim, KVQ_DTYPE_F32);
+    e->tout = kvq_tensor_make(e->buffer, out, c->q_heads, c->head_dim, KVQ_DTYPE_F32);
+    return 0;
+}
+
+int engine_open(struct engine *e, const struct config *c, const char *runtime_dir,
+                uint32_t step_tokens, struct problem *p)
+{
+    memset(e, 0, sizeof *e);
+    e->step_tokens = step_tokens;
+    struct kvq_connect_options o = {.runtime_dir = runtime_dir, .name = "kvq-run"};
+    int rc = kvq_connect(&o, &e->client);
+    if (rc)
+        return refused(rc, "cannot connect to kvqd", p);
+    rc = kvq_queue_open(e->client, &e->queue);
+    if (rc)
+        return refused(rc, "cannot open a queue", p);
+    rc = kvq_daemon_info(e->client, &e->daemon);
+    if (rc)
+        return refused(rc, "cannot ask the daemon about itself", p);
+    return make_areas(e, c, p);
+}
+
+void engine_close(struct engine *e)
+{
+    kvq_buffer_close(&e->buffer);
+    kvq_queue_close(&e->queue);
+    kvq_disconnect(&e->client);
+}
+
+static struct kvq_layer layer_row(const struct config *c, uint32_t window, uint32_t repeat)
+{
+    return (struct kvq_layer){
+        .q_heads = (uint16_t)c->q_heads,
+        .kv_heads = (uint16_t)c->kv_heads,
+        .k_dim = (uint16_t)c->head_dim,
+        .v_dim = (uint16_t)c->head_dim,
+        .window = window,
+        .kv_from = -1,
+        .repeat = repeat,
+    };
+}
+
+int cache_open(struct cache *k, struct engine *e, const struct config *c,
+               const struct cache_options *o, struct problem *p)
+{
+    memset(k, 0, sizeof *k);
+    k->engine = e;
+    struct kvq_layer rows[2];
+    uint32_t n = 0;
+    uint32_t full = c->window && c->window_from < c->layers ? c->window_from : c->layers;
+    if (full)
+        rows[n++] = layer_row(c, 0, full);
+    if (full < c->layers)
+        rows[n++] = layer_row(c, c->window, c->layers - full);
+    struct kvq_session_options so = {
+        .ns = o->ns,
+        .name = o->session,
+        .model = o->model,
+        .layers = rows,
+        .n_layers = n,
+        .format = o->format,
+        .dtype = !strcmp(o->format, "bf16") ? KVQ_DTYPE_BF16 : KVQ_DTYPE_F16,
+        .v_rotation = o->v_rotation,
+        .attention = o->attention,
+        .on_detach = o->keep ? KVQ_ON_DETACH_KEEP : KVQ_ON_DETACH_DEFAULT,
+        .prompt_tokens = o->prompt_tokens,
+    };
+    struct kvq_session_info info;
+    int rc = kvq_session_open(e->client, &so, &k->session, &info);
+    if (rc)
+        return refused(rc, "cannot open a session", p);
+    k->tokens = info.tokens;
+    return 0;
+}
+
+void cache_close(struct cache *k)
+{
+    if (k->session)
+        kvq_session_close(k->engine->client, k->session);
+    k->session = 0;
+}
+
+int cache_begin(struct cache *k, uint32_t tokens, struct problem *p)
+{
+    struct kvq_entry entry = {.session = k->session, .position = k->tokens, .append = tokens};
+    int rc = kvq_step_begin(k->engine->queue, &entry, 1, &k->step);
+    if (!rc)
+        rc = entry.status;
+    k->step_tokens = tokens;
+    return rc ? refused(rc, "cannot begin a step", p) : 0;
+}
+
+int cache_attend(struct cache *k, uint32_t layer, struct problem *p)
+{
+    struct engine *e = k->engine;
+    struct kvq_work work = {
+        .step = k->step, .layer = layer, .q = e->tq, .k = e->tk, .v = e->tv, .out = e->tout};
+    struct kvq_entry entry = {
+        .session = k->session,
+        .position = k->tokens,
+        .append = k->step_tokens,
+        .queries = (uint16_t)k->step_tokens,
+    };
+    int rc = kvq_append_attend(e->queue, &work, &entry, 1);
+    if (!rc)
+        rc = entry.status;
+    return rc ? refused(rc, "attention failed", p) : 0;
+}
+
+int cache_end(struct cache *k, struct problem *p)
+{
+    struct kvq_entry entry = {.session = k->session, .position = k->tokens};
+    int rc = kvq_step_end(k->engine->queue, k->step, &entry, 1);
+    if (!rc)
+        rc = entry.status;
+    if (rc)
+        return refused(rc, "cannot commit a step", p);
+    k->tokens += k->step_tokens;
+    return 0;
+}
+
+void cache_abort(struct cache *k)
+{
+    // A failure here changes nothing: the daemon aborts the step when the session is closed.
+    int rc = kvq_step_abort(k->engine->queue, k->step, NULL, 0);
+    (void)rc;
+}
+
+int cache_info(struct cache *k, struct kvq_session_info *info, struct problem *p)
+{
+    int rc = kvq_session_info(k->engine->client, k->session, info);
+    return rc ? refused(rc, "cannot ask about the session", p) : 0;
+}

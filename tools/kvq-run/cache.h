@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The engine's KV cache and attention: all of it in kvqd, through libkvq.
+//
+// An engine is one connection, one queue and one shared buffer in which q, k, v and the attention
+// output of a step travel. A cache is one session. Not thread-safe.
+#ifndef KVQ_RUN_CACHE_H
+#define KVQ_RUN_CACHE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "client/kvq.h"
+#include "tools/kvq-run/config.h"
+#include "tools/kvq-run/problem.h"
+
+enum { CACHE_STEP_TOKENS = 512 }; // query tokens of one call, as kvqd takes them
+
+struct engine {
+    kvq_client *client;
+    kvq_queue *queue;
+    kvq_buffer *buffer;
+    struct kvq_tensor tq, tk, tv, tout;
+    float *q, *k, *v, *out; // [tokens][heads][head_dim] in the buffer
+    uint32_t step_tokens;   // rows of each
+    struct kvq_daemon_info daemon;
+};
+
+struct cache_options {
+    const char *format, *session, *ns, *model;
+    uint8_t attention, v_rotation;
+    uint64_t prompt_tokens;
+    bool keep;
+};
+
+struct cache {
+    struct engine *engine;
+    kvq_session session;
+    uint64_t tokens; // committed
+    uint64_t step;
+    uint32_t step_tokens;
+};
+
+// runtime_dir NULL: the usual place. Release with engine_close, also after a failure.
+int engine_open(struct engine *e, const struct config *c, const char *runtime_dir,
+                uint32_t step_tokens, struct problem *p);
+void engine_close(struct engine *e);
+
+int cache_open(struct cache *k, struct engine *e, const struct config *c,
+               const struct cache_options *o, struct problem *p);
+void cache_close(struct cache *k);
+
+// One step: begin, attend for every layer (q, k, v of the step lie in the engine's areas, the
+// output comes to engine->out), end.
+int cache_begin(struct cache *k, uint32_t tokens, struct problem *p);
+int cache_attend(struct cache *k, uint32_t layer, struct problem *p);
+int cache_end(struct cache *k, struct problem *p);
+void cache_abort(struct cache *k); // leaves the session as it was before the step
+
+int cache_info(struct cache *k, struct kvq_session_info *info, struct problem *p);
+
+#endif

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One table of options for parsing and for the help.
+#include "tools/kvq-run/options.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum kind { STRING, COUNT, BIG, REAL, FLAG, ATTENTION, ROTATION };
+enum { G = 1 << COMMAND_GENERATE, P = 1 << COMMAND_PERPLEXITY, L = 1 << COMMAND_LOGITS };
+
+struct option_row {
+    const char *name, *value, *help;
+    uint8_t commands, kind;
+    size_t offset;
+    double least, most;
+};
+
+#define AT(field) offsetof(struct options, field)
+
+static const struct option_row rows[] = {
+    {"model", "DIR", "directory with config.json and *.safetensors ($KVQ_MODEL)", G | P | L, STRING,
+     AT(model), 0, 0},
+    {"format", "F", "format of the cache: f16, bf16, oscar2, oscar3, oscar4, ... (oscar2)",
+     G | P | L, STRING, AT(format), 0, 0},
+    {"attention", "KIND", "exact, fast or default (the daemon's choice)", G | P | L, ATTENTION,
+     AT(attention), 0, 0},
+    {"v-rotation", "KIND", "none or daemon: rotate V before it is quantized (none)", G | P | L,
+     ROTATION, AT(v_rotation), 0, 0},
+    {"runtime-dir", "DIR", "where kvqd listens ($KVQ_RUNTIME_DIR)", G | P | L, STRING,
+     AT(runtime_dir), 0, 0},
+    {"prompt", "TEXT", "text to go on from", G | L, STRING, AT(prompt), 0, 0},
+    {"prompt-file", "FILE", "the same, from a file", G | L, STRING, AT(prompt_file), 0, 0},
+    {"ids", "LIST", "token ids separated by commas, instead of text", G | L, STRING, AT(ids), 0, 0},
+    {"tokens", "N", "tokens to generate (256)", G, COUNT, AT(tokens), 0, 1 << 24},
+    {"temperature", "T", "0 takes the likeliest token (0.8)", G, REAL, AT(temperature), 0, 100},
+    {"top-p", "P", "sample from the likeliest tokens that hold this share (0.95)", G, REAL,
+     AT(top_p), 0, 1},
+    {"seed", "N", "of the sampling (1)", G, BIG, AT(seed), 0, 9e15},
+    {"session", "NAME", "a named session: goes on where it stands if it is there", G, STRING,
+     AT(session), 0, 0},
+    {"namespace", "NS", "namespace of the session (uid-N)", G, STRING, AT(ns), 0, 0},
+    {"keep", NULL, "keep the named session when this program ends", G, FLAG, AT(keep), 0, 0},
+    {"against", "F", "reference format (f16)", P, STRING, AT(against), 0, 0},
+    {"text", "FILE", "held-out text", P, STRING, AT(text), 0, 0},
+    {"bytes", "N", "read at most so many bytes of it (262144; 0: all)", P, BIG, AT(bytes), 0, 1e15},
+    {"context", "N", "tokens of one session, from an empty cache (4096)", P, COUNT, AT(context), 2,
+     1 << 24},
+    {"step", "N", "tokens of one step (16)", P, COUNT, AT(step), 1, 512},
+    {"top", "N", "show so many of the likeliest tokens (8)", L, COUNT, AT(top), 1, 1 << 20},
+    {"json", NULL, "one JSON object on standard output", G | P | L, FLAG, AT(json), 0, 0},
+    {"quiet", NULL, "no progress on standard error", G | P | L, FLAG, AT(quiet), 0, 0},
+};
+enum { N_ROWS = sizeof rows / sizeof *rows };
+
+static const char *const commands[] = {"generate", "perplexity", "logits"};
+static const char *const about[] = {
+    "write text (or token ids) from a prompt, the KV cache and attention in kvqd",
+    "compare a format with another, token by token, over held-out text",
+    "logits of the last token of a prompt, for tests",
+};
+
+static void help_rows(uint8_t command)
+{
+    for (int i = 0; i < N_ROWS; i++) {
+        if (!(rows[i].commands & 1 << command))
+            continue;
+        char left[48];
+        snprintf(left, sizeof left, "--%s %s", rows[i].name, rows[i].value ? rows[i].value : "");
+        printf("  %-22s %s\n", left, rows[i].help);
+    }
+}
+
+void options_help(uint8_t command)
+{
+    if (command <= COMMAND_LOGITS) {
+        printf("kvq-run %s: %s\n\nusage: kvq-run %s --model DIR [options]\n\n", commands[command],
+               about[command], commands[command]);
+        help_rows(command);
+        return;
+    }
+    printf("kvq-run: runs Llama-family models with their KV cache in kvqd\n\n"
+           "usage: kvq-run COMMAND [options]\n\n");
+    for (int i = 0; i <= COMMAND_LOGITS; i++)
+        printf("  %-12s %s\n", commands[i], about[i]);
+    printf("\n'kvq-run COMMAND --help' lists a command's options.\n"
+           "Exit status: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n");
+}
+
+static int set_number(const struct option_row *r, const char *text, struct options *o,
+                      struct problem *p)
+{
+    char *end;
+    errno = 0;
+    double d = strtod(text, &end);
+    bool whole = r->kind != REAL;
+    if (errno || end == text || *end || !(d >= r->least && d <= r->most) ||
+        (whole && d != floor(d)))
+        return problem_set(p, RUN_USAGE, "--%s %s: must be a%s number from %g to %g", r->name, text,
+                           whole ? " whole" : "", r->least, r->most);
+    void *at = (char *)o + r->offset;
+    if (r->kind == COUNT)
+        *(uint32_t *)at = (uint32_t)d;
+    else if (r->kind == BIG)
+        *(uint64_t *)at = (uint64_t)d;
+    else
+        *(double *)at = d;
+    return 0;
+}
+
+static int set_word(const struct option_row *r, const char *text, struct options *o,
+                    struct problem *p)
+{
+    static const char *const attention[] = {"exact", "fast", "default"};
+    static const char *const rotation[] = {"none", NULL, "daemon"};
+    const char *const *words = r->kind == ATTENTION ? attention : rotation;
+    for (uint8_t i = 0; i < 3; i++)
+        if (words[i] && !strcmp(words[i], text)) {
+            *((uint8_t *)o + r->offset) = i;
+            return 0;
+        }
+    return problem_set(p, RUN_USAGE, "--%s %s: must be %s", r->name, text,
+                       r->kind == ATTENTION ? "exact, fast or default" : "none or daemon");
+}
+
+static int set(const struct option_row *r, const char *text, struct options *o, struct problem *p)
+{
+    void *at = (char *)o + r->offset;
+    if (r->kind == STRING)
+        *(const char **)at = text;
+    else if (r->kind == FLAG)
+        *(bool *)at = true;
+    else if (r->kind == ATTENTION || r->kind == ROTATION)
+        return set_word(r, text, o, p);
+    else
+        return set_number(r, text, o, p);
+    return 0;
+}
+
+static int parse_rows(int argc, char **argv, struct options *o, struct problem *p)
+{
+    struct option list[N_ROWS + 2] = {0};
+    int n = 0;
+    for (int i = 0; i < N_ROWS; i++)
+        if (rows[i].commands & 1 << o->command)
+            list[n++] = (struct option){
+                rows[i].name, rows[i].value ? required_argument : no_argument, NULL, 1000 + i};
+    list[n] = (struct option){"help", no_argument, NULL, 'h'};
+    opterr = 0;
+    for (int c; (c = getopt_long(argc, argv, ":h", list, NULL)) != -1;) {
+        if (c == 'h') {
+            options_help(o->command);
+            o->command = COMMAND_HELP;
+            return 0;
+        }
+        if (c < 1000)
+            return problem_set(p, RUN_USAGE, "%s: %s; see 'kvq-run %s --help'", argv[optind - 1],
+                               c == ':' ? "its value is missing" : "no such option",
+                               commands[o->command]);
+        if (set(&rows[c - 1000], optarg, o, p))
+            return -1;
+    }
+    if (optind < argc)
+        return problem_set(p, RUN_USAGE, "'%s' is no option; see 'kvq-run %s --help'", argv[optind],
+                           commands[o->command]);
+    return 0;
+}
+
+static int check(const struct options *o, struct problem *p)
+{
+    if (!o->model)
+        return problem_set(p, RUN_USAGE, "--model DIR is missing (or set KVQ_MODEL)");
+    if (!!o->prompt + !!o->prompt_file + !!o->ids > 1)
+        return problem_set(p, RUN_USAGE, "give one of --prompt, --prompt-file and --ids");
+    if (o->command == COMMAND_PERPLEXITY && !o->text)
+        return problem_set(p, RUN_USAGE, "--text FILE is missing");
+    if (o->keep && !o->session)
+        return problem_set(p, RUN_USAGE, "--keep needs --session NAME");
+    return 0;
+}
+
+int options_parse(int argc, char **argv, struct options *o, struct problem *p)
+{
+    *o = (struct options){
+        .model = getenv("KVQ_MODEL"),
+        .format = "oscar2",
+        .against = "f16",
+        .tokens = 256,
+        .temperature = 0.8,
+        .top_p = 0.95,
+        .seed = 1,
+        .bytes = 256 * 1024,
+        .context = 4096,
+        .step = 16,
+        .top = 8,
+    };
+    const char *word = argc > 1 ? argv[1] : "--help";
+    if (!strcmp(word, "--help") || !strcmp(word, "-h") || !strcmp(word, "help")) {
+        o->command = COMMAND_HELP;
+        options_help(COMMAND_HELP);
+        return 0;
+    }
+    if (!strcmp(word, "--version")) {
+        o->command = COMMAND_VERSION;
+        return 0;
+    }
+    uint8_t i = 0;
+    while (i <= COMMAND_LOGITS && strcmp(word, commands[i]))
+        i++;
+    if (i > COMMAND_LOGITS)
+        return problem_set(p, RUN_USAGE, "'%s' is no command; see 'kvq-run --help'", word);
+    o->command = i;
+    if (parse_rows(argc - 1, argv + 1, o, p))
+        return -1;
+    return o->command == COMMAND_HELP ? 0 : check(o, p);
+}
