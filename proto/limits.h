@@ -35,6 +35,13 @@ enum {
     KVQ_MAX_STEPS = 64,        // open steps per client
     KVQ_MAX_BUFFER_BYTES_LOG2 = 40,
 
+    // Configuration.
+    KVQ_MAX_NAMESPACES = 128,
+    KVQ_MAX_NAMESPACE_IDS = 64,      // uids of one namespace, and gids
+    KVQ_MAX_WORKERS = 256,
+    KVQ_MAX_CONFIG = 256 * 1024,     // bytes of the configuration file
+    KVQ_MAX_SESSIONS = 1 << 16,
+
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
     KVQ_MAX_LIST = 1024,            // elements of repeated fields in one message
