@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core of kvqd: clients, sessions, block pools, steps and requests. It has no sockets, threads,
+// clock or randomness of its own; they are passed in, so that a seeded test runs all of it in one
+// process.
+//
+// Threads: every function here is called on one thread, the poller's, but for one: the `run` of a
+// job, which any thread may call, for any item, in any order. Nothing here blocks. Memory is
+// allocated when clients, queues and sessions are made and when a session's page tables grow,
+// never between a step's begin and end.
+//
+// Errors: functions that can fail return 0 or a negative KVQ_E code. Those with a `text` argument
+// (KVQ_TEXT_BYTES long) then say there what was wrong, the value, the limit and what to do.
+//
+// Life of a request, as the poller sees it:
+//
+//     copy the header to kvq__queue_header(q) and the entries to kvq__queue_entries(q)
+//     p = kvq__request_start(q)
+//     while p != KVQ__DONE:
+//         KVQ__RUN    run all items of kvq__queue_job(q), on any threads, then
+//                     p = kvq__request_continue(q)
+//         KVQ__WAIT   something else must finish first; after any other job of the core has ended,
+//                     or a millisecond later, p = kvq__request_continue(q)
+//     publish kvq__queue_completion(q) and its kvq__queue_results(q)
+#ifndef KVQ_DAEMON_CORE_H
+#define KVQ_DAEMON_CORE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels/kernels.h"
+#include "proto/limits.h"
+#include "proto/shm.h"
+#include "proto/status.h"
+
+struct kvq__core;
+struct kvq__client;
+struct kvq__queue;
+
+// ---- What the core is given ----
+
+// Memory of one extent. `base` is 64-byte aligned; `fd` is the giver's (a memfd, or -1).
+struct kvq__memory {
+    uint8_t *base;
+    size_t bytes;
+    int fd;
+};
+
+// Where memory comes from. Called on the poller thread.
+struct kvq__memory_ops {
+    void *context;
+    // Zeroed memory for one extent. 0, or KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+    int (*acquire)(void *context, size_t bytes, struct kvq__memory *memory);
+    // Zeroes an extent before it changes its owner (and may give its pages back meanwhile).
+    void (*zero)(void *context, struct kvq__memory *memory);
+    void (*release)(void *context, struct kvq__memory *memory);
+    // Zeroed bookkeeping memory, aligned to 64 bytes, or NULL. deallocate accepts NULL.
+    void *(*allocate)(void *context, size_t bytes);
+    void (*deallocate)(void *context, void *memory, size_t bytes);
+};
+
+enum kvq__event_kind {
+    KVQ__EVENT_SESSION_OPENED,
+    KVQ__EVENT_SESSION_CLOSED,
+    KVQ__EVENT_SESSION_DROPPED,
+    KVQ__EVENT_CLIENT_ATTACHED,
+    KVQ__EVENT_CLIENT_GONE,
+    KVQ__EVENT_MEMORY_FULL, // pool or namespace; at most once a second for each namespace
+    KVQ__EVENT_DRAINING,
+};
+
+// Pointers are valid during the call only; never NULL, but maybe empty.
+struct kvq__event {
+    enum kvq__event_kind kind;
+    const char *ns, *session;
+    uint64_t client;
+    const char *text;
+};
+
+struct kvq__core_config {
+    uint64_t pool_bytes;   // budget of all extents
+    uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB
+    uint64_t keep_ns;      // how long named sessions stay when nobody has them open; 0 = for ever
+    uint32_t workers;      // threads that run jobs: decides how finely attention is cut
+    uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
+    uint64_t default_limit_bytes;    // for namespaces not configured; 0 = the pool's
+    uint32_t default_limit_sessions; // likewise; 0 = no limit
+    uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
+    const struct kvq_kernels *kernels;
+    struct kvq__memory_ops memory;
+    void *context; // for the two callbacks below; both run on the poller thread
+    // Either may be NULL.
+    void (*event)(void *context, const struct kvq__event *event);
+    // Nothing uses the buffer any more: the memory may be unmapped. Called once for each buffer
+    // added, from within kvq__buffer_remove, kvq__client_detach or kvq__request_continue.
+    void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer, void *base,
+                        uint64_t bytes);
+};
+
+// Who asks.
+struct kvq__peer {
+    uint32_t uid, pid;
+    uint32_t gids[32]; // primary group first
+    uint32_t n_gids;
+    bool admin; // the daemon's own user or root: may see, drop and kick everything
+};
+
+// A namespace of the configuration. Others come into being as "uid-N" for user N.
+struct kvq__namespace_config {
+    const char *name;
+    uint64_t limit_bytes;        // of blocks; 0 = the pool's
+    uint32_t limit_sessions;     // 0 = no limit
+    const uint32_t *uids, *gids; // who may use it; admins always may
+    uint32_t n_uids, n_gids;
+};
+
+// ---- The core ----
+
+// Copies config. 0, KVQ_E_INVALID with a text, or KVQ_E_NO_MEMORY. Release with kvq__core_close.
+int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **core, char *text);
+// All queues must be closed. Drops every client and session and gives all memory back.
+void kvq__core_close(struct kvq__core **core);
+
+// Configures a namespace; before any client attaches.
+int kvq__core_namespace(struct kvq__core *core, const struct kvq__namespace_config *config,
+                        char *text);
+
+// Tells the time (CLOCK_MONOTONIC). Cheap; the poller calls it before it starts requests or runs
+// commands. Deadlines and idle times are measured against the last time told.
+void kvq__core_clock(struct kvq__core *core, uint64_t now_ns);
+// Drops sessions whose keep time is over and gives back extents long empty. Every 100 ms or so.
+void kvq__core_tick(struct kvq__core *core);
+
+// From now on nothing new is taken: attaching, opening sessions and beginning steps answer
+// KVQ_E_DRAINING, while open steps may go on to their end.
+void kvq__core_drain(struct kvq__core *core);
+// True if no step is open and nothing is in flight.
+bool kvq__core_idle(const struct kvq__core *core);
+
+// ---- Clients, queues, buffers ----
+
+// *id is never 0 and never used again.
+int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       struct kvq__client **client, uint64_t *id, char *text);
+// The client is gone: aborts its steps, closes its handles (unnamed sessions die, named ones stay
+// at their last commit), removes its buffers as soon as nothing in flight uses them. The client
+// and its queues stay valid until every queue is closed: the poller still ends what is in flight
+// (kvq__request_continue then soon answers KVQ__DONE) and closes the queues. Without queues the
+// client is freed at once.
+void kvq__client_detach(struct kvq__client *client);
+uint64_t kvq__client_id(const struct kvq__client *client);
+
+// At most KVQ_MAX_QUEUES. Allocates all that requests of this queue will ever need.
+int kvq__queue_open(struct kvq__client *client, struct kvq__queue **queue, char *text);
+// No request of it may be in flight. Sets *queue to NULL.
+void kvq__queue_close(struct kvq__queue **queue);
+
+// Registers memory that the caller mapped (and that cannot shrink). *buffer is never 0.
+int kvq__buffer_add(struct kvq__client *client, void *base, uint64_t bytes, uint32_t *buffer,
+                    char *text);
+// Refuses new uses at once; buffer_gone() follows when nothing in flight uses it, maybe at once.
+int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
+
+// ---- Sessions ----
+
+struct kvq__layer_row {
+    uint16_t q_heads, kv_heads, k_dim, v_dim;
+    uint32_t window;
+    float softcap, scale; // scale 0 = 1/sqrt(k_dim)
+    const char *format;   // NULL or empty = the session's
+    int32_t kv_from;      // layer whose cache this one reads; -1 = its own
+    uint32_t repeat;      // this row stands for so many layers; 0 = 1
+};
+
+enum kvq__open_flag {
+    KVQ__OPEN_READ_ONLY = 1,
+    KVQ__OPEN_TAKE_OVER = 2,
+    KVQ__OPEN_MUST_EXIST = 4,
+    KVQ__OPEN_MUST_CREATE = 8,
+};
+enum kvq__on_detach { KVQ__DETACH_DEFAULT = 0, KVQ__DETACH_DROP = 1, KVQ__DETACH_KEEP = 2 };
+
+// Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.
+struct kvq__session_spec {
+    const char *ns, *name, *model, *format;
+    const struct kvq__layer_row *layers;
+    uint32_t n_layers; // rows
+    uint32_t shard, shards;
+    uint32_t dtype, v_rotation, path; // path: 0 exact, 1 fast, 2 the daemon's choice
+    uint32_t max_rollback, on_detach;
+    uint64_t prompt_tokens, keep_seconds;
+    uint32_t flags; // enum kvq__open_flag
+};
+
+// What kvq.proto calls Session, field by field.
+struct kvq__session_info {
+    uint64_t handle, id;
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char format[32]; // of most layers
+    uint64_t tokens;
+    uint32_t layers;
+    double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;
+    uint64_t full_precision_tokens, packed_bytes, window_bytes, table_bytes;
+    uint64_t writer_client, idle_ms, keep_ms, saturated_values;
+    uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
+    uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
+    bool step_open, created, read_only;
+};
+
+// Opens or creates a session for a client. KVQ_E_EXISTS, KVQ_E_BUSY, KVQ_E_PERMISSION,
+// KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA, KVQ_E_NO_SESSION, KVQ_E_DRAINING.
+int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,
+                      struct kvq__session_info *info, char *text);
+// By handle. KVQ_E_STALE if it is none of this client's. Closing aborts an open step's part.
+int kvq__session_close(struct kvq__client *client, uint64_t handle, char *text);
+int kvq__session_drop(struct kvq__client *client, uint64_t handle, char *text);
+int kvq__session_info(struct kvq__client *client, uint64_t handle, struct kvq__session_info *info,
+                      char *text);
+// By namespace and name, or "#ID"; ns NULL or empty = the peer's own. For administration.
+int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                      const char *name, struct kvq__session_info *info, char *text);
+int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, char *text);
+
+// ---- Snapshots ----
+
+struct kvq__status {
+    uint64_t pool_bytes, pool_extent_bytes, pool_used_bytes;
+    uint64_t pool_largest_free; // the budget not yet in extents, in whole extents
+    uint32_t sessions, clients;
+    uint64_t tokens, steps, attends, appended_tokens, refused_requests, kicked_clients;
+    bool draining;
+};
+void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
+
+struct kvq__namespace_info {
+    char name[KVQ_NAME_BYTES];
+    uint32_t sessions;
+    uint64_t used_bytes, limit_bytes; // limit 0 = the pool's
+};
+struct kvq__client_info {
+    uint64_t id;
+    char name[KVQ_NAME_BYTES];
+    uint32_t pid, uid, queues, buffers, sessions;
+    uint64_t buffer_bytes, requests, connected_ms;
+};
+
+// Each fills up to `max` elements with what the peer may see and returns how many there are.
+// ns NULL or empty = all.
+uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
+                            const char *ns, struct kvq__session_info *out, uint32_t max);
+uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
+                              struct kvq__namespace_info *out, uint32_t max);
+uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
+                           struct kvq__client_info *out, uint32_t max);
+// Counts a kick and says whether the client exists (else KVQ_E_INVALID) and the peer may end it
+// (else KVQ_E_PERMISSION). The caller then closes its connection and detaches it.
+int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text);
+
+// ---- Work ----
+
+// Work that threads may share. While it is under way, run() may be called for each item once;
+// it touches only memory that the core holds for it, and the workspace: one for each thread, of
+// kvq_workspace_bytes(), 64-byte aligned.
+struct kvq__job {
+    uint32_t n_items; // at least 1
+    void (*run)(struct kvq__job *job, uint32_t item, void *workspace);
+};
+
+enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT };
+
+// Private memory of the queue that the poller copies a request to before it starts it: one
+// header, and room for KVQ_MAX_BATCH entries. The poller has checked header.count against
+// KVQ_MAX_BATCH; everything else is checked here.
+struct kvq_request *kvq__queue_header(struct kvq__queue *queue);
+struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *queue);
+
+// Validates the request and takes it as far as it goes. One request of a queue at a time.
+enum kvq__progress kvq__request_start(struct kvq__queue *queue);
+// After KVQ__RUN: every item of the job has been run (the caller's synchronization makes their
+// writes visible here). After KVQ__WAIT: look again.
+enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
+
+// After KVQ__RUN: what to run; the same job until kvq__request_continue.
+struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
+// After KVQ__DONE, until the next start: what to publish. completion->count results follow. A
+// status of KVQ_E_PROTOCOL means that the poller should cut the client off.
+const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue);
+const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue);
+struct kvq__client *kvq__queue_client(const struct kvq__queue *queue);
+
+// Packing that no request waits for yet, so that the next one need not. NULL if there is none
+// (or one is under way); the poller runs it when there is nothing else to do, and then says so.
+struct kvq__job *kvq__background_start(struct kvq__core *core);
+void kvq__background_done(struct kvq__core *core);
+
+#endif
