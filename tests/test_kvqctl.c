@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvqctl against a scripted daemon: a thread answers each request as the test says, so that
+// exit statuses, JSON and texts are checked for answers a real daemon seldom gives.
+#include <errno.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <zmq.h>
+
+#include <cmocka.h>
+
+#include "proto/shm.h"
+#include "proto/status.h"
+#include "proto/wire.h"
+
+// How the scripted daemon answers.
+enum manner { ANSWER, SILENT, GARBAGE, STALE_ID_FIRST, OTHER_RESULT, ESCAPES };
+
+struct daemon {
+    void *context, *socket;
+    pthread_t thread;
+    enum manner manner;
+    int status;       // of the reply
+    const char *text; // of the reply
+    int requests;     // seen so far
+    Kvq__Request__CommandCase last;
+    char last_name[64];
+};
+
+struct fixture {
+    char dir[64], path[128];
+    struct daemon daemon;
+};
+
+static struct kvq_arena fresh_arena(void)
+{
+    static uint8_t memory[KVQ_WIRE_ARENA];
+    struct kvq_arena arena;
+    kvq_arena_init(&arena, memory, sizeof memory);
+    return arena;
+}
+
+static void send_reply(void *socket, const uint8_t *identity, size_t identity_size,
+                       const Kvq__Reply *reply)
+{
+    static uint8_t data[KVQ_MAX_MESSAGE];
+    size_t size;
+    assert_int_equal(kvq_reply_pack(reply, data, sizeof data, &size), 0);
+    zmq_send(socket, identity, identity_size, ZMQ_SNDMORE);
+    zmq_send(socket, data, size, 0);
+}
+
+// One session with numbers that a test can recognize.
+static void fill_session(Kvq__Session *session)
+{
+    kvq__session__init(session);
+    session->id = 7;
+    session->namespace_ = "uid-0";
+    session->name = "chat";
+    session->format = "oscar2";
+    session->tokens = 4096;
+    session->bits_per_value = 3.0625;
+    session->bytes_per_token_head = 98;
+    session->bytes_per_token_head_total = 120.5;
+    session->full_precision_tokens = 128;
+    session->compression = 4.25;
+    session->packed_bytes = 1ull << 40;
+}
+
+static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
+                   const Kvq__Request *request)
+{
+    Kvq__Reply reply = KVQ__REPLY__INIT;
+    Kvq__Pong pong = KVQ__PONG__INIT;
+    Kvq__StatusReply status = KVQ__STATUS_REPLY__INIT;
+    Kvq__SessionList list = KVQ__SESSION_LIST__INIT;
+    Kvq__Session session, *sessions[] = {&session};
+    fill_session(&session);
+    if (daemon->manner == ESCAPES)
+        session.name = "chat\033[31m";
+    pong.version = "9.9.9";
+    status.version = "9.9.9";
+    list.sessions = sessions;
+    list.n_sessions = 1;
+    reply.id = request->id;
+    reply.status = daemon->status;
+    reply.text = (char *)daemon->text;
+    if (daemon->manner == OTHER_RESULT || request->command_case == KVQ__REQUEST__COMMAND_PING) {
+        reply.result_case = KVQ__REPLY__RESULT_PONG;
+        reply.pong = &pong;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_STATUS) {
+        reply.result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
+        reply.status_reply = &status;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_SESSIONS) {
+        reply.result_case = KVQ__REPLY__RESULT_SESSIONS;
+        reply.sessions = &list;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_SESSION_INFO) {
+        reply.result_case = KVQ__REPLY__RESULT_SESSION;
+        reply.session = &session;
+    }
+    if (daemon->manner == STALE_ID_FIRST) {
+        reply.id--;
+        send_reply(daemon->socket, identity, n, &reply);
+        reply.id++;
+    }
+    send_reply(daemon->socket, identity, n, &reply);
+}
+
+static void remember(struct daemon *daemon, const Kvq__Request *request)
+{
+    const char *name = "";
+    if (request->command_case == KVQ__REQUEST__COMMAND_DROP_SESSION)
+        name = request->drop_session->ref->name;
+    if (request->command_case == KVQ__REQUEST__COMMAND_SESSION_INFO)
+        name = request->session_info->ref->name;
+    daemon->requests++;
+    daemon->last = request->command_case;
+    snprintf(daemon->last_name, sizeof daemon->last_name, "%s", name);
+}
+
+// Serves until an empty message comes from the test itself.
+static void *serve(void *argument)
+{
+    struct daemon *daemon = argument;
+    static uint8_t data[KVQ_MAX_MESSAGE];
+    uint8_t identity[256];
+    char text[KVQ_TEXT_BYTES];
+    for (;;) {
+        int n = zmq_recv(daemon->socket, identity, sizeof identity, 0);
+        int size = zmq_recv(daemon->socket, data, sizeof data, 0);
+        Kvq__Request *request;
+        struct kvq_arena arena = fresh_arena();
+        if (n <= 0 || size <= 0)
+            return NULL;
+        if (kvq_request_unpack(data, (size_t)size, &arena, &request, text) != 0)
+            continue;
+        remember(daemon, request);
+        if (daemon->manner == GARBAGE) {
+            zmq_send(daemon->socket, identity, (size_t)n, ZMQ_SNDMORE);
+            zmq_send(daemon->socket, "\377\377\377", 3, 0);
+        } else if (daemon->manner != SILENT) {
+            answer(daemon, identity, (size_t)n, request);
+        }
+    }
+}
+
+static void start(struct fixture *f, enum manner manner, int status, const char *text)
+{
+    char endpoint[160];
+    struct daemon *daemon = &f->daemon;
+    *daemon = (struct daemon){.manner = manner, .status = status, .text = text};
+    daemon->context = zmq_ctx_new();
+    daemon->socket = zmq_socket(daemon->context, ZMQ_ROUTER);
+    snprintf(endpoint, sizeof endpoint, "ipc://%s", f->path);
+    assert_int_equal(zmq_bind(daemon->socket, endpoint), 0);
+    assert_int_equal(pthread_create(&daemon->thread, NULL, serve, daemon), 0);
+}
+
+static void stop(struct fixture *f)
+{
+    char endpoint[160];
+    int none = 0;
+    void *context = zmq_ctx_new();
+    void *socket = zmq_socket(context, ZMQ_DEALER);
+    snprintf(endpoint, sizeof endpoint, "ipc://%s", f->path);
+    zmq_connect(socket, endpoint);
+    zmq_send(socket, "", 0, 0);
+    pthread_join(f->daemon.thread, NULL);
+    zmq_setsockopt(socket, ZMQ_LINGER, &none, sizeof none);
+    zmq_close(socket);
+    zmq_ctx_term(context);
+    zmq_setsockopt(f->daemon.socket, ZMQ_LINGER, &none, sizeof none);
+    zmq_close(f->daemon.socket);
+    zmq_ctx_term(f->daemon.context);
+}
+
+// Runs kvqctl with the arguments through a shell, since they are the test's own words; output of
+// both streams goes to `output`. Returns its exit status.
+static int run(struct fixture *f, const char *arguments, char *output, size_t size)
+{
+    char command[1024];
+    const char *bin = getenv("KVQ_BIN_DIR");
+    snprintf(command, sizeof command, "exec %s/kvqctl --runtime-dir %s %s 2>&1", bin ? bin : "bin",
+             f->dir, arguments);
+    FILE *pipe = popen(command, "r");
+    assert_non_null(pipe);
+    size_t got = fread(output, 1, size - 1, pipe);
+    output[got] = 0;
+    int status = pclose(pipe);
+    assert_true(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+// Runs it against a daemon that answers in the given way.
+static int run_with(struct fixture *f, enum manner manner, int status, const char *text,
+                    const char *arguments, char *output, size_t size)
+{
+    start(f, manner, status, text);
+    int result = run(f, arguments, output, size);
+    stop(f);
+    return result;
+}
+
+static int setup(void **state)
+{
+    struct fixture *f = calloc(1, sizeof *f);
+    snprintf(f->dir, sizeof f->dir, "/tmp/kvqctl-test-XXXXXX");
+    if (!mkdtemp(f->dir))
+        return -1;
+    snprintf(f->path, sizeof f->path, "%s/%s", f->dir, KVQ_CONTROL_SOCKET);
+    *state = f;
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    struct fixture *f = *state;
+    unlink(f->path);
+    rmdir(f->dir);
+    free(f);
+    return 0;
+}
+
+static void test_no_daemon(void **state)
+{
+    struct fixture *f = *state;
+    char out[4096];
+    assert_int_equal(run(f, "status", out, sizeof out), 3);
+    assert_non_null(strstr(out, f->path));
+    assert_non_null(strstr(out, "kvqd --runtime-dir"));
+    assert_int_equal(run(f, "doctor", out, sizeof out), 3);
+    assert_non_null(strstr(out, "PROBLEM"));
+}
+
+static void test_socket_left_behind(void **state)
+{
+    struct fixture *f = *state;
+    char out[4096];
+    // What a killed daemon leaves: a bound socket that nobody holds any more.
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    snprintf(address.sun_path, sizeof address.sun_path, "%.100s", f->path);
+    assert_int_equal(bind(fd, (struct sockaddr *)&address, sizeof address), 0);
+    close(fd);
+    assert_int_equal(run(f, "ping", out, sizeof out), 3);
+    assert_non_null(strstr(out, "left behind"));
+}
+
+static void test_usage(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const wrong[] = {"",
+                                        "nonsense",
+                                        "session",
+                                        "session show",
+                                        "status more",
+                                        "--nonsense status",
+                                        "client kick x",
+                                        "client kick -1",
+                                        "--timeout 0 ping",
+                                        "--timeout 5x ping",
+                                        "--interval nan top"};
+    char out[4096];
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        assert_int_equal(run(f, wrong[i], out, sizeof out), 2);
+    assert_int_equal(run(f, "--help", out, sizeof out), 0);
+    assert_non_null(strstr(out, "session drop NAME"));
+    assert_int_equal(run(f, "session show --help", out, sizeof out), 0);
+    assert_int_equal(run(f, "--version", out, sizeof out), 0);
+}
+
+static void test_refusals(void **state)
+{
+    struct fixture *f = *state;
+    static const struct {
+        int status, exit;
+    } cases[] = {{KVQ_E_NO_SESSION, 5}, {KVQ_E_PERMISSION, 6}, {KVQ_E_DRAINING, 1}};
+    char out[4096];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(run_with(f, ANSWER, cases[i].status, "because of this", "session drop a",
+                                  out, sizeof out),
+                         cases[i].exit);
+        assert_non_null(strstr(out, "because of this"));
+        assert_int_equal(f->daemon.last, KVQ__REQUEST__COMMAND_DROP_SESSION);
+        assert_string_equal(f->daemon.last_name, "a");
+    }
+}
+
+static void test_silence_and_nonsense(void **state)
+{
+    struct fixture *f = *state;
+    char out[4096];
+    assert_int_equal(run_with(f, SILENT, 0, "", "--timeout 100 ping", out, sizeof out), 4);
+    assert_non_null(strstr(out, "100 ms"));
+    assert_int_equal(run_with(f, GARBAGE, 0, "", "ping", out, sizeof out), 1);
+    assert_int_equal(run_with(f, OTHER_RESULT, 0, "", "status", out, sizeof out), 1);
+    assert_int_equal(run_with(f, STALE_ID_FIRST, 0, "", "ping", out, sizeof out), 0);
+    assert_non_null(strstr(out, "9.9.9"));
+    assert_int_equal(f->daemon.requests, 2);
+}
+
+static void test_session_json(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const wanted[] = {"\"tokens\":\t4096",
+                                         "\"format\":\t\"oscar2\"",
+                                         "\"bits_per_value\":\t3.0625",
+                                         "\"bytes_per_token_head\":\t98",
+                                         "\"compression\":\t4.25",
+                                         "\"bytes_per_token_head_total\":\t120.5",
+                                         "\"full_precision_tokens\":\t128",
+                                         "\"packed_bytes\":\t1099511627776"};
+    char out[8192];
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat --json", out, sizeof out), 0);
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        assert_non_null(strstr(out, wanted[i]));
+    assert_string_equal(f->daemon.last_name, "chat");
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session list --json", out, sizeof out), 0);
+    assert_int_equal(out[0], '[');
+}
+
+// Names come from other users; none of their bytes may steer a terminal.
+static void test_escapes_are_tamed(void **state)
+{
+    struct fixture *f = *state;
+    char out[8192];
+    assert_int_equal(run_with(f, ESCAPES, 0, "", "session list", out, sizeof out), 1);
+    assert_null(strchr(out, '\033'));
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session list", out, sizeof out), 0);
+    assert_non_null(strstr(out, "chat "));
+}
+
+static void test_top(void **state)
+{
+    struct fixture *f = *state;
+    char out[16384];
+    assert_int_equal(
+        run_with(f, ANSWER, 0, "", "top --count 2 --interval 0.1 --json", out, sizeof out), 0);
+    char *second = strchr(out, '\n');
+    assert_non_null(second);
+    assert_int_equal(second[1], '{');
+    assert_int_equal(f->daemon.requests, 4);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_no_daemon, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_socket_left_behind, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_usage, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_top, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
