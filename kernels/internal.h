@@ -159,6 +159,33 @@ void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk);
 struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s);
 
+// ---- Workspace: one thread's memory, cut up ----
+
+enum { KVQ__ROWS = KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM, KVQ__GROUP_F32 = 32 * KVQ_MAX_HEAD_DIM };
+
+// Softmax state and sums of one tile; o and ot as in struct kvq__tile.
+struct kvq__sums {
+    float m[KVQ_TILE_ROWS], l[KVQ_TILE_ROWS];
+    float o[KVQ__ROWS], ot[KVQ__ROWS];
+};
+
+// Keys and values of groups that do not lie in one piece anywhere, put together for one chunk.
+struct kvq__assembled {
+    uint16_t k[KVQ__CHUNK * KVQ_MAX_HEAD_DIM], v[KVQ__CHUNK * KVQ_MAX_HEAD_DIM];
+};
+
+// All members are multiples of 64 bytes.
+struct kvq__workspace {
+    float q[KVQ__ROWS], qt[KVQ__ROWS];
+    float logits[KVQ_TILE_ROWS * KVQ__LOGITS_STRIDE];
+    float factor[KVQ_TILE_ROWS], other_factor[KVQ_TILE_ROWS];
+    int32_t lo[KVQ_TILE_ROWS], hi[KVQ_TILE_ROWS];
+    struct kvq__sums part, total;
+    float group_f32[KVQ__GROUP_F32];
+    struct kvq__assembled assembled[2]; // of this chunk and of the next
+    uint8_t scratch[KVQ__SCRATCH_BYTES];
+};
+
 // ---- 16-bit numbers, one at a time ----
 
 static inline uint32_t kvq__bits(float f)

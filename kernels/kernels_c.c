@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The reference: numbers, rows, and the C table of functions. Groups are in quant_c.c, attention
+// in attend_c.c. Plain loops that say what every other instruction set must compute.
+#include "kernels/kernels_c.h"
+#include "kernels/internal.h"
+
+static void load_c(const void *src, uint8_t dtype, float *dst, size_t n)
+{
+    const uint16_t *half = src;
+    switch (dtype) {
+    case KVQ_F16:
+        for (size_t i = 0; i < n; i++)
+            dst[i] = kvq__f16_to_f32(half[i]);
+        break;
+    case KVQ_BF16:
+        for (size_t i = 0; i < n; i++)
+            dst[i] = kvq__bf16_to_f32(half[i]);
+        break;
+    default:
+        memcpy(dst, src, n * sizeof *dst);
+    }
+}
+
+static void save_c(const float *src, uint8_t dtype, void *dst, size_t n)
+{
+    uint16_t *half = dst;
+    switch (dtype) {
+    case KVQ_F16:
+        for (size_t i = 0; i < n; i++)
+            half[i] = kvq__f32_to_f16(src[i]);
+        break;
+    case KVQ_BF16:
+        for (size_t i = 0; i < n; i++)
+            half[i] = kvq__f32_to_bf16(src[i]);
+        break;
+    default:
+        memcpy(dst, src, n * sizeof *src);
+    }
+}
+
+static float load_one(const void *src, uint8_t dtype, size_t i)
+{
+    if (dtype == KVQ_F32)
+        return ((const float *)src)[i];
+    uint16_t half = ((const uint16_t *)src)[i];
+    return dtype == KVQ_F16 ? kvq__f16_to_f32(half) : kvq__bf16_to_f32(half);
+}
+
+static void store_c(const void *src, uint8_t from, void *dst, uint8_t to, size_t n,
+                    struct kvq_store_counts *counts)
+{
+    uint16_t *half = dst;
+    const float limit = to == KVQ_F16 ? 65504.0f : 0x1.fep127f;
+    for (size_t i = 0; i < n; i++) {
+        float x = load_one(src, from, i);
+        counts->nonfinite += !isfinite(x);
+        counts->saturated += isfinite(x) && fabsf(x) > limit;
+        half[i] = to == KVQ_F16 ? kvq__f32_to_f16(x) : kvq__f32_to_bf16(x);
+    }
+}
+
+static void butterflies(float *row, uint32_t dim)
+{
+    for (uint32_t h = 1; h < dim; h *= 2)
+        for (uint32_t block = 0; block < dim; block += 2 * h)
+            for (uint32_t i = block; i < block + h; i++) {
+                float a = row[i], b = row[i + h];
+                row[i] = a + b;
+                row[i + h] = a - b;
+            }
+}
+
+static void hadamard_c(float *rows, uint32_t n, uint32_t dim)
+{
+    const float norm = (float)(1.0 / sqrt((double)dim));
+    for (uint32_t r = 0; r < n; r++) {
+        float *row = rows + (size_t)r * dim;
+        butterflies(row, dim);
+        for (uint32_t i = 0; i < dim; i++)
+            row[i] *= norm;
+    }
+}
+
+static float sumsq_row(const float *row, uint32_t dim)
+{
+    float lane[16] = {0};
+    for (uint32_t j = 0; j < dim; j += 16)
+        for (uint32_t i = 0; i < 16; i++)
+            lane[i] += row[j + i] * row[j + i];
+    for (uint32_t half = 8; half > 0; half /= 2)
+        for (uint32_t i = 0; i < half; i++)
+            lane[i] += lane[i + half];
+    return lane[0];
+}
+
+static void sumsq_c(const float *rows, uint32_t n, uint32_t dim, float *sums)
+{
+    for (uint32_t r = 0; r < n; r++)
+        sums[r] = sumsq_row(rows + (size_t)r * dim, dim);
+}
+
+static void scale_rows_c(float *rows, const float *factor, uint32_t n, uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t i = 0; i < dim; i++)
+            rows[(size_t)r * dim + i] *= factor[r];
+}
+
+static void blend_rows_c(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
+                         uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++)
+        for (size_t i = (size_t)r * dim; i < (size_t)(r + 1) * dim; i++)
+            a[i] = a[i] * fa[r] + b[i] * fb[r];
+}
+
+void kvq__init_c(struct kvq_kernels *k)
+{
+    *k = (struct kvq_kernels){
+        .load = load_c,
+        .save = save_c,
+        .store = store_c,
+        .hadamard = hadamard_c,
+        .sumsq = sumsq_c,
+        .scale_rows = scale_rows_c,
+        .blend_rows = blend_rows_c,
+        .attend_chunk = kvq__attend_chunk,
+    };
+    kvq__init_quant_c(k);
+    kvq__init_attend_c(k);
+}
