@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays down: the library with its one header and pkg-config file, the
-# programs, their manual pages and the systemd unit.
+# programs, their manual pages, the configuration file and what systemd wants to know.
 foreach(program kvqd kvqctl kvq-run kvq-bench)
     if(TARGET ${program})
         install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
@@ -26,3 +26,5 @@ if(EXISTS ${CMAKE_SOURCE_DIR}/docs/man/kvqd.8)
 endif()
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system)
+install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf)
+install(FILES packaging/kvqd.conf DESTINATION ${CMAKE_INSTALL_SYSCONFDIR})
