@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Whether documentation and programs say the same.
+
+    tests/docs.py BUILD
+
+Runs the programs of a build folder with --help and compares with manual pages, the configuration
+file that is installed, and the tables of docs/. Prints `N passed, M failed`.
+"""
+import os
+import re
+import subprocess
+import sys
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1"}
+COMMANDS = {
+    "kvq-run": ["generate", "perplexity", "logits"],
+    "kvq-bench": ["attend", "pack", "ring"],
+}
+
+
+def read(*parts):
+    with open(os.path.join(ROOT, *parts), encoding="utf-8") as file:
+        return file.read()
+
+
+def options_in(text):
+    """Long options, however a manual page escapes them."""
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", text.replace("\\-", "-")))
+
+
+def help_of(build, program):
+    """What the program prints for --help, and for --help of each of its commands."""
+    path = os.path.join(build, "bin", program)
+    texts = []
+    for words in [[], *([c] for c in COMMANDS.get(program, []))]:
+        done = subprocess.run([path, *words, "--help"], capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            raise ValueError(f"{program} {' '.join(words)} --help ended with {done.returncode}")
+        texts.append(done.stdout)
+    return "\n".join(texts)
+
+
+def check_page(build, program):
+    """A manual page names the options that --help names, and no others."""
+    shown = options_in(help_of(build, program)) - {"help", "version"}
+    page = options_in(read("docs", "man", PAGES[program])) - {"help", "version"}
+    if shown - page:
+        yield f"docs/man/{PAGES[program]} lacks --{', --'.join(sorted(shown - page))}"
+    if page - shown:
+        yield f"{program} --help lacks --{', --'.join(sorted(page - shown))}"
+
+
+def check_page_renders(program):
+    """groff, where it is installed, has nothing to complain about."""
+    path = os.path.join(ROOT, "docs", "man", PAGES[program])
+    try:
+        done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", path], capture_output=True,
+                              text=True, timeout=20)
+    except FileNotFoundError:
+        return
+    if done.stderr:
+        yield f"{PAGES[program]}: {done.stderr.splitlines()[0]}"
+
+
+def check_statuses():
+    """Every code of proto/status.h stands in the installed header."""
+    codes = re.findall(r"X\((E_\w+), (-\d+)", read("proto", "status.h"))
+    header = read("client", "kvq.h")
+    if len(codes) < 10:
+        yield "no codes found in proto/status.h; has its shape changed?"
+    for name, value in codes:
+        if not re.search(rf"KVQ_{name} = {value}\b", header):
+            yield f"client/kvq.h lacks KVQ_{name} = {value}"
+
+
+def check_doc_names():
+    """Names of the library that documents use exist in the header."""
+    header = read("client", "kvq.h")
+    for document in ("README.md", "docs/writing-a-client.md", "docs/operations.md",
+                     "docs/architecture.md"):
+        names = re.findall(r"\b(kvq_[a-z]\w*|KVQ_[A-Z]\w*)\b", read(document))
+        variables = {"KVQ_RUNTIME_DIR", "KVQ_CPU_MASK", "KVQ_FULL", "KVQ_MODEL"}
+        for name in sorted(set(names) - variables):
+            if not re.search(rf"\b{name}\b", header):
+                yield f"{document} speaks of {name}, which kvq.h does not have"
+
+
+def check_config(build):
+    """Every option in the installed configuration file, its comment mark removed, is taken."""
+    lines = read("packaging", "kvqd.conf").split("\n")
+    text = "\n".join(re.sub(r"^# (?=\w+ =|\[)", "", line) for line in lines)
+    path = os.path.join(build, "kvqd-uncommented.conf")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    known = options_in(help_of(build, "kvqd"))
+    done = subprocess.run([os.path.join(build, "bin", "kvqd"), "--config", path, "--print-config"],
+                          capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        yield f"kvqd refuses packaging/kvqd.conf uncommented: {done.stderr.strip()}"
+    flags_only = {"config", "ready-fd", "print-config", "help", "version"}
+    inside = {name.replace("_", "-") for name in re.findall(r"^# (\w+) =", "\n".join(lines), re.M)}
+    for name in sorted(known - flags_only - inside):
+        yield f"packaging/kvqd.conf lacks {name.replace('-', '_')}"
+
+
+def main():
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if sys.argv[1:] == ["--help"] else 2
+    build = sys.argv[1]
+    checks = {f"{p}: manual page and --help": (check_page, build, p) for p in PAGES}
+    checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
+    checks["status codes"] = (check_statuses,)
+    checks["names in documents"] = (check_doc_names,)
+    checks["configuration file"] = (check_config, build)
+    passed = failed = 0
+    for name, (check, *arguments) in checks.items():
+        try:
+            problems = list(check(*arguments))
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            problems = [str(error)]
+        for problem in problems:
+            print(f"{name}: {problem}")
+        passed += not problems
+        failed += bool(problems)
+    print(f"docs: {passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
