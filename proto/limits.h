@@ -40,7 +40,6 @@ enum {
     KVQ_MAX_NAMESPACE_IDS = 64,      // uids of one namespace, and gids
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_CONFIG = 256 * 1024,     // bytes of the configuration file
-    KVQ_MAX_SESSIONS = 1 << 16,
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,

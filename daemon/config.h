@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the daemon is told at start: one INI file, KVQD_* environment variables and flags, all
+// with the same names. Flags win over the environment, that over the file, that over defaults.
+// Every value is foreign input: it is checked, and what is refused is told with its place, its
+// value and what is allowed. Names that nobody knows are refused with the nearest that is known.
+//
+//     # kvqd.conf                     environment              flag
+//     pool_bytes = 30gb               KVQD_POOL_BYTES=30gb     --pool-bytes 30gb
+//     [namespace team-a]              (namespaces stand in the file only)
+//     uids = 1000, 1001
+#ifndef KVQ_DAEMON_CONFIG_H
+#define KVQ_DAEMON_CONFIG_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "proto/limits.h"
+
+struct kvq_config_ids {
+    uint32_t n;
+    uint32_t id[KVQ_MAX_NAMESPACE_IDS];
+};
+
+// A namespace that several users may use, or whose limits differ from the default. Namespaces
+// that are not configured: "uid-N" for each user N, without limits of their own.
+struct kvq_config_namespace {
+    char name[KVQ_NAME_BYTES];
+    struct kvq_config_ids uids, gids;
+    uint64_t limit_bytes;  // 0: the pool's
+    uint64_t max_sessions; // 0: no limit of its own
+    uint64_t set;          // which keys the section held
+};
+
+enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 32 };
+
+// Where an option's value came from, least to most important.
+enum kvq_config_source { KVQ_FROM_DEFAULT, KVQ_FROM_FILE, KVQ_FROM_ENVIRONMENT, KVQ_FROM_FLAG };
+
+struct kvq_config {
+    char runtime_dir[KVQ_CONFIG_PATH];
+    uint64_t runtime_mode;
+    char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
+    uint64_t pool_bytes;                 // 0: resolved to a quarter of the machine's memory
+    uint64_t extent_bytes;
+    uint64_t workers; // 0: resolved to usable CPUs - 1, at least 1
+    bool pin;
+    uint64_t spin_us;
+    uint64_t keep_seconds;
+    uint64_t drain_ms;
+    uint64_t max_clients;
+    uint64_t limit_bytes, max_sessions; // of namespaces that are not configured; 0: none
+    uint64_t client_bytes;              // buffers of one client
+    uint64_t fast; // 1: sessions that leave the path to the daemon get the fast one
+    struct kvq_config_ids admin_uids;
+    uint64_t log_level; // enum kvq_log_level
+    char log_file[KVQ_CONFIG_PATH];
+
+    uint32_t n_namespaces;
+    struct kvq_config_namespace namespaces[KVQ_MAX_NAMESPACES];
+
+    uint8_t source[KVQ_CONFIG_OPTIONS]; // enum kvq_config_source, in the order of the table
+
+    // Flags without a name in file and environment.
+    char file[KVQ_CONFIG_PATH]; // --config or KVQD_CONFIG; "": none
+    int ready_fd;               // -1: none
+    bool help, version, print;  // asked for; nothing else is looked at
+};
+
+// Fills config from defaults, the file that flags or environment name, environment and flags.
+// `environment` is like environ. 0, or KVQ_E_INVALID / KVQ_E_SYSTEM with a sentence in text
+// (KVQ_TEXT_BYTES). With help or version asked for, the rest is left at defaults.
+int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
+                     char *const *environment, char *text);
+
+// The steps of the above, for tests: `name` stands for the file in complaints. `contents` ends
+// with a NUL.
+void kvq__config_defaults(struct kvq_config *config, char *const *environment);
+int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents,
+                      char *text);
+
+// Replaces values that mean "choose for me", and checks what depends on several options.
+int kvq__config_resolve(struct kvq_config *config, char *text);
+
+// Texts for people, in size bytes, NUL included: --help, and the configuration in effect as a
+// file that could be used again.
+void kvq__config_help(char *out, size_t size);
+void kvq__config_print(const struct kvq_config *config, char *out, size_t size);
+
+// CPUs this process may run on.
+uint32_t kvq__usable_cpus(void);
+
+#endif

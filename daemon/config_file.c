@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The configuration file: options of the table at the top (or under [kvqd]), then sections
+// [namespace NAME]. inih reads it; what inih would silently cut or split is refused first.
+#include <errno.h>
+#include <fcntl.h>
+#include <ini.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "daemon/config_internal.h"
+#include "proto/status.h"
+#include "proto/wire.h"
+
+enum { LONGEST_LINE = 190, LONGEST_SECTION = 48 }; // below inih's own buffers
+
+struct parse {
+    struct kvq_config *config;
+    char *text;
+    uint64_t set; // options seen in the file
+    int error;
+};
+
+// inih tells the line of the first refusal only afterwards, so complaints are written without
+// their place, which kvq__config_parse puts in front.
+static const char nowhere[] = "";
+
+static int refuse_key(struct parse *p, const char *section, const char *name)
+{
+    if (*section)
+        p->error = kvq__config_refuse(p->text, nowhere,
+                                      "%.64s is not known in [%.64s]; known are uids, gids, "
+                                      "limit_bytes, max_sessions",
+                                      name, section);
+    else
+        p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
+                                      name, kvq__option_nearest(name));
+    return 0;
+}
+
+static int refuse_twice(struct parse *p, const char *name)
+{
+    p->error = kvq__config_refuse(p->text, nowhere,
+                                  "%.64s is set twice (or continued on a line "
+                                  "that starts with a blank); set it once",
+                                  name);
+    return 0;
+}
+
+static int handle_option(struct parse *p, const char *name, const char *value)
+{
+    const struct kvq__option *o = kvq__option_find(name);
+    if (!o)
+        return refuse_key(p, "", name);
+    uint64_t bit = 1ull << (o - kvq__options);
+    if (p->set & bit)
+        return refuse_twice(p, name);
+    p->set |= bit;
+    p->error = kvq__option_set(p->config, o, KVQ_FROM_FILE, nowhere, value, p->text);
+    return p->error == 0;
+}
+
+static struct kvq_config_namespace *find_namespace(struct parse *p, const char *name)
+{
+    struct kvq_config *config = p->config;
+    for (uint32_t i = 0; i < config->n_namespaces; i++)
+        if (strcmp(config->namespaces[i].name, name) == 0)
+            return &config->namespaces[i];
+    if (config->n_namespaces == KVQ_MAX_NAMESPACES) {
+        p->error =
+            kvq__config_refuse(p->text, nowhere, "more than %d namespaces", KVQ_MAX_NAMESPACES);
+        return NULL;
+    }
+    if (!*name || *name == '#' || !kvq_text_valid(name, strlen(name)) || strpbrk(name, " /")) {
+        p->error = kvq__config_refuse(p->text, nowhere,
+                                      "[namespace %.48s]: a name is 1 to 37 characters of UTF-8 "
+                                      "without blanks, slashes or a # in front",
+                                      name);
+        return NULL;
+    }
+    struct kvq_config_namespace *ns = &config->namespaces[config->n_namespaces++];
+    memset(ns, 0, sizeof *ns);
+    snprintf(ns->name, sizeof ns->name, "%s", name);
+    return ns;
+}
+
+static int handle_namespace(struct parse *p, const char *section, const char *name,
+                            const char *value)
+{
+    static const char *const keys[] = {"uids", "gids", "limit_bytes", "max_sessions"};
+    unsigned key = 0;
+    while (key < 4 && !kvq__same_name(keys[key], name))
+        key++;
+    if (key == 4)
+        return refuse_key(p, section, name);
+    struct kvq_config_namespace *ns = find_namespace(p, section + strlen("namespace "));
+    if (!ns)
+        return 0;
+    if (ns->set & 1u << key)
+        return refuse_twice(p, name);
+    ns->set |= 1u << key;
+    if (key < 2) {
+        p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
+    } else {
+        uint64_t *number = key == 2 ? &ns->limit_bytes : &ns->max_sessions;
+        p->error = kvq__parse_size(nowhere, name, value, number, p->text);
+        if (p->error == 0 && key == 3 && *number > UINT32_MAX)
+            p->error = kvq__config_refuse(
+                p->text, nowhere, "max_sessions is \"%.64s\"; allowed is 0 to 4294967295", value);
+    }
+    return p->error == 0;
+}
+
+static int handle(void *context, const char *section, const char *name, const char *value)
+{
+    struct parse *p = context;
+    if (p->error) // told already
+        return 0;
+    if (!*section || kvq__same_name(section, "kvqd"))
+        return handle_option(p, name, value);
+    if (strncmp(section, "namespace ", strlen("namespace ")) == 0)
+        return handle_namespace(p, section, name, value);
+    p->error = kvq__config_refuse(p->text, nowhere,
+                                  "section [%.64s] is not known; known are [kvqd] and "
+                                  "[namespace NAME]",
+                                  section);
+    return 0;
+}
+
+// Refuses lines that inih would split or cut without a word. Returns 0 or the line's number.
+static int overlong_line(const char *contents, const char **what)
+{
+    int line = 1;
+    for (const char *at = contents; *at; line++) {
+        size_t length = strcspn(at, "\n");
+        const char *start = at + strspn(at, " \t");
+        *what = "a line is longer than 190 bytes; give ids as groups, or shorten it";
+        if (length > LONGEST_LINE)
+            return line;
+        *what = "a section's name is longer than 46 bytes";
+        if (*start == '[' && strcspn(start, "]\n") > LONGEST_SECTION)
+            return line;
+        at += length + (at[length] == '\n');
+    }
+    return 0;
+}
+
+int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents, char *text)
+{
+    char complaint[KVQ_TEXT_BYTES] = "", where[KVQ_CONFIG_PATH + 16];
+    struct parse p = {.config = config, .text = complaint};
+    const char *what = NULL;
+    int line = overlong_line(contents, &what);
+    if (line == 0) {
+        line = ini_parse_string(contents, handle, &p);
+        what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
+    }
+    if (line == 0)
+        return 0;
+    if (line < 0)
+        return kvq__config_refuse(text, name, "out of memory");
+    snprintf(where, sizeof where, "%s:%d", name, line);
+    return kvq__config_refuse(text, where, "%.300s", what);
+}
+
+int kvq__config_read_file(struct kvq_config *config, char *text)
+{
+    int error = 0;
+    char *contents = NULL;
+    ssize_t length = -1;
+    int fd = open(config->file, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (fd >= 0)
+        contents = calloc(1, KVQ_MAX_CONFIG + 1);
+    if (contents)
+        length = read(fd, contents, KVQ_MAX_CONFIG);
+    if (length < 0)
+        error = kvq__config_refuse(text, config->file, "cannot read it: %s", strerror(errno));
+    else if (length == KVQ_MAX_CONFIG)
+        error = kvq__config_refuse(text, config->file, "longer than %d bytes", KVQ_MAX_CONFIG - 1);
+    else if (memchr(contents, 0, (size_t)length))
+        error = kvq__config_refuse(text, config->file, "holds NUL characters; is it a text file?");
+    else
+        error = kvq__config_parse(config, config->file, contents, text);
+    free(contents);
+    if (fd >= 0)
+        close(fd);
+    return error;
+}
