@@ -167,6 +167,7 @@ def logits(config, tensors, ids):
         x = x + project(o.reshape(len(ids), -1), "self_attn.o_proj")
         h = rms_norm(x, w("post_attention_layernorm.weight"), eps)
         gate = project(h, "mlp.gate_proj")
-        x = x + (gate / (1 + np.exp(-gate)) * project(h, "mlp.up_proj")) @ w("mlp.down_proj.weight").T
+        inner = gate / (1 + np.exp(-gate)) * project(h, "mlp.up_proj")
+        x = x + inner @ w("mlp.down_proj.weight").T
     head = t["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return rms_norm(x, t["model.norm.weight"], eps) @ head.T
