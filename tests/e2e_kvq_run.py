@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq-run on the shipped model, against what PyTorch computed from the same weights."""
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import kvqtest  # noqa: E402  starts and stops daemons
+
+MODEL = kvqtest.SOURCE / "tools/model/kvq-bytes"
+GOLDEN = json.loads((kvqtest.SOURCE / "tools/model/golden.json").read_text())
+HELDOUT = kvqtest.SOURCE / "tools/model/heldout.txt"
+
+
+class KvqRun(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.daemon = kvqtest.Daemon("--pool-bytes", "1gb")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.daemon.stop()
+
+    def kvq_run(self, *arguments, status=0):
+        done = subprocess.run(
+            [kvqtest.program("kvq-run"), *map(str, arguments), "--model", str(MODEL),
+             "--runtime-dir", self.daemon.runtime_dir],
+            capture_output=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, status, done.stderr)
+        return done
+
+    def json(self, *arguments):
+        return json.loads(self.kvq_run(*arguments, "--json").stdout)
+
+    def test_logits(self):
+        """The f16 cache gives PyTorch's fp32 logits to fp16's rounding."""
+        for position, want in GOLDEN["positions"].items():
+            ids = ",".join(map(str, GOLDEN["ids"][:int(position) + 1]))
+            got = self.json("logits", "--ids", ids, "--format", "f16", "--top", 257)
+            got = {entry["id"]: entry["logit"] for entry in got["top"]}
+            for token, logit in zip(want["ids"], want["logits"]):
+                self.assertAlmostEqual(got[token], logit, delta=0.02, msg=f"position {position}")
+
+    def test_greedy(self):
+        got = self.json("generate", "--ids", ",".join(map(str, GOLDEN["ids"])), "--format", "f16",
+                        "--temperature", 0, "--tokens", len(GOLDEN["greedy"]))
+        self.assertEqual(got["ids"], GOLDEN["greedy"])
+
+    def test_perplexity_against_itself(self):
+        """A format equals itself, and f16 has PyTorch's loss on the held-out window."""
+        got = self.json("perplexity", "--format", "f16", "--text", HELDOUT, "--bytes",
+                        GOLDEN["heldout"]["bytes"])
+        self.assertEqual(got["kl_mean"], 0)
+        self.assertEqual(got["same_top"], 1)
+        self.assertEqual(got["log_likelihood_difference"], 0)
+        self.assertAlmostEqual(math.log(got["perplexity"]), GOLDEN["heldout"]["nats_per_byte"],
+                               delta=0.002)
+
+    def test_perplexity_of_two_bits(self):
+        """Two bits cost something, not much; nearly all was read packed."""
+        got = self.json("perplexity", "--format", "oscar2", "--text", HELDOUT, "--bytes", 8192)
+        self.assertGreater(got["packed_read_share"], 0.85)
+        self.assertGreater(got["kl_mean"], 0)
+        self.assertLess(got["kl_mean"], 0.5)
+        self.assertLess(got["perplexity"], 1.5 * got["perplexity_against"])
+        self.assertLess(got["bytes_per_token_head"], 98.001)
+
+    def test_generation_streams_text(self):
+        done = self.kvq_run("generate", "--prompt", "The ", "--tokens", 20, "--seed", 3)
+        self.assertEqual(len(done.stdout.rstrip(b"\n")) <= 20, True)
+        self.assertIn(b"tokens/s", done.stderr)
+
+    def test_same_seed_same_text(self):
+        runs = [self.json("generate", "--prompt", "A table ", "--tokens", 200, "--seed", 5)["ids"]
+                for _ in range(2)]
+        self.assertEqual(runs[0], runs[1])
+
+    def test_named_session_goes_on(self):
+        """A kept session continues as an unbroken one would."""
+        whole = self.json("generate", "--prompt", "The database file", "--tokens", 64,
+                          "--temperature", 0)
+        half = self.json("generate", "--prompt", "The database file", "--tokens", 32,
+                         "--temperature", 0, "--session", "half", "--keep")
+        rest = self.json("generate", "--ids", whole["ids"][32], "--tokens", 31,
+                         "--temperature", 0, "--session", "half")
+        self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
+        self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
+
+    def test_usage(self):
+        for arguments, sentence in (
+                (["generate", "--tokens", "-4"], b"--tokens -4: must be a whole number"),
+                (["generate", "--no-such"], b"no such option"),
+                (["perplexity"], b"--text FILE is missing"),
+                (["generate", "--ids", "1,2,900"], b"'900' is no token id below 257"),
+                (["generate", "--attention", "slow"], b"must be exact, fast or default"),
+                (["dance"], b"'dance' is no command")):
+            self.assertIn(sentence, self.kvq_run(*arguments, status=2).stderr)
+
+    def test_failures(self):
+        for arguments, sentence in (
+                (["generate", "--format", "int1"], b"format"),
+                (["perplexity", "--text", "/no/such/file"], b"cannot open /no/such/file")):
+            self.assertIn(sentence, self.kvq_run(*arguments, status=1).stderr)
+
+    def test_no_model_there(self):
+        with tempfile.TemporaryDirectory() as empty:
+            done = subprocess.run([kvqtest.program("kvq-run"), "generate", "--model", empty],
+                                  capture_output=True, timeout=60, check=False)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn(b"config.json", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
