@@ -39,6 +39,7 @@ enum {
     KVQ_MAX_NAMESPACES = 128,
     KVQ_MAX_NAMESPACE_IDS = 64,      // uids of one namespace, and gids
     KVQ_MAX_WORKERS = 256,
+    KVQ_MAX_PORTS = 4096,            // queues of all clients together
     KVQ_MAX_CONFIG = 256 * 1024,     // bytes of the configuration file
 
     // Control messages and attach packets.
