@@ -116,4 +116,4 @@ class KvqRun(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main()
+    kvqtest.main()

@@ -150,4 +150,4 @@ def add_cases():
 add_cases()
 
 if __name__ == "__main__":
-    unittest.main()
+    kvqtest.main()

@@ -9,7 +9,9 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import unittest
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent
 BIN = pathlib.Path(os.environ.get("KVQ_BIN_DIR", SOURCE / "build/release/bin"))
@@ -69,3 +71,12 @@ class Daemon:
         if self.own_dir:
             shutil.rmtree(self.own_dir, ignore_errors=True)
         return status
+
+
+def main():
+    """Runs the tests of the calling script; the last line counts them."""
+    result = unittest.main(module="__main__", exit=False).result
+    failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+    skipped = len(result.skipped)
+    print(f"{result.testsRun - failed - skipped} passed, {failed} failed, {skipped} skipped")
+    sys.exit(1 if failed else 0)
