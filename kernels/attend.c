@@ -266,13 +266,14 @@ static void build_group(const struct item *it, uint64_t position, uint16_t *k, u
     }
 }
 
-static void build_chunk(const struct item *it, uint64_t start, uint64_t end,
+// The chunk of [start, end), or of its first `step` positions if it is longer.
+static void build_chunk(const struct item *it, uint64_t start, uint64_t end, uint32_t step,
                         struct kvq__assembled *room, struct kvq__chunk *chunk)
 {
     size_t group_values = (size_t)KVQ_GROUP_TOKENS * it->dim;
-    uint64_t n = (end - start + KVQ_GROUP_TOKENS - 1) / KVQ_GROUP_TOKENS;
+    uint32_t n = end - start < step ? (uint32_t)(end - start) : step;
     chunk->start = start;
-    chunk->groups = n < KVQ__CHUNK_GROUPS ? (uint32_t)n : KVQ__CHUNK_GROUPS;
+    chunk->groups = (n + KVQ_GROUP_TOKENS - 1) / KVQ_GROUP_TOKENS;
     chunk->next = NULL;
     for (uint32_t i = 0; i < chunk->groups; i++)
         build_group(it, start + (uint64_t)i * KVQ_GROUP_TOKENS, room->k + i * group_values,
@@ -417,10 +418,10 @@ static void attend_range(struct item *it, uint64_t begin, uint64_t end, const st
     clear_sums(it, part);
     if (from >= to)
         return;
-    build_chunk(it, from, to, &it->w->assembled[now], &chunks[now]);
+    build_chunk(it, from, to, step, &it->w->assembled[now], &chunks[now]);
     for (uint64_t at = from; at < to; at += step, now ^= 1) {
         if (at + step < to) {
-            build_chunk(it, at + step, to, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
+            build_chunk(it, at + step, to, step, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
             chunks[now].next = &chunks[now ^ 1];
         }
         set_ranges(it, &chunks[now]);

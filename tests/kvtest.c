@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Seeded numbers, guarded memory, caches and requests for the tests of kernels/.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#include <math.h>
+
+#include "kernels/pool.h"
+#include "tests/kvtest.h"
+
+// ---- Numbers ----
+
+uint64_t kvt_seed(void)
+{
+    static uint64_t seed;
+    const char *text = getenv("KVQ_SEED");
+    if (seed == 0) {
+        seed = text ? strtoull(text, NULL, 0) : 20260101;
+        seed += seed == 0;
+        printf("seed %llu (set KVQ_SEED to choose another)\n", (unsigned long long)seed);
+    }
+    return seed;
+}
+
+uint64_t kvt_u64(struct kvt_rng *rng)
+{
+    uint64_t z = rng->state += 0x9e3779b97f4a7c15u; // splitmix64
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+uint32_t kvt_below(struct kvt_rng *rng, uint32_t n)
+{
+    return (uint32_t)(kvt_u64(rng) >> 32) % n;
+}
+
+float kvt_normal(struct kvt_rng *rng)
+{
+    double u = ((double)(kvt_u64(rng) >> 11) + 1) * 0x1p-53, v = (double)kvt_u64(rng) * 0x1p-64;
+    return (float)(sqrt(-2 * log(u)) * cos(6.283185307179586 * v));
+}
+
+static float extreme(struct kvt_rng *rng)
+{
+    static const float values[] = {0.0f,     -0.0f, 65504.0f, -65504.0f, 0x1p-24f, -0x1p-24f,
+                                   0x1p-14f, 1.0f,  -1.0f,    1e-6f,     3e4f,     0x1.ffcp-15f};
+    uint32_t i = kvt_below(rng, 2 * sizeof values / sizeof *values);
+    return i < sizeof values / sizeof *values ? values[i] : kvt_normal(rng);
+}
+
+static float one_of(struct kvt_rng *rng, enum kvt_kind kind, uint32_t token, uint32_t channel)
+{
+    float x = kvt_normal(rng);
+    switch (kind) {
+    case KVT_OUTLIERS:
+        x += channel % 32 == 5 ? 8.0f : channel % 64 == 40 ? -15.0f : 0.0f;
+        return token % 37 == 0 ? x * 0.01f : token % 41 == 3 ? x * 3.0f : x;
+    case KVT_OFFSETS:
+        return 4.0f + 0.05f * x;
+    case KVT_EXTREME:
+        return token % 5 == 4 ? 0.25f : extreme(rng);
+    default:
+        return x;
+    }
+}
+
+void kvt_fill(struct kvt_rng *rng, enum kvt_kind kind, float *x, uint32_t tokens, uint32_t channels)
+{
+    for (uint32_t t = 0; t < tokens; t++)
+        for (uint32_t c = 0; c < channels; c++)
+            x[(size_t)t * channels + c] = one_of(rng, kind, t, c);
+}
+
+// ---- Memory ----
+
+enum { GUARD = 128, PATTERN = 0xa7 };
+
+struct guarded {
+    size_t n, offset;
+};
+
+void *kvt_guarded(size_t n, size_t offset)
+{
+    size_t total = (GUARD + offset + n + GUARD + 63) / 64 * 64;
+    uint8_t *base = aligned_alloc(64, total);
+    assert_non_null(base);
+    memset(base, PATTERN, total);
+    struct guarded head = {n, offset};
+    uint8_t *p = base + GUARD + offset;
+    memcpy(base, &head, sizeof head);
+    memcpy(p - sizeof head, &head, sizeof head); // to find the base again
+    return p;
+}
+
+void kvt_guarded_free(void *p)
+{
+    struct guarded head, first;
+    uint8_t *data = p;
+    if (!p)
+        return;
+    memcpy(&head, data - sizeof head, sizeof head);
+    uint8_t *base = data - head.offset % GUARD - GUARD;
+    memcpy(&first, base, sizeof first);
+    assert_memory_equal(&head, &first, sizeof head);
+    for (uint8_t *b = base + sizeof head; b < data - sizeof head; b++)
+        assert_int_equal(*b, PATTERN);
+    for (uint8_t *b = data + head.n; b < data + head.n + GUARD; b++)
+        assert_int_equal(*b, PATTERN);
+    free(base);
+}
+
+void *kvt_workspace(void)
+{
+    void *w = kvt_guarded(kvq_workspace_bytes(), 0);
+    memset(w, 0x7f, kvq_workspace_bytes()); // as fp32: large numbers; nobody may rely on zeros
+    return w;
+}
+
+// ---- A cache ----
+
+struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_t dtype)
+{
+    return (struct kvq_shape){
+        .q_heads = (uint16_t)(gqa * kv_heads),
+        .kv_heads = (uint16_t)kv_heads,
+        .k_dim = (uint16_t)dim,
+        .v_dim = (uint16_t)dim,
+        .dtype = dtype,
+        .scale = (float)(1 / sqrt(dim)),
+    };
+}
+
+struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim)
+{
+    return (struct kvq_view){x, (int64_t)sizeof(float) * heads * dim, (int64_t)sizeof(float) * dim,
+                             KVQ_F32};
+}
+
+static void store_all(const struct kvq_kernels *k, struct kvt_cache *c)
+{
+    struct kvq_layout raw = kvq_layout_raw(&c->shape);
+    size_t token_values = (size_t)c->shape.kv_heads * c->shape.k_dim;
+    for (uint32_t t = 0; t < c->tokens; t += 128)
+        for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
+            struct kvq_view key =
+                kvt_view(c->k + t * token_values, c->shape.kv_heads, c->shape.k_dim);
+            struct kvq_view value =
+                kvt_view(c->v + t * token_values, c->shape.kv_heads, c->shape.k_dim);
+            uint32_t n = c->tokens - t < 128 ? c->tokens - t : 128;
+            struct kvq_store_counts counts = {0};
+            uint8_t *block = c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape);
+            kvq_store(k, &c->shape, &key, &value, h, 0, n, block + (size_t)h * raw.record_bytes,
+                      &counts);
+        }
+}
+
+static void pack_all(const struct kvq_kernels *k, struct kvt_cache *c)
+{
+    struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(c->format, &c->shape);
+    void *workspace = kvt_workspace();
+    for (uint32_t t = 0; t + c->format->unit_tokens <= c->packed; t += c->format->unit_tokens)
+        for (uint32_t h = 0; h < c->shape.kv_heads; h++)
+            kvq_pack(k, c->format, &c->shape, c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape),
+                     c->blocks + t / 128 * kvq_block_bytes(&l, &c->shape), h, t % 128, workspace);
+    kvt_guarded_free(workspace);
+}
+
+static void set_pages(struct kvt_cache *c)
+{
+    struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(c->format, &c->shape);
+    for (uint32_t i = 0; i < c->n_pages; i++) {
+        uint32_t tokens = c->tokens - i * 128 < 128 ? c->tokens - i * 128 : 128;
+        uint32_t packed = c->packed > i * 128 ? c->packed - i * 128 : 0;
+        c->pages[i] = (struct kvq_page){
+            .packed = c->blocks + i * kvq_block_bytes(&l, &c->shape),
+            .raw = c->raw + i * kvq_block_bytes(&raw, &c->shape),
+            .tokens = (uint16_t)tokens,
+            .packed_tokens = (uint16_t)(packed < tokens ? packed : tokens),
+        };
+    }
+}
+
+struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
+                           uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed)
+{
+    struct kvt_cache c = {.shape = shape, .format = kvq_format_by_name(format), .tokens = tokens};
+    struct kvt_rng rng = {seed};
+    uint32_t channels = (uint32_t)shape.kv_heads * shape.k_dim;
+    assert_non_null(c.format);
+    struct kvq_layout raw = kvq_layout_raw(&shape), l = kvq_layout_of(c.format, &shape);
+    c.packed =
+        packed < 0 ? tokens / c.format->unit_tokens * c.format->unit_tokens : (uint32_t)packed;
+    c.n_pages = (tokens + 127) / 128;
+    c.k = kvt_guarded(sizeof(float) * tokens * channels, 4);
+    c.v = kvt_guarded(sizeof(float) * tokens * channels, 4);
+    c.raw = kvt_guarded(c.n_pages * kvq_block_bytes(&raw, &shape), 0);
+    c.blocks = kvt_guarded(c.n_pages * kvq_block_bytes(&l, &shape), 0);
+    c.pages = kvt_guarded(c.n_pages * sizeof *c.pages, 0);
+    memset(c.raw, 0xff, c.n_pages * kvq_block_bytes(&raw, &shape)); // NaN where nobody stored
+    kvt_fill(&rng, kind, c.k, tokens, channels);
+    kvt_fill(&rng, kind, c.v, tokens, channels);
+    store_all(k, &c);
+    pack_all(k, &c);
+    set_pages(&c);
+    return c;
+}
+
+void kvt_cache_free(struct kvt_cache *c)
+{
+    kvt_guarded_free(c->k);
+    kvt_guarded_free(c->v);
+    kvt_guarded_free(c->raw);
+    kvt_guarded_free(c->blocks);
+    kvt_guarded_free(c->pages);
+}
+
+// ---- Requests ----
+
+struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uint64_t seed)
+{
+    struct kvt_request r = {0};
+    struct kvt_rng rng = {seed};
+    uint32_t heads = c->shape.q_heads, dim = c->shape.k_dim;
+    size_t n = (size_t)q_tokens * heads;
+    r.q = kvt_guarded(sizeof(float) * n * dim, 4);
+    r.out = kvt_guarded(sizeof(float) * n * dim, 4);
+    r.lse = kvt_guarded(sizeof(float) * n, 4);
+    kvt_fill(&rng, KVT_NORMAL, r.q, q_tokens, heads * dim);
+    r.a = (struct kvq_attend){
+        .format = c->format,
+        .shape = &c->shape,
+        .pages = c->pages,
+        .n_pages = c->n_pages,
+        .past_tokens = c->tokens >= q_tokens ? c->tokens - q_tokens : 0,
+        .step_tokens = c->tokens >= q_tokens ? q_tokens : c->tokens,
+        .q_start = c->tokens >= q_tokens ? c->tokens - q_tokens : 0,
+        .q_tokens = q_tokens,
+        .q = kvt_view(r.q, heads, dim),
+        .out = r.out,
+        .out_token_stride = (int64_t)sizeof(float) * heads * dim,
+        .out_head_stride = (int64_t)sizeof(float) * dim,
+        .out_dtype = KVQ_F32,
+        .lse = r.lse,
+        .lse_token_stride = (int64_t)sizeof(float) * heads,
+    };
+    return r;
+}
+
+void kvt_request_free(struct kvt_request *r)
+{
+    kvt_guarded_free(r->q);
+    kvt_guarded_free(r->out);
+    kvt_guarded_free(r->lse);
+}
+
+void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, bool parallel)
+{
+    struct kvq_attend_plan plan;
+    kvq_attend_plan(a, parallel, &plan);
+    void *partials = plan.partial_bytes ? kvt_guarded(plan.partial_bytes, 0) : NULL;
+    void *workspace = kvt_workspace();
+    for (uint32_t i = plan.items; i-- > 0;)
+        kvq_attend_item(k, a, &plan, i, partials, workspace);
+    for (uint32_t i = 0; plan.parallel && i < a->shape->kv_heads * plan.n_tiles; i++)
+        kvq_attend_merge(k, a, &plan, i, partials, workspace);
+    kvt_guarded_free(workspace);
+    kvt_guarded_free(partials);
+}
+
+void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n)
+{
+    struct kvq_pool *pool;
+    assert_int_equal(kvq_pool_open(&pool, n, false), 0);
+    assert_int_equal(kvq_pool_attend(pool, k, &a, 1), 0);
+    kvq_pool_close(&pool);
+}

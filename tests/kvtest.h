@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of kernels/ share: seeded numbers, guarded memory, a small cache to attend to,
+// and an oracle. The oracle is written from the prose of kernels/layout.h and in double
+// precision; it calls nothing of kernels/.
+#ifndef KVQ_TESTS_KVTEST_H
+#define KVQ_TESTS_KVTEST_H
+
+#include "kernels/kernels.h"
+
+// ---- Numbers ----
+
+// KVQ_SEED from the environment, or a fixed seed. Printed once.
+uint64_t kvt_seed(void);
+
+struct kvt_rng {
+    uint64_t state;
+};
+uint64_t kvt_u64(struct kvt_rng *rng);
+uint32_t kvt_below(struct kvt_rng *rng, uint32_t n); // 0 to n - 1
+float kvt_normal(struct kvt_rng *rng);               // mean 0, variance 1
+
+enum kvt_kind {
+    KVT_NORMAL,   // N(0, 1)
+    KVT_OUTLIERS, // N(0, 1) with a few strong channels, and tokens of small and of large norm
+    KVT_OFFSETS,  // far from zero compared with their spread
+    KVT_EXTREME,  // zeros, subnormals, the largest fp16, constants, mixed with N(0, 1)
+    KVT_KINDS,
+};
+// [tokens][channels], strides in that order.
+void kvt_fill(struct kvt_rng *rng, enum kvt_kind kind, float *x, uint32_t tokens,
+              uint32_t channels);
+
+// ---- Memory ----
+
+// n bytes, `offset` bytes behind a multiple of 64, with guard bytes before and behind.
+void *kvt_guarded(size_t n, size_t offset);
+void kvt_guarded_free(void *p); // fails the test if a guard byte was changed; NULL is allowed
+void *kvt_workspace(void);      // kvq_workspace_bytes(), guarded
+
+// ---- A cache of one layer of one session ----
+
+struct kvt_cache {
+    struct kvq_shape shape;
+    const struct kvq_format *format;
+    uint32_t tokens, packed; // packed: how many are read packed, a multiple of the unit
+    float *k, *v;            // [tokens][kv_heads][dim] as handed over
+    uint8_t *raw, *blocks;   // block after block: raw, packed
+    struct kvq_page *pages;
+    uint32_t n_pages;
+};
+
+struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_t dtype);
+// Random tokens, stored and packed by table k. packed < 0: as many whole units as there are.
+struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
+                           uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed);
+void kvt_cache_free(struct kvt_cache *c);
+struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim); // [tokens][heads][dim]
+
+// ---- A request against it ----
+
+struct kvt_request {
+    struct kvq_attend a;
+    float *q, *out, *lse; // fp32, contiguous; the caller may point `a` elsewhere
+};
+
+// The last q_tokens tokens of the cache attend, as in the step that appended them.
+struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uint64_t seed);
+void kvt_request_free(struct kvt_request *r);
+// Runs every item in this thread; with `parallel` by the plan that splits, last item first.
+void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, bool parallel);
+// Runs it in n threads of a pool.
+void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n);
+
+// ---- The oracle ----
+
+double kvt_f16(uint16_t h);
+double kvt_bf16(uint16_t h);
+// Key and value at one position and KV head in the engine's basis; false if nobody holds it.
+bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v);
+// One value of a quantized group, as layout.h says, before any transform is undone.
+double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms, uint32_t t,
+                   uint32_t c);
+// `codes` is where the group's V codes start.
+double kvt_group_v(const uint8_t *codes, uint32_t dim, uint32_t bits, uint32_t t, uint32_t c);
+// Attention in double precision; out [q_tokens][q_heads][dim], lse [q_tokens][q_heads].
+void kvt_oracle(const struct kvq_attend *a, double *out, double *lse);
+// Largest difference of any element, relative to the largest value of its row of `dim`.
+double kvt_rel_error(const float *out, const double *want, size_t rows, size_t dim);
+
+#endif

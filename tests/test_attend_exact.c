@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention of every instruction set, exact path, against double precision over the same cache.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#include <math.h>
+
+#include "tests/kvtest.h"
+
+static const double LIMIT = 1e-3; // promised; what is measured is printed by largest_error
+
+static const struct kvq_kernels *all_kernels[3];
+static int n_kernels;
+static double worst;
+
+// Compares what is in the request's out and lse with the oracle.
+static void compare(const struct kvt_request *r, double limit)
+{
+    const struct kvq_attend *a = &r->a;
+    size_t rows = (size_t)a->q_tokens * a->shape->q_heads, dim = a->shape->k_dim;
+    double *out = malloc(sizeof(double) * rows * dim), *lse = malloc(sizeof(double) * rows);
+    kvt_oracle(a, out, lse);
+    double error = kvt_rel_error(r->out, out, rows, dim);
+    for (size_t i = 0; i < rows; i++) {
+        if (lse[i] == -INFINITY)
+            assert_true(r->lse[i] == -INFINITY);
+        else
+            assert_true(fabs(r->lse[i] - lse[i]) <= limit * fmax(1, fabs(lse[i])));
+    }
+    if (a->out_dtype == KVQ_F32)
+        worst = fmax(worst, error);
+    if (!(error <= limit))
+        fail_msg("relative error %g, at most %g is allowed", error, limit);
+    free(out);
+    free(lse);
+}
+
+// Runs a request on every instruction set and compares each with the oracle.
+static void check(struct kvt_request *r)
+{
+    size_t rows = (size_t)r->a.q_tokens * r->a.shape->q_heads;
+    for (int i = 0; i < n_kernels; i++) {
+        memset(r->out, 0xee, sizeof(float) * rows * r->a.shape->k_dim);
+        kvt_attend(all_kernels[i], &r->a, false);
+        compare(r, LIMIT);
+    }
+}
+
+static void check_shape(const char *format, struct kvq_shape shape, uint32_t tokens,
+                        uint32_t q_tokens)
+{
+    struct kvt_cache c =
+        kvt_cache(all_kernels[0], format, shape, tokens, -1, KVT_NORMAL, kvt_seed() + tokens);
+    struct kvt_request r = kvt_request(&c, q_tokens, kvt_seed() + 1);
+    check(&r);
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+static uint8_t dtype_of(const char *format)
+{
+    const struct kvq_format *f = kvq_format_by_name(format);
+    return f->raw_dtype ? f->raw_dtype : KVQ_F16;
+}
+
+static void test_all_formats_and_gqa(void **state)
+{
+    static const uint32_t gqas[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64},
+                          dims[] = {64, 128, 256};
+    (void)state;
+    for (const struct kvq_format *f = kvq_formats; f->name; f++)
+        for (size_t d = 0; d < 3; d++)
+            for (size_t g = 0; g < sizeof gqas / sizeof *gqas; g++)
+                check_shape(f->name, kvt_shape(gqas[g], 1, dims[d], dtype_of(f->name)), 300, 1);
+}
+
+static void test_several_heads_and_long(void **state)
+{
+    (void)state;
+    check_shape("oscar2", kvt_shape(4, 3, 128, KVQ_F16), 2600, 1);
+    check_shape("oscar2-xh", kvt_shape(2, 4, 64, KVQ_BF16), 1111, 3);
+    check_shape("oscar3", kvt_shape(1, 2, 256, KVQ_BF16), 4200, 1);
+    check_shape("oscar4", kvt_shape(8, 1, 128, KVQ_F16), 9000, 1);
+    check_shape("f16", kvt_shape(4, 2, 128, KVQ_F16), 5000, 1);
+    check_shape("bf16", kvt_shape(4, 2, 64, KVQ_BF16), 777, 2);
+}
+
+static void test_query_tokens(void **state)
+{
+    static const uint32_t counts[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 512};
+    (void)state;
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        check_shape("oscar2", kvt_shape(3, 1, 64, KVQ_F16), 640, counts[i]);
+        check_shape("f16", kvt_shape(2, 1, 64, KVQ_F16), 530, counts[i]);
+    }
+}
+
+// ---- Masks ----
+
+static void with_request(const char *format, struct kvq_shape shape, uint32_t tokens,
+                         uint32_t q_tokens,
+                         void (*change)(struct kvt_cache *, struct kvt_request *))
+{
+    struct kvt_cache c =
+        kvt_cache(all_kernels[0], format, shape, tokens, -1, KVT_NORMAL, kvt_seed() + 2);
+    struct kvt_request r = kvt_request(&c, q_tokens, kvt_seed() + 3);
+    if (change)
+        change(&c, &r);
+    check(&r);
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+static void test_window(void **state)
+{
+    static const uint32_t windows[] = {1, 2, 31, 100, 128, 300, 512, 5000};
+    (void)state;
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
+        struct kvq_shape shape = kvt_shape(2, 2, 128, KVQ_F16);
+        shape.window = windows[i];
+        with_request("oscar2", shape, 1400, 5, NULL);
+        with_request("f16", shape, 1400, 70, NULL);
+    }
+}
+
+static void test_softcap(void **state)
+{
+    (void)state;
+    for (float cap = 0.5f; cap < 100.0f; cap *= 4.0f) {
+        struct kvq_shape shape = kvt_shape(4, 1, 128, KVQ_F16);
+        shape.softcap = cap;
+        shape.scale = 0.5f;
+        with_request("oscar2", shape, 600, 2, NULL);
+        with_request("f16", shape, 600, 2, NULL);
+    }
+}
+
+static void test_v_rotation(void **state)
+{
+    (void)state;
+    for (uint32_t dim = 64; dim <= 256; dim *= 2)
+        for (uint8_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
+            struct kvq_shape shape = kvt_shape(4, 2, dim, KVQ_F16);
+            shape.v_rotation = rotation;
+            with_request("oscar2", shape, 700, 3, NULL);
+            with_request("oscar3", shape, 700, 3, NULL);
+            with_request("f16", shape, 700, 3, NULL);
+        }
+}
+
+static void set_past_only(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)c;
+    r->a.flags = KVQ_ATTEND_PAST_ONLY;
+}
+
+static void test_past_only(void **state)
+{
+    struct kvq_shape windowed = kvt_shape(4, 1, 64, KVQ_F16);
+    (void)state;
+    windowed.window = 50;
+    with_request("oscar2", kvt_shape(4, 1, 64, KVQ_F16), 700, 20, set_past_only);
+    with_request("oscar2", windowed, 700, 80, set_past_only); // the last rows see nothing
+    with_request("f16", kvt_shape(4, 1, 64, KVQ_F16), 40, 40, set_past_only);
+}
+
+static void set_earlier(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)c;
+    r->a.q_start = 100; // attends without having appended, in the middle of the cache
+    r->a.past_tokens = 700;
+    r->a.step_tokens = 0;
+}
+
+static void set_beyond(struct kvt_cache *c, struct kvt_request *r)
+{
+    set_earlier(c, r);
+    r->a.q_start = 5000;
+}
+
+static void test_positions(void **state)
+{
+    (void)state;
+    with_request("oscar2", kvt_shape(2, 1, 64, KVQ_F16), 700, 30, set_earlier);
+    with_request("oscar2", kvt_shape(2, 1, 64, KVQ_F16), 700, 30, set_beyond);
+}
+
+static void shorten_pages(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)r;
+    c->pages[0].tokens = 77; // packed
+    c->pages[1].tokens = 0;
+    c->pages[2].tokens = 1;
+    c->pages[c->n_pages - 1].tokens = 3; // raw
+}
+
+static void test_short_pages(void **state)
+{
+    (void)state;
+    with_request("oscar2", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, shorten_pages);
+    with_request("oscar4", kvt_shape(70 / 2, 1, 64, KVQ_F16), 700, 3, shorten_pages);
+    with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, shorten_pages);
+}
+
+// A fork in the middle of a packed block: the shared tokens packed, later ones raw, in one group.
+static void mix_pages(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)r;
+    c->pages[1].packed_tokens = 77;
+    c->pages[2].packed_tokens = 32;
+    c->pages[3].packed_tokens = 0;
+    c->pages[3].packed = NULL;
+}
+
+static void test_mixed_pages(void **state)
+{
+    struct kvq_shape rotated = kvt_shape(4, 2, 128, KVQ_F16);
+    rotated.v_rotation = KVQ_V_ROT_DAEMON;
+    (void)state;
+    with_request("oscar2", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, mix_pages);
+    with_request("oscar3", rotated, 700, 70, mix_pages);
+    with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, mix_pages);
+}
+
+static void hide_all(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)c;
+    r->a.n_pages = 0;
+}
+
+static void test_nothing_visible(void **state)
+{
+    (void)state;
+    struct kvt_cache c = kvt_cache(all_kernels[0], "oscar2", kvt_shape(2, 1, 64, KVQ_F16), 200, -1,
+                                   KVT_NORMAL, kvt_seed());
+    struct kvt_request r = kvt_request(&c, 2, kvt_seed());
+    for (int i = 0; i < n_kernels; i++)
+        for (int empty = 0; empty < 2; empty++) {
+            hide_all(&c, &r);
+            r.a.past_tokens = empty ? 0 : 198;
+            r.a.step_tokens = empty ? 0 : 2;
+            memset(r.out, 0xee, sizeof(float) * 2 * 2 * 64);
+            kvt_attend(all_kernels[i], &r.a, empty);
+            for (int e = 0; e < 2 * 2 * 64; e++)
+                assert_true(r.out[e] == 0.0f);
+            for (int e = 0; e < 4; e++)
+                assert_true(r.lse[e] == -INFINITY);
+        }
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+// ---- The fresh tail ----
+
+static void test_fresh_is_raw(void **state)
+{
+    (void)state;
+    for (uint32_t fresh = 1; fresh <= 512; fresh = fresh * 5 + 2)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            struct kvq_shape shape = kvt_shape(2, 2, 64, bf16 ? KVQ_BF16 : KVQ_F16);
+            struct kvt_cache c = kvt_cache(all_kernels[0], "oscar2", shape, 700, 128, KVT_NORMAL,
+                                           kvt_seed() + fresh);
+            struct kvt_request r = kvt_request(&c, fresh, kvt_seed());
+            size_t n = (size_t)fresh * shape.q_heads * 64, first = (size_t)(700 - fresh) * 2 * 64;
+            float *paged = malloc(sizeof(float) * n);
+            for (int i = 0; i < n_kernels; i++) {
+                r.a.fresh_tokens = 0;
+                kvt_attend(all_kernels[i], &r.a, false);
+                memcpy(paged, r.out, sizeof(float) * n);
+                r.a.fresh_start = 700 - fresh;
+                r.a.fresh_tokens = fresh;
+                r.a.fresh_k = kvt_view(c.k + first, 2, 64);
+                r.a.fresh_v = kvt_view(c.v + first, 2, 64);
+                uint16_t kept = c.pages[c.n_pages - 1].tokens;
+                c.pages[c.n_pages - 1].tokens = kept > fresh ? (uint16_t)(kept - fresh) : 0;
+                kvt_attend(all_kernels[i], &r.a, false);
+                assert_memory_equal(paged, r.out, sizeof(float) * n);
+                compare(&r, LIMIT);
+                c.pages[c.n_pages - 1].tokens = kept;
+            }
+            free(paged);
+            kvt_request_free(&r);
+            kvt_cache_free(&c);
+        }
+}
+
+// ---- Types at the edges ----
+
+static uint16_t to_half(double x, uint8_t dtype)
+{
+    for (uint32_t h = 0; h < 0x8000; h++) { // the nearest by search, which needs no rounding rule
+        double at = dtype == KVQ_F16 ? kvt_f16((uint16_t)h) : kvt_bf16((uint16_t)h);
+        if (at >= fabs(x))
+            return (uint16_t)(h | (x < 0 ? 0x8000u : 0));
+    }
+    return 0;
+}
+
+static void test_dtypes(void **state)
+{
+    static const double out_limit[] = {0, 6e-4 + 1e-4, 5e-3, 1e-4};
+    (void)state;
+    for (uint8_t q_dtype = KVQ_F16; q_dtype <= KVQ_BF16; q_dtype++)
+        for (uint8_t out_dtype = KVQ_F16; out_dtype <= KVQ_F32; out_dtype++) {
+            struct kvt_cache c = kvt_cache(all_kernels[0], "oscar2", kvt_shape(2, 2, 64, KVQ_F16),
+                                           300, -1, KVT_NORMAL, kvt_seed());
+            struct kvt_request r = kvt_request(&c, 2, kvt_seed());
+            uint16_t q[2 * 4 * 64 + 4], out[2 * 4 * 100];
+            for (size_t i = 0; i < 2 * 4 * 64; i++)
+                q[i + 1] = to_half(r.q[i], q_dtype);
+            r.a.q = (struct kvq_view){q + 1, 2 * 4 * 64, 2 * 64, q_dtype};
+            r.a.out_dtype = out_dtype;
+            for (int i = 0; i < n_kernels; i++) {
+                if (out_dtype != KVQ_F32) { // strides with gaps
+                    r.a.out = out;
+                    r.a.out_head_stride = 2 * 100;
+                    r.a.out_token_stride = 2 * 400;
+                }
+                kvt_attend(all_kernels[i], &r.a, false);
+                for (int e = 0; e < 2 * 4 * 64 && out_dtype != KVQ_F32; e++) {
+                    uint16_t half = out[e / 64 * 100 + e % 64];
+                    r.out[e] = (float)(out_dtype == KVQ_F16 ? kvt_f16(half) : kvt_bf16(half));
+                }
+                compare(&r, out_limit[out_dtype]);
+            }
+            kvt_request_free(&r);
+            kvt_cache_free(&c);
+        }
+}
+
+// fp32 keys and values rounded to an fp16 cache, against attention over the fp32 ones.
+static void test_f16_rounding(void **state)
+{
+    double before = worst;
+    (void)state;
+    struct kvt_cache c = kvt_cache(all_kernels[0], "f16", kvt_shape(4, 1, 128, KVQ_F16), 500, -1,
+                                   KVT_NORMAL, kvt_seed());
+    struct kvt_request r = kvt_request(&c, 1, kvt_seed()), exact = r;
+    struct kvq_shape unrounded = c.shape;
+    unrounded.dtype = KVQ_F32; // the oracle then takes the fresh tail as it is
+    exact.a.shape = &unrounded;
+    exact.a.fresh_tokens = 500;
+    exact.a.fresh_k = kvt_view(c.k, 1, 128);
+    exact.a.fresh_v = kvt_view(c.v, 1, 128);
+    for (int i = 0; i < n_kernels; i++) {
+        kvt_attend(all_kernels[i], &r.a, false);
+        compare(&exact, 1e-3);
+    }
+    worst = before;
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+static void test_output_saturates(void **state)
+{
+    (void)state;
+    struct kvq_shape shape = kvt_shape(1, 1, 64, KVQ_BF16);
+    struct kvt_cache c = kvt_cache(all_kernels[0], "bf16", shape, 32, 0, KVT_NORMAL, kvt_seed());
+    struct kvt_request r = kvt_request(&c, 1, kvt_seed());
+    uint16_t out[64], *values = (uint16_t *)(void *)(c.raw + 128 * 2 * 64);
+    for (int i = 0; i < 32 * 64; i++)
+        values[i] = i % 2 ? 0x4f00 : 0xcf00; // about 2^31
+    r.a.out = out;
+    r.a.out_dtype = KVQ_F16;
+    for (int i = 0; i < n_kernels; i++) {
+        kvt_attend(all_kernels[i], &r.a, false);
+        for (int e = 0; e < 64; e++)
+            assert_int_equal(out[e], e % 2 ? 0x7bff : 0xfbff);
+    }
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+// ---- Merging ----
+
+static void test_merge(void **state)
+{
+    (void)state;
+    struct kvt_cache c = kvt_cache(all_kernels[0], "oscar2", kvt_shape(4, 1, 64, KVQ_F16), 900, -1,
+                                   KVT_NORMAL, kvt_seed());
+    struct kvt_request whole = kvt_request(&c, 1, kvt_seed()),
+                       left = kvt_request(&c, 1, kvt_seed()),
+                       right = kvt_request(&c, 1, kvt_seed());
+    struct kvq_page pages[8];
+    memcpy(pages, c.pages, sizeof pages);
+    for (int i = 0; i < 8; i++)
+        pages[i].tokens = i < 3 ? 0 : pages[i].tokens;
+    left.a.n_pages = 3;
+    right.a.pages = pages;
+    kvt_attend(all_kernels[0], &whole.a, false);
+    kvt_attend(all_kernels[0], &left.a, false);
+    kvt_attend(all_kernels[0], &right.a, false);
+    kvq_merge_rows(left.out, left.lse, right.out, right.lse, left.out, left.lse, 4, 64);
+    memcpy(whole.out, left.out, sizeof(float) * 4 * 64);
+    memcpy(whole.lse, left.lse, sizeof(float) * 4);
+    compare(&whole, 1e-5);
+
+    float none[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, garbage[4 * 64];
+    memset(garbage, 0xff, sizeof garbage); // NaN
+    kvq_merge_rows(garbage, none, left.out, left.lse, right.out, right.lse, 4, 64);
+    assert_memory_equal(right.out, left.out, sizeof garbage);
+    kvq_merge_rows(garbage, none, garbage, none, right.out, right.lse, 4, 64);
+    for (int i = 0; i < 4 * 64; i++)
+        assert_true(right.out[i] == 0.0f);
+    assert_true(right.lse[3] == -INFINITY);
+    kvt_request_free(&whole);
+    kvt_request_free(&left);
+    kvt_request_free(&right);
+    kvt_cache_free(&c);
+}
+
+static int largest_error(void **state)
+{
+    (void)state;
+    printf("largest relative error of fp32 outputs: %.2e\n", worst);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_all_formats_and_gqa),
+        cmocka_unit_test(test_several_heads_and_long),
+        cmocka_unit_test(test_query_tokens),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_v_rotation),
+        cmocka_unit_test(test_past_only),
+        cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_short_pages),
+        cmocka_unit_test(test_mixed_pages),
+        cmocka_unit_test(test_nothing_visible),
+        cmocka_unit_test(test_fresh_is_raw),
+        cmocka_unit_test(test_dtypes),
+        cmocka_unit_test(test_f16_rounding),
+        cmocka_unit_test(test_output_saturates),
+        cmocka_unit_test(test_merge),
+    };
+    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++) {
+        const struct kvq_kernels *k = kvq_kernels_get(isa);
+        if (n_kernels == 0 || k != all_kernels[n_kernels - 1])
+            all_kernels[n_kernels++] = k;
+    }
+    return cmocka_run_group_tests(tests, NULL, largest_error);
+}
