@@ -88,9 +88,10 @@ UNWANTED = (
     (r"\b(deb\.debian\.org|py" r"pi\.org|pythonhosted\.org)\b", "the host of a package registry"),
 )
 
-TEXT_ENDINGS = (".c", ".h", ".py", ".sh", ".cmake", ".proto", ".map", ".md", ".in", ".toml", ".1",
+C_ENDINGS = (".c", ".h", ".cpp", ".cu")
+TEXT_ENDINGS = (*C_ENDINGS, ".py", ".sh", ".cmake", ".proto", ".map", ".md", ".in", ".toml", ".1",
                 ".8", ".json", ".yml")
-CODE_ENDINGS = (".c", ".h", ".py", ".sh", ".cmake", ".proto")
+CODE_ENDINGS = (*C_ENDINGS, ".py", ".sh", ".cmake", ".proto")
 DOUBLE_QUOTED = r'"(?:\\.|[^"\\\n])*"'
 C_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|" + DOUBLE_QUOTED + r"|'(?:\\.|[^'\\\n])*'", re.S)
 C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(" + DOUBLE_QUOTED + ")", re.S)
@@ -170,7 +171,7 @@ def check_lines(tree):
                 yield path, number, f"{len(line)} columns, {MAX_COLUMNS} allowed"
             if line != line.rstrip():
                 yield path, number, "trailing blanks"
-            if "\t" in line and path.endswith((".c", ".h", ".py", ".proto")):
+            if "\t" in line and path.endswith((*C_ENDINGS, ".py", ".proto")):
                 yield path, number, "a tab"
 
 
@@ -178,7 +179,7 @@ def check_spdx(tree):
     """Code starts with its licence and then says what the file is for."""
     for path in filter(tree.is_code, tree.paths):
         lines = [x for x in tree.text(path).split("\n") if not x.startswith("#!")]
-        mark = "//" if path.endswith((".c", ".h", ".proto")) else "#"
+        mark = "//" if path.endswith((*C_ENDINGS, ".proto")) else "#"
         if path == "client/kvq.h":
             mark = "/*"  # it may be included by C of any age
         if not lines[0].startswith(mark + " SPDX-License-Identifier: Apache-2.0"):
@@ -272,8 +273,9 @@ def check_isa(tree):
 def check_dead(tree):
     """Every source is listed in a CMakeLists.txt, every header included by somebody."""
     lists = {p: tree.text(p) for p in tree.paths if os.path.basename(p) == "CMakeLists.txt"}
-    included = {h for p in tree.having(".c", ".h") for _, _, h in includes_of(tree, p)}
-    for path in tree.having(".c"):
+    every = tree.having(*C_ENDINGS)
+    included = {h for p in every for _, _, h in includes_of(tree, p)}
+    for path in tree.having(".c", ".cpp", ".cu"):
         names = {os.path.basename(path), path}
         for listing in lists:
             names.add(os.path.relpath(path, os.path.dirname(listing) or "."))

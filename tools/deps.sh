@@ -6,12 +6,12 @@
 #   tools/deps.sh [build|test]     `build` is enough for the programs and the demo
 
 kvq_build_packages=(
-    gcc libc6-dev make cmake pkg-config python3
+    gcc g++ libc6-dev make cmake pkg-config python3
     libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
     libxxhash-dev libopenblas-dev libcmocka-dev
 )
 kvq_test_packages=(
-    g++ clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
+    clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
 )
 
 # Prints the packages of the given kind that are not installed.

@@ -90,7 +90,10 @@ run_ctest() {
     fi
 }
 
-sources() { find proto kernels client daemon tools tests -name '*.[ch]' -not -path '*/build/*'; }
+sources() {
+    find proto kernels client daemon tools tests \( -name '*.[ch]' -o -name '*.cpp' \) |
+        LC_ALL=C sort
+}
 
 part_tidy() {
     check_counted "tidy self-test" 120 tests/tidy.py --self-test
@@ -152,9 +155,12 @@ part_fuzz() {
 }
 
 part_e2e() {
+    local script
     [ -d build/release ] || build release || return
-    check_counted "end to end" $((full ? 3600 : 400)) \
-        env KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 tests/e2e.py
+    for script in tests/e2e*.py; do
+        check_counted "$script" $((full ? 3600 : 400)) \
+            env KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 "$script"
+    done
 }
 
 part_python() {

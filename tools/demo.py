@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration itself; tools/demo.sh builds what it needs and starts it.
+
+    tools/demo.py BIN [--quick]
+
+Starts a kvqd in a folder of its own, lets two engines generate at once, kills one, and prints what
+is measured on the way. Every figure comes from a program's own JSON; lines that are computed
+say so. Exit status 0, or 1 with what went wrong.
+"""
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+MODEL = os.path.join(HERE, "model", "kvq-bytes")
+HELDOUT = os.path.join(HERE, "model", "heldout.txt")
+FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh")
+PROMPTS = {"f16": "The daemon reads its configuration from a file. ",
+           "oscar2": "To install the package from source, first "}
+LIMIT = 120  # seconds for any single program
+
+
+class Trouble(Exception):
+    """The demonstration cannot go on; its text says why."""
+
+
+def title(text):
+    print(f"\n== {text}\n", flush=True)
+
+
+class Demo:
+    def __init__(self, binaries, quick):
+        self.binaries = os.path.abspath(binaries)
+        self.sample = 12 * 1024 if quick else 32 * 1024
+        self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
+        self.runtime = os.path.join(self.folder, "run")
+        self.processes = []
+
+    def program(self, name):
+        return os.path.join(self.binaries, name)
+
+    def start(self, name, output, *arguments, **more):
+        process = subprocess.Popen([self.program(name), *map(str, arguments)], stdout=output,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **more)
+        self.processes.append(process)
+        return process
+
+    def ask(self, name, *arguments):
+        """Runs a program to its end; its output, or Trouble with its complaint."""
+        done = subprocess.run([self.program(name), *map(str, arguments)], capture_output=True,
+                              text=True, timeout=LIMIT, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise Trouble(f"{name} {' '.join(map(str, arguments))} ended with {done.returncode}:\n"
+                          f"{done.stderr.strip()}")
+        return done.stdout
+
+    def ctl(self, *arguments):
+        return self.ask("kvqctl", "--runtime-dir", self.runtime, *arguments)
+
+    def status(self):
+        return json.loads(self.ctl("status", "--json"))
+
+    def start_daemon(self):
+        log = open(os.path.join(self.folder, "kvqd.log"), "wb")
+        reader, writer = os.pipe()
+        daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes", "512mb",
+                            "--ready-fd", writer, pass_fds=[writer])
+        os.close(writer)
+        ready, _, _ = select.select([reader], [], [], 30)
+        if not ready or not os.read(reader, 64):
+            with open(log.name, encoding="utf-8", errors="replace") as file:
+                raise Trouble("kvqd did not start:\n" + file.read()[-2000:])
+        os.close(reader)
+        return daemon
+
+    def start_engine(self, fmt):
+        path = os.path.join(self.folder, f"{fmt}.txt")
+        with open(path, "wb") as output:
+            engine = self.start("kvq-run", output, "generate", "--model", MODEL, "--runtime-dir",
+                                self.runtime, "--format", fmt, "--prompt", PROMPTS[fmt],
+                                "--tokens", 4000, "--quiet")
+        return engine, path
+
+    def until(self, what, condition):
+        """Looks again and again until the daemon's answers fulfil the condition."""
+        end = time.monotonic() + 60
+        while not condition():
+            if time.monotonic() > end:
+                raise Trouble(f"after 60 seconds still not: {what}")
+            for process in self.processes[:1]:
+                if process.poll() is not None:
+                    raise Trouble(f"kvqd ended with {process.returncode}")
+            time.sleep(0.1)
+
+    def sessions(self):
+        return json.loads(self.ctl("session", "list", "--json"))
+
+    def two_engines(self):
+        title("Two engines, one daemon")
+        first, first_text = self.start_engine("f16")
+        second, second_text = self.start_engine("oscar2")
+        self.until("both engines have 600 tokens in their caches", lambda: (
+            len(self.sessions()) == 2 and min(s["tokens"] for s in self.sessions()) >= 600))
+        print("$ kvqctl status\n" + self.ctl("status"))
+        print("$ kvqctl session list\n" + self.ctl("session", "list"))
+        self.show_text("f16", first_text)
+        self.show_text("oscar2", second_text)
+
+        title("kill -9 of the second engine")
+        before = self.status()["pool_used_bytes"]
+        second.kill()
+        second.wait()
+        self.until("the dead engine's session is gone", lambda: self.status()["sessions"] == 1)
+        after = self.status()["pool_used_bytes"]
+        print(f"in use before {before:,} bytes, after {after:,}: its memory is back, and the first "
+              "engine goes on")
+        tokens = self.sessions()[0]["tokens"]
+        self.until("the first engine goes on", lambda: self.sessions()[0]["tokens"] > tokens)
+        print(f"(it had {tokens} tokens then, and has {self.sessions()[0]['tokens']} now)")
+        first.send_signal(signal.SIGINT)
+        first.wait(LIMIT)
+
+    def show_text(self, fmt, path):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()[:240].replace("\n", " ")
+        print(f"{fmt:>6} | {PROMPTS[fmt]}{text} ...")
+
+    def table(self):
+        with open(os.path.join(MODEL, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+        title(f"Formats on the shipped model, {self.sample // 1024} KiB of held-out text")
+        print("KV bytes a token: K and V of all layers; packed blocks alone, and with windows and\n"
+              "everything else at 4,096 tokens. KL and same top are against f16. The error of the\n"
+              "difference in log-likelihood is its standard error. Speed: one engine at a time.\n")
+        print(f"{'format':<10} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
+              f"{'KL mean':>8} {'KL 99%':>8} {'same':>7} {'log-likelihood':>19} {'tokens':>7}")
+        print(f"{'':<10} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
+              f"{'top':>7} {'difference':>19} {'per s':>7}")
+        common = ("--model", MODEL, "--runtime-dir", self.runtime, "--json", "--quiet")
+        for fmt in FORMATS:
+            quality = json.loads(self.ask("kvq-run", "perplexity", *common, "--format", fmt,
+                                          "--against", "f16", "--text", HELDOUT, "--bytes",
+                                          self.sample))
+            speed = json.loads(self.ask("kvq-run", "generate", *common, "--format", fmt,
+                                        "--prompt", PROMPTS["f16"], "--tokens", 400,
+                                        "--temperature", 0))
+            difference = (f"{quality['log_likelihood_difference']:+.5f} +-"
+                          f"{quality['log_likelihood_difference_stderr']:.5f}")
+            print(f"{fmt:<10} {quality['bits_per_value']:>8.3f} "
+                  f"{quality['bytes_per_token_head'] * heads:>8.0f} "
+                  f"{quality['bytes_per_token_head_total'] * heads:>8.0f} "
+                  f"{quality['perplexity']:>9.4f} {quality['kl_mean']:>8.5f} "
+                  f"{quality['kl_99']:>8.5f} {100 * quality['same_top']:>6.2f}% "
+                  f"{difference:>19} {speed['tokens_per_s']:>7.1f}", flush=True)
+
+    def real_shape(self):
+        title("One layer of Llama-3.1-8B's shape: 32 query heads, 8 KV heads, head_dim 128")
+        threads = len(os.sched_getaffinity(0))
+        rows = json.loads(self.ask("kvq-bench", "attend", "--format", "f16,oscar2", "--tokens",
+                                   32768, "--threads", threads, "--q-heads", 32, "--kv-heads", 8,
+                                   "--head-dim", 128, "--json"))
+        layers, heads, tokens, sessions = 32, 8, 32768, 8
+        seen = {}
+        for row in rows:
+            if row["format"] not in seen or row["us"] < seen[row["format"]]["us"]:
+                seen[row["format"]] = row
+        for fmt, row in seen.items():
+            packed = row["bytes_per_token_head"] * heads * layers * tokens * sessions
+            print(f"{fmt:<8} {row['us']:8.0f} us per layer at 32,768 tokens on {row['threads']} "
+                  f"threads ({row['isa']}, {row['path']}); {sessions} such sessions of {layers} "
+                  f"layers: {packed / 2**30:.1f} GiB packed (computed)")
+        if len(seen) == 2:
+            f16, oscar2 = seen["f16"], seen["oscar2"]
+            print(f"ratio    {f16['us'] / oscar2['us']:8.2f} in time, "
+                  f"{f16['bytes_per_token_head'] / oscar2['bytes_per_token_head']:.2f} in memory")
+
+    def stop_daemon(self, daemon):
+        left = self.status()
+        daemon.terminate()
+        if daemon.wait(30):
+            raise Trouble(f"kvqd ended with {daemon.returncode}")
+        title("The end")
+        print(f"kvqd served {left['steps']:,} steps and {left['attends']:,} attentions, held "
+              f"{left['pool_used_bytes']:,} bytes when the last engine had gone, and has ended.")
+
+    def close(self):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def show(self):
+        daemon = self.start_daemon()
+        self.two_engines()
+        self.table()
+        self.stop_daemon(daemon)
+        self.real_shape()
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return 0 if sys.argv[1:] == ["--help"] else 2
+    demo = Demo(sys.argv[1], "--quick" in sys.argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    started = time.monotonic()
+    try:
+        demo.show()
+        print(f"\nThis took {time.monotonic() - started:.0f} seconds.")
+        return 0
+    except (Trouble, OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    finally:
+        demo.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
