@@ -109,8 +109,10 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     }
     if (daemon->manner == STALE_ID_FIRST) {
         reply.id--;
+        reply.status = KVQ_E_INTERNAL;
         send_reply(daemon->socket, identity, n, &reply);
         reply.id++;
+        reply.status = daemon->status;
     }
     send_reply(daemon->socket, identity, n, &reply);
 }
