@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The dialect of kernels/emu/dialect.h as PTX, for compute capability 8.0 and later.
+#ifndef KVQ_KERNELS_CUDA_PTX_H
+#define KVQ_KERNELS_CUDA_PTX_H
+
+#include <stdint.h>
+
+#include "kernels/emu/dialect.h"
+
+#define KVQ_DEVICE    __device__ __forceinline__
+#define KVQ_UNROLL    _Pragma("unroll")
+#define KVQ_NO_UNROLL _Pragma("unroll 1")
+#define KVQ_KERNEL(name, type, arg)                                                                \
+    extern "C" __global__ void __launch_bounds__(128) name(const __grid_constant__ type arg)
+
+namespace gpu
+{
+typedef uint32_t smem;
+
+KVQ_DEVICE int thread()
+{
+    return threadIdx.x;
+}
+
+KVQ_DEVICE int warp()
+{
+    return threadIdx.x / WARP;
+}
+
+KVQ_DEVICE int lane()
+{
+    return threadIdx.x % WARP;
+}
+
+KVQ_DEVICE int block_x()
+{
+    return blockIdx.x;
+}
+
+KVQ_DEVICE int block_y()
+{
+    return blockIdx.y;
+}
+
+KVQ_DEVICE int grid_x()
+{
+    return gridDim.x;
+}
+
+KVQ_DEVICE smem smem_start()
+{
+    extern __shared__ __align__(128) uint8_t bytes[];
+    return (smem)__cvta_generic_to_shared(bytes);
+}
+
+KVQ_DEVICE uint32_t lds32(smem at)
+{
+    uint32_t r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(at) : "memory");
+    return r;
+}
+
+KVQ_DEVICE u32x2 lds64(smem at)
+{
+    u32x2 r;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(r.v[0]), "=r"(r.v[1])
+                 : "r"(at)
+                 : "memory");
+    return r;
+}
+
+KVQ_DEVICE u32x4 lds128(smem at)
+{
+    u32x4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "r"(at)
+                 : "memory");
+    return r;
+}
+
+KVQ_DEVICE void sts32(smem at, uint32_t x)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+KVQ_DEVICE void copy16(smem to, const void *from, bool wanted)
+{
+    asm volatile("{.reg .pred p;\n setp.ne.b32 p, %2, 0;\n"
+                 " @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(to),
+                 "l"(from), "r"((int)wanted)
+                 : "memory");
+}
+
+KVQ_DEVICE void copy_commit()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N> KVQ_DEVICE void copy_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+KVQ_DEVICE void warp_sync()
+{
+    __syncwarp();
+}
+
+KVQ_DEVICE void block_sync()
+{
+    __syncthreads();
+}
+
+KVQ_DEVICE void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+}
+
+KVQ_DEVICE uint32_t transpose(uint32_t x)
+{
+    uint32_t r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+KVQ_DEVICE float shuffle_xor(float x, int mask)
+{
+    return __shfl_xor_sync(~0u, x, mask);
+}
+
+KVQ_DEVICE float shuffle(float x, int from)
+{
+    return __shfl_sync(~0u, x, from);
+}
+
+KVQ_DEVICE bool any(bool x)
+{
+    return __any_sync(~0u, x);
+}
+
+KVQ_DEVICE uint32_t mul2(uint32_t a, uint32_t b)
+{
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+KVQ_DEVICE uint32_t pack2(float lo, float hi)
+{
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
+KVQ_DEVICE float low(uint32_t x)
+{
+    float r;
+    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.f32.f16 %0, l;}" : "=f"(r) : "r"(x));
+    return r;
+}
+
+KVQ_DEVICE float high(uint32_t x)
+{
+    float r;
+    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.f32.f16 %0, h;}" : "=f"(r) : "r"(x));
+    return r;
+}
+
+KVQ_DEVICE float power2(float x)
+{
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+KVQ_DEVICE float as_float(uint32_t x)
+{
+    return __uint_as_float(x);
+}
+
+KVQ_DEVICE uint32_t as_bits(float x)
+{
+    return __float_as_uint(x);
+}
+} // namespace gpu
+
+#endif

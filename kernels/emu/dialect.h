@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The few words that a GPU kernel of ours is written in. Under nvcc each is one instruction
+// (kernels/cuda/ptx.h); under a C++ compiler each is a call of the emulator (kernels/emu/emu.h),
+// which runs every thread of a block as a fiber on the CPU. So the same source is tested on
+// machines without a GPU. What the words mean (namespace gpu; "lane" is a thread of a warp of 32):
+//
+//   thread(), warp(), lane(), block_x(), block_y(), grid_x()     where this thread stands
+//   smem                    an address in the block's shared memory; smem_start() is the first
+//   lds32/64/128, sts32     shared loads and stores, naturally aligned
+//   copy16(to, from, wanted), copy_commit, copy_wait<N>
+//                           asynchronous 16-byte copies from global to shared memory (nothing if
+//                           not wanted), in batches; the wait leaves at most N batches of this
+//                           thread under way. Other threads see the bytes after this thread's
+//                           wait and a sync.
+//   warp_sync, block_sync   all threads arrive; shared memory written before is seen after
+//   mma(d, a, b0, b1, c)    d = a b + c; m16n8k16, fp16 in, fp32 out, fragments as PTX has them:
+//                           a[0] row g, k 2j and 2j+1; a[1] row g+8; a[2], a[3] the same, k + 8;
+//                           b0 k 2j and 2j+1 of column g, b1 k + 8; c[0], c[1] row g, columns 2j
+//                           and 2j+1; c[2], c[3] row g+8 (lane = 4 g + j)
+//   transpose(x)            of an 8x8 matrix of 16-bit values, two to a lane
+//   shuffle_xor, shuffle, any
+//   mul2(a, b)              two fp16 products; pack2(lo, hi) rounds two floats to fp16, to nearest
+//                           even; low(x), high(x) the halves as floats
+//   power2(x)               2^x in fp32
+//   as_float, as_bits       the same 32 bits
+//
+// All lanes of a warp must reach the same collective (warp_sync, mma, transpose, the shuffles,
+// any). KVQ_DEVICE marks a function, KVQ_KERNEL(name, type, arg) heads a kernel of one argument;
+// KVQ_UNROLL and KVQ_NO_UNROLL stand before loops.
+#ifndef KVQ_KERNELS_EMU_DIALECT_H
+#define KVQ_KERNELS_EMU_DIALECT_H
+
+#include <stdint.h>
+
+namespace gpu
+{
+enum { WARP = 32 };
+
+struct u32x2 {
+    uint32_t v[2];
+};
+
+struct u32x4 {
+    uint32_t v[4];
+};
+} // namespace gpu
+
+#ifdef __CUDACC__
+#include "kernels/cuda/ptx.h"
+#else
+#include "kernels/emu/emu.h"
+#endif
+
+#endif
