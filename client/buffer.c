@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Buffers: shared memory that tensors travel in, made by the daemon or brought by the engine.
+#include "client/internal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static kvq_buffer *buffer_make(kvq_client *client, uint64_t offset, size_t bytes)
+{
+    kvq_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer) {
+        kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return NULL;
+    }
+    buffer->client = client;
+    buffer->memfd = -1;
+    buffer->offset = offset;
+    buffer->bytes = bytes;
+    pthread_mutex_lock(&client->table);
+    TAILQ_INSERT_TAIL(&client->buffers, buffer, entry);
+    pthread_mutex_unlock(&client->table);
+    return buffer;
+}
+
+void kvq__buffer_free(kvq_buffer *buffer)
+{
+    kvq_client *client = buffer->client;
+    pthread_mutex_lock(&client->table);
+    TAILQ_REMOVE(&client->buffers, buffer, entry);
+    pthread_mutex_unlock(&client->table);
+    if (buffer->data)
+        munmap(buffer->data, buffer->bytes);
+    if (buffer->memfd >= 0)
+        close(buffer->memfd);
+    free(buffer);
+}
+
+static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
+{
+    if (reply->buffer == 0 || reply->bytes < buffer->bytes)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave buffer %u of %llu bytes for %zu bytes",
+                         reply->buffer, (unsigned long long)reply->bytes, buffer->bytes);
+    buffer->id = reply->buffer;
+    return KVQ_OK;
+}
+
+// Hands buffer->memfd to the daemon and learns its id.
+int kvq__buffer_register(kvq_buffer *buffer)
+{
+    kvq_client *client = buffer->client;
+    Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = buffer->memfd,
+                             .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
+                             .what = "importing a buffer"};
+    message.bytes = buffer->bytes;
+    message.offset = buffer->offset;
+    call.request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
+    call.request.import_buffer = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        rc = take_id(buffer, call.reply->create_buffer);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+static int create(kvq_buffer *buffer)
+{
+    kvq_client *client = buffer->client;
+    Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
+                             .what = "creating a buffer"};
+    message.bytes = buffer->bytes;
+    call.request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    call.request.create_buffer = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK) {
+        buffer->memfd = call.fds[0];
+        rc = take_id(buffer, call.reply->create_buffer);
+    }
+    pthread_mutex_unlock(&client->control);
+    if (rc)
+        return rc;
+    return kvq__map(buffer->memfd, buffer->bytes, PROT_READ | PROT_WRITE, "a buffer",
+                    &buffer->data);
+}
+
+static int check_arguments(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
+{
+    long page = sysconf(_SC_PAGESIZE);
+    if (!client || !buffer)
+        return kvq__fail(KVQ_E_INVALID, "a buffer needs a client and a place for its pointer");
+    *buffer = NULL;
+    if (bytes == 0)
+        return kvq__fail(KVQ_E_INVALID, "a buffer of 0 bytes: at least 1 is needed");
+    if (bytes > KVQ_MAX_BUFFER_BYTES)
+        return kvq__fail(KVQ_E_LIMIT, "a buffer of %zu bytes: at most %llu are allowed", bytes,
+                         KVQ_MAX_BUFFER_BYTES);
+    if (offset % (uint64_t)page)
+        return kvq__fail(KVQ_E_BUFFER, "offset %llu is not a multiple of the page size %ld",
+                         (unsigned long long)offset, page);
+    return KVQ_OK;
+}
+
+int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer)
+{
+    int rc = check_arguments(client, 0, bytes, buffer);
+    if (rc)
+        return rc;
+    kvq_buffer *made = buffer_make(client, 0, bytes);
+    if (!made)
+        return KVQ_E_SYSTEM;
+    rc = create(made);
+    if (rc)
+        kvq_buffer_close(&made);
+    *buffer = made;
+    return rc;
+}
+
+// The daemon reads and writes this memory: it must be writable and never get shorter under it.
+static int check_memfd(int memfd, uint64_t offset, size_t bytes)
+{
+    struct stat st;
+    int flags = fcntl(memfd, F_GETFL), seals = fcntl(memfd, F_GET_SEALS);
+    if (flags < 0 || fstat(memfd, &st) < 0)
+        return kvq__fail(KVQ_E_BUFFER, "descriptor %d is not open", memfd);
+    if (seals < 0)
+        return kvq__fail(KVQ_E_BUFFER,
+                         "descriptor %d is not a memfd; make one with memfd_create(..., "
+                         "MFD_ALLOW_SEALING)",
+                         memfd);
+    if ((flags & O_ACCMODE) != O_RDWR || (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)))
+        return kvq__fail(KVQ_E_BUFFER, "memfd %d is not writable for the daemon (seals %#x)", memfd,
+                         (unsigned)seals);
+    if (offset > (uint64_t)st.st_size || bytes > (uint64_t)st.st_size - offset)
+        return kvq__fail(KVQ_E_BUFFER,
+                         "memfd %d has %lld bytes: %zu from offset %llu reach behind its end",
+                         memfd, (long long)st.st_size, bytes, (unsigned long long)offset);
+    if (!(seals & F_SEAL_SHRINK) && fcntl(memfd, F_ADD_SEALS, F_SEAL_SHRINK) < 0)
+        return kvq__fail(KVQ_E_BUFFER,
+                         "memfd %d cannot be sealed against shrinking (seals %#x); make it with "
+                         "MFD_ALLOW_SEALING",
+                         memfd, (unsigned)seals);
+    return KVQ_OK;
+}
+
+int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size_t bytes,
+                            kvq_buffer **buffer)
+{
+    int rc = check_arguments(client, offset, bytes, buffer);
+    if (rc == KVQ_OK)
+        rc = check_memfd(memfd, offset, bytes);
+    if (rc)
+        return rc;
+    kvq_buffer *made = buffer_make(client, offset, bytes);
+    if (!made)
+        return KVQ_E_SYSTEM;
+    made->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0);
+    if (made->memfd < 0)
+        rc = kvq__fail_errno("cannot duplicate descriptor %d", memfd);
+    else
+        rc = kvq__buffer_register(made);
+    if (rc)
+        kvq_buffer_close(&made);
+    *buffer = made;
+    return rc;
+}
+
+void *kvq_buffer_data(const kvq_buffer *buffer)
+{
+    return buffer ? buffer->data : NULL;
+}
+
+size_t kvq_buffer_size(const kvq_buffer *buffer)
+{
+    return buffer ? buffer->bytes : 0;
+}
+
+// The daemon answers when nothing in flight uses the buffer any more.
+void kvq_buffer_close(kvq_buffer **buffer)
+{
+    kvq_buffer *b = buffer ? *buffer : NULL;
+    if (!b)
+        return;
+    kvq_client *client = b->client;
+    Kvq__CloseBuffer message = KVQ__CLOSE_BUFFER__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a buffer"};
+    message.buffer = b->id;
+    call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
+    call.request.close_buffer = &message;
+    if (b->id) {
+        pthread_mutex_lock(&client->control);
+        kvq__exchange(client, &call);
+        pthread_mutex_unlock(&client->control);
+    }
+    kvq__buffer_free(b);
+    *buffer = NULL;
+}

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Connecting, disconnecting, and connecting again after the daemon was lost.
+#include "client/internal.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { DEFAULT_TIMEOUT_MS = 5000 };
+
+static void copy_text(char *to, size_t size, const char *from)
+{
+    snprintf(to, size, "%s", from ? from : "");
+}
+
+static int choose_runtime_dir(kvq_client *client, const char *given)
+{
+    const char *own = getenv("KVQ_RUNTIME_DIR"), *user = getenv("XDG_RUNTIME_DIR");
+    int n;
+    if (given || (own && *own))
+        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "%s", given ? given : own);
+    else if (user && *user)
+        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "%s/kvqd", user);
+    else
+        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "/run/kvqd");
+    if (n < 0 || (size_t)n >= sizeof client->runtime_dir)
+        return kvq__fail(KVQ_E_INVALID,
+                         "the runtime directory's path has %d bytes, at most %zu fit", n,
+                         sizeof client->runtime_dir - 1);
+    return KVQ_OK;
+}
+
+static int choose_name(kvq_client *client, const char *given)
+{
+    const char *name = given ? given : program_invocation_short_name;
+    if (!kvq_text_valid(name, strlen(name)))
+        return kvq__fail(KVQ_E_INVALID,
+                         "the client's name is not UTF-8 without control characters");
+    if (strlen(name) >= sizeof client->name && given)
+        return kvq__fail(KVQ_E_LIMIT, "the client's name has %zu bytes, at most %zu are allowed",
+                         strlen(name), sizeof client->name - 1);
+    copy_text(client->name, sizeof client->name, name);
+    return KVQ_OK;
+}
+
+static int client_make(const struct kvq_connect_options *options, kvq_client **made)
+{
+    kvq_client *client = calloc(1, sizeof *client);
+    void *arena = malloc(KVQ_WIRE_ARENA);
+    int rc;
+    if (!client || !arena) {
+        free(client);
+        free(arena);
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    }
+    client->socket = -1;
+    client->timeout_ms = options->timeout_ms ? options->timeout_ms : DEFAULT_TIMEOUT_MS;
+    client->spin_us = options->spin_us;
+    client->arena_memory = arena;
+    kvq_arena_init(&client->arena, arena, KVQ_WIRE_ARENA);
+    pthread_mutex_init(&client->control, NULL);
+    pthread_mutex_init(&client->table, NULL);
+    TAILQ_INIT(&client->queues);
+    TAILQ_INIT(&client->buffers);
+    *made = client;
+    rc = choose_runtime_dir(client, options->runtime_dir);
+    return rc ? rc : choose_name(client, options->name);
+}
+
+static void client_free(kvq_client *client)
+{
+    kvq__handle_clear(client);
+    pthread_mutex_destroy(&client->table);
+    pthread_mutex_destroy(&client->control);
+    free(client->arena_memory);
+    free(client);
+}
+
+static int map_page(kvq_client *client, int fd, uint64_t epoch)
+{
+    void *mapping;
+    int rc = kvq__map(fd, sizeof(struct kvq_daemon_page), PROT_READ, "the daemon's page", &mapping);
+    if (rc)
+        return rc;
+    client->page = mapping;
+    if (client->page->magic != KVQ_SHM_MAGIC_DAEMON || client->page->epoch != epoch)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's page has mark %#x, %#x is expected",
+                         client->page->magic, KVQ_SHM_MAGIC_DAEMON);
+    return KVQ_OK;
+}
+
+static int check_agreed(const Kvq__HelloReply *hello)
+{
+    if (hello->protocol >= KVQ_PROTOCOL_MIN && hello->protocol <= KVQ_PROTOCOL_MAX)
+        return KVQ_OK;
+    return kvq__fail(KVQ_E_VERSION,
+                     "the daemon (version %s) speaks protocol %u, this library (%s) speaks %d to "
+                     "%d; install matching versions",
+                     hello->daemon_version, hello->protocol, kvq_version(), KVQ_PROTOCOL_MIN,
+                     KVQ_PROTOCOL_MAX);
+}
+
+static int say_hello(kvq_client *client)
+{
+    Kvq__Hello hello = KVQ__HELLO__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_HELLO,
+                             .what = "connecting"};
+    hello.protocol_min = KVQ_PROTOCOL_MIN;
+    hello.protocol_max = KVQ_PROTOCOL_MAX;
+    hello.client_name = client->name;
+    hello.last_epoch = client->info.epoch;
+    call.request.command_case = KVQ__REQUEST__COMMAND_HELLO;
+    call.request.hello = &hello;
+    client->info.protocol = KVQ_PROTOCOL_MAX;
+    int rc = kvq__exchange(client, &call);
+    if (rc)
+        return rc;
+    const Kvq__HelloReply *reply = call.reply->hello;
+    rc = check_agreed(reply);
+    if (rc == KVQ_OK)
+        rc = map_page(client, call.fds[0], call.reply->epoch);
+    kvq__close_fds(call.fds, 1);
+    if (rc)
+        return rc;
+    client->info.epoch = call.reply->epoch;
+    client->info.client_id = reply->client_id;
+    client->info.protocol = reply->protocol;
+    copy_text(client->info.version, sizeof client->info.version, reply->daemon_version);
+    copy_text(client->info.backend, sizeof client->info.backend, reply->backend);
+    copy_text(client->info.isa, sizeof client->info.isa, reply->isa);
+    return KVQ_OK;
+}
+
+static void hang_up(kvq_client *client)
+{
+    if (client->socket >= 0)
+        close(client->socket);
+    client->socket = -1;
+    if (client->page)
+        munmap((void *)(uintptr_t)client->page, sizeof *client->page);
+    client->page = NULL;
+}
+
+static int attach(kvq_client *client)
+{
+    int rc = kvq__socket_connect(client->runtime_dir, client->timeout_ms, &client->socket);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&client->control);
+    rc = say_hello(client);
+    pthread_mutex_unlock(&client->control);
+    if (rc)
+        hang_up(client);
+    return rc;
+}
+
+int kvq_connect(const struct kvq_connect_options *options, kvq_client **client)
+{
+    const struct kvq_connect_options defaults = {0};
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_connect: client is NULL");
+    *client = NULL;
+    kvq_client *made = NULL;
+    int rc = client_make(options ? options : &defaults, &made);
+    if (rc == KVQ_OK)
+        rc = attach(made);
+    if (rc == KVQ_OK)
+        *client = made;
+    else if (made)
+        client_free(made);
+    return rc;
+}
+
+// The daemon detaches us when our end is shut, and closes its own when that is done: a session
+// that this client held is free for the next one when this returns.
+void kvq_disconnect(kvq_client **client)
+{
+    kvq_client *c = client ? *client : NULL;
+    if (!c)
+        return;
+    if (c->socket >= 0)
+        kvq__socket_finish(c->socket, c->timeout_ms);
+    while (!TAILQ_EMPTY(&c->queues))
+        kvq__queue_free(TAILQ_FIRST(&c->queues));
+    while (!TAILQ_EMPTY(&c->buffers))
+        kvq__buffer_free(TAILQ_FIRST(&c->buffers));
+    hang_up(c);
+    client_free(c);
+    *client = NULL;
+}
+
+int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info)
+{
+    if (!client || !info)
+        return kvq__fail(KVQ_E_INVALID, "kvq_daemon_info: an argument is NULL");
+    *info = client->info;
+    return KVQ_OK;
+}
+
+static int attach_again(kvq_client *client)
+{
+    struct kvq_queue *queue;
+    struct kvq_buffer *buffer;
+    int rc = attach(client);
+    if (rc)
+        return rc;
+    TAILQ_FOREACH (buffer, &client->buffers, entry) {
+        rc = kvq__buffer_register(buffer);
+        if (rc)
+            return rc;
+    }
+    TAILQ_FOREACH (queue, &client->queues, entry) {
+        rc = kvq__queue_attach(queue);
+        if (rc)
+            return rc;
+    }
+    return KVQ_OK;
+}
+
+int kvq_reattach(kvq_client *client, uint32_t *lost)
+{
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_reattach: client is NULL");
+    uint64_t epoch = client->info.epoch;
+    struct kvq_queue *queue;
+    struct kvq_buffer *buffer;
+    if (client->socket >= 0)
+        kvq__socket_finish(client->socket, client->timeout_ms);
+    TAILQ_FOREACH (queue, &client->queues, entry)
+        kvq__queue_detach(queue, KVQ_E_CANCELLED);
+    TAILQ_FOREACH (buffer, &client->buffers, entry)
+        buffer->id = 0;
+    uint32_t held = kvq__handle_clear(client);
+    if (lost)
+        *lost = held;
+    hang_up(client);
+    int rc = attach_again(client);
+    if (rc) {
+        // Half a connection is none: the queues answer KVQ_E_DISCONNECTED until it works.
+        TAILQ_FOREACH (queue, &client->queues, entry)
+            kvq__queue_detach(queue, KVQ_E_CANCELLED);
+        hang_up(client);
+        return rc;
+    }
+    if (client->info.epoch != epoch)
+        return kvq__fail(KVQ_E_EPOCH,
+                         "the daemon was restarted; %u session handles of this client are lost; "
+                         "open named sessions again and see what they hold",
+                         held);
+    return KVQ_OK;
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Control calls: one request and its reply on the attach socket.
+#include "client/internal.h"
+
+#include <string.h>
+
+// The reply to this call: earlier ones, whose callers gave up, are skipped with their descriptors.
+static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds,
+                         uint64_t deadline_ns)
+{
+    for (;;) {
+        char text[KVQ_TEXT_BYTES] = "";
+        size_t n;
+        int rc = kvq__packet_receive(client->socket, client->packet, sizeof client->packet, &n,
+                                     call->fds, n_fds, deadline_ns);
+        if (rc)
+            return rc;
+        client->arena.used = 0;
+        client->arena.full = false;
+        rc = kvq_reply_unpack(client->packet, n, &client->arena, &call->reply, text);
+        if (rc == KVQ_OK && call->reply->id == call->request.id)
+            return KVQ_OK;
+        kvq__close_fds(call->fds, *n_fds);
+        *n_fds = 0;
+        if (rc)
+            return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's reply cannot be read: %s",
+                             call->what, text);
+        // Number 0 answers no call: the daemon says why it is about to close the connection.
+        if (call->reply->id == 0 && call->reply->status < 0)
+            return kvq__fail(call->reply->status, "%s: %s", call->what, call->reply->text);
+    }
+}
+
+static int check_reply(struct kvq__call *call, uint32_t n_fds)
+{
+    const Kvq__Reply *reply = call->reply;
+    if (reply->status < 0)
+        return kvq__fail(reply->status, "%s: %s", call->what,
+                         *reply->text ? reply->text : kvq_strerror(reply->status));
+    if (reply->status > 0 || reply->result_case != call->want || n_fds != call->want_fds)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "%s: the daemon answered status %d, result %d and %u descriptors; %d "
+                         "and %u belong to it",
+                         call->what, reply->status, (int)reply->result_case, n_fds, (int)call->want,
+                         call->want_fds);
+    return KVQ_OK;
+}
+
+int kvq__exchange(kvq_client *client, struct kvq__call *call)
+{
+    uint64_t deadline = kvq__now_ns() + (uint64_t)client->timeout_ms * 1000000u;
+    uint32_t n_fds = 0;
+    size_t length;
+    if (client->socket < 0)
+        return kvq__fail(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
+                         call->what);
+    call->request.id = ++client->next_id ? client->next_id : ++client->next_id;
+    call->request.protocol = client->info.protocol;
+    int rc = kvq_request_pack(&call->request, client->packet, sizeof client->packet, &length);
+    if (rc)
+        return kvq__fail(rc, "%s: the request does not fit a packet of %d bytes", call->what,
+                         KVQ_MAX_MESSAGE);
+    rc = kvq__packet_send(client->socket, client->packet, length, call->send_fd, deadline);
+    if (rc == KVQ_OK)
+        rc = receive_reply(client, call, &n_fds, deadline);
+    if (rc == KVQ_E_DEADLINE)
+        return kvq__fail(rc, "%s: the daemon did not answer within %u ms", call->what,
+                         client->timeout_ms);
+    if (rc)
+        return rc;
+    rc = check_reply(call, n_fds);
+    if (rc)
+        kvq__close_fds(call->fds, n_fds);
+    return rc;
+}

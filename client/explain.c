@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Texts for what failed on a ring. A completion has room for a code and a number only; what the
+// request asked for, how long its buffers are and what shape the session has is known here.
+#include "client/internal.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+struct subject {
+    kvq_queue *queue;
+    const struct kvq_request *request;
+    const struct kvq_entry *entry;
+    uint32_t index;
+    const struct kvq__handle *handle; // NULL: not open here
+    char where[160];                  // "append, layer 3, entry 5 (session 0x100000002)"
+};
+
+const char *kvq__op_name(unsigned op)
+{
+    static const char *const names[KVQ_OP_COUNT] = {
+        "nop",      "step begin", "append", "attend", "append and attend", "step end", "step abort",
+        "truncate", "fork",       "accept", "read",
+    };
+    return op < KVQ_OP_COUNT ? names[op] : "unknown operation";
+}
+
+static bool has_layer(unsigned op)
+{
+    return op == KVQ_OP_APPEND || op == KVQ_OP_ATTEND || op == KVQ_OP_APPEND_ATTEND ||
+           op == KVQ_OP_READ;
+}
+
+static void name_request(char *where, size_t size, const struct kvq_request *r)
+{
+    if (has_layer(r->op))
+        snprintf(where, size, "%s, layer %u", kvq__op_name(r->op), r->layer);
+    else
+        snprintf(where, size, "%s", kvq__op_name(r->op));
+}
+
+// ---- Where a view ends ----
+
+struct extent {
+    const char *name;
+    const struct kvq_wire_view *view;
+    uint64_t first, rows; // first row and number of rows
+    uint32_t heads, dim, value_bytes;
+};
+
+// The byte behind the last one touched; UINT64_MAX if it does not fit 64 bits.
+static uint64_t end_of(const struct extent *e)
+{
+    unsigned __int128 end = e->view->offset;
+    if (e->rows == 0 || e->heads == 0)
+        return 0;
+    end += (unsigned __int128)(e->first + e->rows - 1) * e->view->token_stride;
+    end += (unsigned __int128)(e->heads - 1) * e->view->head_stride;
+    end += (uint64_t)e->dim * e->value_bytes;
+    return end < UINT64_MAX ? (uint64_t)end : UINT64_MAX;
+}
+
+static size_t buffer_bytes(const kvq_client *client, uint32_t id)
+{
+    const struct kvq_buffer *b;
+    TAILQ_FOREACH (b, &client->buffers, entry)
+        if (b->id == id)
+            return b->bytes;
+    return 0;
+}
+
+static uint32_t value_bytes(uint8_t dtype)
+{
+    return dtype == KVQ_DTYPE_F32 ? 4 : 2;
+}
+
+// What the request touches of each view, by the session's shape. Returns how many there are.
+static uint32_t extents_of(const struct subject *s, struct extent *out)
+{
+    const struct kvq_request *r = s->request;
+    const struct kvq_entry *e = s->entry;
+    const struct kvq__shape *shape = s->handle->shape;
+    uint32_t n = 0;
+    if (!shape || r->layer >= shape->layers)
+        return 0;
+    uint32_t kv = shape->layer[r->layer].kv_heads, qh = shape->layer[r->layer].q_heads;
+    uint32_t kd = shape->layer[r->layer].k_dim, vd = shape->layer[r->layer].v_dim;
+    if (!(r->flags & KVQ_REQ_PAGED_KV)) {
+        out[n++] = (struct extent){"k", &r->k, e->row, e->append, kv, kd, value_bytes(r->k.dtype)};
+        out[n++] = (struct extent){"v", &r->v, e->row, e->append, kv, vd, value_bytes(r->v.dtype)};
+    }
+    out[n++] = (struct extent){"q", &r->q, e->q_row, e->queries, qh, kd, value_bytes(r->q.dtype)};
+    out[n++] =
+        (struct extent){"out", &r->out, e->q_row, e->queries, qh, vd, value_bytes(r->out.dtype)};
+    out[n++] = (struct extent){"lse", &r->lse, e->q_row, e->queries, qh, 1, 4};
+    return n;
+}
+
+static bool explain_bounds(const struct subject *s)
+{
+    struct extent extents[5];
+    uint32_t n = has_layer(s->request->op) && s->handle ? extents_of(s, extents) : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct extent *e = &extents[i];
+        size_t bytes = buffer_bytes(s->queue->client, e->view->buffer);
+        uint64_t end = end_of(e);
+        if (e->view->buffer == 0 || end <= bytes)
+            continue;
+        kvq__fail(KVQ_E_BOUNDS,
+                  "%s: %s rows %" PRIu64 " to %" PRIu64 " (offset %" PRIu64 ", strides %" PRIu64
+                  " and %" PRIu64 ", %u heads of %u) end at byte %" PRIu64
+                  ", its buffer has %zu bytes",
+                  s->where, e->name, e->first, e->first + e->rows - 1, e->view->offset,
+                  e->view->token_stride, e->view->head_stride, e->heads, e->dim, end, bytes);
+        return true;
+    }
+    return false;
+}
+
+// ---- What failed, by code ----
+
+static bool explain_layer(const struct subject *s)
+{
+    const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
+    if (!has_layer(s->request->op) || !shape || s->request->layer < shape->layers)
+        return false;
+    kvq__fail(KVQ_E_SHAPE, "%s: the session has %u layers, 0 to %u", s->where, shape->layers,
+              shape->layers - 1);
+    return true;
+}
+
+static bool explain_step_limits(const struct subject *s)
+{
+    const struct kvq_entry *e = s->entry;
+    if (e->append > KVQ_MAX_STEP_TOKENS)
+        kvq__fail(KVQ_E_LIMIT, "%s: %u tokens, at most %d go into one step", s->where, e->append,
+                  KVQ_MAX_STEP_TOKENS);
+    else if (e->queries > KVQ_MAX_STEP_QUERIES)
+        kvq__fail(KVQ_E_LIMIT, "%s: %u query tokens, at most %d go into one call", s->where,
+                  e->queries, KVQ_MAX_STEP_QUERIES);
+    else if (e->position + e->append > KVQ_MAX_SESSION_TOKENS)
+        kvq__fail(KVQ_E_LIMIT, "%s: %" PRIu64 " and %u more tokens, a session holds at most %d",
+                  s->where, e->position, e->append, KVQ_MAX_SESSION_TOKENS);
+    else
+        return false;
+    return true;
+}
+
+static bool explain_position(const struct subject *s)
+{
+    kvq__fail(KVQ_E_POSITION,
+              "%s: position %" PRIu64 " was given, the session holds %" PRIu64
+              " tokens; nothing was done; take its count from kvq_session_info and send again "
+              "what lies behind it",
+              s->where, s->entry->position, s->entry->value);
+    return true;
+}
+
+static bool explain_stale(const struct subject *s)
+{
+    kvq__fail(KVQ_E_STALE,
+              "%s: the handle is %s; its session was closed, dropped or lost; open it again",
+              s->where, s->handle ? "known here, but no longer to the daemon" : "not open here");
+    return true;
+}
+
+static bool explain_rollback(const struct subject *s)
+{
+    if (s->request->op == KVQ_OP_TRUNCATE)
+        kvq__fail(KVQ_E_ROLLBACK,
+                  "%s: %u tokens back from %" PRIu64 " is further than the session can go; %" PRIu64
+                  " tokens are kept; open it with a larger max_rollback (at most %d)",
+                  s->where, s->entry->list_token, s->entry->position, s->entry->value,
+                  KVQ_MAX_ROLLBACK);
+    else
+        kvq__fail(KVQ_E_ROLLBACK,
+                  "%s: the last %u tokens cannot be changed any more; open the session with a "
+                  "larger max_rollback (at most %d)",
+                  s->where, s->entry->append, KVQ_MAX_ROLLBACK);
+    return true;
+}
+
+static bool explain_code(const struct subject *s)
+{
+    switch (s->entry->status) {
+    case KVQ_E_BOUNDS:
+        return explain_bounds(s);
+    case KVQ_E_SHAPE:
+        return explain_layer(s);
+    case KVQ_E_LIMIT:
+        return explain_step_limits(s);
+    case KVQ_E_POSITION:
+        return explain_position(s);
+    case KVQ_E_STALE:
+        return explain_stale(s);
+    case KVQ_E_ROLLBACK:
+        return explain_rollback(s);
+    default:
+        return false;
+    }
+}
+
+// What else the caller may want to know, by code; NULL if the code's own text says it all.
+static const char *advice(int code)
+{
+    switch (code) {
+    case KVQ_E_NO_MEMORY:
+        return "close or drop sessions, or give the daemon a larger pool_bytes";
+    case KVQ_E_NONFINITE:
+        return "look at the engine's K and V before this layer";
+    case KVQ_E_INCOMPLETE:
+        return "append every layer before the step's end; the session stands as before the step";
+    case KVQ_E_NO_STEP:
+        return "begin a step with this session, and give its number in work->step";
+    case KVQ_E_BUSY:
+        return "end or abort the open step first";
+    case KVQ_E_READ_ONLY:
+        return "open the session without KVQ_OPEN_READ_ONLY to write";
+    case KVQ_E_TAKEN:
+        return "another client opened it with KVQ_OPEN_TAKE_OVER; this handle can only be closed";
+    case KVQ_E_BUFFER:
+        return "register the buffer, and do not close it while calls use it";
+    case KVQ_E_SHAPE:
+        return "rows, heads or tokens differ from what the session or the step was opened with";
+    default:
+        return NULL;
+    }
+}
+
+static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32_t index)
+{
+    struct subject s = {
+        .queue = queue, .request = &p->request, .entry = &p->entries[index], .index = index};
+    char request[80];
+    pthread_mutex_lock(&queue->client->table);
+    s.handle = kvq__handle_find(queue->client, s.entry->session);
+    name_request(request, sizeof request, &p->request);
+    snprintf(s.where, sizeof s.where, "%s, entry %u (session %#" PRIx64 ")", request, index,
+             s.entry->session);
+    if (!explain_code(&s)) {
+        const char *more = advice(s.entry->status);
+        kvq__fail(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",
+                  s.where, s.entry->position, s.entry->append, s.entry->queries,
+                  kvq_strerror(s.entry->status), more ? "; " : "", more ? more : "");
+    }
+    pthread_mutex_unlock(&queue->client->table);
+}
+
+static void explain_request(const struct kvq__pending *p)
+{
+    char where[80];
+    const char *more = advice(p->status);
+    name_request(where, sizeof where, &p->request);
+    if (p->status == KVQ_E_DISCONNECTED)
+        kvq__fail(p->status,
+                  "%s: the daemon is gone or has closed this connection; its log says "
+                  "why; kvq_reattach connects again",
+                  where);
+    else
+        kvq__fail(p->status, "%s of %u sessions (step %#" PRIx64 "): %s%s%s", where, p->n,
+                  p->request.step, kvq_strerror(p->status), more ? "; " : "", more ? more : "");
+}
+
+void kvq__explain(kvq_queue *queue, const struct kvq__pending *p)
+{
+    if (p->status) {
+        explain_request(p);
+        return;
+    }
+    for (uint32_t i = 0; i < p->n; i++) {
+        if (p->entries[i].status) {
+            explain_entry(queue, p, i);
+            return;
+        }
+    }
+}

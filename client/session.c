@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions: opening, closing, dropping, asking.
+#include "client/internal.h"
+
+#include <stdio.h>
+#include <string.h>
+
+// Texts that could not travel are refused here: the daemon would take them for an attack.
+static int check_text(const char *name, const char *text, size_t size)
+{
+    if (!text)
+        return KVQ_OK;
+    size_t length = strnlen(text, size);
+    if (length >= size)
+        return kvq__fail(KVQ_E_LIMIT, "opening a session: its %s has more than %zu bytes", name,
+                         size - 1);
+    if (!kvq_text_valid(text, length))
+        return kvq__fail(KVQ_E_INVALID,
+                         "opening a session: its %s is not UTF-8 without control characters", name);
+    return KVQ_OK;
+}
+
+static int check_options(const struct kvq_session_options *o)
+{
+    int rc = check_text("namespace", o->ns, KVQ_NAME_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("name", o->name, KVQ_NAME_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("model", o->model, KVQ_FINGERPRINT_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("format", o->format, KVQ_NAME_BYTES);
+    if (rc)
+        return rc;
+    if (o->n_layers > KVQ_MAX_LAYERS || (o->n_layers && !o->layers))
+        return kvq__fail(o->layers ? KVQ_E_LIMIT : KVQ_E_INVALID,
+                         "opening a session: %u rows of layers%s, at most %d are allowed",
+                         o->n_layers, o->layers ? "" : " at NULL", KVQ_MAX_LAYERS);
+    for (uint32_t i = 0; i < o->n_layers; i++) {
+        rc = check_text("layer's format", o->layers[i].format, KVQ_NAME_BYTES);
+        if (rc)
+            return rc;
+    }
+    const uint32_t known =
+        KVQ_OPEN_READ_ONLY | KVQ_OPEN_TAKE_OVER | KVQ_OPEN_MUST_EXIST | KVQ_OPEN_MUST_CREATE;
+    if (o->flags & ~known)
+        return kvq__fail(KVQ_E_INVALID, "opening a session: flags %#x are unknown, %#x are known",
+                         o->flags, known);
+    return KVQ_OK;
+}
+
+// The generated structures do not know const, but nothing writes through them.
+static char *text_of(const char *text)
+{
+    return (char *)(uintptr_t)(text ? text : "");
+}
+
+static void put_layer(const struct kvq_layer *row, Kvq__Layer *layer)
+{
+    kvq__layer__init(layer);
+    layer->q_heads = row->q_heads;
+    layer->kv_heads = row->kv_heads;
+    layer->k_dim = row->k_dim;
+    layer->v_dim = row->v_dim;
+    layer->window = row->window;
+    layer->softcap = row->softcap;
+    layer->scale = row->scale;
+    layer->format = text_of(row->format);
+    layer->kv_from_plus1 = row->kv_from < 0 ? 0 : (uint32_t)row->kv_from + 1;
+    layer->repeat = row->repeat;
+}
+
+static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m)
+{
+    kvq__open_session__init(m);
+    m->namespace_ = text_of(o->ns);
+    m->name = text_of(o->name);
+    m->model = text_of(o->model);
+    m->format = text_of(o->format);
+    m->shard = o->shard;
+    m->shards = o->shards;
+    m->dtype = o->dtype ? o->dtype : KVQ_DTYPE_F16;
+    m->v_rotation = o->v_rotation;
+    m->path = o->attention;
+    m->prompt_tokens = o->prompt_tokens;
+    m->max_rollback = o->max_rollback;
+    m->on_detach = (Kvq__OnDetach)o->on_detach;
+    m->keep_seconds = o->keep_seconds;
+    m->read_only = o->flags & KVQ_OPEN_READ_ONLY;
+    m->take_over = o->flags & KVQ_OPEN_TAKE_OVER;
+    m->must_exist = o->flags & KVQ_OPEN_MUST_EXIST;
+    m->must_create = o->flags & KVQ_OPEN_MUST_CREATE;
+}
+
+static void copy_text(char *to, size_t size, const char *from)
+{
+    snprintf(to, size, "%s", from);
+}
+
+static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_info *info)
+{
+    *info = (struct kvq_session_info){.id = s->id,
+                                      .tokens = s->tokens,
+                                      .packed_bytes = s->packed_bytes,
+                                      .window_bytes = s->window_bytes,
+                                      .table_bytes = s->table_bytes,
+                                      .full_precision_tokens = s->full_precision_tokens,
+                                      .saturated_values = s->saturated_values,
+                                      .bits_per_value = s->bits_per_value,
+                                      .bytes_per_token_head = s->bytes_per_token_head,
+                                      .bytes_per_token_head_total = s->bytes_per_token_head_total,
+                                      .compression = s->compression,
+                                      .layers = s->layers,
+                                      .created = s->created,
+                                      .read_only = read_only};
+    copy_text(info->ns, sizeof info->ns, s->namespace_);
+    copy_text(info->name, sizeof info->name, s->name);
+    copy_text(info->format, sizeof info->format, s->format);
+    copy_text(info->attention, sizeof info->attention, s->path);
+    copy_text(info->isa, sizeof info->isa, s->isa);
+}
+
+static int take_session(kvq_client *client, const struct kvq_session_options *o,
+                        const Kvq__Session *reply, kvq_session *session,
+                        struct kvq_session_info *info)
+{
+    bool read_only = o->flags & KVQ_OPEN_READ_ONLY;
+    int rc =
+        kvq__handle_add(client, reply->handle, read_only, kvq__shape_make(o->layers, o->n_layers));
+    if (rc)
+        return rc;
+    *session = reply->handle;
+    if (info)
+        take_info(reply, read_only, info);
+    return KVQ_OK;
+}
+
+static int open_session(kvq_client *client, const struct kvq_session_options *o,
+                        kvq_session *session, struct kvq_session_info *info)
+{
+    Kvq__Layer rows[KVQ_MAX_LAYERS], *pointers[KVQ_MAX_LAYERS];
+    Kvq__OpenSession message;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want = KVQ__REPLY__RESULT_SESSION,
+                             .what = "opening a session"};
+    put_options(o, &message);
+    for (uint32_t i = 0; i < o->n_layers; i++) {
+        put_layer(&o->layers[i], &rows[i]);
+        pointers[i] = &rows[i];
+    }
+    message.n_layers = o->n_layers;
+    message.layers = pointers;
+    call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
+    call.request.open_session = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        rc = take_session(client, o, call.reply->session, session, info);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
+                     kvq_session *session, struct kvq_session_info *info)
+{
+    if (!client || !options || !session)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_open: an argument is NULL");
+    *session = 0;
+    int rc = check_options(options);
+    return rc ? rc : open_session(client, options, session, info);
+}
+
+int kvq_session_close(kvq_client *client, kvq_session session)
+{
+    Kvq__CloseSession message = KVQ__CLOSE_SESSION__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a session"};
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_close: client is NULL");
+    message.handle = session;
+    call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
+    call.request.close_session = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK || rc == KVQ_E_STALE)
+        kvq__handle_remove(client, session);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+int kvq_session_drop(kvq_client *client, kvq_session session)
+{
+    Kvq__DropSession message = KVQ__DROP_SESSION__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "dropping a session"};
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_drop: client is NULL");
+    message.which_case = KVQ__DROP_SESSION__WHICH_HANDLE;
+    message.handle = session;
+    call.request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
+    call.request.drop_session = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK || rc == KVQ_E_STALE)
+        kvq__handle_remove(client, session);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+static bool is_read_only(kvq_client *client, kvq_session session)
+{
+    pthread_mutex_lock(&client->table);
+    const struct kvq__handle *handle = kvq__handle_find(client, session);
+    bool read_only = handle && handle->read_only;
+    pthread_mutex_unlock(&client->table);
+    return read_only;
+}
+
+int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session_info *info)
+{
+    Kvq__SessionInfo message = KVQ__SESSION_INFO__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want = KVQ__REPLY__RESULT_SESSION,
+                             .what = "asking about a session"};
+    if (!client || !info)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
+    message.which_case = KVQ__SESSION_INFO__WHICH_HANDLE;
+    message.handle = session;
+    call.request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
+    call.request.session_info = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        take_info(call.reply->session, is_read_only(client, session), info);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The session handles that this client holds, and the shapes behind them.
+#include "client/internal.h"
+
+#include <stdlib.h>
+
+static uint32_t index_of(uint64_t handle)
+{
+    return (uint32_t)handle;
+}
+
+static uint32_t repeats(const struct kvq_layer *row)
+{
+    return row->repeat ? row->repeat : 1;
+}
+
+// NULL for rows that cannot be: the daemon refuses those with a better text.
+struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows)
+{
+    uint64_t layers = 0;
+    for (uint32_t i = 0; i < n_rows; i++)
+        layers += repeats(&rows[i]);
+    if (layers == 0 || layers > KVQ_MAX_LAYERS)
+        return NULL;
+    struct kvq__shape *shape = calloc(1, sizeof *shape + layers * sizeof shape->layer[0]);
+    if (!shape)
+        return NULL;
+    shape->refs = 1;
+    for (uint32_t i = 0; i < n_rows; i++) {
+        for (uint32_t r = 0; r < repeats(&rows[i]); r++) {
+            uint32_t layer = shape->layers++;
+            shape->layer[layer].q_heads = rows[i].q_heads;
+            shape->layer[layer].kv_heads = rows[i].kv_heads;
+            shape->layer[layer].k_dim = rows[i].k_dim;
+            shape->layer[layer].v_dim = rows[i].v_dim;
+        }
+    }
+    return shape;
+}
+
+void kvq__shape_unref(struct kvq__shape *shape)
+{
+    if (shape && --shape->refs == 0)
+        free(shape);
+}
+
+static int add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
+{
+    if (handle == 0 || index_of(handle) >= KVQ__HANDLES)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon gave a session handle of index %u, at most %d are agreed",
+                         index_of(handle), KVQ__HANDLES - 1);
+    struct kvq__handle *h = &client->handles[index_of(handle)];
+    if (h->handle == 0)
+        client->open_handles++;
+    kvq__shape_unref(h->shape);
+    *h = (struct kvq__handle){handle, read_only, shape};
+    return KVQ_OK;
+}
+
+int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
+{
+    pthread_mutex_lock(&client->table);
+    int rc = add(client, handle, read_only, shape);
+    if (rc)
+        kvq__shape_unref(shape);
+    pthread_mutex_unlock(&client->table);
+    return rc;
+}
+
+int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle)
+{
+    pthread_mutex_lock(&client->table);
+    const struct kvq__handle *h = kvq__handle_find(client, source);
+    struct kvq__shape *shape = h ? h->shape : NULL;
+    if (shape)
+        shape->refs++;
+    int rc = add(client, handle, false, shape);
+    if (rc)
+        kvq__shape_unref(shape);
+    pthread_mutex_unlock(&client->table);
+    return rc;
+}
+
+static void forget(kvq_client *client, struct kvq__handle *h)
+{
+    client->open_handles--;
+    kvq__shape_unref(h->shape);
+    *h = (struct kvq__handle){0};
+}
+
+void kvq__handle_remove(kvq_client *client, uint64_t handle)
+{
+    pthread_mutex_lock(&client->table);
+    if (kvq__handle_find(client, handle))
+        forget(client, &client->handles[index_of(handle)]);
+    pthread_mutex_unlock(&client->table);
+}
+
+uint32_t kvq__handle_clear(kvq_client *client)
+{
+    pthread_mutex_lock(&client->table);
+    uint32_t held = client->open_handles;
+    for (uint32_t i = 0; i < KVQ__HANDLES; i++)
+        if (client->handles[i].handle)
+            forget(client, &client->handles[i]);
+    pthread_mutex_unlock(&client->table);
+    return held;
+}
+
+const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle)
+{
+    const struct kvq__handle *h = &client->handles[index_of(handle) % KVQ__HANDLES];
+    return handle && h->handle == handle ? h : NULL;
+}

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Taking completions off the ring, and waiting for them: spin for a while if CPUs are to spare,
+// then sleep on the eventfd and the attach socket, so that a daemon that dies wakes us at once.
+#include "client/internal.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    SPIN_FREE = 64,            // first spins, before the clock is looked at
+    SPIN_CHECK = 16,           // spins between looks at the clock
+    SPIN_MIN_NS = 20 * 1000,   // window of a queue whose answers take long
+    SPIN_MAX_NS = 1000 * 1000, // nobody spins longer than this of their own accord
+    GAP_START_NS = 50 * 1000,
+    ALIVE_NS = 10 * 1000 * 1000, // a long spin looks at the socket so often
+    RESULTS_AT_ONCE = 32,
+};
+
+static void fail_entries(struct kvq__pending *p, int code)
+{
+    for (uint32_t i = 0; p->entries && i < p->n; i++) {
+        p->entries[i].status = code;
+        p->entries[i].value = 0;
+    }
+}
+
+int kvq__queue_kill(kvq_queue *queue, int code)
+{
+    for (int i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+        struct kvq__pending *p = &queue->pending[i];
+        if (!p->ticket || p->done)
+            continue;
+        p->done = true;
+        p->status = code;
+        fail_entries(p, code);
+    }
+    if (!queue->dead)
+        queue->dead = code;
+    return code;
+}
+
+static int damaged(kvq_queue *queue, const char *what, uint64_t value)
+{
+    return kvq__queue_kill(queue,
+                           kvq__fail(KVQ_E_PROTOCOL,
+                                     "queue %u: the daemon's completion ring makes no sense: %s "
+                                     "%llu; kvq_reattach connects again",
+                                     queue->id, what, (unsigned long long)value));
+}
+
+static int lost(kvq_queue *queue)
+{
+    return kvq__queue_kill(queue, kvq__fail(KVQ_E_DISCONNECTED,
+                                            "the daemon is gone or has closed this connection; its "
+                                            "log says why; kvq_reattach connects again"));
+}
+
+// ---- Completions ----
+
+static struct kvq__pending *find_pending(kvq_queue *queue, uint32_t seq)
+{
+    for (int i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+        struct kvq__pending *p = &queue->pending[i];
+        if (p->ticket && !p->done && p->request.seq == seq)
+            return p;
+    }
+    return NULL;
+}
+
+static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
+                       const struct kvq_result *result)
+{
+    struct kvq_entry *entry = &p->entries[index];
+    entry->status = result->status;
+    entry->value = result->value;
+    if (p->request.op == KVQ_OP_FORK && result->status == KVQ_OK)
+        return kvq__handle_fork(queue->client, entry->session, result->value);
+    return KVQ_OK;
+}
+
+static int take_results(kvq_queue *queue, struct kvq__pending *p)
+{
+    struct kvq_result results[RESULTS_AT_ONCE];
+    for (uint32_t from = 0; from < p->n; from += RESULTS_AT_ONCE) {
+        uint32_t n = p->n - from < RESULTS_AT_ONCE ? p->n - from : RESULTS_AT_ONCE;
+        kvq_ring_copy(&queue->rx, sizeof(struct kvq_completion) + from * sizeof results[0], results,
+                      n * sizeof results[0]);
+        for (uint32_t i = 0; i < n; i++) {
+            int rc = take_result(queue, p, from + i, &results[i]);
+            if (rc)
+                return rc;
+        }
+    }
+    return KVQ_OK;
+}
+
+static int take_one(kvq_queue *queue, uint32_t ready, uint32_t *slots)
+{
+    struct kvq_completion head;
+    kvq_ring_copy(&queue->rx, 0, &head, sizeof head);
+    struct kvq__pending *p = find_pending(queue, head.seq);
+    *slots = 1 + ((uint32_t)head.count * sizeof(struct kvq_result) + KVQ_SLOT_BYTES - 1) /
+                     KVQ_SLOT_BYTES;
+    if (!p)
+        return damaged(queue, "it answers a request that is not open,", head.seq);
+    if (head.slots != *slots || *slots > ready)
+        return damaged(queue, "a message's length in slots is", head.slots);
+    if (head.count != p->n && !(head.count == 0 && head.status))
+        return damaged(queue, "the number of results is", head.count);
+    if (head.status > 0)
+        return damaged(queue, "a status is above zero:", (uint32_t)head.status);
+    if (head.count) {
+        int rc = take_results(queue, p);
+        if (rc)
+            return kvq__queue_kill(queue, rc);
+    } else {
+        fail_entries(p, head.status);
+    }
+    p->status = head.status;
+    p->done = true;
+    return KVQ_OK;
+}
+
+int kvq__queue_take(kvq_queue *queue)
+{
+    uint32_t ready;
+    if (queue->dead)
+        return queue->dead;
+    if (kvq_ring_poll(&queue->rx, &ready))
+        return damaged(queue, "its tail is at", queue->cq->tail);
+    while (ready > 0) {
+        uint32_t slots;
+        int rc = take_one(queue, ready, &slots);
+        if (rc)
+            return rc;
+        kvq_ring_consume(&queue->rx, slots);
+        ready -= slots;
+    }
+    return KVQ_OK;
+}
+
+// ---- Waiting ----
+
+// Did the daemon close the connection? What it published before it died still counts.
+static int check_alive(kvq_queue *queue, short revents)
+{
+    if (!(revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)))
+        return KVQ_OK;
+    int rc = kvq__queue_take(queue);
+    return rc ? rc : lost(queue);
+}
+
+static int look_at_socket(kvq_queue *queue)
+{
+    struct pollfd p = {.fd = queue->client->socket, .events = POLLRDHUP};
+    return poll(&p, 1, 0) > 0 ? check_alive(queue, p.revents) : KVQ_OK;
+}
+
+static uint64_t spin_window(const kvq_queue *queue)
+{
+    if (queue->client->spin_us)
+        return (uint64_t)queue->client->spin_us * 1000;
+    uint64_t gap = queue->gap_ns ? queue->gap_ns : GAP_START_NS;
+    return gap > SPIN_MAX_NS / 2 ? SPIN_MIN_NS : gap * 2 > SPIN_MIN_NS ? gap * 2 : SPIN_MIN_NS;
+}
+
+static void learn_gap(kvq_queue *queue, uint64_t ns)
+{
+    queue->gap_ns = queue->gap_ns ? (queue->gap_ns * 7 + ns) / 8 : ns;
+}
+
+// Spins until p is done, the window is over or there are too few CPUs. 0 or the queue's death.
+static int spin(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64_t deadline_ns)
+{
+    const struct kvq_daemon_page *page = queue->client->page;
+    uint64_t end = start + spin_window(queue), alive = start + ALIVE_NS;
+    end = end < deadline_ns ? end : deadline_ns;
+    while (kvq_ring_may_spin(page)) {
+        for (int i = 0; i < SPIN_CHECK; i++) {
+            int rc = kvq__queue_take(queue);
+            if (rc || p->done)
+                return rc;
+            kvq_cpu_relax();
+        }
+        uint64_t now = kvq__now_ns();
+        if (now >= end)
+            break;
+        if (now >= alive) {
+            int rc = look_at_socket(queue);
+            if (rc)
+                return rc;
+            alive = now + ALIVE_NS;
+        }
+    }
+    return KVQ_OK;
+}
+
+// Sleeps until woken, or the time is over. Completions are left to the caller.
+static int sleep_once(kvq_queue *queue, uint64_t left_ns)
+{
+    struct pollfd p[2] = {{.fd = queue->wake_client, .events = POLLIN},
+                          {.fd = queue->client->socket, .events = POLLRDHUP}};
+    struct timespec t = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
+    uint64_t count;
+    int n = ppoll(p, 2, left_ns == UINT64_MAX ? NULL : &t, NULL);
+    if (n < 0 && errno != EINTR)
+        return kvq__fail_errno("cannot wait for the daemon");
+    if (n > 0 && p[0].revents && read(queue->wake_client, &count, sizeof count) < 0 &&
+        errno != EAGAIN && errno != EINTR)
+        return kvq__fail_errno("cannot read the eventfd that wakes this client");
+    return n > 0 ? check_alive(queue, p[1].revents) : KVQ_OK;
+}
+
+static int sleep_until(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_ns)
+{
+    int rc = KVQ_OK;
+    while (rc == KVQ_OK && !p->done) {
+        uint64_t now = deadline_ns == UINT64_MAX ? 0 : kvq__now_ns();
+        if (now >= deadline_ns) {
+            rc = look_at_socket(queue); // who only ever polls learns of the daemon's end too
+            return rc || p->done ? rc : KVQ_E_DEADLINE;
+        }
+        kvq_ring_sleep_begin(&queue->req->client_sleeping);
+        rc = kvq__queue_take(queue);
+        if (rc == KVQ_OK && !p->done)
+            rc = sleep_once(queue, deadline_ns == UINT64_MAX ? UINT64_MAX : deadline_ns - now);
+        kvq_ring_sleep_end(&queue->req->client_sleeping);
+        if (rc == KVQ_OK)
+            rc = kvq__queue_take(queue);
+    }
+    return rc;
+}
+
+int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_ns)
+{
+    bool may_spin = deadline_ns && kvq_ring_may_spin(queue->client->page);
+    for (int i = 0; may_spin && i < SPIN_FREE; i++) {
+        int rc = kvq__queue_take(queue);
+        if (rc || p->done)
+            return rc;
+        kvq_cpu_relax();
+    }
+    uint64_t start = kvq__now_ns();
+    int rc = may_spin ? spin(queue, p, start, deadline_ns) : kvq__queue_take(queue);
+    if (rc == KVQ_OK && !p->done)
+        rc = sleep_until(queue, p, deadline_ns);
+    learn_gap(queue, kvq__now_ns() - start);
+    return rc;
+}
