@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the AVX-512 files share: loading swizzled rows, parting planes into codes, 2^x, sums.
+// Only the *_avx512.c files include this; they are compiled with the flags it needs.
+#ifndef KVQ_KERNELS_AVX512_H
+#define KVQ_KERNELS_AVX512_H
+
+#include <immintrin.h>
+
+#include "kernels/internal.h"
+
+// The kernels are written once for every number of rows and of bits, and specialized by constant
+// arguments. That only pays if the compiler really inlines them.
+#define KVQ__INLINE static inline __attribute__((always_inline))
+
+enum {
+    KVQ__TILE4 = 4,       // query rows that share one unpacking
+    KVQ__SLAB = 128,      // channels in a slab
+    KVQ__ROW_BYTES = 128, // a row of a plane: two registers
+    KVQ__SWAP_HALVES = 0x4e,
+};
+
+// Half z (words 16 z to 16 z + 15 in natural order) of a 128-byte row whose 16-byte chunks are
+// permuted by XOR 2 * m. Bit 1 of m exchanges the halves, bit 0 the halves of each half.
+KVQ__INLINE __m512i kvq__load_row(const uint8_t *row, unsigned z, unsigned m)
+{
+    __m512i x = _mm512_load_si512(row + 64 * (z ^ (m >> 1)));
+    return m & 1 ? _mm512_shuffle_i64x2(x, x, KVQ__SWAP_HALVES) : x;
+}
+
+// A 64-byte row of V at head_dim 64: set j's words are permuted by XOR 8 * (j >> 1).
+KVQ__INLINE __m512i kvq__load_row_64(const uint8_t *plane, unsigned row, unsigned j)
+{
+    __m512i x = _mm512_load_si512(plane + 64 * row);
+    return j >> 1 ? _mm512_shuffle_i64x2(x, x, KVQ__SWAP_HALVES) : x;
+}
+
+// Codes of 3 and 4 bits as nibbles: even holds positions 0 and 2 of each byte, odd 1 and 3.
+struct kvq__nibbles {
+    __m512i even, odd;
+};
+
+// low and high are 2-bit planes; the high one's upper bits are 0 for 3-bit codes.
+KVQ__INLINE struct kvq__nibbles kvq__join_planes(__m512i low, __m512i high)
+{
+    const __m512i mask = _mm512_set1_epi8(0x33);
+    // 0xca selects the second operand where the first is set, else the third.
+    return (struct kvq__nibbles){
+        _mm512_ternarylogic_epi32(mask, low, _mm512_slli_epi16(high, 2), 0xca),
+        _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(low, 2), high, 0xca),
+    };
+}
+
+// 16 fp16 to fp32.
+KVQ__INLINE __m512 kvq__load_f16(const void *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256(p));
+}
+
+// 16 bf16 to fp32.
+KVQ__INLINE __m512 kvq__load_bf16(const void *p)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf. NaN gives 0.
+KVQ__INLINE __m512 kvq__exp2_ps(__m512 x)
+{
+    __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 f = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.5353362e-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3398874e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6184373e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5503324e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(normal, p, n);
+}
+
+// Each 128-bit lane of the result holds that lane's sums of a, b, c and d.
+KVQ__INLINE __m512 kvq__lane_sums(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 ac = _mm512_add_ps(_mm512_unpacklo_ps(a, c), _mm512_unpackhi_ps(a, c));
+    __m512 bd = _mm512_add_ps(_mm512_unpacklo_ps(b, d), _mm512_unpackhi_ps(b, d));
+    return _mm512_add_ps(_mm512_unpacklo_ps(ac, bd), _mm512_unpackhi_ps(ac, bd));
+}
+
+// The sums of a, b, c and d, repeated in every 128-bit lane. Each is summed in the same order.
+KVQ__INLINE __m512 kvq__sum4(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 s = kvq__lane_sums(a, b, c, d);
+    s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0x4e));
+    return _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
+}
+
+// The largest of all lanes, in every lane.
+KVQ__INLINE __m512 kvq__max_all(__m512 x)
+{
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+    return _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+}
+
+// Sum of all lanes, in every lane, in the order of kvq__sum4.
+KVQ__INLINE __m512 kvq__sum_all(__m512 x)
+{
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+}
+
+// The file of each area enters its functions into the table.
+void kvq__init_avx512_softmax(struct kvq_kernels *k);
+void kvq__init_avx512_raw(struct kvq_kernels *k);
+void kvq__init_avx512_attend(struct kvq_kernels *k);
+void kvq__init_avx512_vnni(struct kvq_kernels *k);
+
+#endif

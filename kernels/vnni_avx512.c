@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention over packed groups with byte dot products (AVX-512 VNNI): the fast path.
+//
+// vpdpbusd multiplies 64 unsigned bytes with 64 signed ones and adds them up in fours, so one
+// instruction does four times the work of an fp32 FMA. What it needs are bytes on both sides:
+//
+// - K: the codes as they come out of the planes are the unsigned side; a word is one token and
+//   four channels. The signed side is q * scale, rounded to int8 once per group of 32 tokens and
+//   broadcast. Sums over channels stay in their lane: no horizontal adds.
+// - V: a word is one channel and four tokens. The unsigned side is p * scale, rounded to u8 with
+//   a step of its own for each row and group; the codes are the signed side.
+//
+// Rounding noise is proportional to what is multiplied with it, so codes are taken as centred on
+// zero: code = centre + (code - centre), where centre (1.5 for 2 bits) times the exact fp32 sum
+// of q * scale, together with the zeros, goes into a bias, and centre times the rounded sum is
+// taken off again. The zeros never pass through 8 bits.
+//
+// Two passes over a chunk of 512 tokens, with the softmax between them. The K pass prefetches the
+// chunk's V, the V pass the next chunk's K, into the second level cache.
+#include "kernels/vnni_avx512.h"
+
+// Into the second level cache: the first level is too small for a chunk.
+static void prefetch(const uint8_t *from, uint32_t bytes)
+{
+    for (uint32_t i = 0; i < bytes; i += 64)
+        _mm_prefetch((const char *)from + i, _MM_HINT_T1);
+}
+
+static void qk_packed_vnni(const struct kvq__tile *tile, const uint8_t *packed, float *logits)
+{
+    const struct kvq_layout *l = &tile->codec->layout;
+    prefetch(packed + l->v_codes, l->group_bytes - l->v_codes);
+    kvq__vnni_qk(tile, packed, logits);
+}
+
+static void pv_packed_vnni(const struct kvq__tile *tile, const uint8_t *packed, const float *p)
+{
+    const struct kvq__chunk *next = kvq__vnni_of(tile)->chunk->next;
+    uint32_t i = (uint32_t)(p - tile->logits) / KVQ_GROUP_TOKENS;
+    if (next && i < next->groups && next->group[i].packed_tokens)
+        prefetch(next->group[i].packed, tile->codec->layout.v_codes);
+    kvq__vnni_pv(tile, packed, p);
+}
+
+static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    v->exact->softmax(tile, n);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            kvq__vnni_prepare_v(tile, &v->chunk->group[i], i);
+}
+
+static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
+{
+    return c->k_bits && c->v_bits && rows <= KVQ_TILE_ROWS;
+}
+
+static void prepare_vnni(struct kvq__tile *tile)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        const float *q = tile->qt + (size_t)r * tile->dim;
+        __m512 top = _mm512_set1_ps(1e-30f);
+        for (uint32_t i = 0; i < tile->dim; i += 16)
+            top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_load_ps(q + i)));
+        top = kvq__max_all(top);
+        __m512 factor = _mm512_div_ps(_mm512_set1_ps(KVQ__INT16_TOP), top);
+        v->q_unit[r] = _mm512_cvtss_f32(top) / KVQ__INT16_TOP;
+        for (uint32_t i = 0; i < tile->dim; i += 32) {
+            __m512i x = kvq__to_int16(_mm512_load_ps(q + i), _mm512_load_ps(q + i + 16), factor);
+            _mm512_store_si512(v->q16[r] + i, _mm512_shuffle_epi8(x, kvq__byte_order()));
+        }
+    }
+}
+
+// The steps are the common ones, but packed groups are multiplied here.
+static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *tile,
+                              const struct kvq__chunk *chunk)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    struct kvq_kernels fast = *k;
+    fast.qk_packed = qk_packed_vnni;
+    fast.softmax = softmax_vnni;
+    fast.pv_packed = pv_packed_vnni;
+    v->exact = k;
+    v->chunk = chunk;
+    kvq__vnni_clear(tile);
+    for (uint32_t i = 0; i < chunk->groups; i++)
+        if (chunk->group[i].packed_tokens)
+            kvq__vnni_prepare_k(tile, chunk->group[i].packed, i);
+    kvq__attend_chunk(&fast, tile, chunk);
+    kvq__vnni_flush(tile);
+}
+
+void kvq__init_avx512_vnni(struct kvq_kernels *k)
+{
+    k->has_fast = has_fast_vnni;
+    k->prepare_fast = prepare_vnni;
+    k->attend_chunk_fast = attend_chunk_vnni;
+}

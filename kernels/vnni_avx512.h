@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state of the VNNI path and what its files share: vnni_avx512.c (the chunk, and the method
+// in words), vnni_k_avx512.c and vnni_v_avx512.c (the two operands).
+#ifndef KVQ_KERNELS_VNNI_AVX512_H
+#define KVQ_KERNELS_VNNI_AVX512_H
+
+#include "kernels/avx512.h"
+
+enum {
+    KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
+    KVQ__MAX_VECS = KVQ_MAX_HEAD_DIM / 16,
+    KVQ__MAX_VGROUPS = KVQ_MAX_HEAD_DIM / KVQ_GROUP_CHANNELS,
+};
+
+// Lives in the tile's scratch memory from prepare_fast on.
+struct kvq__vnni {
+    int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
+    float q_unit[KVQ_TILE_ROWS];                  // max |q| / KVQ__INT16_TOP
+    // Of the chunk: q * scale as int8, then p * scale as u8; the value of 1 in them; the bias of
+    // logits. Rows of groups that have no packed tokens are not touched.
+    uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
+    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
+    float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
+    // Sums of the chunk: values in the order of the layout; lanes of p * centred zero; lanes of
+    // centre * rounded weights.
+    float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
+    float zero[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
+    float taken[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS / 2][16];
+    const struct kvq_kernels *exact; // the table that the steps in between come from
+    const struct kvq__chunk *chunk;
+};
+static_assert(sizeof(struct kvq__vnni) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
+
+static inline struct kvq__vnni *kvq__vnni_of(const struct kvq__tile *tile)
+{
+    return tile->scratch;
+}
+
+// The bytes of one row in one group. Rows stand close, for a tile of few of them to stay in the
+// first level cache.
+static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row)
+{
+    return kvq__vnni_of(tile)->bytes + ((size_t)group * tile->rows + row) * tile->dim;
+}
+
+static inline float kvq__centre_of(uint32_t bits)
+{
+    return 0.5f * (float)((1 << bits) - 1);
+}
+
+// The largest of n fp16 numbers that are not negative: they are ordered like their bits.
+static inline float kvq__max_f16(const uint8_t *p, uint32_t n)
+{
+    __m512i m = _mm512_load_si512(p);
+    for (uint32_t i = 32; i < n; i += 32)
+        m = _mm512_max_epu16(m, _mm512_load_si512(p + 2 * i));
+    __m256i h = _mm256_max_epu16(_mm512_castsi512_si256(m), _mm512_extracti64x4_epi64(m, 1));
+    __m128i q = _mm_max_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+    // phminposuw finds a minimum, of the complements.
+    q = _mm_minpos_epu16(_mm_xor_si128(q, _mm_set1_epi16(-1)));
+    // A scale of 0 would give 0 / 0 below; the smallest fp16 number does no harm.
+    return fmaxf(_cvtsh_ss((uint16_t)~_mm_extract_epi16(q, 0)), 0x1p-24f);
+}
+
+// Two registers of fp32 as int16, in the order of vpackssdw.
+static inline __m512i kvq__to_int16(__m512 a, __m512 b, __m512 factor)
+{
+    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
+                              _mm512_cvtps_epi32(_mm512_mul_ps(b, factor)));
+}
+
+// Channels 4 s + {0, 1, 2, 3} stand in bytes 0, 2, 1, 3 of a word of codes: the shuffle of int16.
+static inline __m512i kvq__byte_order(void)
+{
+    return _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+}
+
+KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
+{
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return _mm512_set1_epi32(word);
+}
+
+// The planes of one operand of a group.
+struct kvq__planes {
+    const uint8_t *low, *high;
+    uint32_t dim;
+};
+
+// Logits of a group: queries into bytes, then dot products. The first runs for all groups of a
+// chunk before the second runs for any, so that the latency of the one, some hundred cycles from
+// the scales to the bytes, hides behind that of other groups. `group` counts within the chunk.
+void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group);
+void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits);
+
+// Values likewise: p into bytes, then dot products, summed in the state.
+void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
+                         uint32_t group);
+void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const float *p);
+
+// The chunk's sums, before all groups and after.
+void kvq__vnni_clear(const struct kvq__tile *tile);
+void kvq__vnni_flush(const struct kvq__tile *tile);
+
+#endif
