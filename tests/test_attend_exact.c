@@ -12,7 +12,8 @@
 
 #include "tests/kvtest.h"
 
-static const double LIMIT = 1e-3; // promised; what is measured is printed by largest_error
+// The promise is 1e-3. What fp32 reaches is printed at the end, and held to a limit near it.
+static const double LIMIT = 2e-5;
 
 static const struct kvq_kernels *all_kernels[3];
 static int n_kernels;
