@@ -35,7 +35,9 @@ enum {
     KVQ_GPU_GROWTH = 8, // log2 by which a logit may pass the running maximum
 };
 
-// Arguments of one launch; grid: x = splits, y = KV heads.
+// Arguments of one launch of KVQ_GPU_THREADS threads a block; grid: x = splits, y = KV heads. A
+// split without packed tokens gets l = 0. Numbers stay in fp16 as long as V scales are below 255
+// (values that span less than 765 within 32 channels at 2 bits) and K scales below 4094.
 struct kvq_gpu_attend {
     const uint8_t *pool;   // packed blocks of one layer
     const uint32_t *table; // for each 128 tokens of the session, the block's index in the pool
@@ -43,7 +45,7 @@ struct kvq_gpu_attend {
     uint32_t groups;       // packed groups of 32 tokens in the session
     uint32_t split_blocks; // blocks in a split
     uint32_t heads;        // query heads per KV head, 1 to 8
-    float scale;           // softmax scale times log2(e)
+    float scale;           // softmax scale times log2(e), above 0
     const uint16_t *q;     // fp16 [KV head][head][D], already in the basis of the packed keys
     float *ml;             // [KV head][split][head][2]: maximum m in units of log2, and l
     float *o;              // [KV head][split][head][D]: sum of 2^(logit - m) v; l the sum of 2^..
@@ -51,7 +53,6 @@ struct kvq_gpu_attend {
 
 // Where the parts of a group lie, as kernels/layout.h section 2 says, for the compiler to fold.
 template <int D, int BITS> struct kvq_gpu_group {
-    static constexpr int SLABS = D > 128 ? 2 : 1;
     static constexpr int PLANE = KVQ_GROUP_TOKENS * D / 4; // low plane, bytes
     static constexpr int HIGH = BITS == 2 ? 0 : BITS == 3 ? PLANE / 2 : PLANE;
     static constexpr int K_SCALES = PLANE + HIGH;
@@ -64,12 +65,11 @@ template <int D, int BITS> struct kvq_gpu_group {
     static constexpr int RECORD = KVQ_BLOCK_GROUPS * BYTES;
 
     static constexpr int V_GROUPS = D / KVQ_GROUP_CHANNELS;
-    static constexpr int TILES = D / 16; // of 16 channels of output
-    static constexpr int STEPS = D / 16; // of 16 channels of logits
+    static constexpr int STEPS = D / 16; // mma steps of 16 channels in a logit
     static constexpr int PAIRS = D / 8;  // half2 of Q in a lane
 
     static constexpr int WARP_BYTES = KVQ_GPU_STAGES * BYTES;
-    static constexpr int SMEM = KVQ_GPU_WARPS * WARP_BYTES; // shared memory of a thread block
+    static constexpr int SMEM = KVQ_GPU_WARPS * WARP_BYTES; // dynamic shared memory of a block
 };
 
 // Four words of a lane, cut into byte e (of either half of a word) at bits 0 to 7 of the halves.

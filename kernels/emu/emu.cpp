@@ -136,6 +136,7 @@ int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &
     m.report = report;
     m.grid_x = shape.grid_x;
     m.random = shape.seed * 2 + 1;
+    m.truncate = shape.truncate;
     m.fibers.resize(shape.threads);
     m.warps.resize(shape.threads / WARP);
     emu_machine = &m;
@@ -246,6 +247,21 @@ void block_sync(const char *file, int line)
     to_scheduler();
 }
 
+// terms[0..16] added up in one of the two ways of emu.h. Products of fp16 are exact in a double.
+static float sum_terms(const double terms[17])
+{
+    double sum = 0, unit = 0;
+    if (emu_machine->truncate) {
+        double most = 0;
+        for (int i = 0; i < 17; i++)
+            most = fmax(most, fabs(terms[i]));
+        unit = most > 0 && isfinite(most) ? ldexp(1, ilogb(most) - 23) : 0;
+    }
+    for (int i = 0; i < 17; i++)
+        sum += unit > 0 ? trunc(terms[i] / unit) * unit : terms[i];
+    return (float)sum;
+}
+
 // Words of a lane: a[0..3], b0, b1, then c[0..3] as bits.
 static void compute_mma(warp_state &w)
 {
@@ -264,10 +280,10 @@ static void compute_mma(warp_state &w)
     for (int l = 0; l < WARP; l++) {
         for (int r = 0; r < 4; r++) {
             const int row = (l >> 2) + 8 * (r >> 1), column = 2 * (l & 3) + (r & 1);
-            double sum = as_float(w.in[l][6 + r]);
+            double terms[17] = {as_float(w.in[l][6 + r])};
             for (int k = 0; k < 16; k++)
-                sum += (double)a[row][k] * b[k][column];
-            w.out[l][r] = as_bits((float)sum);
+                terms[1 + k] = (double)a[row][k] * b[k][column];
+            w.out[l][r] = as_bits(sum_terms(terms));
         }
     }
 }

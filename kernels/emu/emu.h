@@ -15,8 +15,10 @@
 // It also counts, for every shared load of a whole warp, the passes its bank conflicts cost: 32
 // banks of 4 bytes; loads of 8 and 16 bytes go in halves and quarters of a warp.
 //
-// Not modelled: timing, weak ordering of global memory, rounding inside an mma (the sum is exact,
-// rounded once; hardware truncates), the last bits of power2.
+// An mma sums exactly and rounds once, or, as hardware does in one way or another, cuts every term
+// to 24 bits counted from the largest (emu_shape.truncate).
+//
+// Not modelled: timing, weak ordering of global memory, the last bits of power2.
 //
 // One launch at a time in a process. Written for tests: memory that runs out ends the process.
 #ifndef KVQ_KERNELS_EMU_EMU_H
@@ -57,6 +59,7 @@ struct emu_shape {
     int grid_x, grid_y, threads;
     uint32_t shared;
     uint64_t seed;
+    bool truncate;
 };
 int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &shape,
                emu_report *report);

@@ -66,6 +66,7 @@ struct machine {
     int arrived;    // at a block_sync
     uint64_t syncs; // of the block
     uint64_t random;
+    bool truncate;
     bool refused;
     ucontext_t scheduler;
 };
