@@ -64,22 +64,19 @@ def xz_bits(path):
 
 
 def one_recall(weights, item):
-    """(all bytes right, share of bytes right, bits per byte of the answer, without the source)."""
+    """Scores of an answer, with the whole prompt and blind: without the part that holds it."""
     prompt, answer = item["prompt"].encode(), item["answer"].encode()
-    nats, right = losses(weights, prompt + answer)
-    nats, right = nats[-len(answer):], right[-len(answer):]
-    # The same end of the prompt without the part that holds the answer.
-    cut = len(prompt) - (item["distance"] + len(prompt) - prompt.rindex(b"\n\n")
-                         if item["kind"] == "repeat" else item["distance"])
-    cut += len(answer) + (42 if item["kind"] == "repeat" else 0)
-    blind, blind_right = losses(weights, prompt[cut:] + answer)
+    size = len(answer)
+    after_source = len(prompt) - item["distance"] + size
+    nats, right = (x[-size:] for x in losses(weights, prompt + answer))
+    blind, blind_right = (x[-size:] for x in losses(weights, prompt[after_source:] + answer))
     bits = 1 / math.log(2)
     return {
         "exact": float(right.all()),
         "bytes": right.float().mean().item(),
         "bits": nats.mean().item() * bits,
-        "blind_exact": float(blind_right[-len(answer):].all()),
-        "blind_bits": blind[-len(answer):].mean().item() * bits,
+        "blind_exact": float(blind_right.all()),
+        "blind_bits": blind.mean().item() * bits,
     }
 
 

@@ -20,9 +20,16 @@ import model
 import recall
 
 STEP_TOKENS, LONG = 8192, 4096
-# until this share of the time: sequence length, and the share of steps that are LONG all the same
-PHASES = ((0.50, 512, 0.08), (0.70, 1024, 0.20), (1.01, LONG, 1.0))
-MIX = {512: (0.30, 0.12), 1024: (0.40, 0.20), LONG: (0.50, 0.35)}  # sequences with facts, repeats
+
+# until this share of the time: sequence length, the share of steps that are LONG all the same, the
+# share of sequences with facts and with repeats, and bytes for each fact
+PHASES = (
+    (0.12, 512, 0.08, 0.30, 0.12, 200),
+    (0.40, 512, 0.08, 0.50, 0.20, 100),
+    (0.62, 1024, 0.20, 0.50, 0.20, 100),
+    (1.01, LONG, 1.0, 0.50, 0.30, 150),
+)
+MOST_FACTS = 24
 MUON_LR, MUON_DECAY = 0.012, 0.02
 ADAM_LR = {"embed": 3e-3, "norm": 3e-3}
 MOMENTUM, BETAS = 0.95, (0.9, 0.98)
@@ -117,19 +124,22 @@ class Data:
         start = left.pop()
         return self.text[start : start + size]
 
-    def sequence(self, length, facts, repeats):
+    def sequence(self, length, facts, repeats, spacing):
         text, kind = self.window(length), self.rng.random()
         if kind < facts:
-            return recall.with_facts(self.rng, text, length, self.rng.randint(1, 1 + length // 200))
+            count = self.rng.randint(1, min(MOST_FACTS, 1 + length // spacing))
+            return recall.with_facts(self.rng, text, length, count)
         if kind < facts + repeats:
             return recall.with_repeat(self.rng, text, length)
         return text, [1.0] * length
 
-    def batch(self, length):
-        count, (facts, repeats) = STEP_TOKENS // length, MIX[length]
-        rows = [self.sequence(length, facts, repeats) for _ in range(count)]
+    def batch(self, share):
+        _, length, long_share, *mix = next(p for p in PHASES if share < p[0])
+        if self.rng.random() < long_share:
+            length = LONG
+        rows = [self.sequence(length, *mix) for _ in range(STEP_TOKENS // length)]
         targets = torch.tensor([list(text) for text, _ in rows])
-        ids = torch.cat((torch.full((count, 1), model.BOS), targets[:, :-1]), 1)
+        ids = torch.cat((torch.full((len(rows), 1), model.BOS), targets[:, :-1]), 1)
         return ids, targets, torch.tensor([weights for _, weights in rows])
 
 
@@ -207,8 +217,7 @@ def run(args, masters, optimizer, state):
     saved = begun
     while time.time() < args.until:
         share = (before + time.time() - begun) / whole
-        _, length, long_share = next(p for p in PHASES if share < p[0])
-        batch = data.batch(LONG if data.rng.random() < long_share else length)
+        batch = data.batch(share)
         text, digits = one_step(masters, optimizer, tables, batch, rate_scale(share))
         state["step"] += 1
         state["tokens"] += STEP_TOKENS
