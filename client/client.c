@@ -237,9 +237,6 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
         kvq__queue_detach(queue, KVQ_E_CANCELLED);
     TAILQ_FOREACH (buffer, &client->buffers, entry)
         buffer->id = 0;
-    uint32_t held = kvq__handle_clear(client);
-    if (lost)
-        *lost = held;
     hang_up(client);
     int rc = attach_again(client);
     if (rc) {
@@ -249,6 +246,9 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
         hang_up(client);
         return rc;
     }
+    uint32_t held = kvq__handle_clear(client);
+    if (lost)
+        *lost = held;
     if (client->info.epoch != epoch)
         return kvq__fail(KVQ_E_EPOCH,
                          "the daemon was restarted; %u session handles of this client are lost; "

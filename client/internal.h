@@ -75,7 +75,7 @@ struct kvq_queue {
     const struct kvq_cq_page *cq;
     struct kvq_ring_tx tx;
     struct kvq_ring_rx rx;
-    int wake_daemon, wake_client; // eventfds
+    int wake_daemon, wake_client; // an eventfd to write; a socket to wait for
     uint32_t seq, steps;
     uint64_t tickets;
     uint64_t gap_ns; // how long waits took lately

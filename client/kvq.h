@@ -85,7 +85,8 @@ enum {
 /* One sentence for a code; never NULL. Thread-safe. */
 KVQ_API const char *kvq_strerror(int code);
 
-/* What exactly went wrong in the calling thread's last failed call: value, limit, what to do.
+/* What exactly went wrong in the calling thread's last failed call: value, limit, what to do. After
+ * a call over a batch that returned 0: what went wrong with the first entry whose status is not 0.
  * Never NULL; valid until the thread's next kvq call. */
 KVQ_API const char *kvq_error_text(void);
 
@@ -126,8 +127,10 @@ KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
  * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
  * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
  * handles are stale in both: open named sessions again by name; those that the daemon still
- * has stand at their last commit. *lost (may be NULL) gets the number of session handles that this
- * client held. Open tickets and steps end with KVQ_E_CANCELLED. No other thread may be in a call. */
+ * has stand at their last commit. *lost (may be NULL) gets the number of session handles that
+ * this client held. Open tickets and steps end with KVQ_E_CANCELLED. If it fails otherwise (no
+ * daemon yet, ...), nothing is lost that was not and it may be called again. No other thread may
+ * be in a call. */
 KVQ_API KVQ_CHECK int kvq_reattach(kvq_client *client, uint32_t *lost);
 
 /* ---- Queues -------------------------------------------------------------------------------- */
@@ -306,13 +309,15 @@ KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_e
 KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                      uint32_t n);
 
-/* Shortens each session to `tokens[i]` tokens. Within max_rollback the session is as if the rest
- * had never been; deeper: KVQ_E_ROLLBACK with the length kept in entry.value. */
+/* Shortens each session to `tokens[i]` tokens, at most entry.position (else KVQ_E_INVALID for the
+ * whole call). Within max_rollback the session is as if the rest had never been; deeper:
+ * KVQ_E_ROLLBACK with the length kept in entry.value. Overwrites entry.list_token. */
 KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
                                    const uint64_t *tokens, uint32_t n);
 
 /* A new unnamed session of this client with the first entry.position tokens of each; shares
- * what is packed. entry.value is its handle. The source must have no open step. */
+ * what is packed. entry.value is its handle, to be closed like any other. The source must have
+ * no open step. */
 KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
 /* Of the last entry.append tokens (at most max_rollback) keeps those at `list_token` indices,
@@ -328,7 +333,7 @@ KVQ_API KVQ_CHECK int kvq_read(kvq_queue *queue, const struct kvq_work *work,
 /* A request that does nothing, through the same validation: measures the ring. */
 KVQ_API KVQ_CHECK int kvq_nop(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
-/* ---- Without waiting: the same calls with a ticket --------------------------------------------- */
+/* ---- Without waiting: the same calls with a ticket ----------------------------------------- */
 
 enum kvq_operation {
     KVQ_DO_NOP = 0,
@@ -353,8 +358,10 @@ KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct
                                  struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket);
 
 /* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns
- * the request's status; KVQ_E_DEADLINE if it is not done yet (the ticket stays open);
- * KVQ_E_DISCONNECTED if the daemon died (the ticket is closed). */
+ * the request's status and closes the ticket; KVQ_E_DEADLINE if it is not done yet (entries are
+ * untouched, the ticket stays open); KVQ_E_DISCONNECTED if the daemon died and KVQ_E_CANCELLED
+ * after kvq_reattach (the ticket is closed). A request's own deadline that passed is
+ * KVQ_E_DEADLINE too, but in the status of its entries as well, and closes the ticket. */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
 
 /* ---- Merging ------------------------------------------------------------------------------- */

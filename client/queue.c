@@ -42,13 +42,13 @@ static int map_rings(kvq_queue *queue, const int *fds)
     return rc;
 }
 
-static int take_events(kvq_queue *queue, int *fds)
+static int take_wakers(kvq_queue *queue, int *fds)
 {
     // Reading and writing these must never block, whatever they are.
     for (int i = FD_WAKE_DAEMON; i <= FD_WAKE_CLIENT; i++) {
         int flags = fcntl(fds[i], F_GETFL);
         if (flags < 0 || fcntl(fds[i], F_SETFL, flags | O_NONBLOCK) < 0)
-            return kvq__fail_errno("the daemon's eventfd cannot be made non-blocking");
+            return kvq__fail_errno("what wakes a queue cannot be made non-blocking");
     }
     queue->wake_daemon = fds[FD_WAKE_DAEMON];
     queue->wake_client = fds[FD_WAKE_CLIENT];
@@ -73,7 +73,7 @@ int kvq__queue_attach(kvq_queue *queue)
         queue->id = call.reply->open_queue->queue;
         rc = map_rings(queue, call.fds);
         if (rc == KVQ_OK)
-            rc = take_events(queue, call.fds);
+            rc = take_wakers(queue, call.fds);
         kvq__close_fds(call.fds, QUEUE_FDS);
     }
     pthread_mutex_unlock(&client->control);

@@ -198,20 +198,32 @@ static int spin(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64
     return KVQ_OK;
 }
 
+// Takes what woke us out of its descriptor (a socket or an eventfd). False if its other end is
+// closed.
+static bool drain(int fd)
+{
+    uint64_t words[16];
+    ssize_t n;
+    do {
+        n = read(fd, words, sizeof words);
+    } while (n == (ssize_t)sizeof words || (n < 0 && errno == EINTR));
+    return n != 0;
+}
+
 // Sleeps until woken, or the time is over. Completions are left to the caller.
 static int sleep_once(kvq_queue *queue, uint64_t left_ns)
 {
     struct pollfd p[2] = {{.fd = queue->wake_client, .events = POLLIN},
                           {.fd = queue->client->socket, .events = POLLRDHUP}};
     struct timespec t = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
-    uint64_t count;
     int n = ppoll(p, 2, left_ns == UINT64_MAX ? NULL : &t, NULL);
     if (n < 0 && errno != EINTR)
         return kvq__fail_errno("cannot wait for the daemon");
-    if (n > 0 && p[0].revents && read(queue->wake_client, &count, sizeof count) < 0 &&
-        errno != EAGAIN && errno != EINTR)
-        return kvq__fail_errno("cannot read the eventfd that wakes this client");
-    return n > 0 ? check_alive(queue, p[1].revents) : KVQ_OK;
+    if (n <= 0)
+        return KVQ_OK;
+    if (p[0].revents && !drain(queue->wake_client))
+        return check_alive(queue, POLLHUP);
+    return check_alive(queue, p[1].revents);
 }
 
 static int sleep_until(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_ns)

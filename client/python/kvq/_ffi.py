@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libkvq through ctypes: the structures and functions of kvq.h, name by name.
+
+The library is $KVQ_LIBRARY, else libkvq.so.0 where the dynamic linker finds it. Calls release the
+interpreter's lock.
+"""
+import ctypes
+import os
+from ctypes import (POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32,
+                    c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
+
+import numpy as np
+
+U64_MAX = 2**64 - 1
+
+
+class ConnectOptions(Structure):
+    _fields_ = [("runtime_dir", c_char_p), ("name", c_char_p), ("timeout_ms", c_uint32),
+                ("spin_us", c_uint32)]
+
+
+class DaemonInfo(Structure):
+    _fields_ = [("version", c_char * 32), ("backend", c_char * 32), ("isa", c_char * 32),
+                ("epoch", c_uint64), ("client_id", c_uint64), ("protocol", c_uint32)]
+
+
+class Tensor(Structure):
+    _fields_ = [("buffer", c_void_p), ("offset", c_uint64), ("token_stride", c_uint64),
+                ("head_stride", c_uint64), ("dtype", c_uint8)]
+
+
+class LayerRow(Structure):
+    _fields_ = [("q_heads", c_uint16), ("kv_heads", c_uint16), ("k_dim", c_uint16),
+                ("v_dim", c_uint16), ("window", c_uint32), ("softcap", c_float),
+                ("scale", c_float), ("format", c_char_p), ("kv_from", c_int32),
+                ("repeat", c_uint32)]
+
+
+class SessionOptions(Structure):
+    _fields_ = [("ns", c_char_p), ("name", c_char_p), ("model", c_char_p),
+                ("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("format", c_char_p),
+                ("dtype", c_uint8), ("v_rotation", c_uint8), ("attention", c_uint8),
+                ("on_detach", c_uint8), ("shard", c_uint16), ("shards", c_uint16),
+                ("flags", c_uint32), ("max_rollback", c_uint32), ("prompt_tokens", c_uint64),
+                ("keep_seconds", c_uint64)]
+
+
+class SessionInfo(Structure):
+    _fields_ = [("id", c_uint64), ("tokens", c_uint64), ("packed_bytes", c_uint64),
+                ("window_bytes", c_uint64), ("table_bytes", c_uint64),
+                ("full_precision_tokens", c_uint64), ("saturated_values", c_uint64),
+                ("bits_per_value", c_double), ("bytes_per_token_head", c_double),
+                ("bytes_per_token_head_total", c_double), ("compression", c_double),
+                ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
+                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 32),
+                ("attention", c_char * 16), ("isa", c_char * 16)]
+
+
+class Pages(Structure):
+    _fields_ = [("page_tokens", c_uint32), ("k_page_stride", c_uint64),
+                ("v_page_stride", c_uint64), ("list", c_void_p), ("list_offset", c_uint64)]
+
+
+class Work(Structure):
+    _fields_ = [("step", c_uint64), ("layer", c_uint32), ("flags", c_uint32),
+                ("deadline_ns", c_uint64), ("k", Tensor), ("v", Tensor), ("q", Tensor),
+                ("out", Tensor), ("lse", Tensor), ("pages", Pages)]
+
+
+# struct kvq_entry, so that a batch is one array.
+ENTRY = np.dtype([("session", np.uint64), ("position", np.uint64), ("row", np.uint32),
+                  ("q_row", np.uint32), ("append", np.uint32), ("queries", np.uint16),
+                  ("list_token", np.uint16), ("status", np.int32), ("value", np.uint64)],
+                 align=True)
+assert ENTRY.itemsize == 48
+
+# Every function of kvq.h: result and arguments.
+FUNCTIONS = {
+    "kvq_strerror": (c_char_p, [c_int]),
+    "kvq_error_text": (c_char_p, []),
+    "kvq_version": (c_char_p, []),
+    "kvq_connect": (c_int, [POINTER(ConnectOptions), POINTER(c_void_p)]),
+    "kvq_disconnect": (None, [POINTER(c_void_p)]),
+    "kvq_daemon_info": (c_int, [c_void_p, POINTER(DaemonInfo)]),
+    "kvq_reattach": (c_int, [c_void_p, POINTER(c_uint32)]),
+    "kvq_queue_open": (c_int, [c_void_p, POINTER(c_void_p)]),
+    "kvq_queue_close": (None, [POINTER(c_void_p)]),
+    "kvq_buffer_create": (c_int, [c_void_p, c_size_t, POINTER(c_void_p)]),
+    "kvq_buffer_import_memfd": (c_int, [c_void_p, c_int, c_uint64, c_size_t, POINTER(c_void_p)]),
+    "kvq_buffer_data": (c_void_p, [c_void_p]),
+    "kvq_buffer_size": (c_size_t, [c_void_p]),
+    "kvq_buffer_close": (None, [POINTER(c_void_p)]),
+    "kvq_tensor_make": (Tensor, [c_void_p, c_uint64, c_uint32, c_uint32, c_uint8]),
+    "kvq_session_open": (c_int, [c_void_p, POINTER(SessionOptions), POINTER(c_uint64),
+                                 POINTER(SessionInfo)]),
+    "kvq_session_close": (c_int, [c_void_p, c_uint64]),
+    "kvq_session_drop": (c_int, [c_void_p, c_uint64]),
+    "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),
+    "kvq_step_begin": (c_int, [c_void_p, c_void_p, c_uint32, POINTER(c_uint64)]),
+    "kvq_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_attend": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_append_attend": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_step_end": (c_int, [c_void_p, c_uint64, c_void_p, c_uint32]),
+    "kvq_step_abort": (c_int, [c_void_p, c_uint64, c_void_p, c_uint32]),
+    "kvq_truncate": (c_int, [c_void_p, c_void_p, c_void_p, c_uint32]),
+    "kvq_fork": (c_int, [c_void_p, c_void_p, c_uint32]),
+    "kvq_accept": (c_int, [c_void_p, c_void_p, c_uint64, c_void_p, c_uint32]),
+    "kvq_read": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_nop": (c_int, [c_void_p, c_void_p, c_uint32]),
+    "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
+                           POINTER(c_uint64)]),
+    "kvq_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
+    "kvq_merge_states": (None, [c_void_p] * 6 + [c_size_t, c_size_t]),
+}
+
+
+def load():
+    """The library with every function's types declared. OSError if there is none."""
+    library = ctypes.CDLL(os.environ.get("KVQ_LIBRARY") or "libkvq.so.0")
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+lib = load()

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers: memory shared with the daemon, seen as NumPy arrays."""
+import ctypes
+import mmap
+import os
+from ctypes import byref, c_void_p
+
+import numpy as np
+
+from ._ffi import Tensor, lib
+from .errors import check
+
+F16, BF16, F32 = 1, 2, 3
+_NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16), F32: np.dtype(np.float32)}
+_NAMES = {"f16": F16, "float16": F16, "bf16": BF16, "bfloat16": BF16, "f32": F32, "float32": F32,
+          "uint16": BF16}
+
+
+def dtype_code(dtype):
+    """1, 2 or 3 for a name, a code or a NumPy dtype. bfloat16 travels as uint16."""
+    if dtype in (F16, BF16, F32) and not isinstance(dtype, (np.dtype, type)):
+        return int(dtype)
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in _NAMES:
+        raise TypeError(f"dtype {name}: f16, bf16 (as uint16) and f32 are known")
+    return _NAMES[name]
+
+
+def numpy_dtype(dtype):
+    """The NumPy dtype that holds values of a dtype."""
+    return _NUMPY[dtype_code(dtype)]
+
+
+class Buffer:
+    """Shared memory that the daemon reads and writes in place.
+
+    Made by Client.buffer. Arrays from array() are views of it; passing them, or any view of
+    them, to a Queue copies nothing.
+    """
+
+    def __init__(self, client, nbytes, daemon_made=False, memfd=None, offset=0):
+        if nbytes <= 0:
+            raise ValueError(f"a buffer of {nbytes} bytes: at least 1 is needed")
+        self.client = client
+        self.nbytes = nbytes
+        self.pointer = c_void_p()
+        self._used = 0
+        if daemon_made:
+            check(lib.kvq_buffer_create(client.pointer, nbytes, byref(self.pointer)))
+            self.address = lib.kvq_buffer_data(self.pointer)
+            memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
+            self._view = memoryview(memory).cast("B")
+        else:
+            self._import(memfd, offset)
+        self._daemon_made = daemon_made
+        client._buffers.append(self)
+
+    # The mapping is Python's own here, so arrays stay valid after the buffer is closed.
+    def _import(self, memfd, offset):
+        own = memfd is None
+        if own:
+            memfd = os.memfd_create("kvq-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if own:
+                os.ftruncate(memfd, self.nbytes)
+            mapping = mmap.mmap(memfd, self.nbytes, offset=offset)
+            check(lib.kvq_buffer_import_memfd(self.client.pointer, memfd, offset, self.nbytes,
+                                              byref(self.pointer)))
+        finally:
+            if own:
+                os.close(memfd)
+        self._view = memoryview(mapping)
+        self.address = np.frombuffer(self._view, np.uint8).ctypes.data
+
+    def array(self, shape, dtype=np.float32, offset=0):
+        """An array over the bytes from offset. dtype as for NumPy, or "f16", "bf16", "f32"."""
+        if isinstance(dtype, str) and dtype in _NAMES:
+            dtype = numpy_dtype(dtype)
+        return np.ndarray(shape, dtype, self._view, offset)
+
+    def take(self, shape, dtype=np.float32):
+        """The next array of a buffer used front to back, aligned to 64 bytes."""
+        at = self._used
+        made = self.array(shape, dtype, at)
+        self._used = at + (made.nbytes + 63 & ~63)
+        return made
+
+    def contains(self, array):
+        start, end = np.lib.array_utils.byte_bounds(array) if hasattr(
+            np.lib, "array_utils") else np.byte_bounds(array)
+        return self.address <= start and end <= self.address + self.nbytes
+
+    def tensor(self, array, dtype=None):
+        """Tensor for a [tokens][heads][dim] array (dim contiguous) that lies in this buffer."""
+        if array.ndim != 3:
+            raise ValueError(f"shape {array.shape}: [tokens, heads, dim] is needed")
+        code = dtype_code(dtype if dtype is not None else array.dtype)
+        if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+            raise ValueError("the last dimension of a tensor must be contiguous")
+        if min(array.strides) < 0:
+            raise ValueError("a tensor's strides may not be negative")
+        return Tensor(self.pointer, array.ctypes.data - self.address, array.strides[0],
+                      array.strides[1], code)
+
+    def close(self):
+        """Unregisters it; waits until nothing in flight uses it.
+
+        A buffer made by the daemon raises BufferError while arrays still refer to it.
+        """
+        if not self.pointer:
+            return
+        if self._daemon_made:
+            self._view.release()
+        lib.kvq_buffer_close(byref(self.pointer))
+        self.client._buffers.remove(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

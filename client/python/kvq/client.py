@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection and its sessions."""
+from ctypes import byref, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+
+from . import _ffi
+from ._ffi import lib
+from .buffers import Buffer, dtype_code
+from .errors import Code, Error, check, last_text
+from .work import Queue
+
+_ROTATIONS = {"none": 0, "engine": 1, "daemon": 2}
+_ATTENTION = {"exact": 0, "fast": 1, "default": 2}
+_DETACH = {"default": 0, "drop": 1, "keep": 2}
+_FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8}
+
+
+@dataclass
+class Layer:
+    """One row of a session's table of layers; struct kvq_layer says what each field means."""
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: Optional[int] = None  # None: head_dim
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 0.0
+    format: Optional[str] = None
+    kv_from: int = -1
+    repeat: int = 1
+
+    def _row(self):
+        return _ffi.LayerRow(self.q_heads, self.kv_heads, self.head_dim,
+                             self.head_dim if self.v_dim is None else self.v_dim, self.window,
+                             self.softcap, self.scale, _bytes(self.format), self.kv_from,
+                             self.repeat)
+
+
+def _bytes(text):
+    return None if text is None else text.encode()
+
+
+def _values(structure):
+    values = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    return {n: v.decode(errors="replace") if isinstance(v, bytes) else v
+            for n, v in values.items()}
+
+
+class Session:
+    """A session handle. `tokens` is the committed count as this process knows it."""
+
+    def __init__(self, client, handle, tokens, layers, read_only=False):
+        self.client = client
+        self.handle = handle
+        self.tokens = tokens
+        self.layers = layers  # of Layer, one for each layer; [] if opened without a table
+        self.read_only = read_only
+
+    def layer(self, number):
+        """The Layer of that number. ValueError if the session was opened without a table."""
+        if not self.layers:
+            raise ValueError("the session was opened without its table of layers: give shapes")
+        if not 0 <= number < len(self.layers):
+            raise Error(Code.E_SHAPE, f"layer {number}: the session has {len(self.layers)} layers,"
+                                      f" 0 to {len(self.layers) - 1}")
+        return self.layers[number]
+
+    def info(self):
+        """What the daemon knows of it, as a dict with the fields of struct kvq_session_info."""
+        out = _ffi.SessionInfo()
+        check(lib.kvq_session_info(self.client.pointer, self.handle, byref(out)))
+        return _values(out)
+
+    def refresh(self):
+        """Takes the committed count from the daemon and returns it."""
+        self.tokens = self.info()["tokens"]
+        return self.tokens
+
+    def close(self):
+        """Detaches; the session goes by its on_detach."""
+        if self.handle:
+            handle, self.handle = self.handle, 0
+            check(lib.kvq_session_close(self.client.pointer, handle))
+
+    def drop(self):
+        """Destroys the session."""
+        handle, self.handle = self.handle, 0
+        check(lib.kvq_session_drop(self.client.pointer, handle))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        try:
+            self.close()
+        except Error as error:
+            # Its daemon is gone, or it was dropped meanwhile: closed either way.
+            if error.code not in (Code.E_DISCONNECTED, Code.E_STALE):
+                raise
+
+
+class Client:
+    """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own."""
+
+    def __init__(self, runtime_dir=None, name=None, timeout_ms=0, spin_us=0):
+        options = _ffi.ConnectOptions(_bytes(runtime_dir and str(runtime_dir)), _bytes(name),
+                                      timeout_ms, spin_us)
+        self.pointer = c_void_p()
+        self._buffers = []
+        self._queues = []
+        check(lib.kvq_connect(byref(options), byref(self.pointer)))
+
+    def info(self):
+        """About the daemon, as a dict with the fields of struct kvq_daemon_info."""
+        out = _ffi.DaemonInfo()
+        check(lib.kvq_daemon_info(self.pointer, byref(out)))
+        return _values(out)
+
+    def queue(self):
+        """A new Queue, for one thread at a time."""
+        return Queue(self)
+
+    def buffer(self, nbytes, daemon_made=False):
+        """Shared memory of so many bytes: Python's own, or made by the daemon."""
+        return Buffer(self, nbytes, daemon_made)
+
+    def import_memfd(self, memfd, nbytes, offset=0):
+        """Registers memory of a memfd that the caller keeps."""
+        return Buffer(self, nbytes, memfd=memfd, offset=offset)
+
+    def array(self, shape, dtype=np.float32):
+        """An array in a buffer of its own."""
+        code = np.dtype(dtype) if not isinstance(dtype, str) else None
+        itemsize = code.itemsize if code else {1: 2, 2: 2, 3: 4}[dtype_code(dtype)]
+        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
+        return self.buffer(max(nbytes, 1)).array(shape, dtype)
+
+    def find_buffer(self, array):
+        """The open buffer that holds all of an array, or None."""
+        return next((b for b in self._buffers if b.contains(array)), None)
+
+    def session(self, layers=(), format=None, *, ns=None, name=None, model=None, dtype="f16",
+                v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
+                max_rollback=0, prompt_tokens=0, keep_seconds=0, **flags):
+        """Opens or creates a session. layers: of Layer. Flags, all False by default: read_only,
+        take_over, must_exist, must_create. The rest is as in struct kvq_session_options."""
+        unknown = set(flags) - set(_FLAGS)
+        if unknown:
+            raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
+        layers = list(layers)
+        rows = (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
+        options = _ffi.SessionOptions(
+            _bytes(ns), _bytes(name), _bytes(model), rows if layers else None, len(layers),
+            _bytes(format), dtype_code(dtype), _ROTATIONS[v_rotation], _ATTENTION[attention],
+            _DETACH[on_detach], shard, shards, sum(_FLAGS[f] for f in flags if flags[f]),
+            max_rollback, prompt_tokens, keep_seconds)
+        handle, info = c_uint64(), _ffi.SessionInfo()
+        check(lib.kvq_session_open(self.pointer, byref(options), byref(handle), byref(info)))
+        table = [layer for layer in layers for _ in range(max(layer.repeat, 1))]
+        return Session(self, handle.value, info.tokens, table, bool(info.read_only))
+
+    def reattach(self):
+        """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was
+        restarted, and how many session handles are lost. Queues and buffers go on working."""
+        lost = c_uint32()
+        code = lib.kvq_reattach(self.pointer, byref(lost))
+        if code not in (Code.OK, Code.E_EPOCH):
+            raise Error(code, last_text())
+        return code == Code.E_EPOCH, lost.value
+
+    def close(self):
+        """Disconnects; closes what is still open. BufferError while arrays refer to a buffer that
+        the daemon made."""
+        if not self.pointer:
+            return
+        for buffer in [b for b in self._buffers if b._daemon_made]:
+            buffer.close()
+        for owner in self._buffers + self._queues:
+            owner.pointer = c_void_p()
+        self._buffers.clear()
+        self._queues.clear()
+        lib.kvq_disconnect(byref(self.pointer))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Status codes and the exception that carries them."""
+import enum
+
+from ._ffi import lib
+
+
+class Code(enum.IntEnum):
+    """The codes of kvq.h without their prefix KVQ_."""
+    OK = 0
+    E_INVALID = -1
+    E_VERSION = -2
+    E_NO_DAEMON = -3
+    E_PERMISSION = -4
+    E_NO_SESSION = -5
+    E_STALE = -6
+    E_BUSY = -7
+    E_EXISTS = -8
+    E_SHAPE = -9
+    E_DTYPE = -10
+    E_FORMAT = -11
+    E_POSITION = -12
+    E_BOUNDS = -13
+    E_LIMIT = -14
+    E_NO_MEMORY = -15
+    E_QUOTA = -16
+    E_NONFINITE = -17
+    E_NO_STEP = -18
+    E_INCOMPLETE = -19
+    E_ROLLBACK = -20
+    E_READ_ONLY = -21
+    E_DEADLINE = -22
+    E_CANCELLED = -23
+    E_DISCONNECTED = -24
+    E_EPOCH = -25
+    E_PROTOCOL = -26
+    E_CREDITS = -27
+    E_DRAINING = -28
+    E_BUFFER = -29
+    E_SYSTEM = -30
+    E_UNSUPPORTED = -31
+    E_TAKEN = -32
+    E_INTERNAL = -33
+
+
+def strerror(code):
+    """One sentence for a code."""
+    return lib.kvq_strerror(int(code)).decode()
+
+
+def version():
+    """The library's version, as "0.1.0"."""
+    return lib.kvq_version().decode()
+
+
+def _as_code(value):
+    try:
+        return Code(value)
+    except ValueError:
+        return value
+
+
+class Error(Exception):
+    """A call that failed.
+
+    code     a Code
+    text     what was wrong: the value, the limit, what to do
+    entries  of a call over a batch: its entries with their status and value; else None
+    """
+
+    def __init__(self, code, text, entries=None):
+        self.code = _as_code(code)
+        self.text = text
+        self.entries = entries
+        name = self.code.name if isinstance(self.code, Code) else str(code)
+        super().__init__(f"{name}: {text or strerror(code)}")
+
+
+def last_text():
+    """What went wrong in this thread's last failed call."""
+    return lib.kvq_error_text().decode(errors="replace")
+
+
+def check(code, entries=None):
+    """Raises Error for a negative code, or for the first entry that failed."""
+    if code:
+        raise Error(code, last_text(), entries)
+    if entries is not None:
+        failed = entries["status"] != 0
+        if failed.any():
+            raise Error(int(entries["status"][failed][0]), last_text(), entries)
