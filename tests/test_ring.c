@@ -293,7 +293,7 @@ static void *stream(void *arg)
     struct kvq_ring_tx *tx = arg;
     for (uint32_t i = 0; i < STREAMED;) {
         uint8_t bytes[KVQ_SLOT_BYTES];
-        uint32_t room;
+        uint32_t room = 0;
         if (kvq_ring_room(tx, &room))
             abort();
         if (room == 0)
@@ -317,7 +317,7 @@ static void test_stream(void **unused)
     assert_int_equal(pthread_create(&thread, NULL, stream, &s.tx), 0);
     for (uint32_t i = 0; i < STREAMED;) {
         uint8_t bytes[KVQ_SLOT_BYTES], want[KVQ_SLOT_BYTES];
-        uint32_t ready;
+        uint32_t ready = 0;
         assert_int_equal(kvq_ring_poll(&s.rx, &ready), KVQ_OK);
         if (ready == 0)
             sched_yield();
