@@ -3,7 +3,7 @@
 # What building, showing and testing kvq needs on Debian 12, in one list. Sourced by demo.sh and
 # test.sh; run by itself it installs what is missing, or prints the one command that would.
 #
-#   tools/deps.sh [build|test]     `build` is enough for the programs and the demo
+#   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
 
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
@@ -13,11 +13,13 @@ kvq_build_packages=(
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
 )
+kvq_full_packages=(qemu-user)
 
 # Prints the packages of the given kind that are not installed.
 kvq_missing_packages() {
     local wanted=("${kvq_build_packages[@]}") package
-    [ "$1" = test ] && wanted+=("${kvq_test_packages[@]}")
+    [ "$1" != build ] && wanted+=("${kvq_test_packages[@]}")
+    [ "$1" = full ] && wanted+=("${kvq_full_packages[@]}")
     for package in "${wanted[@]}"; do
         dpkg-query -W -f '${db:Status-Abbrev}' "$package" 2>/dev/null | grep -q '^ii' ||
             printf '%s ' "$package"
@@ -30,7 +32,7 @@ kvq_install_packages() {
     if ! command -v dpkg-query >/dev/null; then
         echo "This is not a Debian system. Install what matches these packages, then try again:"
         echo "  ${kvq_build_packages[*]}"
-        [ "$1" = test ] && echo "  ${kvq_test_packages[*]}"
+        [ "$1" != build ] && echo "  ${kvq_test_packages[*]} ${kvq_full_packages[*]}"
         echo "or say KVQ_SKIP_DEPS=1 if it is all there."
         [ -n "${KVQ_SKIP_DEPS:-}" ]
         return
@@ -62,10 +64,10 @@ kvq_install_packages() {
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
-    build | test) kvq_install_packages "${1:-build}" ;;
+    build | test | full) kvq_install_packages "${1:-build}" ;;
     -h | --help) sed -n '3,6s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is neither build nor test"
+        echo "deps.sh: '$1' is none of build, test, full"
         exit 2
         ;;
     esac

@@ -71,7 +71,7 @@ done
 exec </dev/null
 mkdir -p build/log build/full
 started=$SECONDS
-kvq_install_packages test || exit 1
+kvq_install_packages $([ $full = 1 ] && echo full || echo test) || exit 1
 installed=$((SECONDS - started))
 
 # Names the state of the sources, so that --full knows what it has already shown.
