@@ -220,8 +220,8 @@ static bool take_request(struct kvq__poller *p, struct kvq__port *port, uint32_t
         break_off(p, port, complaint);
         return false;
     }
-    port->work.class =
-        kvq__class_of(kvq__queue_header(port->queue), kvq__queue_entries(port->queue));
+    port->work.urgency =
+        kvq__urgency_of(kvq__queue_header(port->queue), kvq__queue_entries(port->queue));
     return true;
 }
 

@@ -13,7 +13,7 @@
 
 #include "daemon/core.h"
 
-enum kvq__class { KVQ__DECODE, KVQ__PREFILL, KVQ__CLASSES };
+enum kvq__urgency { KVQ__DECODE, KVQ__PREFILL, KVQ__URGENCIES };
 
 enum {
     KVQ__QUANTUM_NS = 200000, // time that a client gets in one round
@@ -31,7 +31,7 @@ struct kvq__work {
     uint32_t picked; // items given out
     uint32_t done;   // items run; workers count it up
     uint32_t slot;   // its number in the workers' table
-    enum kvq__class class;
+    enum kvq__urgency urgency;
     TAILQ_ENTRY(kvq__work) link; // in the share's list while picked < n_items
 };
 
@@ -41,15 +41,15 @@ struct kvq__share {
     uint64_t cost_ns; // time of all items run; workers count it up
     uint64_t charged_ns;
     int64_t deficit_ns;
-    struct kvq__work_list work[KVQ__CLASSES];
-    TAILQ_ENTRY(kvq__share) link[KVQ__CLASSES]; // in the schedule's list while work is not empty
+    struct kvq__work_list work[KVQ__URGENCIES];
+    TAILQ_ENTRY(kvq__share) link[KVQ__URGENCIES]; // in the schedule's list while work is not empty
 };
 
 TAILQ_HEAD(kvq__share_list, kvq__share);
 
 struct kvq__schedule {
-    struct kvq__share_list shares[KVQ__CLASSES];
-    uint32_t n_shares[KVQ__CLASSES];
+    struct kvq__share_list shares[KVQ__URGENCIES];
+    uint32_t n_shares[KVQ__URGENCIES];
     uint32_t picks;
 };
 
@@ -57,10 +57,10 @@ void kvq__schedule_init(struct kvq__schedule *schedule);
 void kvq__share_init(struct kvq__share *share);
 
 // Class of a request, from the copy that the poller made of it.
-enum kvq__class kvq__class_of(const struct kvq_request *request,
-                              const struct kvq_entry_wire *entries);
+enum kvq__urgency kvq__urgency_of(const struct kvq_request *request,
+                                  const struct kvq_entry_wire *entries);
 
-// work->job, share, class and n_items are set; picked and done become 0.
+// work->job, share, urgency and n_items are set; picked and done become 0.
 void kvq__schedule_add(struct kvq__schedule *schedule, struct kvq__work *work);
 
 // The next item to run, in *item; NULL if there is none.

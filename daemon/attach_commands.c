@@ -1,0 +1,453 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Commands of the attach socket. Each has up to three parts: prepare (loop's thread: system
+// objects), run (poller's thread: the core), finish (loop's thread: reply, or clean up).
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "daemon/attach_internal.h"
+#include "daemon/workers.h"
+#include "kernels/layout.h"
+
+static void finish(struct kvq__mail *mail);
+
+static struct kvq__connection *of_mail(struct kvq__mail *mail)
+{
+    return (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, mail));
+}
+
+static void set_status(struct kvq__connection *c, int status, const char *text)
+{
+    kvq__reply_status(&c->reply, &c->arena, status, text);
+}
+
+static void back_to_loop(struct kvq__connection *c)
+{
+    kvq__mailbox_post(&c->server->box, &c->mail, finish);
+}
+
+// ---- Poller's thread ----
+
+// Posts the connection's end to the loop once nothing of the client is left here.
+static void check_gone(struct kvq__connection *c);
+
+static void line_closed(struct kvq__port *port)
+{
+    struct kvq__line *line = (struct kvq__line *)port; // its first member
+    struct kvq__connection *c = line->connection;
+    LIST_REMOVE(line, link);
+    if (c->detaching) {
+        kvq__line_free(line);
+        check_gone(c);
+    } else {
+        back_to_loop(c); // c->line is it
+    }
+}
+
+static void region_gone_on_loop(struct kvq__mail *mail)
+{
+    struct kvq__region *region = (struct kvq__region *)mail; // its first member
+    region->connection->buffer_bytes -= region->shm.bytes;
+    kvq__region_free(region);
+}
+
+void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, void *base)
+{
+    struct kvq__connection *c;
+    struct kvq__region *region = NULL;
+    LIST_FOREACH (c, &attach->clients, client_link)
+        if (c->client_id == client)
+            break;
+    if (c)
+        LIST_FOREACH (region, &c->regions, link)
+            if (region->shm.map == base)
+                break;
+    assert(region);
+    LIST_REMOVE(region, link);
+    bool asked = c->region == region && !c->detaching;
+    kvq__mailbox_post(&c->server->box, &region->mail, region_gone_on_loop);
+    if (asked)
+        back_to_loop(c);
+    else if (c->detaching)
+        check_gone(c);
+}
+
+static void complain_on_loop(struct kvq__mail *mail)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, broken_mail));
+    kvq__connection_end(c, c->broken_text);
+}
+
+static void complain(struct kvq__member *member, const char *text)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)member - offsetof(struct kvq__connection, member));
+    snprintf(c->broken_text, sizeof c->broken_text, "%s", text);
+    kvq__mailbox_post(&c->server->box, &c->broken_mail, complain_on_loop);
+}
+
+static int run_hello(struct kvq__connection *c, char *text)
+{
+    int error =
+        kvq__client_attach(c->server->core, &c->peer, c->name, &c->client, &c->client_id, text);
+    if (error)
+        return error;
+    kvq__share_init(&c->member.share);
+    c->member.complain = complain;
+    LIST_INSERT_HEAD(&c->attach->clients, c, client_link);
+    c->reply.hello->client_id = c->client_id;
+    return 0;
+}
+
+static int run_open_queue(struct kvq__connection *c, char *text)
+{
+    struct kvq__line *line = c->line;
+    int error = kvq__queue_open(c->client, &line->port.queue, text);
+    if (error)
+        return error;
+    line->id = ++c->next_line;
+    line->port.closed = line_closed;
+    error = kvq__port_add(c->server->poller, &line->port, text);
+    if (error) {
+        kvq__queue_close(&line->port.queue);
+        return error;
+    }
+    LIST_INSERT_HEAD(&c->lines, line, link);
+    c->reply.open_queue->queue = line->id;
+    return 0;
+}
+
+// Returns 1 when the line's closing will bring the command back.
+static int run_close_queue(struct kvq__connection *c, char *text)
+{
+    uint32_t id = c->request->close_queue->queue;
+    LIST_FOREACH (c->line, &c->lines, link)
+        if (c->line->id == id)
+            break;
+    if (!c->line) {
+        snprintf(text, KVQ_TEXT_BYTES, "no queue %u is open", id);
+        return KVQ_E_INVALID;
+    }
+    kvq__port_remove(c->server->poller, &c->line->port);
+    return 1;
+}
+
+static int run_add_buffer(struct kvq__connection *c, char *text)
+{
+    struct kvq__region *region = c->region;
+    int error = kvq__buffer_add(c->client, region->shm.map, region->shm.bytes, &region->id, text);
+    if (error)
+        return error;
+    LIST_INSERT_HEAD(&c->regions, region, link);
+    c->reply.create_buffer->buffer = region->id;
+    return 0;
+}
+
+// Returns 1 when buffer_gone will bring the command back.
+static int run_close_buffer(struct kvq__connection *c, char *text)
+{
+    uint32_t id = c->request->close_buffer->buffer;
+    LIST_FOREACH (c->region, &c->regions, link)
+        if (c->region->id == id)
+            break;
+    if (!c->region) {
+        snprintf(text, KVQ_TEXT_BYTES, "no buffer %u is registered", id);
+        return KVQ_E_BUFFER;
+    }
+    int error = kvq__buffer_remove(c->client, id, text);
+    if (error)
+        c->region = NULL;
+    return error ? error : 1;
+}
+
+static void run(struct kvq__mail *mail)
+{
+    struct kvq__connection *c = of_mail(mail);
+    char text[KVQ_TEXT_BYTES] = "";
+    int error = 0;
+    switch (c->request->command_case) {
+    case KVQ__REQUEST__COMMAND_HELLO:
+        error = run_hello(c, text);
+        break;
+    case KVQ__REQUEST__COMMAND_OPEN_QUEUE:
+        error = run_open_queue(c, text);
+        break;
+    case KVQ__REQUEST__COMMAND_CLOSE_QUEUE:
+        error = run_close_queue(c, text);
+        break;
+    case KVQ__REQUEST__COMMAND_CREATE_BUFFER:
+    case KVQ__REQUEST__COMMAND_IMPORT_BUFFER:
+        error = run_add_buffer(c, text);
+        break;
+    case KVQ__REQUEST__COMMAND_CLOSE_BUFFER:
+        error = run_close_buffer(c, text);
+        break;
+    default: {
+        struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, c->client,
+                                  kvq__now_ns()};
+        kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
+        break;
+    }
+    }
+    if (error == 1)
+        return;
+    if (error)
+        set_status(c, error, text);
+    back_to_loop(c);
+}
+
+static void gone_on_loop(struct kvq__mail *mail)
+{
+    kvq__connection_gone(of_mail(mail));
+}
+
+static void check_gone(struct kvq__connection *c)
+{
+    if (c->holding || !LIST_EMPTY(&c->lines) || !LIST_EMPTY(&c->regions))
+        return;
+    if (c->client)
+        LIST_REMOVE(c, client_link);
+    kvq__mailbox_post(&c->server->box, &c->mail, gone_on_loop);
+}
+
+static void detach(struct kvq__mail *mail)
+{
+    struct kvq__connection *c = of_mail(mail);
+    c->detaching = true;
+    c->holding = true; // until all lines were told, nobody posts the end
+    c->member.broken = true;
+    if (c->client)
+        kvq__client_detach(c->client);
+    struct kvq__line *line = LIST_FIRST(&c->lines), *next;
+    for (; line; line = next) {
+        next = LIST_NEXT(line, link);
+        kvq__port_remove(c->server->poller, &line->port);
+    }
+    c->holding = false;
+    check_gone(c);
+}
+
+// ---- Loop's thread ----
+
+void kvq__connection_detach(struct kvq__connection *c)
+{
+    c->state = KVQ__CONNECTION_ENDING;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, detach);
+}
+
+static int no_room(char *text)
+{
+    snprintf(text, KVQ_TEXT_BYTES, "no room left for the reply");
+    return KVQ_E_NO_MEMORY;
+}
+
+static int agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max, const char *what,
+                 uint32_t *agreed, char *text)
+{
+    *agreed = max < our_max ? max : our_max;
+    if (min <= max && *agreed >= our_min && *agreed >= min)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "the client speaks %s %u to %u, this daemon (%s) %u to %u; update the older one", what,
+             min, max, KVQ_VERSION_TEXT, our_min, our_max);
+    return KVQ_E_VERSION;
+}
+
+static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, char *text)
+{
+    const struct kvq__identity *us = &c->server->identity;
+    uint32_t layout = 0;
+    int error = agree(hello->protocol_min, hello->protocol_max, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX,
+                      "protocol", &c->protocol, text);
+    if (error == 0 && (hello->layout_min || hello->layout_max))
+        error = agree(hello->layout_min, hello->layout_max, KVQ_LAYOUT_ID, KVQ_LAYOUT_ID,
+                      "block layout", &layout, text);
+    if (error)
+        return error;
+    if (c->server->config.max_clients < c->attach->count) {
+        snprintf(text, KVQ_TEXT_BYTES, "%llu clients are attached already (max_clients)",
+                 (unsigned long long)c->server->config.max_clients);
+        return KVQ_E_LIMIT;
+    }
+    Kvq__HelloReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return no_room(text);
+    snprintf(c->name, sizeof c->name, "%s", hello->client_name);
+    kvq__hello_reply__init(reply);
+    reply->protocol = c->protocol;
+    reply->layout = layout;
+    reply->daemon_version = kvq_arena_text(&c->arena, us->version);
+    reply->backend = kvq_arena_text(&c->arena, us->backend);
+    reply->isa = kvq_arena_text(&c->arena, us->isa);
+    reply->epoch_changed = hello->last_epoch != 0 && hello->last_epoch != us->epoch;
+    c->reply.hello = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_HELLO;
+    c->fds[0] = c->server->page.fd;
+    c->n_fds = 1;
+    return 0;
+}
+
+static int prepare_open_queue(struct kvq__connection *c, char *text)
+{
+    int error;
+    Kvq__OpenQueueReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return no_room(text);
+    c->line = kvq__line_new(c, &error, text);
+    if (!c->line)
+        return error;
+    kvq__open_queue_reply__init(reply);
+    reply->request_slots = KVQ_REQ_SLOTS;
+    reply->reply_slots = KVQ_CQ_SLOTS;
+    c->reply.open_queue = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_OPEN_QUEUE;
+    const int fds[] = {c->line->request.fd, c->line->reply.fd, c->line->request_event,
+                       c->line->wake_theirs};
+    memcpy(c->fds, fds, sizeof fds);
+    c->n_fds = 4;
+    return 0;
+}
+
+static int prepare_buffer(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
+{
+    int error;
+    const Kvq__Request *r = c->request;
+    Kvq__CreateBufferReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return no_room(text);
+    bool import = r->command_case == KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
+    c->region = import ? kvq__region_import(c, packet->fds[0], r->import_buffer->offset,
+                                            r->import_buffer->bytes, &error, text)
+                       : kvq__region_new(c, r->create_buffer->bytes, &error, text);
+    if (!c->region)
+        return error;
+    c->buffer_bytes += c->region->shm.bytes;
+    kvq__create_buffer_reply__init(reply);
+    reply->bytes = c->region->shm.bytes;
+    c->reply.create_buffer = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_CREATE_BUFFER;
+    c->fds[0] = c->region->shm.fd;
+    c->n_fds = import ? 0 : 1;
+    return 0;
+}
+
+// Gives back what prepare made for a command that then failed.
+static void undo(struct kvq__connection *c)
+{
+    Kvq__Request__CommandCase command = c->request->command_case;
+    c->n_fds = 0;
+    if (command == KVQ__REQUEST__COMMAND_OPEN_QUEUE)
+        kvq__line_free(c->line);
+    if (c->region && (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER ||
+                      command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER)) {
+        c->buffer_bytes -= c->region->shm.bytes;
+        kvq__region_free(c->region);
+    }
+}
+
+static void finish(struct kvq__mail *mail)
+{
+    struct kvq__connection *c = of_mail(mail);
+    Kvq__Request__CommandCase command = c->request->command_case;
+    bool refused = c->reply.status != 0;
+    c->id = c->client_id;
+    c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
+    if (refused)
+        undo(c);
+    else if (command == KVQ__REQUEST__COMMAND_CLOSE_QUEUE)
+        kvq__line_free(c->line);
+    c->line = refused ? NULL : c->line;
+    kvq__connection_reply(c);
+    if (!refused && command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
+        close(c->region->shm.fd); // the mapping and the client's descriptor are enough
+        c->region->shm.fd = -1;
+    }
+    if (!refused && command == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
+        close(c->line->wake_theirs);
+        c->line->wake_theirs = -1;
+    }
+    c->line = NULL;
+    c->region = NULL;
+    kvq__connection_back(c);
+}
+
+// What the message alone tells: its turn, its version, the descriptors beside it.
+static int check_request(const struct kvq__connection *c, const struct kvq__packet *packet,
+                         char *text)
+{
+    Kvq__Request__CommandCase command = c->request->command_case;
+    bool hello = command == KVQ__REQUEST__COMMAND_HELLO;
+    uint32_t fds = command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER ? 1 : 0;
+    if (hello != (c->state == KVQ__CONNECTION_HELLO)) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 hello ? "a second hello" : "the first request must be hello");
+        return KVQ_E_PROTOCOL;
+    }
+    if (packet->n_fds != fds) {
+        snprintf(text, KVQ_TEXT_BYTES, "%u descriptors beside command %d; %u belong there",
+                 packet->n_fds, (int)command, fds);
+        return KVQ_E_PROTOCOL;
+    }
+    if (!hello && c->request->protocol != c->protocol) {
+        snprintf(text, KVQ_TEXT_BYTES, "protocol %u in a request; %u was agreed",
+                 c->request->protocol, c->protocol);
+        return KVQ_E_VERSION;
+    }
+    return 0;
+}
+
+static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
+{
+    switch (c->request->command_case) {
+    case KVQ__REQUEST__COMMAND_HELLO:
+        return prepare_hello(c, c->request->hello, text);
+    case KVQ__REQUEST__COMMAND_OPEN_QUEUE:
+        return prepare_open_queue(c, text);
+    case KVQ__REQUEST__COMMAND_CREATE_BUFFER:
+    case KVQ__REQUEST__COMMAND_IMPORT_BUFFER:
+        return prepare_buffer(c, packet, text);
+    case KVQ__REQUEST__COMMAND_KICK_CLIENT:
+        snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
+        return KVQ_E_INVALID;
+    default:
+        return 0;
+    }
+}
+
+void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *packet)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    c->arena.used = 0;
+    c->n_fds = 0;
+    c->line = NULL;
+    c->region = NULL;
+    kvq__reply__init(&c->reply);
+    c->reply.epoch = c->server->identity.epoch;
+    int error = kvq_request_unpack(packet->bytes, packet->length, &c->arena, &c->request, text);
+    if (error == 0) {
+        c->reply.id = c->request->id;
+        error = check_request(c, packet, text);
+    }
+    bool fatal = error != 0;
+    if (error == 0 && c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR)
+        kvq__doctor(c->server, &c->arena, &c->reply);
+    else if (error == 0)
+        error = prepare(c, packet, text);
+    kvq__packet_close_fds(packet);
+    bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR;
+    if (!local) {
+        c->state = KVQ__CONNECTION_BUSY;
+        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+        return;
+    }
+    if (error)
+        set_status(c, error, text);
+    c->n_fds = 0;
+    kvq__connection_reply(c);
+    if (fatal || (error && c->state == KVQ__CONNECTION_HELLO))
+        kvq__connection_end(c, text);
+}

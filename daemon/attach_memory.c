@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What queues and buffers are made of: memfds, mappings, eventfds and wake-up sockets.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "daemon/attach_internal.h"
+#include "proto/ring.h"
+
+// ---- Queues ----
+
+static void close_fd(int fd)
+{
+    if (fd >= 0)
+        close(fd);
+}
+
+void kvq__line_free(struct kvq__line *line)
+{
+    if (!line)
+        return;
+    kvq__shm_close(&line->request);
+    kvq__shm_close(&line->reply);
+    close_fd(line->request_event);
+    close_fd(line->wake_ours);
+    close_fd(line->wake_theirs);
+    free(line);
+}
+
+static int open_wakers(struct kvq__line *line, char *text)
+{
+    int pair[2];
+    line->request_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (line->request_event < 0 ||
+        socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot make what wakes a queue: %s%s", strerror(errno),
+                 errno == EMFILE ? "; raise the daemon's limit of open files (LimitNOFILE=)" : "");
+        return KVQ_E_SYSTEM;
+    }
+    line->wake_ours = pair[0];
+    line->wake_theirs = pair[1];
+    // A few wake-ups in the socket are enough, and bound what a client can make us hold.
+    const int small = 4096;
+    setsockopt(line->wake_ours, SOL_SOCKET, SO_SNDBUF, &small, sizeof small);
+    return 0;
+}
+
+struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, char *text)
+{
+    struct kvq__line *line = calloc(1, sizeof *line);
+    *error = KVQ_E_NO_MEMORY;
+    if (!line)
+        return NULL;
+    line->connection = connection;
+    line->request.fd = line->reply.fd = -1;
+    line->request_event = line->wake_ours = line->wake_theirs = -1;
+    *error = kvq__shm_create(&line->request, "kvq-requests", KVQ_REQ_RING_BYTES, false, text);
+    if (*error == 0)
+        *error = kvq__shm_create(&line->reply, "kvq-replies", KVQ_CQ_RING_BYTES, true, text);
+    if (*error == 0)
+        *error = open_wakers(line, text);
+    if (*error) {
+        kvq__line_free(line);
+        return NULL;
+    }
+    struct kvq_req_page *req = line->request.map;
+    struct kvq_cq_page *cq = line->reply.map;
+    *req = (struct kvq_req_page){
+        KVQ_SHM_MAGIC_REQUEST, KVQ_PROTOCOL_MAX, KVQ_REQ_SLOTS, {0}, 0, {0}, 0, {0}, 0, {0}};
+    *cq = (struct kvq_cq_page){
+        KVQ_SHM_MAGIC_REPLY, KVQ_PROTOCOL_MAX, KVQ_CQ_SLOTS, {0}, 0, {0}, 0, {0}};
+    line->port.member = &connection->member;
+    line->port.req = req;
+    line->port.cq = cq;
+    line->port.request_event = line->request_event;
+    line->port.client_wake = line->wake_ours;
+    return line;
+}
+
+// ---- Buffers ----
+
+void kvq__region_free(struct kvq__region *region)
+{
+    if (!region)
+        return;
+    kvq__shm_close(&region->shm);
+    free(region);
+}
+
+static struct kvq__region *region_alloc(struct kvq__connection *connection, uint64_t bytes,
+                                        int *error, char *text)
+{
+    uint64_t most = connection->server->config.client_bytes;
+    if (bytes == 0 || bytes > most || connection->buffer_bytes > most - bytes) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "a buffer of %llu bytes besides %llu that this client has; client_bytes allows "
+                 "1 to %llu together",
+                 (unsigned long long)bytes, (unsigned long long)connection->buffer_bytes,
+                 (unsigned long long)most);
+        *error = bytes == 0 ? KVQ_E_INVALID : KVQ_E_LIMIT;
+        return NULL;
+    }
+    struct kvq__region *region = calloc(1, sizeof *region);
+    *error = region ? 0 : KVQ_E_NO_MEMORY;
+    if (!region)
+        return NULL;
+    region->connection = connection;
+    region->shm.fd = -1;
+    return region;
+}
+
+struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,
+                                    char *text)
+{
+    struct kvq__region *region = region_alloc(connection, bytes, error, text);
+    if (!region)
+        return NULL;
+    *error = kvq__shm_create(&region->shm, "kvq-buffer", bytes, false, text);
+    if (*error == 0)
+        return region;
+    kvq__region_free(region);
+    return NULL;
+}
+
+struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
+                                       uint64_t bytes, int *error, char *text)
+{
+    struct kvq__region *region = region_alloc(connection, bytes, error, text);
+    if (!region)
+        return NULL;
+    *error = kvq__shm_import(&region->shm, fd, offset, bytes, text);
+    if (*error == 0)
+        return region;
+    kvq__region_free(region);
+    return NULL;
+}

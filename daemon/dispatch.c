@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One function a command; see dispatch.h. Messages have passed proto/wire.c, so strings are
+// bounded and printable; what they mean is checked by the core.
+#include "daemon/dispatch.h"
+
+#include <stdio.h>
+#include <string.h>
+
+// Lists end before the reply would grow beyond a message.
+enum { LIST_BYTES = KVQ_MAX_MESSAGE - 4096 };
+
+void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)
+{
+    reply->status = status;
+    reply->text = kvq_arena_text(arena, status == 0 ? "" : *text ? text : kvq_status_text(status));
+    reply->result_case = KVQ__REPLY__RESULT__NOT_SET;
+}
+
+// ---- Sessions ----
+
+static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
+                                     const char *isa)
+{
+    static const char *const rotations[] = {"none", "engine", "daemon"};
+    Kvq__Session *s = kvq_arena_alloc(arena, sizeof *s);
+    if (!s)
+        return NULL;
+    kvq__session__init(s);
+    s->handle = info->handle;
+    s->id = info->id;
+    s->namespace_ = kvq_arena_text(arena, info->ns);
+    s->name = kvq_arena_text(arena, info->name);
+    s->model = kvq_arena_text(arena, info->model);
+    s->tokens = info->tokens;
+    s->layers = info->layers;
+    s->format = kvq_arena_text(arena, info->format);
+    s->bits_per_value = info->bits_per_value;
+    s->bytes_per_token_head = info->bytes_per_token_head;
+    s->bytes_per_token_head_total = info->bytes_per_token_head_total;
+    s->full_precision_tokens = info->full_precision_tokens;
+    s->compression = info->compression;
+    s->packed_bytes = info->packed_bytes;
+    s->window_bytes = info->window_bytes;
+    s->table_bytes = info->table_bytes;
+    s->writer_client = info->writer_client;
+    s->readers = info->readers;
+    s->step_open = info->step_open;
+    s->idle_ms = info->idle_ms;
+    s->keep_ms = info->keep_ms;
+    s->path = kvq_arena_text(arena, info->path == KVQ_PATH_FAST ? "fast" : "exact");
+    s->isa = kvq_arena_text(arena, isa);
+    s->max_rollback = info->max_rollback;
+    s->created = info->created;
+    s->q_heads = info->q_heads;
+    s->kv_heads = info->kv_heads;
+    s->head_dim = info->head_dim;
+    s->saturated_values = info->saturated_values;
+    s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 3]);
+    return s;
+}
+
+static void answer_session(const struct kvq__dispatch *d, struct kvq_arena *arena,
+                           const struct kvq__session_info *info, Kvq__Reply *reply)
+{
+    reply->session = session_message(arena, info, d->identity->isa);
+    if (reply->session)
+        reply->result_case = KVQ__REPLY__RESULT_SESSION;
+    else
+        kvq__reply_status(reply, arena, KVQ_E_NO_MEMORY, "no room left for the reply");
+}
+
+// A row of the message as the core takes it. KVQ_E_SHAPE for numbers that its fields cannot hold.
+static int layer_row(const Kvq__Layer *layer, uint32_t index, struct kvq__layer_row *row,
+                     char *text)
+{
+    const uint32_t most = UINT16_MAX;
+    if (layer->q_heads > most || layer->kv_heads > most || layer->k_dim > most ||
+        layer->v_dim > most || layer->kv_from_plus1 > KVQ_MAX_LAYERS) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "layer row %u: %u query heads, %u KV heads, head_dim %u and %u, kv_from %u are "
+                 "beyond every limit (%d heads, %d layers)",
+                 index, layer->q_heads, layer->kv_heads, layer->k_dim, layer->v_dim,
+                 layer->kv_from_plus1, KVQ_MAX_HEADS, KVQ_MAX_LAYERS);
+        return KVQ_E_SHAPE;
+    }
+    *row = (struct kvq__layer_row){.q_heads = (uint16_t)layer->q_heads,
+                                   .kv_heads = (uint16_t)layer->kv_heads,
+                                   .k_dim = (uint16_t)layer->k_dim,
+                                   .v_dim = (uint16_t)layer->v_dim,
+                                   .window = layer->window,
+                                   .softcap = layer->softcap,
+                                   .scale = layer->scale,
+                                   .format = layer->format,
+                                   .kv_from = (int32_t)layer->kv_from_plus1 - 1,
+                                   .repeat = layer->repeat};
+    return 0;
+}
+
+static int layer_rows(const Kvq__OpenSession *open, struct kvq_arena *arena,
+                      struct kvq__session_spec *spec, char *text)
+{
+    if (open->n_layers > KVQ_MAX_LAYERS) {
+        snprintf(text, KVQ_TEXT_BYTES, "%zu layer rows; at most %d layers are held", open->n_layers,
+                 KVQ_MAX_LAYERS);
+        return KVQ_E_LIMIT;
+    }
+    struct kvq__layer_row *rows = kvq_arena_alloc(arena, (open->n_layers + 1) * sizeof *rows);
+    if (!rows)
+        return KVQ_E_NO_MEMORY;
+    spec->layers = rows;
+    spec->n_layers = (uint32_t)open->n_layers;
+    int error = 0;
+    for (uint32_t i = 0; i < spec->n_layers && !error; i++)
+        error = layer_row(open->layers[i], i, &rows[i], text);
+    return error;
+}
+
+static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *open,
+                        struct kvq_arena *arena, struct kvq__session_info *info, char *text)
+{
+    struct kvq__session_spec spec = {
+        .ns = open->namespace_,
+        .name = open->name,
+        .model = open->model,
+        .format = open->format,
+        .shard = open->shard,
+        .shards = open->shards,
+        .dtype = open->dtype,
+        .v_rotation = open->v_rotation,
+        .path = open->path,
+        .max_rollback = open->max_rollback,
+        .on_detach = (uint32_t)open->on_detach,
+        .prompt_tokens = open->prompt_tokens,
+        .keep_seconds = open->keep_seconds,
+        .flags = (open->read_only ? KVQ__OPEN_READ_ONLY : 0) |
+                 (open->take_over ? KVQ__OPEN_TAKE_OVER : 0) |
+                 (open->must_exist ? KVQ__OPEN_MUST_EXIST : 0) |
+                 (open->must_create ? KVQ__OPEN_MUST_CREATE : 0),
+    };
+    int error = layer_rows(open, arena, &spec, text);
+    return error ? error : kvq__session_open(d->client, &spec, info, text);
+}
+
+static int need_client(const struct kvq__dispatch *d, char *text)
+{
+    if (d->client)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES, "handles belong to attached clients; name the session instead");
+    return KVQ_E_INVALID;
+}
+
+static int drop_session(const struct kvq__dispatch *d, const Kvq__DropSession *drop, char *text)
+{
+    if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF)
+        return kvq__session_drop_named(d->core, d->peer, drop->ref->namespace_, drop->ref->name,
+                                       text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_drop(d->client, drop->handle, text);
+}
+
+static int session_info(const struct kvq__dispatch *d, const Kvq__SessionInfo *ask,
+                        struct kvq__session_info *info, char *text)
+{
+    if (ask->which_case == KVQ__SESSION_INFO__WHICH_REF)
+        return kvq__session_find(d->core, d->peer, ask->ref->namespace_, ask->ref->name, info,
+                                 text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_info(d->client, ask->handle, info, text);
+}
+
+// ---- Administration ----
+
+static void answer_ping(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    Kvq__Pong *pong = kvq_arena_alloc(arena, sizeof *pong);
+    if (!pong)
+        return;
+    kvq__pong__init(pong);
+    pong->version = kvq_arena_text(arena, d->identity->version);
+    pong->pid = d->identity->pid;
+    pong->uptime_ms = (d->now_ns - d->identity->start_ns) / 1000000;
+    reply->pong = pong;
+    reply->result_case = KVQ__REPLY__RESULT_PONG;
+}
+
+static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *arena,
+                           Kvq__StatusReply *s)
+{
+    struct kvq__namespace_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
+    s->namespaces = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *s->namespaces);
+    if (!infos || !s->namespaces)
+        return;
+    uint32_t n = kvq__core_namespaces(d->core, d->peer, infos, KVQ_MAX_LIST);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
+        Kvq__NamespaceStatus *ns = kvq_arena_alloc(arena, sizeof *ns);
+        if (!ns)
+            break;
+        kvq__namespace_status__init(ns);
+        ns->name = kvq_arena_text(arena, infos[i].name);
+        ns->sessions = infos[i].sessions;
+        ns->used_bytes = infos[i].used_bytes;
+        ns->limit_bytes = infos[i].limit_bytes;
+        bytes += kvq__namespace_status__get_packed_size(ns) + 4;
+        if (bytes > LIST_BYTES)
+            break;
+        s->namespaces[s->n_namespaces++] = ns;
+    }
+}
+
+static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    struct kvq__status status;
+    Kvq__StatusReply *s = kvq_arena_alloc(arena, sizeof *s);
+    if (!s)
+        return;
+    kvq__core_status(d->core, &status);
+    kvq__status_reply__init(s);
+    s->version = kvq_arena_text(arena, d->identity->version);
+    s->pid = d->identity->pid;
+    s->uptime_ms = (d->now_ns - d->identity->start_ns) / 1000000;
+    s->backend = kvq_arena_text(arena, d->identity->backend);
+    s->isa = kvq_arena_text(arena, d->identity->isa);
+    s->workers = d->identity->workers;
+    s->pool_bytes = status.pool_bytes;
+    s->pool_extent_bytes = status.pool_extent_bytes;
+    s->pool_used_bytes = status.pool_used_bytes;
+    s->pool_largest_free = status.pool_largest_free;
+    s->sessions = status.sessions;
+    s->clients = status.clients;
+    s->tokens = status.tokens;
+    s->steps = status.steps;
+    s->attends = status.attends;
+    s->appended_tokens = status.appended_tokens;
+    s->refused_requests = status.refused_requests;
+    s->kicked_clients = status.kicked_clients;
+    s->draining = status.draining;
+    s->runtime_dir = kvq_arena_text(arena, d->identity->runtime_dir);
+    add_namespaces(d, arena, s);
+    reply->status_reply = s;
+    reply->result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
+}
+
+static void answer_sessions(const struct kvq__dispatch *d, const char *ns, struct kvq_arena *arena,
+                            Kvq__Reply *reply)
+{
+    Kvq__SessionList *list = kvq_arena_alloc(arena, sizeof *list);
+    struct kvq__session_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
+    Kvq__Session **sessions = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *sessions);
+    if (!list || !infos || !sessions)
+        return;
+    kvq__session_list__init(list);
+    list->sessions = sessions;
+    uint32_t n = kvq__core_sessions(d->core, d->peer, ns, infos, KVQ_MAX_LIST);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
+        Kvq__Session *s = session_message(arena, &infos[i], d->identity->isa);
+        bytes += s ? kvq__session__get_packed_size(s) + 4 : 0;
+        if (!s || bytes > LIST_BYTES)
+            break;
+        sessions[list->n_sessions++] = s;
+    }
+    list->truncated = list->n_sessions < n;
+    reply->sessions = list;
+    reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
+}
+
+static Kvq__Client *client_message(struct kvq_arena *arena, const struct kvq__client_info *info)
+{
+    Kvq__Client *c = kvq_arena_alloc(arena, sizeof *c);
+    if (!c)
+        return NULL;
+    kvq__client__init(c);
+    c->id = info->id;
+    c->name = kvq_arena_text(arena, info->name);
+    c->pid = info->pid;
+    c->uid = info->uid;
+    c->queues = info->queues;
+    c->buffers = info->buffers;
+    c->buffer_bytes = info->buffer_bytes;
+    c->sessions = info->sessions;
+    c->requests = info->requests;
+    c->connected_ms = info->connected_ms;
+    return c;
+}
+
+static void answer_clients(const struct kvq__dispatch *d, struct kvq_arena *arena,
+                           Kvq__Reply *reply)
+{
+    Kvq__ClientList *list = kvq_arena_alloc(arena, sizeof *list);
+    struct kvq__client_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
+    Kvq__Client **clients = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *clients);
+    if (!list || !infos || !clients)
+        return;
+    kvq__client_list__init(list);
+    list->clients = clients;
+    uint32_t n = kvq__core_clients(d->core, d->peer, infos, KVQ_MAX_LIST);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
+        Kvq__Client *c = client_message(arena, &infos[i]);
+        bytes += c ? kvq__client__get_packed_size(c) + 4 : 0;
+        if (!c || bytes > LIST_BYTES)
+            break;
+        clients[list->n_clients++] = c;
+    }
+    list->truncated = list->n_clients < n;
+    reply->clients = list;
+    reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
+}
+
+// ---- The table ----
+
+int kvq__dispatch_knows(Kvq__Request__CommandCase command)
+{
+    return (command >= KVQ__REQUEST__COMMAND_OPEN_SESSION &&
+            command <= KVQ__REQUEST__COMMAND_SESSION_INFO) ||
+           (command >= KVQ__REQUEST__COMMAND_PING && command <= KVQ__REQUEST__COMMAND_KICK_CLIENT);
+}
+
+// Commands about sessions; true if one was answered with a session.
+static int run_session(const struct kvq__dispatch *d, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply, char *text)
+{
+    struct kvq__session_info info;
+    int error;
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_SESSION:
+        error = need_client(d, text);
+        error = error ? error : open_session(d, request->open_session, arena, &info, text);
+        break;
+    case KVQ__REQUEST__COMMAND_SESSION_INFO:
+        error = session_info(d, request->session_info, &info, text);
+        break;
+    case KVQ__REQUEST__COMMAND_CLOSE_SESSION:
+        error = need_client(d, text);
+        return error ? error : kvq__session_close(d->client, request->close_session->handle, text);
+    default:
+        return drop_session(d, request->drop_session, text);
+    }
+    if (error == 0)
+        answer_session(d, arena, &info, reply);
+    return error;
+}
+
+void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    int error = 0;
+    bool answers = true; // commands whose success is a result
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_SESSION:
+    case KVQ__REQUEST__COMMAND_CLOSE_SESSION:
+    case KVQ__REQUEST__COMMAND_DROP_SESSION:
+    case KVQ__REQUEST__COMMAND_SESSION_INFO:
+        error = run_session(d, request, arena, reply, text);
+        answers = false;
+        break;
+    case KVQ__REQUEST__COMMAND_PING:
+        answer_ping(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_STATUS:
+        answer_status(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_LIST_SESSIONS:
+        answer_sessions(d, request->list_sessions->namespace_, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_LIST_CLIENTS:
+        answer_clients(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_KICK_CLIENT:
+        error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);
+        answers = false;
+        break;
+    default:
+        error = KVQ_E_INVALID;
+        snprintf(text, sizeof text, "command %d is not taken on this socket",
+                 (int)request->command_case);
+        break;
+    }
+    if (error == 0 && answers && reply->result_case == KVQ__REPLY__RESULT__NOT_SET)
+        error = KVQ_E_NO_MEMORY;
+    if (error)
+        kvq__reply_status(reply, arena, error, text);
+}

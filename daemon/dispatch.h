@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Control commands against the core: sessions for attached clients, administration for both
+// sockets. Knows messages and the core, no sockets and no threads.
+#ifndef KVQ_DAEMON_DISPATCH_H
+#define KVQ_DAEMON_DISPATCH_H
+
+#include <stdint.h>
+
+#include "daemon/core.h"
+#include "proto/wire.h"
+
+// What stays the same for the daemon's whole run.
+struct kvq__identity {
+    const char *version, *backend, *isa, *runtime_dir;
+    uint64_t epoch, pid, start_ns;
+    uint32_t workers;
+};
+
+struct kvq__dispatch {
+    struct kvq__core *core;
+    const struct kvq__identity *identity;
+    const struct kvq__peer *peer;
+    struct kvq__client *client; // NULL: not attached
+    uint64_t now_ns;
+};
+
+// Whether a command belongs to dispatch; the others are the edges' own.
+int kvq__dispatch_knows(Kvq__Request__CommandCase command);
+
+// Runs one command on the thread that owns the core. Fills reply's status, text and result; what
+// they point to is in the arena. The reply was initialized, with id and epoch.
+void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply);
+
+// Makes reply a refusal (or, with status 0, an empty success); the text is copied.
+void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);
+
+#endif

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Findings about the machine and the configuration, for people: what is fine, what is worth
+// knowing, what is a problem, and what to do about it.
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "daemon/server.h"
+
+enum level { FINE, NOTE, PROBLEM };
+enum { MOST = 16 };
+
+struct findings {
+    struct kvq_arena *arena;
+    Kvq__DoctorReply *reply;
+};
+
+__attribute__((format(printf, 5, 6))) static void add(struct findings *f, const char *check,
+                                                      enum level level, const char *remedy,
+                                                      const char *format, ...)
+{
+    char text[KVQ_TEXT_BYTES];
+    va_list arguments;
+    Kvq__Finding *finding = kvq_arena_alloc(f->arena, sizeof *finding);
+    if (!finding || f->reply->n_findings == MOST)
+        return;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    kvq__finding__init(finding);
+    finding->check = kvq_arena_text(f->arena, check);
+    finding->level = level;
+    finding->text = kvq_arena_text(f->arena, text);
+    finding->remedy = kvq_arena_text(f->arena, remedy);
+    f->reply->findings[f->reply->n_findings++] = finding;
+}
+
+// The first bytes of a file as text; empty if it cannot be read.
+static void read_small(const char *path, char *out, size_t size)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, out, size - 1);
+    if (fd >= 0)
+        close(fd);
+    out[got > 0 ? got : 0] = 0;
+    out[strcspn(out, "\n")] = 0;
+}
+
+static void check_cpu(struct findings *f, const struct kvq__server *s)
+{
+    const char *isa = s->identity.isa;
+    bool wide = strcmp(isa, "avx512") == 0;
+    add(f, "cpu", wide ? FINE : NOTE,
+        wide ? "" : "a CPU with AVX-512 VNNI computes attention faster; nothing is wrong",
+        "kernels of %s are in use", isa);
+    uint32_t cpus = kvq__usable_cpus();
+    uint32_t workers = s->identity.workers;
+    if (cpus == 1)
+        add(f, "spinning", NOTE, "give the daemon and its engines at least 2 CPUs",
+            "1 usable CPU: nobody spins, so each request pays two wake-ups");
+    else if (workers >= cpus)
+        add(f, "spinning", NOTE, "set workers below the number of CPUs, so that engines may spin",
+            "%u workers on %u usable CPUs: engines sleep instead of spinning", workers, cpus);
+    else
+        add(f, "spinning", FINE, "", "%u workers on %u usable CPUs leave %u for engines that spin",
+            workers, cpus, cpus - workers);
+}
+
+static void check_memory(struct findings *f, const struct kvq__server *s)
+{
+    char limit[32];
+    uint64_t pool = s->config.pool_bytes;
+    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    read_small("/sys/fs/cgroup/memory.max", limit, sizeof limit);
+    uint64_t group = limit[0] >= '0' && limit[0] <= '9' ? strtoull(limit, NULL, 10) : memory;
+    uint64_t most = group < memory ? group : memory;
+    bool tight = pool > most / 10 * 9;
+    add(f, "pool", tight ? PROBLEM : FINE,
+        tight ? "lower pool_bytes to 9/10 of the memory or less" : "",
+        "the pool may grow to %llu MiB of %llu MiB that the %s allows",
+        (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
+        group < memory ? "control group" : "machine");
+}
+
+static void check_huge_pages(struct findings *f)
+{
+    char mode[64];
+    read_small("/sys/kernel/mm/transparent_hugepage/shmem_enabled", mode, sizeof mode);
+    bool off = !*mode || strstr(mode, "[never]") || strstr(mode, "[deny]");
+    add(f, "huge_pages", off ? NOTE : FINE,
+        off ? "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" : "",
+        off ? "caches lie in small pages; huge ones would save some time at long contexts"
+            : "shared memory may use huge pages");
+}
+
+static void check_limits(struct findings *f, const struct kvq__server *s)
+{
+    struct rlimit files = {0, 0}, locked = {0, 0};
+    getrlimit(RLIMIT_NOFILE, &files);
+    getrlimit(RLIMIT_MEMLOCK, &locked);
+    // A client holds a socket and a pidfd, each queue 4 descriptors, each extent one.
+    uint64_t need = 64 + s->config.max_clients * 6 + s->config.pool_bytes / s->config.extent_bytes;
+    bool few = files.rlim_cur != RLIM_INFINITY && files.rlim_cur < need;
+    add(f, "descriptors", few ? PROBLEM : FINE,
+        few ? "raise LimitNOFILE= of the service, or ulimit -n" : "",
+        "%llu descriptors may be open; max_clients with one queue each and a full pool need %llu",
+        (unsigned long long)files.rlim_cur, (unsigned long long)need);
+    bool small = locked.rlim_cur != RLIM_INFINITY && locked.rlim_cur < s->config.pool_bytes;
+    if (small)
+        add(f, "memlock", NOTE, "raise LimitMEMLOCK= if swapping caches out would hurt",
+            "caches are not locked in memory (limit %llu KiB), so they can be swapped out",
+            (unsigned long long)(locked.rlim_cur >> 10));
+    else
+        add(f, "memlock", FINE, "", "the limit of locked memory covers the pool");
+}
+
+static void check_permissions(struct findings *f, const struct kvq__server *s)
+{
+    struct stat st;
+    if (stat(s->config.runtime_dir, &st) != 0) {
+        add(f, "runtime_dir", PROBLEM, "restart kvqd", "%s has vanished", s->config.runtime_dir);
+        return;
+    }
+    bool open_to_all = (st.st_mode & 0001) != 0;
+    bool writable = (st.st_mode & 0022) != 0;
+    add(f, "runtime_dir", writable ? PROBLEM : FINE,
+        writable ? "chmod go-w: others could replace the sockets" : "",
+        "%s has mode %03o, group %u: %s may connect", s->config.runtime_dir,
+        (unsigned)st.st_mode & 0777, (unsigned)st.st_gid,
+        open_to_all ? "every user" : "its owner and group");
+}
+
+void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    struct findings f = {arena, kvq_arena_alloc(arena, sizeof(Kvq__DoctorReply))};
+    if (f.reply) {
+        kvq__doctor_reply__init(f.reply);
+        f.reply->findings = kvq_arena_alloc(arena, MOST * sizeof *f.reply->findings);
+    }
+    if (!f.reply || !f.reply->findings) {
+        kvq__reply_status(reply, arena, KVQ_E_NO_MEMORY, "no room left for the reply");
+        return;
+    }
+    add(&f, "backend", FINE, "", "caches and attention are on the CPU; no GPU is used");
+    check_cpu(&f, server);
+    check_memory(&f, server);
+    check_huge_pages(&f);
+    check_limits(&f, server);
+    check_permissions(&f, server);
+    reply->doctor = f.reply;
+    reply->result_case = KVQ__REPLY__RESULT_DOCTOR;
+}

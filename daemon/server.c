@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Puts the daemon together, drains it and takes it apart.
+#include "daemon/server.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "daemon/events.h"
+#include "daemon/log.h"
+#include "daemon/workers.h"
+#include "proto/ring.h"
+
+enum { DRAIN_LOOK_MS = 20, LONGEST_PID = 16 };
+
+bool kvq__server_is_admin(const struct kvq__server *server, uint32_t uid)
+{
+    const struct kvq_config_ids *admins = &server->config.admin_uids;
+    for (uint32_t i = 0; i < admins->n; i++)
+        if (admins->id[i] == uid)
+            return true;
+    return uid == 0 || uid == geteuid();
+}
+
+// ---- The runtime directory ----
+
+static int fail_errno(const char *what, const char *path, char *text)
+{
+    int error = errno;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot %s %.200s: %s", what, path, strerror(error));
+    return error == EACCES || error == EPERM || error == EROFS ? KVQ_E_PERMISSION : KVQ_E_SYSTEM;
+}
+
+static int set_group(const struct kvq_config *config, char *text)
+{
+    if (!config->runtime_group[0])
+        return 0;
+    errno = 0;
+    struct group *group = getgrnam(config->runtime_group);
+    if (!group) {
+        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is no group of this system",
+                 config->runtime_group);
+        return KVQ_E_INVALID;
+    }
+    if (chown(config->runtime_dir, (uid_t)-1, group->gr_gid) != 0)
+        return fail_errno("change the group of", config->runtime_dir, text);
+    return 0;
+}
+
+static int make_directory(const struct kvq_config *config, char *text)
+{
+    struct stat st;
+    const char *path = config->runtime_dir;
+    if (mkdir(path, 0700) != 0 && errno != EEXIST)
+        return fail_errno("make the runtime directory", path, text);
+    if (lstat(path, &st) != 0)
+        return fail_errno("look at the runtime directory", path, text);
+    if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "%.200s is not a directory of user %u (its owner is %u); remove it or choose "
+                 "another runtime_dir",
+                 path, geteuid(), st.st_uid);
+        return KVQ_E_PERMISSION;
+    }
+    int error = set_group(config, text);
+    if (error == 0 && chmod(path, (mode_t)config->runtime_mode) != 0)
+        error = fail_errno("set the mode of", path, text);
+    return error;
+}
+
+static int refuse_second(int fd, const char *directory, char *text)
+{
+    char pid[LONGEST_PID] = "";
+    ssize_t got = pread(fd, pid, sizeof pid - 1, 0);
+    pid[got > 0 ? strcspn(pid, "\n") : 0] = 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "another kvqd (pid %s) uses %.200s; stop it, or choose another runtime_dir",
+             *pid ? pid : "unknown", directory);
+    return KVQ_E_BUSY;
+}
+
+int kvq__server_lock(struct kvq__server *server, char *text)
+{
+    char path[KVQ_CONFIG_PATH + 16], pid[LONGEST_PID];
+    const char *directory = server->config.runtime_dir;
+    server->lock_fd = -1;
+    int error = make_directory(&server->config, text);
+    if (error)
+        return error;
+    snprintf(path, sizeof path, "%s/kvqd.lock", directory);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0640);
+    if (fd < 0)
+        return fail_errno("open the lock file", path, text);
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+        error = errno == EWOULDBLOCK ? refuse_second(fd, directory, text)
+                                     : fail_errno("lock", path, text);
+        close(fd);
+        return error;
+    }
+    int length = snprintf(pid, sizeof pid, "%d\n", (int)getpid());
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, pid, (size_t)length, 0) != length) {
+        error = fail_errno("write", path, text);
+        close(fd);
+        return error;
+    }
+    server->lock_fd = fd; // the lock lives as long as the descriptor
+    return 0;
+}
+
+// ---- Opening ----
+
+static void on_async(uv_async_t *async)
+{
+    struct kvq__server *server = async->data;
+    kvq__mailbox_deliver(&server->box);
+}
+
+// Any thread.
+static void wake_loop(void *context)
+{
+    struct kvq__server *server = context;
+    uv_async_send(&server->async);
+}
+
+static int open_loop(struct kvq__server *server, char *text)
+{
+    kvq__mailbox_open(&server->box, wake_loop, server);
+    int error = uv_loop_init(&server->loop);
+    error = error ? error : uv_async_init(&server->loop, &server->async, on_async);
+    error = error ? error : uv_timer_init(&server->loop, &server->drain_timer);
+    server->async.data = server->drain_timer.data = server;
+    if (error == 0)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot start the event loop: %s", uv_strerror(error));
+    return KVQ_E_SYSTEM;
+}
+
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer, void *base,
+                           uint64_t bytes)
+{
+    struct kvq__server *server = context;
+    (void)buffer;
+    (void)bytes;
+    kvq__attach_buffer_gone(server->attach, client, base);
+}
+
+static int open_namespaces(struct kvq__server *server, char *text)
+{
+    for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
+        const struct kvq_config_namespace *ns = &server->config.namespaces[i];
+        struct kvq__namespace_config config = {.name = ns->name,
+                                               .limit_bytes = ns->limit_bytes,
+                                               .limit_sessions = (uint32_t)ns->max_sessions,
+                                               .uids = ns->uids.id,
+                                               .n_uids = ns->uids.n,
+                                               .gids = ns->gids.id,
+                                               .n_gids = ns->gids.n};
+        int error = kvq__core_namespace(server->core, &config, text);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+static int open_core(struct kvq__server *server, char *text)
+{
+    const struct kvq_config *c = &server->config;
+    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    server->identity.isa = kvq_kernels_isa(kernels);
+    struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
+                                      .extent_bytes = c->extent_bytes,
+                                      .keep_ns = c->keep_seconds * 1000000000,
+                                      .workers = (uint32_t)c->workers,
+                                      .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
+                                      .default_limit_bytes = c->limit_bytes,
+                                      .default_limit_sessions = (uint32_t)c->max_sessions,
+                                      .kernels = kernels,
+                                      .memory = kvq__memory_ops(),
+                                      .context = server,
+                                      .event = kvq__event_from_core,
+                                      .buffer_gone = on_buffer_gone};
+    int error = kvq__core_open(&config, &server->core, text);
+    if (error)
+        return error;
+    kvq__core_clock(server->core, kvq__now_ns());
+    return open_namespaces(server, text);
+}
+
+static int open_page(struct kvq__server *server, char *text)
+{
+    int error =
+        kvq__shm_create(&server->page, "kvq-daemon", sizeof(struct kvq_daemon_page), true, text);
+    if (error)
+        return error;
+    *(struct kvq_daemon_page *)server->page.map =
+        (struct kvq_daemon_page){.magic = KVQ_SHM_MAGIC_DAEMON,
+                                 .version = KVQ_PROTOCOL_MAX,
+                                 .epoch = server->identity.epoch,
+                                 .cpus = kvq__usable_cpus(),
+                                 .workers = (uint32_t)server->config.workers};
+    return 0;
+}
+
+static void make_identity(struct kvq__server *server)
+{
+    struct kvq__identity *us = &server->identity;
+    us->version = KVQ_VERSION_TEXT;
+    us->backend = "cpu";
+    us->runtime_dir = server->config.runtime_dir;
+    us->pid = (uint64_t)getpid();
+    us->start_ns = kvq__now_ns();
+    us->workers = (uint32_t)server->config.workers;
+    while (us->epoch == 0) // 0 means none
+        if (getrandom(&us->epoch, sizeof us->epoch, 0) != sizeof us->epoch)
+            us->epoch = us->start_ns;
+}
+
+int kvq__server_open(struct kvq__server *server, char *text)
+{
+    server->page.fd = -1;
+    make_identity(server);
+    int error = open_loop(server, text);
+    error = error ? error : open_page(server, text);
+    error = error ? error : open_core(server, text);
+    if (error)
+        return error;
+    struct kvq__poller_config config = {.core = server->core,
+                                        .page = server->page.map,
+                                        .workers = (uint32_t)server->config.workers,
+                                        .spin_ns = server->config.spin_us * 1000,
+                                        .pin = server->config.pin};
+    error = kvq__poller_open(&config, &server->poller, text);
+    error = error ? error : kvq__control_open(server, &server->control, text);
+    return error ? error : kvq__attach_open(server, &server->attach, text);
+}
+
+// ---- Draining ----
+
+static void drain_look(struct kvq__server *server);
+
+static void drain_answer(struct kvq__mail *mail)
+{
+    struct kvq__server *server =
+        (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
+    server->drain_asked = false;
+    if (!server->core_idle || !server->drained)
+        return;
+    uv_timer_stop(&server->drain_timer);
+    kvq__log(KVQ_LOG_INFO, "drained", "complete=yes");
+    server->drained(server);
+    server->drained = NULL;
+}
+
+// Poller's thread.
+static void drain_ask(struct kvq__mail *mail)
+{
+    struct kvq__server *server =
+        (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
+    kvq__core_drain(server->core);
+    server->core_idle = kvq__core_idle(server->core);
+    kvq__mailbox_post(&server->box, mail, drain_answer);
+}
+
+static void on_drain_timer(uv_timer_t *timer)
+{
+    drain_look(timer->data);
+}
+
+static void drain_look(struct kvq__server *server)
+{
+    if (kvq__now_ns() >= server->drain_until_ns && server->drained) {
+        uv_timer_stop(&server->drain_timer);
+        kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
+                 (unsigned long long)server->config.drain_ms);
+        server->drained(server);
+        server->drained = NULL;
+    } else if (!server->drain_asked) {
+        server->drain_asked = true;
+        kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);
+    }
+}
+
+void kvq__server_drain(struct kvq__server *server)
+{
+    server->draining = true;
+    server->drain_until_ns = kvq__now_ns() + server->config.drain_ms * 1000000;
+    kvq__log(KVQ_LOG_INFO, "draining", "limit_ms=%llu",
+             (unsigned long long)server->config.drain_ms);
+    uv_timer_start(&server->drain_timer, on_drain_timer, DRAIN_LOOK_MS, DRAIN_LOOK_MS);
+    drain_look(server);
+}
+
+// ---- Closing ----
+
+static void close_handle(uv_handle_t *handle, void *context)
+{
+    (void)context;
+    if (!uv_is_closing(handle))
+        uv_close(handle, NULL);
+}
+
+static bool all_back(const struct kvq__server *server)
+{
+    return kvq__attach_count(server->attach) == 0 && kvq__control_idle(server->control) &&
+           !server->drain_asked && kvq__events_idle();
+}
+
+void kvq__server_close(struct kvq__server *server)
+{
+    uv_timer_stop(&server->drain_timer);
+    server->drained = NULL;
+    if (server->attach) {
+        kvq__attach_refuse(server->attach);
+        kvq__attach_end_all(server->attach);
+    }
+    while (!all_back(server))
+        uv_run(&server->loop, UV_RUN_ONCE);
+    kvq__poller_close(&server->poller);
+    if (server->core)
+        kvq__core_close(&server->core);
+    // The core's last events.
+    kvq__mailbox_deliver(&server->box);
+    kvq__control_end(server->control);
+    uv_walk(&server->loop, close_handle, NULL);
+    uv_run(&server->loop, UV_RUN_DEFAULT);
+    int error = uv_loop_close(&server->loop);
+    assert(error == 0);
+    (void)error;
+    kvq__attach_free(&server->attach);
+    kvq__control_free(&server->control);
+    kvq__shm_close(&server->page);
+    kvq__mailbox_close(&server->box);
+}
