@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core as a whole: opening and closing it, time, draining, and the small helpers of its files.
+#include <assert.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "daemon/state.h"
+
+enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
+enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
+#define EMPTY_EXTENT_NS 10000000000ull
+
+// ---- Bookkeeping memory, where the caller gives none ----
+
+static void *default_allocate(void *context, size_t bytes)
+{
+    (void)context;
+    if (bytes >= LARGE) {
+        void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        return map == MAP_FAILED ? NULL : map;
+    }
+    void *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    return memory ? memset(memory, 0, bytes) : NULL;
+}
+
+static void default_deallocate(void *context, void *memory, size_t bytes)
+{
+    (void)context;
+    if (bytes >= LARGE && memory)
+        munmap(memory, bytes);
+    else
+        free(memory);
+}
+
+void *kvq__allocate(struct kvq__core *core, size_t bytes)
+{
+    return core->config.memory.allocate(core->config.memory.context, bytes ? bytes : 1);
+}
+
+void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes)
+{
+    if (memory)
+        core->config.memory.deallocate(core->config.memory.context, memory, bytes ? bytes : 1);
+}
+
+int kvq__fail(char *text, int code, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (text)
+        vsnprintf(text, KVQ_TEXT_BYTES, format, args);
+    va_end(args);
+    return code;
+}
+
+void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
+                const char *session, uint64_t client, const char *text)
+{
+    struct kvq__event event = {kind, ns, session, client, text};
+    if (core->config.event)
+        core->config.event(core->config.context, &event);
+}
+
+// ---- Opening and closing ----
+
+static int check_config(const struct kvq__core_config *c, char *text)
+{
+    if (c->extent_bytes % MIN_EXTENT)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "extents of %llu bytes; their size must be a multiple of 2 MiB",
+                         (unsigned long long)c->extent_bytes);
+    if (c->pool_bytes < c->extent_bytes)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "a pool of %llu bytes holds no extent of %llu; make the pool larger or "
+                         "extents smaller",
+                         (unsigned long long)c->pool_bytes, (unsigned long long)c->extent_bytes);
+    return 0;
+}
+
+static void set_defaults(struct kvq__core_config *c)
+{
+    if (!c->memory.allocate) {
+        c->memory.allocate = default_allocate;
+        c->memory.deallocate = default_deallocate;
+    }
+    if (c->extent_bytes == 0)
+        c->extent_bytes = DEFAULT_EXTENT;
+    if (c->partial_bytes == 0)
+        c->partial_bytes = DEFAULT_PARTIALS;
+    if (c->workers == 0)
+        c->workers = 1;
+}
+
+static int open_packer(struct kvq__core *core)
+{
+    core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    return core->packer.pages ? 0 : KVQ_E_NO_MEMORY;
+}
+
+int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out, char *text)
+{
+    struct kvq__core_config c = *config;
+    *out = NULL;
+    set_defaults(&c);
+    int rc = check_config(&c, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__core *core = c.memory.allocate(c.memory.context, sizeof *core);
+    if (!core)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
+    core->config = c;
+    core->pool.budget = c.pool_bytes;
+    core->pool.extent_bytes = c.extent_bytes;
+    TAILQ_INIT(&core->pool.empty);
+    STAILQ_INIT(&core->pool.limbo);
+    TAILQ_INIT(&core->clients);
+    TAILQ_INIT(&core->namespaces);
+    TAILQ_INIT(&core->flights);
+    TAILQ_INIT(&core->pack_queue);
+    if (open_packer(core) < 0) {
+        c.memory.deallocate(c.memory.context, core, sizeof *core);
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
+    }
+    *out = core;
+    return 0;
+}
+
+void kvq__core_close(struct kvq__core **pointer)
+{
+    struct kvq__core *core = *pointer;
+    struct kvq__client *client;
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    if (!core)
+        return;
+    *pointer = NULL;
+    assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
+    while ((client = TAILQ_FIRST(&core->clients)))
+        kvq__client_detach(client);
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        while ((s = TAILQ_FIRST(&ns->sessions)))
+            kvq__session_end(s);
+    kvq__pool_trim(core, 0);
+    assert(core->pool.extents_taken == 0 && core->pool.used_bytes == 0);
+    kvq__namespaces_close(core);
+    kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    struct kvq__memory_ops memory = core->config.memory;
+    memory.deallocate(memory.context, core, sizeof *core);
+}
+
+// ---- Time ----
+
+void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
+{
+    if (now_ns > core->now)
+        core->now = now_ns;
+}
+
+static void drop_expired(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct kvq__session *s = TAILQ_FIRST(&ns->sessions), *next;
+    for (; s; s = next) {
+        next = TAILQ_NEXT(s, link);
+        bool attached = !LIST_EMPTY(&s->handles) || s->pins > 0;
+        if (!attached && s->keep_ns && core->now - s->idle_since >= s->keep_ns)
+            kvq__session_end(s);
+    }
+}
+
+void kvq__core_tick(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        drop_expired(core, ns);
+    kvq__pool_trim(core, EMPTY_EXTENT_NS);
+}
+
+void kvq__core_drain(struct kvq__core *core)
+{
+    if (!core->draining)
+        kvq__event(core, KVQ__EVENT_DRAINING, "", "", 0, "");
+    core->draining = true;
+}
+
+bool kvq__core_idle(const struct kvq__core *core)
+{
+    return core->n_steps == 0 && TAILQ_EMPTY(&core->flights);
+}

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Fork: a new session with the first tokens of another. Whole pages that neither can change any
+// more are shared; the rest is copied. Until the copies are done the request holds the new session
+// exclusively, so that whoever guesses its handle waits.
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+// ---- Where a session can be forked ----
+
+// Raw rows are there from this token on.
+static uint64_t raw_start(const struct kvq__layer *l)
+{
+    uint64_t released = (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS;
+    return released > l->base ? released : l->base;
+}
+
+// The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
+// whose raw rows are gone.
+static bool fork_base(const struct kvq__layer *l, uint64_t at, uint64_t *base)
+{
+    *base = 0;
+    if (l->packed_bytes == 0)
+        return true;
+    *base = at >= raw_start(l) ? raw_start(l) : at;
+    return at >= raw_start(l) || at % l->format->unit_tokens == 0;
+}
+
+// The new session's floor: what its views need must be there.
+static uint64_t fork_floor(const struct kvq__session *s, uint64_t at)
+{
+    uint64_t floor = at > s->max_rollback ? at - s->max_rollback : 0, base;
+    if (at == 0) // nothing is needed
+        return 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
+        if (l->first_page && freed + l->keep - 1 > floor)
+            floor = freed + l->keep - 1;
+        if (fork_base(l, at, &base) && base > floor)
+            floor = base;
+    }
+    return floor;
+}
+
+// The highest count at or below `at` where the session can be forked; 0 always can be.
+static uint64_t possible_at(const struct kvq__session *s, uint64_t at)
+{
+    uint64_t lower = at, base;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (kvq__layer_owns(s, i) && !fork_base(l, at, &base)) {
+            uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
+            lower = whole < lower ? whole : lower;
+        }
+    }
+    return fork_floor(s, lower) <= lower ? lower : 0;
+}
+
+static int check_entry(struct kvq__queue *q, uint32_t i)
+{
+    uint64_t at = q->entries[i].position;
+    int rc = kvq__entry_open(q, i, false);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s = q->work[i].session;
+    if (s->step)
+        return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
+    if (at > s->tokens)
+        return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
+    if (possible_at(s, at) != at)
+        return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, possible_at(s, at));
+    return 0;
+}
+
+// ---- The new session ----
+
+static void copy_identity(struct kvq__session *to, const struct kvq__session *from)
+{
+    for (uint32_t i = 0; i < from->n_layers; i++) {
+        const struct kvq__layer *l = &from->layers[i];
+        to->layers[i] = (struct kvq__layer){
+            .format = l->format,
+            .shape = l->shape,
+            .layout = l->layout,
+            .raw_layout = l->raw_layout,
+            .packed_bytes = l->packed_bytes,
+            .raw_bytes = l->raw_bytes,
+            .source = l->source,
+            .keep = l->keep,
+        };
+    }
+    snprintf(to->model, sizeof to->model, "%s", from->model);
+    to->n_owned = from->n_owned;
+    to->shard = from->shard;
+    to->shards = from->shards;
+    to->max_rollback = from->max_rollback;
+    to->prompt_tokens = from->prompt_tokens;
+    to->path = from->path;
+    to->v_rotation = from->v_rotation;
+    to->dtype = from->dtype;
+    to->drop_on_detach = true;
+}
+
+struct cloning {
+    struct kvq__session *to;
+    struct kvq__copy *copies;
+    uint32_t n_copies, room;
+    uint64_t at, floor;
+};
+
+static void add_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
+                     uint8_t *to, uint64_t tokens)
+{
+    uint32_t n = tokens < KVQ_BLOCK_TOKENS ? (uint32_t)tokens : KVQ_BLOCK_TOKENS;
+    assert(c->n_copies < c->room && from);
+    c->copies[c->n_copies++] = (struct kvq__copy){from, to, layer, n, packed};
+}
+
+static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pageref *from,
+                        struct kvq__pageref *to, uint64_t start)
+{
+    struct kvq__layer *l = &c->to->layers[layer];
+    if (l->packed_bytes == 0)
+        return 0;
+    if (start + KVQ_BLOCK_TOKENS <= l->packed) {
+        to->packed = kvq__block_share(from->packed);
+        return 0;
+    }
+    int rc = kvq__block_new(c->to->core, c->to->ns, l->packed_bytes, &to->packed);
+    if (rc == 0 && l->packed > start)
+        add_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
+    return rc;
+}
+
+static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pageref *from,
+                     struct kvq__pageref *to, uint64_t start)
+{
+    uint64_t end = start + KVQ_BLOCK_TOKENS;
+    if (!from->raw.data && end <= c->at)
+        return 0;
+    if (from->raw.data && end <= c->floor) { // neither session can change it any more
+        to->raw = kvq__block_share(from->raw);
+        return 0;
+    }
+    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->layers[layer].raw_bytes, &to->raw);
+    if (rc == 0 && from->raw.data)
+        add_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
+    return rc;
+}
+
+static int clone_layer(struct cloning *c, const struct kvq__session *from, uint32_t layer)
+{
+    const struct kvq__layer *a = &from->layers[layer];
+    struct kvq__layer *b = &c->to->layers[layer];
+    uint32_t unit = a->format->unit_tokens, whole = (uint32_t)(c->at / KVQ_BLOCK_TOKENS);
+    int rc = 0;
+    if (c->at == 0)
+        return 0;
+    fork_base(a, c->at, &b->base);
+    b->packed = c->at / unit * unit < a->packed ? c->at / unit * unit : a->packed;
+    b->first_page = a->first_page;
+    b->raw_page = a->raw_page < whole ? a->raw_page : whole;
+    for (uint32_t p = a->first_page; rc == 0 && p < c->to->n_pages; p++) {
+        uint64_t start = (uint64_t)p * KVQ_BLOCK_TOKENS;
+        rc = clone_packed(c, layer, &a->pages[p], &b->pages[p], start);
+        if (rc == 0)
+            rc = clone_raw(c, layer, &a->pages[p], &b->pages[p], start);
+    }
+    return rc;
+}
+
+// Pages above the floor are copied, raw and packed, and of those below at most one is packed in
+// part.
+static uint32_t most_copies(const struct cloning *c)
+{
+    return c->to->n_owned * (2 * (uint32_t)((c->at - c->floor) / KVQ_BLOCK_TOKENS + 2) + 1);
+}
+
+static int clone_pages(struct cloning *c, const struct kvq__session *from)
+{
+    struct kvq__core *core = from->core;
+    int rc = kvq__pages_grow(c->to, kvq__pages_of(c->at));
+    if (rc < 0)
+        return rc;
+    c->room = most_copies(c);
+    c->copies = kvq__allocate(core, c->room * sizeof *c->copies);
+    if (!c->copies)
+        return KVQ_E_NO_MEMORY;
+    c->to->n_pages = kvq__pages_of(c->at);
+    c->to->tokens = c->at;
+    c->to->floor = c->floor;
+    for (uint32_t i = 0; rc == 0 && i < from->n_layers; i++)
+        if (kvq__layer_owns(from, i))
+            rc = clone_layer(c, from, i);
+    return rc;
+}
+
+static int clone(struct cloning *c, struct kvq__session *from)
+{
+    int rc = kvq__namespace_room(from->ns, NULL);
+    if (rc < 0)
+        return rc;
+    c->to = kvq__session_new(from->core, from->ns, from->n_layers);
+    if (!c->to)
+        return KVQ_E_NO_MEMORY;
+    copy_identity(c->to, from);
+    rc = clone_pages(c, from);
+    if (rc < 0) {
+        kvq__deallocate(from->core, c->copies, c->room * sizeof *c->copies);
+        kvq__session_free(c->to);
+        kvq__namespace_full(from->core, from->ns, rc);
+    }
+    return rc;
+}
+
+// ---- The request ----
+
+static void start_entry(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    struct cloning c = {.at = q->entries[i].position};
+    struct kvq__handle *h;
+    c.floor = fork_floor(w->session, c.at);
+    int rc = kvq__handle_new(q->client, &h);
+    if (rc == 0 && (rc = clone(&c, w->session)) < 0)
+        kvq__handle_free(h);
+    if (rc < 0) {
+        kvq__entry_fail(q, i, rc, w->session->tokens);
+        return;
+    }
+    kvq__session_publish(c.to);
+    kvq__handle_attach(h, c.to, false);
+    kvq__session_pin(c.to);
+    c.to->exclusive = q;
+    w->forked = c.to;
+    w->fork.copies = c.copies;
+    w->fork.room = c.room;
+    w->fork.handle = kvq__handle_value(h);
+    w->n_items = c.n_copies;
+    kvq__hold_reading(q, i);
+}
+
+void kvq__fork_release(struct kvq__queue *q, struct kvq__work *w)
+{
+    struct kvq__session *s = w->forked;
+    if (!s)
+        return;
+    w->forked = NULL;
+    s->exclusive = NULL;
+    kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
+    if (!s->dropped) {
+        kvq__pages_release(s);
+        kvq__pack_queue(s);
+    }
+    kvq__session_unpin(s);
+}
+
+enum kvq__progress kvq__op_fork(struct kvq__queue *q)
+{
+    static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (check_entry(q, i) == 0 && q->work[i].session->exclusive)
+            return KVQ__WAIT;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            start_entry(q, i);
+    return kvq__request_run(q, passes, 1);
+}
+
+static bool prepare(struct kvq__queue *q, uint32_t i)
+{
+    (void)q;
+    (void)i;
+    return true;
+}
+
+static uint32_t count(const struct kvq__work *w)
+{
+    return w->n_items;
+}
+
+static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
+{
+    size_t n = (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
+    for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
+        size_t record = (size_t)h * l->layout.record_bytes;
+        memcpy(c->to + record, c->from + record, n);
+    }
+}
+
+// Only rows that are committed: a step of the source may be writing those behind them.
+static void copy_raw(const struct kvq__layer *l, const struct kvq__copy *c)
+{
+    for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
+        size_t k = (size_t)h * l->raw_layout.record_bytes, v = k + l->raw_layout.v_offset;
+        memcpy(c->to + k, c->from + k, (size_t)c->tokens * 2 * l->shape.k_dim);
+        memcpy(c->to + v, c->from + v, (size_t)c->tokens * 2 * l->shape.v_dim);
+    }
+}
+
+static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__copy *c = &q->work[i].fork.copies[item];
+    const struct kvq__layer *l = &q->work[i].session->layers[c->layer];
+    (void)workspace;
+    if (c->packed)
+        copy_packed(l, c);
+    else
+        copy_raw(l, c);
+}
+
+static void finish(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__work *w = &q->work[i];
+    if (w->forked->dropped)
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+    else
+        q->results[i].value = w->fork.handle;
+}
+
+const struct kvq__pass kvq__pass_fork = {prepare, {{count, run}}, 1, finish};

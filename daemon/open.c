@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Opening a session: what is asked for is checked and built, then either becomes a new session or
+// is compared with the one of that name.
+#include <assert.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+#define NS_PER_SECOND 1000000000ull
+
+static bool is_empty(const char *string)
+{
+    return !string || !*string;
+}
+
+// ---- Checks of the session as a whole ----
+
+static int check_name(const char *what, const char *name, size_t room, char *text)
+{
+    size_t n = name ? strlen(name) : 0;
+    if (n >= room)
+        return kvq__fail(text, KVQ_E_LIMIT, "the %s has %zu bytes; it can have %zu", what, n,
+                         room - 1);
+    for (size_t i = 0; i < n; i++)
+        if ((unsigned char)name[i] < 0x20 || name[i] == 0x7f)
+            return kvq__fail(text, KVQ_E_INVALID,
+                             "byte %zu of the %s is the control character %#x; use printable text",
+                             i, what, (unsigned char)name[i]);
+    if (n && name[0] == '#')
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "the %s starts with '#', which stands for unnamed sessions; use another",
+                         what);
+    return 0;
+}
+
+static int check_numbers(const struct kvq__session_spec *spec, char *text)
+{
+    uint32_t shards = spec->shards ? spec->shards : 1;
+    if (shards > KVQ_MAX_SHARDS || spec->shard >= shards)
+        return kvq__fail(text, KVQ_E_INVALID, "shard %u of %u; there can be %d, counted from 0",
+                         spec->shard, shards, KVQ_MAX_SHARDS);
+    if (spec->max_rollback > KVQ_MAX_ROLLBACK)
+        return kvq__fail(text, KVQ_E_LIMIT, "max_rollback is %u; it can be %d at most",
+                         spec->max_rollback, KVQ_MAX_ROLLBACK);
+    if (spec->prompt_tokens > KVQ_MAX_SESSION_TOKENS)
+        return kvq__fail(text, KVQ_E_LIMIT, "prompt_tokens is %llu; a session holds %d at most",
+                         (unsigned long long)spec->prompt_tokens, KVQ_MAX_SESSION_TOKENS);
+    if (spec->v_rotation > KVQ_V_ROT_DAEMON || spec->path > 2 ||
+        spec->on_detach > KVQ__DETACH_KEEP || spec->dtype > KVQ_BF16)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "v_rotation %u (0 to 2), path %u (0 to 2), on_detach %u (0 to 2) or "
+                         "dtype %u (0 to 2) is none that this daemon knows",
+                         spec->v_rotation, spec->path, spec->on_detach, spec->dtype);
+    return 0;
+}
+
+static int check_flags(const struct kvq__session_spec *spec, char *text)
+{
+    uint32_t both = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
+    if ((spec->flags & both) == both)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "must_exist and must_create exclude each other; give one of them");
+    if ((spec->flags & KVQ__OPEN_READ_ONLY) && (spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "read_only and take_over exclude each other; a reader needs no hold");
+    if (is_empty(spec->name) && spec->on_detach == KVQ__DETACH_KEEP)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "an unnamed session cannot be kept, for nobody could open it again; give "
+                         "it a name");
+    return 0;
+}
+
+static int check_spec(const struct kvq__session_spec *spec, char *text)
+{
+    int rc = check_name("session's name", spec->name, KVQ_NAME_BYTES, text);
+    if (rc == 0)
+        rc = check_name("model fingerprint", spec->model, KVQ_FINGERPRINT_BYTES, text);
+    if (rc == 0)
+        rc = check_numbers(spec, text);
+    return rc == 0 ? check_flags(spec, text) : rc;
+}
+
+// ---- Layers ----
+
+static int count_layers(const struct kvq__session_spec *spec, uint32_t *total, char *text)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < spec->n_layers; i++)
+        n += spec->layers[i].repeat ? spec->layers[i].repeat : 1;
+    if (n > KVQ_MAX_LAYERS)
+        return kvq__fail(text, KVQ_E_LIMIT, "the session has %llu layers; it can have %d at most",
+                         (unsigned long long)n, KVQ_MAX_LAYERS);
+    *total = (uint32_t)n;
+    return 0;
+}
+
+static void list_formats(char *out, size_t room)
+{
+    size_t used = 0;
+    for (const struct kvq_format *f = kvq_formats; f->name && used < room; f++)
+        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
+}
+
+static int find_format(const struct kvq__session_spec *spec, const struct kvq__layer_row *row,
+                       uint32_t layer, const struct kvq_format **format, char *text)
+{
+    char known[256];
+    const char *name = is_empty(row->format) ? spec->format : row->format;
+    *format = is_empty(name) ? NULL : kvq_format_by_name(name);
+    if (*format)
+        return 0;
+    list_formats(known, sizeof known);
+    if (is_empty(name))
+        return kvq__fail(text, KVQ_E_FORMAT, "layer %u has no format; give one of %s", layer,
+                         known);
+    return kvq__fail(text, KVQ_E_FORMAT, "layer %u: unknown format \"%.32s\"; known are %s", layer,
+                     name, known);
+}
+
+static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
+                                 const struct kvq__layer_row *row, const struct kvq_format *f)
+{
+    uint32_t natural = f->raw_dtype ? f->raw_dtype : KVQ_F16;
+    return (struct kvq_shape){
+        .q_heads = row->q_heads,
+        .kv_heads = row->kv_heads,
+        .k_dim = row->k_dim,
+        .v_dim = row->v_dim,
+        .dtype = (uint8_t)(spec->dtype ? spec->dtype : natural),
+        .v_rotation = (uint8_t)spec->v_rotation,
+        .window = row->window,
+        .softcap = row->softcap,
+        .scale = row->scale != 0.0f ? row->scale : 1.0f / sqrtf((float)row->k_dim),
+    };
+}
+
+static int check_shape(const struct kvq__core *core, const struct kvq__layer *l, uint32_t layer,
+                       char *text)
+{
+    char why[KVQ_TEXT_BYTES / 2];
+    const struct kvq_shape *s = &l->shape;
+    if (s->q_heads > KVQ_MAX_HEADS || s->kv_heads > KVQ_MAX_HEADS)
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "layer %u has %u query heads and %u KV heads; it can have %d at most",
+                         layer, s->q_heads, s->kv_heads, KVQ_MAX_HEADS);
+    if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
+        return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
+    struct kvq_layout raw = kvq_layout_raw(s);
+    if (kvq_block_bytes(&raw, s) > core->pool.extent_bytes)
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "layer %u: a block of 128 tokens takes %zu bytes and an extent of the "
+                         "pool has %llu; make the extents larger in the configuration",
+                         layer, kvq_block_bytes(&raw, s),
+                         (unsigned long long)core->pool.extent_bytes);
+    return 0;
+}
+
+static int build_layer(struct kvq__session *s, const struct kvq__session_spec *spec,
+                       const struct kvq__layer_row *row, uint32_t layer, char *text)
+{
+    struct kvq__layer *l = &s->layers[layer];
+    int rc = find_format(spec, row, layer, &l->format, text);
+    if (rc < 0)
+        return rc;
+    l->shape = shape_of(spec, row, l->format);
+    rc = check_shape(s->core, l, layer, text);
+    if (rc < 0)
+        return rc;
+    l->layout = kvq_layout_of(l->format, &l->shape);
+    l->raw_layout = kvq_layout_raw(&l->shape);
+    l->raw_bytes = kvq_block_bytes(&l->raw_layout, &l->shape);
+    if (l->format->codec != KVQ_CODEC_RAW)
+        l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
+    l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
+    return 0;
+}
+
+static bool same_cache(const struct kvq__layer *a, const struct kvq__layer *b)
+{
+    return a->format == b->format && a->shape.kv_heads == b->shape.kv_heads &&
+           a->shape.k_dim == b->shape.k_dim && a->shape.v_dim == b->shape.v_dim &&
+           a->shape.dtype == b->shape.dtype;
+}
+
+static int check_source(const struct kvq__session *s, uint32_t layer, char *text)
+{
+    const struct kvq__layer *l = &s->layers[layer];
+    if (l->source >= s->n_layers || s->layers[l->source].source != l->source)
+        return kvq__fail(text, KVQ_E_SHAPE,
+                         "layer %u reads the cache of layer %u, which has none of its own; "
+                         "kv_from must name one of the %u layers that has",
+                         layer, l->source, s->n_layers);
+    if (!same_cache(l, &s->layers[l->source]))
+        return kvq__fail(text, KVQ_E_SHAPE,
+                         "layer %u reads the cache of layer %u but differs from it in KV heads, "
+                         "head_dim, dtype or format; they must be equal",
+                         layer, l->source);
+    return 0;
+}
+
+// Follows kv_from: counts caches, and how far back each is read.
+static int link_layers(struct kvq__session *s, char *text)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        int rc = check_source(s, i, text);
+        if (rc < 0)
+            return rc;
+        s->n_owned += kvq__layer_owns(s, i);
+        s->layers[i].keep = s->layers[i].shape.window;
+    }
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *own = &s->layers[s->layers[i].source];
+        uint32_t window = s->layers[i].shape.window;
+        own->keep = own->keep == 0 || window == 0 ? 0 : window > own->keep ? window : own->keep;
+    }
+    return 0;
+}
+
+static int build_layers(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    uint32_t layer = 0;
+    for (uint32_t i = 0; i < spec->n_layers; i++) {
+        const struct kvq__layer_row *row = &spec->layers[i];
+        uint32_t repeat = row->repeat ? row->repeat : 1;
+        for (uint32_t j = 0; j < repeat; j++, layer++) {
+            int rc = build_layer(s, spec, row, layer, text);
+            if (rc < 0)
+                return rc;
+        }
+    }
+    return link_layers(s, text);
+}
+
+// ---- A session as asked for ----
+
+static uint8_t choose_path(const struct kvq__session *s, uint32_t asked)
+{
+    uint32_t path = asked == 2 ? s->core->config.path : asked;
+    for (uint32_t i = 0; path == KVQ_PATH_FAST && i < s->n_layers; i++)
+        if (kvq_kernels_has_fast(s->core->config.kernels, s->layers[i].format, &s->layers[i].shape))
+            return KVQ_PATH_FAST;
+    return KVQ_PATH_EXACT;
+}
+
+static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spec)
+{
+    uint64_t most = UINT64_MAX / NS_PER_SECOND;
+    s->drop_on_detach = is_empty(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
+    s->keep_ns = s->drop_on_detach ? 0 : s->core->config.keep_ns;
+    if (spec->on_detach == KVQ__DETACH_KEEP && spec->keep_seconds)
+        s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
+}
+
+static int build_session(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__session_spec *spec, struct kvq__session **out,
+                         char *text)
+{
+    uint32_t n_layers = 0;
+    int rc = count_layers(spec, &n_layers, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s = kvq__session_new(core, ns, n_layers);
+    if (!s)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a session of %u layers", n_layers);
+    rc = build_layers(s, spec, text);
+    if (rc < 0) {
+        s->n_owned = 0;
+        kvq__session_free(s);
+        return rc;
+    }
+    snprintf(s->name, sizeof s->name, "%s", spec->name ? spec->name : "");
+    snprintf(s->model, sizeof s->model, "%s", spec->model ? spec->model : "");
+    s->shard = spec->shard;
+    s->shards = spec->shards ? spec->shards : 1;
+    s->max_rollback = spec->max_rollback;
+    s->prompt_tokens = spec->prompt_tokens;
+    s->v_rotation = (uint8_t)spec->v_rotation;
+    s->dtype = s->layers[0].shape.dtype;
+    s->path = choose_path(s, spec->path);
+    set_keep(s, spec);
+    *out = s;
+    return 0;
+}
+
+// ---- A session that is there ----
+
+static int differs(const struct kvq__session *s, const char *what, char *text)
+{
+    return kvq__fail(text, KVQ_E_EXISTS,
+                     "session \"%s\" exists with another %s; open it without layers to take it "
+                     "as it is, drop it, or use another name",
+                     s->name, what);
+}
+
+static bool same_shape(const struct kvq_shape *a, const struct kvq_shape *b)
+{
+    return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
+           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
+           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
+}
+
+static int compare_layers(const struct kvq__session *s, const struct kvq__session *wanted,
+                          char *text)
+{
+    char what[96];
+    if (s->n_layers != wanted->n_layers)
+        return differs(s, "number of layers", text);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
+        bool shape = same_shape(&a->shape, &b->shape) && a->source == b->source;
+        if (a->format == b->format && shape)
+            continue;
+        if (shape)
+            snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,
+                     a->format->name, b->format->name);
+        else
+            snprintf(what, sizeof what, "shape of layer %u", i);
+        return differs(s, what, text);
+    }
+    return 0;
+}
+
+static int compare(const struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    struct kvq__session *wanted;
+    if (!is_empty(spec->model) && strcmp(s->model, spec->model) != 0)
+        return differs(s, "model fingerprint", text);
+    if (spec->n_layers == 0)
+        return 0;
+    int rc = build_session(s->core, s->ns, spec, &wanted, text);
+    if (rc < 0)
+        return rc;
+    if (s->shard != wanted->shard || s->shards != wanted->shards)
+        rc = differs(s, "shard", text);
+    else
+        rc = compare_layers(s, wanted, text);
+    kvq__session_free(wanted);
+    return rc;
+}
+
+// ---- Opening ----
+
+static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    if ((spec->flags & KVQ__OPEN_READ_ONLY) || !s->writer)
+        return 0;
+    if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" has a writer, client %llu; open it read-only, or with "
+                         "take_over to end that hold",
+                         s->name, (unsigned long long)s->writer->client->id);
+    struct kvq__handle *old = s->writer;
+    kvq__handle_detach(old);
+    old->taken = true;
+    return 0;
+}
+
+static int open_existing(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    if (spec->flags & KVQ__OPEN_MUST_CREATE)
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "session \"%s\" exists already; drop it, or open it without must_create",
+                         s->name);
+    int rc = compare(s, spec, text);
+    return rc == 0 ? take_hold(s, spec, text) : rc;
+}
+
+static int create(struct kvq__core *core, struct kvq__namespace *ns,
+                  const struct kvq__session_spec *spec, struct kvq__session **s, char *text)
+{
+    if ((spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || spec->n_layers == 0)
+        return kvq__fail(text, KVQ_E_NO_SESSION,
+                         "namespace \"%s\" has no session \"%s\"; to create it give its layers, "
+                         "and neither read_only nor must_exist",
+                         ns->name, spec->name ? spec->name : "");
+    int rc = kvq__namespace_room(ns, text);
+    if (rc == 0)
+        rc = build_session(core, ns, spec, s, text);
+    if (rc == 0)
+        kvq__session_publish(*s);
+    return rc;
+}
+
+static int find_or_create(struct kvq__core *core, struct kvq__namespace *ns,
+                          const struct kvq__session_spec *spec, struct kvq__session **s,
+                          bool *created, char *text)
+{
+    *s = is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
+    *created = !*s;
+    return *s ? open_existing(*s, spec, text) : create(core, ns, spec, s, text);
+}
+
+int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,
+                      struct kvq__session_info *info, char *text)
+{
+    struct kvq__core *core = client->core;
+    struct kvq__namespace *ns;
+    struct kvq__handle *h;
+    struct kvq__session *s;
+    bool created;
+    if (core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; no session is opened");
+    int rc = check_spec(spec, text);
+    if (rc == 0)
+        rc = kvq__namespace_get(core, &client->peer, spec->ns, &ns, text);
+    if (rc < 0)
+        return rc;
+    rc = kvq__handle_new(client, &h);
+    if (rc < 0)
+        return kvq__fail(text, rc, "this client has %u session handles; it can have %d",
+                         client->n_handles, KVQ_MAX_OPEN);
+    rc = find_or_create(core, ns, spec, &s, &created, text);
+    if (rc < 0) {
+        kvq__handle_free(h);
+        return rc;
+    }
+    kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
+    kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,
+               created        ? "created"
+               : h->read_only ? "read-only"
+                              : "for writing");
+    kvq__session_fill_info(s, info);
+    info->handle = kvq__handle_value(h);
+    info->created = created;
+    info->read_only = h->read_only;
+    return 0;
+}

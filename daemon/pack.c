@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Packing whole units: for a request that is about to read them packed, and in the background
+// before anybody asks. A unit is packed once, and its tokens can no longer change by then.
+#include <assert.h>
+
+#include "daemon/state.h"
+
+static uint64_t due(const struct kvq__session *s, uint32_t layer)
+{
+    const struct kvq__layer *l = &s->layers[layer];
+    return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
+}
+
+// Addresses of the pages that hold tokens [first, end).
+static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
+                       struct kvq_page *pages)
+{
+    uint32_t from = (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    for (uint32_t i = from; i < kvq__pages_of(end); i++) {
+        pages[i - from].raw = l->pages[i].raw.data;
+        pages[i - from].packed = l->pages[i].packed.data;
+        assert(pages[i - from].raw && pages[i - from].packed);
+    }
+}
+
+// One unit of one head. `pages` starts with the page of `first`.
+static void pack_unit(const struct kvq__session *s, const struct kvq__layer *l,
+                      const struct kvq_page *pages, uint64_t first, uint32_t item, void *workspace)
+{
+    uint32_t heads = l->shape.kv_heads;
+    uint64_t token = first + (uint64_t)(item / heads) * l->format->unit_tokens;
+    uint64_t page = token / KVQ_BLOCK_TOKENS - first / KVQ_BLOCK_TOKENS;
+    uint8_t *packed = (uint8_t *)pages[page].packed; // the view's const is for readers
+    kvq_pack(s->core->config.kernels, l->format, &l->shape, pages[page].raw, packed, item % heads,
+             (uint32_t)(token % KVQ_BLOCK_TOKENS), workspace);
+}
+
+static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)
+{
+    l->packer = NULL;
+    if (s->dropped)
+        return;
+    if (l->packed < end)
+        l->packed = end;
+    kvq__pages_release(s);
+}
+
+// ---- In a request ----
+
+static struct kvq__layer *layer_of(const struct kvq__queue *q, const struct kvq__session *s)
+{
+    return &s->layers[s->layers[q->header.layer].source];
+}
+
+static bool prepare(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    w->n_items = 0;
+    if (!w->packing)
+        return true;
+    if (s->dropped) {
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+        return true;
+    }
+    struct kvq__layer *l = layer_of(q, s);
+    uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
+    if (first >= end)
+        return true;
+    uint32_t pages = kvq__pages_of(end) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    w->pages = kvq__arena_take(q, pages * sizeof *w->pages);
+    if (!w->pages)
+        return false;
+    find_pages(l, first, end, w->pages);
+    w->pack.first = first;
+    w->n_items = (uint32_t)((end - first) / l->format->unit_tokens) * l->shape.kv_heads;
+    return true;
+}
+
+static uint32_t count(const struct kvq__work *w)
+{
+    return w->n_items;
+}
+
+static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__work *w = &q->work[i];
+    pack_unit(w->session, layer_of(q, w->session), w->pages, w->pack.first, item, workspace);
+}
+
+static void finish(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    if (!w->packing)
+        return;
+    struct kvq__layer *l = layer_of(q, w->session);
+    w->packing = false;
+    finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
+}
+
+const struct kvq__pass kvq__pass_pack = {prepare, {{count, run}}, 1, finish};
+
+// ---- In the background ----
+
+void kvq__pack_queue(struct kvq__session *s)
+{
+    if (s->pack_queued || s->dropped)
+        return;
+    for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
+        s->pack_queued = due(s, i) > s->layers[i].packed;
+    if (s->pack_queued)
+        TAILQ_INSERT_TAIL(&s->core->pack_queue, s, pack_link);
+}
+
+void kvq__pack_unqueue(struct kvq__session *s)
+{
+    if (s->pack_queued)
+        TAILQ_REMOVE(&s->core->pack_queue, s, pack_link);
+    s->pack_queued = false;
+}
+
+static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__packer *p = (void *)((char *)job - offsetof(struct kvq__packer, job));
+    const struct kvq__layer *l = &p->session->layers[p->layer];
+    pack_unit(p->session, l, p->pages, p->first, item, workspace);
+}
+
+static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
+{
+    struct kvq__packer *p = &core->packer;
+    struct kvq__layer *l = &s->layers[layer];
+    uint64_t most = (l->packed / KVQ_BLOCK_TOKENS + KVQ__PACKER_PAGES) * KVQ_BLOCK_TOKENS;
+    p->session = s;
+    p->layer = layer;
+    p->first = l->packed;
+    p->end = due(s, layer) < most ? due(s, layer) : most;
+    find_pages(l, p->first, p->end, p->pages);
+    uint32_t units = (uint32_t)((p->end - p->first) / l->format->unit_tokens);
+    p->job = (struct kvq__job){units * l->shape.kv_heads, run_background};
+    l->packer = p;
+    s->pins++; // not a use that would end the session's idle time
+    kvq__flight_begin(core, &p->flight);
+}
+
+// Begins with the session's first layer that has units to pack and is not being packed. Returns
+// whether any layer has; *begun if one was taken.
+static bool try_session(struct kvq__core *core, struct kvq__session *s, bool *begun)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (due(s, i) <= s->layers[i].packed)
+            continue;
+        any = true;
+        if (s->layers[i].packer)
+            continue;
+        begin(core, s, i);
+        *begun = true;
+        break;
+    }
+    return any;
+}
+
+struct kvq__job *kvq__background_start(struct kvq__core *core)
+{
+    bool begun = false;
+    struct kvq__session *s = TAILQ_FIRST(&core->pack_queue), *next;
+    if (core->packer.session)
+        return NULL;
+    for (; s && !begun; s = next) {
+        next = TAILQ_NEXT(s, pack_link);
+        if (!try_session(core, s, &begun))
+            kvq__pack_unqueue(s);
+    }
+    return begun ? &core->packer.job : NULL;
+}
+
+void kvq__background_done(struct kvq__core *core)
+{
+    struct kvq__packer *p = &core->packer;
+    struct kvq__session *s = p->session;
+    assert(s && s->layers[p->layer].packer == p);
+    finish_layer(s, &s->layers[p->layer], p->end);
+    if (s->pack_queued) { // sessions take turns
+        kvq__pack_unqueue(s);
+        kvq__pack_queue(s);
+    }
+    p->session = NULL;
+    kvq__session_unpin(s);
+    kvq__flight_end(core, &p->flight);
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Page tables: which blocks hold a session's tokens, and in which form a token is read.
+//
+// A page is 128 positions of one layer. It has a raw block from the step that reaches it and, for
+// formats that pack, a packed block reserved at the same time, so that packing cannot fail for
+// room. Its raw block goes when every view that is still possible reads the page packed.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+enum { FIRST_PAGES = 8 };
+
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
+{
+    if (layer->packed_bytes == 0)
+        return 0;
+    uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
+    uint64_t unit = layer->format->unit_tokens;
+    uint64_t packed = past > back ? (past - back) / unit * unit : 0;
+    return packed > layer->base ? packed : layer->base;
+}
+
+// ---- Room ----
+
+static size_t table_bytes(const struct kvq__session *s, uint32_t capacity)
+{
+    return (size_t)capacity * s->n_owned * sizeof(struct kvq__pageref);
+}
+
+static void table_place(struct kvq__session *s, struct kvq__pageref *table, uint32_t capacity)
+{
+    struct kvq__pageref *next = table;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        if (l->pages)
+            memcpy(next, l->pages, s->n_pages * sizeof *next);
+        l->pages = next;
+        next += capacity;
+    }
+}
+
+int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
+{
+    uint32_t capacity = s->page_capacity ? s->page_capacity : FIRST_PAGES;
+    if (pages <= s->page_capacity)
+        return 0;
+    while (capacity < pages)
+        capacity *= 2;
+    struct kvq__pageref *table = kvq__allocate(s->core, table_bytes(s, capacity));
+    if (!table)
+        return KVQ_E_NO_MEMORY;
+    table_place(s, table, capacity);
+    kvq__deallocate(s->core, s->table, table_bytes(s, s->page_capacity));
+    s->table = table;
+    s->page_capacity = capacity;
+    return 0;
+}
+
+static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
+{
+    struct kvq__pageref *p = &l->pages[page];
+    int rc = kvq__block_new(s->core, s->ns, l->raw_bytes, &p->raw);
+    if (rc == 0 && l->packed_bytes)
+        rc = kvq__block_new(s->core, s->ns, l->packed_bytes, &p->packed);
+    return rc;
+}
+
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
+{
+    uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
+    int rc = kvq__pages_grow(s, want);
+    while (rc == 0 && s->n_pages < want) {
+        uint32_t page = s->n_pages++;
+        for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++)
+            if (kvq__layer_owns(s, i))
+                rc = page_fill(s, &s->layers[i], page);
+    }
+    if (rc < 0) {
+        kvq__pages_trim(s, (uint64_t)had * KVQ_BLOCK_TOKENS);
+        kvq__namespace_full(s->core, s->ns, rc);
+    }
+    return rc;
+}
+
+static void page_drop(struct kvq__session *s, struct kvq__pageref *p)
+{
+    kvq__block_drop(s->core, &p->raw);
+    kvq__block_drop(s->core, &p->packed);
+}
+
+void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
+{
+    uint32_t keep = kvq__pages_of(tokens);
+    while (s->n_pages > keep) {
+        s->n_pages--;
+        for (uint32_t i = 0; i < s->n_layers; i++)
+            if (kvq__layer_owns(s, i))
+                page_drop(s, &s->layers[i].pages[s->n_pages]);
+    }
+}
+
+// ---- What nobody can read any more ----
+
+static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+{
+    uint64_t behind = l->keep && floor + 1 > l->keep ? floor + 1 - l->keep : 0;
+    while ((uint64_t)(l->first_page + 1) * KVQ_BLOCK_TOKENS <= behind)
+        page_drop(s, &l->pages[l->first_page++]);
+    uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
+    if (l->packed_bytes && l->packed < freed)
+        l->packed = freed;
+    if (l->raw_page < l->first_page)
+        l->raw_page = l->first_page;
+}
+
+static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+{
+    uint64_t packed = kvq__packed_at(s, l, floor);
+    packed = packed < l->packed ? packed : l->packed;
+    while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
+        kvq__block_drop(s->core, &l->pages[l->raw_page++].raw);
+}
+
+void kvq__pages_release(struct kvq__session *s)
+{
+    uint64_t floor = s->floor;
+    s->release_due = s->reading > 0 && s->reading_floor < floor;
+    if (s->release_due)
+        floor = s->reading_floor;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (!kvq__layer_owns(s, i))
+            continue;
+        release_window(s, &s->layers[i], floor);
+        release_raw(s, &s->layers[i], floor);
+    }
+}
+
+// ---- Views ----
+
+static uint16_t part(uint64_t tokens, uint32_t page)
+{
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    if (tokens <= start)
+        return 0;
+    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
+}
+
+uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
+                         uint64_t tokens, struct kvq_page *pages)
+{
+    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    uint64_t packed = kvq__packed_at(s, l, past);
+    uint32_t n = kvq__pages_of(tokens);
+    assert(packed <= tokens && n <= s->n_pages);
+    memset(pages, 0, l->first_page * sizeof *pages);
+    for (uint32_t i = l->first_page; i < n; i++) {
+        pages[i].packed = l->pages[i].packed.data;
+        pages[i].raw = l->pages[i].raw.data;
+        pages[i].tokens = part(tokens, i);
+        pages[i].packed_tokens = part(packed, i);
+        assert(pages[i].raw || pages[i].packed_tokens == pages[i].tokens);
+    }
+    return n;
+}

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The block pool: a budget cut into extents, extents into blocks of one size that belong to one
+// namespace. Blocks are counted references; those that lose their last one while requests are
+// under way wait in limbo until every request that may still read them has ended.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+// ---- Extents ----
+
+static struct kvq__extent *find_empty(struct kvq__pool *pool, const struct kvq__namespace *ns)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (!ns || e->last == ns)
+            return e;
+    return NULL;
+}
+
+static int extent_acquire(struct kvq__core *core, struct kvq__extent **out)
+{
+    struct kvq__pool *pool = &core->pool;
+    struct kvq__memory_ops *ops = &core->config.memory;
+    if (pool->extents_taken + pool->extent_bytes > pool->budget)
+        return KVQ_E_NO_MEMORY;
+    struct kvq__extent *e = kvq__allocate(core, sizeof *e);
+    if (!e)
+        return KVQ_E_NO_MEMORY;
+    int rc = ops->acquire(ops->context, pool->extent_bytes, &e->memory);
+    if (rc < 0) {
+        kvq__deallocate(core, e, sizeof *e);
+        return rc;
+    }
+    pool->extents_taken += pool->extent_bytes;
+    TAILQ_INSERT_TAIL(&pool->empty, e, link);
+    *out = e;
+    return 0;
+}
+
+static void extent_release(struct kvq__core *core, struct kvq__extent *e)
+{
+    assert(e->used == 0 && !e->blocks);
+    TAILQ_REMOVE(&core->pool.empty, e, link);
+    core->config.memory.release(core->config.memory.context, &e->memory);
+    core->pool.extents_taken -= core->pool.extent_bytes;
+    kvq__deallocate(core, e, sizeof *e);
+}
+
+void kvq__pool_trim(struct kvq__core *core, uint64_t age_ns)
+{
+    struct kvq__extent *e = TAILQ_FIRST(&core->pool.empty), *next;
+    for (; e; e = next) {
+        next = TAILQ_NEXT(e, link);
+        if (core->now - e->empty_since >= age_ns)
+            extent_release(core, e);
+    }
+}
+
+// Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
+// which is zeroed first.
+static int extent_find(struct kvq__core *core, const struct kvq__namespace *ns,
+                       struct kvq__extent **out)
+{
+    int rc = 0;
+    *out = find_empty(&core->pool, ns);
+    if (!*out)
+        rc = extent_acquire(core, out);
+    if (!*out && (*out = find_empty(&core->pool, NULL)))
+        rc = 0;
+    if (*out && (*out)->last && (*out)->last != ns) {
+        core->config.memory.zero(core->config.memory.context, &(*out)->memory);
+        (*out)->last = NULL;
+    }
+    return rc;
+}
+
+// Cuts an empty extent into the class's blocks.
+static int extent_cut(struct kvq__core *core, struct kvq__extent *e, struct kvq__class *class)
+{
+    uint32_t n = (uint32_t)(core->pool.extent_bytes / class->block_bytes);
+    e->blocks = kvq__allocate(core, n * sizeof *e->blocks);
+    if (!e->blocks)
+        return KVQ_E_NO_MEMORY;
+    TAILQ_REMOVE(&core->pool.empty, e, link);
+    e->n_blocks = n;
+    e->owner = class;
+    e->last = class->ns;
+    STAILQ_INIT(&e->free);
+    for (uint32_t i = 0; i < n; i++) {
+        e->blocks[i].extent = e;
+        STAILQ_INSERT_TAIL(&e->free, &e->blocks[i], link);
+    }
+    TAILQ_INSERT_HEAD(&class->extents, e, link);
+    return 0;
+}
+
+static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
+{
+    struct kvq__class *class = e->owner;
+    TAILQ_REMOVE(&class->extents, e, link);
+    TAILQ_INSERT_HEAD(&core->pool.empty, e, link);
+    kvq__deallocate(core, e->blocks, e->n_blocks * sizeof *e->blocks);
+    e->blocks = NULL;
+    e->owner = NULL;
+    e->empty_since = core->now;
+    if (TAILQ_EMPTY(&class->extents)) {
+        LIST_REMOVE(class, link);
+        kvq__deallocate(core, class, sizeof *class);
+    }
+}
+
+// ---- Classes ----
+
+static struct kvq__class *class_find(struct kvq__namespace *ns, uint64_t block_bytes)
+{
+    struct kvq__class *c;
+    LIST_FOREACH (c, &ns->classes, link)
+        if (c->block_bytes == block_bytes)
+            return c;
+    return NULL;
+}
+
+static struct kvq__class *class_new(struct kvq__core *core, struct kvq__namespace *ns,
+                                    uint64_t block_bytes)
+{
+    struct kvq__class *c = kvq__allocate(core, sizeof *c);
+    if (c) {
+        c->ns = ns;
+        c->block_bytes = block_bytes;
+        TAILQ_INIT(&c->extents);
+        LIST_INSERT_HEAD(&ns->classes, c, link);
+    }
+    return c;
+}
+
+// An extent of the class with a free block.
+static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, uint64_t block_bytes,
+                        struct kvq__extent **out)
+{
+    struct kvq__class *class = class_find(ns, block_bytes);
+    *out = class ? TAILQ_FIRST(&class->extents) : NULL;
+    if (*out && !STAILQ_EMPTY(&(*out)->free))
+        return 0;
+    bool made = !class;
+    if (made && !(class = class_new(core, ns, block_bytes)))
+        return KVQ_E_NO_MEMORY;
+    int rc = extent_find(core, ns, out);
+    if (rc == 0)
+        rc = extent_cut(core, *out, class);
+    if (rc < 0 && made) {
+        LIST_REMOVE(class, link);
+        kvq__deallocate(core, class, sizeof *class);
+    }
+    return rc;
+}
+
+// ---- Blocks ----
+
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, uint64_t bytes,
+                   struct kvq__ref *ref)
+{
+    struct kvq__extent *e = NULL;
+    assert(bytes > 0 && bytes <= core->pool.extent_bytes && !ref->block);
+    if (ns->limit_bytes && ns->used_bytes + bytes > ns->limit_bytes)
+        return KVQ_E_QUOTA;
+    int rc = class_extent(core, ns, bytes, &e);
+    if (rc < 0)
+        return rc;
+    struct kvq__block *b = STAILQ_FIRST(&e->free);
+    STAILQ_REMOVE_HEAD(&e->free, link);
+    if (STAILQ_EMPTY(&e->free)) { // full ones stand last
+        TAILQ_REMOVE(&e->owner->extents, e, link);
+        TAILQ_INSERT_TAIL(&e->owner->extents, e, link);
+    }
+    b->refs = 1;
+    e->used++;
+    core->pool.used_bytes += bytes;
+    ns->used_bytes += bytes;
+    ref->block = b;
+    ref->data = e->memory.base + (size_t)(b - e->blocks) * bytes;
+    return 0;
+}
+
+struct kvq__ref kvq__block_share(struct kvq__ref ref)
+{
+    if (ref.block)
+        ref.block->refs++;
+    return ref;
+}
+
+static void block_free(struct kvq__core *core, struct kvq__block *b)
+{
+    struct kvq__extent *e = b->extent;
+    struct kvq__class *class = e->owner;
+    if (STAILQ_EMPTY(&e->free)) {
+        TAILQ_REMOVE(&class->extents, e, link);
+        TAILQ_INSERT_HEAD(&class->extents, e, link);
+    }
+    STAILQ_INSERT_HEAD(&e->free, b, link);
+    core->pool.used_bytes -= class->block_bytes;
+    class->ns->used_bytes -= class->block_bytes;
+    if (--e->used == 0)
+        extent_empty(core, e);
+}
+
+void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
+{
+    struct kvq__block *b = ref->block;
+    *ref = (struct kvq__ref){0};
+    if (!b)
+        return;
+    assert(b->refs > 0);
+    if (--b->refs > 0)
+        return;
+    if (TAILQ_EMPTY(&core->flights)) {
+        block_free(core, b);
+        return;
+    }
+    b->retired_at = core->last_flight;
+    STAILQ_INSERT_TAIL(&core->pool.limbo, b, link);
+}
+
+// ---- Flights ----
+
+void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
+{
+    assert(flight->number == 0);
+    flight->number = ++core->last_flight;
+    TAILQ_INSERT_TAIL(&core->flights, flight, link);
+}
+
+void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
+{
+    assert(flight->number != 0);
+    TAILQ_REMOVE(&core->flights, flight, link);
+    flight->number = 0;
+    struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    struct kvq__block *b;
+    while ((b = STAILQ_FIRST(&core->pool.limbo)) && (!oldest || b->retired_at < oldest->number)) {
+        STAILQ_REMOVE_HEAD(&core->pool.limbo, link);
+        block_free(core, b);
+    }
+}

@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests: what is checked of every one, what they hold while under way, and how their work is cut
+// into jobs. The operations stand in files of their own.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
+
+struct operation {
+    kvq__operation *start;
+    uint16_t flags; // request flags it takes
+    uint8_t needs;
+};
+
+static kvq__operation op_nop;
+
+static const struct operation operations[KVQ_OP_COUNT] = {
+    [KVQ_OP_NOP] = {op_nop, 0, 0},
+    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, 0, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV, NEED_COUNT},
+    [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_FLAGS, NEED_COUNT},
+    [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
+    [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
+    [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
+    [KVQ_OP_FORK] = {kvq__op_fork, 0, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
+    [KVQ_OP_READ] = {kvq__op_read, 0, NEED_COUNT},
+};
+
+// ---- What the poller sees ----
+
+struct kvq_request *kvq__queue_header(struct kvq__queue *q)
+{
+    return &q->header;
+}
+
+struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *q)
+{
+    return q->entries;
+}
+
+struct kvq__job *kvq__queue_job(struct kvq__queue *q)
+{
+    return &q->job;
+}
+
+const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *q)
+{
+    return &q->completion;
+}
+
+const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
+{
+    return q->results;
+}
+
+struct kvq__client *kvq__queue_client(const struct kvq__queue *q)
+{
+    return q->client;
+}
+
+// ---- Entries ----
+
+int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
+{
+    q->results[i].status = code;
+    q->results[i].value = value;
+    return code;
+}
+
+int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
+{
+    struct kvq__handle *h;
+    int rc = kvq__handle_get(q->client, q->entries[i].handle, &h);
+    if (rc == 0 && write && h->read_only)
+        rc = KVQ_E_READ_ONLY;
+    if (rc < 0)
+        return kvq__entry_fail(q, i, rc, 0);
+    q->work[i].handle = h;
+    q->work[i].session = h->session;
+    q->work[i].past = h->session->tokens;
+    q->work[i].step_serial = h->session->step_serial;
+    q->results[i].value = h->session->tokens;
+    return 0;
+}
+
+int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
+{
+    int rc = kvq__entry_open(q, i, write);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s = q->work[i].session;
+    if (q->step && s->step != q->step)
+        return kvq__entry_fail(q, i, KVQ_E_NO_STEP, s->tokens);
+    if (q->entries[i].position != s->tokens)
+        return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
+    return 0;
+}
+
+int kvq__request_step(struct kvq__queue *q)
+{
+    q->step = NULL;
+    if (q->header.step == 0)
+        return 0;
+    q->step = kvq__step_find(q->client, q->header.step);
+    return q->step ? 0 : KVQ_E_NO_STEP;
+}
+
+// ---- What a request holds ----
+
+void kvq__hold(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    if (!w->pinned)
+        kvq__session_pin(w->session);
+    w->pinned = true;
+    q->holding = true;
+}
+
+void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    kvq__hold(q, i);
+    q->work[i].reading = true;
+    if (s->reading++ == 0 || q->work[i].past < s->reading_floor)
+        s->reading_floor = q->work[i].past;
+}
+
+void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
+{
+    kvq__hold(q, i);
+    q->work[i].tail_use = true;
+    q->work[i].session->tail_use++;
+}
+
+void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    if (s->exclusive == q)
+        return;
+    assert(!s->exclusive);
+    kvq__hold(q, i);
+    q->work[i].exclusive = true;
+    s->exclusive = q;
+}
+
+void kvq__hold_buffers(struct kvq__queue *q)
+{
+    for (uint32_t v = 0; v < KVQ__VIEWS; v++)
+        if (q->buffers[v])
+            q->buffers[v]->uses++;
+    q->holding_buffers = true;
+}
+
+bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    const struct kvq__session *s = q->work[i].session;
+    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
+    return (s->exclusive && s->exclusive != q) || (due && l->packer);
+}
+
+void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    struct kvq__session *s = q->work[i].session;
+    struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    kvq__hold_reading(q, i);
+    if (kvq__packed_at(s, l, q->work[i].past) <= l->packed || l->packer)
+        return; // another entry of this request packs it
+    l->packer = q;
+    q->work[i].packing = true;
+}
+
+static void release_reading(struct kvq__session *s)
+{
+    if (--s->reading == 0 && s->release_due && !s->dropped)
+        kvq__pages_release(s);
+}
+
+static void release_packing(struct kvq__queue *q, struct kvq__session *s)
+{
+    struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
+    assert(l->packer == q);
+    l->packer = NULL;
+    if (!s->dropped)
+        kvq__pack_queue(s);
+}
+
+static void release_work(struct kvq__queue *q, struct kvq__work *w)
+{
+    struct kvq__session *s = w->session;
+    if (w->reading)
+        release_reading(s);
+    if (w->tail_use)
+        s->tail_use--;
+    if (w->exclusive)
+        s->exclusive = NULL;
+    if (w->packing)
+        release_packing(q, s);
+    if (w->pinned)
+        kvq__session_unpin(s);
+    w->reading = w->tail_use = w->exclusive = w->packing = w->pinned = false;
+}
+
+void kvq__request_release(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; q->holding && i < q->header.count; i++) {
+        kvq__fork_release(q, &q->work[i]);
+        release_work(q, &q->work[i]);
+    }
+    for (uint32_t v = 0; q->holding_buffers && v < KVQ__VIEWS; v++)
+        if (q->buffers[v])
+            kvq__buffer_unuse(q->client, q->buffers[v]);
+    q->holding = q->holding_buffers = false;
+}
+
+// ---- Waves, stages, jobs ----
+
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes)
+{
+    size_t size = (bytes + 63) & ~(size_t)63;
+    if (bytes > q->arena_bytes || size > q->arena_bytes - q->arena_used)
+        return NULL;
+    void *memory = q->arena + q->arena_used;
+    q->arena_used += size;
+    return memory;
+}
+
+// The entry of the wave that the item belongs to: the last one that starts at or before it.
+static uint32_t entry_of(const struct kvq__queue *q, uint32_t item)
+{
+    uint32_t low = 0, high = q->wave_to - q->wave_from;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (q->first_item[middle] <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__queue *q = (void *)((char *)job - offsetof(struct kvq__queue, job));
+    uint32_t entry = entry_of(q, item);
+    const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
+    stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
+}
+
+// Fills the next wave with entries; false if none is left.
+static bool wave_next(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    uint32_t i = q->wave_to;
+    q->wave_from = i;
+    q->arena_used = 0;
+    for (; i < q->header.count; i++) {
+        size_t used = q->arena_used;
+        if (!kvq__entry_alive(q, i) || pass->prepare(q, i))
+            continue;
+        q->arena_used = used;
+        if (used > 0)
+            break;
+        kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
+    }
+    q->wave_to = i;
+    return i > q->wave_from;
+}
+
+// Sets the job up for the current stage; false if it has no items.
+static bool stage_begin(struct kvq__queue *q)
+{
+    const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
+    uint32_t items = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
+        q->first_item[i - q->wave_from] = items;
+        if (kvq__entry_alive(q, i))
+            items += stage->count(&q->work[i]);
+    }
+    q->job = (struct kvq__job){items, run_item};
+    return items > 0;
+}
+
+static void wave_finish(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    for (uint32_t i = q->wave_from; pass->finish && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            pass->finish(q, i);
+}
+
+// Goes on from the start of stage q->stage of the current wave.
+static enum kvq__progress run_stages(struct kvq__queue *q)
+{
+    for (;;) {
+        for (; q->stage < q->passes[q->pass]->n_stages; q->stage++)
+            if (stage_begin(q))
+                return KVQ__RUN;
+        wave_finish(q);
+        while (!wave_next(q)) {
+            if (++q->pass == q->n_passes)
+                return kvq__request_end(q, 0);
+            q->wave_to = 0;
+        }
+        q->stage = 0;
+    }
+}
+
+enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
+                                    uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        q->passes[i] = passes[i];
+    q->n_passes = n;
+    q->pass = q->wave_from = q->wave_to = 0;
+    q->stage = passes[0]->n_stages; // an empty wave has just been done
+    q->running = true;
+    kvq__flight_begin(q->core, &q->flight);
+    return run_stages(q);
+}
+
+// ---- Start, continue, end ----
+
+static bool any_failed(const struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->completion.count; i++)
+        if (q->results[i].status < 0)
+            return true;
+    return false;
+}
+
+enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
+{
+    kvq__request_release(q);
+    if (q->flight.number)
+        kvq__flight_end(q->core, &q->flight);
+    q->busy = q->running = false;
+    q->completion.status = status;
+    if (status < 0)
+        q->completion.count = 0;
+    q->completion.slots = (uint16_t)(1 + (q->completion.count + 3) / 4);
+    if (status < 0 || any_failed(q))
+        q->core->refused_requests++;
+    return KVQ__DONE;
+}
+
+static int check_header(const struct kvq__queue *q)
+{
+    const struct kvq_request *r = &q->header;
+    uint64_t pad;
+    memcpy(&pad, r->pad2, sizeof pad);
+    if (r->count > KVQ_MAX_BATCH || r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2)
+        return KVQ_E_PROTOCOL;
+    if (r->op >= KVQ_OP_COUNT)
+        return KVQ_E_UNSUPPORTED;
+    if (r->pad0 || r->pad1 || pad || (r->flags & ~operations[r->op].flags))
+        return KVQ_E_INVALID;
+    if (r->count == 0 && (operations[r->op].needs & NEED_COUNT))
+        return KVQ_E_INVALID;
+    if (q->core->draining && (operations[r->op].needs & NEW_WORK))
+        return KVQ_E_DRAINING;
+    return 0;
+}
+
+static void reset_works(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__work *w = &q->work[i];
+        q->results[i] = (struct kvq_result){0};
+        w->session = NULL;
+        w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
+        w->forked = NULL;
+    }
+}
+
+// From the start: nothing is held but what an earlier attempt holds while it waits.
+static enum kvq__progress attempt(struct kvq__queue *q)
+{
+    kvq__request_release(q);
+    if (q->client->gone)
+        return kvq__request_end(q, KVQ_E_CANCELLED);
+    if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
+        return kvq__request_end(q, KVQ_E_DEADLINE);
+    q->step = NULL;
+    memset(q->buffers, 0, sizeof q->buffers);
+    reset_works(q);
+    return operations[q->header.op].start(q);
+}
+
+enum kvq__progress kvq__request_start(struct kvq__queue *q)
+{
+    assert(!q->busy);
+    q->busy = true;
+    q->running = q->holding = q->holding_buffers = false;
+    q->client->requests++;
+    q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
+    int rc = check_header(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    return attempt(q);
+}
+
+enum kvq__progress kvq__request_continue(struct kvq__queue *q)
+{
+    assert(q->busy);
+    if (!q->running)
+        return attempt(q);
+    if (q->client->gone)
+        return kvq__request_end(q, KVQ_E_CANCELLED);
+    q->stage++;
+    return run_stages(q);
+}
+
+static enum kvq__progress op_nop(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++)
+        kvq__entry_open_at(q, i, false);
+    return kvq__request_end(q, 0);
+}

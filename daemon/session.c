@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions: their life from the first open to the last pin, and what can be told about them.
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+// ---- Life ----
+
+struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
+                                      uint32_t n_layers)
+{
+    struct kvq__session *s = kvq__allocate(core, sizeof *s);
+    if (!s)
+        return NULL;
+    s->layers = kvq__allocate(core, n_layers * sizeof *s->layers);
+    if (!s->layers) {
+        kvq__deallocate(core, s, sizeof *s);
+        return NULL;
+    }
+    s->core = core;
+    s->ns = ns;
+    s->n_layers = n_layers;
+    s->idle_since = core->now;
+    LIST_INIT(&s->handles);
+    return s;
+}
+
+void kvq__session_free(struct kvq__session *s)
+{
+    kvq__pages_trim(s, 0);
+    kvq__deallocate(s->core, s->table,
+                    (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
+    kvq__deallocate(s->core, s->layers, s->n_layers * sizeof *s->layers);
+    kvq__deallocate(s->core, s, sizeof *s);
+}
+
+void kvq__session_publish(struct kvq__session *s)
+{
+    s->id = ++s->core->last_session;
+    s->ns->n_sessions++;
+    s->core->n_sessions++;
+    TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
+}
+
+int kvq__namespace_room(struct kvq__namespace *ns, char *text)
+{
+    if (ns->limit_sessions && ns->n_sessions >= ns->limit_sessions)
+        return kvq__fail(text, KVQ_E_QUOTA,
+                         "namespace \"%s\" has %u sessions, its limit; close or drop some, or "
+                         "raise the limit in the configuration",
+                         ns->name, ns->n_sessions);
+    return 0;
+}
+
+void kvq__session_end(struct kvq__session *s)
+{
+    struct kvq__handle *h;
+    assert(!s->dropped);
+    s->dropped = true;
+    kvq__step_leave(s);
+    while ((h = LIST_FIRST(&s->handles))) {
+        kvq__handle_detach(h);
+        kvq__handle_free(h);
+    }
+    kvq__pack_unqueue(s);
+    TAILQ_REMOVE(&s->ns->sessions, s, link);
+    s->ns->n_sessions--;
+    s->core->n_sessions--;
+    kvq__event(s->core, KVQ__EVENT_SESSION_DROPPED, s->ns->name, s->name, 0, "");
+    kvq__pages_trim(s, 0);
+    if (s->pins == 0)
+        kvq__session_free(s);
+}
+
+void kvq__session_pin(struct kvq__session *s)
+{
+    s->pins++;
+    s->idle_since = s->core->now;
+}
+
+void kvq__session_unpin(struct kvq__session *s)
+{
+    assert(s->pins > 0);
+    if (--s->pins == 0 && s->dropped)
+        kvq__session_free(s);
+}
+
+void kvq__session_detached(struct kvq__session *s)
+{
+    if (!LIST_EMPTY(&s->handles))
+        return;
+    s->idle_since = s->core->now;
+    if (s->drop_on_detach)
+        kvq__session_end(s);
+}
+
+// ---- Telling ----
+
+// Sums over the layers that have pages of their own.
+struct sums {
+    double bits, record_bytes, plain_bytes;
+    uint64_t heads, layers;
+};
+
+static struct sums add_layers(const struct kvq__session *s, struct kvq__session_info *info)
+{
+    struct sums sums = {0};
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        uint64_t blocks = s->n_pages - l->first_page;
+        uint64_t raw = (s->n_pages - l->raw_page) * l->raw_bytes;
+        // A raw format's blocks are both window and cache; they count as the latter.
+        info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
+        info->window_bytes += l->packed_bytes ? raw : 0;
+        uint64_t full = s->tokens - kvq__packed_at(s, l, s->tokens);
+        if (full > info->full_precision_tokens)
+            info->full_precision_tokens = full;
+        sums.bits += kvq_bits_per_value(l->format, &l->shape);
+        sums.record_bytes += (double)l->layout.record_bytes * l->shape.kv_heads / KVQ_BLOCK_TOKENS;
+        sums.plain_bytes += 2.0 * l->shape.kv_heads * (l->shape.k_dim + l->shape.v_dim);
+        sums.heads += l->shape.kv_heads;
+        sums.layers++;
+    }
+    return sums;
+}
+
+static const char *commonest_format(const struct kvq__session *s)
+{
+    uint32_t best = 0, best_count = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        uint32_t count = 0;
+        for (uint32_t j = 0; j < s->n_layers; j++)
+            count += s->layers[j].format == s->layers[i].format;
+        if (count > best_count) {
+            best = i;
+            best_count = count;
+        }
+    }
+    return s->layers[best].format->name;
+}
+
+static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *info)
+{
+    struct sums sums = add_layers(s, info);
+    info->table_bytes = (uint64_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref) +
+                        s->n_layers * sizeof *s->layers + sizeof *s;
+    double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
+    info->bits_per_value = sums.bits / (double)sums.layers;
+    info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
+    if (s->tokens) {
+        info->bytes_per_token_head_total = total / (double)s->tokens / (double)sums.heads;
+        info->compression = sums.plain_bytes * (double)s->tokens / total;
+    }
+}
+
+void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_info *info)
+{
+    uint64_t idle = s->core->now - s->idle_since;
+    *info = (struct kvq__session_info){
+        .id = s->id,
+        .tokens = s->tokens,
+        .layers = s->n_layers,
+        .writer_client = s->writer ? s->writer->client->id : 0,
+        .idle_ms = s->pins ? 0 : idle / 1000000,
+        .saturated_values = s->saturated,
+        .readers = s->readers,
+        .max_rollback = s->max_rollback,
+        .q_heads = s->layers[0].shape.q_heads,
+        .kv_heads = s->layers[0].shape.kv_heads,
+        .head_dim = s->layers[0].shape.k_dim,
+        .path = s->path,
+        .v_rotation = s->v_rotation,
+        .step_open = s->step != NULL,
+    };
+    if (LIST_EMPTY(&s->handles) && s->keep_ns)
+        info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
+    snprintf(info->ns, sizeof info->ns, "%s", s->ns->name);
+    snprintf(info->name, sizeof info->name, "%s", s->name);
+    snprintf(info->model, sizeof info->model, "%s", s->model);
+    snprintf(info->format, sizeof info->format, "%s", commonest_format(s));
+    fill_sizes(s, info);
+}
+
+// ---- By handle ----
+
+static int get_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **h,
+                        char *text)
+{
+    int rc = kvq__handle_get(client, value, h);
+    if (rc == KVQ_E_TAKEN)
+        return kvq__fail(text, rc,
+                         "another writer took this session over; close the handle, and open the "
+                         "session again when it is free");
+    if (rc < 0)
+        kvq__fail(text, rc,
+                  "handle %#llx is none of this client's: its session was closed or dropped; "
+                  "open the session again",
+                  (unsigned long long)value);
+    return rc;
+}
+
+int kvq__session_close(struct kvq__client *client, uint64_t value, char *text)
+{
+    struct kvq__handle *h;
+    int rc = get_attached(client, value, &h, text);
+    if (rc < 0 && rc != KVQ_E_TAKEN)
+        return rc;
+    kvq__handle_close(h);
+    return 0;
+}
+
+int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
+{
+    struct kvq__handle *h;
+    int rc = get_attached(client, value, &h, text);
+    if (rc < 0)
+        return rc;
+    if (h->read_only)
+        return kvq__fail(text, KVQ_E_READ_ONLY,
+                         "a session opened read-only cannot be dropped through that handle; drop "
+                         "it by name, or open it for writing");
+    kvq__session_end(h->session);
+    return 0;
+}
+
+int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__session_info *info,
+                      char *text)
+{
+    struct kvq__handle *h;
+    int rc = get_attached(client, value, &h, text);
+    if (rc < 0)
+        return rc;
+    kvq__session_fill_info(h->session, info);
+    info->handle = value;
+    info->read_only = h->read_only;
+    return 0;
+}
+
+// ---- By name ----
+
+static struct kvq__session *find_by_id(struct kvq__core *core, const struct kvq__peer *peer,
+                                       const char *name)
+{
+    char *end;
+    uint64_t id = strtoull(name + 1, &end, 10);
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    if (*end || end == name + 1)
+        return NULL;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        if (!kvq__namespace_allows(ns, peer))
+            continue;
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == id)
+                return s;
+    }
+    return NULL;
+}
+
+struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name)
+{
+    struct kvq__session *s;
+    TAILQ_FOREACH (s, &ns->sessions, link)
+        if (strcmp(s->name, name) == 0)
+            return s;
+    return NULL;
+}
+
+static int find_session(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
+                        const char *name, struct kvq__session **s, char *text)
+{
+    struct kvq__namespace *ns;
+    *s = NULL;
+    if (!name || !*name)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "no session named; give its name, or \"#ID\" as `kvqctl session list` "
+                         "shows it");
+    if (*name == '#') {
+        *s = find_by_id(core, peer, name);
+    } else {
+        int rc = kvq__namespace_get(core, peer, ns_name, &ns, text);
+        if (rc < 0)
+            return rc;
+        *s = kvq__session_named(ns, name);
+    }
+    if (*s)
+        return 0;
+    return kvq__fail(text, KVQ_E_NO_SESSION,
+                     "no session \"%.*s\" that user %u may see; `kvqctl session list` shows all",
+                     KVQ_NAME_BYTES, name, peer->uid);
+}
+
+int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                      const char *name, struct kvq__session_info *info, char *text)
+{
+    struct kvq__session *s;
+    int rc = find_session(core, peer, ns, name, &s, text);
+    if (rc == 0)
+        kvq__session_fill_info(s, info);
+    return rc;
+}
+
+int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, char *text)
+{
+    struct kvq__session *s;
+    int rc = find_session(core, peer, ns, name, &s, text);
+    if (rc == 0)
+        kvq__session_end(s);
+    return rc;
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What administration sees: counters, and lists of what the asking user may know of.
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/state.h"
+
+static uint64_t all_tokens(const struct kvq__core *core)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    uint64_t tokens = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            tokens += s->tokens;
+    return tokens;
+}
+
+void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
+{
+    const struct kvq__pool *pool = &core->pool;
+    uint64_t extents = pool->budget / pool->extent_bytes;
+    *status = (struct kvq__status){
+        .pool_bytes = pool->budget,
+        .pool_extent_bytes = pool->extents_taken,
+        .pool_used_bytes = pool->used_bytes,
+        .pool_largest_free = extents * pool->extent_bytes - pool->extents_taken,
+        .sessions = core->n_sessions,
+        .clients = core->n_clients,
+        .tokens = all_tokens(core),
+        .steps = core->steps,
+        .attends = core->attends,
+        .appended_tokens = core->appended_tokens,
+        .refused_requests = core->refused_requests,
+        .kicked_clients = core->kicked_clients,
+        .draining = core->draining,
+    };
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        status->pool_largest_free += pool->extent_bytes;
+}
+
+uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
+                            const char *ns_name, struct kvq__session_info *out, uint32_t max)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        if ((ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
+            !kvq__namespace_allows(ns, peer))
+            continue;
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (n++ < max)
+                kvq__session_fill_info(s, &out[n - 1]);
+    }
+    return n;
+}
+
+uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
+                              struct kvq__namespace_info *out, uint32_t max)
+{
+    const struct kvq__namespace *ns;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        if (!kvq__namespace_allows(ns, peer) || n++ >= max)
+            continue;
+        struct kvq__namespace_info *info = &out[n - 1];
+        snprintf(info->name, sizeof info->name, "%s", ns->name);
+        info->sessions = ns->n_sessions;
+        info->used_bytes = ns->used_bytes;
+        info->limit_bytes = ns->limit_bytes;
+    }
+    return n;
+}
+
+static bool may_see(const struct kvq__peer *peer, const struct kvq__client *client)
+{
+    return peer->admin || peer->uid == client->peer.uid;
+}
+
+uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
+                           struct kvq__client_info *out, uint32_t max)
+{
+    const struct kvq__client *c;
+    uint32_t n = 0;
+    TAILQ_FOREACH (c, &core->clients, link) {
+        if (!may_see(peer, c) || n++ >= max)
+            continue;
+        struct kvq__client_info *info = &out[n - 1];
+        *info = (struct kvq__client_info){
+            .id = c->id,
+            .pid = c->peer.pid,
+            .uid = c->peer.uid,
+            .queues = c->n_queues,
+            .buffers = c->n_buffers,
+            .sessions = c->n_handles,
+            .buffer_bytes = c->buffer_bytes,
+            .requests = c->requests,
+            .connected_ms = (core->now - c->connected_at) / 1000000,
+        };
+        snprintf(info->name, sizeof info->name, "%s", c->name);
+    }
+    return n;
+}
+
+int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text)
+{
+    const struct kvq__client *c;
+    if (!peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not end clients; the daemon's own user and root may",
+                         peer->uid);
+    TAILQ_FOREACH (c, &core->clients, link) {
+        if (c->id != id)
+            continue;
+        core->kicked_clients++;
+        return 0;
+    }
+    return kvq__fail(text, KVQ_E_INVALID,
+                     "no client %llu is attached; `kvqctl client list` shows all",
+                     (unsigned long long)id);
+}

@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state of the core, shared by its files and its tests; nobody else includes this.
+//
+// Ownership: the core owns namespaces and clients; a namespace owns its sessions and its size
+// classes, these their extents; a session owns its layers and page tables, and these hold one
+// reference to each block they name. Requests in flight hold pins on sessions and buffers.
+//
+// What keeps running work safe: workers never look at sessions or page tables. A request copies
+// the addresses it needs before its job starts, and as long as any request (a "flight") that
+// started earlier is under way, no block that lost its last reference is given out again.
+#ifndef KVQ_DAEMON_STATE_H
+#define KVQ_DAEMON_STATE_H
+
+#include <sys/queue.h>
+
+#include "daemon/core.h"
+
+enum {
+    KVQ__HANDLE_CHUNK = 64, // handles allocated at a time
+    KVQ__HANDLE_CHUNKS = KVQ_MAX_OPEN / KVQ__HANDLE_CHUNK,
+    KVQ__ARENA_BYTES = 4 << 20, // scratch of a queue besides partial results
+};
+
+// ---- Pool (pool.c) ----
+
+struct kvq__block {
+    uint32_t refs;
+    struct kvq__extent *extent;
+    uint64_t retired_at;           // last flight that may still look at it
+    STAILQ_ENTRY(kvq__block) link; // in its extent's free list, or in limbo
+};
+STAILQ_HEAD(kvq__block_list, kvq__block);
+
+// A counted reference to a block; data NULL = none.
+struct kvq__ref {
+    uint8_t *data;
+    struct kvq__block *block;
+};
+
+struct kvq__extent {
+    TAILQ_ENTRY(kvq__extent) link; // in its class's list, or the pool's list of empty ones
+    struct kvq__memory memory;
+    struct kvq__class *owner;    // NULL while empty
+    struct kvq__namespace *last; // whose bytes it holds; NULL = zeroed
+    struct kvq__block *blocks;
+    uint32_t n_blocks, used; // used: referenced or in limbo
+    uint64_t empty_since;
+    struct kvq__block_list free;
+};
+TAILQ_HEAD(kvq__extent_list, kvq__extent);
+
+// The extents of one namespace that are cut into blocks of one size.
+struct kvq__class {
+    LIST_ENTRY(kvq__class) link;
+    struct kvq__namespace *ns;
+    uint64_t block_bytes;
+    struct kvq__extent_list extents; // those with free blocks first
+};
+
+struct kvq__pool {
+    uint64_t budget, extent_bytes;
+    uint64_t extents_taken; // bytes of extents, the empty ones included
+    uint64_t used_bytes;    // of blocks, limbo included
+    struct kvq__extent_list empty;
+    struct kvq__block_list limbo; // ordered by retired_at
+};
+
+// Something whose jobs run; see the top of this file.
+struct kvq__flight {
+    TAILQ_ENTRY(kvq__flight) link;
+    uint64_t number; // 0 = not under way
+};
+
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, uint64_t bytes,
+                   struct kvq__ref *ref);
+struct kvq__ref kvq__block_share(struct kvq__ref ref);
+// Gives the reference up and clears it. Accepts none.
+void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
+void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
+void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
+// Gives back extents that have been empty since before `now - age`.
+void kvq__pool_trim(struct kvq__core *core, uint64_t age_ns);
+
+// ---- Namespaces (namespace.c) ----
+
+LIST_HEAD(kvq__class_list, kvq__class);
+TAILQ_HEAD(kvq__session_list, kvq__session);
+
+struct kvq__namespace {
+    TAILQ_ENTRY(kvq__namespace) link;
+    char name[KVQ_NAME_BYTES];
+    uint64_t limit_bytes, used_bytes;
+    uint32_t limit_sessions, n_sessions;
+    uint32_t *uids, *gids;
+    uint32_t n_uids, n_gids;
+    uint64_t told_full_at; // when its last KVQ__EVENT_MEMORY_FULL was sent
+    bool configured;
+    struct kvq__class_list classes;
+    struct kvq__session_list sessions;
+};
+
+bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer);
+// Finds the one of that name (NULL or empty: the peer's own, made if need be) and checks that
+// the peer may use it.
+int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       struct kvq__namespace **ns, char *text);
+void kvq__namespaces_close(struct kvq__core *core);
+// Tells that memory ran out, at most once a second for each namespace.
+void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns, int code);
+
+// ---- Sessions (session.c) and their pages (pages.c) ----
+
+// Blocks of 128 positions of one layer.
+struct kvq__pageref {
+    struct kvq__ref packed, raw;
+};
+
+enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
+
+struct kvq__layer {
+    const struct kvq_format *format;
+    struct kvq_shape shape;
+    struct kvq_layout layout, raw_layout;
+    uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
+    uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
+    uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
+    // The rest is meaningful for layers that have their own pages.
+    struct kvq__pageref *pages;
+    uint32_t first_page; // pages before it are behind the window and freed
+    uint32_t raw_page;   // raw blocks of pages before it are released
+    uint64_t base;       // a fork's: tokens below it are only there packed
+    uint64_t packed;     // tokens [0, packed) are packed
+    const void *packer;  // the request or packer whose job is packing it; NULL = none
+    uint8_t append;      // enum kvq__append_state, in the open step
+};
+
+struct kvq__handle {
+    struct kvq__client *client;
+    struct kvq__session *session; // NULL if free or taken
+    uint32_t index, generation;
+    bool used, taken, read_only;
+    LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
+};
+LIST_HEAD(kvq__handle_list, kvq__handle);
+
+struct kvq__session {
+    TAILQ_ENTRY(kvq__session) link; // in its namespace
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    uint64_t id;
+    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    struct kvq__layer *layers;
+    uint32_t n_layers, n_owned; // n_owned: layers with their own pages
+    uint32_t shard, shards, max_rollback;
+    uint64_t prompt_tokens, keep_ns;
+    uint8_t path, v_rotation, dtype;
+    bool drop_on_detach, dropped;
+
+    uint64_t tokens; // committed
+    uint64_t floor;  // truncation cannot go below
+    uint64_t saturated;
+    uint32_t n_pages, page_capacity; // of every layer's table
+    struct kvq__pageref *table;      // memory of all layers' tables
+
+    struct kvq__handle_list handles;
+    struct kvq__handle *writer;
+    uint32_t readers;
+    uint64_t idle_since; // last use; while nobody has it open, the keep time counts from here
+
+    struct kvq__step *step; // the open step it is in
+    LIST_ENTRY(kvq__session) step_link;
+    uint32_t step_tokens, step_layers; // layers appended
+    uint64_t step_serial;              // changes with every beginning and end of a step
+
+    // Held by requests under way.
+    uint32_t pins;
+    uint32_t reading;             // entries that read committed tokens
+    uint64_t reading_floor;       // lowest count they may stand at; meaningless if reading is 0
+    bool release_due;             // pages were kept for them
+    uint32_t tail_use;            // entries that write or read the open step's tokens
+    struct kvq__queue *exclusive; // the request that changes what is committed
+
+    bool pack_queued;
+    TAILQ_ENTRY(kvq__session) pack_link;
+};
+
+// A session with zeroed layers that nobody sees yet; NULL without memory. End it by
+// kvq__session_free before and by kvq__session_end after it was published.
+struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
+                                      uint32_t n_layers);
+void kvq__session_free(struct kvq__session *session);
+void kvq__session_publish(struct kvq__session *session);
+struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
+// Takes it out of its namespace, makes its handles stale, gives its blocks back.
+void kvq__session_end(struct kvq__session *session);
+void kvq__session_pin(struct kvq__session *session);
+void kvq__session_unpin(struct kvq__session *session);
+// Nobody has it open any more: drops it or starts its keep time.
+void kvq__session_detached(struct kvq__session *session);
+int kvq__namespace_room(struct kvq__namespace *ns, char *text); // for one more session
+void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
+
+static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
+{
+    return s->layers[layer].source == layer;
+}
+
+// Tokens that a view at `past` tokens reads packed: a function of counts alone.
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
+                        uint64_t past);
+// Makes the tables long enough for so many pages.
+int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
+// Makes room for `tokens` tokens in all layers, or changes nothing.
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
+// Gives back the pages that `tokens` tokens do not need.
+void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
+// Releases what no view at or above the floor can read any more.
+void kvq__pages_release(struct kvq__session *s);
+// The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
+uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
+                         uint64_t tokens, struct kvq_page *pages);
+static inline uint32_t kvq__pages_of(uint64_t tokens)
+{
+    return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+}
+
+// ---- Clients (client.c) ----
+
+struct kvq__buffer {
+    uint32_t id; // 0 = free
+    uint32_t generation;
+    uint8_t *base;
+    uint64_t bytes;
+    uint32_t uses; // by requests under way
+    bool removed;
+};
+
+struct kvq__step {
+    uint64_t number; // the client's; 0 = free
+    struct kvq__client *client;
+    LIST_HEAD(, kvq__session) sessions;
+};
+
+struct kvq__client {
+    TAILQ_ENTRY(kvq__client) link;
+    struct kvq__core *core;
+    struct kvq__peer peer;
+    char name[KVQ_NAME_BYTES];
+    uint64_t id, requests, connected_at;
+    bool gone;
+    uint32_t n_queues, n_buffers, n_handles, n_steps;
+    uint64_t buffer_bytes;
+    struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
+    struct kvq__handle_list free_handles;
+    struct kvq__buffer buffers[KVQ_MAX_BUFFERS];
+    struct kvq__step steps[KVQ_MAX_STEPS];
+};
+
+// 0, KVQ_E_STALE or KVQ_E_TAKEN.
+int kvq__handle_get(struct kvq__client *client, uint64_t value, struct kvq__handle **handle);
+// KVQ_E_LIMIT or KVQ_E_NO_MEMORY. The handle has no session yet.
+int kvq__handle_new(struct kvq__client *client, struct kvq__handle **handle);
+void kvq__handle_free(struct kvq__handle *handle);
+// Ties a new handle to a session, as its writer or as a reader.
+void kvq__handle_attach(struct kvq__handle *handle, struct kvq__session *session, bool read_only);
+// Takes the handle off its session (with its part of an open step); the handle stays.
+void kvq__handle_detach(struct kvq__handle *handle);
+// Detaches and frees it; the session goes by its on_detach if this was the last handle.
+void kvq__handle_close(struct kvq__handle *handle);
+static inline uint64_t kvq__handle_value(const struct kvq__handle *handle)
+{
+    return (uint64_t)handle->generation << 32 | handle->index;
+}
+struct kvq__buffer *kvq__buffer_get(struct kvq__client *client, uint32_t id); // NULL = none
+void kvq__buffer_unuse(struct kvq__client *client, struct kvq__buffer *buffer);
+
+// ---- Steps (step.c) ----
+
+struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); // NULL = none
+// Takes a session out of its open step, as it was before. Accepts sessions without a step.
+void kvq__step_leave(struct kvq__session *session);
+
+// ---- Requests (request.c and the files of the operations) ----
+
+enum {
+    KVQ__VIEW_K,
+    KVQ__VIEW_V,
+    KVQ__VIEW_Q,
+    KVQ__VIEW_OUT,
+    KVQ__VIEW_LSE,
+    KVQ__VIEW_LIST,
+    KVQ__VIEWS
+};
+
+// A block to be copied for a fork: `tokens` tokens of every head.
+struct kvq__copy {
+    const uint8_t *from;
+    uint8_t *to;
+    uint32_t layer, tokens;
+    bool packed;
+};
+
+// One entry's part of a request under way.
+struct kvq__work {
+    struct kvq__session *session; // NULL if the entry failed before it got that far
+    struct kvq__handle *handle;   // valid while the request starts, never later
+    bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
+    uint64_t step_serial;
+    uint64_t past; // committed tokens when it started
+    uint32_t n_items;
+    uint32_t n_pages;
+    struct kvq_page *pages;
+    union {
+        struct {                  // store.c
+            const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
+            int32_t *list;
+            struct kvq_store_counts *counts; // one for each item
+        } store;
+        struct {            // pack.c
+            uint64_t first; // first token to pack
+            uint32_t first_page;
+        } pack;
+        struct { // attend.c
+            struct kvq_attend call;
+            struct kvq_attend_plan plan;
+            void *partials;
+        } attend;
+        struct { // readback.c
+            uint64_t tokens;
+        } read;
+        struct { // accept.c
+            int32_t *list;
+        } accept;
+        struct { // fork.c
+            struct kvq__copy *copies;
+            uint32_t room; // copies allocated
+            uint64_t handle;
+        } fork;
+    };
+    struct kvq__session *forked; // the new session, pinned; else NULL
+};
+
+// How the entries of a request are worked on: in waves, as many entries at once as the arena
+// holds. The stages of a wave run one after the other.
+struct kvq__stage {
+    uint32_t (*count)(const struct kvq__work *w); // items of one entry
+    void (*item)(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace);
+};
+struct kvq__pass {
+    // Takes what entry i needs from the arena, and may fail the entry. False if there is no room
+    // left in this wave; then it has changed nothing.
+    bool (*prepare)(struct kvq__queue *q, uint32_t i);
+    struct kvq__stage stages[2];
+    uint32_t n_stages;
+    void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
+};
+
+struct kvq__queue {
+    struct kvq__core *core;
+    struct kvq__client *client;
+    struct kvq_request header;
+    struct kvq_completion completion;
+    struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use
+    struct kvq__step *step;                  // valid while the request starts, never later
+    struct kvq__flight flight;
+    struct kvq__job job;
+    bool busy, running; // running: passes are under way
+    bool holding, holding_buffers;
+    bool parallel; // attend: cut into splits
+    const struct kvq__pass *passes[3];
+    uint32_t n_passes, pass, stage, wave_from, wave_to;
+    uint8_t *arena;
+    size_t arena_used, arena_bytes;
+    uint32_t first_item[KVQ_MAX_BATCH + 1];
+    struct kvq_entry_wire entries[KVQ_MAX_BATCH];
+    struct kvq_result results[KVQ_MAX_BATCH];
+    struct kvq__work work[KVQ_MAX_BATCH];
+};
+
+// An operation: checks all entries, then takes hold of all that it needs, or of nothing and
+// answers KVQ__WAIT; it is then called again from the start. Never blocks.
+typedef enum kvq__progress kvq__operation(struct kvq__queue *q);
+kvq__operation kvq__op_step_begin, kvq__op_step_end, kvq__op_step_abort, kvq__op_append,
+    kvq__op_attend, kvq__op_append_attend, kvq__op_truncate, kvq__op_fork, kvq__op_accept,
+    kvq__op_read;
+
+// Ends the request with this status.
+enum kvq__progress kvq__request_end(struct kvq__queue *q, int status);
+// Runs the passes, skipping failed entries, and ends the request.
+enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
+                                    uint32_t n);
+// Sets an entry's result and returns code.
+int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
+// True if the entry has not failed.
+static inline bool kvq__entry_alive(const struct kvq__queue *q, uint32_t i)
+{
+    return q->results[i].status == 0 && q->work[i].session;
+}
+// Looks up the entry's handle (and that it may write). Fails the entry if need be.
+int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write);
+// The same, and that the session is in the request's step, if it names one, and stands at the
+// entry's position.
+int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write);
+// Finds the request's step: 0, also if it names none, or KVQ_E_NO_STEP.
+int kvq__request_step(struct kvq__queue *q);
+// Takes hold of the entry's session until the request ends.
+void kvq__hold(struct kvq__queue *q, uint32_t i);
+void kvq__hold_reading(struct kvq__queue *q, uint32_t i);
+void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
+void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
+void kvq__hold_buffers(struct kvq__queue *q);
+void kvq__drop_exclusive(struct kvq__queue *q, uint32_t i);
+void kvq__request_release(struct kvq__queue *q);
+// For entries that read committed tokens: true if another request changes them just now, or packs
+// what this entry would have to pack first.
+bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer);
+// Holds the session for reading, and the layer for packing if units are due.
+void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
+// 64-byte aligned memory until the wave ends; NULL if the arena is used up.
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
+
+extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
+    kvq__pass_accept, kvq__pass_fork;
+// Lets go of an entry's new session, if there is one.
+void kvq__fork_release(struct kvq__queue *q, struct kvq__work *w);
+// What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it
+// holds of the entry's session.
+int kvq__append_open(struct kvq__queue *q);
+int kvq__append_check(struct kvq__queue *q, uint32_t i);
+void kvq__append_hold(struct kvq__queue *q, uint32_t i);
+
+// ---- Views of a request (views.c) ----
+
+uint32_t kvq__dtype_bytes(uint8_t dtype); // 0 if unknown
+// What does not depend on an entry: the buffer, dtype, alignment, reserved bytes. 0, KVQ_E_BUFFER,
+// KVQ_E_DTYPE, KVQ_E_INVALID, KVQ_E_BOUNDS.
+int kvq__view_open(struct kvq__queue *q, uint32_t view);
+// Rows [row, row + n) of heads x dim: strides of at least one row where there are several, every
+// byte inside the buffer. 0, KVQ_E_INVALID, KVQ_E_BOUNDS.
+int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
+                   uint64_t row, uint64_t n);
+uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
+const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
+// Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The
+// list is the daemon's own copy.
+uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e);
+int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
+                     const struct kvq_shape *s, const int32_t *list);
+// The list view: as above; n elements of it, NULL if they reach outside. Clients may write there
+// at any time: copy, then check.
+int kvq__list_open(struct kvq__queue *q);
+const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n);
+
+// ---- Packing (pack.c) ----
+
+// Queues the session for packing in the background if any layer has whole units to pack.
+void kvq__pack_queue(struct kvq__session *s);
+void kvq__pack_unqueue(struct kvq__session *s);
+
+// Packing of one layer that no request waits for.
+struct kvq__packer {
+    struct kvq__job job;
+    struct kvq__flight flight;
+    struct kvq__session *session; // pinned; NULL = idle
+    uint32_t layer;
+    uint64_t first, end;    // tokens
+    struct kvq_page *pages; // KVQ__PACKER_PAGES of them, from the page of `first` on
+};
+enum { KVQ__PACKER_PAGES = 64 };
+
+// ---- The core (core.c) ----
+
+TAILQ_HEAD(kvq__client_list, kvq__client);
+TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
+TAILQ_HEAD(kvq__flight_list, kvq__flight);
+
+struct kvq__core {
+    struct kvq__core_config config;
+    struct kvq__pool pool;
+    uint64_t now;
+    bool draining;
+    struct kvq__client_list clients;
+    struct kvq__namespace_list namespaces;
+    struct kvq__flight_list flights; // oldest first
+    uint64_t last_flight, last_client, last_session;
+    struct kvq__session_list pack_queue;
+    struct kvq__packer packer;
+    uint32_t n_clients, n_sessions, n_steps;
+    uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
+};
+
+void *kvq__allocate(struct kvq__core *core, size_t bytes); // zeroed; NULL if there is none
+void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes);
+void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
+                const char *session, uint64_t client, const char *text);
+// Writes a text (KVQ_TEXT_BYTES; NULL is accepted) and returns code.
+int kvq__fail(char *text, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+#endif

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Append: K and V of one layer into the raw blocks that the step reserved.
+#include <assert.h>
+
+#include "daemon/state.h"
+
+// ---- Checks ----
+
+int kvq__append_open(struct kvq__queue *q)
+{
+    const struct kvq_request *r = &q->header;
+    int rc = kvq__view_open(q, KVQ__VIEW_K);
+    if (rc == 0)
+        rc = kvq__view_open(q, KVQ__VIEW_V);
+    if (rc < 0 || !(r->flags & KVQ_REQ_PAGED_KV))
+        return rc;
+    if (r->page_tokens == 0)
+        return KVQ_E_INVALID;
+    if ((r->k_page_stride % kvq__dtype_bytes(r->k.dtype)) ||
+        (r->v_page_stride % kvq__dtype_bytes(r->v.dtype)))
+        return KVQ_E_INVALID;
+    return kvq__list_open(q);
+}
+
+static int check_source(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    if (q->header.flags & KVQ_REQ_PAGED_KV)
+        return e->list_token < q->header.page_tokens ? 0 : KVQ_E_INVALID; // pages come later
+    int rc = kvq__view_rows(q, KVQ__VIEW_K, s->kv_heads, s->k_dim, e->row, e->append);
+    return rc ? rc : kvq__view_rows(q, KVQ__VIEW_V, s->kv_heads, s->v_dim, e->row, e->append);
+}
+
+int kvq__append_check(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    struct kvq__session *s = q->work[i].session;
+    uint32_t layer = q->header.layer;
+    if (layer >= s->n_layers)
+        return kvq__entry_fail(q, i, KVQ_E_SHAPE, s->tokens);
+    if (e->append == 0)
+        return 0;
+    if (s->step != q->step || !q->step)
+        return kvq__entry_fail(q, i, KVQ_E_NO_STEP, s->tokens);
+    if (q->work[i].handle->read_only)
+        return kvq__entry_fail(q, i, KVQ_E_READ_ONLY, s->tokens);
+    if (e->append != s->step_tokens || !kvq__layer_owns(s, layer) ||
+        s->layers[layer].append != KVQ__NOT_APPENDED)
+        return kvq__entry_fail(q, i, KVQ_E_INVALID, s->tokens);
+    int rc = check_source(q, i, &s->layers[layer].shape);
+    return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
+}
+
+void kvq__append_hold(struct kvq__queue *q, uint32_t i)
+{
+    if (q->entries[i].append)
+        q->work[i].session->layers[q->header.layer].append = KVQ__APPENDING;
+    kvq__hold_tail(q, i);
+}
+
+enum kvq__progress kvq__op_append(struct kvq__queue *q)
+{
+    static const struct kvq__pass *const passes[] = {&kvq__pass_store};
+    if (kvq__request_step(q) < 0 || !q->step)
+        return kvq__request_end(q, KVQ_E_NO_STEP);
+    int rc = kvq__append_open(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    kvq__hold_buffers(q);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_open_at(q, i, true) == 0 && kvq__append_check(q, i) == 0)
+            kvq__append_hold(q, i);
+    return kvq__request_run(q, passes, 1);
+}
+
+// ---- The pass ----
+
+// A paged source: copies the page list out of the client's reach, then checks it.
+static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    uint32_t n = kvq__paged_count(&q->header, e);
+    const volatile int32_t *from = kvq__list_at(q, e->row, n);
+    if (!from)
+        return KVQ_E_BOUNDS;
+    for (uint32_t j = 0; j < n; j++)
+        list[j] = from[j];
+    return kvq__paged_check(q, e, &q->work[i].session->layers[q->header.layer].shape, list);
+}
+
+static bool prepare_list(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    w->store.list = NULL;
+    if (!(q->header.flags & KVQ_REQ_PAGED_KV))
+        return true;
+    w->store.list =
+        kvq__arena_take(q, kvq__paged_count(&q->header, &q->entries[i]) * sizeof *w->store.list);
+    return w->store.list != NULL;
+}
+
+static void find_pages(struct kvq__work *w, const struct kvq__layer *l)
+{
+    uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    for (uint32_t p = 0; p < w->n_pages; p++)
+        w->pages[p] = (struct kvq_page){.raw = l->pages[first + p].raw.data};
+}
+
+static bool take_memory(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    const struct kvq__layer *l = &w->session->layers[q->header.layer];
+    w->n_pages =
+        kvq__pages_of(w->past + q->entries[i].append) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    uint32_t items = w->n_pages * l->shape.kv_heads;
+    w->pages = kvq__arena_take(q, w->n_pages * sizeof *w->pages);
+    w->store.counts = kvq__arena_take(q, items * sizeof *w->store.counts);
+    if (!w->pages || !w->store.counts || !prepare_list(q, i))
+        return false;
+    w->n_items = items;
+    for (uint32_t j = 0; j < items; j++)
+        w->store.counts[j] = (struct kvq_store_counts){0};
+    find_pages(w, l);
+    return true;
+}
+
+static bool prepare(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    bool paged = q->header.flags & KVQ_REQ_PAGED_KV;
+    w->n_items = 0;
+    if (q->entries[i].append == 0)
+        return true;
+    if (w->session->step_serial != w->step_serial) { // dropped, taken over, aborted
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
+        return true;
+    }
+    if (!take_memory(q, i))
+        return false;
+    w->store.k = kvq__view_data(q, KVQ__VIEW_K, paged ? 0 : q->entries[i].row);
+    w->store.v = kvq__view_data(q, KVQ__VIEW_V, paged ? 0 : q->entries[i].row);
+    int rc = paged ? copy_list(q, i, w->store.list) : 0;
+    if (rc < 0) { // nothing of this layer is appended; the step goes on
+        w->session->layers[q->header.layer].append = KVQ__NOT_APPENDED;
+        kvq__entry_fail(q, i, rc, w->past);
+    }
+    return true;
+}
+
+static uint32_t count(const struct kvq__work *w)
+{
+    return w->n_items;
+}
+
+// Where token t of the entry lies, and how many follow it there.
+static uint32_t source_run(const struct kvq__queue *q, const struct kvq__work *w, uint32_t skip,
+                           uint32_t t, struct kvq_view *k, struct kvq_view *v)
+{
+    const struct kvq_request *r = &q->header;
+    uint64_t row = t, page = 0;
+    uint32_t run = UINT32_MAX;
+    if (w->store.list) {
+        uint64_t at = (uint64_t)skip + t;
+        page = (uint64_t)w->store.list[at / r->page_tokens];
+        row = at % r->page_tokens;
+        run = r->page_tokens - (uint32_t)row;
+    }
+    *k = (struct kvq_view){w->store.k + page * r->k_page_stride + row * r->k.token_stride,
+                           (int64_t)r->k.token_stride, (int64_t)r->k.head_stride, r->k.dtype};
+    *v = (struct kvq_view){w->store.v + page * r->v_page_stride + row * r->v.token_stride,
+                           (int64_t)r->v.token_stride, (int64_t)r->v.head_stride, r->v.dtype};
+    return run;
+}
+
+// The part of one page that one head has.
+static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__work *w = &q->work[i];
+    const struct kvq__layer *l = &w->session->layers[q->header.layer];
+    uint32_t head = item % l->shape.kv_heads, page = item / l->shape.kv_heads;
+    uint64_t start = (w->past / KVQ_BLOCK_TOKENS + page) * KVQ_BLOCK_TOKENS;
+    uint64_t from = start > w->past ? start : w->past, end = w->past + q->entries[i].append;
+    uint64_t to = start + KVQ_BLOCK_TOKENS < end ? start + KVQ_BLOCK_TOKENS : end;
+    uint8_t *record = (uint8_t *)w->pages[page].raw + (size_t)head * l->raw_layout.record_bytes;
+    (void)workspace;
+    while (from < to) {
+        struct kvq_view k, v;
+        uint64_t n = source_run(q, w, q->entries[i].list_token, (uint32_t)(from - w->past), &k, &v);
+        n = n < to - from ? n : to - from;
+        kvq_store(q->core->config.kernels, &l->shape, &k, &v, head, (uint32_t)(from - start),
+                  (uint32_t)n, record, &w->store.counts[item]);
+        from += n;
+    }
+}
+
+static void finish(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__work *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    struct kvq_store_counts sum = {0};
+    if (w->n_items == 0)
+        return;
+    for (uint32_t j = 0; j < w->n_items; j++) {
+        sum.nonfinite += w->store.counts[j].nonfinite;
+        sum.saturated += w->store.counts[j].saturated;
+    }
+    if (s->step_serial != w->step_serial) {
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
+    } else if (sum.nonfinite) {
+        kvq__step_leave(s);
+        kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
+    } else {
+        s->layers[q->header.layer].append = KVQ__APPENDED;
+        s->step_layers++;
+        s->saturated += sum.saturated;
+    }
+}
+
+const struct kvq__pass kvq__pass_store = {prepare, {{count, run}}, 1, finish};
