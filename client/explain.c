@@ -221,6 +221,8 @@ static const char *advice(int code)
         return "another client opened it with KVQ_OPEN_TAKE_OVER; this handle can only be closed";
     case KVQ_E_BUFFER:
         return "register the buffer, and do not close it while calls use it";
+    case KVQ_E_INVALID:
+        return "offsets and strides are multiples of the dtype's size, rows do not overlap";
     case KVQ_E_SHAPE:
         return "rows, heads or tokens differ from what the session or the step was opened with";
     default:
@@ -252,11 +254,9 @@ static void explain_request(const struct kvq__pending *p)
     char where[80];
     const char *more = advice(p->status);
     name_request(where, sizeof where, &p->request);
-    if (p->status == KVQ_E_DISCONNECTED)
-        kvq__fail(p->status,
-                  "%s: the daemon is gone or has closed this connection; its log says "
-                  "why; kvq_reattach connects again",
-                  where);
+    if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
+        kvq__fail(p->status, "%s of %u sessions: the connection was lost before the answer came%s",
+                  where, p->n, p->status == KVQ_E_CANCELLED ? "" : "; kvq_reattach connects again");
     else
         kvq__fail(p->status, "%s of %u sessions (step %#" PRIx64 "): %s%s%s", where, p->n,
                   p->request.step, kvq_strerror(p->status), more ? "; " : "", more ? more : "");

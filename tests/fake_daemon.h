@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A daemon that does what a test tells it to, in a thread: it speaks the attach protocol well
+// enough for libkvq, and misbehaves at one chosen place.
+#ifndef KVQ_TESTS_FAKE_DAEMON_H
+#define KVQ_TESTS_FAKE_DAEMON_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+// What it does when requests are on a ring.
+enum fake_ring {
+    FAKE_ANSWER,          // completes each with success; every second entry fails with value 77
+    FAKE_SILENT,          // takes nothing
+    FAKE_CLOSE,           // closes the connection
+    FAKE_LAST_WORD,       // completes, and closes the connection at once
+    FAKE_REVERSED,        // waits for two, completes the second first
+    FAKE_WRONG_SEQ,       // completes a request that was never made
+    FAKE_TWICE,           // completes each two times
+    FAKE_WRONG_COUNT,     // one result too many
+    FAKE_WRONG_SLOTS,     // says that the message is longer than it is
+    FAKE_POSITIVE_STATUS, // a status above 0
+    FAKE_TAIL_FAR,        // claims more completions than the ring holds
+    FAKE_TAIL_BACK,       // takes completions back
+    FAKE_HEAD_AHEAD,      // claims to have taken more requests than were made
+};
+
+struct fake_script {
+    // Hello.
+    int hello_status;
+    uint32_t hello_fds; // descriptors beside it; the right number is 1
+    uint32_t protocol;
+    uint32_t page_magic;
+    uint32_t page_bytes;
+    bool unsealed;   // the page could shrink
+    bool hello_only; // the reply holds no result
+    // Every reply.
+    bool silent;      // receives, never answers
+    bool garbage;     // bytes that are no message
+    bool stale_first; // before each reply one to an earlier call, with a descriptor
+    bool hang_up;     // closes the connection instead of answering anything but hello
+    bool farewell;    // says why (a reply with number 0), then closes
+    // Queues.
+    uint32_t queue_fds; // the right number is 4
+    uint32_t ring_magic;
+    enum fake_ring ring;
+    uint32_t cpus; // shown in the page: enough of them let clients spin
+    uint64_t epoch;
+};
+
+// A script without faults.
+struct fake_script fake_good(void);
+
+struct fake_daemon;
+
+// Listens on DIR/attach.sock until fake_stop. Aborts the test program when the system fails it.
+struct fake_daemon *fake_start(const char *dir, const struct fake_script *script);
+void fake_stop(struct fake_daemon **daemon);
+
+#endif
