@@ -110,10 +110,9 @@ KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const
     const uint8_t *low = group + c->layout.k_codes, *high = low + 8 * c->dim;
     __m512 acc[KVQ__TILE4][2][2];
     scale_queries(c, group, q, qs, bias, rows);
-    for (int i = 0; i < rows; i++) {
-        acc[i][0][0] = acc[i][0][1] = _mm512_set1_ps(bias[i]);
-        acc[i][1][0] = acc[i][1][1] = _mm512_setzero_ps();
-    }
+    for (int i = 0; i < rows; i++)
+        for (int n = 0; n < 2; n++)
+            acc[i][n][0] = acc[i][n][1] = _mm512_setzero_ps();
     for (uint32_t r = 0; r < c->dim / 16; r++) {
         struct words w[2];
         for (unsigned z = 0; z < 2; z++) {
@@ -134,8 +133,10 @@ KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const
     __m512 norm0 = c->has_norms ? kvq__load_f16(norms) : _mm512_set1_ps(1.0f);
     __m512 norm1 = c->has_norms ? kvq__load_f16(norms + 32) : norm0;
     for (int i = 0; i < rows; i++, logits += KVQ__LOGITS_STRIDE) {
-        __m512 s0 = _mm512_add_ps(acc[i][0][0], acc[i][1][0]);
-        __m512 s1 = _mm512_add_ps(acc[i][0][1], acc[i][1][1]);
+        // The bias comes last: it may be large, and would cost every sum before it its last bits.
+        __m512 b = _mm512_set1_ps(bias[i]);
+        __m512 s0 = _mm512_add_ps(_mm512_add_ps(acc[i][0][0], acc[i][1][0]), b);
+        __m512 s1 = _mm512_add_ps(_mm512_add_ps(acc[i][0][1], acc[i][1][1]), b);
         _mm512_storeu_ps(logits, _mm512_mul_ps(s0, norm0));
         _mm512_storeu_ps(logits + 16, _mm512_mul_ps(s1, norm1));
     }

@@ -5,6 +5,8 @@
 #ifndef KVQ_KERNELS_VNNI_AVX512_H
 #define KVQ_KERNELS_VNNI_AVX512_H
 
+#include <immintrin.h>
+
 #include "kernels/avx512.h"
 
 enum {
