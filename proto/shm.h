@@ -15,11 +15,13 @@
 // only its own index; the other's is checked: 0 <= tail - head <= slots, or the peer is cut off.
 // Everything the client writes is copied once into private memory and validated there.
 //
-// Waking: whoever wants to sleep sets its own flag, fences, looks again, sleeps on its eventfd;
-// whoever published a message fences, reads the flag, and writes the other's eventfd if it is
+// Waking: whoever wants to sleep sets its own flag, fences, looks again, sleeps on its waker;
+// whoever published a message fences, reads the flag, and writes the other's waker if it is
 // set. Only the sleeper writes its flag. The poller sleeps by the flag of the daemon page and
-// waits for all queues' eventfds; the client waits for its eventfd and the attach socket, so
-// that a dead daemon wakes it.
+// waits for all queues' eventfds; the client waits for its socket and the attach socket, so
+// that a dead daemon wakes it. The client's waker is a socket and no eventfd, since a client could
+// make the daemon's write to an eventfd block by filling it and changing its flags; a send with
+// MSG_DONTWAIT never does. The poller never reads its eventfds: it waits for edges.
 #ifndef KVQ_PROTO_SHM_H
 #define KVQ_PROTO_SHM_H
 

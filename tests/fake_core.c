@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core's functions that the poller calls, without any sessions behind them; see fake_core.h.
+#include "tests/fake_core.h"
+
+#include <assert.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/ring.h"
+
+struct kvq__queue *fake_queue_new(void)
+{
+    return calloc(1, sizeof(struct kvq__queue));
+}
+
+void fake_queue_free(struct kvq__queue *queue)
+{
+    free(queue);
+}
+
+void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
+{
+    (void)core;
+    (void)now_ns;
+}
+
+void kvq__core_tick(struct kvq__core *core)
+{
+    core->ticks++;
+}
+
+struct kvq_request *kvq__queue_header(struct kvq__queue *queue)
+{
+    return &queue->header;
+}
+
+struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *queue)
+{
+    return queue->entries;
+}
+
+static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__queue *queue =
+        (struct kvq__queue *)((char *)job - offsetof(struct kvq__queue, job));
+    assert(workspace);
+    while (queue->gate && kvq_word_load_acquire(queue->gate) == 0)
+        sched_yield();
+    queue->runs[item]++;
+}
+
+static enum kvq__progress done(struct kvq__queue *queue, uint64_t value)
+{
+    queue->under_way = false;
+    queue->completion = (struct kvq_completion){
+        .seq = queue->header.seq, .count = queue->header.count, .value = value};
+    for (uint32_t i = 0; i < queue->header.count; i++)
+        queue->results[i] = (struct kvq_result){.value = queue->entries[i].position};
+    return KVQ__DONE;
+}
+
+enum kvq__progress kvq__request_start(struct kvq__queue *queue)
+{
+    assert(!queue->under_way && !queue->closed);
+    queue->under_way = true;
+    if (queue->header.op == KVQ_OP_ATTEND) {
+        memset(queue->runs, 0, sizeof queue->runs);
+        queue->job = (struct kvq__job){queue->header.layer, run_item};
+        return KVQ__RUN;
+    }
+    if (queue->header.op == KVQ_OP_APPEND) {
+        queue->waits = queue->header.layer;
+        return KVQ__WAIT;
+    }
+    return done(queue, 0);
+}
+
+enum kvq__progress kvq__request_continue(struct kvq__queue *queue)
+{
+    assert(queue->under_way);
+    if (queue->header.op == KVQ_OP_APPEND)
+        return --queue->waits > 0 ? KVQ__WAIT : done(queue, 0);
+    uint64_t run = 0;
+    for (uint32_t i = 0; i < queue->job.n_items; i++)
+        run += queue->runs[i] == 1;
+    return done(queue, run);
+}
+
+struct kvq__job *kvq__queue_job(struct kvq__queue *queue)
+{
+    return &queue->job;
+}
+
+const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue)
+{
+    return &queue->completion;
+}
+
+const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue)
+{
+    return queue->results;
+}
+
+void kvq__queue_close(struct kvq__queue **queue)
+{
+    assert(!(*queue)->under_way);
+    (*queue)->closed = true;
+    *queue = NULL;
+}
+
+static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__core *core =
+        (struct kvq__core *)((char *)job - offsetof(struct kvq__core, background));
+    (void)item;
+    assert(workspace);
+    kvq_word_store_release(&core->background_run, core->background_run + 1);
+}
+
+struct kvq__job *kvq__background_start(struct kvq__core *core)
+{
+    uint32_t items = kvq_word_load_acquire(&core->background_items);
+    if (items == 0)
+        return NULL;
+    kvq_word_store(&core->background_items, 0);
+    core->background = (struct kvq__job){items, run_background};
+    return &core->background;
+}
+
+void kvq__background_done(struct kvq__core *core)
+{
+    kvq_word_store_release(&core->background_done, core->background_done + 1);
+}

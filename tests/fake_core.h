@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A stand-in for the daemon's core, for tests of the poller: requests do what their header says.
+//
+//   NOP      done at once; every entry's position comes back as its result
+//   ATTEND   a job of `layer` items; the completion's value is the number of items that were run
+//   APPEND   waits `layer` times, then is done
+#ifndef KVQ_TESTS_FAKE_CORE_H
+#define KVQ_TESTS_FAKE_CORE_H
+
+#include "daemon/core.h"
+
+enum { FAKE_ITEMS = 1024 };
+
+struct kvq__queue {
+    struct kvq_request header;
+    struct kvq_entry_wire entries[KVQ_MAX_BATCH];
+    struct kvq_result results[KVQ_MAX_BATCH];
+    struct kvq_completion completion;
+    struct kvq__job job;
+    uint32_t runs[FAKE_ITEMS]; // how often each item was run; each by one thread only
+    uint32_t waits;
+    bool closed, under_way;
+    // Items of the job wait here until the test lets them go, if `gate` is set.
+    const uint32_t *gate;
+};
+
+struct kvq__core {
+    uint32_t ticks, background_items, background_run, background_done;
+    struct kvq__job background;
+};
+
+struct kvq__queue *fake_queue_new(void);
+void fake_queue_free(struct kvq__queue *queue);
+
+#endif

@@ -1,0 +1,433 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The poller and its workers with real threads and rings, over a fake core. Clients are threads of
+// this program. Nothing depends on timing: waits are for a state, and end by it.
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/poller.h"
+#include "tests/fake_core.h"
+
+struct rig {
+    struct kvq__core core;
+    struct kvq_daemon_page page;
+    struct kvq__poller *poller;
+};
+
+// One client with one queue. What the poller's thread touches comes first.
+struct fake_client {
+    struct kvq__member member;
+    struct kvq__port port;
+    struct kvq__mail add, remove;
+    struct rig *rig;
+    struct kvq__queue *queue;
+    uint32_t added, closed, complaints;
+    char complaint[128];
+    // The client's side.
+    struct kvq_req_page *req;
+    struct kvq_cq_page *cq;
+    struct kvq_ring_tx tx;
+    struct kvq_ring_rx rx;
+    int event, wake_daemon_side, wake;
+};
+
+static void wait_for_word(const uint32_t *word, uint32_t value)
+{
+    while (kvq_word_load_acquire(word) != value)
+        sched_yield();
+}
+
+// ---- The rig ----
+
+static void rig_open(struct rig *rig, uint32_t workers, uint64_t spin_ns)
+{
+    char text[KVQ_TEXT_BYTES];
+    memset(rig, 0, sizeof *rig);
+    rig->page.cpus = 64; // so that spinning is allowed wherever the test runs
+    rig->page.workers = workers;
+    struct kvq__poller_config config = {
+        .core = &rig->core, .page = &rig->page, .workers = workers, .spin_ns = spin_ns};
+    assert_int_equal(kvq__poller_open(&config, &rig->poller, text), 0);
+}
+
+static void on_complaint(struct kvq__member *member, const char *text)
+{
+    struct fake_client *c = (struct fake_client *)member;
+    strncpy(c->complaint, text, sizeof c->complaint - 1);
+    kvq_word_store_release(&c->complaints, c->complaints + 1);
+}
+
+static void on_closed(struct kvq__port *port)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)port - offsetof(struct fake_client, port));
+    kvq_word_store_release(&c->closed, 1);
+}
+
+static void add_port(struct kvq__mail *mail)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)mail - offsetof(struct fake_client, add));
+    char text[KVQ_TEXT_BYTES];
+    kvq__share_init(&c->member.share);
+    c->member.complain = on_complaint;
+    c->port.member = &c->member;
+    c->port.queue = c->queue;
+    c->port.req = c->req;
+    c->port.cq = c->cq;
+    c->port.request_event = c->event;
+    c->port.client_wake = c->wake_daemon_side;
+    c->port.closed = on_closed;
+    assert_int_equal(kvq__port_add(c->rig->poller, &c->port, text), 0);
+    kvq_word_store_release(&c->added, 1);
+}
+
+static void remove_port(struct kvq__mail *mail)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)mail - offsetof(struct fake_client, remove));
+    kvq__port_remove(c->rig->poller, &c->port);
+}
+
+static void client_open(struct fake_client *c, struct rig *rig)
+{
+    int pair[2];
+    memset(c, 0, sizeof *c);
+    c->rig = rig;
+    c->queue = fake_queue_new();
+    c->req = calloc(1, KVQ_REQ_RING_BYTES);
+    c->cq = calloc(1, KVQ_CQ_RING_BYTES);
+    c->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
+    c->wake_daemon_side = pair[0];
+    c->wake = pair[1];
+    kvq_ring_client_side(c->req, c->cq, &c->tx, &c->rx);
+    kvq__mailbox_post(kvq__poller_box(rig->poller), &c->add, add_port);
+    wait_for_word(&c->added, 1);
+}
+
+static void client_close(struct fake_client *c)
+{
+    kvq__mailbox_post(kvq__poller_box(c->rig->poller), &c->remove, remove_port);
+    wait_for_word(&c->closed, 1);
+    assert_true(c->queue->closed);
+    fake_queue_free(c->queue);
+    free(c->req);
+    free(c->cq);
+    close(c->event);
+    close(c->wake_daemon_side);
+    close(c->wake);
+}
+
+// ---- Requests ----
+
+static void wake_poller(struct fake_client *c)
+{
+    const uint64_t one = 1;
+    if (kvq_ring_sleeps(&c->rig->page.poller_sleeping))
+        assert_int_equal(write(c->event, &one, sizeof one), sizeof one);
+}
+
+static struct kvq_request make_request(uint8_t op, uint32_t seq, uint32_t layer, uint16_t count)
+{
+    struct kvq_request r = {.op = op, .seq = seq, .layer = layer, .count = count};
+    r.slots = (uint16_t)(KVQ_REQ_HEADER_SLOTS + (count + 1) / 2);
+    return r;
+}
+
+static void put_request(struct fake_client *c, const struct kvq_request *r)
+{
+    uint32_t room;
+    assert_int_equal(kvq_ring_room(&c->tx, &room), 0);
+    assert_true(room >= r->slots);
+    kvq_ring_write(&c->tx, 0, r, sizeof *r);
+    for (uint32_t i = 0; i < r->count; i++) {
+        struct kvq_entry_wire entry = {.position = r->seq * 1000ull + i, .queries = 1};
+        kvq_ring_write(&c->tx, sizeof *r + i * sizeof entry, &entry, sizeof entry);
+    }
+    kvq_ring_publish(&c->tx, r->slots);
+    wake_poller(c);
+}
+
+static bool try_completion(struct fake_client *c, struct kvq_completion *out)
+{
+    uint32_t ready;
+    assert_int_equal(kvq_ring_poll(&c->rx, &ready), 0);
+    if (ready == 0)
+        return false;
+    kvq_ring_copy(&c->rx, 0, out, sizeof *out);
+    assert_int_equal(out->slots, 1 + (out->count + 3) / 4);
+    assert_true(ready >= out->slots);
+    for (uint32_t i = 0; i < out->count; i++) {
+        struct kvq_result result;
+        kvq_ring_copy(&c->rx, sizeof *out + i * sizeof result, &result, sizeof result);
+        assert_int_equal(result.status, 0);
+        assert_int_equal(result.value, out->seq * 1000ull + i);
+    }
+    kvq_ring_consume(&c->rx, out->slots);
+    return true;
+}
+
+static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t seq, uint32_t layer,
+                                  uint16_t count)
+{
+    struct kvq_request r = make_request(op, seq, layer, count);
+    struct kvq_completion done;
+    put_request(c, &r);
+    while (!try_completion(c, &done))
+        sched_yield();
+    assert_int_equal(done.seq, seq);
+    assert_int_equal(done.status, 0);
+    assert_int_equal(done.count, count);
+    return done;
+}
+
+// ---- Tests ----
+
+static void test_requests_and_jobs(void **state)
+{
+    (void)state;
+    for (uint32_t workers = 1; workers <= 3; workers++) {
+        struct rig rig;
+        struct fake_client c;
+        rig_open(&rig, workers, 100000);
+        client_open(&c, &rig);
+        for (uint32_t i = 0; i < 2000; i++) {
+            call(&c, KVQ_OP_NOP, i, 0, (uint16_t)(i % 65));
+            uint32_t items = 1 + i % 37;
+            struct kvq_completion done = call(&c, KVQ_OP_ATTEND, i, items, 1);
+            assert_int_equal(done.value, items); // each exactly once
+        }
+        call(&c, KVQ_OP_NOP, 7, 0, KVQ_MAX_BATCH);
+        call(&c, KVQ_OP_APPEND, 8, 5, 1); // waits and is looked at again
+        client_close(&c);
+        kvq__poller_close(&rig.poller);
+    }
+}
+
+static void test_eight_in_flight(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    rig_open(&rig, 2, 0);
+    client_open(&c, &rig);
+    for (uint32_t round = 0; round < 200; round++) {
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+            struct kvq_request r =
+                make_request(i % 2 ? KVQ_OP_ATTEND : KVQ_OP_NOP, round * 8 + i, 3, 200);
+            put_request(&c, &r);
+        }
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+            struct kvq_completion done;
+            while (!try_completion(&c, &done))
+                sched_yield();
+            assert_int_equal(done.seq, round * 8 + i); // in the order submitted
+        }
+    }
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_sleep_and_wake(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    rig_open(&rig, 2, 0); // never spins
+    client_open(&c, &rig);
+    for (uint32_t i = 0; i < 50; i++) {
+        struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 4, 1);
+        struct kvq_completion done;
+        wait_for_word(&rig.page.poller_sleeping, 1);
+        kvq_ring_sleep_begin(&c.req->client_sleeping);
+        put_request(&c, &r);
+        struct pollfd p = {.fd = c.wake, .events = POLLIN};
+        assert_int_equal(poll(&p, 1, -1), 1); // the poller wakes us
+        uint64_t count;
+        assert_int_equal(read(c.wake, &count, sizeof count), sizeof count);
+        kvq_ring_sleep_end(&c.req->client_sleeping);
+        assert_true(try_completion(&c, &done)); // published before the wake-up
+        assert_int_equal(done.value, 4);
+    }
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_background_work(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    rig_open(&rig, 1, 0);
+    client_open(&c, &rig);
+    kvq_word_store_release(&rig.core.background_items, 9);
+    call(&c, KVQ_OP_NOP, 1, 0, 1);
+    wait_for_word(&rig.core.background_done, 1);
+    assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9);
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+// What a client can write into its ring to be cut off.
+enum scribble { TAIL_FAR, TAIL_BACK, SHORT, TOO_MANY, WRONG_LENGTH, UNFINISHED, HEAD_FAR, CREDITS };
+
+static void scribble(struct fake_client *c, enum scribble what)
+{
+    struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 1);
+    switch (what) {
+    case TAIL_FAR:
+        kvq_word_store_release(&c->req->tail, c->tx.tail + KVQ_REQ_SLOTS + 1);
+        break;
+    case TAIL_BACK:
+        kvq_word_store_release(&c->req->tail, c->tx.tail - 1);
+        break;
+    case SHORT:
+        kvq_ring_publish(&c->tx, 1);
+        break;
+    case TOO_MANY:
+        r.count = KVQ_MAX_BATCH + 1;
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, 600);
+        break;
+    case WRONG_LENGTH:
+        r.slots++;
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, r.slots);
+        break;
+    case UNFINISHED:
+        r = make_request(KVQ_OP_NOP, 1, 0, 100);
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, 8);
+        break;
+    case HEAD_FAR:
+        kvq_word_store_release(&c->req->cq_head, 77);
+        put_request(c, &r);
+        break;
+    case CREDITS:
+        for (uint32_t i = 0; i < 20; i++) { // nobody takes the completions
+            r = make_request(KVQ_OP_NOP, i, 0, KVQ_MAX_BATCH - 1);
+            uint32_t room = 0;
+            while (kvq_word_load_acquire(&c->complaints) == 0 && room < r.slots)
+                assert_int_equal(kvq_ring_room(&c->tx, &room), 0);
+            if (room >= r.slots)
+                put_request(c, &r);
+        }
+        break;
+    }
+    wake_poller(c);
+}
+
+static void test_scribblers_are_cut_off(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client good;
+    rig_open(&rig, 1, 0);
+    client_open(&good, &rig);
+    for (int what = TAIL_FAR; what <= CREDITS; what++) {
+        struct fake_client bad;
+        client_open(&bad, &rig);
+        call(&bad, KVQ_OP_NOP, 1, 0, 2);
+        scribble(&bad, what);
+        wait_for_word(&bad.complaints, 1);
+        assert_true(strlen(bad.complaint) > 10);
+        call(&good, KVQ_OP_NOP, (uint32_t)what, 0, 3); // others are served
+        assert_int_equal(kvq_word_load_acquire(&bad.complaints), 1);
+        client_close(&bad);
+    }
+    client_close(&good);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_removal_waits_for_the_job(void **state)
+{
+    (void)state;
+    uint32_t gate = 0;
+    struct rig rig;
+    struct fake_client c, other;
+    rig_open(&rig, 3, 0);
+    client_open(&other, &rig);
+    client_open(&c, &rig);
+    c.queue->gate = &gate;
+    struct kvq_request r = make_request(KVQ_OP_ATTEND, 1, 1, 1);
+    struct kvq_request spare = make_request(KVQ_OP_NOP, 2, 0, 1);
+    put_request(&c, &r);
+    put_request(&c, &spare);
+    kvq__mailbox_post(kvq__poller_box(rig.poller), &c.remove, remove_port);
+    // The item holds a thread. Unless that is the poller, others go on meanwhile; in either case
+    // the port is not closed before the item has ended.
+    assert_int_equal(kvq_word_load_acquire(&c.closed), 0);
+    kvq_word_store_release(&gate, 1);
+    wait_for_word(&c.closed, 1);
+    assert_int_equal(kvq_word_load_acquire(&c.cq->req_head) >= r.slots, 1);
+    call(&other, KVQ_OP_ATTEND, 3, 8, 1);
+    fake_queue_free(c.queue);
+    free(c.req);
+    free(c.cq);
+    close(c.event);
+    close(c.wake_daemon_side);
+    close(c.wake);
+    client_close(&other);
+    kvq__poller_close(&rig.poller);
+}
+
+static void *busy_client(void *context)
+{
+    struct fake_client *c = context;
+    uint32_t seed = (uint32_t)(uintptr_t)c;
+    for (uint32_t i = 0; i < 1500; i++) {
+        seed = seed * 1664525 + 1013904223;
+        uint32_t kind = seed >> 30, items = 1 + (seed >> 16) % 24;
+        if (kind < 2)
+            call(c, KVQ_OP_NOP, i, 0, (uint16_t)(seed % 70));
+        else
+            assert_int_equal(call(c, KVQ_OP_ATTEND, i, items, 1).value, items);
+    }
+    return NULL;
+}
+
+static void test_many_clients(void **state)
+{
+    (void)state;
+    enum { CLIENTS = 6 };
+    struct rig rig;
+    static struct fake_client clients[CLIENTS];
+    pthread_t threads[CLIENTS];
+    rig_open(&rig, 3, 20000);
+    for (int i = 0; i < CLIENTS; i++)
+        client_open(&clients[i], &rig);
+    for (int i = 0; i < CLIENTS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, busy_client, &clients[i]), 0);
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    for (int i = 0; i < CLIENTS; i++) {
+        assert_int_equal(clients[i].complaints, 0);
+        client_close(&clients[i]);
+    }
+    kvq__poller_close(&rig.poller);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_requests_and_jobs),
+        cmocka_unit_test(test_eight_in_flight),
+        cmocka_unit_test(test_sleep_and_wake),
+        cmocka_unit_test(test_background_work),
+        cmocka_unit_test(test_scribblers_are_cut_off),
+        cmocka_unit_test(test_removal_waits_for_the_job),
+        cmocka_unit_test(test_many_clients),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
