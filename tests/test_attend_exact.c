@@ -19,37 +19,61 @@ static const struct kvq_kernels *all_kernels[3];
 static int n_kernels;
 static double worst;
 
-// Compares what is in the request's out and lse with the oracle.
-static void compare(const struct kvt_request *r, double limit)
+// What the oracle says about a request.
+struct answer {
+    double *out, *lse;
+};
+
+static struct answer ask(const struct kvq_attend *a)
 {
-    const struct kvq_attend *a = &r->a;
-    size_t rows = (size_t)a->q_tokens * a->shape->q_heads, dim = a->shape->k_dim;
-    double *out = malloc(sizeof(double) * rows * dim), *lse = malloc(sizeof(double) * rows);
-    kvt_oracle(a, out, lse);
-    double error = kvt_rel_error(r->out, out, rows, dim);
+    size_t rows = (size_t)a->q_tokens * a->shape->q_heads;
+    struct answer want = {malloc(sizeof(double) * rows * a->shape->k_dim),
+                          malloc(sizeof(double) * rows)};
+    kvt_oracle(a, want.out, want.lse);
+    return want;
+}
+
+static void free_answer(struct answer *want)
+{
+    free(want->out);
+    free(want->lse);
+}
+
+// Compares what is in the request's out and lse with the answer.
+static void compare_with(const struct kvt_request *r, const struct answer *want, double limit)
+{
+    size_t rows = (size_t)r->a.q_tokens * r->a.shape->q_heads;
+    double error = kvt_rel_error(r->out, want->out, rows, r->a.shape->k_dim);
     for (size_t i = 0; i < rows; i++) {
-        if (lse[i] == -INFINITY)
+        if (want->lse[i] == -INFINITY)
             assert_true(r->lse[i] == -INFINITY);
         else
-            assert_true(fabs(r->lse[i] - lse[i]) <= limit * fmax(1, fabs(lse[i])));
+            assert_true(fabs(r->lse[i] - want->lse[i]) <= limit * fmax(1, fabs(want->lse[i])));
     }
-    if (a->out_dtype == KVQ_F32)
+    if (r->a.out_dtype == KVQ_F32)
         worst = fmax(worst, error);
     if (!(error <= limit))
         fail_msg("relative error %g, at most %g is allowed", error, limit);
-    free(out);
-    free(lse);
+}
+
+static void compare(const struct kvt_request *r, double limit)
+{
+    struct answer want = ask(&r->a);
+    compare_with(r, &want, limit);
+    free_answer(&want);
 }
 
 // Runs a request on every instruction set and compares each with the oracle.
 static void check(struct kvt_request *r)
 {
     size_t rows = (size_t)r->a.q_tokens * r->a.shape->q_heads;
+    struct answer want = ask(&r->a);
     for (int i = 0; i < n_kernels; i++) {
         memset(r->out, 0xee, sizeof(float) * rows * r->a.shape->k_dim);
         kvt_attend(all_kernels[i], &r->a, false);
-        compare(r, LIMIT);
+        compare_with(r, &want, LIMIT);
     }
+    free_answer(&want);
 }
 
 static void check_shape(const char *format, struct kvq_shape shape, uint32_t tokens,

@@ -66,13 +66,13 @@ static struct session *typical(int i, uint64_t seed)
     struct kvq_shape s = kvt_shape(4, 2, 128, KVQ_F16);
     switch (i) {
     case 0:
-        return open_session("oscar2", s, 3000, 1, seed);
+        return open_session("oscar2", s, 1300, 1, seed);
     case 1:
-        return open_session("f16", s, 1700, 3, seed);
+        return open_session("f16", s, 600, 3, seed);
     case 2:
         s.v_rotation = KVQ_V_ROT_DAEMON;
-        s.window = 900;
-        return open_session("oscar3", s, 2100, 70, seed);
+        s.window = 500;
+        return open_session("oscar3", s, 900, 70, seed);
     default:
         s.softcap = 30.0f;
         return open_session("oscar4", s, 130, 1, seed);
