@@ -21,31 +21,31 @@ enum {
     KVQ_MAX_ROLLBACK = 1024,
 
     // Rings.
-    KVQ_MAX_BATCH = 1024,      // sessions in one request
+    KVQ_MAX_BATCH = 1024, // sessions in one request
     KVQ_SLOT_BYTES = 64,
-    KVQ_REQ_SLOTS = 1 << 13,   // request ring: 512 KiB
-    KVQ_CQ_SLOTS = 1 << 12,    // completion ring: 256 KiB
-    KVQ_QUEUE_CREDITS = 8,     // requests in flight on one queue
+    KVQ_REQ_SLOTS = 1 << 13, // request ring: 512 KiB
+    KVQ_CQ_SLOTS = 1 << 12,  // completion ring: 256 KiB
+    KVQ_QUEUE_CREDITS = 8,   // requests in flight on one queue
 
     // Per client.
     KVQ_MAX_CLIENTS = 1024,
-    KVQ_MAX_QUEUES = 64,       // per client
-    KVQ_MAX_BUFFERS = 256,     // per client
-    KVQ_MAX_OPEN = 4096,       // open session handles per client
-    KVQ_MAX_STEPS = 64,        // open steps per client
+    KVQ_MAX_QUEUES = 64,   // per client
+    KVQ_MAX_BUFFERS = 256, // per client
+    KVQ_MAX_OPEN = 4096,   // open session handles per client
+    KVQ_MAX_STEPS = 64,    // open steps per client
     KVQ_MAX_BUFFER_BYTES_LOG2 = 40,
 
     // Configuration.
     KVQ_MAX_NAMESPACES = 128,
-    KVQ_MAX_NAMESPACE_IDS = 64,      // uids of one namespace, and gids
+    KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
     KVQ_MAX_WORKERS = 256,
-    KVQ_MAX_PORTS = 4096,            // queues of all clients together
-    KVQ_MAX_CONFIG = 256 * 1024,     // bytes of the configuration file
+    KVQ_MAX_PORTS = 4096,        // queues of all clients together
+    KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
-    KVQ_MAX_LIST = 1024,            // elements of repeated fields in one message
-    KVQ_WIRE_ARENA = 2048 * 1024,   // memory that any message can be unpacked in
+    KVQ_MAX_LIST = 1024,          // elements of repeated fields in one message
+    KVQ_WIRE_ARENA = 2048 * 1024, // memory that any message can be unpacked in
     KVQ_MAX_PACKET_FDS = 8,
     KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
 };

@@ -31,15 +31,15 @@
 
 #include "proto/limits.h"
 
-#define KVQ_SHM_MAGIC_DAEMON 0x4456514bu  // "KVQD"
+#define KVQ_SHM_MAGIC_DAEMON  0x4456514bu // "KVQD"
 #define KVQ_SHM_MAGIC_REQUEST 0x5256514bu // "KVQR"
-#define KVQ_SHM_MAGIC_REPLY 0x4356514bu   // "KVQC"
+#define KVQ_SHM_MAGIC_REPLY   0x4356514bu // "KVQC"
 
 // Files in the daemon's runtime directory.
-#define KVQ_ATTACH_SOCKET "attach.sock"   // Unix SEQPACKET, for libkvq
+#define KVQ_ATTACH_SOCKET  "attach.sock"  // Unix SEQPACKET, for libkvq
 #define KVQ_CONTROL_SOCKET "control.sock" // ZeroMQ ROUTER, for kvqctl
-#define KVQ_EVENTS_SOCKET "events.sock"   // ZeroMQ PUB, for whoever administers
-#define KVQ_LOCK_FILE "lock"              // held by the daemon that runs here
+#define KVQ_EVENTS_SOCKET  "events.sock"  // ZeroMQ PUB, for whoever administers
+#define KVQ_LOCK_FILE      "lock"         // held by the daemon that runs here
 
 // Version of this file and of the attach messages. Client and daemon send ranges.
 enum { KVQ_PROTOCOL_MIN = 1, KVQ_PROTOCOL_MAX = 1 };
@@ -47,11 +47,11 @@ enum { KVQ_PROTOCOL_MIN = 1, KVQ_PROTOCOL_MAX = 1 };
 struct kvq_daemon_page {
     uint32_t magic;
     uint32_t version;
-    uint64_t epoch;            // random for each start of the daemon
-    uint32_t cpus;             // CPUs the daemon may use
-    uint32_t workers;          // its worker threads, the poller included
+    uint64_t epoch;   // random for each start of the daemon
+    uint32_t cpus;    // CPUs the daemon may use
+    uint32_t workers; // its worker threads, the poller included
     uint8_t pad0[128 - 24];
-    uint32_t poller_sleeping;  // 1 while the poller sleeps; only the poller writes it
+    uint32_t poller_sleeping; // 1 while the poller sleeps; only the poller writes it
     uint8_t pad1[124];
     uint32_t runnable_clients; // client threads the poller saw active lately: nobody spins while
                                // workers + runnable_clients exceed cpus
@@ -67,7 +67,7 @@ struct kvq_req_page { // written by the client
     uint32_t version;
     uint32_t slots;
     uint8_t pad0[116];
-    uint32_t tail;    // slots published
+    uint32_t tail; // slots published
     uint8_t pad1[124];
     uint32_t cq_head; // completion slots consumed
     uint8_t pad2[124];
@@ -84,7 +84,7 @@ struct kvq_cq_page { // written by the daemon
     uint32_t version;
     uint32_t slots;
     uint8_t pad0[116];
-    uint32_t tail;     // completion slots published
+    uint32_t tail; // completion slots published
     uint8_t pad1[124];
     uint32_t req_head; // request slots consumed
     uint8_t pad2[124];
@@ -129,22 +129,22 @@ struct kvq_wire_view {
 static_assert(sizeof(struct kvq_wire_view) == 32, "layout");
 
 struct kvq_request {
-    uint8_t op;       // enum kvq_op
-    uint8_t pad0;     // zero
-    uint16_t flags;   // enum kvq_req_flag
-    uint16_t count;   // entries that follow, at most KVQ_MAX_BATCH
-    uint16_t slots;   // length of the whole message, this header included
-    uint32_t seq;     // client's number; comes back in the completion
+    uint8_t op;     // enum kvq_op
+    uint8_t pad0;   // zero
+    uint16_t flags; // enum kvq_req_flag
+    uint16_t count; // entries that follow, at most KVQ_MAX_BATCH
+    uint16_t slots; // length of the whole message, this header included
+    uint32_t seq;   // client's number; comes back in the completion
     uint32_t layer;
-    uint64_t step;    // client's number of the step, from its STEP_BEGIN
+    uint64_t step;        // client's number of the step, from its STEP_BEGIN
     uint64_t deadline_ns; // CLOCK_MONOTONIC; 0 = none. Checked before work starts.
     // Paged K and V (KVQ_REQ_PAGED_KV): token t of an entry lies in page list[t / page_tokens],
     // at k.offset + page * k_page_stride + (t % page_tokens) * k.token_stride. The list of an
     // entry starts at element `row` of `list`, as int32; t counts from the entry's list_token.
     uint32_t page_tokens;
-    uint32_t pad1;    // zero
+    uint32_t pad1; // zero
     uint64_t k_page_stride, v_page_stride;
-    uint8_t pad2[8];  // zero
+    uint8_t pad2[8];           // zero
     struct kvq_wire_view k, v; // APPEND: sources. READ: destinations.
     struct kvq_wire_view q, out;
     struct kvq_wire_view lse;  // fp32, head_stride 4 is usual; optional
@@ -160,12 +160,12 @@ static_assert(offsetof(struct kvq_request, k) == 64, "layout");
 static_assert(offsetof(struct kvq_request, list) == 224, "layout");
 
 struct kvq_entry_wire {
-    uint64_t handle;   // low 32 bits index, high 32 bits generation; of this client's table
-    uint64_t position; // the session's committed token count, as the client believes
-    uint32_t row;      // first row of this session in k and v (PAGED_KV, ACCEPT: in list)
-    uint32_t q_row;    // first row in q, out and lse
-    uint32_t append;   // tokens
-    uint16_t queries;  // query tokens
+    uint64_t handle;     // low 32 bits index, high 32 bits generation; of this client's table
+    uint64_t position;   // the session's committed token count, as the client believes
+    uint32_t row;        // first row of this session in k and v (PAGED_KV, ACCEPT: in list)
+    uint32_t q_row;      // first row in q, out and lse
+    uint32_t append;     // tokens
+    uint16_t queries;    // query tokens
     uint16_t list_token; // PAGED_KV: tokens to skip in the first page; ACCEPT: indices listed;
                          // TRUNCATE: tokens to drop from the end
 };
