@@ -133,7 +133,7 @@ def main():
             except (Failure, OSError, ValueError, subprocess.TimeoutExpired) as error:
                 print(f"{check.__name__}: {error}")
                 failed += 1
-                if check.__name__ in ("check_files", "check_daemon_starts"):
+                if check == install.check_daemon_starts:
                     break
     finally:
         install.close()

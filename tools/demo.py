@@ -19,7 +19,7 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-MODEL = os.path.join(HERE, "model", "kvq-bytes")
+MODEL = os.environ.get("KVQ_MODEL", os.path.join(HERE, "model", "kvq-bytes"))
 HELDOUT = os.path.join(HERE, "model", "heldout.txt")
 FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh")
 PROMPTS = {"f16": "The daemon reads its configuration from a file. ",

@@ -23,8 +23,8 @@ static void print_status(const Kvq__StatusReply *s)
     printf("kvqd %s, pid %" PRIu64 ", up %s%s\n", kvq__ctl_clean(s->version), s->pid,
            kvq__ctl_duration(s->uptime_ms), s->draining ? ", shutting down" : "");
     printf("runs in    %s\n", kvq__ctl_clean(s->runtime_dir));
-    printf("backend    %s (%s), %" PRIu32 " workers\n", kvq__ctl_clean(s->backend),
-           kvq__ctl_clean(s->isa), s->workers);
+    printf("backend    %s (%s), %" PRIu32 " worker%s\n", kvq__ctl_clean(s->backend),
+           kvq__ctl_clean(s->isa), s->workers, s->workers == 1 ? "" : "s");
     printf("memory     %s of %s in use (%.1f%%), %s taken as extents, largest free piece %s\n",
            kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share,
            kvq__ctl_bytes(s->pool_extent_bytes), kvq__ctl_bytes(s->pool_largest_free));

@@ -57,7 +57,7 @@ static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const 
     double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
     if (isatty(STDOUT_FILENO))
         printf("\033[H\033[J");
-    printf("kvqd %s  pid %" PRIu64 "  up %s  %s  %" PRIu32 " workers%s\n",
+    printf("kvqd %s  pid %" PRIu64 "  up %s  %s  workers %" PRIu32 "%s\n",
            kvq__ctl_clean(s->version), s->pid, kvq__ctl_duration(s->uptime_ms),
            kvq__ctl_clean(s->isa), s->workers, s->draining ? "  shutting down" : "");
     printf("memory %s of %s (%.1f%%)   sessions %" PRIu32 "   clients %" PRIu32 "   tokens %" PRIu64
