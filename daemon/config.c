@@ -57,7 +57,8 @@ const struct kvq__option kvq__options[] = {
      .help = "users besides root and the daemon's who may see and end everything"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,
      .help = "least important lines to log"},
-    {FIELD(log_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "", .help = "empty: stderr"},
+    {FIELD(log_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "file to log to; empty: stderr"},
     {.name = NULL},
 };
 _Static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
@@ -305,6 +306,16 @@ void kvq__config_defaults(struct kvq_config *config, char *const *environment)
              xdg && *xdg ? xdg : "/run");
 }
 
+static int refuse_variable(const char *name, char *text)
+{
+    char nearest[64];
+    snprintf(nearest, sizeof nearest, "%s", kvq__option_nearest(name + 5));
+    for (char *c = nearest; *c; c++)
+        *c = *c >= 'a' && *c <= 'z' ? (char)(*c - 32) : *c;
+    return kvq__config_refuse(text, name, "this variable is not known; the nearest is KVQD_%s",
+                              nearest);
+}
+
 static int load_environment(struct kvq_config *config, char *const *environment, char *text)
 {
     for (; environment && *environment; environment++) {
@@ -318,9 +329,7 @@ static int load_environment(struct kvq_config *config, char *const *environment,
             continue;
         const struct kvq__option *o = kvq__option_find(name + 5);
         if (!o)
-            return kvq__config_refuse(text, "environment",
-                                      "%s is not known; the nearest is KVQD_%s (any case)", name,
-                                      kvq__option_nearest(name + 5));
+            return refuse_variable(name, text);
         int error = kvq__option_set(config, o, KVQ_FROM_ENVIRONMENT, name, value + 1, text);
         if (error)
             return error;

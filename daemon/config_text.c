@@ -33,6 +33,23 @@ static const struct special *special_find(const char *name)
     return NULL;
 }
 
+// "--pool-bytes": the option's name as a flag.
+static void flag_name(char *out, size_t size, const char *option)
+{
+    snprintf(out, size, "--%s", option);
+    for (char *c = out; *c; c++)
+        *c = *c == '_' ? '-' : *c;
+}
+
+static int refuse_flag(const char *name, bool is_long, char *text)
+{
+    char nearest[48];
+    if (!is_long)
+        return kvq__config_refuse(text, name, "not known; see kvqd --help");
+    flag_name(nearest, sizeof nearest, kvq__option_nearest(name + 2));
+    return kvq__config_refuse(text, name, "not known; the nearest is %s; see kvqd --help", nearest);
+}
+
 int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag, char *text)
 {
     const char *argument = argv[*at];
@@ -43,10 +60,7 @@ int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag,
     flag->option = is_long && !special ? kvq__option_find(flag->name + 2) : NULL;
     flag->value = argument[length] == '=' ? argument + length + 1 : NULL;
     if (!flag->option && !special)
-        return is_long ? kvq__config_refuse(text, flag->name,
-                                            "not known; the nearest flag is --%s; see kvqd --help",
-                                            kvq__option_nearest(flag->name + 2))
-                       : kvq__config_refuse(text, flag->name, "not known; see kvqd --help");
+        return refuse_flag(flag->name, is_long, text);
     bool wants = flag->option || special->argument;
     if (!wants && flag->value)
         return kvq__config_refuse(text, flag->name, "takes no value");
@@ -117,14 +131,6 @@ void kvq__size_text(char *out, size_t size, uint64_t value, enum kvq__option_typ
     snprintf(out, size, "%llu%s", (unsigned long long)value, units[unit]);
 }
 
-// "--pool-bytes": the option's name as a flag.
-static void flag_name(char *out, size_t size, const struct kvq__option *o)
-{
-    snprintf(out, size, "--%s", kvq__option_name(o));
-    for (char *c = out; *c; c++)
-        *c = *c == '_' ? '-' : *c;
-}
-
 static void put_default(struct out *out, const struct kvq__option *o)
 {
     char value[32];
@@ -157,7 +163,7 @@ void kvq__config_help(char *text, size_t size)
               "the file. Sizes are whole numbers with b, kb, mb, gb or tb (powers of 1024).\n\n");
     for (const struct kvq__option *o = kvq__options; o->name; o++) {
         char flag[48];
-        flag_name(flag, sizeof flag, o);
+        flag_name(flag, sizeof flag, kvq__option_name(o));
         snprintf(left, sizeof left, "%s %s", flag, o->argument);
         put(&out, "  %-24s %s", left, o->help);
         put_default(&out, o);

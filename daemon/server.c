@@ -293,7 +293,7 @@ void kvq__server_drain(struct kvq__server *server)
 {
     server->draining = true;
     server->drain_until_ns = kvq__now_ns() + server->config.drain_ms * 1000000;
-    kvq__log(KVQ_LOG_INFO, "draining", "limit_ms=%llu",
+    kvq__log(KVQ_LOG_INFO, "drain_begin", "limit_ms=%llu",
              (unsigned long long)server->config.drain_ms);
     uv_timer_start(&server->drain_timer, on_drain_timer, DRAIN_LOOK_MS, DRAIN_LOOK_MS);
     drain_look(server);
