@@ -118,8 +118,10 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
 
 // Packs tokens [first, first + unit_tokens) of KV head `head`. For formats whose token scale
 // spans heads all records of the raw block are read; otherwise only that head's.
-// Bytes are identical on every ISA. raw and packed are whole blocks. `workspace` is at least
-// kvq_workspace_bytes() long, 64-byte aligned, one per thread.
+// Bytes are identical on every ISA. raw and packed are whole blocks, 64-byte aligned, and only
+// the head's slots of the unit are written. Raw formats are copied. `workspace` is at least
+// kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 2 MB, of which decoding
+// touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
               const uint8_t *raw_block, uint8_t *packed_block, uint32_t head, uint32_t first,
               void *workspace);
@@ -127,7 +129,9 @@ void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const str
 // ---- Pages ----
 
 // 128 positions of one layer: page i of a table holds positions 128 i to 128 i + tokens - 1.
-// Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots).
+// Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots). A raw
+// format's packed block is a raw block, too. Where either count ends within a unit, the unit's
+// other slots of `packed` must still have been packed: they are computed with and not counted.
 struct kvq_page {
     const uint8_t *packed; // may be NULL if packed_tokens == 0
     const uint8_t *raw;    // may be NULL if packed_tokens == tokens
@@ -139,10 +143,12 @@ struct kvq_page {
 enum { KVQ_ATTEND_PAST_ONLY = 1 };
 
 // Query token i stands at position q_start + i and sees the keys at positions p <= q_start + i
-// (with PAST_ONLY: p < past_tokens), and, with a sliding window w, p > q_start + i - w.
+// (with PAST_ONLY instead: p < past_tokens, wherever the query stands), and, with a sliding
+// window w, p > q_start + i - w. Positions that no page holds are not seen.
 // Keys at positions below past_tokens + step_tokens lie in pages; where fresh_tokens > 0 the
 // keys at [fresh_start, fresh_start + fresh_tokens) are read from fresh_k and fresh_v instead,
-// rounded as kvq_store would have rounded them (so the bits are the same).
+// rounded as kvq_store would have rounded them (so the bits are the same). Fresh tokens are never
+// packed ones.
 struct kvq_attend {
     const struct kvq_format *format;
     const struct kvq_shape *shape;

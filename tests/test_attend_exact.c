@@ -232,13 +232,30 @@ static void test_short_pages(void **state)
     with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, shorten_pages);
 }
 
+// Fills tokens [from, to) of all heads of a raw block with NaN.
+static void spoil(const struct kvt_cache *c, const uint8_t *block, uint32_t from, uint32_t to)
+{
+    struct kvq_layout raw = kvq_layout_raw(&c->shape);
+    size_t row = 2u * c->shape.k_dim;
+    for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
+        uint8_t *record = (uint8_t *)block + (size_t)h * raw.record_bytes;
+        memset(record + from * row, 0xff, (to - from) * row);
+        memset(record + raw.v_offset + from * row, 0xff, (to - from) * row);
+    }
+}
+
 // A fork in the middle of a packed block: the shared tokens packed, later ones raw, in one group.
+// What must not be read is NaN.
 static void mix_pages(struct kvt_cache *c, struct kvt_request *r)
 {
+    static const uint16_t packed[] = {128, 77, 32, 0};
     (void)r;
-    c->pages[1].packed_tokens = 77;
-    c->pages[2].packed_tokens = 32;
-    c->pages[3].packed_tokens = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        c->pages[i].packed_tokens = packed[i];
+        spoil(c, c->pages[i].raw, 0, packed[i]);
+        if (c->format->codec == KVQ_CODEC_RAW)
+            spoil(c, c->pages[i].packed, packed[i], 128);
+    }
     c->pages[3].packed = NULL;
 }
 
