@@ -113,6 +113,12 @@ class Buffer:
             self._view.release()
         lib.kvq_buffer_close(byref(self.pointer))
         self.client._buffers.remove(self)
+        self._forget()
+
+    def _forget(self):
+        """Arrays keep the mapping for as long as they need it; the buffer itself does not."""
+        self.pointer = c_void_p()
+        self._view = None
 
     def __enter__(self):
         return self

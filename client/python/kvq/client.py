@@ -179,7 +179,7 @@ class Client:
         for buffer in [b for b in self._buffers if b._daemon_made]:
             buffer.close()
         for owner in self._buffers + self._queues:
-            owner.pointer = c_void_p()
+            owner._forget()
         self._buffers.clear()
         self._queues.clear()
         lib.kvq_disconnect(byref(self.pointer))

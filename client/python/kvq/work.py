@@ -63,8 +63,15 @@ class Queue:
 
     def close(self):
         if self.pointer:
+            if self._staging is not None:
+                self._staging.close()
             lib.kvq_queue_close(byref(self.pointer))
             self.client._queues.remove(self)
+            self._forget()
+
+    def _forget(self):
+        self.pointer = c_void_p()
+        self._staging = None
 
     def __enter__(self):
         return self

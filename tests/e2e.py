@@ -1,0 +1,18 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end tests: real daemons on directories of their own, real client processes, kill -9.
+
+    tests/e2e.py [NAME]...     run the tests whose name holds one of these; default all
+
+KVQ_BIN_DIR says where kvqd and kvqctl are (default build/release/bin). KVQ_FULL=1 makes the soak
+last a minute. The last line is "N passed, M failed, K skipped".
+"""
+import sys
+
+import e2e_main
+import e2e_rig
+
+SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes]
+
+if __name__ == "__main__":
+    sys.exit(e2e_rig.run(SUITES, __doc__))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client processes of the end-to-end tests: e2e_child.py FUNCTION [JSON ARGUMENT]...
+
+Each says lines of JSON and waits for a line where the test has to act first.
+"""
+import ctypes
+import json
+import os
+import random
+import re
+import sys
+import time
+
+from e2e_rig import Tokens, attend64, feed, kvq, np, relative_error
+
+
+def say(value):
+    print(json.dumps(value), flush=True)
+
+
+def wait():
+    if not sys.stdin.readline():
+        sys.exit(3)  # the test is gone
+
+
+def check_step(queue, tokens, session, n):
+    """A step whose output is held against double precision over what the daemon gives back for the
+    past and the step's own K and V, rounded as they are stored. Returns the largest error."""
+    past = [queue.read(session, layer) for layer in range(tokens.layers)]
+    start, worst = session.tokens, 0.0
+    results = tokens.feed(queue, session, n)
+    for layer, (out, lse) in enumerate(results):
+        new = slice(start, start + n)
+        k, v = (np.concatenate([p, np.float32(np.float16(getattr(tokens, x)[layer, new]))])
+                for p, x in zip(past[layer], "kv"))
+        want, want_lse = attend64(k, v, tokens.q[layer, new], start)
+        worst = max(worst, relative_error(out, want), np.abs(lse - want_lse).max())
+    return worst
+
+
+def engine(directory, format, seed, prompt, steps):
+    """An engine's life: prefill in pieces, then token by token; every output checked."""
+    tokens = Tokens(seed, prompt + steps)
+    with kvq.Client(directory, name=f"engine {format}") as client, client.queue() as queue:
+        session = client.session(tokens.rows, format, name=f"work-{format}")
+        say("ready")
+        wait()
+        worst = 0.0
+        while session.tokens < prompt:
+            n = min(200, prompt - session.tokens)
+            worst = max(worst, check_step(queue, tokens, session, n))
+        for i in range(steps):
+            if i % 16 == 0:
+                worst = max(worst, check_step(queue, tokens, session, 1))
+            else:
+                tokens.feed(queue, session, 1)
+        say({"tokens": session.tokens, "error": float(worst), "info": session.info()})
+        wait()
+
+
+def stop_at(directory, name, seed, n, layers, where):
+    """Begins a step on a named session and stops: where -1 right after the beginning, else after
+    so many layers; `layers` means that only the end is missing."""
+    tokens = Tokens(seed, 4000, layers=layers)
+    with kvq.Client(directory) as client, client.queue() as queue:
+        session = client.session(tokens.rows, name=name, must_exist=True)
+        at = slice(session.tokens, session.tokens + n)
+        step = queue.step([session], n)
+        for layer in range(max(where, 0)):
+            step.append_attend(layer, tokens.k[layer, at], tokens.v[layer, at],
+                               tokens.q[layer, at])
+        # And one that nobody will miss.
+        unnamed = client.session(tokens.rows, "f16")
+        feed(queue, [tokens], [unnamed], [n])
+        say({"client": client.info()["client_id"], "tokens": session.tokens})
+        wait()
+
+
+def waiter(directory):
+    """Waits for an answer; says how it ended and when, on the machine's monotonic clock."""
+    with kvq.Client(directory) as client, client.queue() as queue:
+        say("ready")
+        wait()
+        ticket = queue.submit("nop", np.zeros(1, kvq.ENTRY))
+        say("waiting")
+        try:
+            ticket.wait()
+            code = 0
+        except kvq.Error as error:
+            code = int(error.code)
+        say({"code": code, "at": time.monotonic()})
+        try:
+            queue.nop()
+        except kvq.Error as error:
+            say(int(error.code))
+
+
+def own_rings():
+    """Where this process has request rings mapped: (address, length) each."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        for line in file:
+            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-s .*kvq-requests", line)
+            if found:
+                start, end = (int(x, 16) for x in found.groups())
+                yield start, end - start
+
+
+PAGE_BYTES, TAIL, CQ_HEAD, SLEEPING = 512, 128, 256, 384
+HEADER = 256
+
+
+def random_request(rng, seq):
+    """A request's header: random, or nearly right with one thing wrong."""
+    header = bytearray(rng.randbytes(HEADER) if rng.random() < 0.3 else HEADER)
+    count = rng.choice([0, 1, 2, 64, 1024])
+    header[0] = rng.randrange(0, 12)
+    header[2:4] = rng.choice([0, 1, 2, 3, 4, 65535]).to_bytes(2, "little")
+    header[4:6] = count.to_bytes(2, "little")
+    header[6:8] = (4 + (count + 1) // 2).to_bytes(2, "little")
+    header[8:12] = seq.to_bytes(4, "little")
+    for _ in range(rng.randrange(4)):
+        header[rng.randrange(12, HEADER)] = rng.randrange(256)
+    if rng.random() < 0.05:
+        header[6:8] = rng.randbytes(2)
+    return bytes(header), 4 + (count + 1) // 2
+
+
+def scribble(directory, seed):
+    """Writes all over its own request ring in one of several ways; says when the daemon had enough, or
+    that it did not mind."""
+    rng = random.Random(seed)
+    with kvq.Client(directory, name=f"scribbler {seed}", timeout_ms=20000) as client:
+        queue = client.queue()
+        tokens = Tokens(seed, 16)
+        session = client.session(tokens.rows, "f16", name=f"scribbled-{seed}")
+        tokens.feed(queue, session, 8)
+        say(client.info()["client_id"])
+        (ring, length), = own_rings()
+        way = seed % 4
+        if way == 0:  # a tail further ahead than the ring is long
+            ctypes.c_uint32.from_address(ring + TAIL).value += 1 << 20
+        elif way == 1:  # everything random
+            ctypes.memmove(ring, rng.randbytes(length), length)
+        elif way == 2:  # consumed what was never there
+            ctypes.c_uint32.from_address(ring + CQ_HEAD).value += 77777
+        else:  # well-formed messages with senseless contents, many
+            tail = ctypes.c_uint32.from_address(ring + TAIL)
+            for seq in range(300):
+                header, slots = random_request(rng, seq)
+                at = tail.value % 8192
+                if at + slots > 8192:
+                    tail.value += 8192 - at  # also a lie: nothing was written there
+                    break
+                ctypes.memmove(ring + PAGE_BYTES + at * 64, header, HEADER)
+                tail.value += slots
+        # Whatever it is, the daemon looks at it when it is woken.
+        try:
+            queue.nop()
+            say("answered")
+        except kvq.Error as error:
+            say(error.code.name)
+
+
+def stranger(directory, uid, ns, name):
+    """Tries as another user to reach a namespace that is not its own."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+    tokens = Tokens(1, 4)
+    results = {}
+    with kvq.Client(directory) as client:
+        def attempt(label, **options):
+            try:
+                with client.session(tokens.rows, "f16", **options) as session:
+                    results[label] = ["OK", session.info()["ns"]]
+            except kvq.Error as error:
+                results[label] = [error.code.name, error.text]
+        attempt("own")
+        attempt("other", ns=ns)
+        attempt("existing", ns=ns, name=name)
+        attempt("reading", ns=ns, name=name, read_only=True)
+    say(results)
+
+
+def soak_client(directory, seed, sessions, seconds):
+    """One of many: sessions of its own, steps of random shape, outputs checked now and then."""
+    rng = random.Random(seed)
+    tokens = Tokens(seed, 4096, layers=1, q_heads=4, kv_heads=1, dim=64)
+    with kvq.Client(directory, name=f"soak {seed}", timeout_ms=60000) as client:
+        queue = client.queue()
+        formats = ["f16", "oscar2", "oscar3", "oscar4", "bf16", "oscar2-xh"]
+        mine = [client.session(tokens.rows, formats[i % len(formats)],
+                               dtype="bf16" if formats[i % len(formats)] == "bf16" else "f16",
+                               name=f"soak-{seed}-{i}" if i % 4 == 0 else None,
+                               max_rollback=rng.choice([0, 8]))
+                for i in range(sessions)]
+        say(client.info()["client_id"])
+        wait()
+        end, steps, worst = time.monotonic() + seconds, 0, 0.0
+        while time.monotonic() < end:
+            batch = rng.sample(mine, rng.randint(1, len(mine)))
+            counts = [min(rng.choice([1, 1, 1, 2, 17, 130]), tokens.n - s.tokens) for s in batch]
+            batch, counts = zip(*[(s, n) for s, n in zip(batch, counts) if n]) if any(
+                counts) else ([], [])
+            if not batch:
+                break
+            plain = [s for s in batch if mine.index(s) % len(formats) != 4]
+            if steps % 8 == 0 and plain:
+                session = rng.choice(plain)
+                n = min(4, tokens.n - session.tokens)
+                worst = max(worst, check_step(queue, tokens, session, n) if n else 0)
+            else:
+                feed(queue, [tokens] * len(batch), batch, counts)
+            steps += 1
+        say({"steps": steps, "error": float(worst), "tokens": sum(s.tokens for s in mine)})
+        wait()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*(json.loads(a) for a in sys.argv[2:]))
