@@ -4,6 +4,8 @@
 
 The learning rate and the sequence length follow the share of the time that has passed, so the run
 ends on time whatever else the machine does.  A run that was stopped goes on from its checkpoint.
+Every core has a process of its own with a share of the batch; they meet once a step, to add up the
+gradients, which bears other jobs on the machine better than threads that meet at every operation.
 Matrices are trained by Muon, embeddings and norms by AdamW, on fp32 masters of bf16 weights.
 """
 import argparse
@@ -14,6 +16,8 @@ import random
 import time
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import model
@@ -133,11 +137,12 @@ class Data:
             return recall.with_repeat(self.rng, text, length)
         return text, [1.0] * length
 
-    def batch(self, share):
+    def batch(self, share, is_long, tokens):
+        """One batch; is_long is a number in [0, 1) that is the same for all processes."""
         _, length, long_share, *mix = next(p for p in PHASES if share < p[0])
-        if self.rng.random() < long_share:
+        if is_long < long_share:
             length = LONG
-        rows = [self.sequence(length, *mix) for _ in range(STEP_TOKENS // length)]
+        rows = [self.sequence(length, *mix) for _ in range(tokens // length)]
         targets = torch.tensor([list(text) for text, _ in rows])
         ids = torch.cat((torch.full((len(rows), 1), model.BOS), targets[:, :-1]), 1)
         return ids, targets, torch.tensor([weights for _, weights in rows])
@@ -163,6 +168,15 @@ def restore(path, masters, optimizer):
     return saved["state"]
 
 
+def averaged(grads):
+    """The mean of the gradients of all processes, in fp32."""
+    flat = torch.cat([g.flatten().float() for g in grads.values()])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    parts = flat.split([g.numel() for g in grads.values()])
+    return {n: part.view(g.shape) for (n, g), part in zip(grads.items(), parts)}
+
+
 def one_step(masters, optimizer, tables, batch, scale):
     """Forward, backward and update; returns the loss over text and over remembered digits."""
     weights = {n: (w.bfloat16() if w.dim() > 1 else w.clone()).requires_grad_()
@@ -170,7 +184,7 @@ def one_step(masters, optimizer, tables, batch, scale):
     loss, each = training_loss(weights, tables, *batch)
     loss.backward()
     with torch.no_grad():
-        grads = {n: w.grad.float() for n, w in weights.items()}
+        grads = averaged({n: w.grad for n, w in weights.items()})
         total = math.sqrt(sum(g.pow(2).sum().item() for g in grads.values()))
         if not math.isfinite(total):
             raise SystemExit("the gradient is not finite; start again from the last checkpoint")
@@ -207,26 +221,56 @@ class Progress:
         self.at, self.tokens = now, 0
 
 
-def run(args, masters, optimizer, state):
+def agree(*numbers):
+    """The numbers of the first process, in all of them."""
+    told = torch.tensor(numbers, dtype=torch.float64)
+    dist.broadcast(told, 0)
+    return told.tolist()
+
+
+def run(args, rank, masters, optimizer, state):
     """The loop; state counts steps, tokens and seconds of training over all starts."""
-    data = Data(args.text, args.seed + state["step"])
+    data = Data(args.text, f"{args.seed} {state['step']} {rank}")
     tables = model.rope(LONG)
     progress = Progress(os.path.join(args.out, "progress.jsonl"))
+    path = os.path.join(args.out, "checkpoint.pt")
     begun, before = time.time(), state["seconds"]
     whole = before + args.until - begun
     saved = begun
-    while time.time() < args.until:
+    while True:
         share = (before + time.time() - begun) / whole
-        batch = data.batch(share)
+        share, is_long = agree(share, data.rng.random())
+        if share >= 1:
+            break
+        batch = data.batch(share, is_long, STEP_TOKENS // args.processes)
         text, digits = one_step(masters, optimizer, tables, batch, rate_scale(share))
         state["step"] += 1
         state["tokens"] += STEP_TOKENS
         state["seconds"] = before + time.time() - begun
+        if rank:
+            continue
         progress.add(state, text, digits, STEP_TOKENS, share, args.until - time.time())
         if time.time() - saved > args.save_every:
-            checkpoint(os.path.join(args.out, "checkpoint.pt"), masters, optimizer, state)
+            checkpoint(path, masters, optimizer, state)
             saved = time.time()
-    checkpoint(os.path.join(args.out, "checkpoint.pt"), masters, optimizer, state)
+    if rank == 0:
+        checkpoint(path, masters, optimizer, state)
+        print(f"done: {state}", flush=True)
+
+
+def work(rank, args):
+    """One of the processes; all hold the same weights and make the same updates."""
+    torch.set_num_threads(1)
+    meeting = os.path.join(os.path.abspath(args.out), f"meeting-{os.getppid()}")
+    dist.init_process_group("gloo", "file://" + meeting, rank=rank, world_size=args.processes)
+    masters = model.init(args.seed)
+    optimizer = Optimizer(masters)
+    state = {"step": 0, "tokens": 0, "seconds": 0.0}
+    path = os.path.join(args.out, "checkpoint.pt")
+    if os.path.exists(path):
+        state = restore(path, masters, optimizer)
+    run(args, rank, masters, optimizer, state)
+    dist.destroy_process_group()
 
 
 def main():
@@ -234,20 +278,12 @@ def main():
     parser.add_argument("--text", required=True, help="train.txt of corpus.py")
     parser.add_argument("--out", required=True, help="folder for checkpoint and progress")
     parser.add_argument("--until", type=float, required=True, help="end, in seconds since 1970")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="1 or 2, one for each core")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save-every", type=float, default=180, help="seconds")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     os.makedirs(args.out, exist_ok=True)
-    masters = model.init(args.seed)
-    optimizer = Optimizer(masters)
-    state = {"step": 0, "tokens": 0, "seconds": 0.0}
-    path = os.path.join(args.out, "checkpoint.pt")
-    if os.path.exists(path):
-        state = restore(path, masters, optimizer)
-    run(args, masters, optimizer, state)
-    print(f"done: {state}", flush=True)
+    mp.spawn(work, (args,), nprocs=args.processes)
 
 
 if __name__ == "__main__":
