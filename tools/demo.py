@@ -24,6 +24,8 @@ HELDOUT = os.path.join(HERE, "model", "heldout.txt")
 FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh")
 PROMPTS = {"f16": "The daemon reads its configuration from a file. ",
            "oscar2": "To install the package from source, first "}
+# Tokens of one piece of text: 31 packed blocks and half a unit in the window, its average state.
+CONTEXT = 31 * 128 + 64
 LIMIT = 120  # seconds for any single program
 
 
@@ -38,9 +40,10 @@ def title(text):
 class Demo:
     def __init__(self, binaries, quick):
         self.binaries = os.path.abspath(binaries)
-        self.sample = 12 * 1024 if quick else 32 * 1024
+        self.pieces = 3 if quick else 8
         self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
         self.runtime = os.path.join(self.folder, "run")
+        self.log = os.path.join(self.folder, "kvqd.log")
         self.processes = []
 
     def program(self, name):
@@ -67,16 +70,19 @@ class Demo:
     def status(self):
         return json.loads(self.ctl("status", "--json"))
 
+    def log_tail(self):
+        with open(self.log, encoding="utf-8", errors="replace") as file:
+            return file.read()[-2000:]
+
     def start_daemon(self):
-        log = open(os.path.join(self.folder, "kvqd.log"), "wb")
         reader, writer = os.pipe()
-        daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes", "512mb",
-                            "--ready-fd", writer, pass_fds=[writer])
+        with open(self.log, "wb") as log:
+            daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes",
+                                "512mb", "--ready-fd", writer, pass_fds=[writer])
         os.close(writer)
         ready, _, _ = select.select([reader], [], [], 30)
         if not ready or not os.read(reader, 64):
-            with open(log.name, encoding="utf-8", errors="replace") as file:
-                raise Trouble("kvqd did not start:\n" + file.read()[-2000:])
+            raise Trouble("kvqd did not start:\n" + self.log_tail())
         os.close(reader)
         return daemon
 
@@ -91,12 +97,14 @@ class Demo:
     def until(self, what, condition):
         """Looks again and again until the daemon's answers fulfil the condition."""
         end = time.monotonic() + 60
-        while not condition():
+        while True:
+            daemon = self.processes[0].poll()
+            if daemon is not None:
+                raise Trouble(f"kvqd ended with {daemon}:\n{self.log_tail()}")
+            if condition():
+                return
             if time.monotonic() > end:
                 raise Trouble(f"after 60 seconds still not: {what}")
-            for process in self.processes[:1]:
-                if process.poll() is not None:
-                    raise Trouble(f"kvqd ended with {process.returncode}")
             time.sleep(0.1)
 
     def sessions(self):
@@ -136,10 +144,11 @@ class Demo:
         with open(os.path.join(MODEL, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
         heads = config["num_hidden_layers"] * config["num_key_value_heads"]
-        title(f"Formats on the shipped model, {self.sample // 1024} KiB of held-out text")
-        print("KV bytes a token: K and V of all layers; packed blocks alone, and with windows and\n"
-              "everything else at 4,096 tokens. KL and same top are against f16. The error of the\n"
-              "difference in log-likelihood is its standard error. Speed: one engine at a time.\n")
+        title(f"Formats on the shipped model, {self.pieces * CONTEXT:,} bytes of held-out text")
+        print(f"KV bytes a token: K and V of all layers; packed blocks alone, and with windows and\n"
+              f"everything else at {CONTEXT:,} tokens. KL and same top are against f16. The error\n"
+              "of the difference in log-likelihood is its standard error. Speed: one engine at a\n"
+              "time, generating.\n")
         print(f"{'format':<10} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
               f"{'KL mean':>8} {'KL 99%':>8} {'same':>7} {'log-likelihood':>19} {'tokens':>7}")
         print(f"{'':<10} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
@@ -148,7 +157,7 @@ class Demo:
         for fmt in FORMATS:
             quality = json.loads(self.ask("kvq-run", "perplexity", *common, "--format", fmt,
                                           "--against", "f16", "--text", HELDOUT, "--bytes",
-                                          self.sample))
+                                          self.pieces * CONTEXT, "--context", CONTEXT))
             speed = json.loads(self.ask("kvq-run", "generate", *common, "--format", fmt,
                                         "--prompt", PROMPTS["f16"], "--tokens", 400,
                                         "--temperature", 0))
