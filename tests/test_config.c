@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The configuration: precedence, values, namespaces, and what every mistake is answered with.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/config.h"
+#include "proto/status.h"
+
+static struct kvq_config config;
+static char text[KVQ_TEXT_BYTES];
+static char *no_environment[] = {NULL};
+
+static int load(char **arguments, char **environment)
+{
+    int argc = 0;
+    while (arguments[argc])
+        argc++;
+    return kvq__config_load(&config, argc, arguments, environment, text);
+}
+
+// A file of that contents; returns its path, which the caller unlinks.
+static char *file_of(const char *contents)
+{
+    static char path[64];
+    snprintf(path, sizeof path, "/tmp/kvq-test-config-XXXXXX");
+    int fd = mkstemp(path);
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, contents, strlen(contents)), strlen(contents));
+    close(fd);
+    return path;
+}
+
+static void parse_refused(const char *contents, const char *words)
+{
+    kvq__config_defaults(&config, no_environment);
+    assert_int_equal(kvq__config_parse(&config, "f", contents, text), KVQ_E_INVALID);
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+static void flags_refused(const char *flag, const char *value, const char *words)
+{
+    char *arguments[] = {"kvqd", (char *)flag, (char *)value, NULL};
+    assert_int_equal(load(arguments, no_environment), KVQ_E_INVALID);
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+static void test_precedence(void **state)
+{
+    (void)state;
+    char *path = file_of("pool_bytes = 128mb\nspin_us = 7\nkeep_seconds = 5\n");
+    char variable[128];
+    snprintf(variable, sizeof variable, "KVQD_CONFIG=%s", path);
+    char *environment[] = {variable, "KVQD_SPIN_US=8", "KVQD_KEEP_SECONDS=6", "OTHER=1", NULL};
+    char *arguments[] = {"kvqd", "--keep-seconds=9", NULL};
+    assert_int_equal(load(arguments, environment), 0);
+    assert_int_equal(config.pool_bytes, 128 << 20);  // file
+    assert_int_equal(config.spin_us, 8);             // environment over file
+    assert_int_equal(config.keep_seconds, 9);        // flag over both
+    assert_int_equal(config.extent_bytes, 64 << 20); // default
+    unlink(path);
+    char *missing[] = {"kvqd", "--config", "/nonexistent/kvqd.conf", NULL};
+    assert_int_equal(load(missing, no_environment), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "/nonexistent/kvqd.conf: cannot read it"));
+}
+
+static void test_values(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *value;
+        uint64_t bytes;
+    } sizes[] = {{"67108864", 64ull << 20}, {"64mb", 64ull << 20},     {"64 MB", 64ull << 20},
+                 {"65536k", 64ull << 20},   {"65536KiB", 64ull << 20}, {"30gb", 30ull << 30},
+                 {"1t", 1ull << 40},        {"67108864b", 64ull << 20}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char *arguments[] = {"kvqd", "--pool_bytes", (char *)sizes[i].value, NULL};
+        assert_int_equal(load(arguments, no_environment), 0);
+        assert_true(config.pool_bytes == sizes[i].bytes);
+    }
+    char *many[] = {"kvqd",    "--pin",       "yes",   "--runtime-mode", "0711", "--admin-uids",
+                    "5,6 , 7", "--log-level", "debug", "--attention",    "fast", "--ready-fd",
+                    "4",       "-n",          NULL};
+    assert_int_equal(load(many, no_environment), 0);
+    assert_true(config.pin);
+    assert_int_equal(config.runtime_mode, 0711);
+    assert_int_equal(config.admin_uids.n, 3);
+    assert_int_equal(config.admin_uids.id[2], 7);
+    assert_int_equal(config.log_level, 3);
+    assert_int_equal(config.fast, 1);
+    assert_int_equal(config.ready_fd, 4);
+    assert_true(config.workers >= 1);
+    assert_true(config.pool_bytes >= config.extent_bytes);
+}
+
+static void test_runtime_dir(void **state)
+{
+    (void)state;
+    char *with[] = {"XDG_RUNTIME_DIR=/run/user/5", NULL};
+    char *arguments[] = {"kvqd", NULL};
+    assert_int_equal(load(arguments, with), 0);
+    assert_string_equal(config.runtime_dir, "/run/user/5/kvqd");
+    assert_int_equal(load(arguments, no_environment), 0);
+    assert_string_equal(config.runtime_dir, "/run/kvqd");
+    flags_refused("--runtime-dir", "here", "not an absolute path");
+    flags_refused(
+        "--runtime-dir",
+        "/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+        "bytes long; allowed is 80");
+}
+
+static void test_wrong_values(void **state)
+{
+    (void)state;
+    flags_refused("--pool-bytes", "64q", "pool_bytes is \"64q\"; a size is");
+    flags_refused("--pool-bytes", "-1", "a size is");
+    flags_refused("--pool-bytes", "", "a size is");
+    flags_refused("--pool-bytes", "1.5gb", "a size is");
+    flags_refused("--pool-bytes", "99999999999999999999", "a size is");
+    flags_refused("--pool-bytes", "999999999tb", "more than any machine has");
+    flags_refused("--pool-bytes", "100tb", "allowed is 0 to 64tb");
+    flags_refused("--pool-bytes", "1mb", "less than one extent");
+    flags_refused("--extent-bytes", "3mb", "not a multiple of 2mb");
+    flags_refused("--workers", "many", "give a whole number");
+    flags_refused("--workers", "257", "allowed is 0 to 256");
+    flags_refused("--workers", "1kb", "give a whole number");
+    flags_refused("--pin", "maybe", "allowed is no, yes");
+    flags_refused("--log-level", "loud", "allowed is error, warn, info, debug");
+    flags_refused("--runtime-mode", "0999", "whole octal number");
+    flags_refused("--runtime-mode", "1777", "allowed is 0000 to 0777");
+    flags_refused("--admin-uids", "root", "give numbers");
+    flags_refused("--admin-uids", "4294967295", "below 4294967295");
+    flags_refused("--log-file", "a\nb", "control character");
+    flags_refused("--ready-fd", "x", "not the number of a descriptor");
+    flags_refused("--max-clients", "0", "allowed is 1 to 1024");
+}
+
+static void test_unknown_names(void **state)
+{
+    (void)state;
+    flags_refused("--pool-byte", "1", "the nearest is --pool-bytes");
+    flags_refused("--worker", "1", "the nearest is --workers");
+    flags_refused("-x", "1", "-x: not known");
+    flags_refused("stray", NULL, "stray: not known");
+    flags_refused("--pool-bytes", NULL, "needs a value");
+    flags_refused("--help=yes", NULL, "takes no value");
+    char *arguments[] = {"kvqd", NULL};
+    char *environment[] = {"KVQD_SPIN_USEC=1", NULL};
+    assert_int_equal(load(arguments, environment), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "KVQD_SPIN_USEC: this variable is not known; the nearest is "
+                                 "KVQD_SPIN_US"));
+}
+
+static void test_file(void **state)
+{
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
+                       "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nlimit_bytes = 10gb ; ok\n"
+                       "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n";
+    assert_int_equal(kvq__config_parse(&config, "f", good, text), 0);
+    assert_int_equal(config.workers, 3);
+    assert_int_equal(config.n_namespaces, 2);
+    assert_string_equal(config.namespaces[0].name, "team-a");
+    assert_int_equal(config.namespaces[0].uids.id[1], 1001);
+    assert_int_equal(config.namespaces[0].gids.n, 1);
+    assert_true(config.namespaces[0].limit_bytes == 10ull << 30);
+    assert_int_equal(config.namespaces[0].max_sessions, 9);
+    assert_int_equal(config.namespaces[1].max_sessions, 4);
+}
+
+static void test_wrong_files(void **state)
+{
+    (void)state;
+    parse_refused("\n\npool_bites = 1gb\n", "f:3: pool_bites is not known; the nearest is "
+                                            "pool_bytes");
+    parse_refused("workers = 1\nworkers = 2\n", "f:2: workers is set twice");
+    parse_refused("workers = 1\n  2\n", "f:2: workers is set twice");
+    parse_refused("workers = x\n", "f:1: workers is \"x\"");
+    parse_refused("workers\n", "f:1: neither");
+    parse_refused("[kvqd\n", "f:1: neither");
+    parse_refused("[other]\nx = 1\n", "f:2: section [other] is not known");
+    parse_refused("[namespace a]\npool_bytes = 1\n", "f:2: pool_bytes is not known in "
+                                                     "[namespace a]");
+    parse_refused("[namespace a b]\nuids = 1\n", "without blanks");
+    parse_refused("[namespace a/b]\nuids = 1\n", "without blanks");
+    parse_refused("[namespace #1]\nuids = 1\n", "without blanks");
+    parse_refused("[namespace a]\nuids = 1\nuids = 2\n", "f:3: uids is set twice");
+    parse_refused("[namespace a]\nuids = me\n", "f:2: uids is \"me\"; give numbers");
+    parse_refused("[namespace a]\nmax_sessions = 1tb\n", "allowed is 0 to 4294967295");
+    parse_refused("[namespace aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa]\nuids=1\n",
+                  "f:1: a section's name is longer");
+    char line[400];
+    snprintf(line, sizeof line, "workers = 1\nlog_file = %0300d\n", 0);
+    parse_refused(line, "f:2: a line is longer than 190 bytes");
+}
+
+static void test_too_many_namespaces(void **state)
+{
+    (void)state;
+    char *contents = calloc(KVQ_MAX_NAMESPACES + 1, 40);
+    size_t used = 0;
+    for (int i = 0; i <= KVQ_MAX_NAMESPACES; i++)
+        used += (size_t)snprintf(contents + used, 40, "[namespace n%d]\nuids = 1\n", i);
+    parse_refused(contents, "more than 128 namespaces");
+    free(contents);
+}
+
+static void test_texts_for_people(void **state)
+{
+    (void)state;
+    static char help[65536], printed[65536];
+    char *arguments[] = {"kvqd", "--pool-bytes", "96mb", "--admin-uids", "3,4", NULL};
+    assert_int_equal(load(arguments, no_environment), 0);
+    memcpy(config.namespaces[0].name, "n", 2);
+    config.namespaces[0].limit_bytes = 3 << 20;
+    config.n_namespaces = 1;
+    kvq__config_help(help, sizeof help);
+    assert_non_null(strstr(help, "--pool-bytes SIZE"));
+    assert_non_null(strstr(help, "(default 64mb)"));
+    // What is printed is a file that means the same.
+    struct kvq_config before = config;
+    kvq__config_print(&config, printed, sizeof printed);
+    kvq__config_defaults(&config, no_environment);
+    assert_int_equal(kvq__config_parse(&config, "printed", printed, text), 0);
+    assert_true(config.pool_bytes == before.pool_bytes);
+    assert_int_equal(config.admin_uids.n, 2);
+    assert_int_equal(config.namespaces[0].limit_bytes, 3 << 20);
+    kvq__config_help(help, 64); // cut, not overrun
+    assert_true(strlen(help) < 64);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_precedence),       cmocka_unit_test(test_values),
+        cmocka_unit_test(test_runtime_dir),      cmocka_unit_test(test_wrong_values),
+        cmocka_unit_test(test_unknown_names),    cmocka_unit_test(test_file),
+        cmocka_unit_test(test_wrong_files),      cmocka_unit_test(test_too_many_namespaces),
+        cmocka_unit_test(test_texts_for_people),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

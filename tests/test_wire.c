@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Control messages: what is packed comes back, and hostile bytes are refused with a text that
+// names the field, without memory beyond the arena.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "proto/wire.h"
+
+static uint8_t memory[KVQ_WIRE_ARENA];
+static struct kvq_arena arena;
+static char text[KVQ_TEXT_BYTES];
+
+static int setup(void **state)
+{
+    (void)state;
+    kvq_arena_init(&arena, memory, sizeof memory);
+    memset(text, 0, sizeof text);
+    return 0;
+}
+
+// Bytes written by hand, tag by tag.
+struct bytes {
+    uint8_t data[KVQ_MAX_MESSAGE + 16];
+    size_t n;
+};
+
+static void put_varint(struct bytes *b, uint64_t value)
+{
+    for (; value >= 0x80; value >>= 7)
+        b->data[b->n++] = (uint8_t)(value | 0x80);
+    b->data[b->n++] = (uint8_t)value;
+}
+
+static void put_number(struct bytes *b, unsigned field, uint64_t value)
+{
+    put_varint(b, field << 3);
+    put_varint(b, value);
+}
+
+static void put_block(struct bytes *b, unsigned field, const void *data, size_t n)
+{
+    put_varint(b, field << 3 | 2);
+    put_varint(b, n);
+    memcpy(b->data + b->n, data, n);
+    b->n += n;
+}
+
+static int unpack(const struct bytes *b, Kvq__Request **request)
+{
+    // Exactly as long as the message, so that a sanitizer sees any step beyond it.
+    uint8_t *copy = malloc(b->n ? b->n : 1);
+    memcpy(copy, b->data, b->n);
+    int error = kvq_request_unpack(copy, b->n, &arena, request, text);
+    free(copy);
+    return error;
+}
+
+static void refused(const struct bytes *b, int code, const char *words)
+{
+    Kvq__Request *request;
+    assert_int_equal(unpack(b, &request), code);
+    assert_null(request);
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+// A request that opens a session whose name is the given bytes.
+static void session_named(struct bytes *b, const void *name, size_t n)
+{
+    struct bytes inner = {.n = 0};
+    put_block(&inner, 2, name, n);
+    b->n = 0;
+    put_block(b, 16, inner.data, inner.n);
+}
+
+static void test_what_is_packed_comes_back(void **state)
+{
+    (void)state;
+    uint8_t out[1024];
+    size_t n;
+    Kvq__Layer layer = KVQ__LAYER__INIT, *layers[] = {&layer};
+    Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
+    Kvq__Request request = KVQ__REQUEST__INIT, *back;
+    layer.q_heads = 32;
+    layer.softcap = 30.5f;
+    open.name = (char *)"gr\xc3\xbc\xc3\x9f";
+    open.layers = layers;
+    open.n_layers = 1;
+    open.prompt_tokens = 1ull << 40;
+    request.id = 7;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
+    request.open_session = &open;
+    assert_int_equal(kvq_request_pack(&request, out, sizeof out, &n), 0);
+    assert_int_equal(kvq_request_unpack(out, n, &arena, &back, text), 0);
+    assert_int_equal(back->id, 7);
+    assert_string_equal(back->open_session->name, open.name);
+    assert_int_equal(back->open_session->n_layers, 1);
+    assert_int_equal(back->open_session->layers[0]->q_heads, 32);
+    assert_true(back->open_session->layers[0]->softcap == 30.5f);
+    assert_true(back->open_session->prompt_tokens == 1ull << 40);
+    assert_int_equal(kvq_request_pack(&request, out, n - 1, &n), KVQ_E_LIMIT);
+}
+
+static void test_texts(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *bytes;
+        size_t n;
+    } bad[] = {
+        {"a\0b", 3},             // NUL inside
+        {"a\nb", 3},             // control character
+        {"\x7f", 1},             // DEL
+        {"\xc2\x85", 2},         // NEL, a control character beyond ASCII
+        {"\xe2\x80\xa8", 3},     // line separator
+        {"\xc0\xaf", 2},         // overlong
+        {"\xe0\x80\xaf", 3},     // overlong
+        {"\xed\xa0\x80", 3},     // surrogate
+        {"\xf4\x90\x80\x80", 4}, // beyond Unicode
+        {"\xf8\x88\x80\x80\x80", 5},
+        {"\xe2\x82", 2}, // cut short
+        {"\x80", 1},     // continuation alone
+    };
+    struct bytes b;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        session_named(&b, bad[i].bytes, bad[i].n);
+        refused(&b, KVQ_E_PROTOCOL, "OpenSession.name");
+    }
+    char longest[KVQ_TEXT_BYTES];
+    Kvq__Request *request;
+    memset(longest, 'x', sizeof longest);
+    session_named(&b, longest, KVQ_TEXT_BYTES - 1);
+    assert_int_equal(unpack(&b, &request), 0);
+    session_named(&b, longest, KVQ_TEXT_BYTES);
+    refused(&b, KVQ_E_PROTOCOL, "512 bytes long; at most 511");
+    static const char *const good[] = {"\xf0\x9f\x8d\xa3", "\xef\xbf\xbd", "\xf4\x8f\xbf\xbf"};
+    for (int i = 0; i < 3; i++) {
+        session_named(&b, good[i], strlen(good[i]));
+        assert_int_equal(unpack(&b, &request), 0);
+    }
+}
+
+static void test_broken_structure(void **state)
+{
+    (void)state;
+    struct bytes b = {.n = 0};
+    refused(&b, KVQ_E_PROTOCOL, "no command");
+    put_number(&b, 1, 5);
+    refused(&b, KVQ_E_PROTOCOL, "no command");
+    b.n = 0;
+    put_block(&b, 30, "", 0);
+    put_block(&b, 31, "", 0);
+    refused(&b, KVQ_E_PROTOCOL, "status besides another");
+    b.n = 0;
+    put_block(&b, 30, "", 0);
+    put_number(&b, 1, 1);
+    put_number(&b, 1, 2);
+    refused(&b, KVQ_E_PROTOCOL, "Request.id appears twice");
+    b.n = 0;
+    put_number(&b, 30, 1); // ping is a message
+    refused(&b, KVQ_E_PROTOCOL, "Request.ping has wire type 0");
+    b.n = 0;
+    put_varint(&b, 30 << 3 | 3); // a group
+    refused(&b, KVQ_E_PROTOCOL, "wire type 3");
+    b.n = 0;
+    put_varint(&b, 16 << 3 | 2);
+    put_varint(&b, 1000); // longer than what follows
+    refused(&b, KVQ_E_PROTOCOL, "cut short");
+    b.n = 0;
+    put_varint(&b, 16 << 3 | 2);
+    put_varint(&b, UINT64_MAX);
+    refused(&b, KVQ_E_PROTOCOL, "cut short");
+    b.n = 0;
+    put_varint(&b, 0); // field number 0
+    refused(&b, KVQ_E_PROTOCOL, "broken field number");
+    b.n = 0;
+    memset(b.data, 0xff, 11); // a number that never ends
+    b.n = 11;
+    refused(&b, KVQ_E_PROTOCOL, "broken field number");
+    b.n = KVQ_MAX_MESSAGE + 1;
+    refused(&b, KVQ_E_LIMIT, "65537 bytes");
+}
+
+static void test_too_many_elements(void **state)
+{
+    (void)state;
+    struct bytes inner = {.n = 0}, b = {.n = 0};
+    Kvq__Request *request;
+    for (int i = 0; i < KVQ_MAX_LIST; i++)
+        put_block(&inner, 6, "", 0);
+    put_block(&b, 16, inner.data, inner.n);
+    assert_int_equal(unpack(&b, &request), 0);
+    assert_int_equal(request->open_session->n_layers, KVQ_MAX_LIST);
+    put_block(&inner, 6, "", 0);
+    b.n = 0;
+    put_block(&b, 16, inner.data, inner.n);
+    refused(&b, KVQ_E_PROTOCOL, "more than 1024");
+    b.n = 0;
+    put_block(&b, 30, "", 0);
+    for (int i = 0; i <= KVQ_MAX_LIST; i++)
+        put_number(&b, 1000, 0); // unknown fields cost memory as well
+    refused(&b, KVQ_E_PROTOCOL, "unknown fields");
+}
+
+static void test_unknown_fields_are_ignored(void **state)
+{
+    (void)state;
+    struct bytes b = {.n = 0};
+    Kvq__Request *request;
+    put_block(&b, 30, "", 0);
+    put_number(&b, 900, 12345);
+    put_block(&b, 901, "anything\0at all", 15);
+    assert_int_equal(unpack(&b, &request), 0);
+    assert_int_equal(request->command_case, KVQ__REQUEST__COMMAND_PING);
+}
+
+static void test_arena(void **state)
+{
+    (void)state;
+    struct bytes b;
+    Kvq__Request *request;
+    session_named(&b, "name", 4);
+    size_t before = arena.used;
+    assert_int_equal(unpack(&b, &request), 0);
+    assert_true(arena.used > before);
+    assert_true((uint8_t *)request >= memory && (uint8_t *)request < memory + sizeof memory);
+    for (size_t size = 0; size < 400; size += 7) {
+        kvq_arena_init(&arena, memory, size);
+        int error = unpack(&b, &request);
+        assert_true(error == 0 || error == KVQ_E_LIMIT);
+        assert_true(arena.used <= size);
+    }
+    kvq_arena_init(&arena, memory, 100);
+    assert_string_equal(kvq_arena_text(&arena, "a\nb\xff\xc3\xa4"), "a?b?\xc3\xa4");
+    assert_null(kvq_arena_alloc(&arena, SIZE_MAX));
+    assert_null(kvq_arena_alloc(&arena, 101));
+    assert_true(arena.full);
+}
+
+static void test_random_bytes(void **state)
+{
+    (void)state;
+    struct bytes b;
+    Kvq__Request *request;
+    uint32_t seed = 20260101;
+    for (int round = 0; round < 20000; round++) {
+        session_named(&b, "a name", 6);
+        put_number(&b, 1, 77);
+        for (int flips = 0; flips < 1 + round % 5; flips++) {
+            seed = seed * 1664525 + 1013904223;
+            b.data[(seed >> 8) % b.n] ^= (uint8_t)(1u << (seed >> 29));
+        }
+        kvq_arena_init(&arena, memory, sizeof memory);
+        int error = unpack(&b, &request);
+        assert_true(error == 0 ? request != NULL : request == NULL && text[0]);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup(test_what_is_packed_comes_back, setup),
+        cmocka_unit_test_setup(test_texts, setup),
+        cmocka_unit_test_setup(test_broken_structure, setup),
+        cmocka_unit_test_setup(test_too_many_elements, setup),
+        cmocka_unit_test_setup(test_unknown_fields_are_ignored, setup),
+        cmocka_unit_test_setup(test_arena, setup),
+        cmocka_unit_test_setup(test_random_bytes, setup),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
