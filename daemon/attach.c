@@ -27,10 +27,9 @@ static void free_connection(uv_handle_t *handle)
     struct kvq__connection *c = handle->data;
     if (--c->handles > 0)
         return;
-    if (c->fd >= 0)
-        close(c->fd); // last: to the client this says that all it had is returned
     if (c->pidfd >= 0)
         close(c->pidfd);
+    close(c->fd); // last: to the client this says that all it had is returned
     TAILQ_REMOVE(&c->attach->connections, c, link);
     c->attach->count--;
     free(c);
