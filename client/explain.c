@@ -167,17 +167,45 @@ static bool explain_stale(const struct subject *s)
 
 static bool explain_rollback(const struct subject *s)
 {
-    if (s->request->op == KVQ_OP_TRUNCATE)
-        kvq__fail(KVQ_E_ROLLBACK,
-                  "%s: %u tokens back from %" PRIu64 " is further than the session can go; %" PRIu64
-                  " tokens are kept; open it with a larger max_rollback (at most %d)",
-                  s->where, s->entry->list_token, s->entry->position, s->entry->value,
-                  KVQ_MAX_ROLLBACK);
+    const struct kvq_entry *e = s->entry;
+    char what[80];
+    if (s->request->op == KVQ_OP_FORK)
+        snprintf(what, sizeof what, "it cannot be forked at %" PRIu64, e->position);
     else
-        kvq__fail(KVQ_E_ROLLBACK,
-                  "%s: the last %u tokens cannot be changed any more; open the session with a "
-                  "larger max_rollback (at most %d)",
-                  s->where, s->entry->append, KVQ_MAX_ROLLBACK);
+        snprintf(what, sizeof what, "%u tokens back from %" PRIu64 " is too far",
+                 s->request->op == KVQ_OP_TRUNCATE ? e->list_token : e->append, e->position);
+    kvq__fail(KVQ_E_ROLLBACK,
+              "%s: %s; %" PRIu64 " tokens are possible, nothing was changed; a session opened with "
+              "a larger max_rollback (at most %d) can go further back",
+              s->where, what, e->value, KVQ_MAX_ROLLBACK);
+    return true;
+}
+
+// A code of many causes; those that can be seen from here.
+static bool explain_invalid(const struct subject *s)
+{
+    const struct kvq_request *r = s->request;
+    const struct kvq_entry *e = s->entry;
+    bool attends = r->op == KVQ_OP_ATTEND || r->op == KVQ_OP_APPEND_ATTEND;
+    if (attends && e->queries == 0)
+        kvq__fail(KVQ_E_INVALID, "%s: 0 query tokens, at least 1 is needed", s->where);
+    else if (attends && e->append && e->queries > e->append)
+        kvq__fail(KVQ_E_INVALID, "%s: %u query tokens, but the step has only %u tokens", s->where,
+                  e->queries, e->append);
+    else if ((r->flags & KVQ_REQ_PAGED_KV) && e->list_token >= r->page_tokens)
+        kvq__fail(KVQ_E_INVALID, "%s: %u tokens to skip in the first page, pages hold %u", s->where,
+                  e->list_token, r->page_tokens);
+    else if (r->op == KVQ_OP_ACCEPT)
+        kvq__fail(KVQ_E_INVALID, "%s: its list of %u indices must be ascending and below %u",
+                  s->where, e->list_token, e->append);
+    else if (r->op == KVQ_OP_APPEND || attends)
+        kvq__fail(KVQ_E_INVALID,
+                  "%s: %u tokens: all tokens of the step are appended at once, once for each "
+                  "layer with a cache of its own; strides and offsets are multiples of the dtype's "
+                  "size, rows and heads do not overlap",
+                  s->where, e->append);
+    else
+        return false;
     return true;
 }
 
@@ -196,6 +224,8 @@ static bool explain_code(const struct subject *s)
         return explain_stale(s);
     case KVQ_E_ROLLBACK:
         return explain_rollback(s);
+    case KVQ_E_INVALID:
+        return explain_invalid(s);
     default:
         return false;
     }

@@ -301,8 +301,9 @@ KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
 KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work,
                                         struct kvq_entry *entries, uint32_t n);
 
-/* Commits the step's sessions (n 0: all; entries may be NULL). A session that lacks a layer fails
- * with KVQ_E_INCOMPLETE and stays as it was. */
+/* Commits the step's sessions. A session that lacks a layer fails with KVQ_E_INCOMPLETE and is out
+ * of the step, as it was before. n 0 (entries may be NULL): all of the step's sessions or, if one
+ * lacks a layer, none, with KVQ_E_INCOMPLETE; the step is then still open. */
 KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                    uint32_t n);
 /* Leaves every session (n 0: all of the step) as it was before the step. */
@@ -311,13 +312,14 @@ KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq
 
 /* Shortens each session to `tokens[i]` tokens, at most entry.position (else KVQ_E_INVALID for the
  * whole call). Within max_rollback the session is as if the rest had never been; deeper:
- * KVQ_E_ROLLBACK with the length kept in entry.value. Overwrites entry.list_token. */
+ * KVQ_E_ROLLBACK, nothing is changed, and entry.value is the shortest length it can be given.
+ * Overwrites entry.list_token. The sessions must have no open step. */
 KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
                                    const uint64_t *tokens, uint32_t n);
 
 /* A new unnamed session of this client with the first entry.position tokens of each; shares
  * what is packed. entry.value is its handle, to be closed like any other. The source must have
- * no open step. */
+ * no open step. KVQ_E_ROLLBACK if it cannot be forked there; entry.value says where it can. */
 KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
 /* Of the last entry.append tokens (at most max_rollback) keeps those at `list_token` indices,

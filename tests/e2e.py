@@ -11,8 +11,10 @@ import sys
 
 import e2e_main
 import e2e_rig
+import e2e_work
 
-SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes]
+SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Change,
+          e2e_work.Requests, e2e_work.Holding]
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run(SUITES, __doc__))

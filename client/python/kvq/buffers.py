@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import weakref
 from ctypes import byref, c_void_p
 
 import numpy as np
@@ -48,8 +49,7 @@ class Buffer:
         if daemon_made:
             check(lib.kvq_buffer_create(client.pointer, nbytes, byref(self.pointer)))
             self.address = lib.kvq_buffer_data(self.pointer)
-            memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-            self._view = memoryview(memory).cast("B")
+            self._memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         else:
             self._import(memfd, offset)
         self._daemon_made = daemon_made
@@ -63,20 +63,19 @@ class Buffer:
         try:
             if own:
                 os.ftruncate(memfd, self.nbytes)
-            mapping = mmap.mmap(memfd, self.nbytes, offset=offset)
+            self._memory = mmap.mmap(memfd, self.nbytes, offset=offset)
             check(lib.kvq_buffer_import_memfd(self.client.pointer, memfd, offset, self.nbytes,
                                               byref(self.pointer)))
         finally:
             if own:
                 os.close(memfd)
-        self._view = memoryview(mapping)
-        self.address = np.frombuffer(self._view, np.uint8).ctypes.data
+        self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
     def array(self, shape, dtype=np.float32, offset=0):
         """An array over the bytes from offset. dtype as for NumPy, or "f16", "bf16", "f32"."""
         if isinstance(dtype, str) and dtype in _NAMES:
             dtype = numpy_dtype(dtype)
-        return np.ndarray(shape, dtype, self._view, offset)
+        return np.ndarray(shape, dtype, self._memory, offset)
 
     def take(self, shape, dtype=np.float32):
         """The next array of a buffer used front to back, aligned to 64 bytes."""
@@ -110,15 +109,24 @@ class Buffer:
         if not self.pointer:
             return
         if self._daemon_made:
-            self._view.release()
+            self._let_go()
         lib.kvq_buffer_close(byref(self.pointer))
         self.client._buffers.remove(self)
         self._forget()
 
+    def _let_go(self):
+        """The mapping ends with the buffer here: nothing may refer to it any more."""
+        memory = weakref.ref(self._memory)
+        self._memory = None
+        if memory() is not None:
+            self._memory = memory()
+            raise BufferError(f"arrays still refer to this buffer of {self.nbytes} bytes, which "
+                              "was made by the daemon; let go of them first")
+
     def _forget(self):
         """Arrays keep the mapping for as long as they need it; the buffer itself does not."""
         self.pointer = c_void_p()
-        self._view = None
+        self._memory = None
 
     def __enter__(self):
         return self
