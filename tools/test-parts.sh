@@ -82,7 +82,9 @@ run_ctest() {
     skipped=$((skipped + $(grep -Ec '^ *[0-9]+/[0-9]+ Test .*\*\*\*Skipped' "$out")))
     while read -r name; do
         count_fail "$name" 0
-        grep -A 40 "Test .* $name \." "$out" | head -n 40 | sed 's/^/    /'
+        # The test's own output, up to the next test's line, without what went well.
+        awk -v name=" $name " '/^ *[0-9]+\/[0-9]+ Test/ { mine = index($0, name) } mine' "$out" |
+            grep -Ev '\[ (RUN|      OK)' | tail -n 25 | sed 's/^/    /'
     done < <(grep -E '^ *[0-9]+/[0-9]+ Test .*\*\*\*' "$out" | grep -v 'Skipped' |
         sed -E 's/.*Test +#[0-9]+: ([^ ]+) .*/\1/')
     if [ $status != 0 ] && ! grep -q 'tests failed out of' "$out"; then
