@@ -101,6 +101,8 @@ class Daemon:
         return self.ctl("status")
 
     def fds(self):
+        """How many descriptors it has open, after it has cleaned up behind those that left."""
+        self.ctl("ping")
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def kill(self):

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bad input gets: a code, a text that says what was wrong, and nothing lost."""
+import os
+import socket
+import subprocess
+import unittest
+
+from e2e_rig import (BIN, BOUND, Child, Daemon, Test, Tokens, feed, kvq, np, own_fds, read_all)
+
+
+class BadOpen(Test):
+    """Sessions that cannot be."""
+
+    def refuse(self, code, text, *rows, format="oscar2", **options):
+        self.fails(code, self.client.session, rows, format, text=text, **options)
+
+    def test_shapes(self):
+        layer = kvq.Layer
+        self.refuse(kvq.Code.E_SHAPE, ("96", "128"), layer(8, 2, 96))
+        self.refuse(kvq.Code.E_SHAPE, ("192", "128"), layer(8, 2, 192, v_dim=128))
+        self.refuse(kvq.Code.E_SHAPE, ("9", "2"), layer(9, 2, 128))
+        self.refuse(kvq.Code.E_SHAPE, "0", layer(0, 0, 128))
+        self.refuse(kvq.Code.E_SHAPE, "128", layer(128, 1, 128))
+        self.refuse(kvq.Code.E_SHAPE, "5", layer(8, 2, 128), layer(8, 2, 128, kv_from=5))
+        self.refuse(kvq.Code.E_LIMIT, ("300", "256"), layer(8, 2, 128, repeat=300))
+        self.refuse(kvq.Code.E_LIMIT, ("257", "256"), *[layer(8, 2, 128)] * 257)
+
+    def test_formats(self):
+        rows = kvq.Layer(8, 2, 128)
+        self.refuse(kvq.Code.E_FORMAT, "oscar9", rows, format="oscar9")
+        self.refuse(kvq.Code.E_FORMAT, "nothing-2", kvq.Layer(8, 2, 128, format="nothing-2"))
+        for code in (0, 3):  # a window of fp32 is none of the two
+            with self.assertRaises((kvq.Error, TypeError)):
+                self.client.session([rows], "f16", dtype="f64" if code else "f32")
+
+    def test_limits(self):
+        rows = kvq.Layer(8, 2, 128)
+        self.refuse(kvq.Code.E_LIMIT, ("1025", "1024"), rows, max_rollback=1025)
+        self.refuse(kvq.Code.E_LIMIT, "127", rows, name="n" * 128)
+        self.refuse(kvq.Code.E_INVALID, "UTF-8", rows, name="tab\there")
+        self.fails(kvq.Code.E_LIMIT, self.client.buffer, 5 << 30, True, text=str(5 << 30))
+
+    def test_handles_of_one_client(self):
+        """At most 4,096, and the daemon stays as it was."""
+        rows = [kvq.Layer(1, 1, 64)]
+        first = self.client.session(rows, "f16", name="many")
+        readers = [self.client.session(name="many", read_only=True) for _ in range(4095)]
+        self.fails(kvq.Code.E_LIMIT, self.client.session, name="many", read_only=True, text="4096")
+        for reader in readers:
+            reader.close()
+        first.drop()
+
+
+class BadWork(Test):
+    """Requests on a ring that cannot be. After each the session is as it was, and works."""
+
+    def setUp(self):
+        super().setUp()
+        self.tokens = Tokens(1, 200)
+        self.session = self.client.session(self.tokens.rows, "oscar2", max_rollback=4)
+        self.twin = self.client.session(self.tokens.rows, "oscar2", max_rollback=4)
+        for session in (self.session, self.twin):
+            self.tokens.feed(self.queue, session, 150, attend=False)
+
+    def tearDown(self):
+        self.session.tokens = self.twin.tokens
+        self.assertEqual(self.session.refresh(), self.twin.tokens)
+        answers = [b"".join(a.tobytes() for pair in self.tokens.feed(self.queue, s, 9)
+                            for a in pair) for s in (self.session, self.twin)]
+        self.assertTrue(answers[0] == answers[1])
+        self.assertTrue(read_all(self.queue, self.session, 2) == read_all(self.queue, self.twin, 2))
+        super().tearDown()
+
+    def arrays(self, n=10):
+        at = slice(150, 150 + n)
+        return tuple(getattr(self.tokens, x)[0, at] for x in "kvq")
+
+    def test_position(self):
+        self.session.tokens = 149
+        error = self.fails(kvq.Code.E_POSITION, self.queue.step, [self.session], 5,
+                           text=("149", "150", "nothing"))
+        self.assertEqual(error.entries["value"][0], 150)
+        self.session.tokens = 151
+        self.fails(kvq.Code.E_POSITION, self.queue.attend, [self.session], 0, self.tokens.q[0, :1],
+                   text=("151", "150"))
+
+    def test_position_in_a_batch(self):
+        """The one that is wrong fails alone."""
+        third = self.client.session(self.tokens.rows, "f16")
+        sessions = [self.session, third, self.twin]
+        third.tokens = 7
+        entries = kvq.make_entries(sessions, append=0)
+        ticket = self.queue.call("step_begin", entries)
+        self.assertEqual(list(entries["status"]), [0, kvq.Code.E_POSITION, 0])
+        self.queue.call("step_end", kvq.make_entries([self.session, self.twin]), step=ticket.step)
+
+    def test_layer(self):
+        k, v, q = self.arrays()
+        with self.queue.step([self.session], 10) as step:
+            entries = step._entries(0)
+            tensors = {x: self.client.find_buffer(a).tensor(a) for x, a in self.placed(k, v)}
+            self.queue.call("append", entries, step=step.number, layer=2, **tensors)
+            self.assertEqual(entries["status"][0], kvq.Code.E_SHAPE)
+            self.assertRegex(kvq.errors.last_text(), "layer 2.* 2 layers, 0 to 1")
+            step.abort()
+
+    def placed(self, *arrays):
+        for name, array in zip("kv", arrays):
+            own = self.client.array(array.shape)
+            own[...] = array
+            yield name, own
+
+    def test_bounds(self):
+        """Views that reach outside their buffer, by one byte and by much, and that overflow."""
+        buffer = self.client.buffer(1 << 16)
+        row = 2 * 128 * 4
+        most = (1 << 16) // row
+        for offset, stride, rows, code in [
+                (4, row, most, "E_BOUNDS"), (0, row, most + 1, "E_BOUNDS"),
+                (1 << 16, row, 1, "E_BOUNDS"), (0, 1 << 39, 3, "E_BOUNDS"),
+                (2**64 - row, row, 2, "E_BOUNDS"), (0, 2**64 - row, 2, "E_BOUNDS"),
+                (0, 2**63, 3, "E_BOUNDS"), (2, row, 1, "E_INVALID"), (0, 8, 2, "E_INVALID")]:
+            step = self.queue.step([self.session], rows)
+            tensor = kvq._ffi.Tensor(buffer.pointer, offset, stride, 512, kvq.F32)
+            good = kvq._ffi.Tensor(buffer.pointer, 0, 0 if rows == 1 else 512, 512, kvq.F32)
+            entries = kvq.make_entries([self.session], append=rows)
+            try:
+                self.queue.call("append", entries, step=step.number, layer=0, k=tensor, v=good)
+                status = kvq.Code(entries["status"][0])
+            except kvq.Error as error:
+                status = error.code
+            self.assertEqual(status.name, code, (offset, stride, rows))
+            if status == kvq.Code.E_BOUNDS and stride == row and offset < 1 << 16:
+                text = kvq.errors.last_text()
+                self.assertIn(str(offset + rows * row), text)
+                self.assertIn("65536 bytes", text)
+            step.abort()
+        buffer.close()
+
+    def test_rows(self):
+        """Row numbers near 2^32 do not wrap around."""
+        k, v, _ = self.arrays(1)
+        own = dict(self.placed(k, v))
+        tensors = {x: self.client.find_buffer(a).tensor(a) for x, a in own.items()}
+        step = self.queue.step([self.session], 1)
+        entries = kvq.make_entries([self.session], append=1)
+        for row in (1, 2**31, 2**32 - 1):
+            entries["row"] = row
+            self.queue.call("append", entries, step=step.number, layer=0, **tensors)
+            self.assertEqual(entries["status"][0], kvq.Code.E_BOUNDS)
+            self.assertIn(str(row), kvq.errors.last_text())
+        step.abort()
+
+    def test_dtype(self):
+        k, v, _ = self.arrays()
+        own = dict(self.placed(k, v))
+        for bad in (0, 4, 255):
+            tensors = {x: self.client.find_buffer(a).tensor(a) for x, a in own.items()}
+            tensors["k"].dtype = bad
+            step = self.queue.step([self.session], 10)
+            self.fails(kvq.Code.E_DTYPE, self.queue.call, "append", step.entries, step=step.number,
+                       layer=0, text=(bad, "k"), **tensors)
+            step.abort()
+
+    def test_buffers(self):
+        k, v, _ = self.arrays()
+        own = dict(self.placed(k, v))
+        tensors = {x: self.client.find_buffer(a).tensor(a) for x, a in own.items()}
+        with self.daemon.client() as other, self.queue.step([self.session], 10) as step:
+            theirs = other.buffer(1 << 16)
+            tensors["v"].buffer = theirs.pointer
+            self.fails(kvq.Code.E_BUFFER, self.queue.call, "append", step.entries,
+                       step=step.number, layer=0, text="another connection", **tensors)
+            tensors["v"].buffer = None
+            self.fails(kvq.Code.E_BUFFER, self.queue.call, "append", step.entries,
+                       step=step.number, layer=0, text="v", **tensors)
+            step.abort()
+
+    def test_counts(self):
+        """More than the limits, and counts that overflow."""
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session], 65537, text=("65537", "65536"))
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session], 2**32 - 1, text="65536")
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session] * 1025, 1, text=("1025", "1024"))
+        q = np.zeros((513, 8, 128), np.float32)
+        self.fails(kvq.Code.E_LIMIT, self.queue.attend, [self.session], 0, q, 513,
+                   text=("513", "512"))
+        self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, q[:1], 0,
+                   text="0 query tokens")
+
+    def test_step_numbers(self):
+        k, v, q = self.arrays()
+        with self.queue.step([self.session], 10) as step:
+            self.fails(kvq.Code.E_BUSY, self.queue.step, [self.session], 1, text="step")
+            number, step.number = step.number, step.number + 1000
+            self.fails(kvq.Code.E_NO_STEP, step.append, 0, k, v, text="step")
+            step.number = number
+            step.append(0, k, v)
+            self.fails(kvq.Code.E_INVALID, step.append, 0, k, v, text="once")  # a second time
+            # Attention over a layer whose K and V are not there yet.
+            self.fails(kvq.Code.E_INCOMPLETE, step.attend, 1, q)
+            step.abort()
+        self.fails(kvq.Code.E_NO_STEP, self.queue.call, "step_end", np.zeros(0, kvq.ENTRY),
+                   step=number)
+
+    def test_lacking_layer(self):
+        k, v, _ = self.arrays()
+        step = self.queue.step([self.session], 10)
+        step.append(1, k, v)
+        self.fails(kvq.Code.E_INCOMPLETE, step.end, text="every layer")
+        self.assertEqual(self.session.refresh(), 150)
+
+    def test_nonfinite(self):
+        """NaN or infinity fails its own session; the others of the batch go on."""
+        for bad in (np.nan, np.inf, -np.inf):
+            for x in range(2):
+                third = self.client.session(self.tokens.rows, "oscar2")
+                fourth = self.client.session(self.tokens.rows, "oscar2")
+                k, v = (np.concatenate([a[0, :20], a[0, :20]])
+                        for a in (self.tokens.k, self.tokens.v))
+                (k, v)[x][5, 1, 17] = bad
+                step = self.queue.step([third, fourth], 20)
+                error = self.fails(kvq.Code.E_NONFINITE, step.append, 0, k, v,
+                                   text=("layer 0", "entry 0", "infinity"))
+                self.assertEqual(list(error.entries["status"]), [kvq.Code.E_NONFINITE, 0])
+                k[5], v[5] = 0, 0
+                entries = kvq.make_entries([fourth], append=20)
+                entries["row"] = 20
+                buffer = self.client.buffer(1 << 18)
+                views = {}
+                for name, array in (("k", k), ("v", v)):
+                    own = buffer.take(array.shape)
+                    own[...] = array
+                    views[name] = buffer.tensor(own)
+                self.queue.call("append", entries, step=step.number, layer=1, **views)
+                self.queue.call("step_end", entries, step=step.number)
+                self.assertEqual((third.refresh(), fourth.refresh()), (0, 20))
+                self.assertTrue(np.isfinite(self.queue.read(fourth, 0)[x]).all())
+                self.queue.call("step_abort", np.zeros(0, kvq.ENTRY), step=step.number) \
+                    if self.open_step(third) else None
+                third.close()
+                fourth.close()
+                buffer.close()
+
+    def open_step(self, session):
+        return any(s["step_open"] for s in self.daemon.ctl("session", "list")
+                   if s.get("tokens") == session.tokens and s.get("step_open"))
+
+    def test_saturation_is_counted(self):
+        k, v, _ = (a.copy() for a in self.arrays())
+        third = self.client.session(self.tokens.rows, "f16")
+        k[0, 0, 0], v[1, 1, 1] = 1e6, -1e30
+        with self.queue.step([third], 10) as step:
+            for layer in range(2):
+                step.append(layer, k, v)
+        self.assertEqual(third.info()["saturated_values"], 4)
+        got_k, got_v = self.queue.read(third, 0)
+        self.assertEqual((got_k[0, 0, 0], got_v[1, 1, 1]), (65504, -65504))
+        third.close()
+
+    def test_stale_handles(self):
+        third = self.client.session(self.tokens.rows, "f16")
+        handle = third.handle
+        third.close()
+        again = self.client.session(self.tokens.rows, "f16")  # maybe in the same place
+        third.handle = handle
+        for wrong in (handle, handle + (5 << 32), 2**64 - 1, 12345):
+            third.handle = wrong
+            self.fails(kvq.Code.E_STALE, self.queue.step, [third], 1, text=(hex(wrong), "open it"))
+            self.fails(kvq.Code.E_STALE, third.info)
+            self.fails(kvq.Code.E_STALE, self.queue.fork, [third])
+        with self.daemon.client() as other, other.queue() as queue:
+            self.fails(kvq.Code.E_STALE, queue.attend, [self.session], 0, self.tokens.q[0, :1])
+        again.close()
+
+    def test_read(self):
+        """Reading behind the end gives what is there; nonsense is refused."""
+        own = self.client.array((16, 2, 128))
+        tensor = self.client.find_buffer(own).tensor(own)
+        for start, n, want in ((140, 11, 10), (150, 5, 0), (0, 17, kvq.Code.E_BOUNDS),
+                               (0, 2**32 - 1, kvq.Code.E_BOUNDS), (151, 1, kvq.Code.E_POSITION),
+                               (2**63, 1, kvq.Code.E_POSITION)):
+            entries = kvq.make_entries([self.session], append=n)
+            entries["position"] = start
+            self.queue.call("read", entries, layer=0, k=tensor, v=tensor)
+            got = entries["value"][0] if entries["status"][0] == 0 else entries["status"][0]
+            self.assertEqual(got, want, (start, n))
+        self.assertEqual(self.queue.read(self.session, 0, 140, 11)[0].shape, (10, 2, 128))
+
+
+class BadPeople(Test):
+    """Who may not, what is already there, and what is no client."""
+    DAEMON = {"runtime_mode": "0755"}
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        os.chmod(cls.daemon.directory, 0o755)
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_another_users_namespace(self):
+        tokens = Tokens(1, 4)
+        mine = self.client.session(tokens.rows, "f16", name="private")
+        tokens.feed(self.queue, mine, 4)
+        child = Child("stranger", self.daemon.directory, 65534, "uid-0", "private")
+        results = child.hear()
+        child.end()
+        self.assertEqual(results["own"], ["OK", "uid-65534"])
+        for attempt in ("other", "existing", "reading"):
+            code, text = results[attempt]
+            self.assertEqual(code, "E_PERMISSION")
+            self.assertIn("uid-0", text)
+            self.assertIn("65534", text)
+        self.assertEqual(mine.refresh(), 4)
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_no_permission_for_the_directory(self):
+        with Daemon(runtime_mode="0700") as daemon:
+            child = Child("stranger", daemon.directory, 65534, "uid-0", "x")
+            self.assertEqual(child.close(), 1)
+
+    def test_two_daemons(self):
+        tokens = Tokens(1, 10)
+        session = self.client.session(tokens.rows, "f16")
+        tokens.feed(self.queue, session, 5)
+        done = subprocess.run([os.path.join(BIN, "kvqd"), "--runtime-dir", self.daemon.directory],
+                              capture_output=True, text=True, timeout=BOUND)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn(self.daemon.directory, done.stderr)
+        self.assertIn(str(self.daemon.process.pid), done.stderr)
+        tokens.feed(self.queue, session, 5)
+        with self.daemon.client() as other:
+            self.assertEqual(other.info()["epoch"], self.client.info()["epoch"])
+
+    def raw(self):
+        s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        s.settimeout(BOUND)
+        s.connect(os.path.join(self.daemon.directory, "attach.sock"))
+        return s
+
+    def test_wrong_version(self):
+        """Request{id 1, protocol 9, Hello{protocol 9 to 9}}."""
+        with self.raw() as s:
+            s.send(bytes([8, 1, 16, 9, 0x52, 4, 8, 9, 16, 9]))
+            reply, fds, _, _ = socket.recv_fds(s, 65536, 8)
+        self.assertEqual(fds, [])
+        self.assertIn(b"\x10\x03", reply)  # status -2, zigzag
+        self.assertRegex(reply, rb"9.*1")
+
+    def test_not_a_client(self):
+        """Bytes that are no message, descriptors nobody asked for, and silence."""
+        before = self.daemon.fds()
+        socks = []
+        for packet in (b"\xff" * 100, b"", bytes(65536), b"\x08\x01" * 3000, b"\x52\x00",
+                       bytes([8, 1, 0x9a, 1, 0])):
+            s = self.raw()
+            if packet:
+                socket.send_fds(s, [packet], [0, 1, 2])
+                try:
+                    while s.recv(65536):
+                        pass
+                except ConnectionError:
+                    pass
+            socks.append(s)
+        with self.daemon.client() as other:
+            other.info()
+        for s in socks:
+            s.close()
+        with self.daemon.client() as other:  # whose coming and going is served after theirs
+            other.queue().nop()
+        self.daemon.wait_log("event=connection_end", 6)
+        self.assertEqual(self.daemon.fds(), before)
+
+    def test_no_daemon_there(self):
+        before = own_fds()
+        self.fails(kvq.Code.E_NO_DAEMON, kvq.Client, "/nowhere", text=("/nowhere", "start kvqd"))
+        self.assertEqual(own_fds(), before)
