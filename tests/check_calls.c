@@ -136,7 +136,10 @@ static struct attending make_attending(const struct pair *p, struct kvt_rng *rng
                                        const struct kvq_shape *s)
 {
     struct attending at;
-    uint32_t tokens = 1 + kvt_below(rng, 1500), q = kvt_below(rng, 2) ? 1 : 1 + kvt_below(rng, 80);
+    uint32_t q = kvt_below(rng, 2) ? 1 : 1 + kvt_below(rng, 80);
+    // Long contexts, with several chunks a split, where they are cheap.
+    bool cheap = q == 1 && (uint32_t)s->q_heads * s->k_dim <= 512;
+    uint32_t tokens = 1 + kvt_below(rng, cheap ? 20000 : 1500);
     uint64_t seed = kvt_u64(rng);
     if (q > tokens)
         q = tokens;

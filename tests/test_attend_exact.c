@@ -115,6 +115,17 @@ static void test_several_heads_and_long(void **state)
     check_shape("bf16", kvt_shape(4, 2, 64, KVQ_BF16), 777, 2);
 }
 
+// So long that a split is several chunks, and sums are rescaled within it.
+static void test_several_chunks(void **state)
+{
+    struct kvq_shape rotated = kvt_shape(2, 1, 64, KVQ_F16);
+    (void)state;
+    rotated.v_rotation = KVQ_V_ROT_DAEMON;
+    check_shape("oscar2", kvt_shape(2, 1, 64, KVQ_F16), 17000, 2);
+    check_shape("oscar3", rotated, 16500, 1);
+    check_shape("f16", kvt_shape(1, 1, 64, KVQ_F16), 33500, 1);
+}
+
 static void test_query_tokens(void **state)
 {
     static const uint32_t counts[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 512};
@@ -468,6 +479,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_all_formats_and_gqa),
         cmocka_unit_test(test_several_heads_and_long),
+        cmocka_unit_test(test_several_chunks),
         cmocka_unit_test(test_query_tokens),
         cmocka_unit_test(test_window),
         cmocka_unit_test(test_softcap),

@@ -304,6 +304,26 @@ static void test_zeros(void **state)
     free_packed(&p);
 }
 
+// A zero that comes out of the zero point, from either side, has no sign.
+static void test_zero_has_no_sign(void **state)
+{
+    static const float lowest[] = {-0.1f, -0.0f, 0.0f, 0.1f};
+    (void)state;
+    for (size_t i = 0; i < sizeof lowest / sizeof *lowest; i++) {
+        struct kvq_format f = plain_format(2);
+        struct packed p = packed_of(&f, 64, KVQ_F16);
+        struct kvq_layout l = kvq_layout_of(&p.format, &p.shape);
+        for (uint32_t j = 0; j < 32 * 64; j++)
+            p.k[j] = p.v[j] = (j / 64 + j % 64) % 2 ? 3.0f : lowest[i];
+        pack(&p);
+        for (uint32_t j = 0; j < 64; j++) {
+            assert_int_equal(u16_at(p.group + l.k_zeros, j), 0);
+            assert_int_equal(u16_at(p.group + l.v_zeros, j), 0);
+        }
+        free_packed(&p);
+    }
+}
+
 // Everything finite, and keys within a step of what was given, at both ends of the range.
 static void check_scale_of_numbers(float factor, uint8_t dtype, double floor)
 {
@@ -508,16 +528,32 @@ static void test_shapes(void **state)
     s = good, s.scale = 0, refused(s, "oscar2", "softmax scale is 0");
 }
 
+// ---- Which instruction set ----
+
+static void test_choice(void **state)
+{
+    (void)state;
+    setenv("KVQ_CPU_MASK", "c", 1);
+    assert_string_equal(kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_AVX512)), "c");
+    setenv("KVQ_CPU_MASK", "avx2", 1);
+    assert_string_not_equal(kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_AVX512)), "avx512");
+    unsetenv("KVQ_CPU_MASK");
+    assert_string_equal(kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_C)), "c");
+    assert_ptr_equal(kvq_kernels_get(-1), kvq_kernels_get(KVQ_ISA_C));
+    assert_ptr_equal(kvq_kernels_get(99), kvq_kernels_get(KVQ_ISA_AVX512));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_answers),   cmocka_unit_test(test_reconstruction),
-        cmocka_unit_test(test_token_scaling),   cmocka_unit_test(test_frozen_bytes),
-        cmocka_unit_test(test_constant_groups), cmocka_unit_test(test_zeros),
-        cmocka_unit_test(test_small_and_large), cmocka_unit_test(test_huge_norms),
-        cmocka_unit_test(test_store_counts),    cmocka_unit_test(test_pieces),
-        cmocka_unit_test(test_cross_head_norm), cmocka_unit_test(test_sizes),
-        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_known_answers),    cmocka_unit_test(test_reconstruction),
+        cmocka_unit_test(test_token_scaling),    cmocka_unit_test(test_frozen_bytes),
+        cmocka_unit_test(test_constant_groups),  cmocka_unit_test(test_zeros),
+        cmocka_unit_test(test_small_and_large),  cmocka_unit_test(test_huge_norms),
+        cmocka_unit_test(test_store_counts),     cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_cross_head_norm),  cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_zero_has_no_sign), cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_choice),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     return cmocka_run_group_tests(tests, NULL, NULL);
