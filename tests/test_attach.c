@@ -362,8 +362,7 @@ static void test_garbage(void **state)
     (void)state;
     begin_counting();
     static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
-                                          "\x0a\x03"
-                                          "abc"};
+                                          "\x0a\x03\x61\x62\x63"};
     for (int i = 0; i < 3; i++) {
         struct peer *p = i ? attached() : peer_new();
         send_bytes(p, packets[i], strlen(packets[i]), NULL, 0);
