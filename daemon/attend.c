@@ -150,7 +150,7 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_request *r = &q->header;
     const struct kvq_entry_wire *e = &q->entries[i];
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[r->layer];
     struct kvq_attend a = {
         .format = l->format,
@@ -176,7 +176,7 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
     return a;
 }
 
-static void plan(struct kvq__queue *q, struct kvq__work *w)
+static void plan(struct kvq__queue *q, struct kvq__entry *w)
 {
     w->attend.partials = NULL;
     kvq_attend_plan(&w->attend.call, q->parallel, &w->attend.plan);
@@ -189,7 +189,7 @@ static void plan(struct kvq__queue *q, struct kvq__work *w)
 
 static bool prepare(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     bool tail = q->entries[i].append > 0;
     if (s->dropped || (tail && s->step_serial != w->step_serial)) {
@@ -207,19 +207,19 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count_items(const struct kvq__work *w)
+static uint32_t count_items(const struct kvq__entry *w)
 {
     return w->attend.plan.items;
 }
 
 static void run_item(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     kvq_attend_item(q->core->config.kernels, &w->attend.call, &w->attend.plan, item,
                     w->attend.partials, workspace);
 }
 
-static uint32_t count_merges(const struct kvq__work *w)
+static uint32_t count_merges(const struct kvq__entry *w)
 {
     const struct kvq_attend_plan *p = &w->attend.plan;
     return p->parallel ? w->attend.call.shape->kv_heads * p->n_tiles : 0;
@@ -227,7 +227,7 @@ static uint32_t count_merges(const struct kvq__work *w)
 
 static void run_merge(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     kvq_attend_merge(q->core->config.kernels, &w->attend.call, &w->attend.plan, item,
                      w->attend.partials, workspace);
 }

@@ -96,7 +96,7 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
 }
 
 // Raw blocks of the last tokens, [layer][page].
-static void find_pages(struct kvq__work *w, uint32_t first_page)
+static void find_pages(struct kvq__entry *w, uint32_t first_page)
 {
     const struct kvq__session *s = w->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -106,7 +106,7 @@ static void find_pages(struct kvq__work *w, uint32_t first_page)
 
 static bool prepare(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
     w->n_items = 0;
     if (w->session->dropped) {
@@ -129,7 +129,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__work *w)
+static uint32_t count(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -152,7 +152,7 @@ static void move_token(const struct kvq__layer *l, const struct kvq_page *pages,
 // One layer. Tokens only move down, in ascending order, so none is overwritten unread.
 static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[item];
     uint64_t start = w->past - q->entries[i].append;
     uint64_t offset = start % KVQ_BLOCK_TOKENS;
@@ -167,7 +167,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
 
 static void finish(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
     struct kvq__session *s = w->session;
     if (s->dropped) {

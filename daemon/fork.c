@@ -11,22 +11,24 @@
 
 // ---- Where a session can be forked ----
 
-// Raw rows are there from this token on.
-static uint64_t raw_start(const struct kvq__layer *l)
+// Raw rows are there from this token on, whether or not packing and releasing have come so far.
+static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    uint64_t released = (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS;
-    return released > l->base ? released : l->base;
+    uint64_t packed = kvq__packed_at(s, l, s->floor) / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+    return packed > l->base ? packed : l->base;
 }
 
 // The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
 // whose raw rows are gone.
-static bool fork_base(const struct kvq__layer *l, uint64_t at, uint64_t *base)
+static bool fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
+                      uint64_t *base)
 {
+    uint64_t start = raw_start(s, l);
     *base = 0;
     if (l->packed_bytes == 0)
         return true;
-    *base = at >= raw_start(l) ? raw_start(l) : at;
-    return at >= raw_start(l) || at % l->format->unit_tokens == 0;
+    *base = at >= start ? start : at;
+    return at >= start || at % l->format->unit_tokens == 0;
 }
 
 // The new session's floor: what its views need must be there.
@@ -39,10 +41,10 @@ static uint64_t fork_floor(const struct kvq__session *s, uint64_t at)
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
-        if (l->first_page && freed + l->keep - 1 > floor)
-            floor = freed + l->keep - 1;
-        if (fork_base(l, at, &base) && base > floor)
+        uint64_t kept = kvq__first_kept(l, s->floor);
+        if (kept && kept + l->keep - 1 > floor)
+            floor = kept + l->keep - 1;
+        if (fork_base(s, l, at, &base) && base > floor)
             floor = base;
     }
     return floor;
@@ -54,7 +56,7 @@ static uint64_t possible_at(const struct kvq__session *s, uint64_t at)
     uint64_t lower = at, base;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
-        if (kvq__layer_owns(s, i) && !fork_base(l, at, &base)) {
+        if (kvq__layer_owns(s, i) && !fork_base(s, l, at, &base)) {
             uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
             lower = whole < lower ? whole : lower;
         }
@@ -162,11 +164,12 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     int rc = 0;
     if (c->at == 0)
         return 0;
-    fork_base(a, c->at, &b->base);
+    fork_base(from, a, c->at, &b->base);
     b->packed = c->at / unit * unit < a->packed ? c->at / unit * unit : a->packed;
-    b->first_page = a->first_page;
+    b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
     b->raw_page = a->raw_page < whole ? a->raw_page : whole;
-    for (uint32_t p = a->first_page; rc == 0 && p < c->to->n_pages; p++) {
+    b->raw_page = b->raw_page > b->first_page ? b->raw_page : b->first_page;
+    for (uint32_t p = b->first_page; rc == 0 && p < c->to->n_pages; p++) {
         uint64_t start = (uint64_t)p * KVQ_BLOCK_TOKENS;
         rc = clone_packed(c, layer, &a->pages[p], &b->pages[p], start);
         if (rc == 0)
@@ -223,7 +226,7 @@ static int clone(struct cloning *c, struct kvq__session *from)
 
 static void start_entry(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     struct cloning c = {.at = q->entries[i].position};
     struct kvq__handle *h;
     c.floor = fork_floor(w->session, c.at);
@@ -246,7 +249,7 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     kvq__hold_reading(q, i);
 }
 
-void kvq__fork_release(struct kvq__queue *q, struct kvq__work *w)
+void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->forked;
     if (!s)
@@ -280,7 +283,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__work *w)
+static uint32_t count(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -317,7 +320,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
 
 static void finish(struct kvq__queue *q, uint32_t i)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     if (w->forked->dropped)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
     else

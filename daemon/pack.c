@@ -55,7 +55,7 @@ static struct kvq__layer *layer_of(const struct kvq__queue *q, const struct kvq_
 
 static bool prepare(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     w->n_items = 0;
     if (!w->packing)
@@ -78,20 +78,20 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__work *w)
+static uint32_t count(const struct kvq__entry *w)
 {
     return w->n_items;
 }
 
 static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     pack_unit(w->session, layer_of(q, w->session), w->pages, w->pack.first, item, workspace);
 }
 
 static void finish(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     if (!w->packing)
         return;
     struct kvq__layer *l = layer_of(q, w->session);

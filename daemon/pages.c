@@ -22,6 +22,12 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
     return packed > layer->base ? packed : layer->base;
 }
 
+uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
+{
+    uint64_t behind = layer->keep && floor + 1 > layer->keep ? floor + 1 - layer->keep : 0;
+    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+}
+
 // ---- Room ----
 
 static size_t table_bytes(const struct kvq__session *s, uint32_t capacity)
@@ -107,8 +113,8 @@ void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 
 static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
 {
-    uint64_t behind = l->keep && floor + 1 > l->keep ? floor + 1 - l->keep : 0;
-    while ((uint64_t)(l->first_page + 1) * KVQ_BLOCK_TOKENS <= behind)
+    uint64_t kept = kvq__first_kept(l, floor);
+    while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
         page_drop(s, &l->pages[l->first_page++]);
     uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
     if (l->packed_bytes && l->packed < freed)

@@ -33,6 +33,20 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
+// Which of the tokens asked for are there: not behind the window, not past the end.
+static void find_range(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    struct kvq__entry *w = &q->work[i];
+    const struct kvq__session *s = w->session;
+    uint64_t kept = kvq__first_kept(&s->layers[s->layers[q->header.layer].source], s->floor);
+    uint64_t end = e->position + e->append;
+    end = end < s->tokens ? end : s->tokens;
+    w->read.from = kept > e->position ? kept : e->position;
+    w->read.tokens = end > w->read.from ? (uint32_t)(end - w->read.from) : 0;
+    q->results[i].value = w->read.tokens;
+}
+
 enum kvq__progress kvq__op_read(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_pack, &kvq__pass_read};
@@ -44,30 +58,18 @@ enum kvq__progress kvq__op_read(struct kvq__queue *q)
             return KVQ__WAIT;
     kvq__hold_buffers(q);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i))
+        if (kvq__entry_alive(q, i)) {
+            find_range(q, i);
             kvq__hold_layer(q, i, q->header.layer);
+        }
     return kvq__request_run(q, passes, 2);
 }
 
 // ---- The pass ----
 
-// How many of the tokens asked for are there: not behind the window, not past the end.
-static uint64_t tokens_there(const struct kvq__queue *q, uint32_t i)
-{
-    const struct kvq_entry_wire *e = &q->entries[i];
-    const struct kvq__session *s = q->work[i].session;
-    const struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
-    uint64_t end = e->position + e->append, past = q->work[i].past;
-    uint64_t from = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
-    end = end < past ? end : past;
-    from = from > e->position ? from : e->position;
-    return end > from ? end - from : 0;
-}
-
 static bool prepare(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
-    const struct kvq_entry_wire *e = &q->entries[i];
+    struct kvq__entry *w = &q->work[i];
     w->n_items = 0;
     if (w->session->dropped) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
@@ -77,15 +79,12 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     if (!w->pages)
         return false;
     w->n_pages = kvq__pages_view(w->session, q->header.layer, w->past, w->past, w->pages);
-    uint64_t most = w->past - e->position;
-    w->read.tokens = e->append < most ? e->append : most;
-    uint32_t chunks = (uint32_t)((w->read.tokens + CHUNK - 1) / CHUNK);
+    uint32_t chunks = (w->read.tokens + CHUNK - 1) / CHUNK;
     w->n_items = chunks * w->session->layers[q->header.layer].shape.kv_heads;
-    q->results[i].value = tokens_there(q, i);
     return true;
 }
 
-static uint32_t count(const struct kvq__work *w)
+static uint32_t count(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -113,40 +112,27 @@ static void scatter(const struct kvq__queue *q, uint32_t view, uint64_t row, uin
         memcpy(to + t * v->token_stride, (const uint8_t *)from + t * row_bytes, row_bytes);
 }
 
-// Tokens of a chunk from `first` on that lie behind the window and are gone.
-static uint32_t gone(const struct kvq__work *w, uint64_t first, uint32_t n)
-{
-    uint32_t t = 0;
-    while (t < n && w->pages[(first + t) / KVQ_BLOCK_TOKENS].tokens == 0)
-        t++;
-    return t;
-}
-
 static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     _Alignas(64) float k_rows[CHUNK * KVQ_MAX_HEAD_DIM], v_rows[CHUNK * KVQ_MAX_HEAD_DIM];
     _Alignas(64) uint8_t record[KVQ_BLOCK_TOKENS * KVQ_MAX_HEAD_DIM * 4];
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads;
-    uint64_t first = (uint64_t)(item / l->shape.kv_heads) * CHUNK, from;
-    uint32_t n = (uint32_t)(w->read.tokens - first < CHUNK ? w->read.tokens - first : CHUNK);
-    uint32_t skip = gone(w, q->entries[i].position + first, n);
-    if (skip == n)
-        return;
-    first += skip;
-    from = q->entries[i].position + first;
-    kvq_read(q->core->config.kernels, l->format, &l->shape, w->pages, w->n_pages, from, n - skip,
-             head, k_rows, v_rows, workspace);
+    uint32_t first = item / l->shape.kv_heads * CHUNK;
+    uint32_t n = w->read.tokens - first < CHUNK ? w->read.tokens - first : CHUNK;
+    uint64_t from = w->read.from + first;
+    uint64_t row = q->entries[i].row + (from - q->entries[i].position);
+    kvq_read(q->core->config.kernels, l->format, &l->shape, w->pages, w->n_pages, from, n, head,
+             k_rows, v_rows, workspace);
     for (uint32_t view = KVQ__VIEW_K; view <= KVQ__VIEW_V; view++) {
         const float *rows = view == KVQ__VIEW_K ? k_rows : v_rows;
         uint8_t dtype = kvq__view(q, view)->dtype;
-        uint64_t row = q->entries[i].row + first;
         size_t row_bytes = (size_t)l->shape.k_dim * kvq__dtype_bytes(dtype);
         const void *source = rows;
         if (dtype != KVQ_F32)
-            source = round_rows(q, rows, n - skip, dtype, &l->shape, record);
-        scatter(q, view, row, head, n - skip, source, row_bytes);
+            source = round_rows(q, rows, n, dtype, &l->shape, record);
+        scatter(q, view, row, head, n, source, row_bytes);
     }
 }
 

@@ -114,7 +114,7 @@ int kvq__request_step(struct kvq__queue *q)
 
 void kvq__hold(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     if (!w->pinned)
         kvq__session_pin(w->session);
     w->pinned = true;
@@ -126,8 +126,8 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     kvq__hold(q, i);
     q->work[i].reading = true;
-    if (s->reading++ == 0 || q->work[i].past < s->reading_floor)
-        s->reading_floor = q->work[i].past;
+    if (s->reading++ == 0)
+        s->reading_floor = s->floor; // it only rises
 }
 
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
@@ -190,7 +190,7 @@ static void release_packing(struct kvq__queue *q, struct kvq__session *s)
         kvq__pack_queue(s);
 }
 
-static void release_work(struct kvq__queue *q, struct kvq__work *w)
+static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
     if (w->reading)
@@ -370,7 +370,7 @@ static int check_header(const struct kvq__queue *q)
 static void reset_works(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
-        struct kvq__work *w = &q->work[i];
+        struct kvq__entry *w = &q->work[i];
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
@@ -410,7 +410,8 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
     assert(q->busy);
     if (!q->running)
         return attempt(q);
-    if (q->client->gone)
+    // Accept has moved committed rows by now, so it goes on to its end.
+    if (q->client->gone && q->header.op != KVQ_OP_ACCEPT)
         return kvq__request_end(q, KVQ_E_CANCELLED);
     q->stage++;
     return run_stages(q);

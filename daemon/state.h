@@ -209,6 +209,8 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
+// The first token that a view at or above `floor` may still need: what is behind is freed.
+uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor);
 // Makes the tables long enough for so many pages.
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
@@ -302,7 +304,7 @@ struct kvq__copy {
 };
 
 // One entry's part of a request under way.
-struct kvq__work {
+struct kvq__entry {
     struct kvq__session *session; // NULL if the entry failed before it got that far
     struct kvq__handle *handle;   // valid while the request starts, never later
     bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
@@ -311,7 +313,11 @@ struct kvq__work {
     uint32_t n_items;
     uint32_t n_pages;
     struct kvq_page *pages;
-    union {
+    struct {           // readback.c
+        uint64_t from; // first token that is there
+        uint32_t tokens;
+    } read;
+    union {                       // of the pass under way
         struct {                  // store.c
             const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
             int32_t *list;
@@ -326,9 +332,6 @@ struct kvq__work {
             struct kvq_attend_plan plan;
             void *partials;
         } attend;
-        struct { // readback.c
-            uint64_t tokens;
-        } read;
         struct { // accept.c
             int32_t *list;
         } accept;
@@ -344,7 +347,7 @@ struct kvq__work {
 // How the entries of a request are worked on: in waves, as many entries at once as the arena
 // holds. The stages of a wave run one after the other.
 struct kvq__stage {
-    uint32_t (*count)(const struct kvq__work *w); // items of one entry
+    uint32_t (*count)(const struct kvq__entry *w); // items of one entry
     void (*item)(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace);
 };
 struct kvq__pass {
@@ -375,7 +378,7 @@ struct kvq__queue {
     uint32_t first_item[KVQ_MAX_BATCH + 1];
     struct kvq_entry_wire entries[KVQ_MAX_BATCH];
     struct kvq_result results[KVQ_MAX_BATCH];
-    struct kvq__work work[KVQ_MAX_BATCH];
+    struct kvq__entry work[KVQ_MAX_BATCH];
 };
 
 // An operation: checks all entries, then takes hold of all that it needs, or of nothing and
@@ -423,7 +426,7 @@ void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
     kvq__pass_accept, kvq__pass_fork;
 // Lets go of an entry's new session, if there is one.
-void kvq__fork_release(struct kvq__queue *q, struct kvq__work *w);
+void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 // What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it
 // holds of the entry's session.
 int kvq__append_open(struct kvq__queue *q);

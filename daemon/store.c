@@ -91,7 +91,7 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
 
 static bool prepare_list(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     w->store.list = NULL;
     if (!(q->header.flags & KVQ_REQ_PAGED_KV))
         return true;
@@ -100,7 +100,7 @@ static bool prepare_list(struct kvq__queue *q, uint32_t i)
     return w->store.list != NULL;
 }
 
-static void find_pages(struct kvq__work *w, const struct kvq__layer *l)
+static void find_pages(struct kvq__entry *w, const struct kvq__layer *l)
 {
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
     for (uint32_t p = 0; p < w->n_pages; p++)
@@ -109,7 +109,7 @@ static void find_pages(struct kvq__work *w, const struct kvq__layer *l)
 
 static bool take_memory(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     w->n_pages =
         kvq__pages_of(w->past + q->entries[i].append) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
@@ -127,7 +127,7 @@ static bool take_memory(struct kvq__queue *q, uint32_t i)
 
 static bool prepare(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     bool paged = q->header.flags & KVQ_REQ_PAGED_KV;
     w->n_items = 0;
     if (q->entries[i].append == 0)
@@ -148,13 +148,13 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__work *w)
+static uint32_t count(const struct kvq__entry *w)
 {
     return w->n_items;
 }
 
 // Where token t of the entry lies, and how many follow it there.
-static uint32_t source_run(const struct kvq__queue *q, const struct kvq__work *w, uint32_t skip,
+static uint32_t source_run(const struct kvq__queue *q, const struct kvq__entry *w, uint32_t skip,
                            uint32_t t, struct kvq_view *k, struct kvq_view *v)
 {
     const struct kvq_request *r = &q->header;
@@ -176,7 +176,7 @@ static uint32_t source_run(const struct kvq__queue *q, const struct kvq__work *w
 // The part of one page that one head has.
 static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__work *w = &q->work[i];
+    const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads, page = item / l->shape.kv_heads;
     uint64_t start = (w->past / KVQ_BLOCK_TOKENS + page) * KVQ_BLOCK_TOKENS;
@@ -196,7 +196,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
 
 static void finish(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__work *w = &q->work[i];
+    struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     struct kvq_store_counts sum = {0};
     if (w->n_items == 0)
