@@ -83,7 +83,7 @@ UNWANTED = (
     (r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b", "unfinished work; finish it or write an issue"),
     (r"\b[Aa]gents?\b|\bClau" r"de\b|\bChat" r"GPT\b|\bCop" r"ilot\b", "how the text was made"),
     (r"\b[Ii]ssue #?\d+\b", "number of a tracker that readers do not have"),
-    (r"/wor" r"k/(main|shared|\.)|/tmp/k" r"vq\b", "a path of one machine"),
+    (r"/wor" r"k/(main|shared|\.)|/tmp/k" r"vq/", "a path of one machine"),
     (r"\bshared/(design|style|methods|cpu|gpu|ipc|peers|prototypes)\b", "a path outside the tree"),
     (r"\b(deb\.debian\.org|py" r"pi\.org|pythonhosted\.org)\b", "the host of a package registry"),
 )

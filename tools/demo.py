@@ -145,7 +145,7 @@ class Demo:
             config = json.load(file)
         heads = config["num_hidden_layers"] * config["num_key_value_heads"]
         title(f"Formats on the shipped model, {self.pieces * CONTEXT:,} bytes of held-out text")
-        print(f"KV bytes a token: K and V of all layers; packed blocks alone, and with windows and\n"
+        print("KV bytes a token: K and V of all layers; packed blocks alone, and with windows and\n"
               f"everything else at {CONTEXT:,} tokens. KL and same top are against f16. The error\n"
               "of the difference in log-likelihood is its standard error. Speed: one engine at a\n"
               "time, generating.\n")

@@ -166,8 +166,8 @@ part_fuzz() {
 part_e2e() {
     local script
     [ -d build/release ] || build release || return
-    for script in tests/e2e*.py; do
-        check_counted "$script" $((full ? 3600 : 400)) \
+    for script in tests/e2e.py tests/e2e_models.py tests/e2e_kvq_run.py; do
+        check_counted "$script" $((full ? 3600 : 300)) \
             env KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 "$script"
     done
 }
