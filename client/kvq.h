@@ -328,7 +328,9 @@ KVQ_API KVQ_CHECK int kvq_accept(kvq_queue *queue, const kvq_buffer *list, uint6
                                  struct kvq_entry *entries, uint32_t n);
 
 /* Tokens [position, position + append) of one layer, dequantized, in the engine's basis, into
- * work->k and work->v at rows `row`. */
+ * work->k and work->v: token t at row `row` + t - position. Rows of tokens that the session does
+ * not have (behind its end, or let go behind the layer's sliding window) are left untouched;
+ * entry.value is the number of tokens written. */
 KVQ_API KVQ_CHECK int kvq_read(kvq_queue *queue, const struct kvq_work *work,
                                struct kvq_entry *entries, uint32_t n);
 

@@ -63,7 +63,7 @@ def stop_at(directory, name, seed, n, layers, where):
     so many layers; `layers` means that only the end is missing."""
     tokens = Tokens(seed, 4000, layers=layers)
     with kvq.Client(directory) as client, client.queue() as queue:
-        session = client.session(tokens.rows, name=name, must_exist=True)
+        session = client.session(name=name, must_exist=True)
         at = slice(session.tokens, session.tokens + n)
         step = queue.step([session], n)
         for layer in range(max(where, 0)):
@@ -105,7 +105,7 @@ def own_rings():
                 yield start, end - start
 
 
-PAGE_BYTES, TAIL, CQ_HEAD, SLEEPING = 512, 128, 256, 384
+PAGE_BYTES, TAIL, CQ_HEAD = 512, 128, 256
 HEADER = 256
 
 
@@ -120,14 +120,36 @@ def random_request(rng, seq):
     header[8:12] = seq.to_bytes(4, "little")
     for _ in range(rng.randrange(4)):
         header[rng.randrange(12, HEADER)] = rng.randrange(256)
-    if rng.random() < 0.05:
+    if rng.random() < 0.003:
         header[6:8] = rng.randbytes(2)
     return bytes(header), 4 + (count + 1) // 2
 
 
-def scribble(directory, seed):
-    """Writes all over its own request ring in one of several ways; says when the daemon had enough, or
-    that it did not mind."""
+def ring_the_bell():
+    """Wakes the daemon, as libkvq does when the daemon sleeps."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "eventfd" in os.readlink(f"/proc/self/fd/{name}"):
+                os.write(int(name), (1).to_bytes(8, "little"))
+        except OSError:  # the listing's own
+            pass
+
+
+def write_requests(rng, ring):
+    """Well-formed messages with senseless contents."""
+    tail = ctypes.c_uint32.from_address(ring + TAIL)
+    room = 8192 - tail.value % 8192
+    for seq in range(300):
+        header, slots = random_request(rng, seq)
+        if slots > room:
+            continue
+        room -= slots
+        ctypes.memmove(ring + PAGE_BYTES + tail.value % 8192 * 64, header, HEADER)
+        tail.value += slots
+
+
+def scribble(directory, seed, way):
+    """Writes over its own request ring; says what became of an honest call after it."""
     rng = random.Random(seed)
     with kvq.Client(directory, name=f"scribbler {seed}", timeout_ms=20000) as client:
         queue = client.queue()
@@ -135,25 +157,19 @@ def scribble(directory, seed):
         session = client.session(tokens.rows, "f16", name=f"scribbled-{seed}")
         tokens.feed(queue, session, 8)
         say(client.info()["client_id"])
+        wait()
         (ring, length), = own_rings()
-        way = seed % 4
-        if way == 0:  # a tail further ahead than the ring is long
+        if way == "tail":  # further ahead than the ring is long
             ctypes.c_uint32.from_address(ring + TAIL).value += 1 << 20
-        elif way == 1:  # everything random
+        elif way == "all":
             ctypes.memmove(ring, rng.randbytes(length), length)
-        elif way == 2:  # consumed what was never there
+        elif way == "head":  # consumed what was never there
             ctypes.c_uint32.from_address(ring + CQ_HEAD).value += 77777
-        else:  # well-formed messages with senseless contents, many
-            tail = ctypes.c_uint32.from_address(ring + TAIL)
-            for seq in range(300):
-                header, slots = random_request(rng, seq)
-                at = tail.value % 8192
-                if at + slots > 8192:
-                    tail.value += 8192 - at  # also a lie: nothing was written there
-                    break
-                ctypes.memmove(ring + PAGE_BYTES + at * 64, header, HEADER)
-                tail.value += slots
-        # Whatever it is, the daemon looks at it when it is woken.
+        else:
+            write_requests(rng, ring)
+        ring_the_bell()
+        say("scribbled")
+        wait()
         try:
             queue.nop()
             say("answered")

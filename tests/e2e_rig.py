@@ -101,9 +101,25 @@ class Daemon:
         return self.ctl("status")
 
     def fds(self):
-        """How many descriptors it has open, after it has cleaned up behind those that left."""
-        self.ctl("ping")
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def wait_fds(self, expected):
+        """Connections come and go until it has so many descriptors open: it closes those of the dead
+        soon after it said that they are gone, and kvqctl's a little later."""
+        end = time.monotonic() + BOUND
+        while self.fds() != expected:
+            if time.monotonic() > end:
+                raise AssertionError(f"{self.fds()} descriptors are open, not {expected}")
+            self.client().close()
+
+    def settled_fds(self):
+        """How many it has open when nothing has changed for some comings and goings."""
+        last, same = self.fds(), 0
+        while same < 20:
+            self.client().close()
+            now = self.fds()
+            last, same = now, same + 1 if now == last else 0
+        return last
 
     def kill(self):
         self.process.kill()

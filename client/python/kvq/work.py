@@ -185,7 +185,8 @@ class Queue:
 
     def read(self, session, layer, start=0, tokens=None, dtype="f32", shape=None):
         """K and V of tokens [start, start + tokens) of one layer, dequantized, in the engine's
-        basis: two arrays [tokens][heads][dim], shorter where the session ends. shape: (kv_heads, k_dim, v_dim), if the session was
+        basis: two arrays [tokens][heads][dim], shorter where the session ends
+        and where the layer's window has let tokens go. shape: (kv_heads, k_dim, v_dim), if the session was
         opened without a table."""
         tokens = session.tokens - start if tokens is None else tokens
         if shape is None:
@@ -199,7 +200,9 @@ class Queue:
         entries["position"] = start
         work = _ffi.Work(layer=layer, k=tensors[0], v=tensors[1])
         check(lib.kvq_read(self.pointer, byref(work), entries.ctypes.data, 1), entries)
-        return tuple(array[:entries["value"][0]].copy() for array, _, _ in placed)
+        end = min(tokens, session.tokens - start)
+        first = end - int(entries["value"][0])  # above 0 where the window has let tokens go
+        return tuple(array[first:end].copy() for array, _, _ in placed)
 
 
 def make_entries(sessions, append=0, queries=0):
