@@ -53,12 +53,13 @@ static int explain_connect(const char *path, uint32_t timeout_ms)
 int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/attach.sock", runtime_dir);
+    int length =
+        snprintf(address.sun_path, sizeof address.sun_path, "%s/" KVQ_ATTACH_SOCKET, runtime_dir);
     if (length < 0 || (size_t)length >= sizeof address.sun_path)
         return kvq__fail(KVQ_E_INVALID,
                          "the runtime directory's path has %zu bytes, at most %zu fit a socket: %s",
-                         strlen(runtime_dir), sizeof address.sun_path - sizeof "/attach.sock",
-                         runtime_dir);
+                         strlen(runtime_dir),
+                         sizeof address.sun_path - sizeof "/" KVQ_ATTACH_SOCKET, runtime_dir);
     *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (*fd < 0)
         return kvq__fail_errno("cannot make a socket");

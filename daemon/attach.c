@@ -209,7 +209,7 @@ static void on_connect(uv_poll_t *handle, int status, int events)
 static int listen_at(const char *directory, int *out, char *text)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    snprintf(address.sun_path, sizeof address.sun_path, "%.80s/attach.sock", directory);
+    snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ATTACH_SOCKET, directory);
     unlink(address.sun_path); // ours alone: the directory's lock is held
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     // Whoever may enter the directory may connect; what each may do is checked by user.
@@ -260,7 +260,7 @@ void kvq__attach_refuse(struct kvq__attach *a)
     uv_close((uv_handle_t *)&a->poll, NULL);
     uv_close((uv_handle_t *)&a->pause, NULL);
     close(a->fd);
-    snprintf(path, sizeof path, "%s/attach.sock", a->server->config.runtime_dir);
+    snprintf(path, sizeof path, "%s/" KVQ_ATTACH_SOCKET, a->server->config.runtime_dir);
     unlink(path);
 }
 

@@ -287,19 +287,19 @@ static int open_sockets(struct kvq__control *c, char *text)
     c->context = zmq_ctx_new();
     if (!c->context)
         return fail("start ZeroMQ", text);
-    snprintf(path, sizeof path, "%s/control.sock", directory);
+    snprintf(path, sizeof path, "%s/" KVQ_CONTROL_SOCKET, directory);
     c->router = bind_at(c, ZMQ_ROUTER, path, 0666);
     if (!c->router)
-        return fail("bind control.sock in the runtime directory", text);
+        return fail("bind " KVQ_CONTROL_SOCKET " in the runtime directory", text);
     // Events name sessions of everybody: their directory is the daemon's user's alone.
-    snprintf(path, sizeof path, "%s/admin", directory);
+    snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, directory);
     if ((mkdir(path, 0700) != 0 && errno != EEXIST) || chmod(path, 0700) != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "cannot make %.200s: %s", path, strerror(errno));
         return KVQ_E_SYSTEM;
     }
-    snprintf(path, sizeof path, "%s/admin/events.sock", directory);
+    snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
     c->publisher = bind_at(c, ZMQ_PUB, path, 0600);
-    return c->publisher ? 0 : fail("bind admin/events.sock in the runtime directory", text);
+    return c->publisher ? 0 : fail("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
 }
 
 int kvq__control_open(struct kvq__server *server, struct kvq__control **out, char *text)
@@ -360,7 +360,7 @@ void kvq__control_free(struct kvq__control **control)
         zmq_close(c->publisher);
     if (c->context)
         zmq_ctx_term(c->context);
-    static const char *const left[] = {"control.sock", "admin/events.sock", "admin"};
+    static const char *const left[] = {KVQ_CONTROL_SOCKET, KVQ_EVENTS_SOCKET, KVQ_ADMIN_DIR};
     for (int i = 0; i < 3; i++) {
         snprintf(path, sizeof path, "%s/%s", c->server->config.runtime_dir, left[i]);
         if (remove(path) != 0 && errno != ENOENT)

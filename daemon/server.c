@@ -96,7 +96,7 @@ int kvq__server_lock(struct kvq__server *server, char *text)
     int error = make_directory(&server->config, text);
     if (error)
         return error;
-    snprintf(path, sizeof path, "%s/kvqd.lock", directory);
+    snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0640);
     if (fd < 0)
         return fail_errno("open the lock file", path, text);
