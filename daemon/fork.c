@@ -160,12 +160,14 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
 {
     const struct kvq__layer *a = &from->layers[layer];
     struct kvq__layer *b = &c->to->layers[layer];
-    uint32_t unit = a->format->unit_tokens, whole = (uint32_t)(c->at / KVQ_BLOCK_TOKENS);
+    uint32_t whole = (uint32_t)(c->at / KVQ_BLOCK_TOKENS);
+    // The source may have packed units that the new session can still cut into.
+    uint64_t final = c->floor / a->format->unit_tokens * a->format->unit_tokens;
     int rc = 0;
     if (c->at == 0)
         return 0;
     fork_base(from, a, c->at, &b->base);
-    b->packed = c->at / unit * unit < a->packed ? c->at / unit * unit : a->packed;
+    b->packed = final < a->packed ? final : a->packed;
     b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
     b->raw_page = a->raw_page < whole ? a->raw_page : whole;
     b->raw_page = b->raw_page > b->first_page ? b->raw_page : b->first_page;

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See core_kit.h.
+#include "tests/core_kit.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+char kit_context[256];
+
+void kit_die(const char *file, int line, const char *what)
+{
+    fprintf(stderr, "%s:%d: does not hold: %s %s\n", file, line, what, kit_context);
+    abort();
+}
+
+// ---- Random numbers ----
+
+uint64_t kit_random(struct kit *kit) // splitmix64
+{
+    uint64_t z = kit->random += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+uint32_t kit_below(struct kit *kit, uint32_t n)
+{
+    return (uint32_t)(kit_random(kit) % n);
+}
+
+bool kit_chance(struct kit *kit, uint32_t percent)
+{
+    return kit_below(kit, 100) < percent;
+}
+
+float kit_float(struct kit *kit)
+{
+    return (float)(int32_t)kit_random(kit) * 0x1p-30f;
+}
+
+// ---- Memory that can fail ----
+
+static bool fails(struct kit *kit)
+{
+    return kit->fail_one_in && kit_below(kit, kit->fail_one_in) == 0;
+}
+
+static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    struct kit *kit = context;
+    if (fails(kit))
+        return KVQ_E_NO_MEMORY;
+    *memory = (struct kvq__memory){aligned_alloc(64, bytes), bytes, -1};
+    MUST(memory->base);
+    memset(memory->base, 0, bytes);
+    kit->extents_out++;
+    return 0;
+}
+
+static void zero(void *context, struct kvq__memory *memory)
+{
+    (void)context;
+    memset(memory->base, 0, memory->bytes);
+}
+
+static void release(void *context, struct kvq__memory *memory)
+{
+    struct kit *kit = context;
+    kit->extents_out--;
+    free(memory->base);
+}
+
+static void *allocate(void *context, size_t bytes)
+{
+    struct kit *kit = context;
+    if (fails(kit))
+        return NULL;
+    void *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    MUST(memory);
+    kit->allocated_out += bytes;
+    // Only a queue's scratch is that large, and it need not be zero.
+    return bytes >= 1 << 20 ? memory : memset(memory, 0, bytes);
+}
+
+static void deallocate(void *context, void *memory, size_t bytes)
+{
+    struct kit *kit = context;
+    MUST(kit->allocated_out >= bytes);
+    kit->allocated_out -= bytes;
+    free(memory);
+}
+
+// ---- The core ----
+
+static void on_event(void *context, const struct kvq__event *event)
+{
+    struct kit *kit = context;
+    MUST(event->ns && event->session && event->text);
+    kit->events[event->kind]++;
+}
+
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer, void *base,
+                           uint64_t bytes)
+{
+    struct kit *kit = context;
+    MUST(client && buffer && base && bytes);
+    memset(base, 0xa5, bytes); // nobody may look at it any more
+    kit->buffers_gone++;
+}
+
+void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    *kit = (struct kit){.random = seed, .now = 1};
+    kit->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
+    struct kvq__core_config config = {
+        .pool_bytes = pool_bytes,
+        .extent_bytes = 2 << 20,
+        .keep_ns = 5000000000u,
+        .workers = 2,
+        .default_limit_bytes = limit_bytes,
+        .partial_bytes = 1 << 20,
+        .kernels = kvq_kernels_get(KVQ_ISA_C),
+        .memory = {kit, acquire, zero, release, allocate, deallocate},
+        .context = kit,
+        .event = on_event,
+        .buffer_gone = on_buffer_gone,
+    };
+    int rc = kvq__core_open(&config, &kit->core, text);
+    MUST(rc == 0);
+    kvq__core_clock(kit->core, kit->now);
+}
+
+void kit_close(struct kit *kit)
+{
+    kvq__core_close(&kit->core);
+    MUST(kit->extents_out == 0);
+    MUST(kit->allocated_out == 0);
+    free(kit->workspace);
+}
+
+// ---- Members ----
+
+int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__peer peer = {.uid = uid, .pid = 100, .gids = {uid}, .n_gids = 1};
+    bytes = (bytes + 63) & ~(uint64_t)63;
+    *m = (struct member){.kit = kit, .bytes = bytes};
+    int rc = kvq__client_attach(kit->core, &peer, "test", &m->client, &m->id, text);
+    if (rc < 0)
+        return rc;
+    rc = kvq__queue_open(m->client, &m->queue, text);
+    if (rc < 0) {
+        kvq__client_detach(m->client);
+        return rc;
+    }
+    m->memory = aligned_alloc(64, bytes);
+    memset(m->memory, 0, bytes);
+    rc = kvq__buffer_add(m->client, m->memory, bytes, &m->buffer, text);
+    MUST(rc == 0);
+    return 0;
+}
+
+void member_free(struct member *m)
+{
+    free(m->memory);
+    *m = (struct member){0};
+}
+
+void member_close(struct member *m)
+{
+    kvq__client_detach(m->client);
+    kvq__queue_close(&m->queue);
+    member_free(m);
+}
+
+// ---- Requests ----
+
+void kit_run_job(struct kit *kit, struct kvq__job *job)
+{
+    uint32_t n = job->n_items, *order = malloc(n * sizeof *order);
+    MUST(n > 0 && order);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t j = kit_below(kit, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        job->run(job, order[i], kit->workspace);
+    free(order);
+}
+
+void kit_pack(struct kit *kit)
+{
+    struct kvq__job *job;
+    while ((job = kvq__background_start(kit->core))) {
+        kit_run_job(kit, job);
+        kvq__background_done(kit->core);
+    }
+}
+
+struct kvq_request kit_header(uint8_t op, uint16_t count)
+{
+    return (struct kvq_request){
+        .op = op, .count = count, .slots = (uint16_t)(4 + (count + 1) / 2), .seq = 7};
+}
+
+struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
+                              uint8_t dtype)
+{
+    uint64_t width = dtype == KVQ_F32 ? 4 : 2;
+    return (struct kvq_wire_view){.offset = offset,
+                                  .token_stride = heads * dim * width,
+                                  .head_stride = dim * width,
+                                  .buffer = m->buffer,
+                                  .dtype = dtype};
+}
+
+void kit_load(struct member *m, const struct kvq_request *header,
+              const struct kvq_entry_wire *entries)
+{
+    *kvq__queue_header(m->queue) = *header;
+    if (header->count && header->count <= KVQ_MAX_BATCH)
+        memcpy(kvq__queue_entries(m->queue), entries, header->count * sizeof *entries);
+}
+
+int kit_request(struct member *m, const struct kvq_request *header,
+                const struct kvq_entry_wire *entries)
+{
+    kit_load(m, header, entries);
+    enum kvq__progress p = kvq__request_start(m->queue);
+    while (p == KVQ__RUN) {
+        kit_run_job(m->kit, kvq__queue_job(m->queue));
+        p = kvq__request_continue(m->queue);
+    }
+    return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
+}
+
+// ---- Counting everything anew ----
+
+struct counting {
+    const struct kvq__core *core;
+    uint64_t used;
+    uint32_t sessions;
+};
+
+static uint32_t references(const struct kvq__namespace *ns, const struct kvq__block *block)
+{
+    const struct kvq__session *s;
+    uint32_t n = 0;
+    TAILQ_FOREACH (s, &ns->sessions, link)
+        for (uint32_t i = 0; i < s->n_layers; i++)
+            for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++)
+                n += (s->layers[i].pages[p].raw.block == block) +
+                     (s->layers[i].pages[p].packed.block == block);
+    return n;
+}
+
+static bool in_list(const struct kvq__block_list *list, const struct kvq__block *block)
+{
+    const struct kvq__block *b;
+    STAILQ_FOREACH (b, list, link)
+        if (b == block)
+            return true;
+    return false;
+}
+
+static uint64_t check_extent(const struct kvq__core *core, const struct kvq__namespace *ns,
+                             const struct kvq__class *class, const struct kvq__extent *e)
+{
+    uint32_t used = 0;
+    MUST(e->owner == class && e->last == ns);
+    for (uint32_t i = 0; i < e->n_blocks; i++) {
+        const struct kvq__block *b = &e->blocks[i];
+        bool is_free = in_list(&e->free, b), limbo = in_list(&core->pool.limbo, b);
+        MUST(b->extent == e);
+        MUST(b->refs == references(ns, b));
+        MUST((b->refs > 0) + is_free + limbo == 1);
+        used += !is_free;
+    }
+    MUST(used == e->used && used > 0);
+    return used * class->block_bytes;
+}
+
+static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    uint64_t packed = kvq__packed_at(s, l, s->floor);
+    MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
+    MUST(l->packed <= s->tokens && (!l->packer || s->pins > 0));
+    for (uint32_t p = 0; p < s->n_pages; p++) {
+        bool kept = p >= l->first_page;
+        MUST(!!l->pages[p].raw.data == (kept && p >= l->raw_page));
+        MUST(!!l->pages[p].packed.data == (kept && l->packed_bytes > 0));
+    }
+    MUST(l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
+}
+
+static void check_session(const struct kvq__session *s)
+{
+    const struct kvq__handle *h;
+    uint32_t readers = 0, writers = 0, owned = 0;
+    LIST_FOREACH (h, &s->handles, link) {
+        MUST(h->used && !h->taken && h->session == s);
+        readers += h->read_only;
+        writers += !h->read_only;
+    }
+    MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
+    MUST(s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        owned += kvq__layer_owns(s, i);
+        if (kvq__layer_owns(s, i))
+            check_layer(s, &s->layers[i]);
+    }
+    MUST(owned == s->n_owned);
+}
+
+static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
+{
+    const struct kvq__class *class;
+    const struct kvq__extent *e;
+    const struct kvq__session *s;
+    uint64_t used = 0;
+    uint32_t sessions = 0;
+    LIST_FOREACH (class, &ns->classes, link)
+        TAILQ_FOREACH (e, &class->extents, link)
+            used += check_extent(c->core, ns, class, e);
+    MUST(used == ns->used_bytes);
+    MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes);
+    TAILQ_FOREACH (s, &ns->sessions, link) {
+        check_session(s);
+        sessions++;
+    }
+    MUST(sessions == ns->n_sessions);
+    c->used += used;
+    c->sessions += sessions;
+}
+
+static uint64_t count_extents(const struct kvq__core *core)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__class *class;
+    const struct kvq__extent *e;
+    uint64_t n = 0;
+    TAILQ_FOREACH (e, &core->pool.empty, link) {
+        MUST(e->used == 0 && !e->owner && !e->blocks);
+        n++;
+    }
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        LIST_FOREACH (class, &ns->classes, link)
+            TAILQ_FOREACH (e, &class->extents, link)
+                n++;
+    return n;
+}
+
+static void check_clients(const struct kvq__core *core)
+{
+    const struct kvq__client *c;
+    const struct kvq__session *s;
+    uint32_t clients = 0, steps = 0;
+    TAILQ_FOREACH (c, &core->clients, link) {
+        clients++;
+        for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
+            if (!c->steps[i].number)
+                continue;
+            steps++;
+            MUST(!LIST_EMPTY(&c->steps[i].sessions));
+            LIST_FOREACH (s, &c->steps[i].sessions, step_link)
+                MUST(s->step == &c->steps[i] && s->writer && s->writer->client == c);
+        }
+    }
+    MUST(clients == core->n_clients && steps == core->n_steps);
+}
+
+void core_check(const struct kvq__core *core)
+{
+    struct counting c = {.core = core};
+    const struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        check_namespace(&c, ns);
+    MUST(c.used == core->pool.used_bytes);
+    MUST(c.sessions == core->n_sessions);
+    MUST(count_extents(core) * core->pool.extent_bytes == core->pool.extents_taken);
+    MUST(core->pool.extents_taken <= core->pool.budget);
+    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->pool.limbo));
+    check_clients(core);
+}

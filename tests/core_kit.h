@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of the daemon's core share: a core on heap memory that can be made to fail,
+// clients with one buffer and one queue, requests driven inline in random order of items, and a
+// check that walks all of the core and counts everything anew.
+#ifndef KVQ_TESTS_CORE_KIT_H
+#define KVQ_TESTS_CORE_KIT_H
+
+#include "daemon/state.h"
+
+struct kit {
+    struct kvq__core *core;
+    uint64_t random; // state of the generator
+    uint64_t now;
+    void *workspace;
+    uint32_t fail_one_in; // allocations and extents that fail; 0 = none
+    uint64_t extents_out, allocated_out;
+    uint64_t buffers_gone, events[KVQ__EVENT_DRAINING + 1];
+};
+
+// A client of the kit with a queue and a buffer.
+struct member {
+    struct kit *kit;
+    struct kvq__client *client;
+    struct kvq__queue *queue;
+    uint64_t id, bytes;
+    uint8_t *memory;
+    uint32_t buffer;
+};
+
+uint64_t kit_random(struct kit *kit);
+uint32_t kit_below(struct kit *kit, uint32_t n); // 0 .. n - 1
+bool kit_chance(struct kit *kit, uint32_t percent);
+float kit_float(struct kit *kit); // about -2 .. 2
+
+void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
+void kit_close(struct kit *kit); // asserts that all memory came back
+
+// 0 or the core's code.
+int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes);
+void member_close(struct member *m); // nothing may be in flight
+void member_free(struct member *m);  // after a detach, when its queue is closed
+
+// Runs all items of a job in random order.
+void kit_run_job(struct kit *kit, struct kvq__job *job);
+// Packs all that is due.
+void kit_pack(struct kit *kit);
+// Copies the request to the member's queue.
+void kit_load(struct member *m, const struct kvq_request *header,
+              const struct kvq_entry_wire *entries);
+// Drives a request to its end, or as far as it goes without others: then returns 1. Otherwise its
+// status; results in kvq__queue_results().
+int kit_request(struct member *m, const struct kvq_request *header,
+                const struct kvq_entry_wire *entries);
+struct kvq_request kit_header(uint8_t op, uint16_t count);
+struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
+                              uint8_t dtype);
+
+// Walks the core: references, bytes, counters, limits. Aborts with a message if anything is off.
+void core_check(const struct kvq__core *core);
+// Aborts with the text if the condition does not hold.
+#define MUST(condition) ((condition) ? (void)0 : kit_die(__FILE__, __LINE__, #condition))
+void kit_die(const char *file, int line, const char *what);
+// What kit_die prints besides, for instance the seed.
+extern char kit_context[256];
+
+#endif

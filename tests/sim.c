@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The seeded simulation of the whole core. See sim.h.
+//
+//     sim [FIRST_SEED [COUNT [EVENTS]]]
+//
+// Every run of one seed is the same; a failure prints it.
+#include "tests/sim.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { DEFAULT_SEEDS = 200, DEFAULT_EVENTS = 600, MIB = 1 << 20 };
+
+// ---- Tracks against the core ----
+
+static struct kvq__session *find_session(const struct sim *sim, uint64_t id)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &sim->kit.core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == id)
+                return s;
+    return NULL;
+}
+
+static bool is_forking(const struct sim *sim)
+{
+    for (uint32_t i = 0; i < SIM_ACTORS; i++)
+        if (sim->actors[i].phase == RUNNING && sim->actors[i].header.op == KVQ_OP_FORK)
+            return true;
+    return false;
+}
+
+static void check_tracks(const struct sim *sim)
+{
+    uint32_t alive = 0;
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        const struct track *t = &sim->tracks[i];
+        if (!t->used || !t->alive)
+            continue;
+        const struct kvq__session *s = find_session(sim, t->id);
+        MUST(s);
+        MUST(s->tokens == t->model.tokens && s->floor == t->model.floor);
+        MUST((s->step != NULL) == (t->stepper != NULL));
+        MUST((s->writer != NULL) == (t->writer != NULL) && s->readers == t->readers);
+        for (uint32_t l = 0; l < MODEL_LAYERS; l++)
+            MUST(!kvq__layer_owns(s, l) || s->layers[l].base == t->model.layers[l].base);
+        alive++;
+    }
+    MUST(alive == sim->kit.core->n_sessions || is_forking(sim));
+}
+
+// Forgets dead tracks that no request under way refers to.
+static void collect_tracks(struct sim *sim)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        struct track *t = &sim->tracks[i];
+        bool needed = t->alive;
+        for (uint32_t j = 0; j < SIM_ACTORS; j++)
+            for (uint32_t k = 0; sim->actors[j].phase != IDLE && k < SIM_BATCH; k++)
+                needed = needed || sim->actors[j].parts[k].track == t ||
+                         sim->actors[j].parts[k].forked == t;
+        if (!t->used || needed)
+            continue;
+        model_free(&t->model);
+        t->used = false;
+    }
+}
+
+// ---- Control: opening and closing ----
+
+static struct hold *free_hold(struct actor *a)
+{
+    for (uint32_t i = 0; i < SIM_HANDLES; i++)
+        if (!a->holds[i].used)
+            return &a->holds[i];
+    return NULL;
+}
+
+static struct track *named_track(struct sim *sim, const char *name)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++)
+        if (sim->tracks[i].used && sim->tracks[i].alive && strcmp(sim->tracks[i].name, name) == 0)
+            return &sim->tracks[i];
+    return NULL;
+}
+
+static void take_over(struct track *t)
+{
+    struct actor *old = t->writer;
+    track_leave_step(t);
+    for (uint32_t i = 0; i < SIM_HANDLES; i++) {
+        struct hold *h = &old->holds[i];
+        if (h->used && h->track == t && !h->read_only) {
+            h->taken = true;
+            h->track = NULL;
+        }
+    }
+    t->writer = NULL;
+}
+
+static int predict_open(const struct track *t, uint32_t flags)
+{
+    if (!t)
+        return flags & KVQ__OPEN_READ_ONLY ? KVQ_E_NO_SESSION : 0;
+    if (!(flags & KVQ__OPEN_READ_ONLY) && t->writer && !(flags & KVQ__OPEN_TAKE_OVER))
+        return KVQ_E_BUSY;
+    return 0;
+}
+
+static void opened(struct sim *sim, struct actor *a, struct hold *h, struct track *t,
+                   const struct kvq__session_spec *spec, const struct kvq__session_info *info)
+{
+    bool read_only = spec->flags & KVQ__OPEN_READ_ONLY;
+    MUST(info->created == !t && info->read_only == read_only);
+    if (!t) {
+        t = track_new(sim, spec->name[0] != 0, (uint32_t)spec->prompt_tokens, spec->max_rollback);
+        MUST(t);
+        snprintf(t->name, sizeof t->name, "%s", spec->name);
+        t->id = info->id;
+        t->alive = true;
+    }
+    if (!read_only && t->writer)
+        take_over(t);
+    *h = (struct hold){.used = true, .read_only = read_only, .track = t, .handle = info->handle};
+    if (read_only)
+        t->readers++;
+    else
+        t->writer = a;
+}
+
+static void open_session(struct sim *sim, struct actor *a)
+{
+    static const uint32_t rollbacks[] = {0, 0, 3, 20, 150};
+    struct kvq__layer_row rows[MODEL_LAYERS];
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES] = "", name[32] = "";
+    struct hold *h = free_hold(a);
+    if (!h)
+        return;
+    if (kit_chance(&sim->kit, 60))
+        snprintf(name, sizeof name, "s%u", kit_below(&sim->kit, 5));
+    struct track *t = name[0] ? named_track(sim, name) : NULL;
+    uint32_t variant = kit_below(&sim->kit, 3);
+    track_rows(variant, rows);
+    struct kvq__session_spec spec = {.name = name,
+                                     .layers = rows,
+                                     .n_layers = t ? 0 : MODEL_LAYERS,
+                                     .max_rollback = rollbacks[kit_below(&sim->kit, 5)],
+                                     .prompt_tokens = variant};
+    if (name[0] && kit_chance(&sim->kit, 40))
+        spec.flags |= KVQ__OPEN_READ_ONLY;
+    else if (kit_chance(&sim->kit, 20))
+        spec.flags |= KVQ__OPEN_TAKE_OVER;
+    int expect = predict_open(t, spec.flags);
+    int rc = kvq__session_open(a->member.client, &spec, &info, text);
+    if (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in)
+        return;
+    MUST(rc == expect);
+    MUST(rc == 0 || text[0]);
+    if (rc == 0)
+        opened(sim, a, h, t, &spec, &info);
+}
+
+static void let_go(struct sim *sim, struct hold *h)
+{
+    struct track *t = h->track;
+    bool read_only = h->read_only;
+    *h = (struct hold){0};
+    if (!t)
+        return;
+    if (read_only) {
+        t->readers--;
+    } else {
+        track_leave_step(t);
+        t->writer = NULL;
+    }
+    t->detached_at = sim->kit.now;
+    if (!t->named && !t->writer && !t->readers)
+        track_die(sim, t);
+}
+
+static void close_session(struct sim *sim, struct actor *a)
+{
+    struct hold *h = &a->holds[kit_below(&sim->kit, SIM_HANDLES)];
+    char text[KVQ_TEXT_BYTES];
+    if (!h->used)
+        return;
+    if (h->track && !h->read_only && kit_chance(&sim->kit, 20)) {
+        MUST(kvq__session_drop(a->member.client, h->handle, text) == 0);
+        track_die(sim, h->track);
+        return;
+    }
+    MUST(kvq__session_close(a->member.client, h->handle, text) == 0);
+    let_go(sim, h);
+}
+
+static void pass_time(struct sim *sim)
+{
+    sim->kit.now += kit_below(&sim->kit, 900) * 1000000ull;
+    kvq__core_clock(sim->kit.core, sim->kit.now);
+    kvq__core_tick(sim->kit.core);
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        struct track *t = &sim->tracks[i];
+        if (!t->used || !t->alive || find_session(sim, t->id))
+            continue;
+        MUST(t->named && !t->writer && !t->readers);
+        MUST(sim->kit.now - t->detached_at >= sim->kit.core->config.keep_ns);
+        track_die(sim, t);
+    }
+}
+
+// ---- Actors ----
+
+static void arrive(struct sim *sim, struct actor *a)
+{
+    *a = (struct actor){0};
+    int rc = member_open(&sim->kit, &a->member, 1000, actor_bytes());
+    MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
+    a->present = rc == 0;
+}
+
+static void leave_if_done(struct actor *a)
+{
+    if (!a->gone || a->phase != IDLE)
+        return;
+    kvq__queue_close(&a->member.queue);
+    member_free(&a->member);
+    a->present = a->gone = false;
+}
+
+static void die(struct sim *sim, struct actor *a)
+{
+    kvq__client_detach(a->member.client);
+    a->gone = true;
+    for (uint32_t i = 0; i < SIM_HANDLES; i++)
+        if (a->holds[i].used)
+            let_go(sim, &a->holds[i]);
+    sim->deaths++;
+    leave_if_done(a);
+}
+
+static uint32_t *shuffle(struct kit *kit, uint32_t n)
+{
+    uint32_t *order = malloc(n * sizeof *order);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t j = kit_below(kit, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    return order;
+}
+
+static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
+{
+    if (a->phase != RUNNING && p != KVQ__WAIT)
+        op_acquired(sim, a);
+    if (p != KVQ__WAIT && !a->gone)
+        op_went_on(a);
+    a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : IDLE;
+    if (p == KVQ__DONE)
+        op_done(sim, a);
+    if (p == KVQ__RUN) {
+        a->n_items = kvq__queue_job(a->member.queue)->n_items;
+        a->order = shuffle(&sim->kit, a->n_items);
+        a->next_item = 0;
+    }
+    leave_if_done(a);
+}
+
+static void go_on(struct sim *sim, struct actor *a)
+{
+    struct kvq__job *job = kvq__queue_job(a->member.queue);
+    uint32_t n = kit_chance(&sim->kit, 70) ? a->n_items : 1 + kit_below(&sim->kit, 8);
+    if (a->phase == WAITING) {
+        went(sim, a, kvq__request_continue(a->member.queue));
+        return;
+    }
+    for (; n && a->next_item < a->n_items; n--)
+        job->run(job, a->order[a->next_item++], sim->kit.workspace);
+    if (a->next_item < a->n_items)
+        return;
+    free(a->order);
+    a->order = NULL;
+    went(sim, a, kvq__request_continue(a->member.queue));
+}
+
+static void act(struct sim *sim, struct actor *a)
+{
+    if (!a->present) {
+        arrive(sim, a);
+        return;
+    }
+    if (a->phase != IDLE) {
+        go_on(sim, a);
+        return;
+    }
+    collect_tracks(sim);
+    if (!op_build(sim, a))
+        return;
+    kit_load(&a->member, &a->header, a->entries);
+    went(sim, a, kvq__request_start(a->member.queue));
+}
+
+static void pack(struct sim *sim)
+{
+    if (!sim->background) {
+        sim->background = kvq__background_start(sim->kit.core);
+        if (sim->background) {
+            sim->n_items = sim->background->n_items;
+            sim->order = shuffle(&sim->kit, sim->n_items);
+            sim->next_item = 0;
+        }
+        return;
+    }
+    for (uint32_t n = 1 + kit_below(&sim->kit, 8); n && sim->next_item < sim->n_items; n--)
+        sim->background->run(sim->background, sim->order[sim->next_item++], sim->kit.workspace);
+    if (sim->next_item < sim->n_items)
+        return;
+    free(sim->order);
+    sim->background = NULL;
+    kvq__background_done(sim->kit.core);
+}
+
+// ---- One run ----
+
+static void happen(struct sim *sim)
+{
+    struct actor *a = &sim->actors[kit_below(&sim->kit, SIM_ACTORS)];
+    uint32_t what = kit_below(&sim->kit, 100);
+    bool here = a->present && !a->gone;
+    collect_tracks(sim);
+    if (what < 78)
+        act(sim, a);
+    else if (what < 88)
+        pack(sim);
+    else if (what < 93 && here)
+        open_session(sim, a);
+    else if (what < 95 && here)
+        close_session(sim, a);
+    else if (what < 96 && here && kit_chance(&sim->kit, 35))
+        die(sim, a);
+    else if (what >= 97)
+        pass_time(sim);
+}
+
+static void end(struct sim *sim)
+{
+    sim->kit.fail_one_in = 0;
+    while (sim->background)
+        pack(sim);
+    for (uint32_t i = 0; i < SIM_ACTORS; i++)
+        if (sim->actors[i].present && !sim->actors[i].gone)
+            die(sim, &sim->actors[i]);
+    for (uint32_t i = 0; i < SIM_ACTORS; i++)
+        while (sim->actors[i].present)
+            act(sim, &sim->actors[i]);
+    core_check(sim->kit.core);
+    MUST(kvq__core_idle(sim->kit.core));
+    kit_close(&sim->kit);
+    for (uint32_t i = 0; i < SIM_TRACKS; i++)
+        if (sim->tracks[i].used)
+            model_free(&sim->tracks[i].model);
+}
+
+static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
+{
+    struct sim *sim = calloc(1, sizeof *sim);
+    uint64_t pool = seed % 4 ? (uint64_t)(6 + seed % 19) * 2 * MIB : 96ull * MIB;
+    uint64_t limit = seed % 5 == 1 ? 5ull * MIB : 0;
+    snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
+    kit_open(&sim->kit, seed, pool, limit);
+    sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
+    sim->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
+    for (uint32_t i = 0; i < events; i++) {
+        happen(sim);
+        core_check(sim->kit.core);
+        check_tracks(sim);
+    }
+    end(sim);
+    total->checked += sim->checked;
+    total->committed += sim->committed;
+    total->refused += sim->refused;
+    total->failed_memory += sim->failed_memory;
+    total->deaths += sim->deaths;
+    total->forks += sim->forks;
+    free(sim->workspace);
+    free(sim);
+}
+
+int main(int argc, char **argv)
+{
+    uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
+    uint64_t count = argc > 2 ? strtoull(argv[2], NULL, 10) : DEFAULT_SEEDS;
+    uint32_t events = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : DEFAULT_EVENTS;
+    static struct sim total;
+    for (uint64_t seed = first; seed < first + count; seed++)
+        run_seed(seed, events, &total);
+    printf("%llu seeds: %llu outputs compared, %llu tokens committed, %llu refusals as predicted, "
+           "%llu times out of memory, %llu clients died, %llu forks\n",
+           (unsigned long long)count, (unsigned long long)total.checked,
+           (unsigned long long)total.committed, (unsigned long long)total.refused,
+           (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
+           (unsigned long long)total.forks);
+    // A simulation in which nothing happened proves nothing.
+    bool busy = total.checked && total.committed && total.refused && total.failed_memory &&
+                total.deaths && total.forks;
+    return count < DEFAULT_SEEDS || events < DEFAULT_EVENTS || busy ? 0 : 1;
+}

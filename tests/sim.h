@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The seeded simulation of the whole core: what its files share.
+//
+// Actors are clients that open, step, fork, truncate, accept, read, attend and die at any moment,
+// with requests of several clients under way at once, items run in random order, and memory that
+// runs out. Tracks are sessions as they should be. An operation's outcome is predicted from the
+// tracks alone, at the moment the core takes hold of what it needs, and compared when it ends.
+#ifndef KVQ_TESTS_SIM_H
+#define KVQ_TESTS_SIM_H
+
+#include "tests/core_kit.h"
+#include "tests/core_model.h"
+
+enum {
+    SIM_ACTORS = 4,
+    SIM_TRACKS = 64,
+    SIM_HANDLES = 12, // of one actor
+    SIM_BATCH = 3,
+    SIM_MAX_STEP = 300,
+    SIM_MAX_TOKENS = 1800,
+    SIM_MAX_QUERIES = 24,
+    SIM_HEADS = 4,
+    SIM_DIM = 64,
+    SIM_ROW = SIM_HEADS * SIM_DIM, // floats of a row of any tensor
+    SIM_ROWS = SIM_BATCH * SIM_MAX_STEP,
+};
+
+struct actor;
+
+struct track {
+    bool used, alive, named;
+    uint64_t id;
+    char name[32];
+    struct model model;
+    struct actor *writer; // who has it open for writing
+    uint32_t readers;
+    struct actor *stepper; // whose step it is in; NULL = none
+    uint64_t step_serial;  // changes with every beginning and end of a step
+    uint32_t step_tokens;
+    uint8_t appended[MODEL_LAYERS]; // 0 not, 1 under way, 2 done
+    uint64_t detached_at;
+};
+
+struct hold {
+    bool used, read_only, taken;
+    struct track *track; // NULL if taken
+    uint64_t handle;
+};
+
+// One entry of the operation under way.
+struct part {
+    struct hold *hold;
+    struct track *track; // NULL if the handle was stale
+    int expect;          // predicted status
+    uint64_t value;      // predicted value, where there is one
+    bool any_value;
+    uint64_t past, serial;
+    bool poisoned;        // its K or V holds a NaN or an infinity
+    bool refused;         // and the core has seen it
+    struct track *forked; // not alive until the fork is done
+    uint64_t from;        // read: the first token that is there
+};
+
+enum phase { IDLE, WAITING, RUNNING };
+
+struct actor {
+    struct member member;
+    bool present, gone; // gone: detached, its queue still to be closed
+    struct hold holds[SIM_HANDLES];
+    uint64_t step;  // number of its open step; 0 = none
+    uint64_t steps; // numbers used
+    enum phase phase;
+    struct kvq_request header;
+    struct kvq_entry_wire entries[SIM_BATCH];
+    struct part parts[SIM_BATCH];
+    int32_t lists[SIM_BATCH][SIM_MAX_STEP];
+    uint32_t *order, n_items, next_item; // items still to run
+};
+
+struct sim {
+    struct kit kit;
+    struct actor actors[SIM_ACTORS];
+    struct track tracks[SIM_TRACKS];
+    void *workspace;
+    uint32_t *order, n_items, next_item; // of the background job
+    struct kvq__job *background;
+    uint64_t checked, committed, refused, failed_memory, deaths, forks; // that it did something
+};
+
+// ---- sim_tracks.c ----
+
+struct track *track_new(struct sim *sim, bool named, uint32_t variant, uint32_t max_rollback);
+void track_die(struct sim *sim, struct track *t);
+void track_leave_step(struct track *t); // as it was before the step
+// The layers of a variant, as the core is asked for them.
+void track_rows(uint32_t variant, struct kvq__layer_row *rows);
+
+// ---- sim_ops.c ----
+
+// Builds a random operation for an idle actor; false if it has nothing to do.
+bool op_build(struct sim *sim, struct actor *a);
+// Predicts each entry's outcome; called when the core has taken hold of what it needs.
+void op_acquired(struct sim *sim, struct actor *a);
+// Storing refuses tokens before the request as a whole is done; looks whether it did.
+void op_went_on(struct actor *a);
+// Compares and applies to the tracks.
+void op_done(struct sim *sim, struct actor *a);
+
+// Floats of the actor's buffer, by region.
+float *actor_k(struct actor *a);
+float *actor_v(struct actor *a);
+float *actor_q(struct actor *a);
+float *actor_out(struct actor *a);
+float *actor_lse(struct actor *a);
+uint64_t actor_bytes(void);
+
+#endif

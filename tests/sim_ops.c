@@ -1,0 +1,658 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The simulation's operations: how they are made up, what must come of them, and whether it did.
+#include <math.h>
+#include <string.h>
+
+#include "tests/sim.h"
+
+// ---- The actor's buffer ----
+
+enum {
+    TENSOR = SIM_ROWS * SIM_ROW,
+    QUERY_ROWS = SIM_BATCH * SIM_MAX_QUERIES,
+    QUERIES = QUERY_ROWS * SIM_ROW,
+    LSES = QUERY_ROWS * SIM_HEADS,
+    LISTS = SIM_BATCH * SIM_MAX_STEP,
+};
+
+uint64_t actor_bytes(void)
+{
+    return sizeof(float) * (2 * TENSOR + 2 * QUERIES + LSES + LISTS);
+}
+
+float *actor_k(struct actor *a)
+{
+    return (float *)(void *)a->member.memory;
+}
+
+float *actor_v(struct actor *a)
+{
+    return actor_k(a) + TENSOR;
+}
+
+float *actor_q(struct actor *a)
+{
+    return actor_v(a) + TENSOR;
+}
+
+float *actor_out(struct actor *a)
+{
+    return actor_q(a) + QUERIES;
+}
+
+float *actor_lse(struct actor *a)
+{
+    return actor_out(a) + QUERIES;
+}
+
+static int32_t *actor_list(struct actor *a)
+{
+    return (int32_t *)(void *)(actor_lse(a) + LSES);
+}
+
+static struct kvq_wire_view view_of(struct actor *a, const void *at, uint32_t heads, uint32_t dim)
+{
+    uint64_t offset = (uint64_t)((const uint8_t *)at - a->member.memory);
+    return kit_view(&a->member, offset, heads, dim, KVQ_F32);
+}
+
+static void set_views(struct actor *a)
+{
+    a->header.k = view_of(a, actor_k(a), SIM_HEADS, SIM_DIM);
+    a->header.v = view_of(a, actor_v(a), SIM_HEADS, SIM_DIM);
+    a->header.q = view_of(a, actor_q(a), SIM_HEADS, SIM_DIM);
+    a->header.out = view_of(a, actor_out(a), SIM_HEADS, SIM_DIM);
+    a->header.lse = view_of(a, actor_lse(a), SIM_HEADS, 1);
+    a->header.list = view_of(a, actor_list(a), 1, 1);
+}
+
+// ---- Making one up ----
+
+static bool has_step(const struct sim *sim, const struct actor *a)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++)
+        if (sim->tracks[i].stepper == a)
+            return true;
+    return false;
+}
+
+static bool is_complete(const struct track *t)
+{
+    for (uint32_t i = 0; i < MODEL_LAYERS; i++)
+        if (t->step_tokens && t->model.layers[i].source == i && t->appended[i] != 2)
+            return false;
+    return true;
+}
+
+static bool all_complete(const struct sim *sim, const struct actor *a)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++)
+        if (sim->tracks[i].stepper == a && !is_complete(&sim->tracks[i]))
+            return false;
+    return true;
+}
+
+static uint8_t choose_op(struct sim *sim, struct actor *a)
+{
+    static const uint8_t in_step[] = {
+        KVQ_OP_APPEND_ATTEND, KVQ_OP_APPEND_ATTEND, KVQ_OP_APPEND_ATTEND, KVQ_OP_APPEND_ATTEND,
+        KVQ_OP_APPEND,        KVQ_OP_APPEND,        KVQ_OP_ATTEND,        KVQ_OP_READ};
+    static const uint8_t rare[] = {KVQ_OP_STEP_ABORT, KVQ_OP_TRUNCATE, KVQ_OP_FORK,
+                                   KVQ_OP_STEP_BEGIN, KVQ_OP_ACCEPT,   KVQ_OP_NOP};
+    static const uint8_t outside[] = {KVQ_OP_STEP_BEGIN, KVQ_OP_STEP_BEGIN, KVQ_OP_STEP_BEGIN,
+                                      KVQ_OP_STEP_BEGIN, KVQ_OP_ATTEND,     KVQ_OP_READ,
+                                      KVQ_OP_TRUNCATE,   KVQ_OP_ACCEPT,     KVQ_OP_FORK};
+    if (kit_chance(&sim->kit, 10))
+        return rare[kit_below(&sim->kit, sizeof rare)];
+    if (has_step(sim, a) && kit_chance(&sim->kit, all_complete(sim, a) ? 80 : 3))
+        return KVQ_OP_STEP_END;
+    if (has_step(sim, a))
+        return in_step[kit_below(&sim->kit, sizeof in_step)];
+    return outside[kit_below(&sim->kit, sizeof outside)];
+}
+
+static bool is_append(uint8_t op)
+{
+    return op == KVQ_OP_APPEND || op == KVQ_OP_APPEND_ATTEND;
+}
+
+static bool is_attend(uint8_t op)
+{
+    return op == KVQ_OP_ATTEND || op == KVQ_OP_APPEND_ATTEND;
+}
+
+static bool of_step(uint8_t op)
+{
+    return is_append(op) || op == KVQ_OP_STEP_END || op == KVQ_OP_STEP_ABORT;
+}
+
+// Distinct sessions that the operation mostly makes sense for.
+static uint32_t choose_holds(struct sim *sim, struct actor *a, uint8_t op)
+{
+    uint32_t n = 0, start = kit_below(&sim->kit, SIM_HANDLES);
+    uint32_t most = 1 + kit_below(&sim->kit, SIM_BATCH);
+    for (uint32_t i = 0; i < SIM_HANDLES && n < most; i++) {
+        struct hold *h = &a->holds[(start + i) % SIM_HANDLES];
+        bool fits = h->used && (!of_step(op) || kit_chance(&sim->kit, 3) ||
+                                (h->track && h->track->stepper == a));
+        for (uint32_t j = 0; j < n; j++)
+            fits = fits && (!h->track || a->parts[j].hold->track != h->track);
+        if (fits)
+            a->parts[n++] = (struct part){.hold = h};
+    }
+    return n;
+}
+
+static uint32_t choose_append(struct sim *sim, uint64_t tokens)
+{
+    static const uint32_t most[] = {1, 1, 1, 4, 17, 40, 128, SIM_MAX_STEP};
+    uint32_t n = 1 + kit_below(&sim->kit, most[kit_below(&sim->kit, 8)]);
+    if (tokens + n > SIM_MAX_TOKENS)
+        n = 0;
+    return n;
+}
+
+static void fill_floats(struct sim *sim, float *at, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        at[i] = kit_float(&sim->kit);
+}
+
+static void fill_append(struct sim *sim, struct actor *a, uint32_t i)
+{
+    struct kvq_entry_wire *e = &a->entries[i];
+    struct part *p = &a->parts[i];
+    fill_floats(sim, actor_k(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
+    fill_floats(sim, actor_v(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
+    p->poisoned = e->append && kit_chance(&sim->kit, 2);
+    if (p->poisoned) {
+        uint32_t row = e->row + kit_below(&sim->kit, e->append);
+        float *tensor = kit_chance(&sim->kit, 50) ? actor_k(a) : actor_v(a);
+        tensor[(size_t)row * SIM_ROW + kit_below(&sim->kit, SIM_DIM)] =
+            kit_chance(&sim->kit, 50) ? NAN : -INFINITY;
+    }
+}
+
+static void fill_list(struct sim *sim, struct actor *a, uint32_t i)
+{
+    struct kvq_entry_wire *e = &a->entries[i];
+    for (uint32_t t = 0; t < e->append; t++)
+        if (kit_chance(&sim->kit, 60))
+            a->lists[i][e->list_token++] = (int32_t)t;
+    memcpy(actor_list(a) + e->row, a->lists[i], e->list_token * sizeof(int32_t));
+}
+
+static void fill_entry(struct sim *sim, struct actor *a, uint32_t i)
+{
+    struct kvq_entry_wire *e = &a->entries[i];
+    const struct track *t = a->parts[i].hold->track;
+    uint64_t tokens = t ? t->model.tokens : 0;
+    uint32_t back = t ? t->model.max_rollback + 1 : 1;
+    uint8_t op = a->header.op;
+    *e = (struct kvq_entry_wire){.handle = a->parts[i].hold->handle, .position = tokens};
+    e->row = i * SIM_MAX_STEP;
+    e->q_row = i * SIM_MAX_QUERIES;
+    if (op == KVQ_OP_STEP_BEGIN)
+        e->append = choose_append(sim, tokens);
+    if (t && a->header.step &&
+        (is_append(op) || (op == KVQ_OP_ATTEND && kit_chance(&sim->kit, 80))))
+        e->append = t->step_tokens;
+    if (is_attend(op)) {
+        uint32_t most = e->append && e->append < SIM_MAX_QUERIES ? e->append : SIM_MAX_QUERIES;
+        e->queries = (uint16_t)(1 + kit_below(&sim->kit, kit_chance(&sim->kit, 60) ? 1 : most));
+    }
+    if (is_append(op))
+        fill_append(sim, a, i);
+    if (op == KVQ_OP_TRUNCATE)
+        e->list_token = (uint16_t)kit_below(&sim->kit, back + back / 4 + 1);
+    if (op == KVQ_OP_ACCEPT) {
+        e->append = kit_below(&sim->kit, back + back / 8);
+        fill_list(sim, a, i);
+    }
+    if (op == KVQ_OP_READ) {
+        e->position = kit_below(&sim->kit, (uint32_t)tokens + 1);
+        e->append = kit_below(&sim->kit, SIM_MAX_STEP);
+    }
+    if (op == KVQ_OP_FORK && kit_chance(&sim->kit, 70))
+        e->position = kit_below(&sim->kit, (uint32_t)tokens + 1);
+    if (kit_chance(&sim->kit, 2))
+        e->position++;
+    if (kit_chance(&sim->kit, 2))
+        e->handle += 1ull << 32;
+}
+
+// A layer that the step still needs, mostly.
+static uint32_t choose_layer(struct sim *sim, const struct actor *a)
+{
+    const struct track *t = a->header.count ? a->parts[0].hold->track : NULL;
+    uint32_t layer = kit_below(&sim->kit, MODEL_LAYERS);
+    for (uint32_t i = 0; t && kit_chance(&sim->kit, 95) && i < MODEL_LAYERS; i++)
+        if (is_append(a->header.op) && t->model.layers[i].source == i && !t->appended[i])
+            return i;
+    return layer;
+}
+
+bool op_build(struct sim *sim, struct actor *a)
+{
+    uint8_t op = choose_op(sim, a);
+    uint32_t n = choose_holds(sim, a, op);
+    bool ends = op == KVQ_OP_STEP_END || op == KVQ_OP_STEP_ABORT;
+    if (n == 0 && op != KVQ_OP_NOP)
+        return false;
+    if (ends && kit_chance(&sim->kit, 50))
+        n = 0; // all of the step
+    a->header = kit_header(op, (uint16_t)n);
+    set_views(a);
+    if (op == KVQ_OP_STEP_BEGIN && !has_step(sim, a))
+        a->step = ++a->steps;
+    if (op == KVQ_OP_STEP_BEGIN || of_step(op) ||
+        (op == KVQ_OP_ATTEND && kit_chance(&sim->kit, 60)))
+        a->header.step = a->step;
+    if (is_attend(op) && kit_chance(&sim->kit, 15))
+        a->header.flags = KVQ_REQ_PAST_ONLY;
+    a->header.layer = choose_layer(sim, a);
+    fill_floats(sim, actor_q(a), is_attend(op) ? QUERIES : 0);
+    for (uint32_t i = 0; i < n; i++)
+        fill_entry(sim, a, i);
+    return true;
+}
+
+// ---- What must come of it ----
+
+static int predict_open(struct actor *a, uint32_t i, bool write)
+{
+    struct part *p = &a->parts[i];
+    struct hold *h = p->hold;
+    p->track = NULL;
+    p->value = 0;
+    if (!h->used || h->handle != a->entries[i].handle)
+        return KVQ_E_STALE;
+    if (h->taken)
+        return KVQ_E_TAKEN;
+    if (write && h->read_only)
+        return KVQ_E_READ_ONLY;
+    p->track = h->track;
+    p->past = p->value = h->track->model.tokens;
+    p->serial = h->track->step_serial;
+    return 0;
+}
+
+static int predict_open_at(struct actor *a, uint32_t i, bool write)
+{
+    int rc = predict_open(a, i, write);
+    bool in_step = a->header.step && a->header.op != KVQ_OP_STEP_BEGIN;
+    if (rc < 0)
+        return rc;
+    if (in_step && a->parts[i].track->stepper != a)
+        return KVQ_E_NO_STEP;
+    return a->entries[i].position == a->parts[i].past ? 0 : KVQ_E_POSITION;
+}
+
+static int predict_append(struct actor *a, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &a->entries[i];
+    const struct track *t = a->parts[i].track;
+    uint32_t layer = a->header.layer;
+    if (e->append == 0)
+        return 0;
+    if (t->stepper != a)
+        return KVQ_E_NO_STEP;
+    if (a->parts[i].hold->read_only)
+        return KVQ_E_READ_ONLY;
+    if (e->append != t->step_tokens || t->model.layers[layer].source != layer || t->appended[layer])
+        return KVQ_E_INVALID;
+    return 0;
+}
+
+static int predict_attend(struct actor *a, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &a->entries[i];
+    const struct track *t = a->parts[i].track;
+    uint32_t own = t->model.layers[a->header.layer].source;
+    if (e->append == 0)
+        return 0;
+    if (!a->header.step)
+        return KVQ_E_NO_STEP;
+    if (e->append != t->step_tokens || e->queries > e->append)
+        return KVQ_E_INVALID;
+    if (a->header.op == KVQ_OP_ATTEND && !a->header.flags && t->appended[own] != 2)
+        return KVQ_E_INCOMPLETE;
+    return 0;
+}
+
+static int predict_back(struct actor *a, uint32_t i, uint32_t back)
+{
+    int rc = predict_open_at(a, i, true);
+    struct part *p = &a->parts[i];
+    if (rc < 0)
+        return rc;
+    if (p->track->stepper)
+        return KVQ_E_BUSY;
+    if (back <= p->past - p->track->model.floor)
+        return 0;
+    p->value = p->track->model.floor;
+    return KVQ_E_ROLLBACK;
+}
+
+static int predict_fork(struct sim *sim, struct actor *a, uint32_t i)
+{
+    struct part *p = &a->parts[i];
+    uint64_t at = a->entries[i].position;
+    int rc = predict_open(a, i, false);
+    if (rc < 0)
+        return rc;
+    if (p->track->stepper)
+        return KVQ_E_BUSY;
+    if (at > p->past)
+        return KVQ_E_POSITION;
+    p->value = model_fork_at(&p->track->model, at);
+    if (p->value != at)
+        return KVQ_E_ROLLBACK;
+    p->forked = track_new(sim, false, 0, 0);
+    MUST(p->forked);
+    model_fork(&p->track->model, &p->forked->model, at);
+    return 0;
+}
+
+static int predict_read(struct actor *a, uint32_t i)
+{
+    struct part *p = &a->parts[i];
+    const struct kvq_entry_wire *e = &a->entries[i];
+    int rc = predict_open(a, i, false);
+    if (rc < 0)
+        return rc;
+    if (e->position > p->past)
+        return KVQ_E_POSITION;
+    uint64_t kept = model_kept(&p->track->model, a->header.layer), end = e->position + e->append;
+    end = end < p->past ? end : p->past;
+    p->from = kept > e->position ? kept : e->position;
+    p->value = end > p->from ? end - p->from : 0;
+    return 0;
+}
+
+static int predict(struct sim *sim, struct actor *a, uint32_t i)
+{
+    int rc;
+    switch (a->header.op) {
+    case KVQ_OP_STEP_BEGIN:
+        rc = predict_open_at(a, i, true);
+        return rc == 0 && a->parts[i].track->stepper ? KVQ_E_BUSY : rc;
+    case KVQ_OP_APPEND:
+        rc = predict_open_at(a, i, true);
+        return rc ? rc : predict_append(a, i);
+    case KVQ_OP_ATTEND:
+    case KVQ_OP_APPEND_ATTEND:
+        rc = predict_open_at(a, i, false);
+        rc = rc ? rc : predict_attend(a, i);
+        return rc || a->header.op == KVQ_OP_ATTEND ? rc : predict_append(a, i);
+    case KVQ_OP_STEP_END:
+        rc = predict_open_at(a, i, true);
+        return rc ? rc : is_complete(a->parts[i].track) ? 0 : KVQ_E_INCOMPLETE;
+    case KVQ_OP_STEP_ABORT:
+        return predict_open_at(a, i, true);
+    case KVQ_OP_TRUNCATE:
+        return predict_back(a, i, a->entries[i].list_token);
+    case KVQ_OP_ACCEPT:
+        return predict_back(a, i, a->entries[i].append);
+    case KVQ_OP_FORK:
+        return predict_fork(sim, a, i);
+    case KVQ_OP_READ:
+        return predict_read(a, i);
+    default:
+        return predict_open_at(a, i, false);
+    }
+}
+
+void op_acquired(struct sim *sim, struct actor *a)
+{
+    for (uint32_t i = 0; i < a->header.count; i++) {
+        struct part *p = &a->parts[i];
+        p->forked = NULL;
+        p->expect = predict(sim, a, i);
+        if (p->expect == 0 && is_append(a->header.op) && a->entries[i].append)
+            p->track->appended[a->header.layer] = 1;
+    }
+}
+
+// ---- Whether it did ----
+
+void op_went_on(struct actor *a)
+{
+    const struct kvq_result *results = kvq__queue_results(a->member.queue);
+    for (uint32_t i = 0; is_append(a->header.op) && i < a->header.count; i++) {
+        struct part *p = &a->parts[i];
+        if (p->expect < 0 || p->refused || results[i].status != KVQ_E_NONFINITE)
+            continue;
+        MUST(p->poisoned && p->track->step_serial == p->serial);
+        track_leave_step(p->track);
+        p->refused = true;
+    }
+}
+
+static void commit(struct sim *sim, struct track *t)
+{
+    model_commit(&t->model, t->step_tokens);
+    sim->committed += t->step_tokens;
+    track_leave_step(t);
+}
+
+static void check_rows(const float *got, uint32_t got_row, const float *want, uint32_t heads,
+                       uint32_t dim, uint32_t rows)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        MUST(memcmp(got + (size_t)r * got_row, want + (size_t)r * heads * dim,
+                    sizeof(float) * heads * dim) == 0);
+}
+
+static void check_attend(struct sim *sim, struct actor *a, uint32_t i)
+{
+    static float out[QUERIES], lse[LSES];
+    const struct kvq_entry_wire *e = &a->entries[i];
+    const struct part *p = &a->parts[i];
+    const struct kvq_shape *s = &p->track->model.layers[a->header.layer].shape;
+    struct kvq_view q = {actor_q(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW * sizeof(float),
+                         SIM_DIM * sizeof(float), KVQ_F32};
+    uint32_t flags = a->header.flags & KVQ_REQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0;
+    model_attend(&p->track->model, a->header.layer, p->past, e->append, flags, &q, e->queries, out,
+                 lse);
+    check_rows(actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads, SIM_DIM,
+               e->queries);
+    check_rows(actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
+               e->queries);
+    sim->checked++;
+}
+
+static void check_read(struct sim *sim, struct actor *a, uint32_t i)
+{
+    static float k[SIM_MAX_STEP * SIM_DIM], v[SIM_MAX_STEP * SIM_DIM];
+    const struct part *p = &a->parts[i];
+    const struct kvq_entry_wire *e = &a->entries[i];
+    uint32_t heads = p->track->model.layers[a->header.layer].shape.kv_heads;
+    uint32_t n = (uint32_t)p->value;
+    size_t row = e->row + (p->from - e->position);
+    for (uint32_t h = 0; n && h < heads; h++) {
+        model_read(&p->track->model, a->header.layer, p->past, p->from, n, h, k, v);
+        check_rows(actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
+        check_rows(actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
+    }
+    sim->checked++;
+}
+
+static void apply_append(struct actor *a, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &a->entries[i];
+    struct part *p = &a->parts[i];
+    if (e->append == 0)
+        return;
+    MUST(!p->poisoned);
+    model_write(&p->track->model, a->header.layer, p->past, e->append,
+                actor_k(a) + (size_t)e->row * SIM_ROW, actor_v(a) + (size_t)e->row * SIM_ROW,
+                SIM_ROW);
+    p->track->appended[a->header.layer] = 2;
+}
+
+static void apply_fork(struct sim *sim, struct actor *a, uint32_t i, uint64_t handle)
+{
+    struct part *p = &a->parts[i];
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct hold *h = a->holds;
+    while (h < a->holds + SIM_HANDLES && h->used)
+        h++;
+    if (h == a->holds + SIM_HANDLES) { // nowhere to keep it
+        MUST(kvq__session_close(a->member.client, handle, text) == 0);
+        return;
+    }
+    MUST(kvq__session_info(a->member.client, handle, &info, text) == 0);
+    *h = (struct hold){.used = true, .track = p->forked, .handle = handle};
+    p->forked->alive = true;
+    p->forked->id = info.id;
+    p->forked->writer = a;
+    sim->forks++;
+}
+
+static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq_result *r)
+{
+    struct track *t = a->parts[i].track;
+    // Stored, and then taken out of the step while it attended: nothing of it is left to compare.
+    if (is_append(a->header.op) && t->step_serial != a->parts[i].serial)
+        return;
+    switch (a->header.op) {
+    case KVQ_OP_STEP_BEGIN:
+        t->stepper = a;
+        t->step_serial++;
+        t->step_tokens = a->entries[i].append;
+        break;
+    case KVQ_OP_STEP_END:
+        commit(sim, t);
+        break;
+    case KVQ_OP_STEP_ABORT:
+        track_leave_step(t);
+        break;
+    case KVQ_OP_TRUNCATE:
+        t->model.tokens -= a->entries[i].list_token;
+        break;
+    case KVQ_OP_ACCEPT:
+        model_accept(&t->model, a->entries[i].append, a->lists[i], a->entries[i].list_token);
+        break;
+    case KVQ_OP_FORK:
+        apply_fork(sim, a, i, r->value);
+        return;
+    case KVQ_OP_READ:
+        MUST(r->value == a->parts[i].value);
+        check_read(sim, a, i);
+        return;
+    default:
+        if (is_append(a->header.op))
+            apply_append(a, i);
+        if (is_attend(a->header.op))
+            check_attend(sim, a, i);
+    }
+    bool changes = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_TRUNCATE ||
+                   a->header.op == KVQ_OP_ACCEPT;
+    MUST(r->value == (changes ? t->model.tokens : a->parts[i].past));
+}
+
+static void forget_append(const struct actor *a, const struct part *p)
+{
+    if (is_append(a->header.op) && p->track->step_serial == p->serial &&
+        p->track->appended[a->header.layer] == 1)
+        p->track->appended[a->header.layer] = 0;
+}
+
+// An entry that was predicted to go through, but did not.
+static void check_failed(struct sim *sim, struct actor *a, uint32_t i, int status)
+{
+    struct part *p = &a->parts[i];
+    bool new_memory = a->header.op == KVQ_OP_STEP_BEGIN || a->header.op == KVQ_OP_FORK;
+    if (status == KVQ_E_NONFINITE) {
+        MUST(p->refused);
+    } else if (status == KVQ_E_CANCELLED) {
+        MUST(!p->track->alive || p->track->step_serial != p->serial);
+    } else {
+        MUST(new_memory && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA));
+        sim->failed_memory++;
+    }
+    forget_append(a, p);
+}
+
+static void check_entry(struct sim *sim, struct actor *a, uint32_t i, const struct kvq_result *r)
+{
+    struct part *p = &a->parts[i];
+    bool ended = a->header.op == KVQ_OP_STEP_END && p->expect == KVQ_E_INCOMPLETE;
+    if (p->expect == 0 && r->status == 0) {
+        apply(sim, a, i, r);
+    } else if (p->expect == 0) {
+        check_failed(sim, a, i, r->status);
+    } else {
+        MUST(r->status == p->expect && r->value == p->value);
+        sim->refused++;
+        if (ended)
+            track_leave_step(p->track);
+    }
+    if (p->forked && !p->forked->alive) {
+        model_free(&p->forked->model);
+        p->forked->used = false;
+    }
+}
+
+// Without entries: every session of the step.
+static void check_all(struct sim *sim, struct actor *a, int status)
+{
+    if (a->header.op == KVQ_OP_STEP_END && !all_complete(sim, a)) {
+        MUST(status == KVQ_E_INCOMPLETE);
+        return;
+    }
+    MUST(status == 0);
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        if (sim->tracks[i].stepper != a)
+            continue;
+        if (a->header.op == KVQ_OP_STEP_END)
+            commit(sim, &sim->tracks[i]);
+        else
+            track_leave_step(&sim->tracks[i]);
+    }
+}
+
+// A request refused as a whole.
+static void check_refused(struct sim *sim, struct actor *a, int status)
+{
+    bool open = has_step(sim, a);
+    MUST(kvq__queue_completion(a->member.queue)->count == 0);
+    if (status == KVQ_E_CANCELLED)
+        MUST(a->gone);
+    else if (a->header.op == KVQ_OP_STEP_BEGIN)
+        MUST(status == KVQ_E_BUSY && open);
+    else
+        MUST(status == KVQ_E_NO_STEP && !open);
+    for (uint32_t i = 0; i < a->header.count; i++) {
+        struct part *p = &a->parts[i];
+        if (p->expect == 0 && p->track && is_append(a->header.op))
+            forget_append(a, p);
+        if (p->forked) {
+            model_free(&p->forked->model);
+            p->forked->used = false;
+        }
+    }
+    sim->refused++;
+}
+
+void op_done(struct sim *sim, struct actor *a)
+{
+    const struct kvq_completion *c = kvq__queue_completion(a->member.queue);
+    const struct kvq_result *results = kvq__queue_results(a->member.queue);
+    MUST(c->seq == a->header.seq);
+    bool ends = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_STEP_ABORT;
+    if (ends && a->header.count == 0 && has_step(sim, a) && !a->gone) {
+        check_all(sim, a, c->status);
+        return;
+    }
+    if (c->status < 0) {
+        check_refused(sim, a, c->status);
+        return;
+    }
+    MUST(c->count == a->header.count);
+    for (uint32_t i = 0; i < c->count; i++)
+        check_entry(sim, a, i, &results[i]);
+}

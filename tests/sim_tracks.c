@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The simulation's tracks: sessions as they should be.
+#include "tests/sim.h"
+
+#include <string.h>
+
+struct recipe {
+    const char *format;
+    uint16_t q_heads, kv_heads;
+    uint32_t window;
+    float softcap;
+    int32_t kv_from;
+};
+
+// Few heads and small dims, but every kind of layer.
+static const struct recipe recipes[][MODEL_LAYERS] = {
+    {{"oscar2", 4, 2, 0, 0, -1}, {"f16", 2, 1, 160, 0, -1}, {"oscar2", 2, 2, 0, 0, 0}},
+    {{"f16", 2, 2, 0, 0, -1}, {"oscar4", 4, 1, 200, 0, -1}, {"oscar3", 2, 2, 0, 30.0f, -1}},
+    {{"oscar2-xh", 4, 2, 0, 0, -1}, {"oscar2-xh", 2, 2, 130, 0, 0}, {"f16", 1, 1, 0, 0, -1}},
+};
+enum { RECIPES = sizeof recipes / sizeof recipes[0] };
+
+void track_rows(uint32_t variant, struct kvq__layer_row *rows)
+{
+    for (uint32_t i = 0; i < MODEL_LAYERS; i++) {
+        const struct recipe *r = &recipes[variant % RECIPES][i];
+        rows[i] = (struct kvq__layer_row){.q_heads = r->q_heads,
+                                          .kv_heads = r->kv_heads,
+                                          .k_dim = SIM_DIM,
+                                          .v_dim = SIM_DIM,
+                                          .window = r->window,
+                                          .softcap = r->softcap,
+                                          .format = r->format,
+                                          .kv_from = r->kv_from};
+    }
+}
+
+static void fill_layer(struct model *m, uint32_t layer, const struct recipe *r)
+{
+    m->layers[layer] = (struct model_layer){
+        .format = kvq_format_by_name(r->format),
+        .shape = {.q_heads = r->q_heads,
+                  .kv_heads = r->kv_heads,
+                  .k_dim = SIM_DIM,
+                  .v_dim = SIM_DIM,
+                  .dtype = KVQ_F16,
+                  .window = r->window,
+                  .softcap = r->softcap,
+                  .scale = 0.125f},
+        .source = r->kv_from >= 0 ? (uint32_t)r->kv_from : layer,
+    };
+}
+
+// How far back each cache is read, over the layers that read it.
+static void find_keeps(struct model *m)
+{
+    for (uint32_t own = 0; own < MODEL_LAYERS; own++) {
+        bool all = false;
+        uint32_t most = 0;
+        for (uint32_t i = 0; i < MODEL_LAYERS; i++) {
+            if (m->layers[i].source != own)
+                continue;
+            all = all || m->layers[i].shape.window == 0;
+            most = m->layers[i].shape.window > most ? m->layers[i].shape.window : most;
+        }
+        m->layers[own].keep = all ? 0 : most;
+    }
+}
+
+struct track *track_new(struct sim *sim, bool named, uint32_t variant, uint32_t max_rollback)
+{
+    struct track *t = sim->tracks;
+    while (t < sim->tracks + SIM_TRACKS && t->used)
+        t++;
+    if (t == sim->tracks + SIM_TRACKS)
+        return NULL;
+    *t = (struct track){.used = true, .named = named};
+    t->model.kernels = kvq_kernels_get(KVQ_ISA_C);
+    t->model.workspace = sim->workspace;
+    t->model.max_rollback = max_rollback;
+    for (uint32_t i = 0; i < MODEL_LAYERS; i++)
+        fill_layer(&t->model, i, &recipes[variant % RECIPES][i]);
+    find_keeps(&t->model);
+    return t;
+}
+
+void track_leave_step(struct track *t)
+{
+    if (!t->stepper)
+        return;
+    t->stepper = NULL;
+    t->step_tokens = 0;
+    t->step_serial++;
+    memset(t->appended, 0, sizeof t->appended);
+}
+
+void track_die(struct sim *sim, struct track *t)
+{
+    track_leave_step(t);
+    for (uint32_t i = 0; i < SIM_ACTORS; i++)
+        for (uint32_t j = 0; j < SIM_HANDLES; j++)
+            if (sim->actors[i].holds[j].track == t)
+                sim->actors[i].holds[j] = (struct hold){0};
+    t->alive = false;
+    t->writer = NULL;
+    t->readers = 0;
+}
