@@ -301,6 +301,18 @@ static void feed_workers(struct kvq__poller *p)
     p->counts.items += given;
 }
 
+static bool end_background(struct kvq__poller *p)
+{
+    struct kvq__work *work = &p->background;
+    if (!p->background_open || kvq_word_load_acquire(&work->done) != work->n_items)
+        return false;
+    p->background_open = false;
+    p->ended++;
+    kvq__background_done(p->core);
+    return true;
+}
+
+// One item of the background here, and one for each worker that has nothing to do.
 static bool run_background(struct kvq__poller *p)
 {
     struct kvq__work *work = &p->background;
@@ -312,15 +324,20 @@ static bool run_background(struct kvq__poller *p)
         work->n_items = work->job->n_items;
         work->picked = work->done = 0;
     }
-    if (kvq__work_run(work, work->picked++, p->workspace)) {
-        p->background_open = false;
-        p->ended++;
-        kvq__background_done(p->core);
+    uint32_t room = p->config.workers > 1 ? kvq__workers_room(p->workers) : 0, given = 0;
+    while (given < room && work->picked + 1 < work->n_items) {
+        kvq__workers_give(p->workers, work, work->picked++);
+        given++;
     }
-    return true;
+    if (given)
+        kvq__workers_wake(p->workers);
+    bool busy = work->picked < work->n_items;
+    if (busy)
+        kvq__work_run(work, work->picked++, p->workspace);
+    return end_background(p) || busy || given;
 }
 
-// Runs items for a slice of time; with nothing else to do, one of the background.
+// Runs items for a slice of time.
 static bool run_items(struct kvq__poller *p)
 {
     struct kvq__work *work;
@@ -386,7 +403,8 @@ static bool look_before_sleep(struct kvq__poller *p)
             kvq_word_load_acquire(&port->work.done) == port->work.n_items)
             return true;
     }
-    return false;
+    return p->background_open &&
+           kvq_word_load_acquire(&p->background.done) == p->background.n_items;
 }
 
 static void sleep_until_woken(struct kvq__poller *p)
@@ -433,8 +451,10 @@ static void *poller_main(void *context)
         }
         busy |= look_at_ports(p);
         busy |= run_items(p);
-        if (!busy)
-            busy = run_background(p);
+        busy |= end_background(p);
+        // In the background, unless a request may be waiting for just that.
+        if (!busy || (p->waiting && p->background_open))
+            busy |= run_background(p);
         if (busy) {
             p->idle_since = p->now = kvq__now_ns();
         } else {
@@ -490,13 +510,14 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
     kvq__schedule_init(&p->schedule);
     kvq__mailbox_open(&p->box, notify, p);
     struct kvq__workers_config workers = {.threads = config->workers - 1,
-                                          .slots = KVQ_MAX_PORTS,
+                                          .slots = KVQ_MAX_PORTS + 1,
                                           .pin = config->pin,
                                           .page = config->page,
                                           .finished = notify,
                                           .context = p};
     int error = kvq__workers_open(&workers, &p->workers, text);
     if (error == 0) {
+        kvq__workers_slot(p->workers, BACKGROUND_SLOT, &p->background);
         p->workspace = kvq__workspace_new();
         int system = p->workspace ? open_events(p) : -ENOMEM;
         system = system ? system : start_thread(p);

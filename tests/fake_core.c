@@ -8,7 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "proto/ring.h"
+#include "proto/sync.h"
+
+// Of the core that was asked last; requests have no other way to it here. Poller's thread.
+static bool background_open;
 
 struct kvq__queue *fake_queue_new(void)
 {
@@ -74,6 +77,8 @@ enum kvq__progress kvq__request_start(struct kvq__queue *queue)
         queue->waits = queue->header.layer;
         return KVQ__WAIT;
     }
+    if (queue->header.op == KVQ_OP_READ && background_open)
+        return KVQ__WAIT;
     return done(queue, 0);
 }
 
@@ -82,6 +87,8 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *queue)
     assert(queue->under_way);
     if (queue->header.op == KVQ_OP_APPEND)
         return --queue->waits > 0 ? KVQ__WAIT : done(queue, 0);
+    if (queue->header.op == KVQ_OP_READ)
+        return background_open ? KVQ__WAIT : done(queue, 0);
     uint64_t run = 0;
     for (uint32_t i = 0; i < queue->job.n_items; i++)
         run += queue->runs[i] == 1;
@@ -116,7 +123,7 @@ static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
         (struct kvq__core *)((char *)job - offsetof(struct kvq__core, background));
     (void)item;
     assert(workspace);
-    kvq_word_store_release(&core->background_run, core->background_run + 1);
+    kvq_word_add(&core->background_run, 1);
 }
 
 struct kvq__job *kvq__background_start(struct kvq__core *core)
@@ -125,11 +132,13 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
     if (items == 0)
         return NULL;
     kvq_word_store(&core->background_items, 0);
+    background_open = true;
     core->background = (struct kvq__job){items, run_background};
     return &core->background;
 }
 
 void kvq__background_done(struct kvq__core *core)
 {
+    background_open = false;
     kvq_word_store_release(&core->background_done, core->background_done + 1);
 }

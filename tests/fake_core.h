@@ -5,6 +5,7 @@
 //   NOP      done at once; every entry's position comes back as its result
 //   ATTEND   a job of `layer` items; the completion's value is the number of items that were run
 //   APPEND   waits `layer` times, then is done
+//   READ     waits until no background work is under way
 #ifndef KVQ_TESTS_FAKE_CORE_H
 #define KVQ_TESTS_FAKE_CORE_H
 

@@ -267,15 +267,51 @@ static void test_sleep_and_wake(void **state)
 static void test_background_work(void **state)
 {
     (void)state;
+    for (uint32_t workers = 1; workers <= 3; workers++) {
+        struct rig rig;
+        struct fake_client c;
+        rig_open(&rig, workers, 0);
+        client_open(&c, &rig);
+        for (uint32_t round = 1; round <= 20; round++) {
+            kvq_word_store_release(&rig.core.background_items, 9);
+            call(&c, KVQ_OP_NOP, 1, 0, 1);
+            wait_for_word(&rig.core.background_done, round);
+            assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9 * round);
+        }
+        client_close(&c);
+        kvq__poller_close(&rig.poller);
+    }
+}
+
+// A request that waits for background work which has begun gets it, however busy others are.
+static void test_background_under_load(void **state)
+{
+    (void)state;
     struct rig rig;
-    struct fake_client c;
+    struct fake_client busy, waiting;
+    struct kvq_completion done;
+    uint32_t seq = 0, next = 0;
     rig_open(&rig, 1, 0);
-    client_open(&c, &rig);
-    kvq_word_store_release(&rig.core.background_items, 9);
-    call(&c, KVQ_OP_NOP, 1, 0, 1);
-    wait_for_word(&rig.core.background_done, 1);
-    assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9);
-    client_close(&c);
+    client_open(&busy, &rig);
+    client_open(&waiting, &rig);
+    kvq_word_store_release(&rig.core.background_items, 100000);
+    while (kvq_word_load_acquire(&rig.core.background_run) == 0)
+        wake_poller(&busy);
+    struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
+    put_request(&waiting, &r);
+    while (!try_completion(&waiting, &done)) {
+        if (seq - next < KVQ_QUEUE_CREDITS) {
+            struct kvq_request work = make_request(KVQ_OP_ATTEND, seq++, 8, 0);
+            put_request(&busy, &work);
+        }
+        if (try_completion(&busy, &done))
+            next++;
+    }
+    while (next < seq)
+        next += try_completion(&busy, &done);
+    assert_int_equal(kvq_word_load_acquire(&rig.core.background_done), 1);
+    client_close(&waiting);
+    client_close(&busy);
     kvq__poller_close(&rig.poller);
 }
 
@@ -425,6 +461,7 @@ int main(void)
         cmocka_unit_test(test_eight_in_flight),
         cmocka_unit_test(test_sleep_and_wake),
         cmocka_unit_test(test_background_work),
+        cmocka_unit_test(test_background_under_load),
         cmocka_unit_test(test_scribblers_are_cut_off),
         cmocka_unit_test(test_removal_waits_for_the_job),
         cmocka_unit_test(test_many_clients),

@@ -121,6 +121,8 @@ static void test_texts(void **state)
         {"\xe2\x80\xa8", 3},     // line separator
         {"\xc0\xaf", 2},         // overlong
         {"\xe0\x80\xaf", 3},     // overlong
+        {"\xe0\x82\xaf", 3},     // overlong
+        {"\xf0\x8f\xbf\xbf", 4}, // overlong
         {"\xed\xa0\x80", 3},     // surrogate
         {"\xf4\x90\x80\x80", 4}, // beyond Unicode
         {"\xf8\x88\x80\x80\x80", 5},
@@ -205,6 +207,13 @@ static void test_too_many_elements(void **state)
     put_block(&b, 30, "", 0);
     for (int i = 0; i <= KVQ_MAX_LIST; i++)
         put_number(&b, 1000, 0); // unknown fields cost memory as well
+    refused(&b, KVQ_E_PROTOCOL, "unknown fields");
+    inner.n = b.n = 0; // counted over all depths together
+    for (int i = 0; i < KVQ_MAX_LIST / 2; i++)
+        put_block(&inner, 6, "", 0);
+    put_block(&b, 16, inner.data, inner.n);
+    for (int i = 0; i <= KVQ_MAX_LIST / 2; i++)
+        put_number(&b, 1000, 0);
     refused(&b, KVQ_E_PROTOCOL, "unknown fields");
 }
 
