@@ -55,7 +55,8 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
     if (!client || !arena) {
         free(client);
         free(arena);
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return KVQ_E_SYSTEM;
     }
     client->socket = -1;
     client->timeout_ms = options->timeout_ms ? options->timeout_ms : DEFAULT_TIMEOUT_MS;
