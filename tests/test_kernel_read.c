@@ -88,6 +88,7 @@ static void test_short_and_mixed_pages(void **state)
         c.pages[1].packed_tokens = 45;
         c.pages[2].tokens = 0;
         check_read(&c, 3, 397);
+        check_read(&c, 90, 100); // starts where the page holds nothing
         kvt_cache_free(&c);
     }
 }

@@ -178,6 +178,32 @@ static void test_reconstruction(void **state)
         }
 }
 
+// What the oracle reads back in the engine's basis is near what was handed over: keys and values
+// were rotated when packed if and only if they are rotated back.
+static void test_rotation(void **state)
+{
+    (void)state;
+    for (uint8_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
+        struct kvq_shape s = kvt_shape(1, 2, 128, KVQ_F16);
+        double k[128], v[128], off_k = 0, off_v = 0, all = 0;
+        s.v_rotation = rotation;
+        struct kvt_cache c = kvt_cache(kernels, "oscar4", s, 128, -1, KVT_NORMAL, kvt_seed());
+        struct kvt_request r = kvt_request(&c, 1, 1);
+        for (uint32_t t = 0; t < 128; t++) {
+            assert_true(kvt_key(&r.a, 1, t, k, v));
+            for (uint32_t i = 0; i < 128; i++) {
+                size_t at = (size_t)(2 * t + 1) * 128 + i;
+                off_k += pow(k[i] - c.k[at], 2);
+                off_v += pow(v[i] - c.v[at], 2);
+                all += pow(c.k[at], 2);
+            }
+        }
+        assert_true(off_k < 0.02 * all && off_v < 0.02 * all);
+        kvt_request_free(&r);
+        kvt_cache_free(&c);
+    }
+}
+
 // OScaR, appendix I: a token with one huge channel beside a small one. Divided by their norms
 // they are of a size, and the small one survives; without, it is lost.
 static void test_token_scaling(void **state)
@@ -546,14 +572,14 @@ static void test_choice(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_answers),    cmocka_unit_test(test_reconstruction),
-        cmocka_unit_test(test_token_scaling),    cmocka_unit_test(test_frozen_bytes),
-        cmocka_unit_test(test_constant_groups),  cmocka_unit_test(test_zeros),
-        cmocka_unit_test(test_small_and_large),  cmocka_unit_test(test_huge_norms),
-        cmocka_unit_test(test_store_counts),     cmocka_unit_test(test_pieces),
-        cmocka_unit_test(test_cross_head_norm),  cmocka_unit_test(test_sizes),
-        cmocka_unit_test(test_zero_has_no_sign), cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_choice),
+        cmocka_unit_test(test_known_answers), cmocka_unit_test(test_reconstruction),
+        cmocka_unit_test(test_rotation),      cmocka_unit_test(test_token_scaling),
+        cmocka_unit_test(test_frozen_bytes),  cmocka_unit_test(test_constant_groups),
+        cmocka_unit_test(test_zeros),         cmocka_unit_test(test_small_and_large),
+        cmocka_unit_test(test_huge_norms),    cmocka_unit_test(test_store_counts),
+        cmocka_unit_test(test_pieces),        cmocka_unit_test(test_cross_head_norm),
+        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_zero_has_no_sign),
+        cmocka_unit_test(test_shapes),        cmocka_unit_test(test_choice),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     return cmocka_run_group_tests(tests, NULL, NULL);
