@@ -61,7 +61,7 @@ def engine(directory, format, seed, prompt, steps):
 def stop_at(directory, name, seed, n, layers, where):
     """Begins a step on a named session and stops: where -1 right after the beginning, else after
     so many layers; `layers` means that only the end is missing."""
-    tokens = Tokens(seed, 4000, layers=layers)
+    tokens = Tokens(seed, 700, layers=layers)
     with kvq.Client(directory) as client, client.queue() as queue:
         session = client.session(name=name, must_exist=True)
         at = slice(session.tokens, session.tokens + n)

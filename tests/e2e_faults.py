@@ -13,7 +13,7 @@ class DeadClients(Test):
     """A client that dies leaves every session at its last commit, and nothing else of it stays."""
 
     def test_killed_at_every_layer(self):
-        tokens = Tokens(1, 4000, layers=LAYERS)
+        tokens = Tokens(1, 700, layers=LAYERS)
         for format, n in (("f16", 7), ("oscar2", 300)):
             self.killed_at_every_layer(tokens, format, n)
 

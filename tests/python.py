@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The Python package: that it says what kvq.h says, and that its own conveniences work.
+
+    tests/python.py [NAME]...
+
+What the library does is tested through it by e2e.py. KVQ_BIN_DIR says where kvqd is.
+"""
+import ctypes
+import gc
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import e2e_rig
+from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
+
+from kvq import _ffi
+
+with open(os.path.join(ROOT, "client", "kvq.h"), encoding="ascii") as header:
+    KVQ_H = re.sub(r"/\*.*?\*/", "", header.read(), flags=re.S)
+
+
+class Header(unittest.TestCase):
+    """The package against the header."""
+
+    def test_functions(self):
+        declared = set(re.findall(r"\b(kvq_\w+)\(", KVQ_H))
+        self.assertEqual(declared, set(_ffi.FUNCTIONS))
+        with open(os.path.join(ROOT, "client", "kvq.map"), encoding="ascii") as file:
+            self.assertEqual(declared, set(re.findall(r"\b(kvq_\w+);", file.read())))
+
+    def test_used(self):
+        """Every function is reached from the package's own code."""
+        folder = os.path.dirname(kvq.__file__)
+        text = ""
+        for name in os.listdir(folder):
+            if name.endswith(".py") and name != "_ffi.py":
+                with open(os.path.join(folder, name), encoding="utf-8") as file:
+                    text += file.read()
+        by_submit = {"kvq_append", "kvq_attend", "kvq_append_attend"}  # as operations by name
+        unused = {n for n in _ffi.FUNCTIONS if f"lib.{n}(" not in text} - by_submit
+        self.assertEqual(unused, {"kvq_buffer_size", "kvq_tensor_make"})
+
+    def test_codes(self):
+        codes = {name: int(value) for name, value in re.findall(r"KVQ_(E_\w+|OK) = (-?\d+)", KVQ_H)}
+        self.assertEqual(codes, {c.name: c.value for c in kvq.Code})
+        for code in kvq.Code:
+            self.assertNotEqual(kvq.strerror(code), "unknown status")
+
+    def test_operations(self):
+        values = re.findall(r"KVQ_DO_(\w+) = (\d+)", KVQ_H)
+        self.assertEqual({n.lower(): int(v) for n, v in values}, kvq.work.OPERATIONS)
+
+    def test_version(self):
+        self.assertRegex(kvq.version(), r"^\d+\.\d+\.\d+$")
+
+    @unittest.skipUnless(e2e_rig.shutil.which("cc"), "needs a C compiler")
+    def test_layouts(self):
+        """Sizes and offsets of every structure, as the C compiler has them."""
+        pairs = {"kvq_connect_options": _ffi.ConnectOptions, "kvq_daemon_info": _ffi.DaemonInfo,
+                 "kvq_tensor": _ffi.Tensor, "kvq_layer": _ffi.LayerRow,
+                 "kvq_session_options": _ffi.SessionOptions,
+                 "kvq_session_info": _ffi.SessionInfo, "kvq_pages": _ffi.Pages,
+                 "kvq_work": _ffi.Work}
+        lines, here = [], []
+        for name, kind in pairs.items():
+            lines.append(f'printf("%zu\\n", sizeof(struct {name}));')
+            here.append(ctypes.sizeof(kind))
+            for field, *_ in kind._fields_:
+                lines.append(f'printf("%zu\\n", offsetof(struct {name}, {field}));')
+                here.append(getattr(kind, field).offset)
+        for field, (_, offset) in kvq.ENTRY.fields.items():
+            lines.append(f'printf("%zu\\n", offsetof(struct kvq_entry, {field}));')
+            here.append(offset)
+        lines.append('printf("%zu\\n", sizeof(struct kvq_entry));')
+        here.append(kvq.ENTRY.itemsize)
+        program = '#include <stdio.h>\n#include "client/kvq.h"\nint main(void) {\n' + "\n".join(
+            lines) + "\nreturn 0; }\n"
+        with tempfile.TemporaryDirectory() as folder:
+            binary = os.path.join(folder, "layouts")
+            subprocess.run(["cc", "-I", ROOT, "-x", "c", "-", "-o", binary], input=program,
+                           text=True, check=True)
+            out = subprocess.run([binary], capture_output=True, text=True, check=True).stdout
+        self.assertEqual([int(x) for x in out.split()], here)
+
+
+class Package(Test):
+    """Conveniences on top of the library."""
+
+    def setUp(self):
+        super().setUp()
+        self.tokens = Tokens(1, 100)
+        self.session = self.client.session(self.tokens.rows, "f16")
+
+    def test_info(self):
+        info = self.client.info()
+        self.assertEqual(info["backend"], "cpu")
+        self.assertIn(info["isa"], ("c", "avx2", "avx512"))
+        self.assertEqual(self.session.info()["ns"], f"uid-{os.getuid()}")
+        self.assertEqual(self.session.info()["layers"], 2)
+
+    def test_step_commits_or_aborts(self):
+        k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
+        with self.queue.step([self.session], 10) as step:
+            for layer in range(2):
+                step.append(layer, k, v)
+        self.assertEqual(self.session.tokens, 10)
+        with self.assertRaises(ZeroDivisionError):
+            with self.queue.step([self.session], 10) as step:
+                step.append(0, k, v)
+                raise ZeroDivisionError
+        self.assertEqual(self.session.refresh(), 10)
+        with self.queue.step([self.session], 10) as step:  # nothing is left open
+            step.abort()
+        self.assertEqual(self.session.refresh(), 10)
+
+    def test_failed_begin_leaves_nothing_open(self):
+        other = self.client.session(self.tokens.rows, "f16")
+        self.session.tokens = 5
+        self.fails(kvq.Code.E_POSITION, self.queue.step, [self.session, other], 1)
+        self.session.tokens = 0
+        with self.queue.step([self.session, other], 1) as step:
+            step.abort()
+
+    def test_arrays_in_and_out(self):
+        """Copies and views give the same; outputs go where they are told."""
+        k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
+        answers = []
+        for place in ("copied", "in place"):
+            if place == "in place":
+                views = [self.client.array(a.shape) for a in (k, v, q)]
+                for view, a in zip(views, (k, v, q)):
+                    view[...] = a
+                k, v, q = views
+            with self.client.session(self.tokens.rows[:1], "oscar2") as session:
+                with self.queue.step([session], 10) as step:
+                    out = np.zeros((10, 8, 128), np.float16)
+                    got, lse = step.append_attend(0, k, v, q, out=out)
+                    self.assertIs(got, out)
+                    again, none = step.attend(0, q, lse=False)
+                    self.assertIsNone(none)
+                    self.assertEqual(again.dtype, np.float32)
+                    half, _ = step.attend(0, q, out_dtype="f16")
+                    self.assertEqual(half.dtype, np.float16)
+                    self.assertTrue((half == out).all())
+                    step.abort()
+            answers.append(out.tobytes() + lse.tobytes() + again.tobytes())
+        self.assertTrue(answers[0] == answers[1])
+
+    def test_bad_arrays(self):
+        k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
+        step = self.queue.step([self.session], 10)
+        with self.assertRaises(ValueError):
+            step.append(0, k[0], v[0])
+        with self.assertRaises(TypeError):
+            step.append(0, k.astype(np.float64), v)
+        with self.assertRaises(ValueError):
+            own = self.client.array((10, 2, 256))
+            step.append(0, own[:, :, ::2], v)
+        with self.assertRaises(ValueError):
+            step.append(0, self.client.array((10, 2, 128))[::-1], v)
+        with self.assertRaises(TypeError):
+            self.client.session(self.tokens.rows, "f16", nonsense=True)
+        with self.assertRaises(ValueError):
+            self.client.buffer(0)
+        step.abort()
+
+    def test_arrays_outlive_their_buffer(self):
+        """A buffer's memory is there for as long as an array refers to it."""
+        buffer = self.client.buffer(1 << 16)
+        array = buffer.array((64, 64))
+        array[...] = 3
+        buffer.close()
+        buffer.close()
+        gc.collect()
+        self.assertEqual(array.sum(), 3 * 64 * 64)
+
+    def test_buffer_from_front_to_back(self):
+        buffer = self.client.buffer(4096)
+        first, second = buffer.take((3, 5), np.float16), buffer.take(7)
+        self.assertEqual(second.ctypes.data - first.ctypes.data, 64)
+        self.assertEqual(second.ctypes.data % 64, 0)
+        with self.assertRaises(TypeError):
+            buffer.take(4096)
+        self.assertIs(self.client.find_buffer(second[2:]), buffer)
+        self.assertIsNone(self.client.find_buffer(np.zeros(3)))
+
+    def test_errors_carry_code_text_and_entries(self):
+        self.session.tokens = 3
+        error = self.fails(kvq.Code.E_POSITION, self.queue.step, [self.session], 1)
+        self.assertEqual(error.entries["status"][0], kvq.Code.E_POSITION)
+        self.assertTrue(str(error).startswith("E_POSITION: "))
+        self.session.tokens = 0
+
+    def test_closed_session(self):
+        session = self.client.session(self.tokens.rows, "f16")
+        session.close()
+        session.close()
+        self.fails(kvq.Code.E_STALE, self.queue.step, [session], 1)
+        with self.client.session(self.tokens.rows, "f16") as session:
+            session.drop()
+
+    def test_merge(self):
+        random = np.random.default_rng(1)
+        logits, values = random.standard_normal((3, 50)), random.standard_normal((50, 8))
+
+        def state(part):
+            weights = np.exp(logits[:, part])
+            return weights @ values[part] / weights.sum(1)[:, None], np.log(weights.sum(1))
+        out, lse = kvq.merge_states(*state(slice(0, 20)), *state(slice(20, 50)))
+        want, want_lse = state(slice(0, 50))
+        self.assertLess(np.abs(out - want).max(), 1e-6)
+        self.assertLess(np.abs(lse - want_lse).max(), 1e-6)
+        with self.assertRaises(ValueError):
+            kvq.merge_states(out, lse[:2], out, lse)
+
+
+class Examples(Test):
+    """The programs of examples/."""
+
+    def run_example(self, *command):
+        environment = dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory,
+                           PYTHONPATH=os.path.join(ROOT, "client", "python"))
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True,
+                              timeout=e2e_rig.BOUND).stdout
+
+    def test_python(self):
+        out = self.run_example(sys.executable, os.path.join(ROOT, "examples", "minimal.py"))
+        self.assertRegex(out, r"^240 tokens, 3\.06\d* bits per packed value, output -?\d")
+
+    def test_c(self):
+        """And its number, against double precision over the same tokens as they are stored."""
+        program = os.path.join(os.path.dirname(e2e_rig.BIN), "tests", "example_minimal")
+        if not os.path.exists(program):
+            self.skipTest("example_minimal was not built")
+        out = self.run_example(program)
+        self.assertRegex(out, r"^304 and 305 tokens, output -?\d")
+        # The values of rows of the first session: five in the first step, then one each.
+        i = np.arange(1 << 15)
+
+        def values(token, start, rows, heads):
+            at = i[start // 4:start // 4 + rows * heads * 128]
+            return (((at * 31 + token * 17) % 101 - 50) / 50).reshape(rows, heads, 128)
+        k, v = (np.concatenate([values(t, start, 5 if t == 0 else 1, 2) for t in range(300)])
+                for start in (0, 16 << 10))
+        k, v, q = (x.astype(np.float32) for x in (k, v, values(299, 32 << 10, 1, 8)))
+        with self.client.session([kvq.Layer(8, 2, 128)], "oscar2") as session:
+            with self.queue.step([session], 303) as step:
+                step.append(0, k[:303], v[:303])
+            stored = self.queue.read(session, 0)
+        want, _ = attend64(*(np.concatenate([s, x[303:]]) for s, x in zip(stored, (k, v))), q, 303)
+        self.assertLess(abs(float(out.split()[-1]) - want[0, 0, 0]), 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(e2e_rig.run([Header, Package, Examples], __doc__))
