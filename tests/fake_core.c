@@ -51,7 +51,8 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
     assert(workspace);
     while (queue->gate && kvq_word_load_acquire(queue->gate) == 0)
         sched_yield();
-    queue->runs[item]++;
+    if (job->n_items <= FAKE_ITEMS)
+        queue->runs[item]++;
 }
 
 static enum kvq__progress done(struct kvq__queue *queue, uint64_t value)
@@ -90,7 +91,7 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *queue)
     if (queue->header.op == KVQ_OP_READ)
         return background_open ? KVQ__WAIT : done(queue, 0);
     uint64_t run = 0;
-    for (uint32_t i = 0; i < queue->job.n_items; i++)
+    for (uint32_t i = 0; i < queue->job.n_items && i < FAKE_ITEMS; i++)
         run += queue->runs[i] == 1;
     return done(queue, run);
 }
@@ -121,8 +122,11 @@ static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
 {
     struct kvq__core *core =
         (struct kvq__core *)((char *)job - offsetof(struct kvq__core, background));
-    (void)item;
     assert(workspace);
+    if (item == 0)
+        kvq_word_add(&core->background_begun, 1);
+    while (core->background_gate && kvq_word_load_acquire(core->background_gate) == 0)
+        sched_yield();
     kvq_word_add(&core->background_run, 1);
 }
 

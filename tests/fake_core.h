@@ -27,7 +27,8 @@ struct kvq__queue {
 };
 
 struct kvq__core {
-    uint32_t ticks, background_items, background_run, background_done;
+    uint32_t ticks, background_items, background_begun, background_run, background_done;
+    const uint32_t *background_gate; // like a queue's
     struct kvq__job background;
 };
 
