@@ -178,9 +178,11 @@ class BadWork(Test):
 
     def test_counts(self):
         """More than the limits, and counts that overflow."""
-        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session], 65537, text=("65537", "65536"))
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session], 65537,
+                   text=("65537", "65536"))
         self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session], 2**32 - 1, text="65536")
-        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session] * 1025, 1, text=("1025", "1024"))
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, [self.session] * 1025, 1,
+                   text=("1025", "1024"))
         q = np.zeros((513, 8, 128), np.float32)
         self.fails(kvq.Code.E_LIMIT, self.queue.attend, [self.session], 0, q, 513,
                    text=("513", "512"))

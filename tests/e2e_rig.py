@@ -101,7 +101,7 @@ class Daemon:
         return self.ctl("status")
 
     def fds(self):
-        """How many descriptors it has open besides its pool's extents, which it keeps for a while."""
+        """How many descriptors it has open, without its pool's extents, which it keeps a while."""
         folder, count = f"/proc/{self.process.pid}/fd", 0
         for name in os.listdir(folder):
             try:
@@ -111,8 +111,8 @@ class Daemon:
         return count
 
     def wait_fds(self, expected):
-        """Connections come and go until it has so many descriptors open: it closes those of the dead
-        soon after it said that they are gone, and kvqctl's a little later."""
+        """Connections come and go until it has so many descriptors open: it closes those of the
+        dead soon after it said that they are gone, and kvqctl's a little later."""
         end = time.monotonic() + BOUND
         while self.fds() != expected:
             if time.monotonic() > end:
@@ -154,8 +154,8 @@ class Daemon:
 
 
 class Child:
-    """A client process: a function of e2e_child.py. It says things line by line, and goes on when it
-    is told to."""
+    """A client process: a function of e2e_child.py. It says things line by line, and goes on when
+    it is told to."""
 
     def __init__(self, function, *arguments):
         self.process = subprocess.Popen(
@@ -200,9 +200,9 @@ class Child:
 # ---- Attention in double precision ----
 
 def attend64(k, v, q, first, window=0, softcap=0.0, visible=None):
-    """Attention of queries q [n][q_heads][dim] standing at positions first, first + 1, ... over keys
-    k, v [tokens][kv_heads][dim] at positions 0, 1, ... visible: only keys below this position.
-    Returns (out, lse)."""
+    """Attention of queries q [n][q_heads][dim] standing at positions first, first + 1, ... over
+    keys k, v [tokens][kv_heads][dim] at positions 0, 1, ... visible: only keys below this
+    position. Returns (out, lse)."""
     k, v, q = (np.asarray(x, np.float64) for x in (k, v, q))
     group = q.shape[1] // k.shape[1]
     positions = np.arange(len(k))

@@ -9,7 +9,7 @@ FULL = os.environ.get("KVQ_FULL") == "1"
 
 
 class Soak(Test):
-    """Under KVQ_FULL=1: 64 clients with 16 sessions each for a minute. Else fewer, for 5 seconds."""
+    """Under KVQ_FULL=1 64 clients with 16 sessions each for a minute; else fewer for 5 seconds."""
     DAEMON = {"pool_bytes": "1gb"}
     CLIENTS, SESSIONS, SECONDS = (64, 16, 60) if FULL else (12, 16, 5)
 

@@ -185,8 +185,8 @@ class Queue:
 
     def read(self, session, layer, start=0, tokens=None, dtype="f32", shape=None):
         """K and V of tokens [start, start + tokens) of one layer, dequantized, in the engine's
-        basis: two arrays [tokens][heads][dim], shorter where the session ends
-        and where the layer's window has let tokens go. shape: (kv_heads, k_dim, v_dim), if the session was
+        basis: two arrays [tokens][heads][dim], shorter where the session ends and where the
+        layer's window has let tokens go. shape: (kv_heads, k_dim, v_dim), if the session was
         opened without a table."""
         tokens = session.tokens - start if tokens is None else tokens
         if shape is None:
