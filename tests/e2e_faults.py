@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die in the middle of anything, clients that scribble, memory that runs out."""
 import os
-import signal
 import time
 
 from e2e_rig import (BOUND, Child, Daemon, Test, Tokens, feed, kvq, np, own_fds, read_all)
@@ -128,7 +127,7 @@ class DeadDaemon(Test):
         children = [Child("waiter", self.daemon.directory) for _ in range(4)]
         for child in children:
             self.assertEqual(child.hear(), "ready")
-        os.kill(self.daemon.process.pid, signal.SIGSTOP)
+        self.daemon.pause()
         for child in children:
             child.tell()
             self.assertEqual(child.hear(), "waiting")
@@ -150,7 +149,7 @@ class DeadDaemon(Test):
         made, own = self.client.buffer(4096, daemon_made=True), self.client.buffer(4096)
         made.array(4)[:], own.array(4)[:] = [1, 2, 3, 4], [5, 6, 7, 8]
         tokens.feed(self.queue, session, 20)
-        os.kill(self.daemon.process.pid, signal.SIGSTOP)
+        self.daemon.pause()
         ticket = self.queue.submit("nop", np.zeros(1, kvq.ENTRY))
         self.daemon.kill()
         self.fails(kvq.Code.E_NO_DAEMON, self.client.reattach, text=self.daemon.directory)

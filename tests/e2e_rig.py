@@ -128,6 +128,11 @@ class Daemon:
             last, same = now, same + 1 if now == last else 0
         return last
 
+    def pause(self):
+        """Stops all of its threads, and returns when they stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
     def kill(self):
         self.process.kill()
         self.process.wait(BOUND)
