@@ -11,6 +11,7 @@
 #include <cmocka.h>
 #include <math.h>
 
+#include "kernels/internal.h"
 #include "tests/kvtest.h"
 
 static const struct kvq_kernels *kernels;
@@ -146,6 +147,37 @@ static void test_known_answers(void **state)
                 }
             free_packed(&p);
         }
+}
+
+// The order of the operations, which is part of the format, on numbers where it shows.
+static void test_order_of_operations(void **state)
+{
+    struct kvt_rng rng = {kvt_seed()};
+    float *x = kvt_guarded(sizeof(float) * 256, 0), *sum = kvt_guarded(sizeof(float), 0);
+    (void)state;
+    for (uint32_t dim = 64; dim <= 256; dim *= 2) {
+        float a[256], b[256], lanes[16] = {0};
+        kvt_fill(&rng, KVT_NORMAL, x, 1, dim);
+        for (uint32_t i = 0; i < dim; i++) {
+            a[i] = x[i];
+            lanes[i % 16] += x[i] * x[i];
+        }
+        for (uint32_t h = 1; h < dim; h *= 2) {
+            for (uint32_t i = 0; i < dim; i++)
+                b[i] = i & h ? a[i ^ h] - a[i] : a[i] + a[i ^ h];
+            memcpy(a, b, sizeof a);
+        }
+        for (uint32_t step = 8; step > 0; step /= 2)
+            for (uint32_t i = 0; i < step; i++)
+                lanes[i] += lanes[i + step];
+        kernels->sumsq(x, 1, dim, sum);
+        kernels->hadamard(x, 1, dim);
+        assert_true(*sum == lanes[0]);
+        for (uint32_t i = 0; i < dim; i++)
+            assert_true(x[i] == a[i] * (float)(1 / sqrt(dim)));
+    }
+    kvt_guarded_free(x);
+    kvt_guarded_free(sum);
 }
 
 // Whole formats: each transformed key lies within one step of its code, since an integer zero
@@ -572,14 +604,23 @@ static void test_choice(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_answers), cmocka_unit_test(test_reconstruction),
-        cmocka_unit_test(test_rotation),      cmocka_unit_test(test_token_scaling),
-        cmocka_unit_test(test_frozen_bytes),  cmocka_unit_test(test_constant_groups),
-        cmocka_unit_test(test_zeros),         cmocka_unit_test(test_small_and_large),
-        cmocka_unit_test(test_huge_norms),    cmocka_unit_test(test_store_counts),
-        cmocka_unit_test(test_pieces),        cmocka_unit_test(test_cross_head_norm),
-        cmocka_unit_test(test_sizes),         cmocka_unit_test(test_zero_has_no_sign),
-        cmocka_unit_test(test_shapes),        cmocka_unit_test(test_choice),
+        cmocka_unit_test(test_known_answers),
+        cmocka_unit_test(test_reconstruction),
+        cmocka_unit_test(test_order_of_operations),
+        cmocka_unit_test(test_rotation),
+        cmocka_unit_test(test_token_scaling),
+        cmocka_unit_test(test_frozen_bytes),
+        cmocka_unit_test(test_constant_groups),
+        cmocka_unit_test(test_zeros),
+        cmocka_unit_test(test_small_and_large),
+        cmocka_unit_test(test_huge_norms),
+        cmocka_unit_test(test_store_counts),
+        cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_cross_head_norm),
+        cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_zero_has_no_sign),
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_choice),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     return cmocka_run_group_tests(tests, NULL, NULL);
