@@ -239,6 +239,60 @@ int kit_request(struct member *m, const struct kvq_request *header,
     return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
 }
 
+// ---- One session, fed from one tensor ----
+
+uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
+                     uint32_t max_rollback)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .layers = rows, .n_layers = n_rows, .max_rollback = max_rollback};
+    int rc = kvq__session_open(m->client, &spec, &info, text);
+    return rc == 0 ? info.handle : 0;
+}
+
+struct kvq__session *kit_of(struct member *m, uint64_t handle)
+{
+    struct kvq__handle *h;
+    return kvq__handle_get(m->client, handle, &h) == 0 ? h->session : NULL;
+}
+
+int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wire entry,
+               uint64_t *value)
+{
+    struct kvq_request r = kit_header(op, 1);
+    r.step = step;
+    int rc = kit_request(m, &r, &entry);
+    if (rc == 0) {
+        rc = kvq__queue_results(m->queue)[0].status;
+        if (value)
+            *value = kvq__queue_results(m->queue)[0].value;
+    }
+    return rc;
+}
+
+int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    const struct kvq__session *s = kit_of(m, handle);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
+    int rc = kit_simple(m, KVQ_OP_STEP_BEGIN, 99, e, NULL);
+    for (uint32_t layer = 0; rc == 0 && layer < s->n_layers; layer++) {
+        struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+        r.step = 99;
+        r.layer = layer;
+        r.k = kit_view(m, 0, heads, dim, KVQ_F32);
+        r.v = kit_view(m, m->bytes / 2, heads, dim, KVQ_F32);
+        if (!kvq__layer_owns(s, layer))
+            continue;
+        rc = kit_request(m, &r, &e);
+        if (rc == 0)
+            rc = kvq__queue_results(m->queue)[0].status;
+    }
+    return rc == 0 ? kit_simple(m, KVQ_OP_STEP_END, 99, e, NULL) : rc;
+}
+
 // ---- Counting everything anew ----
 
 struct counting {

@@ -56,6 +56,19 @@ struct kvq_request kit_header(uint8_t op, uint16_t count);
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
                               uint8_t dtype);
 
+// ---- One session, fed from one tensor ----
+
+// Opens an unnamed session of these layers for writing; 0 if that failed.
+uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
+                     uint32_t max_rollback);
+struct kvq__session *kit_of(struct member *m, uint64_t handle);
+// One step of n tokens: K and V of every layer are rows [position, position + n) of the fp32
+// tensors [rows][heads][dim] at offset 0 and at half of the buffer. 0 or the first code.
+int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
+// One entry's request without tensors: truncate, fork, ... 0 or its status; *value its value.
+int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wire entry,
+               uint64_t *value);
+
 // Walks the core: references, bytes, counters, limits. Aborts with a message if anything is off.
 void core_check(const struct kvq__core *core);
 // Aborts with the text if the condition does not hold.

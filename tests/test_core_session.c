@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions as the control plane sees them: opening, comparing, holds, limits, keeping and
+// dropping, and the numbers that are told.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core_kit.h"
+
+enum { MIB = 1 << 20, BUFFER = 2 * MIB, DIM = 128 };
+
+static struct kit kit;
+static struct member m, other; // users 1000 and 1001
+static char text[KVQ_TEXT_BYTES];
+
+static struct kvq__layer_row row_of(const char *format)
+{
+    return (struct kvq__layer_row){
+        .q_heads = 8, .kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .format = format, .kv_from = -1};
+}
+
+static int setup(void **state)
+{
+    static const uint32_t uids[] = {1000, 1001};
+    const struct kvq__namespace_config team = {
+        .name = "team", .limit_bytes = 4 * MIB, .limit_sessions = 2, .uids = uids, .n_uids = 2};
+    (void)state;
+    kit_open(&kit, 3, 64 * MIB, 0);
+    assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
+    assert_int_equal(kvq__core_namespace(kit.core, &team, text), KVQ_E_EXISTS);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    assert_int_equal(member_open(&kit, &other, 1001, BUFFER), 0);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&m);
+    member_close(&other);
+    kit_close(&kit);
+    return 0;
+}
+
+static int open_as(struct member *who, const struct kvq__session_spec *spec,
+                   struct kvq__session_info *info)
+{
+    memset(text, 0, sizeof text);
+    int rc = kvq__session_open(who->client, spec, info, text);
+    if (rc < 0)
+        assert_true(strlen(text) > 20 && strlen(text) < sizeof text - 1); // a sentence, not cut
+    return rc;
+}
+
+// Opens with one row changed and expects to be refused.
+static void refused(const struct kvq__layer_row *row, int code, const char *says)
+{
+    struct kvq__session_info info;
+    const struct kvq__session_spec spec = {.layers = row, .n_layers = 1, .format = "oscar2"};
+    assert_int_equal(open_as(&m, &spec, &info), code);
+    if (!strstr(text, says))
+        fail_msg("\"%s\" does not say \"%s\"", text, says);
+}
+
+static void test_shapes(void **state)
+{
+    struct kvq__layer_row row;
+    (void)state;
+    row = row_of("oscar9");
+    refused(&row, KVQ_E_FORMAT, "known are f16, bf16, oscar2");
+    row = row_of(NULL);
+    row.k_dim = row.v_dim = 96;
+    refused(&row, KVQ_E_SHAPE, "96");
+    row = row_of(NULL);
+    row.v_dim = 64;
+    refused(&row, KVQ_E_SHAPE, "unequal");
+    row = row_of(NULL);
+    row.q_heads = 7;
+    refused(&row, KVQ_E_SHAPE, "multiple");
+    row = row_of(NULL);
+    row.kv_heads = 0;
+    refused(&row, KVQ_E_SHAPE, "at least 1");
+    row = row_of(NULL);
+    row.q_heads = row.kv_heads = 300;
+    refused(&row, KVQ_E_LIMIT, "256");
+    row = row_of(NULL);
+    row.repeat = UINT32_MAX;
+    refused(&row, KVQ_E_LIMIT, "256");
+    row = row_of(NULL);
+    row.kv_from = 5;
+    refused(&row, KVQ_E_SHAPE, "kv_from");
+    row = row_of(NULL);
+    row.kv_heads = 64;
+    row.q_heads = 64;
+    refused(&row, KVQ_E_LIMIT, "extent"); // a raw block of 4 MiB in extents of 2 MiB
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
+static void test_numbers_of_spec(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec good = {.layers = &row, .n_layers = 1}, spec;
+    char long_name[KVQ_NAME_BYTES + 1];
+    (void)state;
+    memset(long_name, 'x', sizeof long_name - 1);
+    long_name[sizeof long_name - 1] = 0;
+    spec = good;
+    spec.name = long_name;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
+    spec.name = "line\nbreak";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec.name = "#7";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.max_rollback = KVQ_MAX_ROLLBACK + 1;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
+    spec = good;
+    spec.shards = 2;
+    spec.shard = 2;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.v_rotation = 3;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.dtype = KVQ_BF16; // f16 does not hold it
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_SHAPE);
+    spec = good;
+    spec.on_detach = KVQ__DETACH_KEEP; // unnamed
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.flags = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
+    spec.name = "a";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    assert_int_equal(open_as(&m, &good, &info), 0);
+}
+
+static void test_open_again(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("f16")};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "chat", .model = "llama", .layers = rows, .n_layers = 2};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_true(info.created);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), KVQ_E_STALE);
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_false(info.created);
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_BUSY);
+    spec.flags = KVQ__OPEN_MUST_CREATE;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    rows[1].window = 64;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    assert_non_null(strstr(text, "shape of layer 1"));
+    rows[1] = row_of("oscar2");
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    assert_non_null(strstr(text, "f16 there, oscar2 asked"));
+    spec.n_layers = 0;
+    spec.model = "mistral";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.model = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.model, "llama");
+    assert_int_equal(info.layers, 2);
+    spec.name = "nobody";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_NO_SESSION);
+}
+
+static void test_take_over(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info first, second;
+    struct kvq__session_spec spec = {.ns = "team", .name = "x", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &first), 0);
+    struct kvq_entry_wire e = {.handle = first.handle, .append = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(open_as(&other, &spec, &second), KVQ_E_BUSY);
+    spec.flags = KVQ__OPEN_TAKE_OVER;
+    assert_int_equal(open_as(&other, &spec, &second), 0);
+    assert_int_equal(second.writer_client, other.id);
+    assert_false(second.step_open); // the old writer's step is void
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 1, e, NULL), KVQ_E_NO_STEP);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_TAKEN);
+    assert_int_equal(kvq__session_close(m.client, first.handle, text), 0);
+    e.handle = second.handle;
+    assert_int_equal(kit_simple(&other, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_STALE); // not m's
+}
+
+static void test_permission(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info, list[4];
+    struct kvq__session_spec spec = {.name = "mine", .layers = &row, .n_layers = 1};
+    const struct kvq__peer stranger = {.uid = 2000}, admin = {.uid = 0, .admin = true};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.ns, "uid-1000");
+    spec.ns = "uid-1000";
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
+    spec.ns = "secret"; // does not exist: the same answer
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
+    assert_int_equal(kvq__core_sessions(kit.core, &stranger, NULL, list, 4), 0);
+    assert_int_equal(kvq__core_sessions(kit.core, &admin, NULL, list, 4), 1);
+    assert_int_equal(kvq__session_drop_named(kit.core, &stranger, "uid-1000", "mine", text),
+                     KVQ_E_PERMISSION);
+    assert_int_equal(kvq__session_drop_named(kit.core, &stranger, "", "#1", text),
+                     KVQ_E_NO_SESSION);
+    assert_int_equal(kvq__core_kick(kit.core, &stranger, m.id, text), KVQ_E_PERMISSION);
+    assert_int_equal(kvq__core_kick(kit.core, &admin, 999, text), KVQ_E_INVALID);
+    assert_int_equal(kvq__session_drop_named(kit.core, &admin, "", "#1", text), 0);
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
+static void test_quota(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.ns = "team", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    // 128 KiB a page and layer; the namespace has 4 MiB, the pool much more.
+    struct kvq_entry_wire e = {.handle = info.handle, .append = 33 * 128};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_QUOTA);
+    assert_int_equal(kit.core->pool.used_bytes, 0);
+    e.append = 32 * 128;
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit.core->pool.used_bytes, 4 * MIB);
+    assert_int_equal(open_as(&other, &spec, &info), 0);
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_QUOTA); // the third session
+    struct kvq__namespace_info ns[4];
+    assert_int_equal(kvq__core_namespaces(kit.core, &m.client->peer, ns, 4), 1);
+    assert_int_equal(ns[0].sessions, 2);
+    assert_int_equal(ns[0].used_bytes, 4 * MIB);
+}
+
+static void test_keep(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "kept", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kit_step(&m, info.handle, 20, 2, DIM), 0);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = 20, .append = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    spec.name = NULL; // an unnamed one beside it
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    member_close(&m); // dies in the middle of its step
+    assert_int_equal(kit.core->n_sessions, 1);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    spec.name = "kept";
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.tokens, 20);
+    kvq__core_clock(kit.core, 3000000000u);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    kvq__core_clock(kit.core, 7000000000u); // kept for 5 seconds
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 1);
+    kvq__core_clock(kit.core, 8000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_true(kit.extents_out > 0);
+    kvq__core_clock(kit.core, 30000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.extents_out, 0); // empty extents go back after a while
+}
+
+static void test_info(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("oscar2")};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
+    struct kvq__status status;
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    for (uint32_t i = 0; i < 5; i++)
+        assert_int_equal(kit_step(&m, info.handle, 128, 2, DIM), 0);
+    assert_int_equal(kit_step(&m, info.handle, 60, 2, DIM), 0);
+    kit_pack(&kit);
+    assert_int_equal(kvq__session_info(m.client, info.handle, &info, text), 0);
+    assert_int_equal(info.tokens, 700);
+    assert_int_equal(info.full_precision_tokens, 60);
+    assert_true(info.bytes_per_token_head <= 98);
+    assert_true(info.bits_per_value > 2 && info.bits_per_value < 3.1);
+    assert_true(info.bytes_per_token_head_total > info.bytes_per_token_head);
+    assert_true(info.compression > 1 && info.compression < 16 / info.bits_per_value);
+    assert_string_equal(info.format, "oscar2");
+    kvq__core_status(kit.core, &status);
+    assert_int_equal(status.pool_used_bytes, info.packed_bytes + info.window_bytes);
+    assert_int_equal(status.tokens, 700);
+    assert_int_equal(status.appended_tokens, 700);
+    assert_int_equal(status.steps, 6);
+    assert_int_equal(status.sessions, 1);
+    assert_int_equal(status.clients, 2);
+}
+
+static void test_drain(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
+    struct member late;
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    struct kvq_entry_wire e = {.handle = info.handle};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    kvq__core_drain(kit.core);
+    assert_false(kvq__core_idle(kit.core));
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_DRAINING);
+    assert_int_equal(member_open(&kit, &late, 1, 64), KVQ_E_DRAINING);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_DRAINING);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 1, e, NULL), 0);
+    assert_true(kvq__core_idle(kit.core));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_shapes, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_open_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_take_over, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_permission, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_keep, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_info, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
