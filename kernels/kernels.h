@@ -34,8 +34,9 @@ enum kvq_codec { KVQ_CODEC_RAW, KVQ_CODEC_AFFINE };
 
 // One row. K affine codes are per channel over 32 tokens, V per token over 32 channels.
 struct kvq_format {
-    uint16_t id; // stable, stored in sessions and files
     const char *name;
+    const char *source;    // paper and section
+    uint16_t id;           // stable, stored in sessions and files
     uint8_t k_transform;   // enum kvq_k_transform
     uint8_t k_token_scale; // enum kvq_token_scale
     uint8_t codec;         // enum kvq_codec
@@ -43,7 +44,6 @@ struct kvq_format {
     uint8_t k_bits, v_bits;
     uint16_t unit_tokens;   // packed in whole units of so many tokens
     uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
-    const char *source;     // paper and section
 };
 
 // The table, ended by a row without a name. Order is stable; ids never change meaning.

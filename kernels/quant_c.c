@@ -213,7 +213,7 @@ static void quant_v_c(const struct kvq__codec *c, const float *rows, uint8_t *gr
 
 void kvq__dequant_k_c(const struct kvq__codec *c, const uint8_t *group, float *rows)
 {
-    uint8_t codes[MAX_CODES];
+    uint8_t codes[MAX_CODES] = {0};
     float scale[KVQ_MAX_HEAD_DIM], zero[KVQ_MAX_HEAD_DIM];
     const uint16_t *scales = (const uint16_t *)(const void *)(group + c->layout.k_scales);
     const uint16_t *zeros = (const uint16_t *)(const void *)(group + c->layout.k_zeros);
@@ -232,7 +232,7 @@ void kvq__dequant_k_c(const struct kvq__codec *c, const uint8_t *group, float *r
 
 void kvq__dequant_v_c(const struct kvq__codec *c, const uint8_t *group, float *rows)
 {
-    uint8_t codes[MAX_CODES];
+    uint8_t codes[MAX_CODES] = {0};
     const uint16_t *scales = (const uint16_t *)(const void *)(group + c->layout.v_scales);
     const uint16_t *zeros = (const uint16_t *)(const void *)(group + c->layout.v_zeros);
     walk_v(c->v_bits, c->dim, (uint8_t *)group + c->layout.v_codes, codes, false);

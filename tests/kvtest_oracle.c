@@ -88,7 +88,7 @@ static uint32_t k_code(const uint8_t *codes, uint32_t dim, uint32_t bits, uint32
         return code + 4 * (word_le(high + at) >> bit & 3);
     if (bits == 2)
         return code;
-    uint32_t shared = row % (rows / 2), upper = row / (rows / 2);
+    uint32_t upper = row >= rows / 2, shared = upper ? row - rows / 2 : row;
     at = (slab * rows / 2 + shared) * 128 + 4 * k_row_word(shared, t);
     return code + 4 * (word_le(high + at) >> (bit + upper) & 1);
 }

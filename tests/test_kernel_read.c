@@ -60,7 +60,7 @@ static void check_read(const struct kvt_cache *c, uint64_t from, uint32_t n)
 static struct kvt_cache cache_of(const struct kvq_format *f, uint32_t dim, uint8_t rotation)
 {
     struct kvq_shape s = kvt_shape(2, 2, dim, f->raw_dtype ? f->raw_dtype : KVQ_F16);
-    s.v_rotation = rotation;
+    s.v_rotation = (uint8_t)rotation;
     return kvt_cache(all_kernels[0], f->name, s, 400, -1, KVT_OUTLIERS, kvt_seed());
 }
 
@@ -69,7 +69,7 @@ static void test_all_formats(void **state)
     (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name; f++)
         for (uint32_t dim = 64; dim <= 256; dim *= 2)
-            for (uint8_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
+            for (uint32_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
                 struct kvt_cache c = cache_of(f, dim, rotation);
                 check_read(&c, 0, 400);
                 check_read(&c, 77, 1);

@@ -85,9 +85,9 @@ static void test_plans_and_threads(void **state)
     (void)state;
     for (int i = 0; i < 4; i++)
         for (int isa = 0; isa < n_kernels; isa++)
-            for (uint8_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++) {
+            for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++) {
                 struct session *s = typical(i, kvt_seed());
-                s->r.a.path = path;
+                s->r.a.path = (uint8_t)path;
                 remember(s, all_kernels[isa]);
                 kvt_attend(all_kernels[isa], &s->r.a, true);
                 assert_same_bits(s);
@@ -159,9 +159,9 @@ static void test_tiles(void **state)
 {
     (void)state;
     for (int isa = 0; isa < n_kernels; isa++)
-        for (uint8_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++) {
+        for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++) {
             struct session *s = typical(2, kvt_seed());
-            s->r.a.path = path;
+            s->r.a.path = (uint8_t)path;
             check_tiles(all_kernels[isa], s);
             close_session(s);
         }

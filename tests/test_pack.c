@@ -17,15 +17,15 @@
 static const struct kvq_kernels *kernels;
 
 // A row of the table without a transform or a token scale, to see the quantizer alone.
-static struct kvq_format plain_format(uint8_t bits)
+static struct kvq_format plain_format(uint32_t bits)
 {
     return (struct kvq_format){.id = 999,
                                .name = "plain",
                                .k_transform = KVQ_K_PLAIN,
                                .k_token_scale = KVQ_SCALE_NONE,
                                .codec = KVQ_CODEC_AFFINE,
-                               .k_bits = bits,
-                               .v_bits = bits,
+                               .k_bits = (uint8_t)bits,
+                               .v_bits = (uint8_t)bits,
                                .unit_tokens = 32};
 }
 
@@ -121,7 +121,7 @@ static void expect(const float *x, uint32_t stride, uint32_t bits, double *want)
 static void test_known_answers(void **state)
 {
     (void)state;
-    for (uint8_t bits = 2; bits <= 4; bits++)
+    for (uint32_t bits = 2; bits <= 4; bits++)
         for (uint32_t dim = 64; dim <= 256; dim *= 2) {
             struct kvq_format f = plain_format(bits);
             struct packed p = packed_of(&f, dim, KVQ_F16);
@@ -215,10 +215,10 @@ static void test_reconstruction(void **state)
 static void test_rotation(void **state)
 {
     (void)state;
-    for (uint8_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
+    for (uint32_t rotation = KVQ_V_ROT_NONE; rotation <= KVQ_V_ROT_DAEMON; rotation++) {
         struct kvq_shape s = kvt_shape(1, 2, 128, KVQ_F16);
         double k[128], v[128], off_k = 0, off_v = 0, all = 0;
-        s.v_rotation = rotation;
+        s.v_rotation = (uint8_t)rotation;
         struct kvt_cache c = kvt_cache(kernels, "oscar4", s, 128, -1, KVT_NORMAL, kvt_seed());
         struct kvt_request r = kvt_request(&c, 1, 1);
         for (uint32_t t = 0; t < 128; t++) {
@@ -325,7 +325,7 @@ static void test_constant_groups(void **state)
 {
     static const float values[] = {0.0f, 1.0f, -3.140625f, 65504.0f, 0x1p-24f, -0x1p-14f};
     (void)state;
-    for (uint8_t bits = 2; bits <= 4; bits++)
+    for (uint32_t bits = 2; bits <= 4; bits++)
         for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
             struct kvq_format f = plain_format(bits);
             struct packed p = packed_of(&f, 64, KVQ_F16);
