@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #if defined(__GNUC__)
-#define KVQ_API __attribute__((visibility("default")))
+#define KVQ_API   __attribute__((visibility("default")))
 #define KVQ_CHECK __attribute__((warn_unused_result))
 #else
 #define KVQ_API
@@ -100,9 +100,9 @@ typedef struct kvq_client kvq_client;
 struct kvq_connect_options {
     /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
     const char *runtime_dir;
-    const char *name;        /* for people, e.g. "myengine 1.2"; NULL: the program's name */
-    uint32_t timeout_ms;     /* for connecting and for control calls; 0: 5000 */
-    uint32_t spin_us;        /* longest time to spin before sleeping; 0: adaptive */
+    const char *name;    /* for people, e.g. "myengine 1.2"; NULL: the program's name */
+    uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
+    uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
 };
 
 /* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
@@ -196,7 +196,7 @@ enum { KVQ_ATTENTION_EXACT = 0, KVQ_ATTENTION_FAST = 1, KVQ_ATTENTION_DEFAULT = 
 enum { KVQ_ON_DETACH_DEFAULT = 0, KVQ_ON_DETACH_DROP = 1, KVQ_ON_DETACH_KEEP = 2 };
 enum {
     KVQ_OPEN_READ_ONLY = 1,
-    KVQ_OPEN_TAKE_OVER = 2,  /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
+    KVQ_OPEN_TAKE_OVER = 2, /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
     KVQ_OPEN_MUST_EXIST = 4,
     KVQ_OPEN_MUST_CREATE = 8
 };
@@ -207,11 +207,11 @@ struct kvq_session_options {
     const char *name;  /* NULL: unnamed, private to this client, dropped with it */
     const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
     const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing one as it is */
-    uint32_t n_layers; /* rows; the sum of repeats is the number of layers */
+    uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
     const char *format;
-    uint8_t dtype;       /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
+    uint8_t dtype; /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
     uint8_t v_rotation;
-    uint8_t attention;   /* 0 is exact; KVQ_ATTENTION_DEFAULT leaves it to the daemon */
+    uint8_t attention; /* 0 is exact; KVQ_ATTENTION_DEFAULT leaves it to the daemon */
     uint8_t on_detach;
     uint16_t shard, shards;
     uint32_t flags;
@@ -249,8 +249,8 @@ struct kvq_entry {
     kvq_session session;
     uint64_t position; /* the session's committed token count, else KVQ_E_POSITION */
     uint32_t row, q_row;
-    uint32_t append;   /* tokens of this step (0: attend only) */
-    uint16_t queries;  /* query tokens: the last ones of the step; with append 0 they stand
+    uint32_t append;     /* tokens of this step (0: attend only) */
+    uint16_t queries;    /* query tokens: the last ones of the step; with append 0 they stand
                           behind all tokens */
     uint16_t list_token; /* paged: tokens to skip in the first page */
     /* Results. */
@@ -276,7 +276,7 @@ struct kvq_work {
     uint32_t flags;
     uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
     struct kvq_tensor k, v, q, out;
-    struct kvq_tensor lse; /* fp32 [rows][query heads]; optional */
+    struct kvq_tensor lse;  /* fp32 [rows][query heads]; optional */
     struct kvq_pages pages; /* page_tokens 0: not paged */
 };
 

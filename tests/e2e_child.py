@@ -179,10 +179,10 @@ def scribble(directory, seed, way):
 
 def stranger(directory, uid, ns, name):
     """Tries as another user to reach a namespace that is not its own."""
+    tokens = Tokens(1, 4)  # while this user may still read everything that it needs
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
-    tokens = Tokens(1, 4)
     results = {}
     with kvq.Client(directory) as client:
         def attempt(label, **options):
