@@ -4,6 +4,7 @@
 // there was nothing to do, spin or sleep.
 #include "daemon/poller.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -124,8 +125,7 @@ void kvq__port_remove(struct kvq__poller *p, struct kvq__port *port)
 static void break_off(struct kvq__poller *p, struct kvq__port *port, const char *text)
 {
     struct kvq__member *member = port->member;
-    if (member->broken)
-        return;
+    assert(!member->broken); // nothing of it is looked at any more
     member->broken = true;
     p->counts.broken++;
     member->complain(member, text);

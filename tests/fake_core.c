@@ -12,6 +12,7 @@
 
 // Of the core that was asked last; requests have no other way to it here. Poller's thread.
 static bool background_open;
+static _Thread_local bool poller_thread;
 
 struct kvq__queue *fake_queue_new(void)
 {
@@ -27,11 +28,12 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
 {
     (void)core;
     (void)now_ns;
+    poller_thread = true;
 }
 
 void kvq__core_tick(struct kvq__core *core)
 {
-    core->ticks++;
+    kvq_word_add(&core->ticks, 1);
 }
 
 struct kvq_request *kvq__queue_header(struct kvq__queue *queue)
@@ -51,6 +53,11 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
     assert(workspace);
     while (queue->gate && kvq_word_load_acquire(queue->gate) == 0)
         sched_yield();
+    if (queue->worker_gate && !poller_thread) {
+        kvq_word_add(&queue->held_by_worker, 1);
+        while (kvq_word_load_acquire(queue->worker_gate) == 0)
+            sched_yield();
+    }
     if (job->n_items <= FAKE_ITEMS)
         queue->runs[item]++;
 }

@@ -24,6 +24,9 @@ struct kvq__queue {
     bool closed, under_way;
     // Items of the job wait here until the test lets them go, if `gate` is set.
     const uint32_t *gate;
+    // The same, but only those that a worker runs; it counts them.
+    const uint32_t *worker_gate;
+    uint32_t held_by_worker;
 };
 
 struct kvq__core {
