@@ -188,11 +188,12 @@ part_docs() {
     check_counted "documentation" 60 python3 tests/docs.py build/release
 }
 
+# Tests are left out: the analyzer cannot see that cmocka's assertions end a test.
 part_lint() {
     local file list
     [ -f build/release/compile_commands.json ] || build release || return
     list=$(sources | grep '\.c$' | grep -E '^(proto|client)/|^daemon/(control|attach|config)')
-    [ $full = 1 ] && list=$(sources | grep '\.c$')
+    [ $full = 1 ] && list=$(sources | grep '\.c$' | grep -v '^tests/')
     list=$(for file in $list; do
         grep -q "\"file\": \".*/$file\"" build/release/compile_commands.json && echo "$file"
     done)

@@ -4,7 +4,7 @@
 #
 #   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N]
 #
-#   --full            the long tier: longer fuzzing, more seeds, clang-tidy over every file.
+#   --full            the long tier: longer fuzzing, more seeds, clang-tidy over all but tests.
 #                     Resumable: a part that passed on the same sources is not run again. Its
 #                     result, with commit and date, is written into docs/testing.md.
 #   --only PART       run this part only; may be given several times
@@ -36,7 +36,7 @@ declare -A part_about=(
     [python]="the Python package's tests"
     [install]="install to a folder, compile README's client against it, run it"
     [docs]="links, and that manual pages and --help agree"
-    [lint]="clang-tidy over the parsers of foreign bytes; under --full over every file"
+    [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
 )
 
 full=0 jobs=$(nproc) fuzz_seconds=
