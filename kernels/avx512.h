@@ -118,6 +118,7 @@ KVQ__INLINE __m512 kvq__sum_all(__m512 x)
 void kvq__init_avx512_softmax(struct kvq_kernels *k);
 void kvq__init_avx512_raw(struct kvq_kernels *k);
 void kvq__init_avx512_attend(struct kvq_kernels *k);
+void kvq__init_avx512_walk(struct kvq_kernels *k);
 void kvq__init_avx512_vnni(struct kvq_kernels *k);
 
 #endif

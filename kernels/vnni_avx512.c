@@ -16,40 +16,19 @@
 // of q * scale, together with the zeros, goes into a bias, and centre times the rounded sum is
 // taken off again. The zeros never pass through 8 bits.
 //
-// Two passes over a chunk of 512 tokens, with the softmax between them. The K pass prefetches the
-// chunk's V, the V pass the next chunk's K, into the second level cache.
+// Both operands are turned into bytes for all groups of a chunk (512 tokens) before the first of
+// them is multiplied. From scales to bytes is a chain of some hundred cycles, which thus hides
+// behind that of other groups.
 #include "kernels/vnni_avx512.h"
-
-// Into the second level cache: the first level is too small for a chunk.
-static void prefetch(const uint8_t *from, uint32_t bytes)
-{
-    for (uint32_t i = 0; i < bytes; i += 64)
-        _mm_prefetch((const char *)from + i, _MM_HINT_T1);
-}
-
-static void qk_packed_vnni(const struct kvq__tile *tile, const uint8_t *packed, float *logits)
-{
-    const struct kvq_layout *l = &tile->codec->layout;
-    prefetch(packed + l->v_codes, l->group_bytes - l->v_codes);
-    kvq__vnni_qk(tile, packed, logits);
-}
-
-static void pv_packed_vnni(const struct kvq__tile *tile, const uint8_t *packed, const float *p)
-{
-    const struct kvq__chunk *next = kvq__vnni_of(tile)->chunk->next;
-    uint32_t i = (uint32_t)(p - tile->logits) / KVQ_GROUP_TOKENS;
-    if (next && i < next->groups && next->group[i].packed_tokens)
-        prefetch(next->group[i].packed, tile->codec->layout.v_codes);
-    kvq__vnni_pv(tile, packed, p);
-}
 
 static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const struct kvq__chunk *chunk = v->walk.chunk;
     v->exact->softmax(tile, n);
-    for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
-            kvq__vnni_prepare_v(tile, &v->chunk->group[i], i);
+    for (uint32_t i = 0; i < chunk->groups; i++)
+        if (chunk->group[i].packed_tokens)
+            kvq__vnni_prepare_v(tile, &chunk->group[i], i);
 }
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
@@ -81,16 +60,15 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     struct kvq_kernels fast = *k;
-    fast.qk_packed = qk_packed_vnni;
+    fast.qk_packed = kvq__vnni_qk;
     fast.softmax = softmax_vnni;
-    fast.pv_packed = pv_packed_vnni;
+    fast.pv_packed = kvq__vnni_pv;
     v->exact = k;
-    v->chunk = chunk;
     kvq__vnni_clear(tile);
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (chunk->group[i].packed_tokens)
             kvq__vnni_prepare_k(tile, chunk->group[i].packed, i);
-    kvq__attend_chunk(&fast, tile, chunk);
+    kvq__walk_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);
 }
 

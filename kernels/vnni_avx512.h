@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/avx512.h"
+#include "kernels/walk_avx512.h"
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
@@ -17,8 +17,11 @@ enum {
 
 // Lives in the tile's scratch memory from prepare_fast on.
 struct kvq__vnni {
-    int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
-    float q_unit[KVQ_TILE_ROWS];                  // max |q| / KVQ__INT16_TOP
+    struct kvq__walk walk;           // first, see walk_avx512.h
+    const struct kvq_kernels *exact; // the table that the steps in between come from
+    _Alignas(64)
+        int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
+    float q_unit[KVQ_TILE_ROWS];                      // max |q| / KVQ__INT16_TOP
     // Of the chunk: q * scale as int8, then p * scale as u8; the value of 1 in them; the bias of
     // logits. Rows of groups that have no packed tokens are not touched.
     uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
@@ -29,8 +32,6 @@ struct kvq__vnni {
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
     float zero[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
     float taken[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS / 2][16];
-    const struct kvq_kernels *exact; // the table that the steps in between come from
-    const struct kvq__chunk *chunk;
 };
 static_assert(sizeof(struct kvq__vnni) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
 
@@ -92,9 +93,7 @@ struct kvq__planes {
     uint32_t dim;
 };
 
-// Logits of a group: queries into bytes, then dot products. The first runs for all groups of a
-// chunk before the second runs for any, so that the latency of the one, some hundred cycles from
-// the scales to the bytes, hides behind that of other groups. `group` counts within the chunk.
+// Logits of a group: queries into bytes, then dot products. `group` counts within the chunk.
 void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group);
 void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits);
 
