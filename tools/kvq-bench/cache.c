@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Caches to walk, and what attention over them should give.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/kvq-bench/bench.h"
+
+enum {
+    SOURCES = 16,      // different blocks
+    WALK_CACHES = 4,   // a walk reads at least so many times the last level cache
+    MAX_LAYERS = 1024, // however small the cache of one is
+};
+
+// ---- Random numbers ----
+
+static uint64_t next_random(uint64_t *state) // SplitMix64
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+void bench_normal(uint64_t seed, float *x, size_t n)
+{
+    for (size_t i = 0; i < n; i++) { // Box and Muller
+        double u = ((double)(next_random(&seed) >> 11) + 1) * 0x1p-53;
+        double v = (double)(next_random(&seed) >> 11) * 0x1p-53;
+        x[i] = (float)(sqrt(-2 * log(u)) * cos(2 * M_PI * v));
+    }
+}
+
+// Which of the random blocks stands at a page of a layer; the same for all formats.
+static uint32_t source_of(uint64_t layer, uint64_t page)
+{
+    uint64_t state = layer << 32 | page;
+    return (uint32_t)(next_random(&state) % SOURCES);
+}
+
+// ---- Making a cache ----
+
+static size_t packed_bytes(const struct bench_cache *c)
+{
+    if (c->format->codec == KVQ_CODEC_RAW)
+        return 0;
+    struct kvq_layout l = kvq_layout_of(c->format, &c->shape);
+    return kvq_block_bytes(&l, &c->shape);
+}
+
+static size_t raw_bytes(const struct bench_cache *c)
+{
+    struct kvq_layout l = kvq_layout_raw(&c->shape);
+    return kvq_block_bytes(&l, &c->shape);
+}
+
+// Tokens of the page, and whether it is packed: whole blocks are, if the format packs at all.
+static uint32_t page_tokens(const struct bench_cache *c, uint32_t page)
+{
+    uint64_t left = c->tokens - (uint64_t)page * KVQ_BLOCK_TOKENS;
+    return left < KVQ_BLOCK_TOKENS ? (uint32_t)left : KVQ_BLOCK_TOKENS;
+}
+
+static bool is_packed(const struct bench_cache *c, uint32_t page)
+{
+    return c->format->codec != KVQ_CODEC_RAW && page_tokens(c, page) == KVQ_BLOCK_TOKENS;
+}
+
+static void make_raw_source(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t i,
+                            float *tokens)
+{
+    const struct kvq_shape *s = &c->shape;
+    size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * s->k_dim, row = sizeof(float) * s->k_dim;
+    struct kvq_layout l = kvq_layout_raw(s);
+    struct kvq_store_counts counts = {0};
+    bench_normal(i + 1, tokens, 2 * n);
+    struct kvq_view view_k = {tokens, (int64_t)(row * s->kv_heads), (int64_t)row, KVQ_F32};
+    struct kvq_view view_v = view_k;
+    view_v.data = tokens + n;
+    uint8_t *block = (uint8_t *)c->sources.data + i * raw_bytes(c);
+    for (uint32_t h = 0; h < s->kv_heads; h++)
+        kvq_store(k, s, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS, block + h * l.record_bytes,
+                  &counts);
+}
+
+static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
+{
+    const struct kvq_shape *s = &c->shape;
+    struct bench_memory scratch;
+    size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * s->k_dim;
+    if (!bench_memory_take(&c->sources, SOURCES * raw_bytes(c)) ||
+        !bench_memory_take(&c->packed, SOURCES * packed_bytes(c)) ||
+        !bench_memory_take(&scratch, 2 * n * sizeof(float) + kvq_workspace_bytes()))
+        return false;
+    void *workspace = (char *)scratch.data + 2 * n * sizeof(float);
+    for (uint32_t i = 0; i < SOURCES; i++) {
+        const uint8_t *raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
+        uint8_t *packed = (uint8_t *)c->packed.data + i * packed_bytes(c);
+        make_raw_source(c, k, i, scratch.data);
+        for (uint32_t h = 0; packed_bytes(c) && h < s->kv_heads; h++)
+            kvq_pack(k, c->format, s, raw, packed, h, 0, workspace);
+    }
+    bench_memory_give(&scratch);
+    return true;
+}
+
+// Fills the pages of a layer from `at` on and returns where the next layer starts.
+static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
+{
+    for (uint32_t i = 0; i < c->n_pages; i++) {
+        bool packed = is_packed(c, i);
+        size_t bytes = packed ? packed_bytes(c) : raw_bytes(c);
+        const struct bench_memory *from = packed ? &c->packed : &c->sources;
+        memcpy(at, (const uint8_t *)from->data + source_of(layer, i) * bytes, bytes);
+        c->pages[(size_t)layer * c->n_pages + i] = (struct kvq_page){
+            .packed = packed ? at : NULL,
+            .raw = packed ? NULL : at,
+            .tokens = (uint16_t)page_tokens(c, i),
+            .packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0,
+        };
+        at += bytes;
+    }
+    return at;
+}
+
+static size_t page_bytes(const struct bench_cache *c, uint32_t page)
+{
+    return is_packed(c, page) ? packed_bytes(c) : raw_bytes(c);
+}
+
+// Memory that a layer takes, and the bytes of it that hold tokens.
+static size_t size_layer(struct bench_cache *c)
+{
+    size_t taken = 0;
+    c->layer_bytes = 0;
+    for (uint32_t i = 0; i < c->n_pages; i++) {
+        taken += page_bytes(c, i);
+        c->layer_bytes += page_bytes(c, i) * page_tokens(c, i) / KVQ_BLOCK_TOKENS;
+    }
+    return taken;
+}
+
+static void make_attends(struct bench_cache *c)
+{
+    const struct kvq_shape *s = &c->shape;
+    int64_t row = (int64_t)sizeof(float) * s->k_dim, token = row * s->q_heads;
+    size_t n = (size_t)s->q_heads * s->k_dim;
+    bench_normal(0, c->queries, c->layers * n);
+    for (uint32_t i = 0; i < c->layers; i++)
+        c->attends[i] = (struct kvq_attend){
+            .format = c->format,
+            .shape = s,
+            .pages = c->pages + (size_t)i * c->n_pages,
+            .n_pages = c->n_pages,
+            .past_tokens = c->tokens,
+            .q_start = c->tokens - 1,
+            .q_tokens = 1,
+            .q = {c->queries + i * n, token, row, KVQ_F32},
+            .out = c->out + i * n,
+            .out_token_stride = token,
+            .out_head_stride = row,
+            .out_dtype = KVQ_F32,
+        };
+}
+
+bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
+                      const struct kvq_format *format, uint64_t tokens)
+{
+    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
+    *c = (struct bench_cache){.format = format, .tokens = tokens};
+    c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
+    c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+    size_t taken = size_layer(c), walk = WALK_CACHES * bench_last_level_cache();
+    size_t layers = (walk + c->layer_bytes - 1) / c->layer_bytes;
+    c->layers = layers > MAX_LAYERS ? MAX_LAYERS : (uint32_t)layers;
+    c->pages = calloc((size_t)c->layers * c->n_pages, sizeof *c->pages);
+    c->attends = calloc(c->layers, sizeof *c->attends);
+    c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
+    c->out = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
+    if (!c->pages || !c->attends || !c->queries || !c->out || !make_sources(c, k) ||
+        !bench_memory_take(&c->memory, c->layers * taken)) {
+        fprintf(stderr, "kvq-bench: no memory for %llu tokens of %s\n", (unsigned long long)tokens,
+                format->name);
+        bench_cache_free(c);
+        return false;
+    }
+    uint8_t *at = c->memory.data;
+    for (uint32_t i = 0; i < c->layers; i++)
+        at = fill_layer(c, i, at);
+    make_attends(c);
+    return true;
+}
+
+void bench_cache_free(struct bench_cache *c)
+{
+    bench_memory_give(&c->memory);
+    bench_memory_give(&c->sources);
+    bench_memory_give(&c->packed);
+    free(c->pages);
+    free(c->attends);
+    free(c->queries);
+    free(c->out);
+    *c = (struct bench_cache){0};
+}
+
+// ---- Double precision ----
+
+struct reference {
+    const struct bench_cache *c;
+    float *k[2], *v[2]; // of each source, [128][dim], raw and packed
+    double *logits;     // of one query head
+    double *sums;       // [dim]
+};
+
+// Dequantizes every source's first head, by the C functions. Those are held against an oracle of
+// their own in the tests.
+static void read_sources(struct reference *r, void *workspace)
+{
+    const struct bench_cache *c = r->c;
+    size_t n = (size_t)KVQ_BLOCK_TOKENS * c->shape.k_dim;
+    for (uint32_t i = 0; i < SOURCES; i++)
+        for (uint32_t packed = 0; packed < (packed_bytes(c) ? 2u : 1u); packed++) {
+            struct kvq_page page = {.tokens = KVQ_BLOCK_TOKENS};
+            page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
+            page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
+            page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
+            kvq_read(kvq_kernels_get(KVQ_ISA_C), c->format, &c->shape, &page, 1, 0,
+                     KVQ_BLOCK_TOKENS, 0, r->k[packed] + i * n, r->v[packed] + i * n, workspace);
+        }
+}
+
+// The row of token t in one of the arrays of sources.
+static const float *row_of(const struct reference *r, float *const *from, uint64_t t)
+{
+    uint32_t page = (uint32_t)(t / KVQ_BLOCK_TOKENS), dim = r->c->shape.k_dim;
+    size_t at = (size_t)source_of(0, page) * KVQ_BLOCK_TOKENS + t % KVQ_BLOCK_TOKENS;
+    return from[is_packed(r->c, page)] + at * dim;
+}
+
+static void attend_head(struct reference *r, const float *q)
+{
+    uint32_t dim = r->c->shape.k_dim;
+    double max = -INFINITY, sum = 0;
+    for (uint64_t t = 0; t < r->c->tokens; t++) {
+        const float *k = row_of(r, r->k, t);
+        double dot = 0;
+        for (uint32_t i = 0; i < dim; i++)
+            dot += (double)q[i] * (double)k[i];
+        r->logits[t] = dot * (double)r->c->shape.scale;
+        max = fmax(max, r->logits[t]);
+    }
+    memset(r->sums, 0, dim * sizeof *r->sums);
+    for (uint64_t t = 0; t < r->c->tokens; t++) {
+        const float *v = row_of(r, r->v, t);
+        double p = exp(r->logits[t] - max);
+        sum += p;
+        for (uint32_t i = 0; i < dim; i++)
+            r->sums[i] += p * (double)v[i];
+    }
+    for (uint32_t i = 0; i < dim; i++)
+        r->sums[i] /= sum;
+}
+
+static double error_of(struct reference *r)
+{
+    const struct kvq_shape *s = &r->c->shape;
+    double error = 0, size = 0;
+    for (uint32_t h = 0; h < (uint32_t)(s->q_heads / s->kv_heads); h++) {
+        attend_head(r, r->c->queries + (size_t)h * s->k_dim);
+        for (uint32_t i = 0; i < s->k_dim; i++) {
+            double want = r->sums[i], got = (double)r->c->out[(size_t)h * s->k_dim + i];
+            error += (got - want) * (got - want);
+            size += want * want;
+        }
+    }
+    return sqrt(error / size);
+}
+
+double bench_cache_error(const struct bench_cache *c)
+{
+    struct reference r = {.c = c};
+    struct bench_memory m;
+    size_t n = (size_t)SOURCES * KVQ_BLOCK_TOKENS * c->shape.k_dim;
+    size_t bytes = kvq_workspace_bytes() + 4 * n * sizeof(float) +
+                   (c->tokens + c->shape.k_dim) * sizeof(double);
+    if (!bench_memory_take(&m, bytes))
+        return NAN;
+    float *at = (float *)(void *)((char *)m.data + kvq_workspace_bytes());
+    for (uint32_t i = 0; i < 2; i++) {
+        r.k[i] = at + 2 * i * n;
+        r.v[i] = at + (2 * i + 1) * n;
+    }
+    r.sums = (double *)(void *)(at + 4 * n);
+    r.logits = r.sums + c->shape.k_dim;
+    read_sources(&r, m.data);
+    double error = error_of(&r);
+    bench_memory_give(&m);
+    return error;
+}

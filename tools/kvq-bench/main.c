@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// kvq-bench: what the kernels and the ring cost on this machine, against its own floors.
+#include <string.h>
+
+#include "tools/kvq-bench/bench.h"
+
+int main(int argc, char **argv)
+{
+    struct bench_options o;
+    int status = bench_options_read(&o, argc, argv);
+    if (status)
+        return status > 0 ? 0 : 2;
+    if (strcmp(o.command, "attend") == 0)
+        return bench_attend(&o);
+    return bench_pack(&o);
+}

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The command line of kvq-bench.
+#include <errno.h>
+#include <getopt.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/kvq-bench/bench.h"
+
+static const char help[] =
+    "Usage: kvq-bench attend|pack [OPTION]...\n"
+    "\n"
+    "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
+    "          than the last level cache; needs no daemon\n"
+    "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
+    "\n"
+    "  --format F,..     formats (default f16,oscar2,oscar3,oscar4); f16 is always the baseline\n"
+    "  --tokens N,..     cached tokens (default 4096,32768)\n"
+    "  --threads T,..    threads, each on a CPU of its own (default 1, and all CPUs)\n"
+    "  --q-heads N       query heads (default 32)\n"
+    "  --kv-heads N      KV heads (default 8)\n"
+    "  --head-dim N      64, 128 or 256 (default 128)\n"
+    "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
+    "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
+    "  --reps N          timed walks a row, their median is shown (default 7)\n"
+    "  --json            an array of objects instead of the table\n"
+    "  --help            this text\n"
+    "  --version         the version\n"
+    "\n"
+    "Columns of attend:\n"
+    "  us         microseconds a layer\n"
+    "  GB/s       cache bytes read a second\n"
+    "  floor      that as a share of what the same threads read with the widest loads\n"
+    "  vs f16     how many times faster than f16, timed by turns in the same run\n"
+    "  B/tok/head bytes a token and KV head, K and V together, with all parameters\n"
+    "  bits       bits a value, with all parameters\n"
+    "  error      relative error against double precision over the same cache\n"
+    "\n"
+    "Exit status: 0 done, 1 a benchmark failed, 2 the command line is wrong.\n";
+
+static bool read_number(const char *text, uint64_t low, uint64_t high, uint64_t *value)
+{
+    char *end;
+    errno = 0;
+    *value = strtoull(text, &end, 10);
+    return end != text && *end == '\0' && !errno && *text != '-' && *value >= low && *value <= high;
+}
+
+static int wrong_number(const char *name, const char *text, uint64_t low, uint64_t high)
+{
+    fprintf(stderr, "kvq-bench: --%s is \"%s\"; give a number from %llu to %llu\n", name, text,
+            (unsigned long long)low, (unsigned long long)high);
+    return -1;
+}
+
+static int read_one(const char *name, const char *text, uint64_t low, uint64_t high,
+                    uint32_t *value)
+{
+    uint64_t v;
+    if (!read_number(text, low, high, &v))
+        return wrong_number(name, text, low, high);
+    *value = (uint32_t)v;
+    return 0;
+}
+
+// Takes the next part of a list with commas from *text, up to 31 characters, into part.
+static bool next_part(const char **text, char part[32])
+{
+    if (!*text)
+        return false;
+    size_t n = strcspn(*text, ",");
+    snprintf(part, 32, "%.*s", n < 31 ? (int)n : 31, *text);
+    *text = (*text)[n] ? *text + n + 1 : NULL;
+    return true;
+}
+
+static int read_list(const char *name, const char *text, uint64_t low, uint64_t high,
+                     struct bench_list *list)
+{
+    char part[32];
+    list->n = 0;
+    while (next_part(&text, part)) {
+        uint64_t v;
+        if (!read_number(part, low, high, &v))
+            return wrong_number(name, part, low, high);
+        if (list->n == BENCH_MAX_LIST) {
+            fprintf(stderr, "kvq-bench: --%s takes %d values; give fewer\n", name, BENCH_MAX_LIST);
+            return -1;
+        }
+        list->value[list->n++] = v;
+    }
+    return 0;
+}
+
+static int read_formats(const char *text, struct bench_options *o)
+{
+    char part[32];
+    o->n_formats = 0;
+    while (next_part(&text, part)) {
+        const struct kvq_format *f = kvq_format_by_name(part);
+        if (!f || o->n_formats == BENCH_MAX_LIST) {
+            fprintf(stderr, "kvq-bench: --format has \"%s\"; give up to %d of", part,
+                    BENCH_MAX_LIST);
+            for (f = kvq_formats; f->name; f++)
+                fprintf(stderr, " %s", f->name);
+            fprintf(stderr, "\n");
+            return -1;
+        }
+        o->format[o->n_formats++] = f;
+    }
+    return 0;
+}
+
+static int read_path(const char *text, struct bench_options *o)
+{
+    char part[32];
+    o->exact = o->fast = false;
+    while (next_part(&text, part)) {
+        if (strcmp(part, "exact") == 0) {
+            o->exact = true;
+        } else if (strcmp(part, "fast") == 0) {
+            o->fast = true;
+        } else {
+            fprintf(stderr, "kvq-bench: --path has \"%s\"; give exact, fast or both\n", part);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int read_isa(const char *text, struct bench_options *o)
+{
+    static const char *const names[] = {"c", "avx2", "avx512"};
+    for (int i = 0; i <= KVQ_ISA_AVX512; i++)
+        if (strcmp(text, names[i]) == 0) {
+            o->isa = i;
+            return 0;
+        }
+    fprintf(stderr, "kvq-bench: --isa is \"%s\"; give c, avx2 or avx512\n", text);
+    return -1;
+}
+
+static int read_option(struct bench_options *o, int option, const char *text)
+{
+    switch (option) {
+    case 'f':
+        return read_formats(text, o);
+    case 'n':
+        return read_list("tokens", text, 1, 1u << 24, &o->tokens);
+    case 't':
+        return read_list("threads", text, 1, KVQ_POOL_MAX_THREADS, &o->threads);
+    case 'q':
+        return read_one("q-heads", text, 1, 1024, &o->q_heads);
+    case 'k':
+        return read_one("kv-heads", text, 1, 1024, &o->kv_heads);
+    case 'd':
+        return read_one("head-dim", text, 1, KVQ_MAX_HEAD_DIM, &o->head_dim);
+    case 'p':
+        return read_path(text, o);
+    case 'i':
+        return read_isa(text, o);
+    case 'r':
+        return read_one("reps", text, 1, BENCH_MAX_REPS, &o->reps);
+    case 'j':
+        o->json = true;
+        return 0;
+    case 'h':
+        fputs(help, stdout);
+        return 1;
+    case 'v':
+        puts("kvq-bench " KVQ_VERSION);
+        return 1;
+    default:
+        fprintf(stderr, "Try kvq-bench --help.\n");
+        return -1;
+    }
+}
+
+static int read_defaults(struct bench_options *o)
+{
+    *o = (struct bench_options){.q_heads = 32,
+                                .kv_heads = 8,
+                                .head_dim = 128,
+                                .exact = true,
+                                .fast = true,
+                                .isa = KVQ_ISA_AVX512,
+                                .reps = 7};
+    char threads[32];
+    long cpus = bench_cpus();
+    if (cpus > KVQ_POOL_MAX_THREADS)
+        cpus = KVQ_POOL_MAX_THREADS;
+    snprintf(threads, sizeof threads, cpus > 1 ? "1,%ld" : "%ld", cpus);
+    int error = read_formats("f16,oscar2,oscar3,oscar4", o);
+    if (!error)
+        error = read_list("tokens", "4096,32768", 1, 1u << 24, &o->tokens);
+    if (!error)
+        error = read_list("threads", threads, 1, KVQ_POOL_MAX_THREADS, &o->threads);
+    return error;
+}
+
+struct kvq_shape bench_shape(const struct bench_options *o, uint8_t dtype)
+{
+    return (struct kvq_shape){.q_heads = (uint16_t)o->q_heads,
+                              .kv_heads = (uint16_t)o->kv_heads,
+                              .k_dim = (uint16_t)o->head_dim,
+                              .v_dim = (uint16_t)o->head_dim,
+                              .dtype = dtype,
+                              .scale = 1.0f / sqrtf((float)o->head_dim)};
+}
+
+static int check_shape(const struct bench_options *o)
+{
+    struct kvq_shape shape = bench_shape(o, KVQ_F16);
+    char text[256];
+    for (uint32_t i = 0; i < o->n_formats; i++) {
+        shape.dtype = o->format[i]->raw_dtype ? o->format[i]->raw_dtype : KVQ_F16;
+        if (kvq_shape_check(&shape, o->format[i], text, sizeof text)) {
+            fprintf(stderr, "kvq-bench: %s\n", text);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int read_command(struct bench_options *o, int argc, char **argv)
+{
+    static const char *const commands[] = {"attend", "pack"};
+    if (optind + 1 != argc) {
+        fprintf(stderr, "kvq-bench: give one command, attend or pack; see kvq-bench --help\n");
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        if (strcmp(argv[optind], commands[i]) == 0)
+            o->command = commands[i];
+    if (!o->command) {
+        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend or pack\n", argv[optind]);
+        return -1;
+    }
+    return 0;
+}
+
+int bench_options_read(struct bench_options *o, int argc, char **argv)
+{
+    static const struct option options[] = {
+        {"format", required_argument, NULL, 'f'},
+        {"tokens", required_argument, NULL, 'n'},
+        {"threads", required_argument, NULL, 't'},
+        {"q-heads", required_argument, NULL, 'q'},
+        {"kv-heads", required_argument, NULL, 'k'},
+        {"head-dim", required_argument, NULL, 'd'},
+        {"path", required_argument, NULL, 'p'},
+        {"isa", required_argument, NULL, 'i'},
+        {"reps", required_argument, NULL, 'r'},
+        {"json", no_argument, NULL, 'j'},
+        {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'v'},
+        {0},
+    };
+    int option, status = read_defaults(o);
+    while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1)
+        status = read_option(o, option, optarg);
+    if (!status)
+        status = read_command(o, argc, argv);
+    return status ? status : check_shape(o);
+}
