@@ -52,9 +52,11 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     struct kit *kit = context;
     if (fails(kit))
         return KVQ_E_NO_MEMORY;
-    *memory = (struct kvq__memory){aligned_alloc(64, bytes), bytes, -1};
-    MUST(memory->base);
-    memset(memory->base, 0, bytes);
+    // calloc leaves pages that nobody touches alone; what it gave stands before the aligned start.
+    uint8_t *given = calloc(1, bytes + 64);
+    MUST(given);
+    *memory = (struct kvq__memory){given + 64 - (uintptr_t)given % 64, bytes, -1};
+    memcpy(memory->base - sizeof given, &given, sizeof given);
     kit->extents_out++;
     return 0;
 }
@@ -68,8 +70,10 @@ static void zero(void *context, struct kvq__memory *memory)
 static void release(void *context, struct kvq__memory *memory)
 {
     struct kit *kit = context;
+    uint8_t *given;
+    memcpy(&given, memory->base - sizeof given, sizeof given);
     kit->extents_out--;
-    free(memory->base);
+    free(given);
 }
 
 static void *allocate(void *context, size_t bytes)
@@ -301,42 +305,50 @@ struct counting {
     uint32_t sessions;
 };
 
-static uint32_t references(const struct kvq__namespace *ns, const struct kvq__block *block)
+// Table entries that name the block; NULL: that name any.
+static uint64_t references(const struct kvq__namespace *ns, const struct kvq__block *block)
 {
     const struct kvq__session *s;
-    uint32_t n = 0;
+    uint64_t n = 0;
     TAILQ_FOREACH (s, &ns->sessions, link)
         for (uint32_t i = 0; i < s->n_layers; i++)
-            for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++)
-                n += (s->layers[i].pages[p].raw.block == block) +
-                     (s->layers[i].pages[p].packed.block == block);
+            for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
+                const struct kvq__block *raw = s->layers[i].pages[p].raw.block;
+                const struct kvq__block *packed = s->layers[i].pages[p].packed.block;
+                n += block ? (raw == block) + (packed == block) : (raw != NULL) + (packed != NULL);
+            }
     return n;
 }
 
-static bool in_list(const struct kvq__block_list *list, const struct kvq__block *block)
+// Blocks of the list that belong to the extent; all of them must be unreferenced.
+static uint32_t count_list(const struct kvq__block_list *list, const struct kvq__extent *e)
 {
     const struct kvq__block *b;
-    STAILQ_FOREACH (b, list, link)
-        if (b == block)
-            return true;
-    return false;
+    uint32_t n = 0;
+    STAILQ_FOREACH (b, list, link) {
+        MUST(b->refs == 0);
+        n += b->extent == e;
+    }
+    return n;
 }
 
 static uint64_t check_extent(const struct kvq__core *core, const struct kvq__namespace *ns,
-                             const struct kvq__class *class, const struct kvq__extent *e)
+                             const struct kvq__class *class, const struct kvq__extent *e,
+                             uint64_t *refs)
 {
-    uint32_t used = 0;
+    uint32_t in_use = 0, free = count_list(&e->free, e);
+    uint32_t limbo = count_list(&core->pool.limbo, e);
     MUST(e->owner == class && e->last == ns);
     for (uint32_t i = 0; i < e->n_blocks; i++) {
         const struct kvq__block *b = &e->blocks[i];
-        bool is_free = in_list(&e->free, b), limbo = in_list(&core->pool.limbo, b);
         MUST(b->extent == e);
-        MUST(b->refs == references(ns, b));
-        MUST((b->refs > 0) + is_free + limbo == 1);
-        used += !is_free;
+        MUST(b->refs == 0 || b->refs == references(ns, b));
+        in_use += b->refs > 0;
+        *refs += b->refs;
     }
-    MUST(used == e->used && used > 0);
-    return used * class->block_bytes;
+    MUST(in_use + free + limbo == e->n_blocks);
+    MUST(in_use + limbo == e->used && e->used > 0);
+    return e->used * class->block_bytes;
 }
 
 static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
@@ -377,11 +389,12 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     const struct kvq__class *class;
     const struct kvq__extent *e;
     const struct kvq__session *s;
-    uint64_t used = 0;
+    uint64_t used = 0, refs = 0;
     uint32_t sessions = 0;
     LIST_FOREACH (class, &ns->classes, link)
         TAILQ_FOREACH (e, &class->extents, link)
-            used += check_extent(c->core, ns, class, e);
+            used += check_extent(c->core, ns, class, e, &refs);
+    MUST(refs == references(ns, NULL));
     MUST(used == ns->used_bytes);
     MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes);
     TAILQ_FOREACH (s, &ns->sessions, link) {
