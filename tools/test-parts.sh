@@ -209,7 +209,9 @@ part_lint() {
         grep -q "\"file\": \".*/$file\"" build/release/compile_commands.json || continue
         case $file in
         tests/*) ;;
-        proto/* | client/* | daemon/control* | daemon/attach* | daemon/config*) parsers+=("$file") ;;
+        proto/* | client/* | daemon/control* | daemon/attach* | daemon/config*)
+            parsers+=("$file")
+            ;;
         *) others+=("$file") ;;
         esac
     done
