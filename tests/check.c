@@ -592,7 +592,7 @@ static_assert(sizeof(struct kvq_kernels) ==
 
 // ---- Running ----
 
-enum { ROUNDS = 40 };
+enum { ROUNDS = 25 };
 
 struct job {
     const struct check *check;
