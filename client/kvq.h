@@ -187,7 +187,8 @@ struct kvq_layer {
     float softcap;              /* 0: none */
     float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
     const char *format;         /* NULL: the session's */
-    int32_t kv_from;            /* layer whose cache this one reads; -1 or own number: its own */
+    int32_t kv_from;            /* layer whose cache this one reads; -1 or own number: its own.
+                                   Not to be left at 0, which is layer 0. */
     uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
 };
 

@@ -184,7 +184,12 @@ def stranger(directory, uid, ns, name):
     os.setgid(uid)
     os.setuid(uid)
     results = {}
-    with kvq.Client(directory) as client:
+    try:
+        client = kvq.Client(directory)
+    except kvq.Error as error:
+        say([error.code.name, error.text])
+        return
+    with client:
         def attempt(label, **options):
             try:
                 with client.session(tokens.rows, "f16", **options) as session:

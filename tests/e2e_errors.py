@@ -318,7 +318,11 @@ class BadPeople(Test):
     def test_no_permission_for_the_directory(self):
         with Daemon(runtime_mode="0700") as daemon:
             child = Child("stranger", daemon.directory, 65534, "uid-0", "x")
-            self.assertEqual(child.close(), 1)
+            code, text = child.hear()
+            child.end()
+        self.assertEqual(code, "E_PERMISSION")
+        self.assertIn("65534", text)
+        self.assertIn(daemon.directory, text)
 
     def test_two_daemons(self):
         tokens = Tokens(1, 10)

@@ -168,9 +168,9 @@ class Child:
              *[json.dumps(a) for a in arguments]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True)
 
-    def hear(self):
+    def hear(self, bound=BOUND):
         """Its next line, as JSON."""
-        if not select.select([self.process.stdout], [], [], BOUND)[0]:
+        if not select.select([self.process.stdout], [], [], bound)[0]:
             self.process.kill()
             raise AssertionError("a client process said nothing in time")
         line = self.process.stdout.readline()

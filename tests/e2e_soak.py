@@ -3,7 +3,7 @@
 import os
 import random
 
-from e2e_rig import Child, Test
+from e2e_rig import BOUND, Child, Test
 
 FULL = os.environ.get("KVQ_FULL") == "1"
 
@@ -18,7 +18,7 @@ class Soak(Test):
         fds = self.daemon.settled_fds()
         children = [Child("soak_client", self.daemon.directory, seed, self.SESSIONS, self.SECONDS)
                     for seed in range(self.CLIENTS)]
-        numbers = [child.hear() for child in children]
+        numbers = [child.hear(BOUND * 5) for child in children]
         for child in children:
             child.tell()
         doomed = rng.sample(range(self.CLIENTS), max(self.CLIENTS // 10, 2))
@@ -29,7 +29,7 @@ class Soak(Test):
             children[i].kill()
             self.daemon.wait_gone(numbers[i])
         survivors = [c for i, c in enumerate(children) if i not in doomed]
-        results = [child.hear() for child in survivors]
+        results = [child.hear(self.SECONDS + BOUND * 5) for child in survivors]
         for result in results:
             self.assertLess(result["error"], 1e-3)
             self.assertGreater(result["steps"], 0)

@@ -450,6 +450,17 @@ static void test_reattach(void **unused)
     assert_int_equal(kvq_daemon_info(r.client, &info), KVQ_OK);
     assert_int_equal(info.epoch, 4712);
     assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_OK);
+    // A ticket that is open when the new daemon is there already.
+    fake_stop(&r.daemon);
+    s.ring = FAKE_SILENT;
+    r.daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_OK);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &ticket), KVQ_OK);
+    fake_stop(&r.daemon);
+    r.daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_OK);
+    assert_int_equal(kvq_wait(r.queue, ticket, UINT64_MAX), KVQ_E_CANCELLED);
+    assert_int_equal(r.entries[0].status, KVQ_E_CANCELLED);
     rig_down(&r);
 }
 
