@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/cache.h"
 
 // A share of the floor above this means that the floor or the time is wrong.
 static const double MAX_SHARE = 1.05;
@@ -17,7 +17,7 @@ struct run {
     struct kvq_pool *pool;
     unsigned threads;
     double floor; // bytes a second
-    double huge; // share of the memory in huge pages
+    double huge;  // share of the memory in huge pages
     struct bench_cache *baseline;
     bool failed;
 };

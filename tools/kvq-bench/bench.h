@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the parts of kvq-bench share: options, memory, caches to walk, output.
+// What the parts of kvq-bench share: options, memory, output. It knows neither the kernels nor the
+// client library, since their names overlap; see cache.h and ring.c.
 #ifndef KVQ_TOOLS_BENCH_H
 #define KVQ_TOOLS_BENCH_H
 
@@ -10,8 +11,8 @@
 
 #include <cjson/cJSON.h>
 
-#include "kernels/kernels.h"
-#include "kernels/pool.h"
+struct kvq_format;
+struct kvq_pool;
 
 enum {
     BENCH_MAX_LIST = 16,  // values of one option
@@ -37,9 +38,6 @@ struct bench_options {
     bool json;
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program
 };
-
-// The shape the options ask for, with the usual softmax scale.
-struct kvq_shape bench_shape(const struct bench_options *o, uint8_t dtype);
 
 // Reads the command line. 0: go on; 1: help or version was printed, end well; -1: complained.
 int bench_options_read(struct bench_options *o, int argc, char **argv);
@@ -67,34 +65,6 @@ double bench_floor(struct kvq_pool *pool);
 double bench_seconds(void); // monotonic
 long bench_cpus(void);      // that this process may use
 
-// ---- Caches (cache.c) ----
-
-// The cache of one KV layer after the other, bigger together than the last level cache. Its
-// blocks are copies of a few random ones; all formats hold the same tokens in the same order.
-struct bench_cache {
-    const struct kvq_format *format;
-    struct kvq_shape shape;
-    uint64_t tokens;
-    uint32_t layers, n_pages;
-    size_t layer_bytes;     // what one attention reads
-    struct kvq_page *pages; // [layers][n_pages]
-    struct bench_memory memory, sources, packed;
-    float *queries, *out;       // [layers][q_heads][head_dim]
-    struct kvq_attend *attends; // one a layer, exact path
-};
-
-// Makes a cache of `tokens` tokens. False: no memory, complained; nothing is held then.
-bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
-                      const struct kvq_format *format, uint64_t tokens);
-void bench_cache_free(struct bench_cache *c);
-
-// Relative error (2-norm) of the first KV head's outputs of the first layer, as they stand in
-// c->out, against double precision over the same cache.
-double bench_cache_error(const struct bench_cache *c);
-
-// n numbers of N(0, 1), the same for the same seed.
-void bench_normal(uint64_t seed, float *x, size_t n);
-
 // ---- Output (table.c) ----
 
 // Rows as a table for people, as they come, or at the end as one JSON array.
@@ -116,5 +86,6 @@ double bench_median(double *x, uint32_t n); // sorts x
 
 int bench_attend(const struct bench_options *o);
 int bench_pack(const struct bench_options *o);
+int bench_ring(const struct bench_options *o);
 
 #endif

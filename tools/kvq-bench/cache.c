@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/cache.h"
 
 enum {
     SOURCES = 16,      // different blocks

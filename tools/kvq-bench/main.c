@@ -13,5 +13,7 @@ int main(int argc, char **argv)
         return status > 0 ? 0 : 2;
     if (strcmp(o.command, "attend") == 0)
         return bench_attend(&o);
-    return bench_pack(&o);
+    if (strcmp(o.command, "pack") == 0)
+        return bench_pack(&o);
+    return bench_ring(&o);
 }

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "kernels/pool.h"
 #include "tools/kvq-bench/bench.h"
 
 static const size_t HUGE_PAGE = 2u << 20;

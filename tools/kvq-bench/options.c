@@ -8,14 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|pack [OPTION]...\n"
+    "Usage: kvq-bench attend|pack|ring [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
     "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
+    "  ring    the round trip of a request that does nothing, checked like any other, to a\n"
+    "          kvqd that is started for it and ended after\n"
     "\n"
     "  --format F,..     formats (default f16,oscar2,oscar3,oscar4); f16 is always the baseline\n"
     "  --tokens N,..     cached tokens (default 4096,32768)\n"
@@ -26,6 +28,8 @@ static const char help[] =
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
     "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks a row, their median is shown (default 7)\n"
+    "  --sessions S,..   ring: sessions in a request (default 1,64)\n"
+    "  --kvqd PATH       ring: the daemon to start (default the one beside this program)\n"
     "  --json            an array of objects instead of the table\n"
     "  --help            this text\n"
     "  --version         the version\n"
@@ -38,6 +42,9 @@ static const char help[] =
     "  B/tok/head bytes a token and KV head, K and V together, with all parameters\n"
     "  bits       bits a value, with all parameters\n"
     "  error      relative error against double precision over the same cache\n"
+    "\n"
+    "Modes of ring: spin, both sides wait awake on a CPU of their own; sleep, both sleep and are\n"
+    "woken; one-core, both share one CPU.\n"
     "\n"
     "Exit status: 0 done, 1 a benchmark failed, 2 the command line is wrong.\n";
 
@@ -164,6 +171,11 @@ static int read_option(struct bench_options *o, int option, const char *text)
         return read_isa(text, o);
     case 'r':
         return read_one("reps", text, 1, BENCH_MAX_REPS, &o->reps);
+    case 's':
+        return read_list("sessions", text, 1, 1024, &o->sessions);
+    case 'b':
+        o->kvqd = text;
+        return 0;
     case 'j':
         o->json = true;
         return 0;
@@ -197,6 +209,8 @@ static int read_defaults(struct bench_options *o)
     if (!error)
         error = read_list("tokens", "4096,32768", 1, 1u << 24, &o->tokens);
     if (!error)
+        error = read_list("sessions", "1,64", 1, 1024, &o->sessions);
+    if (!error)
         error = read_list("threads", threads, 1, KVQ_POOL_MAX_THREADS, &o->threads);
     return error;
 }
@@ -227,16 +241,18 @@ static int check_shape(const struct bench_options *o)
 
 static int read_command(struct bench_options *o, int argc, char **argv)
 {
-    static const char *const commands[] = {"attend", "pack"};
+    static const char *const commands[] = {"attend", "pack", "ring"};
     if (optind + 1 != argc) {
-        fprintf(stderr, "kvq-bench: give one command, attend or pack; see kvq-bench --help\n");
+        fprintf(stderr,
+                "kvq-bench: give one command, attend, pack or ring; see kvq-bench --help\n");
         return -1;
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (strcmp(argv[optind], commands[i]) == 0)
             o->command = commands[i];
     if (!o->command) {
-        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend or pack\n", argv[optind]);
+        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend, pack or ring\n",
+                argv[optind]);
         return -1;
     }
     return 0;
@@ -254,6 +270,8 @@ int bench_options_read(struct bench_options *o, int argc, char **argv)
         {"path", required_argument, NULL, 'p'},
         {"isa", required_argument, NULL, 'i'},
         {"reps", required_argument, NULL, 'r'},
+        {"sessions", required_argument, NULL, 's'},
+        {"kvqd", required_argument, NULL, 'b'},
         {"json", no_argument, NULL, 'j'},
         {"help", no_argument, NULL, 'h'},
         {"version", no_argument, NULL, 'v'},

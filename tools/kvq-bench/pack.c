@@ -3,7 +3,7 @@
 // kvq-bench pack: storing 128 tokens of one layer as they come, and packing them.
 #include <stdio.h>
 
-#include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/cache.h"
 
 enum { BLOCKS = 8 }; // different ones in a round, so that no cache holds the answers
 
