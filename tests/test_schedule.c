@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The scheduler with made-up costs: fair by time, not by items; decode before prefill, which still
+// moves on; every item given out once.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/schedule.h"
+
+enum { ITEMS = 100000 };
+
+struct side {
+    struct kvq__share share;
+    struct kvq__work work[2];
+    struct kvq__job job;
+    uint64_t item_ns, picks, time;
+};
+
+static struct kvq__schedule schedule;
+
+static void side_add(struct side *side, uint64_t item_ns, enum kvq__urgency urgency, int n_works)
+{
+    memset(side, 0, sizeof *side);
+    kvq__share_init(&side->share);
+    side->item_ns = item_ns;
+    side->job.n_items = ITEMS;
+    for (int i = 0; i < n_works; i++) {
+        side->work[i].job = &side->job;
+        side->work[i].share = &side->share;
+        side->work[i].urgency = urgency;
+        side->work[i].n_items = ITEMS;
+        kvq__schedule_add(&schedule, &side->work[i]);
+    }
+}
+
+// Runs picks, each costing what its side says, at once known.
+static void run(struct side *sides, int n_sides, int picks)
+{
+    for (int i = 0; i < picks; i++) {
+        uint32_t item;
+        struct kvq__work *work = kvq__schedule_pick(&schedule, &item);
+        assert_non_null(work);
+        assert_int_equal(item, work->picked - 1);
+        for (int s = 0; s < n_sides; s++)
+            if (work->share == &sides[s].share) {
+                sides[s].picks++;
+                sides[s].time += sides[s].item_ns;
+                sides[s].share.cost_ns += sides[s].item_ns;
+            }
+    }
+}
+
+static void test_time_is_shared_evenly(void **state)
+{
+    struct side sides[3];
+    (void)state;
+    kvq__schedule_init(&schedule);
+    side_add(&sides[0], 1000, KVQ__DECODE, 1);
+    side_add(&sides[1], 50000, KVQ__DECODE, 1);
+    side_add(&sides[2], 3000000, KVQ__DECODE, 2); // far beyond a quantum, and two queues
+    run(sides, 3, 60000);
+    for (int s = 0; s < 3; s++) {
+        uint64_t all = sides[0].time + sides[1].time + sides[2].time;
+        assert_true(sides[s].time > all / 3 * 9 / 10 && sides[s].time < all / 3 * 11 / 10);
+    }
+}
+
+static void test_queues_of_a_client_take_turns(void **state)
+{
+    struct side side;
+    (void)state;
+    kvq__schedule_init(&schedule);
+    side_add(&side, 1000, KVQ__DECODE, 2);
+    run(&side, 1, 1000);
+    assert_int_equal(side.work[0].picked, 500);
+    assert_int_equal(side.work[1].picked, 500);
+}
+
+static void test_decode_goes_first(void **state)
+{
+    struct side sides[2];
+    (void)state;
+    kvq__schedule_init(&schedule);
+    side_add(&sides[0], 1000, KVQ__PREFILL, 1);
+    side_add(&sides[1], 1000, KVQ__DECODE, 1);
+    run(sides, 2, 8000);
+    assert_int_equal(sides[0].picks, 8000 / KVQ__PREFILL_SHARE); // and prefill moves on
+    assert_int_equal(sides[1].picks, 8000 - 8000 / KVQ__PREFILL_SHARE);
+}
+
+static void test_nobody_saves_up(void **state)
+{
+    struct side sides[2];
+    uint32_t item;
+    (void)state;
+    kvq__schedule_init(&schedule);
+    side_add(&sides[0], 1000, KVQ__DECODE, 1);
+    side_add(&sides[1], 1000, KVQ__DECODE, 1);
+    sides[1].work[0].n_items = 1; // ends at once and stays away for long
+    run(sides, 2, 50000);
+    sides[1].work[0].n_items = ITEMS;
+    kvq__schedule_add(&schedule, &sides[1].work[0]);
+    uint64_t before[2] = {sides[0].time, sides[1].time};
+    run(sides, 2, 10000);
+    uint64_t gained = sides[1].time - before[1], other = sides[0].time - before[0];
+    assert_true(gained < other + 2 * KVQ__QUANTUM_NS && other < gained + 2 * KVQ__QUANTUM_NS);
+    // To the end: each item once, then nothing.
+    run(sides, 2, (int)(2 * ITEMS - sides[0].work[0].picked - sides[1].work[0].picked));
+    assert_null(kvq__schedule_pick(&schedule, &item));
+    assert_true(kvq__schedule_empty(&schedule));
+}
+
+static void test_urgency_of_requests(void **state)
+{
+    struct kvq_request request = {.count = 3};
+    struct kvq_entry_wire entries[3] = {{.append = 1}, {.queries = 16}, {.append = 16}};
+    (void)state;
+    assert_int_equal(kvq__urgency_of(&request, entries), KVQ__DECODE);
+    entries[1].queries = 17;
+    assert_int_equal(kvq__urgency_of(&request, entries), KVQ__PREFILL);
+    entries[1].queries = 0;
+    entries[2].append = 17;
+    assert_int_equal(kvq__urgency_of(&request, entries), KVQ__PREFILL);
+    request.count = 2;
+    assert_int_equal(kvq__urgency_of(&request, entries), KVQ__DECODE);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_time_is_shared_evenly),
+        cmocka_unit_test(test_queues_of_a_client_take_turns),
+        cmocka_unit_test(test_decode_goes_first),
+        cmocka_unit_test(test_nobody_saves_up),
+        cmocka_unit_test(test_urgency_of_requests),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
