@@ -100,8 +100,6 @@ static struct kvq__work *pick_of(struct kvq__schedule *schedule, enum kvq__urgen
     if (TAILQ_EMPTY(&share->work[urgency])) {
         TAILQ_REMOVE(&schedule->shares[urgency], share, link[urgency]);
         schedule->n_shares[urgency]--;
-        if (share->deficit_ns > 0)
-            share->deficit_ns = 0; // nobody saves up time while idle
     }
     return work;
 }

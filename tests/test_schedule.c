@@ -69,6 +69,19 @@ static void test_time_is_shared_evenly(void **state)
     }
 }
 
+// All may be in debt at once, and still somebody is next.
+static void test_debts(void **state)
+{
+    struct side sides[2];
+    (void)state;
+    kvq__schedule_init(&schedule);
+    side_add(&sides[0], 90000000, KVQ__DECODE, 1);
+    run(sides, 1, 100);
+    side_add(&sides[1], 30000000, KVQ__DECODE, 1);
+    run(sides, 2, 400);
+    assert_true(sides[1].picks > 280 && sides[1].picks < 320);
+}
+
 static void test_queues_of_a_client_take_turns(void **state)
 {
     struct side side;
@@ -133,6 +146,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_time_is_shared_evenly),
+        cmocka_unit_test(test_debts),
         cmocka_unit_test(test_queues_of_a_client_take_turns),
         cmocka_unit_test(test_decode_goes_first),
         cmocka_unit_test(test_nobody_saves_up),
