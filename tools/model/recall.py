@@ -62,16 +62,18 @@ def with_facts(rng, text, length, count):
     return b"".join(out)[:length], weights[:length]
 
 
-def with_repeat(rng, text, length):
-    """Repeats a passage of text later in the sequence; returns bytes and loss weights."""
-    size = far(rng, 60, min(600, length // 4))
-    distance = far(rng, size + 20, length - size - 20)
-    first = snap(text, rng.randrange(0, length - distance - size))
-    passage = text[first : first + size]
-    at = snap(text, first + distance)
-    out = text[:at] + b"\n\n" + passage + text[at:]
-    weights = [1.0] * at + [0.1] * 10 + [1.0] * len(out)
-    return out[:length], weights[:length]
+def with_repeats(rng, text, length, count):
+    """Repeats passages of text later in the sequence; returns bytes and loss weights."""
+    weights = [1.0] * len(text)
+    for _ in range(count):
+        size = far(rng, 60, min(600, length // 4))
+        distance = far(rng, size + 20, length - size - 20)
+        first = snap(text, rng.randrange(0, length - distance - size))
+        passage = text[first : first + size]
+        at = snap(text, first + distance)
+        text = text[:at] + b"\n\n" + passage + text[at:]
+        weights[at:at] = ([0.1] * 10 + [1.5] * size)[: size + 2]
+    return text[:length], weights[:length]
 
 
 def fact_item(rng, text, distance, others):

@@ -31,7 +31,7 @@ PHASES = (
     (0.12, 512, 0.08, 0.30, 0.12, 200),
     (0.40, 512, 0.08, 0.50, 0.20, 100),
     (0.62, 1024, 0.20, 0.50, 0.20, 100),
-    (1.01, LONG, 1.0, 0.50, 0.30, 150),
+    (1.01, LONG, 1.0, 0.45, 0.45, 150),
 )
 MOST_FACTS = 24
 MUON_LR, MUON_DECAY = 0.012, 0.02
@@ -134,7 +134,8 @@ class Data:
             count = self.rng.randint(1, min(MOST_FACTS, 1 + length // spacing))
             return recall.with_facts(self.rng, text, length, count)
         if kind < facts + repeats:
-            return recall.with_repeat(self.rng, text, length)
+            count = self.rng.randint(1, 1 + length // 800)
+            return recall.with_repeats(self.rng, text, length, count)
         return text, [1.0] * length
 
     def batch(self, share, is_long, tokens):
