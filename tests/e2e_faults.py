@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die in the middle of anything, clients that scribble, memory that runs out."""
 import os
+import signal
 import time
 
 from e2e_rig import (BOUND, Child, Daemon, Test, Tokens, feed, kvq, np, own_fds, read_all)
@@ -193,6 +194,20 @@ class DeadDaemon(Test):
         self.assertEqual(again.tokens, 20)
         tokens.feed(self.queue, again, 40)
         self.assertEqual(self.daemon.status()["kicked_clients"], 1)
+
+    def test_disconnecting_is_done_when_it_returns(self):
+        """What a client held is free for the next one; it waits for the daemon to say so."""
+        rows = Tokens(1, 1).rows
+        for _ in range(30):
+            with self.daemon.client() as other:
+                other.session(rows, "f16", name="passed on")
+        self.assertEqual(self.daemon.status()["clients"], 1)
+        other = self.daemon.client(timeout_ms=200)
+        self.daemon.pause()
+        started = time.monotonic()
+        other.close()
+        self.assertGreaterEqual(time.monotonic() - started, 0.2)
+        self.daemon.process.send_signal(signal.SIGCONT)
 
     def test_drain(self):
         """SIGTERM lets an open step come to its end and takes nothing new."""
