@@ -40,7 +40,7 @@ def title(text):
 class Demo:
     def __init__(self, binaries, quick):
         self.binaries = os.path.abspath(binaries)
-        self.pieces = 3 if quick else 8
+        self.pieces = 2 if quick else 5
         self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
         self.runtime = os.path.join(self.folder, "run")
         self.log = os.path.join(self.folder, "kvqd.log")
