@@ -17,14 +17,15 @@ struct k_scales {
     float centre;
 };
 
-static inline void open_k(struct k_scales *g, const struct kvq__codec *c, const uint8_t *group)
+KVQ__INLINE void open_k(struct k_scales *g, const struct kvq__codec *c, const uint8_t *group,
+                        uint32_t dim)
 {
     const uint8_t *scales = group + c->layout.k_scales, *zeros = group + c->layout.k_zeros;
-    float max = kvq__max_f16(scales, c->dim);
+    float max = kvq__max_f16(scales, dim);
     g->unit = max / KVQ__INT16_TOP;
     g->centre = kvq__centre_of(c->k_bits);
     __m512 factor = _mm512_set1_ps(KVQ__INT16_TOP / max), centre = _mm512_set1_ps(g->centre);
-    for (uint32_t i = 0; i < c->dim / 32; i++) {
+    for (uint32_t i = 0; i < dim / 32; i++) {
         __m512 a = kvq__load_f16(scales + 64 * i), b = kvq__load_f16(scales + 64 * i + 32);
         g->scale16[i] = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor), kvq__byte_order());
         g->zero[2 * i] = _mm512_fmadd_ps(a, centre, kvq__load_f16(zeros + 64 * i));
@@ -49,10 +50,10 @@ static inline __m512i max4_epi16(const __m512i *m)
 // Up to four rows: bytes, unit and bias of one group. The largest |q * scale| of a row becomes
 // 127; taking max |q| * max scale for it instead would be cheaper and a third noisier.
 KVQ__INLINE void scale_queries(const struct kvq__tile *tile, const struct k_scales *g,
-                               uint32_t group, uint32_t first, int rows)
+                               uint32_t group, uint32_t first, uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    uint32_t n = tile->dim / 32;
+    const uint32_t n = dim / 32;
     __m512i x[KVQ__TILE4][KVQ__MAX_VECS / 2], top[KVQ__TILE4];
     __m512 bias[KVQ__TILE4];
     for (int i = 0; i < KVQ__TILE4; i++) {
@@ -77,7 +78,7 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, const struct k_scal
     _mm_storeu_si128((void *)factors, factor);
     for (int i = 0; i < rows; i++) {
         uint32_t r = first + (uint32_t)i;
-        const float *q = tile->qt + (size_t)r * tile->dim;
+        const float *q = tile->qt + (size_t)r * dim;
         uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
         __m512i f = _mm512_set1_epi16((int16_t)factors[i]), sum = _mm512_setzero_si512();
         for (uint32_t j = 0; j < n; j += 2) {
@@ -95,24 +96,36 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, const struct k_scal
     _mm_store_ps(v->bias[group] + first, _mm512_castps512_ps128(sums));
 }
 
-void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group)
+KVQ__INLINE void prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group,
+                           uint32_t dim)
 {
     struct k_scales g;
-    open_k(&g, tile->codec, packed);
+    open_k(&g, tile->codec, packed, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         switch (tile->rows - r) {
         case 1:
-            scale_queries(tile, &g, group, r, 1);
+            scale_queries(tile, &g, group, r, dim, 1);
             break;
         case 2:
-            scale_queries(tile, &g, group, r, 2);
+            scale_queries(tile, &g, group, r, dim, 2);
             break;
         case 3:
-            scale_queries(tile, &g, group, r, 3);
+            scale_queries(tile, &g, group, r, dim, 3);
             break;
         default:
-            scale_queries(tile, &g, group, r, 4);
+            scale_queries(tile, &g, group, r, dim, 4);
         }
+}
+
+void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group)
+{
+    // With head_dim a constant, what the four rows make of the scales stays in registers.
+    if (tile->dim == 64)
+        prepare_k(tile, packed, group, 64);
+    else if (tile->dim == 128)
+        prepare_k(tile, packed, group, 128);
+    else
+        prepare_k(tile, packed, group, 256);
 }
 
 // ---- K: dot products ----

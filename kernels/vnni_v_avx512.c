@@ -17,7 +17,6 @@ struct v_scales {
     __m512 zero[KVQ__MAX_VGROUPS][2];  // value of the centre of the codes, in the order of sets
     float unit;                        // of scale16
     float centre;
-    uint32_t groups; // of channels
 };
 
 // Tokens in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half. Of 16 tokens:
@@ -42,15 +41,15 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-static inline void open_v(struct v_scales *g, const struct kvq__codec *c, const uint8_t *group)
+KVQ__INLINE void open_v(struct v_scales *g, const struct kvq__codec *c, const uint8_t *group,
+                        uint32_t dim)
 {
     const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
-    float max = kvq__max_f16(scales, c->dim);
+    float max = kvq__max_f16(scales, dim);
     g->unit = max / V16_TOP;
     g->centre = kvq__centre_of(c->v_bits);
-    g->groups = c->dim / KVQ_GROUP_CHANNELS;
     __m512 factor = _mm512_set1_ps(V16_TOP / max), centre = _mm512_set1_ps(g->centre);
-    for (uint32_t i = 0; i < g->groups; i++) {
+    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
         __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 64 * i));
         __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 64 * i));
         __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
@@ -64,8 +63,8 @@ static inline void open_v(struct v_scales *g, const struct kvq__codec *c, const 
 }
 
 // One row's weights of one group, its unit, and what the weights say about zeros and centres.
-static inline void weigh(const struct kvq__tile *tile, const struct v_scales *g, uint32_t group,
-                         uint32_t r, __m512 p0, __m512 p1)
+KVQ__INLINE void weigh(const struct kvq__tile *tile, const struct v_scales *g, uint32_t group,
+                       uint32_t r, __m512 p0, __m512 p1, uint32_t dim)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
@@ -75,7 +74,7 @@ static inline void weigh(const struct kvq__tile *tile, const struct v_scales *g,
     float unit = _mm512_cvtss_f32(top) * g->unit * (32768.0f / V16_TOP);
     v->unit[group][r] = unit;
     __m512 taken = _mm512_set1_ps(unit * g->centre);
-    for (uint32_t i = 0; i < g->groups; i += 2) {
+    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i += 2) {
         __m512i b = _mm512_packus_epi16(_mm512_mulhrs_epi16(p16, g->scale16[i]),
                                         _mm512_mulhrs_epi16(p16, g->scale16[i + 1]));
         _mm512_store_si512(bytes + 32 * i, b);
@@ -83,17 +82,17 @@ static inline void weigh(const struct kvq__tile *tile, const struct v_scales *g,
         float *t = v->taken[r][i / 2];
         _mm512_store_ps(t, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), taken, _mm512_load_ps(t)));
     }
-    for (uint32_t i = 0; i < g->groups; i++) {
+    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
         __m512 b = _mm512_fmadd_ps(p0, g->zero[i][0], _mm512_load_ps(v->zero[r][i]));
         _mm512_store_ps(v->zero[r][i], _mm512_fmadd_ps(p1, g->zero[i][1], b));
     }
 }
 
-void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                         uint32_t group)
+KVQ__INLINE void prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
+                           uint32_t group, uint32_t dim)
 {
     struct v_scales g;
-    open_v(&g, tile->codec, from->packed);
+    open_v(&g, tile->codec, from->packed, dim);
     // Tokens that are not packed count nothing here.
     uint32_t n = from->packed_tokens;
     __mmask32 mask = n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX;
@@ -102,8 +101,19 @@ void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *
         __m512 p0 = _mm512_maskz_loadu_ps((__mmask16)mask, p);
         __m512 p1 = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
         weigh(tile, &g, group, r, _mm512_permutexvar_ps(sets_from_tokens(), p0),
-              _mm512_permutexvar_ps(sets_from_tokens(), p1));
+              _mm512_permutexvar_ps(sets_from_tokens(), p1), dim);
     }
+}
+
+void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
+                         uint32_t group)
+{
+    if (tile->dim == 64)
+        prepare_v(tile, from, group, 64);
+    else if (tile->dim == 128)
+        prepare_v(tile, from, group, 128);
+    else
+        prepare_v(tile, from, group, 256);
 }
 
 // ---- V: dot products ----
