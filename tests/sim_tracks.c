@@ -16,7 +16,7 @@ struct recipe {
 // Few heads and small dims, but every kind of layer.
 static const struct recipe recipes[][MODEL_LAYERS] = {
     {{"oscar2", 4, 2, 0, 0, -1}, {"f16", 2, 1, 160, 0, -1}, {"oscar2", 2, 2, 0, 0, 0}},
-    {{"f16", 2, 2, 0, 0, -1}, {"oscar4", 4, 1, 200, 0, -1}, {"oscar3", 2, 2, 0, 30.0f, -1}},
+    {{"oscar3", 2, 2, 0, 0, -1}, {"oscar4", 4, 1, 200, 0, -1}, {"oscar4", 2, 1, 330, 30.0f, 1}},
     {{"oscar2-xh", 4, 2, 0, 0, -1}, {"oscar2-xh", 2, 2, 130, 0, 0}, {"f16", 1, 1, 0, 0, -1}},
 };
 enum { RECIPES = sizeof recipes / sizeof recipes[0] };

@@ -249,8 +249,29 @@ static void test_bounds(void **state)
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
     r.k.token_stride = r.v.token_stride = 1ull << 40;
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
+    e.row = 1u << 24; // times 2^40 is 0 in 64 bits
+    e.append = 1;
+    assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
+    e.append = 8;
     r.k.token_stride = r.v.token_stride = 0; // rows lie on one another
     assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+}
+
+// A buffer of an odd size ends where it ends, whatever lies behind it.
+static void test_last_byte(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint32_t odd;
+    (void)state;
+    assert_int_equal(kvq__buffer_add(m.client, m.memory, 10 * ROW - 1, &odd, text), 0);
+    struct kvq_request r = kit_header(KVQ_OP_READ, 1);
+    r.k = r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.k.buffer = odd;
+    struct kvq_entry_wire e = entry(9, 0);
+    e.position = 0;
+    assert_int_equal(status_of(r, e), 0);
+    e.append = 10;
+    assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
 }
 
 static void test_numbers_of_attend(void **state)
@@ -342,6 +363,15 @@ static void begin(uint64_t step, uint32_t tokens)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, step, entry(tokens, 0), NULL), 0);
 }
 
+// A buffer in which only two elements of the list lie.
+static uint32_t short_list(void)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint32_t id;
+    assert_int_equal(kvq__buffer_add(m.client, m.memory, LIST_AT + 8, &id, text), 0);
+    return id;
+}
+
 static void test_pages_refused(void **state)
 {
     (void)state;
@@ -352,6 +382,9 @@ static void test_pages_refused(void **state)
         page_list()[i] = (int32_t)i;
     page_list()[2] = -1;
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
+    r.k_page_stride = r.v_page_stride = 0; // where -1 would be as good as any
+    assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
+    r = paged(1);
     page_list()[2] = INT32_MAX;
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
     page_list()[2] = KV / (16 * ROW); // the first page whose V lies behind the buffer
@@ -371,8 +404,8 @@ static void test_pages_refused(void **state)
     e.list_token = 0;
     e.row = UINT32_MAX; // the list itself
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
-    r.list.offset = BUFFER - 8;
     e.row = 0;
+    r.list.buffer = short_list(); // the list goes on behind it, but that is none of ours
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
     r.list.buffer = 0;
     assert_int_equal(status_of(r, e), KVQ_E_BUFFER);
@@ -501,6 +534,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_entries_apart, setup, teardown),
         cmocka_unit_test_setup_teardown(test_views, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bounds, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_last_byte, setup, teardown),
         cmocka_unit_test_setup_teardown(test_numbers_of_attend, setup, teardown),
         cmocka_unit_test_setup_teardown(test_steps, setup, teardown),
         cmocka_unit_test_setup_teardown(test_too_many_steps, setup, teardown),

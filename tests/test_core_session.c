@@ -306,6 +306,25 @@ static void test_info(void **state)
     assert_int_equal(status.clients, 2);
 }
 
+// A cache is kept as far back as the layer that looks back farthest.
+static void test_shared_cache(void **state)
+{
+    struct kvq__layer_row rows[5];
+    (void)state;
+    for (uint32_t i = 0; i < 5; i++)
+        rows[i] = row_of("f16");
+    rows[0].window = rows[2].window = 100;
+    rows[1].kv_from = 0; // looks back without end
+    rows[3].kv_from = 2;
+    rows[3].window = 300;
+    rows[4].kv_from = 2;
+    rows[4].window = 50;
+    const struct kvq__session *s = kit_of(&m, kit_session(&m, rows, 5, 0));
+    assert_int_equal(s->n_owned, 2);
+    assert_int_equal(s->layers[0].keep, 0);
+    assert_int_equal(s->layers[2].keep, 300);
+}
+
 static void test_drain(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
@@ -336,6 +355,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
         cmocka_unit_test_setup_teardown(test_keep, setup, teardown),
         cmocka_unit_test_setup_teardown(test_info, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_shared_cache, setup, teardown),
         cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
