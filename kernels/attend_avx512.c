@@ -278,16 +278,17 @@ KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct aff
             y = _mm512_and_si512(half ? _mm512_srli_epi16(y, 1) : y, _mm512_set1_epi8(0x55));
         }
         struct words c = join(x, y, bits);
-        for (unsigned nibble = 0; nibble < 8; nibble++, shift(&c, 4)) {
-            uint32_t n = nibble % 2, t = 8 * j + nibble / 2 * 2 + half;
-            __m512 a = _mm512_permutexvar_ps(c.a, table(codes.a, f, 32 * n + t));
-            __m512 b = _mm512_permutexvar_ps(c.b, table(codes.b, f, 32 * n + t));
-            for (int i = 0; i < rows; i++) {
-                __m512 w = _mm512_set1_ps(p[(uint32_t)i * KVQ__LOGITS_STRIDE + t]);
-                acc[i][2 * n] = _mm512_fmadd_ps(a, w, acc[i][2 * n]);
-                acc[i][2 * n + 1] = _mm512_fmadd_ps(b, w, acc[i][2 * n + 1]);
+        for (unsigned t = 8 * j + half; t < 8 * j + 8; t += 2)
+            for (uint32_t n = 0; n < 2; n++) {
+                __m512 a = _mm512_permutexvar_ps(c.a, table(codes.a, f, 32 * n + t));
+                __m512 b = _mm512_permutexvar_ps(c.b, table(codes.b, f, 32 * n + t));
+                for (int i = 0; i < rows; i++) {
+                    __m512 w = _mm512_set1_ps(p[(uint32_t)i * KVQ__LOGITS_STRIDE + t]);
+                    acc[i][2 * n] = _mm512_fmadd_ps(a, w, acc[i][2 * n]);
+                    acc[i][2 * n + 1] = _mm512_fmadd_ps(b, w, acc[i][2 * n + 1]);
+                }
+                shift(&c, 4);
             }
-        }
     }
     for (int i = 0; i < rows; i++, out += 64)
         for (int s = 0; s < 4; s++) {
