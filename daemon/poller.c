@@ -20,12 +20,15 @@
 #include "proto/sync.h"
 
 enum {
-    TICK_NS = 100000000,   // the core's bookkeeping
-    RETRY_NS = 1000000,    // a waiting request looks again
-    SLICE_NS = 20000,      // items are run for so long between two looks at the rings
-    COUNT_NS = 50000,      // runnable clients are counted anew
-    ACTIVE_NS = 1000000,   // a client thread that sent something this recently is runnable
-    SPIN_FLOOR_NS = 10000, // after work the poller looks at least so long, if it may spin
+    TICK_NS = 100000000,     // the core's bookkeeping
+    RETRY_NS = 1000000,      // a waiting request looks again
+    SLICE_NS = 20000,        // items are run for so long between two looks at the rings
+    COUNT_NS = 50000,        // runnable clients are counted anew
+    ACTIVE_NS = 1000000,     // a client thread that sent something this recently is runnable
+    SPIN_FLOOR_NS = 10000,   // after work the poller looks at least so long, if it may spin
+    LOST_NS = 100000,        // a turn of an idle spin that takes longer had lost its CPU
+    LOST_AGAIN_NS = 2000000, // lost twice within this time: the CPUs are crowded
+    CROWDED_NS = 20000000,   // nobody spins for so long then
     BACKGROUND_SLOT = KVQ_MAX_PORTS,
     EVENTS = 64,
 };
@@ -52,6 +55,8 @@ struct kvq__poller {
     uint64_t idle_since; // when there was last something to do
     uint64_t gap_ns;     // how long it usually takes until the next request
     bool gap_open;       // nothing came since the last completion
+    uint64_t spun_at;    // last turn of an idle spin; 0: the last turn was none
+    uint64_t lost_at, crowded_until;
     struct kvq__poller_counts counts;
 };
 
@@ -376,7 +381,24 @@ static void count_runnable(struct kvq__poller *p)
         bool recent = port->state != KVQ__PORT_IDLE || p->now - port->active_ns < ACTIVE_NS;
         runnable += recent && kvq_word_load(&port->req->client_sleeping) == 0;
     }
+    if (p->now < p->crowded_until)
+        runnable = p->config.page->cpus; // too many for anybody to spin
     kvq_ring_set_runnable(p->config.page, runnable);
+}
+
+// Programs that we know nothing of may need the CPUs as well. Who spins then loses its CPU to
+// them, and often keeps it from the very thread that it waits for, where sleeping would hand it
+// over at once.
+static void note_spin(struct kvq__poller *p)
+{
+    if (p->spun_at && p->now - p->spun_at > LOST_NS) {
+        if (p->now - p->lost_at < LOST_AGAIN_NS) {
+            p->crowded_until = p->now + CROWDED_NS;
+            p->count_at = 0;
+        }
+        p->lost_at = p->now;
+    }
+    p->spun_at = p->now;
 }
 
 static uint64_t spin_window(const struct kvq__poller *p)
@@ -427,6 +449,7 @@ static void sleep_until_woken(struct kvq__poller *p)
 static void rest(struct kvq__poller *p)
 {
     p->now = kvq__now_ns();
+    note_spin(p);
     if (p->now >= p->count_at)
         count_runnable(p);
     if (p->now - p->idle_since < spin_window(p)) {
@@ -434,6 +457,7 @@ static void rest(struct kvq__poller *p)
         return;
     }
     sleep_until_woken(p);
+    p->spun_at = 0;
 }
 
 static void *poller_main(void *context)
@@ -457,6 +481,7 @@ static void *poller_main(void *context)
             busy |= run_background(p);
         if (busy) {
             p->idle_since = p->now = kvq__now_ns();
+            p->spun_at = 0;
         } else {
             rest(p);
         }

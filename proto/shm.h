@@ -55,7 +55,8 @@ struct kvq_daemon_page {
     uint32_t poller_sleeping; // 1 while the poller sleeps; only the poller writes it
     uint8_t pad1[124];
     uint32_t runnable_clients; // client threads the poller saw active lately: nobody spins while
-                               // workers + runnable_clients exceed cpus
+                               // workers + runnable_clients exceed cpus; it is raised to cpus
+                               // when other programs crowd the CPUs
     uint8_t pad2[124];
 };
 static_assert(sizeof(struct kvq_daemon_page) == 384, "layout");
