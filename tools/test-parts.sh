@@ -143,7 +143,7 @@ part_asan() {
 
 part_tsan() {
     build tsan || return
-    TSAN_OPTIONS=halt_on_error=1 run_ctest tsan 500 -L threads
+    TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp" run_ctest tsan 500 -L threads
 }
 
 # Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked.
