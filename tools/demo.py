@@ -177,19 +177,12 @@ class Demo:
                                    32768, "--threads", threads, "--q-heads", 32, "--kv-heads", 8,
                                    "--head-dim", 128, "--json"))
         layers, heads, tokens, sessions = 32, 8, 32768, 8
-        seen = {}
         for row in rows:
-            if row["format"] not in seen or row["us"] < seen[row["format"]]["us"]:
-                seen[row["format"]] = row
-        for fmt, row in seen.items():
             packed = row["bytes_per_token_head"] * heads * layers * tokens * sessions
-            print(f"{fmt:<8} {row['us']:8.0f} us per layer at 32,768 tokens on {row['threads']} "
-                  f"threads ({row['isa']}, {row['path']}); {sessions} such sessions of {layers} "
-                  f"layers: {packed / 2**30:.1f} GiB packed (computed)")
-        if len(seen) == 2:
-            f16, oscar2 = seen["f16"], seen["oscar2"]
-            print(f"ratio    {f16['us'] / oscar2['us']:8.2f} in time, "
-                  f"{f16['bytes_per_token_head'] / oscar2['bytes_per_token_head']:.2f} in memory")
+            print(f"{row['format']:<7} {row['path']:<6} {row['us']:7.0f} us per layer at {tokens:,} "
+                  f"tokens on {row['threads']} threads ({row['isa']}), {row['vs_f16']:.2f} times as "
+                  f"fast as f16;\n{'':<14} {sessions} such sessions of {layers} layers: "
+                  f"{packed / 2**30:.1f} GiB packed (computed)")
 
     def stop_daemon(self, daemon):
         left = self.status()
