@@ -179,9 +179,9 @@ class Demo:
         layers, heads, tokens, sessions = 32, 8, 32768, 8
         for row in rows:
             packed = row["bytes_per_token_head"] * heads * layers * tokens * sessions
-            print(f"{row['format']:<7} {row['path']:<6} {row['us']:7.0f} us per layer at {tokens:,} "
-                  f"tokens on {row['threads']} threads ({row['isa']}), {row['vs_f16']:.2f} times as "
-                  f"fast as f16;\n{'':<14} {sessions} such sessions of {layers} layers: "
+            print(f"{row['format']:<7} {row['path']:<6} {row['us']:6.0f} us per layer, {tokens:,} "
+                  f"tokens, {row['threads']} threads, {row['isa']}; {row['vs_f16']:.2f} times as "
+                  f"fast as f16\n{'':<14} {sessions} such sessions of {layers} layers: "
                   f"{packed / 2**30:.1f} GiB packed (computed)")
 
     def stop_daemon(self, daemon):
