@@ -202,10 +202,10 @@ size_t kvq_workspace_bytes(void); // per thread, for every call above
 // Tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and un-rotated: what
 // attention sees, in the engine's own basis. Tokens that no page holds are left untouched and
 // the number of tokens read is returned.
-uint32_t kvq_read(const struct kvq_kernels *k, const struct kvq_format *f,
-                  const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
-                  uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
-                  void *workspace);
+uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_format *f,
+                       const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
+                       uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
+                       void *workspace);
 
 // ---- Merging two attentions over disjoint keys ----
 

@@ -72,10 +72,10 @@ static void read_page(const struct reading *r, const struct kvq_page *page, uint
     }
 }
 
-uint32_t kvq_read(const struct kvq_kernels *k, const struct kvq_format *f,
-                  const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
-                  uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
-                  void *workspace)
+uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_format *f,
+                       const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
+                       uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
+                       void *workspace)
 {
     struct reading r = {.k = k, .f = f, .s = s, .head = head, .w = workspace};
     uint32_t count = 0;

@@ -112,8 +112,10 @@ static void check_read_call(const struct pair *p, struct kvt_rng *rng)
     void *w = kvt_workspace();
     for (int i = 0; i < 4; i++)
         memset(out[i] = kvt_guarded(bytes, 4), 0, bytes);
-    uint32_t a = kvq_read(p->c, c.format, &s, c.pages, c.n_pages, from, n, head, out[0], out[1], w);
-    uint32_t b = kvq_read(p->k, c.format, &s, c.pages, c.n_pages, from, n, head, out[2], out[3], w);
+    uint32_t a =
+        kvq_read_rows(p->c, c.format, &s, c.pages, c.n_pages, from, n, head, out[0], out[1], w);
+    uint32_t b =
+        kvq_read_rows(p->k, c.format, &s, c.pages, c.n_pages, from, n, head, out[2], out[3], w);
     assert_int_equal(a, b);
     assert_int_equal(a, from + n < 300 ? n : 300 - from);
     assert_rows_close(out[2], out[0], n, s.k_dim, EXACT);
@@ -252,7 +254,7 @@ void check_attend_chunk_fast(const struct pair *p, struct kvt_rng *rng)
 
 const struct check check_calls[] = {
     {"kvq_store", 0, check_store_call},    {"kvq_pack", 0, check_pack_call},
-    {"kvq_read", 0, check_read_call},      {"kvq_attend", 0, check_attend_call},
+    {"kvq_read_rows", 0, check_read_call}, {"kvq_attend", 0, check_attend_call},
     {"extremes", 0, check_attend_extreme},
 };
 const size_t n_check_calls = sizeof check_calls / sizeof *check_calls;

@@ -138,7 +138,8 @@ void model_read(const struct model *m, uint32_t layer, uint64_t past, uint64_t f
     const struct model_layer *l = &m->layers[layer];
     struct kvq_page pages[MODEL_PAGES] = {0};
     uint32_t n_pages = view(m, layer, past, past, pages);
-    kvq_read(m->kernels, l->format, &l->shape, pages, n_pages, from, n, head, k, v, m->workspace);
+    kvq_read_rows(m->kernels, l->format, &l->shape, pages, n_pages, from, n, head, k, v,
+                  m->workspace);
 }
 
 static void move(struct model *m, uint32_t layer, uint64_t from, uint64_t to)

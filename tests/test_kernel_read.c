@@ -36,8 +36,8 @@ static void check_read(const struct kvt_cache *c, uint64_t from, uint32_t n)
         uint32_t head = i % c->shape.kv_heads, count = 0;
         for (uint32_t j = 0; j < n * dim; j++)
             k_out[j] = v_out[j] = UNTOUCHED;
-        uint32_t got = kvq_read(kernels, c->format, &c->shape, c->pages, c->n_pages, from, n, head,
-                                k_out, v_out, workspace);
+        uint32_t got = kvq_read_rows(kernels, c->format, &c->shape, c->pages, c->n_pages, from, n,
+                                     head, k_out, v_out, workspace);
         for (uint32_t t = 0; t < n; t++) {
             double k[KVQ_MAX_HEAD_DIM], v[KVQ_MAX_HEAD_DIM];
             if (kvt_key(&r.a, head, from + t, k, v)) {

@@ -226,8 +226,9 @@ static void read_sources(struct reference *r, void *workspace)
             page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
             page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
             page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
-            kvq_read(kvq_kernels_get(KVQ_ISA_C), c->format, &c->shape, &page, 1, 0,
-                     KVQ_BLOCK_TOKENS, 0, r->k[packed] + i * n, r->v[packed] + i * n, workspace);
+            kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), c->format, &c->shape, &page, 1, 0,
+                          KVQ_BLOCK_TOKENS, 0, r->k[packed] + i * n, r->v[packed] + i * n,
+                          workspace);
         }
 }
 
