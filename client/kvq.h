@@ -227,7 +227,7 @@ struct kvq_session_info {
     double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;
     uint32_t layers;
     uint8_t created, read_only;
-    char ns[128], name[128], format[32], attention[16], isa[16];
+    char ns[128], name[128], format[64], attention[16], isa[16];
 };
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),

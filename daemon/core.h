@@ -197,7 +197,7 @@ struct kvq__session_spec {
 struct kvq__session_info {
     uint64_t handle, id;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
-    char format[32]; // of most layers
+    char format[KVQ_FORMAT_NAME]; // of most layers
     uint64_t tokens;
     uint32_t layers;
     double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;

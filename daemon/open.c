@@ -100,14 +100,14 @@ static int count_layers(const struct kvq__session_spec *spec, uint32_t *total, c
 static void list_formats(char *out, size_t room)
 {
     size_t used = 0;
-    for (const struct kvq_format *f = kvq_formats; f->name && used < room; f++)
+    for (const struct kvq_format *f = kvq_formats; f->name[0] && used < room; f++)
         used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
 }
 
 static int find_format(const struct kvq__session_spec *spec, const struct kvq__layer_row *row,
                        uint32_t layer, const struct kvq_format **format, char *text)
 {
-    char known[256];
+    char known[512];
     const char *name = is_empty(row->format) ? spec->format : row->format;
     *format = is_empty(name) ? NULL : kvq_format_by_name(name);
     if (*format)
@@ -169,10 +169,12 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     rc = check_shape(s->core, l, layer, text);
     if (rc < 0)
         return rc;
+    if (kvq_extras_bytes(l->format, &l->shape) || l->format->k.codec == KVQ_CODEC_BOOK)
+        return kvq__fail(text, KVQ_E_FORMAT, "format %s is not served yet", l->format->name);
     l->layout = kvq_layout_of(l->format, &l->shape);
     l->raw_layout = kvq_layout_raw(&l->shape);
     l->raw_bytes = kvq_block_bytes(&l->raw_layout, &l->shape);
-    if (l->format->codec != KVQ_CODEC_RAW)
+    if (!kvq_is_raw(l->format))
         l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
     l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     return 0;
@@ -305,7 +307,7 @@ static bool same_shape(const struct kvq_shape *a, const struct kvq_shape *b)
 static int compare_layers(const struct kvq__session *s, const struct kvq__session *wanted,
                           char *text)
 {
-    char what[96];
+    char what[96 + 2 * KVQ_FORMAT_NAME];
     if (s->n_layers != wanted->n_layers)
         return differs(s, "number of layers", text);
     for (uint32_t i = 0; i < s->n_layers; i++) {

@@ -32,8 +32,14 @@ static void pack_unit(const struct kvq__session *s, const struct kvq__layer *l,
     uint64_t token = first + (uint64_t)(item / heads) * l->format->unit_tokens;
     uint64_t page = token / KVQ_BLOCK_TOKENS - first / KVQ_BLOCK_TOKENS;
     uint8_t *packed = (uint8_t *)pages[page].packed; // the view's const is for readers
-    kvq_pack(s->core->config.kernels, l->format, &l->shape, pages[page].raw, packed, item % heads,
-             (uint32_t)(token % KVQ_BLOCK_TOKENS), workspace);
+    struct kvq_unit unit = {
+        .raw_block = pages[page].raw,
+        .packed_block = packed,
+        .head = item % heads,
+        .first = (uint32_t)(token % KVQ_BLOCK_TOKENS),
+        .block_start = token / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS,
+    };
+    kvq_pack(s->core->config.kernels, l->format, &l->shape, &unit, workspace);
 }
 
 static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)

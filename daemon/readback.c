@@ -123,8 +123,9 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     uint32_t n = w->read.tokens - first < CHUNK ? w->read.tokens - first : CHUNK;
     uint64_t from = w->read.from + first;
     uint64_t row = q->entries[i].row + (from - q->entries[i].position);
-    kvq_read_rows(q->core->config.kernels, l->format, &l->shape, w->pages, w->n_pages, from, n,
-                  head, k_rows, v_rows, workspace);
+    struct kvq_reading reading = {
+        .format = l->format, .shape = &l->shape, .pages = w->pages, .n_pages = w->n_pages};
+    kvq_read_rows(q->core->config.kernels, &reading, from, n, head, k_rows, v_rows, workspace);
     for (uint32_t view = KVQ__VIEW_K; view <= KVQ__VIEW_V; view++) {
         const float *rows = view == KVQ__VIEW_K ? k_rows : v_rows;
         uint8_t dtype = kvq__view(q, view)->dtype;

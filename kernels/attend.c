@@ -18,11 +18,12 @@ struct item {
     const struct kvq_attend_plan *plan;
     struct kvq__workspace *w;
     struct kvq__codec codec;
+    struct kvq__extras extras;
     struct kvq_layout raw;
     uint32_t head, gqa;
     uint32_t first_token, tokens; // query tokens of the tile
     uint32_t rows, dim;
-    bool affine, rotated;        // rotated: ot is apart from o and must be rotated back
+    bool packs, rotated;         // rotated: ot is apart from o and must be rotated back
     uint64_t seen_from, seen_to; // what any row of the tile sees lies in between
     struct kvq__tile tile;
 };
@@ -56,7 +57,7 @@ static uint32_t tokens_per_tile(const struct kvq_shape *s)
 // Whether packed values have sums of their own, to be rotated back at the end.
 static bool is_rotated(const struct kvq_attend *a)
 {
-    return a->format->codec == KVQ_CODEC_AFFINE && a->shape->v_rotation == KVQ_V_ROT_DAEMON;
+    return kvq__v_rotation(a->format, a->shape) != KVQ_ROTATE_NONE;
 }
 
 static uint32_t min_u32(uint32_t a, uint32_t b)
@@ -181,6 +182,35 @@ static void set_raw(const struct item *it, const uint8_t *block, uint32_t at, ui
     g->raw_to = to;
 }
 
+// The first tokens: in the raw block as long as there is one.
+static void set_sink(const struct item *it, const struct kvq_page *page, uint32_t at, uint32_t held,
+                     struct kvq__group *g)
+{
+    if (page->raw) {
+        set_raw(it, page->raw, at, 0, held, g);
+        return;
+    }
+    g->raw_k = it->extras.sink_k + (size_t)at * it->dim;
+    g->raw_v = it->extras.sink_v + (size_t)at * it->dim;
+    g->raw_from = 0;
+    g->raw_to = held;
+}
+
+// Which of the packed positions are outliers.
+static void set_pooled(const struct item *it, uint64_t position, struct kvq__group *g)
+{
+    const struct kvq_outliers *p = it->extras.pool;
+    for (uint32_t i = 0; i < it->extras.pool_count; i++) {
+        uint64_t t = p->position[i] - position;
+        if (p->position[i] < position || t >= g->packed_tokens)
+            continue;
+        g->pooled |= 1u << t;
+        g->pool_row[t] = (uint8_t)i;
+    }
+    g->pool_k = it->extras.pool_k;
+    g->pool_v = it->extras.pool_v;
+}
+
 // The group at `position` as the page table has it. Returns false if a raw format's rows come
 // from both blocks of the page and must be put together.
 static bool find_group(const struct item *it, uint64_t position, struct kvq__group *g)
@@ -193,14 +223,19 @@ static bool find_group(const struct item *it, uint64_t position, struct kvq__gro
         return true;
     uint32_t packed = min_u32(covered(page->packed_tokens, at), held);
     g->held = (uint32_t)((UINT64_C(1) << held) - 1);
-    if (!it->affine) {
+    if (!it->packs) {
         set_raw(it, packed ? page->packed : page->raw, at, 0, held, g);
         return packed == 0 || packed == held;
     }
+    if (position < it->a->format->sink_tokens) {
+        set_sink(it, page, at, held, g);
+        return true;
+    }
     if (packed) {
         const uint8_t *record = page->packed + (size_t)it->head * it->codec.layout.record_bytes;
-        g->packed = record + (size_t)(at / KVQ_GROUP_TOKENS) * it->codec.layout.group_bytes;
+        g->packed = kvq_packed_at(&it->codec.layout, (uint8_t *)record, at / KVQ_GROUP_TOKENS);
         g->packed_tokens = packed;
+        set_pooled(it, position, g);
     }
     if (packed < held)
         set_raw(it, page->raw, at, packed, held, g);
@@ -339,19 +374,35 @@ static struct item item_of(const struct kvq_kernels *k, const struct kvq_attend 
 {
     struct item it = {.k = k, .a = a, .plan = plan, .w = workspace};
     uint32_t per_tile = tokens_per_tile(a->shape);
-    it.codec = kvq__codec_of(a->format, a->shape);
     it.raw = kvq_layout_raw(a->shape);
     it.gqa = gqa_of(a->shape);
     it.head = index / plan->n_tiles;
     it.first_token = index % plan->n_tiles * per_tile;
     it.tokens = min_u32(per_tile, a->q_tokens - it.first_token);
     it.rows = it.tokens * it.gqa;
+    it.codec = kvq__codec_of(a->format, a->shape, a->book, it.head);
     it.dim = it.codec.dim;
-    it.affine = a->format->codec == KVQ_CODEC_AFFINE;
+    it.packs = !kvq_is_raw(a->format);
+    it.extras = kvq__extras_of(a->format, a->shape, a->extras, a->pool, it.head);
     it.rotated = is_rotated(a);
     assert(it.head < a->shape->kv_heads);
     find_seen(&it);
     return it;
+}
+
+// Queries for packed keys: times what K was divided by, then rotated like K.
+static void transform_queries(struct item *it)
+{
+    const struct kvq_format *f = it->a->format;
+    float factors[KVQ_MAX_HEAD_DIM], *qt = it->w->qt;
+    bool scaled = kvq__factors(f, &it->extras, it->a->book, it->head, it->dim, factors);
+    if (!scaled && f->k_rotation == KVQ_ROTATE_NONE)
+        return;
+    memcpy(qt, it->w->q, sizeof(float) * it->rows * it->dim);
+    for (uint32_t i = 0; scaled && i < it->rows * it->dim; i++)
+        qt[i] *= factors[i % it->dim];
+    kvq__rotate(it->k, f->k_rotation, qt, it->rows, it->dim, false);
+    it->tile.qt = qt;
 }
 
 static void load_queries(struct item *it)
@@ -370,16 +421,13 @@ static void load_queries(struct item *it)
     it->k->scale_rows(it->w->q, it->w->factor, it->rows, it->dim);
     it->tile.cap = cap * log2e;
     it->tile.q = it->tile.qt = it->w->q;
-    if (it->affine && a->format->k_transform == KVQ_K_HADAMARD) {
-        memcpy(it->w->qt, it->w->q, sizeof(float) * it->rows * it->dim);
-        it->k->hadamard(it->w->qt, it->rows, it->dim);
-        it->tile.qt = it->w->qt;
-    }
+    if (it->packs)
+        transform_queries(it);
 }
 
 static bool is_fast(const struct item *it)
 {
-    return it->a->path == KVQ_PATH_FAST && it->affine && it->k->has_fast &&
+    return it->a->path == KVQ_PATH_FAST && it->packs && it->k->has_fast &&
            it->k->has_fast(&it->codec, it->rows);
 }
 
@@ -441,7 +489,7 @@ static void finish(const struct item *it, const struct sums *s)
     for (uint32_t r = 0; r < it->rows; r++)
         inverse[r] = s->l[r] == 0.0f ? 0.0f : 1.0f / s->l[r];
     if (it->rotated) {
-        it->k->hadamard(s->ot, it->rows, it->dim);
+        kvq__rotate(it->k, kvq__v_rotation(a->format, a->shape), s->ot, it->rows, it->dim, true);
         it->k->blend_rows(s->o, inverse, s->ot, inverse, it->rows, it->dim);
     } else {
         it->k->scale_rows(s->o, inverse, it->rows, it->dim);

@@ -67,10 +67,10 @@ KVQ__INLINE void qk_tile(const struct kvq__tile *tile, const float *q, const voi
     }
 }
 
-static void qk_packed_avx2(const struct kvq__tile *tile, const uint8_t *group, float *logits)
+static void dot_rows_avx2(const struct kvq__tile *tile, const float *q, const float *rows,
+                          float *logits)
 {
-    kvq__dequant_k_avx2(tile->codec, group, tile->group_f32);
-    qk_tile(tile, tile->qt, tile->group_f32, 0, KVQ_GROUP_TOKENS, logits, KVQ_F32);
+    qk_tile(tile, q, rows, 0, KVQ_GROUP_TOKENS, logits, KVQ_F32);
 }
 
 static void qk_raw_avx2(const struct kvq__tile *tile, const uint16_t *k, uint32_t from, uint32_t to,
@@ -129,10 +129,9 @@ KVQ__INLINE void pv_tile(const struct kvq__tile *tile, float *o, const void *v, 
     }
 }
 
-static void pv_packed_avx2(const struct kvq__tile *tile, const uint8_t *group, const float *p)
+static void sum_rows_avx2(const struct kvq__tile *tile, const float *p, const float *rows, float *o)
 {
-    kvq__dequant_v_avx2(tile->codec, group, tile->group_f32);
-    pv_tile(tile, tile->ot, tile->group_f32, 0, KVQ_GROUP_TOKENS, p, KVQ_F32);
+    pv_tile(tile, o, rows, 0, KVQ_GROUP_TOKENS, p, KVQ_F32);
 }
 
 static void pv_raw_avx2(const struct kvq__tile *tile, const uint16_t *v, uint32_t from, uint32_t to,
@@ -216,10 +215,10 @@ static void softcap_avx2(const struct kvq__tile *tile, uint32_t n)
 
 void kvq__init_avx2_attend(struct kvq_kernels *k)
 {
-    k->qk_packed = qk_packed_avx2;
+    k->dot_rows = dot_rows_avx2;
     k->qk_raw = qk_raw_avx2;
     k->softcap = softcap_avx2;
     k->softmax = softmax_avx2;
-    k->pv_packed = pv_packed_avx2;
+    k->sum_rows = sum_rows_avx2;
     k->pv_raw = pv_raw_avx2;
 }

@@ -165,8 +165,10 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, fl
     }
 }
 
-static void qk_packed_avx512(const struct kvq__tile *tile, const uint8_t *group, float *logits)
+static void qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                             float *logits)
 {
+    const uint8_t *group = packed->group;
     switch (tile->codec->k_bits) {
     case 2:
         qk_group(tile, group, logits, 2);
@@ -342,8 +344,10 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, co
     }
 }
 
-static void pv_packed_avx512(const struct kvq__tile *tile, const uint8_t *group, const float *p)
+static void pv_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                             const float *p)
 {
+    const uint8_t *group = packed->group;
     switch (tile->codec->v_bits) {
     case 2:
         pv_group(tile, group, p, 2);
@@ -358,6 +362,6 @@ static void pv_packed_avx512(const struct kvq__tile *tile, const uint8_t *group,
 
 void kvq__init_avx512_attend(struct kvq_kernels *k)
 {
-    k->qk_packed = qk_packed_avx512;
-    k->pv_packed = pv_packed_avx512;
+    k->qk_packed[KVQ__PER_CHANNEL_32] = qk_packed_avx512;
+    k->pv_packed[KVQ__PER_TOKEN_32] = pv_packed_avx512;
 }

@@ -23,14 +23,14 @@ static void raw_row(const struct kvq__tile *tile, const uint16_t *src, float *ds
         dst[i] = f16 ? kvq__f16_to_f32(src[i]) : kvq__bf16_to_f32(src[i]);
 }
 
-static void qk_packed_c(const struct kvq__tile *tile, const uint8_t *group, float *logits)
+static void dot_rows_c(const struct kvq__tile *tile, const float *q, const float *rows,
+                       float *logits)
 {
     uint32_t dim = tile->dim;
-    kvq__dequant_k_c(tile->codec, group, tile->group_f32);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t r = 0; r < tile->rows; r++)
             logits[(size_t)r * KVQ__LOGITS_STRIDE + t] =
-                dot(tile->qt + (size_t)r * dim, tile->group_f32 + (size_t)t * dim, dim);
+                dot(q + (size_t)r * dim, rows + (size_t)t * dim, dim);
 }
 
 static void qk_raw_c(const struct kvq__tile *tile, const uint16_t *k, uint32_t from, uint32_t to,
@@ -85,14 +85,13 @@ static void axpy(float *o, float p, const float *v, uint32_t dim)
         o[i] += p * v[i];
 }
 
-static void pv_packed_c(const struct kvq__tile *tile, const uint8_t *group, const float *p)
+static void sum_rows_c(const struct kvq__tile *tile, const float *p, const float *rows, float *o)
 {
     uint32_t dim = tile->dim;
-    kvq__dequant_v_c(tile->codec, group, tile->group_f32);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t r = 0; r < tile->rows; r++)
-            axpy(tile->ot + (size_t)r * dim, p[(size_t)r * KVQ__LOGITS_STRIDE + t],
-                 tile->group_f32 + (size_t)t * dim, dim);
+            axpy(o + (size_t)r * dim, p[(size_t)r * KVQ__LOGITS_STRIDE + t], rows + (size_t)t * dim,
+                 dim);
 }
 
 static void pv_raw_c(const struct kvq__tile *tile, const uint16_t *v, uint32_t from, uint32_t to,
@@ -109,10 +108,10 @@ static void pv_raw_c(const struct kvq__tile *tile, const uint16_t *v, uint32_t f
 
 void kvq__init_attend_c(struct kvq_kernels *k)
 {
-    k->qk_packed = qk_packed_c;
+    k->dot_rows = dot_rows_c;
+    k->sum_rows = sum_rows_c;
     k->qk_raw = qk_raw_c;
     k->softcap = softcap_c;
     k->softmax = softmax_c;
-    k->pv_packed = pv_packed_c;
     k->pv_raw = pv_raw_c;
 }

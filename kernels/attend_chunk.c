@@ -4,11 +4,34 @@
 // of the table, so that it serves every instruction set that does not bring its own.
 #include "kernels/internal.h"
 
+// Outliers are packed, too, but their raw rows count.
+static void logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                               const struct kvq__group *g, float *logits)
+{
+    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
+        if (g->pooled >> t & 1u)
+            k->qk_raw(tile, g->pool_k + (size_t)g->pool_row[t] * tile->dim, 0, 1, logits + t);
+}
+
+void kvq__qk_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                    const struct kvq_packed *packed, float *logits)
+{
+    uint8_t kind = tile->codec->k.kind;
+    if (k->qk_packed[kind]) {
+        k->qk_packed[kind](tile, packed, logits);
+    } else {
+        k->dequant_k[kind](tile->codec, packed, tile->group_f32);
+        k->dot_rows(tile, tile->qt, tile->group_f32, logits);
+    }
+}
+
 static void logits_of_group(const struct kvq_kernels *k, const struct kvq__tile *tile,
                             const struct kvq__group *g, float *logits)
 {
     if (g->packed_tokens)
-        k->qk_packed(tile, g->packed, logits);
+        kvq__qk_packed(k, tile, &g->packed, logits);
+    if (g->pooled)
+        logits_of_outliers(k, tile, g, logits);
     if (g->raw_from < g->raw_to)
         k->qk_raw(tile, g->raw_k, g->raw_from, g->raw_to, logits);
 }
@@ -34,33 +57,45 @@ static void rescale(const struct kvq_kernels *k, struct kvq__tile *tile)
         k->scale_rows(tile->ot, tile->factor, tile->rows, tile->dim);
 }
 
-// A packed group is always taken whole: what comes from raw rows must not count in it.
-static void values_of_mixed(const struct kvq_kernels *k, const struct kvq__tile *tile,
-                            const struct kvq__group *g, float *p)
+void kvq__pv_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                    const struct kvq_packed *packed, const float *p)
 {
-    float kept[KVQ_TILE_ROWS][KVQ_GROUP_TOKENS];
-    size_t n = sizeof(float) * (KVQ_GROUP_TOKENS - g->packed_tokens);
-    for (uint32_t r = 0; r < tile->rows; r++) {
-        float *tail = p + (size_t)r * KVQ__LOGITS_STRIDE + g->packed_tokens;
-        memcpy(kept[r], tail, n);
-        memset(tail, 0, n);
+    uint8_t kind = tile->codec->v.kind;
+    if (k->pv_packed[kind]) {
+        k->pv_packed[kind](tile, packed, p);
+    } else {
+        k->dequant_v[kind](tile->codec, packed, tile->group_f32);
+        k->sum_rows(tile, p, tile->group_f32, tile->ot);
     }
-    k->pv_packed(tile, g->packed, p);
-    for (uint32_t r = 0; r < tile->rows; r++)
-        memcpy(p + (size_t)r * KVQ__LOGITS_STRIDE + g->packed_tokens, kept[r], n);
-    k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
 }
 
+// Outliers count with their raw rows and then no more.
+static void values_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                               const struct kvq__group *g, float *p)
+{
+    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
+        if (!(g->pooled >> t & 1u))
+            continue;
+        k->pv_raw(tile, g->pool_v + (size_t)g->pool_row[t] * tile->dim, 0, 1, p + t);
+        for (uint32_t r = 0; r < tile->rows; r++)
+            p[(size_t)r * KVQ__LOGITS_STRIDE + t] = 0.0f;
+    }
+}
+
+// Then a packed group is taken whole, so nothing else of it may count any more.
 static void values_of_group(const struct kvq_kernels *k, const struct kvq__tile *tile,
                             const struct kvq__group *g, float *p)
 {
-    bool raw = g->raw_from < g->raw_to;
-    if (g->packed_tokens && raw)
-        values_of_mixed(k, tile, g, p);
-    else if (g->packed_tokens)
-        k->pv_packed(tile, g->packed, p);
-    else if (raw)
+    if (g->raw_from < g->raw_to)
         k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
+    if (g->packed_tokens == 0)
+        return;
+    for (uint32_t r = 0; r < tile->rows && g->packed_tokens < KVQ_GROUP_TOKENS; r++)
+        memset(p + (size_t)r * KVQ__LOGITS_STRIDE + g->packed_tokens, 0,
+               sizeof(float) * (KVQ_GROUP_TOKENS - g->packed_tokens));
+    if (g->pooled)
+        values_of_outliers(k, tile, g, p);
+    kvq__pv_packed(k, tile, &g->packed, p);
 }
 
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,

@@ -110,8 +110,6 @@ KVQ__INLINE float kvq__sum_all(__m256 x)
 }
 
 // Entries that others of these files use.
-void kvq__dequant_k_avx2(const struct kvq__codec *c, const uint8_t *group, float *rows);
-void kvq__dequant_v_avx2(const struct kvq__codec *c, const uint8_t *group, float *rows);
 
 // The file of each area enters its functions into the table.
 void kvq__init_avx2_rows(struct kvq_kernels *k);

@@ -1,51 +1,184 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The table of formats, what shapes they take, and the sizes that follow.
+// The table of formats, what shapes they take, and the sizes that follow. What names mean beyond
+// the table is in format_names.c.
 #include <assert.h>
 #include <stdio.h>
 
 #include "kernels/internal.h"
 
+// ---- Sides ----
+
+#define AFFINE(nbits, ax, z, g)                                                                    \
+    {                                                                                              \
+        .codec = KVQ_CODEC_AFFINE, .bits = (nbits), .axis = (ax), .zero = (z), .group = (g)        \
+    }
+#define SYMMETRIC(nbits, ax, g)                                                                    \
+    {                                                                                              \
+        .codec = KVQ_CODEC_SYMMETRIC, .bits = (nbits), .axis = (ax), .group = (g)                  \
+    }
+#define LLOYD(nbits, more)                                                                         \
+    {                                                                                              \
+        .codec = KVQ_CODEC_LLOYD, .bits = (nbits), .axis = KVQ_PER_TOKEN, .wide = (more)           \
+    }
+#define BOOK(channels, nbits)                                                                      \
+    {                                                                                              \
+        .codec = KVQ_CODEC_BOOK, .bits = (nbits), .vector = (channels)                             \
+    }
+#define RAW                                                                                        \
+    {                                                                                              \
+        .codec = KVQ_CODEC_RAW, .bits = 16                                                         \
+    }
+
+// ---- Families ----
+
+#define OSCAR_ROW(row_name, nbits, scale, from)                                                    \
+    {                                                                                              \
+        .name = (row_name), .source = (from), .k_rotation = KVQ_ROTATE_HADAMARD,                   \
+        .k_token_scale = (scale), .k = AFFINE(nbits, KVQ_PER_CHANNEL, KVQ_ZERO_INTEGER, 32),       \
+        .v = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32), .unit_tokens = 128                \
+    }
 #define OSCAR    "OScaR, section 3 and appendix L.1"
 #define OSCAR_XH "OScaR, appendix L.2 and the released code"
-#define RAW_ROW(row_id, row_name, dtype)                                                           \
+
+#define KIVI_SIDES(nbits, g)                                                                       \
+    .k = AFFINE(nbits, KVQ_PER_CHANNEL, KVQ_ZERO_MINIMUM, g),                                      \
+    .v = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_MINIMUM, g)
+#define KIVI_ROW(row_name, nbits)                                                                  \
     {                                                                                              \
-        .id = (row_id), .name = (row_name), .codec = KVQ_CODEC_RAW, .raw_dtype = (dtype),          \
-        .k_bits = 16, .v_bits = 16, .unit_tokens = KVQ_BLOCK_TOKENS, .source = "as handed over"    \
+        .name = (row_name), .source = "KIVI, section 4", KIVI_SIDES(nbits, 32), .unit_tokens = 128 \
     }
-#define AFFINE_ROW(row_id, row_name, scale, bits, from)                                            \
+
+#define INNERQ_ROW(row_name, v_side)                                                               \
     {                                                                                              \
-        .id = (row_id), .name = (row_name), .k_transform = KVQ_K_HADAMARD,                         \
-        .k_token_scale = (scale), .codec = KVQ_CODEC_AFFINE, .k_bits = (bits), .v_bits = (bits),   \
-        .unit_tokens = KVQ_BLOCK_TOKENS, .source = (from)                                          \
+        .name = (row_name), .source = "InnerQ, sections 4 and 5", .k_channel = KVQ_CHANNEL_PROMPT, \
+        .k = SYMMETRIC(3, KVQ_PER_TOKEN, 32), .v = v_side, .unit_tokens = 32, .recent_tokens = 96, \
+        .sink_tokens = 32                                                                          \
+    }
+#define HYBRID                                                                                     \
+    {                                                                                              \
+        .codec = KVQ_CODEC_HYBRID, .bits = 2, .axis = KVQ_PER_CHANNEL, .group = 32                 \
+    }
+
+#define VECINFER_ROW(row_name, kd, kb, vd, vb)                                                     \
+    {                                                                                              \
+        .name = (row_name), .source = "VecInfer, sections 3 and 4", .k_channel = KVQ_CHANNEL_BOOK, \
+        .k_rotation = KVQ_ROTATE_HADAMARD, .k = BOOK(kd, kb), .v = BOOK(vd, vb),                   \
+        .unit_tokens = 128                                                                         \
+    }
+#define MILLION_ROW(row_name, channels, nbits)                                                     \
+    {                                                                                              \
+        .name = (row_name), .source = "MILLION, section 3", .k = BOOK(channels, nbits),            \
+        .v = BOOK(channels, nbits), .unit_tokens = 128                                             \
+    }
+
+#define QUAROT_ROW(row_name, nbits)                                                                \
+    {                                                                                              \
+        .name = (row_name), .source = "QuaRot, section 4 (KV cache)",                              \
+        .k_rotation = KVQ_ROTATE_HADAMARD,                                                         \
+        .k = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32),                                   \
+        .v = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32), .unit_tokens = 32                 \
+    }
+#define TURBO_ROW(row_name, k_bits, v_bits, more)                                                  \
+    {                                                                                              \
+        .name = (row_name), .source = "TurboQuant, section 3.1 (without QJL)",                     \
+        .k_rotation = KVQ_ROTATE_SIGNED, .v_rotation = KVQ_ROTATE_SIGNED,                          \
+        .k = LLOYD(k_bits, more), .v = LLOYD(v_bits, more), .unit_tokens = 32                      \
     }
 
 const struct kvq_format kvq_formats[] = {
-    RAW_ROW(1, "f16", KVQ_F16),
-    RAW_ROW(2, "bf16", KVQ_BF16),
-    AFFINE_ROW(3, "oscar2", KVQ_SCALE_L2_HEAD, 2, OSCAR),
-    AFFINE_ROW(4, "oscar3", KVQ_SCALE_L2_HEAD, 3, OSCAR),
-    AFFINE_ROW(5, "oscar4", KVQ_SCALE_L2_HEAD, 4, OSCAR),
-    AFFINE_ROW(6, "oscar2-xh", KVQ_SCALE_L2_CROSS, 2, OSCAR_XH),
-    AFFINE_ROW(7, "oscar3-xh", KVQ_SCALE_L2_CROSS, 3, OSCAR_XH),
-    AFFINE_ROW(8, "oscar4-xh", KVQ_SCALE_L2_CROSS, 4, OSCAR_XH),
-    {0},
+    {.name = "f16",
+     .source = "as handed over",
+     .raw_dtype = KVQ_F16,
+     .k = RAW,
+     .v = RAW,
+     .unit_tokens = 128},
+    {.name = "bf16",
+     .source = "as handed over",
+     .raw_dtype = KVQ_BF16,
+     .k = RAW,
+     .v = RAW,
+     .unit_tokens = 128},
+    OSCAR_ROW("oscar2", 2, KVQ_SCALE_L2_HEAD, OSCAR),
+    OSCAR_ROW("oscar3", 3, KVQ_SCALE_L2_HEAD, OSCAR),
+    OSCAR_ROW("oscar4", 4, KVQ_SCALE_L2_HEAD, OSCAR),
+    OSCAR_ROW("oscar2-xh", 2, KVQ_SCALE_L2_CROSS, OSCAR_XH),
+    OSCAR_ROW("oscar3-xh", 3, KVQ_SCALE_L2_CROSS, OSCAR_XH),
+    OSCAR_ROW("oscar4-xh", 4, KVQ_SCALE_L2_CROSS, OSCAR_XH),
+    KIVI_ROW("kivi1", 1),
+    KIVI_ROW("kivi2", 2),
+    KIVI_ROW("kivi4", 4),
+    {.name = "kivi-sink2",
+     .source = "InnerQ, section 6 (KIVI with a sink window)",
+     KIVI_SIDES(2, 32),
+     .unit_tokens = 32,
+     .recent_tokens = 96,
+     .sink_tokens = 32},
+    {.name = "ott2",
+     .source = "OTT, sections 3 and 4",
+     KIVI_SIDES(2, 128),
+     .outliers = 3,
+     .extra_outliers = 32,
+     .plain_layers = 2,
+     .unit_tokens = 128,
+     .recent_tokens = 32},
+    {.name = "ott2-oscar",
+     .source = "OTT as the OScaR paper sets it (section 4.1)",
+     KIVI_SIDES(2, 32),
+     .outliers = 5,
+     .extra_outliers = 32,
+     .plain_layers = 2,
+     .unit_tokens = 32,
+     .recent_tokens = 128},
+    INNERQ_ROW("innerq-base", SYMMETRIC(3, KVQ_PER_CHANNEL, 32)),
+    INNERQ_ROW("innerq-hybrid", HYBRID),
+    INNERQ_ROW("innerq-small", SYMMETRIC(2, KVQ_PER_CHANNEL, 32)),
+    VECINFER_ROW("vecinfer-4", 2, 8, 2, 8),
+    VECINFER_ROW("vecinfer-3", 4, 12, 4, 12),
+    VECINFER_ROW("vecinfer-2", 4, 8, 4, 8),
+    VECINFER_ROW("vecinfer-1.5", 8, 12, 8, 12),
+    VECINFER_ROW("vecinfer-1.25", 8, 12, 8, 8),
+    VECINFER_ROW("vecinfer-1", 8, 8, 8, 8),
+    MILLION_ROW("million-4", 2, 8),
+    MILLION_ROW("million-3", 4, 12),
+    MILLION_ROW("million-2", 4, 8),
+    QUAROT_ROW("quarot2", 2),
+    QUAROT_ROW("quarot4", 4),
+    TURBO_ROW("turboquant2.5", 2, 2, 1),
+    TURBO_ROW("turboquant3", 3, 3, 0),
+    TURBO_ROW("turboquant4", 4, 4, 0),
+    TURBO_ROW("turboquant-k4v3", 4, 3, 0),
+    {.name = "int8",
+     .source = "rounding to 8 bits, a scale per token and 32 channels",
+     .k = SYMMETRIC(8, KVQ_PER_TOKEN, 32),
+     .v = SYMMETRIC(8, KVQ_PER_TOKEN, 32),
+     .unit_tokens = 32},
+    {.name = "k8v4",
+     .source = "K as in int8, V as in kivi4",
+     .k = SYMMETRIC(8, KVQ_PER_TOKEN, 32),
+     .v = AFFINE(4, KVQ_PER_TOKEN, KVQ_ZERO_MINIMUM, 32),
+     .unit_tokens = 32},
+    {.name = ""},
 };
 
 const struct kvq_format *kvq_format_by_name(const char *name)
 {
-    for (const struct kvq_format *f = kvq_formats; f->name; f++)
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
         if (strcmp(f->name, name) == 0)
             return f;
     return NULL;
 }
 
-const struct kvq_format *kvq_format_by_id(uint16_t id)
+uint32_t kvq_learn_tokens(const struct kvq_format *f, uint64_t prompt_tokens)
 {
-    for (const struct kvq_format *f = kvq_formats; f->name; f++)
-        if (f->id == id)
-            return f;
-    return NULL;
+    uint64_t n = prompt_tokens;
+    if (f->k_channel != KVQ_CHANNEL_PROMPT && f->outliers == 0)
+        return 0;
+    if (n < KVQ_BLOCK_TOKENS)
+        n = KVQ_BLOCK_TOKENS;
+    if (n > KVQ_MAX_LEARN)
+        n = KVQ_MAX_LEARN;
+    return (uint32_t)(n / f->unit_tokens * f->unit_tokens);
 }
 
 // ---- Shapes ----
@@ -135,32 +268,80 @@ struct kvq_layout kvq_layout_raw(const struct kvq_shape *s)
     return l;
 }
 
-// Bytes of one group's scales (or zeros): an fp16 per channel of K, and as many for V, which has
-// one per token and 32 channels.
-static uint32_t params_bytes(uint32_t dim)
+// Channels (or tokens) that share a scale.
+static uint32_t group_of(const struct kvq_side *side, uint32_t dim)
 {
-    return 2u * dim;
+    if (side->axis == KVQ_PER_CHANNEL)
+        return side->group;
+    return side->group == 0 || side->group > dim ? dim : side->group;
 }
 
-static uint32_t codes_bytes(uint32_t dim, uint32_t bits)
+static bool has_zeros(const struct kvq_side *side)
 {
-    return KVQ_GROUP_TOKENS * dim * bits / 8;
+    return side->codec == KVQ_CODEC_AFFINE || side->codec == KVQ_CODEC_HYBRID;
+}
+
+// Bytes of the codes of one group of 32 tokens.
+static uint32_t codes_bytes(const struct kvq_side *side, uint32_t dim)
+{
+    if (side->codec == KVQ_CODEC_BOOK)
+        return KVQ_GROUP_TOKENS * (dim / side->vector) * side->bits / 8;
+    return KVQ_GROUP_TOKENS * dim * side->bits / 8 + (side->wide ? dim : 0);
+}
+
+// Bytes of one set of scales (or of zeros).
+static uint32_t scales_bytes(const struct kvq_side *side, uint32_t dim)
+{
+    if (side->codec == KVQ_CODEC_BOOK)
+        return 0;
+    if (side->axis == KVQ_PER_CHANNEL)
+        return 2 * dim;
+    return 2 * KVQ_GROUP_TOKENS * (dim / group_of(side, dim)) * (side->wide ? 2 : 1);
+}
+
+// One side's parts of a group, from `at` on; what stands before the groups takes no room here.
+struct parts {
+    uint32_t codes, scales, zeros, end;
+    uint32_t set, span;
+};
+
+static struct parts parts_of(const struct kvq_side *side, uint32_t dim, uint32_t at)
+{
+    uint32_t scales = scales_bytes(side, dim), zeros = has_zeros(side) ? scales : 0;
+    struct parts p = {.codes = at, .scales = at + codes_bytes(side, dim)};
+    bool apart = scales && side->axis == KVQ_PER_CHANNEL && side->group > KVQ_GROUP_TOKENS;
+    p.zeros = p.scales + (apart ? 0 : scales);
+    p.end = p.zeros + (apart ? 0 : zeros);
+    p.set = apart ? scales + zeros : 0;
+    p.span = apart ? side->group : KVQ_GROUP_TOKENS;
+    return p;
 }
 
 struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s)
 {
-    if (f->codec == KVQ_CODEC_RAW)
+    if (kvq_is_raw(f))
         return kvq_layout_raw(s);
-    struct kvq_layout l = {0};
-    l.k_scales = codes_bytes(s->k_dim, f->k_bits);
-    l.k_zeros = l.k_scales + params_bytes(s->k_dim);
-    l.k_norms = l.k_zeros + params_bytes(s->k_dim);
-    l.v_codes = l.k_norms + (f->k_token_scale == KVQ_SCALE_NONE ? 0 : 2u * KVQ_GROUP_TOKENS);
-    l.v_scales = l.v_codes + codes_bytes(s->v_dim, f->v_bits);
-    l.v_zeros = l.v_scales + params_bytes(s->v_dim);
-    l.group_bytes = l.v_zeros + params_bytes(s->v_dim);
-    l.record_bytes = KVQ_BLOCK_GROUPS * l.group_bytes;
-    assert(l.group_bytes % KVQ_RECORD_ALIGN == 0);
+    struct parts k = parts_of(&f->k, s->k_dim, 0);
+    uint32_t norms = f->k_token_scale == KVQ_SCALE_NONE ? 0 : 2u * KVQ_GROUP_TOKENS;
+    struct parts v = parts_of(&f->v, s->v_dim, k.end + norms);
+    struct kvq_layout l = {
+        .k_codes = k.codes,
+        .k_scales = k.scales,
+        .k_zeros = k.zeros,
+        .k_norms = k.end,
+        .v_codes = v.codes,
+        .v_scales = v.scales,
+        .v_zeros = v.zeros,
+        .group_bytes = v.end,
+        .k_set = k.set,
+        .v_set = v.set,
+        .k_span = k.span,
+        .v_span = v.span,
+    };
+    l.v_sets = k.set * (KVQ_BLOCK_TOKENS / k.span);
+    l.groups = l.v_sets + v.set * (KVQ_BLOCK_TOKENS / v.span);
+    l.record_bytes = l.groups + KVQ_BLOCK_GROUPS * l.group_bytes;
+    assert(l.group_bytes % KVQ_RECORD_ALIGN == 0 && l.groups % KVQ_RECORD_ALIGN == 0);
     return l;
 }
 
@@ -175,15 +356,70 @@ double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s)
     return 8.0 * l.record_bytes / ((double)KVQ_BLOCK_TOKENS * (s->k_dim + s->v_dim));
 }
 
-struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s)
+// ---- Codecs ----
+
+// The best quantizers of the normal distribution N(0, 1) (Lloyd and Max). tests/test_formats.c
+// computes them again.
+static const float lloyd2[] = {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f};
+static const float lloyd3[] = {-2.1519457f, -1.3439093f, -0.7560053f, -0.2450942f,
+                               0.2450942f,  0.7560053f,  1.3439093f,  2.1519457f};
+static const float lloyd4[] = {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f,
+                               -0.9423405f, -0.6567591f, -0.3880483f, -0.1283950f,
+                               0.1283950f,  0.3880483f,  0.6567591f,  0.9423405f,
+                               1.2562312f,  1.6180464f,  2.0690172f,  2.7325896f};
+
+const float *kvq__lloyd(uint32_t bits)
 {
-    bool affine = f->codec == KVQ_CODEC_AFFINE;
-    return (struct kvq__codec){
+    return bits == 2 ? lloyd2 : bits == 3 ? lloyd3 : lloyd4;
+}
+
+static enum kvq__kind kind_of(const struct kvq_side *side, uint32_t group)
+{
+    if (side->codec == KVQ_CODEC_BOOK)
+        return KVQ__BOOK;
+    if (side->codec != KVQ_CODEC_AFFINE || group != 32 || side->bits < 2 || side->bits > 4)
+        return KVQ__SCALAR;
+    return side->axis == KVQ_PER_CHANNEL ? KVQ__PER_CHANNEL_32 : KVQ__PER_TOKEN_32;
+}
+
+static struct kvq__side side_of(const struct kvq_side *row, uint32_t dim)
+{
+    struct kvq__side side = {.row = *row, .span = KVQ_GROUP_TOKENS};
+    if (row->codec == KVQ_CODEC_RAW)
+        return side;
+    side.row.group = (uint16_t)group_of(row, dim);
+    side.kind = (uint8_t)kind_of(row, side.row.group);
+    side.quant_kind = side.kind;
+    if (side.kind != KVQ__BOOK && row->zero != KVQ_ZERO_INTEGER)
+        side.quant_kind = KVQ__SCALAR;
+    if (row->codec != KVQ_CODEC_BOOK && row->axis == KVQ_PER_CHANNEL)
+        side.span = row->group;
+    if (row->codec == KVQ_CODEC_LLOYD) {
+        side.levels = kvq__lloyd(row->bits);
+        side.wide_levels = row->wide ? kvq__lloyd(row->bits + 1u) : NULL;
+    }
+    return side;
+}
+
+struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                const struct kvq_book *book, uint32_t head)
+{
+    bool raw = kvq_is_raw(f);
+    struct kvq__codec c = {
         .layout = kvq_layout_of(f, s),
         .dim = s->k_dim,
-        .k_bits = affine ? f->k_bits : 0,
-        .v_bits = affine ? f->v_bits : 0,
-        .has_norms = affine && f->k_token_scale != KVQ_SCALE_NONE,
+        .k_bits = raw ? 0 : f->k.bits,
+        .v_bits = raw ? 0 : f->v.bits,
+        .has_norms = !raw && f->k_token_scale != KVQ_SCALE_NONE,
         .raw_dtype = s->dtype,
+        .k = side_of(&f->k, s->k_dim),
+        .v = side_of(&f->v, s->v_dim),
     };
+    if (book) {
+        c.k.book = book->k ? book->k + head * book->k_head : NULL;
+        c.v.book = book->v ? book->v + head * book->v_head : NULL;
+        c.k.book_sub = book->k_sub;
+        c.v.book_sub = book->v_sub;
+    }
+    return c;
 }

@@ -32,25 +32,51 @@ enum {
     KVQ__SCRATCH_BYTES = 512 * 1024, // an instruction set's own memory in the workspace
 };
 
-// What the codec of one session's layer needs; made once per call from format and shape.
+// Kinds of codecs that instruction sets may have functions of their own for.
+enum kvq__kind {
+    KVQ__SCALAR,         // any composition of scalar stages
+    KVQ__PER_CHANNEL_32, // affine, 2 to 4 bits, scales and zeros per channel of 32 tokens
+    KVQ__PER_TOKEN_32,   // affine, 2 to 4 bits, scales and zeros per token of 32 channels
+    KVQ__BOOK,           // codebooks
+    KVQ__KINDS,
+};
+
+// What the codec of one side of one session's layer needs.
+struct kvq__side {
+    struct kvq_side row; // group resolved: channels or tokens per scale
+    uint8_t kind;        // enum kvq__kind, for reading
+    uint8_t quant_kind;  // for quantizing: KVQ__SCALAR where the kind's own function cannot
+    uint32_t span;       // tokens that are quantized together: 32, 64 or 128
+    const float *levels, *wide_levels; // Lloyd-Max; NULL otherwise
+    const float *book;                 // centroids of sub-vector 0; NULL for scalar codecs
+    size_t book_sub;                   // floats to those of the next sub-vector
+};
+
+// The codec of one KV head; made once per call from format and shape.
 struct kvq__codec {
     struct kvq_layout layout;
     uint32_t dim;           // of K and of V
-    uint8_t k_bits, v_bits; // 2, 3 or 4; 0 if raw
+    uint8_t k_bits, v_bits; // 0 if raw
     bool has_norms;         // the record has a norm for each token
     uint8_t raw_dtype;      // of raw records: KVQ_F16 or KVQ_BF16
+    struct kvq__side k, v;
 };
 
 // The 32 positions of one group and where their keys lie. Positions [0, packed_tokens) are in the
 // packed group, [raw_from, raw_to) in the raw rows; both pointers stand for position 0, and raw
 // rows are `dim` elements apart. Everything in these ranges is finite and may be computed with,
 // but only positions with their bit in `held` are keys: the others get logit -inf.
+// Outliers: positions with their bit in `pooled` (all below packed_tokens) are packed as well, but
+// what counts are their raw rows: row pool_row[t] of pool_k and pool_v.
 struct kvq__group {
-    uint32_t held;         // bit t: position t is a key; 0 if the group is empty
-    const uint8_t *packed; // quantized group, laid out as codec->layout says; NULL if none
+    uint32_t held;            // bit t: position t is a key; 0 if the group is empty
+    uint32_t pooled;          // bit t: position t is an outlier
+    struct kvq_packed packed; // laid out as codec->layout says; .group NULL if none
     const uint16_t *raw_k, *raw_v;
+    const uint16_t *pool_k, *pool_v;
     uint32_t packed_tokens;
     uint32_t raw_from, raw_to; // equal if none; raw_from >= packed_tokens
+    uint8_t pool_row[KVQ_GROUP_TOKENS];
 };
 
 // Up to 512 consecutive positions that start at a multiple of 32. Groups that no row of the tile
@@ -111,19 +137,32 @@ struct kvq_kernels {
     void (*blend_rows)(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
                        uint32_t dim);
 
-    // ---- Groups of 32 tokens ----
+    // logits[r * KVQ__LOGITS_STRIDE + t] = q[r] * rows[t]; q is [tile->rows][dim].
+    void (*dot_rows)(const struct kvq__tile *tile, const float *q, const float *rows,
+                     float *logits);
+    // o[r] += sum of p[r * KVQ__LOGITS_STRIDE + t] * rows[t] over all 32 tokens.
+    void (*sum_rows)(const struct kvq__tile *tile, const float *p, const float *rows, float *o);
 
-    // Codes, scales and zeros of K (of V) from [32][dim] into a group. Writes nothing else.
-    void (*quant_k)(const struct kvq__codec *c, const float *rows, uint8_t *group);
-    void (*quant_v)(const struct kvq__codec *c, const float *rows, uint8_t *group);
+    // ---- Groups of 32 tokens, by the kind of the side's codec ----
+
+    // Codes, scales and zeros of K (of V) from [span][dim] into the groups from `first` on of a
+    // record. Writes nothing else.
+    void (*quant_k[KVQ__KINDS])(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                                uint32_t first);
+    void (*quant_v[KVQ__KINDS])(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                                uint32_t first);
     // Back to [32][dim], norms applied, still in the transformed basis.
-    void (*dequant_k)(const struct kvq__codec *c, const uint8_t *group, float *rows);
-    void (*dequant_v)(const struct kvq__codec *c, const uint8_t *group, float *rows);
+    void (*dequant_k[KVQ__KINDS])(const struct kvq__codec *c, const struct kvq_packed *packed,
+                                  float *rows);
+    void (*dequant_v[KVQ__KINDS])(const struct kvq__codec *c, const struct kvq_packed *packed,
+                                  float *rows);
 
     // ---- Attention, exact path: the steps of a chunk ----
 
     // logits[r * KVQ__LOGITS_STRIDE + t] = qt[r] * k[t] for all 32 tokens of the packed group.
-    void (*qk_packed)(const struct kvq__tile *tile, const uint8_t *group, float *logits);
+    // NULL where the kind has no loop of its own: then dequant_k and dot_rows do it.
+    void (*qk_packed[KVQ__KINDS])(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                                  float *logits);
     // The same from q and raw rows for tokens [from, to); k is token 0's row.
     void (*qk_raw)(const struct kvq__tile *tile, const uint16_t *k, uint32_t from, uint32_t to,
                    float *logits);
@@ -133,7 +172,9 @@ struct kvq_kernels {
     // they are -inf; m, l and factor follow. A row that sees nothing keeps m and l, factor 1.
     void (*softmax)(struct kvq__tile *tile, uint32_t n);
     // ot[r] += sum of p[r * KVQ__LOGITS_STRIDE + t] * v[t] over the 32 tokens of a packed group.
-    void (*pv_packed)(const struct kvq__tile *tile, const uint8_t *group, const float *p);
+    // NULL as for qk_packed: then dequant_v and sum_rows do it.
+    void (*pv_packed[KVQ__KINDS])(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                                  const float *p);
     // o[r] likewise over tokens [from, to) of raw rows; v is token 0's row.
     void (*pv_raw)(const struct kvq__tile *tile, const uint16_t *v, uint32_t from, uint32_t to,
                    const float *p);
@@ -157,7 +198,49 @@ void kvq__init_avx512(struct kvq_kernels *k); // on top of AVX2
 
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk);
-struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s);
+// A packed group's logits and values by the kind's own loop, or dequantized if it has none.
+void kvq__qk_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                    const struct kvq_packed *packed, float *logits);
+void kvq__pv_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                    const struct kvq_packed *packed, const float *p);
+// `book` may be NULL; codebook formats then can do nothing but tell sizes.
+struct kvq__codec kvq__codec_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                const struct kvq_book *book, uint32_t head);
+const float *kvq__lloyd(uint32_t bits); // 2^bits levels, ascending; bits 2 to 4
+
+// ---- Extras and transforms (extras.c) ----
+
+// One KV head's record of a session's extras, all pointers NULL where the format has no such part.
+struct kvq__extras {
+    uint16_t *factors; // channel factors, fp16
+    struct kvq_outliers *pool;
+    uint16_t *pool_k, *pool_v; // [entries][dim]
+    uint16_t *sink_k, *sink_v; // [sink tokens][dim]
+    uint32_t pool_count;       // entries to look at
+};
+// `pool` as in struct kvq_attend. extras may be NULL.
+struct kvq__extras kvq__extras_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                  const uint8_t *extras, const uint8_t *pool, uint32_t head);
+
+// n rows, transformed in place; back = the inverse.
+void kvq__rotate(const struct kvq_kernels *k, enum kvq_rotation rotation, float *rows, uint32_t n,
+                 uint32_t dim, bool back);
+// How packed V is rotated.
+enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_shape *s);
+
+// What K was divided by and q is multiplied with: 1 for each channel, or the factors that were
+// learned or made. Returns false (and writes nothing) if the format has none.
+bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
+                  const struct kvq_book *book, uint32_t head, uint32_t dim, float *factors);
+
+// Sum of |x| of a row: lanes as in sumsq.
+float kvq__sum_abs(const float *row, uint32_t n);
+
+// A unit's tokens compete for the pool with what is in it; the winners' rows are copied. raw is
+// the head's record of the block; scores are of the unit's tokens.
+void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint32_t dim,
+                  const struct kvq_unit *unit, const float *scores, const uint16_t *raw_k,
+                  const uint16_t *raw_v);
 
 // ---- Workspace: one thread's memory, cut up ----
 
@@ -182,6 +265,7 @@ struct kvq__workspace {
     int32_t lo[KVQ_TILE_ROWS], hi[KVQ_TILE_ROWS];
     struct kvq__sums part, total;
     float group_f32[KVQ__GROUP_F32];
+    float span_f32[KVQ_BLOCK_GROUPS * KVQ__GROUP_F32];
     struct kvq__assembled assembled[2]; // of this chunk and of the next
     uint8_t scratch[KVQ__SCRATCH_BYTES];
 };

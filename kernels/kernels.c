@@ -94,7 +94,7 @@ const char *kvq_kernels_isa(const struct kvq_kernels *k)
 bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
                           const struct kvq_shape *s)
 {
-    struct kvq__codec codec = kvq__codec_of(f, s);
+    struct kvq__codec codec = kvq__codec_of(f, s, NULL, 0);
     uint32_t gqa = s->q_heads / s->kv_heads;
-    return k->has_fast && f->codec != KVQ_CODEC_RAW && k->has_fast(&codec, gqa);
+    return k->has_fast && !kvq_is_raw(f) && k->has_fast(&codec, gqa);
 }

@@ -28,29 +28,101 @@ enum kvq_dtype { KVQ_F16 = 1, KVQ_BF16 = 2, KVQ_F32 = 3 };
 
 // ---- Formats: a format is a row of orthogonal stages ----
 
-enum kvq_k_transform { KVQ_K_PLAIN, KVQ_K_HADAMARD };
-enum kvq_token_scale { KVQ_SCALE_NONE, KVQ_SCALE_L2_HEAD, KVQ_SCALE_L2_CROSS };
-enum kvq_codec { KVQ_CODEC_RAW, KVQ_CODEC_AFFINE };
-
-// One row. K affine codes are per channel over 32 tokens, V per token over 32 channels.
-struct kvq_format {
-    const char *name;
-    const char *source;    // paper and section
-    uint16_t id;           // stable, stored in sessions and files
-    uint8_t k_transform;   // enum kvq_k_transform
-    uint8_t k_token_scale; // enum kvq_token_scale
-    uint8_t codec;         // enum kvq_codec
-    uint8_t raw_dtype;     // raw formats: the one 16-bit dtype it holds; else 0 (either)
-    uint8_t k_bits, v_bits;
-    uint16_t unit_tokens;   // packed in whole units of so many tokens
-    uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
+// What K is divided by, channel by channel, before anything else; q is multiplied with it.
+enum kvq_k_channel {
+    KVQ_CHANNEL_NONE,
+    KVQ_CHANNEL_PROMPT, // sqrt(max |K_c|) over the prompt's first tokens (InnerQ)
+    KVQ_CHANNEL_BOOK,   // the smoothing factors of a codebook file (VecInfer)
+};
+enum kvq_rotation {
+    KVQ_ROTATE_NONE,
+    KVQ_ROTATE_HADAMARD, // x * H / sqrt(dim)
+    KVQ_ROTATE_SIGNED,   // signs, H / sqrt(dim), signs again; the signs stand in layout.h
+};
+enum kvq_token_scale {
+    KVQ_SCALE_NONE,
+    KVQ_SCALE_L2_HEAD,
+    KVQ_SCALE_L2_CROSS, // over all KV heads
+    KVQ_SCALE_MAX,      // max |x| of the head
+    KVQ_SCALE_MEAN_ABS, // mean |x| of the head
+};
+enum kvq_codec {
+    KVQ_CODEC_RAW,
+    KVQ_CODEC_AFFINE,    // scale * code + zero
+    KVQ_CODEC_SYMMETRIC, // scale * (code - 2^(bits-1)), levels -top..top with top = 2^(bits-1)-1
+    KVQ_CODEC_HYBRID,    // symmetric, or affine of one bit less, group by group (InnerQ)
+    KVQ_CODEC_LLOYD,     // scale * level[code], levels of the normal distribution (TurboQuant)
+    KVQ_CODEC_BOOK,      // centroid[code] of `vector` channels (VecInfer, MILLION)
+};
+enum kvq_axis {
+    KVQ_PER_CHANNEL, // a scale serves `group` tokens of one channel
+    KVQ_PER_TOKEN,   // a scale serves `group` channels of one token
+};
+enum kvq_zero {
+    KVQ_ZERO_INTEGER, // a multiple of the scale
+    KVQ_ZERO_MINIMUM, // the smallest value
 };
 
-// The table, ended by a row without a name. Order is stable; ids never change meaning.
+// How one side, K or V, becomes codes.
+struct kvq_side {
+    uint8_t codec;  // enum kvq_codec
+    uint8_t bits;   // of a code: 1, 2, 3, 4, 8; of a codebook 8, 10, 12; 16 if raw
+    uint8_t axis;   // enum kvq_axis
+    uint8_t zero;   // enum kvq_zero, affine only
+    uint8_t full;   // symmetric and hybrid: use the code that the papers' levels leave unused
+    uint8_t wide;   // Lloyd: the first quarter of the channels has one bit more and its own scale
+    uint8_t vector; // codebooks: channels per code; 2, 4 or 8
+    uint16_t group; // values per scale: 32, 64 or 128; 0 = all channels. More than dim means dim
+};
+
+enum { KVQ_FORMAT_NAME = 64, KVQ_MAX_SINK = 96, KVQ_MAX_LEARN = 4096 };
+
+struct kvq_format {
+    char name[KVQ_FORMAT_NAME];
+    const char *source;     // paper and section
+    uint8_t k_channel;      // enum kvq_k_channel
+    uint8_t k_rotation;     // enum kvq_rotation
+    uint8_t k_token_scale;  // enum kvq_token_scale
+    uint8_t v_rotation;     // enum kvq_rotation; NONE leaves it to the shape
+    uint8_t raw_dtype;      // raw formats: the one 16-bit dtype it holds; else 0 (either)
+    uint8_t outliers;       // tokens with the smallest |K|_1 that stay raw (OTT); 0 = none
+    uint8_t extra_outliers; // room for those that later ones displaced
+    uint8_t plain_layers;   // so many first layers go without outliers
+    struct kvq_side k, v;
+    uint16_t unit_tokens;   // packed in whole units of so many tokens: 32, 64 or 128
+    uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
+    uint16_t sink_tokens;   // first tokens of a session, always raw; a multiple of unit_tokens
+};
+
+// The named rows, ended by one with an empty name.
 extern const struct kvq_format kvq_formats[];
 
-const struct kvq_format *kvq_format_by_name(const char *name); // NULL if unknown
-const struct kvq_format *kvq_format_by_id(uint16_t id);        // NULL if unknown
+const struct kvq_format *kvq_format_by_name(const char *name); // a row above; NULL if there is none
+
+// Any format that has a name: a row above, or a row and suffixes that change single stages
+// (docs/formats.md lists them: "-g64", "-fm", "-xh", ..), or "vecinfer-k<d,b>v<d,b>", or two such
+// names joined by "+": K as in the first and V as in the second. Returns 0, or -1 with a sentence
+// in text.
+int kvq_format_parse(const char *name, struct kvq_format *format, char *text, size_t n);
+
+// Whether a row makes sense: 0, or -1 with a sentence. For rows that a user composed.
+int kvq_format_check(const struct kvq_format *f, char *text, size_t n);
+
+static inline bool kvq_is_raw(const struct kvq_format *f)
+{
+    return f->k.codec == KVQ_CODEC_RAW;
+}
+// Tokens whose values a format must have seen before it packs anything, given where the prompt
+// ended (0 = unknown). 0 for formats that learn nothing.
+uint32_t kvq_learn_tokens(const struct kvq_format *f, uint64_t prompt_tokens);
+
+// The codebooks of one layer, as fp32: smoothing factors and centroids. Strides count floats; 0
+// where all heads (or all sub-vectors) share a table.
+struct kvq_book {
+    const float *smooth; // [kv_heads][dim], greater than 0; NULL = none
+    const float *k, *v;  // centroids [2^bits][vector]
+    size_t k_head, k_sub, v_head, v_sub;
+};
 
 // How V is rotated (OScaR, section on value rotation).
 enum kvq_v_rotation {
@@ -73,7 +145,8 @@ struct kvq_shape {
 // 0, or -1 with a plain sentence in text (what is wrong, the value, what is allowed).
 int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n);
 
-// Offsets and sizes of a format's records. The shape must have passed kvq_shape_check.
+// Offsets and sizes of a format's records. The shape must have passed kvq_shape_check, which also
+// asks whether the format can have that shape.
 struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s);
 struct kvq_layout kvq_layout_raw(const struct kvq_shape *s); // the window's records
 size_t kvq_block_bytes(const struct kvq_layout *l, const struct kvq_shape *s);
@@ -114,29 +187,66 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
                const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
                uint8_t *raw_record, struct kvq_store_counts *counts);
 
-// ---- Packing: one unit of one layer, raw block to packed block ----
-
-// Packs tokens [first, first + unit_tokens) of KV head `head`. For formats whose token scale
-// spans heads all records of the raw block are read; otherwise only that head's.
-// Bytes are identical on every ISA. raw and packed are whole blocks, 64-byte aligned, and only
-// the head's slots of the unit are written. Raw formats are copied. `workspace` is at least
-// kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 2 MB, of which decoding
-// touches little.
-void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
-              const uint8_t *raw_block, uint8_t *packed_block, uint32_t head, uint32_t first,
-              void *workspace);
-
 // ---- Pages ----
 
 // 128 positions of one layer: page i of a table holds positions 128 i to 128 i + tokens - 1.
 // Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots). A raw
 // format's packed block is a raw block, too. Where either count ends within a unit, the unit's
 // other slots of `packed` must still have been packed: they are computed with and not counted.
+// The first sink_tokens positions of a session are never read packed: they are read from `raw`,
+// or from the extras where raw is NULL.
 struct kvq_page {
     const uint8_t *packed; // may be NULL if packed_tokens == 0
     const uint8_t *raw;    // may be NULL if packed_tokens == tokens
     uint16_t tokens, packed_tokens;
 };
+
+// ---- What a session's layer holds besides blocks ----
+
+// Formats with sink tokens, outliers or factors learned from the prompt keep an extras record for
+// each session and layer: one piece of memory that is saved, copied and moved as it is (layout.h,
+// 6). 0 bytes for formats that need none.
+size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s);
+void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
+
+// Learns what the format learns from the session's first kvq_learn_tokens() tokens, of one KV
+// head: channel factors, and the first choice of outliers. Once, before the first kvq_pack of
+// that head; all those tokens must be in raw blocks.
+void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
+               const struct kvq_page *pages, uint32_t learn_tokens, uint32_t head, uint8_t *extras,
+               void *workspace);
+
+// Copies extras for a fork that keeps the tokens below `at`. `to` may be `from`.
+void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
+                     uint8_t *to, uint64_t at);
+
+// Outliers of one KV head so far. Entries are only ever added behind the others, and by kvq_pack
+// alone, so that work which was given this number may go on while another unit is being packed.
+uint32_t kvq_outlier_count(const struct kvq_format *f, const struct kvq_shape *s,
+                           const uint8_t *extras, uint32_t head);
+
+// ---- Packing: one unit of one layer, raw block to packed block ----
+
+struct kvq_unit {
+    const uint8_t *raw_block;
+    uint8_t *packed_block;
+    uint32_t head;
+    uint32_t first;              // of its tokens, within the block
+    uint64_t block_start;        // position of the block's first token
+    uint8_t *extras;             // NULL if the format has none
+    uint32_t learned;            // kvq_learn_tokens() of the session
+    const struct kvq_book *book; // codebook formats
+};
+
+// Packs tokens [first, first + unit_tokens) of one KV head. For formats whose token scale
+// spans heads all records of the raw block are read; otherwise only that head's.
+// Bytes are identical on every ISA. raw and packed are whole blocks, 64-byte aligned, and only
+// the head's slots of the unit are written; of the extras only the head's record. Units of a
+// format with outliers are packed one after the other, others in any order (but sink units never).
+// Raw formats are copied. `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one
+// per thread; about 2 MB, of which decoding touches little.
+void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
+              const struct kvq_unit *unit, void *workspace);
 
 // ---- Attention over one session's layer ----
 
@@ -155,7 +265,10 @@ struct kvq_attend {
     const struct kvq_page *pages;
     uint32_t n_pages;
     uint32_t flags;
-    uint8_t path; // enum kvq_path
+    uint8_t path;                // enum kvq_path
+    const uint8_t *extras;       // NULL if the format has none
+    const uint8_t *pool;         // kvq_outlier_count of each KV head; NULL = as it is now
+    const struct kvq_book *book; // codebook formats
     uint64_t past_tokens, step_tokens;
     uint64_t fresh_start;
     uint32_t fresh_tokens;
@@ -199,13 +312,21 @@ size_t kvq_workspace_bytes(void); // per thread, for every call above
 
 // ---- Reading back ----
 
+struct kvq_reading {
+    const struct kvq_format *format;
+    const struct kvq_shape *shape;
+    const struct kvq_page *pages;
+    uint32_t n_pages;
+    const uint8_t *extras; // these three as in struct kvq_attend
+    const uint8_t *pool;
+    const struct kvq_book *book;
+};
+
 // Tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and un-rotated: what
 // attention sees, in the engine's own basis. Tokens that no page holds are left untouched and
 // the number of tokens read is returned.
-uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_format *f,
-                       const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
-                       uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
-                       void *workspace);
+uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *r, uint64_t from,
+                       uint32_t n, uint32_t head, float *k_out, float *v_out, void *workspace);
 
 // ---- Merging two attentions over disjoint keys ----
 

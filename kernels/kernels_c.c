@@ -82,10 +82,10 @@ static void hadamard_c(float *rows, uint32_t n, uint32_t dim)
     }
 }
 
-static float sumsq_row(const float *row, uint32_t dim)
+float kvq__sumsq(const float *row, uint32_t n)
 {
     float lane[16] = {0};
-    for (uint32_t j = 0; j < dim; j += 16)
+    for (uint32_t j = 0; j < n; j += 16)
         for (uint32_t i = 0; i < 16; i++)
             lane[i] += row[j + i] * row[j + i];
     for (uint32_t half = 8; half > 0; half /= 2)
@@ -97,7 +97,7 @@ static float sumsq_row(const float *row, uint32_t dim)
 static void sumsq_c(const float *rows, uint32_t n, uint32_t dim, float *sums)
 {
     for (uint32_t r = 0; r < n; r++)
-        sums[r] = sumsq_row(rows + (size_t)r * dim, dim);
+        sums[r] = kvq__sumsq(rows + (size_t)r * dim, dim);
 }
 
 static void scale_rows_c(float *rows, const float *factor, uint32_t n, uint32_t dim)
@@ -128,5 +128,6 @@ void kvq__init_c(struct kvq_kernels *k)
         .attend_chunk = kvq__attend_chunk,
     };
     kvq__init_quant_c(k);
+    kvq__init_book_c(k);
     kvq__init_attend_c(k);
 }

@@ -10,22 +10,38 @@
 //
 //      K [128 tokens][head_dim_k] 16-bit      V [128 tokens][head_dim_v] 16-bit
 //
-// 2. Quantized records: four groups of 32 tokens, one after the other. Each group owns its
-//    bytes, in this order (D = head_dim, b = bits, all parts multiples of 64 bytes):
+// 2. Quantized records: parameters that more than 32 tokens share, if the format has any, then
+//    four groups of 32 tokens, one after the other. Each group owns its bytes, in this order
+//    (D = head_dim, b = bits, all parts multiples of 64 bytes; what a format lacks is absent):
 //
 //      K codes   32 * D * bk / 8      low plane (2 bits of each code), then the high plane
-//      K scales  D fp16               per channel, natural order
-//      K zeros   D fp16               per channel, the value of code 0 (the offset)
-//      K norms   32 fp16              per token, natural order; absent if the format has none
+//      K scales  fp16                 see below
+//      K zeros   fp16                 shaped like the scales, the value of code 0 (the offset)
+//      K norms   32 fp16              per token, natural order
 //      V codes   32 * D * bv / 8      low plane, then the high plane
-//      V scales  D/32 * 32 fp16       [channel group of 32][token slot], see 5
-//      V zeros   D/32 * 32 fp16       likewise
+//      V scales  fp16
+//      V zeros   fp16
 //
-//    Dequantized: k[t][c] = norm[t] * (scale[c] * code + zero[c]);  v likewise with its own.
+//    Scales per channel: D fp16 in natural order, for 32 tokens. If they serve G = 64 or 128
+//    tokens they stand before the first group instead: 128 / G sets of D scales and D zeros of K,
+//    then those of V.
+//    Scales per token, for G channels each: [D / G][32 tokens]; K in natural order, V by the slots
+//    of 5. Formats whose first quarter of channels has one more bit ("wide") have two scales for
+//    each token, first that of the quarter, then that of the rest.
+//
+//    Dequantized: k[t][c] = norm[t] * (scale * code + zero);  v likewise without a norm.
+//    Symmetric codecs have no zeros: the value is scale * (code - 2^(b-1)). Lloyd-Max codecs have
+//    scale * level[code]. In hybrid groups the scale's sign bit says that the group was quantized
+//    with its own offset (one bit); its absolute value and the zero are used as for affine ones.
+//    Codebook formats have codes alone, see 7.
 //
 // 3. Planes. A code of 2 bits is one entry of the low plane. 4 bits: code = low + 4 * high, the
 //    high plane shaped like the low one. 3 bits: the high plane has 1 bit per code, half as
-//    many bytes. So one order serves 2, 3 and 4 bits.
+//    many bytes. So one order serves 2, 3 and 4 bits. 1 bit: only a plane like the high one of 3
+//    bits. 8 bits: four planes shaped like the low one, where byte i of a word is the whole code whose 2 bits would stand at position s in byte i of the low plane:
+//    what unpacking position s of a low plane gives, for s = 0, 1, 2, 3.
+//    "Wide" formats: the low plane, then [32 tokens][D / 4 bits], the third bit of channel c of
+//    token t at bit c % 8 of byte t * D / 32 + c / 8; V likewise.
 //
 // 4. K planes of a group: rows of 128 bytes, one row r per 16 channels; a row has one 32-bit
 //    word per token. Within a row the 16-byte chunks (4 tokens) are permuted:
@@ -52,6 +68,18 @@
 //    1-bit plane: one row for each j; set (j, half) has its bits at 8 k + 2 s + half.
 //    V scale and zero of token t stand at slot 8 * (t >> 3) + 2 * (t & 3) + ((t >> 2) & 1) of
 //    their channel group: the two halves of a fragment register are neighbours.
+//
+// 6. Extras of a session's layer: one record per KV head, each part a multiple of 64 bytes and
+//    absent if the format has no use for it.
+//
+//      factors   D fp16                        channel factors learned from the prompt
+//      pool      struct kvq_outliers             positions and scores of outliers
+//      K, V      [pool entries][D] 16-bit      their rows, as handed over
+//      K, V      [sink tokens][D] 16-bit       the first tokens, as handed over
+//
+// 7. Codebook codes of a group: M = D / vector rows of 32 codes, one row per sub-vector in
+//    ascending order; first the low 8 bits of all rows, 32 bytes each, then the other 2 or 4 bits
+//    of all rows, 8 or 16 bytes each, token t at bit (b - 8) * t, least significant bit first.
 #ifndef KVQ_KERNELS_LAYOUT_H
 #define KVQ_KERNELS_LAYOUT_H
 
@@ -64,7 +92,8 @@ enum {
     KVQ_GROUP_CHANNELS = 32, // channels that share a V scale
     KVQ_BLOCK_GROUPS = KVQ_BLOCK_TOKENS / KVQ_GROUP_TOKENS,
     KVQ_RECORD_ALIGN = 64,
-    KVQ_LAYOUT_ID = 1, // written into sessions and files; changes with any byte above
+    KVQ_POOL_ENTRIES = 64, // outliers of one KV head at most
+    KVQ_LAYOUT_ID = 1,     // written into sessions and files; changes with any byte above
 };
 
 // Byte offsets within one quantized group, and sizes; made once per (format, dims).
@@ -74,6 +103,55 @@ struct kvq_layout {
     uint32_t group_bytes;  // 0 for raw formats
     uint32_t v_offset;     // raw records: where V starts
     uint32_t record_bytes; // one KV head, 128 tokens; multiple of KVQ_RECORD_ALIGN
+    // Parameters before the first group: k_set (v_set) bytes serve k_span (v_span) tokens, scales
+    // and then zeros. Where a set is 0 bytes long, parameters stand in the groups.
+    uint32_t groups; // where the first group stands
+    uint32_t k_set, v_set, v_sets;
+    uint32_t k_span, v_span;
+};
+
+// Where the parts of one quantized group are. Norms and codes are at the layout's offsets.
+struct kvq_packed {
+    uint8_t *group; // NULL if there is none
+    uint8_t *k_scales, *k_zeros;
+    uint8_t *v_scales, *v_zeros;
+};
+
+// Group i of a record.
+static inline struct kvq_packed kvq_packed_at(const struct kvq_layout *l, uint8_t *record,
+                                              uint32_t i)
+{
+    struct kvq_packed p;
+    p.group = record + l->groups + i * l->group_bytes;
+    p.k_scales = p.group + l->k_scales;
+    p.k_zeros = p.group + l->k_zeros;
+    p.v_scales = p.group + l->v_scales;
+    p.v_zeros = p.group + l->v_zeros;
+    if (l->k_set) {
+        p.k_scales = record + i * KVQ_GROUP_TOKENS / l->k_span * l->k_set;
+        p.k_zeros = p.k_scales + l->k_set / 2;
+    }
+    if (l->v_set) {
+        p.v_scales = record + l->v_sets + i * KVQ_GROUP_TOKENS / l->v_span * l->v_set;
+        p.v_zeros = p.v_scales + l->v_set / 2;
+    }
+    return p;
+}
+
+// Outliers of one KV head: the tokens that stay raw. Entries are in the order in which they were
+// chosen. The `outliers` smallest scores among them are what later tokens compete with.
+struct kvq_outliers {
+    uint32_t count;
+    uint32_t reserved;
+    uint64_t frozen_at; // position of the unit that found no more room; UINT64_MAX before
+    uint64_t position[KVQ_POOL_ENTRIES];
+    float score[KVQ_POOL_ENTRIES];
+};
+
+// Byte offsets within one KV head's extras.
+struct kvq_extras_layout {
+    uint32_t factors, pool, pool_k, pool_v, sink_k, sink_v;
+    uint32_t record_bytes; // 0 if the format has no extras
 };
 
 // Word index, within a K row of 32 words, of token t (0..31) in row r.
@@ -93,6 +171,13 @@ static inline uint32_t kvq_v_slot(uint32_t t)
 {
     return 8u * (t >> 3) + 2u * (t & 3u) + ((t >> 2) & 1u);
 }
+
+// The signs of KVQ_ROTATE_SIGNED: channel c is multiplied with -1 before (after) the transform if
+// bit c % 32 of word c / 32 is set. Random numbers, fixed for ever.
+static const uint32_t kvq_signs_before[8] = {0xd2a98b26u, 0x625eee7bu, 0x1f4e6a30u, 0x9cb7d3e5u,
+                                             0x47c1908fu, 0xe83d52b6u, 0x3b96fa14u, 0xa5704ec9u};
+static const uint32_t kvq_signs_after[8] = {0x8d1f63bau, 0x36e9c450u, 0xc7528e9du, 0x0ba4f7e3u,
+                                            0x71dc296eu, 0xf4803b95u, 0x5a6fe1c8u, 0x29d3b047u};
 
 static_assert(KVQ_BLOCK_TOKENS % KVQ_GROUP_TOKENS == 0, "a block is whole groups");
 

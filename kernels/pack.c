@@ -15,10 +15,13 @@ struct packing {
     const struct kvq_kernels *k;
     const struct kvq_format *f;
     const struct kvq_shape *s;
+    const struct kvq_unit *unit;
     struct kvq__codec codec;
     struct kvq_layout raw;
-    const uint8_t *raw_block;
+    struct kvq__extras extras;
     struct kvq__workspace *w;
+    uint8_t *record;                 // the head's, packed
+    bool replaced[KVQ_BLOCK_TOKENS]; // tokens of the block that are read raw: sinks and outliers
 };
 
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
@@ -50,94 +53,218 @@ static void limit(float *x, size_t n)
     }
 }
 
-// 32 tokens of K (offset 0) or V (offset raw.v_offset) of one head as fp32.
-static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t offset,
-                      float *rows)
+static const uint8_t *raw_record(const struct packing *p, uint32_t head)
 {
-    size_t n = (size_t)KVQ_GROUP_TOKENS * p->codec.dim;
-    const uint8_t *record = p->raw_block + (size_t)head * p->raw.record_bytes;
-    p->k->load(record + offset + (size_t)first * 2 * p->codec.dim, p->s->dtype, rows, n);
-    if (p->s->dtype == KVQ_BF16)
-        limit(rows, n);
+    return p->unit->raw_block + (size_t)head * p->raw.record_bytes;
 }
 
-static float stored_norm(float sum)
+// `n` tokens of K (offset 0) or V (offset raw.v_offset) of one head as fp32.
+static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t n,
+                      uint32_t offset, float *rows)
 {
-    float norm = sqrtf(sum);
+    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * 2 * p->codec.dim;
+    p->k->load(at, p->s->dtype, rows, (size_t)n * p->codec.dim);
+    if (p->s->dtype == KVQ_BF16)
+        limit(rows, (size_t)n * p->codec.dim);
+}
+
+// Tokens that stay raw must not widen the scales of others: their rows become the mean of the
+// others, added up in ascending order (OTT, section 4).
+static void replace(const struct packing *p, uint32_t first, uint32_t n, float *rows)
+{
+    float mean[KVQ_MAX_HEAD_DIM] = {0};
+    uint32_t dim = p->codec.dim, others = 0;
+    for (uint32_t t = 0; t < n; t++) {
+        if (p->replaced[first + t])
+            continue;
+        others++;
+        for (uint32_t c = 0; c < dim; c++)
+            mean[c] += rows[(size_t)t * dim + c];
+    }
+    if (others == n)
+        return;
+    for (uint32_t c = 0; c < dim; c++)
+        mean[c] = others ? mean[c] / (float)others : 0.0f;
+    for (uint32_t t = 0; t < n; t++)
+        if (p->replaced[first + t])
+            memcpy(rows + (size_t)t * dim, mean, dim * sizeof *mean);
+}
+
+// ---- Token norms ----
+
+static float stored_norm(float norm)
+{
     uint16_t half = kvq__f32_to_f16(norm < 65504.0f ? norm : 65504.0f);
     return half == 0 ? 1.0f : kvq__f16_to_f32(half);
 }
 
-// Norms of 32 tokens: each over the channels of `head`, or of all heads in ascending order.
-static void norms_of(const struct packing *p, uint32_t head, uint32_t first, struct norms *norms)
+// Sums of squares of 32 tokens over all heads, in ascending order.
+static void sums_across(const struct packing *p, uint32_t first, float *total)
 {
-    bool cross = p->f->k_token_scale == KVQ_SCALE_L2_CROSS;
-    uint32_t from = cross ? 0 : head, to = cross ? p->s->kv_heads : head + 1;
     _Alignas(64) float sums[KVQ_GROUP_TOKENS];
-    float total[KVQ_GROUP_TOKENS] = {0};
-    for (uint32_t h = from; h < to; h++) {
-        load_rows(p, h, first, 0, p->w->group_f32);
+    memset(total, 0, KVQ_GROUP_TOKENS * sizeof *total);
+    for (uint32_t h = 0; h < p->s->kv_heads; h++) {
+        load_rows(p, h, first, KVQ_GROUP_TOKENS, 0, p->w->group_f32);
         p->k->sumsq(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, sums);
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
             total[t] += sums[t];
     }
+}
+
+static float highest(const float *row, uint32_t n)
+{
+    float top = 0.0f;
+    for (uint32_t i = 0; i < n; i++)
+        top = fabsf(row[i]) > top ? fabsf(row[i]) : top;
+    return top;
+}
+
+// Of 32 tokens. Lengths do not change with a rotation and are taken before it, the others after.
+static void norms_of(const struct packing *p, uint32_t first, const float *rows, bool rotated,
+                     struct norms *norms)
+{
+    uint8_t scale = p->f->k_token_scale;
+    bool length = scale == KVQ_SCALE_L2_HEAD || scale == KVQ_SCALE_L2_CROSS;
+    _Alignas(64) float norm[KVQ_GROUP_TOKENS];
+    uint32_t dim = p->codec.dim;
+    if (length == rotated)
+        return;
+    if (scale == KVQ_SCALE_L2_CROSS)
+        sums_across(p, first, norm);
+    else if (scale == KVQ_SCALE_L2_HEAD)
+        p->k->sumsq(rows, KVQ_GROUP_TOKENS, dim, norm);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
-        norms->stored[t] = stored_norm(total[t]);
+        const float *row = rows + (size_t)t * dim;
+        if (scale == KVQ_SCALE_MAX)
+            norm[t] = highest(row, dim);
+        else if (scale == KVQ_SCALE_MEAN_ABS)
+            norm[t] = kvq__sum_abs(row, dim) / (float)dim;
+        else
+            norm[t] = sqrtf(norm[t]);
+        norms->stored[t] = stored_norm(norm[t]);
         norms->inverse[t] = 1.0f / norms->stored[t];
     }
 }
 
-static void pack_k(const struct packing *p, uint32_t head, uint32_t first, uint8_t *group)
+// ---- K and V ----
+
+static void divide_by_factors(const struct packing *p, float *rows, uint32_t n)
 {
-    float *rows = p->w->group_f32;
-    struct norms norms;
-    if (p->codec.has_norms)
-        norms_of(p, head, first, &norms);
-    load_rows(p, head, first, 0, rows);
-    if (p->f->k_transform == KVQ_K_HADAMARD)
-        p->k->hadamard(rows, KVQ_GROUP_TOKENS, p->codec.dim);
-    if (p->codec.has_norms) {
-        p->k->scale_rows(rows, norms.inverse, KVQ_GROUP_TOKENS, p->codec.dim);
-        p->k->save(norms.stored, KVQ_F16, group + p->codec.layout.k_norms, KVQ_GROUP_TOKENS);
-    }
-    p->k->quant_k(&p->codec, rows, group);
+    float factors[KVQ_MAX_HEAD_DIM];
+    uint32_t dim = p->codec.dim;
+    if (!kvq__factors(p->f, &p->extras, p->unit->book, p->unit->head, dim, factors))
+        return;
+    for (uint32_t c = 0; c < dim; c++)
+        factors[c] = 1.0f / factors[c];
+    for (uint32_t t = 0; t < n; t++)
+        for (uint32_t c = 0; c < dim; c++)
+            rows[(size_t)t * dim + c] *= factors[c];
 }
 
-static void pack_v(const struct packing *p, uint32_t head, uint32_t first, uint8_t *group)
+// One span of tokens that share scales, from `first` of the block on.
+static void pack_k(const struct packing *p, uint32_t first)
 {
-    float *rows = p->w->group_f32;
-    load_rows(p, head, first, p->raw.v_offset, rows);
-    if (p->s->v_rotation == KVQ_V_ROT_DAEMON)
-        p->k->hadamard(rows, KVQ_GROUP_TOKENS, p->codec.dim);
-    p->k->quant_v(&p->codec, rows, group);
+    float *rows = p->w->span_f32;
+    uint32_t dim = p->codec.dim, n = p->codec.k.span;
+    struct norms norms[KVQ_BLOCK_GROUPS];
+    load_rows(p, p->unit->head, first, n, 0, rows);
+    replace(p, first, n, rows);
+    divide_by_factors(p, rows, n);
+    for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS)
+        norms_of(p, first + t, rows + (size_t)t * dim, false, &norms[t / KVQ_GROUP_TOKENS]);
+    kvq__rotate(p->k, p->f->k_rotation, rows, n, dim, false);
+    for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS) {
+        struct norms *own = &norms[t / KVQ_GROUP_TOKENS];
+        float *at = rows + (size_t)t * dim;
+        norms_of(p, first + t, at, true, own);
+        struct kvq_packed packed =
+            kvq_packed_at(&p->codec.layout, p->record, (first + t) / KVQ_GROUP_TOKENS);
+        p->k->scale_rows(at, own->inverse, KVQ_GROUP_TOKENS, dim);
+        p->k->save(own->stored, KVQ_F16, packed.group + p->codec.layout.k_norms, KVQ_GROUP_TOKENS);
+    }
+    p->k->quant_k[p->codec.k.quant_kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
 }
+
+static void pack_v(const struct packing *p, uint32_t first)
+{
+    float *rows = p->w->span_f32;
+    uint32_t n = p->codec.v.span;
+    load_rows(p, p->unit->head, first, n, p->raw.v_offset, rows);
+    replace(p, first, n, rows);
+    kvq__rotate(p->k, kvq__v_rotation(p->f, p->s), rows, n, p->codec.dim, false);
+    p->k->quant_v[p->codec.v.quant_kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
+}
+
+// ---- Tokens that stay raw ----
+
+static const uint16_t *raw_rows(const struct packing *p, bool v)
+{
+    const uint8_t *record = raw_record(p, p->unit->head) + (v ? p->raw.v_offset : 0);
+    return (const uint16_t *)(const void *)record;
+}
+
+static void keep_sinks(struct packing *p)
+{
+    const struct kvq_unit *u = p->unit;
+    size_t dim = p->codec.dim;
+    for (uint32_t t = u->first; t < u->first + p->f->unit_tokens; t++) {
+        if (u->block_start + t >= p->f->sink_tokens)
+            return;
+        memcpy(p->extras.sink_k + t * dim, raw_rows(p, false) + t * dim, 2 * dim);
+        memcpy(p->extras.sink_v + t * dim, raw_rows(p, true) + t * dim, 2 * dim);
+        p->replaced[t] = true;
+    }
+}
+
+static void keep_outliers(struct packing *p)
+{
+    const struct kvq_unit *u = p->unit;
+    struct kvq_outliers *pool = p->extras.pool;
+    float scores[KVQ_BLOCK_TOKENS];
+    if (!pool)
+        return;
+    for (uint32_t t = 0; t < p->f->unit_tokens; t++) {
+        load_rows(p, u->head, u->first + t, 1, 0, p->w->group_f32);
+        scores[t] = kvq__sum_abs(p->w->group_f32, p->codec.dim);
+    }
+    kvq__compete(p->f, &p->extras, p->codec.dim, u, scores, raw_rows(p, false), raw_rows(p, true));
+    for (uint32_t i = 0; i < pool->count; i++)
+        if (pool->position[i] >= u->block_start &&
+            pool->position[i] - u->block_start < KVQ_BLOCK_TOKENS)
+            p->replaced[pool->position[i] - u->block_start] = true;
+}
+
+// ---- A unit ----
 
 // A raw format's sealed block is the window's block: the same bytes.
-static void copy_unit(const struct packing *p, uint8_t *packed_block, uint32_t head, uint32_t first)
+static void copy_unit(const struct packing *p)
 {
-    size_t at = (size_t)head * p->raw.record_bytes + (size_t)first * 2 * p->codec.dim;
+    size_t at = (size_t)p->unit->head * p->raw.record_bytes;
+    at += (size_t)p->unit->first * 2 * p->codec.dim;
     size_t n = (size_t)p->f->unit_tokens * 2 * p->codec.dim;
-    memcpy(packed_block + at, p->raw_block + at, n);
-    memcpy(packed_block + at + p->raw.v_offset, p->raw_block + at + p->raw.v_offset, n);
+    memcpy(p->unit->packed_block + at, p->unit->raw_block + at, n);
+    memcpy(p->unit->packed_block + at + p->raw.v_offset, p->unit->raw_block + at + p->raw.v_offset,
+           n);
 }
 
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
-              const uint8_t *raw_block, uint8_t *packed_block, uint32_t head, uint32_t first,
-              void *workspace)
+              const struct kvq_unit *unit, void *workspace)
 {
-    struct packing p = {.k = k, .f = f, .s = s, .codec = kvq__codec_of(f, s)};
-    p.raw = kvq_layout_raw(s);
-    p.raw_block = raw_block;
+    struct packing p = {.k = k, .f = f, .s = s, .unit = unit, .raw = kvq_layout_raw(s)};
+    uint32_t first = unit->first, end = first + f->unit_tokens;
+    assert(first % f->unit_tokens == 0 && end <= KVQ_BLOCK_TOKENS && unit->head < s->kv_heads);
+    p.codec = kvq__codec_of(f, s, unit->book, unit->head);
     p.w = workspace;
-    assert(first % f->unit_tokens == 0 && first < KVQ_BLOCK_TOKENS && head < s->kv_heads);
-    if (f->codec == KVQ_CODEC_RAW) {
-        copy_unit(&p, packed_block, head, first);
+    if (kvq_is_raw(f)) {
+        copy_unit(&p);
         return;
     }
-    uint8_t *record = packed_block + (size_t)head * p.codec.layout.record_bytes;
-    for (uint32_t t = first; t < first + f->unit_tokens; t += KVQ_GROUP_TOKENS) {
-        uint8_t *group = record + (size_t)(t / KVQ_GROUP_TOKENS) * p.codec.layout.group_bytes;
-        pack_k(&p, head, t, group);
-        pack_v(&p, head, t, group);
-    }
+    p.extras = kvq__extras_of(f, s, unit->extras, NULL, unit->head);
+    p.record = unit->packed_block + (size_t)unit->head * p.codec.layout.record_bytes;
+    keep_sinks(&p);
+    keep_outliers(&p);
+    for (uint32_t t = first; t < end; t += p.codec.k.span)
+        pack_k(&p, t);
+    for (uint32_t t = first; t < end; t += p.codec.v.span)
+        pack_v(&p, t);
 }

@@ -135,8 +135,10 @@ static struct high_row high_k(uint32_t dim, uint32_t r, uint32_t bits)
     return (struct high_row){r / rows * half + in_slab % half, in_slab % half, in_slab / half};
 }
 
-static void quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t *group)
+static void quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                         uint32_t first)
 {
+    uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
     uint32_t dim = c->dim, in_slab = slab_width(dim) / 16;
     uint8_t *low = group + c->layout.k_codes, *high = low + 8 * dim;
@@ -197,8 +199,9 @@ KVQ__INLINE void dequant_k_row(const struct kvq__codec *c, const uint8_t *group,
     }
 }
 
-void kvq__dequant_k_avx2(const struct kvq__codec *c, const uint8_t *group, float *rows)
+static void dequant_k_avx2(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
 {
+    const uint8_t *group = packed->group;
     float norm[KVQ_GROUP_TOKENS];
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t += 8) {
         __m256 x = _mm256_set1_ps(1.0f);
@@ -340,8 +343,10 @@ static void load_words(const uint8_t *row, uint32_t dim, uint32_t j, __m256i *w)
         load_wide(row, j, w);
 }
 
-static void quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *group)
+static void quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                         uint32_t first)
 {
+    uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
     uint32_t dim = c->dim, lanes = slab_width(dim) / 32, step = dim == 64 ? 16 : 32;
     uint8_t *planes = group + c->layout.v_codes;
@@ -403,8 +408,9 @@ static void load_slots(const uint8_t *p, float *out, uint32_t n)
         _mm256_storeu_ps(out + i, _mm256_permutevar8x32_ps(kvq__load8(p + 2 * i, KVQ_F16), order));
 }
 
-void kvq__dequant_v_avx2(const struct kvq__codec *c, const uint8_t *group, float *rows)
+static void dequant_v_avx2(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
 {
+    const uint8_t *group = packed->group;
     float scale[MAX_DIM], zero[MAX_DIM];
     uint32_t dim = c->dim, lanes = slab_width(dim) / 32, step = dim == 64 ? 16 : 32;
     const uint8_t *planes = group + c->layout.v_codes;
@@ -431,8 +437,8 @@ void kvq__dequant_v_avx2(const struct kvq__codec *c, const uint8_t *group, float
 
 void kvq__init_avx2_pack(struct kvq_kernels *k)
 {
-    k->quant_k = quant_k_avx2;
-    k->quant_v = quant_v_avx2;
-    k->dequant_k = kvq__dequant_k_avx2;
-    k->dequant_v = kvq__dequant_v_avx2;
+    k->quant_k[KVQ__PER_CHANNEL_32] = quant_k_avx2;
+    k->quant_v[KVQ__PER_TOKEN_32] = quant_v_avx2;
+    k->dequant_k[KVQ__PER_CHANNEL_32] = dequant_k_avx2;
+    k->dequant_v[KVQ__PER_TOKEN_32] = dequant_v_avx2;
 }

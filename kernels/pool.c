@@ -382,8 +382,9 @@ static void pack_item(void *ctx, uint32_t item, void *workspace)
 {
     const struct packing *p = ctx;
     const struct kvq_pack_job *job = &p->jobs[item / p->heads];
-    kvq_pack(p->k, job->format, job->shape, job->raw_block, job->packed_block, item % p->heads,
-             job->first, workspace);
+    struct kvq_unit unit = job->unit;
+    unit.head = item % p->heads;
+    kvq_pack(p->k, job->format, job->shape, &unit, workspace);
 }
 
 void kvq_pool_pack(struct kvq_pool *pool, const struct kvq_kernels *k,

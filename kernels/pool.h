@@ -34,13 +34,11 @@ void kvq_pool_run(struct kvq_pool *pool, kvq_pool_fn *fn, void *ctx, uint32_t n_
 int kvq_pool_attend(struct kvq_pool *pool, const struct kvq_kernels *k,
                     const struct kvq_attend *const *attends, uint32_t n);
 
-// One unit of one layer to pack, all its KV heads; fields as in kvq_pack.
+// One unit of one layer to pack, all its KV heads: `head` of the unit is not looked at.
 struct kvq_pack_job {
     const struct kvq_format *format;
     const struct kvq_shape *shape;
-    const uint8_t *raw_block;
-    uint8_t *packed_block;
-    uint32_t first;
+    struct kvq_unit unit;
 };
 
 // Packs n units. All of them have the same number of KV heads.

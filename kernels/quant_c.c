@@ -1,253 +1,325 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Groups of 32 tokens in plain C: choosing scale, zero and codes, and the way between codes and
-// the planes of layout.h. The quantizer's arithmetic is part of the format, step by step:
+// Scalar codecs in plain C: choosing scale, zero and codes of a group of values, and the way back.
+// The arithmetic is part of the format, step by step, all in fp32, each operation rounded to
+// nearest even, scales and zeros used as stored:
 //
+// Affine, b bits:
 //   range = max - min;  s = fp16(range / (2^b - 1))                 (saturating)
-//   s > 0:   z = rint(-min / s);  zero = fp16(0 - z * s);  inv = 1 / s
-//            code = clamp(rint((x - zero) * inv), 0, 2^b - 1)
+//   s > 0:   zero = fp16(0 - rint(-min / s) * s), or fp16(min + 0) for float minimums
+//            inv = 1 / s;  code = clamp(rint((x - zero) * inv), 0, 2^b - 1)
 //   s == 0:  zero = fp16(min + 0);  code = 0
+// "0 -" and "+ 0" turn a negative zero into a positive one, so that the order in which an
+// instruction set finds the minimum cannot show.
 //
-// all in fp32, each operation rounded to nearest even, s and zero used as stored. "0 -" and
-// "+ 0" turn a negative zero into a positive one, so that the order in which an instruction set
-// finds the minimum cannot show.
+// Symmetric, b bits, h = 2^(b-1), n = h - 1 (with `full` n = h):
+//   s = fp16(max |x| / n);  s > 0: code = clamp(rint(x * (1 / s)), -n, h - 1) + h, else code = h
+//
+// Hybrid, b bits: symmetric as above, and affine with float minimums and b - 1 bits (with `full`
+// b bits), whichever has the smaller sum of |x - value|, added in ascending order; affine if they
+// are equal. Affine groups have the sign bit of their scale set. Symmetric groups store the value
+// of code 0 as zero: -h * s.
+//
+// Lloyd-Max: sums of squares as of `sumsq` (internal.h), of x and of levels.
+//   n = sqrt(sum x^2 / channels);  n > 0: code = number of the level nearest to x * (1 / n), the
+//   lower of two (found as the count of midpoints below it);  s = fp16(sqrt(sum x^2 / sum level^2))
+//   n == 0: s = 0, code = 0
 #include "kernels/internal.h"
 #include "kernels/kernels_c.h"
 
-enum { SLAB = 128, MAX_CODES = KVQ_GROUP_TOKENS * KVQ_MAX_HEAD_DIM };
+enum { MOST = KVQ_MAX_HEAD_DIM, MAX_CODES = KVQ_GROUP_TOKENS * KVQ_MAX_HEAD_DIM };
 
-// ---- Codes and planes ----
+struct params {
+    uint16_t scale, zero; // as stored
+};
 
-static uint32_t slab_width(uint32_t dim)
+// ---- One group of n values ----
+
+static float lowest(const float *x, uint32_t n)
 {
-    return dim < SLAB ? dim : SLAB;
+    float min = x[0];
+    for (uint32_t i = 1; i < n; i++)
+        min = x[i] < min ? x[i] : min;
+    return min;
 }
 
-static uint32_t *word_at(uint8_t *planes, uint32_t byte, uint32_t word)
+static float highest(const float *x, uint32_t n)
 {
-    return (uint32_t *)(void *)(planes + byte) + word;
+    float max = x[0];
+    for (uint32_t i = 1; i < n; i++)
+        max = x[i] > max ? x[i] : max;
+    return max;
 }
 
-// Puts a code into its low and high word; `odd` picks the bit of a 1-bit plane's pair.
-static void put_code(uint32_t *low, uint32_t *high, uint32_t bits, uint32_t bit, uint32_t odd,
-                     uint32_t code)
+static uint8_t clamped(float code, float low, float high)
 {
-    *low |= (code & 3u) << bit;
-    if (bits == 3)
-        *high |= (code >> 2) << (bit + odd);
-    else if (bits == 4)
-        *high |= (code >> 2) << bit;
+    code = code > low ? code : low;
+    return (uint8_t)(code < high ? code : high);
 }
 
-static uint8_t get_code(uint32_t low, uint32_t high, uint32_t bits, uint32_t bit, uint32_t odd)
+static struct params affine(const float *x, uint32_t n, uint32_t bits, bool integer, uint8_t *codes)
 {
-    uint32_t code = low >> bit & 3u;
-    if (bits == 3)
-        code |= (high >> (bit + odd) & 1u) << 2;
-    else if (bits == 4)
-        code |= (high >> bit & 3u) << 2;
+    float min = lowest(x, n), top = (float)((1u << bits) - 1), inv = 0.0f;
+    struct params p = {.scale = kvq__f32_to_f16((highest(x, n) - min) / top)};
+    float scale = kvq__f16_to_f32(p.scale);
+    p.zero = kvq__f32_to_f16(min + 0.0f);
+    if (scale > 0.0f) {
+        inv = 1.0f / scale;
+        if (integer)
+            p.zero = kvq__f32_to_f16(0.0f - rintf(-min / scale) * scale);
+    }
+    float zero = kvq__f16_to_f32(p.zero);
+    for (uint32_t i = 0; i < n; i++)
+        codes[i] = clamped(rintf((x[i] - zero) * inv), 0.0f, top);
+    return p;
+}
+
+static struct params symmetric(const float *x, uint32_t n, uint32_t bits, bool full, uint8_t *codes)
+{
+    float half = (float)(1u << (bits - 1)), levels = full ? half : half - 1.0f, top = 0.0f;
+    for (uint32_t i = 0; i < n; i++)
+        top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
+    struct params p = {.scale = kvq__f32_to_f16(top / levels)};
+    float scale = kvq__f16_to_f32(p.scale), inv = scale > 0.0f ? 1.0f / scale : 0.0f;
+    p.zero = kvq__f32_to_f16(0.0f - half * scale);
+    for (uint32_t i = 0; i < n; i++)
+        codes[i] = clamped(rintf(x[i] * inv) + half, half - levels, half + half - 1.0f);
+    return p;
+}
+
+static float error_of(const float *x, uint32_t n, struct params p, const uint8_t *codes)
+{
+    float scale = kvq__f16_to_f32(p.scale), zero = kvq__f16_to_f32(p.zero), sum = 0.0f;
+    for (uint32_t i = 0; i < n; i++)
+        sum += fabsf(x[i] - (scale * (float)codes[i] + zero));
+    return sum;
+}
+
+static struct params hybrid(const float *x, uint32_t n, uint32_t bits, bool full, uint8_t *codes)
+{
+    uint8_t own[MOST];
+    struct params s = symmetric(x, n, bits, full, codes);
+    struct params a = affine(x, n, full ? bits : bits - 1, false, own);
+    if (error_of(x, n, a, own) > error_of(x, n, s, codes))
+        return s;
+    memcpy(codes, own, n);
+    a.scale |= 0x8000u;
+    return a;
+}
+
+static uint8_t nearest(float x, const float *levels, uint32_t count)
+{
+    uint32_t code = 0;
+    for (uint32_t i = 1; i < count; i++)
+        code += x > 0.5f * (levels[i - 1] + levels[i]);
     return (uint8_t)code;
 }
 
-// Where the words of one (row, token) of K or one (set, word) of V are.
-struct words {
-    uint32_t *low, *high;
-    uint32_t odd;
+static struct params lloyd(const float *x, uint32_t n, const float *levels, uint32_t bits,
+                           uint8_t *codes)
+{
+    float level[MOST], sum = kvq__sumsq(x, n);
+    float norm = sqrtf(sum / (float)n), inv = norm > 0.0f ? 1.0f / norm : 0.0f;
+    for (uint32_t i = 0; i < n; i++) {
+        codes[i] = norm > 0.0f ? nearest(x[i] * inv, levels, 1u << bits) : 0;
+        level[i] = levels[codes[i]];
+    }
+    return (struct params){.scale = kvq__f32_to_f16(sqrtf(sum / kvq__sumsq(level, n)))};
+}
+
+// Codes of n values that stand `stride` apart; `wide` for those with one more bit.
+static struct params quantize(const struct kvq__side *side, bool wide, const float *x,
+                              size_t stride, uint32_t n, uint8_t *codes)
+{
+    float values[MOST];
+    uint8_t own[MOST];
+    struct params p;
+    for (uint32_t i = 0; i < n; i++)
+        values[i] = x[i * stride];
+    const struct kvq_side *row = &side->row;
+    if (row->codec == KVQ_CODEC_AFFINE)
+        p = affine(values, n, row->bits, row->zero == KVQ_ZERO_INTEGER, own);
+    else if (row->codec == KVQ_CODEC_SYMMETRIC)
+        p = symmetric(values, n, row->bits, row->full, own);
+    else if (row->codec == KVQ_CODEC_HYBRID)
+        p = hybrid(values, n, row->bits, row->full, own);
+    else
+        p = lloyd(values, n, wide ? side->wide_levels : side->levels, row->bits + wide, own);
+    for (uint32_t i = 0; i < n; i++)
+        codes[i * stride] = own[i];
+    return p;
+}
+
+// ---- One side of a span of tokens ----
+
+static uint32_t k_slot(uint32_t t)
+{
+    return t;
+}
+
+// Where one side's parameters and codes of group i of a record are.
+struct place {
+    uint16_t *scales, *zeros; // zeros NULL if the codec stores none
+    uint8_t *codes;
+    uint32_t (*slot)(uint32_t token);
 };
 
-static struct words k_words(uint8_t *planes, uint32_t bits, uint32_t dim, uint32_t slab,
-                            uint32_t row, uint32_t token)
+static bool stores_zeros(const struct kvq__side *side)
 {
-    uint32_t width = slab_width(dim), half = width / 32;
-    struct words w;
-    w.low = word_at(planes, slab * 8 * width, row * 32 + kvq_k_word(row, token));
-    w.odd = bits == 3 && row >= half;
-    uint32_t high_row = w.odd ? row - half : row;
-    w.high = w.low;
-    if (bits > 2)
-        w.high = word_at(planes, 8 * dim + slab * (bits - 2) * 4 * width,
-                         high_row * 32 + kvq_k_word(high_row, token));
-    return w;
+    return side->row.codec == KVQ_CODEC_AFFINE || side->row.codec == KVQ_CODEC_HYBRID;
 }
 
-static struct words v_words(uint8_t *planes, uint32_t bits, uint32_t dim, uint32_t slab, uint32_t j,
-                            uint32_t half, uint32_t word)
+static struct place place_of(const struct kvq__codec *c, const struct kvq_packed *p, bool v)
 {
-    uint32_t width = slab_width(dim), row_words = width / 4;
-    uint32_t row = 2 * j + (dim == 64 ? half ^ (j & 1u) : half);
-    struct words w = {.odd = half};
-    w.low = word_at(planes, slab * 8 * width, row * row_words + word);
-    w.high = w.low;
-    if (bits > 2)
-        w.high = word_at(planes, 8 * dim + slab * (bits - 2) * 4 * width,
-                         (bits == 3 ? j : row) * row_words + word);
-    return w;
+    const struct kvq__side *side = v ? &c->v : &c->k;
+    struct place at = {.scales = (void *)(v ? p->v_scales : p->k_scales),
+                       .zeros = (void *)(v ? p->v_zeros : p->k_zeros),
+                       .codes = p->group + (v ? c->layout.v_codes : c->layout.k_codes),
+                       .slot = v ? kvq_v_slot : k_slot};
+    if (!stores_zeros(side))
+        at.zeros = NULL;
+    return at;
 }
 
-// Channel within its slab of word `word` of the sets j, at position s of each byte.
-static uint32_t v_channel(uint32_t dim, uint32_t j, uint32_t word, uint32_t s)
+static void put_params(const struct place *at, uint32_t i, struct params p)
 {
-    if (dim == 64) {
-        uint32_t at = word ^ 8 * (j >> 1);
-        return 32 * (s >> 1) + 16 * (s & 1u) + 8 * (at & 1u) + (at >> 1);
-    }
-    return 32 * s + 16 * (word >> 1 & 1u) + 8 * (word & 1u) + ((word >> 2) ^ 2 * j);
+    at->scales[i] = p.scale;
+    if (at->zeros)
+        at->zeros[i] = p.zero;
 }
 
-static void pack_k_codes(uint32_t bits, uint32_t dim, const uint8_t *codes, uint8_t *planes)
+static void per_channel(const struct kvq__side *side, uint32_t dim, const float *rows,
+                        const struct place *at, uint8_t *codes)
 {
-    uint32_t width = slab_width(dim);
-    memset(planes, 0, KVQ_GROUP_TOKENS * dim * bits / 8);
-    for (uint32_t c0 = 0; c0 < dim; c0 += 16)
-        for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
-            struct words w = k_words(planes, bits, dim, c0 / width, c0 % width / 16, t);
-            for (uint32_t c = c0; c < c0 + 16; c++)
-                put_code(w.low, w.high, bits, kvq_k_bit(c), w.odd, codes[t * dim + c]);
-        }
+    for (uint32_t i = 0; i < dim; i++)
+        put_params(at, i, quantize(side, false, rows + i, dim, side->span, codes + i));
 }
 
-static void unpack_k_codes(uint32_t bits, uint32_t dim, const uint8_t *planes, uint8_t *codes)
+// Channels of the `set`-th scale of a token: [*from, *from + *n).
+static void channels_of(const struct kvq__side *side, uint32_t dim, uint32_t set, uint32_t *from,
+                        uint32_t *n)
 {
-    uint32_t width = slab_width(dim);
-    for (uint32_t c0 = 0; c0 < dim; c0 += 16)
-        for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
-            struct words w = k_words((uint8_t *)planes, bits, dim, c0 / width, c0 % width / 16, t);
-            for (uint32_t c = c0; c < c0 + 16; c++)
-                codes[t * dim + c] = get_code(*w.low, *w.high, bits, kvq_k_bit(c), w.odd);
-        }
-}
-
-// One pass over all codes of V, packing or unpacking.
-static void walk_v(uint32_t bits, uint32_t dim, uint8_t *planes, uint8_t *codes, bool packing)
-{
-    uint32_t width = slab_width(dim);
-    for (uint32_t i = 0; i < dim / width * 8 * (width / 4); i++) {
-        uint32_t word = i % (width / 4), set = i / (width / 4) % 8, slab = i / (width * 2);
-        uint32_t j = set / 2, half = set % 2;
-        struct words w = v_words(planes, bits, dim, slab, j, half, word);
-        for (uint32_t p = 0; p < 16; p++) {
-            uint32_t s = p / 4, k = p % 4;
-            uint32_t channel = slab * SLAB + v_channel(dim, j, word, s);
-            uint8_t *code = &codes[(8 * j + 2 * k + half) * dim + channel];
-            if (packing)
-                put_code(w.low, w.high, bits, 8 * k + 2 * s, w.odd, *code);
-            else
-                *code = get_code(*w.low, *w.high, bits, 8 * k + 2 * s, w.odd);
-        }
-    }
-}
-
-// ---- Affine quantization ----
-
-struct affine {
-    uint16_t scale, zero; // as stored
-    float inv, offset;    // 1 / scale, or 0 if scale is 0; zero in fp32
-};
-
-static struct affine affine_of(float min, float max, uint32_t bits)
-{
-    struct affine a = {.scale = kvq__f32_to_f16((max - min) / (float)((1u << bits) - 1))};
-    float scale = kvq__f16_to_f32(a.scale);
-    if (scale > 0.0f) {
-        a.inv = 1.0f / scale;
-        a.zero = kvq__f32_to_f16(0.0f - rintf(-min / scale) * scale);
+    if (side->row.wide) {
+        *from = set ? dim / 4 : 0;
+        *n = set ? dim - dim / 4 : dim / 4;
     } else {
-        a.zero = kvq__f32_to_f16(min + 0.0f);
+        *from = set * side->row.group;
+        *n = side->row.group;
     }
-    a.offset = kvq__f16_to_f32(a.zero);
-    return a;
 }
 
-static uint8_t code_of(const struct affine *a, float x, uint32_t bits)
+static uint32_t sets_of(const struct kvq__side *side, uint32_t dim)
 {
-    float code = rintf((x - a->offset) * a->inv);
-    float top = (float)((1u << bits) - 1);
-    code = code > 0.0f ? code : 0.0f;
-    return (uint8_t)(code < top ? code : top);
+    return side->row.wide ? 2 : dim / side->row.group;
 }
 
-// Quantizes 32 values that stand `stride` apart.
-static struct affine quantize(const float *x, size_t stride, uint32_t bits, uint8_t *codes)
+static void per_token(const struct kvq__side *side, uint32_t dim, const float *rows,
+                      const struct place *at, uint8_t *codes)
 {
-    float min = x[0], max = x[0];
-    for (size_t i = 1; i < 32; i++) {
-        min = x[i * stride] < min ? x[i * stride] : min;
-        max = x[i * stride] > max ? x[i * stride] : max;
-    }
-    struct affine a = affine_of(min, max, bits);
-    for (size_t i = 0; i < 32; i++)
-        codes[i * stride] = code_of(&a, x[i * stride], bits);
-    return a;
-}
-
-static void quant_k_c(const struct kvq__codec *c, const float *rows, uint8_t *group)
-{
-    uint8_t codes[MAX_CODES];
-    uint16_t *scales = (uint16_t *)(void *)(group + c->layout.k_scales);
-    uint16_t *zeros = (uint16_t *)(void *)(group + c->layout.k_zeros);
-    for (uint32_t i = 0; i < c->dim; i++) {
-        struct affine a = quantize(rows + i, c->dim, c->k_bits, codes + i);
-        scales[i] = a.scale;
-        zeros[i] = a.zero;
-    }
-    pack_k_codes(c->k_bits, c->dim, codes, group);
-}
-
-static void quant_v_c(const struct kvq__codec *c, const float *rows, uint8_t *group)
-{
-    uint8_t codes[MAX_CODES];
-    uint16_t *scales = (uint16_t *)(void *)(group + c->layout.v_scales);
-    uint16_t *zeros = (uint16_t *)(void *)(group + c->layout.v_zeros);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
-        for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_CHANNELS) {
-            size_t at = (size_t)t * c->dim + i;
-            struct affine a = quantize(rows + at, 1, c->v_bits, codes + at);
-            scales[i + kvq_v_slot(t)] = a.scale;
-            zeros[i + kvq_v_slot(t)] = a.zero;
+        for (uint32_t set = 0, from, n; set < sets_of(side, dim); set++) {
+            channels_of(side, dim, set, &from, &n);
+            struct params p = quantize(side, side->row.wide && set == 0, rows + t * dim + from, 1,
+                                       n, codes + t * dim + from);
+            put_params(at, set * KVQ_GROUP_TOKENS + at->slot(t), p);
         }
-    memset(group + c->layout.v_codes, 0, KVQ_GROUP_TOKENS * c->dim * c->v_bits / 8);
-    walk_v(c->v_bits, c->dim, group + c->layout.v_codes, codes, true);
+}
+
+static void quant(const struct kvq__codec *c, bool v, const float *rows, uint8_t *record,
+                  uint32_t first)
+{
+    const struct kvq__side *side = v ? &c->v : &c->k;
+    uint8_t codes[KVQ_BLOCK_GROUPS * MAX_CODES];
+    for (uint32_t i = 0; i < side->span / KVQ_GROUP_TOKENS; i++) {
+        struct kvq_packed packed = kvq_packed_at(&c->layout, record, first + i);
+        struct place at = place_of(c, &packed, v);
+        uint8_t *own = codes + (size_t)i * KVQ_GROUP_TOKENS * c->dim;
+        if (side->row.axis == KVQ_PER_TOKEN)
+            per_token(side, c->dim, rows, &at, own);
+        else if (i == 0)
+            per_channel(side, c->dim, rows, &at, codes);
+        (v ? kvq__put_v_codes : kvq__put_k_codes)(side, c->dim, own, at.codes);
+    }
+}
+
+static void quant_k_c(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                      uint32_t first)
+{
+    quant(c, false, rows, record, first);
+}
+
+static void quant_v_c(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                      uint32_t first)
+{
+    quant(c, true, rows, record, first);
 }
 
 // ---- And back ----
 
-void kvq__dequant_k_c(const struct kvq__codec *c, const uint8_t *group, float *rows)
+// n values that stand next to each other, with one scale and zero.
+static void values_of(const struct kvq__side *side, bool wide, const struct place *at, uint32_t i,
+                      const uint8_t *codes, uint32_t n, float *x)
 {
+    const float *levels = wide ? side->wide_levels : side->levels;
+    float scale = fabsf(kvq__f16_to_f32(at->scales[i])), zero = 0.0f;
+    if (side->row.codec == KVQ_CODEC_SYMMETRIC)
+        zero = 0.0f - (float)(1u << (side->row.bits - 1)) * scale;
+    else if (at->zeros)
+        zero = kvq__f16_to_f32(at->zeros[i]);
+    for (uint32_t j = 0; j < n; j++)
+        x[j] = scale * (levels ? levels[codes[j]] : (float)codes[j]) + zero;
+}
+
+static void dequant(const struct kvq__codec *c, bool v, const struct kvq_packed *packed,
+                    float *rows)
+{
+    const struct kvq__side *side = v ? &c->v : &c->k;
     uint8_t codes[MAX_CODES] = {0};
-    float scale[KVQ_MAX_HEAD_DIM], zero[KVQ_MAX_HEAD_DIM];
-    const uint16_t *scales = (const uint16_t *)(const void *)(group + c->layout.k_scales);
-    const uint16_t *zeros = (const uint16_t *)(const void *)(group + c->layout.k_zeros);
-    const uint16_t *norms = (const uint16_t *)(const void *)(group + c->layout.k_norms);
-    unpack_k_codes(c->k_bits, c->dim, group, codes);
-    for (uint32_t i = 0; i < c->dim; i++) {
-        scale[i] = kvq__f16_to_f32(scales[i]);
-        zero[i] = kvq__f16_to_f32(zeros[i]);
-    }
+    uint32_t dim = c->dim;
+    struct place at = place_of(c, packed, v);
+    (v ? kvq__get_v_codes : kvq__get_k_codes)(side, dim, at.codes, codes);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
-        float norm = c->has_norms ? kvq__f16_to_f32(norms[t]) : 1.0f;
-        for (uint32_t i = 0; i < c->dim; i++)
-            rows[t * c->dim + i] = norm * (scale[i] * (float)codes[t * c->dim + i] + zero[i]);
+        if (side->row.axis == KVQ_PER_CHANNEL) {
+            for (uint32_t i = 0; i < dim; i++)
+                values_of(side, false, &at, i, codes + t * dim + i, 1, rows + t * dim + i);
+            continue;
+        }
+        for (uint32_t set = 0, from, n; set < sets_of(side, dim); set++) {
+            channels_of(side, dim, set, &from, &n);
+            values_of(side, side->row.wide && set == 0, &at, set * KVQ_GROUP_TOKENS + at.slot(t),
+                      codes + t * dim + from, n, rows + t * dim + from);
+        }
     }
 }
 
-void kvq__dequant_v_c(const struct kvq__codec *c, const uint8_t *group, float *rows)
+void kvq__apply_norms(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
 {
-    uint8_t codes[MAX_CODES] = {0};
-    const uint16_t *scales = (const uint16_t *)(const void *)(group + c->layout.v_scales);
-    const uint16_t *zeros = (const uint16_t *)(const void *)(group + c->layout.v_zeros);
-    walk_v(c->v_bits, c->dim, (uint8_t *)group + c->layout.v_codes, codes, false);
-    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
-        for (uint32_t i = 0; i < c->dim; i++) {
-            uint32_t at = i / KVQ_GROUP_CHANNELS * KVQ_GROUP_CHANNELS + kvq_v_slot(t);
-            float scale = kvq__f16_to_f32(scales[at]), zero = kvq__f16_to_f32(zeros[at]);
-            rows[t * c->dim + i] = scale * (float)codes[t * c->dim + i] + zero;
-        }
+    const uint16_t *norms = (const uint16_t *)(const void *)(packed->group + c->layout.k_norms);
+    for (uint32_t t = 0; c->has_norms && t < KVQ_GROUP_TOKENS; t++) {
+        float norm = kvq__f16_to_f32(norms[t]);
+        for (uint32_t i = 0; i < c->dim; i++)
+            rows[t * c->dim + i] *= norm;
+    }
+}
+
+void kvq__dequant_k_c(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
+{
+    dequant(c, false, packed, rows);
+    kvq__apply_norms(c, packed, rows);
+}
+
+void kvq__dequant_v_c(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
+{
+    dequant(c, true, packed, rows);
 }
 
 void kvq__init_quant_c(struct kvq_kernels *k)
 {
-    k->quant_k = quant_k_c;
-    k->quant_v = quant_v_c;
-    k->dequant_k = kvq__dequant_k_c;
-    k->dequant_v = kvq__dequant_v_c;
+    static const enum kvq__kind scalar[] = {KVQ__SCALAR, KVQ__PER_CHANNEL_32, KVQ__PER_TOKEN_32};
+    for (size_t i = 0; i < sizeof scalar / sizeof *scalar; i++) {
+        k->quant_k[scalar[i]] = quant_k_c;
+        k->quant_v[scalar[i]] = quant_v_c;
+        k->dequant_k[scalar[i]] = kvq__dequant_k_c;
+        k->dequant_v[scalar[i]] = kvq__dequant_v_c;
+    }
 }

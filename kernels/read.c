@@ -5,47 +5,79 @@
 
 #include "kernels/internal.h"
 
-struct reading {
+struct reader {
     const struct kvq_kernels *k;
-    const struct kvq_format *f;
-    const struct kvq_shape *s;
+    const struct kvq_reading *in;
     struct kvq__codec codec;
+    struct kvq__extras extras;
     struct kvq_layout raw;
-    uint32_t head;
+    uint32_t head, dim;
     struct kvq__workspace *w;
 };
 
-// One group's K (or V) as fp32 [32][dim] in the workspace.
-static const float *group_rows(const struct reading *r, const uint8_t *block, uint32_t at, bool v)
+// K of one group, out of the transformed basis.
+static void undo_k(const struct reader *r, float *rows)
 {
-    float *rows = r->w->group_f32;
-    uint32_t dim = r->codec.dim;
-    const uint8_t *record = block + (size_t)r->head * r->codec.layout.record_bytes;
-    const uint8_t *group = record + (size_t)(at / KVQ_GROUP_TOKENS) * r->codec.layout.group_bytes;
-    (v ? r->k->dequant_v : r->k->dequant_k)(&r->codec, group, rows);
-    bool rotated = v ? r->s->v_rotation == KVQ_V_ROT_DAEMON : r->f->k_transform == KVQ_K_HADAMARD;
-    if (rotated)
-        r->k->hadamard(rows, KVQ_GROUP_TOKENS, dim); // its own inverse
-    return rows;
+    float factors[KVQ_MAX_HEAD_DIM];
+    const struct kvq_format *f = r->in->format;
+    kvq__rotate(r->k, f->k_rotation, rows, KVQ_GROUP_TOKENS, r->dim, true);
+    if (!kvq__factors(f, &r->extras, r->in->book, r->head, r->dim, factors))
+        return;
+    for (uint32_t i = 0; i < KVQ_GROUP_TOKENS * r->dim; i++)
+        rows[i] *= factors[i % r->dim];
 }
 
-static void read_packed(const struct reading *r, const uint8_t *block, uint32_t at, uint32_t n,
+static void read_packed(const struct reader *r, const uint8_t *block, uint32_t at, uint32_t n,
                         float *k_out, float *v_out)
 {
-    uint32_t first = at % KVQ_GROUP_TOKENS, dim = r->codec.dim;
-    const float *rows = group_rows(r, block, at, false);
-    memcpy(k_out, rows + (size_t)first * dim, sizeof(float) * n * dim);
-    rows = group_rows(r, block, at, true);
-    memcpy(v_out, rows + (size_t)first * dim, sizeof(float) * n * dim);
+    float *rows = r->w->group_f32;
+    const uint8_t *record = block + (size_t)r->head * r->codec.layout.record_bytes;
+    struct kvq_packed packed =
+        kvq_packed_at(&r->codec.layout, (uint8_t *)record, at / KVQ_GROUP_TOKENS);
+    size_t first = (size_t)(at % KVQ_GROUP_TOKENS) * r->dim, bytes = sizeof(float) * n * r->dim;
+    r->k->dequant_k[r->codec.k.kind](&r->codec, &packed, rows);
+    undo_k(r, rows);
+    memcpy(k_out, rows + first, bytes);
+    r->k->dequant_v[r->codec.v.kind](&r->codec, &packed, rows);
+    kvq__rotate(r->k, kvq__v_rotation(r->in->format, r->in->shape), rows, KVQ_GROUP_TOKENS, r->dim,
+                true);
+    memcpy(v_out, rows + first, bytes);
 }
 
-static void read_raw(const struct reading *r, const uint8_t *block, uint32_t at, uint32_t n,
+// Outliers among the packed tokens from `position` on.
+static void read_outliers(const struct reader *r, uint64_t position, uint32_t n, float *k_out,
+                          float *v_out)
+{
+    const struct kvq_outliers *p = r->extras.pool;
+    size_t dim = r->dim;
+    for (uint32_t i = 0; i < r->extras.pool_count; i++) {
+        if (p->position[i] < position || p->position[i] - position >= n)
+            continue;
+        uint64_t t = p->position[i] - position;
+        r->k->load(r->extras.pool_k + i * dim, r->in->shape->dtype, k_out + t * dim, dim);
+        r->k->load(r->extras.pool_v + i * dim, r->in->shape->dtype, v_out + t * dim, dim);
+    }
+}
+
+static void read_raw(const struct reader *r, const uint8_t *block, uint32_t at, uint32_t n,
                      float *k_out, float *v_out)
 {
-    size_t dim = r->codec.dim;
+    size_t dim = r->dim;
     const uint8_t *k = block + (size_t)r->head * r->raw.record_bytes + at * 2 * dim;
-    r->k->load(k, r->s->dtype, k_out, n * dim);
-    r->k->load(k + r->raw.v_offset, r->s->dtype, v_out, n * dim);
+    r->k->load(k, r->in->shape->dtype, k_out, n * dim);
+    r->k->load(k + r->raw.v_offset, r->in->shape->dtype, v_out, n * dim);
+}
+
+static void read_sink(const struct reader *r, const struct kvq_page *page, uint32_t at, uint32_t n,
+                      float *k_out, float *v_out)
+{
+    size_t dim = r->dim;
+    if (page->raw) {
+        read_raw(r, page->raw, at, n, k_out, v_out);
+        return;
+    }
+    r->k->load(r->extras.sink_k + at * dim, r->in->shape->dtype, k_out, n * dim);
+    r->k->load(r->extras.sink_v + at * dim, r->in->shape->dtype, v_out, n * dim);
 }
 
 static uint32_t min_u32(uint32_t a, uint32_t b)
@@ -53,44 +85,48 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-// Tokens [at, at + n) of one page, which holds them all.
-static void read_page(const struct reading *r, const struct kvq_page *page, uint32_t at, uint32_t n,
-                      float *k_out, float *v_out)
+// Tokens [at, at + n) of the page that starts at `start` and holds them all.
+static void read_page(const struct reader *r, const struct kvq_page *page, uint64_t start,
+                      uint32_t at, uint32_t n, float *k_out, float *v_out)
 {
-    size_t dim = r->codec.dim;
+    size_t dim = r->dim;
+    bool raw_format = kvq_is_raw(r->in->format);
     for (uint32_t i = 0, some; i < n; i += some) {
         uint32_t t = at + i;
         bool packed = t < page->packed_tokens;
+        float *k = k_out + i * dim, *v = v_out + i * dim;
         some = min_u32(n - i, KVQ_GROUP_TOKENS - t % KVQ_GROUP_TOKENS);
         if (packed)
             some = min_u32(some, page->packed_tokens - t);
-        if (packed && r->f->codec == KVQ_CODEC_AFFINE)
-            read_packed(r, page->packed, t, some, k_out + i * dim, v_out + i * dim);
-        else
-            read_raw(r, packed ? page->packed : page->raw, t, some, k_out + i * dim,
-                     v_out + i * dim);
+        if (!raw_format && start + t < r->in->format->sink_tokens) {
+            read_sink(r, page, t, some, k, v);
+        } else if (packed && !raw_format) {
+            read_packed(r, page->packed, t, some, k, v);
+            read_outliers(r, start + t, some, k, v);
+        } else {
+            read_raw(r, packed ? page->packed : page->raw, t, some, k, v);
+        }
     }
 }
 
-uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_format *f,
-                       const struct kvq_shape *s, const struct kvq_page *pages, uint32_t n_pages,
-                       uint64_t from, uint32_t n, uint32_t head, float *k_out, float *v_out,
-                       void *workspace)
+uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *in, uint64_t from,
+                       uint32_t n, uint32_t head, float *k_out, float *v_out, void *workspace)
 {
-    struct reading r = {.k = k, .f = f, .s = s, .head = head, .w = workspace};
+    struct reader r = {.k = k, .in = in, .head = head, .dim = in->shape->k_dim, .w = workspace};
     uint32_t count = 0;
-    assert(head < s->kv_heads);
-    r.codec = kvq__codec_of(f, s);
-    r.raw = kvq_layout_raw(s);
+    assert(head < in->shape->kv_heads);
+    r.codec = kvq__codec_of(in->format, in->shape, in->book, head);
+    r.extras = kvq__extras_of(in->format, in->shape, in->extras, in->pool, head);
+    r.raw = kvq_layout_raw(in->shape);
     for (uint32_t i = 0, some; i < n; i += some) {
         uint64_t page = (from + i) / KVQ_BLOCK_TOKENS;
         uint32_t at = (uint32_t)((from + i) % KVQ_BLOCK_TOKENS);
         some = min_u32(n - i, KVQ_BLOCK_TOKENS - at);
-        if (page >= n_pages || pages[page].tokens <= at)
+        if (page >= in->n_pages || in->pages[page].tokens <= at)
             continue;
-        uint32_t held = min_u32(some, pages[page].tokens - at);
-        read_page(&r, &pages[page], at, held, k_out + (size_t)i * s->k_dim,
-                  v_out + (size_t)i * s->v_dim);
+        uint32_t held = min_u32(some, in->pages[page].tokens - at);
+        read_page(&r, &in->pages[page], page * KVQ_BLOCK_TOKENS, at, held,
+                  k_out + (size_t)i * r.dim, v_out + (size_t)i * r.dim);
         count += held;
     }
     return count;

@@ -33,7 +33,8 @@ static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
 {
-    return c->k_bits && c->v_bits && rows <= KVQ_TILE_ROWS;
+    return c->k.kind == KVQ__PER_CHANNEL_32 && c->v.kind == KVQ__PER_TOKEN_32 &&
+           rows <= KVQ_TILE_ROWS;
 }
 
 static void prepare_vnni(struct kvq__tile *tile)
@@ -60,14 +61,14 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     struct kvq_kernels fast = *k;
-    fast.qk_packed = kvq__vnni_qk;
+    fast.qk_packed[KVQ__PER_CHANNEL_32] = kvq__vnni_qk;
     fast.softmax = softmax_vnni;
-    fast.pv_packed = kvq__vnni_pv;
+    fast.pv_packed[KVQ__PER_TOKEN_32] = kvq__vnni_pv;
     v->exact = k;
     kvq__vnni_clear(tile);
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (chunk->group[i].packed_tokens)
-            kvq__vnni_prepare_k(tile, chunk->group[i].packed, i);
+            kvq__vnni_prepare_k(tile, chunk->group[i].packed.group, i);
     kvq__walk_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);
 }

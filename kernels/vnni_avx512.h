@@ -95,12 +95,12 @@ struct kvq__planes {
 
 // Logits of a group: queries into bytes, then dot products. `group` counts within the chunk.
 void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group);
-void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits);
+void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits);
 
 // Values likewise: p into bytes, then dot products, summed in the state.
 void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
                          uint32_t group);
-void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const float *p);
+void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p);
 
 // The chunk's sums, before all groups and after.
 void kvq__vnni_clear(const struct kvq__tile *tile);

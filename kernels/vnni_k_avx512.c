@@ -240,16 +240,17 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, f
         }
 }
 
-void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits)
+void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
+    const uint8_t *group = packed->group;
     switch (tile->codec->k_bits) {
     case 2:
-        qk_group(tile, packed, logits, 2);
+        qk_group(tile, group, logits, 2);
         break;
     case 3:
-        qk_group(tile, packed, logits, 3);
+        qk_group(tile, group, logits, 3);
         break;
     default:
-        qk_group(tile, packed, logits, 4);
+        qk_group(tile, group, logits, 4);
     }
 }

@@ -92,10 +92,10 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, const struct kvq__group
                            uint32_t group, uint32_t dim)
 {
     struct v_scales g;
-    open_v(&g, tile->codec, from->packed, dim);
-    // Tokens that are not packed count nothing here.
+    open_v(&g, tile->codec, from->packed.group, dim);
+    // Tokens that are not packed, and outliers, count nothing here.
     uint32_t n = from->packed_tokens;
-    __mmask32 mask = n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX;
+    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~from->pooled;
     const float *p = tile->logits + (size_t)group * KVQ_GROUP_TOKENS;
     for (uint32_t r = 0; r < tile->rows; r++, p += KVQ__LOGITS_STRIDE) {
         __m512 p0 = _mm512_maskz_loadu_ps((__mmask16)mask, p);
@@ -272,17 +272,18 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, c
         }
 }
 
-void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const float *p)
+void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
+    const uint8_t *group = packed->group;
     switch (tile->codec->v_bits) {
     case 2:
-        pv_group(tile, packed, p, 2);
+        pv_group(tile, group, p, 2);
         break;
     case 3:
-        pv_group(tile, packed, p, 3);
+        pv_group(tile, group, p, 3);
         break;
     default:
-        pv_group(tile, packed, p, 4);
+        pv_group(tile, group, p, 4);
     }
 }
 

@@ -42,7 +42,7 @@ KVQ__INLINE void fetch_k(const struct kvq__tile *tile, const struct kvq__chunk *
     const struct kvq__group *g = &c->group[i];
     uint32_t bytes = tile->codec->layout.v_codes / parts;
     if (g->packed_tokens)
-        fetch(g->packed + part * bytes, bytes);
+        fetch(g->packed.group + part * bytes, bytes);
     bytes = KVQ_GROUP_TOKENS * tile->dim * 2 / parts;
     if (g->raw_from < g->raw_to)
         fetch((const uint8_t *)g->raw_k + part * bytes, bytes);
@@ -55,27 +55,29 @@ KVQ__INLINE void fetch_v(const struct kvq__tile *tile, const struct kvq__chunk *
     const struct kvq_layout *l = &tile->codec->layout;
     uint32_t bytes = (l->group_bytes - l->v_codes) / parts;
     if (g->packed_tokens)
-        fetch(g->packed + l->v_codes + part * bytes, bytes);
+        fetch(g->packed.group + l->v_codes + part * bytes, bytes);
     bytes = KVQ_GROUP_TOKENS * tile->dim * 2 / parts;
     if (g->raw_from < g->raw_to)
         fetch((const uint8_t *)g->raw_v + part * bytes, bytes);
 }
 
-static void qk_packed_ahead(const struct kvq__tile *tile, const uint8_t *group, float *logits)
+static void qk_packed_ahead(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                            float *logits)
 {
     const struct kvq__walk *w = walk_of(tile);
     uint32_t i = index_of(tile, logits);
     fetch_v(tile, w->chunk, i, 0, 1);
     if (!w->ready)
         fetch_k(tile, w->chunk, i + DISTANCE, 0, 1);
-    w->steps->qk_packed(tile, group, logits);
+    kvq__qk_packed(w->steps, tile, packed, logits);
 }
 
-static void pv_packed_ahead(const struct kvq__tile *tile, const uint8_t *group, const float *p)
+static void pv_packed_ahead(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                            const float *p)
 {
     const struct kvq__walk *w = walk_of(tile);
     fetch_k(tile, w->chunk->next, index_of(tile, p), 0, 1);
-    w->steps->pv_packed(tile, group, p);
+    kvq__pv_packed(w->steps, tile, packed, p);
 }
 
 static uint32_t least(uint32_t a, uint32_t b)
@@ -111,9 +113,9 @@ void kvq__walk_chunk(const struct kvq_kernels *steps, struct kvq__tile *tile,
 {
     struct kvq__walk *w = tile->scratch;
     struct kvq_kernels ahead = *steps;
-    ahead.qk_packed = qk_packed_ahead;
+    ahead.qk_packed[tile->codec->k.kind] = qk_packed_ahead;
     ahead.qk_raw = qk_raw_ahead;
-    ahead.pv_packed = pv_packed_ahead;
+    ahead.pv_packed[tile->codec->v.kind] = pv_packed_ahead;
     ahead.pv_raw = pv_raw_ahead;
     // In the first chunk of an item K itself has to be asked for on the way. (The memory may hold
     // anything before that chunk; then the worst is a chunk fetched twice or not.)

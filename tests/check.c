@@ -205,45 +205,57 @@ static void check_blend_rows(const struct pair *p, struct kvt_rng *rng)
 
 // ---- Groups ----
 
-static const char *const quantized[] = {"oscar2", "oscar3", "oscar4", "oscar2-xh"};
-
-static struct kvq__codec any_codec(struct kvt_rng *rng, uint32_t rows)
+// A codec whose K (or V) is of the pair's kind, for reading or for quantizing.
+static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, uint32_t rows, bool v,
+                                   bool quant)
 {
-    struct kvq_shape s = kvt_shape(rows, 1, any_dim(rng), kvt_below(rng, 2) ? KVQ_F16 : KVQ_BF16);
-    return kvq__codec_of(kvq_format_by_name(quantized[kvt_below(rng, 4)]), &s);
+    for (;;) {
+        struct kvq_shape s =
+            kvt_shape(rows, 1, any_dim(rng), kvt_below(rng, 2) ? KVQ_F16 : KVQ_BF16);
+        const struct kvq_format *f = kvt_format(kvt_any_format(rng));
+        if (kvq_is_raw(f))
+            continue;
+        struct kvq__codec c = kvq__codec_of(f, &s, kvt_book(f, &s), 0);
+        const struct kvq__side *side = v ? &c.v : &c.k;
+        if (p->kind < 0 || (quant ? side->quant_kind : side->kind) == p->kind)
+            return c;
+    }
 }
 
-static void set_norms(struct kvt_rng *rng, const struct kvq__codec *c, uint8_t *group)
+static void set_norms(struct kvt_rng *rng, const struct kvq__codec *c, uint8_t *record)
 {
+    uint8_t *group = kvq_packed_at(&c->layout, record, 0).group;
     uint16_t *norms = (uint16_t *)(void *)(group + c->layout.k_norms);
     for (int t = 0; t < KVQ_GROUP_TOKENS && c->has_norms; t++)
         norms[t] = kvq__f32_to_f16(0.1f + 8.0f * fabsf(kvt_normal(rng)));
 }
 
-// A quantized group of normal numbers.
-static uint8_t *any_group(struct kvt_rng *rng, const struct pair *p, const struct kvq__codec *c)
+// A record with a first group of normal numbers.
+static uint8_t *any_record(struct kvt_rng *rng, const struct pair *p, const struct kvq__codec *c)
 {
-    uint8_t *group = kvt_guarded(c->layout.group_bytes, 0);
-    float *rows = kvt_guarded(sizeof(float) * 32 * c->dim, 0);
+    uint8_t *record = kvt_guarded(c->layout.record_bytes, 0);
+    float *rows = kvt_guarded(sizeof(float) * KVQ_BLOCK_TOKENS * c->dim, 0);
     enum kvt_kind kind = (enum kvt_kind)kvt_below(rng, KVT_EXTREME);
-    kvt_fill(rng, kind, rows, 32, c->dim);
-    p->c->quant_k(c, rows, group);
-    kvt_fill(rng, kind, rows, 32, c->dim);
-    p->c->quant_v(c, rows, group);
-    set_norms(rng, c, group);
+    kvt_fill(rng, kind, rows, KVQ_BLOCK_TOKENS, c->dim);
+    p->c->quant_k[c->k.quant_kind](c, rows, record, 0);
+    kvt_fill(rng, kind, rows, KVQ_BLOCK_TOKENS, c->dim);
+    p->c->quant_v[c->v.quant_kind](c, rows, record, 0);
+    set_norms(rng, c, record);
     kvt_guarded_free(rows);
-    return group;
+    return record;
 }
 
 static void compare_quant(const struct pair *p, struct kvt_rng *rng, bool v)
 {
-    struct kvq__codec c = any_codec(rng, 1);
-    float *rows = kvt_guarded(sizeof(float) * 32 * c.dim, 0);
-    uint8_t *a = kvt_guarded(c.layout.group_bytes, 0), *b = kvt_guarded(c.layout.group_bytes, 0);
-    fill(rng, rows, 32, c.dim);
-    (v ? p->c->quant_v : p->c->quant_k)(&c, rows, a);
-    (v ? p->k->quant_v : p->k->quant_k)(&c, rows, b);
-    assert_memory_equal(a, b, c.layout.group_bytes); // untouched parts hold the guard's pattern
+    struct kvq__codec c = any_codec(p, rng, 1, v, true);
+    const struct kvq__side *side = v ? &c.v : &c.k;
+    float *rows = kvt_guarded(sizeof(float) * side->span * c.dim, 0);
+    uint8_t *a = kvt_guarded(c.layout.record_bytes, 0), *b = kvt_guarded(c.layout.record_bytes, 0);
+    uint32_t first = kvt_below(rng, KVQ_BLOCK_TOKENS / side->span) * side->span / KVQ_GROUP_TOKENS;
+    fill(rng, rows, side->span, c.dim);
+    (v ? p->c->quant_v : p->c->quant_k)[side->quant_kind](&c, rows, a, first);
+    (v ? p->k->quant_v : p->k->quant_k)[side->quant_kind](&c, rows, b, first);
+    assert_memory_equal(a, b, c.layout.record_bytes); // untouched parts hold the guard's pattern
     kvt_guarded_free(rows);
     kvt_guarded_free(a);
     kvt_guarded_free(b);
@@ -261,18 +273,19 @@ static void check_quant_v(const struct pair *p, struct kvt_rng *rng)
 
 static void compare_dequant(const struct pair *p, struct kvt_rng *rng, bool v)
 {
-    struct kvq__codec c = any_codec(rng, 1);
+    struct kvq__codec c = any_codec(p, rng, 1, v, false);
     size_t n = (size_t)32 * c.dim;
-    uint8_t *group = any_group(rng, p, &c);
+    uint8_t *record = any_record(rng, p, &c), kind = v ? c.v.kind : c.k.kind;
+    struct kvq_packed packed = kvq_packed_at(&c.layout, record, 0);
     float *a = kvt_guarded(sizeof(float) * n, 0), *b = kvt_guarded(sizeof(float) * n, 0);
-    (v ? p->c->dequant_v : p->c->dequant_k)(&c, group, a);
-    (v ? p->k->dequant_v : p->k->dequant_k)(&c, group, b);
+    (v ? p->c->dequant_v : p->c->dequant_k)[kind](&c, &packed, a);
+    (v ? p->k->dequant_v : p->k->dequant_k)[kind](&c, &packed, b);
     float largest = 0;
     for (size_t i = 0; i < n; i++)
         largest = fmaxf(largest, fabsf(a[i]));
     for (size_t i = 0; i < n; i++)
         assert_close(b[i], a[i], largest);
-    kvt_guarded_free(group);
+    kvt_guarded_free(record);
     kvt_guarded_free(a);
     kvt_guarded_free(b);
 }
@@ -294,7 +307,8 @@ struct bench {
     struct kvq__codec codec;
     struct kvq__tile tile[2]; // for C and for the other
     float *q;
-    uint8_t *group;
+    uint8_t *record;
+    struct kvq_packed packed; // its first group
     uint16_t *raw;
 };
 
@@ -343,15 +357,16 @@ static void free_tile(struct kvq__tile *t)
     kvt_guarded_free(t->scratch);
 }
 
-static struct bench *make_bench(const struct pair *p, struct kvt_rng *rng)
+static struct bench *make_bench(const struct pair *p, struct kvt_rng *rng, bool v)
 {
     struct bench *b = calloc(1, sizeof *b);
     uint32_t rows = any_rows(rng);
-    b->codec = any_codec(rng, rows);
+    b->codec = any_codec(p, rng, rows, v, false);
     size_t n = (size_t)32 * b->codec.dim;
     b->q = floats((size_t)rows * b->codec.dim);
     kvt_fill(rng, KVT_NORMAL, b->q, rows, b->codec.dim);
-    b->group = any_group(rng, p, &b->codec);
+    b->record = any_record(rng, p, &b->codec);
+    b->packed = kvq_packed_at(&b->codec.layout, b->record, 0);
     float *raw = floats(n);
     struct kvq_store_counts counts = {0};
     kvt_fill(rng, KVT_OUTLIERS, raw, 32, b->codec.dim);
@@ -368,7 +383,7 @@ static void free_bench(struct bench *b)
     free_tile(&b->tile[0]);
     free_tile(&b->tile[1]);
     kvt_guarded_free(b->q);
-    kvt_guarded_free(b->group);
+    kvt_guarded_free(b->record);
     kvt_guarded_free(b->raw);
     free(b);
 }
@@ -398,17 +413,28 @@ static void compare_logits(const struct bench *b, uint32_t from, uint32_t to)
 
 static void check_qk_packed(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
-    p->c->qk_packed(&b->tile[0], b->group, b->tile[0].logits);
-    p->k->qk_packed(&b->tile[1], b->group, b->tile[1].logits);
-    p->c->dequant_k(&b->codec, b->group, b->tile[0].group_f32);
+    struct bench *b = make_bench(p, rng, false);
+    kvq__qk_packed(p->c, &b->tile[0], &b->packed, b->tile[0].logits);
+    kvq__qk_packed(p->k, &b->tile[1], &b->packed, b->tile[1].logits);
+    p->c->dequant_k[b->codec.k.kind](&b->codec, &b->packed, b->tile[0].group_f32);
+    compare_logits(b, 0, 32);
+    free_bench(b);
+}
+
+// Any rows will do as fp32 keys: those of the group.
+static void check_dot_rows(const struct pair *p, struct kvt_rng *rng)
+{
+    struct bench *b = make_bench(p, rng, false);
+    p->c->dequant_k[b->codec.k.kind](&b->codec, &b->packed, b->tile[0].group_f32);
+    p->c->dot_rows(&b->tile[0], b->q, b->tile[0].group_f32, b->tile[0].logits);
+    p->k->dot_rows(&b->tile[1], b->q, b->tile[0].group_f32, b->tile[1].logits);
     compare_logits(b, 0, 32);
     free_bench(b);
 }
 
 static void check_qk_raw(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, false);
     uint32_t to = 1 + kvt_below(rng, 32), from = kvt_below(rng, to);
     p->c->qk_raw(&b->tile[0], b->raw, from, to, b->tile[0].logits);
     p->k->qk_raw(&b->tile[1], b->raw, from, to, b->tile[1].logits);
@@ -428,7 +454,7 @@ static void fill_logits(struct kvt_rng *rng, struct bench *b, float spread)
 
 static void check_softcap(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, false);
     uint32_t n = 32 * (1 + kvt_below(rng, KVQ__CHUNK_GROUPS));
     fill_logits(rng, b, kvt_below(rng, 2) ? 3.0f : 0.01f);
     b->tile[0].cap = b->tile[1].cap = 0.5f + (float)kvt_below(rng, 80);
@@ -461,7 +487,7 @@ static void any_state(struct kvt_rng *rng, struct bench *b, uint32_t n)
 
 static void check_softmax(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, false);
     uint32_t n = 32 * (1 + kvt_below(rng, KVQ__CHUNK_GROUPS));
     struct kvq__tile *c = &b->tile[0], *k = &b->tile[1];
     fill_logits(rng, b, kvt_below(rng, 3) ? 8.0f : 500.0f);
@@ -515,10 +541,22 @@ static void fill_weights(struct kvt_rng *rng, struct bench *b)
 
 static void check_pv_packed(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, true);
     fill_weights(rng, b);
-    p->c->pv_packed(&b->tile[0], b->group, b->tile[0].logits);
-    p->k->pv_packed(&b->tile[1], b->group, b->tile[1].logits);
+    kvq__pv_packed(p->c, &b->tile[0], &b->packed, b->tile[0].logits);
+    kvq__pv_packed(p->k, &b->tile[1], &b->packed, b->tile[1].logits);
+    compare_sums(b, true, false);
+    compare_sums(b, false, false);
+    free_bench(b);
+}
+
+static void check_sum_rows(const struct pair *p, struct kvt_rng *rng)
+{
+    struct bench *b = make_bench(p, rng, false);
+    fill_weights(rng, b);
+    p->c->dequant_k[b->codec.k.kind](&b->codec, &b->packed, b->tile[0].group_f32);
+    p->c->sum_rows(&b->tile[0], b->tile[0].logits, b->tile[0].group_f32, b->tile[0].ot);
+    p->k->sum_rows(&b->tile[1], b->tile[1].logits, b->tile[0].group_f32, b->tile[1].ot);
     compare_sums(b, true, false);
     compare_sums(b, false, false);
     free_bench(b);
@@ -526,7 +564,7 @@ static void check_pv_packed(const struct pair *p, struct kvt_rng *rng)
 
 static void check_pv_raw(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, false);
     uint32_t to = 1 + kvt_below(rng, 32), from = kvt_below(rng, to);
     fill_weights(rng, b);
     p->c->pv_raw(&b->tile[0], b->raw, from, to, b->tile[0].logits);
@@ -536,9 +574,20 @@ static void check_pv_raw(const struct pair *p, struct kvt_rng *rng)
     free_bench(b);
 }
 
+// Some packed positions whose raw rows count instead.
+static void add_outliers(struct kvt_rng *rng, const struct bench *b, struct kvq__group *g)
+{
+    for (uint32_t i = 0; i < 3; i++) {
+        uint32_t t = kvt_below(rng, g->packed_tokens);
+        g->pooled |= 1u << t;
+        g->pool_row[t] = (uint8_t)kvt_below(rng, 32);
+    }
+    g->pool_k = g->pool_v = b->raw;
+}
+
 static void check_attend_chunk(const struct pair *p, struct kvt_rng *rng)
 {
-    struct bench *b = make_bench(p, rng);
+    struct bench *b = make_bench(p, rng, false);
     struct kvq__chunk chunk = {.groups = 1 + kvt_below(rng, KVQ__CHUNK_GROUPS)};
     for (uint32_t i = 0; i < chunk.groups; i++) {
         struct kvq__group *g = &chunk.group[i];
@@ -546,8 +595,11 @@ static void check_attend_chunk(const struct pair *p, struct kvt_rng *rng)
         g->held = kind == 0 ? 0 : kind == 1 ? (uint32_t)kvt_u64(rng) : UINT32_MAX;
         if (g->held == 0)
             continue;
-        g->packed = packed ? b->group : NULL;
+        if (packed)
+            g->packed = b->packed;
         g->packed_tokens = packed;
+        if (packed && kvt_below(rng, 4) == 0)
+            add_outliers(rng, b, g);
         g->raw_from = packed;
         g->raw_to = 32;
         g->raw_k = g->raw_v = b->raw;
@@ -571,17 +623,40 @@ static void check_attend_chunk(const struct pair *p, struct kvt_rng *rng)
 
 #define ENTRY(name)                                                                                \
     {                                                                                              \
-#name, offsetof(struct kvq_kernels, name), check_##name                                    \
+#name, offsetof(struct kvq_kernels, name), check_##name, -1                                \
     }
+#define ENTRY_OF(name, kind, word)                                                                 \
+    {                                                                                              \
+#name word, offsetof(struct kvq_kernels, name[kind]), check_##name, kind                   \
+    }
+#define ENTRIES(name)                                                                              \
+    ENTRY_OF(name, KVQ__SCALAR, " scalar"), ENTRY_OF(name, KVQ__PER_CHANNEL_32, " per channel"),   \
+        ENTRY_OF(name, KVQ__PER_TOKEN_32, " per token"), ENTRY_OF(name, KVQ__BOOK, " book")
 
 static const struct check entries[] = {
-    ENTRY(load),       ENTRY(save),         ENTRY(store),
-    ENTRY(hadamard),   ENTRY(sumsq),        ENTRY(scale_rows),
-    ENTRY(blend_rows), ENTRY(quant_k),      ENTRY(quant_v),
-    ENTRY(dequant_k),  ENTRY(dequant_v),    ENTRY(qk_packed),
-    ENTRY(qk_raw),     ENTRY(softcap),      ENTRY(softmax),
-    ENTRY(pv_packed),  ENTRY(pv_raw),       ENTRY(attend_chunk),
-    ENTRY(has_fast),   ENTRY(prepare_fast), ENTRY(attend_chunk_fast),
+    ENTRY(load),
+    ENTRY(save),
+    ENTRY(store),
+    ENTRY(hadamard),
+    ENTRY(sumsq),
+    ENTRY(scale_rows),
+    ENTRY(blend_rows),
+    ENTRY(dot_rows),
+    ENTRY(sum_rows),
+    ENTRIES(quant_k),
+    ENTRIES(quant_v),
+    ENTRIES(dequant_k),
+    ENTRIES(dequant_v),
+    ENTRIES(qk_packed),
+    ENTRIES(pv_packed),
+    ENTRY(qk_raw),
+    ENTRY(softcap),
+    ENTRY(softmax),
+    ENTRY(pv_raw),
+    ENTRY(attend_chunk),
+    ENTRY(has_fast),
+    ENTRY(prepare_fast),
+    ENTRY(attend_chunk_fast),
 };
 enum { CHECKS = sizeof entries / sizeof *entries };
 
@@ -622,6 +697,7 @@ static void add_jobs(struct job *jobs, struct CMUnitTest *tests, size_t *n, cons
         struct job *job = &jobs[*n];
         job->check = i < CHECKS ? &entries[i] : &check_calls[i - CHECKS];
         job->pair = *pair;
+        job->pair.kind = job->check->kind;
         snprintf(job->name, sizeof job->name, "%s %s%s", pair->k->name, job->check->name,
                  same_entry(job) ? " (C's own)" : "");
         tests[*n] = (struct CMUnitTest){job->name, run_job, NULL, NULL, job};
@@ -634,7 +710,7 @@ int main(void)
     static struct CMUnitTest tests[3 * (CHECKS + 16)];
     size_t n = 0;
     assert(n_check_calls <= 16);
-    struct pair pair = {kvq_kernels_get(KVQ_ISA_C), NULL};
+    struct pair pair = {kvq_kernels_get(KVQ_ISA_C), NULL, -1};
     for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (k == pair.k)

@@ -9,6 +9,7 @@
 
 struct pair {
     const struct kvq_kernels *c, *k; // the reference, and what is compared with it
+    int kind;                        // enum kvq__kind of the entry; -1 = any
 };
 
 typedef void check_fn(const struct pair *p, struct kvt_rng *rng);
@@ -17,6 +18,7 @@ struct check {
     const char *name;
     size_t offset; // of the entry in struct kvq_kernels; 0 for a whole call
     check_fn *run; // one round; fails the test if anything differs
+    int kind;      // enum kvq__kind of the entry; -1 = any
 };
 
 extern const struct check check_calls[];

@@ -15,9 +15,9 @@ static const double FAST = 0.05;  // of the length of all outputs; 2-bit noise i
 
 static const char *any_format(struct kvt_rng *rng, uint8_t dtype)
 {
-    static const char *const names[] = {"oscar2", "oscar3", "oscar4", "oscar2-xh"};
-    uint32_t i = kvt_below(rng, 5);
-    return i < 4 ? names[i] : dtype == KVQ_F16 ? "f16" : "bf16";
+    const char *name = kvt_any_format(rng);
+    bool raw = kvq_is_raw(kvt_format(name));
+    return !raw ? name : dtype == KVQ_F16 ? "f16" : "bf16";
 }
 
 static struct kvq_shape any_shape(struct kvt_rng *rng)
@@ -112,10 +112,9 @@ static void check_read_call(const struct pair *p, struct kvt_rng *rng)
     void *w = kvt_workspace();
     for (int i = 0; i < 4; i++)
         memset(out[i] = kvt_guarded(bytes, 4), 0, bytes);
-    uint32_t a =
-        kvq_read_rows(p->c, c.format, &s, c.pages, c.n_pages, from, n, head, out[0], out[1], w);
-    uint32_t b =
-        kvq_read_rows(p->k, c.format, &s, c.pages, c.n_pages, from, n, head, out[2], out[3], w);
+    struct kvq_reading reading = kvt_reading(&c);
+    uint32_t a = kvq_read_rows(p->c, &reading, from, n, head, out[0], out[1], w);
+    uint32_t b = kvq_read_rows(p->k, &reading, from, n, head, out[2], out[3], w);
     assert_int_equal(a, b);
     assert_int_equal(a, from + n < 300 ? n : 300 - from);
     assert_rows_close(out[2], out[0], n, s.k_dim, EXACT);
@@ -208,7 +207,7 @@ void check_prepare_fast(const struct pair *p, struct kvt_rng *rng)
 {
     uint32_t dim = 64u << kvt_below(rng, 3), rows = 1 + kvt_below(rng, KVQ_TILE_ROWS);
     struct kvq_shape s = kvt_shape(1, 1, dim, KVQ_F16);
-    struct kvq__codec codec = kvq__codec_of(kvq_format_by_name("oscar2"), &s);
+    struct kvq__codec codec = kvq__codec_of(kvq_format_by_name("oscar2"), &s, NULL, 0);
     size_t bytes = sizeof(float) * rows * dim;
     float *q = kvt_guarded(bytes, 0), *copy = kvt_guarded(bytes, 0);
     void *scratch = kvt_guarded(KVQ__SCRATCH_BYTES, 0);
@@ -253,8 +252,8 @@ void check_attend_chunk_fast(const struct pair *p, struct kvt_rng *rng)
 }
 
 const struct check check_calls[] = {
-    {"kvq_store", 0, check_store_call},    {"kvq_pack", 0, check_pack_call},
-    {"kvq_read_rows", 0, check_read_call}, {"kvq_attend", 0, check_attend_call},
-    {"extremes", 0, check_attend_extreme},
+    {"kvq_store", 0, check_store_call, -1},    {"kvq_pack", 0, check_pack_call, -1},
+    {"kvq_read_rows", 0, check_read_call, -1}, {"kvq_attend", 0, check_attend_call, -1},
+    {"extremes", 0, check_attend_extreme, -1},
 };
 const size_t n_check_calls = sizeof check_calls / sizeof *check_calls;

@@ -14,7 +14,7 @@ static uint64_t max_u64(uint64_t a, uint64_t b)
 
 static bool is_packing(const struct model_layer *l)
 {
-    return l->format->codec != KVQ_CODEC_RAW;
+    return !kvq_is_raw(l->format);
 }
 
 static uint8_t *raw_page(struct model *m, uint32_t layer, uint64_t page)
@@ -75,6 +75,17 @@ uint64_t model_kept(const struct model *m, uint32_t layer)
     return kept;
 }
 
+static void pack_unit(const struct model *m, const struct model_layer *l, uint32_t page,
+                      uint32_t head, uint32_t first)
+{
+    struct kvq_unit unit = {.raw_block = l->raw[page],
+                            .packed_block = l->packed[page],
+                            .head = head,
+                            .first = first,
+                            .block_start = (uint64_t)page * KVQ_BLOCK_TOKENS};
+    kvq_pack(m->kernels, l->format, &l->shape, &unit, m->workspace);
+}
+
 // The pages of `tokens` tokens as seen from `past`.
 static uint32_t view(const struct model *m, uint32_t layer, uint64_t past, uint64_t tokens,
                      struct kvq_page *pages)
@@ -94,8 +105,7 @@ static uint32_t view(const struct model *m, uint32_t layer, uint64_t past, uint6
         pages[n].packed_tokens = (uint16_t)(packed - at < here ? packed - at : here);
         for (uint32_t t = 0; t < pages[n].packed_tokens; t += l->format->unit_tokens)
             for (uint32_t h = 0; h < l->shape.kv_heads; h++)
-                kvq_pack(m->kernels, l->format, &l->shape, l->raw[n], l->packed[n], h, t,
-                         m->workspace);
+                pack_unit(m, l, n, h, t);
     }
     return n;
 }
@@ -138,8 +148,9 @@ void model_read(const struct model *m, uint32_t layer, uint64_t past, uint64_t f
     const struct model_layer *l = &m->layers[layer];
     struct kvq_page pages[MODEL_PAGES] = {0};
     uint32_t n_pages = view(m, layer, past, past, pages);
-    kvq_read_rows(m->kernels, l->format, &l->shape, pages, n_pages, from, n, head, k, v,
-                  m->workspace);
+    struct kvq_reading reading = {
+        .format = l->format, .shape = &l->shape, .pages = pages, .n_pages = n_pages};
+    kvq_read_rows(m->kernels, &reading, from, n, head, k, v, m->workspace);
 }
 
 static void move(struct model *m, uint32_t layer, uint64_t from, uint64_t to)

@@ -97,13 +97,14 @@ static void make_chunk(struct job *j)
     float *rows = memory(KVQ_GROUP_TOKENS * j->codec.dim * sizeof(float));
     fill(rows, KVQ_GROUP_TOKENS * j->codec.dim);
     for (uint32_t i = 0; i < GROUPS; i++) {
-        j->k->quant_k(&j->codec, rows, groups + i * j->codec.layout.group_bytes);
-        j->k->quant_v(&j->codec, rows, groups + i * j->codec.layout.group_bytes);
+        uint8_t *group = groups + i * j->codec.layout.group_bytes;
+        j->k->quant_k[j->codec.k.quant_kind](&j->codec, rows, group, 0);
+        j->k->quant_v[j->codec.v.quant_kind](&j->codec, rows, group, 0);
     }
     j->chunk = (struct kvq__chunk){.groups = KVQ__CHUNK_GROUPS};
     for (uint32_t i = 0; i < KVQ__CHUNK_GROUPS; i++)
         j->chunk.group[i] =
-            (struct kvq__group){.packed = groups + i % GROUPS * j->codec.layout.group_bytes,
+            (struct kvq__group){.packed = kvq_packed_at(&j->codec.layout, groups, i % GROUPS),
                                 .packed_tokens = KVQ_GROUP_TOKENS,
                                 .held = UINT32_MAX};
     free(rows);
@@ -154,7 +155,7 @@ static void count(const struct kvq_kernels *k, const struct kvq_format *f, uint1
 {
     struct kvq_shape s = {.q_heads = ROWS, .kv_heads = 1, .k_dim = dim, .v_dim = dim};
     s.dtype = KVQ_F16;
-    struct job j = {.k = k, .codec = kvq__codec_of(f, &s)};
+    struct job j = {.k = k, .codec = kvq__codec_of(f, &s, NULL, 0)};
     make_tile(&j);
     make_chunk(&j);
     for (int fast = 0; fast < (k->has_fast && k->has_fast(&j.codec, ROWS) ? 2 : 1); fast++) {

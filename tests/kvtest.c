@@ -122,6 +122,90 @@ void *kvt_workspace(void)
     return w;
 }
 
+// ---- Formats ----
+
+enum { KEPT = 128 };
+
+const struct kvq_format *kvt_format(const char *name)
+{
+    static struct kvq_format kept[KEPT];
+    char text[300] = "";
+    const struct kvq_format *row = kvq_format_by_name(name);
+    if (row)
+        return row;
+    for (int i = 0; i < KEPT; i++) {
+        if (kept[i].name[0] == '\0' && kvq_format_parse(name, &kept[i], text, sizeof text))
+            fail_msg("%s", text);
+        if (strcmp(kept[i].name, name) == 0)
+            return &kept[i];
+    }
+    fail_msg("a test uses more than %d formats", KEPT);
+    return NULL;
+}
+
+const char *kvt_any_format(struct kvt_rng *rng)
+{
+    static const char *const composed[] = {
+        "oscar2-g64", "oscar3-g128-fm",     "kivi2-g64",         "innerq-hybrid-full",
+        "ott2-o0",    "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
+        "kivi1-g64",  "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
+        "int8-g64",   "innerq-base+int8",   "oscar2-s32-w17",    "oscar4-max",
+        "ott2-s32",   "oscar3-mean-norot"};
+    uint32_t rows = 0, n = sizeof composed / sizeof *composed;
+    while (kvq_formats[rows].name[0])
+        rows++;
+    uint32_t i = kvt_below(rng, rows + n);
+    return i < rows ? kvq_formats[i].name : composed[i - rows];
+}
+
+// Random numbers, as many as the largest tables need.
+static const float *noise(size_t n)
+{
+    static float *x;
+    static const size_t most = 128 * 256 * 8 + 4096 * 8;
+    assert_true(n <= most);
+    if (x)
+        return x;
+    struct kvt_rng rng = {77};
+    x = malloc(most * sizeof *x);
+    for (size_t i = 0; i < most; i++)
+        x[i] = kvt_normal(&rng);
+    return x;
+}
+
+// Tables of 8 bits differ from sub-vector to sub-vector and from head to head, larger ones do not.
+const struct kvq_book *kvt_book(const struct kvq_format *f, const struct kvq_shape *s)
+{
+    static struct kvq_book books[3 * KEPT];
+    static float smooth[KVQ_MAX_HEAD_DIM * 64];
+    static int n;
+    bool k = f->k.codec == KVQ_CODEC_BOOK, v = f->v.codec == KVQ_CODEC_BOOK;
+    if (!k && !v)
+        return NULL;
+    struct kvq_book b = {0};
+    size_t table_k = (size_t)f->k.vector << f->k.bits, table_v = (size_t)f->v.vector << f->v.bits;
+    for (size_t i = 0; i < sizeof smooth / sizeof *smooth; i++)
+        smooth[i] = 0.25f + 1.5f * (float)(i * 37 % 64) / 64.0f;
+    if (f->k_channel == KVQ_CHANNEL_BOOK)
+        b.smooth = smooth;
+    if (k) {
+        b.k_sub = f->k.bits == 8 ? table_k : 0;
+        b.k_head = f->k.bits == 8 ? 1000 : 8 * f->k.vector;
+        b.k = noise(b.k_sub * (s->k_dim / f->k.vector) + b.k_head * s->kv_heads + table_k);
+    }
+    if (v) {
+        b.v_sub = f->v.bits == 8 ? table_v : 0;
+        b.v_head = f->v.bits == 8 ? 1000 : 8 * f->v.vector;
+        b.v = noise(b.v_sub * (s->v_dim / f->v.vector) + b.v_head * s->kv_heads + table_v);
+    }
+    for (int i = 0; i < n; i++)
+        if (memcmp(&books[i], &b, sizeof b) == 0)
+            return &books[i];
+    assert_true(n < 3 * KEPT);
+    books[n] = b;
+    return &books[n++];
+}
+
 // ---- A cache ----
 
 struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_t dtype)
@@ -164,10 +248,23 @@ static void pack_all(const struct kvq_kernels *k, struct kvt_cache *c)
 {
     struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(c->format, &c->shape);
     void *workspace = kvt_workspace();
+    uint32_t learn = kvq_learn_tokens(c->format, c->tokens);
+    for (uint32_t h = 0; h < c->shape.kv_heads && learn && learn <= c->tokens; h++)
+        kvq_learn(k, c->format, &c->shape, c->pages, learn, h, c->extras, workspace);
     for (uint32_t t = 0; t + c->format->unit_tokens <= c->packed; t += c->format->unit_tokens)
-        for (uint32_t h = 0; h < c->shape.kv_heads; h++)
-            kvq_pack(k, c->format, &c->shape, c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape),
-                     c->blocks + t / 128 * kvq_block_bytes(&l, &c->shape), h, t % 128, workspace);
+        for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
+            struct kvq_unit unit = {
+                .raw_block = c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape),
+                .packed_block = c->blocks + t / 128 * kvq_block_bytes(&l, &c->shape),
+                .head = h,
+                .first = t % 128,
+                .block_start = t / 128 * 128,
+                .extras = c->extras,
+                .learned = learn,
+                .book = c->book,
+            };
+            kvq_pack(k, c->format, &c->shape, &unit, workspace);
+        }
     kvt_guarded_free(workspace);
 }
 
@@ -189,10 +286,10 @@ static void set_pages(struct kvt_cache *c)
 struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
                            uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed)
 {
-    struct kvt_cache c = {.shape = shape, .format = kvq_format_by_name(format), .tokens = tokens};
+    struct kvt_cache c = {.shape = shape, .format = kvt_format(format), .tokens = tokens};
+    c.book = kvt_book(c.format, &shape);
     struct kvt_rng rng = {seed};
     uint32_t channels = (uint32_t)shape.kv_heads * shape.k_dim;
-    assert_non_null(c.format);
     struct kvq_layout raw = kvq_layout_raw(&shape), l = kvq_layout_of(c.format, &shape);
     c.packed =
         packed < 0 ? tokens / c.format->unit_tokens * c.format->unit_tokens : (uint32_t)packed;
@@ -205,9 +302,16 @@ struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, stru
     memset(c.raw, 0xff, c.n_pages * kvq_block_bytes(&raw, &shape)); // NaN where nobody stored
     kvt_fill(&rng, kind, c.k, tokens, channels);
     kvt_fill(&rng, kind, c.v, tokens, channels);
+    if (kvq_extras_bytes(c.format, &shape)) {
+        c.extras = kvt_guarded(kvq_extras_bytes(c.format, &shape), 0);
+        kvq_extras_init(c.format, &shape, c.extras);
+        // Nothing is packed before the format has learned.
+        if (c.packed && kvq_learn_tokens(c.format, tokens) > tokens)
+            c.packed = 0;
+    }
     store_all(k, &c);
-    pack_all(k, &c);
     set_pages(&c);
+    pack_all(k, &c);
     return c;
 }
 
@@ -218,6 +322,17 @@ void kvt_cache_free(struct kvt_cache *c)
     kvt_guarded_free(c->raw);
     kvt_guarded_free(c->blocks);
     kvt_guarded_free(c->pages);
+    kvt_guarded_free(c->extras);
+}
+
+struct kvq_reading kvt_reading(const struct kvt_cache *c)
+{
+    return (struct kvq_reading){.format = c->format,
+                                .shape = &c->shape,
+                                .pages = c->pages,
+                                .n_pages = c->n_pages,
+                                .extras = c->extras,
+                                .book = c->book};
 }
 
 // ---- Requests ----
@@ -237,6 +352,8 @@ struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uin
         .shape = &c->shape,
         .pages = c->pages,
         .n_pages = c->n_pages,
+        .extras = c->extras,
+        .book = c->book,
         .past_tokens = c->tokens >= q_tokens ? c->tokens - q_tokens : 0,
         .step_tokens = c->tokens >= q_tokens ? q_tokens : c->tokens,
         .q_start = c->tokens >= q_tokens ? c->tokens - q_tokens : 0,

@@ -38,6 +38,15 @@ void *kvt_guarded(size_t n, size_t offset);
 void kvt_guarded_free(void *p); // fails the test if a guard byte was changed; NULL is allowed
 void *kvt_workspace(void);      // kvq_workspace_bytes(), guarded
 
+// ---- Formats ----
+
+// The format of that name; valid for ever. Fails the test if there is none.
+const struct kvq_format *kvt_format(const char *name);
+// A row of the table, or what suffixes and pairs make of some.
+const char *kvt_any_format(struct kvt_rng *rng);
+// Codebooks of random numbers for a format, valid for ever; NULL if it has no use for them.
+const struct kvq_book *kvt_book(const struct kvq_format *f, const struct kvq_shape *s);
+
 // ---- A cache of one layer of one session ----
 
 struct kvt_cache {
@@ -48,6 +57,8 @@ struct kvt_cache {
     uint8_t *raw, *blocks;   // block after block: raw, packed
     struct kvq_page *pages;
     uint32_t n_pages;
+    uint8_t *extras; // NULL if the format has none
+    const struct kvq_book *book;
 };
 
 struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_t dtype);
@@ -55,6 +66,7 @@ struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_
 struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
                            uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed);
 void kvt_cache_free(struct kvt_cache *c);
+struct kvq_reading kvt_reading(const struct kvt_cache *c);
 struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim); // [tokens][heads][dim]
 
 // ---- A request against it ----
@@ -77,6 +89,8 @@ void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a,
 double kvt_f16(uint16_t h);
 double kvt_bf16(uint16_t h);
 // Key and value at one position and KV head in the engine's basis; false if nobody holds it.
+// Whether the oracle can read a format.
+bool kvt_knows(const struct kvq_format *f);
 bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v);
 // One value of a quantized group, as layout.h says, before any transform is undone.
 double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms, uint32_t t,

@@ -164,14 +164,14 @@ static void packed_key(const struct kvq_attend *a, uint32_t head, const uint8_t 
 {
     uint32_t dim = a->shape->k_dim;
     bool norms = a->format->k_token_scale != KVQ_SCALE_NONE;
-    uint32_t kb = a->format->k_bits, vb = a->format->v_bits;
+    uint32_t kb = a->format->k.bits, vb = a->format->v.bits;
     uint32_t group_bytes = k_bytes(dim, kb, norms) + k_bytes(dim, vb, false);
     const uint8_t *group = block + (size_t)(head * 4 + t / 32) * group_bytes;
     for (uint32_t c = 0; c < dim; c++) {
         k[c] = kvt_group_k(group, dim, kb, norms, t % 32, c);
         v[c] = kvt_group_v(group + k_bytes(dim, kb, norms), dim, vb, t % 32, c);
     }
-    if (a->format->k_transform == KVQ_K_HADAMARD)
+    if (a->format->k_rotation == KVQ_ROTATE_HADAMARD)
         hadamard(k, dim);
     if (a->shape->v_rotation == KVQ_V_ROT_DAEMON)
         hadamard(v, dim);
@@ -191,6 +191,13 @@ static void raw_key(const struct kvq_attend *a, uint32_t head, const uint8_t *bl
     }
 }
 
+bool kvt_knows(const struct kvq_format *f)
+{
+    bool k = f->k.codec == KVQ_CODEC_AFFINE && f->k.axis == KVQ_PER_CHANNEL && f->k.group == 32;
+    bool v = f->v.codec == KVQ_CODEC_AFFINE && f->v.axis == KVQ_PER_TOKEN && f->v.group == 32;
+    return kvq_is_raw(f) || (k && v && f->k.bits > 1 && !f->sink_tokens && !f->outliers);
+}
+
 bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v)
 {
     uint64_t fresh = position - a->fresh_start;
@@ -207,7 +214,7 @@ bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, doubl
     const struct kvq_page *page = &a->pages[position / 128];
     if (t >= page->packed_tokens)
         raw_key(a, head, page->raw, t, k, v);
-    else if (a->format->codec == KVQ_CODEC_RAW)
+    else if (kvq_is_raw(a->format))
         raw_key(a, head, page->packed, t, k, v);
     else
         packed_key(a, head, page->packed, t, k, v);

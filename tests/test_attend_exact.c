@@ -98,8 +98,8 @@ static void test_all_formats_and_gqa(void **state)
     static const uint32_t gqas[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64},
                           dims[] = {64, 128, 256};
     (void)state;
-    for (const struct kvq_format *f = kvq_formats; f->name; f++)
-        for (size_t d = 0; d < 3; d++)
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
+        for (size_t d = 0; d < 3 && kvt_knows(f); d++)
             for (size_t g = 0; g < sizeof gqas / sizeof *gqas; g++)
                 check_shape(f->name, kvt_shape(gqas[g], 1, dims[d], dtype_of(f->name)), 300, 1);
 }
@@ -265,7 +265,7 @@ static void mix_pages(struct kvt_cache *c, struct kvt_request *r)
     for (uint32_t i = 0; i < 4; i++) {
         c->pages[i].packed_tokens = packed[i];
         spoil(c, c->pages[i].raw, 0, packed[i]);
-        if (c->format->codec == KVQ_CODEC_RAW)
+        if (kvq_is_raw(c->format))
             spoil(c, c->pages[i].packed, packed[i], 128);
     }
     c->pages[3].packed = NULL;

@@ -369,9 +369,14 @@ static cache packed_cache(const variant &v, const kvq_shape &shape, std::mt19937
             }
         }
         for (int head = 0; head < KV_HEADS; head++)
-            for (uint32_t first = 0; first < 128; first += format->unit_tokens)
-                kvq_pack(kernels, format, &shape, aligned, c.pool.data() + place * c.block_bytes,
-                         head, first, workspace);
+            for (uint32_t first = 0; first < 128; first += format->unit_tokens) {
+                kvq_unit unit = {};
+                unit.raw_block = aligned;
+                unit.packed_block = c.pool.data() + place * c.block_bytes;
+                unit.head = (uint32_t)head;
+                unit.first = first;
+                kvq_pack(kernels, format, &shape, &unit, workspace);
+            }
     }
     return c;
 }

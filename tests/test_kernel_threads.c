@@ -180,9 +180,11 @@ static void test_packing(void **state)
         struct kvq_pool *pool;
         memset(blocks, 0, 8 * bytes);
         for (int i = 0; i < 8; i++)
-            jobs[i] = (struct kvq_pack_job){c.format, &c.shape,
-                                            c.raw + i * kvq_block_bytes(&raw, &c.shape),
-                                            blocks + i * bytes, 0};
+            jobs[i] =
+                (struct kvq_pack_job){c.format,
+                                      &c.shape,
+                                      {.raw_block = c.raw + i * kvq_block_bytes(&raw, &c.shape),
+                                       .packed_block = blocks + i * bytes}};
         assert_int_equal(kvq_pool_open(&pool, threads, false), 0);
         kvq_pool_pack(pool, all_kernels[n_kernels - 1], jobs, 8);
         kvq_pool_pack(pool, all_kernels[n_kernels - 1], jobs, 0);

@@ -19,14 +19,12 @@ static const struct kvq_kernels *kernels;
 // A row of the table without a transform or a token scale, to see the quantizer alone.
 static struct kvq_format plain_format(uint32_t bits)
 {
-    return (struct kvq_format){.id = 999,
-                               .name = "plain",
-                               .k_transform = KVQ_K_PLAIN,
-                               .k_token_scale = KVQ_SCALE_NONE,
-                               .codec = KVQ_CODEC_AFFINE,
-                               .k_bits = (uint8_t)bits,
-                               .v_bits = (uint8_t)bits,
-                               .unit_tokens = 32};
+    struct kvq_format f = *kvq_format_by_name("oscar2");
+    f.k_rotation = KVQ_ROTATE_NONE;
+    f.k_token_scale = KVQ_SCALE_NONE;
+    f.k.bits = f.v.bits = (uint8_t)bits;
+    f.unit_tokens = 32;
+    return f;
 }
 
 // One group of 32 tokens of one head, packed.
@@ -56,7 +54,8 @@ static void pack(struct packed *p)
     void *workspace = kvt_workspace();
     struct kvq_view k = kvt_view(p->k, 1, p->shape.k_dim), v = kvt_view(p->v, 1, p->shape.k_dim);
     kvq_store(kernels, &p->shape, &k, &v, 0, 0, 32, p->raw, &p->counts);
-    kvq_pack(kernels, &p->format, &p->shape, p->raw, p->block, 0, 0, workspace);
+    kvq_pack(kernels, &p->format, &p->shape,
+             &(struct kvq_unit){.raw_block = p->raw, .packed_block = p->block}, workspace);
     kvt_guarded_free(workspace);
 }
 
@@ -70,14 +69,14 @@ static void free_packed(struct packed *p)
 
 static double key(const struct packed *p, uint32_t t, uint32_t c)
 {
-    return kvt_group_k(p->group, p->shape.k_dim, p->format.k_bits,
+    return kvt_group_k(p->group, p->shape.k_dim, p->format.k.bits,
                        p->format.k_token_scale != KVQ_SCALE_NONE, t, c);
 }
 
 static double value(const struct packed *p, uint32_t t, uint32_t c)
 {
     struct kvq_layout l = kvq_layout_of(&p->format, &p->shape);
-    return kvt_group_v(p->group + l.v_codes, p->shape.k_dim, p->format.v_bits, t, c);
+    return kvt_group_v(p->group + l.v_codes, p->shape.k_dim, p->format.v.bits, t, c);
 }
 
 static uint16_t u16_at(const uint8_t *p, uint32_t i)
@@ -185,11 +184,11 @@ static void test_order_of_operations(void **state)
 static void test_reconstruction(void **state)
 {
     (void)state;
-    for (const struct kvq_format *f = kvq_format_by_name("oscar2"); f->name; f++)
+    for (const struct kvq_format *f = kvq_format_by_name("oscar2"); f->k_token_scale; f++)
         for (uint32_t dim = 64; dim <= 256; dim *= 2) {
             struct packed p = packed_of(f, dim, KVQ_F16);
             struct kvt_rng rng = {kvt_seed() + dim};
-            const uint8_t *scales = p.group + 32 * dim * f->k_bits / 8;
+            const uint8_t *scales = p.group + 32 * dim * f->k.bits / 8;
             kvt_fill(&rng, KVT_OUTLIERS, p.k, 32, dim);
             kvt_fill(&rng, KVT_OUTLIERS, p.v, 32, dim);
             pack(&p);
@@ -301,7 +300,9 @@ static void test_frozen_bytes(void **state)
         for (uint32_t h = 0; h < 2; h++)
             kvq_store(kernels, &s, &k, &v, h, 0, 128, c.raw + h * raw.record_bytes, &counts);
         for (uint32_t h = 0; h < 2; h++)
-            kvq_pack(kernels, c.format, &s, c.raw, c.blocks, h, 0, workspace);
+            kvq_pack(kernels, c.format, &s,
+                     &(struct kvq_unit){.raw_block = c.raw, .packed_block = c.blocks, .head = h},
+                     workspace);
         uint64_t hash = fnv(c.blocks, kvq_block_bytes(&l, &s));
         if (hash != frozen[i].hash)
             fail_msg("%s at head_dim %u has bytes 0x%016llx", frozen[i].format, frozen[i].dim,
@@ -385,9 +386,10 @@ static void test_zero_has_no_sign(void **state)
 // Everything finite, and keys within a step of what was given, at both ends of the range.
 static void check_scale_of_numbers(float factor, uint8_t dtype, double floor)
 {
-    for (const struct kvq_format *f = kvq_format_by_name("oscar2"); f->id <= 5; f++) {
+    for (const struct kvq_format *f = kvq_format_by_name("oscar2"); strcmp(f->name, "oscar2-xh");
+         f++) {
         struct packed p = packed_of(f, 128, dtype);
-        struct kvt_rng rng = {kvt_seed() + f->id};
+        struct kvt_rng rng = {kvt_seed() + f->k.bits};
         kvt_fill(&rng, KVT_NORMAL, p.k, 32, 128);
         for (uint32_t i = 0; i < 32 * 128; i++)
             p.v[i] = p.k[i] = fmaxf(fminf(p.k[i], 2.0f), -2.0f) * factor;
@@ -493,7 +495,10 @@ static void test_pieces(void **state)
             for (uint32_t h = 0; h < 2; h++)
                 kvq_store(kernels, &s, &k, &v, h, slot, n, window + h * raw.record_bytes, &counts);
             for (uint32_t h = 0; h < 2 && slot + n == 128; h++)
-                kvq_pack(kernels, whole.format, &s, window, blocks + t / 128 * bytes, h, 0,
+                kvq_pack(kernels, whole.format, &s,
+                         &(struct kvq_unit){.raw_block = window,
+                                            .packed_block = blocks + t / 128 * bytes,
+                                            .head = h},
                          workspace);
         }
         assert_memory_equal(blocks, whole.blocks, 5 * bytes);
@@ -547,12 +552,9 @@ static void test_sizes(void **state)
         assert_true(kvq_bits_per_value(f, &s) == sizes[i].bytes * 8.0 / (2 * sizes[i].dim));
         assert_int_equal(l.record_bytes % KVQ_RECORD_ALIGN, 0);
     }
-    for (const struct kvq_format *f = kvq_formats; f->name; f++) {
-        assert_ptr_equal(kvq_format_by_id(f->id), f);
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
         assert_ptr_equal(kvq_format_by_name(f->name), f);
-    }
     assert_null(kvq_format_by_name("oscar5"));
-    assert_null(kvq_format_by_id(0));
 }
 
 static void refused(struct kvq_shape s, const char *format, const char *part)
@@ -568,7 +570,7 @@ static void test_shapes(void **state)
     struct kvq_shape good = kvt_shape(4, 8, 128, KVQ_F16), s = good;
     char text[200];
     (void)state;
-    for (const struct kvq_format *f = kvq_formats; f->name; f++) {
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         s.dtype = f->raw_dtype ? f->raw_dtype : KVQ_F16;
         assert_int_equal(kvq_shape_check(&s, f, text, sizeof text), 0);
     }

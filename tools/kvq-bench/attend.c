@@ -126,11 +126,11 @@ static void bench_format(struct run *r, const struct kvq_format *f, uint64_t tok
         c = &own;
     }
     bool has_fast = kvq_kernels_has_fast(r->k, f, &c->shape);
-    if (r->o->exact || (f->codec == KVQ_CODEC_RAW && r->o->fast))
+    if (r->o->exact || (kvq_is_raw(f) && r->o->fast))
         bench_row(r, c, KVQ_PATH_EXACT);
     if (r->o->fast && has_fast)
         bench_row(r, c, KVQ_PATH_FAST);
-    if (r->o->fast && !has_fast && f->codec != KVQ_CODEC_RAW)
+    if (r->o->fast && !has_fast && !kvq_is_raw(f))
         bench_note(r->out, "%-10s %-6s has no fast path", f->name, kvq_kernels_isa(r->k));
     if (!same)
         bench_cache_free(&own);

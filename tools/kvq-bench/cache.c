@@ -44,7 +44,7 @@ static uint32_t source_of(uint64_t layer, uint64_t page)
 
 static size_t packed_bytes(const struct bench_cache *c)
 {
-    if (c->format->codec == KVQ_CODEC_RAW)
+    if (kvq_is_raw(c->format))
         return 0;
     struct kvq_layout l = kvq_layout_of(c->format, &c->shape);
     return kvq_block_bytes(&l, &c->shape);
@@ -65,7 +65,7 @@ static uint32_t page_tokens(const struct bench_cache *c, uint32_t page)
 
 static bool is_packed(const struct bench_cache *c, uint32_t page)
 {
-    return c->format->codec != KVQ_CODEC_RAW && page_tokens(c, page) == KVQ_BLOCK_TOKENS;
+    return !kvq_is_raw(c->format) && page_tokens(c, page) == KVQ_BLOCK_TOKENS;
 }
 
 static void make_raw_source(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t i,
@@ -100,7 +100,11 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
         uint8_t *packed = (uint8_t *)c->packed.data + i * packed_bytes(c);
         make_raw_source(c, k, i, scratch.data);
         for (uint32_t h = 0; packed_bytes(c) && h < s->kv_heads; h++)
-            kvq_pack(k, c->format, s, raw, packed, h, 0, workspace);
+            for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t += c->format->unit_tokens)
+                kvq_pack(k, c->format, s,
+                         &(struct kvq_unit){
+                             .raw_block = raw, .packed_block = packed, .head = h, .first = t},
+                         workspace);
     }
     bench_memory_give(&scratch);
     return true;
@@ -226,9 +230,10 @@ static void read_sources(struct reference *r, void *workspace)
             page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
             page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
             page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
-            kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), c->format, &c->shape, &page, 1, 0,
-                          KVQ_BLOCK_TOKENS, 0, r->k[packed] + i * n, r->v[packed] + i * n,
-                          workspace);
+            struct kvq_reading reading = {
+                .format = c->format, .shape = &c->shape, .pages = &page, .n_pages = 1};
+            kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, 0, KVQ_BLOCK_TOKENS, 0,
+                          r->k[packed] + i * n, r->v[packed] + i * n, workspace);
         }
 }
 

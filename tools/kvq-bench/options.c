@@ -111,7 +111,7 @@ static int read_formats(const char *text, struct bench_options *o)
         if (!f || o->n_formats == BENCH_MAX_LIST) {
             fprintf(stderr, "kvq-bench: --format has \"%s\"; give up to %d of", part,
                     BENCH_MAX_LIST);
-            for (f = kvq_formats; f->name; f++)
+            for (f = kvq_formats; f->name[0]; f++)
                 fprintf(stderr, " %s", f->name);
             fprintf(stderr, "\n");
             return -1;

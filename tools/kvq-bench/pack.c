@@ -55,9 +55,9 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
             jobs[i] = (struct kvq_pack_job){
                 .format = f,
                 .shape = &r->shape,
-                .raw_block = (const uint8_t *)r->raw.data + i * r->raw_bytes,
-                .packed_block = (uint8_t *)r->packed.data + i * r->packed_bytes,
-                .first = first,
+                .unit = {.raw_block = (const uint8_t *)r->raw.data + i * r->raw_bytes,
+                         .packed_block = (uint8_t *)r->packed.data + i * r->packed_bytes,
+                         .first = first},
             };
         kvq_pool_pack(r->pool, r->k, jobs, BLOCKS);
     }
@@ -67,7 +67,7 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
 static void bench_format(struct run *r, const struct kvq_format *f)
 {
     double store[BENCH_MAX_REPS], pack[BENCH_MAX_REPS] = {0};
-    bool packs = f->codec != KVQ_CODEC_RAW;
+    bool packs = !kvq_is_raw(f);
     struct kvq_layout l = kvq_layout_of(f, &r->shape);
     r->packed_bytes = kvq_block_bytes(&l, &r->shape);
     for (uint32_t i = 0; i < r->o->reps; i++) {

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Codebook codecs in plain C (VecInfer, section 3; MILLION, section 3). A code is the number of
+// the centroid nearest to `vector` neighbouring channels: the smallest sum of squared differences,
+// added up channel by channel in fp32 without fused multiply-add, the lowest number of equals.
+#include <assert.h>
+
+#include "kernels/internal.h"
+#include "kernels/kernels_c.h"
+
+static const float *table_of(const struct kvq__side *side, uint32_t sub)
+{
+    assert(side->book); // whoever opens a session with a codebook format has one
+    return side->book + sub * side->book_sub;
+}
+
+static uint32_t nearest(const float *x, const float *table, uint32_t vector, uint32_t count)
+{
+    float least = INFINITY;
+    uint32_t code = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        float sum = 0.0f;
+        for (uint32_t j = 0; j < vector; j++) {
+            float d = x[j] - table[i * vector + j];
+            sum += d * d;
+        }
+        if (sum < least) {
+            least = sum;
+            code = i;
+        }
+    }
+    return code;
+}
+
+// Code of token t of sub-vector m, `subs` in all. See layout.h, 7.
+void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m, uint32_t t,
+                        uint32_t code)
+{
+    uint32_t more = bits - 8, bit = more * t;
+    codes[m * KVQ_GROUP_TOKENS + t] = (uint8_t)code;
+    if (more == 0)
+        return;
+    uint8_t *high = codes + subs * KVQ_GROUP_TOKENS + m * more * 4 + bit / 8;
+    uint32_t mask = (1u << more) - 1;
+    *high = (uint8_t)((*high & ~(mask << bit % 8)) | code >> 8 << bit % 8);
+}
+
+uint32_t kvq__get_book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
+                            uint32_t t)
+{
+    uint32_t more = bits - 8, bit = more * t, code = codes[m * KVQ_GROUP_TOKENS + t];
+    if (more == 0)
+        return code;
+    uint32_t high = codes[subs * KVQ_GROUP_TOKENS + m * more * 4 + bit / 8];
+    return code | (high >> bit % 8 & ((1u << more) - 1)) << 8;
+}
+
+static void quant(const struct kvq__side *side, uint32_t dim, const float *rows, uint8_t *codes)
+{
+    uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
+    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
+        for (uint32_t m = 0; m < subs; m++)
+            kvq__put_book_code(
+                codes, bits, subs, m, t,
+                nearest(rows + t * dim + m * vector, table_of(side, m), vector, 1u << bits));
+}
+
+static void dequant(const struct kvq__side *side, uint32_t dim, const uint8_t *codes, float *rows)
+{
+    uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
+    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
+        for (uint32_t m = 0; m < subs; m++) {
+            uint32_t code = kvq__get_book_code(codes, bits, subs, m, t);
+            memcpy(rows + t * dim + m * vector, table_of(side, m) + code * vector,
+                   vector * sizeof *rows);
+        }
+}
+
+static void quant_k_book(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                         uint32_t first)
+{
+    quant(&c->k, c->dim, rows, kvq_packed_at(&c->layout, record, first).group + c->layout.k_codes);
+}
+
+static void quant_v_book(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                         uint32_t first)
+{
+    quant(&c->v, c->dim, rows, kvq_packed_at(&c->layout, record, first).group + c->layout.v_codes);
+}
+
+static void dequant_k_book(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
+{
+    dequant(&c->k, c->dim, packed->group + c->layout.k_codes, rows);
+    kvq__apply_norms(c, packed, rows);
+}
+
+static void dequant_v_book(const struct kvq__codec *c, const struct kvq_packed *packed, float *rows)
+{
+    dequant(&c->v, c->dim, packed->group + c->layout.v_codes, rows);
+}
+
+void kvq__init_book_c(struct kvq_kernels *k)
+{
+    k->quant_k[KVQ__BOOK] = quant_k_book;
+    k->quant_v[KVQ__BOOK] = quant_v_book;
+    k->dequant_k[KVQ__BOOK] = dequant_k_book;
+    k->dequant_v[KVQ__BOOK] = dequant_v_book;
+}

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a session's layer holds besides blocks: sink tokens, outliers, learned channel factors; and
+// the transforms that packing, attention and reading share.
+#include <assert.h>
+
+#include "kernels/internal.h"
+
+// ---- Layout ----
+
+static uint32_t pool_room(const struct kvq_format *f)
+{
+    return f->outliers ? (uint32_t)f->outliers + f->extra_outliers : 0;
+}
+
+static uint32_t aligned(uint32_t bytes)
+{
+    return (bytes + KVQ_RECORD_ALIGN - 1) / KVQ_RECORD_ALIGN * KVQ_RECORD_ALIGN;
+}
+
+static struct kvq_extras_layout layout_of(const struct kvq_format *f, const struct kvq_shape *s)
+{
+    struct kvq_extras_layout l = {0};
+    uint32_t row = 2u * s->k_dim, room = pool_room(f);
+    l.pool = f->k_channel == KVQ_CHANNEL_PROMPT ? row : 0;
+    l.pool_k = l.pool + (room ? aligned(sizeof(struct kvq_outliers)) : 0);
+    l.pool_v = l.pool_k + room * row;
+    l.sink_k = l.pool_v + room * row;
+    l.sink_v = l.sink_k + f->sink_tokens * row;
+    l.record_bytes = l.sink_v + f->sink_tokens * row;
+    return l;
+}
+
+size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s)
+{
+    return kvq_is_raw(f) ? 0 : (size_t)layout_of(f, s).record_bytes * s->kv_heads;
+}
+
+struct kvq__extras kvq__extras_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                  const uint8_t *extras, const uint8_t *pool, uint32_t head)
+{
+    struct kvq__extras e = {0};
+    struct kvq_extras_layout l = layout_of(f, s);
+    if (!extras || kvq_is_raw(f))
+        return e;
+    uint8_t *record = (uint8_t *)extras + (size_t)head * l.record_bytes;
+    if (f->k_channel == KVQ_CHANNEL_PROMPT)
+        e.factors = (uint16_t *)(void *)(record + l.factors);
+    if (f->outliers) {
+        e.pool = (struct kvq_outliers *)(void *)(record + l.pool);
+        e.pool_k = (uint16_t *)(void *)(record + l.pool_k);
+        e.pool_v = (uint16_t *)(void *)(record + l.pool_v);
+        e.pool_count = pool ? pool[head] : e.pool->count;
+    }
+    if (f->sink_tokens) {
+        e.sink_k = (uint16_t *)(void *)(record + l.sink_k);
+        e.sink_v = (uint16_t *)(void *)(record + l.sink_v);
+    }
+    return e;
+}
+
+void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras)
+{
+    memset(extras, 0, kvq_extras_bytes(f, s));
+    for (uint32_t h = 0; h < s->kv_heads; h++) {
+        struct kvq__extras e = kvq__extras_of(f, s, extras, NULL, h);
+        if (e.pool)
+            e.pool->frozen_at = UINT64_MAX;
+    }
+}
+
+uint32_t kvq_outlier_count(const struct kvq_format *f, const struct kvq_shape *s,
+                           const uint8_t *extras, uint32_t head)
+{
+    return kvq__extras_of(f, s, extras, NULL, head).pool_count;
+}
+
+// Leaves out the entries at positions from `at` on.
+static void forget(const struct kvq__extras *e, uint32_t dim, uint64_t at)
+{
+    struct kvq_outliers *p = e->pool;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < p->count; i++) {
+        if (p->position[i] >= at)
+            continue;
+        p->position[kept] = p->position[i];
+        p->score[kept] = p->score[i];
+        memmove(e->pool_k + (size_t)kept * dim, e->pool_k + (size_t)i * dim, 2 * dim);
+        memmove(e->pool_v + (size_t)kept * dim, e->pool_v + (size_t)i * dim, 2 * dim);
+        kept++;
+    }
+    p->count = kept;
+    if (p->frozen_at >= at)
+        p->frozen_at = UINT64_MAX;
+}
+
+void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
+                     uint8_t *to, uint64_t at)
+{
+    memmove(to, from, kvq_extras_bytes(f, s));
+    for (uint32_t h = 0; h < s->kv_heads; h++) {
+        struct kvq__extras e = kvq__extras_of(f, s, to, NULL, h);
+        if (e.pool)
+            forget(&e, s->k_dim, at);
+    }
+}
+
+// ---- Transforms ----
+
+static void flip(const uint32_t *signs, float *rows, uint32_t n, uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t c = 0; c < dim; c++)
+            if (signs[c / 32] >> c % 32 & 1u)
+                rows[(size_t)r * dim + c] = -rows[(size_t)r * dim + c];
+}
+
+void kvq__rotate(const struct kvq_kernels *k, enum kvq_rotation rotation, float *rows, uint32_t n,
+                 uint32_t dim, bool back)
+{
+    if (rotation == KVQ_ROTATE_NONE)
+        return;
+    if (rotation == KVQ_ROTATE_SIGNED)
+        flip(back ? kvq_signs_after : kvq_signs_before, rows, n, dim);
+    k->hadamard(rows, n, dim);
+    if (rotation == KVQ_ROTATE_SIGNED)
+        flip(back ? kvq_signs_before : kvq_signs_after, rows, n, dim);
+}
+
+enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_shape *s)
+{
+    if (kvq_is_raw(f))
+        return KVQ_ROTATE_NONE;
+    if (f->v_rotation != KVQ_ROTATE_NONE)
+        return f->v_rotation;
+    return s->v_rotation == KVQ_V_ROT_DAEMON ? KVQ_ROTATE_HADAMARD : KVQ_ROTATE_NONE;
+}
+
+bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
+                  const struct kvq_book *book, uint32_t head, uint32_t dim, float *factors)
+{
+    if (f->k_channel == KVQ_CHANNEL_PROMPT) {
+        for (uint32_t i = 0; i < dim; i++)
+            factors[i] = kvq__f16_to_f32(e->factors[i]);
+        return true;
+    }
+    if (f->k_channel == KVQ_CHANNEL_BOOK && book && book->smooth) {
+        memcpy(factors, book->smooth + (size_t)head * dim, dim * sizeof *factors);
+        return true;
+    }
+    return false;
+}
+
+float kvq__sum_abs(const float *row, uint32_t n)
+{
+    float lane[16] = {0};
+    for (uint32_t j = 0; j < n; j += 16)
+        for (uint32_t i = 0; i < 16; i++)
+            lane[i] += fabsf(row[j + i]);
+    for (uint32_t half = 8; half > 0; half /= 2)
+        for (uint32_t i = 0; i < half; i++)
+            lane[i] += lane[i + half];
+    return lane[0];
+}
+
+// ---- Outliers (OTT, sections 3 and 4) ----
+
+// A smaller score wins, the earlier token of two equal ones.
+static bool wins(float score, uint64_t position, float other, uint64_t other_position)
+{
+    return score < other || (score == other && position < other_position);
+}
+
+// The tokens that compete best, in ascending order.
+struct ranking {
+    uint32_t count, room;
+    uint64_t position[KVQ_POOL_ENTRIES];
+    float score[KVQ_POOL_ENTRIES];
+};
+
+static void rank(struct ranking *r, float score, uint64_t position)
+{
+    uint32_t i = r->count < r->room ? r->count++ : r->room;
+    for (; i > 0 && wins(score, position, r->score[i - 1], r->position[i - 1]); i--)
+        if (i < r->room) {
+            r->score[i] = r->score[i - 1];
+            r->position[i] = r->position[i - 1];
+        }
+    if (i < r->room) {
+        r->score[i] = score;
+        r->position[i] = position;
+    }
+}
+
+static void add_entry(const struct kvq__extras *e, uint32_t dim, float score, uint64_t position,
+                      const uint16_t *k, const uint16_t *v)
+{
+    struct kvq_outliers *p = e->pool;
+    p->position[p->count] = position;
+    p->score[p->count] = score;
+    memcpy(e->pool_k + (size_t)p->count * dim, k, 2 * dim);
+    memcpy(e->pool_v + (size_t)p->count * dim, v, 2 * dim);
+    p->count++;
+}
+
+void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint32_t dim,
+                  const struct kvq_unit *unit, const float *scores, const uint16_t *raw_k,
+                  const uint16_t *raw_v)
+{
+    struct kvq_outliers *p = e->pool;
+    struct ranking best = {.room = f->outliers};
+    uint64_t start = unit->block_start + unit->first;
+    uint32_t entering = 0;
+    if (p->frozen_at != UINT64_MAX || start < unit->learned)
+        return;
+    for (uint32_t i = 0; i < p->count; i++)
+        rank(&best, p->score[i], p->position[i]);
+    for (uint32_t t = 0; t < f->unit_tokens; t++)
+        if (start + t >= f->sink_tokens)
+            rank(&best, scores[t], start + t);
+    for (uint32_t i = 0; i < best.count; i++)
+        entering += best.position[i] >= start;
+    if (p->count + entering > pool_room(f)) {
+        p->frozen_at = start;
+        return;
+    }
+    for (uint32_t i = 0; i < best.count; i++) {
+        if (best.position[i] < start)
+            continue;
+        size_t row = (size_t)(best.position[i] - unit->block_start) * dim;
+        add_entry(e, dim, best.score[i], best.position[i], raw_k + row, raw_v + row);
+    }
+}
+
+// ---- Learning ----
+
+struct lesson {
+    const struct kvq_kernels *k;
+    const struct kvq_shape *s;
+    const struct kvq_page *pages;
+    struct kvq_layout raw;
+    uint32_t head, tokens, sink;
+    float *row;
+};
+
+// K (or V) of one token as handed over.
+static const uint16_t *raw_row(const struct lesson *l, uint32_t token, bool v)
+{
+    const uint8_t *record = l->pages[token / KVQ_BLOCK_TOKENS].raw;
+    record += (size_t)l->head * l->raw.record_bytes + (v ? l->raw.v_offset : 0);
+    return (const uint16_t *)(const void *)record +
+           (size_t)(token % KVQ_BLOCK_TOKENS) * l->s->k_dim;
+}
+
+// sqrt(max |K_c|) over the tokens behind the sink, as fp16; 1 where that is below 1e-6 (InnerQ,
+// section 5; the floor is ours, for channels that are always 0).
+static void learn_factors(const struct lesson *l, uint16_t *factors)
+{
+    float top[KVQ_MAX_HEAD_DIM] = {0};
+    uint32_t dim = l->s->k_dim;
+    for (uint32_t t = l->sink; t < l->tokens; t++) {
+        l->k->load(raw_row(l, t, false), l->s->dtype, l->row, dim);
+        for (uint32_t c = 0; c < dim; c++)
+            top[c] = fabsf(l->row[c]) > top[c] ? fabsf(l->row[c]) : top[c];
+    }
+    for (uint32_t c = 0; c < dim; c++) {
+        uint16_t half = kvq__f32_to_f16(sqrtf(top[c]));
+        factors[c] = kvq__f16_to_f32(half) < 1e-6f ? kvq__f32_to_f16(1.0f) : half;
+    }
+}
+
+static void learn_outliers(const struct lesson *l, const struct kvq_format *f,
+                           const struct kvq__extras *e)
+{
+    struct ranking best = {.room = f->outliers};
+    uint32_t dim = l->s->k_dim;
+    for (uint32_t t = l->sink; t < l->tokens; t++) {
+        l->k->load(raw_row(l, t, false), l->s->dtype, l->row, dim);
+        rank(&best, kvq__sum_abs(l->row, dim), t);
+    }
+    for (uint32_t i = 0; i < best.count; i++) {
+        uint32_t t = (uint32_t)best.position[i];
+        add_entry(e, dim, best.score[i], t, raw_row(l, t, false), raw_row(l, t, true));
+    }
+}
+
+void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
+               const struct kvq_page *pages, uint32_t learn_tokens, uint32_t head, uint8_t *extras,
+               void *workspace)
+{
+    struct kvq__workspace *w = workspace;
+    struct kvq__extras e = kvq__extras_of(f, s, extras, NULL, head);
+    struct lesson l = {.k = k,
+                       .s = s,
+                       .pages = pages,
+                       .raw = kvq_layout_raw(s),
+                       .head = head,
+                       .tokens = learn_tokens,
+                       .sink = f->sink_tokens,
+                       .row = w->group_f32};
+    if (e.factors)
+        learn_factors(&l, e.factors);
+    if (e.pool)
+        learn_outliers(&l, f, &e);
+}
