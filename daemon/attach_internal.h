@@ -63,6 +63,11 @@ struct kvq__connection {
     uint32_t protocol;
     uint64_t buffer_bytes;
     struct kvq_log_budget log_budget;
+    struct { // what the last command made, and the command that gives it back; or 0
+        uint32_t request;
+        Kvq__Request__CommandCase back;
+        uint64_t what;
+    } made;
 
     // With the command.
     struct kvq__mail mail;

@@ -195,6 +195,36 @@ class DeadDaemon(Test):
         tokens.feed(self.queue, again, 40)
         self.assertEqual(self.daemon.status()["kicked_clients"], 1)
 
+    def test_calls_given_up(self):
+        """What a control call makes after its caller stopped waiting is given back unasked."""
+        rows = Tokens(1, 1).rows
+        client = self.daemon.client(timeout_ms=200)
+        own = client.session(rows, "f16")
+
+        def held():
+            mine = [c for c in self.daemon.ctl("client", "list")
+                    if c["id"] == client.info()["client_id"]]
+            return [mine[0][key] for key in ("queues", "buffers", "buffer_bytes", "sessions")]
+
+        before, fds = held(), own_fds()
+        for _ in range(3):
+            self.daemon.pause()
+            self.fails(kvq.Code.E_DEADLINE, client.queue, text="200 ms")
+            self.fails(kvq.Code.E_DEADLINE, client.buffer, 1 << 20, True)
+            self.fails(kvq.Code.E_DEADLINE, client.buffer, 1 << 20)
+            self.fails(kvq.Code.E_DEADLINE, client.session, rows, "f16", name="late")
+            self.daemon.process.send_signal(signal.SIGCONT)
+            answered = False
+            while not answered:  # behind all of them, however slow this machine is
+                try:
+                    answered = own.info()["tokens"] == 0
+                except kvq.Error as error:
+                    self.assertEqual(error.code, kvq.Code.E_DEADLINE)
+            self.assertEqual(held(), before)
+            self.assertEqual(own_fds(), fds)
+            self.client.session(rows, "f16", name="late").close()  # nobody writes it
+        client.close()
+
     def test_disconnecting_is_done_when_it_returns(self):
         """What a client held is free for the next one; it waits for the daemon to say so."""
         rows = Tokens(1, 1).rows

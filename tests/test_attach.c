@@ -257,6 +257,34 @@ static int close_queue(struct peer *p, uint32_t queue)
     return ask(p, &request, NULL, 0);
 }
 
+static int open_session(struct peer *p, const char *name)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
+    Kvq__Layer row = KVQ__LAYER__INIT, *rows[] = {&row};
+    row.q_heads = row.kv_heads = 1;
+    row.k_dim = row.v_dim = 64;
+    open.name = (char *)(uintptr_t)name;
+    open.format = (char *)"f16";
+    open.dtype = 1;
+    open.layers = rows;
+    open.n_layers = 1;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
+    request.open_session = &open;
+    return ask(p, &request, NULL, 0);
+}
+
+static void cancel(struct peer *p, uint32_t number)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Cancel cancel = KVQ__CANCEL__INIT;
+    cancel.request = number;
+    request.command_case = KVQ__REQUEST__COMMAND_CANCEL;
+    request.cancel = &cancel;
+    assert_int_equal(ask(p, &request, NULL, 0), 0);
+    assert_int_equal(p->n_fds, 0);
+}
+
 // ---- What must not leak ----
 
 static int count_entries(const char *path)
@@ -484,6 +512,49 @@ static void test_buffers(void **state)
     end_counting();
 }
 
+// A cancel gives back what the request before it made, and nothing else.
+static void test_cancel(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 4096), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct peer *p = attached(), *other = attached();
+    cancel(p, p->next_id); // of hello
+    cancel(p, 12345);
+    for (int i = 0; i < KVQ_MAX_BUFFERS; i++) { // far more than one client may have at once
+        assert_int_equal(create_buffer(p, 8 << 20), 0);
+        cancel(p, p->next_id);
+        assert_int_equal(import_memfd(p, &fd, 1, 0, 4096), 0);
+        cancel(p, p->next_id);
+        assert_int_equal(open_queue(p), 0);
+        cancel(p, p->next_id);
+        assert_int_equal(open_session(p, "late"), 0);
+        cancel(p, p->next_id);
+        assert_int_equal(open_session(other, "late"), 0); // it has no writer
+        cancel(other, other->next_id);
+    }
+    close_fds(p);
+    assert_int_equal(count_mappings(), 0);
+    // Only the last request, and only once: the buffer stays.
+    assert_int_equal(create_buffer(p, 4096), 0);
+    uint32_t made = p->next_id, buffer = p->reply->create_buffer->buffer;
+    cancel(p, made - 1);
+    assert_int_equal(create_buffer(p, 0), KVQ_E_INVALID);
+    cancel(p, made);
+    cancel(p, p->next_id);
+    assert_int_equal(close_buffer(p, buffer), 0);
+    assert_int_equal(open_queue(p), 0);
+    made = p->next_id;
+    cancel(p, made);
+    cancel(p, made);
+    peer_free(other);
+    peer_free(p);
+    close(fd);
+    end_counting();
+}
+
 // A ring pair of ours, mapped like a client does.
 struct lane {
     struct kvq_req_page *req;
@@ -676,6 +747,7 @@ int main(void)
         cmocka_unit_test(test_descriptors_are_counted),
         cmocka_unit_test(test_imports),
         cmocka_unit_test(test_buffers),
+        cmocka_unit_test(test_cancel),
         cmocka_unit_test(test_queues),
         cmocka_unit_test(test_scribbler_is_closed),
         cmocka_unit_test(test_hostile_wakers),
