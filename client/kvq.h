@@ -105,9 +105,9 @@ struct kvq_connect_options {
     uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
 };
 
-/* Control calls are those on clients, queues, buffers and sessions. One that ends with KVQ_E_DEADLINE
- * holds nothing: what the daemon makes for it later is given back, though a named session that it
- * created stays, as after kvq_session_close. */
+/* Control calls are those on clients, queues, buffers and sessions. One that ends with
+ * KVQ_E_DEADLINE holds nothing: what the daemon makes for it later is given back, though a named
+ * session that it created stays, as after kvq_session_close. */
 
 /* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
  * Release with kvq_disconnect. */
