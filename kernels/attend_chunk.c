@@ -2,7 +2,39 @@
 //
 // One step of attention: the logits of a chunk, one softmax step, the values. Made of the entries
 // of the table, so that it serves every instruction set that does not bring its own.
+//
+// It also says what each step should prefetch, for the kernels compute about as long on a group as
+// memory needs to deliver one, and the hardware's own prefetching gives up at every record. While
+// the logits of group i are computed, V of group i is fetched, and during the values of group i, K
+// of group i of the next chunk. Everything is asked for one pass ahead, a line at a time between
+// the instructions of the kernels: a burst of as much as one group's K fills the queue of misses,
+// and halves what memory delivers. The pieces in flight (K or V of 512 tokens, 128 KB for head_dim
+// 128 in 16 bits) fit the second level cache.
 #include "kernels/internal.h"
+
+enum { DISTANCE = 2 }; // groups ahead, of K in a chunk that no other came before
+
+static const uint8_t *keys_of(const struct kvq__group *g)
+{
+    return g->packed_tokens ? g->packed : (const uint8_t *)g->raw_k;
+}
+
+static const uint8_t *values_ahead(const struct kvq__tile *tile, const struct kvq__group *g)
+{
+    return g->packed_tokens ? g->packed + tile->codec->layout.v_codes : (const uint8_t *)g->raw_v;
+}
+
+// Group i of a chunk whose keys nobody fetched: those of a group further on, in one burst.
+static void fetch_keys(const struct kvq__tile *tile, const struct kvq__chunk *chunk, uint32_t i)
+{
+    if (i >= chunk->groups || !keys_of(&chunk->group[i]))
+        return;
+    bool packed = chunk->group[i].packed_tokens;
+    size_t bytes = packed ? tile->codec->layout.v_codes : KVQ_GROUP_TOKENS * tile->dim * 2;
+    const uint8_t *at = keys_of(&chunk->group[i]);
+    for (size_t offset = 0; offset < bytes; offset += 64)
+        __builtin_prefetch(at + offset, 0, 2);
+}
 
 static void logits_of_group(const struct kvq_kernels *k, const struct kvq__tile *tile,
                             const struct kvq__group *g, float *logits)
@@ -63,12 +95,36 @@ static void values_of_group(const struct kvq_kernels *k, const struct kvq__tile 
         k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
 }
 
+static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
+                       const struct kvq__chunk *chunk)
+{
+    bool cold = tile->fetched != chunk;
+    for (uint32_t i = 0; i < chunk->groups; i++) {
+        if (cold)
+            fetch_keys(tile, chunk, i + DISTANCE);
+        tile->ahead = values_ahead(tile, &chunk->group[i]);
+        logits_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+    }
+    tile->ahead = NULL;
+}
+
+static void all_values(const struct kvq_kernels *k, struct kvq__tile *tile,
+                       const struct kvq__chunk *chunk)
+{
+    const struct kvq__chunk *next = chunk->next;
+    for (uint32_t i = 0; i < chunk->groups; i++) {
+        tile->ahead = next && i < next->groups ? keys_of(&next->group[i]) : NULL;
+        values_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+    }
+    tile->ahead = NULL;
+    tile->fetched = next;
+}
+
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk)
 {
     uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        logits_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+    all_logits(k, tile, chunk);
     if (tile->cap != 0.0f)
         k->softcap(tile, n);
     for (uint32_t i = 0; i < chunk->groups; i++)
@@ -76,6 +132,5 @@ void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
             hide(tile, chunk->group[i].held, tile->logits + i * KVQ_GROUP_TOKENS);
     k->softmax(tile, n);
     rescale(k, tile);
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        values_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+    all_values(k, tile, chunk);
 }

@@ -24,7 +24,7 @@
 static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    const struct kvq__chunk *chunk = v->walk.chunk;
+    const struct kvq__chunk *chunk = v->chunk;
     v->exact->softmax(tile, n);
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (chunk->group[i].packed_tokens)
@@ -64,11 +64,12 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
     fast.softmax = softmax_vnni;
     fast.pv_packed = kvq__vnni_pv;
     v->exact = k;
+    v->chunk = chunk;
     kvq__vnni_clear(tile);
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (chunk->group[i].packed_tokens)
             kvq__vnni_prepare_k(tile, chunk->group[i].packed, i);
-    kvq__walk_chunk(&fast, tile, chunk);
+    kvq__attend_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);
 }
 

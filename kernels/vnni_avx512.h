@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/walk_avx512.h"
+#include "kernels/avx512.h"
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
@@ -17,7 +17,7 @@ enum {
 
 // Lives in the tile's scratch memory from prepare_fast on.
 struct kvq__vnni {
-    struct kvq__walk walk;           // first, see walk_avx512.h
+    const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
     _Alignas(64)
         int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
@@ -90,6 +90,7 @@ KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
 // The planes of one operand of a group.
 struct kvq__planes {
     const uint8_t *low, *high;
+    const uint8_t *ahead; // what to fetch meanwhile; NULL for nothing
     uint32_t dim;
 };
 

@@ -174,6 +174,8 @@ KVQ__INLINE void k_row(__m512i acc[][2], const struct kvq__planes *p, uint32_t r
                        const uint8_t *const *q, int rows, int bits)
 {
     struct codes code[2];
+    if (p->ahead)
+        kvq__fetch_lines(p->ahead + 64 * (size_t)(bits + 1) * r, bits + 1);
     for (unsigned z = 0; z < 2; z++) {
         __m512i low = kvq__load_row(p->low + KVQ__ROW_BYTES * r, z, m);
         code[z] = part_codes(low, bits > 2 ? load_k_high(p, r, z, bits) : low, bits);
@@ -222,9 +224,9 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, f
     const struct kvq__codec *c = tile->codec;
     const uint8_t *low = packed + c->layout.k_codes;
     const uint8_t *norms = c->has_norms ? packed + c->layout.k_norms : NULL;
-    struct kvq__planes p = {low, low + 8 * c->dim, c->dim};
+    struct kvq__planes p = {low, low + 8 * c->dim, tile->ahead, c->dim};
     uint32_t group = (uint32_t)(logits - tile->logits) / KVQ_GROUP_TOKENS;
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE)
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
         switch (tile->rows - r) {
         case 1:
             qk_rows(tile, &p, group, r, norms, logits, 1, bits);
@@ -238,6 +240,8 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, f
         default:
             qk_rows(tile, &p, group, r, norms, logits, 4, bits);
         }
+        p.ahead = NULL; // what was asked for once is on its way
+    }
 }
 
 void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits)

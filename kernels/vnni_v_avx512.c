@@ -185,8 +185,13 @@ KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, uint32_t slab, float 
         for (int s = 0; s < 2; s++)
             acc[i][s][0] = acc[i][s][1] = _mm512_setzero_si512();
     for (unsigned j = 0; j < 4; j += 2) {
+        if (p->ahead && !odd)
+            kvq__fetch_lines(p->ahead + 128 * (size_t)(bits + 1) * (4 * slab + j), 2 * bits + 2);
         v_set(acc, low, high, j, 0, w, first, rows, odd, bits);
         v_set(acc, low, high, j, 1, w, first, rows, odd, bits);
+        if (p->ahead && !odd)
+            kvq__fetch_lines(p->ahead + 128 * (size_t)(bits + 1) * (4 * slab + j + 1),
+                             2 * bits + 2);
         v_set(acc, low, high, j + 1, 0, w, first, rows, odd, bits);
         v_set(acc, low, high, j + 1, 1, w, first, rows, odd, bits);
     }
@@ -209,6 +214,8 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
             acc[i][s] = _mm512_setzero_si512();
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2;
+        if (p->ahead)
+            kvq__fetch_lines(p->ahead + 32 * (size_t)(bits + 1) * set, (bits + 2) / 2);
         __m512i low = kvq__load_row_64(p->low, 2 * j + (half ^ (j & 1)), j), high = low;
         if (bits == 4) {
             high = kvq__load_row_64(p->high, 2 * j + (half ^ (j & 1)), j);
@@ -254,9 +261,11 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, c
                           int bits)
 {
     const uint8_t *low = packed + tile->codec->layout.v_codes;
-    struct kvq__planes p = {low, low + 8 * tile->dim, tile->dim};
+    struct kvq__planes p = {low, low + 8 * tile->dim, tile->ahead, tile->dim};
     uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+    if (p.ahead)
+        kvq__fetch(p.ahead + tile->codec->layout.k_norms);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {
         case 1:
             pv_rows(tile, &p, group, r, 1, bits);
@@ -270,6 +279,8 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, c
         default:
             pv_rows(tile, &p, group, r, 4, bits);
         }
+        p.ahead = NULL;
+    }
 }
 
 void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const float *p)
