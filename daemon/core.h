@@ -101,7 +101,7 @@ struct kvq__core_config {
 // Who asks.
 struct kvq__peer {
     uint32_t uid, pid;
-    uint32_t gids[32]; // primary group first
+    uint32_t gids[KVQ_MAX_GROUPS]; // primary group first
     uint32_t n_gids;
     bool admin; // the daemon's own user or root: may see, drop and kick everything
 };

@@ -38,6 +38,7 @@ enum {
     // Configuration.
     KVQ_MAX_NAMESPACES = 128,
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
+    KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file

@@ -6,6 +6,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -23,6 +24,7 @@
 #include <cmocka.h>
 
 #include "daemon/log.h"
+#include "daemon/packet.h"
 #include "daemon/server.h"
 #include "proto/ring.h"
 #include "proto/wire.h"
@@ -697,6 +699,41 @@ static void test_too_many_clients(void **state)
     end_counting();
 }
 
+// Groups of the process at the other end, and only if it is the one that is meant.
+static void test_groups(void **state)
+{
+    (void)state;
+    gid_t before[KVQ_MAX_GROUPS], groups[KVQ_MAX_GROUPS] = {4242, 70000};
+    int pair[2], n_before = getgroups(KVQ_MAX_GROUPS, before);
+    if (geteuid() == 0) // others test with what they have, maybe none
+        assert_int_equal(setgroups(2, groups), 0);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    int n = getgroups(KVQ_MAX_GROUPS, groups);
+    if (geteuid() == 0)
+        assert_int_equal(setgroups((size_t)n_before, before), 0);
+    const struct kvq__peer us = {
+        .uid = geteuid(), .pid = (uint32_t)getpid(), .gids = {getegid()}, .n_gids = 1};
+    struct kvq__peer peer = us;
+    kvq__socket_groups(pair[0], &peer);
+    assert_int_equal(peer.n_gids, 1 + n);
+    for (int i = 0; i < n; i++)
+        assert_int_equal(peer.gids[1 + i], groups[i]);
+    for (int i = 0; i < 3; i++) {
+        peer = us;
+        peer.uid += i == 0;
+        peer.pid += i == 1;
+        peer.gids[0] += i == 2;
+        kvq__socket_groups(pair[0], &peer);
+        assert_int_equal(peer.n_gids, 1);
+    }
+    peer = us;
+    kvq__socket_groups(-1, &peer);
+    kvq__socket_groups(STDIN_FILENO, &peer); // no socket
+    assert_int_equal(peer.n_gids, 1);
+    close(pair[0]);
+    close(pair[1]);
+}
+
 // The process that connected dies while a child of it holds the socket open.
 static void test_death_with_a_child(void **state)
 {
@@ -752,6 +789,7 @@ int main(void)
         cmocka_unit_test(test_scribbler_is_closed),
         cmocka_unit_test(test_hostile_wakers),
         cmocka_unit_test(test_too_many_clients),
+        cmocka_unit_test(test_groups),
         cmocka_unit_test(test_death_with_a_child),
         cmocka_unit_test(test_second_daemon),
     };
