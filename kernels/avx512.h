@@ -13,6 +13,29 @@
 // arguments. That only pays if the compiler really inlines them.
 #define KVQ__INLINE static inline __attribute__((always_inline))
 
+// Calls something with ROWS as a constant: how many of the next four rows there are.
+#define KVQ__BY_ROWS(left, call)                                                                   \
+    do {                                                                                           \
+        switch (left) {                                                                            \
+        case 1: {                                                                                  \
+            enum { ROWS = 1 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 2: {                                                                                  \
+            enum { ROWS = 2 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 3: {                                                                                  \
+            enum { ROWS = 3 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        default: {                                                                                 \
+            enum { ROWS = 4 };                                                                     \
+            call;                                                                                  \
+        }                                                                                          \
+        }                                                                                          \
+    } while (0)
+
 enum {
     KVQ__TILE4 = 4,       // query rows that share one unpacking
     KVQ__SLAB = 128,      // channels in a slab
@@ -109,6 +132,16 @@ KVQ__INLINE __m512 kvq__sum4(__m512 a, __m512 b, __m512 c, __m512 d)
     __m512 s = kvq__lane_sums(a, b, c, d);
     s = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0x4e));
     return _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
+}
+
+// Of numbers that are not negative: the largest of a, b, c and d, repeated in every 128-bit lane.
+KVQ__INLINE __m512 kvq__max4(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 ac = _mm512_max_ps(_mm512_unpacklo_ps(a, c), _mm512_unpackhi_ps(a, c));
+    __m512 bd = _mm512_max_ps(_mm512_unpacklo_ps(b, d), _mm512_unpackhi_ps(b, d));
+    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(ac, bd), _mm512_unpackhi_ps(ac, bd));
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
 }
 
 // The largest of all lanes, in every lane.

@@ -12,23 +12,20 @@
 //   a step of its own for each row and group; the codes are the signed side.
 //
 // Rounding noise is proportional to what is multiplied with it, so codes are taken as centred on
-// zero: code = centre + (code - centre), where centre (1.5 for 2 bits) times the exact fp32 sum
-// of q * scale, together with the zeros, goes into a bias, and centre times the rounded sum is
-// taken off again. The zeros never pass through 8 bits.
+// zero. For V a table lookup makes 2 * code - 3 (for 2 bits) of a code, at the price of a mask. K's
+// are unsigned, so there the middle times the rounded sum is taken off again. What the middle code
+// stands for (zero + 1.5 * scale) goes with exact fp32 weights into a bias of the logits, and into
+// sums of its own for the values; it never passes through 8 bits.
 //
 // Both operands are turned into bytes for all groups of a chunk (512 tokens) before the first of
-// them is multiplied. From scales to bytes is a chain of some hundred cycles, which thus hides
-// behind that of other groups.
+// them is multiplied, and in steps that each run over all groups: from scales to bytes is a chain
+// of some hundred cycles, which thus hides behind those of other groups.
 #include "kernels/vnni_avx512.h"
 
 static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 {
-    const struct kvq__vnni *v = kvq__vnni_of(tile);
-    const struct kvq__chunk *chunk = v->chunk;
-    v->exact->softmax(tile, n);
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        if (chunk->group[i].packed_tokens)
-            kvq__vnni_prepare_v(tile, &chunk->group[i], i);
+    kvq__vnni_of(tile)->exact->softmax(tile, n);
+    kvq__vnni_prepare_v(tile);
 }
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
@@ -65,10 +62,7 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
     fast.pv_packed = kvq__vnni_pv;
     v->exact = k;
     v->chunk = chunk;
-    kvq__vnni_clear(tile);
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        if (chunk->group[i].packed_tokens)
-            kvq__vnni_prepare_k(tile, chunk->group[i].packed, i);
+    kvq__vnni_prepare_k(tile);
     kvq__attend_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);
 }

@@ -11,27 +11,36 @@
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
-    KVQ__MAX_VECS = KVQ_MAX_HEAD_DIM / 16,
     KVQ__MAX_VGROUPS = KVQ_MAX_HEAD_DIM / KVQ_GROUP_CHANNELS,
 };
 
-// Lives in the tile's scratch memory from prepare_fast on.
+// What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
+// (or p), the value of 1 in them, and in fp32 what the middle of the codes stands for, of channels
+// (or of [channel group][token in the order of sets]).
+struct kvq__opened {
+    _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
+    _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
+    float unit;
+};
+
+// Lives in the tile's scratch memory from prepare_fast on. Of groups without packed tokens nothing
+// is set.
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
-    _Alignas(64)
-        int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
-    float q_unit[KVQ_TILE_ROWS];                      // max |q| / KVQ__INT16_TOP
-    // Of the chunk: q * scale as int8, then p * scale as u8; the value of 1 in them; the bias of
-    // logits. Rows of groups that have no packed tokens are not touched.
+    _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
+    float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
+    // Of the chunk: first of K, then of V.
+    struct kvq__opened opened[KVQ__CHUNK_GROUPS];
+    int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];         // that makes int16 of q * scale bytes
+    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // value of 1 in a dot product
+    float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // of logits
+    float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of sets
+    float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them
     uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
-    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
-    float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
-    // Sums of the chunk: values in the order of the layout; lanes of p * centred zero; lanes of
-    // centre * rounded weights.
+    // Sums of the chunk: values, in the order of the layout; p * middle.
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
-    float zero[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
-    float taken[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS / 2][16];
+    float middle[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
 };
 static_assert(sizeof(struct kvq__vnni) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
 
@@ -87,24 +96,33 @@ KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
     return _mm512_set1_epi32(word);
 }
 
-// The planes of one operand of a group.
+// The planes of one operand of a group, from a slab on.
 struct kvq__planes {
     const uint8_t *low, *high;
-    const uint8_t *ahead; // what to fetch meanwhile; NULL for nothing
+    const uint8_t *ahead; // what to fetch meanwhile; without anything, what is read anyway
     uint32_t dim;
 };
 
-// Logits of a group: queries into bytes, then dot products. `group` counts within the chunk.
-void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group);
+static inline struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, const uint8_t *codes)
+{
+    return (struct kvq__planes){codes, codes + 8 * tile->dim, tile->ahead ? tile->ahead : codes,
+                                tile->dim};
+}
+
+KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
+{
+    p->low += KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
+    p->high += KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4);
+    p->ahead += 64 * 8 * (bits + 1);
+}
+
+// Logits of a chunk: queries into bytes for all its groups, then dot products group by group.
+void kvq__vnni_prepare_k(const struct kvq__tile *tile);
 void kvq__vnni_qk(const struct kvq__tile *tile, const uint8_t *packed, float *logits);
 
-// Values likewise: p into bytes, then dot products, summed in the state.
-void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                         uint32_t group);
+// Values likewise: p into bytes, then dot products, summed in the state, and flushed from there.
+void kvq__vnni_prepare_v(const struct kvq__tile *tile);
 void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const float *p);
-
-// The chunk's sums, before all groups and after.
-void kvq__vnni_clear(const struct kvq__tile *tile);
 void kvq__vnni_flush(const struct kvq__tile *tile);
 
 #endif

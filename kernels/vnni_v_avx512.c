@@ -3,7 +3,7 @@
 // Values of packed groups with byte dot products. See vnni_avx512.c for the method.
 //
 // Registers of the dot products: 16 accumulators (4 rows, 2 positions, 32 words), 2 registers of
-// words and their 4 codes, 2 masks, the broadcast weights. Positions are taken in pairs since
+// words and their 4 codes, 2 tables, the broadcast weights. Positions are taken in pairs since
 // all four would need 32 accumulators. The weights are the unsigned operand, which cannot come
 // from memory as a broadcast, so each broadcast serves two registers of words.
 #include "kernels/vnni_avx512.h"
@@ -11,13 +11,6 @@
 enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
 
 // ---- V: p * scale as u8, for all groups of the chunk ----
-
-struct v_scales {
-    __m512i scale16[KVQ__MAX_VGROUPS]; // int16, in the order of the weights
-    __m512 zero[KVQ__MAX_VGROUPS][2];  // value of the centre of the codes, in the order of sets
-    float unit;                        // of scale16
-    float centre;
-};
 
 // Tokens in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half. Of 16 tokens:
 static inline __m512i sets_from_tokens(void)
@@ -41,100 +34,165 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-KVQ__INLINE void open_v(struct v_scales *g, const struct kvq__codec *c, const uint8_t *group,
+KVQ__INLINE void open_v(struct kvq__opened *g, const struct kvq__codec *c, const uint8_t *group,
                         uint32_t dim)
 {
     const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
     float max = kvq__max_f16(scales, dim);
     g->unit = max / V16_TOP;
-    g->centre = kvq__centre_of(c->v_bits);
-    __m512 factor = _mm512_set1_ps(V16_TOP / max), centre = _mm512_set1_ps(g->centre);
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
-        __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 64 * i));
-        __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 64 * i));
+    __m512 factor = _mm512_set1_ps(V16_TOP / max);
+    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->v_bits));
+    for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
+        __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 2 * i));
+        __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 2 * i));
         __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
         __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
         __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
         __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
-        g->scale16[i] = kvq__to_int16(a, b, factor);
-        g->zero[i][0] = _mm512_fmadd_ps(a, centre, za);
-        g->zero[i][1] = _mm512_fmadd_ps(b, centre, zb);
+        _mm512_store_si512(g->scale16 + i, kvq__to_int16(a, b, factor));
+        _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
+        _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
 }
 
-// One row's weights of one group, its unit, and what the weights say about zeros and centres.
-KVQ__INLINE void weigh(const struct kvq__tile *tile, const struct v_scales *g, uint32_t group,
-                       uint32_t r, __m512 p0, __m512 p1, uint32_t dim)
+// p of up to four rows into the order of sets, and what makes int16 of them. Tokens that are not
+// packed count nothing here.
+KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                              int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
-    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
-    __m512 top = _mm512_max_ps(kvq__max_all(_mm512_max_ps(p0, p1)), _mm512_set1_ps(1e-30f));
-    __m512i p16 = kvq__to_int16(p0, p1, _mm512_div_ps(_mm512_set1_ps(V16_TOP), top));
-    float unit = _mm512_cvtss_f32(top) * g->unit * (32768.0f / V16_TOP);
-    v->unit[group][r] = unit;
-    __m512 taken = _mm512_set1_ps(unit * g->centre);
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i += 2) {
-        __m512i b = _mm512_packus_epi16(_mm512_mulhrs_epi16(p16, g->scale16[i]),
-                                        _mm512_mulhrs_epi16(p16, g->scale16[i + 1]));
-        _mm512_store_si512(bytes + 32 * i, b);
-        __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), b, _mm512_set1_epi8(1));
-        float *t = v->taken[r][i / 2];
-        _mm512_store_ps(t, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), taken, _mm512_load_ps(t)));
-    }
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
-        __m512 b = _mm512_fmadd_ps(p0, g->zero[i][0], _mm512_load_ps(v->zero[r][i]));
-        _mm512_store_ps(v->zero[r][i], _mm512_fmadd_ps(p1, g->zero[i][1], b));
-    }
-}
-
-KVQ__INLINE void prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                           uint32_t group, uint32_t dim)
-{
-    struct v_scales g;
-    open_v(&g, tile->codec, from->packed, dim);
-    // Tokens that are not packed count nothing here.
-    uint32_t n = from->packed_tokens;
+    uint32_t n = v->chunk->group[group].packed_tokens;
     __mmask32 mask = n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX;
-    const float *p = tile->logits + (size_t)group * KVQ_GROUP_TOKENS;
-    for (uint32_t r = 0; r < tile->rows; r++, p += KVQ__LOGITS_STRIDE) {
-        __m512 p0 = _mm512_maskz_loadu_ps((__mmask16)mask, p);
-        __m512 p1 = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
-        weigh(tile, &g, group, r, _mm512_permutexvar_ps(sets_from_tokens(), p0),
-              _mm512_permutexvar_ps(sets_from_tokens(), p1), dim);
+    const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
+    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
+    __m512 top[KVQ__TILE4];
+    for (int i = 0; i < KVQ__TILE4; i++)
+        top[i] = _mm512_set1_ps(1e-30f);
+    for (int i = 0; i < rows; i++, p += KVQ__LOGITS_STRIDE) {
+        __m512 a = _mm512_maskz_loadu_ps((__mmask16)mask, p);
+        __m512 b = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
+        top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a, b));
+        _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(sets_from_tokens(), a));
+        _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(sets_from_tokens(), b));
+    }
+    __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
+    _mm_store_ps(v->weigh[group], _mm_div_ps(_mm_set1_ps(V16_TOP), x));
+    // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
+    float unit = v->opened[group].unit * (0.5f * 32768.0f / V16_TOP);
+    _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
+}
+
+KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                               uint32_t dim, int rows)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const int16_t *scale = v->opened[group].scale16;
+    for (int i = 0; i < rows; i++) {
+        uint8_t *bytes = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
+        const float *p = v->p[group][i];
+        __m512i p16 = kvq__to_int16(_mm512_load_ps(p), _mm512_load_ps(p + 16),
+                                    _mm512_set1_ps(v->weigh[group][i]));
+        for (uint32_t c = 0; c < dim; c += 2 * KVQ_GROUP_CHANNELS) {
+            __m512i a = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c));
+            __m512i b = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c + 32));
+            _mm512_store_si512(bytes + c, _mm512_packus_epi16(a, b));
+        }
     }
 }
 
-void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                         uint32_t group)
+enum { AT_ONCE = 4 }; // channel groups
+
+// The sums of p * middle of up to four rows and four channel groups, over all groups of tokens.
+KVQ__INLINE void sum_middles(const struct kvq__tile *tile, uint32_t first, uint32_t from,
+                             uint32_t n, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    __m512 sum[KVQ__TILE4][AT_ONCE];
+    for (int i = 0; i < rows; i++)
+        for (uint32_t g = 0; g < n; g++)
+            sum[i][g] = _mm512_setzero_ps();
+    for (uint32_t group = 0; group < v->chunk->groups; group++) {
+        if (!v->chunk->group[group].packed_tokens)
+            continue;
+        for (uint32_t half = 0; half < KVQ_GROUP_TOKENS; half += 16) {
+            const float *middle = v->opened[group].middle + from * KVQ_GROUP_TOKENS + half;
+            __m512 m[AT_ONCE];
+            for (uint32_t g = 0; g < n; g++)
+                m[g] = _mm512_load_ps(middle + g * KVQ_GROUP_TOKENS);
+            for (int i = 0; i < rows; i++) {
+                __m512 p = _mm512_load_ps(v->p[group][i] + half);
+                for (uint32_t g = 0; g < n; g++)
+                    sum[i][g] = _mm512_fmadd_ps(p, m[g], sum[i][g]);
+            }
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (uint32_t g = 0; g < n; g++)
+            _mm512_store_ps(v->middle[first + (uint32_t)i][from + g], sum[i][g]);
+}
+
+KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            sort_weights(tile, i, first, rows);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            scale_weights(tile, i, first, dim, rows);
+    if (dim == 64)
+        sum_middles(tile, first, 0, 2, rows);
+    for (uint32_t slab = 0; slab < dim / KVQ__SLAB; slab++)
+        sum_middles(tile, first, AT_ONCE * slab, AT_ONCE, rows);
+    for (int i = 0; i < rows; i++)
+        memset(v->o[first + (uint32_t)i], 0, dim * sizeof(float));
+}
+
+KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            open_v(&v->opened[i], tile->codec, v->chunk->group[i].packed, dim);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
+}
+
+void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 {
     if (tile->dim == 64)
-        prepare_v(tile, from, group, 64);
+        prepare_v(tile, 64);
     else if (tile->dim == 128)
-        prepare_v(tile, from, group, 128);
+        prepare_v(tile, 128);
     else
-        prepare_v(tile, from, group, 256);
+        prepare_v(tile, 256);
 }
 
 // ---- V: dot products ----
 
-// Positions odd and odd + 2 of a word; the second one's codes times 16 for 2 and 3 bits, which
-// saves a shift and is made good in `add_sum`. (4-bit codes times 16 would look negative.)
+// Entry i is 2 * code - (2^bits - 1) for the code in the lowest 4 bits of i, or where there are
+// two bits, in the two from bit `at` on.
+KVQ__INLINE __m512i table_of(int bits, int at)
+{
+    _Alignas(64) int8_t table[64];
+    for (int i = 0; i < 64; i++)
+        table[i] = (int8_t)(2 * (i >> at & (bits == 2 ? 3 : 15)) - ((1 << bits) - 1));
+    return _mm512_load_si512(table);
+}
+
+// Positions odd and odd + 2 of a word, centred and doubled. vpermb looks at 6 bits of a byte.
 KVQ__INLINE void part_pair(__m512i *code, __m512i low, __m512i high, int odd, int bits)
 {
-    const __m512i mask = _mm512_set1_epi8(bits == 2 ? 0x03 : 0x0f);
-    __m512i x;
+    __m512i x, y;
     if (bits == 2) {
-        x = odd ? _mm512_srli_epi16(low, 2) : low;
+        x = y = odd ? _mm512_srli_epi16(low, 2) : low;
     } else {
         struct kvq__nibbles n = kvq__join_planes(low, high);
         x = odd ? n.odd : n.even;
+        y = _mm512_srli_epi16(x, 4);
     }
-    code[0] = _mm512_and_si512(x, mask);
-    if (bits == 4)
-        code[1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
-    else
-        code[1] = _mm512_and_si512(x, _mm512_set1_epi8(bits == 2 ? 0x30 : 0x70));
+    code[0] = _mm512_permutexvar_epi8(x, table_of(bits, 0));
+    code[1] = _mm512_permutexvar_epi8(y, table_of(bits, bits == 2 ? 4 : 0));
 }
 
 KVQ__INLINE void add_sum(float *o, __m512i acc, float unit)
@@ -153,54 +211,48 @@ KVQ__INLINE __m512i load_v_high(const uint8_t *high, unsigned j, unsigned half, 
     return _mm512_and_si512(half ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
 }
 
-// One set of four tokens, positions odd and odd + 2, both halves of the lanes.
-KVQ__INLINE void v_set(__m512i acc[][2][2], const uint8_t *low, const uint8_t *high, unsigned j,
-                       unsigned half, const uint8_t *const *w, uint32_t first_group, int rows,
-                       int odd, int bits)
+// One set of four tokens (set is a constant), positions odd and odd + 2, both halves of the lanes.
+KVQ__INLINE void v_set(__m512i acc[][2][2], const struct kvq__planes *p, unsigned set,
+                       const uint8_t *const *w, int rows, int odd, int bits)
 {
+    unsigned j = set / 2, half = set % 2;
     __m512i code[2][2];
+    if (!odd)
+        kvq__fetch_lines(p->ahead + 64 * (bits + 1) * set, bits + 1);
     for (unsigned z = 0; z < 2; z++) {
-        __m512i x = kvq__load_row(low + KVQ__ROW_BYTES * (2 * j + half), z, j);
-        part_pair(code[z], x, bits > 2 ? load_v_high(high, j, half, z, bits) : x, odd, bits);
+        __m512i x = kvq__load_row(p->low + KVQ__ROW_BYTES * set, z, j);
+        part_pair(code[z], x, bits > 2 ? load_v_high(p->high, j, half, z, bits) : x, odd, bits);
     }
     for (uint32_t s = 0; s < 2; s++)
         for (int i = 0; i < rows; i++) {
-            uint32_t at = weight_at(first_group + 2 * s, 2 * j + half);
-            __m512i weights = kvq__broadcast_word(w[i] + at);
+            __m512i weights = kvq__broadcast_word(w[i] + weight_at((uint32_t)odd + 2 * s, set));
             acc[i][s][0] = _mm512_dpbusd_epi32(acc[i][s][0], weights, code[0][s]);
             acc[i][s][1] = _mm512_dpbusd_epi32(acc[i][s][1], weights, code[1][s]);
         }
 }
 
-// Half of the positions of one slab of 128 channels.
-KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, uint32_t slab, float *o,
-                              const uint8_t *const *w, const float *unit, int rows, int odd,
-                              int bits)
+// Half of the positions of one slab of 128 channels, whose weights and sums w and o are.
+KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, float *o, const uint8_t *const *w,
+                              const float *unit, int rows, int odd, int bits)
 {
-    const uint8_t *low = p->low + slab * (KVQ_GROUP_TOKENS * KVQ__SLAB / 4);
-    const uint8_t *high = p->high + slab * (KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4));
-    uint32_t first = 4 * slab + (uint32_t)odd;
     __m512i acc[KVQ__TILE4][2][2];
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 2; s++)
             acc[i][s][0] = acc[i][s][1] = _mm512_setzero_si512();
-    for (unsigned j = 0; j < 4; j += 2) {
-        if (p->ahead && !odd)
-            kvq__fetch_lines(p->ahead + 128 * (size_t)(bits + 1) * (4 * slab + j), 2 * bits + 2);
-        v_set(acc, low, high, j, 0, w, first, rows, odd, bits);
-        v_set(acc, low, high, j, 1, w, first, rows, odd, bits);
-        if (p->ahead && !odd)
-            kvq__fetch_lines(p->ahead + 128 * (size_t)(bits + 1) * (4 * slab + j + 1),
-                             2 * bits + 2);
-        v_set(acc, low, high, j + 1, 0, w, first, rows, odd, bits);
-        v_set(acc, low, high, j + 1, 1, w, first, rows, odd, bits);
-    }
+    // Written out, for otherwise every address would have to be computed.
+    v_set(acc, p, 0, w, rows, odd, bits);
+    v_set(acc, p, 1, w, rows, odd, bits);
+    v_set(acc, p, 2, w, rows, odd, bits);
+    v_set(acc, p, 3, w, rows, odd, bits);
+    v_set(acc, p, 4, w, rows, odd, bits);
+    v_set(acc, p, 5, w, rows, odd, bits);
+    v_set(acc, p, 6, w, rows, odd, bits);
+    v_set(acc, p, 7, w, rows, odd, bits);
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 2; s++) {
-            float *at = o + i * KVQ_MAX_HEAD_DIM + 32 * (first + 2 * (uint32_t)s);
-            float f = s && bits < 4 ? unit[i] / 16 : unit[i];
-            add_sum(at, acc[i][s][0], f);
-            add_sum(at + 16, acc[i][s][1], f);
+            float *at = o + i * KVQ_MAX_HEAD_DIM + 32 * (odd + 2 * s);
+            add_sum(at, acc[i][s][0], unit[i]);
+            add_sum(at + 16, acc[i][s][1], unit[i]);
         }
 }
 
@@ -214,8 +266,7 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
             acc[i][s] = _mm512_setzero_si512();
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2;
-        if (p->ahead)
-            kvq__fetch_lines(p->ahead + 32 * (size_t)(bits + 1) * set, (bits + 2) / 2);
+        kvq__fetch_lines(p->ahead + 32 * (bits + 1) * (int)set, (bits + 2) / 2);
         __m512i low = kvq__load_row_64(p->low, 2 * j + (half ^ (j & 1)), j), high = low;
         if (bits == 4) {
             high = kvq__load_row_64(p->high, 2 * j + (half ^ (j & 1)), j);
@@ -236,12 +287,11 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
     }
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 4; s++)
-            add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s],
-                    s > 1 && bits < 4 ? unit[i] / 16 : unit[i]);
+            add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s], unit[i]);
 }
 
 // Adds up to four rows times one group of V to the chunk's sums.
-KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__planes *p, uint32_t group,
+KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t group,
                          uint32_t first, int rows, int bits)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
@@ -249,37 +299,27 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__planes 
     for (int i = 0; i < rows; i++)
         w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
     const float *unit = v->unit[group] + first;
-    if (p->dim == 64)
-        pv_64(p, v->o[first], w, unit, rows, bits);
-    for (uint32_t slab = 0; slab < p->dim / KVQ__SLAB; slab++) {
-        pv_half_slab(p, slab, v->o[first], w, unit, rows, 0, bits);
-        pv_half_slab(p, slab, v->o[first], w, unit, rows, 1, bits);
+    if (p.dim == 64)
+        pv_64(&p, v->o[first], w, unit, rows, bits);
+    for (uint32_t slab = 0; slab < p.dim / KVQ__SLAB; slab++) {
+        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 0, bits);
+        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 1, bits);
+        kvq__next_slab(&p, bits);
+        for (int i = 0; i < rows; i++)
+            w[i] += KVQ__SLAB;
     }
 }
 
 KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, const float *p_row,
                           int bits)
 {
-    const uint8_t *low = packed + tile->codec->layout.v_codes;
-    struct kvq__planes p = {low, low + 8 * tile->dim, tile->ahead, tile->dim};
+    const struct kvq_layout *l = &tile->codec->layout;
+    struct kvq__planes p = kvq__planes_of(tile, packed + l->v_codes);
     uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
-    if (p.ahead)
-        kvq__fetch(p.ahead + tile->codec->layout.k_norms);
+    kvq__fetch(p.ahead + l->k_norms);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
-        switch (tile->rows - r) {
-        case 1:
-            pv_rows(tile, &p, group, r, 1, bits);
-            break;
-        case 2:
-            pv_rows(tile, &p, group, r, 2, bits);
-            break;
-        case 3:
-            pv_rows(tile, &p, group, r, 3, bits);
-            break;
-        default:
-            pv_rows(tile, &p, group, r, 4, bits);
-        }
-        p.ahead = NULL;
+        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, p, group, r, ROWS, bits));
+        p.ahead = p.low; // what was asked for once is on its way
     }
 }
 
@@ -299,21 +339,13 @@ void kvq__vnni_pv(const struct kvq__tile *tile, const uint8_t *packed, const flo
 
 // ---- The chunk's sums ----
 
-void kvq__vnni_clear(const struct kvq__tile *tile)
+// The sums of p * middle over all tokens, of four channel groups.
+KVQ__INLINE __m512 middles(const struct kvq__vnni *v, uint32_t r, uint32_t from, uint32_t n)
 {
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    for (uint32_t r = 0; r < tile->rows; r++) {
-        memset(v->o[r], 0, tile->dim * sizeof(float));
-        memset(v->zero[r], 0, sizeof v->zero[r]);
-        memset(v->taken[r], 0, sizeof v->taken[r]);
-    }
-}
-
-// What all 32 channels of group g get for zeros and centres.
-static __m512 bias_of(const struct kvq__vnni *v, uint32_t r, uint32_t g)
-{
-    __m512 taken = _mm512_maskz_load_ps(g & 1 ? 0xcccc : 0x3333, v->taken[r][g / 2]);
-    return kvq__sum_all(_mm512_sub_ps(_mm512_load_ps(v->zero[r][g]), taken));
+    __m512 x[AT_ONCE];
+    for (uint32_t g = 0; g < AT_ONCE; g++)
+        x[g] = g < n ? _mm512_load_ps(v->middle[r][from + g]) : _mm512_setzero_ps();
+    return kvq__sum4(x[0], x[1], x[2], x[3]);
 }
 
 // Channels 16 u + 8 rh + g of a group of 32, g = 4 z + i: word 4 i + 2 u + rh of half z.
@@ -340,16 +372,28 @@ static void add_narrow(const float *sums, __m512 bias, float *out)
     }
 }
 
-void kvq__vnni_flush(const struct kvq__tile *tile)
+// One slab of 128 channels, or all 64.
+KVQ__INLINE void flush(const struct kvq__tile *tile, uint32_t r, uint32_t slab, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    for (uint32_t r = 0; r < tile->rows; r++)
-        for (uint32_t c = 0; c < tile->dim; c += KVQ_GROUP_CHANNELS) {
-            __m512 bias = bias_of(v, r, c / KVQ_GROUP_CHANNELS);
-            float *out = tile->ot + (size_t)r * tile->dim + c;
-            if (tile->dim == 64)
-                add_narrow(v->o[r] + c, bias, out);
-            else
-                add_wide(v->o[r] + c, bias, out);
-        }
+    __m512 sums = middles(v, r, slab * AT_ONCE, n);
+    for (uint32_t g = 0; g < n; g++) {
+        __m512 bias = _mm512_permutexvar_ps(_mm512_set1_epi32((int32_t)g), sums);
+        uint32_t c = slab * KVQ__SLAB + g * KVQ_GROUP_CHANNELS;
+        float *out = tile->ot + (size_t)r * tile->dim + c;
+        if (n < AT_ONCE)
+            add_narrow(v->o[r] + c, bias, out);
+        else
+            add_wide(v->o[r] + c, bias, out);
+    }
+}
+
+void kvq__vnni_flush(const struct kvq__tile *tile)
+{
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        if (tile->dim == 64)
+            flush(tile, r, 0, 2);
+        for (uint32_t slab = 0; slab < tile->dim / KVQ__SLAB; slab++)
+            flush(tile, r, slab, AT_ONCE);
+    }
 }
