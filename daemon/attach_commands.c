@@ -50,7 +50,7 @@ static void line_closed(struct kvq__port *port)
 static void region_gone_on_loop(struct kvq__mail *mail)
 {
     struct kvq__region *region = (struct kvq__region *)mail; // its first member
-    region->connection->buffer_bytes -= region->shm.bytes;
+    kvq__region_uncount(region);
     kvq__region_free(region);
 }
 
@@ -325,7 +325,7 @@ static int prepare_buffer(struct kvq__connection *c, const struct kvq__packet *p
                        : kvq__region_new(c, r->create_buffer->bytes, &error, text);
     if (!c->region)
         return error;
-    c->buffer_bytes += c->region->shm.bytes;
+    kvq__region_count(c->region);
     kvq__create_buffer_reply__init(reply);
     reply->bytes = c->region->shm.bytes;
     c->reply.create_buffer = reply;
@@ -400,7 +400,7 @@ static void undo(struct kvq__connection *c)
         kvq__line_free(c->line);
     if (c->region && (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER ||
                       command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER)) {
-        c->buffer_bytes -= c->region->shm.bytes;
+        kvq__region_uncount(c->region);
         kvq__region_free(c->region);
     }
 }
