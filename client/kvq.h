@@ -79,7 +79,8 @@ enum {
     KVQ_E_SYSTEM = -30,
     KVQ_E_UNSUPPORTED = -31,
     KVQ_E_TAKEN = -32,
-    KVQ_E_INTERNAL = -33
+    KVQ_E_INTERNAL = -33,
+    KVQ_E_NO_CLIENT = -34
 };
 
 /* One sentence for a code; never NULL. Thread-safe. */

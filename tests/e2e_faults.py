@@ -184,11 +184,16 @@ class DeadDaemon(Test):
         step = self.queue.step([session], 10)
         step.append(0, tokens.k[0, :10], tokens.v[0, :10])
         number = self.client.info()["client_id"]
+        status, said, complaint = self.daemon.ctl("client", "kick", "4711", check=False)
+        self.assertEqual((status, said), (5, ""))
+        for part in ("4711", "client list", "E_NO_CLIENT"):
+            self.assertIn(part, complaint)
         self.daemon.ctl("client", "kick", str(number))
         with self.assertRaises(kvq.Error) as caught:
             step.append(1, tokens.k[1, :10], tokens.v[1, :10])
         self.assertIn(caught.exception.code, (kvq.Code.E_DISCONNECTED, kvq.Code.E_CANCELLED))
         self.daemon.wait_gone(number)
+        self.assertEqual(self.daemon.ctl("client", "kick", str(number), check=False)[0], 5)
         self.assertEqual(self.client.reattach(), (False, 1))
         again = self.client.session(tokens.rows, "oscar2", name="mine")
         self.assertEqual(again.tokens, 20)
