@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The quality report: verdicts follow the numbers, data that say nothing are marked, plots are XML."""
+"""The quality report: verdicts follow the numbers, data that say nothing are marked, plots are
+well-formed."""
 import json
 import math
 import os
@@ -119,7 +120,8 @@ class Writing(Folder):
         lines += [model_line(m, kl, v) for m, kl in ORDER.items() for v in (1, 10)]
         lines += [cache_line(m, 0.1 + kl, data) for m, kl in ORDER.items()
                   for data in ("smooth", "imbalance-0.00", "imbalance-0.50")]
-        lines += [cache_line(m, 0.5 + kl, "layer-0 x1", 0, "captured") for m, kl in ORDER.items()]
+        lines += [cache_line(m, 0.5 + kl, "layer-0 x1", 0, "captured")
+                  for m, kl in ORDER.items()]
         lines += [{"part": "recall", "method": m, "distances": [
             {"distance": d, "items": 2, "right": 1 - kl, "whole": 1, "bits": kl * d}
             for d in (256, 512)]} for m, kl in ORDER.items()]
@@ -129,7 +131,8 @@ class Writing(Folder):
         report.main()
         with open(self.path("q.md"), encoding="utf-8") as file:
             text = file.read()
-        for part in ("| OScaR: rotation, then scaling | reproduced | 6 of 6 |", "**This capture says nothing",
+        for part in ("| OScaR: rotation, then scaling | reproduced | 6 of 6 |",
+                     "**This capture says nothing",
                      "| `oscar2` | 3 | 2.005 |", "Recall by distance"):
             self.assertIn(part, text)
         for line in text.split("\n"):

@@ -14,7 +14,8 @@ set -eu
 
 usage() {
     sed -n '4,12s/^# \{0,1\}//p' "$0"
-    echo "Options: --quick --model DIR --text FILE --results FILE --out FILE --methods LIST --jobs N"
+    echo "Options: --quick --model DIR --text FILE --results FILE --out FILE --methods LIST" \
+        "--jobs N"
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -51,7 +52,8 @@ claims=$claims,innerq-small-full,innerq-hybrid-full
 more=oscar2-fm,oscar2-g64,oscar2-g128,kivi2-g64,oscar2:vrot=hadamard,kivi2:vrot=hadamard
 if [ -n "$quick" ]; then
     results=${results:-$kept/quick-$(basename "$model").jsonl}
-    methods=${methods:-f16,dropped,int2-token,oscar2,oscar4,kivi2,ott2,ott2-oscar,innerq-hybrid,innerq-small,quarot2,turboquant3,$claims}
+    few=f16,dropped,int2-token,oscar2,oscar4,kivi2,ott2,ott2-oscar,innerq-hybrid,innerq-small
+    methods=${methods:-$few,quarot2,turboquant3,$claims}
     seeds=1 queries=4 tokens=2112 bytes=4096 variants='1 10' count=2
 else
     results=${results:-$kept/$(basename "$model").jsonl}

@@ -116,8 +116,8 @@ def section_claims(report, results, out):
 
 def section_formats(report, results, out):
     report.heading(2, "Bits and bytes")
-    report.say("Bits a value with all parameters, and kilobytes of one KV head (K and V) at so many "
-               "tokens with windows: first and newest tokens, half a unit being filled, and what "
+    report.say("Bits a value with all parameters, and kilobytes of one KV head (K and V) at so "
+               "many tokens with windows: first and newest tokens, half a unit being filled, and what "
                "the format keeps besides.")
     rows = []
     for m in by_bits(results, results.formats):
@@ -137,8 +137,8 @@ def section_models(report, results, plots, out):
         f16 = lines.get("f16", {})
         report.heading(2, "The model" if v == 1 else f"The model with outliers x{v:g}")
         if v == 1:
-            report.say(f"Teacher-forced over {int(f16.get('tokens', 0)):,} tokens of held-out text. "
-                       "KL is the mean divergence of the next token's distribution from f16's; the "
+            report.say(f"Teacher-forced over {int(f16.get('tokens', 0)):,} tokens of held-out text."
+                       " KL is the mean divergence of the next token's distribution from f16's; the "
                        "last column is the difference of log-likelihood to f16 with its standard "
                        "error.")
         else:
@@ -197,8 +197,8 @@ FIELDS = [("k", "K"), ("k_token", "K, key by key"), ("v", "V"), ("logits", "logi
 READING = ("Relative errors (2-norm of the difference over 2-norm). K, V and logits over packed "
            "tokens alone, logits without their common shift. The output three times: with the "
            "format's own windows, with the same windows for all (32 first, 128 newest tokens), and "
-           "with as many newest tokens in full precision as 3.5 bits a value pay for over the whole "
-           "cache (`-`: the format takes more).")
+           "with as many newest tokens in full precision as 3.5 bits a value pay for over the "
+           "whole cache (`-`: the format takes more).")
 
 
 def section_captured(report, results, out):
@@ -227,8 +227,8 @@ def section_synthetic(report, results, plots, out):
     if not sets:
         return
     report.heading(2, "Synthetic caches")
-    report.say("Made by `kvq-bench quality synthetic`, seeded. " + READING + " Queries are aimed at "
-               "a random key and stretched until the likeliest token holds 10%, 50% or 90%; the "
+    report.say("Made by `kvq-bench quality synthetic`, seeded. " + READING + " Queries are aimed "
+               "at a random key and stretched until the likeliest token holds 10%, 50% or 90%; the "
                "tables show 50%, the first one the output at equal windows for all three.")
     methods = by_bits(results, {m for k, x in results.caches.items() if k[0] == "synthetic"
                                 for m in x})

@@ -146,7 +146,8 @@ def rank_sides(train, report):
     v_names = {compose(ks[0], v): v for v in vs}
     results = train.run([*k_names, *v_names], ["formats"], *caches(1, 0))
     kept = []
-    for title, names, field, count in (("K", k_names, "out_k", K_KEPT), ("V", v_names, "v", V_KEPT)):
+    for title, names, field, count in (("K", k_names, "out_k", K_KEPT),
+                                       ("V", v_names, "v", V_KEPT)):
         scores = {m: score(results, m, field) for m in names}
         best = sorted(names, key=scores.get)
         report.heading(3, f"Ways to store {title}")
