@@ -322,8 +322,12 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
         return error;
     if (zmq_getsockopt(c->router, ZMQ_FD, &fd, &size) != 0)
         return fail("watch the control socket", text);
+    error = uv_poll_init(&server->loop, &c->poll, fd);
+    if (error) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch the control socket: %s", uv_strerror(error));
+        return KVQ_E_SYSTEM;
+    }
     c->poll.data = c->prepare.data = c->check.data = c->idle.data = c;
-    uv_poll_init(&server->loop, &c->poll, fd);
     uv_prepare_init(&server->loop, &c->prepare);
     uv_check_init(&server->loop, &c->check);
     uv_idle_init(&server->loop, &c->idle);
