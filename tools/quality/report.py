@@ -117,8 +117,8 @@ def section_claims(report, results, out):
 def section_formats(report, results, out):
     report.heading(2, "Bits and bytes")
     report.say("Bits a value with all parameters, and kilobytes of one KV head (K and V) at so "
-               "many tokens with windows: first and newest tokens, half a unit being filled, and what "
-               "the format keeps besides.")
+               "many tokens with windows: first and newest tokens, half a unit being filled, and "
+               "what the format keeps besides.")
     rows = []
     for m in by_bits(results, results.formats):
         f = results.formats[m]
@@ -137,9 +137,10 @@ def section_models(report, results, plots, out):
         f16 = lines.get("f16", {})
         report.heading(2, "The model" if v == 1 else f"The model with outliers x{v:g}")
         if v == 1:
-            report.say(f"Teacher-forced over {int(f16.get('tokens', 0)):,} tokens of held-out text."
-                       " KL is the mean divergence of the next token's distribution from f16's; the "
-                       "last column is the difference of log-likelihood to f16 with its standard "
+            tokens = int(f16.get("tokens", 0))
+            report.say(f"Teacher-forced over {tokens:,} tokens of held-out text."
+                       " KL is the mean divergence of the next token's distribution from f16's; "
+                       "the last column is the difference of log-likelihood to f16 with its standard "
                        "error.")
         else:
             base = results.model(1, "f16", "perplexity")
