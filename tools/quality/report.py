@@ -140,8 +140,8 @@ def section_models(report, results, plots, out):
             tokens = int(f16.get("tokens", 0))
             report.say(f"Teacher-forced over {tokens:,} tokens of held-out text."
                        " KL is the mean divergence of the next token's distribution from f16's; "
-                       "the last column is the difference of log-likelihood to f16 with its standard "
-                       "error.")
+                       "the last column is the difference of log-likelihood to f16 with its "
+                       "standard error.")
         else:
             base = results.model(1, "f16", "perplexity")
             moved = abs(f16.get("perplexity", math.nan) / base - 1)
@@ -300,6 +300,9 @@ def main():
     report.say("The model is the small one in [tools/model](../tools/model/README.md). It is no "
                "large language model; what it shows about outliers comes from outliers that were "
                "put into its weights.")
+    if os.path.exists(os.path.join(args.plots, "search.md")):
+        report.say("Compositions of all stages were searched for a better one: "
+                   "[quality/search.md](quality/search.md).")
     section_claims(report, results, out)
     section_formats(report, results, out)
     section_models(report, results, args.plots, out)
