@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Control calls: one request and its reply on the attach socket.
+//
+// A call that stops waiting leaves nothing behind: the next packet tells the daemon to give back
+// what the call may have made, its late reply is skipped by the next call, and a connection
+// whose packets the daemon does not even take is ended.
 #include "client/internal.h"
 
 #include <string.h>
+#include <sys/socket.h>
 
 // The reply to this call: earlier ones, whose callers gave up, are skipped with their descriptors.
 static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds,
@@ -47,26 +52,57 @@ static int check_reply(struct kvq__call *call, uint32_t n_fds)
     return KVQ_OK;
 }
 
-int kvq__exchange(kvq_client *client, struct kvq__call *call)
+// Numbers, packs and sends a request. Without a text when the deadline passes.
+static int send_request(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
 {
-    uint64_t deadline = kvq__now_ns() + (uint64_t)client->timeout_ms * 1000000u;
-    uint32_t n_fds = 0;
     size_t length;
-    if (client->socket < 0)
-        return kvq__fail(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
-                         call->what);
     call->request.id = ++client->next_id ? client->next_id : ++client->next_id;
     call->request.protocol = client->info.protocol;
     int rc = kvq_request_pack(&call->request, client->packet, sizeof client->packet, &length);
     if (rc)
         return kvq__fail(rc, "%s: the request does not fit a packet of %d bytes", call->what,
                          KVQ_MAX_MESSAGE);
-    rc = kvq__packet_send(client->socket, client->packet, length, call->send_fd, deadline);
-    if (rc == KVQ_OK)
-        rc = receive_reply(client, call, &n_fds, deadline);
+    rc = kvq__packet_send(client->socket, client->packet, length, call->send_fd, deadline_ns);
+    // What cannot even be handed over can never be taken back. The daemon sees the connection's
+    // end when it looks again, behind all that it has not taken yet.
     if (rc == KVQ_E_DEADLINE)
+        shutdown(client->socket, SHUT_RDWR);
+    return rc;
+}
+
+void kvq__give_back(kvq_client *client)
+{
+    Kvq__Cancel message = KVQ__CANCEL__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "giving up a request"};
+    message.request = client->next_id;
+    call.request.command_case = KVQ__REQUEST__COMMAND_CANCEL;
+    call.request.cancel = &message;
+    send_request(client, &call, 0);
+}
+
+int kvq__exchange(kvq_client *client, struct kvq__call *call)
+{
+    uint64_t deadline = kvq__now_ns() + (uint64_t)client->timeout_ms * 1000000u;
+    uint32_t n_fds = 0;
+    if (client->socket < 0)
+        return kvq__fail(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
+                         call->what);
+    int rc = send_request(client, call, deadline);
+    if (rc == KVQ_E_DEADLINE)
+        return kvq__fail(KVQ_E_DISCONNECTED,
+                         "%s: the daemon took no requests for %u ms and earlier ones fill the "
+                         "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
+                         "connects again",
+                         call->what, client->timeout_ms);
+    if (rc)
+        return rc;
+    rc = receive_reply(client, call, &n_fds, deadline);
+    if (rc == KVQ_E_DEADLINE) {
+        kvq__give_back(client);
         return kvq__fail(rc, "%s: the daemon did not answer within %u ms", call->what,
                          client->timeout_ms);
+    }
     if (rc)
         return rc;
     rc = check_reply(call, n_fds);

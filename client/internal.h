@@ -144,6 +144,9 @@ struct kvq__call {
 
 // KVQ_OK, the daemon's refusal with its text, KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL.
 int kvq__exchange(kvq_client *client, struct kvq__call *call);
+// Has the daemon give back what the last exchange made there, for a caller that cannot use it.
+// Waits for nothing. Under the control lock.
+void kvq__give_back(kvq_client *client);
 
 // ---- client.c, queue.c, buffer.c: what kvq_reattach makes anew ----
 

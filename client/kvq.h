@@ -79,7 +79,8 @@ enum {
     KVQ_E_SYSTEM = -30,
     KVQ_E_UNSUPPORTED = -31,
     KVQ_E_TAKEN = -32,
-    KVQ_E_INTERNAL = -33
+    KVQ_E_INTERNAL = -33,
+    KVQ_E_NO_CLIENT = -34
 };
 
 /* One sentence for a code; never NULL. Thread-safe. */
@@ -104,6 +105,10 @@ struct kvq_connect_options {
     uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
     uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
 };
+
+/* Control calls are those on clients, queues, buffers and sessions. One that ends with
+ * KVQ_E_DEADLINE holds nothing: what the daemon makes for it later is given back, though a named
+ * session that it created stays, as after kvq_session_close. */
 
 /* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
  * Release with kvq_disconnect. */
@@ -368,6 +373,38 @@ KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct
  * after kvq_reattach (the ticket is closed). A request's own deadline that passed is
  * KVQ_E_DEADLINE too, but in the status of its entries as well, and closes the ticket. */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
+
+/* ---- Capturing: K, V and Q into a file ------------------------------------------------------- */
+
+/* Writes what an engine appends to a file, for tools that make codebooks and measure formats. The
+ * file's layout is in the project's proto/capture.h. Needs no connection of its own; a capture
+ * belongs to one thread at a time. */
+typedef struct kvq_capture kvq_capture;
+
+struct kvq_capture_options {
+    const struct kvq_layer *layers; /* as for kvq_session_open */
+    uint32_t n_layers;
+    const char *model;   /* for people and tools; may be NULL */
+    uint64_t max_tokens; /* of all sessions together, the rest is passed over; 0: no limit */
+    uint8_t queries;     /* 1: Q as well */
+};
+
+/* Makes the file, or empties it. KVQ_E_SYSTEM, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID. */
+KVQ_API KVQ_CHECK int kvq_capture_open(const char *path, const struct kvq_capture_options *options,
+                                       kvq_capture **capture);
+
+/* To be called with the same work and entries as kvq_append or kvq_append_attend, after it and
+ * before the tensors change. Entries with a status other than 0 are passed over. With queries each
+ * entry must have as many query tokens as tokens. After a failure (KVQ_E_SYSTEM, when the disk is
+ * full) the file holds what was written before, and every further call fails alike. */
+KVQ_API KVQ_CHECK int kvq_capture_append(kvq_capture *capture, const struct kvq_work *work,
+                                         const struct kvq_entry *entries, uint32_t n);
+
+/* Tokens begun so far, as one layer counts them. */
+KVQ_API uint64_t kvq_capture_tokens(const kvq_capture *capture);
+
+/* Writes the counts and closes the file. Accepts NULL and pointers to NULL. */
+KVQ_API int kvq_capture_close(kvq_capture **capture);
 
 /* ---- Merging ------------------------------------------------------------------------------- */
 

@@ -74,6 +74,8 @@ int kvq__queue_attach(kvq_queue *queue)
         rc = map_rings(queue, call.fds);
         if (rc == KVQ_OK)
             rc = take_wakers(queue, call.fds);
+        if (rc)
+            kvq__give_back(client);
         kvq__close_fds(call.fds, QUEUE_FDS);
     }
     pthread_mutex_unlock(&client->control);

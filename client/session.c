@@ -155,8 +155,11 @@ static int open_session(kvq_client *client, const struct kvq_session_options *o,
     call.request.open_session = &message;
     pthread_mutex_lock(&client->control);
     int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
+    if (rc == KVQ_OK) {
         rc = take_session(client, o, call.reply->session, session, info);
+        if (rc)
+            kvq__give_back(client);
+    }
     pthread_mutex_unlock(&client->control);
     return rc;
 }

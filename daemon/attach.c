@@ -147,10 +147,18 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
     c->peer.admin = kvq__server_is_admin(a->server, peer->uid);
     c->poll.data = c->pid_poll.data = c->timer.data = c;
     kvq_arena_init(&c->arena, c->arena_memory, sizeof c->arena_memory);
+    int error = uv_poll_init(&a->server->loop, &c->poll, fd);
+    if (error) {
+        kvq__log(KVQ_LOG_ERROR, "not_watched", "what=connection error=\"%s\"", uv_strerror(error));
+        close(fd);
+        if (pidfd >= 0)
+            close(pidfd);
+        free(c);
+        return;
+    }
     TAILQ_INSERT_TAIL(&a->connections, c, link);
     a->count++;
     uv_timer_init(&a->server->loop, &c->timer);
-    uv_poll_init(&a->server->loop, &c->poll, fd);
     c->handles = 2;
     if (pidfd >= 0 && uv_poll_init(&a->server->loop, &c->pid_poll, pidfd) == 0) {
         c->handles++;
@@ -233,10 +241,11 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     if (error)
         return error;
     struct kvq__attach *a = calloc(1, sizeof *a);
-    if (!a) {
+    if (!a || uv_poll_init(&server->loop, &a->poll, fd) != 0) {
         close(fd);
-        snprintf(text, KVQ_TEXT_BYTES, "no memory for the attach socket");
-        return KVQ_E_NO_MEMORY;
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch the attach socket: out of memory or watches");
+        free(a);
+        return KVQ_E_SYSTEM;
     }
     a->server = server;
     a->fd = fd;
@@ -245,7 +254,6 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     TAILQ_INIT(&a->connections);
     LIST_INIT(&a->clients);
     uv_timer_init(&server->loop, &a->pause);
-    uv_poll_init(&server->loop, &a->poll, fd);
     uv_poll_start(&a->poll, UV_READABLE, on_connect);
     *out = a;
     return 0;

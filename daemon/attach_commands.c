@@ -50,7 +50,7 @@ static void line_closed(struct kvq__port *port)
 static void region_gone_on_loop(struct kvq__mail *mail)
 {
     struct kvq__region *region = (struct kvq__region *)mail; // its first member
-    region->connection->buffer_bytes -= region->shm.bytes;
+    kvq__region_uncount(region);
     kvq__region_free(region);
 }
 
@@ -325,13 +325,69 @@ static int prepare_buffer(struct kvq__connection *c, const struct kvq__packet *p
                        : kvq__region_new(c, r->create_buffer->bytes, &error, text);
     if (!c->region)
         return error;
-    c->buffer_bytes += c->region->shm.bytes;
+    kvq__region_count(c->region);
     kvq__create_buffer_reply__init(reply);
     reply->bytes = c->region->shm.bytes;
     c->reply.create_buffer = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_CREATE_BUFFER;
     c->fds[0] = c->region->shm.fd;
     c->n_fds = import ? 0 : 1;
+    return 0;
+}
+
+// Notes what a command has made, in case that its client does not wait for the reply.
+static void note_made(struct kvq__connection *c)
+{
+    const Kvq__Reply *r = &c->reply;
+    c->made.request = c->request->id;
+    c->made.back = KVQ__REQUEST__COMMAND__NOT_SET;
+    if (r->status != 0)
+        return;
+    switch (c->request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_QUEUE:
+        c->made.back = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
+        c->made.what = r->open_queue->queue;
+        break;
+    case KVQ__REQUEST__COMMAND_CREATE_BUFFER:
+    case KVQ__REQUEST__COMMAND_IMPORT_BUFFER:
+        c->made.back = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
+        c->made.what = r->create_buffer->buffer;
+        break;
+    case KVQ__REQUEST__COMMAND_OPEN_SESSION:
+        c->made.back = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
+        c->made.what = r->session->handle;
+        break;
+    default:
+        break;
+    }
+}
+
+union closing {
+    Kvq__CloseQueue queue;
+    Kvq__CloseBuffer buffer;
+    Kvq__CloseSession session;
+};
+
+// Turns a cancel into the command that gives back what was made; leaves it if there is nothing.
+static int prepare_cancel(struct kvq__connection *c, char *text)
+{
+    Kvq__Request *r = c->request;
+    if (c->made.back == KVQ__REQUEST__COMMAND__NOT_SET || c->made.request != r->cancel->request)
+        return 0;
+    union closing *close = kvq_arena_alloc(&c->arena, sizeof *close);
+    if (!close)
+        return no_room(text);
+    r->command_case = c->made.back;
+    if (c->made.back == KVQ__REQUEST__COMMAND_CLOSE_QUEUE) {
+        kvq__close_queue__init(r->close_queue = &close->queue);
+        close->queue.queue = (uint32_t)c->made.what;
+    } else if (c->made.back == KVQ__REQUEST__COMMAND_CLOSE_BUFFER) {
+        kvq__close_buffer__init(r->close_buffer = &close->buffer);
+        close->buffer.buffer = (uint32_t)c->made.what;
+    } else {
+        kvq__close_session__init(r->close_session = &close->session);
+        close->session.handle = c->made.what;
+    }
     return 0;
 }
 
@@ -344,7 +400,7 @@ static void undo(struct kvq__connection *c)
         kvq__line_free(c->line);
     if (c->region && (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER ||
                       command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER)) {
-        c->buffer_bytes -= c->region->shm.bytes;
+        kvq__region_uncount(c->region);
         kvq__region_free(c->region);
     }
 }
@@ -361,6 +417,7 @@ static void finish(struct kvq__mail *mail)
     else if (command == KVQ__REQUEST__COMMAND_CLOSE_QUEUE)
         kvq__line_free(c->line);
     c->line = refused ? NULL : c->line;
+    note_made(c);
     kvq__connection_reply(c);
     if (!refused && command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
         close(c->region->shm.fd); // the mapping and the client's descriptor are enough
@@ -410,6 +467,8 @@ static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, 
     case KVQ__REQUEST__COMMAND_CREATE_BUFFER:
     case KVQ__REQUEST__COMMAND_IMPORT_BUFFER:
         return prepare_buffer(c, packet, text);
+    case KVQ__REQUEST__COMMAND_CANCEL:
+        return prepare_cancel(c, text);
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
         return KVQ_E_INVALID;
@@ -438,7 +497,9 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     else if (error == 0)
         error = prepare(c, packet, text);
     kvq__packet_close_fds(packet);
-    bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR;
+    // A cancel that is still one found nothing to give back.
+    bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR ||
+                 c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL;
     if (!local) {
         c->state = KVQ__CONNECTION_BUSY;
         kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
@@ -447,6 +508,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     if (error)
         set_status(c, error, text);
     c->n_fds = 0;
+    c->made.back = KVQ__REQUEST__COMMAND__NOT_SET;
     kvq__connection_reply(c);
     if (fatal || (error && c->state == KVQ__CONNECTION_HELLO))
         kvq__connection_end(c, text);

@@ -63,6 +63,11 @@ struct kvq__connection {
     uint32_t protocol;
     uint64_t buffer_bytes;
     struct kvq_log_budget log_budget;
+    struct { // what the last command made, and the command that gives it back; or 0
+        uint32_t request;
+        Kvq__Request__CommandCase back;
+        uint64_t what;
+    } made;
 
     // With the command.
     struct kvq__mail mail;
@@ -99,6 +104,7 @@ struct kvq__attach {
     uint32_t handles;
     struct kvq__connections connections;
     uint32_t count;
+    uint64_t buffer_bytes;                // of all clients
     LIST_HEAD(, kvq__connection) clients; // poller's
     struct kvq__packet packet;            // the one being looked at
     uint8_t out[KVQ_MAX_MESSAGE];
@@ -132,5 +138,8 @@ struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
                                        uint64_t bytes, int *error, char *text);
 void kvq__region_free(struct kvq__region *region);
+// Adds its bytes to what its client and all clients have, and takes them away again.
+void kvq__region_count(struct kvq__region *region);
+void kvq__region_uncount(struct kvq__region *region);
 
 #endif

@@ -92,19 +92,36 @@ void kvq__region_free(struct kvq__region *region)
     free(region);
 }
 
-static struct kvq__region *region_alloc(struct kvq__connection *connection, uint64_t bytes,
-                                        int *error, char *text)
+// Whether there is room for so many bytes, of this client's and of all clients'.
+static int check_room(const struct kvq__connection *connection, uint64_t bytes, char *text)
 {
-    uint64_t most = connection->server->config.client_bytes;
-    if (bytes == 0 || bytes > most || connection->buffer_bytes > most - bytes) {
+    const struct kvq_config *config = &connection->server->config;
+    uint64_t own = connection->buffer_bytes, all = connection->attach->buffer_bytes;
+    if (bytes == 0 || bytes > config->client_bytes || own > config->client_bytes - bytes) {
         snprintf(text, KVQ_TEXT_BYTES,
                  "a buffer of %llu bytes besides %llu that this client has; client_bytes allows "
                  "1 to %llu together",
-                 (unsigned long long)bytes, (unsigned long long)connection->buffer_bytes,
-                 (unsigned long long)most);
-        *error = bytes == 0 ? KVQ_E_INVALID : KVQ_E_LIMIT;
-        return NULL;
+                 (unsigned long long)bytes, (unsigned long long)own,
+                 (unsigned long long)config->client_bytes);
+        return bytes == 0 ? KVQ_E_INVALID : KVQ_E_LIMIT;
     }
+    if (bytes > config->buffer_bytes || all > config->buffer_bytes - bytes) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "a buffer of %llu bytes besides %llu that all clients have; buffer_bytes allows "
+                 "%llu together; close buffers (kvqctl client list shows whose), or have it raised",
+                 (unsigned long long)bytes, (unsigned long long)all,
+                 (unsigned long long)config->buffer_bytes);
+        return KVQ_E_LIMIT;
+    }
+    return 0;
+}
+
+static struct kvq__region *region_alloc(struct kvq__connection *connection, uint64_t bytes,
+                                        int *error, char *text)
+{
+    *error = check_room(connection, bytes, text);
+    if (*error)
+        return NULL;
     struct kvq__region *region = calloc(1, sizeof *region);
     *error = region ? 0 : KVQ_E_NO_MEMORY;
     if (!region)
@@ -112,6 +129,18 @@ static struct kvq__region *region_alloc(struct kvq__connection *connection, uint
     region->connection = connection;
     region->shm.fd = -1;
     return region;
+}
+
+void kvq__region_count(struct kvq__region *region)
+{
+    region->connection->buffer_bytes += region->shm.bytes;
+    region->connection->attach->buffer_bytes += region->shm.bytes;
+}
+
+void kvq__region_uncount(struct kvq__region *region)
+{
+    region->connection->buffer_bytes -= region->shm.bytes;
+    region->connection->attach->buffer_bytes -= region->shm.bytes;
 }
 
 struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,

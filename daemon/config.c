@@ -51,6 +51,8 @@ const struct kvq__option kvq__options[] = {
      .help = "sessions of such a namespace; 0: no limit"},
     {FIELD(client_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 4ull << 30, .min = 1 << 20,
      .max = KVQ_MAX_BUFFER_BYTES, .help = "buffers of one client together"},
+    {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "buffers of all clients together; 0: half of the machine's memory"},
     {FIELD(fast), KVQ_OPTION_WORD, "WORD", .words = path_words, .alias = "attention",
      .help = "path of sessions that leave it to the daemon"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
@@ -390,10 +392,12 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
     if (config->extent_bytes % (2 << 20))
         return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
                                   (unsigned long long)config->extent_bytes);
-    if (config->pool_bytes == 0) {
-        uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    if (config->pool_bytes == 0)
         config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
-    }
+    if (config->buffer_bytes == 0) // what one client was explicitly allowed, it may have
+        config->buffer_bytes =
+            config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
     if (config->pool_bytes < config->extent_bytes)
         return kvq__config_refuse(
             text, "pool_bytes", "%llu is less than one extent (extent_bytes is %llu)",

@@ -17,6 +17,7 @@
 #include <zmq.h>
 
 #include "daemon/log.h"
+#include "daemon/packet.h"
 #include "daemon/server.h"
 #include "daemon/workers.h"
 
@@ -103,7 +104,8 @@ static void run(struct kvq__mail *mail)
 
 // ---- Requests ----
 
-// Who sent a message: ZeroMQ's note of the socket's credentials, "host:uid:gid:pid".
+// Who sent a message: ZeroMQ's note of the socket's credentials, "host:uid:gid:pid". It has none of
+// the other groups, but tells the socket.
 static bool peer_of(const struct kvq__control *c, zmq_msg_t *message, struct kvq__peer *peer)
 {
     unsigned long number[3];
@@ -125,6 +127,7 @@ static bool peer_of(const struct kvq__control *c, zmq_msg_t *message, struct kvq
     peer->gids[0] = (uint32_t)number[1];
     peer->n_gids = 1;
     peer->pid = (uint32_t)number[2];
+    kvq__socket_groups(zmq_msg_get(message, ZMQ_SRCFD), peer);
     peer->admin = kvq__server_is_admin(c->server, peer->uid);
     return true;
 }
@@ -319,8 +322,12 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
         return error;
     if (zmq_getsockopt(c->router, ZMQ_FD, &fd, &size) != 0)
         return fail("watch the control socket", text);
+    error = uv_poll_init(&server->loop, &c->poll, fd);
+    if (error) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch the control socket: %s", uv_strerror(error));
+        return KVQ_E_SYSTEM;
+    }
     c->poll.data = c->prepare.data = c->check.data = c->idle.data = c;
-    uv_poll_init(&server->loop, &c->poll, fd);
     uv_prepare_init(&server->loop, &c->prepare);
     uv_check_init(&server->loop, &c->check);
     uv_idle_init(&server->loop, &c->idle);

@@ -101,7 +101,7 @@ struct kvq__core_config {
 // Who asks.
 struct kvq__peer {
     uint32_t uid, pid;
-    uint32_t gids[32]; // primary group first
+    uint32_t gids[KVQ_MAX_GROUPS]; // primary group first
     uint32_t n_gids;
     bool admin; // the daemon's own user or root: may see, drop and kick everything
 };
@@ -254,7 +254,7 @@ uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__pe
                               struct kvq__namespace_info *out, uint32_t max);
 uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
                            struct kvq__client_info *out, uint32_t max);
-// Counts a kick and says whether the client exists (else KVQ_E_INVALID) and the peer may end it
+// Counts a kick and says whether the client exists (else KVQ_E_NO_CLIENT) and the peer may end it
 // (else KVQ_E_PERMISSION). The caller then closes its connection and detaches it.
 int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text);
 

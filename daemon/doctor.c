@@ -75,7 +75,7 @@ static void check_cpu(struct findings *f, const struct kvq__server *s)
 static void check_memory(struct findings *f, const struct kvq__server *s)
 {
     char limit[32];
-    uint64_t pool = s->config.pool_bytes;
+    uint64_t pool = s->config.pool_bytes, buffers = s->config.buffer_bytes;
     uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     read_small("/sys/fs/cgroup/memory.max", limit, sizeof limit);
     uint64_t group = limit[0] >= '0' && limit[0] <= '9' ? strtoull(limit, NULL, 10) : memory;
@@ -86,6 +86,11 @@ static void check_memory(struct findings *f, const struct kvq__server *s)
         "the pool may grow to %llu MiB of %llu MiB that the %s allows",
         (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
         group < memory ? "control group" : "machine");
+    bool over = !tight && buffers > most - pool;
+    add(f, "buffers", over ? NOTE : FINE,
+        over ? "lower pool_bytes or buffer_bytes if clients may ever fill all of it" : "",
+        "clients' buffers may grow to %llu MiB besides the pool",
+        (unsigned long long)(buffers >> 20));
 }
 
 static void check_huge_pages(struct findings *f)

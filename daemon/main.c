@@ -2,6 +2,8 @@
 //
 // kvqd: arguments, signals, and the exit status (0 after an orderly end, 1 when something failed,
 // 2 for a wrong configuration).
+#include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,10 +13,20 @@
 
 #include "daemon/log.h"
 #include "daemon/server.h"
+#include "daemon/workers.h"
 #include "proto/status.h"
 
+enum {
+    NEEDED_FILES = 64,   // what the daemon itself has open, and some to spare
+    ECHO_NS = 200000000, // a signal this soon after another is the same one, told twice
+};
+
+static const int ends[] = {SIGTERM, SIGINT, SIGHUP};
+enum { ENDS = sizeof ends / sizeof *ends };
+
 static struct kvq__server server;
-static uv_signal_t terminate, interrupt;
+static uv_signal_t watchers[ENDS];
+static uint64_t asked_ns; // when the first signal came; 0: none did
 static bool stop;
 
 static void on_drained(struct kvq__server *s)
@@ -26,22 +38,65 @@ static void on_drained(struct kvq__server *s)
 static void on_signal(uv_signal_t *handle, int number)
 {
     (void)handle;
-    if (server.draining || stop) {
+    uint64_t now = kvq__now_ns();
+    // timeout(1) and other wrappers pass on what the whole process group was sent already.
+    if (asked_ns && now - asked_ns < ECHO_NS)
+        return;
+    if (asked_ns) {
         kvq__log(KVQ_LOG_WARN, "quit", "signal=%d reason=\"second signal\"", number);
         _exit(1);
     }
+    asked_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
     kvq__server_drain(&server);
 }
 
-// Clients and extents hold descriptors; the soft limit is often small for no reason.
-static void raise_descriptor_limit(void)
+// The first file opened must not become the standard error that the log goes to.
+static void hold_standard_descriptors(void)
+{
+    for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd)
+            _exit(1); // nobody could be told
+}
+
+// Clients and extents hold descriptors; the soft limit is often small for no reason. libuv and
+// ZeroMQ end the process without a word when they lack one, so a start without is refused here.
+static int raise_descriptor_limit(char *text)
 {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
         limit.rlim_cur = limit.rlim_max;
         setrlimit(RLIMIT_NOFILE, &limit);
     }
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= NEEDED_FILES)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "%llu files may be open at once; at least %d are needed, and 6 more for each client; "
+             "raise the limit (ulimit -n, LimitNOFILE=)",
+             (unsigned long long)limit.rlim_cur, NEEDED_FILES);
+    return KVQ_E_SYSTEM;
+}
+
+// nohup(1) and the like have it ignored, and mean it.
+static bool is_ignored(int number)
+{
+    struct sigaction action;
+    return sigaction(number, NULL, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+static int watch_signals(char *text)
+{
+    int error = 0;
+    for (int i = 0; i < ENDS && error == 0; i++) {
+        if (ends[i] == SIGHUP && is_ignored(SIGHUP))
+            continue;
+        error = uv_signal_init(&server.loop, &watchers[i]);
+        error = error ? error : uv_signal_start(&watchers[i], on_signal, ends[i]);
+    }
+    if (error == 0)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot watch for signals: %s", uv_strerror(error));
+    return KVQ_E_SYSTEM;
 }
 
 static void tell_ready(void)
@@ -63,12 +118,9 @@ static void tell_ready(void)
 static int serve(char *text)
 {
     int error = kvq__server_open(&server, text);
+    error = error ? error : watch_signals(text);
     if (error == 0) {
         server.drained = on_drained;
-        uv_signal_init(&server.loop, &terminate);
-        uv_signal_init(&server.loop, &interrupt);
-        uv_signal_start(&terminate, on_signal, SIGTERM);
-        uv_signal_start(&interrupt, on_signal, SIGINT);
         tell_ready();
         while (!stop)
             uv_run(&server.loop, UV_RUN_DEFAULT);
@@ -96,6 +148,7 @@ int main(int argc, char **argv)
 {
     char text[KVQ_TEXT_BYTES] = "";
     struct kvq_config *config = &server.config;
+    hold_standard_descriptors();
     int error = kvq__config_load(config, argc, argv, environ, text);
     if (error) {
         fprintf(stderr, "kvqd: %s\n", text);
@@ -104,12 +157,16 @@ int main(int argc, char **argv)
     if (config->help || config->version || config->print)
         return show(config);
     signal(SIGPIPE, SIG_IGN);
-    raise_descriptor_limit();
+    signal(SIGXFSZ, SIG_IGN); // under ulimit -f: an error of the call, not the daemon's end
     error = kvq__log_open(config->log_file, (enum kvq_log_level)config->log_level, text);
+    error = error ? error : raise_descriptor_limit(text);
     error = error ? error : kvq__server_lock(&server, text);
     error = error ? error : serve(text);
     if (error) {
         fprintf(stderr, "kvqd: %s (%s)\n", text, kvq_status_name(error));
+        if (config->log_file[0])
+            kvq__log(KVQ_LOG_ERROR, "failed", "status=%s error=\"%s\"", kvq_status_name(error),
+                     text);
         return 1;
     }
     kvq__log(KVQ_LOG_INFO, "end", "pid=%d", (int)getpid());

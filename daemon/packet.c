@@ -4,6 +4,7 @@
 #include "daemon/packet.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -109,39 +110,58 @@ int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fd
     return sent < 0 ? KVQ_E_DISCONNECTED : 0;
 }
 
-static void peer_groups(int socket, struct kvq__peer *peer, gid_t primary)
+// User, process and primary group at the other end; the rest of peer is cleared.
+static int credentials_of(int socket, struct kvq__peer *peer)
 {
-    gid_t groups[256];
-    socklen_t bytes = sizeof groups;
-    const uint32_t most = sizeof peer->gids / sizeof *peer->gids;
-    peer->gids[0] = primary;
+    struct ucred credentials;
+    socklen_t bytes = sizeof credentials;
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0)
+        return KVQ_E_SYSTEM;
+    memset(peer, 0, sizeof *peer);
+    peer->uid = credentials.uid;
+    peer->pid = (uint32_t)credentials.pid;
+    peer->gids[0] = credentials.gid;
     peer->n_gids = 1;
-    // Fails with ERANGE for members of more groups; then only the primary one counts.
+    return 0;
+}
+
+static void add_groups(int socket, struct kvq__peer *peer)
+{
+    gid_t groups[KVQ_MAX_GROUPS - 1];
+    socklen_t bytes = sizeof groups;
+    // Fails with ERANGE for members of more groups.
     if (getsockopt(socket, SOL_SOCKET, SO_PEERGROUPS, groups, &bytes) != 0)
         return;
-    for (size_t i = 0; i < bytes / sizeof *groups && peer->n_gids < most; i++)
+    for (size_t i = 0; i < bytes / sizeof *groups; i++)
         peer->gids[peer->n_gids++] = groups[i];
+}
+
+void kvq__socket_groups(int number, struct kvq__peer *peer)
+{
+    struct kvq__peer found;
+    int socket = fcntl(number, F_DUPFD_CLOEXEC, 0); // from here on it is one and the same
+    if (socket < 0)
+        return;
+    if (credentials_of(socket, &found) == 0 && found.uid == peer->uid && found.pid == peer->pid &&
+        found.gids[0] == peer->gids[0] && peer->n_gids == 1)
+        add_groups(socket, peer);
+    close(socket);
 }
 
 int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text)
 {
-    struct ucred credentials;
-    socklen_t bytes = sizeof credentials;
-    memset(peer, 0, sizeof *peer);
+    socklen_t bytes = sizeof *pidfd;
     *pidfd = -1;
-    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0) {
+    if (credentials_of(socket, peer) != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "the kernel does not say who connected: %s",
                  strerror(errno));
         return KVQ_E_SYSTEM;
     }
-    peer->uid = credentials.uid;
-    peer->pid = (uint32_t)credentials.pid;
-    peer_groups(socket, peer, credentials.gid);
+    add_groups(socket, peer);
     // By the socket the descriptor is sure to be the peer's; by number the process could have
     // ended and the number been given away. Both are close-on-exec.
-    bytes = sizeof *pidfd;
     if (getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, pidfd, &bytes) != 0)
-        *pidfd = (int)syscall(SYS_pidfd_open, credentials.pid, 0);
+        *pidfd = (int)syscall(SYS_pidfd_open, (pid_t)peer->pid, 0);
     if (*pidfd < 0)
         snprintf(text, KVQ_TEXT_BYTES, "cannot watch process %u: %s", peer->pid, strerror(errno));
     return 0;

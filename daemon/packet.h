@@ -32,4 +32,9 @@ int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fd
 // 0 or KVQ_E_SYSTEM with a text.
 int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text);
 
+// Adds the other groups of a peer known by user, process and primary group, whose connection is
+// said to be behind a descriptor that is not ours: another thread may have closed it and its
+// number may be another connection's by now. Adds none if it is not the same peer's.
+void kvq__socket_groups(int number, struct kvq__peer *peer);
+
 #endif

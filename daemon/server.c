@@ -135,6 +135,7 @@ static int open_loop(struct kvq__server *server, char *text)
 {
     kvq__mailbox_open(&server->box, wake_loop, server);
     int error = uv_loop_init(&server->loop);
+    server->loop_open = error == 0;
     error = error ? error : uv_async_init(&server->loop, &server->async, on_async);
     error = error ? error : uv_timer_init(&server->loop, &server->drain_timer);
     server->async.data = server->drain_timer.data = server;
@@ -330,11 +331,13 @@ void kvq__server_close(struct kvq__server *server)
     // The core's last events.
     kvq__mailbox_deliver(&server->box);
     kvq__control_end(server->control);
-    uv_walk(&server->loop, close_handle, NULL);
-    uv_run(&server->loop, UV_RUN_DEFAULT);
-    int error = uv_loop_close(&server->loop);
-    assert(error == 0);
-    (void)error;
+    if (server->loop_open) {
+        uv_walk(&server->loop, close_handle, NULL);
+        uv_run(&server->loop, UV_RUN_DEFAULT);
+        int error = uv_loop_close(&server->loop);
+        assert(error == 0);
+        (void)error;
+    }
     kvq__attach_free(&server->attach);
     kvq__control_free(&server->control);
     kvq__shm_close(&server->page);

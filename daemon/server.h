@@ -23,6 +23,7 @@ struct kvq__server {
     struct kvq_config config;
     struct kvq__identity identity;
     uv_loop_t loop;
+    bool loop_open;
     uv_async_t async;        // mail has come
     struct kvq__mailbox box; // to the loop's thread; any thread posts
     struct kvq__core *core;  // the poller's, from start to stop

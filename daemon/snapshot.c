@@ -118,7 +118,7 @@ int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_
         core->kicked_clients++;
         return 0;
     }
-    return kvq__fail(text, KVQ_E_INVALID,
-                     "no client %llu is attached; `kvqctl client list` shows all",
+    return kvq__fail(text, KVQ_E_NO_CLIENT,
+                     "no client %llu is attached (any more); `kvqctl client list` shows all",
                      (unsigned long long)id);
 }

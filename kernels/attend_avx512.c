@@ -99,7 +99,7 @@ KVQ__INLINE void k_nibble(__m512 acc[][2][2], struct words *w, const struct code
 }
 
 KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const struct affine *f,
-                         const float *q, float *logits, int rows, int bits)
+                         const float *q, const uint8_t *ahead, float *logits, int rows, int bits)
 {
     const struct codes codes = codes_of(bits);
     const uint8_t *low = group + c->layout.k_codes, *high = low + 8 * c->dim;
@@ -110,6 +110,8 @@ KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const
             acc[i][n][0] = acc[i][n][1] = _mm512_setzero_ps();
     for (uint32_t r = 0; r < dim / 16; r++) {
         struct words w[2];
+        if (ahead)
+            kvq__fetch_lines(ahead + 64 * (bits + 1) * r, bits + 1);
         for (unsigned z = 0; z < 2; z++) {
             __m512i x = kvq__load_row(low + KVQ__ROW_BYTES * r, z, r & 3);
             w[z] = join(x, bits > 2 ? k_high(high, dim, r, z, bits) : x, bits);
@@ -140,7 +142,10 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, fl
 {
     const struct kvq__codec *c = tile->codec;
     const float *q = tile->qt;
+    const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
+    if (ahead)
+        kvq__fetch(ahead + c->layout.k_norms);
     for (uint32_t i = 0; i < c->dim; i += 16) {
         const uint8_t *scale = group + c->layout.k_scales, *zero = group + c->layout.k_zeros;
         _mm512_store_ps(f[i / KVQ__SLAB].scale + i % KVQ__SLAB, kvq__load_f16(scale + 2 * i));
@@ -149,17 +154,18 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, fl
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {
         case 1:
-            qk_rows(c, group, f, q, logits, 1, bits);
+            qk_rows(c, group, f, q, ahead, logits, 1, bits);
             break;
         case 2:
-            qk_rows(c, group, f, q, logits, 2, bits);
+            qk_rows(c, group, f, q, ahead, logits, 2, bits);
             break;
         case 3:
-            qk_rows(c, group, f, q, logits, 3, bits);
+            qk_rows(c, group, f, q, ahead, logits, 3, bits);
             break;
         default:
-            qk_rows(c, group, f, q, logits, 4, bits);
+            qk_rows(c, group, f, q, ahead, logits, 4, bits);
         }
+        ahead = NULL; // what was asked for once is on its way
         q += KVQ__TILE4 * tile->dim;
         logits += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
     }
@@ -222,8 +228,8 @@ static inline void add_wide(float *out, __m512 a, __m512 b)
 
 // Two of the four positions (n: the first or second two) of one slab of 128 channels.
 KVQ__INLINE void pv_half_slab(const uint8_t *low, const uint8_t *high, const struct affine *f,
-                              const float *p, uint32_t n, float *out, uint32_t dim, int rows,
-                              int bits)
+                              const float *p, const uint8_t *ahead, uint32_t n, float *out,
+                              uint32_t dim, int rows, int bits)
 {
     const struct codes codes = codes_of(bits);
     __m512 acc[KVQ__TILE4][2][2];
@@ -233,6 +239,8 @@ KVQ__INLINE void pv_half_slab(const uint8_t *low, const uint8_t *high, const str
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2;
         struct words x[2];
+        if (ahead)
+            kvq__fetch_lines(ahead + 64 * (bits + 1) * set, bits + 1);
         for (unsigned z = 0; z < 2; z++) {
             __m512i y = kvq__load_row(low + KVQ__ROW_BYTES * set, z, j);
             x[z] = join(y, bits > 2 ? v_high(high, j, half, z, bits) : y, bits);
@@ -262,7 +270,7 @@ KVQ__INLINE void pv_half_slab(const uint8_t *low, const uint8_t *high, const str
 
 // head_dim 64: one register a set; positions 2 n and 2 n + 1 belong to channel group n.
 KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct affine *f,
-                       const float *p, float *out, int rows, int bits)
+                       const float *p, const uint8_t *ahead, float *out, int rows, int bits)
 {
     const struct codes codes = codes_of(bits);
     const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -272,6 +280,8 @@ KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct aff
             acc[i][s] = _mm512_setzero_ps();
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2, row = 2 * j + (half ^ (j & 1));
+        if (ahead)
+            kvq__fetch_lines(ahead + 32 * (bits + 1) * set, (bits + 2) / 2);
         __m512i x = kvq__load_row_64(low, row, j), y = x;
         if (bits == 4)
             y = kvq__load_row_64(high, row, j);
@@ -300,18 +310,19 @@ KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct aff
 }
 
 KVQ__INLINE void pv_rows(const struct kvq__codec *c, const uint8_t *group, const struct affine *f,
-                         const float *p, float *out, int rows, int bits)
+                         const float *p, const uint8_t *ahead, float *out, int rows, int bits)
 {
     const uint8_t *low = group + c->layout.v_codes, *high = low + 8 * c->dim;
     const uint32_t low_slab = KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
     const uint32_t high_slab = bits == 3 ? low_slab / 2 : low_slab;
     if (c->dim == 64) {
-        pv_64(low, high, f, p, out, rows, bits);
+        pv_64(low, high, f, p, ahead, out, rows, bits);
         return;
     }
     for (uint32_t slab = 0; slab < c->dim / KVQ__SLAB; slab++)
         for (uint32_t n = 0; n < 2; n++)
-            pv_half_slab(low + slab * low_slab, high + slab * high_slab, &f[slab], p, n,
+            pv_half_slab(low + slab * low_slab, high + slab * high_slab, &f[slab], p,
+                         n || !ahead ? NULL : ahead + slab * 8 * 64 * (size_t)(bits + 1), n,
                          out + slab * KVQ__SLAB, c->dim, rows, bits);
 }
 
@@ -320,6 +331,7 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, co
 {
     const struct kvq__codec *c = tile->codec;
     float *out = tile->ot;
+    const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
     for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_TOKENS) {
         load_slots(group + c->layout.v_scales + 2 * i, f[i / KVQ__SLAB].scale + i % KVQ__SLAB);
@@ -328,17 +340,18 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, co
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {
         case 1:
-            pv_rows(c, group, f, p, out, 1, bits);
+            pv_rows(c, group, f, p, ahead, out, 1, bits);
             break;
         case 2:
-            pv_rows(c, group, f, p, out, 2, bits);
+            pv_rows(c, group, f, p, ahead, out, 2, bits);
             break;
         case 3:
-            pv_rows(c, group, f, p, out, 3, bits);
+            pv_rows(c, group, f, p, ahead, out, 3, bits);
             break;
         default:
-            pv_rows(c, group, f, p, out, 4, bits);
+            pv_rows(c, group, f, p, ahead, out, 4, bits);
         }
+        ahead = NULL;
         p += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
         out += KVQ__TILE4 * tile->dim;
     }

@@ -13,12 +13,50 @@
 // arguments. That only pays if the compiler really inlines them.
 #define KVQ__INLINE static inline __attribute__((always_inline))
 
+// Calls something with ROWS as a constant: how many of the next four rows there are.
+#define KVQ__BY_ROWS(left, call)                                                                   \
+    do {                                                                                           \
+        switch (left) {                                                                            \
+        case 1: {                                                                                  \
+            enum { ROWS = 1 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 2: {                                                                                  \
+            enum { ROWS = 2 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 3: {                                                                                  \
+            enum { ROWS = 3 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        default: {                                                                                 \
+            enum { ROWS = 4 };                                                                     \
+            call;                                                                                  \
+        }                                                                                          \
+        }                                                                                          \
+    } while (0)
+
 enum {
     KVQ__TILE4 = 4,       // query rows that share one unpacking
     KVQ__SLAB = 128,      // channels in a slab
     KVQ__ROW_BYTES = 128, // a row of a plane: two registers
     KVQ__SWAP_HALVES = 0x4e,
 };
+
+// One line into the second level cache. Inlined by force: gcc 12 takes a function that only
+// prefetches for one without effects, and drops the calls.
+KVQ__INLINE void kvq__fetch(const uint8_t *at)
+{
+    _mm_prefetch((const char *)at, _MM_HINT_T1);
+}
+
+// A step of a kernel over packed groups of b bits fetches b + 1 lines for each 16 channels of K, or
+// for each four tokens of 128 channels of V: that many hold its codes, scales and zeros.
+KVQ__INLINE void kvq__fetch_lines(const uint8_t *at, int n)
+{
+    for (int i = 0; i < n; i++)
+        kvq__fetch(at + 64 * i);
+}
 
 // Half z (words 16 z to 16 z + 15 in natural order) of a 128-byte row whose 16-byte chunks are
 // permuted by XOR 2 * m. Bit 1 of m exchanges the halves, bit 0 the halves of each half.
@@ -96,6 +134,16 @@ KVQ__INLINE __m512 kvq__sum4(__m512 a, __m512 b, __m512 c, __m512 d)
     return _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0xb1));
 }
 
+// Of numbers that are not negative: the largest of a, b, c and d, repeated in every 128-bit lane.
+KVQ__INLINE __m512 kvq__max4(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 ac = _mm512_max_ps(_mm512_unpacklo_ps(a, c), _mm512_unpackhi_ps(a, c));
+    __m512 bd = _mm512_max_ps(_mm512_unpacklo_ps(b, d), _mm512_unpackhi_ps(b, d));
+    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(ac, bd), _mm512_unpackhi_ps(ac, bd));
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+}
+
 // The largest of all lanes, in every lane.
 KVQ__INLINE __m512 kvq__max_all(__m512 x)
 {
@@ -118,7 +166,6 @@ KVQ__INLINE __m512 kvq__sum_all(__m512 x)
 void kvq__init_avx512_softmax(struct kvq_kernels *k);
 void kvq__init_avx512_raw(struct kvq_kernels *k);
 void kvq__init_avx512_attend(struct kvq_kernels *k);
-void kvq__init_avx512_walk(struct kvq_kernels *k);
 void kvq__init_avx512_vnni(struct kvq_kernels *k);
 
 #endif

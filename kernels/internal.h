@@ -110,6 +110,10 @@ struct kvq__tile {
     float *ot;        // [rows][dim] sums of packed values; equals o unless the daemon rotates V
     float *group_f32; // [32][dim] for a dequantized group
     void *scratch;    // KVQ__SCRATCH_BYTES; survives from prepare_fast to the end of the tile
+    // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
+    // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
+    const uint8_t *ahead;
+    const struct kvq__chunk *fetched; // the chunk whose keys were prefetched; NULL for none
 };
 
 struct kvq_kernels {

@@ -12,14 +12,20 @@
 
 enum { TOKENS = 4, CHANNELS = 64 };
 
+// Without anything to prefetch, what is read anyway.
+KVQ__INLINE const uint8_t *ahead_of(const struct kvq__tile *tile, const uint16_t *rows)
+{
+    return tile->ahead ? tile->ahead : (const uint8_t *)rows;
+}
+
 KVQ__INLINE __m512 load_raw(const uint16_t *p, bool f16)
 {
     return f16 ? kvq__load_f16(p) : kvq__load_bf16(p);
 }
 
 // Logits of `tokens` tokens, which stand in the first lanes of out[row].
-KVQ__INLINE void dot_block(const float *q, const uint16_t *k, uint32_t dim, __m128 *out, int rows,
-                           int tokens, bool f16)
+KVQ__INLINE void dot_block(const float *q, const uint16_t *k, uint32_t dim, const uint8_t *ahead,
+                           __m128 *out, int rows, int tokens, bool f16)
 {
     __m512 acc[KVQ__TILE4][TOKENS];
     for (int i = 0; i < rows; i++)
@@ -27,6 +33,8 @@ KVQ__INLINE void dot_block(const float *q, const uint16_t *k, uint32_t dim, __m1
             acc[i][t] = _mm512_setzero_ps();
     for (uint32_t c = 0; c < dim; c += 16) {
         __m512 x[TOKENS];
+        for (int t = 0; t < tokens; t += 2) // 64 of the 32 bytes a token that are read here
+            kvq__fetch(ahead + 8 * c + 32 * t);
         for (int t = 0; t < tokens; t++)
             x[t] = load_raw(k + (uint32_t)t * dim + c, f16);
         for (int i = 0; i < rows; i++) {
@@ -39,18 +47,18 @@ KVQ__INLINE void dot_block(const float *q, const uint16_t *k, uint32_t dim, __m1
         out[i] = _mm512_castps512_ps128(kvq__sum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
 }
 
-KVQ__INLINE void qk_rows(const float *q, const uint16_t *k, uint32_t dim, uint32_t from,
-                         uint32_t to, float *logits, int rows, bool f16)
+KVQ__INLINE void qk_rows(const float *q, const uint16_t *k, uint32_t dim, const uint8_t *ahead,
+                         uint32_t from, uint32_t to, float *logits, int rows, bool f16)
 {
     __m128 x[KVQ__TILE4];
     uint32_t t = from;
     for (; t + TOKENS <= to; t += TOKENS) {
-        dot_block(q, k + (size_t)t * dim, dim, x, rows, TOKENS, f16);
+        dot_block(q, k + (size_t)t * dim, dim, ahead + 2 * t * dim, x, rows, TOKENS, f16);
         for (int i = 0; i < rows; i++)
             _mm_storeu_ps(logits + i * KVQ__LOGITS_STRIDE + t, x[i]);
     }
     for (; t < to; t++) {
-        dot_block(q, k + (size_t)t * dim, dim, x, rows, 1, f16);
+        dot_block(q, k + (size_t)t * dim, dim, ahead + 2 * t * dim, x, rows, 1, f16);
         for (int i = 0; i < rows; i++)
             _mm_store_ss(logits + i * KVQ__LOGITS_STRIDE + t, x[i]);
     }
@@ -61,20 +69,22 @@ KVQ__INLINE void qk_tile(const struct kvq__tile *tile, const uint16_t *k, uint32
 {
     uint32_t dim = tile->dim;
     const float *q = tile->q;
+    const uint8_t *ahead = ahead_of(tile, k);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {
         case 1:
-            qk_rows(q, k, dim, from, to, logits, 1, f16);
+            qk_rows(q, k, dim, ahead, from, to, logits, 1, f16);
             break;
         case 2:
-            qk_rows(q, k, dim, from, to, logits, 2, f16);
+            qk_rows(q, k, dim, ahead, from, to, logits, 2, f16);
             break;
         case 3:
-            qk_rows(q, k, dim, from, to, logits, 3, f16);
+            qk_rows(q, k, dim, ahead, from, to, logits, 3, f16);
             break;
         default:
-            qk_rows(q, k, dim, from, to, logits, 4, f16);
+            qk_rows(q, k, dim, ahead, from, to, logits, 4, f16);
         }
+        ahead = (const uint8_t *)k; // what was asked for once is on its way
         q += KVQ__TILE4 * dim;
         logits += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
     }
@@ -89,8 +99,8 @@ static void qk_raw_avx512(const struct kvq__tile *tile, const uint16_t *k, uint3
         qk_tile(tile, k, from, to, logits, false);
 }
 
-KVQ__INLINE void pv_block(const uint16_t *v, uint32_t dim, uint32_t from, uint32_t to,
-                          const float *p, float *o, int rows, bool f16)
+KVQ__INLINE void pv_block(const uint16_t *v, uint32_t dim, const uint8_t *ahead, uint32_t from,
+                          uint32_t to, const float *p, float *o, int rows, bool f16)
 {
     __m512 acc[KVQ__TILE4][CHANNELS / 16];
     for (int i = 0; i < rows; i++)
@@ -98,6 +108,8 @@ KVQ__INLINE void pv_block(const uint16_t *v, uint32_t dim, uint32_t from, uint32
             acc[i][c] = _mm512_load_ps(o + (uint32_t)i * dim + 16 * c);
     for (uint32_t t = from; t < to; t++) {
         __m512 w[KVQ__TILE4];
+        kvq__fetch(ahead + 2 * t * dim);
+        kvq__fetch(ahead + 2 * t * dim + 64);
         for (int i = 0; i < rows; i++)
             w[i] = _mm512_set1_ps(p[i * KVQ__LOGITS_STRIDE + (int32_t)t]);
         for (uint32_t c = 0; c < CHANNELS / 16; c++) {
@@ -116,21 +128,23 @@ KVQ__INLINE void pv_tile(const struct kvq__tile *tile, const uint16_t *v, uint32
 {
     uint32_t dim = tile->dim;
     float *o = tile->o;
+    const uint8_t *ahead = ahead_of(tile, v);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         for (uint32_t c = 0; c < dim; c += CHANNELS)
             switch (tile->rows - r) {
             case 1:
-                pv_block(v + c, dim, from, to, p, o + c, 1, f16);
+                pv_block(v + c, dim, ahead + 2 * c, from, to, p, o + c, 1, f16);
                 break;
             case 2:
-                pv_block(v + c, dim, from, to, p, o + c, 2, f16);
+                pv_block(v + c, dim, ahead + 2 * c, from, to, p, o + c, 2, f16);
                 break;
             case 3:
-                pv_block(v + c, dim, from, to, p, o + c, 3, f16);
+                pv_block(v + c, dim, ahead + 2 * c, from, to, p, o + c, 3, f16);
                 break;
             default:
-                pv_block(v + c, dim, from, to, p, o + c, 4, f16);
+                pv_block(v + c, dim, ahead + 2 * c, from, to, p, o + c, 4, f16);
             }
+        ahead = (const uint8_t *)v;
         p += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
         o += KVQ__TILE4 * dim;
     }

@@ -7,31 +7,36 @@
 
 #include <immintrin.h>
 
-#include "kernels/walk_avx512.h"
+#include "kernels/avx512.h"
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
-    KVQ__MAX_VECS = KVQ_MAX_HEAD_DIM / 16,
     KVQ__MAX_VGROUPS = KVQ_MAX_HEAD_DIM / KVQ_GROUP_CHANNELS,
+    KVQ__BATCH = KVQ__CHUNK_GROUPS, // groups whose bytes are made together
 };
 
-// Lives in the tile's scratch memory from prepare_fast on.
+// Lives in the tile's scratch memory from prepare_fast on. Of groups without packed tokens nothing
+// is set.
 struct kvq__vnni {
-    struct kvq__walk walk;           // first, see walk_avx512.h
+    const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
-    _Alignas(64)
-        int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order in which bytes meet the codes
-    float q_unit[KVQ_TILE_ROWS];                      // max |q| / KVQ__INT16_TOP
-    // Of the chunk: q * scale as int8, then p * scale as u8; the value of 1 in them; the bias of
-    // logits. Rows of groups that have no packed tokens are not touched.
-    uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
-    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
-    float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
-    // Sums of the chunk: values in the order of the layout; lanes of p * centred zero; lanes of
-    // centre * rounded weights.
+    bool done;                       // the logits (or values) of all packed groups
+    const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
+    _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of scale16
+    float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
+    // Of a batch: scales of K as int16 in the order in which they meet the codes, and what makes
+    // bytes of q * scale; what makes int16 of the scales of V, and p as such.
+    _Alignas(64) int16_t scale16[KVQ__BATCH][KVQ_MAX_HEAD_DIM];
+    int32_t factor[KVQ__BATCH][KVQ_TILE_ROWS];
+    float v_factor[KVQ__BATCH];
+    _Alignas(64) int16_t p16[KVQ__BATCH][KVQ__TILE4][KVQ_GROUP_TOKENS];
+    // Then the bytes themselves, the value of 1 in a dot product, and the bias of logits.
+    uint8_t bytes[KVQ__BATCH * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM];
+    float unit[KVQ__BATCH][KVQ_TILE_ROWS];
+    float bias[KVQ__BATCH][KVQ_TILE_ROWS];
+    // Sums of the chunk: values, in the order of the layout; lanes of p * middle.
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
-    float zero[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
-    float taken[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS / 2][16];
+    float middle[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
 };
 static_assert(sizeof(struct kvq__vnni) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
 
@@ -40,11 +45,18 @@ static inline struct kvq__vnni *kvq__vnni_of(const struct kvq__tile *tile)
     return tile->scratch;
 }
 
-// The bytes of one row in one group. Rows stand close, for a tile of few of them to stay in the
+// Some packed groups of the chunk that are taken together, up to a batch.
+struct kvq__batch {
+    const struct kvq__group *group[KVQ__BATCH];
+    uint32_t index[KVQ__BATCH]; // in the chunk
+    uint32_t n;
+};
+
+// The bytes of one row in one group of a batch. Rows stand close, for a tile of few of them to stay in the
 // first level cache.
-static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row)
+static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t i, uint32_t row)
 {
-    return kvq__vnni_of(tile)->bytes + ((size_t)group * tile->rows + row) * tile->dim;
+    return kvq__vnni_of(tile)->bytes + ((size_t)i * tile->rows + row) * tile->dim;
 }
 
 static inline float kvq__centre_of(uint32_t bits)
@@ -87,22 +99,84 @@ KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
     return _mm512_set1_epi32(word);
 }
 
-// The planes of one operand of a group.
+// The planes of one operand of a group, from a slab on.
 struct kvq__planes {
     const uint8_t *low, *high;
+    const uint8_t *ahead; // what to fetch meanwhile, see kvq__fetch_place
     uint32_t dim;
 };
 
-// Logits of a group: queries into bytes, then dot products. `group` counts within the chunk.
-void kvq__vnni_prepare_k(const struct kvq__tile *tile, const uint8_t *packed, uint32_t group);
-void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits);
+// ---- Prefetching ----
+//
+// While K of a chunk is multiplied, the first two of the next chunk's four records are fetched,
+// and the other two during V; the first eight groups bring the first record, the others the second.
+// The order is that of memory, which the hardware's prefetching follows, and the lines are asked
+// for one by one wherever time is spent: in the steps that make bytes, `open` and `scale`, and in
+// the dot products, at two places for each 16 channels of K or four tokens of V.
+enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
 
-// Values likewise: p into bytes, then dot products, summed in the state.
-void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                         uint32_t group);
-void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p);
+// Lines for each 32 channels in a step that makes bytes, and for each 16 channels in the products.
+KVQ__INLINE uint32_t kvq__lines_a_step(int bits)
+{
+    return bits == 4 ? 2 : 1;
+}
 
-// The chunk's sums, before all groups and after.
+KVQ__INLINE uint32_t kvq__lines_a_row(int bits)
+{
+    return bits == 2 ? 2 : 3;
+}
+
+// Bytes of a record that come before the share of one group in the dot products.
+KVQ__INLINE size_t kvq__ahead_of_dots(uint32_t group, uint32_t dim, int bits)
+{
+    uint32_t i = group % KVQ__GROUPS_A_RECORD;
+    return (size_t)dim * (2 * 2 * KVQ__GROUPS_A_RECORD * kvq__lines_a_step(bits) +
+                          4 * i * kvq__lines_a_row(bits));
+}
+
+// For channels c to c + 31 in step 0 or 1.
+KVQ__INLINE void kvq__fetch_step(const struct kvq__vnni *v, uint32_t step, uint32_t group,
+                                 uint32_t c, uint32_t dim, int bits)
+{
+    uint32_t i = step * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
+    const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
+    for (uint32_t line = 0; line < kvq__lines_a_step(bits); line++)
+        kvq__fetch(at + 2 * (size_t)(i * dim + c) * kvq__lines_a_step(bits) + 64 * line);
+}
+
+// The planes of a group.
+KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
+                                              const uint8_t *codes, int bits)
+{
+    const uint8_t *at = kvq__vnni_of(tile)->ahead[group / KVQ__GROUPS_A_RECORD];
+    // The lines that are left, one for each group's norms, at the end of the record.
+    if (group % KVQ__GROUPS_A_RECORD < KVQ_BLOCK_GROUPS)
+        kvq__fetch(at + kvq__ahead_of_dots(KVQ__GROUPS_A_RECORD - 1, tile->dim, bits) +
+                   4 * tile->dim * kvq__lines_a_row(bits) + 64 * (group % KVQ__GROUPS_A_RECORD));
+    return (struct kvq__planes){codes, codes + 8 * tile->dim,
+                                at + kvq__ahead_of_dots(group, tile->dim, bits), tile->dim};
+}
+
+KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
+{
+    p->low += KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
+    p->high += KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4);
+    p->ahead += 4 * KVQ__SLAB * kvq__lines_a_row(bits);
+}
+
+KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, int bits)
+{
+    unsigned n = kvq__lines_a_row(bits);
+    for (unsigned i = place * n / 2; i < (place + 1) * n / 2; i++)
+        kvq__fetch(p->ahead + 64 * i);
+}
+
+// The logits of a batch: queries into bytes, then dot products.
+void kvq__vnni_logits(const struct kvq__tile *tile, const struct kvq__batch *b);
+
+// Its values likewise: p into bytes, then dot products, summed in the state; these are cleared
+// before the first batch of a chunk and flushed after the last.
+void kvq__vnni_values(const struct kvq__tile *tile, const struct kvq__batch *b);
 void kvq__vnni_clear(const struct kvq__tile *tile);
 void kvq__vnni_flush(const struct kvq__tile *tile);
 

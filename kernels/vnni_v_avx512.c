@@ -3,138 +3,173 @@
 // Values of packed groups with byte dot products. See vnni_avx512.c for the method.
 //
 // Registers of the dot products: 16 accumulators (4 rows, 2 positions, 32 words), 2 registers of
-// words and their 4 codes, 2 masks, the broadcast weights. Positions are taken in pairs since
+// words and their 4 codes, 2 tables, the broadcast weights. Positions are taken in pairs since
 // all four would need 32 accumulators. The weights are the unsigned operand, which cannot come
 // from memory as a broadcast, so each broadcast serves two registers of words.
 #include "kernels/vnni_avx512.h"
 
 enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
 
-// ---- V: p * scale as u8, for all groups of the chunk ----
+// ---- V: p * scale as u8, for all groups of a batch ----
 
-struct v_scales {
-    __m512i scale16[KVQ__MAX_VGROUPS]; // int16, in the order of the weights
-    __m512 zero[KVQ__MAX_VGROUPS][2];  // value of the centre of the codes, in the order of sets
-    float unit;                        // of scale16
-    float centre;
-};
-
-// Tokens in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half. Of 16 tokens:
-static inline __m512i sets_from_tokens(void)
+// From slots, in which scales and zeros stand, to tokens: slots are 0, 4, 1, 5, .. of each 8 tokens.
+static inline __m512i tokens_from_slots(void)
 {
-    return _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-}
-
-// And of the 32 slots in which the scales stand.
-static inline __m512i sets_from_slots(void)
-{
-    static const uint16_t order[32] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,
-                                       13, 10, 14, 11, 15, 16, 20, 17, 21, 18, 22,
-                                       19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
+    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
+                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
+                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
     return _mm512_loadu_si512(order);
 }
 
-// Where the four weights of a channel group and set stand: two groups to a register, two sets to
-// a lane, as the two packs leave them.
+// The weights of two channel groups as the two packs leave them: lane i has, of either group, the
+// tokens 4 i to 4 i + 3 and 16 more. Here byte 32 g + 4 (2 j + half) + k becomes token 8 j + 2 k +
+// half: the four of a set stand together.
+static inline __m512i sets_from_packs(void)
+{
+    _Alignas(64) uint8_t order[64];
+    for (unsigned i = 0; i < 64; i++) {
+        unsigned t = i % 32 / 8 * 8 + i % 4 * 2 + i / 4 % 2;
+        order[i] = (uint8_t)(t % 16 / 4 * 16 + i / 32 * 8 + t / 16 * 4 + t % 4);
+    }
+    return _mm512_load_si512(order);
+}
+
+// Where the four weights of a channel group and a set stand.
 KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
 {
-    return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
+    return 32 * group + 4 * set;
 }
 
-KVQ__INLINE void open_v(struct v_scales *g, const struct kvq__codec *c, const uint8_t *group,
-                        uint32_t dim)
+// p of one row; tokens that are not packed, and outliers, count nothing here.
+KVQ__INLINE void load_p(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
+                        uint32_t r, __m512 *p)
 {
-    const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
-    float max = kvq__max_f16(scales, dim);
-    g->unit = max / V16_TOP;
-    g->centre = kvq__centre_of(c->v_bits);
-    __m512 factor = _mm512_set1_ps(V16_TOP / max), centre = _mm512_set1_ps(g->centre);
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
-        __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 64 * i));
-        __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 64 * i));
-        __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
-        __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
-        __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
-        __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
-        g->scale16[i] = kvq__to_int16(a, b, factor);
-        g->zero[i][0] = _mm512_fmadd_ps(a, centre, za);
-        g->zero[i][1] = _mm512_fmadd_ps(b, centre, zb);
-    }
+    uint32_t n = b->group[i]->packed_tokens;
+    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~b->group[i]->pooled;
+    const float *at =
+        tile->logits + (size_t)r * KVQ__LOGITS_STRIDE + b->index[i] * KVQ_GROUP_TOKENS;
+    p[0] = _mm512_maskz_loadu_ps((__mmask16)mask, at);
+    p[1] = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), at + 16);
 }
 
-// One row's weights of one group, its unit, and what the weights say about zeros and centres.
-KVQ__INLINE void weigh(const struct kvq__tile *tile, const struct v_scales *g, uint32_t group,
-                       uint32_t r, __m512 p0, __m512 p1, uint32_t dim)
+// p of up to four rows of group i as int16, with a step of its own for each row.
+KVQ__INLINE void weigh(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
+                       uint32_t first, uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
+    float max = kvq__max_f16(b->group[i]->packed.group + tile->codec->layout.v_scales, dim);
+    __m512 p[KVQ__TILE4][2], top[KVQ__TILE4];
     // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
-    __m512 top = _mm512_max_ps(kvq__max_all(_mm512_max_ps(p0, p1)), _mm512_set1_ps(1e-30f));
-    __m512i p16 = kvq__to_int16(p0, p1, _mm512_div_ps(_mm512_set1_ps(V16_TOP), top));
-    float unit = _mm512_cvtss_f32(top) * g->unit * (32768.0f / V16_TOP);
-    v->unit[group][r] = unit;
-    __m512 taken = _mm512_set1_ps(unit * g->centre);
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i += 2) {
-        __m512i b = _mm512_packus_epi16(_mm512_mulhrs_epi16(p16, g->scale16[i]),
-                                        _mm512_mulhrs_epi16(p16, g->scale16[i + 1]));
-        _mm512_store_si512(bytes + 32 * i, b);
-        __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), b, _mm512_set1_epi8(1));
-        float *t = v->taken[r][i / 2];
-        _mm512_store_ps(t, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), taken, _mm512_load_ps(t)));
+    for (int n = 0; n < KVQ__TILE4; n++)
+        top[n] = _mm512_set1_ps(1e-30f);
+    for (int n = 0; n < rows; n++) {
+        load_p(tile, b, i, first + (uint32_t)n, p[n]);
+        top[n] = _mm512_max_ps(top[n], _mm512_max_ps(p[n][0], p[n][1]));
     }
-    for (uint32_t i = 0; i < dim / KVQ_GROUP_CHANNELS; i++) {
-        __m512 b = _mm512_fmadd_ps(p0, g->zero[i][0], _mm512_load_ps(v->zero[r][i]));
-        _mm512_store_ps(v->zero[r][i], _mm512_fmadd_ps(p1, g->zero[i][1], b));
+    __m512 x = kvq__max4(top[0], top[1], top[2], top[3]);
+    __m512 by = _mm512_div_ps(_mm512_set1_ps(V16_TOP), x);
+    for (uint32_t line = 0; line < dim / 32; line++)
+        kvq__fetch_step(v, 0, b->index[i], 32 * line, dim, tile->codec->v_bits);
+    for (int n = 0; n < rows; n++) {
+        __m512 f = _mm512_permutexvar_ps(_mm512_set1_epi32(n), by);
+        _mm512_store_si512(v->p16[i][n], kvq__to_int16(p[n][0], p[n][1], f));
     }
+    v->v_factor[i] = V16_TOP / max;
+    // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
+    __m128 unit = _mm_set1_ps(max / V16_TOP * (0.5f * 32768.0f / V16_TOP));
+    _mm_store_ps(v->unit[i] + first, _mm_mul_ps(_mm512_castps512_ps128(x), unit));
 }
 
-KVQ__INLINE void prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                           uint32_t group, uint32_t dim)
+// One channel group of a group, in the order of tokens: scales as int16, packed; the middles.
+KVQ__INLINE __m512i open_v(const struct kvq__codec *c, const uint8_t *group, uint32_t channels,
+                           float factor, __m512 *middle)
 {
-    struct v_scales g;
-    open_v(&g, tile->codec, from->packed.group, dim);
-    // Tokens that are not packed, and outliers, count nothing here.
-    uint32_t n = from->packed_tokens;
-    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~from->pooled;
-    const float *p = tile->logits + (size_t)group * KVQ_GROUP_TOKENS;
-    for (uint32_t r = 0; r < tile->rows; r++, p += KVQ__LOGITS_STRIDE) {
-        __m512 p0 = _mm512_maskz_loadu_ps((__mmask16)mask, p);
-        __m512 p1 = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
-        weigh(tile, &g, group, r, _mm512_permutexvar_ps(sets_from_tokens(), p0),
-              _mm512_permutexvar_ps(sets_from_tokens(), p1), dim);
-    }
+    const __m512i order = tokens_from_slots();
+    const __m512 centre = _mm512_set1_ps(kvq__centre_of(c->v_bits));
+    const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
+    __m512i s = _mm512_permutexvar_epi16(order, _mm512_load_si512(scales + 64 * channels));
+    __m512i z = _mm512_permutexvar_epi16(order, _mm512_load_si512(zeros + 64 * channels));
+    __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
+    __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
+    __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
+    __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
+    middle[0] = _mm512_fmadd_ps(a, centre, za);
+    middle[1] = _mm512_fmadd_ps(b, centre, zb);
+    return kvq__to_int16(a, b, _mm512_set1_ps(factor));
 }
 
-void kvq__vnni_prepare_v(const struct kvq__tile *tile, const struct kvq__group *from,
-                         uint32_t group)
+// Two channel groups, from `channels` on: the bytes of up to four rows in all groups of the batch,
+// and the sums of p * middle.
+KVQ__INLINE void scale_weights(const struct kvq__tile *tile, const struct kvq__batch *b,
+                               uint32_t first, uint32_t channels, int rows)
 {
-    if (tile->dim == 64)
-        prepare_v(tile, from, group, 64);
-    else if (tile->dim == 128)
-        prepare_v(tile, from, group, 128);
-    else
-        prepare_v(tile, from, group, 256);
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    const __m512i order = sets_from_packs();
+    __m512 sum[KVQ__TILE4][2];
+    for (int n = 0; n < rows; n++)
+        for (uint32_t g = 0; g < 2; g++)
+            sum[n][g] = _mm512_load_ps(v->middle[first + (uint32_t)n][channels + g]);
+    for (uint32_t i = 0; i < b->n; i++) {
+        __m512 p[2], middle[2][2];
+        __m512i scale[2];
+        for (uint32_t g = 0; g < 2; g++)
+            scale[g] = open_v(tile->codec, b->group[i]->packed.group, channels + g, v->v_factor[i],
+                              middle[g]);
+        for (int n = 0; n < rows; n++) {
+            uint8_t *bytes = kvq__vnni_bytes(tile, i, first + (uint32_t)n);
+            __m512i p16 = _mm512_load_si512(v->p16[i][n]);
+            if (n % 2 == 0)
+                kvq__fetch_step(v, 1, b->index[i], 32 * (channels + (uint32_t)n / 2), tile->dim,
+                                tile->codec->v_bits);
+            __m512i w = _mm512_packus_epi16(_mm512_mulhrs_epi16(scale[0], p16),
+                                            _mm512_mulhrs_epi16(scale[1], p16));
+            _mm512_store_si512(bytes + 32 * channels, _mm512_permutexvar_epi8(order, w));
+            load_p(tile, b, i, first + (uint32_t)n, p);
+            for (uint32_t g = 0; g < 2; g++) {
+                sum[n][g] = _mm512_fmadd_ps(p[0], middle[g][0], sum[n][g]);
+                sum[n][g] = _mm512_fmadd_ps(p[1], middle[g][1], sum[n][g]);
+            }
+        }
+    }
+    for (int n = 0; n < rows; n++)
+        for (uint32_t g = 0; g < 2; g++)
+            _mm512_store_ps(v->middle[first + (uint32_t)n][channels + g], sum[n][g]);
+}
+
+KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, const struct kvq__batch *b,
+                              uint32_t first, int rows)
+{
+    for (uint32_t i = 0; i < b->n; i++)
+        weigh(tile, b, i, first, tile->dim, rows);
+    for (uint32_t c = 0; c < tile->dim / KVQ_GROUP_CHANNELS; c += 2)
+        scale_weights(tile, b, first, c, rows);
 }
 
 // ---- V: dot products ----
 
-// Positions odd and odd + 2 of a word; the second one's codes times 16 for 2 and 3 bits, which
-// saves a shift and is made good in `add_sum`. (4-bit codes times 16 would look negative.)
+// Entry i is 2 * code - (2^bits - 1) for the code in the lowest 4 bits of i, or where there are
+// two bits, in the two from bit `at` on.
+KVQ__INLINE __m512i table_of(int bits, int at)
+{
+    _Alignas(64) int8_t table[64];
+    for (int i = 0; i < 64; i++)
+        table[i] = (int8_t)(2 * (i >> at & (bits == 2 ? 3 : 15)) - ((1 << bits) - 1));
+    return _mm512_load_si512(table);
+}
+
+// Positions odd and odd + 2 of a word, centred and doubled. vpermb looks at 6 bits of a byte.
 KVQ__INLINE void part_pair(__m512i *code, __m512i low, __m512i high, int odd, int bits)
 {
-    const __m512i mask = _mm512_set1_epi8(bits == 2 ? 0x03 : 0x0f);
-    __m512i x;
+    __m512i x, y;
     if (bits == 2) {
-        x = odd ? _mm512_srli_epi16(low, 2) : low;
+        x = y = odd ? _mm512_srli_epi16(low, 2) : low;
     } else {
         struct kvq__nibbles n = kvq__join_planes(low, high);
         x = odd ? n.odd : n.even;
+        y = _mm512_srli_epi16(x, 4);
     }
-    code[0] = _mm512_and_si512(x, mask);
-    if (bits == 4)
-        code[1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
-    else
-        code[1] = _mm512_and_si512(x, _mm512_set1_epi8(bits == 2 ? 0x30 : 0x70));
+    code[0] = _mm512_permutexvar_epi8(x, table_of(bits, 0));
+    code[1] = _mm512_permutexvar_epi8(y, table_of(bits, bits == 2 ? 4 : 0));
 }
 
 KVQ__INLINE void add_sum(float *o, __m512i acc, float unit)
@@ -153,49 +188,47 @@ KVQ__INLINE __m512i load_v_high(const uint8_t *high, unsigned j, unsigned half, 
     return _mm512_and_si512(half ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
 }
 
-// One set of four tokens, positions odd and odd + 2, both halves of the lanes.
-KVQ__INLINE void v_set(__m512i acc[][2][2], const uint8_t *low, const uint8_t *high, unsigned j,
-                       unsigned half, const uint8_t *const *w, uint32_t first_group, int rows,
-                       int odd, int bits)
+// One set of four tokens (set is a constant), positions odd and odd + 2, both halves of the lanes.
+KVQ__INLINE void v_set(__m512i acc[][2][2], const struct kvq__planes *p, unsigned set,
+                       const uint8_t *const *w, int rows, int odd, int bits)
 {
+    unsigned j = set / 2, half = set % 2;
     __m512i code[2][2];
+    kvq__fetch_place(p, 8 * (unsigned)odd + set, bits);
     for (unsigned z = 0; z < 2; z++) {
-        __m512i x = kvq__load_row(low + KVQ__ROW_BYTES * (2 * j + half), z, j);
-        part_pair(code[z], x, bits > 2 ? load_v_high(high, j, half, z, bits) : x, odd, bits);
+        __m512i x = kvq__load_row(p->low + KVQ__ROW_BYTES * set, z, j);
+        part_pair(code[z], x, bits > 2 ? load_v_high(p->high, j, half, z, bits) : x, odd, bits);
     }
     for (uint32_t s = 0; s < 2; s++)
         for (int i = 0; i < rows; i++) {
-            uint32_t at = weight_at(first_group + 2 * s, 2 * j + half);
-            __m512i weights = kvq__broadcast_word(w[i] + at);
+            __m512i weights = kvq__broadcast_word(w[i] + weight_at((uint32_t)odd + 2 * s, set));
             acc[i][s][0] = _mm512_dpbusd_epi32(acc[i][s][0], weights, code[0][s]);
             acc[i][s][1] = _mm512_dpbusd_epi32(acc[i][s][1], weights, code[1][s]);
         }
 }
 
-// Half of the positions of one slab of 128 channels.
-KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, uint32_t slab, float *o,
-                              const uint8_t *const *w, const float *unit, int rows, int odd,
-                              int bits)
+// Half of the positions of one slab of 128 channels, whose weights and sums w and o are.
+KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, float *o, const uint8_t *const *w,
+                              const float *unit, int rows, int odd, int bits)
 {
-    const uint8_t *low = p->low + slab * (KVQ_GROUP_TOKENS * KVQ__SLAB / 4);
-    const uint8_t *high = p->high + slab * (KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4));
-    uint32_t first = 4 * slab + (uint32_t)odd;
     __m512i acc[KVQ__TILE4][2][2];
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 2; s++)
             acc[i][s][0] = acc[i][s][1] = _mm512_setzero_si512();
-    for (unsigned j = 0; j < 4; j += 2) {
-        v_set(acc, low, high, j, 0, w, first, rows, odd, bits);
-        v_set(acc, low, high, j, 1, w, first, rows, odd, bits);
-        v_set(acc, low, high, j + 1, 0, w, first, rows, odd, bits);
-        v_set(acc, low, high, j + 1, 1, w, first, rows, odd, bits);
-    }
+    // Written out, for otherwise every address would have to be computed.
+    v_set(acc, p, 0, w, rows, odd, bits);
+    v_set(acc, p, 1, w, rows, odd, bits);
+    v_set(acc, p, 2, w, rows, odd, bits);
+    v_set(acc, p, 3, w, rows, odd, bits);
+    v_set(acc, p, 4, w, rows, odd, bits);
+    v_set(acc, p, 5, w, rows, odd, bits);
+    v_set(acc, p, 6, w, rows, odd, bits);
+    v_set(acc, p, 7, w, rows, odd, bits);
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 2; s++) {
-            float *at = o + i * KVQ_MAX_HEAD_DIM + 32 * (first + 2 * (uint32_t)s);
-            float f = s && bits < 4 ? unit[i] / 16 : unit[i];
-            add_sum(at, acc[i][s][0], f);
-            add_sum(at + 16, acc[i][s][1], f);
+            float *at = o + i * KVQ_MAX_HEAD_DIM + 32 * (odd + 2 * s);
+            add_sum(at, acc[i][s][0], unit[i]);
+            add_sum(at + 16, acc[i][s][1], unit[i]);
         }
 }
 
@@ -209,6 +242,7 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
             acc[i][s] = _mm512_setzero_si512();
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2;
+        kvq__fetch_place(p, set, bits);
         __m512i low = kvq__load_row_64(p->low, 2 * j + (half ^ (j & 1)), j), high = low;
         if (bits == 4) {
             high = kvq__load_row_64(p->high, 2 * j + (half ^ (j & 1)), j);
@@ -229,81 +263,73 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
     }
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 4; s++)
-            add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s],
-                    s > 1 && bits < 4 ? unit[i] / 16 : unit[i]);
+            add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s], unit[i]);
 }
 
-// Adds up to four rows times one group of V to the chunk's sums.
-KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__planes *p, uint32_t group,
+// Adds up to four rows times group `at` of the batch to the chunk's sums.
+KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t at,
                          uint32_t first, int rows, int bits)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    const uint8_t *w[KVQ__TILE4];
+    const uint8_t *w[KVQ__TILE4], *low = b->group[at]->packed.group + tile->codec->layout.v_codes;
+    struct kvq__planes p = kvq__planes_of(tile, b->index[at], low, bits);
     for (int i = 0; i < rows; i++)
-        w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
-    const float *unit = v->unit[group] + first;
-    if (p->dim == 64)
-        pv_64(p, v->o[first], w, unit, rows, bits);
-    for (uint32_t slab = 0; slab < p->dim / KVQ__SLAB; slab++) {
-        pv_half_slab(p, slab, v->o[first], w, unit, rows, 0, bits);
-        pv_half_slab(p, slab, v->o[first], w, unit, rows, 1, bits);
+        w[i] = kvq__vnni_bytes(tile, at, first + (uint32_t)i);
+    const float *unit = v->unit[at] + first;
+    if (p.dim == 64)
+        pv_64(&p, v->o[first], w, unit, rows, bits);
+    for (uint32_t slab = 0; slab < p.dim / KVQ__SLAB; slab++) {
+        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 0, bits);
+        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 1, bits);
+        kvq__next_slab(&p, bits);
+        for (int i = 0; i < rows; i++)
+            w[i] += KVQ__SLAB;
     }
 }
 
-KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, const float *p_row,
-                          int bits)
+KVQ__INLINE void pv_batch(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t first,
+                          int rows, int bits)
 {
-    const uint8_t *low = packed + tile->codec->layout.v_codes;
-    struct kvq__planes p = {low, low + 8 * tile->dim, tile->dim};
-    uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
+    prepare_rows(tile, b, first, rows);
+    for (uint32_t i = 0; i < b->n; i++)
+        pv_rows(tile, b, i, first, rows, bits);
+}
+
+void kvq__vnni_values(const struct kvq__tile *tile, const struct kvq__batch *b)
+{
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
-        switch (tile->rows - r) {
-        case 1:
-            pv_rows(tile, &p, group, r, 1, bits);
-            break;
+        switch (tile->codec->v_bits) {
         case 2:
-            pv_rows(tile, &p, group, r, 2, bits);
+            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 2));
             break;
         case 3:
-            pv_rows(tile, &p, group, r, 3, bits);
+            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 3));
             break;
         default:
-            pv_rows(tile, &p, group, r, 4, bits);
+            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 4));
         }
 }
 
-void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
-{
-    const uint8_t *group = packed->group;
-    switch (tile->codec->v_bits) {
-    case 2:
-        pv_group(tile, group, p, 2);
-        break;
-    case 3:
-        pv_group(tile, group, p, 3);
-        break;
-    default:
-        pv_group(tile, group, p, 4);
-    }
-}
-
 // ---- The chunk's sums ----
+
+enum { AT_ONCE = 4 }; // channel groups
 
 void kvq__vnni_clear(const struct kvq__tile *tile)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t r = 0; r < tile->rows; r++) {
         memset(v->o[r], 0, tile->dim * sizeof(float));
-        memset(v->zero[r], 0, sizeof v->zero[r]);
-        memset(v->taken[r], 0, sizeof v->taken[r]);
+        memset(v->middle[r], 0, tile->dim / KVQ_GROUP_CHANNELS * sizeof v->middle[r][0]);
     }
 }
 
-// What all 32 channels of group g get for zeros and centres.
-static __m512 bias_of(const struct kvq__vnni *v, uint32_t r, uint32_t g)
+// The sums of p * middle over all tokens, of four channel groups.
+KVQ__INLINE __m512 middles(const struct kvq__vnni *v, uint32_t r, uint32_t from, uint32_t n)
 {
-    __m512 taken = _mm512_maskz_load_ps(g & 1 ? 0xcccc : 0x3333, v->taken[r][g / 2]);
-    return kvq__sum_all(_mm512_sub_ps(_mm512_load_ps(v->zero[r][g]), taken));
+    __m512 x[AT_ONCE];
+    for (uint32_t g = 0; g < AT_ONCE; g++)
+        x[g] = g < n ? _mm512_load_ps(v->middle[r][from + g]) : _mm512_setzero_ps();
+    return kvq__sum4(x[0], x[1], x[2], x[3]);
 }
 
 // Channels 16 u + 8 rh + g of a group of 32, g = 4 z + i: word 4 i + 2 u + rh of half z.
@@ -330,16 +356,28 @@ static void add_narrow(const float *sums, __m512 bias, float *out)
     }
 }
 
-void kvq__vnni_flush(const struct kvq__tile *tile)
+// One slab of 128 channels, or all 64.
+KVQ__INLINE void flush(const struct kvq__tile *tile, uint32_t r, uint32_t slab, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    for (uint32_t r = 0; r < tile->rows; r++)
-        for (uint32_t c = 0; c < tile->dim; c += KVQ_GROUP_CHANNELS) {
-            __m512 bias = bias_of(v, r, c / KVQ_GROUP_CHANNELS);
-            float *out = tile->ot + (size_t)r * tile->dim + c;
-            if (tile->dim == 64)
-                add_narrow(v->o[r] + c, bias, out);
-            else
-                add_wide(v->o[r] + c, bias, out);
-        }
+    __m512 sums = middles(v, r, slab * AT_ONCE, n);
+    for (uint32_t g = 0; g < n; g++) {
+        __m512 bias = _mm512_permutexvar_ps(_mm512_set1_epi32((int32_t)g), sums);
+        uint32_t c = slab * KVQ__SLAB + g * KVQ_GROUP_CHANNELS;
+        float *out = tile->ot + (size_t)r * tile->dim + c;
+        if (n < AT_ONCE)
+            add_narrow(v->o[r] + c, bias, out);
+        else
+            add_wide(v->o[r] + c, bias, out);
+    }
+}
+
+void kvq__vnni_flush(const struct kvq__tile *tile)
+{
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        if (tile->dim == 64)
+            flush(tile, r, 0, 2);
+        for (uint32_t slab = 0; slab < tile->dim / KVQ__SLAB; slab++)
+            flush(tile, r, slab, AT_ONCE);
+    }
 }

@@ -38,6 +38,7 @@ enum {
     // Configuration.
     KVQ_MAX_NAMESPACES = 128,
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
+    KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
@@ -48,6 +49,12 @@ enum {
     KVQ_WIRE_ARENA = 2048 * 1024, // memory that any message can be unpacked in
     KVQ_MAX_PACKET_FDS = 8,
     KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
+
+    // Capture files.
+    KVQ_MAX_CAPTURE_DIM = 1024,          // head_dim
+    KVQ_MAX_CAPTURE_SEQUENCES = 1 << 16, // runs of sessions in one file
+    KVQ_MAX_CAPTURE_SESSIONS = 4096,     // captured at a time
+    KVQ_MAX_CAPTURE_CHUNKS = 1 << 24,
 };
 
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)

@@ -40,7 +40,8 @@
     X(E_SYSTEM, -30, "a system call failed; the text says which")                                  \
     X(E_UNSUPPORTED, -31, "not supported by this build or backend")                                \
     X(E_TAKEN, -32, "another writer took the session over")                                        \
-    X(E_INTERNAL, -33, "internal error: please report it with the daemon's log")
+    X(E_INTERNAL, -33, "internal error: please report it with the daemon's log")                   \
+    X(E_NO_CLIENT, -34, "no such client is attached")
 
 // kvq.h, the installed header, spells the same list; whoever includes both includes it first
 // and has the agreement checked at compile time.

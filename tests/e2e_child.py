@@ -177,10 +177,10 @@ def scribble(directory, seed, way):
             say(error.code.name)
 
 
-def stranger(directory, uid, ns, name):
+def stranger(directory, uid, ns, name, groups=()):
     """Tries as another user to reach a namespace that is not its own."""
     tokens = Tokens(1, 4)  # while this user may still read everything that it needs
-    os.setgroups([])
+    os.setgroups(groups)
     os.setgid(uid)
     os.setuid(uid)
     results = {}

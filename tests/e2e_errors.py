@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bad input gets: a code, a text that says what was wrong, and nothing lost."""
+import json
 import os
+import shutil
 import socket
 import subprocess
 import unittest
@@ -313,6 +315,37 @@ class BadPeople(Test):
             self.assertIn("uid-0", text)
             self.assertIn("65534", text)
         self.assertEqual(mine.refresh(), 4)
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_supplementary_groups(self):
+        """They open a namespace on both sockets; without them it is another's."""
+        path = os.path.join(self.daemon.directory, "team.conf")
+        with open(path, "w", encoding="ascii") as file:
+            file.write("[namespace team]\ngids = 4242\n")
+        tokens = Tokens(1, 4)
+        with Daemon(config=path, runtime_mode="0755") as daemon, daemon.client() as client:
+            os.chmod(daemon.directory, 0o755)
+            client.session(tokens.rows, "f16", ns="team", name="ours")
+            # Where that user can reach it, wherever this tree lies.
+            kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), daemon.directory)
+
+            def ctl(groups, *arguments):
+                return subprocess.run(
+                    [kvqctl, "--runtime-dir", daemon.directory, "--namespace", "team", "--json",
+                     *arguments], capture_output=True, text=True, timeout=BOUND, cwd="/",
+                    user=65534, group=65534, extra_groups=groups)
+
+            for groups, code in (([4242], "OK"), ([1, 4242, 70000], "OK"), ([4241], "E_PERMISSION"),
+                                 ([], "E_PERMISSION")):
+                child = Child("stranger", daemon.directory, 65534, "team", "ours", groups)
+                self.assertEqual(child.hear()["other"][0], code, groups)
+                child.end()
+                shown = ctl(groups, "session", "show", "ours")
+                self.assertEqual(shown.returncode, 0 if code == "OK" else 6, shown.stderr)
+                listed = json.loads(ctl(groups, "session", "list").stdout)
+                self.assertEqual([s["name"] for s in listed], ["ours"] if code == "OK" else [])
+            self.assertEqual(ctl([4241], "session", "drop", "ours").returncode, 6)
+            self.assertEqual(ctl([4242], "session", "drop", "ours").returncode, 0)
 
     @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
     def test_no_permission_for_the_directory(self):

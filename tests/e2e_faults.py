@@ -184,16 +184,51 @@ class DeadDaemon(Test):
         step = self.queue.step([session], 10)
         step.append(0, tokens.k[0, :10], tokens.v[0, :10])
         number = self.client.info()["client_id"]
+        status, said, complaint = self.daemon.ctl("client", "kick", "4711", check=False)
+        self.assertEqual((status, said), (5, ""))
+        for part in ("4711", "client list", "E_NO_CLIENT"):
+            self.assertIn(part, complaint)
         self.daemon.ctl("client", "kick", str(number))
         with self.assertRaises(kvq.Error) as caught:
             step.append(1, tokens.k[1, :10], tokens.v[1, :10])
         self.assertIn(caught.exception.code, (kvq.Code.E_DISCONNECTED, kvq.Code.E_CANCELLED))
         self.daemon.wait_gone(number)
+        self.assertEqual(self.daemon.ctl("client", "kick", str(number), check=False)[0], 5)
         self.assertEqual(self.client.reattach(), (False, 1))
         again = self.client.session(tokens.rows, "oscar2", name="mine")
         self.assertEqual(again.tokens, 20)
         tokens.feed(self.queue, again, 40)
         self.assertEqual(self.daemon.status()["kicked_clients"], 1)
+
+    def test_calls_given_up(self):
+        """What a control call makes after its caller stopped waiting is given back unasked."""
+        rows = Tokens(1, 1).rows
+        client = self.daemon.client(timeout_ms=200)
+        own = client.session(rows, "f16")
+
+        def held():
+            mine = [c for c in self.daemon.ctl("client", "list")
+                    if c["id"] == client.info()["client_id"]]
+            return [mine[0][key] for key in ("queues", "buffers", "buffer_bytes", "sessions")]
+
+        before, fds = held(), own_fds()
+        for _ in range(3):
+            self.daemon.pause()
+            self.fails(kvq.Code.E_DEADLINE, client.queue, text="200 ms")
+            self.fails(kvq.Code.E_DEADLINE, client.buffer, 1 << 20, True)
+            self.fails(kvq.Code.E_DEADLINE, client.buffer, 1 << 20)
+            self.fails(kvq.Code.E_DEADLINE, client.session, rows, "f16", name="late")
+            self.daemon.process.send_signal(signal.SIGCONT)
+            answered = False
+            while not answered:  # behind all of them, however slow this machine is
+                try:
+                    answered = own.info()["tokens"] == 0
+                except kvq.Error as error:
+                    self.assertEqual(error.code, kvq.Code.E_DEADLINE)
+            self.assertEqual(held(), before)
+            self.assertEqual(own_fds(), fds)
+            self.client.session(rows, "f16", name="late").close()  # nobody writes it
+        client.close()
 
     def test_disconnecting_is_done_when_it_returns(self):
         """What a client held is free for the next one; it waits for the daemon to say so."""

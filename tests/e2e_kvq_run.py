@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,22 @@ class KvqRun(unittest.TestCase):
                          "--temperature", 0, "--session", "half")
         self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
         self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
+
+    def test_capture(self):
+        """A capture holds what the cache was given, up to its limit, and no more."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "kv.capture")
+            self.json("perplexity", "--format", "f16", "--text", HELDOUT, "--bytes", 700,
+                      "--context", 300, "--capture", path, "--capture-tokens", 500)
+            with open(path, "rb") as file:
+                magic, _, layers, flags, chunks, size, tokens = struct.unpack("<8sQIIQQQ",
+                                                                              file.read(48))
+                self.assertEqual(os.path.getsize(path), size)
+        self.assertEqual((magic, layers, flags, tokens), (b"KVQCAPT1", 4, 1, 500))
+        # 19 steps for each of the 300 tokens with BOS, then 13 for the 200 that were left.
+        self.assertEqual(chunks, 4 * (19 + 13))
+        self.assertIn(b"cannot capture", self.kvq_run(
+            "generate", "--prompt", "a", "--capture", "/no/such/place", status=1).stderr)
 
     def test_usage(self):
         for arguments, sentence in (

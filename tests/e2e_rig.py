@@ -42,9 +42,10 @@ def die_with_parent():
 
 
 class Daemon:
-    """A kvqd of this build. Options are its flags: Daemon(pool_bytes="64mb")."""
+    """A kvqd of this build. Options are its flags: Daemon(pool_bytes="64mb"). before: called in the
+    new process."""
 
-    def __init__(self, directory=None, ready=True, **options):
+    def __init__(self, directory=None, ready=True, before=lambda: None, **options):
         self.own = directory is None
         self.directory = directory or tempfile.mkdtemp(prefix="kvq-e2e-")
         options.setdefault("pool_bytes", "256mb")
@@ -56,7 +57,8 @@ class Daemon:
         self.process = subprocess.Popen(
             [os.path.join(BIN, "kvqd"), "--runtime-dir", self.directory, "--ready-fd",
              str(writable), *flags], pass_fds=[writable], stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL, text=True, env=environment, preexec_fn=die_with_parent)
+            stdin=subprocess.DEVNULL, text=True, env=environment,
+            preexec_fn=lambda: (die_with_parent(), before()))
         os.close(writable)
         self.lines = []
         self.news = threading.Condition()

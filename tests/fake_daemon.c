@@ -31,6 +31,10 @@ struct fake_daemon {
     struct kvq_ring_rx rx;
     struct kvq_ring_tx tx;
     int request_event, wake_ours;
+    bool deaf;
+    uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
+    size_t held_bytes;
+    uint32_t held_id, cancels;
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -185,6 +189,30 @@ static void answer_open_queue(struct fake_daemon *d, Kvq__Reply *reply)
     close(pair[1]);
 }
 
+static void answer(struct fake_daemon *d, const Kvq__Request *request);
+
+// Keeps the first command, and answers it when it is cancelled. False: not its business.
+static bool hold(struct fake_daemon *d, const Kvq__Request *request, size_t bytes)
+{
+    char text[KVQ_TEXT_BYTES];
+    Kvq__Request *held;
+    if (!d->script.late_first || request->command_case == KVQ__REQUEST__COMMAND_HELLO)
+        return false;
+    if (d->held_id == 0) {
+        d->held_id = request->id;
+        d->held_bytes = bytes;
+        memcpy(d->held, d->packet, bytes);
+        return true;
+    }
+    if (request->command_case != KVQ__REQUEST__COMMAND_CANCEL || d->held_bytes == 0)
+        return false;
+    d->cancels += request->cancel->request == d->held_id;
+    must(kvq_request_unpack(d->held, d->held_bytes, &d->arena, &held, text) == 0, text);
+    d->held_bytes = 0;
+    answer(d, held);
+    return false;
+}
+
 static void answer(struct fake_daemon *d, const Kvq__Request *request)
 {
     Kvq__Reply reply = KVQ__REPLY__INIT;
@@ -227,7 +255,9 @@ static void receive_command(struct fake_daemon *d)
         return;
     d->arena.used = 0;
     must(kvq_request_unpack(d->packet, (size_t)n, &d->arena, &request, text) == 0, text);
-    answer(d, request);
+    d->deaf = d->script.deaf && request->command_case == KVQ__REQUEST__COMMAND_OPEN_QUEUE;
+    if (!hold(d, request, (size_t)n))
+        answer(d, request);
 }
 
 // ---- The rings ----
@@ -343,7 +373,7 @@ static void *serve(void *arg)
     for (;;) {
         struct pollfd p[4] = {{.fd = d->stop, .events = POLLIN},
                               {.fd = d->connection < 0 ? d->listener : -1, .events = POLLIN},
-                              {.fd = d->connection, .events = POLLIN},
+                              {.fd = d->deaf ? -1 : d->connection, .events = POLLIN},
                               {.fd = d->request_event, .events = POLLIN}};
         must(poll(p, 4, -1) >= 0 || errno == EINTR, "poll");
         if (p[0].revents)
@@ -390,4 +420,9 @@ void fake_stop(struct fake_daemon **daemon)
     free(d->arena.memory);
     free(d);
     *daemon = NULL;
+}
+
+uint32_t fake_cancels(const struct fake_daemon *daemon)
+{
+    return daemon->cancels;
 }

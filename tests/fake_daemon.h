@@ -38,6 +38,8 @@ struct fake_script {
     bool silent;      // receives, never answers
     bool garbage;     // bytes that are no message
     bool stale_first; // before each reply one to an earlier call, with a descriptor
+    bool late_first;  // holds the reply to the first command until that is cancelled
+    bool deaf;        // takes nothing off the socket after the first queue
     bool hang_up;     // closes the connection instead of answering anything but hello
     bool farewell;    // says why (a reply with number 0), then closes
     // Queues.
@@ -56,5 +58,7 @@ struct fake_daemon;
 // Listens on DIR/attach.sock until fake_stop. Aborts the test program when the system fails it.
 struct fake_daemon *fake_start(const char *dir, const struct fake_script *script);
 void fake_stop(struct fake_daemon **daemon);
+// Requests that were cancelled by their right number. Once a later call was answered.
+uint32_t fake_cancels(const struct fake_daemon *daemon);
 
 #endif

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The attach socket against clients that misbehave: a whole daemon runs in a thread of this
-// program, and the tests speak to it byte by byte. At the end of each test every descriptor and
+// The attach socket against clients that misbehave. At the end of each test every descriptor and
 // mapping that it made must be gone again.
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,324 +14,49 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 #include "daemon/log.h"
+#include "daemon/packet.h"
 #include "daemon/server.h"
 #include "proto/ring.h"
-#include "proto/wire.h"
-
-// ---- The daemon ----
-
-static struct {
-    struct kvq__server server;
-    pthread_t thread;
-    uv_async_t stop;
-    char directory[64];
-} rig;
-
-static void on_stop(uv_async_t *async)
-{
-    uv_stop(async->loop);
-}
-
-static void *serve(void *context)
-{
-    (void)context;
-    uv_run(&rig.server.loop, UV_RUN_DEFAULT);
-    kvq__server_close(&rig.server);
-    return NULL;
-}
-
-static int start(void **state)
-{
-    char text[KVQ_TEXT_BYTES], *none[] = {NULL};
-    (void)state;
-    memset(&rig.server, 0, sizeof rig.server);
-    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-attach-XXXXXX");
-    assert_non_null(mkdtemp(rig.directory));
-    kvq__config_defaults(&rig.server.config, none);
-    snprintf(rig.server.config.runtime_dir, sizeof rig.server.config.runtime_dir, "%s",
-             rig.directory);
-    rig.server.config.pool_bytes = 64 << 20;
-    rig.server.config.extent_bytes = 2 << 20;
-    rig.server.config.client_bytes = 8 << 20;
-    rig.server.config.max_clients = 8;
-    rig.server.config.workers = 2;
-    assert_int_equal(kvq__server_lock(&rig.server, text), 0);
-    assert_int_equal(kvq__server_open(&rig.server, text), 0);
-    uv_async_init(&rig.server.loop, &rig.stop, on_stop);
-    return pthread_create(&rig.thread, NULL, serve, NULL);
-}
-
-static int stop(void **state)
-{
-    char path[96];
-    (void)state;
-    uv_async_send(&rig.stop);
-    pthread_join(rig.thread, NULL);
-    close(rig.server.lock_fd);
-    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
-    unlink(path);
-    return rmdir(rig.directory); // nothing else is left there
-}
-
-// ---- A client ----
-
-struct peer {
-    int fd;
-    uint32_t next_id;
-    uint8_t packet[KVQ_MAX_MESSAGE];
-    uint8_t memory[KVQ_WIRE_ARENA];
-    struct kvq_arena arena;
-    int fds[16];
-    uint32_t n_fds;
-    Kvq__Reply *reply;
-};
-
-static struct peer *peer_new(void)
-{
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    struct peer *p = calloc(1, sizeof *p);
-    p->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    snprintf(address.sun_path, sizeof address.sun_path, "%s/attach.sock", rig.directory);
-    assert_int_equal(connect(p->fd, (struct sockaddr *)&address, sizeof address), 0);
-    return p;
-}
-
-static void send_bytes(struct peer *p, const void *bytes, size_t n, const int *fds, uint32_t n_fds)
-{
-    union {
-        struct cmsghdr align;
-        char space[CMSG_SPACE(32 * sizeof(int))];
-    } control = {0};
-    struct iovec part = {(void *)(uintptr_t)bytes, n};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    if (n_fds) {
-        message.msg_control = &control;
-        message.msg_controllen = CMSG_SPACE(n_fds * sizeof(int));
-        struct cmsghdr *c = CMSG_FIRSTHDR(&message);
-        c->cmsg_level = SOL_SOCKET;
-        c->cmsg_type = SCM_RIGHTS;
-        c->cmsg_len = CMSG_LEN(n_fds * sizeof(int));
-        memcpy(CMSG_DATA(c), fds, n_fds * sizeof(int));
-    }
-    assert_int_equal(sendmsg(p->fd, &message, MSG_NOSIGNAL), n);
-}
-
-static void close_fds(struct peer *p)
-{
-    for (uint32_t i = 0; i < p->n_fds; i++)
-        close(p->fds[i]);
-    p->n_fds = 0;
-}
-
-// Receives one reply into p->reply and p->fds; false at the end of the connection.
-static bool receive(struct peer *p)
-{
-    union {
-        struct cmsghdr align;
-        char space[CMSG_SPACE(16 * sizeof(int))];
-    } control;
-    char text[KVQ_TEXT_BYTES];
-    struct iovec part = {p->packet, sizeof p->packet};
-    struct msghdr message = {.msg_iov = &part,
-                             .msg_iovlen = 1,
-                             .msg_control = &control,
-                             .msg_controllen = sizeof control};
-    ssize_t got = recvmsg(p->fd, &message, MSG_CMSG_CLOEXEC);
-    if (got <= 0)
-        return false;
-    close_fds(p);
-    struct cmsghdr *c = CMSG_FIRSTHDR(&message);
-    if (c) {
-        p->n_fds = (uint32_t)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-        memcpy(p->fds, CMSG_DATA(c), p->n_fds * sizeof(int));
-    }
-    kvq_arena_init(&p->arena, p->memory, sizeof p->memory);
-    assert_int_equal(kvq_reply_unpack(p->packet, (size_t)got, &p->arena, &p->reply, text), 0);
-    return true;
-}
-
-// Ends the connection from our side and waits until the daemon has let go of it.
-static void peer_free(struct peer *p)
-{
-    shutdown(p->fd, SHUT_WR);
-    while (receive(p))
-        ;
-    close_fds(p);
-    close(p->fd);
-    free(p);
-}
-
-static int ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
-{
-    uint8_t bytes[KVQ_MAX_MESSAGE];
-    size_t length;
-    request->id = ++p->next_id;
-    if (request->protocol == 0)
-        request->protocol = KVQ_PROTOCOL_MAX;
-    assert_int_equal(kvq_request_pack(request, bytes, sizeof bytes, &length), 0);
-    send_bytes(p, bytes, length, fds, n_fds);
-    if (!receive(p))
-        return 1;
-    assert_int_equal(p->reply->id, p->next_id);
-    assert_true(p->reply->status == 0 || p->reply->text[0]);
-    return p->reply->status;
-}
-
-static int say_hello(struct peer *p, uint32_t min, uint32_t max)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__Hello hello = KVQ__HELLO__INIT;
-    hello.protocol_min = min;
-    hello.protocol_max = max;
-    hello.client_name = (char *)"test";
-    request.command_case = KVQ__REQUEST__COMMAND_HELLO;
-    request.hello = &hello;
-    return ask(p, &request, NULL, 0);
-}
-
-static struct peer *attached(void)
-{
-    struct peer *p = peer_new();
-    assert_int_equal(say_hello(p, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX), 0);
-    assert_int_equal(p->n_fds, 1);
-    return p;
-}
-
-static int import_memfd(struct peer *p, const int *fds, uint32_t n_fds, uint64_t offset,
-                        uint64_t bytes)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__ImportBuffer import = KVQ__IMPORT_BUFFER__INIT;
-    import.offset = offset;
-    import.bytes = bytes;
-    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    request.import_buffer = &import;
-    return ask(p, &request, fds, n_fds);
-}
-
-static int create_buffer(struct peer *p, uint64_t bytes)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
-    create.bytes = bytes;
-    request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
-    request.create_buffer = &create;
-    return ask(p, &request, NULL, 0);
-}
-
-static int close_buffer(struct peer *p, uint32_t buffer)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
-    close.buffer = buffer;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
-    request.close_buffer = &close;
-    return ask(p, &request, NULL, 0);
-}
-
-static int open_queue(struct peer *p)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
-    request.open_queue = &open;
-    return ask(p, &request, NULL, 0);
-}
-
-static int close_queue(struct peer *p, uint32_t queue)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__CloseQueue close = KVQ__CLOSE_QUEUE__INIT;
-    close.queue = queue;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
-    request.close_queue = &close;
-    return ask(p, &request, NULL, 0);
-}
-
-// ---- What must not leak ----
-
-static int count_entries(const char *path)
-{
-    int n = 0;
-    DIR *directory = opendir(path);
-    while (readdir(directory))
-        n++;
-    closedir(directory);
-    return n;
-}
-
-static int count_mappings(void)
-{
-    char line[512];
-    int n = 0;
-    FILE *file = fopen("/proc/self/maps", "r");
-    while (fgets(line, sizeof line, file))
-        n += strstr(line, "memfd:kvq-re") || strstr(line, "memfd:kvq-buffer") ||
-             strstr(line, "memfd:test");
-    fclose(file);
-    return n;
-}
-
-static int fds_before;
-
-static void begin_counting(void)
-{
-    // A first client makes the daemon and its libraries open what they keep.
-    peer_free(attached());
-    fds_before = count_entries("/proc/self/fd");
-    assert_int_equal(count_mappings(), 0);
-}
-
-// The daemon closes its side of a connection last of all, and peer_free has waited for that; but
-// the loop may still be at the next line.
-static void end_counting(void)
-{
-    peer_free(attached());
-    assert_int_equal(count_entries("/proc/self/fd"), fds_before);
-    assert_int_equal(count_mappings(), 0);
-}
-
-// ---- Tests ----
+#include "tests/attach_kit.h"
 
 static void test_hello(void **state)
 {
     (void)state;
     begin_counting();
     struct peer *p = peer_new();
-    assert_int_equal(say_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
+    assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
     assert_non_null(strstr(p->reply->text, "speaks protocol 2 to 4"));
-    assert_false(receive(p)); // and the connection is closed
+    assert_false(peer_receive(p)); // and the connection is closed
     peer_free(p);
 
     p = peer_new();
-    assert_int_equal(say_hello(p, 5, 1), KVQ_E_VERSION); // an empty range
+    assert_int_equal(peer_hello(p, 5, 1), KVQ_E_VERSION); // an empty range
     peer_free(p);
 
     p = peer_new();
-    assert_int_equal(open_queue(p), KVQ_E_PROTOCOL);
+    assert_int_equal(peer_open_queue(p), KVQ_E_PROTOCOL);
     assert_non_null(strstr(p->reply->text, "first request must be hello"));
     peer_free(p);
 
-    p = attached();
-    assert_int_equal(say_hello(p, 1, 1), KVQ_E_PROTOCOL);
+    p = peer_attached();
+    assert_int_equal(peer_hello(p, 1, 1), KVQ_E_PROTOCOL);
     assert_non_null(strstr(p->reply->text, "second hello"));
-    assert_false(receive(p));
+    assert_false(peer_receive(p));
     peer_free(p);
 
-    p = attached();
+    p = peer_attached();
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Ping ping = KVQ__PING__INIT;
     request.protocol = 9;
     request.command_case = KVQ__REQUEST__COMMAND_PING;
     request.ping = &ping;
-    assert_int_equal(ask(p, &request, NULL, 0), KVQ_E_VERSION);
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_VERSION);
     peer_free(p);
     end_counting();
 }
@@ -342,7 +65,7 @@ static void test_daemon_page(void **state)
 {
     (void)state;
     begin_counting();
-    struct peer *p = attached();
+    struct peer *p = peer_attached();
     int fd = p->fds[0], seals = fcntl(fd, F_GET_SEALS);
     assert_true(seals & F_SEAL_SHRINK && seals & F_SEAL_GROW && seals & F_SEAL_SEAL);
     assert_true(mmap(NULL, 384, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED);
@@ -364,17 +87,17 @@ static void test_garbage(void **state)
     static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
                                           "\x0a\x03\x61\x62\x63"};
     for (int i = 0; i < 3; i++) {
-        struct peer *p = i ? attached() : peer_new();
-        send_bytes(p, packets[i], strlen(packets[i]), NULL, 0);
-        assert_true(receive(p));
+        struct peer *p = i ? peer_attached() : peer_new();
+        peer_send(p, packets[i], strlen(packets[i]), NULL, 0);
+        assert_true(peer_receive(p));
         assert_int_equal(p->reply->status, KVQ_E_PROTOCOL);
-        assert_false(receive(p));
+        assert_false(peer_receive(p));
         peer_free(p);
     }
-    struct peer *p = attached();
+    struct peer *p = peer_attached();
     uint8_t *large = calloc(1, KVQ_MAX_MESSAGE + 1);
-    send_bytes(p, large, KVQ_MAX_MESSAGE + 1, NULL, 0);
-    assert_false(receive(p));
+    peer_send(p, large, KVQ_MAX_MESSAGE + 1, NULL, 0);
+    assert_false(peer_receive(p));
     free(large);
     peer_free(p);
     end_counting();
@@ -391,27 +114,27 @@ static void test_descriptors_are_counted(void **state)
         fds[i] = fd;
     static const uint32_t counts[] = {0, 2, 8};
     for (int i = 0; i < 3; i++) {
-        struct peer *p = attached();
-        assert_int_equal(import_memfd(p, fds, counts[i], 0, 4096), KVQ_E_PROTOCOL);
+        struct peer *p = peer_attached();
+        assert_int_equal(peer_import(p, fds, counts[i], 0, 4096), KVQ_E_PROTOCOL);
         assert_non_null(strstr(p->reply->text, "1 belong there"));
-        assert_false(receive(p));
+        assert_false(peer_receive(p));
         peer_free(p);
     }
     // More than are taken: the control data is cut, nothing is kept.
     static const uint32_t too_many[] = {9, 16, 24};
     for (int i = 0; i < 3; i++) {
-        struct peer *p = attached();
-        send_bytes(p, "x", 1, fds, too_many[i]);
-        assert_false(receive(p));
+        struct peer *p = peer_attached();
+        peer_send(p, "x", 1, fds, too_many[i]);
+        assert_false(peer_receive(p));
         peer_free(p);
     }
     // Descriptors beside a request that takes none.
-    struct peer *p = attached();
+    struct peer *p = peer_attached();
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Ping ping = KVQ__PING__INIT;
     request.command_case = KVQ__REQUEST__COMMAND_PING;
     request.ping = &ping;
-    assert_int_equal(ask(p, &request, fds, 1), KVQ_E_PROTOCOL);
+    assert_int_equal(peer_ask(p, &request, fds, 1), KVQ_E_PROTOCOL);
     peer_free(p);
     close(fd);
     end_counting();
@@ -419,11 +142,11 @@ static void test_descriptors_are_counted(void **state)
 
 static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, const char *words)
 {
-    struct peer *p = attached();
-    assert_int_equal(import_memfd(p, &fd, 1, offset, bytes), code);
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_import(p, &fd, 1, offset, bytes), code);
     if (!strstr(p->reply->text, words))
         fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
-    assert_int_equal(create_buffer(p, 4096), 0); // the client itself goes on
+    assert_int_equal(peer_create_buffer(p, 4096), 0); // the client itself goes on
     peer_free(p);
 }
 
@@ -450,16 +173,16 @@ static void test_imports(void **state)
     import_refused(sealed, 0, 4096, KVQ_E_BUFFER, "open for writing");
     close(sealed);
 
-    struct peer *p = attached();
-    assert_int_equal(import_memfd(p, &fd, 1, 4096, 8192), 0);
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_import(p, &fd, 1, 4096, 8192), 0);
     assert_int_equal(p->n_fds, 0);
     uint32_t buffer = p->reply->create_buffer->buffer;
     assert_true(buffer != 0);
     assert_int_equal(count_mappings(), 1);
-    assert_int_equal(close_buffer(p, buffer + 1), KVQ_E_BUFFER);
-    assert_int_equal(close_buffer(p, buffer), 0);
-    assert_int_equal(close_buffer(p, buffer), KVQ_E_BUFFER);
-    assert_int_equal(import_memfd(p, &fd, 1, 0, 16384), 0); // left for the end
+    assert_int_equal(peer_close_buffer(p, buffer + 1), KVQ_E_BUFFER);
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    assert_int_equal(peer_close_buffer(p, buffer), KVQ_E_BUFFER);
+    assert_int_equal(peer_import(p, &fd, 1, 0, 16384), 0); // left for the end
     peer_free(p);
     close(fd);
     end_counting();
@@ -469,18 +192,98 @@ static void test_buffers(void **state)
 {
     (void)state;
     begin_counting();
-    struct peer *p = attached();
-    assert_int_equal(create_buffer(p, 0), KVQ_E_INVALID);
-    assert_int_equal(create_buffer(p, (8 << 20) + 1), KVQ_E_LIMIT);
-    assert_int_equal(create_buffer(p, 6 << 20), 0);
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
+    assert_int_equal(peer_create_buffer(p, (8 << 20) + 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_buffer(p, 6 << 20), 0);
     uint32_t first = p->reply->create_buffer->buffer;
     assert_int_equal(p->n_fds, 1);
     assert_int_equal(ftruncate(p->fds[0], 0), -1); // sealed
     assert_int_equal(errno, EPERM);
-    assert_int_equal(create_buffer(p, 3 << 20), KVQ_E_LIMIT); // together too much
-    assert_int_equal(close_buffer(p, first), 0);
-    assert_int_equal(create_buffer(p, 3 << 20), 0);
+    assert_int_equal(peer_create_buffer(p, 3 << 20), KVQ_E_LIMIT); // together too much
+    assert_int_equal(peer_close_buffer(p, first), 0);
+    assert_int_equal(peer_create_buffer(p, 3 << 20), 0);
     peer_free(p);
+    end_counting();
+}
+
+// Buffers of all clients together are bounded, made and imported ones, and come back with whoever
+// had them.
+static void test_buffers_of_all(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 8 << 20), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct peer *p[3] = {peer_attached(), peer_attached(), peer_attached()};
+    assert_int_equal(peer_create_buffer(p[0], 8 << 20), 0);
+    assert_int_equal(peer_import(p[1], &fd, 1, 0, 8 << 20), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(i ? peer_import(p[2], &fd, 1, 0, 5 << 20)
+                           : peer_create_buffer(p[2], 5 << 20),
+                         KVQ_E_LIMIT);
+        assert_non_null(strstr(p[2]->reply->text, "5242880 bytes besides 16777216 that all"));
+        assert_non_null(strstr(p[2]->reply->text, "buffer_bytes allows 20971520"));
+    }
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0); // to the last byte
+    uint32_t buffer = p[2]->reply->create_buffer->buffer;
+    assert_int_equal(peer_create_buffer(p[2], 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_close_buffer(p[2], buffer), 0);
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0);
+    peer_free(p[1]);
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0);
+    peer_free(p[0]);
+    peer_free(p[2]);
+    struct peer *last = peer_attached();
+    for (int i = 0; i < 3; i++) // what was refused was never counted
+        assert_int_equal(peer_import(last, &fd, 1, 4096 * 4096, 4096), KVQ_E_BUFFER);
+    assert_int_equal(peer_create_buffer(last, 8 << 20), 0);
+    peer_free(last);
+    close(fd);
+    end_counting();
+}
+
+// A cancel gives back what the request before it made, and nothing else.
+static void test_cancel(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 4096), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct peer *p = peer_attached(), *other = peer_attached();
+    peer_cancel(p, p->next_id); // of hello
+    peer_cancel(p, 12345);
+    for (int i = 0; i < KVQ_MAX_BUFFERS; i++) { // far more than one client may have at once
+        assert_int_equal(peer_create_buffer(p, 8 << 20), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_import(p, &fd, 1, 0, 4096), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_queue(p), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_session(p, "late"), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_session(other, "late"), 0); // it has no writer
+        peer_cancel(other, other->next_id);
+    }
+    peer_close_fds(p);
+    assert_int_equal(count_mappings(), 0);
+    // Only the last request, and only once: the buffer stays.
+    assert_int_equal(peer_create_buffer(p, 4096), 0);
+    uint32_t made = p->next_id, buffer = p->reply->create_buffer->buffer;
+    peer_cancel(p, made - 1);
+    assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
+    peer_cancel(p, made);
+    peer_cancel(p, p->next_id);
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    assert_int_equal(peer_open_queue(p), 0);
+    made = p->next_id;
+    peer_cancel(p, made);
+    peer_cancel(p, made);
+    peer_free(other);
+    peer_free(p);
+    close(fd);
     end_counting();
 }
 
@@ -493,7 +296,7 @@ struct lane {
 
 static struct lane lane_open(struct peer *p)
 {
-    assert_int_equal(open_queue(p), 0);
+    assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(p->n_fds, 4);
     assert_int_equal(p->reply->open_queue->request_slots, KVQ_REQ_SLOTS);
     struct lane lane = {.event = dup(p->fds[2]), .wake = dup(p->fds[3])};
@@ -506,7 +309,7 @@ static struct lane lane_open(struct peer *p)
     assert_int_equal(ftruncate(p->fds[0], 0), -1);
     assert_int_equal(lane.req->magic, KVQ_SHM_MAGIC_REQUEST);
     assert_int_equal(lane.cq->magic, KVQ_SHM_MAGIC_REPLY);
-    close_fds(p);
+    peer_close_fds(p);
     return lane;
 }
 
@@ -528,7 +331,7 @@ static void test_queues(void **state)
 {
     (void)state;
     begin_counting();
-    struct peer *p = attached();
+    struct peer *p = peer_attached();
     struct lane lane = lane_open(p);
     uint32_t queue = p->reply->open_queue->queue;
     struct kvq_ring_tx tx;
@@ -543,13 +346,13 @@ static void test_queues(void **state)
         assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
         sched_yield();
     }
-    assert_int_equal(close_queue(p, queue + 1), KVQ_E_INVALID);
-    assert_int_equal(close_queue(p, queue), 0);
-    assert_int_equal(close_queue(p, queue), KVQ_E_INVALID);
+    assert_int_equal(peer_close_queue(p, queue + 1), KVQ_E_INVALID);
+    assert_int_equal(peer_close_queue(p, queue), 0);
+    assert_int_equal(peer_close_queue(p, queue), KVQ_E_INVALID);
     lane_close(&lane);
     for (int i = 0; i < KVQ_MAX_QUEUES; i++)
-        assert_int_equal(open_queue(p), 0);
-    assert_int_equal(open_queue(p), KVQ_E_LIMIT);
+        assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
     peer_free(p);
     end_counting();
 }
@@ -558,14 +361,14 @@ static void test_scribbler_is_closed(void **state)
 {
     (void)state;
     begin_counting();
-    struct peer *p = attached(), *other = attached();
+    struct peer *p = peer_attached(), *other = peer_attached();
     struct lane lane = lane_open(p);
     kvq_word_store_release(&lane.req->tail, 123456789);
     lane_wake(&lane);
-    assert_false(receive(p));
+    assert_false(peer_receive(p));
     lane_close(&lane);
     peer_free(p);
-    assert_int_equal(create_buffer(other, 4096), 0);
+    assert_int_equal(peer_create_buffer(other, 4096), 0);
     peer_free(other);
     end_counting();
 }
@@ -576,7 +379,7 @@ static void test_hostile_wakers(void **state)
 {
     (void)state;
     begin_counting();
-    struct peer *p = attached(), *other = attached();
+    struct peer *p = peer_attached(), *other = peer_attached();
     struct lane lane = lane_open(p);
     uint64_t most = UINT64_MAX - 1, got;
     fcntl(lane.event, F_SETFL, 0);
@@ -603,7 +406,7 @@ static void test_hostile_wakers(void **state)
         kvq_ring_consume(&rx, ready);
         assert_int_equal(kvq_ring_room(&tx, &room), 0);
     }
-    assert_int_equal(create_buffer(other, 4096), 0);
+    assert_int_equal(peer_create_buffer(other, 4096), 0);
     peer_free(other);
     lane_close(&lane);
     peer_free(p);
@@ -616,14 +419,49 @@ static void test_too_many_clients(void **state)
     begin_counting();
     struct peer *peers[8];
     for (int i = 0; i < 8; i++)
-        peers[i] = attached();
+        peers[i] = peer_attached();
     struct peer *p = peer_new();
-    assert_int_equal(say_hello(p, 1, 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_hello(p, 1, 1), KVQ_E_LIMIT);
     assert_non_null(strstr(p->reply->text, "max_clients"));
     peer_free(p);
     for (int i = 0; i < 8; i++)
         peer_free(peers[i]);
     end_counting();
+}
+
+// Groups of the process at the other end, and only if it is the one that is meant.
+static void test_groups(void **state)
+{
+    (void)state;
+    gid_t before[KVQ_MAX_GROUPS], groups[KVQ_MAX_GROUPS] = {4242, 70000};
+    int pair[2], n_before = getgroups(KVQ_MAX_GROUPS, before);
+    if (geteuid() == 0) // others test with what they have, maybe none
+        assert_int_equal(setgroups(2, groups), 0);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    int n = getgroups(KVQ_MAX_GROUPS, groups);
+    if (geteuid() == 0)
+        assert_int_equal(setgroups((size_t)n_before, before), 0);
+    const struct kvq__peer us = {
+        .uid = geteuid(), .pid = (uint32_t)getpid(), .gids = {getegid()}, .n_gids = 1};
+    struct kvq__peer peer = us;
+    kvq__socket_groups(pair[0], &peer);
+    assert_int_equal(peer.n_gids, 1 + n);
+    for (int i = 0; i < n; i++)
+        assert_int_equal(peer.gids[1 + i], groups[i]);
+    for (int i = 0; i < 3; i++) {
+        peer = us;
+        peer.uid += i == 0;
+        peer.pid += i == 1;
+        peer.gids[0] += i == 2;
+        kvq__socket_groups(pair[0], &peer);
+        assert_int_equal(peer.n_gids, 1);
+    }
+    peer = us;
+    kvq__socket_groups(-1, &peer);
+    kvq__socket_groups(STDIN_FILENO, &peer); // no socket
+    assert_int_equal(peer.n_gids, 1);
+    close(pair[0]);
+    close(pair[1]);
 }
 
 // The process that connected dies while a child of it holds the socket open.
@@ -636,14 +474,14 @@ static void test_death_with_a_child(void **state)
     assert_int_equal(pipe2(report, O_CLOEXEC), 0);
     pid_t parent = fork();
     if (parent == 0) {
-        struct peer *p = attached();
-        if (create_buffer(p, 4096) != 0 || open_queue(p) != 0)
+        struct peer *p = peer_attached();
+        if (peer_create_buffer(p, 4096) != 0 || peer_open_queue(p) != 0)
             _exit(1);
         if (fork() == 0) { // holds the socket; hears when the daemon closes it
-            close_fds(p);
+            peer_close_fds(p);
             struct pollfd wait = {.fd = p->fd, .events = POLLIN};
             poll(&wait, 1, 20000);
-            byte = receive(p) ? 'r' : 'c';
+            byte = peer_receive(p) ? 'r' : 'c';
             _exit(write(report[1], &byte, 1) == 1 ? 0 : 1);
         }
         _exit(0);
@@ -661,7 +499,7 @@ static void test_second_daemon(void **state)
     (void)state;
     static struct kvq__server second;
     char text[KVQ_TEXT_BYTES], pid[32];
-    second.config = rig.server.config;
+    second.config = *attach_config();
     assert_int_equal(kvq__server_lock(&second, text), KVQ_E_BUSY);
     snprintf(pid, sizeof pid, "(pid %d)", (int)getpid());
     assert_non_null(strstr(text, pid));
@@ -670,19 +508,15 @@ static void test_second_daemon(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_hello),
-        cmocka_unit_test(test_daemon_page),
-        cmocka_unit_test(test_garbage),
-        cmocka_unit_test(test_descriptors_are_counted),
-        cmocka_unit_test(test_imports),
-        cmocka_unit_test(test_buffers),
-        cmocka_unit_test(test_queues),
-        cmocka_unit_test(test_scribbler_is_closed),
-        cmocka_unit_test(test_hostile_wakers),
-        cmocka_unit_test(test_too_many_clients),
-        cmocka_unit_test(test_death_with_a_child),
+        cmocka_unit_test(test_hello),          cmocka_unit_test(test_daemon_page),
+        cmocka_unit_test(test_garbage),        cmocka_unit_test(test_descriptors_are_counted),
+        cmocka_unit_test(test_imports),        cmocka_unit_test(test_buffers),
+        cmocka_unit_test(test_buffers_of_all), cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_queues),         cmocka_unit_test(test_scribbler_is_closed),
+        cmocka_unit_test(test_hostile_wakers), cmocka_unit_test(test_too_many_clients),
+        cmocka_unit_test(test_groups),         cmocka_unit_test(test_death_with_a_child),
         cmocka_unit_test(test_second_daemon),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, start, stop);
+    return cmocka_run_group_tests(tests, attach_start, attach_stop);
 }

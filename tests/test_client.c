@@ -137,6 +137,61 @@ static void test_late_replies_are_skipped(void **unused)
     assert_int_equal(count_fds(), before);
 }
 
+// A call that is not answered in time is cancelled, so that the daemon keeps nothing for it; its
+// reply, with descriptors, comes late and is thrown away.
+static void test_calls_given_up(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    int before = count_fds();
+    s.late_first = true;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_E_DEADLINE);
+    assert_null(queue);
+    expect_text("500 ms");
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(daemon), 1);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+// Requests that a stopped daemon does not take fill the connection. Then it is ended, instead of
+// losing track of what the daemon will do with them.
+static void test_calls_that_nobody_takes(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    kvq_session session;
+    struct kvq_entry entry = {0};
+    static struct kvq_layer rows[256];
+    static char format[128]; // long, so that a few requests fill the socket
+    struct kvq_session_options o = {.layers = rows, .n_layers = 256};
+    int before = count_fds(), rc = KVQ_E_DEADLINE;
+    memset(format, 'f', sizeof format - 1);
+    for (int i = 0; i < 256; i++)
+        rows[i].format = format;
+    s.deaf = true;
+    s.ring = FAKE_SILENT;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
+    for (int calls = 0; rc == KVQ_E_DEADLINE && calls < 100; calls++)
+        rc = kvq_session_open(client, &o, &session, NULL);
+    assert_int_equal(rc, KVQ_E_DISCONNECTED);
+    expect_text("kvq_reattach");
+    assert_int_equal(kvq_nop(queue, &entry, 1), KVQ_E_DISCONNECTED); // nobody would answer it
+    assert_int_equal(kvq_session_close(client, 5), KVQ_E_DISCONNECTED);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
 static void expect_no_queue(struct fake_script s, int code, const char *text)
 {
     struct fake_daemon *daemon;
@@ -490,9 +545,9 @@ static void test_merge(void **unused)
 static void test_texts(void **unused)
 {
     (void)unused;
-    for (int code = -33; code <= 0; code++)
+    for (int code = -34; code <= 0; code++)
         assert_string_not_equal(kvq_strerror(code), "unknown status");
-    assert_string_equal(kvq_strerror(-34), "unknown status");
+    assert_string_equal(kvq_strerror(-35), "unknown status");
     assert_string_equal(kvq_strerror(1), "unknown status");
     assert_string_equal(kvq_version(), "0.1.0");
 }
@@ -521,6 +576,8 @@ int main(void)
         cmocka_unit_test(test_no_daemon),
         cmocka_unit_test(test_bad_hello),
         cmocka_unit_test(test_late_replies_are_skipped),
+        cmocka_unit_test(test_calls_given_up),
+        cmocka_unit_test(test_calls_that_nobody_takes),
         cmocka_unit_test(test_bad_queue),
         cmocka_unit_test(test_bad_buffers),
         cmocka_unit_test(test_texts_that_cannot_travel),

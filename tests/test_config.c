@@ -99,6 +99,13 @@ static void test_values(void **state)
     assert_int_equal(config.ready_fd, 4);
     assert_true(config.workers >= 1);
     assert_true(config.pool_bytes >= config.extent_bytes);
+    assert_true(config.buffer_bytes >= config.client_bytes && config.client_bytes == 4ull << 30);
+    char *small[] = {"kvqd", "--buffer-bytes", "3mb", NULL};
+    assert_int_equal(load(small, no_environment), 0);
+    assert_int_equal(config.buffer_bytes, 3 << 20);
+    char *large[] = {"kvqd", "--client-bytes", "1tb", NULL};
+    assert_int_equal(load(large, no_environment), 0);
+    assert_true(config.buffer_bytes == 1ull << 40);
 }
 
 static void test_runtime_dir(void **state)

@@ -285,7 +285,8 @@ static void test_refusals(void **state)
     struct fixture *f = *state;
     static const struct {
         int status, exit;
-    } cases[] = {{KVQ_E_NO_SESSION, 5}, {KVQ_E_PERMISSION, 6}, {KVQ_E_DRAINING, 1}};
+    } cases[] = {
+        {KVQ_E_NO_SESSION, 5}, {KVQ_E_NO_CLIENT, 5}, {KVQ_E_PERMISSION, 6}, {KVQ_E_DRAINING, 1}};
     char out[4096];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         assert_int_equal(run_with(f, ANSWER, cases[i].status, "because of this", "session drop a",

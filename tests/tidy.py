@@ -141,18 +141,28 @@ def line_of(text, position):
     return text.count("\n", 0, position) + 1
 
 
+def bodies(code):
+    """Yields the first and last line of what stands between braces on lines of their own, at any
+    depth: bodies of functions, member functions included, since other braces end a line."""
+    begun = []  # indentation, line, whether it is a function's
+    before = ""
+    for number, line in enumerate(code.split("\n"), 1):
+        opened, closed = re.match(r"( *)\{\s*$", line), re.match(r"( *)\}", line)
+        if opened:
+            begun.append((opened[1], number, not re.match(r"\s*(namespace|extern)\b", before)))
+        elif closed and begun and begun[-1][0] == closed[1]:
+            _, start, function = begun.pop()
+            if function:
+                yield start, number
+        before = line if line.strip() else before
+
+
 def check_functions(tree):
     """Functions are at most 70 lines, counted from brace to brace."""
-    for path in tree.having(".c", ".h"):
-        start = None
-        for number, line in enumerate(tree.code(path).split("\n"), 1):
-            if line.rstrip() == "{":
-                start = number
-            elif line.startswith("}") and start:
-                length = number - start + 1
-                if length > MAX_FUNCTION:
-                    yield path, start, f"function of {length} lines, {MAX_FUNCTION} allowed"
-                start = None
+    for path in tree.having(*C_ENDINGS):
+        for start, end in bodies(tree.code(path)):
+            if end - start + 1 > MAX_FUNCTION:
+                yield path, start, f"function of {end - start + 1} lines, {MAX_FUNCTION} allowed"
 
 
 def check_files(tree):
@@ -197,7 +207,7 @@ def includes_of(tree, path):
 
 def check_arrows(tree):
     """Includes are rooted at the repository and follow the layers."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         own = path.split("/")[0]
         for line, mark, header in includes_of(tree, path):
             if mark == "<":
@@ -217,7 +227,7 @@ def check_arrows(tree):
 
 def check_thirdparty(tree):
     """A third-party header is known in one place."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         for line, _, header in includes_of(tree, path):
             for pattern, places in CONFINED.items():
                 if not re.fullmatch(pattern, header):
@@ -236,14 +246,14 @@ def calls(tree, path, names):
 
 def check_banned(tree):
     """Calls that overflow, misparse or start a shell."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         for line, name in calls(tree, path, BANNED):
             yield path, line, f"{name}: use {BANNED[name]}"
 
 
 def check_quiet(tree):
     """Libraries and the daemon's core neither print nor exit."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         if path.startswith(QUIET_FOLDERS) and path not in LOUD_ALLOWED:
             for line, name in calls(tree, path, LOUD):
                 yield path, line, f"{name}: hand a code and a text to the caller"
@@ -251,7 +261,7 @@ def check_quiet(tree):
 
 def check_atomics(tree):
     """Atomics live in proto/ and where a reason is given."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         if path.startswith("proto/") or path in ATOMICS_ALLOWED:
             continue
         text = tree.text(path)
@@ -264,7 +274,7 @@ def check_atomics(tree):
 
 def check_isa(tree):
     """One file an instruction set, chosen at run time: no conditional on it."""
-    for path in tree.having(".c", ".h"):
+    for path in tree.having(*C_ENDINGS):
         text = tree.code(path)
         for found in re.finditer(r"^\s*#\s*(?:el)?if.*\b(__AVX\w*|__SSE\w*|__FMA__)", text, re.M):
             yield path, line_of(text, found.start(1)), f"conditional on {found[1]}"
@@ -421,7 +431,10 @@ C_HEAD = "// SPDX-License-Identifier: Apache-2.0\n// Planted.\n"
 KVQ_H_HEAD = "/* SPDX-License-Identifier: Apache-2.0\n * Planted. */\n"
 PY_HEAD = "# SPDX-License-Identifier: Apache-2.0\n# Planted.\n"
 CLEAN = {
-    "CMakeLists.txt": PY_HEAD + "add_library(a proto/a.c planted.c)\nadd_library(b kernels/b.c)\n",
+    "CMakeLists.txt": PY_HEAD + "add_library(a proto/a.c planted.c)\n"
+                      "add_library(b kernels/b.c kernels/cuda/a.cu)\n",
+    "kernels/cuda/a.cu": C_HEAD + "namespace a\n{\nint kvq_c(void)\n{\n" + "    ;\n" * 68 + "}\n"
+                         "} // namespace a\n",
     "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
     "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
                  'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy)\n}\n',
@@ -433,15 +446,26 @@ CLEAN = {
 # Rule, path and text of a file that breaks it. The text replaces the clean one, if there is one.
 PLANTED = (
     ("functions", "proto/planted.c", C_HEAD + "int kvq_f(void)\n{\n" + "    ;\n" * 70 + "}\n"),
+    ("functions", "kernels/cuda/planted.cu",
+     C_HEAD + "namespace a\n{\nvoid kvq_f()\n{\n" + "    ;\n" * 70 + "}\n}\n"),
+    ("functions", "kernels/emu/planted.h",
+     C_HEAD + "struct a {\n    int b()\n    {\n" + "        ;\n" * 70 + "    }\n};\n"),
     ("files", "proto/planted.c", C_HEAD + "//\n" * 800),
+    ("files", "kernels/emu/planted.cpp", C_HEAD + "//\n" * 800),
     ("lines", "proto/planted.c", C_HEAD + "//" + "x" * 99 + "\n"),
     ("lines", "proto/planted.c", C_HEAD + "int x; \n"),
     ("lines", "proto/planted.c", C_HEAD + "\tint x;\n"),
+    ("lines", "kernels/cuda/planted.cu", C_HEAD + "//" + "x" * 99 + "\n"),
+    ("lines", "kernels/emu/planted.cpp", C_HEAD + "\tint x;\n"),
+    ("spdx", "kernels/cuda/planted.cu", "int x;\n"),
+    ("spdx", "kernels/emu/planted.cpp", "// SPDX-License-Identifier: Apache-2.0\nint x;\n"),
     ("spdx", "proto/planted.c", "int x;\n"),
     ("spdx", "proto/planted.c", "// SPDX-License-Identifier: Apache-2.0\nint x;\n"),
     ("spdx", "tools/planted.py", "#!/usr/bin/env python3\nprint()\n"),
     ("arrows", "kernels/planted.c", C_HEAD + '#include "proto/a.h"\n'),
     ("arrows", "proto/planted.c", C_HEAD + '#include "a.h"\n'),
+    ("arrows", "kernels/cuda/planted.cu", C_HEAD + '#include "daemon/core.h"\n'),
+    ("arrows", "kernels/emu/planted.cpp", C_HEAD + '#include "emu.h"\n'),
     ("arrows", "client/kvq.h", C_HEAD + '#include "proto/a.h"\n'),
     ("arrows", "daemon/planted.c", C_HEAD + '#include "kernels/internal.h"\n'),
     ("arrows", "client/planted.c", C_HEAD + '#include "daemon/core.h"\n'),
@@ -449,6 +473,12 @@ PLANTED = (
     ("thirdparty", "client/planted.c", C_HEAD + "#include <uv.h>\n"),
     ("thirdparty", "daemon/planted.c", C_HEAD + "#include <protobuf-c/protobuf-c.h>\n"),
     ("thirdparty", "daemon/planted.c", C_HEAD + "#include <immintrin.h>\n"),
+    ("thirdparty", "kernels/emu/planted.cpp", C_HEAD + "#include <cuda_runtime.h>\n"),
+    ("banned", "kernels/emu/planted.cpp", C_HEAD + "int f()\n{\n    sprintf(0);\n}\n"),
+    ("quiet", "kernels/cuda/planted.cu", C_HEAD + "int f()\n{\n    printf(0);\n}\n"),
+    ("atomics", "kernels/emu/planted.cpp", C_HEAD + "static int x = __atomic_load_n(y, 0);\n"),
+    ("isa", "kernels/emu/planted.cpp", C_HEAD + "#if defined(__AVX2__)\n#endif\n"),
+    ("words", "kernels/cuda/planted.cu", C_HEAD + "// FIX" "ME: later\n"),
     *(("banned", "tools/planted.c", C_HEAD + f"int f(void)\n{{\n    {name}(0);\n}}\n")
       for name in BANNED),
     *(("quiet", "client/planted.c", C_HEAD + f"int f(void)\n{{\n    {name}(0);\n}}\n")

@@ -83,18 +83,26 @@ static struct kvq_layer layer_row(const struct config *c, uint32_t window, uint3
     };
 }
 
-int cache_open(struct cache *k, struct engine *e, const struct config *c,
-               const struct cache_options *o, struct problem *p)
+// Rows of the model's layers; returns how many.
+static uint32_t layer_rows(const struct config *c, struct kvq_layer rows[2])
 {
-    memset(k, 0, sizeof *k);
-    k->engine = e;
-    struct kvq_layer rows[2];
     uint32_t n = 0;
     uint32_t full = c->window && c->window_from < c->layers ? c->window_from : c->layers;
     if (full)
         rows[n++] = layer_row(c, 0, full);
     if (full < c->layers)
         rows[n++] = layer_row(c, c->window, c->layers - full);
+    return n;
+}
+
+int cache_open(struct cache *k, struct engine *e, const struct config *c,
+               const struct cache_options *o, struct problem *p)
+{
+    memset(k, 0, sizeof *k);
+    k->engine = e;
+    k->capture = o->capture;
+    struct kvq_layer rows[2];
+    uint32_t n = layer_rows(c, rows);
     struct kvq_session_options so = {
         .ns = o->ns,
         .name = o->session,
@@ -147,7 +155,32 @@ int cache_attend(struct cache *k, uint32_t layer, struct problem *p)
     int rc = kvq_append_attend(e->queue, &work, &entry, 1);
     if (!rc)
         rc = entry.status;
-    return rc ? refused(rc, "attention failed", p) : 0;
+    if (rc)
+        return refused(rc, "attention failed", p);
+    rc = k->capture ? kvq_capture_append(k->capture, &work, &entry, 1) : 0;
+    return rc ? refused(rc, "capturing failed", p) : 0;
+}
+
+int capture_open(const struct capture_options *o, const struct config *c, kvq_capture **capture,
+                 struct problem *p)
+{
+    *capture = NULL;
+    if (!o->path)
+        return 0;
+    struct kvq_layer rows[2];
+    struct kvq_capture_options co = {.layers = rows,
+                                     .n_layers = layer_rows(c, rows),
+                                     .model = o->model,
+                                     .max_tokens = o->tokens,
+                                     .queries = 1};
+    int rc = kvq_capture_open(o->path, &co, capture);
+    return rc ? refused(rc, "cannot capture", p) : 0;
+}
+
+int capture_close(kvq_capture **capture, struct problem *p)
+{
+    int rc = kvq_capture_close(capture);
+    return rc ? refused(rc, "cannot finish the capture", p) : 0;
 }
 
 int cache_end(struct cache *k, struct problem *p)

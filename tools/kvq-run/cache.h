@@ -26,11 +26,18 @@ struct engine {
     struct kvq_daemon_info daemon;
 };
 
+// A file that K, V and Q of one or more caches go to, and what it needs of the command line.
+struct capture_options {
+    const char *path, *model;
+    uint64_t tokens;
+};
+
 struct cache_options {
     const char *format, *session, *ns, *model;
     uint8_t attention, v_rotation;
     uint64_t prompt_tokens;
     bool keep;
+    kvq_capture *capture; // NULL: not captured
 };
 
 struct cache {
@@ -39,6 +46,7 @@ struct cache {
     uint64_t tokens; // committed
     uint64_t step;
     uint32_t step_tokens;
+    kvq_capture *capture; // not owned
 };
 
 // runtime_dir NULL: the usual place. Release with engine_close, also after a failure.
@@ -56,6 +64,12 @@ int cache_begin(struct cache *k, uint32_t tokens, struct problem *p);
 int cache_attend(struct cache *k, uint32_t layer, struct problem *p);
 int cache_end(struct cache *k, struct problem *p);
 void cache_abort(struct cache *k); // leaves the session as it was before the step
+
+// path NULL: none, *capture is NULL then. Released with capture_close, which writes the counts and
+// can fail.
+int capture_open(const struct capture_options *o, const struct config *c, kvq_capture **capture,
+                 struct problem *p);
+int capture_close(kvq_capture **capture, struct problem *p);
 
 int cache_info(struct cache *k, struct kvq_session_info *info, struct problem *p);
 

@@ -18,6 +18,7 @@ struct generation {
     struct model model;
     struct engine engine;
     struct cache cache;
+    kvq_capture *capture;
     struct sampler sampler;
     struct ids prompt;
     float *logits;
@@ -142,6 +143,10 @@ static int open_all(struct generation *g, struct problem *p)
     if (model_open(&g->model, o->model, CACHE_STEP_TOKENS, p))
         return -1;
     co.model = g->model.fingerprint;
+    const struct capture_options captured = {o->capture, co.model, o->capture_tokens};
+    if (capture_open(&captured, &g->model.config, &g->capture, p))
+        return -1;
+    co.capture = g->capture;
     if (ids_from_options(o, &g->model.config, &g->prompt, p) ||
         engine_open(&g->engine, &g->model.config, o->runtime_dir, CACHE_STEP_TOKENS, p))
         return -1;
@@ -165,6 +170,8 @@ int run_generate(const struct options *o, struct problem *p)
         goto out;
     rc = report(&g, p);
 out:
+    if (capture_close(&g.capture, p))
+        rc = -1;
     free(g.produced);
     free(g.logits);
     sampler_close(&g.sampler);

@@ -53,6 +53,10 @@ static const struct option_row rows[] = {
      1 << 24},
     {"step", "N", "tokens of one step (16)", P, COUNT, AT(step), 1, 512},
     {"top", "N", "show so many of the likeliest tokens (8)", L, COUNT, AT(top), 1, 1 << 20},
+    {"capture", "FILE", "write K, V and Q as they are appended to a file", G | P, STRING,
+     AT(capture), 0, 0},
+    {"capture-tokens", "N", "at most so many tokens of them (8192; 0: all)", G | P, BIG,
+     AT(capture_tokens), 0, 9e15},
     {"json", NULL, "one JSON object on standard output", G | P | L, FLAG, AT(json), 0, 0},
     {"quiet", NULL, "no progress on standard error", G | P | L, FLAG, AT(quiet), 0, 0},
 };
@@ -198,6 +202,7 @@ int options_parse(int argc, char **argv, struct options *o, struct problem *p)
         .context = 4096,
         .step = 16,
         .top = 8,
+        .capture_tokens = 8192,
     };
     const char *word = argc > 1 ? argv[1] : "--help";
     if (!strcmp(word, "--help") || !strcmp(word, "-h") || !strcmp(word, "help")) {

@@ -20,10 +20,10 @@ enum command {
 struct options {
     uint8_t command;
     const char *model, *runtime_dir, *format, *against, *session, *ns;
-    const char *prompt, *prompt_file, *ids, *text;
+    const char *prompt, *prompt_file, *ids, *text, *capture;
     uint8_t attention, v_rotation;
     uint32_t tokens, step, context, top;
-    uint64_t bytes, seed;
+    uint64_t bytes, seed, capture_tokens;
     double temperature, top_p;
     bool json, quiet, keep;
 };

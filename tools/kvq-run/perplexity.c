@@ -25,6 +25,7 @@ struct comparison {
     struct model model;
     struct engine engine;
     struct cache cache[SIDES];
+    kvq_capture *capture;                // of the test side
     struct kvq_session_info info[SIDES]; // of the last piece
     float *logits[SIDES];
     double *log_p[SIDES]; // one row each
@@ -124,6 +125,7 @@ static int open_caches(struct comparison *c, struct problem *p)
             .model = c->model.fingerprint,
             .attention = c->o->attention,
             .v_rotation = s == TEST ? c->o->v_rotation : KVQ_V_ROTATION_NONE,
+            .capture = s == TEST ? c->capture : NULL,
         };
         if (cache_open(&c->cache[s], &c->engine, &c->model.config, &co, p))
             return -1;
@@ -262,6 +264,9 @@ static int open_all(struct comparison *c, struct problem *p)
                            "perplexity reads text as bytes; this model's vocabulary "
                            "has %u tokens",
                            vocab);
+    const struct capture_options captured = {o->capture, c->model.fingerprint, o->capture_tokens};
+    if (capture_open(&captured, &c->model.config, &c->capture, p))
+        return -1;
     if (file_read(o->text, o->bytes, &c->text, &c->bytes, p) ||
         engine_open(&c->engine, &c->model.config, o->runtime_dir, o->step, p))
         return -1;
@@ -293,6 +298,8 @@ int run_perplexity(const struct options *o, struct problem *p)
     report(&c);
     rc = 0;
 out:
+    if (capture_close(&c.capture, p))
+        rc = -1;
     for (int s = 0; s < SIDES; s++) {
         if (c.engine.client)
             cache_close(&c.cache[s]);

@@ -155,6 +155,7 @@ static int exit_of_status(int status)
 {
     switch (status) {
     case KVQ_E_NO_SESSION:
+    case KVQ_E_NO_CLIENT:
         return KVQ_EXIT_NOT_FOUND;
     case KVQ_E_PERMISSION:
         return KVQ_EXIT_PERMISSION;

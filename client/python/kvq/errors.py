@@ -41,6 +41,7 @@ class Code(enum.IntEnum):
     E_UNSUPPORTED = -31
     E_TAKEN = -32
     E_INTERNAL = -33
+    E_NO_CLIENT = -34
 
 
 def strerror(code):

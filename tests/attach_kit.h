@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A whole daemon in a thread of the test program, a client that speaks to its attach socket byte
+// by byte, and counting of what must not leak. Whatever the system refuses fails the test.
+#ifndef KVQ_TESTS_ATTACH_KIT_H
+#define KVQ_TESTS_ATTACH_KIT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "daemon/config.h"
+#include "proto/wire.h"
+
+// Setup and teardown of a test: the daemon, with 2 workers, 8 clients, and 20 MiB of buffers of
+// which one client may have 8.
+int attach_start(void **state);
+int attach_stop(void **state);
+const struct kvq_config *attach_config(void);
+
+// ---- A client ----
+
+struct peer {
+    int fd;
+    uint32_t next_id; // of the last request
+    uint8_t packet[KVQ_MAX_MESSAGE];
+    uint8_t memory[KVQ_WIRE_ARENA];
+    struct kvq_arena arena;
+    int fds[16]; // beside the last reply; closed with the next
+    uint32_t n_fds;
+    Kvq__Reply *reply; // the last one
+};
+
+struct peer *peer_new(void);      // connected
+struct peer *peer_attached(void); // hello was said
+// Ends the connection from this side and waits until the daemon has let go of it.
+void peer_free(struct peer *p);
+
+void peer_send(struct peer *p, const void *bytes, size_t n, const int *fds, uint32_t n_fds);
+// One reply into p->reply and p->fds; false at the end of the connection.
+bool peer_receive(struct peer *p);
+void peer_close_fds(struct peer *p);
+// Sends a request and receives its reply. The reply's status, or 1 at the end of the connection.
+int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds);
+
+// Commands, with the status of their reply.
+int peer_hello(struct peer *p, uint32_t protocol_min, uint32_t protocol_max);
+int peer_import(struct peer *p, const int *fds, uint32_t n_fds, uint64_t offset, uint64_t bytes);
+int peer_create_buffer(struct peer *p, uint64_t bytes);
+int peer_close_buffer(struct peer *p, uint32_t buffer);
+int peer_open_queue(struct peer *p);
+int peer_close_queue(struct peer *p, uint32_t queue);
+int peer_open_session(struct peer *p, const char *name); // one small layer of f16
+void peer_cancel(struct peer *p, uint32_t request);      // fails the test if it is refused
+
+// ---- What must not leak ----
+
+// Descriptors and mappings of this process, daemon and clients alike.
+void begin_counting(void);
+void end_counting(void);  // as many as at the beginning, once everybody is gone
+int count_mappings(void); // of rings and buffers
+
+#endif

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting and leaving: with every signal, with too little of everything, and never in silence."""
+import functools
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import unittest
+
+from e2e_rig import BIN, BOUND, Daemon, Tokens, kvq
+
+
+class Life(unittest.TestCase):
+    """Each test has daemons of its own."""
+
+    def open_step(self, daemon):
+        """A client in the middle of a step, which a drain waits for."""
+        client = daemon.client()
+        self.addCleanup(client.close)
+        queue, tokens = client.queue(), Tokens(1, 10)
+        step = queue.step([client.session(tokens.rows, "f16")], 10)
+        return step, tokens
+
+    def end_step(self, step, tokens):
+        for layer in range(tokens.layers):
+            step.append(layer, tokens.k[layer], tokens.v[layer])
+        step.end()
+
+    def left(self, daemon):
+        """What a daemon that has gone leaves of its runtime directory."""
+        return sorted(os.listdir(daemon.directory))
+
+    def test_each_signal_drains(self):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            daemon = Daemon()
+            step, tokens = self.open_step(daemon)
+            daemon.process.send_signal(number)
+            daemon.wait_log("event=draining")
+            self.end_step(step, tokens)
+            self.assertEqual(daemon.process.wait(BOUND), 0, number)
+            daemon.wait_log("event=end")
+            self.assertEqual(self.left(daemon), ["kvqd.lock"])
+            daemon.stop()
+
+    def test_a_signal_told_twice_is_one(self):
+        """As by timeout(1), which passes on what its whole process group gets."""
+        with Daemon() as daemon:
+            step, tokens = self.open_step(daemon)
+            daemon.pause()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+                daemon.process.send_signal(number)
+            daemon.wait_log("event=draining")
+            self.end_step(step, tokens)
+            self.assertEqual(daemon.process.wait(BOUND), 0)
+            daemon.wait_log("event=drained complete=yes")
+
+    def test_a_second_signal_quits(self):
+        daemon = Daemon(drain_ms=600000)
+        self.open_step(daemon)
+        while daemon.process.poll() is None:
+            daemon.process.terminate()
+            try:
+                daemon.process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                pass
+        daemon.wait_log('event=quit signal=15 reason="second signal"')
+        self.assertEqual(daemon.process.returncode, 1)
+        again = Daemon(daemon.directory)  # what it left behind does not matter
+        again.stop()
+        daemon.stop()
+
+    def test_hangup_is_ignored_where_it_was(self):
+        with Daemon(before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as daemon:
+            daemon.process.send_signal(signal.SIGHUP)
+            daemon.client().close()
+            self.assertFalse(daemon.status()["draining"])
+
+    def test_few_descriptors(self):
+        """Too few are refused by name; with just enough, the next that is lacking is an error."""
+        for limit in (8, 12, 16, 24, 32, 63):
+            directory = tempfile.mkdtemp(prefix="kvq-e2e-")
+            done = subprocess.run(
+                [os.path.join(BIN, "kvqd"), "--runtime-dir", directory], capture_output=True,
+                text=True, timeout=BOUND, stdin=subprocess.DEVNULL, preexec_fn=lambda:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)))
+            shutil.rmtree(directory)
+            self.assertEqual(done.returncode, 1, (limit, done.stderr))
+            self.assertIn(f"{limit} files", done.stderr)
+            self.assertIn("LimitNOFILE", done.stderr)
+        lower = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+        with Daemon(before=lower) as daemon, daemon.client() as client:
+            with self.assertRaises(kvq.Error) as caught:
+                for _ in range(64):
+                    client.queue()
+            self.assertEqual(caught.exception.code, kvq.Code.E_SYSTEM)
+            self.assertIn("LimitNOFILE", caught.exception.text)
+            client.info()
+
+    def test_small_files_only(self):
+        """A limit on the size of files holds for shared memory too: an error, not the end."""
+        lower = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        with Daemon(before=lower) as daemon, daemon.client() as client:
+            with self.assertRaises(kvq.Error) as caught:
+                client.buffer(2 << 20, True)
+            self.assertEqual(caught.exception.code, kvq.Code.E_SYSTEM)
+            self.assertIn("2097152 bytes", caught.exception.text)
+            client.buffer(1 << 20, True).close()
+
+    def test_failing_to_start_is_logged(self):
+        """On standard error, and in the log file where there is one."""
+        with Daemon() as daemon:
+            path = os.path.join(daemon.directory, "second.log")
+            done = subprocess.run(
+                [os.path.join(BIN, "kvqd"), "--runtime-dir", daemon.directory, "--log-file", path],
+                capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL)
+            self.assertEqual(done.returncode, 1)
+            with open(path, encoding="utf-8") as file:
+                log = file.read()
+            for text in (done.stderr, log):
+                self.assertIn(f"another kvqd (pid {daemon.process.pid})", text)
+            self.assertIn("level=error event=failed status=E_BUSY", log)
+            os.unlink(path)
+
+    def test_closed_standard_descriptors(self):
+        """The log must not go to whatever file took the place of standard error."""
+        with Daemon(before=lambda: [os.close(fd) for fd in range(3)]) as daemon:
+            daemon.client().close()
+            with open(os.path.join(daemon.directory, "kvqd.lock"), encoding="ascii") as file:
+                self.assertEqual(file.read(), f"{daemon.process.pid}\n")
+            self.assertEqual(daemon.lines, [])
+
+    def test_coming_and_going(self):
+        """On one directory, with a client each time that is still there at the end."""
+        directory = tempfile.mkdtemp(prefix="kvq-e2e-")
+        for _ in range(10):
+            daemon = Daemon(directory)
+            client = daemon.client()
+            client.session(Tokens(1, 1).rows, "f16", name="kept")
+            daemon.stop()
+            self.assertTrue(any("event=end" in line for line in daemon.lines))
+            client.close()
+        shutil.rmtree(directory)

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The quality report: verdicts follow the numbers, data that say nothing are marked, plots are
+well-formed."""
+import json
+import math
+import os
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "../tools/quality"))
+import claims  # noqa: E402
+import report  # noqa: E402
+import svg  # noqa: E402
+from results import Results  # noqa: E402
+
+ORDER = {"oscar2-norot-noscale": 0.02, "oscar2-norot": 0.03, "oscar2-noscale": 0.01,
+         "oscar2": 0.005, "f16": 0.0, "dropped": 0.3, "int2-token": 0.1}
+
+
+def format_line(method, bits=3.0):
+    at = {n: 1000.0 for n in ("1024", "4096", "32768", "131072")}
+    return {"part": "format", "method": method, "bits": bits, "bytes": bits * 32, "at": at,
+            "sink": 0, "recent": 0, "unit": 128}
+
+
+def model_line(method, kl, outliers=1):
+    return {"part": "perplexity", "method": method, "outliers": outliers, "tokens": 1000,
+            "perplexity": 2.0 + kl, "kl": kl, "kl_error": kl / 50, "same_top": 0.9, "gain": -kl,
+            "gain_error": 0.001}
+
+
+def cache_line(method, error, data="smooth", aim=0.5, part="synthetic"):
+    fields = ("k", "v", "logits", "k_token", "out", "out_k", "out_windows", "out_bytes")
+    return {"part": part, "data": data, "aim": aim, "seed": 1, "method": method,
+            **{f: error for f in fields}}
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+
+    def path(self, name):
+        return os.path.join(self.folder.name, name)
+
+    def results(self, lines, tail=""):
+        with open(self.path("results.jsonl"), "w", encoding="utf-8") as file:
+            for line in lines:
+                file.write(json.dumps(line) + "\n")
+            file.write(tail)
+        return Results(self.path("results.jsonl"))
+
+
+class Verdicts(Folder):
+    def order(self, kls):
+        return claims.oscar_order(self.results([model_line(m, kl) for m, kl in kls.items()]))
+
+    def test_order_holds(self):
+        self.assertEqual(self.order(ORDER).verdict, claims.REPRODUCED)
+
+    def test_order_turned_over(self):
+        turned = dict(ORDER, **{"oscar2-norot-noscale": 0.001, "oscar2-norot": 0.0001,
+                                "oscar2-noscale": 0.01, "oscar2": 0.02})
+        self.assertEqual(self.order(turned).verdict, claims.NOT)
+
+    def test_one_of_three(self):
+        claim = self.order(dict(ORDER, oscar2=0.011))
+        self.assertEqual(claim.verdict, claims.PARTLY)
+        self.assertEqual([holds for _, holds in claim.facts], [True, False, True])
+
+    def test_within_the_error_is_no(self):
+        claim = self.order(dict(ORDER, oscar2=0.00999))
+        self.assertFalse(claim.facts[1][1])
+
+    def test_missing_is_not_measured(self):
+        kls = dict(ORDER)
+        del kls["oscar2-norot"]
+        self.assertEqual(self.order(kls).verdict, claims.UNKNOWN)
+
+    def test_imbalance(self):
+        lines = []
+        for i, sigma in enumerate(("0.00", "0.50", "1.00")):
+            for m, error in (("kivi2", 0.3 * 2 ** i), ("oscar2-noscale", 0.3 * 3 ** i),
+                             ("oscar2", 0.4)):
+                lines.append(cache_line(m, error, "imbalance-" + sigma))
+        self.assertEqual(claims.imbalance(self.results(lines)).verdict, claims.REPRODUCED)
+        for line in lines:
+            if line["method"] == "kivi2":
+                line["k_token"] = 0.3
+        self.assertEqual(claims.imbalance(self.results(lines)).verdict, claims.PARTLY)
+
+
+class Reading(Folder):
+    def test_says_something(self):
+        base = [format_line(m) for m in ("oscar2", "kivi2")] + [format_line("int8", 8.5)]
+        results = self.results(base)
+        controls = {"dropped": 1.0, "int2-token": 0.5, "f16": 0.0, "int8": 0.01}
+        self.assertTrue(results.says_something({**controls, "oscar2": 0.3, "kivi2": 0.4}))
+        # The best is too near to the better control; int8 has more bits than what counts.
+        self.assertFalse(results.says_something({**controls, "oscar2": 0.4, "kivi2": 0.45}))
+        # Most are worse than a control.
+        self.assertFalse(results.says_something({**controls, "oscar2": 0.7, "kivi2": 0.6}))
+        self.assertIsNone(results.says_something({"oscar2": 0.3, "kivi2": 0.4}))
+
+    def test_means_and_broken_lines(self):
+        lines = [cache_line("oscar2", 3.0), cache_line("oscar2", 4.0)]
+        results = self.results(lines, '{"part": "synth')
+        key = ("synthetic", "smooth", 0.5)
+        self.assertAlmostEqual(results.value(key, "oscar2", "out"), math.sqrt(12.5))
+        self.assertTrue(math.isnan(results.value(key, "kivi2", "out")))
+
+
+class Writing(Folder):
+    def test_report(self):
+        lines = [format_line(m) for m in ORDER]
+        lines += [model_line(m, kl, v) for m, kl in ORDER.items() for v in (1, 10)]
+        lines += [cache_line(m, 0.1 + kl, data) for m, kl in ORDER.items()
+                  for data in ("smooth", "imbalance-0.00", "imbalance-0.50")]
+        lines += [cache_line(m, 0.5 + kl, "layer-0 x1", 0, "captured")
+                  for m, kl in ORDER.items()]
+        lines += [{"part": "recall", "method": m, "distances": [
+            {"distance": d, "items": 2, "right": 1 - kl, "whole": 1, "bits": kl * d}
+            for d in (256, 512)]} for m, kl in ORDER.items()]
+        self.results(lines)
+        sys.argv = ["report.py", "--results", self.path("results.jsonl"), "--out",
+                    self.path("q.md"), "--plots", self.path("plots"), "--json", self.path("q.json")]
+        report.main()
+        with open(self.path("q.md"), encoding="utf-8") as file:
+            text = file.read()
+        for part in ("| OScaR: rotation, then scaling | reproduced | 6 of 6 |",
+                     "**This capture says nothing",
+                     "| `oscar2` | 3 | 2.005 |", "Recall by distance"):
+            self.assertIn(part, text)
+        for line in text.split("\n"):
+            if line.startswith("|"):
+                self.assertTrue(line.endswith("|"), line)
+        with open(self.path("q.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["claims"][0]["verdict"], "reproduced")
+        plots = os.listdir(self.path("plots"))
+        self.assertIn("kl-x10.svg", plots)
+        for name in plots:
+            xml.etree.ElementTree.parse(os.path.join(self.path("plots"), name))
+
+    def test_plot_of_nothing(self):
+        self.assertFalse(svg.plot(self.path("none.svg"), "t", "x", "y", {"a": [(1, 0)]},
+                                  log_y=True))
+        self.assertTrue(svg.plot(self.path("one.svg"), "<t>", "x", "y", {"a & b": [(1, 1)]}))
+        xml.etree.ElementTree.parse(self.path("one.svg"))
+
+    def test_cells(self):
+        for x, want in ((0.5, "0.5"), (1234.5, "1.23e+03"), (12.3456, "12.346"), (None, "-"),
+                        (math.nan, "-"), (1e-5, "1.00e-05"), (0.0, "0"), ("a", "a")):
+            self.assertEqual(report.cell(x), want)
+
+
+if __name__ == "__main__":
+    unittest.main()
