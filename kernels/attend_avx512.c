@@ -144,6 +144,8 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, fl
     const float *q = tile->qt;
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
+    if (ahead)
+        kvq__fetch(ahead + c->layout.k_norms);
     for (uint32_t i = 0; i < c->dim; i += 16) {
         const uint8_t *scale = group + c->layout.k_scales, *zero = group + c->layout.k_zeros;
         _mm512_store_ps(f[i / KVQ__SLAB].scale + i % KVQ__SLAB, kvq__load_f16(scale + 2 * i));
@@ -329,8 +331,6 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, co
     float *out = tile->ot;
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
-    if (ahead)
-        kvq__fetch(ahead + c->layout.k_norms);
     for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_TOKENS) {
         load_slots(group + c->layout.v_scales + 2 * i, f[i / KVQ__SLAB].scale + i % KVQ__SLAB);
         load_slots(group + c->layout.v_zeros + 2 * i, f[i / KVQ__SLAB].zero + i % KVQ__SLAB);

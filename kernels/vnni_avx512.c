@@ -22,9 +22,22 @@
 // of some hundred cycles, which thus hides behind those of other groups.
 #include "kernels/vnni_avx512.h"
 
+// Records 2 n and 2 n + 1 of the next chunk; where there is none, what was read already.
+static void set_ahead(struct kvq__vnni *v, uint32_t n)
+{
+    const struct kvq__chunk *next = v->chunk->next;
+    for (uint32_t i = 0; i < KVQ__RECORDS_AHEAD; i++) {
+        uint32_t group = (KVQ__RECORDS_AHEAD * n + i) * KVQ_BLOCK_GROUPS;
+        bool packed = next && group < next->groups && next->group[group].packed_tokens;
+        v->ahead[i] = packed ? next->group[group].packed : (const uint8_t *)v->q16;
+    }
+}
+
 static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 {
-    kvq__vnni_of(tile)->exact->softmax(tile, n);
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    v->exact->softmax(tile, n);
+    set_ahead(v, 1);
     kvq__vnni_prepare_v(tile);
 }
 
@@ -62,6 +75,7 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
     fast.pv_packed = kvq__vnni_pv;
     v->exact = k;
     v->chunk = chunk;
+    set_ahead(v, 0);
     kvq__vnni_prepare_k(tile);
     kvq__attend_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);

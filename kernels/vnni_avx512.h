@@ -28,6 +28,7 @@ struct kvq__opened {
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
+    const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
     // Of the chunk: first of K, then of V.
@@ -99,21 +100,72 @@ KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
 // The planes of one operand of a group, from a slab on.
 struct kvq__planes {
     const uint8_t *low, *high;
-    const uint8_t *ahead; // what to fetch meanwhile; without anything, what is read anyway
+    const uint8_t *ahead; // what to fetch meanwhile, see kvq__fetch_place
     uint32_t dim;
 };
 
-static inline struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, const uint8_t *codes)
+// ---- Prefetching ----
+//
+// While K of a chunk is multiplied, the first two of the next chunk's four records are fetched,
+// and the other two during V; the first eight groups bring the first record, the others the second.
+// The order is that of memory, which the hardware's prefetching follows, and the lines are asked
+// for one by one wherever time is spent: in the steps that make bytes, `open` and `scale`, and in
+// the dot products, at two places for each 16 channels of K or four tokens of V.
+enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
+
+// Lines for each 32 channels in a step that makes bytes, and for each 16 channels in the products.
+KVQ__INLINE uint32_t kvq__lines_a_step(int bits)
 {
-    return (struct kvq__planes){codes, codes + 8 * tile->dim, tile->ahead ? tile->ahead : codes,
-                                tile->dim};
+    return bits == 4 ? 2 : 1;
+}
+
+KVQ__INLINE uint32_t kvq__lines_a_row(int bits)
+{
+    return bits == 2 ? 2 : 3;
+}
+
+// Bytes of a record that come before the share of one group in the dot products.
+KVQ__INLINE size_t kvq__ahead_of_dots(uint32_t group, uint32_t dim, int bits)
+{
+    uint32_t i = group % KVQ__GROUPS_A_RECORD;
+    return (size_t)dim * (2 * 2 * KVQ__GROUPS_A_RECORD * kvq__lines_a_step(bits) +
+                          4 * i * kvq__lines_a_row(bits));
+}
+
+// For channels c to c + 31 in step 0 or 1.
+KVQ__INLINE void kvq__fetch_step(const struct kvq__vnni *v, uint32_t step, uint32_t group,
+                                 uint32_t c, uint32_t dim, int bits)
+{
+    uint32_t i = step * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
+    const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
+    for (uint32_t line = 0; line < kvq__lines_a_step(bits); line++)
+        kvq__fetch(at + 2 * (size_t)(i * dim + c) * kvq__lines_a_step(bits) + 64 * line);
+}
+
+KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
+                                              const uint8_t *codes, int bits)
+{
+    const uint8_t *at = kvq__vnni_of(tile)->ahead[group / KVQ__GROUPS_A_RECORD];
+    // The lines that are left, one for each group's norms, at the end of the record.
+    if (group % KVQ__GROUPS_A_RECORD < KVQ_BLOCK_GROUPS)
+        kvq__fetch(at + kvq__ahead_of_dots(KVQ__GROUPS_A_RECORD - 1, tile->dim, bits) +
+                   4 * tile->dim * kvq__lines_a_row(bits) + 64 * (group % KVQ__GROUPS_A_RECORD));
+    return (struct kvq__planes){codes, codes + 8 * tile->dim,
+                                at + kvq__ahead_of_dots(group, tile->dim, bits), tile->dim};
 }
 
 KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
 {
     p->low += KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
     p->high += KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4);
-    p->ahead += 64 * 8 * (bits + 1);
+    p->ahead += 4 * KVQ__SLAB * kvq__lines_a_row(bits);
+}
+
+KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, int bits)
+{
+    unsigned n = kvq__lines_a_row(bits);
+    for (unsigned i = place * n / 2; i < (place + 1) * n / 2; i++)
+        kvq__fetch(p->ahead + 64 * i);
 }
 
 // Logits of a chunk: queries into bytes for all its groups, then dot products group by group.

@@ -10,9 +10,11 @@
 
 // ---- K: q * scale as int8, for all groups of the chunk ----
 
-KVQ__INLINE void open_k(struct kvq__opened *g, const struct kvq__codec *c, const uint8_t *group,
+KVQ__INLINE void open_k(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
                         uint32_t dim)
 {
+    const uint8_t *group = v->chunk->group[index].packed;
+    struct kvq__opened *g = &v->opened[index];
     const uint8_t *scales = group + c->layout.k_scales, *zeros = group + c->layout.k_zeros;
     float max = kvq__max_f16(scales, dim);
     g->unit = max / KVQ__INT16_TOP;
@@ -23,6 +25,7 @@ KVQ__INLINE void open_k(struct kvq__opened *g, const struct kvq__codec *c, const
         __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor), kvq__byte_order());
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
+        kvq__fetch_step(v, 0, index, i, dim, c->k_bits);
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
@@ -94,6 +97,8 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
             __m512i b = _mm512_packs_epi16(_mm512_mulhrs_epi16(scaled(v->q16[r], g, i), f),
                                            _mm512_mulhrs_epi16(scaled(v->q16[r], g, i + 32), f));
             _mm512_store_si512(bytes + i, b);
+            if (n % 2 == 0)
+                kvq__fetch_step(v, 1, group, i + 16 * (uint32_t)n, dim, tile->codec->k_bits);
             sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), b);
         }
         __m512 taken = _mm512_mul_ps(centre, _mm512_set1_ps(v->unit[group][r]));
@@ -119,7 +124,7 @@ KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            open_k(&v->opened[i], tile->codec, v->chunk->group[i].packed, dim);
+            open_k(v, tile->codec, i, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
 }
@@ -173,7 +178,7 @@ KVQ__INLINE void k_row(__m512i plain[][2], __m512i high[][2], const struct kvq__
                        unsigned r, unsigned n, const uint8_t *const *q, int rows, int bits)
 {
     __m512i even[2], odd[2];
-    kvq__fetch_lines(p->ahead + 64 * (bits + 1) * r, bits + 1);
+    kvq__fetch_place(p, 2 * r, bits);
     for (unsigned z = 0; z < 2; z++) {
         __m512i low = kvq__load_row(p->low + KVQ__ROW_BYTES * r, z, r & 3);
         if (bits == 2) {
@@ -187,6 +192,7 @@ KVQ__INLINE void k_row(__m512i plain[][2], __m512i high[][2], const struct kvq__
     }
     unsigned at = 64 * (r / 4) + 4 * (r % 4), step = bits == 2 ? 16 : 32;
     k_dots(plain, high, even, q, at, step, rows, bits);
+    kvq__fetch_place(p, 2 * r + 1, bits);
     k_dots(plain, high, odd, q, at + 48 - step, step, rows, bits);
 }
 
@@ -244,11 +250,10 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, f
 {
     const struct kvq__codec *c = tile->codec;
     const uint8_t *norms = c->has_norms ? packed + c->layout.k_norms : NULL;
-    struct kvq__planes p = kvq__planes_of(tile, packed + c->layout.k_codes);
     uint32_t group = (uint32_t)(logits - tile->logits) / KVQ_GROUP_TOKENS;
+    struct kvq__planes p = kvq__planes_of(tile, group, packed + c->layout.k_codes, bits);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
         KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, group, r, norms, logits, ROWS, bits));
-        p.ahead = p.low; // what was asked for once is on its way
     }
 }
 

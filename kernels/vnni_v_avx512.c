@@ -34,9 +34,11 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-KVQ__INLINE void open_v(struct kvq__opened *g, const struct kvq__codec *c, const uint8_t *group,
+KVQ__INLINE void open_v(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
                         uint32_t dim)
 {
+    const uint8_t *group = v->chunk->group[index].packed;
+    struct kvq__opened *g = &v->opened[index];
     const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
     float max = kvq__max_f16(scales, dim);
     g->unit = max / V16_TOP;
@@ -49,6 +51,7 @@ KVQ__INLINE void open_v(struct kvq__opened *g, const struct kvq__codec *c, const
         __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
         __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
         __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
+        kvq__fetch_step(v, 0, index, i, dim, c->v_bits);
         _mm512_store_si512(g->scale16 + i, kvq__to_int16(a, b, factor));
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
@@ -96,6 +99,8 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
             __m512i a = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c));
             __m512i b = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c + 32));
             _mm512_store_si512(bytes + c, _mm512_packus_epi16(a, b));
+            if (i % 2 == 0)
+                kvq__fetch_step(v, 1, group, c + 16 * (uint32_t)i, dim, tile->codec->v_bits);
         }
     }
 }
@@ -153,7 +158,7 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            open_v(&v->opened[i], tile->codec, v->chunk->group[i].packed, dim);
+            open_v(v, tile->codec, i, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
 }
@@ -217,8 +222,7 @@ KVQ__INLINE void v_set(__m512i acc[][2][2], const struct kvq__planes *p, unsigne
 {
     unsigned j = set / 2, half = set % 2;
     __m512i code[2][2];
-    if (!odd)
-        kvq__fetch_lines(p->ahead + 64 * (bits + 1) * set, bits + 1);
+    kvq__fetch_place(p, 8 * (unsigned)odd + set, bits);
     for (unsigned z = 0; z < 2; z++) {
         __m512i x = kvq__load_row(p->low + KVQ__ROW_BYTES * set, z, j);
         part_pair(code[z], x, bits > 2 ? load_v_high(p->high, j, half, z, bits) : x, odd, bits);
@@ -266,7 +270,7 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
             acc[i][s] = _mm512_setzero_si512();
     for (unsigned set = 0; set < 8; set++) {
         unsigned j = set / 2, half = set % 2;
-        kvq__fetch_lines(p->ahead + 32 * (bits + 1) * (int)set, (bits + 2) / 2);
+        kvq__fetch_place(p, set, bits);
         __m512i low = kvq__load_row_64(p->low, 2 * j + (half ^ (j & 1)), j), high = low;
         if (bits == 4) {
             high = kvq__load_row_64(p->high, 2 * j + (half ^ (j & 1)), j);
@@ -314,12 +318,10 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, c
                           int bits)
 {
     const struct kvq_layout *l = &tile->codec->layout;
-    struct kvq__planes p = kvq__planes_of(tile, packed + l->v_codes);
     uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
-    kvq__fetch(p.ahead + l->k_norms);
+    struct kvq__planes p = kvq__planes_of(tile, group, packed + l->v_codes, bits);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, p, group, r, ROWS, bits));
-        p.ahead = p.low; // what was asked for once is on its way
     }
 }
 
