@@ -411,13 +411,14 @@ static void finish(struct kvq__mail *mail)
     Kvq__Request__CommandCase command = c->request->command_case;
     bool refused = c->reply.status != 0;
     c->id = c->client_id;
-    c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
     if (refused)
         undo(c);
     else if (command == KVQ__REQUEST__COMMAND_CLOSE_QUEUE)
         kvq__line_free(c->line);
     c->line = refused ? NULL : c->line;
     note_made(c);
+    // Still busy: if the reply cannot be sent, the poller takes the client down, and what is used
+    // here with it, only once kvq__connection_back has said so.
     kvq__connection_reply(c);
     if (!refused && command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
         close(c->region->shm.fd); // the mapping and the client's descriptor are enough
@@ -429,6 +430,7 @@ static void finish(struct kvq__mail *mail)
     }
     c->line = NULL;
     c->region = NULL;
+    c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
     kvq__connection_back(c);
 }
 

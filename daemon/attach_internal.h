@@ -56,7 +56,6 @@ struct kvq__connection {
     uv_timer_t timer;
     int handles;        // open in the loop
     bool end_when_back; // ended while a command was at the poller
-    char end_reason[128];
     struct kvq__peer peer;
     uint64_t id; // the client's; 0: none yet
     char name[KVQ_NAME_BYTES];
@@ -101,7 +100,6 @@ struct kvq__attach {
     uv_poll_t poll;
     uv_timer_t pause; // while there are no descriptors to accept with
     bool listening;
-    uint32_t handles;
     struct kvq__connections connections;
     uint32_t count;
     uint64_t buffer_bytes;                // of all clients

@@ -55,7 +55,8 @@ struct kvq__memory_ops {
     // Zeroes an extent before it changes its owner (and may give its pages back meanwhile).
     void (*zero)(void *context, struct kvq__memory *memory);
     void (*release)(void *context, struct kvq__memory *memory);
-    // Zeroed bookkeeping memory, aligned to 64 bytes, or NULL. deallocate accepts NULL.
+    // Zeroed bookkeeping memory, aligned to 64 bytes, or NULL. deallocate accepts NULL. Without
+    // these two the core takes it from the system.
     void *(*allocate)(void *context, size_t bytes);
     void (*deallocate)(void *context, void *memory, size_t bytes);
 };

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory for the core: extents are memfds, so that they can be exported one by one; bookkeeping
-// comes from the heap.
+// Memory of extents for the core: memfds, so that they can be exported one by one.
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -48,26 +46,9 @@ static void release(void *context, struct kvq__memory *memory)
     kvq__shm_close(&shm);
 }
 
-static void *allocate(void *context, size_t bytes)
-{
-    (void)context;
-    size_t rounded = (bytes + 63) & ~(size_t)63;
-    if (rounded < bytes)
-        return NULL;
-    void *memory = aligned_alloc(64, rounded ? rounded : 64);
-    if (memory)
-        memset(memory, 0, rounded);
-    return memory;
-}
-
-static void deallocate(void *context, void *memory, size_t bytes)
-{
-    (void)context;
-    (void)bytes;
-    free(memory);
-}
-
 struct kvq__memory_ops kvq__memory_ops(void)
 {
-    return (struct kvq__memory_ops){NULL, acquire, zero, release, allocate, deallocate};
+    // Bookkeeping memory is the core's default: a queue's scratch is large and most of it seldom
+    // used, so it must become real page by page only.
+    return (struct kvq__memory_ops){.acquire = acquire, .zero = zero, .release = release};
 }

@@ -17,26 +17,10 @@
 // stands for (zero + 1.5 * scale) goes with exact fp32 weights into a bias of the logits, and into
 // sums of its own for the values; it never passes through 8 bits.
 //
-// Groups are taken in batches of four: both operands are turned into bytes for all groups of a
-// batch before the first of them is multiplied. From scales to bytes is a chain of some hundred
-// cycles, which thus hides behind those of the other groups; and what a batch needs stays in the
-// first level cache, whose queue of misses is kept busy by the prefetches.
-//
-// On Zen 5 multiplications of any kind and stores of 64 bytes share two pipes: a store costs as
-// much as two vpdpbusd. So what can stay in registers does.
+// Both operands are turned into bytes for all groups of a chunk (512 tokens) before the first of
+// them is multiplied, and in steps that each run over all groups: from scales to bytes is a chain
+// of some hundred cycles, which thus hides behind those of other groups.
 #include "kernels/vnni_avx512.h"
-
-// The packed groups of a chunk.
-static struct kvq__batch batch_of(const struct kvq__chunk *chunk)
-{
-    struct kvq__batch b = {.n = 0};
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        if (chunk->group[i].packed_tokens) {
-            b.group[b.n] = &chunk->group[i];
-            b.index[b.n++] = i;
-        }
-    return b;
-}
 
 // Records 2 n and 2 n + 1 of the next chunk; where there is none, what was read already.
 static void set_ahead(struct kvq__vnni *v, uint32_t n)
@@ -49,41 +33,12 @@ static void set_ahead(struct kvq__vnni *v, uint32_t n)
     }
 }
 
-// The steps of a chunk go group by group; here the first packed group brings all of them.
-static void logits_vnni(const struct kvq__tile *tile, const struct kvq_packed *packed,
-                        float *logits)
-{
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    (void)packed;
-    (void)logits;
-    if (v->done)
-        return;
-    struct kvq__batch b = batch_of(v->chunk);
-    v->done = true;
-    set_ahead(v, 0);
-    kvq__vnni_logits(tile, &b);
-}
-
 static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     v->exact->softmax(tile, n);
-    v->done = false;
-    kvq__vnni_clear(tile);
-}
-
-static void values_vnni(const struct kvq__tile *tile, const struct kvq_packed *packed,
-                        const float *p)
-{
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    (void)packed;
-    (void)p;
-    if (v->done)
-        return;
-    struct kvq__batch b = batch_of(v->chunk);
-    v->done = true;
     set_ahead(v, 1);
-    kvq__vnni_values(tile, &b);
+    kvq__vnni_prepare_v(tile);
 }
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
@@ -116,12 +71,13 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     struct kvq_kernels fast = *k;
-    fast.qk_packed[KVQ__PER_CHANNEL_32] = logits_vnni;
+    fast.qk_packed[KVQ__PER_CHANNEL_32] = kvq__vnni_qk;
     fast.softmax = softmax_vnni;
-    fast.pv_packed[KVQ__PER_TOKEN_32] = values_vnni;
+    fast.pv_packed[KVQ__PER_TOKEN_32] = kvq__vnni_pv;
     v->exact = k;
     v->chunk = chunk;
-    v->done = false;
+    set_ahead(v, 0);
+    kvq__vnni_prepare_k(tile);
     kvq__attend_chunk(&fast, tile, chunk);
     kvq__vnni_flush(tile);
 }

@@ -12,7 +12,15 @@
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
     KVQ__MAX_VGROUPS = KVQ_MAX_HEAD_DIM / KVQ_GROUP_CHANNELS,
-    KVQ__BATCH = KVQ__CHUNK_GROUPS, // groups whose bytes are made together
+};
+
+// What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
+// (or p), the value of 1 in them, and in fp32 what the middle of the codes stands for, of channels
+// (or of [channel group][token in the order of sets]).
+struct kvq__opened {
+    _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
+    _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
+    float unit;
 };
 
 // Lives in the tile's scratch memory from prepare_fast on. Of groups without packed tokens nothing
@@ -20,21 +28,18 @@ enum {
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
-    bool done;                       // the logits (or values) of all packed groups
     const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
-    _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of scale16
+    _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
-    // Of a batch: scales of K as int16 in the order in which they meet the codes, and what makes
-    // bytes of q * scale; what makes int16 of the scales of V, and p as such.
-    _Alignas(64) int16_t scale16[KVQ__BATCH][KVQ_MAX_HEAD_DIM];
-    int32_t factor[KVQ__BATCH][KVQ_TILE_ROWS];
-    float v_factor[KVQ__BATCH];
-    _Alignas(64) int16_t p16[KVQ__BATCH][KVQ__TILE4][KVQ_GROUP_TOKENS];
-    // Then the bytes themselves, the value of 1 in a dot product, and the bias of logits.
-    uint8_t bytes[KVQ__BATCH * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM];
-    float unit[KVQ__BATCH][KVQ_TILE_ROWS];
-    float bias[KVQ__BATCH][KVQ_TILE_ROWS];
-    // Sums of the chunk: values, in the order of the layout; lanes of p * middle.
+    // Of the chunk: first of K, then of V.
+    struct kvq__opened opened[KVQ__CHUNK_GROUPS];
+    int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];         // that makes int16 of q * scale bytes
+    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // value of 1 in a dot product
+    float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // of logits
+    float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of sets
+    float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them
+    uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
+    // Sums of the chunk: values, in the order of the layout; p * middle.
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
     float middle[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
 };
@@ -45,18 +50,11 @@ static inline struct kvq__vnni *kvq__vnni_of(const struct kvq__tile *tile)
     return tile->scratch;
 }
 
-// Some packed groups of the chunk that are taken together, up to a batch.
-struct kvq__batch {
-    const struct kvq__group *group[KVQ__BATCH];
-    uint32_t index[KVQ__BATCH]; // in the chunk
-    uint32_t n;
-};
-
-// The bytes of one row in one group of a batch. Rows stand close, for a tile of few of them to stay in the
+// The bytes of one row in one group. Rows stand close, for a tile of few of them to stay in the
 // first level cache.
-static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t i, uint32_t row)
+static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row)
 {
-    return kvq__vnni_of(tile)->bytes + ((size_t)i * tile->rows + row) * tile->dim;
+    return kvq__vnni_of(tile)->bytes + ((size_t)group * tile->rows + row) * tile->dim;
 }
 
 static inline float kvq__centre_of(uint32_t bits)
@@ -144,7 +142,6 @@ KVQ__INLINE void kvq__fetch_step(const struct kvq__vnni *v, uint32_t step, uint3
         kvq__fetch(at + 2 * (size_t)(i * dim + c) * kvq__lines_a_step(bits) + 64 * line);
 }
 
-// The planes of a group.
 KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
                                               const uint8_t *codes, int bits)
 {
@@ -171,13 +168,13 @@ KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, i
         kvq__fetch(p->ahead + 64 * i);
 }
 
-// The logits of a batch: queries into bytes, then dot products.
-void kvq__vnni_logits(const struct kvq__tile *tile, const struct kvq__batch *b);
+// Logits of a chunk: queries into bytes for all its groups, then dot products group by group.
+void kvq__vnni_prepare_k(const struct kvq__tile *tile);
+void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits);
 
-// Its values likewise: p into bytes, then dot products, summed in the state; these are cleared
-// before the first batch of a chunk and flushed after the last.
-void kvq__vnni_values(const struct kvq__tile *tile, const struct kvq__batch *b);
-void kvq__vnni_clear(const struct kvq__tile *tile);
+// Values likewise: p into bytes, then dot products, summed in the state, and flushed from there.
+void kvq__vnni_prepare_v(const struct kvq__tile *tile);
+void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p);
 void kvq__vnni_flush(const struct kvq__tile *tile);
 
 #endif

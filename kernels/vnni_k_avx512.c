@@ -8,7 +8,28 @@
 // unpacking instructions and at most 2 shuffles.
 #include "kernels/vnni_avx512.h"
 
-// ---- K: q * scale as int8, for all groups of a batch ----
+// ---- K: q * scale as int8, for all groups of the chunk ----
+
+KVQ__INLINE void open_k(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
+                        uint32_t dim)
+{
+    const uint8_t *group = v->chunk->group[index].packed.group;
+    struct kvq__opened *g = &v->opened[index];
+    const uint8_t *scales = group + c->layout.k_scales, *zeros = group + c->layout.k_zeros;
+    float max = kvq__max_f16(scales, dim);
+    g->unit = max / KVQ__INT16_TOP;
+    __m512 factor = _mm512_set1_ps(KVQ__INT16_TOP / max);
+    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->k_bits));
+    for (uint32_t i = 0; i < dim; i += 32) {
+        __m512 a = kvq__load_f16(scales + 2 * i), b = kvq__load_f16(scales + 2 * i + 32);
+        __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor), kvq__byte_order());
+        _mm512_store_si512(g->scale16 + i, x);
+        __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
+        kvq__fetch_step(v, 0, index, i, dim, c->k_bits);
+        _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
+        _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
+    }
+}
 
 // The largest int16 of each of four registers of non-negative ones, in each 128-bit lane.
 static inline __m512i max4_epi16(const __m512i *m)
@@ -24,129 +45,98 @@ static inline __m512i max4_epi16(const __m512i *m)
                             _mm512_set1_epi32(0xffff));
 }
 
-// Group i of the batch: scales as int16, and, of up to four rows, what makes bytes of q * scale16,
-// and what the middle of the codes adds to a logit.
-struct k_opened {
-    __m512i top[KVQ__TILE4];
-    __m512 bias[KVQ__TILE4];
-};
-
-KVQ__INLINE void open_k(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
-                        uint32_t first, float max, uint32_t dim, struct k_opened *o, int rows)
+KVQ__INLINE __m512i scaled(const int16_t *q, const struct kvq__opened *g, uint32_t i)
 {
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    const struct kvq__codec *c = tile->codec;
-    const uint8_t *group = b->group[i]->packed.group;
-    const uint8_t *scales = group + c->layout.k_scales, *zeros = group + c->layout.k_zeros;
-    __m512 factor = _mm512_set1_ps(KVQ__INT16_TOP / max);
-    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->k_bits));
-    for (uint32_t j = 0; j < dim; j += 32) {
-        __m512 sa = kvq__load_f16(scales + 2 * j), sb = kvq__load_f16(scales + 2 * j + 32);
-        __m512i s16 = _mm512_shuffle_epi8(kvq__to_int16(sa, sb, factor), kvq__byte_order());
-        __m512 ma = _mm512_fmadd_ps(sa, centre, kvq__load_f16(zeros + 2 * j));
-        __m512 mb = _mm512_fmadd_ps(sb, centre, kvq__load_f16(zeros + 2 * j + 32));
-        kvq__fetch_step(v, 0, b->index[i], j, dim, c->k_bits);
-        _mm512_store_si512(v->scale16[i] + j, s16);
-        for (int n = 0; n < rows; n++) {
-            const int16_t *q16 = v->q16[first + (uint32_t)n] + j;
-            const float *q = tile->qt + (size_t)(first + (uint32_t)n) * dim + j;
-            __m512i x = _mm512_abs_epi16(_mm512_mulhrs_epi16(s16, _mm512_load_si512(q16)));
-            o->top[n] = _mm512_max_epi16(o->top[n], x);
-            o->bias[n] = _mm512_fmadd_ps(ma, _mm512_load_ps(q), o->bias[n]);
-            o->bias[n] = _mm512_fmadd_ps(mb, _mm512_load_ps(q + 16), o->bias[n]);
-        }
-    }
+    return _mm512_mulhrs_epi16(_mm512_load_si512(q + i), _mm512_load_si512(g->scale16 + i));
 }
 
-// The largest |q * scale| of a row becomes 127. (Taking max |q| * max scale for it instead would be
-// cheaper and a third noisier.)
-KVQ__INLINE void find_factors(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
-                              uint32_t first, uint32_t dim, int rows)
+// What makes bytes of up to four rows: the largest |q * scale| of a row becomes 127. (Taking max
+// |q| * max scale for it instead would be cheaper and a third noisier.)
+KVQ__INLINE void find_factors(struct kvq__vnni *v, uint32_t group, uint32_t first, uint32_t dim,
+                              int rows)
 {
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    struct k_opened o;
-    float max = kvq__max_f16(b->group[i]->packed.group + tile->codec->layout.k_scales, dim);
-    for (int n = 0; n < KVQ__TILE4; n++) {
-        o.top[n] = _mm512_set1_epi16(1);
-        o.bias[n] = _mm512_setzero_ps();
-    }
-    open_k(tile, b, i, first, max, dim, &o, rows);
+    const struct kvq__opened *g = &v->opened[group];
+    __m512i top[KVQ__TILE4];
+    for (int n = 0; n < KVQ__TILE4; n++)
+        top[n] = _mm512_set1_epi16(1);
+    for (uint32_t i = 0; i < dim; i += 32)
+        for (int n = 0; n < rows; n++) {
+            __m512i x = scaled(v->q16[first + (uint32_t)n], g, i);
+            top[n] = _mm512_max_epi16(top[n], _mm512_abs_epi16(x));
+        }
     // The whole number is what the bytes really are multiplied with, so it may be truncated.
     __m128 full = _mm_set1_ps(127.0f * 32768.0f);
-    __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(_mm512_castsi512_si128(max4_epi16(o.top))));
+    __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(_mm512_castsi512_si128(max4_epi16(top))));
     __m128i factor = _mm_min_epi32(_mm_set1_epi32(INT16_MAX), _mm_cvttps_epi32(by));
-    _mm_store_si128((void *)(v->factor[i] + first), factor);
-    __m128 unit = _mm_set1_ps(max / KVQ__INT16_TOP * 0x1p30f);
-    unit = _mm_mul_ps(_mm_load_ps(v->q_unit + first), unit);
-    _mm_store_ps(v->unit[i] + first, _mm_div_ps(unit, _mm_cvtepi32_ps(factor)));
-    __m512 bias = kvq__sum4(o.bias[0], o.bias[1], o.bias[2], o.bias[3]);
-    _mm_store_ps(v->bias[i] + first, _mm512_castps512_ps128(bias));
+    _mm_store_si128((void *)(v->factor[group] + first), factor);
+    __m128 unit = _mm_mul_ps(_mm_load_ps(v->q_unit + first), _mm_set1_ps(g->unit * 0x1p30f));
+    _mm_store_ps(v->unit[group] + first, _mm_div_ps(unit, _mm_cvtepi32_ps(factor)));
 }
 
-// The sums of a, b, c and d.
-static inline __m128i sum4_epi32(const __m512i *x)
-{
-    __m512i ac =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[2]), _mm512_unpackhi_epi32(x[0], x[2]));
-    __m512i bd =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(x[1], x[3]), _mm512_unpackhi_epi32(x[1], x[3]));
-    __m512i s = _mm512_add_epi32(_mm512_unpacklo_epi32(ac, bd), _mm512_unpackhi_epi32(ac, bd));
-    __m256i h = _mm256_add_epi32(_mm512_castsi512_si256(s), _mm512_extracti64x4_epi64(s, 1));
-    return _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
-}
-
-// Bytes of up to four rows in group i of the batch; what rounding did to the middle is taken off
-// the bias.
-KVQ__INLINE void scale_queries(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
-                               uint32_t first, uint32_t dim, int rows)
+// Bytes and bias of up to four rows in one group.
+KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                               uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    __m512i sum[KVQ__TILE4];
+    const struct kvq__opened *g = &v->opened[group];
+    __m512 bias[KVQ__TILE4], centre = _mm512_set1_ps(kvq__centre_of(tile->codec->k_bits));
     for (int n = 0; n < KVQ__TILE4; n++)
-        sum[n] = _mm512_setzero_si512();
-    for (int n = 0; n < rows; n++) {
-        uint32_t r = first + (uint32_t)n;
-        uint8_t *bytes = kvq__vnni_bytes(tile, i, r);
-        __m512i f = _mm512_set1_epi16((int16_t)v->factor[i][r]), x[2];
-        for (uint32_t j = 0; j < dim; j += 64) {
-            for (uint32_t h = 0; h < 2; h++) {
-                __m512i scale = _mm512_load_si512(v->scale16[i] + j + 32 * h);
-                __m512i q = _mm512_load_si512(v->q16[r] + j + 32 * h);
-                x[h] = _mm512_mulhrs_epi16(_mm512_mulhrs_epi16(scale, q), f);
-            }
-            __m512i y = _mm512_packs_epi16(x[0], x[1]);
-            _mm512_store_si512(bytes + j, y);
-            sum[n] = _mm512_dpbusd_epi32(sum[n], _mm512_set1_epi8(1), y);
-            if (n % 2 == 0)
-                kvq__fetch_step(v, 1, b->index[i], j + 16 * (uint32_t)n, dim, tile->codec->k_bits);
+        bias[n] = _mm512_setzero_ps();
+    for (uint32_t i = 0; i < dim; i += 16) {
+        __m512 middle = _mm512_load_ps(g->middle + i);
+        for (int n = 0; n < rows; n++) {
+            const float *q = tile->qt + (size_t)(first + (uint32_t)n) * dim;
+            bias[n] = _mm512_fmadd_ps(middle, _mm512_load_ps(q + i), bias[n]);
         }
     }
-    __m128 unit = _mm_load_ps(v->unit[i] + first), bias = _mm_load_ps(v->bias[i] + first);
-    __m128 taken = _mm_mul_ps(unit, _mm_set1_ps(kvq__centre_of(tile->codec->k_bits)));
-    bias = _mm_fnmadd_ps(_mm_cvtepi32_ps(sum4_epi32(sum)), taken, bias);
-    _mm_store_ps(v->bias[i] + first, bias);
-}
-
-KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, const struct kvq__batch *b,
-                              uint32_t first, uint32_t dim, int rows)
-{
-    for (uint32_t i = 0; i < b->n; i++)
-        find_factors(tile, b, i, first, dim, rows);
-    for (uint32_t i = 0; i < b->n; i++)
-        scale_queries(tile, b, i, first, dim, rows);
-}
-
-static void prepare_k(const struct kvq__tile *tile, const struct kvq__batch *b)
-{
-    // With head_dim a constant, what the rows make of the scales stays in registers.
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
-        if (tile->dim == 64)
-            KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, b, r, 64, ROWS));
-        else if (tile->dim == 128)
-            KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, b, r, 128, ROWS));
-        else
-            KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, b, r, 256, ROWS));
+    for (int n = 0; n < rows; n++) {
+        uint32_t r = first + (uint32_t)n;
+        uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
+        __m512i f = _mm512_set1_epi16((int16_t)v->factor[group][r]), sum = _mm512_setzero_si512();
+        for (uint32_t i = 0; i < dim; i += 64) {
+            __m512i b = _mm512_packs_epi16(_mm512_mulhrs_epi16(scaled(v->q16[r], g, i), f),
+                                           _mm512_mulhrs_epi16(scaled(v->q16[r], g, i + 32), f));
+            _mm512_store_si512(bytes + i, b);
+            if (n % 2 == 0)
+                kvq__fetch_step(v, 1, group, i + 16 * (uint32_t)n, dim, tile->codec->k_bits);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), b);
+        }
+        __m512 taken = _mm512_mul_ps(centre, _mm512_set1_ps(v->unit[group][r]));
+        bias[n] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), taken, bias[n]);
     }
+    __m512 sums = kvq__sum4(bias[0], bias[1], bias[2], bias[3]);
+    _mm_store_ps(v->bias[group] + first, _mm512_castps512_ps128(sums));
+}
+
+KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            find_factors(v, i, first, dim, rows);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            scale_queries(tile, i, first, dim, rows);
+}
+
+KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            open_k(v, tile->codec, i, dim);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
+}
+
+void kvq__vnni_prepare_k(const struct kvq__tile *tile)
+{
+    if (tile->dim == 64)
+        prepare_k(tile, 64);
+    else if (tile->dim == 128)
+        prepare_k(tile, 128);
+    else
+        prepare_k(tile, 256);
 }
 
 // ---- K: dot products ----
@@ -222,15 +212,15 @@ KVQ__INLINE void k_slab(__m512i plain[][2], __m512i high[][2], const struct kvq_
     k_row(plain, high, p, 7, n, q, rows, bits);
 }
 
-// Logits of up to four rows for group i of the batch.
-KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t i_group,
+// Logits of up to four rows for one group.
+KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t group,
                          uint32_t first, const uint8_t *norms, float *logits, int rows, int bits)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     const uint8_t *q[KVQ__TILE4];
     __m512i plain[KVQ__TILE4][2], high[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++) {
-        q[i] = kvq__vnni_bytes(tile, i_group, first + (uint32_t)i);
+        q[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
         plain[i][0] = plain[i][1] = high[i][0] = high[i][1] = _mm512_setzero_si512();
     }
     if (p.dim == 64)
@@ -246,8 +236,8 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
         norm[z] = kvq__load_f16(norms + 32 * z);
     for (int i = 0; i < rows; i++)
         for (int z = 0; z < 2; z++) {
-            __m512 unit = _mm512_set1_ps(v->unit[i_group][first + (uint32_t)i]);
-            __m512 bias = _mm512_set1_ps(v->bias[i_group][first + (uint32_t)i]);
+            __m512 unit = _mm512_set1_ps(v->unit[group][first + (uint32_t)i]);
+            __m512 bias = _mm512_set1_ps(v->bias[group][first + (uint32_t)i]);
             __m512i sum = _mm512_srai_epi32(high[i][z], bits == 2 ? 2 : 4);
             sum = _mm512_add_epi32(plain[i][z], sum);
             __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), unit, bias);
@@ -255,30 +245,28 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
         }
 }
 
-KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
+KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, float *logits,
                           int bits)
 {
     const struct kvq__codec *c = tile->codec;
-    const uint8_t *packed = b->group[i]->packed.group, *low = packed + c->layout.k_codes;
     const uint8_t *norms = c->has_norms ? packed + c->layout.k_norms : NULL;
-    struct kvq__planes p = kvq__planes_of(tile, b->index[i], low, bits);
-    float *logits = tile->logits + b->index[i] * KVQ_GROUP_TOKENS;
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE)
-        KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, i, r, norms, logits, ROWS, bits));
+    uint32_t group = (uint32_t)(logits - tile->logits) / KVQ_GROUP_TOKENS;
+    struct kvq__planes p = kvq__planes_of(tile, group, packed + c->layout.k_codes, bits);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
+        KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, group, r, norms, logits, ROWS, bits));
+    }
 }
 
-void kvq__vnni_logits(const struct kvq__tile *tile, const struct kvq__batch *b)
+void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
-    prepare_k(tile, b);
-    for (uint32_t i = 0; i < b->n; i++)
-        switch (tile->codec->k_bits) {
-        case 2:
-            qk_group(tile, b, i, 2);
-            break;
-        case 3:
-            qk_group(tile, b, i, 3);
-            break;
-        default:
-            qk_group(tile, b, i, 4);
-        }
+    switch (tile->codec->k_bits) {
+    case 2:
+        qk_group(tile, packed->group, logits, 2);
+        break;
+    case 3:
+        qk_group(tile, packed->group, logits, 3);
+        break;
+    default:
+        qk_group(tile, packed->group, logits, 4);
+    }
 }

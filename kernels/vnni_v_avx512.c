@@ -10,139 +10,168 @@
 
 enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
 
-// ---- V: p * scale as u8, for all groups of a batch ----
+// ---- V: p * scale as u8, for all groups of the chunk ----
 
-// From slots, in which scales and zeros stand, to tokens: slots are 0, 4, 1, 5, .. of each 8 tokens.
-static inline __m512i tokens_from_slots(void)
+// Tokens in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half. Of 16 tokens:
+static inline __m512i sets_from_tokens(void)
 {
-    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
-                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
-                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
+    return _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+}
+
+// And of the 32 slots in which the scales stand.
+static inline __m512i sets_from_slots(void)
+{
+    static const uint16_t order[32] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,
+                                       13, 10, 14, 11, 15, 16, 20, 17, 21, 18, 22,
+                                       19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
     return _mm512_loadu_si512(order);
 }
 
-// The weights of two channel groups as the two packs leave them: lane i has, of either group, the
-// tokens 4 i to 4 i + 3 and 16 more. Here byte 32 g + 4 (2 j + half) + k becomes token 8 j + 2 k +
-// half: the four of a set stand together.
-static inline __m512i sets_from_packs(void)
-{
-    _Alignas(64) uint8_t order[64];
-    for (unsigned i = 0; i < 64; i++) {
-        unsigned t = i % 32 / 8 * 8 + i % 4 * 2 + i / 4 % 2;
-        order[i] = (uint8_t)(t % 16 / 4 * 16 + i / 32 * 8 + t / 16 * 4 + t % 4);
-    }
-    return _mm512_load_si512(order);
-}
-
-// Where the four weights of a channel group and a set stand.
+// Where the four weights of a channel group and set stand: two groups to a register, two sets to
+// a lane, as the two packs leave them.
 KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
 {
-    return 32 * group + 4 * set;
+    return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-// p of one row; tokens that are not packed, and outliers, count nothing here.
-KVQ__INLINE void load_p(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
-                        uint32_t r, __m512 *p)
+KVQ__INLINE void open_v(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
+                        uint32_t dim)
 {
-    uint32_t n = b->group[i]->packed_tokens;
-    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~b->group[i]->pooled;
-    const float *at =
-        tile->logits + (size_t)r * KVQ__LOGITS_STRIDE + b->index[i] * KVQ_GROUP_TOKENS;
-    p[0] = _mm512_maskz_loadu_ps((__mmask16)mask, at);
-    p[1] = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), at + 16);
-}
-
-// p of up to four rows of group i as int16, with a step of its own for each row.
-KVQ__INLINE void weigh(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t i,
-                       uint32_t first, uint32_t dim, int rows)
-{
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    float max = kvq__max_f16(b->group[i]->packed.group + tile->codec->layout.v_scales, dim);
-    __m512 p[KVQ__TILE4][2], top[KVQ__TILE4];
-    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
-    for (int n = 0; n < KVQ__TILE4; n++)
-        top[n] = _mm512_set1_ps(1e-30f);
-    for (int n = 0; n < rows; n++) {
-        load_p(tile, b, i, first + (uint32_t)n, p[n]);
-        top[n] = _mm512_max_ps(top[n], _mm512_max_ps(p[n][0], p[n][1]));
-    }
-    __m512 x = kvq__max4(top[0], top[1], top[2], top[3]);
-    __m512 by = _mm512_div_ps(_mm512_set1_ps(V16_TOP), x);
-    for (uint32_t line = 0; line < dim / 32; line++)
-        kvq__fetch_step(v, 0, b->index[i], 32 * line, dim, tile->codec->v_bits);
-    for (int n = 0; n < rows; n++) {
-        __m512 f = _mm512_permutexvar_ps(_mm512_set1_epi32(n), by);
-        _mm512_store_si512(v->p16[i][n], kvq__to_int16(p[n][0], p[n][1], f));
-    }
-    v->v_factor[i] = V16_TOP / max;
-    // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
-    __m128 unit = _mm_set1_ps(max / V16_TOP * (0.5f * 32768.0f / V16_TOP));
-    _mm_store_ps(v->unit[i] + first, _mm_mul_ps(_mm512_castps512_ps128(x), unit));
-}
-
-// One channel group of a group, in the order of tokens: scales as int16, packed; the middles.
-KVQ__INLINE __m512i open_v(const struct kvq__codec *c, const uint8_t *group, uint32_t channels,
-                           float factor, __m512 *middle)
-{
-    const __m512i order = tokens_from_slots();
-    const __m512 centre = _mm512_set1_ps(kvq__centre_of(c->v_bits));
+    const uint8_t *group = v->chunk->group[index].packed.group;
+    struct kvq__opened *g = &v->opened[index];
     const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
-    __m512i s = _mm512_permutexvar_epi16(order, _mm512_load_si512(scales + 64 * channels));
-    __m512i z = _mm512_permutexvar_epi16(order, _mm512_load_si512(zeros + 64 * channels));
-    __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
-    __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
-    __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
-    __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
-    middle[0] = _mm512_fmadd_ps(a, centre, za);
-    middle[1] = _mm512_fmadd_ps(b, centre, zb);
-    return kvq__to_int16(a, b, _mm512_set1_ps(factor));
+    float max = kvq__max_f16(scales, dim);
+    g->unit = max / V16_TOP;
+    __m512 factor = _mm512_set1_ps(V16_TOP / max);
+    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->v_bits));
+    for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
+        __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 2 * i));
+        __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 2 * i));
+        __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
+        __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
+        __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
+        __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
+        kvq__fetch_step(v, 0, index, i, dim, c->v_bits);
+        _mm512_store_si512(g->scale16 + i, kvq__to_int16(a, b, factor));
+        _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
+        _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
+    }
 }
 
-// Two channel groups, from `channels` on: the bytes of up to four rows in all groups of the batch,
-// and the sums of p * middle.
-KVQ__INLINE void scale_weights(const struct kvq__tile *tile, const struct kvq__batch *b,
-                               uint32_t first, uint32_t channels, int rows)
+// p of up to four rows into the order of sets, and what makes int16 of them. Tokens that are not
+// packed, and outliers, count nothing here.
+KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                              int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    const __m512i order = sets_from_packs();
-    __m512 sum[KVQ__TILE4][2];
-    for (int n = 0; n < rows; n++)
-        for (uint32_t g = 0; g < 2; g++)
-            sum[n][g] = _mm512_load_ps(v->middle[first + (uint32_t)n][channels + g]);
-    for (uint32_t i = 0; i < b->n; i++) {
-        __m512 p[2], middle[2][2];
-        __m512i scale[2];
-        for (uint32_t g = 0; g < 2; g++)
-            scale[g] = open_v(tile->codec, b->group[i]->packed.group, channels + g, v->v_factor[i],
-                              middle[g]);
-        for (int n = 0; n < rows; n++) {
-            uint8_t *bytes = kvq__vnni_bytes(tile, i, first + (uint32_t)n);
-            __m512i p16 = _mm512_load_si512(v->p16[i][n]);
-            if (n % 2 == 0)
-                kvq__fetch_step(v, 1, b->index[i], 32 * (channels + (uint32_t)n / 2), tile->dim,
-                                tile->codec->v_bits);
-            __m512i w = _mm512_packus_epi16(_mm512_mulhrs_epi16(scale[0], p16),
-                                            _mm512_mulhrs_epi16(scale[1], p16));
-            _mm512_store_si512(bytes + 32 * channels, _mm512_permutexvar_epi8(order, w));
-            load_p(tile, b, i, first + (uint32_t)n, p);
-            for (uint32_t g = 0; g < 2; g++) {
-                sum[n][g] = _mm512_fmadd_ps(p[0], middle[g][0], sum[n][g]);
-                sum[n][g] = _mm512_fmadd_ps(p[1], middle[g][1], sum[n][g]);
+    const struct kvq__group *g = &v->chunk->group[group];
+    uint32_t n = g->packed_tokens;
+    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~g->pooled;
+    const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
+    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
+    __m512 top[KVQ__TILE4];
+    for (int i = 0; i < KVQ__TILE4; i++)
+        top[i] = _mm512_set1_ps(1e-30f);
+    for (int i = 0; i < rows; i++, p += KVQ__LOGITS_STRIDE) {
+        __m512 a = _mm512_maskz_loadu_ps((__mmask16)mask, p);
+        __m512 b = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
+        top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a, b));
+        _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(sets_from_tokens(), a));
+        _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(sets_from_tokens(), b));
+    }
+    __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
+    _mm_store_ps(v->weigh[group], _mm_div_ps(_mm_set1_ps(V16_TOP), x));
+    // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
+    float unit = v->opened[group].unit * (0.5f * 32768.0f / V16_TOP);
+    _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
+}
+
+KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                               uint32_t dim, int rows)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const int16_t *scale = v->opened[group].scale16;
+    for (int i = 0; i < rows; i++) {
+        uint8_t *bytes = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
+        const float *p = v->p[group][i];
+        __m512i p16 = kvq__to_int16(_mm512_load_ps(p), _mm512_load_ps(p + 16),
+                                    _mm512_set1_ps(v->weigh[group][i]));
+        for (uint32_t c = 0; c < dim; c += 2 * KVQ_GROUP_CHANNELS) {
+            __m512i a = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c));
+            __m512i b = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c + 32));
+            _mm512_store_si512(bytes + c, _mm512_packus_epi16(a, b));
+            if (i % 2 == 0)
+                kvq__fetch_step(v, 1, group, c + 16 * (uint32_t)i, dim, tile->codec->v_bits);
+        }
+    }
+}
+
+enum { AT_ONCE = 4 }; // channel groups
+
+// The sums of p * middle of up to four rows and four channel groups, over all groups of tokens.
+KVQ__INLINE void sum_middles(const struct kvq__tile *tile, uint32_t first, uint32_t from,
+                             uint32_t n, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    __m512 sum[KVQ__TILE4][AT_ONCE];
+    for (int i = 0; i < rows; i++)
+        for (uint32_t g = 0; g < n; g++)
+            sum[i][g] = _mm512_setzero_ps();
+    for (uint32_t group = 0; group < v->chunk->groups; group++) {
+        if (!v->chunk->group[group].packed_tokens)
+            continue;
+        for (uint32_t half = 0; half < KVQ_GROUP_TOKENS; half += 16) {
+            const float *middle = v->opened[group].middle + from * KVQ_GROUP_TOKENS + half;
+            __m512 m[AT_ONCE];
+            for (uint32_t g = 0; g < n; g++)
+                m[g] = _mm512_load_ps(middle + g * KVQ_GROUP_TOKENS);
+            for (int i = 0; i < rows; i++) {
+                __m512 p = _mm512_load_ps(v->p[group][i] + half);
+                for (uint32_t g = 0; g < n; g++)
+                    sum[i][g] = _mm512_fmadd_ps(p, m[g], sum[i][g]);
             }
         }
     }
-    for (int n = 0; n < rows; n++)
-        for (uint32_t g = 0; g < 2; g++)
-            _mm512_store_ps(v->middle[first + (uint32_t)n][channels + g], sum[n][g]);
+    for (int i = 0; i < rows; i++)
+        for (uint32_t g = 0; g < n; g++)
+            _mm512_store_ps(v->middle[first + (uint32_t)i][from + g], sum[i][g]);
 }
 
-KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, const struct kvq__batch *b,
-                              uint32_t first, int rows)
+KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
 {
-    for (uint32_t i = 0; i < b->n; i++)
-        weigh(tile, b, i, first, tile->dim, rows);
-    for (uint32_t c = 0; c < tile->dim / KVQ_GROUP_CHANNELS; c += 2)
-        scale_weights(tile, b, first, c, rows);
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            sort_weights(tile, i, first, rows);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            scale_weights(tile, i, first, dim, rows);
+    if (dim == 64)
+        sum_middles(tile, first, 0, 2, rows);
+    for (uint32_t slab = 0; slab < dim / KVQ__SLAB; slab++)
+        sum_middles(tile, first, AT_ONCE * slab, AT_ONCE, rows);
+    for (int i = 0; i < rows; i++)
+        memset(v->o[first + (uint32_t)i], 0, dim * sizeof(float));
+}
+
+KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            open_v(v, tile->codec, i, dim);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
+}
+
+void kvq__vnni_prepare_v(const struct kvq__tile *tile)
+{
+    if (tile->dim == 64)
+        prepare_v(tile, 64);
+    else if (tile->dim == 128)
+        prepare_v(tile, 128);
+    else
+        prepare_v(tile, 256);
 }
 
 // ---- V: dot products ----
@@ -266,16 +295,15 @@ KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *con
             add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s], unit[i]);
 }
 
-// Adds up to four rows times group `at` of the batch to the chunk's sums.
-KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t at,
+// Adds up to four rows times one group of V to the chunk's sums.
+KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t group,
                          uint32_t first, int rows, int bits)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    const uint8_t *w[KVQ__TILE4], *low = b->group[at]->packed.group + tile->codec->layout.v_codes;
-    struct kvq__planes p = kvq__planes_of(tile, b->index[at], low, bits);
+    const uint8_t *w[KVQ__TILE4];
     for (int i = 0; i < rows; i++)
-        w[i] = kvq__vnni_bytes(tile, at, first + (uint32_t)i);
-    const float *unit = v->unit[at] + first;
+        w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
+    const float *unit = v->unit[group] + first;
     if (p.dim == 64)
         pv_64(&p, v->o[first], w, unit, rows, bits);
     for (uint32_t slab = 0; slab < p.dim / KVQ__SLAB; slab++) {
@@ -287,41 +315,32 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, const struct kvq__batch *
     }
 }
 
-KVQ__INLINE void pv_batch(const struct kvq__tile *tile, const struct kvq__batch *b, uint32_t first,
-                          int rows, int bits)
+KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, const float *p_row,
+                          int bits)
 {
-    prepare_rows(tile, b, first, rows);
-    for (uint32_t i = 0; i < b->n; i++)
-        pv_rows(tile, b, i, first, rows, bits);
+    const struct kvq_layout *l = &tile->codec->layout;
+    uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
+    struct kvq__planes p = kvq__planes_of(tile, group, packed + l->v_codes, bits);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
+        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, p, group, r, ROWS, bits));
+    }
 }
 
-void kvq__vnni_values(const struct kvq__tile *tile, const struct kvq__batch *b)
+void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
-        switch (tile->codec->v_bits) {
-        case 2:
-            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 2));
-            break;
-        case 3:
-            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 3));
-            break;
-        default:
-            KVQ__BY_ROWS(tile->rows - r, pv_batch(tile, b, r, ROWS, 4));
-        }
+    switch (tile->codec->v_bits) {
+    case 2:
+        pv_group(tile, packed->group, p, 2);
+        break;
+    case 3:
+        pv_group(tile, packed->group, p, 3);
+        break;
+    default:
+        pv_group(tile, packed->group, p, 4);
+    }
 }
 
 // ---- The chunk's sums ----
-
-enum { AT_ONCE = 4 }; // channel groups
-
-void kvq__vnni_clear(const struct kvq__tile *tile)
-{
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    for (uint32_t r = 0; r < tile->rows; r++) {
-        memset(v->o[r], 0, tile->dim * sizeof(float));
-        memset(v->middle[r], 0, tile->dim / KVQ_GROUP_CHANNELS * sizeof v->middle[r][0]);
-    }
-}
 
 // The sums of p * middle over all tokens, of four channel groups.
 KVQ__INLINE __m512 middles(const struct kvq__vnni *v, uint32_t r, uint32_t from, uint32_t n)

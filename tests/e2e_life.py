@@ -2,6 +2,7 @@
 """Starting and leaving: with every signal, with too little of everything, and never in silence."""
 import functools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -130,6 +131,19 @@ class Life(unittest.TestCase):
             with open(os.path.join(daemon.directory, "kvqd.lock"), encoding="ascii") as file:
                 self.assertEqual(file.read(), f"{daemon.process.pid}\n")
             self.assertEqual(daemon.lines, [])
+
+    def test_idle_queues_cost_little(self):
+        """Their scratch, over 12 MiB each, becomes real as it is used."""
+        def resident(daemon):
+            with open(f"/proc/{daemon.process.pid}/status", encoding="ascii") as file:
+                return int(re.search(r"VmRSS:\s+(\d+) kB", file.read())[1])
+
+        with Daemon() as daemon, daemon.client() as client:
+            client.queue()
+            before = resident(daemon)
+            for _ in range(60):
+                client.queue()
+            self.assertLess(resident(daemon) - before, 60 * 1024)
 
     def test_coming_and_going(self):
         """On one directory, with a client each time that is still there at the end."""

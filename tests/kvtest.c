@@ -154,8 +154,14 @@ const char *kvt_any_format(struct kvt_rng *rng)
     uint32_t rows = 0, n = sizeof composed / sizeof *composed;
     while (kvq_formats[rows].name[0])
         rows++;
-    uint32_t i = kvt_below(rng, rows + n);
-    return i < rows ? kvq_formats[i].name : composed[i - rows];
+    for (;;) {
+        uint32_t i = kvt_below(rng, rows + n);
+        const char *name = i < rows ? kvq_formats[i].name : composed[i - rows];
+        const struct kvq_format *f = kvt_format(name);
+        bool large = f->k.codec == KVQ_CODEC_BOOK && (f->k.bits > 8 || f->v.bits > 8);
+        if (!large || kvt_below(rng, 12) == 0) // searching 4,096 centroids in C takes a while
+            return name;
+    }
 }
 
 // Random numbers, as many as the largest tables need.

@@ -244,6 +244,38 @@ static void test_buffers_of_all(void **state)
     end_counting();
 }
 
+// Clients that have shut their ears while the command is at the poller: what it made is given back
+// once, by one thread.
+static void test_replies_nobody_hears(void **state)
+{
+    (void)state;
+    begin_counting();
+    Kvq__Request queue = KVQ__REQUEST__INIT, buffer = KVQ__REQUEST__INIT;
+    Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
+    Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
+    create.bytes = 4096;
+    queue.id = buffer.id = 99;
+    queue.protocol = buffer.protocol = KVQ_PROTOCOL_MAX;
+    queue.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
+    queue.open_queue = &open;
+    buffer.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    buffer.create_buffer = &create;
+    for (int i = 0; i < 200; i++) {
+        uint8_t bytes[64];
+        size_t length;
+        struct peer *p = peer_attached();
+        assert_int_equal(shutdown(p->fd, SHUT_RD), 0); // sending to it fails from now on
+        assert_int_equal(kvq_request_pack(i % 2 ? &queue : &buffer, bytes, sizeof bytes, &length),
+                         0);
+        peer_send(p, bytes, length, NULL, 0);
+        struct pollfd end = {.fd = p->fd};
+        while (!(end.revents & POLLHUP)) // the daemon has closed its end, last of all
+            assert_true(poll(&end, 1, -1) >= 0);
+        peer_free(p);
+    }
+    end_counting();
+}
+
 // A cancel gives back what the request before it made, and nothing else.
 static void test_cancel(void **state)
 {
@@ -508,13 +540,21 @@ static void test_second_daemon(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_hello),          cmocka_unit_test(test_daemon_page),
-        cmocka_unit_test(test_garbage),        cmocka_unit_test(test_descriptors_are_counted),
-        cmocka_unit_test(test_imports),        cmocka_unit_test(test_buffers),
-        cmocka_unit_test(test_buffers_of_all), cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_queues),         cmocka_unit_test(test_scribbler_is_closed),
-        cmocka_unit_test(test_hostile_wakers), cmocka_unit_test(test_too_many_clients),
-        cmocka_unit_test(test_groups),         cmocka_unit_test(test_death_with_a_child),
+        cmocka_unit_test(test_hello),
+        cmocka_unit_test(test_daemon_page),
+        cmocka_unit_test(test_garbage),
+        cmocka_unit_test(test_descriptors_are_counted),
+        cmocka_unit_test(test_imports),
+        cmocka_unit_test(test_buffers),
+        cmocka_unit_test(test_buffers_of_all),
+        cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_replies_nobody_hears),
+        cmocka_unit_test(test_queues),
+        cmocka_unit_test(test_scribbler_is_closed),
+        cmocka_unit_test(test_hostile_wakers),
+        cmocka_unit_test(test_too_many_clients),
+        cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_death_with_a_child),
         cmocka_unit_test(test_second_daemon),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
