@@ -15,8 +15,8 @@ set -eu
 
 usage() {
     sed -n '4,13s/^# \{0,1\}//p' "$0"
-    echo "Options: --quick --long --model DIR --text FILE --results FILE --out FILE --methods LIST" \
-        "--jobs N"
+    echo "Options: --quick --long --model DIR --text FILE --results FILE --out FILE" \
+        "--methods LIST --jobs N"
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
