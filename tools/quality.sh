@@ -4,8 +4,9 @@
 # Measures what the formats do to keys, values and a model, and writes the report: tables and
 # verdicts to docs/quality.md, plots to docs/quality/, all numbers to docs/quality/quality.json.
 #
-#     tools/quality.sh                everything; about an hour on two CPUs
-#     tools/quality.sh --quick        fewer seeds, less text, fewer formats; a few minutes
+#     tools/quality.sh                everything; about a quarter of an hour on two idle CPUs
+#     tools/quality.sh --quick        less text, fewer formats; a few minutes
+#     tools/quality.sh --long         more seeds, more text, larger codebooks; over an hour
 #     tools/quality.sh --model DIR --text FILE     the same for another checkpoint
 #
 # Measurements are kept in a results file (--results FILE) as they are made: a run that was ended
@@ -13,19 +14,20 @@
 set -eu
 
 usage() {
-    sed -n '4,12s/^# \{0,1\}//p' "$0"
-    echo "Options: --quick --model DIR --text FILE --results FILE --out FILE --methods LIST" \
-        "--jobs N"
+    sed -n '4,13s/^# \{0,1\}//p' "$0"
+    echo "Options: --quick --long --model DIR --text FILE --results FILE --out FILE" \
+        "--methods LIST --jobs N"
 }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 bin=${KVQ_BIN_DIR:-$root/build/release/bin}
 model=$root/tools/model/kvq-bytes
 text=$root/tools/model/heldout.txt
-results='' out='' methods='' quick='' sizes='' jobs=2
+results='' out='' methods='' quick='' long='' jobs=2
 while [ $# -gt 0 ]; do
     case $1 in
     --quick) quick=1 ;;
+    --long) long=1 ;;
     --help) usage; exit 0 ;;
     --model | --text | --results | --out | --methods | --jobs)
         [ $# -gt 1 ] || { echo "quality.sh: $1 needs a value" >&2; exit 2; }
@@ -50,10 +52,14 @@ order=oscar2-norot-noscale,oscar2-norot,oscar2-noscale
 claims=$order,oscar2-max,oscar2-mean,kivi2-g128,innerq-small:vcodec=affine:zero=minimum
 claims=$claims,innerq-small-full,innerq-hybrid-full
 books=vecinfer-2,vecinfer-2-norot,vecinfer-2-nosmooth,vecinfer-2-norot-nosmooth
-more=oscar2-fm,oscar2-g64,oscar2-g128,kivi2-g64,oscar2:vrot=hadamard,kivi2:vrot=hadamard
+# What the search of docs/quality/search.md led to: K as turboquant3 with channel factors, V affine
+# per channel, windows as large as oscar2's on average.
+best=turboquant3+innerq-small:channel=prompt:vcodec=affine:vzero=minimum:vgroup=64
+best=$best:unit=64:sink=0:recent=32
+more=oscar2-fm,oscar2-g64,oscar2-g128,kivi2-g64,oscar2:vrot=hadamard,kivi2:vrot=hadamard,$best
 # What is asked for facts; the others would take too long.
 asked=f16,dropped,int2-token,oscar2,oscar4,kivi2,ott2,innerq-hybrid,innerq-small,quarot2
-asked=$asked,turboquant2.5,turboquant3,vecinfer-2
+asked=$asked,turboquant2.5,turboquant3,vecinfer-2,$best
 if [ -n "$quick" ]; then
     results=${results:-$kept/quick-$(basename "$model").jsonl}
     few=f16,dropped,int2-token,oscar2,oscar4,kivi2,ott2,ott2-oscar,innerq-hybrid,innerq-small
@@ -62,10 +68,11 @@ if [ -n "$quick" ]; then
     books='' sizes='' seeds=1 queries=4 tokens=2112 bytes=4096 variants='1 10' count=2
 else
     results=${results:-$kept/$(basename "$model").jsonl}
+    sizes=vecinfer-1,vecinfer-4,million-2${long:+,vecinfer-1.5,vecinfer-3,million-3}
     [ -z "$methods" ] || asked=$methods books='' sizes=''
-    [ -n "$methods" ] || sizes=vecinfer-1,vecinfer-1.5,vecinfer-4,million-2
     methods=${methods:-all,$claims,$more}
-    seeds=2 queries=12 tokens=4160 bytes=8192 variants='1 10 30' count=6
+    variants='1 10 30' seeds=1 queries=8 tokens=2112 bytes=8192 count=3
+    [ -z "$long" ] || seeds=3 queries=16 tokens=4160 bytes=32768 count=16
 fi
 items=$kept/items-$count.jsonl
 python3 "$root/tools/model/recall.py" --text "$root/tools/model/heldout.txt" --count $count |

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # The parts of test.sh, one function each, and the counting they share. Sourced by test.sh, which
-# sets jobs, full, fuzz_seconds, and reads passed, failed and skipped.
+# sets jobs, full, fuzz_seconds, seeds, and reads passed, failed and skipped.
 # shellcheck disable=SC2034,SC2154
 
 log_file() { echo "build/log/$part.log"; }
@@ -128,7 +128,7 @@ part_kernels() {
         KVQ_CPU_MASK=$mask run_ctest release 400 -L kernels
     done
     [ $full = 1 ] || return
-    for seed in $(seq 2 20); do
+    for seed in $(seq 2 "$seeds"); do
         KVQ_SEED=$seed run_ctest release 1200 -L kernels
     done
     check "no AVX" 7200 qemu-x86_64 -cpu Nehalem build/release/tests/check
@@ -240,7 +240,7 @@ record_full_result() {
     result=$(
         echo "Commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)," \
             "$(date -u '+%Y-%m-%d %H:%M') UTC, $(nproc) cores," \
-            "$fuzz_seconds s for each fuzzer:" \
+            "$fuzz_seconds s for each fuzzer, $seeds seeds:" \
             "$total_passed passed, $total_failed failed, $total_skipped skipped."
         echo
         echo '```'

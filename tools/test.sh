@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Builds and tests everything, part by part.
 #
-#   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N]
+#   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N] [--seeds N]
 #
 #   --full            the long tier: longer fuzzing, more seeds, clang-tidy over all but tests.
 #                     Resumable: a part that passed on the same sources is not run again. Its
@@ -11,6 +11,7 @@
 #   --list            name the parts and what each does
 #   --jobs N          compile and test with N jobs (default: all cores)
 #   --fuzz-seconds N  seconds for each fuzzer (default: 10, under --full 3600)
+#   --seeds N         --full: seeds that the kernel checks run with (default: 20)
 #
 # On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
 # run is quick; what the parts print goes to build/log/PART.log. The last line is
@@ -20,7 +21,7 @@ cd "$(dirname "$0")/.." || exit 1
 . tools/deps.sh
 . tools/test-parts.sh
 
-usage() { sed -n '3,17s/^# \{0,1\}//p' tools/test.sh; }
+usage() { sed -n '3,18s/^# \{0,1\}//p' tools/test.sh; }
 
 parts=(tidy format release kernels clang asan tsan fuzz e2e python install docs lint)
 declare -A part_about=(
@@ -39,13 +40,14 @@ declare -A part_about=(
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
 )
 
-full=0 jobs=$(nproc) fuzz_seconds=
+full=0 jobs=$(nproc) fuzz_seconds= seeds=20
 only=()
 while [ $# -gt 0 ]; do
     case "$1" in
     --full) full=1 ;;
     --only) only+=("${2:?--only needs a part}") && shift ;;
     --jobs) jobs=${2:?--jobs needs a number} && shift ;;
+    --seeds) seeds=${2:?--seeds needs a number} && shift ;;
     --fuzz-seconds) fuzz_seconds=${2:?--fuzz-seconds needs a number} && shift ;;
     --list)
         for part in "${parts[@]}"; do printf '%-8s  %s\n' "$part" "${part_about[$part]}"; done
@@ -89,7 +91,7 @@ for part in "${parts[@]}"; do
     stamp=build/full/$part
     passed=0 failed=0 skipped=0
     part_started=$SECONDS
-    if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$state $fuzz_seconds" ]; then
+    if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$state $fuzz_seconds $seeds" ]; then
         read -r passed skipped seconds < <(tail -n 1 "$stamp")
         note="passed before on these sources"
     else
@@ -99,7 +101,7 @@ for part in "${parts[@]}"; do
         seconds=$((SECONDS - part_started))
         note=
         [ $full = 1 ] && [ $failed = 0 ] &&
-            printf '%s\n%s\n' "$state $fuzz_seconds" "$passed $skipped $seconds" >"$stamp"
+            printf '%s\n%s\n' "$state $fuzz_seconds $seeds" "$passed $skipped $seconds" >"$stamp"
     fi
     printf '%-8s  %s passed, %s failed, %s skipped, %s s  %s\n' \
         "$part" "$passed" "$failed" "$skipped" "$seconds" "$note" | tee -a "build/log/$part.log"
