@@ -86,12 +86,12 @@ source_state() {
 total_passed=0 total_failed=0 total_skipped=0
 summary=()
 failures=()
-state=$(source_state)
+shown="$(source_state) $fuzz_seconds $seeds" # what a part that has passed has passed with
 for part in "${parts[@]}"; do
     stamp=build/full/$part
     passed=0 failed=0 skipped=0
     part_started=$SECONDS
-    if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$state $fuzz_seconds $seeds" ]; then
+    if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$shown" ]; then
         read -r passed skipped seconds < <(tail -n 1 "$stamp")
         note="passed before on these sources"
     else
@@ -101,7 +101,7 @@ for part in "${parts[@]}"; do
         seconds=$((SECONDS - part_started))
         note=
         [ $full = 1 ] && [ $failed = 0 ] &&
-            printf '%s\n%s\n' "$state $fuzz_seconds $seeds" "$passed $skipped $seconds" >"$stamp"
+            printf '%s\n%s\n' "$shown" "$passed $skipped $seconds" >"$stamp"
     fi
     printf '%-8s  %s passed, %s failed, %s skipped, %s s  %s\n' \
         "$part" "$passed" "$failed" "$skipped" "$seconds" "$note" | tee -a "build/log/$part.log"
