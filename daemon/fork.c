@@ -18,8 +18,14 @@ static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer 
     return packed > l->base ? packed : l->base;
 }
 
+// By counts alone, as everything that says where a session can be forked.
+static bool has_learned(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    return l->learn && s->floor >= l->learn;
+}
+
 // The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
-// whose raw rows are gone.
+// whose raw rows are gone, or into the tokens that the format has learned from.
 static bool fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
                       uint64_t *base)
 {
@@ -27,6 +33,8 @@ static bool fork_base(const struct kvq__session *s, const struct kvq__layer *l, 
     *base = 0;
     if (l->packed_bytes == 0)
         return true;
+    if (has_learned(s, l) && at < l->learn)
+        return at == 0;
     *base = at >= start ? start : at;
     return at >= start || at % l->format->unit_tokens == 0;
 }
@@ -58,6 +66,7 @@ static uint64_t possible_at(const struct kvq__session *s, uint64_t at)
         const struct kvq__layer *l = &s->layers[i];
         if (kvq__layer_owns(s, i) && !fork_base(s, l, at, &base)) {
             uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
+            whole = has_learned(s, l) && whole < l->learn ? 0 : whole;
             lower = whole < lower ? whole : lower;
         }
     }
@@ -95,6 +104,7 @@ static void copy_identity(struct kvq__session *to, const struct kvq__session *fr
             .raw_bytes = l->raw_bytes,
             .source = l->source,
             .keep = l->keep,
+            .learn = l->learn,
         };
     }
     snprintf(to->model, sizeof to->model, "%s", from->model);
@@ -156,6 +166,23 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
     return rc;
 }
 
+// Here and not among the copies: whoever packs the source's next units adds to them.
+static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct kvq__layer *to)
+{
+    size_t bytes = kvq_extras_bytes(from->format, &from->shape);
+    if (bytes == 0 || !from->extras.data)
+        return 0;
+    int rc = kvq__block_new(c->to->core, c->to->ns, bytes, &to->extras);
+    if (rc < 0)
+        return rc;
+    to->learned = from->learned && to->packed > 0;
+    if (to->packed)
+        kvq_extras_fork(from->format, &from->shape, from->extras.data, to->extras.data, to->packed);
+    else
+        kvq_extras_init(from->format, &from->shape, to->extras.data);
+    return 0;
+}
+
 static int clone_layer(struct cloning *c, const struct kvq__session *from, uint32_t layer)
 {
     const struct kvq__layer *a = &from->layers[layer];
@@ -163,12 +190,14 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     uint32_t whole = (uint32_t)(c->at / KVQ_BLOCK_TOKENS);
     // The source may have packed units that the new session can still cut into.
     uint64_t final = c->floor / a->format->unit_tokens * a->format->unit_tokens;
-    int rc = 0;
+    int rc;
     if (c->at == 0)
         return 0;
     fork_base(from, a, c->at, &b->base);
     b->packed = final < a->packed ? final : a->packed;
-    b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
+    rc = clone_extras(c, a, b);
+    if (a->learn == 0 || a->learned)
+        b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
     b->raw_page = a->raw_page < whole ? a->raw_page : whole;
     b->raw_page = b->raw_page > b->first_page ? b->raw_page : b->first_page;
     for (uint32_t p = b->first_page; rc == 0 && p < c->to->n_pages; p++) {
@@ -266,11 +295,21 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     kvq__session_unpin(s);
 }
 
+// Extras are being added to just now.
+static bool packs_extras(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].packer && s->layers[i].extras.data)
+            return true;
+    return false;
+}
+
 enum kvq__progress kvq__op_fork(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i) == 0 && q->work[i].session->exclusive)
+        if (check_entry(q, i) == 0 &&
+            (q->work[i].session->exclusive || packs_extras(q->work[i].session)))
             return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
@@ -292,7 +331,7 @@ static uint32_t count(const struct kvq__entry *w)
 
 static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
 {
-    size_t n = (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
+    size_t n = l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
     for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
         size_t record = (size_t)h * l->layout.record_bytes;
         memcpy(c->to + record, c->from + record, n);

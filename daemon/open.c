@@ -104,20 +104,68 @@ static void list_formats(char *out, size_t room)
         used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
 }
 
-static int find_format(const struct kvq__session_spec *spec, const struct kvq__layer_row *row,
-                       uint32_t layer, const struct kvq_format **format, char *text)
+static int parse_format(struct kvq__core *core, const char *name, const struct kvq_format **format,
+                        char *why, size_t n)
 {
-    char known[512];
+    struct kvq__format *f;
+    SLIST_FOREACH (f, &core->formats, link)
+        if (strcmp(f->row.name, name) == 0)
+            break;
+    if (!f) {
+        struct kvq_format row;
+        if (kvq_format_parse(name, &row, why, n))
+            return KVQ_E_FORMAT;
+        snprintf(why, n, "%d composed formats are in use; a daemon knows no more", KVQ_MAX_FORMATS);
+        if (core->n_formats == KVQ_MAX_FORMATS)
+            return KVQ_E_LIMIT;
+        f = kvq__allocate(core, sizeof *f);
+        snprintf(why, n, "no memory for format %s", name);
+        if (!f)
+            return KVQ_E_NO_MEMORY;
+        f->row = row;
+        core->n_formats++;
+        SLIST_INSERT_HEAD(&core->formats, f, link);
+    }
+    *format = &f->row;
+    return 0;
+}
+
+// A row of the table, or one composed of suffixes. The first layers may go without outliers.
+static int get_format(struct kvq__core *core, const char *name, uint32_t layer,
+                      const struct kvq_format **format, char *why, size_t n)
+{
+    char plain[KVQ_FORMAT_NAME + 4];
+    const struct kvq_format *row = kvq_format_by_name(name);
+    int rc = row ? 0 : parse_format(core, name, &row, why, n);
+    if (rc == 0 && row->outliers && layer < row->plain_layers) {
+        snprintf(plain, sizeof plain, "%s-o0", name);
+        rc = parse_format(core, plain, &row, why, n);
+    }
+    *format = row;
+    return rc;
+}
+
+static int find_format(struct kvq__core *core, const struct kvq__session_spec *spec,
+                       const struct kvq__layer_row *row, uint32_t layer,
+                       const struct kvq_format **format, char *text)
+{
+    char known[512], why[160];
     const char *name = is_empty(row->format) ? spec->format : row->format;
-    *format = is_empty(name) ? NULL : kvq_format_by_name(name);
-    if (*format)
-        return 0;
     list_formats(known, sizeof known);
     if (is_empty(name))
         return kvq__fail(text, KVQ_E_FORMAT, "layer %u has no format; give one of %s", layer,
                          known);
-    return kvq__fail(text, KVQ_E_FORMAT, "layer %u: unknown format \"%.32s\"; known are %s", layer,
-                     name, known);
+    int rc = get_format(core, name, layer, format, why, sizeof why);
+    if (rc == KVQ_E_FORMAT)
+        return kvq__fail(text, rc, "layer %u: %s; known are %s", layer, why, known);
+    if (rc < 0)
+        return kvq__fail(text, rc, "layer %u: %s", layer, why);
+    if ((*format)->k.codec == KVQ_CODEC_BOOK || (*format)->v.codec == KVQ_CODEC_BOOK)
+        return kvq__fail(text, KVQ_E_FORMAT,
+                         "layer %u: format %s needs a codebook, and this daemon serves none; use a "
+                         "format without",
+                         layer, (*format)->name);
+    return 0;
 }
 
 static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
@@ -149,12 +197,13 @@ static int check_shape(const struct kvq__core *core, const struct kvq__layer *l,
     if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
         return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
     struct kvq_layout raw = kvq_layout_raw(s);
-    if (kvq_block_bytes(&raw, s) > core->pool.extent_bytes)
+    size_t block = kvq_block_bytes(&raw, s), extras = kvq_extras_bytes(l->format, s);
+    if (block > core->pool.extent_bytes || extras > core->pool.extent_bytes)
         return kvq__fail(text, KVQ_E_LIMIT,
-                         "layer %u: a block of 128 tokens takes %zu bytes and an extent of the "
-                         "pool has %llu; make the extents larger in the configuration",
-                         layer, kvq_block_bytes(&raw, s),
-                         (unsigned long long)core->pool.extent_bytes);
+                         "layer %u: a block of 128 tokens takes %zu bytes, sinks and outliers %zu, "
+                         "and an extent of the pool has %llu; make the extents larger in the "
+                         "configuration",
+                         layer, block, extras, (unsigned long long)core->pool.extent_bytes);
     return 0;
 }
 
@@ -162,18 +211,17 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
                        const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
     struct kvq__layer *l = &s->layers[layer];
-    int rc = find_format(spec, row, layer, &l->format, text);
+    int rc = find_format(s->core, spec, row, layer, &l->format, text);
     if (rc < 0)
         return rc;
     l->shape = shape_of(spec, row, l->format);
     rc = check_shape(s->core, l, layer, text);
     if (rc < 0)
         return rc;
-    if (kvq_extras_bytes(l->format, &l->shape) || l->format->k.codec == KVQ_CODEC_BOOK)
-        return kvq__fail(text, KVQ_E_FORMAT, "format %s is not served yet", l->format->name);
     l->layout = kvq_layout_of(l->format, &l->shape);
     l->raw_layout = kvq_layout_raw(&l->shape);
     l->raw_bytes = kvq_block_bytes(&l->raw_layout, &l->shape);
+    l->learn = kvq_learn_tokens(l->format, spec->prompt_tokens);
     if (!kvq_is_raw(l->format))
         l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
     l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;

@@ -24,22 +24,67 @@ static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
     }
 }
 
-// One unit of one head. `pages` starts with the page of `first`.
-static void pack_unit(const struct kvq__session *s, const struct kvq__layer *l,
-                      const struct kvq_page *pages, uint64_t first, uint32_t item, void *workspace)
+// Units of a session's layer to pack. `pages` starts with the page of `first`, and with page 0 if
+// the format has yet to learn.
+struct packing {
+    const struct kvq__session *s;
+    const struct kvq__layer *l;
+    const struct kvq_page *pages;
+    uint8_t *extras; // like the pages, an address copied before the job started
+    uint64_t first, end;
+};
+
+// Formats with extras are packed head by head, in the order of tokens; others unit by unit.
+static bool is_serial(const struct kvq__layer *l)
 {
-    uint32_t heads = l->shape.kv_heads;
-    uint64_t token = first + (uint64_t)(item / heads) * l->format->unit_tokens;
-    uint64_t page = token / KVQ_BLOCK_TOKENS - first / KVQ_BLOCK_TOKENS;
-    uint8_t *packed = (uint8_t *)pages[page].packed; // the view's const is for readers
+    return kvq_extras_bytes(l->format, &l->shape) > 0;
+}
+
+static uint32_t items_of(const struct kvq__layer *l, uint64_t first, uint64_t end)
+{
+    uint32_t units = (uint32_t)((end - first) / l->format->unit_tokens);
+    return is_serial(l) ? l->shape.kv_heads : units * l->shape.kv_heads;
+}
+
+static void pack_unit(const struct packing *p, uint64_t token, uint32_t head, void *workspace)
+{
+    uint64_t page = token / KVQ_BLOCK_TOKENS - p->first / KVQ_BLOCK_TOKENS;
     struct kvq_unit unit = {
-        .raw_block = pages[page].raw,
-        .packed_block = packed,
-        .head = item % heads,
+        .raw_block = p->pages[page].raw,
+        .packed_block = (uint8_t *)p->pages[page].packed, // the view's const is for readers
+        .head = head,
         .first = (uint32_t)(token % KVQ_BLOCK_TOKENS),
         .block_start = token / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS,
+        .extras = p->extras,
+        .learned = p->l->learn,
     };
-    kvq_pack(s->core->config.kernels, l->format, &l->shape, &unit, workspace);
+    kvq_pack(p->s->core->config.kernels, p->l->format, &p->l->shape, &unit, workspace);
+}
+
+static void pack_head(const struct packing *p, uint32_t head, void *workspace)
+{
+    const struct kvq__layer *l = p->l;
+    if (l->learn && !l->learned)
+        kvq_learn(p->s->core->config.kernels, l->format, &l->shape, p->pages, l->learn, head,
+                  p->extras, workspace);
+    for (uint64_t token = p->first; token < p->end; token += l->format->unit_tokens)
+        pack_unit(p, token, head, workspace);
+}
+
+static void pack_item(const struct packing *p, uint32_t item, void *workspace)
+{
+    uint32_t heads = p->l->shape.kv_heads;
+    if (is_serial(p->l))
+        pack_head(p, item, workspace);
+    else
+        pack_unit(p, p->first + (uint64_t)(item / heads) * p->l->format->unit_tokens, item % heads,
+                  workspace);
+}
+
+// Where the pages end that packing [first, end) looks at.
+static uint64_t pages_end(const struct kvq__layer *l, uint64_t end)
+{
+    return l->learn > end && !l->learned ? l->learn : end;
 }
 
 static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)
@@ -47,8 +92,12 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
     l->packer = NULL;
     if (s->dropped)
         return;
-    if (l->packed < end)
+    if (l->packed < end) {
         l->packed = end;
+        l->learned = l->learn > 0;
+        if (l->extras.data)
+            kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+    }
     kvq__pages_release(s);
 }
 
@@ -74,13 +123,15 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
     if (first >= end)
         return true;
-    uint32_t pages = kvq__pages_of(end) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    uint32_t pages = kvq__pages_of(pages_end(l, end)) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
     w->pages = kvq__arena_take(q, pages * sizeof *w->pages);
     if (!w->pages)
         return false;
-    find_pages(l, first, end, w->pages);
+    find_pages(l, first, pages_end(l, end), w->pages);
     w->pack.first = first;
-    w->n_items = (uint32_t)((end - first) / l->format->unit_tokens) * l->shape.kv_heads;
+    w->pack.end = end;
+    w->pack.extras = l->extras.data;
+    w->n_items = items_of(l, first, end);
     return true;
 }
 
@@ -92,7 +143,9 @@ static uint32_t count(const struct kvq__entry *w)
 static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
-    pack_unit(w->session, layer_of(q, w->session), w->pages, w->pack.first, item, workspace);
+    struct packing p = {w->session,     layer_of(q, w->session), w->pages,
+                        w->pack.extras, w->pack.first,           w->pack.end};
+    pack_item(&p, item, workspace);
 }
 
 static void finish(struct kvq__queue *q, uint32_t i)
@@ -130,7 +183,8 @@ static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
 {
     struct kvq__packer *p = (void *)((char *)job - offsetof(struct kvq__packer, job));
     const struct kvq__layer *l = &p->session->layers[p->layer];
-    pack_unit(p->session, l, p->pages, p->first, item, workspace);
+    struct packing packing = {p->session, l, p->pages, p->extras, p->first, p->end};
+    pack_item(&packing, item, workspace);
 }
 
 static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
@@ -142,9 +196,9 @@ static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer
     p->layer = layer;
     p->first = l->packed;
     p->end = due(s, layer) < most ? due(s, layer) : most;
-    find_pages(l, p->first, p->end, p->pages);
-    uint32_t units = (uint32_t)((p->end - p->first) / l->format->unit_tokens);
-    p->job = (struct kvq__job){units * l->shape.kv_heads, run_background};
+    find_pages(l, p->first, pages_end(l, p->end), p->pages);
+    p->extras = l->extras.data;
+    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background};
     l->packer = p;
     s->pins++; // not a use that would end the session's idle time
     kvq__flight_begin(core, &p->flight);

@@ -17,6 +17,8 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
     if (layer->packed_bytes == 0)
         return 0;
     uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
+    if (past < (uint64_t)layer->learn + s->max_rollback)
+        return layer->base;
     uint64_t unit = layer->format->unit_tokens;
     uint64_t packed = past > back ? (past - back) / unit * unit : 0;
     return packed > layer->base ? packed : layer->base;
@@ -66,10 +68,23 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
     return 0;
 }
 
+static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
+{
+    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    if (bytes == 0 || l->extras.data)
+        return 0;
+    int rc = kvq__block_new(s->core, s->ns, bytes, &l->extras);
+    if (rc == 0)
+        kvq_extras_init(l->format, &l->shape, l->extras.data);
+    return rc;
+}
+
 static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
 {
     struct kvq__pageref *p = &l->pages[page];
-    int rc = kvq__block_new(s->core, s->ns, l->raw_bytes, &p->raw);
+    int rc = extras_fill(s, l);
+    if (rc == 0)
+        rc = kvq__block_new(s->core, s->ns, l->raw_bytes, &p->raw);
     if (rc == 0 && l->packed_bytes)
         rc = kvq__block_new(s->core, s->ns, l->packed_bytes, &p->packed);
     return rc;
@@ -107,6 +122,8 @@ void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
             if (kvq__layer_owns(s, i))
                 page_drop(s, &s->layers[i].pages[s->n_pages]);
     }
+    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
+        kvq__block_drop(s->core, &s->layers[i].extras);
 }
 
 // ---- What nobody can read any more ----
@@ -114,6 +131,8 @@ void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
 {
     uint64_t kept = kvq__first_kept(l, floor);
+    if (l->learn && !l->learned) // all of the prompt is needed for it
+        return;
     while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
         page_drop(s, &l->pages[l->first_page++]);
     uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
@@ -171,4 +190,26 @@ uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t 
         assert(pages[i].raw || pages[i].packed_tokens == pages[i].tokens);
     }
     return n;
+}
+
+const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
+                                uint64_t past)
+{
+    return kvq__packed_at(s, layer, past) ? layer->extras.data : NULL;
+}
+
+bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
+                        const uint8_t **counts)
+{
+    *counts = NULL;
+    if (layer->format->outliers == 0 || !layer->extras.data)
+        return true;
+    uint8_t *own = kvq__arena_take(q, layer->shape.kv_heads);
+    if (!own)
+        return false;
+    for (uint32_t h = 0; h < layer->shape.kv_heads; h++)
+        own[h] =
+            (uint8_t)kvq_outliers_published(layer->format, &layer->shape, layer->extras.data, h);
+    *counts = own;
+    return true;
 }

@@ -79,6 +79,11 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     if (!w->pages)
         return false;
     w->n_pages = kvq__pages_view(w->session, q->header.layer, w->past, w->past, w->pages);
+    const struct kvq__session *s = w->session;
+    const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
+    w->read.extras = kvq__extras_view(s, own, w->past);
+    if (!kvq__outliers_view(q, own, &w->read.pool))
+        return false;
     uint32_t chunks = (w->read.tokens + CHUNK - 1) / CHUNK;
     w->n_items = chunks * w->session->layers[q->header.layer].shape.kv_heads;
     return true;
@@ -124,7 +129,13 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     uint64_t from = w->read.from + first;
     uint64_t row = q->entries[i].row + (from - q->entries[i].position);
     struct kvq_reading reading = {
-        .format = l->format, .shape = &l->shape, .pages = w->pages, .n_pages = w->n_pages};
+        .format = l->format,
+        .shape = &l->shape,
+        .pages = w->pages,
+        .n_pages = w->n_pages,
+        .extras = w->read.extras,
+        .pool = w->read.pool,
+    };
     kvq_read_rows(q->core->config.kernels, &reading, from, n, head, k_rows, v_rows, workspace);
     for (uint32_t view = KVQ__VIEW_K; view <= KVQ__VIEW_V; view++) {
         const float *rows = view == KVQ__VIEW_K ? k_rows : v_rows;

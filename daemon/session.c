@@ -118,6 +118,7 @@ static struct sums add_layers(const struct kvq__session *s, struct kvq__session_
         // A raw format's blocks are both window and cache; they count as the latter.
         info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
+        info->window_bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
         uint64_t full = s->tokens - kvq__packed_at(s, l, s->tokens);
         if (full > info->full_precision_tokens)
             info->full_precision_tokens = full;

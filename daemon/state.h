@@ -124,15 +124,18 @@ struct kvq__layer {
     struct kvq_layout layout, raw_layout;
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
+    uint32_t learn;                   // tokens the format learns from; 0 = none
     uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
     // The rest is meaningful for layers that have their own pages.
     struct kvq__pageref *pages;
-    uint32_t first_page; // pages before it are behind the window and freed
-    uint32_t raw_page;   // raw blocks of pages before it are released
-    uint64_t base;       // a fork's: tokens below it are only there packed
-    uint64_t packed;     // tokens [0, packed) are packed
-    const void *packer;  // the request or packer whose job is packing it; NULL = none
-    uint8_t append;      // enum kvq__append_state, in the open step
+    struct kvq__ref extras; // formats that keep some; from the first page on
+    bool learned;           // its extras know what the format learns
+    uint32_t first_page;    // pages before it are behind the window and freed
+    uint32_t raw_page;      // raw blocks of pages before it are released
+    uint64_t base;          // a fork's: tokens below it are only there packed
+    uint64_t packed;        // tokens [0, packed) are packed
+    const void *packer;     // the request or packer whose job is packing it; NULL = none
+    uint8_t append;         // enum kvq__append_state, in the open step
 };
 
 struct kvq__handle {
@@ -211,11 +214,18 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
                         uint64_t past);
 // The first token that a view at or above `floor` may still need: what is behind is freed.
 uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor);
+// What a view at `past` tokens needs of the layer besides pages: NULL while nothing is packed.
+const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
+                                uint64_t past);
+// Outliers that count for each KV head, in the queue's arena; NULL into *counts if the format has
+// none. False if there is no room left in this wave.
+bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
+                        const uint8_t **counts);
 // Makes the tables long enough for so many pages.
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
-// Gives back the pages that `tokens` tokens do not need.
+// Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
 // Releases what no view at or above the floor can read any more.
 void kvq__pages_release(struct kvq__session *s);
@@ -316,6 +326,7 @@ struct kvq__entry {
     struct {           // readback.c
         uint64_t from; // first token that is there
         uint32_t tokens;
+        const uint8_t *extras, *pool; // as in struct kvq_reading
     } read;
     union {                       // of the pass under way
         struct {                  // store.c
@@ -323,8 +334,9 @@ struct kvq__entry {
             int32_t *list;
             struct kvq_store_counts *counts; // one for each item
         } store;
-        struct {            // pack.c
-            uint64_t first; // first token to pack
+        struct {                 // pack.c
+            uint64_t first, end; // tokens to pack
+            uint8_t *extras;
             uint32_t first_page;
         } pack;
         struct { // attend.c
@@ -467,16 +479,24 @@ struct kvq__packer {
     struct kvq__flight flight;
     struct kvq__session *session; // pinned; NULL = idle
     uint32_t layer;
-    uint64_t first, end;    // tokens
+    uint64_t first, end; // tokens
+    uint8_t *extras;
     struct kvq_page *pages; // KVQ__PACKER_PAGES of them, from the page of `first` on
 };
 enum { KVQ__PACKER_PAGES = 64 };
+static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt is learned at once");
 
 // ---- The core (core.c) ----
 
 TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
+
+// A format that is no row of the table. Kept until the core ends.
+struct kvq__format {
+    SLIST_ENTRY(kvq__format) link;
+    struct kvq_format row;
+};
 
 struct kvq__core {
     struct kvq__core_config config;
@@ -489,7 +509,8 @@ struct kvq__core {
     uint64_t last_flight, last_client, last_session;
     struct kvq__session_list pack_queue;
     struct kvq__packer packer;
-    uint32_t n_clients, n_sessions, n_steps;
+    SLIST_HEAD(, kvq__format) formats; // composed ones that sessions have asked for
+    uint32_t n_clients, n_sessions, n_steps, n_formats;
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

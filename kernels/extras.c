@@ -69,10 +69,19 @@ void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint
     }
 }
 
-uint32_t kvq_outlier_count(const struct kvq_format *f, const struct kvq_shape *s,
-                           const uint8_t *extras, uint32_t head)
+void kvq_outliers_publish(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras)
 {
-    return kvq__extras_of(f, s, extras, NULL, head).pool_count;
+    for (uint32_t h = 0; h < s->kv_heads && f->outliers; h++) {
+        struct kvq_outliers *pool = kvq__extras_of(f, s, extras, NULL, h).pool;
+        pool->published = pool->count;
+    }
+}
+
+uint32_t kvq_outliers_published(const struct kvq_format *f, const struct kvq_shape *s,
+                                const uint8_t *extras, uint32_t head)
+{
+    const struct kvq_outliers *pool = kvq__extras_of(f, s, extras, NULL, head).pool;
+    return pool ? pool->published : 0;
 }
 
 // Leaves out the entries at positions from `at` on.
@@ -89,7 +98,7 @@ static void forget(const struct kvq__extras *e, uint32_t dim, uint64_t at)
         memmove(e->pool_v + (size_t)kept * dim, e->pool_v + (size_t)i * dim, 2 * dim);
         kept++;
     }
-    p->count = kept;
+    p->count = p->published = kept;
     if (p->frozen_at >= at)
         p->frozen_at = UINT64_MAX;
 }
@@ -139,7 +148,7 @@ enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_s
 bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
                   const struct kvq_book *book, uint32_t head, uint32_t dim, float *factors)
 {
-    if (f->k_channel == KVQ_CHANNEL_PROMPT) {
+    if (f->k_channel == KVQ_CHANNEL_PROMPT && e->factors) { // before anything is learned: none
         for (uint32_t i = 0; i < dim; i++)
             factors[i] = kvq__f16_to_f32(e->factors[i]);
         return true;

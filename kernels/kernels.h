@@ -220,10 +220,13 @@ void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const st
 void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
                      uint8_t *to, uint64_t at);
 
-// Outliers of one KV head so far. Entries are only ever added behind the others, and by kvq_pack
-// alone, so that work which was given this number may go on while another unit is being packed.
-uint32_t kvq_outlier_count(const struct kvq_format *f, const struct kvq_shape *s,
-                           const uint8_t *extras, uint32_t head);
+// Outliers of one KV head. Entries are only ever added behind the others, and by kvq_learn and
+// kvq_pack alone; publishing them, after that work is done, makes them count. So work that was
+// given the published numbers may go on while another unit is being packed. Publishing and asking
+// is for one thread.
+void kvq_outliers_publish(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
+uint32_t kvq_outliers_published(const struct kvq_format *f, const struct kvq_shape *s,
+                                const uint8_t *extras, uint32_t head);
 
 // ---- Packing: one unit of one layer, raw block to packed block ----
 
@@ -267,7 +270,7 @@ struct kvq_attend {
     uint32_t flags;
     uint8_t path;                // enum kvq_path
     const uint8_t *extras;       // NULL if the format has none
-    const uint8_t *pool;         // kvq_outlier_count of each KV head; NULL = as it is now
+    const uint8_t *pool;         // outliers published of each KV head; NULL = all there are
     const struct kvq_book *book; // codebook formats
     uint64_t past_tokens, step_tokens;
     uint64_t fresh_start;

@@ -311,12 +311,15 @@ static uint64_t references(const struct kvq__namespace *ns, const struct kvq__bl
     const struct kvq__session *s;
     uint64_t n = 0;
     TAILQ_FOREACH (s, &ns->sessions, link)
-        for (uint32_t i = 0; i < s->n_layers; i++)
+        for (uint32_t i = 0; i < s->n_layers; i++) {
+            const struct kvq__block *extras = s->layers[i].extras.block;
+            n += block ? extras == block : extras != NULL;
             for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
                 const struct kvq__block *raw = s->layers[i].pages[p].raw.block;
                 const struct kvq__block *packed = s->layers[i].pages[p].packed.block;
                 n += block ? (raw == block) + (packed == block) : (raw != NULL) + (packed != NULL);
             }
+        }
     return n;
 }
 
@@ -356,6 +359,7 @@ static void check_layer(const struct kvq__session *s, const struct kvq__layer *l
     uint64_t packed = kvq__packed_at(s, l, s->floor);
     MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
     MUST(l->packed <= s->tokens && (!l->packer || s->pins > 0));
+    MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
     for (uint32_t p = 0; p < s->n_pages; p++) {
         bool kept = p >= l->first_page;
         MUST(!!l->pages[p].raw.data == (kept && p >= l->raw_page));

@@ -58,6 +58,8 @@ uint64_t model_packed(const struct model *m, uint32_t layer, uint64_t past)
     uint64_t units = 0;
     if (!is_packing(l))
         return 0;
+    if (past < (uint64_t)l->learn + m->max_rollback)
+        return l->base;
     // The definition, unit by unit.
     while ((units + 1) * l->format->unit_tokens + m->max_rollback + l->format->recent_tokens <=
            past)
@@ -82,8 +84,26 @@ static void pack_unit(const struct model *m, const struct model_layer *l, uint32
                             .packed_block = l->packed[page],
                             .head = head,
                             .first = first,
-                            .block_start = (uint64_t)page * KVQ_BLOCK_TOKENS};
+                            .block_start = (uint64_t)page * KVQ_BLOCK_TOKENS,
+                            .extras = l->extras,
+                            .learned = l->learn};
     kvq_pack(m->kernels, l->format, &l->shape, &unit, m->workspace);
+}
+
+// Extras as they are after learning; packing goes on from there.
+static void learn(const struct model *m, struct model_layer *l)
+{
+    struct kvq_page pages[KVQ_MAX_LEARN / KVQ_BLOCK_TOKENS] = {0};
+    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    if (bytes == 0)
+        return;
+    if (!l->extras)
+        l->extras = aligned_alloc(64, bytes);
+    kvq_extras_init(l->format, &l->shape, l->extras);
+    for (uint32_t i = 0; i * KVQ_BLOCK_TOKENS < l->learn; i++)
+        pages[i].raw = l->raw[i];
+    for (uint32_t h = 0; h < l->shape.kv_heads && l->learn; h++)
+        kvq_learn(m->kernels, l->format, &l->shape, pages, l->learn, h, l->extras, m->workspace);
 }
 
 // The pages of `tokens` tokens as seen from `past`.
@@ -94,6 +114,8 @@ static uint32_t view(const struct model *m, uint32_t layer, uint64_t past, uint6
     struct kvq_layout layout = kvq_layout_of(l->format, &l->shape);
     uint64_t packed = model_packed(m, layer, past);
     uint32_t n = 0;
+    if (packed)
+        learn(m, l);
     for (uint64_t at = 0; at < tokens; at += KVQ_BLOCK_TOKENS, n++) {
         uint64_t here = tokens - at < KVQ_BLOCK_TOKENS ? tokens - at : KVQ_BLOCK_TOKENS;
         pages[n] = (struct kvq_page){.raw = l->raw[n], .tokens = (uint16_t)here};
@@ -136,6 +158,7 @@ void model_attend(const struct model *m, uint32_t layer, uint64_t past, uint32_t
         .lse = lse,
         .lse_token_stride = (int64_t)(sizeof(float) * s->q_heads),
     };
+    a.extras = model_packed(m, layer, past) ? m->layers[l->source].extras : NULL;
     struct kvq_attend_plan plan;
     kvq_attend_plan(&a, false, &plan);
     for (uint32_t i = 0; i < plan.items; i++)
@@ -149,7 +172,12 @@ void model_read(const struct model *m, uint32_t layer, uint64_t past, uint64_t f
     struct kvq_page pages[MODEL_PAGES] = {0};
     uint32_t n_pages = view(m, layer, past, past, pages);
     struct kvq_reading reading = {
-        .format = l->format, .shape = &l->shape, .pages = pages, .n_pages = n_pages};
+        .format = l->format,
+        .shape = &l->shape,
+        .pages = pages,
+        .n_pages = n_pages,
+        .extras = model_packed(m, layer, past) ? m->layers[l->source].extras : NULL,
+    };
     kvq_read_rows(m->kernels, &reading, from, n, head, k, v, m->workspace);
 }
 
@@ -185,9 +213,16 @@ static uint64_t raw_from(const struct model *m, uint32_t layer)
     return max_u64(packed / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS, m->layers[layer].base);
 }
 
+static bool is_learned(const struct model *m, const struct model_layer *l)
+{
+    return l->learn && m->floor >= l->learn;
+}
+
 static bool fork_cuts(const struct model *m, uint32_t layer, uint64_t at)
 {
     const struct model_layer *l = &m->layers[layer];
+    if (is_learned(m, l) && at < l->learn)
+        return at > 0;
     return is_packing(l) && at < raw_from(m, layer) && at % l->format->unit_tokens != 0;
 }
 
@@ -216,9 +251,12 @@ uint64_t model_fork_at(const struct model *m, uint64_t at)
 {
     uint64_t lower = at;
     for (uint32_t i = 0; i < MODEL_LAYERS; i++) {
-        uint64_t unit = m->layers[i].format->unit_tokens;
-        if (m->layers[i].source == i && fork_cuts(m, i, at) && at / unit * unit < lower)
-            lower = at / unit * unit;
+        const struct model_layer *l = &m->layers[i];
+        uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
+        if (is_learned(m, l) && whole < l->learn)
+            whole = 0;
+        if (l->source == i && fork_cuts(m, i, at) && whole < lower)
+            lower = whole;
     }
     return fork_floor(m, lower) <= lower ? lower : 0;
 }
@@ -235,6 +273,7 @@ void model_fork(const struct model *m, struct model *to, uint64_t at)
         l->base = at && l->source == i ? fork_base(m, i, at) : 0;
         for (uint32_t p = 0; p < MODEL_PAGES; p++) {
             l->packed[p] = NULL;
+            l->extras = NULL;
             if (l->raw[p])
                 l->raw[p] = memcpy(aligned_alloc(64, bytes), m->layers[i].raw[p], bytes);
         }
@@ -249,5 +288,7 @@ void model_free(struct model *m)
             free(m->layers[i].packed[p]);
             m->layers[i].raw[p] = m->layers[i].packed[p] = NULL;
         }
+        free(m->layers[i].extras);
+        m->layers[i].extras = NULL;
     }
 }

@@ -17,6 +17,8 @@ struct model_layer {
     uint32_t source; // own number, or the layer whose cache it reads
     uint32_t keep;   // tokens that stay readable; 0 = all
     uint64_t base;   // of a fork: below it tokens are packed
+    uint32_t learn;  // tokens the format learns from; 0 = none
+    uint8_t *extras; // of the last question; NULL if the format has none
     uint8_t *raw[MODEL_PAGES], *packed[MODEL_PAGES];
 };
 

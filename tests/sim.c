@@ -144,7 +144,7 @@ static void open_session(struct sim *sim, struct actor *a)
     if (kit_chance(&sim->kit, 60))
         snprintf(name, sizeof name, "s%u", kit_below(&sim->kit, 5));
     struct track *t = name[0] ? named_track(sim, name) : NULL;
-    uint32_t variant = kit_below(&sim->kit, 3);
+    uint32_t variant = kit_below(&sim->kit, SIM_VARIANTS);
     track_rows(variant, rows);
     struct kvq__session_spec spec = {.name = name,
                                      .layers = rows,

@@ -22,6 +22,7 @@ enum {
     SIM_MAX_QUERIES = 24,
     SIM_HEADS = 4,
     SIM_DIM = 64,
+    SIM_VARIANTS = 5,              // kinds of sessions, see track_rows
     SIM_ROW = SIM_HEADS * SIM_DIM, // floats of a row of any tensor
     SIM_ROWS = SIM_BATCH * SIM_MAX_STEP,
 };

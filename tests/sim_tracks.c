@@ -3,6 +3,9 @@
 // The simulation's tracks: sessions as they should be.
 #include "tests/sim.h"
 
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 struct recipe {
@@ -18,8 +21,11 @@ static const struct recipe recipes[][MODEL_LAYERS] = {
     {{"oscar2", 4, 2, 0, 0, -1}, {"f16", 2, 1, 160, 0, -1}, {"oscar2", 2, 2, 0, 0, 0}},
     {{"oscar3", 2, 2, 0, 0, -1}, {"oscar4", 4, 1, 200, 0, -1}, {"oscar4", 2, 1, 330, 30.0f, 1}},
     {{"oscar2-xh", 4, 2, 0, 0, -1}, {"oscar2-xh", 2, 2, 130, 0, 0}, {"f16", 1, 1, 0, 0, -1}},
+    {{"innerq-hybrid", 4, 2, 0, 0, -1}, {"ott2-oscar", 2, 1, 0, 0, -1}, {"ott2", 1, 1, 0, 0, -1}},
+    {{"kivi-sink2", 2, 2, 0, 0, -1}, {"innerq-small", 2, 1, 150, 0, -1}, {"int8", 1, 1, 0, 0, -1}},
 };
 enum { RECIPES = sizeof recipes / sizeof recipes[0] };
+static_assert((int)RECIPES == (int)SIM_VARIANTS, "every recipe is used");
 
 void track_rows(uint32_t variant, struct kvq__layer_row *rows)
 {
@@ -36,10 +42,29 @@ void track_rows(uint32_t variant, struct kvq__layer_row *rows)
     }
 }
 
+// The first layers of a format with outliers go without.
+static const struct kvq_format *format_of(const char *name, uint32_t layer)
+{
+    static struct kvq_format plain[2 * RECIPES];
+    char text[200], changed[KVQ_FORMAT_NAME];
+    const struct kvq_format *row = kvq_format_by_name(name);
+    if (layer >= row->plain_layers || row->outliers == 0)
+        return row;
+    snprintf(changed, sizeof changed, "%s-o0", name);
+    for (uint32_t i = 0;; i++) {
+        assert(i < 2 * RECIPES);
+        if (plain[i].name[0] == '\0' && kvq_format_parse(changed, &plain[i], text, sizeof text))
+            abort();
+        if (strcmp(plain[i].name, changed) == 0)
+            return &plain[i];
+    }
+}
+
 static void fill_layer(struct model *m, uint32_t layer, const struct recipe *r)
 {
     m->layers[layer] = (struct model_layer){
-        .format = kvq_format_by_name(r->format),
+        .format = format_of(r->format, layer),
+        .learn = kvq_learn_tokens(format_of(r->format, layer), 0),
         .shape = {.q_heads = r->q_heads,
                   .kv_heads = r->kv_heads,
                   .k_dim = SIM_DIM,
