@@ -37,7 +37,7 @@
 enum {
     KVQ_CODEBOOK_VERSION = 1,
     KVQ_CODEBOOK_ALIGN = 64,
-    KVQ_CODEBOOK_MADE_BYTES = 624,
+    KVQ_CODEBOOK_MADE_BYTES = 640,
     // Flags.
     KVQ_CODEBOOK_GLOBAL = 1,    // one set of tables for all layers
     KVQ_CODEBOOK_OWN_HEADS = 2, // each KV head has tables of its own
@@ -67,7 +67,6 @@ struct kvq_codebook_header {
     char format[KVQ_FORMAT_NAME];       // UTF-8, ended by 0, zeros behind; so are the next two
     char model[KVQ_FINGERPRINT_BYTES];  // name or fingerprint of the model, as captured
     char made[KVQ_CODEBOOK_MADE_BYTES]; // how it was made, as "key=value" words
-    uint8_t more_zero[8];
 };
 static_assert(sizeof(struct kvq_codebook_header) == 1024, "the header has no gaps");
 
