@@ -33,6 +33,34 @@ class Header(unittest.TestCase):
         with open(os.path.join(ROOT, "client", "kvq.map"), encoding="ascii") as file:
             self.assertEqual(declared, set(re.findall(r"\b(kvq_\w+);", file.read())))
 
+    def test_structures(self):
+        """Every field lies where the compiler puts it."""
+        names = {"ConnectOptions": "connect_options", "DaemonInfo": "daemon_info",
+                 "Tensor": "tensor", "LayerRow": "layer", "SessionOptions": "session_options",
+                 "SessionInfo": "session_info", "Pages": "pages", "Work": "work"}
+        ours = {n for n, s in vars(_ffi).items()
+                if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
+        self.assertEqual(set(names), ours)
+        want, lines = [], []
+        for name, struct in names.items():
+            python = getattr(_ffi, name)
+            lines.append(f'printf("{name} %zu\\n", sizeof(struct kvq_{struct}));')
+            want.append(f"{name} {ctypes.sizeof(python)}")
+            for field, *_ in python._fields_:
+                lines.append(f'printf("{name}.{field} %zu\\n", '
+                             f"offsetof(struct kvq_{struct}, {field}));")
+                want.append(f"{name}.{field} {getattr(python, field).offset}")
+        lines.append('printf("entry %zu\\n", sizeof(struct kvq_entry));')
+        want.append(f"entry {kvq.ENTRY.itemsize}")
+        source = ("#include <stddef.h>\n#include <stdio.h>\n#include <kvq.h>\n"
+                  "int main(void)\n{\n" + "\n".join(lines) + "\n}\n")
+        with tempfile.TemporaryDirectory() as folder:
+            program = os.path.join(folder, "offsets")
+            subprocess.run(["cc", "-I", os.path.join(ROOT, "client"), "-x", "c", "-", "-o", program],
+                           input=source, text=True, check=True)
+            done = subprocess.run([program], capture_output=True, text=True, check=True)
+        self.assertEqual(done.stdout.split("\n")[:-1], want)
+
     def test_used(self):
         """Every function is reached from the package's own code."""
         folder = os.path.dirname(kvq.__file__)

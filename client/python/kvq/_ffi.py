@@ -52,7 +52,7 @@ class SessionInfo(Structure):
                 ("bits_per_value", c_double), ("bytes_per_token_head", c_double),
                 ("bytes_per_token_head_total", c_double), ("compression", c_double),
                 ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
-                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 32),
+                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
                 ("attention", c_char * 16), ("isa", c_char * 16)]
 
 
