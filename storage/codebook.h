@@ -5,7 +5,7 @@
 //
 //     header | one row per layer | zeros to a multiple of 64 | factors | K tables | V tables
 //
-// All numbers are little-endian; values are fp16 or fp32, as the header says.
+// All numbers are little-endian; values are fp32.
 //
 //     factors   of each layer: [kv_heads][dim]                      only if the header says so
 //     K tables  of each layer: [kv_heads or 1][subs or 1][2^bits][vector],  subs = dim / vector
@@ -57,14 +57,14 @@ struct kvq_codebook_header {
     uint64_t data_check; // XXH3 of everything behind the rows, the zeros included
     uint64_t bytes;      // of the whole file
     uint32_t version, layers, flags;
-    uint8_t dtype;          // of all values: KVQ_F16 or KVQ_F32
+    uint8_t dtype;          // of all values: KVQ_F32
     uint8_t k_rotation;     // enum kvq_rotation: before K was cut into sub-vectors
     uint8_t k_token_scale;  // enum kvq_token_scale: likewise
     uint8_t v_rotation;     // enum kvq_rotation: likewise for V
     uint8_t k_bits, v_bits; // of a code; 0: no codebook
     uint8_t k_vector, v_vector;
     uint8_t zero[12];
-    char format[KVQ_FORMAT_NAME];       // UTF-8, ended by 0, zeros behind; so are the next two
+    char format[KVQ_FORMAT_NAME];       // printable ASCII, then zeros; so are the next two
     char model[KVQ_FINGERPRINT_BYTES];  // name or fingerprint of the model, as captured
     char made[KVQ_CODEBOOK_MADE_BYTES]; // how it was made, as "key=value" words
 };
@@ -116,7 +116,6 @@ struct kvq_codebook_plan {
     const struct kvq_codebook_row *rows;
     uint32_t layers;
     uint32_t flags;    // GLOBAL, OWN_HEADS, OWN_SUBS; FACTORS follows from the format
-    uint8_t dtype;     // of the file: KVQ_F16 or KVQ_F32
     const char *model; // cut to what the header holds
 };
 
@@ -134,8 +133,7 @@ void kvq_codebook_tables(struct kvq_codebook *book, uint32_t layer, struct kvq_c
 
 // Writes it: to PATH.tmp-PID in the same folder, synced, then renamed over path; a crash leaves the
 // old file or the new. `made` tells how it was made, at most KVQ_CODEBOOK_MADE_BYTES - 1 bytes.
-// Refuses what kvq_codebook_open would refuse. With dtype KVQ_F16 the values are rounded, here
-// too, so that the codebook in memory is the one in the file. 0 or a KVQ_E code with a sentence.
+// Refuses values that kvq_codebook_open would refuse. 0 or a KVQ_E code with a sentence.
 int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *made, char *text,
                       size_t n);
 
