@@ -56,8 +56,8 @@ class Header(unittest.TestCase):
                   "int main(void)\n{\n" + "\n".join(lines) + "\n}\n")
         with tempfile.TemporaryDirectory() as folder:
             program = os.path.join(folder, "offsets")
-            subprocess.run(["cc", "-I", os.path.join(ROOT, "client"), "-x", "c", "-", "-o", program],
-                           input=source, text=True, check=True)
+            subprocess.run(["cc", "-I", os.path.join(ROOT, "client"), "-x", "c", "-", "-o",
+                            program], input=source, text=True, check=True)
             done = subprocess.run([program], capture_output=True, text=True, check=True)
         self.assertEqual(done.stdout.split("\n")[:-1], want)
 
