@@ -67,6 +67,11 @@ class Work(Structure):
                 ("out", Tensor), ("lse", Tensor), ("pages", Pages)]
 
 
+class CaptureOptions(Structure):
+    _fields_ = [("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("model", c_char_p),
+                ("max_tokens", c_uint64), ("queries", c_uint8)]
+
+
 # struct kvq_entry, so that a batch is one array.
 ENTRY = np.dtype([("session", np.uint64), ("position", np.uint64), ("row", np.uint32),
                   ("q_row", np.uint32), ("append", np.uint32), ("queries", np.uint16),
@@ -110,6 +115,10 @@ FUNCTIONS = {
     "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
                            POINTER(c_uint64)]),
     "kvq_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
+    "kvq_capture_open": (c_int, [c_char_p, POINTER(CaptureOptions), POINTER(c_void_p)]),
+    "kvq_capture_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_capture_tokens": (c_uint64, [c_void_p]),
+    "kvq_capture_close": (c_int, [POINTER(c_void_p)]),
     "kvq_merge_states": (None, [c_void_p] * 6 + [c_size_t, c_size_t]),
 }
 
