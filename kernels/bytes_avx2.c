@@ -5,8 +5,8 @@
 // The method is that of vnni_avx512.c: codes on one side, q * scale as int8 (or p * scale as u8) on
 // the other, rounded once for each row and group; the middle of the codes stays in fp32. What
 // differs is what the instruction leaves: sums of two products in 16 bits, which are added up in
-// 16 bits as long as they cannot overflow (32, 16 and 8 steps for K with 2, 3 and 4 bits, 8, 8 and 4
-// for V) and then widened. Four rows are always computed; those that are missing multiply zeros.
+// 16 bits as long as they cannot overflow (32, 16 and 8 steps for K with 2, 3 and 4 bits, 8, 8 and
+// 4 for V) and then widened. Four rows are always computed; those that are missing multiply zeros.
 //
 // Registers: 8 accumulators (4 rows, 16 words), 2 of codes, the broadcast operand, masks.
 #include "kernels/avx2.h"
