@@ -37,10 +37,14 @@ static int choose_runtime_dir(kvq_client *client, const char *given)
 static int choose_name(kvq_client *client, const char *given)
 {
     const char *name = given ? given : program_invocation_short_name;
-    if (!kvq_text_valid(name, strlen(name)))
+    bool valid = kvq_text_valid(name, strlen(name)), fits = strlen(name) < sizeof client->name;
+    // Nobody chose a program's name for this, so it can be no reason to fail.
+    if (!given && !(valid && fits))
+        name = "unnamed";
+    else if (!valid)
         return kvq__fail(KVQ_E_INVALID,
                          "the client's name is not UTF-8 without control characters");
-    if (strlen(name) >= sizeof client->name && given)
+    else if (!fits)
         return kvq__fail(KVQ_E_LIMIT, "the client's name has %zu bytes, at most %zu are allowed",
                          strlen(name), sizeof client->name - 1);
     copy_text(client->name, sizeof client->name, name);
@@ -89,8 +93,10 @@ static int map_page(kvq_client *client, int fd, uint64_t epoch)
         return rc;
     client->page = mapping;
     if (client->page->magic != KVQ_SHM_MAGIC_DAEMON || client->page->epoch != epoch)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's page has mark %#x, %#x is expected",
-                         client->page->magic, KVQ_SHM_MAGIC_DAEMON);
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon's page has mark %#x and epoch %llx, its reply %#x and %llx",
+                         client->page->magic, (unsigned long long)client->page->epoch,
+                         KVQ_SHM_MAGIC_DAEMON, (unsigned long long)epoch);
     return KVQ_OK;
 }
 

@@ -74,11 +74,6 @@ void kvq__client_detach(struct kvq__client *c)
         client_free(c);
 }
 
-uint64_t kvq__client_id(const struct kvq__client *client)
-{
-    return client->id;
-}
-
 // ---- Queues ----
 
 int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *text)

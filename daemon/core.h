@@ -150,7 +150,6 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
 // (kvq__request_continue then soon answers KVQ__DONE) and closes the queues. Without queues the
 // client is freed at once.
 void kvq__client_detach(struct kvq__client *client);
-uint64_t kvq__client_id(const struct kvq__client *client);
 
 // At most KVQ_MAX_QUEUES. Allocates all that requests of this queue will ever need.
 int kvq__queue_open(struct kvq__client *client, struct kvq__queue **queue, char *text);
@@ -289,7 +288,6 @@ struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
 // status of KVQ_E_PROTOCOL means that the poller should cut the client off.
 const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue);
 const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue);
-struct kvq__client *kvq__queue_client(const struct kvq__queue *queue);
 
 // Packing that no request waits for yet, so that the next one need not. NULL if there is none
 // (or one is under way); the poller runs it when there is nothing else to do, and then says so.

@@ -19,7 +19,7 @@ static struct {
     enum kvq_log_level level;
 } sink = {STDERR_FILENO, KVQ_LOG_INFO};
 
-const char *kvq__log_level_name(enum kvq_log_level level)
+static const char *level_name(enum kvq_log_level level)
 {
     static const char *const names[] = {"error", "warn", "info", "debug"};
     return names[level];
@@ -81,7 +81,7 @@ static void emit(enum kvq_log_level level, const char *event, uint32_t held_back
     gmtime_r(&now.tv_sec, &utc);
     size_t used = strftime(line, room, "ts=%Y-%m-%dT%H:%M:%S", &utc);
     used += clamp(snprintf(line + used, room - used, ".%03ldZ level=%s event=%s ",
-                           now.tv_nsec / 1000000, kvq__log_level_name(level), event),
+                           now.tv_nsec / 1000000, level_name(level), event),
                   room - used);
     used += clamp(vsnprintf(line + used, room - used, format, arguments), room - used);
     if (held_back)

@@ -40,7 +40,4 @@ __attribute__((format(printf, 4, 5))) void kvq__log_client(struct kvq_log_budget
 // Returns out.
 const char *kvq__log_quote(char *out, size_t size, const char *text);
 
-// "error", "warn", "info", "debug".
-const char *kvq__log_level_name(enum kvq_log_level level);
-
 #endif

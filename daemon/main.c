@@ -146,7 +146,7 @@ static int show(const struct kvq_config *config)
 
 int main(int argc, char **argv)
 {
-    char text[KVQ_TEXT_BYTES] = "";
+    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16];
     struct kvq_config *config = &server.config;
     hold_standard_descriptors();
     int error = kvq__config_load(config, argc, argv, environ, text);
@@ -165,8 +165,8 @@ int main(int argc, char **argv)
     if (error) {
         fprintf(stderr, "kvqd: %s (%s)\n", text, kvq_status_name(error));
         if (config->log_file[0])
-            kvq__log(KVQ_LOG_ERROR, "failed", "status=%s error=\"%s\"", kvq_status_name(error),
-                     text);
+            kvq__log(KVQ_LOG_ERROR, "failed", "status=%s error=%s", kvq_status_name(error),
+                     kvq__log_quote(quoted, sizeof quoted, text));
         return 1;
     }
     kvq__log(KVQ_LOG_INFO, "end", "pid=%d", (int)getpid());

@@ -57,17 +57,11 @@ struct kvq__poller {
     bool gap_open;       // nothing came since the last completion
     uint64_t spun_at;    // last turn of an idle spin; 0: the last turn was none
     uint64_t lost_at, crowded_until;
-    struct kvq__poller_counts counts;
 };
 
 struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller)
 {
     return &poller->box;
-}
-
-const struct kvq__poller_counts *kvq__poller_counts(const struct kvq__poller *poller)
-{
-    return &poller->counts;
 }
 
 // Any thread: something was done that the poller should see.
@@ -127,18 +121,17 @@ void kvq__port_remove(struct kvq__poller *p, struct kvq__port *port)
         finish_close(p, port);
 }
 
-static void break_off(struct kvq__poller *p, struct kvq__port *port, const char *text)
+static void break_off(struct kvq__port *port, const char *text)
 {
     struct kvq__member *member = port->member;
     assert(!member->broken); // nothing of it is looked at any more
     member->broken = true;
-    p->counts.broken++;
     member->complain(member, text);
 }
 
 // ---- Completions ----
 
-static void publish(struct kvq__poller *p, struct kvq__port *port)
+static void publish(struct kvq__port *port)
 {
     struct kvq_completion head = *kvq__queue_completion(port->queue);
     size_t bytes = (size_t)head.count * sizeof(struct kvq_result);
@@ -147,7 +140,6 @@ static void publish(struct kvq__poller *p, struct kvq__port *port)
     if (bytes)
         kvq_ring_write(&port->tx, sizeof head, kvq__queue_results(port->queue), bytes);
     kvq_ring_publish(&port->tx, head.slots);
-    p->counts.completions++;
     if (kvq_ring_sleeps(&port->req->client_sleeping)) {
         // A socket, since a write to an eventfd could be made to block by the client, who shares
         // its flags and counter. A full socket is awake already.
@@ -155,7 +147,7 @@ static void publish(struct kvq__poller *p, struct kvq__port *port)
         send(port->client_wake, &one, sizeof one, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
     if (head.status == KVQ_E_PROTOCOL)
-        break_off(p, port, "a request that breaks the protocol");
+        break_off(port, "a request that breaks the protocol");
 }
 
 static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__progress progress)
@@ -165,7 +157,7 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
     case KVQ__DONE:
         port->state = KVQ__PORT_IDLE;
         if (!port->closing && !port->member->broken)
-            publish(p, port);
+            publish(port);
         p->gap_open = true;
         if (port->closing)
             finish_close(p, port);
@@ -212,7 +204,7 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
 
 // Room for the largest completion is there before a request is taken, so that publishing never
 // waits. A client within its credits always leaves it.
-static bool take_request(struct kvq__poller *p, struct kvq__port *port, uint32_t ready)
+static bool take_request(struct kvq__port *port, uint32_t ready)
 {
     uint32_t room;
     const char *complaint = "the completion ring's head moved where it cannot be";
@@ -222,7 +214,7 @@ static bool take_request(struct kvq__poller *p, struct kvq__port *port, uint32_t
         good = false;
     }
     if (!good || !copy_request(port, ready, &complaint)) {
-        break_off(p, port, complaint);
+        break_off(port, complaint);
         return false;
     }
     port->work.urgency =
@@ -232,7 +224,6 @@ static bool take_request(struct kvq__poller *p, struct kvq__port *port, uint32_t
 
 static void note_arrival(struct kvq__poller *p, struct kvq__port *port)
 {
-    p->counts.requests++;
     port->active_ns = p->now;
     if (p->gap_open) {
         uint64_t gap = p->now - p->idle_since, most = 4 * p->config.spin_ns;
@@ -248,7 +239,7 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
     if (port->member->broken)
         return false;
     if (kvq_ring_poll(&port->rx, &ready) != 0) {
-        break_off(p, port, "the request ring's tail moved where it cannot be");
+        break_off(port, "the request ring's tail moved where it cannot be");
         return false;
     }
     if (ready == 0)
@@ -256,7 +247,7 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
     p->now = kvq__now_ns();
     kvq__core_clock(p->core, p->now);
     note_arrival(p, port);
-    if (take_request(p, port, ready))
+    if (take_request(port, ready))
         advance(p, port, kvq__request_start(port->queue));
     return true;
 }
@@ -303,7 +294,6 @@ static void feed_workers(struct kvq__poller *p)
     }
     if (given)
         kvq__workers_wake(p->workers);
-    p->counts.items += given;
 }
 
 static bool end_background(struct kvq__poller *p)
@@ -355,7 +345,6 @@ static bool run_items(struct kvq__poller *p)
         work = kvq__schedule_pick(&p->schedule, &item);
         if (!work)
             break;
-        p->counts.items++;
         busy = true;
         kvq__work_run(work, item, p->workspace);
         p->now = kvq__now_ns();
@@ -439,7 +428,6 @@ static void sleep_until_woken(struct kvq__poller *p)
     count_runnable(p);
     kvq_ring_sleep_begin(flag);
     if (!look_before_sleep(p)) {
-        p->counts.sleeps++;
         epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
     }
     kvq_ring_sleep_end(flag);

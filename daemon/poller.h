@@ -78,10 +78,4 @@ int kvq__port_add(struct kvq__poller *poller, struct kvq__port *port, char *text
 // port->closed, maybe at once.
 void kvq__port_remove(struct kvq__poller *poller, struct kvq__port *port);
 
-// Counters for people; poller's thread.
-struct kvq__poller_counts {
-    uint64_t requests, completions, sleeps, items, broken;
-};
-const struct kvq__poller_counts *kvq__poller_counts(const struct kvq__poller *poller);
-
 #endif

@@ -58,11 +58,6 @@ const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
     return q->results;
 }
 
-struct kvq__client *kvq__queue_client(const struct kvq__queue *q)
-{
-    return q->client;
-}
-
 // ---- Entries ----
 
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)

@@ -16,8 +16,14 @@ static inline const void *element(const void *p, uint8_t dtype, size_t i)
 
 // ---- Logits ----
 
-KVQ__INLINE void dot_block(const float *q, const void *k, uint32_t dim, __m128 *out, int rows,
-                           int tokens, uint8_t dtype)
+// Without anything to prefetch, what is read anyway.
+static inline const uint8_t *ahead_of(const struct kvq__tile *tile, const void *rows)
+{
+    return tile->ahead ? tile->ahead : rows;
+}
+
+KVQ__INLINE void dot_block(const float *q, const void *k, uint32_t dim, const uint8_t *ahead,
+                           __m128 *out, int rows, int tokens, uint8_t dtype)
 {
     __m256 acc[ROWS_K][TOKENS];
     for (int i = 0; i < rows; i++)
@@ -25,6 +31,7 @@ KVQ__INLINE void dot_block(const float *q, const void *k, uint32_t dim, __m128 *
             acc[i][t] = _mm256_setzero_ps();
     for (uint32_t c = 0; c < dim; c += 8) {
         __m256 y[ROWS_K];
+        kvq__fetch(ahead + 8 * c); // of 4 tokens' 16 bytes that are read here
         for (int i = 0; i < rows; i++)
             y[i] = _mm256_load_ps(q + (uint32_t)i * dim + c);
         for (int t = 0; t < tokens; t++) {
@@ -37,18 +44,20 @@ KVQ__INLINE void dot_block(const float *q, const void *k, uint32_t dim, __m128 *
         out[i] = kvq__sum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
 }
 
-KVQ__INLINE void qk_rows(const float *q, const void *k, uint32_t dim, uint32_t from, uint32_t to,
-                         float *logits, int rows, uint8_t dtype)
+KVQ__INLINE void qk_rows(const float *q, const void *k, uint32_t dim, const uint8_t *ahead,
+                         uint32_t from, uint32_t to, float *logits, int rows, uint8_t dtype)
 {
     __m128 x[ROWS_K];
     uint32_t t = from;
     for (; t + TOKENS <= to; t += TOKENS) {
-        dot_block(q, element(k, dtype, (size_t)t * dim), dim, x, rows, TOKENS, dtype);
+        dot_block(q, element(k, dtype, (size_t)t * dim), dim, ahead + 2 * t * dim, x, rows, TOKENS,
+                  dtype);
         for (int i = 0; i < rows; i++)
             _mm_storeu_ps(logits + i * KVQ__LOGITS_STRIDE + t, x[i]);
     }
     for (; t < to; t++) {
-        dot_block(q, element(k, dtype, (size_t)t * dim), dim, x, rows, 1, dtype);
+        dot_block(q, element(k, dtype, (size_t)t * dim), dim, ahead + 2 * t * dim, x, rows, 1,
+                  dtype);
         for (int i = 0; i < rows; i++)
             _mm_store_ss(logits + i * KVQ__LOGITS_STRIDE + t, x[i]);
     }
@@ -57,11 +66,13 @@ KVQ__INLINE void qk_rows(const float *q, const void *k, uint32_t dim, uint32_t f
 KVQ__INLINE void qk_tile(const struct kvq__tile *tile, const float *q, const void *k, uint32_t from,
                          uint32_t to, float *logits, uint8_t dtype)
 {
+    const uint8_t *ahead = ahead_of(tile, k);
     for (uint32_t r = 0; r < tile->rows; r += ROWS_K) {
         if (r + 1 < tile->rows)
-            qk_rows(q, k, tile->dim, from, to, logits, 2, dtype);
+            qk_rows(q, k, tile->dim, ahead, from, to, logits, 2, dtype);
         else
-            qk_rows(q, k, tile->dim, from, to, logits, 1, dtype);
+            qk_rows(q, k, tile->dim, ahead, from, to, logits, 1, dtype);
+        ahead = k; // what was asked for once is on its way
         q += ROWS_K * tile->dim;
         logits += ROWS_K * KVQ__LOGITS_STRIDE;
     }
@@ -84,20 +95,22 @@ static void qk_raw_avx2(const struct kvq__tile *tile, const uint16_t *k, uint32_
 
 // ---- Values ----
 
-KVQ__INLINE void pv_block(const void *v, uint32_t dim, uint32_t from, uint32_t to, const float *p,
-                          float *o, int rows, uint8_t dtype)
+KVQ__INLINE void pv_block(const void *v, uint32_t dim, const uint8_t *ahead, uint32_t from,
+                          uint32_t to, const float *p, float *o, int rows, uint8_t dtype)
 {
     __m256 acc[ROWS_V][CHANNELS / 8];
     for (int i = 0; i < rows; i++)
         for (uint32_t c = 0; c < CHANNELS / 8; c++)
             acc[i][c] = _mm256_load_ps(o + (uint32_t)i * dim + 8 * c);
-    for (uint32_t t = from; t < to; t++)
+    for (uint32_t t = from; t < to; t++) {
+        kvq__fetch(ahead + 2 * t * dim);
         for (uint32_t c = 0; c < CHANNELS / 8; c++) {
             __m256 x = kvq__load8(element(v, dtype, (size_t)t * dim + 8 * c), dtype);
             for (int i = 0; i < rows; i++)
                 acc[i][c] = _mm256_fmadd_ps(
                     x, _mm256_set1_ps(p[i * KVQ__LOGITS_STRIDE + (int32_t)t]), acc[i][c]);
         }
+    }
     for (int i = 0; i < rows; i++)
         for (uint32_t c = 0; c < CHANNELS / 8; c++)
             _mm256_store_ps(o + (uint32_t)i * dim + 8 * c, acc[i][c]);
@@ -107,23 +120,26 @@ KVQ__INLINE void pv_tile(const struct kvq__tile *tile, float *o, const void *v, 
                          uint32_t to, const float *p, uint8_t dtype)
 {
     uint32_t dim = tile->dim;
+    const uint8_t *first = ahead_of(tile, v);
     for (uint32_t r = 0; r < tile->rows; r += ROWS_V) {
         for (uint32_t c = 0; c < dim; c += CHANNELS) {
             const void *at = element(v, dtype, c);
+            const uint8_t *ahead = first + 2 * c; // a line twice, for 32 bytes each
             switch (tile->rows - r) {
             case 1:
-                pv_block(at, dim, from, to, p, o + c, 1, dtype);
+                pv_block(at, dim, ahead, from, to, p, o + c, 1, dtype);
                 break;
             case 2:
-                pv_block(at, dim, from, to, p, o + c, 2, dtype);
+                pv_block(at, dim, ahead, from, to, p, o + c, 2, dtype);
                 break;
             case 3:
-                pv_block(at, dim, from, to, p, o + c, 3, dtype);
+                pv_block(at, dim, ahead, from, to, p, o + c, 3, dtype);
                 break;
             default:
-                pv_block(at, dim, from, to, p, o + c, 4, dtype);
+                pv_block(at, dim, ahead, from, to, p, o + c, 4, dtype);
             }
         }
+        first = v;
         p += ROWS_V * KVQ__LOGITS_STRIDE;
         o += ROWS_V * dim;
     }

@@ -11,6 +11,13 @@
 
 #define KVQ__INLINE static inline __attribute__((always_inline))
 
+// One line into the second level cache; see attend_chunk.c. Inlined by force: gcc 12 takes a
+// function that only prefetches for one without effects, and drops the calls.
+KVQ__INLINE void kvq__fetch(const uint8_t *at)
+{
+    _mm_prefetch((const char *)at, _MM_HINT_T1);
+}
+
 // 8 numbers of a dtype to fp32, exactly; p is aligned to the dtype only.
 KVQ__INLINE __m256 kvq__load8(const void *p, uint8_t dtype)
 {
@@ -115,5 +122,6 @@ KVQ__INLINE float kvq__sum_all(__m256 x)
 void kvq__init_avx2_rows(struct kvq_kernels *k);
 void kvq__init_avx2_pack(struct kvq_kernels *k);
 void kvq__init_avx2_attend(struct kvq_kernels *k);
+void kvq__init_avx2_bytes(struct kvq_kernels *k);
 
 #endif

@@ -37,9 +37,10 @@
 //
 // 3. Planes. A code of 2 bits is one entry of the low plane. 4 bits: code = low + 4 * high, the
 //    high plane shaped like the low one. 3 bits: the high plane has 1 bit per code, half as
-//    many bytes. So one order serves 2, 3 and 4 bits. 1 bit: only a plane like the high one of 3
-//    bits. 8 bits: four planes shaped like the low one, where byte i of a word is the whole code whose 2 bits would stand at position s in byte i of the low plane:
-//    what unpacking position s of a low plane gives, for s = 0, 1, 2, 3.
+//    many bytes. So one order serves 2, 3 and 4 bits. 1 bit: only a plane like the high one of
+//    3 bits. 8 bits: four planes shaped like the low one, numbered s = 0, 1, 2, 3; byte i of a
+//    word of plane s is the whole code whose 2 bits would stand at position s in byte i of the
+//    low plane: what unpacking position s of a low plane gives.
 //    "Wide" formats: the low plane, then [32 tokens][D / 4 bits], the third bit of channel c of
 //    token t at bit c % 8 of byte t * D / 32 + c / 8; V likewise.
 //

@@ -56,6 +56,9 @@ enum {
     KVQ_MAX_CAPTURE_SEQUENCES = 1 << 16, // runs of sessions in one file
     KVQ_MAX_CAPTURE_SESSIONS = 4096,     // captured at a time
     KVQ_MAX_CAPTURE_CHUNKS = 1 << 24,
+
+    // Codebook files.
+    KVQ_MAX_CODEBOOK_BYTES = 1 << 30,
 };
 
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)

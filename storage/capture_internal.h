@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the two files that read captures share.
+// What the two files that read captures share, and complaints and reading for codebooks, too.
 #ifndef KVQ_STORAGE_CAPTURE_INTERNAL_H
 #define KVQ_STORAGE_CAPTURE_INTERNAL_H
 

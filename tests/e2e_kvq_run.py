@@ -108,6 +108,22 @@ class KvqRun(unittest.TestCase):
         self.assertIn(b"cannot capture", self.kvq_run(
             "generate", "--prompt", "a", "--capture", "/no/such/place", status=1).stderr)
 
+    def test_bench_agrees(self):
+        """kvq-bench quality, which needs no daemon, has the same model and the same formats."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "results.jsonl")
+            subprocess.run([kvqtest.program("kvq-bench"), "quality", "perplexity", "--results", path,
+                            "--model", MODEL, "--text", HELDOUT, "--bytes", "2048", "--step", "16",
+                            "--methods", "oscar2,oscar4"], check=True, timeout=300)
+            with open(path, encoding="utf-8") as file:
+                bench = {line["method"]: line for line in map(json.loads, file)}
+        for name in ("oscar2", "oscar4"):
+            got = self.json("perplexity", "--format", name, "--text", HELDOUT, "--bytes", 2048)
+            self.assertAlmostEqual(got["perplexity"] / bench[name]["perplexity"], 1, delta=1e-3)
+            self.assertAlmostEqual(got["perplexity_against"] / bench["f16"]["perplexity"], 1,
+                                   delta=1e-6)
+            self.assertAlmostEqual(got["kl_mean"] / bench[name]["kl"], 1, delta=0.05)
+
     def test_usage(self):
         for arguments, sentence in (
                 (["generate", "--tokens", "-4"], b"--tokens -4: must be a whole number"),

@@ -89,10 +89,11 @@ void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a,
 double kvt_f16(uint16_t h);
 double kvt_bf16(uint16_t h);
 // Key and value at one position and KV head in the engine's basis; false if nobody holds it.
-// Whether the oracle can read a format.
-bool kvt_knows(const struct kvq_format *f);
 bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v);
-// One value of a quantized group, as layout.h says, before any transform is undone.
+// Level `code` of the best quantizer of N(0, 1) with 2^bits levels, 1 to 4 bits, by iteration.
+double kvt_lloyd(uint32_t bits, uint32_t code);
+// One value of a group of affine codes (K per channel, V per token, 32 each), as layout.h says,
+// before any transform is undone.
 double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms, uint32_t t,
                    uint32_t c);
 // `codes` is where the group's V codes start.

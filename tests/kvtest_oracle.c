@@ -75,22 +75,24 @@ static uint32_t k_row_word(uint32_t row, uint32_t t)
     return ((t / 4) ^ (2 * (row % 4))) * 4 + t % 4;
 }
 
-static uint32_t k_code(const uint8_t *codes, uint32_t dim, uint32_t bits, uint32_t t, uint32_t c)
+// Where the low-plane bits of K's channel c of token t are: the word's byte within its plane, the
+// bit within the word, and the same for the word that 1-bit planes share.
+struct field {
+    uint32_t low, bit;
+    uint32_t half_byte, half_bit; // in a plane of one bit for each code
+};
+
+static struct field k_field(uint32_t dim, uint32_t t, uint32_t c)
 {
     uint32_t slab_channels = dim == 256 ? 128 : dim, slab = c / slab_channels;
-    uint32_t in_slab = c % slab_channels, row = in_slab / 16;
+    uint32_t in_slab = c % slab_channels, row = in_slab / 16, rows = slab_channels / 16;
     uint32_t s = in_slab % 16 / 4, e = in_slab % 4 / 2, h = in_slab % 2;
-    uint32_t bit = 16 * h + 8 * e + 2 * s, rows = slab_channels / 16;
-    const uint8_t *high = codes + 32 * dim * 2 / 8;
-    uint32_t at = (slab * rows + row) * 128 + 4 * k_row_word(row, t);
-    uint32_t code = word_le(codes + at) >> bit & 3;
-    if (bits == 4)
-        return code + 4 * (word_le(high + at) >> bit & 3);
-    if (bits == 2)
-        return code;
     uint32_t upper = row >= rows / 2, shared = upper ? row - rows / 2 : row;
-    at = (slab * rows / 2 + shared) * 128 + 4 * k_row_word(shared, t);
-    return code + 4 * (word_le(high + at) >> (bit + upper) & 1);
+    struct field f = {.bit = 16 * h + 8 * e + 2 * s};
+    f.low = (slab * rows + row) * 128 + 4 * k_row_word(row, t);
+    f.half_byte = (slab * rows / 2 + shared) * 128 + 4 * k_row_word(shared, t);
+    f.half_bit = f.bit + upper;
+    return f;
 }
 
 // Where a value of V lies within a row, and at which position of each byte.
@@ -106,27 +108,36 @@ static void v_place(uint32_t dim, uint32_t j, uint32_t c, uint32_t *word, uint32
     }
 }
 
-static uint32_t v_code(const uint8_t *codes, uint32_t dim, uint32_t bits, uint32_t t, uint32_t c)
+static struct field v_field(uint32_t dim, uint32_t t, uint32_t c)
 {
     uint32_t j = t / 8, half = t % 2, k = t % 8 / 2;
     uint32_t slab = dim == 256 ? c / 128 : 0, word, s;
     uint32_t row_bytes = dim == 64 ? 64 : 128;
     uint32_t row = dim == 64 ? 2 * j + (half ^ (j & 1)) : 2 * j + half;
     v_place(dim, j, dim == 256 ? c % 128 : c, &word, &s);
-    const uint8_t *high = codes + 32 * dim * 2 / 8;
-    uint32_t at = (slab * 8 + row) * row_bytes + 4 * word;
-    uint32_t code = word_le(codes + at) >> (8 * k + 2 * s) & 3;
-    if (bits == 4)
-        return code + 4 * (word_le(high + at) >> (8 * k + 2 * s) & 3);
-    if (bits == 2)
-        return code;
-    at = (slab * 4 + j) * row_bytes + 4 * word;
-    return code + 4 * (word_le(high + at) >> (8 * k + 2 * s + half) & 1);
+    struct field f = {.bit = 8 * k + 2 * s, .half_bit = 8 * k + 2 * s + half};
+    f.low = (slab * 8 + row) * row_bytes + 4 * word;
+    f.half_byte = (slab * 4 + j) * row_bytes + 4 * word;
+    return f;
 }
 
-static uint32_t k_bytes(uint32_t dim, uint32_t bits, bool norms)
+// A code from its planes (section 3). A plane of 2-bit fields takes dim * 8 bytes.
+static uint32_t plane_code(const uint8_t *codes, uint32_t dim, uint32_t bits, const struct field *f)
 {
-    return 32 * dim * bits / 8 + 2 * dim + 2 * dim + (norms ? 64 : 0);
+    const uint8_t *high = codes + 8 * dim;
+    if (bits == 1)
+        return word_le(codes + f->half_byte) >> f->half_bit & 1;
+    if (bits == 8)
+        return codes[f->bit % 8 / 2 * 8 * dim + f->low + f->bit / 8];
+    uint32_t code = word_le(codes + f->low) >> f->bit & 3;
+    if (bits == 3)
+        return code + 4 * (word_le(high + f->half_byte) >> f->half_bit & 1);
+    return bits == 4 ? code + 4 * (word_le(high + f->low) >> f->bit & 3) : code;
+}
+
+static uint32_t v_slot(uint32_t t)
+{
+    return 8 * (t / 8) + 2 * (t % 4) + t / 4 % 2;
 }
 
 double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms, uint32_t t,
@@ -134,18 +145,136 @@ double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms
 {
     const uint8_t *scales = group + 32 * dim * bits / 8;
     double norm = norms ? f16_at(scales + 4 * dim, t) : 1.0;
+    struct field f = k_field(dim, t, c);
     return norm *
-           (f16_at(scales, c) * k_code(group, dim, bits, t, c) + f16_at(scales + 2 * dim, c));
+           (f16_at(scales, c) * plane_code(group, dim, bits, &f) + f16_at(scales + 2 * dim, c));
 }
 
 double kvt_group_v(const uint8_t *codes, uint32_t dim, uint32_t bits, uint32_t t, uint32_t c)
 {
     const uint8_t *scales = codes + 32 * dim * bits / 8;
-    uint32_t slot = c / 32 * 32 + 8 * (t / 8) + 2 * (t % 4) + t / 4 % 2;
-    return f16_at(scales, slot) * v_code(codes, dim, bits, t, c) + f16_at(scales + 2 * dim, slot);
+    uint32_t slot = c / 32 * 32 + v_slot(t);
+    struct field f = v_field(dim, t, c);
+    return f16_at(scales, slot) * plane_code(codes, dim, bits, &f) + f16_at(scales + 2 * dim, slot);
 }
 
-// ---- Keys ----
+// ---- Any format ----
+
+// One step of Lloyd's iteration: every level becomes the mean of the normal distribution between
+// the borders to its neighbours.
+static void lloyd_step(double *x, uint32_t n)
+{
+    double from = -INFINITY;
+    for (uint32_t i = 0; i < n; i++) {
+        double to = i + 1 < n ? (x[i] + x[i + 1]) / 2 : INFINITY;
+        double mass = 0.5 * (erf(to / sqrt(2)) - erf(from / sqrt(2)));
+        x[i] = (exp(-from * from / 2) - exp(-to * to / 2)) / sqrt(2 * acos(-1)) / mass;
+        from = to;
+    }
+}
+
+double kvt_lloyd(uint32_t bits, uint32_t code)
+{
+    static double levels[5][16];
+    double *x = levels[bits];
+    uint32_t n = 1u << bits;
+    if (x[n - 1] != 0)
+        return x[code];
+    for (uint32_t i = 0; i < n; i++)
+        x[i] = 4.0 * (i + 0.5) / n - 2.0;
+    for (int round = 0; round < 4000; round++)
+        lloyd_step(x, n);
+    return x[code];
+}
+
+// One side of a record: where its parts are, as sections 2 and 7 have them.
+struct part {
+    struct kvq_side row;
+    uint32_t dim, codes_bytes, params_bytes; // of a group; params: scales and zeros in the group
+    uint32_t set_bytes, sets_bytes;          // scales and zeros before the groups
+    uint32_t scales;                         // of one set
+    const float *book;
+    size_t book_sub;
+    bool zeros, v;
+};
+
+static struct part part_of(const struct kvq_side *row, uint32_t dim, bool v)
+{
+    struct part p = {.row = *row, .dim = dim, .v = v};
+    bool book = row->codec == KVQ_CODEC_BOOK, channel = row->axis == KVQ_PER_CHANNEL;
+    p.codes_bytes = 32 * (book ? dim / row->vector : dim) * row->bits / 8;
+    if (row->wide)
+        p.codes_bytes += 32 * (dim / 4) / 8;
+    if (book)
+        return p;
+    if (!channel && (row->group == 0 || row->group > dim))
+        p.row.group = (uint16_t)dim;
+    p.zeros = row->codec == KVQ_CODEC_AFFINE || row->codec == KVQ_CODEC_HYBRID;
+    p.scales = channel ? dim : row->wide ? 2 * 32 : dim / p.row.group * 32;
+    uint32_t bytes = 2 * p.scales * (p.zeros ? 2 : 1);
+    if (channel && row->group > 32) {
+        p.set_bytes = bytes;
+        p.sets_bytes = 128 / row->group * bytes;
+    } else {
+        p.params_bytes = bytes;
+    }
+    return p;
+}
+
+static uint32_t book_code(const struct part *p, const uint8_t *codes, uint32_t t, uint32_t sub)
+{
+    uint32_t subs = p->dim / p->row.vector, more = p->row.bits - 8, code = codes[32 * sub + t];
+    const uint8_t *row = codes + 32 * subs + sub * 4 * more;
+    for (uint32_t i = 0; i < more;
+         i++) { // bit by bit: `more` bits of each token, one after another
+        uint32_t at = more * t + i;
+        code += (uint32_t)(row[at / 8] >> at % 8 & 1) << (8 + i);
+    }
+    return code;
+}
+
+static uint32_t scalar_code(const struct part *p, const uint8_t *codes, uint32_t t, uint32_t c)
+{
+    uint32_t dim = p->dim, bits = p->row.bits;
+    struct field f = p->v ? v_field(dim, t, c) : k_field(dim, t, c);
+    uint32_t code = plane_code(codes, dim, bits, &f);
+    if (p->row.wide && c < dim / 4) {
+        const uint8_t *third = codes + 32 * dim * bits / 8;
+        code += 4u * (third[t * dim / 32 + c / 8] >> c % 8 & 1);
+    }
+    return code;
+}
+
+// Which of a set's scales serves channel c of token t.
+static uint32_t scale_index(const struct part *p, uint32_t t, uint32_t c)
+{
+    if (p->row.axis == KVQ_PER_CHANNEL)
+        return c;
+    uint32_t which = p->row.wide ? c >= p->dim / 4 : c / p->row.group;
+    return 32 * which + (p->v ? v_slot(t) : t);
+}
+
+// Token t (of the block) and channel c. `group` is where the side's codes start in its group,
+// `sets` where its sets start in the record.
+static double value_at(const struct part *p, const uint8_t *group, const uint8_t *sets, uint32_t t,
+                       uint32_t c)
+{
+    const struct kvq_side *row = &p->row;
+    if (row->codec == KVQ_CODEC_BOOK) {
+        uint32_t sub = c / row->vector, code = book_code(p, group, t % 32, sub);
+        return p->book[sub * p->book_sub + code * row->vector + c % row->vector];
+    }
+    const uint8_t *scales = group + p->codes_bytes;
+    if (p->set_bytes)
+        scales = sets + t / row->group * p->set_bytes;
+    uint32_t code = scalar_code(p, group, t % 32, c), i = scale_index(p, t % 32, c);
+    double scale = f16_at(scales, i), zero = p->zeros ? f16_at(scales + 2 * p->scales, i) : 0;
+    if (row->codec == KVQ_CODEC_SYMMETRIC)
+        return scale * ((double)code - (1 << (row->bits - 1)));
+    if (row->codec == KVQ_CODEC_LLOYD)
+        return scale * kvt_lloyd(row->bits + (row->wide && c < p->dim / 4), code);
+    return fabs(scale) * code + zero;
+}
 
 static void hadamard(double *x, uint32_t dim)
 {
@@ -159,43 +288,141 @@ static void hadamard(double *x, uint32_t dim)
         x[i] /= sqrt(dim);
 }
 
+// Out of the rotated basis; the transform is its own inverse.
+static void rotate_back(uint8_t rotation, double *x, uint32_t dim)
+{
+    bool flips = rotation == KVQ_ROTATE_SIGNED;
+    if (rotation == KVQ_ROTATE_NONE)
+        return;
+    for (uint32_t i = 0; i < dim && flips; i++)
+        x[i] *= kvq_signs_after[i / 32] >> i % 32 & 1 ? -1 : 1;
+    hadamard(x, dim);
+    for (uint32_t i = 0; i < dim && flips; i++)
+        x[i] *= kvq_signs_before[i / 32] >> i % 32 & 1 ? -1 : 1;
+}
+
+// ---- Extras ----
+
+// One KV head's extras (section 6); what the format lacks has a size of 0.
+struct rest {
+    const uint8_t *factors, *pool, *pool_k, *pool_v, *sink_k, *sink_v;
+};
+
+static struct rest rest_of(const struct kvq_attend *a, uint32_t head)
+{
+    const struct kvq_format *f = a->format;
+    size_t row = 2 * (size_t)a->shape->k_dim, entries = 0, pool = 0;
+    size_t factors = f->k_channel == KVQ_CHANNEL_PROMPT ? row : 0;
+    if (f->outliers) {
+        entries = (size_t)f->outliers + f->extra_outliers;
+        pool = (4 + 4 + 8 + 64 * (8 + 4) + 63) / 64 * 64;
+    }
+    size_t bytes = factors + pool + 2 * row * (entries + f->sink_tokens);
+    struct rest r = {.factors = a->extras + bytes * head};
+    r.pool = r.factors + factors;
+    r.pool_k = r.pool + pool;
+    r.pool_v = r.pool_k + entries * row;
+    r.sink_k = r.pool_v + entries * row;
+    r.sink_v = r.sink_k + f->sink_tokens * row;
+    return r;
+}
+
+static void load_row(const struct kvq_attend *a, const uint8_t *row, double *x)
+{
+    for (uint32_t c = 0; c < a->shape->k_dim; c++) {
+        uint16_t half;
+        memcpy(&half, row + 2 * c, 2);
+        x[c] = a->shape->dtype == KVQ_F16 ? kvt_f16(half) : kvt_bf16(half);
+    }
+}
+
+// Whether the position is an outlier, whose rows then are what counts.
+static bool outlier(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k,
+                    double *v)
+{
+    struct rest r = rest_of(a, head);
+    size_t row = 2 * (size_t)a->shape->k_dim;
+    uint32_t count = 0;
+    if (a->format->outliers == 0 || a->extras == NULL)
+        return false;
+    memcpy(&count, r.pool, sizeof count);
+    if (a->pool)
+        count = a->pool[head];
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t at;
+        memcpy(&at, r.pool + 16 + 8 * i, sizeof at);
+        if (at != position)
+            continue;
+        load_row(a, r.pool_k + i * row, k);
+        load_row(a, r.pool_v + i * row, v);
+        return true;
+    }
+    return false;
+}
+
+// ---- Keys ----
+
+static void undo_factors(const struct kvq_attend *a, uint32_t head, double *k)
+{
+    uint32_t dim = a->shape->k_dim;
+    if (a->format->k_channel == KVQ_CHANNEL_PROMPT)
+        for (uint32_t c = 0; c < dim; c++)
+            k[c] *= f16_at(rest_of(a, head).factors, c);
+    if (a->format->k_channel == KVQ_CHANNEL_BOOK && a->book && a->book->smooth)
+        for (uint32_t c = 0; c < dim; c++)
+            k[c] *= a->book->smooth[head * dim + c];
+}
+
 static void packed_key(const struct kvq_attend *a, uint32_t head, const uint8_t *block, uint32_t t,
                        double *k, double *v)
 {
-    uint32_t dim = a->shape->k_dim;
-    bool norms = a->format->k_token_scale != KVQ_SCALE_NONE;
-    uint32_t kb = a->format->k.bits, vb = a->format->v.bits;
-    uint32_t group_bytes = k_bytes(dim, kb, norms) + k_bytes(dim, vb, false);
-    const uint8_t *group = block + (size_t)(head * 4 + t / 32) * group_bytes;
-    for (uint32_t c = 0; c < dim; c++) {
-        k[c] = kvt_group_k(group, dim, kb, norms, t % 32, c);
-        v[c] = kvt_group_v(group + k_bytes(dim, kb, norms), dim, vb, t % 32, c);
+    const struct kvq_format *f = a->format;
+    uint32_t dim = a->shape->k_dim, norms = f->k_token_scale != KVQ_SCALE_NONE ? 64 : 0;
+    struct part pk = part_of(&f->k, dim, false), pv = part_of(&f->v, dim, true);
+    uint32_t k_bytes = pk.codes_bytes + pk.params_bytes, v_bytes = pv.codes_bytes + pv.params_bytes;
+    uint32_t group_bytes = k_bytes + norms + v_bytes, sets = pk.sets_bytes + pv.sets_bytes;
+    const uint8_t *record = block + (size_t)head * (sets + 4 * group_bytes);
+    const uint8_t *group = record + sets + t / 32 * group_bytes;
+    if (f->k.codec == KVQ_CODEC_BOOK) {
+        pk.book = a->book->k + head * a->book->k_head;
+        pk.book_sub = a->book->k_sub;
     }
-    if (a->format->k_rotation == KVQ_ROTATE_HADAMARD)
-        hadamard(k, dim);
-    if (a->shape->v_rotation == KVQ_V_ROT_DAEMON)
-        hadamard(v, dim);
+    if (f->v.codec == KVQ_CODEC_BOOK) {
+        pv.book = a->book->v + head * a->book->v_head;
+        pv.book_sub = a->book->v_sub;
+    }
+    for (uint32_t c = 0; c < dim; c++) {
+        k[c] = value_at(&pk, group, record, t, c);
+        v[c] = value_at(&pv, group + k_bytes + norms, record + pk.sets_bytes, t, c);
+        if (norms)
+            k[c] *= f16_at(group + k_bytes, t % 32);
+    }
+    rotate_back(f->k_rotation, k, dim);
+    undo_factors(a, head, k);
+    uint8_t by_shape = a->shape->v_rotation == KVQ_V_ROT_DAEMON ? KVQ_ROTATE_HADAMARD : 0;
+    rotate_back(f->v_rotation ? f->v_rotation : by_shape, v, dim);
 }
 
 static void raw_key(const struct kvq_attend *a, uint32_t head, const uint8_t *block, uint32_t t,
                     double *k, double *v)
 {
-    uint32_t dim = a->shape->k_dim;
-    const uint8_t *row = block + (size_t)head * 128 * 4 * dim + (size_t)t * 2 * dim;
-    for (uint32_t c = 0; c < dim; c++) {
-        uint16_t bits_k, bits_v;
-        memcpy(&bits_k, row + 2 * c, 2);
-        memcpy(&bits_v, row + (size_t)128 * 2 * dim + 2 * c, 2);
-        k[c] = a->shape->dtype == KVQ_F16 ? kvt_f16(bits_k) : kvt_bf16(bits_k);
-        v[c] = a->shape->dtype == KVQ_F16 ? kvt_f16(bits_v) : kvt_bf16(bits_v);
-    }
+    size_t row = 2 * (size_t)a->shape->k_dim;
+    block += head * 128 * 2 * row;
+    load_row(a, block + t * row, k);
+    load_row(a, block + (128 + t) * row, v);
 }
 
-bool kvt_knows(const struct kvq_format *f)
+// The first tokens are never read packed.
+static void sink_key(const struct kvq_attend *a, uint32_t head, const struct kvq_page *page,
+                     uint32_t t, double *k, double *v)
 {
-    bool k = f->k.codec == KVQ_CODEC_AFFINE && f->k.axis == KVQ_PER_CHANNEL && f->k.group == 32;
-    bool v = f->v.codec == KVQ_CODEC_AFFINE && f->v.axis == KVQ_PER_TOKEN && f->v.group == 32;
-    return kvq_is_raw(f) || (k && v && f->k.bits > 1 && !f->sink_tokens && !f->outliers);
+    size_t row = 2 * (size_t)a->shape->k_dim;
+    if (page->raw) {
+        raw_key(a, head, page->raw, t, k, v);
+        return;
+    }
+    load_row(a, rest_of(a, head).sink_k + t * row, k);
+    load_row(a, rest_of(a, head).sink_v + t * row, v);
 }
 
 bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v)
@@ -212,11 +439,14 @@ bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, doubl
     if (position / 128 >= a->n_pages || t >= a->pages[position / 128].tokens)
         return false;
     const struct kvq_page *page = &a->pages[position / 128];
-    if (t >= page->packed_tokens)
+    bool raw_format = a->format->k.codec == KVQ_CODEC_RAW;
+    if (!raw_format && position < a->format->sink_tokens)
+        sink_key(a, head, page, t, k, v);
+    else if (t >= page->packed_tokens)
         raw_key(a, head, page->raw, t, k, v);
-    else if (kvq_is_raw(a->format))
+    else if (raw_format)
         raw_key(a, head, page->packed, t, k, v);
-    else
+    else if (!outlier(a, head, position, k, v))
         packed_key(a, head, page->packed, t, k, v);
     return true;
 }

@@ -33,6 +33,35 @@ class Header(unittest.TestCase):
         with open(os.path.join(ROOT, "client", "kvq.map"), encoding="ascii") as file:
             self.assertEqual(declared, set(re.findall(r"\b(kvq_\w+);", file.read())))
 
+    def test_structures(self):
+        """Every field lies where the compiler puts it."""
+        names = {"ConnectOptions": "connect_options", "DaemonInfo": "daemon_info",
+                 "Tensor": "tensor", "LayerRow": "layer", "SessionOptions": "session_options",
+                 "SessionInfo": "session_info", "Pages": "pages", "Work": "work",
+                 "CaptureOptions": "capture_options"}
+        ours = {n for n, s in vars(_ffi).items()
+                if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
+        self.assertEqual(set(names), ours)
+        want, lines = [], []
+        for name, struct in names.items():
+            python = getattr(_ffi, name)
+            lines.append(f'printf("{name} %zu\\n", sizeof(struct kvq_{struct}));')
+            want.append(f"{name} {ctypes.sizeof(python)}")
+            for field, *_ in python._fields_:
+                lines.append(f'printf("{name}.{field} %zu\\n", '
+                             f"offsetof(struct kvq_{struct}, {field}));")
+                want.append(f"{name}.{field} {getattr(python, field).offset}")
+        lines.append('printf("entry %zu\\n", sizeof(struct kvq_entry));')
+        want.append(f"entry {kvq.ENTRY.itemsize}")
+        source = ("#include <stddef.h>\n#include <stdio.h>\n#include <kvq.h>\n"
+                  "int main(void)\n{\n" + "\n".join(lines) + "\n}\n")
+        with tempfile.TemporaryDirectory() as folder:
+            program = os.path.join(folder, "offsets")
+            subprocess.run(["cc", "-I", os.path.join(ROOT, "client"), "-x", "c", "-", "-o",
+                            program], input=source, text=True, check=True)
+            done = subprocess.run([program], capture_output=True, text=True, check=True)
+        self.assertEqual(done.stdout.split("\n")[:-1], want)
+
     def test_used(self):
         """Every function is reached from the package's own code."""
         folder = os.path.dirname(kvq.__file__)
@@ -219,6 +248,35 @@ class Package(Test):
             kvq.merge_states(out, lse[:2], out, lse)
 
 
+class Captures(Test):
+    """What is captured is in the file as it was handed over."""
+
+    def test_capture(self):
+        tokens = Tokens(1, 5, layers=1)
+        with tempfile.TemporaryDirectory() as folder, \
+                self.client.session(tokens.rows, "f16") as session:
+            path = os.path.join(folder, "five.capture")
+            with kvq.Capture(path, tokens.rows, model="test") as capture:
+                step = self.queue.step([session], 5)
+                tensors = {}
+                for name in "kv":
+                    own = self.client.array((5, 2, 128))
+                    own[...] = getattr(tokens, name)[0]
+                    tensors[name] = self.client.find_buffer(own).tensor(own)
+                ticket = self.queue.call("append", step.entries, step=step.number, layer=0,
+                                         **tensors)
+                capture.append(ticket)
+                step.end()
+                self.assertEqual(capture.tokens, 5)
+            with open(path, "rb") as file:
+                held = file.read()
+        for name in "kv":  # [heads][tokens][dim]
+            self.assertIn(getattr(tokens, name)[0].transpose(1, 0, 2).tobytes(), held)
+        with self.assertRaises(kvq.Error) as caught:
+            kvq.Capture("/nowhere/at/all", tokens.rows)
+        self.assertEqual(caught.exception.code, kvq.Code.E_SYSTEM)
+
+
 class Examples(Test):
     """The programs of examples/."""
 
@@ -257,4 +315,4 @@ class Examples(Test):
 
 
 if __name__ == "__main__":
-    sys.exit(e2e_rig.run([Header, Package, Examples], __doc__))
+    sys.exit(e2e_rig.run([Header, Package, Captures, Examples], __doc__))

@@ -76,32 +76,74 @@ static void check(struct kvt_request *r)
     free_answer(&want);
 }
 
+// Packed by the fastest instruction set; the bytes are the same on all.
+static struct kvt_cache packed_cache(const char *format, struct kvq_shape shape, uint32_t tokens,
+                                     uint64_t seed)
+{
+    return kvt_cache(all_kernels[n_kernels - 1], format, shape, tokens, -1, KVT_NORMAL, seed);
+}
+
 static void check_shape(const char *format, struct kvq_shape shape, uint32_t tokens,
                         uint32_t q_tokens)
 {
-    struct kvt_cache c =
-        kvt_cache(all_kernels[0], format, shape, tokens, -1, KVT_NORMAL, kvt_seed() + tokens);
+    struct kvt_cache c = packed_cache(format, shape, tokens, kvt_seed() + tokens);
     struct kvt_request r = kvt_request(&c, q_tokens, kvt_seed() + 1);
     check(&r);
     kvt_request_free(&r);
     kvt_cache_free(&c);
 }
 
-static uint8_t dtype_of(const char *format)
+static uint8_t dtype_of(const struct kvq_format *f)
 {
-    const struct kvq_format *f = kvq_format_by_name(format);
     return f->raw_dtype ? f->raw_dtype : KVQ_F16;
 }
 
-static void test_all_formats_and_gqa(void **state)
+// Searching 4,096 centroids takes a while.
+static bool has_large_book(const struct kvq_format *f)
 {
-    static const uint32_t gqas[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64},
-                          dims[] = {64, 128, 256};
+    return (f->k.codec == KVQ_CODEC_BOOK && f->k.bits > 8) ||
+           (f->v.codec == KVQ_CODEC_BOOK && f->v.bits > 8);
+}
+
+static void test_all_formats(void **state)
+{
     (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
-        for (size_t d = 0; d < 3 && kvt_knows(f); d++)
-            for (size_t g = 0; g < sizeof gqas / sizeof *gqas; g++)
-                check_shape(f->name, kvt_shape(gqas[g], 1, dims[d], dtype_of(f->name)), 300, 1);
+        for (uint32_t dim = 64; dim <= (has_large_book(f) ? 64 : 256); dim *= 2)
+            check_shape(f->name, kvt_shape(4, 2, dim, dtype_of(f)), 300, 2);
+}
+
+// Every word that a name can have, alone and with others.
+static void test_composed_formats(void **state)
+{
+    static const char *const names[] = {
+        "oscar2-g64",      "oscar3-g128-fm", "oscar4-max",        "oscar3-mean-norot",
+        "oscar2-noscale",  "oscar2-s32-w17", "kivi1-g128",        "kivi4-g64+oscar3-g64",
+        "ott2-s32",        "ott2-o0",        "innerq-small-full", "innerq-hybrid-full",
+        "quarot4-g128",    "int8-g64",       "innerq-base-g64",   "innerq-hybrid-g128-nosmooth",
+        "kivi2+int8",      "kivi4-s64",      "turboquant4+k8v4",  "innerq-base+turboquant2.5",
+        "vecinfer-2+int8", "oscar2-xh-g128", "oscar4+vecinfer-1", "vecinfer-k8x10v2x8"};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        check_shape(names[i], kvt_shape(2, 2, i % 2 ? 128 : 64, i % 3 ? KVQ_F16 : KVQ_BF16), 300,
+                    1);
+    check_shape("k8v4", kvt_shape(2, 1, 256, KVQ_BF16), 300, 1);
+    check_shape("oscar2-g128", kvt_shape(2, 1, 256, KVQ_F16), 300, 1);
+    check_shape("innerq-hybrid-g64", kvt_shape(2, 1, 256, KVQ_F16), 300, 1);
+}
+
+static void test_gqa(void **state)
+{
+    static const char *const names[] = {"f16",    "bf16",          "oscar2",
+                                        "oscar3", "oscar4",        "quarot2",
+                                        "ott2",   "innerq-hybrid", "turboquant2.5"};
+    static const uint32_t gqas[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        for (size_t g = 0; g < sizeof gqas / sizeof *gqas; g++)
+            for (uint32_t dim = 64; dim <= (i < 4 ? 256 : 64); dim *= 2)
+                check_shape(names[i], kvt_shape(gqas[g], 1, dim, dtype_of(kvt_format(names[i]))),
+                            300, 1);
 }
 
 static void test_several_heads_and_long(void **state)
@@ -142,8 +184,7 @@ static void with_request(const char *format, struct kvq_shape shape, uint32_t to
                          uint32_t q_tokens,
                          void (*change)(struct kvt_cache *, struct kvt_request *))
 {
-    struct kvt_cache c =
-        kvt_cache(all_kernels[0], format, shape, tokens, -1, KVT_NORMAL, kvt_seed() + 2);
+    struct kvt_cache c = packed_cache(format, shape, tokens, kvt_seed() + 2);
     struct kvt_request r = kvt_request(&c, q_tokens, kvt_seed() + 3);
     if (change)
         change(&c, &r);
@@ -279,6 +320,46 @@ static void test_mixed_pages(void **state)
     with_request("oscar2", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, mix_pages);
     with_request("oscar3", rotated, 700, 70, mix_pages);
     with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, mix_pages);
+}
+
+// Sealed pages without a window: sink tokens and outliers are in the extras alone.
+static void drop_raw(struct kvt_cache *c, struct kvt_request *r)
+{
+    (void)r;
+    for (uint32_t i = 0; i < c->n_pages; i++) {
+        spoil(c, c->pages[i].raw, 0, c->pages[i].packed_tokens);
+        if (c->pages[i].packed_tokens == c->pages[i].tokens)
+            c->pages[i].raw = NULL;
+    }
+}
+
+static void test_without_raw(void **state)
+{
+    static const char *const names[] = {"kivi-sink2", "ott2",   "ott2-oscar",      "innerq-base",
+                                        "ott2-s96",   "oscar3", "turboquant3-s64", "int8-s32"};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        with_request(names[i], kvt_shape(3, 2, 64, KVQ_F16), 700, 2, drop_raw);
+        with_request(names[i], kvt_shape(1, 2, 128, KVQ_BF16), 512, 1, drop_raw);
+    }
+}
+
+// Attention that was given an earlier number of outliers does not see those that came since.
+static void forget_outliers(struct kvt_cache *c, struct kvt_request *r)
+{
+    static uint8_t pool[2];
+    for (uint32_t h = 0; h < 2; h++) {
+        uint32_t count = kvq_outlier_count(c->format, &c->shape, c->extras, h);
+        assert_true(count >= 3);
+        pool[h] = (uint8_t)(count - 1 - h);
+    }
+    r->a.pool = pool;
+}
+
+static void test_earlier_pool(void **state)
+{
+    (void)state;
+    with_request("ott2", kvt_shape(3, 2, 64, KVQ_F16), 700, 2, forget_outliers);
 }
 
 static void hide_all(struct kvt_cache *c, struct kvt_request *r)
@@ -478,7 +559,9 @@ static int largest_error(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_all_formats_and_gqa),
+        cmocka_unit_test(test_all_formats),
+        cmocka_unit_test(test_composed_formats),
+        cmocka_unit_test(test_gqa),
         cmocka_unit_test(test_several_heads_and_long),
         cmocka_unit_test(test_several_chunks),
         cmocka_unit_test(test_query_tokens),
@@ -489,6 +572,8 @@ int main(void)
         cmocka_unit_test(test_positions),
         cmocka_unit_test(test_short_pages),
         cmocka_unit_test(test_mixed_pages),
+        cmocka_unit_test(test_without_raw),
+        cmocka_unit_test(test_earlier_pool),
         cmocka_unit_test(test_nothing_visible),
         cmocka_unit_test(test_fresh_is_raw),
         cmocka_unit_test(test_dtypes),

@@ -3,6 +3,7 @@
 // libkvq against a daemon that misbehaves at every place where it could: each call ends with the
 // right code and a text, nothing hangs, no descriptor is left open.
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
@@ -80,6 +81,24 @@ static void test_no_daemon(void **unused)
     options = (struct kvq_connect_options){.runtime_dir = dir, .name = "a\nb"};
     assert_int_equal(kvq_connect(&options, &client), KVQ_E_INVALID);
     assert_int_equal(kvq_connect(&options, NULL), KVQ_E_INVALID);
+}
+
+// A program's own name never keeps it from connecting.
+static void test_program_name(void **unused)
+{
+    (void)unused;
+    static char longest[200];
+    const char *names[] = {"a\nb", "\xff", longest}, *before = program_invocation_short_name;
+    memset(longest, 'x', sizeof longest - 1);
+    for (int i = 0; i < 3; i++) {
+        struct fake_daemon *daemon;
+        kvq_client *client;
+        program_invocation_short_name = (char *)(uintptr_t)names[i];
+        assert_int_equal(connect_to(fake_good(), 0, &daemon, &client), KVQ_OK);
+        kvq_disconnect(&client);
+        fake_stop(&daemon);
+    }
+    program_invocation_short_name = (char *)(uintptr_t)before;
 }
 
 static void test_bad_hello(void **unused)
@@ -574,6 +593,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_no_daemon),
+        cmocka_unit_test(test_program_name),
         cmocka_unit_test(test_bad_hello),
         cmocka_unit_test(test_late_replies_are_skipped),
         cmocka_unit_test(test_calls_given_up),

@@ -4,9 +4,12 @@
 #include <string.h>
 
 #include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/quality.h"
 
 int main(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "quality") == 0)
+        return quality_main(argc - 1, argv + 1);
     struct bench_options o;
     int status = bench_options_read(&o, argc, argv);
     if (status)

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -60,6 +61,13 @@ void bench_memory_give(struct bench_memory *m)
     *m = (struct bench_memory){0};
 }
 
+// The number behind a name at the front of the line; else what it was.
+static double field(const char *line, const char *name, double before)
+{
+    size_t length = strlen(name);
+    return strncmp(line, name, length) == 0 ? strtod(line + length, NULL) : before;
+}
+
 double bench_huge_share(void)
 {
     char line[128];
@@ -68,8 +76,8 @@ double bench_huge_share(void)
     if (!f)
         return 0;
     while (fgets(line, sizeof line, f)) {
-        sscanf(line, "Anonymous: %lf", &all);
-        sscanf(line, "AnonHugePages: %lf", &huge);
+        all = field(line, "Anonymous:", all);
+        huge = field(line, "AnonHugePages:", huge);
     }
     fclose(f);
     return all > 0 ? huge / all : 0;

@@ -11,13 +11,15 @@
 #include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|pack|ring [OPTION]...\n"
+    "Usage: kvq-bench attend|pack|ring|quality [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
     "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
     "  ring    the round trip of a request that does nothing, checked like any other, to a\n"
     "          kvqd that is started for it and ended after\n"
+    "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
+    "          see kvq-bench quality --help\n"
     "\n"
     "  --format F,..     formats (default f16,oscar2,oscar3,oscar4); f16 is always the baseline\n"
     "  --tokens N,..     cached tokens (default 4096,32768)\n"

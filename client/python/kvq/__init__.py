@@ -15,11 +15,12 @@ import numpy as np
 
 from ._ffi import ENTRY, lib
 from .buffers import BF16, F16, F32, Buffer
+from .capture import Capture
 from .client import Client, Layer, Session
 from .errors import Code, Error, strerror, version
 from .work import PAST_ONLY, Pages, Queue, Step, Ticket, make_entries
 
-__all__ = ["BF16", "Buffer", "Client", "Code", "ENTRY", "Error", "F16", "F32", "Layer",
+__all__ = ["BF16", "Buffer", "Capture", "Client", "Code", "ENTRY", "Error", "F16", "F32", "Layer",
            "PAST_ONLY", "Pages", "Queue", "Session", "Step", "Ticket", "make_entries",
            "merge_states", "strerror", "version"]
 

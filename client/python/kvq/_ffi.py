@@ -52,7 +52,7 @@ class SessionInfo(Structure):
                 ("bits_per_value", c_double), ("bytes_per_token_head", c_double),
                 ("bytes_per_token_head_total", c_double), ("compression", c_double),
                 ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
-                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 32),
+                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
                 ("attention", c_char * 16), ("isa", c_char * 16)]
 
 
@@ -65,6 +65,11 @@ class Work(Structure):
     _fields_ = [("step", c_uint64), ("layer", c_uint32), ("flags", c_uint32),
                 ("deadline_ns", c_uint64), ("k", Tensor), ("v", Tensor), ("q", Tensor),
                 ("out", Tensor), ("lse", Tensor), ("pages", Pages)]
+
+
+class CaptureOptions(Structure):
+    _fields_ = [("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("model", c_char_p),
+                ("max_tokens", c_uint64), ("queries", c_uint8)]
 
 
 # struct kvq_entry, so that a batch is one array.
@@ -110,6 +115,10 @@ FUNCTIONS = {
     "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
                            POINTER(c_uint64)]),
     "kvq_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
+    "kvq_capture_open": (c_int, [c_char_p, POINTER(CaptureOptions), POINTER(c_void_p)]),
+    "kvq_capture_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_capture_tokens": (c_uint64, [c_void_p]),
+    "kvq_capture_close": (c_int, [POINTER(c_void_p)]),
     "kvq_merge_states": (None, [c_void_p] * 6 + [c_size_t, c_size_t]),
 }
 

@@ -40,8 +40,8 @@ class Ticket:
 
     def __init__(self, queue, number, entries, work, keep):
         self.queue, self.number, self.entries = queue, number, entries
-        self.step = work.step
-        self._keep = (work, keep)
+        self.step, self.work = work.step, work
+        self._keep = keep
 
     def wait(self, timeout=None):
         """Waits at most timeout seconds (None: for as long as the daemon lives) and returns the

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures: K, V and, if asked for, Q that an engine appends, in a file for tools that make
+codebooks and measure formats."""
+from ctypes import byref, c_void_p
+
+from . import _ffi
+from ._ffi import lib
+from .client import _bytes
+from .errors import check
+
+
+class Capture:
+    """A file of captured tokens, made new. Needs no daemon; for one thread at a time.
+
+    layers      as for Client.session
+    max_tokens  of all sessions together, the rest is passed over; 0: no limit
+    queries     Q as well; each entry then has as many query tokens as tokens
+    """
+
+    def __init__(self, path, layers, model=None, max_tokens=0, queries=False):
+        self.pointer = c_void_p()
+        layers = list(layers)
+        rows = (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
+        options = _ffi.CaptureOptions(rows, len(layers), _bytes(model), max_tokens, queries)
+        check(lib.kvq_capture_open(_bytes(str(path)), byref(options), byref(self.pointer)))
+
+    def append(self, ticket):
+        """What an append or append_attend handed over: its ticket, once it is done (Queue.call) and
+        before its tensors change. Entries that failed are passed over."""
+        check(lib.kvq_capture_append(self.pointer, byref(ticket.work), ticket.entries.ctypes.data,
+                                     len(ticket.entries)))
+
+    @property
+    def tokens(self):
+        """Begun so far, as one layer counts them."""
+        return lib.kvq_capture_tokens(self.pointer)
+
+    def close(self):
+        """Writes the counts and closes the file."""
+        if self.pointer:
+            check(lib.kvq_capture_close(byref(self.pointer)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
