@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays down: the library with its one header and pkg-config file, the
 # programs, their manual pages, the configuration file and what systemd wants to know.
-install(TARGETS kvqd kvqctl kvq-run kvq-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 
 set_target_properties(kvq PROPERTIES INSTALL_RPATH "")
 install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
@@ -11,7 +11,7 @@ file(RELATIVE_PATH KVQ_PC_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(packaging/kvq.pc.in ${CMAKE_BINARY_DIR}/kvq.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvq.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
-install(FILES docs/man/kvqctl.1 docs/man/kvq-run.1 docs/man/kvq-bench.1
+install(FILES docs/man/kvqctl.1 docs/man/kvq-run.1 docs/man/kvq-bench.1 docs/man/kvq-codebook.1
         DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 install(FILES docs/man/kvqd.8 DESTINATION ${CMAKE_INSTALL_MANDIR}/man8)
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)

@@ -141,22 +141,44 @@ static bool apply(struct kvq_format *f, const char *word)
 
 // ---- One name ----
 
+// Takes `text` off the front of *at.
+static bool take(const char **at, const char *text)
+{
+    size_t n = strlen(text);
+    if (strncmp(*at, text, n))
+        return false;
+    *at += n;
+    return true;
+}
+
+// Takes a number of 1 to 3 digits, at most 255.
+static bool take_number(const char **at, uint8_t *number)
+{
+    unsigned n = 0, digits = 0;
+    for (; **at >= '0' && **at <= '9' && digits < 3; (*at)++, digits++)
+        n = 10 * n + (unsigned)(**at - '0');
+    *number = (uint8_t)n;
+    return digits > 0 && n <= 255;
+}
+
+// "4x10", or "<4,10>" if `paper`: channels of a sub-vector and bits of its code.
+static bool take_book(const char **at, bool paper, struct kvq_side *side)
+{
+    return (!paper || take(at, "<")) && take_number(at, &side->vector) &&
+           take(at, paper ? "," : "x") && take_number(at, &side->bits) && (!paper || take(at, ">"));
+}
+
 // "vecinfer-k<4,10>v<8,12>" or "vecinfer-k4x10v8x12". The rest behind it goes to *rest.
 static bool parse_books(const char *name, struct kvq_format *f, const char **rest)
 {
-    unsigned kd, kb, vd, vb;
-    int end = 0;
-    if (sscanf(name, "vecinfer-k%3ux%3uv%3ux%3u%n", &kd, &kb, &vd, &vb, &end) < 4 &&
-        sscanf(name, "vecinfer-k<%3u,%3u>v<%3u,%3u>%n", &kd, &kb, &vd, &vb, &end) < 4)
-        return false;
-    if (end == 0 || kd > 255 || kb > 255 || vd > 255 || vb > 255)
-        return false;
+    const char *at = name;
     *f = *kvq_format_by_name("vecinfer-2");
-    f->k.vector = (uint8_t)kd;
-    f->k.bits = (uint8_t)kb;
-    f->v.vector = (uint8_t)vd;
-    f->v.bits = (uint8_t)vb;
-    *rest = name + end;
+    if (!take(&at, "vecinfer-k"))
+        return false;
+    bool paper = *at == '<';
+    if (!take_book(&at, paper, &f->k) || !take(&at, "v") || !take_book(&at, paper, &f->v))
+        return false;
+    *rest = at;
     return true;
 }
 
@@ -225,6 +247,10 @@ static int parse_pair(const char *name, const char *plus, struct kvq_format *f, 
     snprintf(first, sizeof first, "%.*s", (int)(plus - name), name);
     if (parse_one(first, f, text, n) || parse_one(plus + 1, &second, text, n))
         return -1;
+    if (f->raw_dtype && second.raw_dtype && f->raw_dtype != second.raw_dtype) {
+        snprintf(text, n, "format %.80s: K and V have one 16-bit type, not f16 and bf16", name);
+        return -1;
+    }
     join(f, &second);
     return 0;
 }

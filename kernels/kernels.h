@@ -91,7 +91,7 @@ struct kvq_format {
     struct kvq_side k, v;
     uint16_t unit_tokens;   // packed in whole units of so many tokens: 32, 64 or 128
     uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
-    uint16_t sink_tokens;   // first tokens of a session, always raw; a multiple of unit_tokens
+    uint16_t sink_tokens;   // first tokens of a session, always raw; 0, 32, 64 or 96
 };
 
 // The named rows, ended by one with an empty name.

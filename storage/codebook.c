@@ -70,7 +70,20 @@ static int read_values(int fd, struct kvq_codebook *book, const struct kvq__comp
     return kvq__codebook_check_values(book, c);
 }
 
-int kvq_codebook_open_fd(int fd, const char *name, struct kvq_codebook **out, char *text, size_t n)
+static int check_part(const struct kvq_codebook *book, bool part, const struct kvq__complaint *c)
+{
+    bool is_part = book->head.flags & KVQ_CODEBOOK_PART;
+    if (is_part && !part)
+        return kvq__complain(c, KVQ_E_INVALID,
+                             "is not finished; kvq-codebook make --resume goes on with it");
+    if (!is_part && part)
+        return kvq__complain(c, KVQ_E_INVALID, "is a finished codebook and no checkpoint");
+    return KVQ_OK;
+}
+
+// `fd` is closed in any case.
+static int open_book(int fd, const char *name, bool part, struct kvq_codebook **out, char *text,
+                     size_t n)
 {
     const struct kvq__complaint c = {name, text, n};
     struct kvq_codebook *book = calloc(1, sizeof *book);
@@ -79,6 +92,8 @@ int kvq_codebook_open_fd(int fd, const char *name, struct kvq_codebook **out, ch
         rc = check_size(fd, book, &c);
     if (rc == KVQ_OK)
         rc = read_front(fd, book, &c);
+    if (rc == KVQ_OK)
+        rc = check_part(book, part, &c);
     if (rc == KVQ_OK)
         rc = read_values(fd, book, &c);
     if (rc == KVQ_OK)
@@ -90,14 +105,29 @@ int kvq_codebook_open_fd(int fd, const char *name, struct kvq_codebook **out, ch
     return rc;
 }
 
-int kvq_codebook_open(const char *path, struct kvq_codebook **out, char *text, size_t n)
+static int open_path(const char *path, bool part, struct kvq_codebook **out, char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
     *out = NULL;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0)
         return kvq__complain(&c, KVQ_E_SYSTEM, "cannot be opened: %s", strerror(errno));
-    return kvq_codebook_open_fd(fd, path, out, text, n);
+    return open_book(fd, path, part, out, text, n);
+}
+
+int kvq_codebook_open_fd(int fd, const char *name, struct kvq_codebook **out, char *text, size_t n)
+{
+    return open_book(fd, name, false, out, text, n);
+}
+
+int kvq_codebook_open(const char *path, struct kvq_codebook **out, char *text, size_t n)
+{
+    return open_path(path, false, out, text, n);
+}
+
+int kvq_codebook_open_part(const char *path, struct kvq_codebook **out, char *text, size_t n)
+{
+    return open_path(path, true, out, text, n);
 }
 
 void kvq_codebook_close(struct kvq_codebook **book)

@@ -43,6 +43,7 @@ enum {
     KVQ_CODEBOOK_OWN_HEADS = 2, // each KV head has tables of its own
     KVQ_CODEBOOK_OWN_SUBS = 4,  // each sub-vector has a table of its own
     KVQ_CODEBOOK_FACTORS = 8,   // there are smoothing factors
+    KVQ_CODEBOOK_PART = 16,     // work in progress of its maker; nobody else opens it
 };
 
 // Bounds of values. Factors are no smaller than fp16 can be, centroids no larger than what bf16
@@ -136,5 +137,11 @@ void kvq_codebook_tables(struct kvq_codebook *book, uint32_t layer, struct kvq_c
 // Refuses values that kvq_codebook_open would refuse. 0 or a KVQ_E code with a sentence.
 int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *made, char *text,
                       size_t n);
+
+// The same with KVQ_CODEBOOK_PART, for work that may have to be taken up again.
+int kvq_codebook_save_part(struct kvq_codebook *book, const char *path, const char *made,
+                           char *text, size_t n);
+// Opens what kvq_codebook_save_part wrote, and nothing else.
+int kvq_codebook_open_part(const char *path, struct kvq_codebook **out, char *text, size_t n);
 
 #endif

@@ -10,8 +10,8 @@
 #include "storage/codebook_internal.h"
 
 enum {
-    KNOWN_FLAGS =
-        KVQ_CODEBOOK_GLOBAL | KVQ_CODEBOOK_OWN_HEADS | KVQ_CODEBOOK_OWN_SUBS | KVQ_CODEBOOK_FACTORS,
+    KNOWN_FLAGS = KVQ_CODEBOOK_GLOBAL | KVQ_CODEBOOK_OWN_HEADS | KVQ_CODEBOOK_OWN_SUBS |
+                  KVQ_CODEBOOK_FACTORS | KVQ_CODEBOOK_PART,
 };
 
 uint64_t kvq__codebook_front(uint32_t layers)

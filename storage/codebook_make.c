@@ -64,6 +64,11 @@ static int check_plan(const struct kvq_codebook_plan *plan, const struct kvq__co
         return kvq__complain(c, KVQ_E_FORMAT,
                              "format %s has no codebooks; vecinfer-* and million-* have",
                              plan->format->name);
+    if (plan->format->k.codec == KVQ_CODEC_BOOK && plan->format->k_token_scale != KVQ_SCALE_NONE)
+        return kvq__complain(
+            c, KVQ_E_FORMAT,
+            "format %s scales each key by its norm; no codebooks are made for that",
+            plan->format->name);
     if (plan->format->k.codec == KVQ_CODEC_BOOK && plan->format->k_channel == KVQ_CHANNEL_PROMPT)
         return kvq__complain(c, KVQ_E_FORMAT,
                              "format %s divides K by what it learns from each prompt; no codebook "
@@ -198,8 +203,8 @@ static int write_file(const struct kvq_codebook *book, const char *path,
     return rc;
 }
 
-int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *made, char *text,
-                      size_t n)
+static int save(struct kvq_codebook *book, const char *path, const char *made, bool part,
+                char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
     if (strlen(made) >= sizeof book->head.made)
@@ -210,10 +215,24 @@ int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *m
     int rc = kvq__codebook_check_values(book, &c);
     if (rc)
         return rc;
+    book->head.flags &= ~(uint32_t)KVQ_CODEBOOK_PART;
+    book->head.flags |= part ? KVQ_CODEBOOK_PART : 0;
     book->head.data_check = kvq__codebook_data_check(book);
     book->head.check = kvq__codebook_head_check(book);
     rc = write_file(book, path, &c);
     if (rc == KVQ_OK)
         book->id = book->head.check;
     return rc;
+}
+
+int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *made, char *text,
+                      size_t n)
+{
+    return save(book, path, made, false, text, n);
+}
+
+int kvq_codebook_save_part(struct kvq_codebook *book, const char *path, const char *made,
+                           char *text, size_t n)
+{
+    return save(book, path, made, true, text, n);
 }

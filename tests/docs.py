@@ -13,7 +13,8 @@ import subprocess
 import sys
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1"}
+PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
+         "kvq-codebook": "kvq-codebook.1"}
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
     "kvq-bench": ["attend", "pack", "ring"],

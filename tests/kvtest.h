@@ -92,6 +92,16 @@ double kvt_bf16(uint16_t h);
 bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, double *k, double *v);
 // Level `code` of the best quantizer of N(0, 1) with 2^bits levels, 1 to 4 bits, by iteration.
 double kvt_lloyd(uint32_t bits, uint32_t code);
+// What a record holds of token t (0 to 127) and channel c of K or V. Scales keep their sign;
+// codebooks have a code alone. norm is K's, 1 if the format has none.
+struct kvt_stored {
+    uint32_t code;
+    double scale, zero, norm;
+};
+struct kvt_stored kvt_stored(const struct kvq_format *f, uint32_t dim, const uint8_t *record,
+                             bool v, uint32_t t, uint32_t c);
+// Out of the basis of a rotation (enum kvq_rotation).
+void kvt_rotate_back(uint8_t rotation, double *x, uint32_t dim);
 // One value of a group of affine codes (K per channel, V per token, 32 each), as layout.h says,
 // before any transform is undone.
 double kvt_group_k(const uint8_t *group, uint32_t dim, uint32_t bits, bool norms, uint32_t t,

@@ -256,24 +256,69 @@ static uint32_t scale_index(const struct part *p, uint32_t t, uint32_t c)
 
 // Token t (of the block) and channel c. `group` is where the side's codes start in its group,
 // `sets` where its sets start in the record.
+static struct kvt_stored stored_at(const struct part *p, const uint8_t *group, const uint8_t *sets,
+                                   uint32_t t, uint32_t c)
+{
+    struct kvt_stored x = {0};
+    if (p->row.codec == KVQ_CODEC_BOOK) {
+        x.code = book_code(p, group, t % 32, c / p->row.vector);
+        return x;
+    }
+    const uint8_t *scales = group + p->codes_bytes;
+    if (p->set_bytes)
+        scales = sets + t / p->row.group * p->set_bytes;
+    uint32_t i = scale_index(p, t % 32, c);
+    x.code = scalar_code(p, group, t % 32, c);
+    x.scale = f16_at(scales, i);
+    x.zero = p->zeros ? f16_at(scales + 2 * p->scales, i) : 0;
+    return x;
+}
+
 static double value_at(const struct part *p, const uint8_t *group, const uint8_t *sets, uint32_t t,
                        uint32_t c)
 {
     const struct kvq_side *row = &p->row;
-    if (row->codec == KVQ_CODEC_BOOK) {
-        uint32_t sub = c / row->vector, code = book_code(p, group, t % 32, sub);
-        return p->book[sub * p->book_sub + code * row->vector + c % row->vector];
-    }
-    const uint8_t *scales = group + p->codes_bytes;
-    if (p->set_bytes)
-        scales = sets + t / row->group * p->set_bytes;
-    uint32_t code = scalar_code(p, group, t % 32, c), i = scale_index(p, t % 32, c);
-    double scale = f16_at(scales, i), zero = p->zeros ? f16_at(scales + 2 * p->scales, i) : 0;
+    struct kvt_stored x = stored_at(p, group, sets, t, c);
+    if (row->codec == KVQ_CODEC_BOOK)
+        return p->book[c / row->vector * p->book_sub + x.code * row->vector + c % row->vector];
     if (row->codec == KVQ_CODEC_SYMMETRIC)
-        return scale * ((double)code - (1 << (row->bits - 1)));
+        return x.scale * ((double)x.code - (1 << (row->bits - 1)));
     if (row->codec == KVQ_CODEC_LLOYD)
-        return scale * kvt_lloyd(row->bits + (row->wide && c < p->dim / 4), code);
-    return fabs(scale) * code + zero;
+        return x.scale * kvt_lloyd(row->bits + (row->wide && c < p->dim / 4), x.code);
+    return fabs(x.scale) * x.code + x.zero;
+}
+
+// Both sides of a record and what lies between.
+struct record {
+    struct part k, v;
+    uint32_t norms, k_bytes, group_bytes; // norms: bytes, 0 without
+};
+
+static struct record record_of(const struct kvq_format *f, uint32_t dim)
+{
+    struct record r = {.k = part_of(&f->k, dim, false), .v = part_of(&f->v, dim, true)};
+    r.norms = f->k_token_scale != KVQ_SCALE_NONE ? 64 : 0;
+    r.k_bytes = r.k.codes_bytes + r.k.params_bytes;
+    r.group_bytes = r.k_bytes + r.norms + r.v.codes_bytes + r.v.params_bytes;
+    return r;
+}
+
+static const uint8_t *group_at(const struct record *r, const uint8_t *record, uint32_t t)
+{
+    return record + r->k.sets_bytes + r->v.sets_bytes + t / 32 * r->group_bytes;
+}
+
+struct kvt_stored kvt_stored(const struct kvq_format *f, uint32_t dim, const uint8_t *record,
+                             bool v, uint32_t t, uint32_t c)
+{
+    struct record r = record_of(f, dim);
+    const uint8_t *group = group_at(&r, record, t);
+    struct kvt_stored x;
+    if (v)
+        return stored_at(&r.v, group + r.k_bytes + r.norms, record + r.k.sets_bytes, t, c);
+    x = stored_at(&r.k, group, record, t, c);
+    x.norm = r.norms ? f16_at(group + r.k_bytes, t % 32) : 1;
+    return x;
 }
 
 static void hadamard(double *x, uint32_t dim)
@@ -289,7 +334,7 @@ static void hadamard(double *x, uint32_t dim)
 }
 
 // Out of the rotated basis; the transform is its own inverse.
-static void rotate_back(uint8_t rotation, double *x, uint32_t dim)
+void kvt_rotate_back(uint8_t rotation, double *x, uint32_t dim)
 {
     bool flips = rotation == KVQ_ROTATE_SIGNED;
     if (rotation == KVQ_ROTATE_NONE)
@@ -377,30 +422,29 @@ static void packed_key(const struct kvq_attend *a, uint32_t head, const uint8_t 
                        double *k, double *v)
 {
     const struct kvq_format *f = a->format;
-    uint32_t dim = a->shape->k_dim, norms = f->k_token_scale != KVQ_SCALE_NONE ? 64 : 0;
-    struct part pk = part_of(&f->k, dim, false), pv = part_of(&f->v, dim, true);
-    uint32_t k_bytes = pk.codes_bytes + pk.params_bytes, v_bytes = pv.codes_bytes + pv.params_bytes;
-    uint32_t group_bytes = k_bytes + norms + v_bytes, sets = pk.sets_bytes + pv.sets_bytes;
-    const uint8_t *record = block + (size_t)head * (sets + 4 * group_bytes);
-    const uint8_t *group = record + sets + t / 32 * group_bytes;
+    uint32_t dim = a->shape->k_dim;
+    struct record r = record_of(f, dim);
+    const uint8_t *record =
+        block + (size_t)head * (r.k.sets_bytes + r.v.sets_bytes) + (size_t)head * 4 * r.group_bytes;
+    const uint8_t *group = group_at(&r, record, t);
     if (f->k.codec == KVQ_CODEC_BOOK) {
-        pk.book = a->book->k + head * a->book->k_head;
-        pk.book_sub = a->book->k_sub;
+        r.k.book = a->book->k + head * a->book->k_head;
+        r.k.book_sub = a->book->k_sub;
     }
     if (f->v.codec == KVQ_CODEC_BOOK) {
-        pv.book = a->book->v + head * a->book->v_head;
-        pv.book_sub = a->book->v_sub;
+        r.v.book = a->book->v + head * a->book->v_head;
+        r.v.book_sub = a->book->v_sub;
     }
     for (uint32_t c = 0; c < dim; c++) {
-        k[c] = value_at(&pk, group, record, t, c);
-        v[c] = value_at(&pv, group + k_bytes + norms, record + pk.sets_bytes, t, c);
-        if (norms)
-            k[c] *= f16_at(group + k_bytes, t % 32);
+        k[c] = value_at(&r.k, group, record, t, c);
+        v[c] = value_at(&r.v, group + r.k_bytes + r.norms, record + r.k.sets_bytes, t, c);
+        if (r.norms)
+            k[c] *= f16_at(group + r.k_bytes, t % 32);
     }
-    rotate_back(f->k_rotation, k, dim);
+    kvt_rotate_back(f->k_rotation, k, dim);
     undo_factors(a, head, k);
     uint8_t by_shape = a->shape->v_rotation == KVQ_V_ROT_DAEMON ? KVQ_ROTATE_HADAMARD : 0;
-    rotate_back(f->v_rotation ? f->v_rotation : by_shape, v, dim);
+    kvt_rotate_back(f->v_rotation ? f->v_rotation : by_shape, v, dim);
 }
 
 static void raw_key(const struct kvq_attend *a, uint32_t head, const uint8_t *block, uint32_t t,

@@ -81,6 +81,14 @@ class Verdicts(Folder):
         del kls["oscar2-norot"]
         self.assertEqual(self.order(kls).verdict, claims.UNKNOWN)
 
+    def test_what_says_nothing_does_not_count(self):
+        """At x10 the order is turned over, but most formats are worse than a control there."""
+        lines = [format_line(m) for m in ORDER] + [model_line(m, kl) for m, kl in ORDER.items()]
+        lines += [model_line(m, 0.05 if m in ("dropped", "int2-token") else 1 - kl, 10)
+                  for m, kl in ORDER.items()]
+        claim = claims.oscar_order(self.results(lines))
+        self.assertEqual((claim.verdict, len(claim.facts)), (claims.REPRODUCED, 3))
+
     def test_imbalance(self):
         lines = []
         for i, sigma in enumerate(("0.00", "0.50", "1.00")):

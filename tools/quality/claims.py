@@ -48,9 +48,19 @@ def variants(results):
     return sorted(results.perplexity) or [1]
 
 
+def spoken(results):
+    """Variants of the model that say something; the others are shown and do not count."""
+    def speaks(v):
+        values = {m: line["kl"] for m, line in results.perplexity.get(v, {}).items()}
+        return results.says_something(values) is not False
+    return [v for v in variants(results) if speaks(v)] or variants(results)[:1]
+
+
 def kl_rows(claim, results, methods):
     """One row a method: mean KL from f16 for each variant of the model."""
-    claim.columns = ["method", *(f"KL, K and V x{v:g}" for v in variants(results))]
+    said = spoken(results)
+    claim.columns = ["method", *(f"KL, K and V x{v:g}" + ("" if v in said else " (says nothing)")
+                                 for v in variants(results))]
     for words, method in methods:
         claim.rows.append([words, *(results.model(v, method, "kl") for v in variants(results))])
 
@@ -62,7 +72,7 @@ def oscar_order(results):
     names = {"plain INT2": "oscar2-norot-noscale", "+ scaling": "oscar2-norot",
              "+ rotation": "oscar2-noscale", "+ rotation + scaling": "oscar2"}
     kl_rows(claim, results, names.items())
-    for v in variants(results):
+    for v in spoken(results):
         at = f"(K and V x{v:g})"
         claim.fact(f"rotation beats plain {at}",
                    kl_less(results, v, "oscar2-noscale", "oscar2-norot-noscale"))
@@ -110,7 +120,7 @@ def imbalance(results):
 def norm_choice(results):
     claim = Claim("OScaR: which norm", "Table 10: L2 and mean-abs are level, max is much worse.")
     kl_rows(claim, results, [("L2", "oscar2"), ("mean-abs", "oscar2-mean"), ("max", "oscar2-max")])
-    for v in variants(results):
+    for v in spoken(results):
         a, b = results.model(v, "oscar2", "kl"), results.model(v, "oscar2-mean", "kl")
         missing = math.isnan(a) or math.isnan(b)
         claim.fact(f"L2 and mean-abs within 25% (K and V x{v:g})",
@@ -135,7 +145,7 @@ def ott(results):
                    less(results.value(key, a, "k_token"), results.value(key, b, "k_token")))
         claim.fact(f"output with low-norm sinks: {a} below {b} at equal windows",
                    less(results.value(key, a, "out_windows"), results.value(key, b, "out_windows")))
-        for v in variants(results):
+        for v in spoken(results):
             claim.fact(f"model: {a} below {b} (K and V x{v:g})", kl_less(results, v, a, b))
     claim.notes.append("The model's table has each format's own windows: OTT's newest 32 (128) "
                        "tokens besides the unit being filled count for it.")
@@ -150,7 +160,7 @@ def innerq(results):
                              ("hybrid", "innerq-hybrid"),
                              ("symmetric, all codes", "innerq-small-full"),
                              ("hybrid, 2-bit asymmetric", "innerq-hybrid-full")])
-    for v in variants(results):
+    for v in spoken(results):
         claim.fact(f"hybrid beats symmetric (K and V x{v:g})",
                    kl_less(results, v, "innerq-hybrid", "innerq-small"))
         claim.fact(f"hybrid beats asymmetric (K and V x{v:g})",
@@ -166,7 +176,7 @@ def vecinfer(results):
     names = [("neither", "vecinfer-2-norot-nosmooth"), ("smoothing", "vecinfer-2-norot"),
              ("rotation", "vecinfer-2-nosmooth"), ("smoothing + rotation", "vecinfer-2")]
     kl_rows(claim, results, names)
-    for v in variants(results):
+    for v in spoken(results):
         for (better, a), (worse, b) in zip(names[1:], names):
             claim.fact(f"{better} beats {worse} (K and V x{v:g})", kl_less(results, v, a, b))
     return claim

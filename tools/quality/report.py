@@ -96,7 +96,8 @@ def section_claims(report, results, out):
     report.heading(2, "What the papers say, and what this shows")
     report.say("Each verdict is computed from the tables below: `reproduced` if every comparison "
                "holds, `in part` if some do. A comparison of models holds if it is beyond twice "
-               "the standard error.")
+               "the standard error. Variants of the model that say nothing are shown and do not "
+               "count.")
     done = [make(results) for make in claims.ALL]
     report.table(["claim", "verdict", "comparisons that hold"],
                  [[c.name, c.verdict, f"{sum(f is True for _, f in c.facts)} of {len(c.facts)}"]
@@ -123,7 +124,7 @@ def section_formats(report, results, out):
     for m in by_bits(results, results.formats):
         f = results.formats[m]
         rows.append([f"`{m}`", f["bits"], f["bytes"], f["sink"], f["recent"], f["unit"],
-                     *(f["at"][n] / 1000 for n in ("1024", "4096", "32768", "131072"))])
+                     *(round(f["at"][n] / 1000) for n in ("1024", "4096", "32768", "131072"))])
     report.table(["format", "bits a value", "bytes a token", "first", "newest", "unit", "1K", "4K",
                   "32K", "128K"], rows)
     out["formats"] = results.formats
@@ -271,12 +272,14 @@ def section_synthetic(report, results, plots, out):
 
 
 def clean(x):
-    """NaN has no place in JSON."""
+    """NaN has no place in JSON; five digits are enough."""
     if isinstance(x, dict):
         return {str(k): clean(v) for k, v in x.items()}
     if isinstance(x, list):
         return [clean(v) for v in x]
-    return None if isinstance(x, float) and math.isnan(x) else x
+    if not isinstance(x, float):
+        return x
+    return None if math.isnan(x) else float(f"{x:.5g}")
 
 
 def main():
@@ -297,9 +300,10 @@ def main():
                "head. Where formats do not stand clearly between f16 and the better control (the "
                "best of up to 3.6 bits has more than 0.7 of its error, or fewer than half are "
                "below it), the data say nothing, and the table says so.")
-    report.say("The model is the small one in [tools/model](../tools/model/README.md). It is no "
-               "large language model; what it shows about outliers comes from outliers that were "
-               "put into its weights.")
+    report.say("The model is the small one in [tools/model](../tools/model/README.md), if no other "
+               "is named above. It is no large language model; what it shows about outliers comes "
+               "from outliers that were put into its weights. Methods with a colon are a format "
+               "with stages changed (`kvq-bench quality --help`).")
     if os.path.exists(os.path.join(args.plots, "search.md")):
         report.say("Compositions of all stages were searched for a better one: "
                    "[quality/search.md](quality/search.md).")
@@ -314,7 +318,7 @@ def main():
             file.write(report.markdown())
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(clean(out), file, indent=1)
+            json.dump(clean(out), file, indent=0)
             file.write("\n")
     if args.text:
         print(report.plain(), end="")
