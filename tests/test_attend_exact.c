@@ -349,7 +349,8 @@ static void forget_outliers(struct kvt_cache *c, struct kvt_request *r)
 {
     static uint8_t pool[2];
     for (uint32_t h = 0; h < 2; h++) {
-        uint32_t count = kvq_outlier_count(c->format, &c->shape, c->extras, h);
+        kvq_outliers_publish(c->format, &c->shape, c->extras);
+        uint32_t count = kvq_outliers_published(c->format, &c->shape, c->extras, h);
         assert_true(count >= 3);
         pool[h] = (uint8_t)(count - 1 - h);
     }
