@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays down: the library with its one header and pkg-config file, the
 # programs, their manual pages, the configuration file and what systemd wants to know.
-install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook
+        RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 
 set_target_properties(kvq PROPERTIES INSTALL_RPATH "")
 install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})

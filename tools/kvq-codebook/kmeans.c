@@ -199,16 +199,20 @@ static void move(struct clusters *c)
 
 static void run(struct clusters *c, struct kmeans_result *result)
 {
+    const struct kmeans_job *job = c->job;
     double last = INFINITY;
-    draw_starts(c);
+    if (job->starts)
+        memcpy(c->centroid, job->starts, (size_t)job->k * job->dim * sizeof(float));
+    else
+        draw_starts(c);
     for (result->rounds = 0;; result->rounds++) {
         result->error = assign(c);
-        if (result->rounds == c->job->rounds || result->error > last * (1 - LEAST_GAIN) ||
+        if (result->rounds == job->rounds || result->error > last * (1 - LEAST_GAIN) ||
             result->error == 0)
             return;
         last = result->error;
         count_members(c);
-        for (uint32_t j = 0; j < c->job->k; j++)
+        for (uint32_t j = 0; j < job->k; j++)
             if (c->count[j] == 0 && !split_largest(c, j))
                 break;
         move(c);

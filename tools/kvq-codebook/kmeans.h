@@ -13,6 +13,7 @@ struct kmeans_job {
     uint32_t k;          // clusters
     uint32_t rounds;     // at most; fewer if a round gains less than one part in 10,000
     uint64_t seed;
+    const float *starts; // [k][dim]; NULL: drawn
 };
 
 struct kmeans_result {
