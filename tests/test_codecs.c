@@ -384,15 +384,21 @@ static void check_side(const struct unit *u, bool v)
     }
 }
 
-static void check_codes(const char *name, uint32_t dim, uint8_t dtype, enum kvt_kind kind)
+static void check_limited(const char *name, uint32_t dim, uint8_t dtype, enum kvt_kind kind,
+                          float limit)
 {
-    // Symmetric groups of a hybrid side need room for -2 (or -4, ..) times their scale.
-    bool hybrid = strstr(name, "hybrid") != NULL;
-    struct unit u = unit_of(name, dim, dtype, kind, hybrid ? 16000 : 65504);
+    struct unit u = unit_of(name, dim, dtype, kind, limit);
     transform(&u);
     check_side(&u, false);
     check_side(&u, true);
     free_unit(&u);
+}
+
+static void check_codes(const char *name, uint32_t dim, uint8_t dtype, enum kvt_kind kind)
+{
+    // Symmetric groups of a hybrid side need room for -2 (or -4, ..) times their scale.
+    bool hybrid = strstr(name, "hybrid") != NULL;
+    check_limited(name, dim, dtype, kind, hybrid ? 16000 : 65504);
 }
 
 static void test_codes(void **state)
@@ -417,6 +423,18 @@ static void test_codes(void **state)
         for (uint32_t kind = KVT_NORMAL; kind < KVT_KINDS; kind++)
             check_codes(composed[i], 64u << kind % 3, kind % 2 ? KVQ_BF16 : KVQ_F16,
                         (enum kvt_kind)kind);
+}
+
+// Scales so small that fp16 rounds them far down: codes meet the ends of their range.
+static void test_small_scales(void **state)
+{
+    static const char *const names[] = {"int8", "int8-full", "innerq-base", "innerq-base-full",
+                                        "k8v4"};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        check_limited(names[i], 64, KVQ_F16, KVT_NORMAL, 0x1p-22f);
+        check_limited(names[i], 64, KVQ_F16, KVT_NORMAL, 0x1p-17f);
+    }
 }
 
 // Of equal centroids the one with the lowest number; ties between modes go to the affine one.
@@ -531,11 +549,9 @@ static void test_constant_groups(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_lloyd),
-        cmocka_unit_test(test_codes),
-        cmocka_unit_test(test_ties),
-        cmocka_unit_test(test_edges),
-        cmocka_unit_test(test_constant_groups),
+        cmocka_unit_test(test_lloyd),        cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_small_scales), cmocka_unit_test(test_ties),
+        cmocka_unit_test(test_edges),        cmocka_unit_test(test_constant_groups),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     return cmocka_run_group_tests(tests, NULL, NULL);

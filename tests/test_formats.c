@@ -58,6 +58,7 @@ static void test_bytes_per_token(void **state)
         {"turboquant-k4v3", 116},
         {"int8", 272},
         {"k8v4", 216},
+        {"kvq2", 90},
         {"f16", 512},
         {"bf16", 512},
         {"oscar2+innerq-small", 90},
@@ -111,6 +112,7 @@ static void test_learn_tokens(void **state)
     assert_int_equal(kvq_learn_tokens(kvt_format("innerq-base"), 127), 128);
     assert_int_equal(kvq_learn_tokens(kvt_format("innerq-base"), 255), 224);
     assert_int_equal(kvq_learn_tokens(kvt_format("ott2"), 255), 128);
+    assert_int_equal(kvq_learn_tokens(kvt_format("ott2"), 4999), 4096);
     assert_int_equal(kvq_learn_tokens(kvt_format("ott2"), 1000000), 4096);
 }
 
