@@ -224,9 +224,8 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
         return;
     for (uint32_t i = 0; i < p->count; i++)
         rank(&best, p->score[i], p->position[i]);
-    for (uint32_t t = 0; t < f->unit_tokens; t++)
-        if (start + t >= f->sink_tokens)
-            rank(&best, scores[t], start + t);
+    for (uint32_t t = 0; t < f->unit_tokens; t++) // no sink tokens: those are learned from
+        rank(&best, scores[t], start + t);
     for (uint32_t i = 0; i < best.count; i++)
         entering += best.position[i] >= start;
     if (p->count + entering > pool_room(f)) {
