@@ -158,6 +158,14 @@ const struct kvq_format kvq_formats[] = {
      .k = SYMMETRIC(8, KVQ_PER_TOKEN, 32),
      .v = AFFINE(4, KVQ_PER_TOKEN, KVQ_ZERO_MINIMUM, 32),
      .unit_tokens = 32},
+    {.name = "kvq2",
+     .source = "our own search over the stages, docs/quality/search.md",
+     .k_channel = KVQ_CHANNEL_PROMPT,
+     .k_rotation = KVQ_ROTATE_SIGNED,
+     .k = LLOYD(3, 0),
+     .v = AFFINE(2, KVQ_PER_CHANNEL, KVQ_ZERO_MINIMUM, 64),
+     .unit_tokens = 64,
+     .recent_tokens = 32},
     {.name = ""},
 };
 
