@@ -143,7 +143,7 @@ static inline struct kvq_packed kvq_packed_at(const struct kvq_layout *l, uint8_
 // chosen. The `outliers` smallest scores among them are what later tokens compete with.
 struct kvq_outliers {
     uint32_t count;
-    uint32_t published;  // what readers may look at; see kvq_outliers_publish
+    uint32_t published; // what readers may look at; see kvq_outliers_publish
     uint64_t frozen_at; // position of the unit that found no more room; UINT64_MAX before
     uint64_t position[KVQ_POOL_ENTRIES];
     float score[KVQ_POOL_ENTRIES];

@@ -24,7 +24,7 @@ struct session {
     struct kvq_shape s;
     struct kvq_layout raw, packed;
     uint32_t tokens, done, learn; // stored, packed; how many it learns from
-    bool learned;
+    bool learned, secret;         // secret: publishes no outliers
     uint8_t *raws, *blocks, *extras;
     struct kvq_page *pages;
     const struct kvq_book *book;
@@ -92,6 +92,8 @@ static void advance(struct session *x)
     x->learned = true;
     for (; x->done + x->f->unit_tokens <= x->tokens; x->done += x->f->unit_tokens)
         pack_unit(x, x->done);
+    if (!x->secret && x->extras)
+        kvq_outliers_publish(x->f, &x->s, x->extras);
     for (uint32_t t = 0; t < x->tokens; t += 128) {
         x->pages[t / 128].tokens = (uint16_t)(x->tokens - t < 128 ? x->tokens - t : 128);
         x->pages[t / 128].packed_tokens = (uint16_t)(x->done <= t        ? 0
@@ -322,7 +324,7 @@ static void assert_pool(const struct session *x, uint32_t head, const struct mod
 {
     const struct kvq_outliers *p = pool_of(x, head);
     assert_int_equal(p->count, m->count);
-    assert_int_equal(p->count, kvq_outlier_count(x->f, &x->s, x->extras, head));
+    assert_int_equal(p->count, kvq_outliers_published(x->f, &x->s, x->extras, head));
     assert_true(p->frozen_at == (m->frozen ? m->frozen_at : UINT64_MAX));
     for (uint32_t i = 0; i < m->count; i++) {
         assert_int_equal(p->position[i], m->position[i]);
@@ -398,6 +400,25 @@ static void test_competition(void **state)
     }
 }
 
+// Outliers count for readers once they are published, and not before.
+static void test_publishing(void **state)
+{
+    (void)state;
+    struct ott o = ott_keys(640, false, kvt_seed());
+    struct session x = open_session("ott2", 2, 64, KVQ_F16, 640, 0);
+    x.secret = true;
+    append(&x, o.k, o.v, 640);
+    for (uint32_t h = 0; h < 2; h++) {
+        assert_true(pool_of(&x, h)->count >= 3);
+        assert_int_equal(kvq_outliers_published(x.f, &x.s, x.extras, h), 0);
+    }
+    kvq_outliers_publish(x.f, &x.s, x.extras);
+    for (uint32_t h = 0; h < 2; h++)
+        assert_int_equal(kvq_outliers_published(x.f, &x.s, x.extras, h), pool_of(&x, h)->count);
+    close_session(&x);
+    free_ott(&o);
+}
+
 // Outliers do not widen the scales of the others: their slots hold the mean of the rest.
 static void test_placeholders(void **state)
 {
@@ -469,7 +490,7 @@ static void check_fork(const char *format, uint32_t tokens)
             uint32_t below = 0;
             for (uint32_t i = 0; i < p->count; i++)
                 below += p->position[i] < at;
-            assert_int_equal(kvq_outlier_count(whole.f, &whole.s, fork, 1), below);
+            assert_int_equal(kvq_outliers_published(whole.f, &whole.s, fork, 1), below);
         }
     }
     // In place, half way back, and then on again.
@@ -538,9 +559,13 @@ static void test_sinks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_pieces),      cmocka_unit_test(test_factors),
-        cmocka_unit_test(test_competition), cmocka_unit_test(test_placeholders),
-        cmocka_unit_test(test_forks),       cmocka_unit_test(test_fork_keeps_the_rest),
+        cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_factors),
+        cmocka_unit_test(test_competition),
+        cmocka_unit_test(test_publishing),
+        cmocka_unit_test(test_placeholders),
+        cmocka_unit_test(test_forks),
+        cmocka_unit_test(test_fork_keeps_the_rest),
         cmocka_unit_test(test_sinks),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
