@@ -18,7 +18,8 @@ import tempfile
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 INSTALLED = (
     "bin/kvqd", "bin/kvqctl", "bin/kvq-run", "bin/kvq-bench", "bin/kvq-codebook",
-    "include/kvq.h", "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc", "lib/systemd/system/kvqd.service",
+    "include/kvq.h", "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc",
+    "lib/systemd/system/kvqd.service",
     "lib/sysusers.d/kvqd.conf", "etc/kvqd.conf", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8",
