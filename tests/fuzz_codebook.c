@@ -15,6 +15,8 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
+static volatile float sink; // so that what is read is read
+
 static void mend(uint8_t *bytes, size_t size)
 {
     struct kvq_codebook_header h;
@@ -42,15 +44,14 @@ static void read_tables(struct kvq_codebook *book, uint32_t layer)
         return;
     kvq_codebook_layer(book, layer, &b);
     size_t last = row->kv_heads - 1u;
-    volatile float x = 0;
     if (b.smooth)
-        x += b.smooth[(last + 1) * row->dim - 1];
+        sink = b.smooth[(last + 1) * row->dim - 1];
     if (b.k)
-        x += b.k[last * b.k_head + (row->dim / h->k_vector - 1u) * b.k_sub +
-                 ((size_t)h->k_vector << h->k_bits) - 1];
+        sink = b.k[last * b.k_head + (row->dim / h->k_vector - 1u) * b.k_sub +
+                   ((size_t)h->k_vector << h->k_bits) - 1];
     if (b.v)
-        x += b.v[last * b.v_head + (row->dim / h->v_vector - 1u) * b.v_sub +
-                 ((size_t)h->v_vector << h->v_bits) - 1];
+        sink = b.v[last * b.v_head + (row->dim / h->v_vector - 1u) * b.v_sub +
+                   ((size_t)h->v_vector << h->v_bits) - 1];
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
