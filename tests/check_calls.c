@@ -138,13 +138,16 @@ static struct attending make_attending(const struct pair *p, struct kvt_rng *rng
 {
     struct attending at;
     uint32_t q = kvt_below(rng, 2) ? 1 : 1 + kvt_below(rng, 80);
+    const char *name = any_format(rng, s->dtype);
+    const struct kvq_format *f = kvt_format(name);
+    bool book = f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
     // Long contexts, with several chunks a split, where they are cheap.
-    bool cheap = q == 1 && (uint32_t)s->q_heads * s->k_dim <= 512;
+    bool cheap = q == 1 && (uint32_t)s->q_heads * s->k_dim <= 512 && !book;
     uint32_t tokens = 1 + kvt_below(rng, cheap ? 20000 : 1500);
     uint64_t seed = kvt_u64(rng);
     if (q > tokens)
         q = tokens;
-    at.c = kvt_cache(p->c, any_format(rng, s->dtype), *s, tokens, -1, KVT_NORMAL, seed);
+    at.c = kvt_cache(p->c, name, *s, tokens, -1, KVT_NORMAL, seed);
     at.r[0] = kvt_request(&at.c, q, seed + 1);
     at.r[1] = kvt_request(&at.c, q, seed + 1);
     at.rows = (size_t)q * s->q_heads;

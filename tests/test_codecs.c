@@ -279,10 +279,12 @@ static void check_hybrid(const struct share *s)
     bool affine = signbit(s->got[0].scale);
     if (fabsf(error_own - error_both) > 1e-5f * error_both || error_own == error_both)
         assert_int_equal(affine, error_own <= error_both);
-    if (affine)
+    if (affine) {
         check_affine(s, own_bits, false);
-    else
-        check_symmetric(s);
+    } else {
+        check_symmetric(s); // and reads back as an affine one would
+        assert_true(s->got[0].zero == -(double)half * s->got[0].scale);
+    }
 }
 
 static void check_lloyd(const struct share *s)

@@ -14,56 +14,60 @@
 
 // ---- Sizes ----
 
+static const struct {
+    const char *name;
+    double bytes; // per token and KV head at head_dim 128, K and V
+} sizes[] = {
+    {"oscar2", 98},
+    {"oscar3", 130},
+    {"oscar4", 162},
+    {"oscar2-xh", 98},
+    {"oscar2-g64", 82},
+    {"oscar2-g128", 74},
+    {"oscar2-noscale", 96},
+    {"oscar2-max", 98},
+    {"kivi1", 64},
+    {"kivi2", 96},
+    {"kivi4", 160},
+    {"kivi2-g64", 80},
+    {"kivi2-g128", 72},
+    {"kivi-sink2", 96},
+    {"ott2", 72},
+    {"ott2-oscar", 96},
+    {"ott2-o0", 72},
+    {"innerq-base", 112},
+    {"innerq-hybrid", 104},
+    {"innerq-small", 96},
+    {"innerq-small-full", 96},
+    {"vecinfer-4", 128},
+    {"vecinfer-3", 96},
+    {"vecinfer-2", 64},
+    {"vecinfer-1.5", 48},
+    {"vecinfer-1.25", 40},
+    {"vecinfer-1", 32},
+    {"million-4", 128},
+    {"million-3", 96},
+    {"million-2", 64},
+    {"quarot2", 96},
+    {"quarot4", 160},
+    {"turboquant2.5", 80},
+    {"turboquant3", 100},
+    {"turboquant4", 132},
+    {"turboquant-k4v3", 116},
+    {"int8", 272},
+    {"k8v4", 216},
+    {"kvq2", 90},
+    {"kvq2", 90},
+    {"oscar3-xh", 130},
+    {"oscar4-xh", 162},
+    {"f16", 512},
+    {"bf16", 512},
+    {"oscar2+innerq-small", 90},
+    {"vecinfer-k4x10v8x12", 64},
+};
+
 static void test_bytes_per_token(void **state)
 {
-    static const struct {
-        const char *name;
-        double bytes; // per token and KV head at head_dim 128, K and V
-    } sizes[] = {
-        {"oscar2", 98},
-        {"oscar3", 130},
-        {"oscar4", 162},
-        {"oscar2-xh", 98},
-        {"oscar2-g64", 82},
-        {"oscar2-g128", 74},
-        {"oscar2-noscale", 96},
-        {"oscar2-max", 98},
-        {"kivi1", 64},
-        {"kivi2", 96},
-        {"kivi4", 160},
-        {"kivi2-g64", 80},
-        {"kivi2-g128", 72},
-        {"kivi-sink2", 96},
-        {"ott2", 72},
-        {"ott2-oscar", 96},
-        {"ott2-o0", 72},
-        {"innerq-base", 112},
-        {"innerq-hybrid", 104},
-        {"innerq-small", 96},
-        {"innerq-small-full", 96},
-        {"vecinfer-4", 128},
-        {"vecinfer-3", 96},
-        {"vecinfer-2", 64},
-        {"vecinfer-1.5", 48},
-        {"vecinfer-1.25", 40},
-        {"vecinfer-1", 32},
-        {"million-4", 128},
-        {"million-3", 96},
-        {"million-2", 64},
-        {"quarot2", 96},
-        {"quarot4", 160},
-        {"turboquant2.5", 80},
-        {"turboquant3", 100},
-        {"turboquant4", 132},
-        {"turboquant-k4v3", 116},
-        {"int8", 272},
-        {"k8v4", 216},
-        {"kvq2", 90},
-        {"f16", 512},
-        {"bf16", 512},
-        {"oscar2+innerq-small", 90},
-        {"vecinfer-k4x10v8x12", 64},
-    };
     (void)state;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         const struct kvq_format *f = kvt_format(sizes[i].name);
@@ -74,6 +78,13 @@ static void test_bytes_per_token(void **state)
                      sizes[i].bytes);
         assert_true(kvq_bits_per_value(f, &s) == sizes[i].bytes / 32);
         assert_int_equal(kvq_block_bytes(&l, &s), 8 * l.record_bytes);
+    }
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) { // none is left out
+        size_t i = 0;
+        while (i < sizeof sizes / sizeof *sizes && strcmp(sizes[i].name, f->name))
+            i++;
+        if (i == sizeof sizes / sizeof *sizes)
+            fail_msg("nobody says what %s should cost", f->name);
     }
 }
 
@@ -88,7 +99,8 @@ static void test_windows(void **state)
         {"kivi-sink2", 32, 96, 32, 0, 0, 0},  {"ott2", 128, 32, 0, 3, 32, 2},
         {"ott2-oscar", 32, 128, 0, 5, 32, 2}, {"innerq-base", 32, 96, 32, 0, 0, 0},
         {"vecinfer-2", 128, 0, 0, 0, 0, 0},   {"quarot2", 32, 0, 0, 0, 0, 0},
-        {"turboquant3", 32, 0, 0, 0, 0, 0},   {"int8", 32, 0, 0, 0, 0, 0},
+        {"turboquant3", 32, 0, 0, 0, 0, 0},   {"kvq2", 64, 32, 0, 0, 0, 0},
+        {"int8", 32, 0, 0, 0, 0, 0},
     };
     (void)state;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
