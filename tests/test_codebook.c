@@ -5,6 +5,7 @@
 #define XXH_INLINE_ALL
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -341,6 +343,21 @@ static void test_impossible_plans(void **unused)
                    KVQ_MAX_LAYERS, "1073741824 are allowed");
 }
 
+// The first kilobyte can be written, and no more.
+static void expect_full_disk(struct kvq_codebook *book)
+{
+    struct rlimit before, small;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    small = before;
+    small.rlim_cur = 1024;
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    int rc = kvq_codebook_save(book, path, "", text, sizeof text);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+    assert_int_equal(rc, KVQ_E_SYSTEM);
+    assert_non_null(strstr(text, "cannot be written"));
+}
+
 static void test_save_keeps_the_old_file(void **unused)
 {
     (void)unused;
@@ -358,6 +375,7 @@ static void test_save_keeps_the_old_file(void **unused)
     assert_int_equal(kvq_codebook_save(book, folder, "", text, sizeof text), KVQ_E_INVALID);
     assert_int_equal(kvq_codebook_save(book, "/nonexistent/x", "", text, sizeof text),
                      KVQ_E_SYSTEM);
+    expect_full_disk(book);
     back = reopen();
     assert_true(kvq_codebook_id(back) == id);
     snprintf(temporary, sizeof temporary, "%s.tmp-%d", path, (int)getpid());

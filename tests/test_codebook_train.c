@@ -164,6 +164,7 @@ static struct kvq_codebook *new_book(const char *format, uint32_t flags)
 struct errors {
     double k, v;
     uint32_t tables;
+    uint64_t points; // of all
 };
 
 static void add_error(void *context, const struct train_table *table)
@@ -171,6 +172,7 @@ static void add_error(void *context, const struct train_table *table)
     struct errors *e = context;
     *(table->v ? &e->v : &e->k) += table->error / table->tables;
     e->tables++;
+    e->points += table->points;
 }
 
 // Every sub-vector is a sample, so that nothing is left to chance.
@@ -283,6 +285,9 @@ static void expect_errors(const char *format, uint32_t flags, uint32_t tables, d
     uint32_t layer = flags & KVQ_CODEBOOK_GLOBAL ? 0 : 1;
     train(book, layer, x, &reported);
     assert_int_equal(reported.tables, tables);
+    // Every table has the sub-vectors that it serves, and no others.
+    uint64_t values = HEADS * TOKENS * DIM * (flags & KVQ_CODEBOOK_GLOBAL ? 2 : 1);
+    assert_int_equal(reported.points * kvt_format(format)->k.vector, 2 * values);
     kvq_codebook_layer(book, layer, &b);
     struct errors packed = packed_errors(format, &b, layer, x);
     if (fabs(packed.v - reported.v) > tolerance * packed.v)
