@@ -22,7 +22,8 @@
 //
 // Lloyd-Max: sums of squares as of `sumsq` (internal.h), of x and of levels.
 //   n = sqrt(sum x^2 / channels);  n > 0: code = number of the level nearest to x * (1 / n), the
-//   lower of two (found as the count of midpoints below it);  s = fp16(sqrt(sum x^2 / sum level^2))
+//   lower of two (found as the count of midpoints below it);  s = sqrt(sum x^2 / sum level^2), at
+//   most 65504, as fp16
 //   n == 0: s = 0, code = 0
 #include "kernels/internal.h"
 #include "kernels/kernels_c.h"
@@ -124,7 +125,8 @@ static struct params lloyd(const float *x, uint32_t n, const float *levels, uint
         codes[i] = norm > 0.0f ? nearest(x[i] * inv, levels, 1u << bits) : 0;
         level[i] = levels[codes[i]];
     }
-    return (struct params){.scale = kvq__f32_to_f16(sqrtf(sum / kvq__sumsq(level, n)))};
+    float scale = sqrtf(sum / kvq__sumsq(level, n)); // sums of bf16 squares may be infinite
+    return (struct params){.scale = kvq__f32_to_f16(scale < 65504.0f ? scale : 65504.0f)};
 }
 
 // Codes of n values that stand `stride` apart; `wide` for those with one more bit.

@@ -466,6 +466,28 @@ static void assert_same_pool(const struct session *x, const uint8_t *a, const ui
     assert_memory_equal((const uint8_t *)p + sinks, (const uint8_t *)q + sinks, record - sinks);
 }
 
+// Of KV head 1's outliers a fork has kept those below `at`, in their order, with their rows.
+static void assert_kept(const struct session *whole, const uint8_t *fork, uint32_t at)
+{
+    size_t record = kvq_extras_bytes(whole->f, &whole->s) / whole->s.kv_heads;
+    size_t rows = (sizeof(struct kvq_outliers) + 63) / 64 * 64, row = 2u * whole->s.k_dim;
+    size_t room = (size_t)whole->f->outliers + whole->f->extra_outliers;
+    const uint8_t *a = whole->extras + record, *b = fork + record;
+    const struct kvq_outliers *p = (const void *)a, *q = (const void *)b;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < p->count; i++) {
+        if (p->position[i] >= at)
+            continue;
+        assert_int_equal(q->position[kept], p->position[i]);
+        assert_true(q->score[kept] == p->score[i]);
+        assert_memory_equal(b + rows + kept * row, a + rows + i * row, row);
+        assert_memory_equal(b + rows + (room + kept) * row, a + rows + (room + i) * row, row);
+        kept++;
+    }
+    assert_int_equal(q->count, kept);
+    assert_int_equal(kvq_outliers_published(whole->f, &whole->s, fork, 1), kept);
+}
+
 // A fork at the end of any unit has what a session has that saw no more tokens, also where the pool
 // froze, and goes on as that session would. Within a unit, it keeps the outliers below that point.
 static void check_fork(const char *format, uint32_t tokens)
@@ -486,11 +508,7 @@ static void check_fork(const char *format, uint32_t tokens)
             break;
         for (uint32_t at = x.tokens + 1; at < x.tokens + unit; at += 13) {
             kvq_extras_fork(whole.f, &whole.s, whole.extras, fork, at);
-            const struct kvq_outliers *p = pool_of(&whole, 1);
-            uint32_t below = 0;
-            for (uint32_t i = 0; i < p->count; i++)
-                below += p->position[i] < at;
-            assert_int_equal(kvq_outliers_published(whole.f, &whole.s, fork, 1), below);
+            assert_kept(&whole, fork, at);
         }
     }
     // In place, half way back, and then on again.
@@ -556,6 +574,24 @@ static void test_sinks(void **state)
     }
 }
 
+// The mean is that of the tokens that stay, however many do not.
+static void test_sink_placeholders(void **state)
+{
+    (void)state;
+    struct session x = open_session("kivi2-g128-s96", 2, 64, KVQ_F16, 128, 0);
+    struct ott o = ott_keys(128, false, kvt_seed());
+    for (uint32_t t = 0; t < 128; t++)
+        o.k[(size_t)t * 128] = t < 96 ? 0.0f : 5.0f + (float)(t % 2);
+    append(&x, o.k, o.v, 128);
+    for (uint32_t t = 0; t < 128; t++) {
+        struct kvt_stored k = kvt_stored(x.f, 64, x.blocks, false, t, 0);
+        assert_true(k.zero == 5.0 && fabs(k.scale - 1.0 / 3) < 1e-3);
+        assert_true(t >= 96 || k.code == 1 || k.code == 2);
+    }
+    close_session(&x);
+    free_ott(&o);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -567,6 +603,7 @@ int main(void)
         cmocka_unit_test(test_forks),
         cmocka_unit_test(test_fork_keeps_the_rest),
         cmocka_unit_test(test_sinks),
+        cmocka_unit_test(test_sink_placeholders),
     };
     kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     return cmocka_run_group_tests(tests, NULL, NULL);
