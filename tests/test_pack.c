@@ -280,10 +280,32 @@ static void test_frozen_bytes(void **state)
         uint32_t dim;
         uint64_t hash;
     } frozen[] = {
-        {"oscar2", 128, 0x1e312cd40624e0c6u},    {"oscar3", 128, 0x0cb7d47f9c9182d3u},
-        {"oscar4", 128, 0x184b0a82424dbe74u},    {"oscar2", 64, 0xa47e5a91f8de640eu},
-        {"oscar3", 64, 0x3777b559337118ddu},     {"oscar3", 256, 0x6ef7996a9788f682u},
-        {"oscar2-xh", 128, 0x61ff7de88160e230u}, {"f16", 128, 0xbd8c75e8542ee481u},
+        {"oscar2", 128, 0x1e312cd40624e0c6u},
+        {"oscar3", 128, 0x0cb7d47f9c9182d3u},
+        {"oscar4", 128, 0x184b0a82424dbe74u},
+        {"oscar2", 64, 0xa47e5a91f8de640eu},
+        {"oscar3", 64, 0x3777b559337118ddu},
+        {"oscar3", 256, 0x6ef7996a9788f682u},
+        {"oscar2-xh", 128, 0x61ff7de88160e230u},
+        {"f16", 128, 0xbd8c75e8542ee481u},
+        {"kivi1", 128, 0x8b87caa3a3ea6df5u},
+        {"kivi1", 64, 0x8e4d814c4f1ee99bu},
+        {"kivi2", 128, 0x52b6e64169ca798du},
+        {"kivi4", 256, 0xf0f8c31e08cf8d52u},
+        {"ott2-o0", 128, 0x73967e790ec4362eu},
+        {"oscar2-max", 128, 0x7f86648d90857b2cu},
+        {"oscar2-mean-g64", 128, 0x391f1827bec0f76bu},
+        {"innerq-base-nosmooth-s0", 128, 0xdc63f2453c480611u},
+        {"innerq-hybrid-nosmooth-s0", 128, 0x5c77667cd1efed14u},
+        {"innerq-small-nosmooth-s0-full", 64, 0x693ad5e14aaf6d06u},
+        {"quarot2", 128, 0x913c1e0381b1be82u},
+        {"turboquant2.5", 128, 0xed316134fb45c3edu},
+        {"turboquant2.5", 64, 0xcd8a5ccff8ac5247u},
+        {"turboquant-k4v3", 128, 0x7a9de7b0d446a7edu},
+        {"int8", 128, 0x349c14ddc62baf61u},
+        {"int8", 256, 0xc1aeb374df5c3d48u},
+        {"k8v4", 64, 0xe245afd71c01fba3u},
+        {"kvq2-nosmooth", 128, 0x22aa8124df7516dcu},
     };
     (void)state;
     for (size_t i = 0; i < sizeof frozen / sizeof *frozen; i++) {
@@ -299,9 +321,14 @@ static void test_frozen_bytes(void **state)
         void *workspace = kvt_workspace();
         for (uint32_t h = 0; h < 2; h++)
             kvq_store(kernels, &s, &k, &v, h, 0, 128, c.raw + h * raw.record_bytes, &counts);
-        for (uint32_t h = 0; h < 2; h++)
+        uint32_t unit = c.format->unit_tokens;
+        assert_null(c.extras);
+        for (uint32_t i = 0; i < 2 * 128 / unit; i++)
             kvq_pack(kernels, c.format, &s,
-                     &(struct kvq_unit){.raw_block = c.raw, .packed_block = c.blocks, .head = h},
+                     &(struct kvq_unit){.raw_block = c.raw,
+                                        .packed_block = c.blocks,
+                                        .head = i % 2,
+                                        .first = i / 2 * unit},
                      workspace);
         uint64_t hash = fnv(c.blocks, kvq_block_bytes(&l, &s));
         if (hash != frozen[i].hash)
