@@ -138,7 +138,7 @@ static const char *commonest_format(const struct kvq__session *s)
         uint32_t count = 0;
         for (uint32_t j = 0; j < s->n_layers; j++)
             count += s->layers[j].format == s->layers[i].format;
-        if (count > best_count) {
+        if (count >= best_count) { // of several the last: the first layers may be special
             best = i;
             best_count = count;
         }

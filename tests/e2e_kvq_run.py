@@ -112,7 +112,8 @@ class KvqRun(unittest.TestCase):
         """kvq-bench quality, which needs no daemon, has the same model and the same formats."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "results.jsonl")
-            subprocess.run([kvqtest.program("kvq-bench"), "quality", "perplexity", "--results", path,
+            subprocess.run([kvqtest.program("kvq-bench"), "quality", "perplexity",
+                            "--results", path,
                             "--model", MODEL, "--text", HELDOUT, "--bytes", "2048", "--step", "16",
                             "--methods", "oscar2,oscar4"], check=True, timeout=300)
             with open(path, encoding="utf-8") as file:

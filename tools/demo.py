@@ -21,7 +21,8 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 MODEL = os.environ.get("KVQ_MODEL", os.path.join(HERE, "model", "kvq-bytes"))
 HELDOUT = os.path.join(HERE, "model", "heldout.txt")
-FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh")
+FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh", "kvq2", "innerq-hybrid",
+           "ott2")
 PROMPTS = {"f16": "The daemon reads its configuration from a file. ",
            "oscar2": "To install the package from source, first "}
 # Tokens of one piece of text: 31 packed blocks and half a unit in the window, its average state.
@@ -40,7 +41,7 @@ def title(text):
 class Demo:
     def __init__(self, binaries, quick):
         self.binaries = os.path.abspath(binaries)
-        self.pieces = 2 if quick else 5
+        self.pieces = 2 if quick else 3
         self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
         self.runtime = os.path.join(self.folder, "run")
         self.log = os.path.join(self.folder, "kvqd.log")
@@ -149,9 +150,9 @@ class Demo:
               f"everything else at {CONTEXT:,} tokens. KL and same top are against f16. The error\n"
               "of the difference in log-likelihood is its standard error. Speed: one engine at a\n"
               "time, generating.\n")
-        print(f"{'format':<10} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
+        print(f"{'format':<13} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
               f"{'KL mean':>8} {'KL 99%':>8} {'same':>7} {'log-likelihood':>19} {'tokens':>7}")
-        print(f"{'':<10} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
+        print(f"{'':<13} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
               f"{'top':>7} {'difference':>19} {'per s':>7}")
         common = ("--model", MODEL, "--runtime-dir", self.runtime, "--json", "--quiet")
         for fmt in FORMATS:
@@ -163,7 +164,7 @@ class Demo:
                                         "--temperature", 0))
             difference = (f"{quality['log_likelihood_difference']:+.5f} +-"
                           f"{quality['log_likelihood_difference_stderr']:.5f}")
-            print(f"{fmt:<10} {quality['bits_per_value']:>8.3f} "
+            print(f"{fmt:<13} {quality['bits_per_value']:>8.3f} "
                   f"{quality['bytes_per_token_head'] * heads:>8.0f} "
                   f"{quality['bytes_per_token_head_total'] * heads:>8.0f} "
                   f"{quality['perplexity']:>9.4f} {quality['kl_mean']:>8.5f} "
