@@ -204,6 +204,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     w->n_pages = kvq__pages_view(s, q->header.layer, w->past, tokens, w->pages);
     w->attend.call = call_of(q, i);
     const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
+    w->attend.call.book = &own->book;
     w->attend.call.extras = kvq__extras_view(s, own, w->past);
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))
         return false;

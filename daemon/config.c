@@ -55,6 +55,8 @@ const struct kvq__option kvq__options[] = {
      .help = "buffers of all clients together; 0: half of the machine's memory"},
     {FIELD(fast), KVQ_OPTION_WORD, "WORD", .words = path_words, .alias = "attention",
      .help = "path of sessions that leave it to the daemon"},
+    {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "folder of codebooks, NAME.kvqbook for formats FORMAT@NAME; empty: none"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
      .help = "users besides root and the daemon's who may see and end everything"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,

@@ -54,6 +54,7 @@ struct kvq_config {
     uint64_t client_bytes;              // buffers of one client
     uint64_t buffer_bytes; // of all clients; 0: resolved to half of the machine's memory
     uint64_t fast;         // 1: sessions that leave the path to the daemon get the fast one
+    char codebook_dir[KVQ_CONFIG_PATH]; // "": no codebooks
     struct kvq_config_ids admin_uids;
     uint64_t log_level; // enum kvq_log_level
     char log_file[KVQ_CONFIG_PATH];

@@ -90,13 +90,19 @@ struct kvq__core_config {
     uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
     const struct kvq_kernels *kernels;
     struct kvq__memory_ops memory;
-    void *context; // for the two callbacks below; both run on the poller thread
-    // Either may be NULL.
+    void *context; // for the callbacks below; they run on the poller thread
+    // Any may be NULL.
     void (*event)(void *context, const struct kvq__event *event);
     // Nothing uses the buffer any more: the memory may be unmapped. Called once for each buffer
     // added, from within kvq__buffer_remove, kvq__client_detach or kvq__request_continue.
     void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer, void *base,
                         uint64_t bytes);
+    // Codebooks by name, for formats "NAME@CODEBOOK": fills *book for one layer, with tables that
+    // live as long as the core. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or
+    // if it was made for another format or shape.
+    int (*codebook)(void *context, const char *name, uint32_t layer,
+                    const struct kvq_format *format, const struct kvq_shape *shape,
+                    struct kvq_book *book, char *text);
 };
 
 // Who asks.

@@ -99,6 +99,7 @@ static void copy_identity(struct kvq__session *to, const struct kvq__session *fr
             .format = l->format,
             .shape = l->shape,
             .layout = l->layout,
+            .book = l->book,
             .raw_layout = l->raw_layout,
             .packed_bytes = l->packed_bytes,
             .raw_bytes = l->raw_bytes,

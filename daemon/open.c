@@ -104,22 +104,37 @@ static void list_formats(char *out, size_t room)
         used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
 }
 
+// The format of a name "FORMAT" or "FORMAT@CODEBOOK", under its whole name.
+static int parse_row(const char *name, struct kvq_format *row, char *why, size_t n)
+{
+    char format[KVQ_FORMAT_NAME];
+    snprintf(why, n, "format name %.20s... is longer than %d bytes", name, KVQ_FORMAT_NAME - 1);
+    if (strlen(name) >= sizeof format)
+        return KVQ_E_FORMAT;
+    snprintf(format, sizeof format, "%.*s", (int)strcspn(name, "@"), name);
+    if (kvq_format_parse(format, row, why, n))
+        return KVQ_E_FORMAT;
+    snprintf(row->name, sizeof row->name, "%s", name);
+    return 0;
+}
+
 static int parse_format(struct kvq__core *core, const char *name, const struct kvq_format **format,
                         char *why, size_t n)
 {
     struct kvq__format *f;
+    struct kvq_format row;
     SLIST_FOREACH (f, &core->formats, link)
         if (strcmp(f->row.name, name) == 0)
             break;
     if (!f) {
-        struct kvq_format row;
-        if (kvq_format_parse(name, &row, why, n))
-            return KVQ_E_FORMAT;
+        int rc = parse_row(name, &row, why, n);
+        if (rc < 0)
+            return rc;
         snprintf(why, n, "%d composed formats are in use; a daemon knows no more", KVQ_MAX_FORMATS);
         if (core->n_formats == KVQ_MAX_FORMATS)
             return KVQ_E_LIMIT;
         f = kvq__allocate(core, sizeof *f);
-        snprintf(why, n, "no memory for format %s", name);
+        snprintf(why, n, "no memory for format %.64s", name);
         if (!f)
             return KVQ_E_NO_MEMORY;
         f->row = row;
@@ -160,12 +175,32 @@ static int find_format(struct kvq__core *core, const struct kvq__session_spec *s
         return kvq__fail(text, rc, "layer %u: %s; known are %s", layer, why, known);
     if (rc < 0)
         return kvq__fail(text, rc, "layer %u: %s", layer, why);
-    if ((*format)->k.codec == KVQ_CODEC_BOOK || (*format)->v.codec == KVQ_CODEC_BOOK)
-        return kvq__fail(text, KVQ_E_FORMAT,
-                         "layer %u: format %s needs a codebook, and this daemon serves none; use a "
-                         "format without",
-                         layer, (*format)->name);
     return 0;
+}
+
+// Formats with codes of a codebook name it behind '@'; others name none.
+static int find_book(struct kvq__core *core, struct kvq__layer *l, uint32_t layer, char *text)
+{
+    char why[KVQ_TEXT_BYTES / 2] = "this daemon has no codebooks";
+    const char *at = strchr(l->format->name, '@');
+    bool wanted = l->format->k.codec == KVQ_CODEC_BOOK || l->format->v.codec == KVQ_CODEC_BOOK;
+    if (!wanted && !at)
+        return 0;
+    if (!wanted)
+        return kvq__fail(text, KVQ_E_FORMAT,
+                         "layer %u: format %s has no use for a codebook; leave "
+                         "out what follows the '@'",
+                         layer, l->format->name);
+    if (!at || !at[1])
+        return kvq__fail(text, KVQ_E_FORMAT,
+                         "layer %u: format %s needs a codebook; name it, as in "
+                         "%s@NAME",
+                         layer, l->format->name, l->format->name);
+    int rc = KVQ_E_FORMAT;
+    if (core->config.codebook)
+        rc = core->config.codebook(core->config.context, at + 1, layer, l->format, &l->shape,
+                                   &l->book, why);
+    return rc < 0 ? kvq__fail(text, rc, "layer %u: %s", layer, why) : 0;
 }
 
 static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
@@ -216,6 +251,9 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
         return rc;
     l->shape = shape_of(spec, row, l->format);
     rc = check_shape(s->core, l, layer, text);
+    if (rc < 0)
+        return rc;
+    rc = find_book(s->core, l, layer, text);
     if (rc < 0)
         return rc;
     l->layout = kvq_layout_of(l->format, &l->shape);

@@ -57,6 +57,7 @@ static void pack_unit(const struct packing *p, uint64_t token, uint32_t head, vo
         .block_start = token / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS,
         .extras = p->extras,
         .learned = p->l->learn,
+        .book = &p->l->book,
     };
     kvq_pack(p->s->core->config.kernels, p->l->format, &p->l->shape, &unit, workspace);
 }

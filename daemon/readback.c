@@ -133,6 +133,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
         .shape = &l->shape,
         .pages = w->pages,
         .n_pages = w->n_pages,
+        .book = &w->session->layers[l->source].book,
         .extras = w->read.extras,
         .pool = w->read.pool,
     };

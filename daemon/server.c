@@ -15,6 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "daemon/codebooks.h"
 #include "daemon/events.h"
 #include "daemon/log.h"
 #include "daemon/workers.h"
@@ -172,6 +173,14 @@ static int open_namespaces(struct kvq__server *server, char *text)
     return 0;
 }
 
+static int find_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, char *text)
+{
+    struct kvq__server *server = context;
+    return kvq__codebooks_get(server->codebooks, name, layer, format, shape, book, text);
+}
+
 static int open_core(struct kvq__server *server, char *text)
 {
     const struct kvq_config *c = &server->config;
@@ -188,7 +197,13 @@ static int open_core(struct kvq__server *server, char *text)
                                       .memory = kvq__memory_ops(),
                                       .context = server,
                                       .event = kvq__event_from_core,
-                                      .buffer_gone = on_buffer_gone};
+                                      .buffer_gone = on_buffer_gone,
+                                      .codebook = find_codebook};
+    server->codebooks = kvq__codebooks_new(c->codebook_dir);
+    if (!server->codebooks) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+        return KVQ_E_NO_MEMORY;
+    }
     int error = kvq__core_open(&config, &server->core, text);
     if (error)
         return error;
@@ -328,6 +343,7 @@ void kvq__server_close(struct kvq__server *server)
     kvq__poller_close(&server->poller);
     if (server->core)
         kvq__core_close(&server->core);
+    kvq__codebooks_free(&server->codebooks);
     // The core's last events.
     kvq__mailbox_deliver(&server->box);
     kvq__control_end(server->control);

@@ -122,6 +122,7 @@ struct kvq__layer {
     const struct kvq_format *format;
     struct kvq_shape shape;
     struct kvq_layout layout, raw_layout;
+    struct kvq_book book;             // codebook formats
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
     uint32_t learn;                   // tokens the format learns from; 0 = none

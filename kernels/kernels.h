@@ -245,7 +245,8 @@ struct kvq_unit {
 // spans heads all records of the raw block are read; otherwise only that head's.
 // Bytes are identical on every ISA. raw and packed are whole blocks, 64-byte aligned, and only
 // the head's slots of the unit are written; of the extras only the head's record. Units of a
-// format with outliers are packed one after the other, others in any order (but sink units never).
+// format with outliers are packed one after the other, others in any order. Packing is also what
+// keeps sink tokens: those of the unit are copied to the extras.
 // Raw formats are copied. `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one
 // per thread; about 2 MB, of which decoding touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,

@@ -149,5 +149,45 @@ class KvqRun(unittest.TestCase):
         self.assertIn(b"config.json", done.stderr)
 
 
+class Codebooks(unittest.TestCase):
+    """From captured keys and values to attention over their codes."""
+
+    def run_program(self, name, *arguments, status=0):
+        done = subprocess.run([kvqtest.program(name), *map(str, arguments)], capture_output=True,
+                              text=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, status, done.stderr)
+        return done
+
+    def perplexity(self, fmt, *arguments, status=0):
+        return self.run_program("kvq-run", "perplexity", "--model", MODEL, "--runtime-dir",
+                                self.daemon.runtime_dir, "--text", HELDOUT, "--bytes", 3000,
+                                "--format", fmt, "--json", *arguments, status=status)
+
+    def refused(self, fmt, words):
+        done = self.perplexity(fmt, status=1)
+        self.assertIn(words, done.stderr)
+
+    def test_codebook(self):
+        with tempfile.TemporaryDirectory() as folder:
+            book, capture = os.path.join(folder, "own.kvqbook"), os.path.join(folder, "capture")
+            self.daemon = kvqtest.Daemon("--pool-bytes", "1gb", "--codebook-dir", folder)
+            try:
+                self.perplexity("f16", "--capture", capture)
+                self.run_program("kvq-codebook", "make", "--capture", capture, "--format",
+                                 "vecinfer-2", "--out", book)
+                got = json.loads(self.perplexity("vecinfer-2@own").stdout)
+                self.assertEqual(got["bits_per_value"], 2)
+                self.assertGreater(got["packed_read_share"], 0.85)
+                self.assertGreater(got["kl_mean"], 0)
+                self.assertLess(got["kl_mean"], 0.1)
+                self.refused("vecinfer-2", "vecinfer-2@NAME")
+                self.refused("vecinfer-4@own", "K of 8 bits for 4 channels; the format needs 8 for 2")
+                self.refused("vecinfer-2@absent", "absent.kvqbook")
+                self.refused("vecinfer-2@../own", "letters, digits")
+                self.refused("oscar2@own", "no use for a codebook")
+            finally:
+                self.daemon.stop()
+
+
 if __name__ == "__main__":
     kvqtest.main()
