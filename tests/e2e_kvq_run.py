@@ -181,7 +181,8 @@ class Codebooks(unittest.TestCase):
                 self.assertGreater(got["kl_mean"], 0)
                 self.assertLess(got["kl_mean"], 0.1)
                 self.refused("vecinfer-2", "vecinfer-2@NAME")
-                self.refused("vecinfer-4@own", "K of 8 bits for 4 channels; the format needs 8 for 2")
+                self.refused("vecinfer-4@own",
+                             "K of 8 bits for 4 channels; the format needs 8 for 2")
                 self.refused("vecinfer-2@absent", "absent.kvqbook")
                 self.refused("vecinfer-2@../own", "letters, digits")
                 self.refused("oscar2@own", "no use for a codebook")
