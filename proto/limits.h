@@ -12,8 +12,8 @@ enum {
     KVQ_TEXT_BYTES = 512,        // error text of a reply
 
     // Shapes.
-    KVQ_MAX_CODEBOOKS = 64,        // that a daemon loads
-    KVQ_MAX_FORMATS = 256, // composed formats that a daemon keeps in mind
+    KVQ_MAX_CODEBOOKS = 64, // that a daemon loads
+    KVQ_MAX_FORMATS = 256,  // composed formats that a daemon keeps in mind
     KVQ_MAX_LAYERS = 256,
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,
