@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What format names mean beyond the table: suffixes that change single stages, codebook formats
-// by their numbers, and pairs of formats for K and V.
+// by their numbers, pairs of formats for K and V, and stages by name (format_stages.c).
 //
 //   NAME-g32 -g64 -g128     values per scale, K and V
 //   NAME-fm                 the smallest value as zero point, not a multiple of the scale
@@ -13,6 +13,7 @@
 //   vecinfer-k4x10v8x12     sub-vectors of 4 channels, 10 bits each, for K; of 8 and 12 for V.
 //                           The paper's spelling k<4,10>v<8,12> is the same
 //   NAME+NAME               K as in the first, V as in the second
+//   ANY:stage=value:..      any of the above with these stages changed
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -228,43 +229,57 @@ static uint16_t larger(uint16_t a, uint16_t b)
     return a > b ? a : b;
 }
 
-// K of the first and V of the second, with the longer of their windows.
-static void join(struct kvq_format *f, const struct kvq_format *second)
+int kvq_format_join(struct kvq_format *f, const struct kvq_format *v, char *text, size_t n)
 {
-    f->v = second->v;
-    f->v_rotation = second->v_rotation;
-    f->unit_tokens = larger(f->unit_tokens, second->unit_tokens);
-    f->recent_tokens = larger(f->recent_tokens, second->recent_tokens);
-    f->sink_tokens = larger(f->sink_tokens, second->sink_tokens);
+    if (f->raw_dtype && v->raw_dtype && f->raw_dtype != v->raw_dtype) {
+        snprintf(text, n, "K and V have one 16-bit type, not f16 and bf16");
+        return -1;
+    }
+    f->v = v->v;
+    f->v_rotation = v->v_rotation;
+    f->unit_tokens = larger(f->unit_tokens, v->unit_tokens);
+    f->recent_tokens = larger(f->recent_tokens, v->recent_tokens);
+    f->sink_tokens = larger(f->sink_tokens, v->sink_tokens);
     f->source = "K and V of two formats";
+    return 0;
 }
 
-static int parse_pair(const char *name, const char *plus, struct kvq_format *f, char *text,
-                      size_t n)
+static int parse_pair(const char *name, struct kvq_format *f, char *text, size_t n)
 {
-    char first[KVQ_FORMAT_NAME];
+    char first[KVQ_FORMAT_NAME], why[80];
     struct kvq_format second;
+    const char *plus = strchr(name, '+');
+    if (!plus)
+        return parse_one(name, f, text, n);
     snprintf(first, sizeof first, "%.*s", (int)(plus - name), name);
     if (parse_one(first, f, text, n) || parse_one(plus + 1, &second, text, n))
         return -1;
-    if (f->raw_dtype && second.raw_dtype && f->raw_dtype != second.raw_dtype) {
-        snprintf(text, n, "format %.80s: K and V have one 16-bit type, not f16 and bf16", name);
-        return -1;
-    }
-    join(f, &second);
-    return 0;
+    if (kvq_format_join(f, &second, why, sizeof why) == 0)
+        return 0;
+    snprintf(text, n, "format %.80s: %s", name, why);
+    return -1;
+}
+
+static int parse_stages(const char *name, struct kvq_format *f, char *text, size_t n)
+{
+    char plain[KVQ_FORMAT_NAME];
+    size_t length = strcspn(name, ":");
+    snprintf(plain, sizeof plain, "%.*s", (int)length, name);
+    int rc = parse_pair(plain, f, text, n);
+    if (rc == 0 && name[length])
+        rc = kvq_format_change(f, name + length + 1, text, n);
+    return rc;
 }
 
 int kvq_format_parse(const char *name, struct kvq_format *format, char *text, size_t n)
 {
-    const char *plus = strchr(name, '+');
     struct kvq_format f;
     if (strlen(name) >= KVQ_FORMAT_NAME) {
         snprintf(text, n, "format name %.20s... has %zu characters; at most %d are allowed", name,
                  strlen(name), KVQ_FORMAT_NAME - 1);
         return -1;
     }
-    int rc = plus ? parse_pair(name, plus, &f, text, n) : parse_one(name, &f, text, n);
+    int rc = parse_stages(name, &f, text, n);
     if (rc)
         return rc;
     snprintf(f.name, sizeof f.name, "%s", name);
@@ -287,6 +302,8 @@ static const char *check_scalar(const struct kvq_side *s, uint32_t unit)
         return "Lloyd-Max codes have 2, 3 or 4 bits and one scale per token";
     if (s->wide && (s->codec != KVQ_CODEC_LLOYD || s->bits != 2))
         return "only 2-bit Lloyd-Max codes can have a wider quarter";
+    if (s->full && s->codec != KVQ_CODEC_SYMMETRIC && s->codec != KVQ_CODEC_HYBRID)
+        return "only symmetric and hybrid codes leave a level unused";
     if (s->group != 0 && s->group != 32 && s->group != 64 && s->group != 128)
         return "32, 64 or 128 values share a scale";
     if (s->axis == KVQ_PER_CHANNEL && (s->group == 0 || s->group > unit))
@@ -300,6 +317,8 @@ static const char *check_book(const struct kvq_side *s)
         return "a codebook's code stands for 2, 4 or 8 channels";
     if (s->bits != 8 && s->bits != 10 && s->bits != 12)
         return "a codebook's codes have 8, 10 or 12 bits";
+    if (s->group || s->axis || s->full || s->wide)
+        return "a codebook's codes have no scales and no levels";
     return NULL;
 }
 

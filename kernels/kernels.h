@@ -101,9 +101,21 @@ const struct kvq_format *kvq_format_by_name(const char *name); // a row above; N
 
 // Any format that has a name: a row above, or a row and suffixes that change single stages
 // (docs/formats.md lists them: "-g64", "-fm", "-xh", ..), or "vecinfer-k<d,b>v<d,b>", or two such
-// names joined by "+": K as in the first and V as in the second. Returns 0, or -1 with a sentence
-// in text.
+// names joined by "+": K as in the first and V as in the second. Any of these may be followed by
+// ":stage=value:..", see kvq_format_change. Returns 0, or -1 with a sentence in text.
 int kvq_format_parse(const char *name, struct kvq_format *format, char *text, size_t n);
+
+// Changes single stages: "stage=value:stage=value", as docs/formats.md lists them. The name stays,
+// and whether the row still makes sense is for kvq_format_check. Returns 0, or -1 with a sentence
+// in text that says what is allowed; nothing is changed then.
+int kvq_format_change(struct kvq_format *format, const char *changes, char *text, size_t n);
+
+// The number of the stage that these n bytes name, from 0 on; -1 if there is none. At most 32.
+int kvq_format_stage(const char *name, size_t n);
+
+// Makes K as in *format and V as in *v, with the longer of their units and windows. 0, or -1 with a
+// sentence in text if they hold two 16-bit types. The name stays.
+int kvq_format_join(struct kvq_format *format, const struct kvq_format *v, char *text, size_t n);
 
 // Whether a row makes sense: 0, or -1 with a sentence. For rows that a user composed.
 int kvq_format_check(const struct kvq_format *f, char *text, size_t n);

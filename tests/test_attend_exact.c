@@ -132,6 +132,45 @@ static void test_composed_formats(void **state)
     check_shape("innerq-hybrid-g64", kvt_shape(2, 1, 256, KVQ_F16), 300, 1);
 }
 
+// A row with stages changed at random, as a name of 64 bytes; false if that is no format.
+static bool random_name(struct kvt_rng *rng, char *name)
+{
+    static const char *const changes[] = {
+        "rot=none",      "rot=hadamard",  "rot=signed",       "vrot=signed",   "vrot=hadamard",
+        "scale=none",    "scale=xh",      "scale=mean",       "channel=none",  "channel=prompt",
+        "kcodec=affine", "kcodec=lloyd",  "kcodec=symmetric", "kcodec=hybrid", "vcodec=affine",
+        "vcodec=lloyd",  "vcodec=hybrid", "vcodec=symmetric", "kbits=1",       "kbits=2",
+        "kbits=3",       "kbits=8",       "vbits=1",          "vbits=3",       "vbits=4",
+        "kgroup=0",      "kgroup=64",     "kgroup=128",       "vgroup=0",      "vgroup=32",
+        "vgroup=128",    "kaxis=token",   "kaxis=channel",    "vaxis=token",   "vaxis=channel",
+        "zero=minimum",  "zero=integer",  "kfull=1",          "vfull=1",       "sink=32",
+        "recent=40",     "unit=32",       "unit=64",          "outliers=2",    "kwide=1"};
+    struct kvq_format f;
+    char text[400];
+    uint32_t rows = 0, n = sizeof changes / sizeof *changes;
+    while (kvq_formats[rows].name[0])
+        rows++;
+    size_t at = (size_t)snprintf(name, 64, "%s", kvq_formats[kvt_below(rng, rows)].name);
+    for (uint32_t i = 1 + kvt_below(rng, 4); i && at < 46; i--)
+        at += (size_t)snprintf(name + at, 64 - at, ":%s", changes[kvt_below(rng, n)]);
+    return kvq_format_parse(name, &f, text, sizeof text) == 0 && !kvq_is_raw(&f) &&
+           !has_large_book(&f);
+}
+
+// Whatever can be composed and is not refused is computed as its stages say.
+static void test_random_compositions(void **state)
+{
+    struct kvt_rng rng = {kvt_seed()};
+    char name[KVQ_FORMAT_NAME];
+    (void)state;
+    for (int done = 0; done < 60;) {
+        if (!random_name(&rng, name))
+            continue;
+        check_shape(name, kvt_shape(2, 2, kvt_below(&rng, 2) ? 128 : 64, KVQ_F16), 300, 1);
+        done++;
+    }
+}
+
 static void test_gqa(void **state)
 {
     static const char *const names[] = {"f16",    "bf16",          "oscar2",
@@ -562,6 +601,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_all_formats),
         cmocka_unit_test(test_composed_formats),
+        cmocka_unit_test(test_random_compositions),
         cmocka_unit_test(test_gqa),
         cmocka_unit_test(test_several_heads_and_long),
         cmocka_unit_test(test_several_chunks),

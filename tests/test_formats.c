@@ -212,6 +212,41 @@ static void test_pairs_and_books(void **state)
     assert_same_stages(&f, &a);
 }
 
+static void test_stages(void **state)
+{
+    struct kvq_format f;
+    char text[400];
+    (void)state;
+    SUFFIX("oscar2:sink=32:recent=64", "oscar2", f.sink_tokens = 32; f.recent_tokens = 64);
+    SUFFIX("oscar2:rot=none:scale=max:kbits=3:zero=minimum", "oscar2",
+           f.k_rotation = KVQ_ROTATE_NONE;
+           f.k_token_scale = KVQ_SCALE_MAX; f.k.bits = 3; f.k.zero = f.v.zero = KVQ_ZERO_MINIMUM);
+    SUFFIX("oscar2:k_rotation=signed:token_scale=mean:v_bits=4", "oscar2",
+           f.k_rotation = KVQ_ROTATE_SIGNED;
+           f.k_token_scale = KVQ_SCALE_MEAN_ABS; f.v.bits = 4);
+    SUFFIX("int8:k_codec=affine:k_zero=minimum:k_axis=channel", "int8",
+           f.k.codec = KVQ_CODEC_AFFINE;
+           f.k.zero = KVQ_ZERO_MINIMUM; f.k.axis = KVQ_PER_CHANNEL);
+    SUFFIX("turboquant3:kbits=2:k_wide=1", "turboquant3", f.k.bits = 2; f.k.wide = 1);
+    SUFFIX("kivi2:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 32);
+    SUFFIX("kivi2:displaced=7:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 7);
+    SUFFIX("ott2:outliers=0", "ott2", f.outliers = 0);
+    parse("oscar4-g64+int8:vrot=signed:unit=128", &f);
+    assert_int_equal(f.v_rotation, KVQ_ROTATE_SIGNED);
+    assert_int_equal(f.k.group, 64);
+    // A change that is refused changes nothing.
+    struct kvq_format before = f;
+    assert_int_equal(kvq_format_change(&f, "sink=64:recent=many", text, sizeof text), -1);
+    assert_memory_equal(&f, &before, sizeof f);
+    // Every stage has one number, whichever way its name is written.
+    assert_int_equal(kvq_format_stage("kbits", 5), kvq_format_stage("k_bits=3", 6));
+    assert_int_equal(kvq_format_stage("rot", 3), kvq_format_stage("k_rotation", 10));
+    assert_int_not_equal(kvq_format_stage("rot", 3), kvq_format_stage("vrot", 4));
+    assert_int_equal(kvq_format_stage("", 0), -1);
+    assert_int_equal(kvq_format_stage("_", 1), -1);
+    assert_int_equal(kvq_format_stage("ro", 2), -1);
+}
+
 static void test_refused_names(void **state)
 {
     static const struct {
@@ -256,6 +291,21 @@ static void test_refused_names(void **state)
         {"vecinfer-k4x8v4x-8", "unknown"},
         {"vecinfer-k<4,8>v<4,8", "unknown"},
         {"vecinfer-k4x8v4", "unknown"},
+        {"oscar2:", "should be stage=value"},
+        {"oscar2:rot", "\"rot\" should be stage=value"},
+        {"oscar2:rot=odd", "stage k_rotation cannot be \"odd\"; it can be none, hadamard, signed"},
+        {"oscar2:sink=97", "stage sink cannot be \"97\"; it can be 0 to 96"},
+        {"oscar2:sink=-1", "cannot be \"-1\""},
+        {"oscar2:sink= 1", "cannot be \" 1\""},
+        {"oscar2:sink=99999999999999999999", "it can be 0 to 96"},
+        {"oscar2:colour=1", "there is no stage \"colour\"; there are k_channel, token_scale,"},
+        {"oscar2:=1", "there is no stage"},
+        {"oscar2:sink=32:", "should be stage=value"},
+        {"oscar2:sink=33", "sink windows have 0, 32, 64 or 96"},
+        {"oscar2:k_bits=5", "K: codes have"},
+        {"oscar2:recent=1-w5", "it can be 0 to 4096"},
+        {"f16:sink=32", "is raw"},
+        {"oscar9:sink=32", "format oscar9 is unknown"},
         {"oscar2-aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "at most 63"},
     };
     (void)state;
@@ -285,11 +335,11 @@ static void test_longest_name(void **state)
 
 static void garbage(struct kvt_rng *rng, char *name, size_t n)
 {
-    static const char *const parts[] = {"oscar2", "ott2",        "-",     "-g64",
-                                        "-g",     "+",           "-o5",   "-s32",
-                                        "-fm",    "int8",        "kivi2", "vecinfer-k4x8v4x8",
-                                        "-w",     "99999",       "x",     "<4,8>",
-                                        "-full",  "innerq-base", "f16",   "-nosmooth"};
+    static const char *const parts[] = {
+        "oscar2", "ott2",      "-",      "-g64",      "-g",    "+",
+        "-o5",    "-s32",      "-fm",    "int8",      "kivi2", "vecinfer-k4x8v4x8",
+        "-w",     "99999",     "x",      "<4,8>",     "-full", "innerq-base",
+        "f16",    "-nosmooth", ":sink=", ":k_bits=4", ":unit", "=32"};
     size_t at = 0;
     name[0] = '\0';
     for (uint32_t i = 0, pieces = 1 + kvt_below(rng, 6); i < pieces; i++) {
@@ -346,6 +396,9 @@ static void test_refused_rows(void **state)
     f = *kvt_format("turboquant3"), f.k.bits = 8, refused_row(f, "K: Lloyd-Max");
     f = *kvt_format("turboquant3"), f.v.group = 32, refused_row(f, "V: Lloyd-Max");
     f = *kvt_format("turboquant3"), f.k.wide = 1, refused_row(f, "K: only 2-bit");
+    f = *kvt_format("vecinfer-2"), f.k.wide = 1, refused_row(f, "K: a codebook's codes have no");
+    f = *kvt_format("vecinfer-2"), f.v.group = 32, refused_row(f, "V: a codebook's codes have no");
+    f = row, f.k.full = 1, refused_row(f, "K: only symmetric and hybrid");
     f = row, f.k.group = 48, refused_row(f, "K: 32, 64 or 128 values");
     f = row, f.k.group = 0, refused_row(f, "K: scales per channel serve");
     f = *kvt_format("kivi-sink2"), f.k.group = 64, refused_row(f, "within one unit");
@@ -366,9 +419,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bytes_per_token), cmocka_unit_test(test_windows),
         cmocka_unit_test(test_learn_tokens),    cmocka_unit_test(test_suffixes),
-        cmocka_unit_test(test_pairs_and_books), cmocka_unit_test(test_refused_names),
-        cmocka_unit_test(test_longest_name),    cmocka_unit_test(test_garbage_names),
-        cmocka_unit_test(test_refused_rows),
+        cmocka_unit_test(test_pairs_and_books), cmocka_unit_test(test_stages),
+        cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_longest_name),
+        cmocka_unit_test(test_garbage_names),   cmocka_unit_test(test_refused_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -33,16 +33,8 @@ struct quality_method {
     struct kvq_format f; // of controls: f16 with oscar2's windows
 };
 
-// Takes "dropped", "int2-token", a format's name, or "NAME:stage=value:.." with stages
-//
-//     rot, vrot         none, hadamard, signed        scale    none, l2, xh, max, mean
-//     kcodec, vcodec    affine, symmetric, hybrid, lloyd
-//     kbits, vbits      bits of a code                channel  none, prompt, book
-//     kgroup, vgroup    values per scale; 0: all channels of a token
-//     kaxis, vaxis      channel, token                kfull, vfull   0, 1
-//     kzero, vzero, zero (both)                       integer, minimum
-//     sink, recent, unit, outliers                    tokens
-//
+// Takes "dropped", "int2-token", or a format's name, which may have up to 159 characters here,
+// with stages changed as in "NAME:stage=value:.." (docs/formats.md).
 // 0, or -1 with a sentence in text.
 int quality_method_parse(const char *name, struct quality_method *m, char *text, size_t n);
 

@@ -1,136 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Methods by name, and the bytes they take.
-#include <errno.h>
 #include <math.h>
-#include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/kvq-bench/quality.h"
-
-// ---- Stages by name ----
-
-struct word {
-    const char *word;
-    uint8_t value;
-};
-
-static const struct word rotations[] = {{"none", KVQ_ROTATE_NONE},
-                                        {"hadamard", KVQ_ROTATE_HADAMARD},
-                                        {"signed", KVQ_ROTATE_SIGNED},
-                                        {NULL, 0}};
-static const struct word scales[] = {{"none", KVQ_SCALE_NONE},     {"l2", KVQ_SCALE_L2_HEAD},
-                                     {"xh", KVQ_SCALE_L2_CROSS},   {"max", KVQ_SCALE_MAX},
-                                     {"mean", KVQ_SCALE_MEAN_ABS}, {NULL, 0}};
-static const struct word channels[] = {{"none", KVQ_CHANNEL_NONE},
-                                       {"prompt", KVQ_CHANNEL_PROMPT},
-                                       {"book", KVQ_CHANNEL_BOOK},
-                                       {NULL, 0}};
-static const struct word axes[] = {
-    {"channel", KVQ_PER_CHANNEL}, {"token", KVQ_PER_TOKEN}, {NULL, 0}};
-static const struct word zeros[] = {
-    {"integer", KVQ_ZERO_INTEGER}, {"minimum", KVQ_ZERO_MINIMUM}, {NULL, 0}};
-static const struct word codecs[] = {{"affine", KVQ_CODEC_AFFINE},
-                                     {"symmetric", KVQ_CODEC_SYMMETRIC},
-                                     {"hybrid", KVQ_CODEC_HYBRID},
-                                     {"lloyd", KVQ_CODEC_LLOYD},
-                                     {NULL, 0}};
-
-// A stage: a byte or 16-bit number of struct kvq_format, or two of them.
-struct stage {
-    const char *name;
-    const struct word *words; // NULL: a number up to `most`
-    size_t offset, second;    // second 0: none
-    uint16_t most;
-    bool wide; // 16 bits
-};
-
-#define AT(field) offsetof(struct kvq_format, field)
-static const struct stage stages[] = {
-    {"rot", rotations, AT(k_rotation), 0, 0, false},
-    {"vrot", rotations, AT(v_rotation), 0, 0, false},
-    {"scale", scales, AT(k_token_scale), 0, 0, false},
-    {"channel", channels, AT(k_channel), 0, 0, false},
-    {"kcodec", codecs, AT(k.codec), 0, 0, false},
-    {"vcodec", codecs, AT(v.codec), 0, 0, false},
-    {"kbits", NULL, AT(k.bits), 0, 8, false},
-    {"vbits", NULL, AT(v.bits), 0, 8, false},
-    {"kgroup", NULL, AT(k.group), 0, 256, true},
-    {"vgroup", NULL, AT(v.group), 0, 256, true},
-    {"kaxis", axes, AT(k.axis), 0, 0, false},
-    {"vaxis", axes, AT(v.axis), 0, 0, false},
-    {"zero", zeros, AT(k.zero), AT(v.zero), 0, false},
-    {"kzero", zeros, AT(k.zero), 0, 0, false},
-    {"vzero", zeros, AT(v.zero), 0, 0, false},
-    {"kfull", NULL, AT(k.full), 0, 1, false},
-    {"vfull", NULL, AT(v.full), 0, 1, false},
-    {"sink", NULL, AT(sink_tokens), 0, KVQ_MAX_SINK, true},
-    {"recent", NULL, AT(recent_tokens), 0, 1024, true},
-    {"unit", NULL, AT(unit_tokens), 0, KVQ_BLOCK_TOKENS, true},
-    {"outliers", NULL, AT(outliers), 0, 32, false},
-};
-
-static void put(struct kvq_format *f, const struct stage *s, size_t offset, uint16_t value)
-{
-    uint8_t byte = (uint8_t)value;
-    if (s->wide)
-        memcpy((char *)f + offset, &value, sizeof value);
-    else
-        memcpy((char *)f + offset, &byte, sizeof byte);
-}
-
-static bool value_of(const struct stage *s, const char *text, uint16_t *value)
-{
-    for (const struct word *w = s->words; w && w->word; w++)
-        if (strcmp(w->word, text) == 0) {
-            *value = w->value;
-            return true;
-        }
-    char *end;
-    errno = 0;
-    unsigned long x = strtoul(text, &end, 10);
-    *value = (uint16_t)x;
-    return !s->words && !errno && end != text && !*end && *text != '-' && x <= s->most;
-}
-
-static int change_stage(struct kvq_format *f, const char *name, const char *value, char *text,
-                        size_t n)
-{
-    for (size_t i = 0; i < sizeof stages / sizeof *stages; i++) {
-        uint16_t x;
-        if (strcmp(stages[i].name, name) != 0)
-            continue;
-        if (!value_of(&stages[i], value, &x)) {
-            snprintf(text, n, "stage %s cannot be \"%s\"", name, value);
-            return -1;
-        }
-        put(f, &stages[i], stages[i].offset, x);
-        if (stages[i].second)
-            put(f, &stages[i], stages[i].second, x);
-        return 0;
-    }
-    snprintf(text, n, "there is no stage \"%s\"; rot, vrot, scale, channel, kbits, .. there are",
-             name);
-    return -1;
-}
-
-// "stage=value:stage=value"; changes the text.
-static int change_stages(struct kvq_format *f, char *changes, char *text, size_t n)
-{
-    char *rest = NULL;
-    for (char *part = strtok_r(changes, ":", &rest); part; part = strtok_r(NULL, ":", &rest)) {
-        char *value = strchr(part, '=');
-        if (!value) {
-            snprintf(text, n, "\"%s\" should be stage=value", part);
-            return -1;
-        }
-        *value++ = 0;
-        if (change_stage(f, part, value, text, n))
-            return -1;
-    }
-    return kvq_format_check(f, text, n);
-}
 
 // ---- Names ----
 
@@ -154,7 +28,10 @@ int quality_method_parse(const char *name, struct quality_method *m, char *text,
         *changes++ = 0;
     if (kvq_format_parse(m->kind == QUALITY_FORMAT ? copy : "f16", &m->f, text, n))
         return -1;
-    return changes ? change_stages(&m->f, changes, text, n) : 0;
+    // Methods may have longer names than formats.
+    if (changes && kvq_format_change(&m->f, changes, text, n))
+        return -1;
+    return kvq_format_check(&m->f, text, n);
 }
 
 // ---- Bytes ----

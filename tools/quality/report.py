@@ -303,7 +303,7 @@ def main():
     report.say("The model is the small one in [tools/model](../tools/model/README.md), if no other "
                "is named above. It is no large language model; what it shows about outliers comes "
                "from outliers that were put into its weights. Methods with a colon are a format "
-               "with stages changed (`kvq-bench quality --help`).")
+               "with stages changed ([formats.md](formats.md#names)).")
     if os.path.exists(os.path.join(args.plots, "search.md")):
         report.say("Compositions of all stages were searched for a better one: "
                    "[quality/search.md](quality/search.md).")

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Stages of a format by name, as behind the ':' of "NAME:stage=value:stage=value" and in the
+// daemon's configuration. docs/formats.md lists them.
+#include <errno.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "kernels/internal.h"
+
+struct word {
+    const char *word;
+    uint8_t value;
+};
+
+static const struct word rotations[] = {{"none", KVQ_ROTATE_NONE},
+                                        {"hadamard", KVQ_ROTATE_HADAMARD},
+                                        {"signed", KVQ_ROTATE_SIGNED},
+                                        {NULL, 0}};
+static const struct word scales[] = {{"none", KVQ_SCALE_NONE},     {"l2", KVQ_SCALE_L2_HEAD},
+                                     {"xh", KVQ_SCALE_L2_CROSS},   {"max", KVQ_SCALE_MAX},
+                                     {"mean", KVQ_SCALE_MEAN_ABS}, {NULL, 0}};
+static const struct word channels[] = {{"none", KVQ_CHANNEL_NONE},
+                                       {"prompt", KVQ_CHANNEL_PROMPT},
+                                       {"book", KVQ_CHANNEL_BOOK},
+                                       {NULL, 0}};
+static const struct word axes[] = {
+    {"channel", KVQ_PER_CHANNEL}, {"token", KVQ_PER_TOKEN}, {NULL, 0}};
+static const struct word zeros[] = {
+    {"integer", KVQ_ZERO_INTEGER}, {"minimum", KVQ_ZERO_MINIMUM}, {NULL, 0}};
+static const struct word codecs[] = {{"affine", KVQ_CODEC_AFFINE},
+                                     {"symmetric", KVQ_CODEC_SYMMETRIC},
+                                     {"hybrid", KVQ_CODEC_HYBRID},
+                                     {"lloyd", KVQ_CODEC_LLOYD},
+                                     {NULL, 0}};
+
+// A stage: a byte or 16-bit number of struct kvq_format, or two of them.
+struct stage {
+    const char *name, *brief; // underscores do not count; brief may be NULL
+    const struct word *words; // NULL: a number up to `most`
+    size_t offset, second;    // second 0: none
+    uint16_t most;
+    bool wide; // 16 bits
+};
+
+#define AT(field) offsetof(struct kvq_format, field)
+static const struct stage stages[] = {
+    {"k_channel", "channel", channels, AT(k_channel), 0, 0, false},
+    {"token_scale", "scale", scales, AT(k_token_scale), 0, 0, false},
+    {"k_rotation", "rot", rotations, AT(k_rotation), 0, 0, false},
+    {"v_rotation", "vrot", rotations, AT(v_rotation), 0, 0, false},
+    {"k_codec", NULL, codecs, AT(k.codec), 0, 0, false},
+    {"v_codec", NULL, codecs, AT(v.codec), 0, 0, false},
+    {"k_bits", NULL, NULL, AT(k.bits), 0, 8, false},
+    {"v_bits", NULL, NULL, AT(v.bits), 0, 8, false},
+    {"k_group", NULL, NULL, AT(k.group), 0, 128, true},
+    {"v_group", NULL, NULL, AT(v.group), 0, 128, true},
+    {"k_axis", NULL, axes, AT(k.axis), 0, 0, false},
+    {"v_axis", NULL, axes, AT(v.axis), 0, 0, false},
+    {"zero", NULL, zeros, AT(k.zero), AT(v.zero), 0, false},
+    {"k_zero", NULL, zeros, AT(k.zero), 0, 0, false},
+    {"v_zero", NULL, zeros, AT(v.zero), 0, 0, false},
+    {"k_full", NULL, NULL, AT(k.full), 0, 1, false},
+    {"v_full", NULL, NULL, AT(v.full), 0, 1, false},
+    {"k_wide", NULL, NULL, AT(k.wide), 0, 1, false},
+    {"v_wide", NULL, NULL, AT(v.wide), 0, 1, false},
+    {"sink", NULL, NULL, AT(sink_tokens), 0, KVQ_MAX_SINK, true},
+    {"recent", NULL, NULL, AT(recent_tokens), 0, 4096, true},
+    {"unit", NULL, NULL, AT(unit_tokens), 0, KVQ_BLOCK_TOKENS, true},
+    {"outliers", NULL, NULL, AT(outliers), 0, KVQ_POOL_ENTRIES, false},
+    {"displaced", NULL, NULL, AT(extra_outliers), 0, KVQ_POOL_ENTRIES, false},
+};
+enum { STAGES = sizeof stages / sizeof *stages, LONGEST = 32 };
+
+// Whether the first n bytes of `a` are the name `b`, but for underscores.
+static bool same_name(const char *a, size_t n, const char *b)
+{
+    const char *end = a + n;
+    for (;; a++, b++) {
+        while (a < end && *a == '_')
+            a++;
+        while (*b == '_')
+            b++;
+        if (a == end || *b == '\0')
+            return a == end && *b == '\0';
+        if (*a != *b)
+            return false;
+    }
+}
+
+int kvq_format_stage(const char *name, size_t n)
+{
+    for (int i = 0; i < STAGES; i++)
+        if (same_name(name, n, stages[i].name) ||
+            (stages[i].brief && same_name(name, n, stages[i].brief)))
+            return i;
+    return -1;
+}
+
+static void put(struct kvq_format *f, const struct stage *s, size_t offset, uint16_t value)
+{
+    uint8_t byte = (uint8_t)value;
+    if (s->wide)
+        memcpy((char *)f + offset, &value, sizeof value);
+    else
+        memcpy((char *)f + offset, &byte, sizeof byte);
+}
+
+static bool value_of(const struct stage *s, const char *text, uint16_t *value)
+{
+    for (const struct word *w = s->words; w && w->word; w++)
+        if (strcmp(w->word, text) == 0) {
+            *value = w->value;
+            return true;
+        }
+    char *end;
+    errno = 0;
+    if (s->words || *text < '0' || *text > '9')
+        return false;
+    unsigned long x = strtoul(text, &end, 10);
+    *value = (uint16_t)x;
+    return !errno && !*end && x <= s->most;
+}
+
+// ---- Refusals ----
+
+static int refuse_value(const struct stage *s, const char *value, char *text, size_t n)
+{
+    int used = snprintf(text, n, "stage %s cannot be \"%s\"; it can be ", s->name, value);
+    size_t at = used < 0 || (size_t)used >= n ? n : (size_t)used;
+    if (!s->words)
+        snprintf(text + at, n - at, "0 to %u", s->most);
+    for (const struct word *w = s->words; w && w->word && at < n; w++)
+        at += (size_t)snprintf(text + at, n - at, "%s%s", w == s->words ? "" : ", ", w->word);
+    return -1;
+}
+
+static int refuse_stage(const char *name, size_t length, char *text, size_t n)
+{
+    int used = snprintf(text, n, "there is no stage \"%.*s\"; there are ",
+                        (int)(length < LONGEST ? length : LONGEST), name);
+    size_t at = used < 0 || (size_t)used >= n ? n : (size_t)used;
+    for (int i = 0; i < STAGES && at < n; i++)
+        at += (size_t)snprintf(text + at, n - at, "%s%s", i ? ", " : "", stages[i].name);
+    return -1;
+}
+
+// ---- Changes ----
+
+// "stage=value", n bytes of it.
+static int change_one(struct kvq_format *f, const char *change, size_t length, char *text, size_t n)
+{
+    const char *equals = memchr(change, '=', length);
+    char value[LONGEST];
+    uint16_t x;
+    if (!equals) {
+        snprintf(text, n, "\"%.*s\" should be stage=value",
+                 (int)(length < LONGEST ? length : LONGEST), change);
+        return -1;
+    }
+    int i = kvq_format_stage(change, (size_t)(equals - change));
+    if (i < 0)
+        return refuse_stage(change, (size_t)(equals - change), text, n);
+    snprintf(value, sizeof value, "%.*s", (int)(change + length - equals - 1), equals + 1);
+    if (!value_of(&stages[i], value, &x))
+        return refuse_value(&stages[i], value, text, n);
+    // Without any room for displaced tokens the first choice would be the last.
+    if (stages[i].offset == AT(outliers) && x && !f->outliers && !f->extra_outliers)
+        f->extra_outliers = KVQ_POOL_ENTRIES / 2;
+    put(f, &stages[i], stages[i].offset, x);
+    if (stages[i].second)
+        put(f, &stages[i], stages[i].second, x);
+    return 0;
+}
+
+int kvq_format_change(struct kvq_format *format, const char *changes, char *text, size_t n)
+{
+    struct kvq_format f = *format;
+    if (kvq_is_raw(&f)) {
+        snprintf(text, n, "format %s is raw: it has no stages to change", f.name);
+        return -1;
+    }
+    for (const char *at = changes;; at++) {
+        size_t length = strcspn(at, ":");
+        if (change_one(&f, at, length, text, n))
+            return -1;
+        at += length;
+        if (*at == '\0')
+            break;
+    }
+    *format = f;
+    return 0;
+}
