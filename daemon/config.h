@@ -9,6 +9,9 @@
 //     pool_bytes = 30gb               KVQD_POOL_BYTES=30gb     --pool-bytes 30gb
 //     [namespace team-a]              (namespaces stand in the file only)
 //     uids = 1000, 1001
+//     [format mymix]                  (formats likewise)
+//     k = oscar2-g64
+//     v = innerq-hybrid
 #ifndef KVQ_DAEMON_CONFIG_H
 #define KVQ_DAEMON_CONFIG_H
 
@@ -16,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "daemon/core.h"
 #include "proto/limits.h"
 
 struct kvq_config_ids {
@@ -31,6 +35,20 @@ struct kvq_config_namespace {
     uint64_t limit_bytes;  // 0: the pool's
     uint64_t max_sessions; // 0: no limit of its own
     uint64_t set;          // which keys the section held
+};
+
+// What a [format NAME] section says, as text; what it means is in own_formats.
+enum {
+    KVQ_CONFIG_FORMAT_BASE,
+    KVQ_CONFIG_FORMAT_K,
+    KVQ_CONFIG_FORMAT_V,
+    KVQ_CONFIG_FORMAT_LAYERS, // in own_formats alone
+};
+struct kvq_config_format {
+    char names[KVQ_CONFIG_FORMAT_LAYERS][KVQ_FORMAT_NAME]; // of base, k and v; empty: not said
+    char stages[512];                                      // "stage=value:stage=value"
+    uint64_t stages_set;                                   // by kvq_format_stage()
+    char composition[768]; // k, v and stages as one name, the row's source
 };
 
 enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 32 };
@@ -61,6 +79,9 @@ struct kvq_config {
 
     uint32_t n_namespaces;
     struct kvq_config_namespace namespaces[KVQ_MAX_NAMESPACES];
+    uint32_t n_formats;
+    struct kvq_config_format formats[KVQ_MAX_OWN_FORMATS];
+    struct kvq__own_format own_formats[KVQ_MAX_OWN_FORMATS]; // checked, in the same order
 
     uint8_t source[KVQ_CONFIG_OPTIONS]; // enum kvq_config_source, in the order of the table
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration file: options of the table at the top (or under [kvqd]), then sections
-// [namespace NAME]. inih reads it; what inih would silently cut or split is refused first.
+// [namespace NAME] and [format NAME] (config_formats.c). inih reads it; what inih would silently
+// cut or split is refused first.
 #include <errno.h>
 #include <fcntl.h>
 #include <ini.h>
@@ -122,9 +123,13 @@ static int handle(void *context, const char *section, const char *name, const ch
         return handle_option(p, name, value);
     if (strncmp(section, "namespace ", strlen("namespace ")) == 0)
         return handle_namespace(p, section, name, value);
+    if (strncmp(section, "format ", strlen("format ")) == 0) {
+        p->error = kvq__config_format_line(p->config, section, name, value, p->text);
+        return p->error == 0;
+    }
     p->error = kvq__config_refuse(p->text, nowhere,
-                                  "section [%.64s] is not known; known are [kvqd] and "
-                                  "[namespace NAME]",
+                                  "section [%.64s] is not known; known are [kvqd], "
+                                  "[namespace NAME] and [format NAME]",
                                   section);
     return 0;
 }
@@ -147,9 +152,26 @@ static int overlong_line(const char *contents, const char **what)
     return 0;
 }
 
+// The first line of the section [format NAME].
+static int line_of_format(const char *contents, const char *name)
+{
+    char header[KVQ_FORMAT_NAME + 16];
+    int line = 1;
+    snprintf(header, sizeof header, "[format %s]", name);
+    for (const char *at = contents; *at; line++) {
+        size_t length = strcspn(at, "\n");
+        const char *start = at + strspn(at, " \t");
+        if (strncmp(start, header, strlen(header)) == 0)
+            return line;
+        at += length + (at[length] == '\n');
+    }
+    return 1;
+}
+
 int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents, char *text)
 {
     char complaint[KVQ_TEXT_BYTES] = "", where[KVQ_CONFIG_PATH + 16];
+    char what_format[KVQ_TEXT_BYTES + KVQ_FORMAT_NAME + 16];
     struct parse p = {.config = config, .text = complaint};
     const char *what = NULL;
     int line = overlong_line(contents, &what);
@@ -157,12 +179,18 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
         line = ini_parse_string(contents, handle, &p);
         what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
     }
+    const char *format = "";
+    if (line == 0 && kvq__config_formats_end(config, &format, complaint) != 0) {
+        line = line_of_format(contents, format);
+        snprintf(what_format, sizeof what_format, "[format %s]%s", format, complaint);
+        what = what_format;
+    }
     if (line == 0)
         return 0;
     if (line < 0)
         return kvq__config_refuse(text, name, "out of memory");
     snprintf(where, sizeof where, "%s:%d", name, line);
-    return kvq__config_refuse(text, where, "%.300s", what);
+    return kvq__config_refuse(text, where, "%s", what);
 }
 
 int kvq__config_read_file(struct kvq_config *config, char *text)

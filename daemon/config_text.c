@@ -173,6 +173,11 @@ void kvq__config_help(char *text, size_t size)
               "how much of it; other users have the namespace uid-N of their own.\n\n"
               "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  limit_bytes = 10gb\n"
               "  max_sessions = 100\n\n"
+              "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
+              "and V as in another (or both as in `base`), with single stages changed, and\n"
+              "others for some layers. `kvqctl format list` shows them.\n\n"
+              "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
+              "  layers = 0-1:k8v4, 31:int8\n\n"
               "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"
               "leaves at once.\n");
 }
@@ -204,6 +209,27 @@ static void put_value(struct out *out, const struct kvq_config *config, const st
     put(out, "%s\n", value);
 }
 
+// The stages one a line, then the ranges one a line.
+static void put_format(struct out *out, const struct kvq_config *config, uint32_t index)
+{
+    const struct kvq_config_format *f = &config->formats[index];
+    const struct kvq__own_format *own = &config->own_formats[index];
+
+    static const char *const keys[] = {"base", "k", "v"};
+    put(out, "\n[format %s]\n", own->name);
+    for (int i = 0; i < KVQ_CONFIG_FORMAT_LAYERS; i++)
+        if (f->names[i][0])
+            put(out, "%s = %s\n", keys[i], f->names[i]);
+    for (const char *at = f->stages; *at;) {
+        int name = (int)strcspn(at, "="), length = (int)strcspn(at, ":");
+        put(out, "%.*s = %.*s\n", name, at, length - name - 1, at + name + 1);
+        at += length + (at[length] == ':');
+    }
+    for (uint32_t i = 0; i < own->n_ranges; i++)
+        put(out, "layers = %u-%u:%.*s\n", own->ranges[i].first, own->ranges[i].last,
+            kvq__config_format_length(config, own->ranges[i].row.name), own->ranges[i].row.name);
+}
+
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
 {
     static const char *const sources[] = {"default", "file", "environment", "flag"};
@@ -223,4 +249,6 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
         put(&out, "limit_bytes = %s\nmax_sessions = %llu\n", value,
             (unsigned long long)ns->max_sessions);
     }
+    for (uint32_t i = 0; i < config->n_formats; i++)
+        put_format(&out, config, i);
 }

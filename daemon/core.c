@@ -148,11 +148,6 @@ void kvq__core_close(struct kvq__core **pointer)
     kvq__pool_trim(core, 0);
     assert(core->pool.extents_taken == 0 && core->pool.used_bytes == 0);
     kvq__namespaces_close(core);
-    struct kvq__format *f;
-    while ((f = SLIST_FIRST(&core->formats))) {
-        SLIST_REMOVE_HEAD(&core->formats, link);
-        kvq__deallocate(core, f, sizeof *f);
-    }
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     struct kvq__memory_ops memory = core->config.memory;
     memory.deallocate(memory.context, core, sizeof *core);

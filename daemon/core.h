@@ -61,6 +61,20 @@ struct kvq__memory_ops {
     void (*deallocate)(void *context, void *memory, size_t bytes);
 };
 
+// A format of the configuration. Its rows have passed kvq_format_check; their names are what users
+// read, and mean the same in all formats of a core.
+struct kvq__layer_range {
+    uint32_t first, last;
+    struct kvq_format row;
+};
+struct kvq__own_format {
+    char name[KVQ_FORMAT_NAME]; // no name of the table or that kvq_format_parse knows
+    bool has_rest;
+    struct kvq_format rest; // of layers that are in no range
+    uint32_t n_ranges;      // they do not overlap
+    struct kvq__layer_range ranges[KVQ_MAX_FORMAT_RANGES];
+};
+
 enum kvq__event_kind {
     KVQ__EVENT_SESSION_OPENED,
     KVQ__EVENT_SESSION_CLOSED,
@@ -89,6 +103,8 @@ struct kvq__core_config {
     uint32_t default_limit_sessions; // likewise; 0 = no limit
     uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
     const struct kvq_kernels *kernels;
+    const struct kvq__own_format *formats; // stay there until the core is closed
+    uint32_t n_formats;
     struct kvq__memory_ops memory;
     void *context; // for the callbacks below; they run on the poller thread
     // Any may be NULL.
@@ -203,7 +219,8 @@ struct kvq__session_spec {
 struct kvq__session_info {
     uint64_t handle, id;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
-    char format[KVQ_FORMAT_NAME]; // of most layers
+    char format[KVQ_FORMAT_NAME]; // the configuration's, if it is one; else of most layers
+    char layer_formats[256];      // "0-1:k8v4, 2-31:oscar2"; empty if all layers have one
     uint64_t tokens;
     uint32_t layers;
     double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;
@@ -260,6 +277,16 @@ uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__pe
                               struct kvq__namespace_info *out, uint32_t max);
 uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
                            struct kvq__client_info *out, uint32_t max);
+// The formats of the configuration, a row for each range of their layers, then those of the table.
+// What is pointed to lives as long as the core.
+struct kvq__format_info {
+    const char *name;
+    const struct kvq_format *row;
+    uint32_t first, last; // layers; last UINT32_MAX: those that no other row names
+    bool own, others;     // others: there are such rows
+};
+uint32_t kvq__core_formats(const struct kvq__core *core, struct kvq__format_info *out,
+                           uint32_t max);
 // Counts a kick and says whether the client exists (else KVQ_E_NO_CLIENT) and the peer may end it
 // (else KVQ_E_PERMISSION). The caller then closes its connection and detaches it.
 int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text);

@@ -57,6 +57,7 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->head_dim = info->head_dim;
     s->saturated_values = info->saturated_values;
     s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 3]);
+    s->layer_formats = kvq_arena_text(arena, info->layer_formats);
     return s;
 }
 
@@ -309,13 +310,65 @@ static void answer_clients(const struct kvq__dispatch *d, struct kvq_arena *aren
     reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
 }
 
+static Kvq__Format *format_message(struct kvq_arena *arena, const struct kvq__format_info *info)
+{
+    const struct kvq_shape shape = {.kv_heads = 1, .k_dim = 128, .v_dim = 128};
+    char layers[32] = "";
+    Kvq__Format *f = kvq_arena_alloc(arena, sizeof *f);
+    if (!f)
+        return NULL;
+    if (info->others && info->last == UINT32_MAX)
+        snprintf(layers, sizeof layers, "others");
+    else if (info->others)
+        snprintf(layers, sizeof layers, info->first == info->last ? "%u" : "%u-%u", info->first,
+                 info->last);
+    kvq__format__init(f);
+    f->name = kvq_arena_text(arena, info->name);
+    f->layers = kvq_arena_text(arena, layers);
+    f->row = kvq_arena_text(arena, info->row->name);
+    f->own = info->own;
+    f->bits_per_value = kvq_bits_per_value(info->row, &shape);
+    f->unit_tokens = info->row->unit_tokens;
+    f->recent_tokens = info->row->recent_tokens;
+    f->sink_tokens = info->row->sink_tokens;
+    f->source = kvq_arena_text(arena, info->row->source);
+    return f;
+}
+
+static void answer_formats(const struct kvq__dispatch *d, struct kvq_arena *arena,
+                           Kvq__Reply *reply)
+{
+    enum { MOST = KVQ_MAX_OWN_FORMATS * (KVQ_MAX_FORMAT_RANGES + 1) + KVQ_MAX_LIST };
+    Kvq__FormatList *list = kvq_arena_alloc(arena, sizeof *list);
+    struct kvq__format_info *infos = kvq_arena_alloc(arena, MOST * sizeof *infos);
+    Kvq__Format **formats = kvq_arena_alloc(arena, MOST * sizeof *formats);
+    if (!list || !infos || !formats)
+        return;
+    kvq__format_list__init(list);
+    list->formats = formats;
+    uint32_t n = kvq__core_formats(d->core, infos, MOST);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n && i < MOST; i++) {
+        Kvq__Format *f = format_message(arena, &infos[i]);
+        bytes += f ? kvq__format__get_packed_size(f) + 4 : 0;
+        if (!f || bytes > LIST_BYTES || list->n_formats == KVQ_MAX_LIST)
+            break;
+        formats[list->n_formats++] = f;
+    }
+    list->truncated = list->n_formats < n;
+    reply->formats = list;
+    reply->result_case = KVQ__REPLY__RESULT_FORMATS;
+}
+
 // ---- The table ----
 
 int kvq__dispatch_knows(Kvq__Request__CommandCase command)
 {
     return (command >= KVQ__REQUEST__COMMAND_OPEN_SESSION &&
             command <= KVQ__REQUEST__COMMAND_SESSION_INFO) ||
-           (command >= KVQ__REQUEST__COMMAND_PING && command <= KVQ__REQUEST__COMMAND_KICK_CLIENT);
+           (command >= KVQ__REQUEST__COMMAND_PING &&
+            command <= KVQ__REQUEST__COMMAND_KICK_CLIENT) ||
+           command == KVQ__REQUEST__COMMAND_LIST_FORMATS;
 }
 
 // Commands about sessions; true if one was answered with a session.
@@ -368,6 +421,9 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         break;
     case KVQ__REQUEST__COMMAND_LIST_CLIENTS:
         answer_clients(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_LIST_FORMATS:
+        answer_formats(d, arena, reply);
         break;
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);

@@ -91,12 +91,11 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
 
 // ---- The new session ----
 
-static void copy_identity(struct kvq__session *to, const struct kvq__session *from)
+static int copy_identity(struct kvq__session *to, const struct kvq__session *from)
 {
     for (uint32_t i = 0; i < from->n_layers; i++) {
         const struct kvq__layer *l = &from->layers[i];
         to->layers[i] = (struct kvq__layer){
-            .format = l->format,
             .shape = l->shape,
             .layout = l->layout,
             .book = l->book,
@@ -118,6 +117,7 @@ static void copy_identity(struct kvq__session *to, const struct kvq__session *fr
     to->v_rotation = from->v_rotation;
     to->dtype = from->dtype;
     to->drop_on_detach = true;
+    return kvq__formats_copy(to, from);
 }
 
 struct cloning {
@@ -244,8 +244,9 @@ static int clone(struct cloning *c, struct kvq__session *from)
     c->to = kvq__session_new(from->core, from->ns, from->n_layers);
     if (!c->to)
         return KVQ_E_NO_MEMORY;
-    copy_identity(c->to, from);
-    rc = clone_pages(c, from);
+    rc = copy_identity(c->to, from);
+    if (rc == 0)
+        rc = clone_pages(c, from);
     if (rc < 0) {
         kvq__deallocate(from->core, c->copies, c->room * sizeof *c->copies);
         kvq__session_free(c->to);

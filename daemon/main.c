@@ -131,7 +131,7 @@ static int serve(char *text)
 
 static int show(const struct kvq_config *config)
 {
-    static char out[65536];
+    static char out[1 << 19]; // all sections that a file can have
     if (config->version) {
         printf("kvqd %s\n", KVQ_VERSION_TEXT);
         return 0;

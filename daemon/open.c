@@ -97,84 +97,32 @@ static int count_layers(const struct kvq__session_spec *spec, uint32_t *total, c
     return 0;
 }
 
-static void list_formats(char *out, size_t room)
+static int refuse_format(const struct kvq__core *core, uint32_t layer, const char *why, int rc,
+                         char *text)
 {
-    size_t used = 0;
-    for (const struct kvq_format *f = kvq_formats; f->name[0] && used < room; f++)
-        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
-}
-
-// The format of a name "FORMAT" or "FORMAT@CODEBOOK", under its whole name.
-static int parse_row(const char *name, struct kvq_format *row, char *why, size_t n)
-{
-    char format[KVQ_FORMAT_NAME];
-    snprintf(why, n, "format name %.20s... is longer than %d bytes", name, KVQ_FORMAT_NAME - 1);
-    if (strlen(name) >= sizeof format)
-        return KVQ_E_FORMAT;
-    snprintf(format, sizeof format, "%.*s", (int)strcspn(name, "@"), name);
-    if (kvq_format_parse(format, row, why, n))
-        return KVQ_E_FORMAT;
-    snprintf(row->name, sizeof row->name, "%s", name);
-    return 0;
-}
-
-static int parse_format(struct kvq__core *core, const char *name, const struct kvq_format **format,
-                        char *why, size_t n)
-{
-    struct kvq__format *f;
-    struct kvq_format row;
-    SLIST_FOREACH (f, &core->formats, link)
-        if (strcmp(f->row.name, name) == 0)
-            break;
-    if (!f) {
-        int rc = parse_row(name, &row, why, n);
-        if (rc < 0)
-            return rc;
-        snprintf(why, n, "%d composed formats are in use; a daemon knows no more", KVQ_MAX_FORMATS);
-        if (core->n_formats == KVQ_MAX_FORMATS)
-            return KVQ_E_LIMIT;
-        f = kvq__allocate(core, sizeof *f);
-        snprintf(why, n, "no memory for format %.64s", name);
-        if (!f)
-            return KVQ_E_NO_MEMORY;
-        f->row = row;
-        core->n_formats++;
-        SLIST_INSERT_HEAD(&core->formats, f, link);
-    }
-    *format = &f->row;
-    return 0;
-}
-
-// A row of the table, or one composed of suffixes. The first layers may go without outliers.
-static int get_format(struct kvq__core *core, const char *name, uint32_t layer,
-                      const struct kvq_format **format, char *why, size_t n)
-{
-    char plain[KVQ_FORMAT_NAME + 4];
-    const struct kvq_format *row = kvq_format_by_name(name);
-    int rc = row ? 0 : parse_format(core, name, &row, why, n);
-    if (rc == 0 && row->outliers && layer < row->plain_layers) {
-        snprintf(plain, sizeof plain, "%s-o0", name);
-        rc = parse_format(core, plain, &row, why, n);
-    }
-    *format = row;
+    int used = snprintf(text, KVQ_TEXT_BYTES, "layer %u: %.320s; known are ", layer, why);
+    kvq__formats_known(core, text + used, KVQ_TEXT_BYTES - (size_t)used);
     return rc;
 }
 
-static int find_format(struct kvq__core *core, const struct kvq__session_spec *spec,
-                       const struct kvq__layer_row *row, uint32_t layer,
-                       const struct kvq_format **format, char *text)
+static int find_format(struct kvq__session *s, const struct kvq__session_spec *spec,
+                       const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
-    char known[512], why[160];
+    char why[KVQ_TEXT_BYTES / 2] = "it has no format; give it one";
+    struct kvq_format found;
     const char *name = is_empty(row->format) ? spec->format : row->format;
-    list_formats(known, sizeof known);
+    // Layers that read another's cache have its format.
+    uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     if (is_empty(name))
-        return kvq__fail(text, KVQ_E_FORMAT, "layer %u has no format; give one of %s", layer,
-                         known);
-    int rc = get_format(core, name, layer, format, why, sizeof why);
-    if (rc == KVQ_E_FORMAT)
-        return kvq__fail(text, rc, "layer %u: %s; known are %s", layer, why, known);
+        return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
+    int rc = kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
     if (rc < 0)
-        return kvq__fail(text, rc, "layer %u: %s", layer, why);
+        return refuse_format(s->core, layer, why, rc, text);
+    s->layers[layer].format = kvq__format_keep(s, &found);
+    if (!s->layers[layer].format)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "layer %u: no memory for format %s", layer, name);
+    if (kvq__own_format(s->core, name) && name == spec->format)
+        snprintf(s->own_format, sizeof s->own_format, "%s", name);
     return 0;
 }
 
@@ -246,14 +194,14 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
                        const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
     struct kvq__layer *l = &s->layers[layer];
-    int rc = find_format(s->core, spec, row, layer, &l->format, text);
+    int rc = find_format(s, spec, row, layer, text);
     if (rc < 0)
         return rc;
     l->shape = shape_of(spec, row, l->format);
     rc = check_shape(s->core, l, layer, text);
     if (rc < 0)
         return rc;
-    rc = find_book(s->core, l, layer, text);
+    rc = find_book(s->core, l, row->kv_from >= 0 ? (uint32_t)row->kv_from : layer, text);
     if (rc < 0)
         return rc;
     l->layout = kvq_layout_of(l->format, &l->shape);
@@ -268,6 +216,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
 
 static bool same_cache(const struct kvq__layer *a, const struct kvq__layer *b)
 {
+    // Within one session formats of one name are one.
     return a->format == b->format && a->shape.kv_heads == b->shape.kv_heads &&
            a->shape.k_dim == b->shape.k_dim && a->shape.v_dim == b->shape.v_dim &&
            a->shape.dtype == b->shape.dtype;
@@ -399,7 +348,7 @@ static int compare_layers(const struct kvq__session *s, const struct kvq__sessio
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
         bool shape = same_shape(&a->shape, &b->shape) && a->source == b->source;
-        if (a->format == b->format && shape)
+        if (strcmp(a->format->name, b->format->name) == 0 && shape)
             continue;
         if (shape)
             snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,

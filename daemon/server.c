@@ -194,6 +194,8 @@ static int open_core(struct kvq__server *server, char *text)
                                       .default_limit_bytes = c->limit_bytes,
                                       .default_limit_sessions = (uint32_t)c->max_sessions,
                                       .kernels = kernels,
+                                      .formats = c->own_formats,
+                                      .n_formats = c->n_formats,
                                       .memory = kvq__memory_ops(),
                                       .context = server,
                                       .event = kvq__event_from_core,

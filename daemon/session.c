@@ -34,6 +34,7 @@ void kvq__session_free(struct kvq__session *s)
     kvq__pages_trim(s, 0);
     kvq__deallocate(s->core, s->table,
                     (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
+    kvq__formats_free(s);
     kvq__deallocate(s->core, s->layers, s->n_layers * sizeof *s->layers);
     kvq__deallocate(s->core, s, sizeof *s);
 }
@@ -150,7 +151,7 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
 {
     struct sums sums = add_layers(s, info);
     info->table_bytes = (uint64_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref) +
-                        s->n_layers * sizeof *s->layers + sizeof *s;
+                        s->n_layers * sizeof *s->layers + kvq__formats_bytes(s) + sizeof *s;
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
@@ -184,7 +185,9 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     snprintf(info->ns, sizeof info->ns, "%s", s->ns->name);
     snprintf(info->name, sizeof info->name, "%s", s->name);
     snprintf(info->model, sizeof info->model, "%s", s->model);
-    snprintf(info->format, sizeof info->format, "%s", commonest_format(s));
+    snprintf(info->format, sizeof info->format, "%s",
+             s->own_format[0] ? s->own_format : commonest_format(s));
+    kvq__formats_text(s, info->layer_formats, sizeof info->layer_formats);
     fill_sizes(s, info);
 }
 

@@ -3,8 +3,8 @@
 // The state of the core, shared by its files and its tests; nobody else includes this.
 //
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and its size
-// classes, these their extents; a session owns its layers and page tables, and these hold one
-// reference to each block they name. Requests in flight hold pins on sessions and buffers.
+// classes, these their extents; a session owns its layers, formats and page tables, and these hold
+// one reference to each block they name. Requests in flight hold pins on sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
 // the addresses it needs before its job starts, and as long as any request (a "flight") that
@@ -119,7 +119,7 @@ struct kvq__pageref {
 enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
 
 struct kvq__layer {
-    const struct kvq_format *format;
+    const struct kvq_format *format; // a row of the table, or one of the session's own
     struct kvq_shape shape;
     struct kvq_layout layout, raw_layout;
     struct kvq_book book;             // codebook formats
@@ -155,7 +155,10 @@ struct kvq__session {
     uint64_t id;
     char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     struct kvq__layer *layers;
-    uint32_t n_layers, n_owned; // n_owned: layers with their own pages
+    uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
+    struct kvq_format *formats;       // composed ones, each once; NULL = none
+    uint32_t n_formats;               // of n_layers that there is room for
+    char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
     uint8_t path, v_rotation, dtype;
@@ -237,6 +240,26 @@ static inline uint32_t kvq__pages_of(uint64_t tokens)
 {
     return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
 }
+
+// ---- Formats (formats.c) ----
+
+// The format of the configuration of that name, maybe with "@CODEBOOK" behind it; NULL = none.
+const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, const char *name);
+// What a layer's row is under the name of a format. 0 or KVQ_E_FORMAT with a sentence in why.
+int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_t layer,
+                         struct kvq_format *row, char *why, size_t n);
+// The row as the session's layers may point to it: in the table, or the session's copy. Rows of
+// one name are one row. NULL without memory.
+const struct kvq_format *kvq__format_keep(struct kvq__session *session,
+                                          const struct kvq_format *row);
+// Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.
+int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
+size_t kvq__formats_bytes(const struct kvq__session *session);
+void kvq__formats_free(struct kvq__session *session);
+// What formats there are, for a refusal, with ".." if not all of them fit.
+void kvq__formats_known(const struct kvq__core *core, char *out, size_t room);
+// As layer_formats of struct kvq__session_info.
+void kvq__formats_text(const struct kvq__session *session, char *out, size_t room);
 
 // ---- Clients (client.c) ----
 
@@ -493,12 +516,6 @@ TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 
-// A format that is no row of the table. Kept until the core ends.
-struct kvq__format {
-    SLIST_ENTRY(kvq__format) link;
-    struct kvq_format row;
-};
-
 struct kvq__core {
     struct kvq__core_config config;
     struct kvq__pool pool;
@@ -510,8 +527,7 @@ struct kvq__core {
     uint64_t last_flight, last_client, last_session;
     struct kvq__session_list pack_queue;
     struct kvq__packer packer;
-    SLIST_HEAD(, kvq__format) formats; // composed ones that sessions have asked for
-    uint32_t n_clients, n_sessions, n_steps, n_formats;
+    uint32_t n_clients, n_sessions, n_steps;
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

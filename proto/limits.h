@@ -13,7 +13,6 @@ enum {
 
     // Shapes.
     KVQ_MAX_CODEBOOKS = 64, // that a daemon loads
-    KVQ_MAX_FORMATS = 256,  // composed formats that a daemon keeps in mind
     KVQ_MAX_LAYERS = 256,
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,
@@ -39,6 +38,8 @@ enum {
 
     // Configuration.
     KVQ_MAX_NAMESPACES = 128,
+    KVQ_MAX_OWN_FORMATS = 32,   // [format NAME] sections
+    KVQ_MAX_FORMAT_RANGES = 32, // ranges of layers in one of them
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,

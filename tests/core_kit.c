@@ -114,6 +114,15 @@ static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer, void
     kit->buffers_gone++;
 }
 
+static const struct kvq__own_format *own_formats;
+static uint32_t n_own_formats;
+
+void kit_formats(const struct kvq__own_format *formats, uint32_t n)
+{
+    own_formats = formats;
+    n_own_formats = n;
+}
+
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -127,6 +136,8 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .default_limit_bytes = limit_bytes,
         .partial_bytes = 1 << 20,
         .kernels = kvq_kernels_get(KVQ_ISA_C),
+        .formats = own_formats,
+        .n_formats = n_own_formats,
         .memory = {kit, acquire, zero, release, allocate, deallocate},
         .context = kit,
         .event = on_event,

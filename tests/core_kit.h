@@ -33,6 +33,8 @@ uint32_t kit_below(struct kit *kit, uint32_t n); // 0 .. n - 1
 bool kit_chance(struct kit *kit, uint32_t percent);
 float kit_float(struct kit *kit); // about -2 .. 2
 
+// The configuration's formats of the cores that are opened from now on.
+void kit_formats(const struct kvq__own_format *formats, uint32_t n);
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
 void kit_close(struct kit *kit); // asserts that all memory came back
 

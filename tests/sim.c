@@ -147,6 +147,7 @@ static void open_session(struct sim *sim, struct actor *a)
     uint32_t variant = kit_below(&sim->kit, SIM_VARIANTS);
     track_rows(variant, rows);
     struct kvq__session_spec spec = {.name = name,
+                                     .format = track_format(variant),
                                      .layers = rows,
                                      .n_layers = t ? 0 : MODEL_LAYERS,
                                      .max_rollback = rollbacks[kit_below(&sim->kit, 5)],
@@ -397,6 +398,7 @@ int main(int argc, char **argv)
     uint64_t count = argc > 2 ? strtoull(argv[2], NULL, 10) : DEFAULT_SEEDS;
     uint32_t events = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : DEFAULT_EVENTS;
     static struct sim total;
+    kit_formats(track_formats(), 1);
     for (uint64_t seed = first; seed < first + count; seed++)
         run_seed(seed, events, &total);
     printf("%llu seeds: %llu outputs compared, %llu tokens committed, %llu refusals as predicted, "

@@ -22,7 +22,7 @@ enum {
     SIM_MAX_QUERIES = 24,
     SIM_HEADS = 4,
     SIM_DIM = 64,
-    SIM_VARIANTS = 5,              // kinds of sessions, see track_rows
+    SIM_VARIANTS = 6,              // kinds of sessions, see track_rows
     SIM_ROW = SIM_HEADS * SIM_DIM, // floats of a row of any tensor
     SIM_ROWS = SIM_BATCH * SIM_MAX_STEP,
 };
@@ -96,6 +96,9 @@ void track_die(struct sim *sim, struct track *t);
 void track_leave_step(struct track *t); // as it was before the step
 // The layers of a variant, as the core is asked for them.
 void track_rows(uint32_t variant, struct kvq__layer_row *rows);
+// The session's format of a variant, or NULL; and the configuration's only one.
+const char *track_format(uint32_t variant);
+const struct kvq__own_format *track_formats(void);
 
 // ---- sim_ops.c ----
 

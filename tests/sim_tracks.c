@@ -23,9 +23,42 @@ static const struct recipe recipes[][MODEL_LAYERS] = {
     {{"oscar2-xh", 4, 2, 0, 0, -1}, {"oscar2-xh", 2, 2, 130, 0, 0}, {"f16", 1, 1, 0, 0, -1}},
     {{"innerq-hybrid", 4, 2, 0, 0, -1}, {"ott2-oscar", 2, 1, 0, 0, -1}, {"ott2", 1, 1, 0, 0, -1}},
     {{"kivi-sink2", 2, 2, 0, 0, -1}, {"innerq-small", 2, 1, 150, 0, -1}, {"int8", 1, 1, 0, 0, -1}},
+    // Asked for by one name of the configuration: units, windows, sinks and codes of each layer
+    // are others.
+    {{"ott2:unit=32:k_group=32", 2, 2, 0, 0, -1},
+     {"innerq-base+kivi2-g64:sink=64", 4, 1, 0, 0, -1},
+     {"ott2:sink=32:recent=17", 1, 1, 0, 0, -1}},
 };
 enum { RECIPES = sizeof recipes / sizeof recipes[0] };
 static_assert((int)RECIPES == (int)SIM_VARIANTS, "every recipe is used");
+
+enum { MIX = RECIPES - 1 };
+
+static void parse(const char *name, struct kvq_format *f)
+{
+    char text[400];
+    if (kvq_format_parse(name, f, text, sizeof text))
+        abort();
+}
+
+const struct kvq__own_format *track_formats(void)
+{
+    static struct kvq__own_format mix = {
+        .name = "mix",
+        .has_rest = true,
+        .n_ranges = 2,
+        .ranges = {{.first = 1, .last = 1}, {.first = 2, .last = 2}}};
+    parse(recipes[MIX][0].format, &mix.rest);
+    snprintf(mix.rest.name, sizeof mix.rest.name, "mix");
+    parse(recipes[MIX][1].format, &mix.ranges[0].row);
+    parse(recipes[MIX][2].format, &mix.ranges[1].row);
+    return &mix;
+}
+
+const char *track_format(uint32_t variant)
+{
+    return variant % RECIPES == MIX ? "mix" : NULL;
+}
 
 void track_rows(uint32_t variant, struct kvq__layer_row *rows)
 {
@@ -37,7 +70,7 @@ void track_rows(uint32_t variant, struct kvq__layer_row *rows)
                                           .v_dim = SIM_DIM,
                                           .window = r->window,
                                           .softcap = r->softcap,
-                                          .format = r->format,
+                                          .format = variant % RECIPES == MIX ? NULL : r->format,
                                           .kv_from = r->kv_from};
     }
 }
@@ -45,18 +78,21 @@ void track_rows(uint32_t variant, struct kvq__layer_row *rows)
 // The first layers of a format with outliers go without.
 static const struct kvq_format *format_of(const char *name, uint32_t layer)
 {
-    static struct kvq_format plain[2 * RECIPES];
-    char text[200], changed[KVQ_FORMAT_NAME];
-    const struct kvq_format *row = kvq_format_by_name(name);
-    if (layer >= row->plain_layers || row->outliers == 0)
-        return row;
-    snprintf(changed, sizeof changed, "%s-o0", name);
+    static struct kvq_format composed[3 * RECIPES];
+    char changed[KVQ_FORMAT_NAME + 16];
+    struct kvq_format row;
+    parse(name, &row);
+    bool plain = layer < row.plain_layers && row.outliers;
+    snprintf(changed, sizeof changed, "%s%s", name,
+             !plain              ? ""
+             : strchr(name, ':') ? ":outliers=0"
+                                 : "-o0");
     for (uint32_t i = 0;; i++) {
-        assert(i < 2 * RECIPES);
-        if (plain[i].name[0] == '\0' && kvq_format_parse(changed, &plain[i], text, sizeof text))
-            abort();
-        if (strcmp(plain[i].name, changed) == 0)
-            return &plain[i];
+        assert(i < 3 * RECIPES);
+        if (composed[i].name[0] == '\0')
+            parse(changed, &composed[i]);
+        if (strcmp(composed[i].name, changed) == 0)
+            return &composed[i];
     }
 }
 

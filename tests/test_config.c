@@ -221,6 +221,124 @@ static void test_too_many_namespaces(void **state)
     free(contents);
 }
 
+// ---- Formats ----
+
+static const char mixes[] = "[format first]\nbase = oscar4\nsink = 32\nk_bits = 3\n"
+                            "[format mymix]\nk = oscar2-g64 ; K\nv = innerq-hybrid\n"
+                            "recent=40\ntoken_scale = mean\nlayers = 0-1:k8v4, 7:first\n"
+                            "layers = 2-3 : oscar2\n"
+                            "[format booked]\nk = vecinfer-2@mine\nv = kivi4\n"
+                            "[format all]\nlayers = 0:booked, 1-255:vecinfer-k<4,10>v<8,12>@b,\n";
+
+static void check_mixes(void)
+{
+    const struct kvq__own_format *first = &config.own_formats[0], *mix = &config.own_formats[1];
+    assert_int_equal(config.n_formats, 4);
+    assert_string_equal(first->name, "first");
+    assert_int_equal(first->rest.k.bits, 3);
+    assert_int_equal(first->rest.v.bits, 4);
+    assert_int_equal(first->rest.sink_tokens, 32);
+    assert_string_equal(mix->rest.name, "mymix");
+    assert_int_equal(mix->rest.k.group, 64);
+    assert_int_equal(mix->rest.v.codec, KVQ_CODEC_HYBRID);
+    assert_int_equal(mix->rest.recent_tokens, 40); // not the 96 of innerq-hybrid
+    assert_int_equal(mix->rest.k_token_scale, KVQ_SCALE_MEAN_ABS);
+    assert_string_equal(mix->rest.source, "oscar2-g64+innerq-hybrid:recent=40:token_scale=mean");
+    assert_int_equal(mix->n_ranges, 3);
+    assert_string_equal(mix->ranges[0].row.name, "k8v4");
+    assert_int_equal(mix->ranges[0].last, 1);
+    assert_string_equal(mix->ranges[1].row.name, "first");
+    assert_int_equal(mix->ranges[1].row.k.bits, 3);
+    assert_int_equal(mix->ranges[2].first, 2);
+    assert_string_equal(config.own_formats[2].rest.name, "booked@mine");
+    assert_false(config.own_formats[3].has_rest);
+    assert_string_equal(config.own_formats[3].ranges[0].row.name, "booked@mine");
+    assert_string_equal(config.own_formats[3].ranges[1].row.name, "vecinfer-k<4,10>v<8,12>@b");
+}
+
+static void test_formats(void **state)
+{
+    static char printed[1 << 16];
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    if (kvq__config_parse(&config, "f", mixes, text))
+        fail_msg("%s", text);
+    check_mixes();
+    // What is printed means the same.
+    kvq__config_print(&config, printed, sizeof printed);
+    kvq__config_defaults(&config, no_environment);
+    if (kvq__config_parse(&config, "printed", printed, text))
+        fail_msg("%s in\n%s", text, printed);
+    check_mixes();
+}
+
+static void test_wrong_formats(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *contents, *says;
+    } cases[] = {
+        {"[format oscar2]\nbase = kivi2\n", "f:2: [format oscar2]: the name is a built-in"},
+        {"[format oscar2-g64]\nbase = kivi2\n", "f:2: [format oscar2-g64]: the name is a built"},
+        {"[format oscar2-tuned]\nbase = kivi2\n", "as in my-oscar2-tuned"},
+        {"[format vecinfer-k4x8v4x8]\nbase = kivi2\n", "is a built-in format's"},
+        {"[format a+b]\nbase = kivi2\n", "a name is 1 to 40 letters"},
+        {"[format a:b]\nbase = kivi2\n", "a name is 1 to 40 letters"},
+        {"[format a@b]\nbase = kivi2\n", "a name is 1 to 40 letters"},
+        {"[format -a]\nbase = kivi2\n", "begins with a letter or digit"},
+        {"[format ]\nbase = kivi2\n", "a name is 1 to 40 letters"},
+        {"[format a]\nbase = oscar9\n", "f:2: base: format oscar9 is unknown; known are f16,"},
+        {"[format a]\nbase = oscar2-o3\n", "f:2: base: format oscar2-o3: suffix -o3 does not"},
+        {"[format a]\nbase = oscar2\nbase = oscar2\n", "f:3: base is set twice"},
+        {"[format a]\nbase = oscar2@book\n", "f:2: base: format oscar2 has no use for a codeb"},
+        {"[format a]\nbase = oscar2\nsink = 97\n", "f:3: stage sink cannot be \"97\"; it can be 0"},
+        {"[format a]\nbase = oscar2\nrot = odd\n", "it can be none, hadamard, signed"},
+        {"[format a]\nbase = oscar2\nrot = none:sink=32\n", "holds no ':'"},
+        {"[format a]\nbase = oscar2\nk_rotation = none\nrot = none\n", "f:4: rot is set twice"},
+        {"[format a]\ncolour = red\n", "f:2: colour is not known in [format a]; known are base"},
+        {"[format a]\ncolour = red\n", "there are k_channel, token_scale, k_rotation"},
+        {"\n[format a]\nsink = 32\n", "f:2: [format a]: it says neither `base` nor"},
+        {"\n\n[format a]\nk = oscar2\n", "f:3: [format a]: it has `k` alone; give `v`"},
+        {"[format a]\nk = f16\nv = bf16\n", "f:1: [format a]: K and V have one 16-bit type"},
+        {"[format a]\nk = f16\nv = kivi2\n", "f:1: [format a]: format a: K and V are both raw"},
+        {"[format a]\nbase = f16\nsink = 32\n", "f:1: [format a]: format a is raw"},
+        {"[format a]\nbase = kivi2\nunit = 33\n", "f:1: [format a]: format a: units have 32,"},
+        {"[format a]\nk=vecinfer-2@x\nv=vecinfer-2@y\n", "one codebook, not x and y"},
+        {"[format a]\nlayers =\n", "f:2: layers is empty"},
+        {"[format a]\nlayers = oscar2\n", "f:2: layers: \"oscar2\" is not LAYER:FORMAT"},
+        {"[format a]\nlayers = 0-:oscar2\n", "is not LAYER:FORMAT"},
+        {"[format a]\nlayers = 3-1:oscar2\n", "f:2: layers 3-1: layers are numbered from 0 to 255"},
+        {"[format a]\nlayers = 256:oscar2\n", "layers are numbered from 0 to 255"},
+        {"[format a]\nlayers = 99999999999999999999:oscar2\n", "are numbered from 0 to 255"},
+        {"[format a]\nlayers = 0-3:k8v4, 3:oscar2\n", "f:2: layers 3-3: they overlap with 0-3"},
+        {"[format a]\nlayers = 0:later\n[format later]\nbase=kivi2\n",
+         "f:2: layers: format later "},
+        {"[format a]\nlayers = 0:k8v4\n[format b]\nlayers = 0:a\n",
+         "f:3: [format b]: layers: a differs from layer to layer itself"},
+        {"[format a]\nlayers = 0:a\n", "a differs from layer to layer itself"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        parse_refused(cases[i].contents, cases[i].says);
+}
+
+static void test_too_many_formats(void **state)
+{
+    (void)state;
+    char *contents = calloc(300, 40);
+    size_t used = 0;
+    for (int i = 0; i <= KVQ_MAX_OWN_FORMATS; i++)
+        used += (size_t)snprintf(contents + used, 40, "[format n%d]\nbase = kivi2\n", i);
+    parse_refused(contents, "f:66: more than 32 formats");
+    used = (size_t)snprintf(contents, 40, "[format a]\n");
+    for (int i = 0; i <= KVQ_MAX_FORMAT_RANGES; i++)
+        used += (size_t)snprintf(contents + used, 40, "layers = %d:kivi2\n", i);
+    parse_refused(contents, "f:34: layers: more than 32 ranges");
+    used = (size_t)snprintf(contents, 40, "[format aaaaaaaaaaaaaaaaaaaaaaaaaaaaa]\n");
+    snprintf(contents + used, 200, "base = vecinfer-2@%045d\n", 0);
+    parse_refused(contents, "is longer than 63 characters");
+    free(contents);
+}
+
 static void test_texts_for_people(void **state)
 {
     (void)state;
@@ -252,7 +370,8 @@ int main(void)
         cmocka_unit_test(test_runtime_dir),      cmocka_unit_test(test_wrong_values),
         cmocka_unit_test(test_unknown_names),    cmocka_unit_test(test_file),
         cmocka_unit_test(test_wrong_files),      cmocka_unit_test(test_too_many_namespaces),
-        cmocka_unit_test(test_texts_for_people),
+        cmocka_unit_test(test_formats),          cmocka_unit_test(test_wrong_formats),
+        cmocka_unit_test(test_too_many_formats), cmocka_unit_test(test_texts_for_people),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -24,12 +24,35 @@ static struct kvq__layer_row row_of(const char *format)
         .q_heads = 8, .kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .format = format, .kv_from = -1};
 }
 
+static void parse(const char *name, const char *as, struct kvq_format *f)
+{
+    if (kvq_format_parse(name, f, text, sizeof text))
+        fail_msg("%s", text);
+    snprintf(f->name, sizeof f->name, "%s", as);
+}
+
+// "mymix": layer 0 as k8v4, 2 to 4 as kivi2-g64, others 3 bits for K. "part" has layer 1 alone.
+static struct kvq__own_format *own_formats(void)
+{
+    static struct kvq__own_format own[2];
+    own[0] = (struct kvq__own_format){.name = "mymix", .has_rest = true, .n_ranges = 2};
+    own[1] = (struct kvq__own_format){.name = "part", .n_ranges = 1};
+    parse("ott2:k_bits=3", "mymix", &own[0].rest);
+    own[0].ranges[1].first = 2, own[0].ranges[1].last = 4;
+    own[1].ranges[0].first = own[1].ranges[0].last = 1;
+    parse("k8v4", "k8v4", &own[0].ranges[0].row);
+    parse("kivi2-g64", "kivi2-g64", &own[0].ranges[1].row);
+    parse("vecinfer-2", "vecinfer-2", &own[1].ranges[0].row);
+    return own;
+}
+
 static int setup(void **state)
 {
     static const uint32_t uids[] = {1000, 1001};
     const struct kvq__namespace_config team = {
         .name = "team", .limit_bytes = 4 * MIB, .limit_sessions = 2, .uids = uids, .n_uids = 2};
     (void)state;
+    kit_formats(own_formats(), 2);
     kit_open(&kit, 3, 64 * MIB, 0);
     assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
     assert_int_equal(kvq__core_namespace(kit.core, &team, text), KVQ_E_EXISTS);
@@ -73,7 +96,7 @@ static void test_shapes(void **state)
     struct kvq__layer_row row;
     (void)state;
     row = row_of("oscar9");
-    refused(&row, KVQ_E_FORMAT, "known are f16, bf16, oscar2");
+    refused(&row, KVQ_E_FORMAT, "known are mymix, part, f16, bf16, oscar2");
     row = row_of(NULL);
     row.k_dim = row.v_dim = 96;
     refused(&row, KVQ_E_SHAPE, "96");
@@ -326,6 +349,140 @@ static void test_shared_cache(void **state)
     assert_int_equal(s->layers[2].keep, 300);
 }
 
+static void expect_format(uint64_t handle, uint32_t layer, const char *name)
+{
+    assert_string_equal(kit_of(&m, handle)->layers[layer].format->name, name);
+}
+
+static void test_own_formats(void **state)
+{
+    struct kvq__layer_row rows[3] = {row_of(NULL), row_of(NULL), row_of("int8")};
+    struct kvq__session_info info, fork;
+    struct kvq__session_spec spec = {.name = "a", .format = "mymix", .layers = rows, .n_layers = 3};
+    (void)state;
+    rows[0].repeat = 6;
+    rows[1].kv_from = 3; // layer 6 reads layer 3's cache, and so has its format
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.format, "mymix");
+    assert_string_equal(info.layer_formats,
+                        "0:k8v4, 1:mymix:outliers=0, 2-4:kivi2-g64, 5:mymix, 6:kivi2-g64, 7:int8");
+    const struct kvq__session *s = kit_of(&m, info.handle);
+    assert_ptr_equal(s->layers[0].format, kvq_format_by_name("k8v4"));
+    assert_int_equal(s->layers[1].format->outliers, 0); // the first layers go without
+    assert_int_equal(s->layers[5].format->outliers, 3);
+    assert_int_equal(s->layers[5].format->k.bits, 3);
+    assert_int_equal(s->n_formats, 3);
+    assert_int_equal(kit_step(&m, info.handle, 10, 2, DIM), 0);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = 10};
+    uint64_t forked;
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_drop_named(kit.core, &m.client->peer, NULL, "a", text), 0);
+    assert_int_equal(kvq__session_info(m.client, forked, &fork, text), 0);
+    assert_string_equal(fork.format, "mymix"); // its formats outlive those of the first
+    assert_string_equal(fork.layer_formats, info.layer_formats);
+    assert_int_equal(kit_step(&m, forked, 10, 2, DIM), 0);
+}
+
+// A session opened by the names that an own format stands for is the same session.
+static void test_own_formats_again(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of(NULL), row_of(NULL)};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "a",
+                                     .format = "mymix",
+                                     .layers = rows,
+                                     .n_layers = 2,
+                                     .flags = KVQ__OPEN_TAKE_OVER};
+    (void)state;
+    rows[1].format = "kivi2-g64";
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    rows[0].format = "k8v4";
+    spec.format = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    rows[1].format = "kivi2:k_group=64:v_group=64"; // the same stages by another name
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.format = "part";
+    spec.name = "b";
+    rows[0].format = rows[1].format = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "format part says nothing of layer 0"));
+    rows[0].format = "int8";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "format vecinfer-2 needs a codebook"));
+    spec.format = "part@mine";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "no codebooks")); // the name got as far as the folder
+    rows[0].format = "mymix-g64";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "mymix-g64 is unknown; known are mymix, part, f16"));
+}
+
+// Pairs and stages keep their meaning where outliers are taken away.
+static void test_plain_layers(void **state)
+{
+    static const struct {
+        const char *format, *plain;
+    } cases[] = {{"ott2", "ott2-o0"},
+                 {"ott2-s32", "ott2-s32-o0"},
+                 {"ott2+kivi4", "ott2-o0+kivi4"},
+                 {"ott2:recent=64", "ott2:recent=64:outliers=0"}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kvq__layer_row row = row_of(cases[i].format);
+        struct kvq_format same;
+        uint64_t handle;
+        row.repeat = 3;
+        assert_true((handle = kit_session(&m, &row, 1, 0)));
+        expect_format(handle, 1, cases[i].plain);
+        expect_format(handle, 2, cases[i].format);
+        parse(cases[i].plain, cases[i].plain, &same);
+        assert_int_equal(same.outliers, 0);
+    }
+}
+
+// However many formats clients make up, others still get theirs, and all memory comes back.
+static void test_made_up_formats(void **state)
+{
+    enum { SESSIONS = 700 };
+    uint64_t handles[SESSIONS];
+    (void)state;
+    uint64_t before = kit.allocated_out;
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        char name[KVQ_FORMAT_NAME];
+        snprintf(name, sizeof name, "oscar2-w%u", i);
+        struct kvq__layer_row row = row_of(name);
+        assert_true((handles[i] = kit_session(&m, &row, 1, 0)));
+        assert_int_equal(kit_of(&m, handles[i])->layers[0].format->recent_tokens, i);
+    }
+    struct kvq__layer_row row = row_of("kivi2-g128");
+    uint64_t handle = kit_session(&other, &row, 1, 0);
+    assert_true(handle);
+    assert_int_equal(kvq__session_close(other.client, handle, text), 0);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
+    // Handles stay allocated for the next ones; sessions and their formats do not.
+    assert_true(kit.allocated_out - before < SESSIONS * sizeof(struct kvq_format));
+}
+
+static void test_list_of_formats(void **state)
+{
+    static struct kvq__format_info list[100];
+    (void)state;
+    uint32_t n = kvq__core_formats(kit.core, list, 100);
+    assert_true(n > 4 + 30 && n <= 100);
+    assert_string_equal(list[1].name, "mymix");
+    assert_string_equal(list[1].row->name, "kivi2-g64");
+    assert_int_equal(list[1].first, 2);
+    assert_int_equal(list[1].last, 4);
+    assert_true(list[2].own && list[2].others && list[2].last == UINT32_MAX);
+    assert_string_equal(list[3].name, "part");
+    assert_string_equal(list[4].name, "f16");
+    assert_false(list[4].own);
+    assert_string_equal(list[n - 1].name, "kvq2");
+    assert_int_equal(kvq__core_formats(kit.core, list, 1), n);
+}
+
 static void test_drain(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
@@ -357,6 +514,11 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_keep, setup, teardown),
         cmocka_unit_test_setup_teardown(test_info, setup, teardown),
         cmocka_unit_test_setup_teardown(test_shared_cache, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_plain_layers, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_made_up_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

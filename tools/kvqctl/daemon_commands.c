@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Commands about the daemon as a whole: status, ping, version.
+// Commands about the daemon as a whole: status, formats, ping, version.
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 #include <time.h>
 
 #include "tools/kvqctl/kvqctl.h"
@@ -57,6 +58,41 @@ int kvq__ctl_status(struct kvq__ctl *ctl, char **args)
         kvq__ctl_print_json(&reply->status_reply->base);
     else
         print_status(reply->status_reply);
+    return KVQ_EXIT_OK;
+}
+
+static void print_formats(const Kvq__FormatList *list)
+{
+    printf("%-18s %-7s %-16s %6s %5s %7s %5s  %s\n", "FORMAT", "LAYERS", "IS", "BITS", "UNIT",
+           "RECENT", "SINK", "SOURCE");
+    for (size_t i = 0; i < list->n_formats; i++) {
+        const Kvq__Format *f = list->formats[i];
+        bool same = strcmp(f->name, f->row) == 0;
+        printf("%-18s %-7s %-16s %6.3f %5" PRIu32 " %7" PRIu32 " %5" PRIu32 "  %s\n",
+               kvq__ctl_clean(f->name), kvq__ctl_clean(f->layers),
+               same ? "" : kvq__ctl_clean(f->row), f->bits_per_value, f->unit_tokens,
+               f->recent_tokens, f->sink_tokens, kvq__ctl_clean(f->source));
+    }
+    if (list->truncated)
+        printf("(there are more than fit into a reply)\n");
+}
+
+int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListFormats command = KVQ__LIST_FORMATS__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_FORMATS;
+    request.list_formats = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_FORMATS, &reply);
+    if (result)
+        return result;
+    const Kvq__FormatList *list = reply->formats;
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->formats, list->n_formats);
+    else
+        print_formats(list);
     return KVQ_EXIT_OK;
 }
 

@@ -40,6 +40,12 @@ static const struct command commands[] = {
      "destroys a session and its cache",
      "NAME is a session's name, or #ID of an unnamed one. There is no way back. An engine that\n"
      "has the session open gets KVQ_E_STALE.\n"},
+    {{"format", "list"},
+     NULL,
+     kvq__ctl_format_list,
+     "the formats that sessions can ask for by name",
+     "Those of the configuration first, layer by layer where they differ. Built-in ones can be\n"
+     "changed by suffixes, joined and changed stage by stage, too; see docs/formats.md.\n"},
     {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", ""},
     {{"client", "kick"},
      "ID",
