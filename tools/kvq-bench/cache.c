@@ -102,8 +102,11 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
         for (uint32_t h = 0; packed_bytes(c) && h < s->kv_heads; h++)
             for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t += c->format->unit_tokens)
                 kvq_pack(k, c->format, s,
-                         &(struct kvq_unit){
-                             .raw_block = raw, .packed_block = packed, .head = h, .first = t},
+                         &(struct kvq_unit){.raw_block = raw,
+                                            .packed_block = packed,
+                                            .head = h,
+                                            .first = t,
+                                            .book = bench_book_of(&c->books, 0)},
                          workspace);
     }
     bench_memory_give(&scratch);
@@ -158,6 +161,7 @@ static void make_attends(struct bench_cache *c)
             .shape = s,
             .pages = c->pages + (size_t)i * c->n_pages,
             .n_pages = c->n_pages,
+            .book = bench_book_of(&c->books, i),
             .past_tokens = c->tokens,
             .q_start = c->tokens - 1,
             .q_tokens = 1,
@@ -183,7 +187,8 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     c->attends = calloc(c->layers, sizeof *c->attends);
     c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
     c->out = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
-    if (!c->pages || !c->attends || !c->queries || !c->out || !make_sources(c, k) ||
+    if (!c->pages || !c->attends || !c->queries || !c->out ||
+        !bench_books_make(&c->books, format, &c->shape, c->layers) || !make_sources(c, k) ||
         !bench_memory_take(&c->memory, c->layers * taken)) {
         fprintf(stderr, "kvq-bench: no memory for %llu tokens of %s\n", (unsigned long long)tokens,
                 format->name);
@@ -202,6 +207,7 @@ void bench_cache_free(struct bench_cache *c)
     bench_memory_give(&c->memory);
     bench_memory_give(&c->sources);
     bench_memory_give(&c->packed);
+    bench_books_free(&c->books);
     free(c->pages);
     free(c->attends);
     free(c->queries);
@@ -230,8 +236,11 @@ static void read_sources(struct reference *r, void *workspace)
             page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
             page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
             page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
-            struct kvq_reading reading = {
-                .format = c->format, .shape = &c->shape, .pages = &page, .n_pages = 1};
+            struct kvq_reading reading = {.format = c->format,
+                                          .shape = &c->shape,
+                                          .pages = &page,
+                                          .n_pages = 1,
+                                          .book = bench_book_of(&c->books, 0)};
             kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, 0, KVQ_BLOCK_TOKENS, 0,
                           r->k[packed] + i * n, r->v[packed] + i * n, workspace);
         }

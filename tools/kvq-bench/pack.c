@@ -16,6 +16,7 @@ struct run {
     struct kvq_shape shape;
     struct bench_memory tokens, raw, packed; // fp16 as handed over; blocks
     size_t raw_bytes, packed_bytes;          // of a block
+    struct bench_books books;                // of the format
 };
 
 static size_t tokens_bytes(const struct run *r)
@@ -57,23 +58,28 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
                 .shape = &r->shape,
                 .unit = {.raw_block = (const uint8_t *)r->raw.data + i * r->raw_bytes,
                          .packed_block = (uint8_t *)r->packed.data + i * r->packed_bytes,
-                         .first = first},
+                         .first = first,
+                         .book = bench_book_of(&r->books, 0)},
             };
         kvq_pool_pack(r->pool, r->k, jobs, BLOCKS);
     }
     return (bench_seconds() - start) / BLOCKS;
 }
 
-static void bench_format(struct run *r, const struct kvq_format *f)
+// False: no memory, complained.
+static bool bench_format(struct run *r, const struct kvq_format *f)
 {
     double store[BENCH_MAX_REPS], pack[BENCH_MAX_REPS] = {0};
     bool packs = !kvq_is_raw(f);
     struct kvq_layout l = kvq_layout_of(f, &r->shape);
     r->packed_bytes = kvq_block_bytes(&l, &r->shape);
+    if (!bench_books_make(&r->books, f, &r->shape, 1))
+        return false;
     for (uint32_t i = 0; i < r->o->reps; i++) {
         store[i] = time_store(r);
         pack[i] = packs ? time_pack(r, f) : 0;
     }
+    bench_books_free(&r->books);
     double store_us = bench_median(store, r->o->reps) * 1e6;
     double pack_us = bench_median(pack, r->o->reps) * 1e6;
     double values = 2.0 * KVQ_BLOCK_TOKENS * r->shape.kv_heads * r->shape.k_dim;
@@ -89,6 +95,7 @@ static void bench_format(struct run *r, const struct kvq_format *f)
     cJSON_AddNumberToObject(row, "store_us", store_us);
     cJSON_AddNumberToObject(row, "pack_us", pack_us);
     cJSON_AddItemToArray(r->out->rows, row);
+    return true;
 }
 
 static bool take_memory(struct run *r)
@@ -141,8 +148,8 @@ int bench_pack(const struct bench_options *o)
             status = 1;
         }
         for (uint32_t j = 0; !error && j < o->n_formats; j++)
-            if (o->format[j]->raw_dtype != KVQ_BF16)
-                bench_format(&r, o->format[j]);
+            if (o->format[j]->raw_dtype != KVQ_BF16 && !bench_format(&r, o->format[j]))
+                status = 1;
         kvq_pool_close(&r.pool);
     }
     bench_memory_give(&r.tokens);
