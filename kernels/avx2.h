@@ -8,14 +8,43 @@
 #include <immintrin.h>
 
 #include "kernels/internal.h"
-
-#define KVQ__INLINE static inline __attribute__((always_inline))
+#include "kernels/simd.h"
 
 // One line into the second level cache; see attend_chunk.c. Inlined by force: gcc 12 takes a
 // function that only prefetches for one without effects, and drops the calls.
 KVQ__INLINE void kvq__fetch(const uint8_t *at)
 {
     _mm_prefetch((const char *)at, _MM_HINT_T1);
+}
+
+// Half of the words of a plane's rows: 16 of the 32 of a row, or of V at head_dim 64 all. Rows' 16
+// bytes are permuted by XOR 2 * m, which exchanges the halves for m of 2 and 3; at[m / 2] is where
+// the half starts in row 0.
+struct kvq__half {
+    const uint8_t *at[2];
+};
+
+KVQ__INLINE struct kvq__half kvq__half_of(const uint8_t *plane, uint32_t half)
+{
+    return (struct kvq__half){{plane + 64 * half, plane + (64 - 64 * half)}};
+}
+
+// Words 8 z to 8 z + 7 of the half of a row. Row and m are constants.
+KVQ__INLINE __m256i kvq__load_words(const struct kvq__half *h, uint32_t row, uint32_t z, uint32_t m)
+{
+    return _mm256_load_si256(
+        (const void *)(h->at[m >> 1] + KVQ__ROW_BYTES * row + 32 * (z ^ (m & 1))));
+}
+
+// Codes of 3 and 4 bits as nibbles, of the 2-bit planes; the high one's upper bits are 0 for 3.
+// Positions 0 and 2 of each byte (odd 0), or 1 and 3.
+KVQ__INLINE __m256i kvq__join_planes(__m256i low, __m256i high, int odd)
+{
+    const __m256i mask = _mm256_set1_epi8(0x33);
+    low = _mm256_and_si256(odd ? _mm256_srli_epi16(low, 2) : low, mask);
+    if (odd)
+        return _mm256_or_si256(low, _mm256_andnot_si256(mask, high));
+    return _mm256_or_si256(low, _mm256_slli_epi16(_mm256_and_si256(high, mask), 2));
 }
 
 // 8 numbers of a dtype to fp32, exactly; p is aligned to the dtype only.
@@ -95,6 +124,15 @@ KVQ__INLINE __m128 kvq__sum4(__m256 a, __m256 b, __m256 c, __m256 d)
     return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
+// Of numbers that are not negative: the largest of a, b, c and d.
+KVQ__INLINE __m128 kvq__max4(__m256 a, __m256 b, __m256 c, __m256 d)
+{
+    __m256 ac = _mm256_max_ps(_mm256_unpacklo_ps(a, c), _mm256_unpackhi_ps(a, c));
+    __m256 bd = _mm256_max_ps(_mm256_unpacklo_ps(b, d), _mm256_unpackhi_ps(b, d));
+    __m256 x = _mm256_max_ps(_mm256_unpacklo_ps(ac, bd), _mm256_unpackhi_ps(ac, bd));
+    return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
 KVQ__INLINE float kvq__max_all(__m256 x)
 {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -115,8 +153,6 @@ KVQ__INLINE float kvq__sum_all(__m256 x)
     y = _mm_add_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
-
-// Entries that others of these files use.
 
 // The file of each area enters its functions into the table.
 void kvq__init_avx2_rows(struct kvq_kernels *k);

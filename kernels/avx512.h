@@ -8,40 +8,9 @@
 #include <immintrin.h>
 
 #include "kernels/internal.h"
+#include "kernels/simd.h"
 
-// The kernels are written once for every number of rows and of bits, and specialized by constant
-// arguments. That only pays if the compiler really inlines them.
-#define KVQ__INLINE static inline __attribute__((always_inline))
-
-// Calls something with ROWS as a constant: how many of the next four rows there are.
-#define KVQ__BY_ROWS(left, call)                                                                   \
-    do {                                                                                           \
-        switch (left) {                                                                            \
-        case 1: {                                                                                  \
-            enum { ROWS = 1 };                                                                     \
-            call;                                                                                  \
-        } break;                                                                                   \
-        case 2: {                                                                                  \
-            enum { ROWS = 2 };                                                                     \
-            call;                                                                                  \
-        } break;                                                                                   \
-        case 3: {                                                                                  \
-            enum { ROWS = 3 };                                                                     \
-            call;                                                                                  \
-        } break;                                                                                   \
-        default: {                                                                                 \
-            enum { ROWS = 4 };                                                                     \
-            call;                                                                                  \
-        }                                                                                          \
-        }                                                                                          \
-    } while (0)
-
-enum {
-    KVQ__TILE4 = 4,       // query rows that share one unpacking
-    KVQ__SLAB = 128,      // channels in a slab
-    KVQ__ROW_BYTES = 128, // a row of a plane: two registers
-    KVQ__SWAP_HALVES = 0x4e,
-};
+enum { KVQ__SWAP_HALVES = 0x4e };
 
 // One line into the second level cache. Inlined by force: gcc 12 takes a function that only
 // prefetches for one without effects, and drops the calls.

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How the kernels of all vector instruction sets are written: once for every number of rows and of
+// bits, and specialized by constant arguments.
+#ifndef KVQ_KERNELS_SIMD_H
+#define KVQ_KERNELS_SIMD_H
+
+// Constant arguments only pay if the compiler really inlines.
+#define KVQ__INLINE static inline __attribute__((always_inline))
+
+// Calls something with ROWS as a constant: how many of the next four rows there are.
+#define KVQ__BY_ROWS(left, call)                                                                   \
+    do {                                                                                           \
+        switch (left) {                                                                            \
+        case 1: {                                                                                  \
+            enum { ROWS = 1 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 2: {                                                                                  \
+            enum { ROWS = 2 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 3: {                                                                                  \
+            enum { ROWS = 3 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        default: {                                                                                 \
+            enum { ROWS = 4 };                                                                     \
+            call;                                                                                  \
+        }                                                                                          \
+        }                                                                                          \
+    } while (0)
+
+// The same for BITS of a code, 2 to 4.
+#define KVQ__BY_BITS(bits, call)                                                                   \
+    do {                                                                                           \
+        switch (bits) {                                                                            \
+        case 2: {                                                                                  \
+            enum { BITS = 2 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        case 3: {                                                                                  \
+            enum { BITS = 3 };                                                                     \
+            call;                                                                                  \
+        } break;                                                                                   \
+        default: {                                                                                 \
+            enum { BITS = 4 };                                                                     \
+            call;                                                                                  \
+        }                                                                                          \
+        }                                                                                          \
+    } while (0)
+
+// And for DIM, a head_dim.
+#define KVQ__BY_DIM(dim, call)                                                                     \
+    do {                                                                                           \
+        if ((dim) == 64) {                                                                         \
+            enum { DIM = 64 };                                                                     \
+            call;                                                                                  \
+        } else if ((dim) == 128) {                                                                 \
+            enum { DIM = 128 };                                                                    \
+            call;                                                                                  \
+        } else {                                                                                   \
+            enum { DIM = 256 };                                                                    \
+            call;                                                                                  \
+        }                                                                                          \
+    } while (0)
+
+enum {
+    KVQ__TILE4 = 4,       // query rows that share one unpacking
+    KVQ__SLAB = 128,      // channels in a slab
+    KVQ__ROW_BYTES = 128, // a row of a plane
+};
+
+#endif
