@@ -4,26 +4,12 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "tools/kvq-bench/cache.h"
+#include "tools/kvq-bench/attend.h"
 
 // A share of the floor above this means that the floor or the time is wrong.
 static const double MAX_SHARE = 1.05;
 
-// What one row of the table is about.
-struct run {
-    const struct bench_options *o;
-    struct bench_output *out;
-    const struct kvq_kernels *k;
-    struct kvq_pool *pool;
-    unsigned threads;
-    double floor; // bytes a second
-    double huge;  // share of the memory in huge pages
-    struct bench_cache *baseline;
-    bool failed;
-};
-
-// Seconds a layer, over all layers of the cache.
-static double walk(const struct run *r, struct bench_cache *c, enum kvq_path path)
+double attend_walk(const struct attend_run *r, struct bench_cache *c, enum kvq_path path)
 {
     for (uint32_t i = 0; i < c->layers; i++)
         c->attends[i].path = (uint8_t)path;
@@ -37,15 +23,15 @@ static double walk(const struct run *r, struct bench_cache *c, enum kvq_path pat
 }
 
 // Times both caches by turns; the medians are comparable even where the machine is not quiet.
-static void time_both(const struct run *r, struct bench_cache *c, enum kvq_path path, double *time,
-                      double *baseline)
+static void time_both(const struct attend_run *r, struct bench_cache *c, enum kvq_path path,
+                      double *time, double *baseline)
 {
     double a[BENCH_MAX_REPS], b[BENCH_MAX_REPS];
-    walk(r, c, path);
-    walk(r, r->baseline, KVQ_PATH_EXACT);
+    attend_walk(r, c, path);
+    attend_walk(r, r->baseline, KVQ_PATH_EXACT);
     for (uint32_t i = 0; i < r->o->reps; i++) {
-        b[i] = walk(r, r->baseline, KVQ_PATH_EXACT);
-        a[i] = walk(r, c, path);
+        b[i] = attend_walk(r, r->baseline, KVQ_PATH_EXACT);
+        a[i] = attend_walk(r, c, path);
     }
     *time = bench_median(a, r->o->reps);
     *baseline = bench_median(b, r->o->reps);
@@ -57,64 +43,102 @@ static double bytes_per_token_head(const struct bench_cache *c)
     return (double)l.record_bytes / KVQ_BLOCK_TOKENS;
 }
 
-struct result {
-    double us, f16_us, gb_per_s, share, error;
-};
+// ---- Rows ----
 
-static void add_json(const struct run *r, const struct bench_cache *c, const char *path,
-                     const struct result *x)
+static void add_against(const struct attend_run *r, const struct attend_against *a, cJSON *row)
+{
+    if (!r->peer) {
+        cJSON_AddNullToObject(row, "vs_peer");
+        cJSON_AddStringToObject(row, "peer", PEER_NONE);
+        return;
+    }
+    cJSON_AddNumberToObject(row, "vs_peer", a->times[0]);
+    cJSON_AddStringToObject(row, "peer", r->peer->version);
+    cJSON *all = cJSON_AddObjectToObject(row, "vs_peers");
+    for (int i = 0; i < PEERS; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%s %s", peer_kinds[i].name, peer_kinds[i].layout_name);
+        cJSON_AddNumberToObject(all, name, a->times[i]);
+    }
+}
+
+static void add_json(const struct attend_run *r, const struct attend_row *x, double gb_per_s,
+                     double share)
 {
     cJSON *row = cJSON_CreateObject();
-    cJSON_AddStringToObject(row, "format", c->format->name);
-    cJSON_AddStringToObject(row, "isa", kvq_kernels_isa(r->k));
-    cJSON_AddStringToObject(row, "path", path);
+    cJSON_AddStringToObject(row, "format", x->format);
+    cJSON_AddStringToObject(row, "isa", x->isa);
+    cJSON_AddStringToObject(row, "path", x->path);
     cJSON_AddNumberToObject(row, "threads", r->threads);
-    cJSON_AddNumberToObject(row, "tokens", (double)c->tokens);
-    cJSON_AddNumberToObject(row, "q_heads", c->shape.q_heads);
-    cJSON_AddNumberToObject(row, "kv_heads", c->shape.kv_heads);
-    cJSON_AddNumberToObject(row, "head_dim", c->shape.k_dim);
+    cJSON_AddNumberToObject(row, "tokens", (double)r->baseline->tokens);
+    cJSON_AddNumberToObject(row, "q_heads", r->o->q_heads);
+    cJSON_AddNumberToObject(row, "kv_heads", r->o->kv_heads);
+    cJSON_AddNumberToObject(row, "head_dim", r->o->head_dim);
     cJSON_AddNumberToObject(row, "us", x->us);
     cJSON_AddNumberToObject(row, "f16_us", x->f16_us);
-    cJSON_AddNumberToObject(row, "gb_per_s", x->gb_per_s);
+    cJSON_AddNumberToObject(row, "gb_per_s", gb_per_s);
     cJSON_AddNumberToObject(row, "floor_gb_per_s", r->floor * 1e-9);
-    cJSON_AddNumberToObject(row, "floor_share", x->share);
+    cJSON_AddNumberToObject(row, "floor_share", share);
     cJSON_AddNumberToObject(row, "vs_f16", x->f16_us / x->us);
-    cJSON_AddNumberToObject(row, "bytes_per_token_head", bytes_per_token_head(c));
-    cJSON_AddNumberToObject(row, "bits_per_value", kvq_bits_per_value(c->format, &c->shape));
+    if (x->against)
+        add_against(r, x->against, row);
+    cJSON_AddNumberToObject(row, "bytes_per_token_head", x->bytes_per_token_head);
+    cJSON_AddNumberToObject(row, "bits_per_value", x->bits);
     cJSON_AddNumberToObject(row, "rel_err", x->error);
-    cJSON_AddNumberToObject(row, "layers", c->layers);
+    cJSON_AddNumberToObject(row, "layers", x->layers);
     cJSON_AddNumberToObject(row, "huge_pages", r->huge);
     cJSON_AddItemToArray(r->out->rows, row);
 }
 
-static void bench_row(struct run *r, struct bench_cache *c, enum kvq_path path)
+static void check_row(struct attend_run *r, const struct attend_row *x, double share)
 {
-    const char *name = path == KVQ_PATH_FAST ? "fast" : "exact";
-    double time, baseline;
-    time_both(r, c, path, &time, &baseline);
-    struct result x = {.us = time * 1e6,
-                       .f16_us = baseline * 1e6,
-                       .gb_per_s = (double)c->layer_bytes / time * 1e-9,
-                       .share = (double)c->layer_bytes / time / r->floor,
-                       .error = bench_cache_error(c)};
-    bench_note(r->out, "%-10s %-6s %-5s %7u %8llu %9.1f %7.2f %5.0f%% %7.2f %10.1f %5.2f %8.1e",
-               c->format->name, kvq_kernels_isa(r->k), name, r->threads,
-               (unsigned long long)c->tokens, x.us, x.gb_per_s, 100 * x.share, x.f16_us / x.us,
-               bytes_per_token_head(c), kvq_bits_per_value(c->format, &c->shape), x.error);
-    add_json(r, c, name, &x);
-    if (!isfinite(time) || !isfinite(x.error)) {
-        fprintf(stderr, "kvq-bench: %s %s: no memory\n", c->format->name, name);
+    if (!isfinite(x->us) || !isfinite(x->error)) {
+        fprintf(stderr, "kvq-bench: %s %s: no memory\n", x->format, x->path);
         r->failed = true;
-    } else if (x.share > MAX_SHARE) {
+    } else if (share > MAX_SHARE) {
         fprintf(stderr,
                 "kvq-bench: %s %s reads %.0f%% of the floor, which cannot be: other work took the "
                 "memory while the floor was measured; run it again on a quiet machine\n",
-                c->format->name, name, 100 * x.share);
+                x->format, x->path, 100 * share);
         r->failed = true;
     }
 }
 
-static void bench_format(struct run *r, const struct kvq_format *f, uint64_t tokens)
+void attend_print(struct attend_run *r, const struct attend_row *x)
+{
+    double speed = (double)x->layer_bytes / (x->us * 1e-6), share = speed / r->floor;
+    char peer[16] = "-";
+    if (x->against && r->peer)
+        snprintf(peer, sizeof peer, "%.2f", x->against->times[0]);
+    else if (x->against)
+        snprintf(peer, sizeof peer, "no peer");
+    bench_note(r->out, "%-10s %-6s %-6s %7u %8llu %9.1f %7.2f %5.0f%% %7.2f %7s %10.1f %5.2f %8.1e",
+               x->format, x->isa, x->path, r->threads, (unsigned long long)r->baseline->tokens,
+               x->us, speed * 1e-9, 100 * share, x->f16_us / x->us, peer, x->bytes_per_token_head,
+               x->bits, x->error);
+    add_json(r, x, speed * 1e-9, share);
+    check_row(r, x, share);
+}
+
+static void bench_row(struct attend_run *r, struct bench_cache *c, enum kvq_path path)
+{
+    double time, baseline;
+    time_both(r, c, path, &time, &baseline);
+    double error = bench_cache_error(c);
+    attend_print(r, &(struct attend_row){.format = c->format->name,
+                                         .isa = kvq_kernels_isa(r->k),
+                                         .path = path == KVQ_PATH_FAST ? "fast" : "exact",
+                                         .against = attend_peers_time(r, c, path),
+                                         .us = time * 1e6,
+                                         .f16_us = baseline * 1e6,
+                                         .error = error,
+                                         .bytes_per_token_head = bytes_per_token_head(c),
+                                         .bits = kvq_bits_per_value(c->format, &c->shape),
+                                         .layer_bytes = c->layer_bytes,
+                                         .layers = c->layers});
+}
+
+static void bench_format(struct attend_run *r, const struct kvq_format *f, uint64_t tokens)
 {
     struct bench_cache own, *c = r->baseline;
     bool same = f == r->baseline->format;
@@ -136,7 +160,7 @@ static void bench_format(struct run *r, const struct kvq_format *f, uint64_t tok
         bench_cache_free(&own);
 }
 
-static void bench_tokens(struct run *r, uint64_t tokens)
+static void bench_tokens(struct attend_run *r, uint64_t tokens)
 {
     struct bench_cache baseline;
     if (!bench_cache_make(&baseline, r->o, kvq_format_by_name("f16"), tokens)) {
@@ -145,12 +169,14 @@ static void bench_tokens(struct run *r, uint64_t tokens)
     }
     r->baseline = &baseline;
     r->huge = bench_huge_share();
+    attend_peers_open(r);
     for (uint32_t i = 0; i < r->o->n_formats; i++)
         bench_format(r, r->o->format[i], tokens);
+    attend_peers_close(r);
     bench_cache_free(&baseline);
 }
 
-static void bench_threads(struct run *r, unsigned threads)
+static void bench_threads(struct attend_run *r, unsigned threads)
 {
     int error = kvq_pool_open(&r->pool, threads, true);
     if (error) {
@@ -170,19 +196,35 @@ static void bench_threads(struct run *r, unsigned threads)
     kvq_pool_close(&r->pool);
 }
 
+static void bench_all(struct attend_run *r)
+{
+    const struct bench_options *o = r->o;
+    bench_note(r->out, "%u query heads, %u KV heads, head_dim %u; median of %u walks, f16 by turns",
+               o->q_heads, o->kv_heads, o->head_dim, o->reps);
+    if (r->peer)
+        bench_note(r->out, "peer: %s", r->peer->version);
+    bench_note(r->out, "%-10s %-6s %-6s %7s %8s %9s %7s %6s %7s %7s %10s %5s %8s", "format", "isa",
+               "path", "threads", "tokens", "us", "GB/s", "floor", "vs f16", "vs peer",
+               "B/tok/head", "bits", "error");
+    for (uint32_t i = 0; i < o->threads.n; i++)
+        bench_threads(r, (unsigned)o->threads.value[i]);
+    bench_note(r->out, "%.0f%% of the memory was in huge pages", 100 * r->huge);
+    if (!r->peer)
+        bench_note(r->out, PEER_NONE);
+}
+
 int bench_attend(const struct bench_options *o)
 {
     struct bench_output out;
-    struct run r = {.o = o, .out = &out, .k = kvq_kernels_get(o->isa)};
+    struct peer peer;
+    struct attend_run r = {.o = o, .out = &out, .k = kvq_kernels_get(o->isa)};
+    if (o->peer && !peer_open(&peer, o->peer))
+        return 1;
+    r.peer = o->peer ? &peer : NULL;
     bench_output_open(&out, o->json);
-    bench_note(&out, "%u query heads, %u KV heads, head_dim %u; median of %u walks, f16 by turns",
-               o->q_heads, o->kv_heads, o->head_dim, o->reps);
-    bench_note(&out, "%-10s %-6s %-5s %7s %8s %9s %7s %6s %7s %10s %5s %8s", "format", "isa",
-               "path", "threads", "tokens", "us", "GB/s", "floor", "vs f16", "B/tok/head", "bits",
-               "error");
-    for (uint32_t i = 0; i < o->threads.n; i++)
-        bench_threads(&r, (unsigned)o->threads.value[i]);
-    bench_note(&out, "%.0f%% of the memory was in huge pages", 100 * r.huge);
+    bench_all(&r);
     bench_output_close(&out);
+    if (r.peer)
+        peer_close(&peer);
     return r.failed ? 1 : 0;
 }

@@ -36,6 +36,7 @@ struct bench_options {
     int isa; // KVQ_ISA_*, the highest to use
     uint32_t reps;
     bool json;
+    const char *peer; // ggml library to time beside us in `attend`; NULL: none
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program
 };
 

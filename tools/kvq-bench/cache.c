@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Caches to walk, and what attention over them should give.
+// Caches to walk.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,6 @@
 #include "tools/kvq-bench/cache.h"
 
 enum {
-    SOURCES = 16,      // different blocks
     WALK_CACHES = 4,   // a walk reads at least so many times the last level cache
     MAX_LAYERS = 1024, // however small the cache of one is
 };
@@ -33,11 +32,10 @@ void bench_normal(uint64_t seed, float *x, size_t n)
     }
 }
 
-// Which of the random blocks stands at a page of a layer; the same for all formats.
-static uint32_t source_of(uint64_t layer, uint64_t page)
+uint32_t bench_source_of(uint64_t layer, uint64_t page)
 {
     uint64_t state = layer << 32 | page;
-    return (uint32_t)(next_random(&state) % SOURCES);
+    return (uint32_t)(next_random(&state) % BENCH_SOURCES);
 }
 
 // ---- Making a cache ----
@@ -56,16 +54,15 @@ static size_t raw_bytes(const struct bench_cache *c)
     return kvq_block_bytes(&l, &c->shape);
 }
 
-// Tokens of the page, and whether it is packed: whole blocks are, if the format packs at all.
-static uint32_t page_tokens(const struct bench_cache *c, uint32_t page)
+uint32_t bench_page_tokens(const struct bench_cache *c, uint32_t page)
 {
     uint64_t left = c->tokens - (uint64_t)page * KVQ_BLOCK_TOKENS;
     return left < KVQ_BLOCK_TOKENS ? (uint32_t)left : KVQ_BLOCK_TOKENS;
 }
 
-static bool is_packed(const struct bench_cache *c, uint32_t page)
+bool bench_page_packed(const struct bench_cache *c, uint32_t page)
 {
-    return !kvq_is_raw(c->format) && page_tokens(c, page) == KVQ_BLOCK_TOKENS;
+    return !kvq_is_raw(c->format) && bench_page_tokens(c, page) == KVQ_BLOCK_TOKENS;
 }
 
 static void make_raw_source(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t i,
@@ -90,12 +87,12 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
     const struct kvq_shape *s = &c->shape;
     struct bench_memory scratch;
     size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * s->k_dim;
-    if (!bench_memory_take(&c->sources, SOURCES * raw_bytes(c)) ||
-        !bench_memory_take(&c->packed, SOURCES * packed_bytes(c)) ||
+    if (!bench_memory_take(&c->sources, BENCH_SOURCES * raw_bytes(c)) ||
+        !bench_memory_take(&c->packed, BENCH_SOURCES * packed_bytes(c)) ||
         !bench_memory_take(&scratch, 2 * n * sizeof(float) + kvq_workspace_bytes()))
         return false;
     void *workspace = (char *)scratch.data + 2 * n * sizeof(float);
-    for (uint32_t i = 0; i < SOURCES; i++) {
+    for (uint32_t i = 0; i < BENCH_SOURCES; i++) {
         const uint8_t *raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
         uint8_t *packed = (uint8_t *)c->packed.data + i * packed_bytes(c);
         make_raw_source(c, k, i, scratch.data);
@@ -117,14 +114,14 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
 static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
 {
     for (uint32_t i = 0; i < c->n_pages; i++) {
-        bool packed = is_packed(c, i);
+        bool packed = bench_page_packed(c, i);
         size_t bytes = packed ? packed_bytes(c) : raw_bytes(c);
         const struct bench_memory *from = packed ? &c->packed : &c->sources;
-        memcpy(at, (const uint8_t *)from->data + source_of(layer, i) * bytes, bytes);
+        memcpy(at, (const uint8_t *)from->data + bench_source_of(layer, i) * bytes, bytes);
         c->pages[(size_t)layer * c->n_pages + i] = (struct kvq_page){
             .packed = packed ? at : NULL,
             .raw = packed ? NULL : at,
-            .tokens = (uint16_t)page_tokens(c, i),
+            .tokens = (uint16_t)bench_page_tokens(c, i),
             .packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0,
         };
         at += bytes;
@@ -134,7 +131,7 @@ static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
 
 static size_t page_bytes(const struct bench_cache *c, uint32_t page)
 {
-    return is_packed(c, page) ? packed_bytes(c) : raw_bytes(c);
+    return bench_page_packed(c, page) ? packed_bytes(c) : raw_bytes(c);
 }
 
 // Memory that a layer takes, and the bytes of it that hold tokens.
@@ -144,9 +141,16 @@ static size_t size_layer(struct bench_cache *c)
     c->layer_bytes = 0;
     for (uint32_t i = 0; i < c->n_pages; i++) {
         taken += page_bytes(c, i);
-        c->layer_bytes += page_bytes(c, i) * page_tokens(c, i) / KVQ_BLOCK_TOKENS;
+        c->layer_bytes += page_bytes(c, i) * bench_page_tokens(c, i) / KVQ_BLOCK_TOKENS;
     }
     return taken;
+}
+
+uint32_t bench_walk_layers(size_t layer_bytes)
+{
+    size_t walk = WALK_CACHES * bench_last_level_cache();
+    size_t layers = (walk + layer_bytes - 1) / layer_bytes;
+    return layers > MAX_LAYERS ? MAX_LAYERS : (uint32_t)layers;
 }
 
 static void make_attends(struct bench_cache *c)
@@ -180,9 +184,8 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     *c = (struct bench_cache){.format = format, .tokens = tokens};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
-    size_t taken = size_layer(c), walk = WALK_CACHES * bench_last_level_cache();
-    size_t layers = (walk + c->layer_bytes - 1) / c->layer_bytes;
-    c->layers = layers > MAX_LAYERS ? MAX_LAYERS : (uint32_t)layers;
+    size_t taken = size_layer(c);
+    c->layers = bench_walk_layers(c->layer_bytes);
     c->pages = calloc((size_t)c->layers * c->n_pages, sizeof *c->pages);
     c->attends = calloc(c->layers, sizeof *c->attends);
     c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
@@ -215,102 +218,21 @@ void bench_cache_free(struct bench_cache *c)
     *c = (struct bench_cache){0};
 }
 
-// ---- Double precision ----
-
-struct reference {
-    const struct bench_cache *c;
-    float *k[2], *v[2]; // of each source, [128][dim], raw and packed
-    double *logits;     // of one query head
-    double *sums;       // [dim]
-};
-
-// Dequantizes every source's first head, by the C functions. Those are held against an oracle of
-// their own in the tests.
-static void read_sources(struct reference *r, void *workspace)
+void bench_cache_rows(const struct bench_cache *c, uint32_t head, bool packed, float *k, float *v,
+                      void *workspace)
 {
-    const struct bench_cache *c = r->c;
     size_t n = (size_t)KVQ_BLOCK_TOKENS * c->shape.k_dim;
-    for (uint32_t i = 0; i < SOURCES; i++)
-        for (uint32_t packed = 0; packed < (packed_bytes(c) ? 2u : 1u); packed++) {
-            struct kvq_page page = {.tokens = KVQ_BLOCK_TOKENS};
-            page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
-            page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
-            page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
-            struct kvq_reading reading = {.format = c->format,
-                                          .shape = &c->shape,
-                                          .pages = &page,
-                                          .n_pages = 1,
-                                          .book = bench_book_of(&c->books, 0)};
-            kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, 0, KVQ_BLOCK_TOKENS, 0,
-                          r->k[packed] + i * n, r->v[packed] + i * n, workspace);
-        }
-}
-
-// The row of token t in one of the arrays of sources.
-static const float *row_of(const struct reference *r, float *const *from, uint64_t t)
-{
-    uint32_t page = (uint32_t)(t / KVQ_BLOCK_TOKENS), dim = r->c->shape.k_dim;
-    size_t at = (size_t)source_of(0, page) * KVQ_BLOCK_TOKENS + t % KVQ_BLOCK_TOKENS;
-    return from[is_packed(r->c, page)] + at * dim;
-}
-
-static void attend_head(struct reference *r, const float *q)
-{
-    uint32_t dim = r->c->shape.k_dim;
-    double max = -INFINITY, sum = 0;
-    for (uint64_t t = 0; t < r->c->tokens; t++) {
-        const float *k = row_of(r, r->k, t);
-        double dot = 0;
-        for (uint32_t i = 0; i < dim; i++)
-            dot += (double)q[i] * (double)k[i];
-        r->logits[t] = dot * (double)r->c->shape.scale;
-        max = fmax(max, r->logits[t]);
+    for (uint32_t i = 0; i < BENCH_SOURCES; i++) {
+        struct kvq_page page = {.tokens = KVQ_BLOCK_TOKENS};
+        page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
+        page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
+        page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
+        struct kvq_reading reading = {.format = c->format,
+                                      .shape = &c->shape,
+                                      .pages = &page,
+                                      .n_pages = 1,
+                                      .book = bench_book_of(&c->books, 0)};
+        kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, 0, KVQ_BLOCK_TOKENS, head, k + i * n,
+                      v + i * n, workspace);
     }
-    memset(r->sums, 0, dim * sizeof *r->sums);
-    for (uint64_t t = 0; t < r->c->tokens; t++) {
-        const float *v = row_of(r, r->v, t);
-        double p = exp(r->logits[t] - max);
-        sum += p;
-        for (uint32_t i = 0; i < dim; i++)
-            r->sums[i] += p * (double)v[i];
-    }
-    for (uint32_t i = 0; i < dim; i++)
-        r->sums[i] /= sum;
-}
-
-static double error_of(struct reference *r)
-{
-    const struct kvq_shape *s = &r->c->shape;
-    double error = 0, size = 0;
-    for (uint32_t h = 0; h < (uint32_t)(s->q_heads / s->kv_heads); h++) {
-        attend_head(r, r->c->queries + (size_t)h * s->k_dim);
-        for (uint32_t i = 0; i < s->k_dim; i++) {
-            double want = r->sums[i], got = (double)r->c->out[(size_t)h * s->k_dim + i];
-            error += (got - want) * (got - want);
-            size += want * want;
-        }
-    }
-    return sqrt(error / size);
-}
-
-double bench_cache_error(const struct bench_cache *c)
-{
-    struct reference r = {.c = c};
-    struct bench_memory m;
-    size_t n = (size_t)SOURCES * KVQ_BLOCK_TOKENS * c->shape.k_dim;
-    size_t bytes = kvq_workspace_bytes() + 4 * n * sizeof(float) +
-                   (c->tokens + c->shape.k_dim) * sizeof(double);
-    if (!bench_memory_take(&m, bytes))
-        return NAN;
-    float *at = (float *)(void *)((char *)m.data + kvq_workspace_bytes());
-    for (uint32_t i = 0; i < 2; i++) {
-        r.k[i] = at + 2 * i * n;
-        r.v[i] = at + (2 * i + 1) * n;
-    }
-    r.sums = (double *)(void *)(at + 4 * n);
-    r.logits = r.sums + c->shape.k_dim;
-    read_sources(&r, m.data);
-    double error = error_of(&r);
-    bench_memory_give(&m);
-    return error;
 }

@@ -43,8 +43,40 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens);
 void bench_cache_free(struct bench_cache *c);
 
-// Relative error (2-norm) of the first KV head's outputs of the first layer, as they stand in
-// c->out, against double precision over the same cache.
+// Layers of so many bytes that together are some times bigger than the last level cache.
+uint32_t bench_walk_layers(size_t layer_bytes);
+
+// Which of the random blocks stands at a page of a layer; the same for all formats.
+enum { BENCH_SOURCES = 16 };
+uint32_t bench_source_of(uint64_t layer, uint64_t page);
+
+// Tokens of the page, and whether it is packed: whole blocks are, if the format packs at all.
+uint32_t bench_page_tokens(const struct bench_cache *c, uint32_t page);
+bool bench_page_packed(const struct bench_cache *c, uint32_t page);
+
+// The rows of one KV head of all random blocks, as attention sees them: fp32
+// [BENCH_SOURCES][KVQ_BLOCK_TOKENS][head_dim]. Read by the C functions, which are held against an
+// oracle of their own in the tests. The workspace is kvq_workspace_bytes() long.
+void bench_cache_rows(const struct bench_cache *c, uint32_t head, bool packed, float *k, float *v,
+                      void *workspace);
+
+// ---- Double precision (exact.c) ----
+
+// Outputs that somebody computed over the tokens of a layer of a cache. The rows are as
+// bench_cache_rows gives them, of raw blocks and of packed ones; they may be those of another
+// library that holds the same tokens in a format of its own.
+struct bench_exact {
+    const struct bench_cache *c;
+    uint32_t layer, head;
+    const float *k[2], *v[2];
+    const float *q, *out; // [q_heads][head_dim]
+};
+
+// Relative error (2-norm) of the outputs of all query heads of the KV head. NAN: no memory, or
+// the outputs are not finite.
+double bench_exact_error(const struct bench_exact *e);
+
+// The same of the first KV head's outputs of the first layer, as they stand in c->out.
 double bench_cache_error(const struct bench_cache *c);
 
 // n numbers of N(0, 1), the same for the same seed.

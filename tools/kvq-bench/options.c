@@ -31,6 +31,8 @@ static const char help[] =
     "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks a row, their median is shown (default 7)\n"
     "  --sessions S,..   ring: sessions in a request (default 1,64)\n"
+    "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
+    "                    and libggml-cpu.so, or a folder that holds them; default none)\n"
     "  --kvqd PATH       ring: the daemon to start (default the one beside this program)\n"
     "  --json            an array of objects instead of the table\n"
     "  --help            this text\n"
@@ -41,9 +43,14 @@ static const char help[] =
     "  GB/s       cache bytes read a second\n"
     "  floor      that as a share of what the same threads read with the widest loads\n"
     "  vs f16     how many times faster than f16, timed by turns in the same run\n"
+    "  vs peer    how many times faster than the peer's f16 cache with every head in one piece\n"
     "  B/tok/head bytes a token and KV head, K and V together, with all parameters\n"
     "  bits       bits a value, with all parameters\n"
     "  error      relative error against double precision over the same cache\n"
+    "\n"
+    "Rows of a peer: the path is how its cache lies in memory. heads: every head's tokens in one\n"
+    "piece. tokens: every token's heads in one piece, as llama.cpp has it. Below them stands how\n"
+    "many times faster each row of ours is, as the median of pairs timed by turns.\n"
     "\n"
     "Modes of ring: spin, both sides wait awake on a CPU of their own; sleep, both sleep and are\n"
     "woken; one-core, both share one CPU.\n"
@@ -178,6 +185,9 @@ static int read_option(struct bench_options *o, int option, const char *text)
     case 'b':
         o->kvqd = text;
         return 0;
+    case 'g':
+        o->peer = text;
+        return 0;
     case 'j':
         o->json = true;
         return 0;
@@ -263,21 +273,14 @@ static int read_command(struct bench_options *o, int argc, char **argv)
 int bench_options_read(struct bench_options *o, int argc, char **argv)
 {
     static const struct option options[] = {
-        {"format", required_argument, NULL, 'f'},
-        {"tokens", required_argument, NULL, 'n'},
-        {"threads", required_argument, NULL, 't'},
-        {"q-heads", required_argument, NULL, 'q'},
-        {"kv-heads", required_argument, NULL, 'k'},
-        {"head-dim", required_argument, NULL, 'd'},
-        {"path", required_argument, NULL, 'p'},
-        {"isa", required_argument, NULL, 'i'},
-        {"reps", required_argument, NULL, 'r'},
-        {"sessions", required_argument, NULL, 's'},
-        {"kvqd", required_argument, NULL, 'b'},
-        {"json", no_argument, NULL, 'j'},
-        {"help", no_argument, NULL, 'h'},
-        {"version", no_argument, NULL, 'v'},
-        {0},
+        {"format", required_argument, NULL, 'f'},   {"tokens", required_argument, NULL, 'n'},
+        {"threads", required_argument, NULL, 't'},  {"q-heads", required_argument, NULL, 'q'},
+        {"kv-heads", required_argument, NULL, 'k'}, {"head-dim", required_argument, NULL, 'd'},
+        {"path", required_argument, NULL, 'p'},     {"isa", required_argument, NULL, 'i'},
+        {"reps", required_argument, NULL, 'r'},     {"sessions", required_argument, NULL, 's'},
+        {"peer", required_argument, NULL, 'g'},     {"kvqd", required_argument, NULL, 'b'},
+        {"json", no_argument, NULL, 'j'},           {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'v'},        {0},
     };
     int option, status = read_defaults(o);
     while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1)
