@@ -95,7 +95,8 @@ KVQ__INLINE __m128 pair(const double *a, const double *b)
 KVQ__INLINE __m512 pick(const uint16_t *offsets, uint32_t step, const char *table, size_t stride,
                         int vector)
 {
-#define AT(i)   ((const void *)(table + (i)*stride + (offset_at(offsets, step, i) << (vector == 8))))
+    const size_t unit = vector == 8 ? 2 : 1;
+#define AT(i)   ((const void *)(table + (i)*stride + unit * offset_at(offsets, step, i)))
 #define FOUR(i) _mm_loadu_ps(AT(i))
 #define TWO(i)  pair(AT(i), AT((i) + 1))
     if (vector == 8) {

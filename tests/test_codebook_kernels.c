@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Codebook kernels of every instruction set against C: every size of codebook and every vector,
+// tables that sub-vectors share or have of their own, all head_dims. Codes are the same bytes, ties
+// and sums beyond fp32 included; logits and sums agree within 1e-5, and those of a row are the same
+// bits whichever rows stand beside it.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+#include "kernels/internal.h"
+#include "tests/kvtest.h"
+
+static const float TOLERANCE = 1e-5f;
+
+// Who has a table. ODD: of each sub-vector, and they do not follow one another closely.
+enum tables { SHARED, OWN, ODD, TABLES };
+
+struct setup {
+    const struct kvq_kernels *k; // compared with C
+    struct kvt_rng rng;
+    char name[KVQ_FORMAT_NAME];
+    struct kvq_format format;
+    struct kvq_shape shape;
+    struct kvq_book book;
+    struct kvq__codec codec;
+    uint8_t *record;
+    struct kvq_packed packed;
+};
+
+// Numbers for any table; coarse ones are small integers, so that many are the same.
+static const float *numbers(bool coarse)
+{
+    static float *x[2];
+    const size_t n = (size_t)KVQ_MAX_HEAD_DIM * 4096 + 64 * KVQ_MAX_HEAD_DIM;
+    struct kvt_rng rng = {5};
+    if (x[coarse])
+        return x[coarse];
+    x[coarse] = malloc(n * sizeof(float));
+    for (size_t i = 0; i < n; i++)
+        x[coarse][i] = coarse ? (float)kvt_below(&rng, 4) - 1 : kvt_normal(&rng);
+    return x[coarse];
+}
+
+static struct setup setup_of(const struct kvq_kernels *k, uint32_t bits, uint32_t vector,
+                             uint32_t dim, enum tables tables, bool coarse)
+{
+    struct setup s = {.k = k, .rng = {kvt_seed() + 64 * bits + 8 * vector + dim + tables}};
+    char text[200];
+    snprintf(s.name, sizeof s.name, "vecinfer-k%ux%uv%ux%u", vector, bits, vector, bits);
+    if (kvq_format_parse(s.name, &s.format, text, sizeof text))
+        fail_msg("%s", text);
+    size_t table = (size_t)vector << bits;
+    s.shape = kvt_shape(1, 1, dim, KVQ_F16);
+    s.book.k = numbers(coarse);
+    s.book.v = numbers(coarse) + 3; // aligned to a number only
+    s.book.k_sub = s.book.v_sub = tables == SHARED ? 0 : tables == OWN ? table : table + 7;
+    s.codec = kvq__codec_of(&s.format, &s.shape, &s.book, 0);
+    s.record = kvt_guarded(s.codec.layout.record_bytes, 0);
+    for (uint32_t i = 0; i < s.codec.layout.record_bytes; i++)
+        s.record[i] = (uint8_t)kvt_u64(&s.rng);
+    s.packed = kvq_packed_at(&s.codec.layout, s.record, 1);
+    return s;
+}
+
+static void for_each(bool coarse, void (*run)(struct setup *s))
+{
+    for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_AVX512; isa++) {
+        const struct kvq_kernels *k = kvq_kernels_get(isa);
+        for (uint32_t bits = 8; bits <= 12 && k->isa == isa; bits += 2)
+            for (uint32_t vector = 2; vector <= 8; vector *= 2)
+                for (uint32_t dim = 64; dim <= 256; dim *= 2)
+                    for (enum tables t = SHARED; t < TABLES; t++) {
+                        struct setup s = setup_of(k, bits, vector, dim, t, coarse);
+                        run(&s);
+                        kvt_guarded_free(s.record);
+                    }
+    }
+}
+
+static const struct kvq_kernels *plain(void)
+{
+    return kvq_kernels_get(KVQ_ISA_C);
+}
+
+// ---- Attention ----
+
+enum { MOST_ROWS = 11 };
+
+struct bench {
+    struct kvq__tile tile;
+    float *q, *logits, *o, *group;
+};
+
+static float *floats(size_t n)
+{
+    float *x = kvt_guarded(n * sizeof *x, 0);
+    memset(x, 0, n * sizeof *x);
+    return x;
+}
+
+static struct bench bench_of(const struct setup *s, uint32_t rows)
+{
+    uint32_t dim = s->codec.dim;
+    struct bench b = {.q = floats((size_t)rows * dim),
+                      .logits = floats((size_t)rows * KVQ__LOGITS_STRIDE),
+                      .o = floats((size_t)rows * dim),
+                      .group = floats((size_t)KVQ_GROUP_TOKENS * dim)};
+    struct kvt_rng rng = s->rng;
+    kvt_fill(&rng, KVT_NORMAL, b.q, rows, dim);
+    kvt_fill(&rng, KVT_NORMAL, b.o, rows, dim);
+    kvt_fill(&rng, KVT_NORMAL, b.logits, rows, KVQ__LOGITS_STRIDE);
+    b.tile = (struct kvq__tile){.codec = &s->codec, .rows = rows, .dim = dim};
+    b.tile.group_f32 = b.group;
+    return b;
+}
+
+static void free_bench(struct bench *b)
+{
+    kvt_guarded_free(b->q);
+    kvt_guarded_free(b->logits);
+    kvt_guarded_free(b->o);
+    kvt_guarded_free(b->group);
+}
+
+// Rows [from, from + rows) of what stands in b.
+static void attend_rows(const struct kvq_kernels *k, const struct setup *s, struct bench *b,
+                        uint32_t from, uint32_t rows, bool v)
+{
+    struct kvq__tile tile = b->tile;
+    float *logits = b->logits + (size_t)from * KVQ__LOGITS_STRIDE;
+    tile.rows = rows;
+    tile.q = tile.qt = b->q + (size_t)from * tile.dim;
+    tile.o = tile.ot = b->o + (size_t)from * tile.dim;
+    tile.ahead = rows > 2 ? s->record : NULL;
+    if (v)
+        kvq__pv_packed(k, &tile, &s->packed, logits);
+    else
+        kvq__qk_packed(k, &tile, &s->packed, logits);
+}
+
+static float length(const float *x, uint32_t n)
+{
+    float sum = 0;
+    for (uint32_t i = 0; i < n; i++)
+        sum += x[i] * x[i];
+    return sqrtf(sum);
+}
+
+static void assert_close(const struct setup *s, const float *got, const float *want, size_t n,
+                         float scale)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!(fabsf(got[i] - want[i]) <= TOLERANCE * scale))
+            fail_msg("%s %s, head_dim %u, tables %zu apart: %.9g, C has %.9g", s->k->name, s->name,
+                     s->codec.dim, s->book.k_sub, (double)got[i], (double)want[i]);
+}
+
+static void compare_rows(const struct setup *s, uint32_t rows, bool v)
+{
+    uint32_t dim = s->codec.dim, stride = v ? dim : KVQ__LOGITS_STRIDE;
+    struct bench c = bench_of(s, rows), all = bench_of(s, rows), alone = bench_of(s, rows);
+    attend_rows(plain(), s, &c, 0, rows, v);
+    attend_rows(s->k, s, &all, 0, rows, v);
+    for (uint32_t r = 0; r < rows; r++)
+        attend_rows(s->k, s, &alone, r, 1, v);
+    const float *got = v ? all.o : all.logits, *want = v ? c.o : c.logits;
+    for (uint32_t r = 0; r < rows; r++) {
+        const float *row = want + (size_t)r * stride;
+        // A value has the size of 1, and so have the weights; a logit adds up dim products.
+        float scale = v ? length(row, dim) : length(c.q + (size_t)r * dim, dim) * sqrtf((float)dim);
+        assert_close(s, got + (size_t)r * stride, row, v ? dim : KVQ_GROUP_TOKENS, scale);
+    }
+    assert_memory_equal(got, v ? alone.o : alone.logits, (size_t)rows * stride * sizeof *got);
+    free_bench(&c);
+    free_bench(&all);
+    free_bench(&alone);
+}
+
+static void compare_attention(struct setup *s)
+{
+    for (uint32_t rows = 1; rows <= MOST_ROWS; rows += rows < 6 ? 1 : 5) {
+        compare_rows(s, rows, false);
+        compare_rows(s, rows, true);
+    }
+}
+
+static void test_attention(void **state)
+{
+    (void)state;
+    for_each(false, compare_attention);
+}
+
+// Formats that scale keys by a norm have it multiplied in.
+static void compare_norms(struct setup *s)
+{
+    s->format.k_token_scale = KVQ_SCALE_L2_HEAD;
+    s->codec = kvq__codec_of(&s->format, &s->shape, &s->book, 0);
+    uint8_t *record = kvt_guarded(s->codec.layout.record_bytes, 0);
+    memset(record, 0x33, s->codec.layout.record_bytes); // norms of 0.225
+    s->packed = kvq_packed_at(&s->codec.layout, record, 2);
+    uint16_t *norms = (uint16_t *)(void *)(s->packed.group + s->codec.layout.k_norms);
+    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
+        norms[t] = (uint16_t)(norms[t] + 50 * t);
+    compare_rows(s, 6, false);
+    kvt_guarded_free(record);
+}
+
+static void test_norms(void **state)
+{
+    (void)state;
+    for_each(false, compare_norms);
+}
+
+// ---- Codes ----
+
+// Rows of many kinds, a pair of tokens each.
+static void fill_rows(struct setup *s, float *rows, bool coarse)
+{
+    uint32_t dim = s->codec.dim;
+    kvt_fill(&s->rng, KVT_NORMAL, rows, KVQ_GROUP_TOKENS, dim);
+    for (uint32_t i = 0; i < KVQ_GROUP_TOKENS * dim; i++) {
+        if (coarse)
+            rows[i] = rintf(2 * rows[i]) / 2; // halfway between centroids
+        else if (i / dim % 16 == 3)
+            rows[i] *= 1e19f; // squares beyond fp32, some of them
+        else if (i / dim % 16 == 7)
+            rows[i] = i % 5 ? 0.0f : NAN;
+    }
+}
+
+static void compare_codes(struct setup *s)
+{
+    const struct kvq__codec *c = &s->codec;
+    if (c->k.row.bits == 12 && c->dim > 64)
+        return; // C takes its time, and no kernel looks at head_dim but for counting sub-vectors
+    size_t n = c->layout.record_bytes;
+    float *rows = floats((size_t)KVQ_GROUP_TOKENS * c->dim);
+    uint8_t *a = kvt_guarded(n, 0), *b = kvt_guarded(n, 0);
+    memcpy(a, s->record, n);
+    memcpy(b, s->record, n);
+    fill_rows(s, rows, s->book.k == numbers(true));
+    plain()->quant_k[KVQ__BOOK](c, rows, a, 1);
+    s->k->quant_k[KVQ__BOOK](c, rows, b, 1);
+    plain()->quant_v[KVQ__BOOK](c, rows, a, 2);
+    s->k->quant_v[KVQ__BOOK](c, rows, b, 2);
+    for (size_t i = 0; i < n; i++)
+        if (a[i] != b[i])
+            fail_msg("%s %s, head_dim %u, tables %zu apart: byte %zu is %u, C has %u", s->k->name,
+                     s->name, c->dim, s->book.k_sub, i, b[i], a[i]);
+    kvt_guarded_free(rows);
+    kvt_guarded_free(a);
+    kvt_guarded_free(b);
+}
+
+static void test_codes(void **state)
+{
+    (void)state;
+    for_each(false, compare_codes);
+}
+
+static void test_ties(void **state)
+{
+    (void)state;
+    for_each(true, compare_codes);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_ties),
+    };
+    if (kvq_kernels_get(KVQ_ISA_AVX512)->isa == KVQ_ISA_C) {
+        printf("no instruction set to compare with C\n");
+        return 77;
+    }
+    return cmocka_run_group_tests_name("book", tests, NULL, NULL);
+}
