@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "daemon/attach_internal.h"
+#include "daemon/codebooks.h"
 #include "daemon/workers.h"
 #include "kernels/layout.h"
 
@@ -459,6 +460,64 @@ static int check_request(const struct kvq__connection *c, const struct kvq__pack
     return 0;
 }
 
+// ---- Codebooks ----
+
+// Codebooks that a format name asks for, itself or by what the configuration says of it.
+static void read_codebooks_of(const struct kvq__server *server, const char *format)
+{
+    const char *at = strchr(format, '@');
+    if (at)
+        kvq__codebooks_load(server->codebooks, at + 1);
+    const struct kvq__own_format *own = kvq__config_own_format(&server->config, format);
+    if (!own)
+        return;
+    if ((at = strchr(own->rest.name, '@')))
+        kvq__codebooks_load(server->codebooks, at + 1);
+    for (uint32_t i = 0; i < own->n_ranges; i++)
+        if ((at = strchr(own->ranges[i].row.name, '@')))
+            kvq__codebooks_load(server->codebooks, at + 1);
+}
+
+// A thread of libuv's.
+static void read_codebooks(uv_work_t *work)
+{
+    const struct kvq__connection *c = work->data;
+    const Kvq__OpenSession *open = c->request->open_session;
+    read_codebooks_of(c->server, open->format);
+    for (size_t i = 0; i < open->n_layers; i++) {
+        const char *format = open->layers[i]->format;
+        size_t before = 0;
+        while (before < i && strcmp(open->layers[before]->format, format) != 0)
+            before++;
+        if (before == i && strcmp(open->format, format) != 0) // each once, also if it fails
+            read_codebooks_of(c->server, format);
+    }
+}
+
+static void to_poller(uv_work_t *work, int status)
+{
+    struct kvq__connection *c = work->data;
+    (void)status;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+}
+
+// Whether any file may have to be read before the session can be opened.
+static bool needs_reading(const struct kvq__connection *c)
+{
+    const Kvq__OpenSession *open = c->request->open_session;
+    if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_SESSION || open->n_layers == 0 ||
+        !c->server->config.codebook_dir[0])
+        return false;
+    bool any =
+        strchr(open->format, '@') || kvq__config_own_format(&c->server->config, open->format);
+    for (size_t i = 0; i < open->n_layers && !any; i++)
+        any = strchr(open->layers[i]->format, '@') ||
+              kvq__config_own_format(&c->server->config, open->layers[i]->format);
+    return any;
+}
+
+// ---- Taking requests ----
+
 static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
 {
     switch (c->request->command_case) {
@@ -504,7 +563,10 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
                  c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL;
     if (!local) {
         c->state = KVQ__CONNECTION_BUSY;
-        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+        c->reading.data = c;
+        if (!needs_reading(c) ||
+            uv_queue_work(&c->server->loop, &c->reading, read_codebooks, to_poller) != 0)
+            kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
         return;
     }
     if (error)

@@ -4,7 +4,8 @@
 // ask for) and attach_memory.c (queues and buffers).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
-// needs the system is done; then its mail takes it to the poller, where the core does its part;
+// needs the system is done (reading codebooks on a thread of libuv's); then its mail takes it to the
+// poller, where the core does its part;
 // then the mail brings it back, and the reply is sent. While it is at the poller the loop's
 // thread touches nothing that is marked "with the command".
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
@@ -41,7 +42,7 @@ struct kvq__region {
 enum kvq__connection_state {
     KVQ__CONNECTION_HELLO, // has not said hello yet
     KVQ__CONNECTION_READY,
-    KVQ__CONNECTION_BUSY,   // its command is at the poller
+    KVQ__CONNECTION_BUSY,   // its command is at the poller, or reads codebooks before
     KVQ__CONNECTION_ENDING, // its client is being taken down at the poller
 };
 
@@ -70,6 +71,7 @@ struct kvq__connection {
 
     // With the command.
     struct kvq__mail mail;
+    uv_work_t reading; // of codebooks
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The codebooks that sessions have asked for by name, read once and kept until the daemon ends.
+// The codebooks that sessions have asked for by name, each read once and shared. Those that no
+// session uses stay for the next one, until their place is needed for another.
+//
+// All functions may be called from any thread; only reading a file takes long, and no lock is held
+// meanwhile.
 #ifndef KVQ_DAEMON_CODEBOOKS_H
 #define KVQ_DAEMON_CODEBOOKS_H
 
@@ -10,12 +14,20 @@ struct kvq__codebooks;
 
 // `folder` holds files NAME.kvqbook and may be empty: then there are none. NULL without memory.
 struct kvq__codebooks *kvq__codebooks_new(const char *folder);
-void kvq__codebooks_free(struct kvq__codebooks **books); // accepts pointers to NULL
+// Nobody may hold any. Accepts pointers to NULL.
+void kvq__codebooks_free(struct kvq__codebooks **books);
 
-// As the core's callback. Reads the file the first time a name is asked for, which blocks the
-// caller: codebooks are a few megabytes at most.
+// Reads the file unless it is there already, so that kvq__codebooks_get finds it, or finds why it
+// could not be read. Blocks: codebooks are a few megabytes, but may be 1 GiB.
+void kvq__codebooks_load(struct kvq__codebooks *books, const char *name);
+
+// As the core's callbacks: a layer's tables, which live until *hold has been released as often as
+// it was got and shared. Reads the file only where kvq__codebooks_load did not do that just before.
+// Text as long as KVQ_TEXT_BYTES / 2.
 int kvq__codebooks_get(struct kvq__codebooks *books, const char *name, uint32_t layer,
                        const struct kvq_format *format, const struct kvq_shape *shape,
-                       struct kvq_book *book, char *text);
+                       struct kvq_book *book, void **hold, char *text);
+void kvq__codebooks_share(struct kvq__codebooks *books, void *hold);
+void kvq__codebooks_release(struct kvq__codebooks *books, void *hold);
 
 #endif

@@ -111,6 +111,10 @@ int kvq__config_resolve(struct kvq_config *config, char *text);
 void kvq__config_help(char *out, size_t size);
 void kvq__config_print(const struct kvq_config *config, char *out, size_t size);
 
+// The format of the file that a session's format, maybe with "@CODEBOOK", is; NULL: it is none.
+const struct kvq__own_format *kvq__config_own_format(const struct kvq_config *config,
+                                                     const char *name);
+
 // CPUs this process may run on.
 uint32_t kvq__usable_cpus(void);
 

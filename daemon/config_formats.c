@@ -36,15 +36,16 @@ static struct kvq_config_format *find(struct kvq_config *config, const char *nam
     return NULL;
 }
 
-int kvq__config_format_length(const struct kvq_config *config, const char *name)
+const struct kvq__own_format *kvq__config_own_format(const struct kvq_config *config,
+                                                     const char *name)
 {
     size_t n = strcspn(name, "@");
     for (uint32_t i = 0; i < config->n_formats; i++) {
         const char *own = config->own_formats[i].name;
         if (strlen(own) == n && memcmp(own, name, n) == 0)
-            return (int)n;
+            return &config->own_formats[i];
     }
-    return (int)strlen(name);
+    return NULL;
 }
 
 static int check_name(const char *name, char *text)

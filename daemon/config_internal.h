@@ -54,9 +54,6 @@ __attribute__((format(printf, 3, 4))) int kvq__config_refuse(char *text, const c
 // A line of a section "format NAME". Refusals have no place in front, as those of a handler.
 int kvq__config_format_line(struct kvq_config *config, const char *section, const char *name,
                             const char *value, char *text);
-// How much of a row's name a section says: what a format of this file has behind '@' stands in its
-// own section.
-int kvq__config_format_length(const struct kvq_config *config, const char *name);
 // After the last line: composes all formats. On failure *failed is the section's NAME.
 int kvq__config_formats_end(struct kvq_config *config, const char **failed, char *text);
 

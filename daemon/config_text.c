@@ -225,9 +225,13 @@ static void put_format(struct out *out, const struct kvq_config *config, uint32_
         put(out, "%.*s = %.*s\n", name, at, length - name - 1, at + name + 1);
         at += length + (at[length] == ':');
     }
-    for (uint32_t i = 0; i < own->n_ranges; i++)
-        put(out, "layers = %u-%u:%.*s\n", own->ranges[i].first, own->ranges[i].last,
-            kvq__config_format_length(config, own->ranges[i].row.name), own->ranges[i].row.name);
+    for (uint32_t i = 0; i < own->n_ranges; i++) {
+        // What a format of this file has behind '@' stands in its own section.
+        const struct kvq__layer_range *range = &own->ranges[i];
+        const struct kvq__own_format *other = kvq__config_own_format(config, range->row.name);
+        put(out, "layers = %u-%u:%s\n", range->first, range->last,
+            other ? other->name : range->row.name);
+    }
 }
 
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)

@@ -114,11 +114,14 @@ struct kvq__core_config {
     void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer, void *base,
                         uint64_t bytes);
     // Codebooks by name, for formats "NAME@CODEBOOK": fills *book for one layer, with tables that
-    // live as long as the core. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or
-    // if it was made for another format or shape.
+    // live until *hold has been given to codebook_release as often as it was got here and given to
+    // codebook_share. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or if it was
+    // made for another format or shape. All three or none.
     int (*codebook)(void *context, const char *name, uint32_t layer,
                     const struct kvq_format *format, const struct kvq_shape *shape,
-                    struct kvq_book *book, char *text);
+                    struct kvq_book *book, void **hold, char *text);
+    void (*codebook_share)(void *context, void *hold);
+    void (*codebook_release)(void *context, void *hold);
 };
 
 // Who asks.

@@ -93,12 +93,14 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
 
 static int copy_identity(struct kvq__session *to, const struct kvq__session *from)
 {
+    const struct kvq__core_config *config = &from->core->config;
     for (uint32_t i = 0; i < from->n_layers; i++) {
         const struct kvq__layer *l = &from->layers[i];
         to->layers[i] = (struct kvq__layer){
             .shape = l->shape,
             .layout = l->layout,
             .book = l->book,
+            .book_hold = l->book_hold,
             .raw_layout = l->raw_layout,
             .packed_bytes = l->packed_bytes,
             .raw_bytes = l->raw_bytes,
@@ -106,6 +108,8 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
             .keep = l->keep,
             .learn = l->learn,
         };
+        if (l->book_hold)
+            config->codebook_share(config->context, l->book_hold);
     }
     snprintf(to->model, sizeof to->model, "%s", from->model);
     to->n_owned = from->n_owned;

@@ -147,7 +147,7 @@ static int find_book(struct kvq__core *core, struct kvq__layer *l, uint32_t laye
     int rc = KVQ_E_FORMAT;
     if (core->config.codebook)
         rc = core->config.codebook(core->config.context, at + 1, layer, l->format, &l->shape,
-                                   &l->book, why);
+                                   &l->book, &l->book_hold, why);
     return rc < 0 ? kvq__fail(text, rc, "layer %u: %s", layer, why) : 0;
 }
 

@@ -175,10 +175,22 @@ static int open_namespaces(struct kvq__server *server, char *text)
 
 static int find_codebook(void *context, const char *name, uint32_t layer,
                          const struct kvq_format *format, const struct kvq_shape *shape,
-                         struct kvq_book *book, char *text)
+                         struct kvq_book *book, void **hold, char *text)
 {
     struct kvq__server *server = context;
-    return kvq__codebooks_get(server->codebooks, name, layer, format, shape, book, text);
+    return kvq__codebooks_get(server->codebooks, name, layer, format, shape, book, hold, text);
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    struct kvq__server *server = context;
+    kvq__codebooks_share(server->codebooks, hold);
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    struct kvq__server *server = context;
+    kvq__codebooks_release(server->codebooks, hold);
 }
 
 static int open_core(struct kvq__server *server, char *text)
@@ -200,7 +212,9 @@ static int open_core(struct kvq__server *server, char *text)
                                       .context = server,
                                       .event = kvq__event_from_core,
                                       .buffer_gone = on_buffer_gone,
-                                      .codebook = find_codebook};
+                                      .codebook = find_codebook,
+                                      .codebook_share = share_codebook,
+                                      .codebook_release = release_codebook};
     server->codebooks = kvq__codebooks_new(c->codebook_dir);
     if (!server->codebooks) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory");

@@ -27,7 +27,7 @@ struct kvq__server {
     uv_async_t async;                 // mail has come
     struct kvq__mailbox box;          // to the loop's thread; any thread posts
     struct kvq__core *core;           // the poller's, from start to stop
-    struct kvq__codebooks *codebooks; // the core's, likewise
+    struct kvq__codebooks *codebooks; // any thread
     struct kvq__poller *poller;
     struct kvq__shm page; // struct kvq_daemon_page
     struct kvq__attach *attach;

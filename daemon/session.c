@@ -31,7 +31,11 @@ struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namesp
 
 void kvq__session_free(struct kvq__session *s)
 {
+    const struct kvq__core_config *config = &s->core->config;
     kvq__pages_trim(s, 0);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].book_hold)
+            config->codebook_release(config->context, s->layers[i].book_hold);
     kvq__deallocate(s->core, s->table,
                     (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
     kvq__formats_free(s);

@@ -123,6 +123,7 @@ struct kvq__layer {
     struct kvq_shape shape;
     struct kvq_layout layout, raw_layout;
     struct kvq_book book;             // codebook formats
+    void *book_hold;                  // keeps its tables; NULL = none
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
     uint32_t learn;                   // tokens the format learns from; 0 = none

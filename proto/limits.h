@@ -12,7 +12,7 @@ enum {
     KVQ_TEXT_BYTES = 512,        // error text of a reply
 
     // Shapes.
-    KVQ_MAX_CODEBOOKS = 64, // that a daemon loads
+    KVQ_MAX_CODEBOOKS = 64, // that a daemon has in memory
     KVQ_MAX_LAYERS = 256,
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,

@@ -25,7 +25,7 @@ static struct {
     struct kvq__server server;
     pthread_t thread;
     uv_async_t stop;
-    char directory[64];
+    char directory[64], codebook_dir[64];
 } rig;
 
 static void on_stop(uv_async_t *async)
@@ -39,6 +39,11 @@ static void *serve(void *context)
     uv_run(&rig.server.loop, UV_RUN_DEFAULT);
     kvq__server_close(&rig.server);
     return NULL;
+}
+
+void attach_codebooks(const char *folder)
+{
+    snprintf(rig.codebook_dir, sizeof rig.codebook_dir, "%s", folder);
 }
 
 int attach_start(void **state)
@@ -57,6 +62,8 @@ int attach_start(void **state)
     rig.server.config.buffer_bytes = 20 << 20;
     rig.server.config.max_clients = 8;
     rig.server.config.workers = 2;
+    snprintf(rig.server.config.codebook_dir, sizeof rig.server.config.codebook_dir, "%s",
+             rig.codebook_dir);
     assert_int_equal(kvq__server_lock(&rig.server, text), 0);
     assert_int_equal(kvq__server_open(&rig.server, text), 0);
     uv_async_init(&rig.server.loop, &rig.stop, on_stop);
@@ -155,7 +162,7 @@ void peer_free(struct peer *p)
     free(p);
 }
 
-int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
+static void send_request(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
 {
     uint8_t bytes[KVQ_MAX_MESSAGE];
     size_t length;
@@ -164,11 +171,21 @@ int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_f
         request->protocol = KVQ_PROTOCOL_MAX;
     assert_int_equal(kvq_request_pack(request, bytes, sizeof bytes, &length), 0);
     peer_send(p, bytes, length, fds, n_fds);
+}
+
+int peer_answer(struct peer *p)
+{
     if (!peer_receive(p))
         return 1;
     assert_int_equal(p->reply->id, p->next_id);
     assert_true(p->reply->status == 0 || p->reply->text[0]);
     return p->reply->status;
+}
+
+int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
+{
+    send_request(p, request, fds, n_fds);
+    return peer_answer(p);
 }
 
 int peer_hello(struct peer *p, uint32_t min, uint32_t max)
@@ -243,19 +260,25 @@ int peer_close_queue(struct peer *p, uint32_t queue)
 
 int peer_open_session(struct peer *p, const char *name)
 {
+    peer_send_open(p, name, "f16");
+    return peer_answer(p);
+}
+
+void peer_send_open(struct peer *p, const char *name, const char *format)
+{
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
     Kvq__Layer row = KVQ__LAYER__INIT, *rows[] = {&row};
     row.q_heads = row.kv_heads = 1;
     row.k_dim = row.v_dim = 64;
     open.name = (char *)(uintptr_t)name;
-    open.format = (char *)"f16";
+    open.format = (char *)(uintptr_t)format;
     open.dtype = 1;
     open.layers = rows;
     open.n_layers = 1;
     request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
     request.open_session = &open;
-    return peer_ask(p, &request, NULL, 0);
+    send_request(p, &request, NULL, 0);
 }
 
 void peer_cancel(struct peer *p, uint32_t number)

@@ -16,6 +16,7 @@
 int attach_start(void **state);
 int attach_stop(void **state);
 const struct kvq_config *attach_config(void);
+void attach_codebooks(const char *folder); // of daemons started from now on
 
 // ---- A client ----
 
@@ -50,6 +51,9 @@ int peer_close_buffer(struct peer *p, uint32_t buffer);
 int peer_open_queue(struct peer *p);
 int peer_close_queue(struct peer *p, uint32_t queue);
 int peer_open_session(struct peer *p, const char *name); // one small layer of f16
+// The same in two parts, with any format: one KV head, head_dim 64.
+void peer_send_open(struct peer *p, const char *name, const char *format);
+int peer_answer(struct peer *p);
 void peer_cancel(struct peer *p, uint32_t request);      // fails the test if it is refused
 
 // ---- What must not leak ----

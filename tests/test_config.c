@@ -311,6 +311,7 @@ static void test_wrong_formats(void **state)
         {"[format a]\nlayers = 256:oscar2\n", "layers are numbered from 0 to 255"},
         {"[format a]\nlayers = 99999999999999999999:oscar2\n", "are numbered from 0 to 255"},
         {"[format a]\nlayers = 0-3:k8v4, 3:oscar2\n", "f:2: layers 3-3: they overlap with 0-3"},
+        {"[format a]\nlayers = 3-5:k8v4, 0-3:oscar2\n", "f:2: layers 0-3: they overlap with 3-5"},
         {"[format a]\nlayers = 0:later\n[format later]\nbase=kivi2\n",
          "f:2: layers: format later "},
         {"[format a]\nlayers = 0:k8v4\n[format b]\nlayers = 0:a\n",

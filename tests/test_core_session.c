@@ -465,6 +465,77 @@ static void test_made_up_formats(void **state)
     assert_true(kit.allocated_out - before < SESSIONS * sizeof(struct kvq_format));
 }
 
+// ---- Codebooks ----
+
+static int holds, one_hold;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static const float numbers[1 << 12];
+    (void)context;
+    (void)format;
+    (void)shape;
+    if (layer == 2) {
+        snprintf(why, KVQ_TEXT_BYTES / 2, "layer 2 is not in %s", name);
+        return KVQ_E_FORMAT;
+    }
+    *book = (struct kvq_book){.smooth = numbers, .k = numbers, .v = numbers};
+    *hold = &one_hold;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    assert_ptr_equal(hold, &one_hold);
+    assert_true(holds++ > 0);
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    assert_ptr_equal(hold, &one_hold);
+    assert_true(holds-- > 0);
+}
+
+// Each layer holds its codebook as long as its session lives, however that came to be.
+static void test_codebook_holds(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("kivi2")};
+    struct kvq__session_info info, again;
+    struct kvq__session_spec spec = {.name = "a", .layers = rows, .n_layers = 2};
+    uint64_t forked;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    rows[0].repeat = 2;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(holds, 2);
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    assert_int_equal(open_as(&m, &spec, &again), 0); // what was asked for is compared and dropped
+    assert_int_equal(holds, 2);
+    struct kvq_entry_wire e = {.handle = info.handle};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    assert_int_equal(holds, 4);
+    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    assert_int_equal(holds, 2);
+    rows[1] = rows[0]; // layer 2 is refused after two were got
+    spec = (struct kvq__session_spec){.layers = rows, .n_layers = 2};
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_int_equal(holds, 2);
+    rows[1].repeat = 1;
+    rows[1].kv_from = 0; // reads layer 0's cache, and so with its codebook
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(holds, 5);
+    member_close(&m);
+    assert_int_equal(holds, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+}
+
 static void test_list_of_formats(void **state)
 {
     static struct kvq__format_info list[100];
@@ -518,6 +589,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_own_formats_again, setup, teardown),
         cmocka_unit_test_setup_teardown(test_plain_layers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_made_up_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_codebook_holds, setup, teardown),
         cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
     };
