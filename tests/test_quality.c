@@ -389,9 +389,10 @@ static void test_codebooks(void **unused)
         d.v[i] = (float)(word >> 2 * (i % 4) & 3);
     }
     struct quality_book a, again, other;
-    assert_true(quality_book_train(&a, &m, &d, 1));
-    assert_true(quality_book_train(&again, &m, &d, 1));
-    assert_true(quality_book_train(&other, &m, &d, 2));
+    char text[KVQ_TEXT_BYTES];
+    assert_true(quality_book_train(&a, &m, &d, 1, text, sizeof text));
+    assert_true(quality_book_train(&again, &m, &d, 1, text, sizeof text));
+    assert_true(quality_book_train(&other, &m, &d, 2, text, sizeof text));
     assert_memory_equal(a.book.k, again.book.k, 1024 * sizeof(float));
     assert_memory_not_equal(a.book.k, other.book.k, 1024 * sizeof(float));
     uint32_t found = 0;
@@ -411,9 +412,19 @@ static void test_codebooks(void **unused)
     quality_book_free(&again);
     quality_book_free(&other);
     m = method("vecinfer-2-nosmooth");
-    assert_true(quality_book_train(&a, &m, &d, 1));
+    assert_true(quality_book_train(&a, &m, &d, 1, text, sizeof text));
     assert_null(a.book.smooth);
     quality_book_free(&a);
+    // What a method does to keys and values, it does for training; also one with a name that is no
+    // format's, and with codes of this kind for V alone.
+    m = method("innerq-base+vecinfer-k4x8v4x8:rot=signed:vrot=hadamard:zero=minimum:unit=128");
+    assert_true(quality_book_train(&again, &m, &d, 1, text, sizeof text));
+    quality_book_free(&again);
+    // Nothing is trained for keys that are scaled by what each prompt, or each token, is.
+    m = method("vecinfer-2:scale=l2");
+    assert_false(quality_book_train(&a, &m, &d, 1, text, sizeof text));
+    assert_non_null(strstr(text, "no codebooks are made for that"));
+    assert_null(a.codebook);
     quality_data_free(&d);
 }
 

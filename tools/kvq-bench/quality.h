@@ -18,6 +18,7 @@
 #include <cjson/cJSON.h>
 
 #include "kernels/kernels.h"
+#include "storage/codebook.h"
 
 // ---- Methods (quality_method.c) ----
 
@@ -114,14 +115,15 @@ void quality_aim(struct quality_data *d, double mass, uint64_t seed, double soft
 
 // Smoothing factors and centroids of one layer, trained for one method.
 struct quality_book {
-    struct kvq_book book;
-    float *memory;
+    struct kvq_book book; // pointers into the codebook
+    struct kvq_codebook *codebook;
 };
 
 bool quality_wants_book(const struct quality_method *m);
-// K and V of d are the training data; Q is not looked at. False: no memory. Seeded.
+// K and V of d are the training data; Q is not looked at. Seeded. False: not possible, with a
+// sentence in text, and nothing is held.
 bool quality_book_train(struct quality_book *b, const struct quality_method *m,
-                        const struct quality_data *d, uint64_t seed);
+                        const struct quality_data *d, uint64_t seed, char *text, size_t n);
 void quality_book_free(struct quality_book *b);
 
 // ---- Errors (quality_metric.c) ----

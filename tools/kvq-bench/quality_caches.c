@@ -108,8 +108,12 @@ static int synthetic_book(const struct quality_options *o, const char *name, uin
         return 0;
     if (!quality_data_take(&d, name, HEADS, o->tokens, o->head_dim, 1))
         return 1;
-    bool fine = quality_fill(&d, name, seed * 1000, seed * 1000 + TRAINING_SEED) &&
-                quality_book_train(b, m, &d, seed);
+    char text[KVQ_TEXT_BYTES];
+    bool fine = quality_fill(&d, name, seed * 1000, seed * 1000 + TRAINING_SEED);
+    if (fine && !quality_book_train(b, m, &d, seed, text, sizeof text)) {
+        fprintf(stderr, "kvq-bench: %s: %s\n", m->name, text);
+        fine = false;
+    }
     quality_data_free(&d);
     return fine ? 0 : 1;
 }

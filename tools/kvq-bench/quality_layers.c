@@ -232,8 +232,9 @@ int quality_books_make(struct quality_books *b, const struct quality_method *m,
             rc = problem_set(p, RUN_FAILED, "out of memory");
     }
     for (uint32_t i = 0; i < layers && rc == 0; i++) {
-        if (!quality_book_train(&b->layer[i], m, &data[i], 1 + i))
-            rc = problem_set(p, RUN_FAILED, "out of memory");
+        char text[KVQ_TEXT_BYTES];
+        if (!quality_book_train(&b->layer[i], m, &data[i], 1 + i, text, sizeof text))
+            rc = problem_set(p, RUN_FAILED, "%s: %s", m->name, text);
         b->book[i] = b->layer[i].book;
     }
     quality_layers_free(&data, layers);
