@@ -159,6 +159,7 @@ void kvq__init_avx2_rows(struct kvq_kernels *k);
 void kvq__init_avx2_pack(struct kvq_kernels *k);
 void kvq__init_avx2_attend(struct kvq_kernels *k);
 void kvq__init_avx2_bytes(struct kvq_kernels *k);
+void kvq__init_avx2_scalar(struct kvq_kernels *k);
 void kvq__init_avx2_book(struct kvq_kernels *k);
 void kvq__init_avx2_book_pack(struct kvq_kernels *k);
 
