@@ -4,10 +4,9 @@
 // ask for) and attach_memory.c (queues and buffers).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
-// needs the system is done (reading codebooks on a thread of libuv's); then its mail takes it to the
-// poller, where the core does its part;
-// then the mail brings it back, and the reply is sent. While it is at the poller the loop's
-// thread touches nothing that is marked "with the command".
+// needs the system is done (codebooks are read on a thread of libuv's); then its mail takes it to
+// the poller, where the core does its part; then the mail brings it back, and the reply is sent.
+// While it is at the poller the loop's thread touches nothing that is marked "with the command".
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 

@@ -18,6 +18,7 @@
 
 static const char *const bool_words[] = {"no", "yes", NULL};
 static const char *const level_words[] = {"error", "warn", "info", "debug", NULL};
+static const char *const huge_words[] = {"auto", "off", "require", NULL};
 static const char *const path_words[] = {"exact", "fast", NULL};
 
 #define FIELD(name) #name, offsetof(struct kvq_config, name), sizeof((struct kvq_config *)0)->name
@@ -33,6 +34,8 @@ const struct kvq__option kvq__options[] = {
      .help = "memory for caches; 0: a quarter of the machine's"},
     {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 64ull << 20, .min = 2ull << 20,
      .max = 1ull << 30, .help = "piece in which it is handed to namespaces; multiple of 2mb"},
+    {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", .words = huge_words,
+     .help = "huge pages set aside (vm.nr_hugepages): where there are no transparent ones"},
     {FIELD(workers), KVQ_OPTION_NUMBER, "N", .max = KVQ_MAX_WORKERS,
      .help = "threads that compute, the poller included; 0: usable CPUs - 1"},
     {FIELD(pin), KVQ_OPTION_WORD, "WORD", .words = bool_words,

@@ -62,7 +62,8 @@ struct kvq_config {
     char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
     uint64_t pool_bytes;                 // 0: resolved to a quarter of the machine's memory
     uint64_t extent_bytes;
-    uint64_t workers; // 0: resolved to usable CPUs - 1, at least 1
+    uint64_t huge_pages; // enum kvq__huge_pages
+    uint64_t workers;    // 0: resolved to usable CPUs - 1, at least 1
     bool pin;
     uint64_t spin_us;
     uint64_t keep_seconds;

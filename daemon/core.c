@@ -146,7 +146,7 @@ void kvq__core_close(struct kvq__core **pointer)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
     kvq__pool_trim(core, 0);
-    assert(core->pool.extents_taken == 0 && core->pool.used_bytes == 0);
+    assert(core->pool.extents_taken == 0 && core->pool.used_bytes == 0 && !core->pool.huge_bytes);
     kvq__namespaces_close(core);
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     struct kvq__memory_ops memory = core->config.memory;

@@ -45,6 +45,7 @@ struct kvq__memory {
     uint8_t *base;
     size_t bytes;
     int fd;
+    bool huge; // in explicit huge pages
 };
 
 // Where memory comes from. Called on the poller thread.
@@ -254,6 +255,7 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
 struct kvq__status {
     uint64_t pool_bytes, pool_extent_bytes, pool_used_bytes;
     uint64_t pool_largest_free; // the budget not yet in extents, in whole extents
+    uint64_t pool_huge_bytes;   // of extents in explicit huge pages
     uint32_t sessions, clients;
     uint64_t tokens, steps, attends, appended_tokens, refused_requests, kicked_clients;
     bool draining;

@@ -228,6 +228,7 @@ static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena
     s->pool_extent_bytes = status.pool_extent_bytes;
     s->pool_used_bytes = status.pool_used_bytes;
     s->pool_largest_free = status.pool_largest_free;
+    s->pool_huge_bytes = status.pool_huge_bytes;
     s->sessions = status.sessions;
     s->clients = status.clients;
     s->tokens = status.tokens;

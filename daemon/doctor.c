@@ -93,15 +93,32 @@ static void check_memory(struct findings *f, const struct kvq__server *s)
         (unsigned long long)(buffers >> 20));
 }
 
-static void check_huge_pages(struct findings *f)
+static void check_huge_pages(struct findings *f, const struct kvq__server *s)
 {
-    char mode[64];
-    read_small("/sys/kernel/mm/transparent_hugepage/shmem_enabled", mode, sizeof mode);
-    bool off = !*mode || strstr(mode, "[never]") || strstr(mode, "[deny]");
-    add(f, "huge_pages", off ? NOTE : FINE,
-        off ? "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" : "",
-        off ? "caches lie in small pages; huge ones would save some time at long contexts"
-            : "shared memory may use huge pages");
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    uint64_t need = s->config.pool_bytes / KVQ__HUGE_PAGE;
+    char remedy[160];
+    if (counts.transparent && s->memory.huge != KVQ__HUGE_REQUIRE) {
+        add(f, "huge_pages", FINE, "", "shared memory may use huge pages");
+        return;
+    }
+    if (s->memory.huge == KVQ__HUGE_OFF) {
+        add(f, "huge_pages", NOTE, "set huge_pages = auto",
+            "caches lie in small pages (huge_pages = off); huge ones would save some time at long "
+            "contexts");
+        return;
+    }
+    bool few = counts.total < need;
+    snprintf(remedy, sizeof remedy,
+             "sysctl vm.nr_hugepages=%llu and restart, or echo advise > "
+             "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
+             (unsigned long long)need);
+    add(f, "huge_pages", few ? NOTE : FINE, few ? remedy : "",
+        "a full pool needs %llu huge pages of 2 MiB; the system has %llu, of which %llu are "
+        "available%s",
+        (unsigned long long)need, (unsigned long long)counts.total,
+        (unsigned long long)counts.available,
+        few ? "; small ones cost some time at long contexts" : "");
 }
 
 static void check_limits(struct findings *f, const struct kvq__server *s)
@@ -155,7 +172,7 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
     add(&f, "backend", FINE, "", "caches and attention are on the CPU; no GPU is used");
     check_cpu(&f, server);
     check_memory(&f, server);
-    check_huge_pages(&f);
+    check_huge_pages(&f, server);
     check_limits(&f, server);
     check_permissions(&f, server);
     reply->doctor = f.reply;

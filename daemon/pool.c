@@ -34,6 +34,7 @@ static int extent_acquire(struct kvq__core *core, struct kvq__extent **out)
         return rc;
     }
     pool->extents_taken += pool->extent_bytes;
+    pool->huge_bytes += e->memory.huge ? pool->extent_bytes : 0;
     TAILQ_INSERT_TAIL(&pool->empty, e, link);
     *out = e;
     return 0;
@@ -43,6 +44,7 @@ static void extent_release(struct kvq__core *core, struct kvq__extent *e)
 {
     assert(e->used == 0 && !e->blocks);
     TAILQ_REMOVE(&core->pool.empty, e, link);
+    core->pool.huge_bytes -= e->memory.huge ? core->pool.extent_bytes : 0;
     core->config.memory.release(core->config.memory.context, &e->memory);
     core->pool.extents_taken -= core->pool.extent_bytes;
     kvq__deallocate(core, e, sizeof *e);

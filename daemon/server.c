@@ -208,19 +208,26 @@ static int open_core(struct kvq__server *server, char *text)
                                       .kernels = kernels,
                                       .formats = c->own_formats,
                                       .n_formats = c->n_formats,
-                                      .memory = kvq__memory_ops(),
+                                      .memory = kvq__memory_ops(&server->memory),
                                       .context = server,
                                       .event = kvq__event_from_core,
                                       .buffer_gone = on_buffer_gone,
                                       .codebook = find_codebook,
                                       .codebook_share = share_codebook,
                                       .codebook_release = release_codebook};
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
+                                                 .transparent = counts.transparent,
+                                                 .pool_bytes = c->pool_bytes};
+    int error = kvq__memory_check(&server->memory, &counts, text);
+    if (error)
+        return error;
     server->codebooks = kvq__codebooks_new(c->codebook_dir);
     if (!server->codebooks) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
         return KVQ_E_NO_MEMORY;
     }
-    int error = kvq__core_open(&config, &server->core, text);
+    error = kvq__core_open(&config, &server->core, text);
     if (error)
         return error;
     kvq__core_clock(server->core, kvq__now_ns());

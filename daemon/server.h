@@ -13,6 +13,7 @@
 #include "daemon/core.h"
 #include "daemon/dispatch.h"
 #include "daemon/mailbox.h"
+#include "daemon/memory.h"
 #include "daemon/poller.h"
 #include "daemon/shm.h"
 
@@ -27,6 +28,7 @@ struct kvq__server {
     uv_async_t async;                 // mail has come
     struct kvq__mailbox box;          // to the loop's thread; any thread posts
     struct kvq__core *core;           // the poller's, from start to stop
+    struct kvq__memory_source memory; // the core's
     struct kvq__codebooks *codebooks; // any thread
     struct kvq__poller *poller;
     struct kvq__shm page; // struct kvq_daemon_page
@@ -55,9 +57,6 @@ void kvq__server_drain(struct kvq__server *server);
 // Ends every client and closes everything; runs the loop until that is done. Also after a failed
 // open.
 void kvq__server_close(struct kvq__server *server);
-
-// Memory from the system for the core (memory.c).
-struct kvq__memory_ops kvq__memory_ops(void);
 
 // Whether a user may see and end everything: root, the daemon's own user, config.admin_uids.
 bool kvq__server_is_admin(const struct kvq__server *server, uint32_t uid);

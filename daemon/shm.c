@@ -16,6 +16,9 @@
 #include "proto/limits.h"
 #include "proto/status.h"
 
+#ifndef MFD_HUGE_2MB // in a header of the kernel that glibc's does not go with
+#define MFD_HUGE_2MB (21u << 26)
+#endif
 #ifndef F_SEAL_FUTURE_WRITE // Linux 5.1; glibc headers of the time lacked it
 #define F_SEAL_FUTURE_WRITE 0x0010
 #endif
@@ -39,12 +42,12 @@ static int fail(struct kvq__shm *shm, const char *what, char *text)
     return code;
 }
 
-int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool read_only,
-                    char *text)
+static int create(struct kvq__shm *shm, const char *name, size_t bytes, unsigned flags,
+                  bool read_only, char *text)
 {
     // Adding the last seal in the same call is what nobody can take back.
     int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | (read_only ? F_SEAL_FUTURE_WRITE : 0);
-    *shm = (struct kvq__shm){.fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING),
+    *shm = (struct kvq__shm){.fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags),
                              .bytes = bytes};
     if (shm->fd < 0)
         return fail(shm, "create", text);
@@ -58,6 +61,17 @@ int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool r
     if (fcntl(shm->fd, F_ADD_SEALS, seals) != 0)
         return fail(shm, "seal", text);
     return 0;
+}
+
+int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool read_only,
+                    char *text)
+{
+    return create(shm, name, bytes, 0, read_only, text);
+}
+
+int kvq__shm_create_huge(struct kvq__shm *shm, const char *name, size_t bytes, char *text)
+{
+    return create(shm, name, bytes, MFD_HUGETLB | MFD_HUGE_2MB, false, text);
 }
 
 static int refuse(char *text, const char *why)

@@ -26,6 +26,7 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         .pool_extent_bytes = pool->extents_taken,
         .pool_used_bytes = pool->used_bytes,
         .pool_largest_free = extents * pool->extent_bytes - pool->extents_taken,
+        .pool_huge_bytes = pool->huge_bytes,
         .sessions = core->n_sessions,
         .clients = core->n_clients,
         .tokens = all_tokens(core),

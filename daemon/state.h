@@ -62,6 +62,7 @@ struct kvq__pool {
     uint64_t budget, extent_bytes;
     uint64_t extents_taken; // bytes of extents, the empty ones included
     uint64_t used_bytes;    // of blocks, limbo included
+    uint64_t huge_bytes;    // of extents in explicit huge pages
     struct kvq__extent_list empty;
     struct kvq__block_list limbo; // ordered by retired_at
 };

@@ -55,7 +55,8 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     // calloc leaves pages that nobody touches alone; what it gave stands before the aligned start.
     uint8_t *given = calloc(1, bytes + 64);
     MUST(given);
-    *memory = (struct kvq__memory){given + 64 - (uintptr_t)given % 64, bytes, -1};
+    *memory = (struct kvq__memory){given + 64 - (uintptr_t)given % 64, bytes, -1,
+                                   kit->extents_out % 3 == 1};
     memcpy(memory->base - sizeof given, &given, sizeof given);
     kit->extents_out++;
     return 0;
@@ -421,7 +422,8 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     c->sessions += sessions;
 }
 
-static uint64_t count_extents(const struct kvq__core *core)
+// All extents, and those in huge pages.
+static uint64_t count_extents(const struct kvq__core *core, uint64_t *huge)
 {
     const struct kvq__namespace *ns;
     const struct kvq__class *class;
@@ -430,11 +432,14 @@ static uint64_t count_extents(const struct kvq__core *core)
     TAILQ_FOREACH (e, &core->pool.empty, link) {
         MUST(e->used == 0 && !e->owner && !e->blocks);
         n++;
+        *huge += e->memory.huge;
     }
     TAILQ_FOREACH (ns, &core->namespaces, link)
         LIST_FOREACH (class, &ns->classes, link)
-            TAILQ_FOREACH (e, &class->extents, link)
+            TAILQ_FOREACH (e, &class->extents, link) {
                 n++;
+                *huge += e->memory.huge;
+            }
     return n;
 }
 
@@ -465,7 +470,9 @@ void core_check(const struct kvq__core *core)
         check_namespace(&c, ns);
     MUST(c.used == core->pool.used_bytes);
     MUST(c.sessions == core->n_sessions);
-    MUST(count_extents(core) * core->pool.extent_bytes == core->pool.extents_taken);
+    uint64_t huge = 0, extents = count_extents(core, &huge);
+    MUST(extents * core->pool.extent_bytes == core->pool.extents_taken);
+    MUST(huge * core->pool.extent_bytes == core->pool.huge_bytes);
     MUST(core->pool.extents_taken <= core->pool.budget);
     MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->pool.limbo));
     check_clients(core);

@@ -99,6 +99,19 @@ class Life(unittest.TestCase):
             self.assertIn("LimitNOFILE", caught.exception.text)
             client.info()
 
+    def test_required_huge_pages(self):
+        """More than any machine has set aside: refused with the numbers."""
+        directory = tempfile.mkdtemp(prefix="kvq-e2e-")
+        done = subprocess.run(
+            [os.path.join(BIN, "kvqd"), "--runtime-dir", directory, "--pool-bytes", "16tb",
+             "--huge-pages", "require"], capture_output=True, text=True, timeout=BOUND,
+            stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("needs 8388608 huge pages of 2 MiB", done.stderr)
+        self.assertRegex(done.stderr, r"set vm.nr_hugepages to \d+")
+        self.assertEqual(os.listdir(directory), ["kvqd.lock"])
+        shutil.rmtree(directory)
+
     def test_small_files_only(self):
         """A limit on the size of files holds for shared memory too: an error, not the end."""
         lower = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -26,11 +26,12 @@ static void check(bool good, const char *what)
 static void open_core(void)
 {
     char text[KVQ_TEXT_BYTES];
+    static struct kvq__memory_source source = {.huge = KVQ__HUGE_OFF};
     struct kvq__core_config config = {.pool_bytes = 64 << 20,
                                       .extent_bytes = 2 << 20,
                                       .workers = 1,
                                       .kernels = kvq_kernels_get(KVQ_ISA_C),
-                                      .memory = kvq__memory_ops()};
+                                      .memory = kvq__memory_ops(&source)};
     check(kvq__core_open(&config, &core, text) == 0, text);
 }
 

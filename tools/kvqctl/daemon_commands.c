@@ -29,6 +29,9 @@ static void print_status(const Kvq__StatusReply *s)
     printf("memory     %s of %s in use (%.1f%%), %s taken as extents, largest free piece %s\n",
            kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share,
            kvq__ctl_bytes(s->pool_extent_bytes), kvq__ctl_bytes(s->pool_largest_free));
+    if (s->pool_huge_bytes)
+        printf("           %s of the extents are in huge pages that were set aside\n",
+               kvq__ctl_bytes(s->pool_huge_bytes));
     printf("holds      %" PRIu32 " sessions with %" PRIu64 " tokens, for %" PRIu32 " clients\n",
            s->sessions, s->tokens, s->clients);
     printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "

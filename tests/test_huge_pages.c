@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Extents: small pages, huge pages that were set aside, and what happens when these run out. The
+// tests that need some use what is free, or with KVQ_TEST_SYSCTL=1 set vm.nr_hugepages for their
+// time; else they are skipped.
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/log.h"
+#include "daemon/memory.h"
+#include "daemon/shm.h"
+
+enum { MIB = 1 << 20, EXTENT = 4 * MIB, NEEDED = 4 };
+
+static const char sysctl[] = "/proc/sys/vm/nr_hugepages";
+static char text[KVQ_TEXT_BYTES];
+static uint64_t before;
+static bool changed;
+
+static void set_pages(uint64_t n)
+{
+    char number[32];
+    int fd = open(sysctl, O_WRONLY | O_CLOEXEC);
+    int length = snprintf(number, sizeof number, "%llu\n", (unsigned long long)n);
+    if (fd >= 0 && write(fd, number, (size_t)length) != length)
+        print_message("cannot write %s\n", sysctl);
+    if (fd >= 0)
+        close(fd);
+}
+
+static struct kvq__memory_ops ops_of(struct kvq__memory_source *source, enum kvq__huge_pages huge,
+                                     bool transparent)
+{
+    *source = (struct kvq__memory_source){
+        .huge = huge, .transparent = transparent, .pool_bytes = 64 * MIB};
+    return kvq__memory_ops(source);
+}
+
+// What every extent must be, however it was got.
+static void check_extent(const struct kvq__memory *m)
+{
+    struct stat st;
+    struct statfs fs;
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+    assert_int_equal(m->bytes, EXTENT);
+    assert_int_equal(fstat(m->fd, &st), 0);
+    assert_int_equal(fstatfs(m->fd, &fs), 0);
+    assert_int_equal(st.st_size, EXTENT);
+    assert_int_equal(st.st_blocks, EXTENT / 512); // all pages are there
+    assert_int_equal(fs.f_type, m->huge ? HUGETLBFS_MAGIC : TMPFS_MAGIC);
+    assert_int_equal(fcntl(m->fd, F_GET_SEALS) & seals, seals);
+    assert_int_equal(ftruncate(m->fd, 0), -1);
+    assert_int_equal(errno, EPERM);
+    assert_int_equal((uintptr_t)m->base % (m->huge ? KVQ__HUGE_PAGE : 4096), 0);
+    for (size_t i = 0; i < m->bytes; i += 512)
+        assert_int_equal(m->base[i], 0);
+    // As a client maps it.
+    const uint8_t *theirs = mmap(NULL, m->bytes, PROT_READ, MAP_SHARED, m->fd, 0);
+    assert_true(theirs != MAP_FAILED);
+    m->base[0] = 1, m->base[m->bytes - 1] = 2;
+    assert_int_equal(theirs[0], 1);
+    assert_int_equal(theirs[m->bytes - 1], 2);
+    assert_int_equal(munmap((void *)(uintptr_t)theirs, m->bytes), 0);
+}
+
+static void test_small(void **state)
+{
+    struct kvq__memory_source source;
+    struct kvq__memory m;
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        // Where the kernel gives huge pages by itself none are taken from those set aside.
+        struct kvq__memory_ops ops =
+            i ? ops_of(&source, KVQ__HUGE_AUTO, true) : ops_of(&source, KVQ__HUGE_OFF, false);
+        assert_int_equal(ops.acquire(ops.context, EXTENT, &m), 0);
+        assert_false(m.huge);
+        check_extent(&m);
+        ops.zero(ops.context, &m);
+        check_extent(&m);
+        ops.release(ops.context, &m);
+        assert_false(source.told);
+    }
+}
+
+static void test_check(void **state)
+{
+    struct kvq__memory_source source = {.pool_bytes = 64 * MIB, .huge = KVQ__HUGE_REQUIRE};
+    struct kvq__huge_counts counts = {.total = 40, .available = 31};
+    (void)state;
+    assert_int_equal(kvq__memory_check(&source, &counts, text), KVQ_E_NO_MEMORY);
+    assert_non_null(strstr(text, "the pool of 64 MiB needs 32 huge pages of 2 MiB, and 31 are"));
+    assert_non_null(strstr(text, "set vm.nr_hugepages to 41"));
+    counts.available = 32;
+    assert_int_equal(kvq__memory_check(&source, &counts, text), 0);
+    counts.available = 0;
+    source.huge = KVQ__HUGE_AUTO;
+    assert_int_equal(kvq__memory_check(&source, &counts, text), 0);
+}
+
+// True, and said, if the tests that follow cannot be run.
+static bool lacks_pages(void)
+{
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    if (counts.available >= NEEDED)
+        return false;
+    print_message("SKIPPED: %llu huge pages are available and %d are needed; set "
+                  "vm.nr_hugepages, or KVQ_TEST_SYSCTL=1 as root\n",
+                  (unsigned long long)counts.available, NEEDED);
+    return true;
+}
+
+static void test_huge(void **state)
+{
+    struct kvq__memory_source source;
+    struct kvq__memory m;
+    (void)state;
+    if (lacks_pages())
+        skip();
+    for (int i = 0; i < 2; i++) {
+        struct kvq__memory_ops ops =
+            ops_of(&source, i ? KVQ__HUGE_REQUIRE : KVQ__HUGE_AUTO, i != 0);
+        assert_int_equal(ops.acquire(ops.context, EXTENT, &m), 0);
+        assert_true(m.huge);
+        check_extent(&m);
+        ops.zero(ops.context, &m); // and its pages stay its own
+        check_extent(&m);
+        uint64_t available = kvq__huge_counts().available;
+        ops.release(ops.context, &m);
+        assert_int_equal(kvq__huge_counts().available, available + EXTENT / KVQ__HUGE_PAGE);
+        assert_false(source.told);
+    }
+}
+
+// Takes all there are: then small ones are given and it is said once, or none.
+static void test_run_out(void **state)
+{
+    enum { MOST = 512 };
+    static struct kvq__memory m[MOST];
+    struct kvq__memory_source source, strict;
+    struct kvq__memory_ops ops = ops_of(&source, KVQ__HUGE_AUTO, false);
+    struct kvq__memory_ops require = ops_of(&strict, KVQ__HUGE_REQUIRE, false);
+    struct kvq__memory none;
+    int n = 0;
+    (void)state;
+    if (lacks_pages() || kvq__huge_counts().available > MOST)
+        skip();
+    uint64_t available = kvq__huge_counts().available;
+    do
+        assert_int_equal(ops.acquire(ops.context, EXTENT, &m[n++]), 0);
+    while (m[n - 1].huge && n < MOST);
+    assert_int_equal(n - 1, available / (EXTENT / KVQ__HUGE_PAGE));
+    assert_true(source.told);
+    check_extent(&m[n - 1]);
+    assert_int_equal(require.acquire(require.context, EXTENT, &none), KVQ_E_NO_MEMORY);
+    while (n > 0)
+        ops.release(ops.context, &m[--n]);
+    assert_int_equal(kvq__huge_counts().available, available); // what failed left nothing behind
+    assert_int_equal(require.acquire(require.context, EXTENT, &none), 0);
+    require.release(require.context, &none);
+}
+
+// Without any, a session's first extent is small, and how to change that is logged.
+static void test_told_once(void **state)
+{
+    char path[] = "/tmp/kvq-huge-XXXXXX", log[4096] = "";
+    struct kvq__memory_source source;
+    struct kvq__memory_ops ops = ops_of(&source, KVQ__HUGE_AUTO, false);
+    struct kvq__memory m[2];
+    (void)state;
+    int fd = mkstemp(path);
+    // More than any machine has set aside.
+    const size_t bytes = (size_t)(kvq__huge_counts().available + 1) * KVQ__HUGE_PAGE;
+    if (bytes > 256 * MIB)
+        skip();
+    assert_int_equal(kvq__log_open(path, KVQ_LOG_INFO, text), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(ops.acquire(ops.context, bytes, &m[i]), 0);
+        assert_false(m[i].huge);
+    }
+    kvq__log_close();
+    assert_true(read(fd, log, sizeof log - 1) > 0);
+    char *line = strstr(log, "event=small_pages");
+    assert_non_null(line);
+    assert_null(strstr(line + 1, "event=small_pages"));
+    assert_non_null(strstr(line, "pool_needs=32"));
+    assert_non_null(strstr(line, "sysctl vm.nr_hugepages="));
+    for (int i = 0; i < 2; i++)
+        ops.release(ops.context, &m[i]);
+    close(fd);
+    unlink(path);
+}
+
+static int set_up(void **state)
+{
+    const char *may = getenv("KVQ_TEST_SYSCTL");
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    (void)state;
+    before = counts.total;
+    changed = may && strcmp(may, "1") == 0 && counts.available < NEEDED;
+    if (changed)
+        set_pages(before + NEEDED);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    if (changed)
+        set_pages(before);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_small),     cmocka_unit_test(test_check),
+        cmocka_unit_test(test_huge),      cmocka_unit_test(test_run_out),
+        cmocka_unit_test(test_told_once),
+    };
+    int failed = cmocka_run_group_tests(tests, set_up, tear_down);
+    return failed ? failed : lacks_pages() && !changed ? 77 : 0;
+}
