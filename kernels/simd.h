@@ -8,6 +8,13 @@
 // Constant arguments only pay if the compiler really inlines.
 #define KVQ__INLINE static inline __attribute__((always_inline))
 
+// A loop whose bounds are constants, to be written out whole.
+#ifdef __clang__
+#define KVQ__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define KVQ__UNROLL _Pragma("GCC unroll 32")
+#endif
+
 // Calls something with ROWS as a constant: how many of the next four rows there are.
 #define KVQ__BY_ROWS(left, call)                                                                   \
     do {                                                                                           \

@@ -16,7 +16,7 @@ enum {
 
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
 // (or p), the value of 1 in them, and in fp32 what the middle of the codes stands for, of channels
-// (or of [channel group][token in the order of sets]).
+// (or of [channel group][slot]).
 struct kvq__opened {
     _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
@@ -30,13 +30,14 @@ struct kvq__vnni {
     const struct kvq_kernels *exact; // the table that the steps in between come from
     const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
+    int16_t abs16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];            // |q16|
     float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
     // Of the chunk: first of K, then of V.
     struct kvq__opened opened[KVQ__CHUNK_GROUPS];
     int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];         // that makes int16 of q * scale bytes
     float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // value of 1 in a dot product
     float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // of logits
-    float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of sets
+    float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of slots
     float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them
     uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
     // Sums of the chunk: values, in the order of the layout; p * middle.
@@ -52,9 +53,10 @@ static inline struct kvq__vnni *kvq__vnni_of(const struct kvq__tile *tile)
 
 // The bytes of one row in one group. Rows stand close, for a tile of few of them to stay in the
 // first level cache.
-static inline uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row)
+KVQ__INLINE uint8_t *kvq__vnni_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row,
+                                     uint32_t dim)
 {
-    return kvq__vnni_of(tile)->bytes + ((size_t)group * tile->rows + row) * tile->dim;
+    return kvq__vnni_of(tile)->bytes + ((size_t)group * tile->rows + row) * dim;
 }
 
 static inline float kvq__centre_of(uint32_t bits)
@@ -62,8 +64,9 @@ static inline float kvq__centre_of(uint32_t bits)
     return 0.5f * (float)((1 << bits) - 1);
 }
 
-// The largest of n fp16 numbers that are not negative: they are ordered like their bits.
-static inline float kvq__max_f16(const uint8_t *p, uint32_t n)
+// The largest of n fp16 numbers that are not negative, in the lowest lane: they are ordered like
+// their bits.
+KVQ__INLINE __m128 kvq__max_f16(const uint8_t *p, uint32_t n)
 {
     __m512i m = _mm512_load_si512(p);
     for (uint32_t i = 32; i < n; i += 32)
@@ -72,8 +75,17 @@ static inline float kvq__max_f16(const uint8_t *p, uint32_t n)
     __m128i q = _mm_max_epu16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
     // phminposuw finds a minimum, of the complements.
     q = _mm_minpos_epu16(_mm_xor_si128(q, _mm_set1_epi16(-1)));
-    // A scale of 0 would give 0 / 0 below; the smallest fp16 number does no harm.
-    return fmaxf(_cvtsh_ss((uint16_t)~_mm_extract_epi16(q, 0)), 0x1p-24f);
+    return _mm_cvtph_ps(_mm_xor_si128(q, _mm_set1_epi16(-1)));
+}
+
+// Sets the value of 1 in a group's int16 scales. Returns what makes them of the fp16 ones.
+KVQ__INLINE __m512 kvq__open_unit(struct kvq__opened *g, const uint8_t *scales, int top,
+                                  uint32_t dim)
+{
+    // A scale of 0 would give 0 / 0; the smallest fp16 number does no harm.
+    __m128 max = _mm_max_ss(kvq__max_f16(scales, dim), _mm_set_ss(0x1p-24f));
+    _mm_store_ss(&g->unit, _mm_mul_ss(max, _mm_set_ss(1.0f / (float)top)));
+    return _mm512_broadcastss_ps(_mm_div_ss(_mm_set_ss((float)top), max));
 }
 
 // Two registers of fp32 as int16, in the order of vpackssdw.
@@ -113,33 +125,34 @@ struct kvq__planes {
 // the dot products, at two places for each 16 channels of K or four tokens of V.
 enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
 
-// Lines for each 32 channels in a step that makes bytes, and for each 16 channels in the products.
-KVQ__INLINE uint32_t kvq__lines_a_step(int bits)
-{
-    return bits == 4 ? 2 : 1;
-}
-
+// A step that makes bytes fetches a line for each 32 channels; what follows are the lines for each
+// 16 channels in the products.
 KVQ__INLINE uint32_t kvq__lines_a_row(int bits)
 {
-    return bits == 2 ? 2 : 3;
+    return (uint32_t)bits;
 }
 
 // Bytes of a record that come before the share of one group in the dot products.
 KVQ__INLINE size_t kvq__ahead_of_dots(uint32_t group, uint32_t dim, int bits)
 {
     uint32_t i = group % KVQ__GROUPS_A_RECORD;
-    return (size_t)dim * (2 * 2 * KVQ__GROUPS_A_RECORD * kvq__lines_a_step(bits) +
-                          4 * i * kvq__lines_a_row(bits));
+    return (size_t)dim * (2 * 2 * KVQ__GROUPS_A_RECORD + 4 * i * kvq__lines_a_row(bits));
 }
 
-// For channels c to c + 31 in step 0 or 1.
-KVQ__INLINE void kvq__fetch_step(const struct kvq__vnni *v, uint32_t step, uint32_t group,
-                                 uint32_t c, uint32_t dim, int bits)
+// The share of one group in step 0 or 1: a line for each 32 channels.
+KVQ__INLINE const uint8_t *kvq__ahead_of_step(const struct kvq__vnni *v, uint32_t step,
+                                              uint32_t group, uint32_t dim)
 {
-    uint32_t i = step * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
-    const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
-    for (uint32_t line = 0; line < kvq__lines_a_step(bits); line++)
-        kvq__fetch(at + 2 * (size_t)(i * dim + c) * kvq__lines_a_step(bits) + 64 * line);
+    size_t i = step * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
+    return v->ahead[group / KVQ__GROUPS_A_RECORD] + 2 * i * dim;
+}
+
+// The lines of that share that row n of so many rows fetches.
+KVQ__INLINE void kvq__fetch_share(const uint8_t *ahead, uint32_t dim, int n, int rows)
+{
+    int lines = (int)dim / 32;
+    for (int i = n * lines / rows; i < (n + 1) * lines / rows; i++)
+        kvq__fetch(ahead + 64 * i);
 }
 
 KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,

@@ -10,22 +10,19 @@
 
 // ---- K: q * scale as int8, for all groups of the chunk ----
 
-KVQ__INLINE void open_k(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
-                        uint32_t dim)
+KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, __m512 centre, uint32_t dim)
 {
-    const uint8_t *group = v->chunk->group[index].packed.group;
+    const struct kvq_packed *packed = &v->chunk->group[index].packed;
+    const uint8_t *scales = packed->k_scales, *zeros = packed->k_zeros;
+    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
-    const uint8_t *scales = group + c->layout.k_scales, *zeros = group + c->layout.k_zeros;
-    float max = kvq__max_f16(scales, dim);
-    g->unit = max / KVQ__INT16_TOP;
-    __m512 factor = _mm512_set1_ps(KVQ__INT16_TOP / max);
-    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->k_bits));
+    __m512 factor = kvq__open_unit(g, scales, KVQ__INT16_TOP, dim);
     for (uint32_t i = 0; i < dim; i += 32) {
         __m512 a = kvq__load_f16(scales + 2 * i), b = kvq__load_f16(scales + 2 * i + 32);
         __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor), kvq__byte_order());
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
-        kvq__fetch_step(v, 0, index, i, dim, c->k_bits);
+        kvq__fetch(ahead + 2 * i);
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
@@ -56,14 +53,14 @@ KVQ__INLINE void find_factors(struct kvq__vnni *v, uint32_t group, uint32_t firs
                               int rows)
 {
     const struct kvq__opened *g = &v->opened[group];
+    const int16_t *q = v->abs16[first];
     __m512i top[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++)
         top[n] = _mm512_set1_epi16(1);
+    KVQ__UNROLL
     for (uint32_t i = 0; i < dim; i += 32)
-        for (int n = 0; n < rows; n++) {
-            __m512i x = scaled(v->q16[first + (uint32_t)n], g, i);
-            top[n] = _mm512_max_epi16(top[n], _mm512_abs_epi16(x));
-        }
+        for (int n = 0; n < rows; n++)
+            top[n] = _mm512_max_epi16(top[n], scaled(q + n * KVQ_MAX_HEAD_DIM, g, i));
     // The whole number is what the bytes really are multiplied with, so it may be truncated.
     __m128 full = _mm_set1_ps(127.0f * 32768.0f);
     __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(_mm512_castsi512_si128(max4_epi16(top))));
@@ -73,42 +70,54 @@ KVQ__INLINE void find_factors(struct kvq__vnni *v, uint32_t group, uint32_t firs
     _mm_store_ps(v->unit[group] + first, _mm_div_ps(unit, _mm_cvtepi32_ps(factor)));
 }
 
+// The bytes of one row. Returns sums of them, to be summed over the lanes.
+KVQ__INLINE __m512i make_bytes(const int16_t *q, const struct kvq__opened *g, __m512i factor,
+                               uint8_t *bytes, uint32_t dim)
+{
+    __m512i sum = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < dim; i += 64) {
+        __m512i b = _mm512_packs_epi16(_mm512_mulhrs_epi16(scaled(q, g, i), factor),
+                                       _mm512_mulhrs_epi16(scaled(q, g, i + 32), factor));
+        _mm512_store_si512(bytes + i, b);
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), b);
+    }
+    return sum;
+}
+
 // Bytes and bias of up to four rows in one group.
 KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uint32_t first,
-                               uint32_t dim, int rows)
+                               __m512 centre, uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
-    __m512 bias[KVQ__TILE4], centre = _mm512_set1_ps(kvq__centre_of(tile->codec->k_bits));
+    const float *q = tile->qt + (size_t)first * dim;
+    const int16_t *q16 = v->q16[first];
+    uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
+    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    __m512 bias[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++)
         bias[n] = _mm512_setzero_ps();
-    for (uint32_t i = 0; i < dim; i += 16) {
+    KVQ__UNROLL
+    for (size_t i = 0; i < dim; i += 16) {
         __m512 middle = _mm512_load_ps(g->middle + i);
-        for (int n = 0; n < rows; n++) {
-            const float *q = tile->qt + (size_t)(first + (uint32_t)n) * dim;
-            bias[n] = _mm512_fmadd_ps(middle, _mm512_load_ps(q + i), bias[n]);
-        }
+        for (int n = 0; n < rows; n++)
+            bias[n] = _mm512_fmadd_ps(middle, _mm512_load_ps(q + (size_t)n * dim + i), bias[n]);
     }
+    KVQ__UNROLL
     for (int n = 0; n < rows; n++) {
-        uint32_t r = first + (uint32_t)n;
-        uint8_t *bytes = kvq__vnni_bytes(tile, group, r);
-        __m512i f = _mm512_set1_epi16((int16_t)v->factor[group][r]), sum = _mm512_setzero_si512();
-        for (uint32_t i = 0; i < dim; i += 64) {
-            __m512i b = _mm512_packs_epi16(_mm512_mulhrs_epi16(scaled(v->q16[r], g, i), f),
-                                           _mm512_mulhrs_epi16(scaled(v->q16[r], g, i + 32), f));
-            _mm512_store_si512(bytes + i, b);
-            if (n % 2 == 0)
-                kvq__fetch_step(v, 1, group, i + 16 * (uint32_t)n, dim, tile->codec->k_bits);
-            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), b);
-        }
-        __m512 taken = _mm512_mul_ps(centre, _mm512_set1_ps(v->unit[group][r]));
-        bias[n] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), taken, bias[n]);
+        __m512i factor = _mm512_set1_epi16((int16_t)v->factor[group][first + (uint32_t)n]);
+        const int16_t *row = q16 + n * KVQ_MAX_HEAD_DIM;
+        __m512i sum = make_bytes(row, g, factor, bytes + (size_t)n * dim, dim);
+        kvq__fetch_share(ahead, dim, n, rows);
+        __m512 unit = _mm512_set1_ps(v->unit[group][first + (uint32_t)n]);
+        bias[n] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(centre, unit), bias[n]);
     }
     __m512 sums = kvq__sum4(bias[0], bias[1], bias[2], bias[3]);
     _mm_store_ps(v->bias[group] + first, _mm512_castps512_ps128(sums));
 }
 
-KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
+KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, __m512 centre,
+                              uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
@@ -116,17 +125,18 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint
             find_factors(v, i, first, dim, rows);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            scale_queries(tile, i, first, dim, rows);
+            scale_queries(tile, i, first, centre, dim, rows);
 }
 
 KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
+    __m512 centre = _mm512_set1_ps(kvq__centre_of(tile->codec->k_bits));
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            open_k(v, tile->codec, i, dim);
+            open_k(v, i, centre, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
-        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
+        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, centre, dim, ROWS));
 }
 
 void kvq__vnni_prepare_k(const struct kvq__tile *tile)
@@ -220,7 +230,7 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
     const uint8_t *q[KVQ__TILE4];
     __m512i plain[KVQ__TILE4][2], high[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++) {
-        q[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
+        q[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i, p.dim);
         plain[i][0] = plain[i][1] = high[i][0] = high[i][1] = _mm512_setzero_si512();
     }
     if (p.dim == 64)

@@ -12,18 +12,20 @@ enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890
 
 // ---- V: p * scale as u8, for all groups of the chunk ----
 
-// Tokens in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half. Of 16 tokens:
-static inline __m512i sets_from_tokens(void)
+// p of 16 tokens in the order of the slots in which scales and zeros stand.
+static inline __m512i slots_from_tokens(void)
 {
-    return _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    return _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 }
 
-// And of the 32 slots in which the scales stand.
+// Slots, in the order in which kvq__to_int16 leaves them, in the order of sets: in 128-bit lane i
+// the four tokens of set i and those of set i + 4; set 2 j + half are tokens 8 j + half + {0, 2, 4,
+// 6}.
 static inline __m512i sets_from_slots(void)
 {
-    static const uint16_t order[32] = {0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,
-                                       13, 10, 14, 11, 15, 16, 20, 17, 21, 18, 22,
-                                       19, 23, 24, 28, 25, 29, 26, 30, 27, 31};
+    static const uint16_t order[32] = {0,  8,  1,  9,  4,  12, 5,  13, 2,  10, 3,
+                                       11, 6,  14, 7,  15, 16, 24, 17, 25, 20, 28,
+                                       21, 29, 18, 26, 19, 27, 22, 30, 23, 31};
     return _mm512_loadu_si512(order);
 }
 
@@ -34,31 +36,26 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-KVQ__INLINE void open_v(struct kvq__vnni *v, const struct kvq__codec *c, uint32_t index,
-                        uint32_t dim)
+// Scales as int16 in the order of sets, and middles in the order of slots.
+KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint32_t dim)
 {
-    const uint8_t *group = v->chunk->group[index].packed.group;
+    const struct kvq_packed *packed = &v->chunk->group[index].packed;
+    const uint8_t *scales = packed->v_scales, *zeros = packed->v_zeros;
+    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
-    const uint8_t *scales = group + c->layout.v_scales, *zeros = group + c->layout.v_zeros;
-    float max = kvq__max_f16(scales, dim);
-    g->unit = max / V16_TOP;
-    __m512 factor = _mm512_set1_ps(V16_TOP / max);
-    __m512 centre = _mm512_set1_ps(kvq__centre_of(c->v_bits));
+    __m512 factor = kvq__open_unit(g, scales, V16_TOP, dim);
     for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
-        __m512i s = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(scales + 2 * i));
-        __m512i z = _mm512_permutexvar_epi16(sets_from_slots(), _mm512_load_si512(zeros + 2 * i));
-        __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(s));
-        __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(s, 1));
-        __m512 za = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
-        __m512 zb = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
-        kvq__fetch_step(v, 0, index, i, dim, c->v_bits);
-        _mm512_store_si512(g->scale16 + i, kvq__to_int16(a, b, factor));
+        __m512 a = kvq__load_f16(scales + 2 * i), b = kvq__load_f16(scales + 2 * i + 32);
+        __m512i x = _mm512_permutexvar_epi16(sets_from_slots(), kvq__to_int16(a, b, factor));
+        _mm512_store_si512(g->scale16 + i, x);
+        __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
+        kvq__fetch(ahead + 2 * i);
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
 }
 
-// p of up to four rows into the order of sets, and what makes int16 of them. Tokens that are not
+// p of up to four rows into the order of slots, and what makes int16 of them. Tokens that are not
 // packed, and outliers, count nothing here.
 KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
                               int rows)
@@ -72,12 +69,13 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint
     __m512 top[KVQ__TILE4];
     for (int i = 0; i < KVQ__TILE4; i++)
         top[i] = _mm512_set1_ps(1e-30f);
-    for (int i = 0; i < rows; i++, p += KVQ__LOGITS_STRIDE) {
-        __m512 a = _mm512_maskz_loadu_ps((__mmask16)mask, p);
-        __m512 b = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + 16);
+    KVQ__UNROLL
+    for (int i = 0; i < rows; i++) {
+        __m512 a = _mm512_maskz_loadu_ps((__mmask16)mask, p + i * KVQ__LOGITS_STRIDE);
+        __m512 b = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + i * KVQ__LOGITS_STRIDE + 16);
         top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a, b));
-        _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(sets_from_tokens(), a));
-        _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(sets_from_tokens(), b));
+        _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(slots_from_tokens(), a));
+        _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(slots_from_tokens(), b));
     }
     __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
     _mm_store_ps(v->weigh[group], _mm_div_ps(_mm_set1_ps(V16_TOP), x));
@@ -91,18 +89,20 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     const int16_t *scale = v->opened[group].scale16;
+    uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
+    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    KVQ__UNROLL
     for (int i = 0; i < rows; i++) {
-        uint8_t *bytes = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
         const float *p = v->p[group][i];
         __m512i p16 = kvq__to_int16(_mm512_load_ps(p), _mm512_load_ps(p + 16),
                                     _mm512_set1_ps(v->weigh[group][i]));
+        p16 = _mm512_permutexvar_epi16(sets_from_slots(), p16);
         for (uint32_t c = 0; c < dim; c += 2 * KVQ_GROUP_CHANNELS) {
             __m512i a = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c));
             __m512i b = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c + 32));
-            _mm512_store_si512(bytes + c, _mm512_packus_epi16(a, b));
-            if (i % 2 == 0)
-                kvq__fetch_step(v, 1, group, c + 16 * (uint32_t)i, dim, tile->codec->v_bits);
+            _mm512_store_si512(bytes + (size_t)i * dim + c, _mm512_packus_epi16(a, b));
         }
+        kvq__fetch_share(ahead, dim, i, rows);
     }
 }
 
@@ -151,15 +151,17 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint
     for (uint32_t slab = 0; slab < dim / KVQ__SLAB; slab++)
         sum_middles(tile, first, AT_ONCE * slab, AT_ONCE, rows);
     for (int i = 0; i < rows; i++)
-        memset(v->o[first + (uint32_t)i], 0, dim * sizeof(float));
+        for (uint32_t c = 0; c < dim; c += 16)
+            _mm512_store_ps(v->o[first + (uint32_t)i] + c, _mm512_setzero_ps());
 }
 
 KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
+    __m512 centre = _mm512_set1_ps(kvq__centre_of(tile->codec->v_bits));
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            open_v(v, tile->codec, i, dim);
+            open_v(v, i, centre, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
 }
@@ -302,7 +304,7 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const uint8_t *w[KVQ__TILE4];
     for (int i = 0; i < rows; i++)
-        w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i);
+        w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i, p.dim);
     const float *unit = v->unit[group] + first;
     if (p.dim == 64)
         pv_64(&p, v->o[first], w, unit, rows, bits);
