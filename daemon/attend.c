@@ -71,18 +71,13 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
 
 // ---- Start ----
 
-// Splits become items of their own only if there are too few items without.
-static bool needs_splits(const struct kvq__queue *q)
+// Items that each entry is cut into: together a few for every worker.
+static uint32_t items_of_entry(const struct kvq__queue *q)
 {
-    uint64_t items = 0;
-    for (uint32_t i = 0; i < q->header.count; i++) {
-        if (!kvq__entry_alive(q, i))
-            continue;
-        const struct kvq_shape *s = &q->work[i].session->layers[q->header.layer].shape;
-        uint32_t per_tile = KVQ_TILE_ROWS / (s->q_heads / s->kv_heads);
-        items += s->kv_heads * ((q->entries[i].queries + per_tile - 1) / per_tile);
-    }
-    return q->core->config.workers > 1 && items < 4ull * q->core->config.workers;
+    uint32_t alive = 0, workers = q->core->config.workers;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        alive += kvq__entry_alive(q, i);
+    return workers > 1 && alive > 0 ? (4 * workers + alive - 1) / alive : 1;
 }
 
 static void hold_entry(struct kvq__queue *q, uint32_t i)
@@ -127,7 +122,7 @@ static enum kvq__progress start(struct kvq__queue *q, const struct kvq__pass *co
         if (!is_append(q) || kvq__append_check(q, i) == 0)
             hold_entry(q, i);
     }
-    q->parallel = needs_splits(q);
+    q->items = items_of_entry(q);
     return kvq__request_run(q, passes, n_passes);
 }
 
@@ -176,15 +171,13 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
     return a;
 }
 
-static void plan(struct kvq__queue *q, struct kvq__entry *w)
+static void plan(struct kvq__queue *q, struct kvq_attend_job *job)
 {
-    w->attend.partials = NULL;
-    kvq_attend_plan(&w->attend.call, q->parallel, &w->attend.plan);
-    if (w->attend.plan.partial_bytes == 0)
-        return;
-    w->attend.partials = kvq__arena_take(q, w->attend.plan.partial_bytes);
-    if (!w->attend.partials) // the same bits, from fewer items
-        kvq_attend_plan(&w->attend.call, false, &w->attend.plan);
+    kvq_attend_plan(&job->call, q->items, &job->plan);
+    if (job->plan.partial_bytes && !job->partials)
+        job->partials = kvq__arena_take(q, job->plan.partial_bytes);
+    if (!job->partials) // the same bits, from fewer items
+        kvq_attend_plan(&job->call, 1, &job->plan);
 }
 
 static bool prepare(struct kvq__queue *q, uint32_t i)
@@ -202,14 +195,35 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     if (!w->pages)
         return false;
     w->n_pages = kvq__pages_view(s, q->header.layer, w->past, tokens, w->pages);
-    w->attend.call = call_of(q, i);
+    w->attend = (struct kvq_attend_job){.call = call_of(q, i)};
     const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
     w->attend.call.book = &own->book;
     w->attend.call.extras = kvq__extras_view(s, own, w->past);
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))
         return false;
-    plan(q, w);
+    plan(q, &w->attend);
     return true;
+}
+
+// Blocks that sessions of the wave share are unpacked once, if there is room for the partials.
+static void gather(struct kvq__queue *q)
+{
+    struct kvq_attend_job **jobs =
+        kvq__arena_take(q, (q->wave_to - q->wave_from) * sizeof(struct kvq_attend_job *));
+    uint32_t n = 0;
+    for (uint32_t i = q->wave_from; jobs && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            jobs[n++] = &q->work[i].attend;
+    if (n < 2 || !kvq_attend_share(jobs, n))
+        return;
+    bool room = true;
+    for (uint32_t i = 0; room && i < n; i++) {
+        if (jobs[i]->plan.partial_bytes && !jobs[i]->partials)
+            jobs[i]->partials = kvq__arena_take(q, jobs[i]->plan.partial_bytes);
+        room = jobs[i]->partials || jobs[i]->plan.partial_bytes == 0;
+    }
+    for (uint32_t i = 0; !room && i < n; i++)
+        plan(q, jobs[i]);
 }
 
 static uint32_t count_items(const struct kvq__entry *w)
@@ -219,23 +233,22 @@ static uint32_t count_items(const struct kvq__entry *w)
 
 static void run_item(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__entry *w = &q->work[i];
-    kvq_attend_item(q->core->config.kernels, &w->attend.call, &w->attend.plan, item,
-                    w->attend.partials, workspace);
+    kvq_attend_item(q->core->config.kernels, &q->work[i].attend, item, workspace);
 }
 
 static uint32_t count_merges(const struct kvq__entry *w)
 {
-    const struct kvq_attend_plan *p = &w->attend.plan;
-    return p->parallel ? w->attend.call.shape->kv_heads * p->n_tiles : 0;
+    return kvq_attend_merges(&w->attend);
 }
 
 static void run_merge(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
-    const struct kvq__entry *w = &q->work[i];
-    kvq_attend_merge(q->core->config.kernels, &w->attend.call, &w->attend.plan, item,
-                     w->attend.partials, workspace);
+    kvq_attend_merge(q->core->config.kernels, &q->work[i].attend, item, workspace);
 }
 
 const struct kvq__pass kvq__pass_attend = {
-    prepare, {{count_items, run_item}, {count_merges, run_merge}}, 2, NULL};
+    .prepare = prepare,
+    .gather = gather,
+    .stages = {{count_items, run_item}, {count_merges, run_merge}},
+    .n_stages = 2,
+};

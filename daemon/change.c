@@ -180,4 +180,5 @@ static void finish(struct kvq__queue *q, uint32_t i)
     q->results[i].value = s->tokens;
 }
 
-const struct kvq__pass kvq__pass_accept = {prepare, {{count, run}}, 1, finish};
+const struct kvq__pass kvq__pass_accept = {
+    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};

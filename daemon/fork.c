@@ -374,4 +374,5 @@ static void finish(struct kvq__queue *q, uint32_t i)
         q->results[i].value = w->fork.handle;
 }
 
-const struct kvq__pass kvq__pass_fork = {prepare, {{count, run}}, 1, finish};
+const struct kvq__pass kvq__pass_fork = {
+    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};

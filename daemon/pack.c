@@ -159,7 +159,8 @@ static void finish(struct kvq__queue *q, uint32_t i)
     finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
 }
 
-const struct kvq__pass kvq__pass_pack = {prepare, {{count, run}}, 1, finish};
+const struct kvq__pass kvq__pass_pack = {
+    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};
 
 // ---- In the background ----
 

@@ -149,4 +149,5 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     }
 }
 
-const struct kvq__pass kvq__pass_read = {prepare, {{count, run}}, 1, NULL};
+const struct kvq__pass kvq__pass_read = {
+    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1};

@@ -264,6 +264,8 @@ static bool wave_next(struct kvq__queue *q)
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
     q->wave_to = i;
+    if (pass->gather && i > q->wave_from)
+        pass->gather(q);
     return i > q->wave_from;
 }
 

@@ -365,12 +365,8 @@ struct kvq__entry {
             uint8_t *extras;
             uint32_t first_page;
         } pack;
-        struct { // attend.c
-            struct kvq_attend call;
-            struct kvq_attend_plan plan;
-            void *partials;
-        } attend;
-        struct { // accept.c
+        struct kvq_attend_job attend; // attend.c
+        struct {                      // accept.c
             int32_t *list;
         } accept;
         struct { // fork.c
@@ -392,6 +388,7 @@ struct kvq__pass {
     // Takes what entry i needs from the arena, and may fail the entry. False if there is no room
     // left in this wave; then it has changed nothing.
     bool (*prepare)(struct kvq__queue *q, uint32_t i);
+    void (*gather)(struct kvq__queue *q); // once the wave is full; may be NULL
     struct kvq__stage stages[2];
     uint32_t n_stages;
     void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
@@ -408,7 +405,7 @@ struct kvq__queue {
     struct kvq__job job;
     bool busy, running; // running: passes are under way
     bool holding, holding_buffers;
-    bool parallel; // attend: cut into splits
+    uint32_t items; // attend: what each entry is cut into, at least
     const struct kvq__pass *passes[3];
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;

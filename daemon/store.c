@@ -217,4 +217,5 @@ static void finish(struct kvq__queue *q, uint32_t i)
     }
 }
 
-const struct kvq__pass kvq__pass_store = {prepare, {{count, run}}, 1, finish};
+const struct kvq__pass kvq__pass_store = {
+    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};

@@ -1,31 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode attention: how the keys of a session fall into splits, chunks and groups, what each
-// query sees of them, and how partial results become one. Knows no instruction set.
+// Decode attention: how the work falls into items, what each query sees, and how partial results
+// become one. Knows no instruction set.
+//
+// An item has up to 64 query rows: those of one or more KV heads, and for each head those of one
+// tile of a session's query tokens, or of many sessions that share blocks. It takes 512 positions
+// at a time, and of these one head after the other, because that is how blocks lie in memory: the
+// records of all heads of 128 tokens stand side by side.
 #include <assert.h>
 
-#include "kernels/internal.h"
+#include "kernels/attend.h"
 
-// The sums of one tile, wherever they lie: in the workspace or among the partials.
-struct sums {
-    float *m, *l, *o, *ot; // as in struct kvq__tile
+// Query rows of one session: a tile of its query tokens, for each KV head of the item.
+struct span {
+    const struct kvq_attend_job *job;
+    uint32_t tile;
+    uint32_t first_token, tokens; // query tokens
+    uint32_t first_row, rows;     // among the rows of a head
 };
 
-// One item of work: a tile of query rows of one KV head.
 struct item {
     const struct kvq_kernels *k;
-    const struct kvq_attend *a;
-    const struct kvq_attend_plan *plan;
+    const struct kvq_attend *a; // of the first span. Format, shape, book and pages are everybody's
     struct kvq__workspace *w;
-    struct kvq__codec codec;
-    struct kvq__extras extras;
-    struct kvq_layout raw;
-    uint32_t head, gqa;
-    uint32_t first_token, tokens; // query tokens of the tile
-    uint32_t rows, dim;
-    bool packs, rotated;         // rotated: ot is apart from o and must be rotated back
-    uint64_t seen_from, seen_to; // what any row of the tile sees lies in between
-    struct kvq__tile tile;
+    uint32_t head, heads, gqa, dim;
+    uint32_t rows; // of a head
+    uint32_t split_tokens;
+    uint32_t n_spans;
+    struct span span[KVQ_TILE_ROWS];
+    bool packs, rotated; // rotated: ot is apart from o and must be rotated back
+    bool fast;
+    uint64_t seen_from, seen_to; // what any row of the item sees lies in between
+    struct kvq__reader reader;   // of the head whose turn it is
 };
 
 // ---- The plan ----
@@ -65,7 +71,7 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-static uint32_t largest_tile_rows(const struct kvq_attend *a)
+uint32_t kvq__tile_rows(const struct kvq_attend *a)
 {
     return min_u32(a->q_tokens, tokens_per_tile(a->shape)) * gqa_of(a->shape);
 }
@@ -73,28 +79,51 @@ static uint32_t largest_tile_rows(const struct kvq_attend *a)
 // Floats of m (or l) of one partial; keeps what follows aligned to 64 bytes.
 static size_t state_floats(const struct kvq_attend *a)
 {
-    return (largest_tile_rows(a) + 15u) & ~15u;
+    return (kvq__tile_rows(a) + 15u) & ~15u;
 }
 
 static size_t partial_floats(const struct kvq_attend *a)
 {
-    size_t o = (size_t)largest_tile_rows(a) * a->shape->v_dim;
+    size_t o = (size_t)kvq__tile_rows(a) * a->shape->v_dim;
     return 2 * state_floats(a) + o * (is_rotated(a) ? 2 : 1);
 }
 
-void kvq_attend_plan(const struct kvq_attend *a, bool parallel, struct kvq_attend_plan *plan)
+static uint32_t head_groups(const struct kvq_attend *a, uint32_t heads)
+{
+    return (a->shape->kv_heads + heads - 1) / heads;
+}
+
+void kvq__count_items(const struct kvq_attend *a, struct kvq_attend_plan *plan)
+{
+    uint32_t splits = plan->parallel ? plan->n_splits - plan->first_split : 1;
+    size_t partials = (size_t)a->shape->kv_heads * plan->n_tiles * plan->n_splits;
+    plan->items = head_groups(a, plan->heads) * plan->n_tiles * splits;
+    plan->partial_bytes = plan->parallel ? partials * partial_floats(a) * sizeof(float) : 0;
+}
+
+void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan)
 {
     uint64_t total = total_tokens(a);
     uint32_t per_tile = tokens_per_tile(a->shape);
     assert(a->q_tokens > 0 && a->q_tokens <= KVQ_MAX_QUERY_TOKENS);
-    plan->split_tokens = split_tokens_of(total);
+    *plan = (struct kvq_attend_plan){.split_tokens = split_tokens_of(total)};
     plan->n_splits = (uint32_t)((total + plan->split_tokens - 1) / plan->split_tokens);
     if (plan->n_splits == 0)
         plan->n_splits = 1;
     plan->n_tiles = (a->q_tokens + per_tile - 1) / per_tile;
-    plan->parallel = parallel && plan->n_splits > 1;
-    plan->items = a->shape->kv_heads * plan->n_tiles * (plan->parallel ? plan->n_splits : 1);
-    plan->partial_bytes = plan->parallel ? plan->items * partial_floats(a) * sizeof(float) : 0;
+    plan->heads = min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a));
+    kvq__count_items(a, plan);
+    plan->parallel = plan->items < items && plan->n_splits > 1;
+    kvq__count_items(a, plan);
+    while (plan->items < items && plan->heads > 1) {
+        plan->heads = (plan->heads + 1) / 2;
+        kvq__count_items(a, plan);
+    }
+}
+
+uint32_t kvq_attend_merges(const struct kvq_attend_job *job)
+{
+    return job->plan.parallel ? job->call.shape->kv_heads * job->plan.n_tiles : 0;
 }
 
 // ---- What is seen ----
@@ -112,12 +141,11 @@ static void visible(const struct kvq_attend *a, uint32_t i, uint64_t *lo, uint64
         *lo = *hi;
 }
 
-static void find_seen(struct item *it)
+static void extend_seen(struct item *it, const struct span *s)
 {
     uint64_t lo, hi;
-    visible(it->a, it->first_token, &it->seen_from, &it->seen_to);
-    for (uint32_t i = 1; i < it->tokens; i++) {
-        visible(it->a, it->first_token + i, &lo, &hi);
+    for (uint32_t i = 0; i < s->tokens; i++) {
+        visible(&s->job->call, s->first_token + i, &lo, &hi);
         it->seen_from = lo < it->seen_from ? lo : it->seen_from;
         it->seen_to = hi > it->seen_to ? hi : it->seen_to;
     }
@@ -130,415 +158,379 @@ static int32_t within(uint64_t position, uint64_t start, uint32_t n)
     return position - start < n ? (int32_t)(position - start) : (int32_t)n;
 }
 
+// What the rows of a head, of every head, see of a chunk.
 static void set_ranges(struct item *it, const struct kvq__chunk *chunk)
 {
+    uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
     uint64_t lo, hi;
-    for (uint32_t r = 0; r < it->rows; r++) {
-        visible(it->a, it->first_token + r / it->gqa, &lo, &hi);
-        it->tile.lo[r] = within(lo, chunk->start, chunk->groups * KVQ_GROUP_TOKENS);
-        it->tile.hi[r] = within(hi, chunk->start, chunk->groups * KVQ_GROUP_TOKENS);
-    }
-}
-
-// ---- Where keys lie ----
-
-static bool is_fresh(const struct kvq_attend *a, uint64_t position)
-{
-    return position >= a->fresh_start && position - a->fresh_start < a->fresh_tokens;
-}
-
-static bool touches_fresh(const struct kvq_attend *a, uint64_t position)
-{
-    return a->fresh_tokens && position + KVQ_GROUP_TOKENS > a->fresh_start &&
-           position < a->fresh_start + a->fresh_tokens;
-}
-
-static const struct kvq_page *page_of(const struct kvq_attend *a, uint64_t position)
-{
-    uint64_t i = position / KVQ_BLOCK_TOKENS;
-    return i < a->n_pages ? &a->pages[i] : NULL;
-}
-
-// How many of the 32 positions from `at` on lie below `count`.
-static uint32_t covered(uint32_t count, uint32_t at)
-{
-    return count <= at ? 0 : min_u32(count - at, KVQ_GROUP_TOKENS);
-}
-
-// The raw rows (K or V) of a block of raw records from token `at` on.
-static const uint16_t *raw_rows(const struct item *it, const uint8_t *block, uint32_t at, bool v)
-{
-    const uint8_t *record = block + (size_t)it->head * it->raw.record_bytes;
-    record += v ? it->raw.v_offset : 0;
-    return (const uint16_t *)(const void *)record + (size_t)at * it->dim;
-}
-
-static void set_raw(const struct item *it, const uint8_t *block, uint32_t at, uint32_t from,
-                    uint32_t to, struct kvq__group *g)
-{
-    g->raw_k = raw_rows(it, block, at, false);
-    g->raw_v = raw_rows(it, block, at, true);
-    g->raw_from = from;
-    g->raw_to = to;
-}
-
-// The first tokens: in the raw block as long as there is one.
-static void set_sink(const struct item *it, const struct kvq_page *page, uint32_t at, uint32_t held,
-                     struct kvq__group *g)
-{
-    if (page->raw) {
-        set_raw(it, page->raw, at, 0, held, g);
-        return;
-    }
-    g->raw_k = it->extras.sink_k + (size_t)at * it->dim;
-    g->raw_v = it->extras.sink_v + (size_t)at * it->dim;
-    g->raw_from = 0;
-    g->raw_to = held;
-}
-
-// Which of the packed positions are outliers.
-static void set_pooled(const struct item *it, uint64_t position, struct kvq__group *g)
-{
-    const struct kvq_outliers *p = it->extras.pool;
-    for (uint32_t i = 0; i < it->extras.pool_count; i++) {
-        uint64_t t = p->position[i] - position;
-        if (p->position[i] < position || t >= g->packed_tokens)
-            continue;
-        g->pooled |= 1u << t;
-        g->pool_row[t] = (uint8_t)i;
-    }
-    g->pool_k = it->extras.pool_k;
-    g->pool_v = it->extras.pool_v;
-}
-
-// The group at `position` as the page table has it. Returns false if a raw format's rows come
-// from both blocks of the page and must be put together.
-static bool find_group(const struct item *it, uint64_t position, struct kvq__group *g)
-{
-    const struct kvq_page *page = page_of(it->a, position);
-    uint32_t at = (uint32_t)(position % KVQ_BLOCK_TOKENS);
-    uint32_t held = page ? covered(page->tokens, at) : 0;
-    *g = (struct kvq__group){0};
-    if (held == 0)
-        return true;
-    uint32_t packed = min_u32(covered(page->packed_tokens, at), held);
-    g->held = (uint32_t)((UINT64_C(1) << held) - 1);
-    if (!it->packs) {
-        set_raw(it, packed ? page->packed : page->raw, at, 0, held, g);
-        return packed == 0 || packed == held;
-    }
-    if (position < it->a->format->sink_tokens) {
-        set_sink(it, page, at, held, g);
-        return true;
-    }
-    if (packed) {
-        const uint8_t *record = page->packed + (size_t)it->head * it->codec.layout.record_bytes;
-        g->packed = kvq_packed_at(&it->codec.layout, (uint8_t *)record, at / KVQ_GROUP_TOKENS);
-        g->packed_tokens = packed;
-        set_pooled(it, position, g);
-    }
-    if (packed < held)
-        set_raw(it, page->raw, at, packed, held, g);
-    return true;
-}
-
-// Rounds one fresh token as kvq_store would have.
-static void store_fresh(const struct item *it, uint64_t position, uint16_t *k, uint16_t *v)
-{
-    const struct kvq_attend *a = it->a;
-    struct kvq_store_counts ignored = {0};
-    int64_t t = (int64_t)(position - a->fresh_start);
-    const uint8_t *src_k = a->fresh_k.data, *src_v = a->fresh_v.data;
-    src_k += t * a->fresh_k.token_stride + it->head * a->fresh_k.head_stride;
-    src_v += t * a->fresh_v.token_stride + it->head * a->fresh_v.head_stride;
-    it->k->store(src_k, a->fresh_k.dtype, k, it->codec.raw_dtype, it->dim, &ignored);
-    it->k->store(src_v, a->fresh_v.dtype, v, it->codec.raw_dtype, it->dim, &ignored);
-}
-
-static void copy_raw(const struct item *it, uint64_t position, uint16_t *k, uint16_t *v)
-{
-    const struct kvq_page *page = page_of(it->a, position);
-    uint32_t at = (uint32_t)(position % KVQ_BLOCK_TOKENS);
-    const uint8_t *block = at < page->packed_tokens ? page->packed : page->raw;
-    memcpy(k, raw_rows(it, block, at, false), sizeof *k * it->dim);
-    memcpy(v, raw_rows(it, block, at, true), sizeof *v * it->dim);
-}
-
-// Puts the raw rows of a group together at k and v, each [32][dim]: fresh ones, and those of
-// either block of the page. Rows that nobody holds are zero.
-static void assemble(const struct item *it, uint64_t position, uint16_t *k, uint16_t *v,
-                     struct kvq__group *g)
-{
-    uint32_t dim = it->dim;
-    g->raw_k = k;
-    g->raw_v = v;
-    g->raw_from = g->raw_to = g->packed_tokens;
-    for (uint32_t t = g->packed_tokens; t < KVQ_GROUP_TOKENS; t++) {
-        if (is_fresh(it->a, position + t)) {
-            store_fresh(it, position + t, k + (size_t)t * dim, v + (size_t)t * dim);
-            g->held |= 1u << t;
-        } else if (g->held >> t & 1u) {
-            copy_raw(it, position + t, k + (size_t)t * dim, v + (size_t)t * dim);
-        } else {
-            memset(k + (size_t)t * dim, 0, sizeof *k * dim);
-            memset(v + (size_t)t * dim, 0, sizeof *v * dim);
+    for (uint32_t i = 0; i < it->n_spans; i++) {
+        const struct span *s = &it->span[i];
+        for (uint32_t r = 0; r < s->rows; r++) {
+            visible(&s->job->call, s->first_token + r / it->gqa, &lo, &hi);
+            it->w->lo[s->first_row + r] = within(lo, chunk->start, n);
+            it->w->hi[s->first_row + r] = within(hi, chunk->start, n);
         }
-        if (g->held >> t & 1u)
-            g->raw_to = t + 1;
     }
-}
-
-static void build_group(const struct item *it, uint64_t position, uint16_t *k, uint16_t *v,
-                        struct kvq__group *g)
-{
-    *g = (struct kvq__group){0};
-    if (position + KVQ_GROUP_TOKENS <= it->seen_from || position >= it->seen_to)
-        return;
-    bool whole = find_group(it, position, g);
-    if (!whole || touches_fresh(it->a, position)) {
-        assert(!is_fresh(it->a, position) || g->packed_tokens == 0);
-        assemble(it, position, k, v, g);
-    }
-}
-
-// The chunk of [start, end), or of its first `step` positions if it is longer.
-static void build_chunk(const struct item *it, uint64_t start, uint64_t end, uint32_t step,
-                        struct kvq__assembled *room, struct kvq__chunk *chunk)
-{
-    size_t group_values = (size_t)KVQ_GROUP_TOKENS * it->dim;
-    uint32_t n = end - start < step ? (uint32_t)(end - start) : step;
-    chunk->start = start;
-    chunk->groups = (n + KVQ_GROUP_TOKENS - 1) / KVQ_GROUP_TOKENS;
-    chunk->next = NULL;
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        build_group(it, start + (uint64_t)i * KVQ_GROUP_TOKENS, room->k + i * group_values,
-                    room->v + i * group_values, &chunk->group[i]);
 }
 
 // ---- Sums ----
 
-static struct sums sums_in(struct kvq__sums *s, bool rotated)
+static void clear_sums(const struct item *it, struct kvq__sums *s)
 {
-    return (struct sums){s->m, s->l, s->o, rotated ? s->ot : s->o};
-}
-
-static struct sums sums_of_partial(const struct kvq_attend *a, void *partials, uint32_t index)
-{
-    float *m = (float *)partials + index * partial_floats(a);
-    size_t n = state_floats(a), o = (size_t)largest_tile_rows(a) * a->shape->v_dim;
-    return (struct sums){m, m + n, m + 2 * n, m + 2 * n + (is_rotated(a) ? o : 0)};
-}
-
-static void clear_sums(const struct item *it, const struct sums *s)
-{
-    size_t n = (size_t)it->rows * it->dim;
-    for (uint32_t r = 0; r < it->rows; r++) {
+    uint32_t rows = it->rows * it->heads;
+    for (uint32_t r = 0; r < rows; r++) {
         s->m[r] = -INFINITY;
         s->l[r] = 0.0f;
     }
-    memset(s->o, 0, n * sizeof(float));
-    if (s->ot != s->o)
-        memset(s->ot, 0, n * sizeof(float));
-}
-
-static bool is_empty(const struct item *it, const struct sums *s)
-{
-    for (uint32_t r = 0; r < it->rows; r++)
-        if (s->m[r] != -INFINITY)
-            return false;
-    return true;
-}
-
-// Adds a split to what came before it. Every plan merges with this function, in ascending order.
-static void merge_sums(const struct item *it, const struct sums *total, const struct sums *part)
-{
-    float *fa = it->w->factor, *fb = it->w->other_factor;
-    if (is_empty(it, part))
-        return;
-    for (uint32_t r = 0; r < it->rows; r++) {
-        float m = total->m[r] > part->m[r] ? total->m[r] : part->m[r];
-        fa[r] = m == -INFINITY ? 1.0f : kvq__exp2(total->m[r] - m);
-        fb[r] = m == -INFINITY ? 0.0f : kvq__exp2(part->m[r] - m);
-        total->m[r] = m;
-        total->l[r] = total->l[r] * fa[r] + part->l[r] * fb[r];
-    }
-    it->k->blend_rows(total->o, fa, part->o, fb, it->rows, it->dim);
+    memset(s->o, 0, sizeof(float) * rows * it->dim);
     if (it->rotated)
-        it->k->blend_rows(total->ot, fa, part->ot, fb, it->rows, it->dim);
+        memset(s->ot, 0, sizeof(float) * rows * it->dim);
 }
 
-// ---- One item ----
+// The sums of some rows, wherever they lie.
+struct rows {
+    float *m, *l, *o, *ot; // as in struct kvq__sums
+};
 
-static struct item item_of(const struct kvq_kernels *k, const struct kvq_attend *a,
-                           const struct kvq_attend_plan *plan, uint32_t index, void *workspace)
+static struct rows rows_at(const struct item *it, struct kvq__sums *s, uint32_t row)
 {
-    struct item it = {.k = k, .a = a, .plan = plan, .w = workspace};
-    uint32_t per_tile = tokens_per_tile(a->shape);
-    it.raw = kvq_layout_raw(a->shape);
+    size_t at = (size_t)row * it->dim;
+    return (struct rows){s->m + row, s->l + row, s->o + at, s->ot + at};
+}
+
+static struct rows rows_of_partial(const struct kvq_attend_job *job, uint32_t index)
+{
+    const struct kvq_attend *a = &job->call;
+    float *m = (float *)job->partials + index * partial_floats(a);
+    size_t n = state_floats(a), o = (size_t)kvq__tile_rows(a) * a->shape->v_dim;
+    return (struct rows){m, m + n, m + 2 * n, m + 2 * n + o};
+}
+
+// Adds rows of a split to what came before it. Every plan merges with this function, in ascending
+// order, and nothing that a row has not seen ever touches it.
+static void merge_rows(const struct item *it, struct rows total, struct rows part, uint32_t n)
+{
+    for (uint32_t r = 0; r < n; r++) {
+        if (part.m[r] == -INFINITY)
+            continue;
+        size_t at = (size_t)r * it->dim;
+        float m = total.m[r] > part.m[r] ? total.m[r] : part.m[r];
+        float fa = kvq__exp2(total.m[r] - m), fb = kvq__exp2(part.m[r] - m);
+        total.m[r] = m;
+        total.l[r] = total.l[r] * fa + part.l[r] * fb;
+        it->k->blend_rows(total.o + at, &fa, part.o + at, &fb, 1, it->dim);
+        if (it->rotated)
+            it->k->blend_rows(total.ot + at, &fa, part.ot + at, &fb, 1, it->dim);
+    }
+}
+
+static void copy_rows(const struct item *it, struct rows to, struct rows from, uint32_t n)
+{
+    memcpy(to.m, from.m, n * sizeof(float));
+    memcpy(to.l, from.l, n * sizeof(float));
+    memcpy(to.o, from.o, n * sizeof(float) * it->dim);
+    if (it->rotated)
+        memcpy(to.ot, from.ot, n * sizeof(float) * it->dim);
+}
+
+static uint32_t partial_index(const struct span *s, uint32_t head, uint32_t split)
+{
+    const struct kvq_attend_plan *p = &s->job->plan;
+    return (head * p->n_tiles + s->tile) * p->n_splits + split;
+}
+
+// Hands the sums of a split to the sessions' partials.
+static void save_partials(const struct item *it, uint32_t split)
+{
+    for (uint32_t h = 0; h < it->heads; h++)
+        for (uint32_t i = 0; i < it->n_spans; i++) {
+            const struct span *s = &it->span[i];
+            uint32_t index = partial_index(s, it->head + h, split);
+            struct rows part = rows_at(it, &it->w->part, h * it->rows + s->first_row);
+            copy_rows(it, rows_of_partial(s->job, index), part, s->rows);
+        }
+}
+
+// ---- Making an item ----
+
+static struct item item_of(const struct kvq_kernels *k, const struct kvq_attend_job *job,
+                           uint32_t head, uint32_t heads, void *workspace)
+{
+    const struct kvq_attend *a = &job->call;
+    struct item it = {.k = k, .a = a, .w = workspace, .head = head, .heads = heads};
     it.gqa = gqa_of(a->shape);
-    it.head = index / plan->n_tiles;
-    it.first_token = index % plan->n_tiles * per_tile;
-    it.tokens = min_u32(per_tile, a->q_tokens - it.first_token);
-    it.rows = it.tokens * it.gqa;
-    it.codec = kvq__codec_of(a->format, a->shape, a->book, it.head);
-    it.dim = it.codec.dim;
+    it.dim = a->shape->k_dim;
+    it.split_tokens = job->plan.split_tokens;
     it.packs = !kvq_is_raw(a->format);
-    it.extras = kvq__extras_of(a->format, a->shape, a->extras, a->pool, it.head);
     it.rotated = is_rotated(a);
-    assert(it.head < a->shape->kv_heads);
-    find_seen(&it);
+    it.seen_from = UINT64_MAX;
+    assert(head + heads <= a->shape->kv_heads);
     return it;
 }
 
+static void add_span(struct item *it, const struct kvq_attend_job *job, uint32_t tile)
+{
+    uint32_t per_tile = tokens_per_tile(job->call.shape), first = tile * per_tile;
+    struct span *s = &it->span[it->n_spans++];
+    *s = (struct span){.job = job, .tile = tile, .first_token = first, .first_row = it->rows};
+    s->tokens = min_u32(per_tile, job->call.q_tokens - first);
+    s->rows = s->tokens * it->gqa;
+    it->rows += s->rows;
+    assert(it->rows * it->heads <= KVQ_TILE_ROWS);
+    extend_seen(it, s);
+}
+
 // Queries for packed keys: times what K was divided by, then rotated like K.
-static void transform_queries(struct item *it)
+static void transform_queries(struct item *it, struct kvq__lane *lane, uint32_t head)
 {
     const struct kvq_format *f = it->a->format;
-    float factors[KVQ_MAX_HEAD_DIM], *qt = it->w->qt;
-    bool scaled = kvq__factors(f, &it->extras, it->a->book, it->head, it->dim, factors);
+    float factors[KVQ_MAX_HEAD_DIM], *qt = it->w->qt + (size_t)lane->tile.slot * it->dim;
+    bool scaled = kvq__factors(f, &lane->extras, it->a->book, head, it->dim, factors);
     if (!scaled && f->k_rotation == KVQ_ROTATE_NONE)
         return;
-    memcpy(qt, it->w->q, sizeof(float) * it->rows * it->dim);
+    memcpy(qt, lane->tile.q, sizeof(float) * it->rows * it->dim);
     for (uint32_t i = 0; scaled && i < it->rows * it->dim; i++)
         qt[i] *= factors[i % it->dim];
     kvq__rotate(it->k, f->k_rotation, qt, it->rows, it->dim, false);
-    it->tile.qt = qt;
+    lane->tile.qt = qt;
 }
 
-static void load_queries(struct item *it)
+static void load_queries(const struct item *it, const struct span *s, uint32_t head, float *q,
+                         float factor)
 {
-    const struct kvq_attend *a = it->a;
-    const float log2e = 1.44269504f;
-    float cap = a->shape->softcap;
-    float factor = cap != 0.0f ? a->shape->scale / cap : a->shape->scale * log2e;
-    for (uint32_t r = 0; r < it->rows; r++) {
+    const struct kvq_attend *a = &s->job->call;
+    for (uint32_t r = 0; r < s->rows; r++, q += it->dim) {
         const uint8_t *src = a->q.data;
-        src += (int64_t)(it->first_token + r / it->gqa) * a->q.token_stride;
-        src += (int64_t)(it->head * it->gqa + r % it->gqa) * a->q.head_stride;
-        it->k->load(src, a->q.dtype, it->w->q + (size_t)r * it->dim, it->dim);
-        it->w->factor[r] = factor;
+        src += (int64_t)(s->first_token + r / it->gqa) * a->q.token_stride;
+        src += (int64_t)(head * it->gqa + r % it->gqa) * a->q.head_stride;
+        it->k->load(src, a->q.dtype, q, it->dim);
+        it->k->scale_rows(q, &factor, 1, it->dim);
     }
-    it->k->scale_rows(it->w->q, it->w->factor, it->rows, it->dim);
-    it->tile.cap = cap * log2e;
-    it->tile.q = it->tile.qt = it->w->q;
-    if (it->packs)
-        transform_queries(it);
 }
 
-static bool is_fast(const struct item *it)
+static void prepare_queries(struct item *it, struct kvq__lane *lane, uint32_t head)
 {
-    return it->a->path == KVQ_PATH_FAST && it->packs && it->k->has_fast &&
-           it->k->has_fast(&it->codec, it->rows);
+    const float log2e = 1.44269504f;
+    float cap = it->a->shape->softcap, scale = it->a->shape->scale;
+    float *q = it->w->q + (size_t)lane->tile.slot * it->dim;
+    for (uint32_t i = 0; i < it->n_spans; i++)
+        load_queries(it, &it->span[i], head, q + (size_t)it->span[i].first_row * it->dim,
+                     cap != 0.0f ? scale / cap : scale * log2e);
+    lane->tile.cap = cap * log2e;
+    lane->tile.q = lane->tile.qt = q;
+    if (it->packs)
+        transform_queries(it, lane, head);
 }
 
-static void prepare_tile(struct item *it, const struct sums *part)
+static void prepare_tile(const struct item *it, struct kvq__lane *lane, uint32_t slot)
 {
     struct kvq__workspace *w = it->w;
-    struct kvq__tile *t = &it->tile;
-    t->codec = &it->codec;
-    t->rows = it->rows;
-    t->dim = it->dim;
-    t->logits = w->logits;
-    t->m = part->m;
-    t->l = part->l;
-    t->o = part->o;
-    t->ot = part->ot;
-    t->factor = w->factor;
-    t->lo = w->lo;
-    t->hi = w->hi;
-    t->group_f32 = w->group_f32;
-    t->scratch = w->scratch;
-    load_queries(it);
-    if (is_fast(it))
-        it->k->prepare_fast(t);
+    struct rows part = rows_at(it, &w->part, slot);
+    lane->tile = (struct kvq__tile){
+        .codec = &lane->codec,
+        .slot = slot,
+        .rows = it->rows,
+        .dim = it->dim,
+        .logits = w->logits,
+        .m = part.m,
+        .l = part.l,
+        .o = part.o,
+        .ot = it->rotated ? part.ot : part.o,
+        .factor = w->factor,
+        .lo = w->lo,
+        .hi = w->hi,
+        .group_f32 = w->group_f32,
+        .scratch = w->scratch,
+    };
 }
 
-// Attends to what the tile sees of [begin, end). With a total, sums of each split are merged
-// into it; without, begin to end is one split, whose sums stay in part.
-static void attend_range(struct item *it, uint64_t begin, uint64_t end, const struct sums *part,
-                         const struct sums *total)
-{
-    struct kvq__chunk chunks[2];
-    uint32_t split = it->plan->split_tokens, step = min_u32(KVQ__CHUNK, split), now = 0;
-    uint64_t from = it->seen_from > begin ? it->seen_from / step * step : begin;
-    uint64_t to = it->seen_to < end ? it->seen_to : end;
-    bool fast = is_fast(it);
-    clear_sums(it, part);
-    if (from >= to)
-        return;
-    build_chunk(it, from, to, step, &it->w->assembled[now], &chunks[now]);
-    for (uint64_t at = from; at < to; at += step, now ^= 1) {
-        if (at + step < to) {
-            build_chunk(it, at + step, to, step, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
-            chunks[now].next = &chunks[now ^ 1];
-        }
-        set_ranges(it, &chunks[now]);
-        (fast ? it->k->attend_chunk_fast : it->k->attend_chunk)(it->k, &it->tile, &chunks[now]);
-        if (total && ((at + step) % split == 0 || at + step >= to)) {
-            merge_sums(it, total, part);
-            clear_sums(it, part);
-        }
-    }
-}
-
-// Divides by l, rotates back what is rotated, and writes the tile's rows of out and lse.
-static void finish(const struct item *it, const struct sums *s)
+// Everything that attending needs, once all spans are there.
+static void prepare(struct item *it)
 {
     const struct kvq_attend *a = it->a;
-    float *inverse = it->w->factor;
-    for (uint32_t r = 0; r < it->rows; r++)
-        inverse[r] = s->l[r] == 0.0f ? 0.0f : 1.0f / s->l[r];
-    if (it->rotated) {
-        kvq__rotate(it->k, kvq__v_rotation(a->format, a->shape), s->ot, it->rows, it->dim, true);
-        it->k->blend_rows(s->o, inverse, s->ot, inverse, it->rows, it->dim);
-    } else {
-        it->k->scale_rows(s->o, inverse, it->rows, it->dim);
+    for (uint32_t h = 0; h < it->heads; h++) {
+        struct kvq__lane *lane = &it->w->lane[h];
+        uint32_t head = it->head + h;
+        lane->codec = kvq__codec_of(a->format, a->shape, a->book, head);
+        lane->extras = kvq__extras_of(a->format, a->shape, a->extras, a->pool, head);
+        prepare_tile(it, lane, h * it->rows);
+        prepare_queries(it, lane, head);
+        it->fast = a->path == KVQ_PATH_FAST && it->packs && it->k->has_fast &&
+                   it->k->has_fast(&lane->codec, it->rows);
+        if (it->fast)
+            it->k->prepare_fast(&lane->tile);
     }
-    for (uint32_t r = 0; r < it->rows; r++) {
-        int64_t token = it->first_token + r / it->gqa, head = it->head * it->gqa + r % it->gqa;
-        uint8_t *out = (uint8_t *)a->out + token * a->out_token_stride + head * a->out_head_stride;
-        it->k->save(s->o + (size_t)r * it->dim, a->out_dtype, out, it->dim);
+    it->reader = (struct kvq__reader){.k = it->k,
+                                      .a = a,
+                                      .raw = kvq_layout_raw(a->shape),
+                                      .dim = it->dim,
+                                      .packs = it->packs,
+                                      .seen_from = it->seen_from,
+                                      .seen_to = it->seen_to};
+}
+
+// ---- Attending ----
+
+// A stop on the way through a range: some positions, and the head whose turn it is.
+struct stop {
+    uint64_t at;
+    uint32_t head; // of the item
+};
+
+static struct stop after(const struct item *it, struct stop here, uint32_t step)
+{
+    if (here.head + 1 < it->heads)
+        return (struct stop){here.at, here.head + 1};
+    return (struct stop){here.at + step, 0};
+}
+
+static void build(struct item *it, struct stop here, uint64_t to, uint32_t step,
+                  struct kvq__assembled *room, struct kvq__chunk *chunk)
+{
+    it->reader.head = it->head + here.head;
+    it->reader.codec = &it->w->lane[here.head].codec;
+    it->reader.extras = &it->w->lane[here.head].extras;
+    uint32_t tokens = to - here.at < step ? (uint32_t)(to - here.at) : step;
+    kvq__build_chunk(&it->reader, here.at, tokens, room, chunk);
+}
+
+static void attend_stop(struct item *it, struct stop here, const struct kvq__chunk *chunk)
+{
+    struct kvq__tile *tile = &it->w->lane[here.head].tile;
+    if (here.head == 0)
+        set_ranges(it, chunk);
+    (it->fast ? it->k->attend_chunk_fast : it->k->attend_chunk)(it->k, tile, chunk);
+}
+
+// Attends to what the item sees of [begin, end). If `merging`, the sums of each split are merged
+// into the total; else begin to end is one split, whose sums stay in part.
+static void attend_range(struct item *it, uint64_t begin, uint64_t end, bool merging)
+{
+    struct kvq__chunk chunks[2];
+    uint32_t split = it->split_tokens, step = min_u32(KVQ__CHUNK, split), now = 0;
+    uint64_t from = it->seen_from > begin ? it->seen_from / step * step : begin;
+    uint64_t to = it->seen_to < end ? it->seen_to : end;
+    struct stop here = {.at = from};
+    clear_sums(it, &it->w->part);
+    if (from >= to)
+        return;
+    build(it, here, to, step, &it->w->assembled[now], &chunks[now]);
+    while (here.at < to) {
+        struct stop next = after(it, here, step);
+        if (next.at < to) {
+            build(it, next, to, step, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
+            chunks[now].next = &chunks[now ^ 1];
+            chunks[now ^ 1].fetched = true;
+        }
+        attend_stop(it, here, &chunks[now]);
+        if (merging && next.head == 0 && (next.at % split == 0 || next.at >= to)) {
+            merge_rows(it, rows_at(it, &it->w->total, 0), rows_at(it, &it->w->part, 0),
+                       it->rows * it->heads);
+            clear_sums(it, &it->w->part);
+        }
+        here = next;
+        now ^= 1;
+    }
+}
+
+// ---- Results ----
+
+static void write_rows(const struct item *it, const struct span *s, uint32_t head, struct rows sums)
+{
+    const struct kvq_attend *a = &s->job->call;
+    for (uint32_t r = 0; r < s->rows; r++) {
+        int64_t token = s->first_token + r / it->gqa, q_head = head * it->gqa + r % it->gqa;
+        uint8_t *out =
+            (uint8_t *)a->out + token * a->out_token_stride + q_head * a->out_head_stride;
+        it->k->save(sums.o + (size_t)r * it->dim, a->out_dtype, out, it->dim);
         if (a->lse) {
             float *lse = (float *)(void *)((uint8_t *)a->lse + token * a->lse_token_stride);
-            lse[head] = s->l[r] == 0.0f ? -INFINITY : s->m[r] * 0.693147181f + logf(s->l[r]);
+            lse[q_head] =
+                sums.l[r] == 0.0f ? -INFINITY : sums.m[r] * 0.693147181f + logf(sums.l[r]);
         }
     }
 }
 
-void kvq_attend_item(const struct kvq_kernels *k, const struct kvq_attend *a,
-                     const struct kvq_attend_plan *plan, uint32_t item, void *partials,
-                     void *workspace)
+// Divides by l, rotates back what is rotated, and writes the rows of out and lse of one head.
+static void finish(const struct item *it, uint32_t h)
 {
-    uint32_t splits = plan->parallel ? plan->n_splits : 1;
-    struct item it = item_of(k, a, plan, item / splits, workspace);
-    if (plan->parallel) {
-        uint64_t begin = (uint64_t)(item % splits) * plan->split_tokens;
-        struct sums part = sums_of_partial(a, partials, item);
-        prepare_tile(&it, &part);
-        attend_range(&it, begin, begin + plan->split_tokens, &part, NULL);
-        return;
+    const struct kvq_attend *a = it->a;
+    struct rows sums = rows_at(it, &it->w->total, h * it->rows);
+    float *inverse = it->w->factor;
+    for (uint32_t r = 0; r < it->rows; r++)
+        inverse[r] = sums.l[r] == 0.0f ? 0.0f : 1.0f / sums.l[r];
+    if (it->rotated) {
+        kvq__rotate(it->k, kvq__v_rotation(a->format, a->shape), sums.ot, it->rows, it->dim, true);
+        it->k->blend_rows(sums.o, inverse, sums.ot, inverse, it->rows, it->dim);
+    } else {
+        it->k->scale_rows(sums.o, inverse, it->rows, it->dim);
     }
-    struct sums part = sums_in(&it.w->part, it.rotated);
-    struct sums total = sums_in(&it.w->total, it.rotated);
-    prepare_tile(&it, &part);
-    clear_sums(&it, &total);
-    attend_range(&it, 0, total_tokens(a), &part, &total);
-    finish(&it, &total);
+    write_rows(it, &it->span[0], it->head + h, sums);
 }
 
-void kvq_attend_merge(const struct kvq_kernels *k, const struct kvq_attend *a,
-                      const struct kvq_attend_plan *plan, uint32_t index, const void *partials,
+// Items of shared splits go first. They belong to the sessions of all members.
+static void attend_shared(const struct kvq_kernels *k, const struct kvq_attend_job *job,
+                          uint32_t index, void *workspace)
+{
+    const struct kvq_attend_plan *p = &job->plan;
+    uint32_t split = index % p->first_split, rest = index / p->first_split;
+    uint32_t stack = rest % p->stacks, head = rest / p->stacks * p->shared_heads;
+    uint32_t heads = min_u32(p->shared_heads, job->call.shape->kv_heads - head);
+    uint32_t end = min_u32((stack + 1) * p->stack_tiles, p->n_members * p->n_tiles);
+    struct item it = item_of(k, job, head, heads, workspace);
+    for (uint32_t i = stack * p->stack_tiles; i < end; i++)
+        add_span(&it, p->members[i / p->n_tiles], i % p->n_tiles);
+    prepare(&it);
+    attend_range(&it, (uint64_t)split * p->split_tokens, (uint64_t)(split + 1) * p->split_tokens,
+                 false);
+    save_partials(&it, split);
+}
+
+static void attend_own(const struct kvq_kernels *k, const struct kvq_attend_job *job,
+                       uint32_t index, void *workspace)
+{
+    const struct kvq_attend_plan *p = &job->plan;
+    uint32_t splits = p->parallel ? p->n_splits - p->first_split : 1;
+    uint32_t split = p->first_split + index % splits, rest = index / splits;
+    uint32_t head = rest / p->n_tiles * p->heads;
+    uint32_t heads = min_u32(p->heads, job->call.shape->kv_heads - head);
+    struct item it = item_of(k, job, head, heads, workspace);
+    add_span(&it, job, rest % p->n_tiles);
+    prepare(&it);
+    if (p->parallel) {
+        uint64_t begin = (uint64_t)split * p->split_tokens;
+        attend_range(&it, begin, begin + p->split_tokens, false);
+        save_partials(&it, split);
+        return;
+    }
+    clear_sums(&it, &it.w->total);
+    attend_range(&it, 0, total_tokens(&job->call), true);
+    for (uint32_t h = 0; h < heads; h++)
+        finish(&it, h);
+}
+
+void kvq_attend_item(const struct kvq_kernels *k, const struct kvq_attend_job *job, uint32_t item,
+                     void *workspace)
+{
+    if (item < job->plan.shared_items)
+        attend_shared(k, job, item, workspace);
+    else
+        attend_own(k, job, item - job->plan.shared_items, workspace);
+}
+
+void kvq_attend_merge(const struct kvq_kernels *k, const struct kvq_attend_job *job, uint32_t index,
                       void *workspace)
 {
-    assert(plan->parallel);
-    struct item it = item_of(k, a, plan, index, workspace);
-    struct sums total = sums_in(&it.w->total, it.rotated);
-    clear_sums(&it, &total);
-    for (uint32_t split = 0; split < plan->n_splits; split++) {
-        struct sums part = sums_of_partial(a, (void *)partials, index * plan->n_splits + split);
-        merge_sums(&it, &total, &part);
+    const struct kvq_attend_plan *p = &job->plan;
+    struct item it = item_of(k, job, index / p->n_tiles, 1, workspace);
+    assert(p->parallel);
+    add_span(&it, job, index % p->n_tiles);
+    clear_sums(&it, &it.w->total);
+    for (uint32_t split = 0; split < p->n_splits; split++) {
+        struct rows part = rows_of_partial(job, partial_index(&it.span[0], it.head, split));
+        merge_rows(&it, rows_at(&it, &it.w->total, 0), part, it.rows);
     }
-    finish(&it, &total);
+    finish(&it, 0);
 }
 
 size_t kvq_workspace_bytes(void)

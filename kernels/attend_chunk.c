@@ -141,7 +141,7 @@ static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk)
 {
     const struct kvq__chunk *next = chunk->next;
-    bool cold = tile->fetched != chunk;
+    bool cold = !chunk->fetched;
     for (uint32_t i = 0; i < chunk->groups; i++) {
         if (cold)
             fetch_group(tile, chunk, i + DISTANCE);
@@ -160,7 +160,6 @@ static void all_values(const struct kvq_kernels *k, struct kvq__tile *tile,
         values_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
     }
     tile->ahead = NULL;
-    tile->fetched = next;
 }
 
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,

@@ -85,14 +85,16 @@ struct kvq__chunk {
     uint64_t start;
     uint32_t groups; // 1 to KVQ__CHUNK_GROUPS
     struct kvq__group group[KVQ__CHUNK_GROUPS];
-    const struct kvq__chunk *next; // the chunk that comes after, to prefetch; NULL if unknown
+    const struct kvq__chunk *next; // what comes after, of any head, to prefetch; NULL if unknown
+    bool fetched;                  // whether this one was the next of another
 };
 
-// The queries of one item (tokens x heads that share a KV head), and their state on the way
-// through the keys. Row r is query token r / gqa, head r % gqa. The softmax state is in powers of
+// The queries of one KV head in an item (tokens x heads that share it, of one or more sessions),
+// and their state on the way through the keys. The softmax state is in powers of
 // two: p = 2^(logit - m), l = sum of p, both o accumulate p * v and are not divided by l.
 struct kvq__tile {
     const struct kvq__codec *codec;
+    uint32_t slot; // rows of the item before this tile's; slot + rows is at most KVQ_TILE_ROWS
     uint32_t rows; // 1 to KVQ_TILE_ROWS
     uint32_t dim;
     // Without soft-cap q is scaled by softmax scale * log2(e), and q * k is the logit. With it, q
@@ -109,11 +111,12 @@ struct kvq__tile {
     float *o;         // [rows][dim] sums of raw values
     float *ot;        // [rows][dim] sums of packed values; equals o unless the daemon rotates V
     float *group_f32; // [32][dim] for a dequantized group
-    void *scratch;    // KVQ__SCRATCH_BYTES; survives from prepare_fast to the end of the tile
+    // KVQ__SCRATCH_BYTES, the same for all tiles of an item, which take turns chunk by chunk: what
+    // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on.
+    void *scratch;
     // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
     // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
     const uint8_t *ahead;
-    const struct kvq__chunk *fetched; // the chunk whose keys were prefetched; NULL for none
 };
 
 struct kvq_kernels {
@@ -261,11 +264,19 @@ struct kvq__assembled {
     uint16_t k[KVQ__CHUNK * KVQ_MAX_HEAD_DIM], v[KVQ__CHUNK * KVQ_MAX_HEAD_DIM];
 };
 
+// One KV head of an item.
+struct kvq__lane {
+    _Alignas(64) struct kvq__codec codec;
+    struct kvq__extras extras;
+    struct kvq__tile tile;
+};
+
 // All members are multiples of 64 bytes.
 struct kvq__workspace {
+    struct kvq__lane lane[KVQ_TILE_ROWS];
     float q[KVQ__ROWS], qt[KVQ__ROWS];
     float logits[KVQ_TILE_ROWS * KVQ__LOGITS_STRIDE];
-    float factor[KVQ_TILE_ROWS], other_factor[KVQ_TILE_ROWS];
+    float factor[KVQ_TILE_ROWS];
     int32_t lo[KVQ_TILE_ROWS], hi[KVQ_TILE_ROWS];
     struct kvq__sums part, total;
     float group_f32[KVQ__GROUP_F32];

@@ -300,29 +300,50 @@ struct kvq_attend {
 };
 
 // How an attention falls into items that threads may do in any order.
+struct kvq_attend_job;
 struct kvq_attend_plan {
     uint32_t split_tokens; // fixed token positions, from the session's own count alone
     uint32_t n_splits;
     uint32_t n_tiles;     // tiles of query rows per KV head
-    uint32_t items;       // kv_heads * n_tiles, times n_splits if parallel
+    uint32_t heads;       // KV heads in one item
+    uint32_t items;       // how many there are to do, those for other members included
     bool parallel;        // splits are separate items whose partials must be merged
     size_t partial_bytes; // memory for all partials; 0 if not parallel
+    // Set by kvq_attend_share. Splits below first_split are done by the items of the member that
+    // has `members`; those items, shared_items of them, come first among its items.
+    uint32_t first_split;
+    struct kvq_attend_job *const *members;
+    uint32_t n_members, shared_items;
+    uint32_t shared_heads, stacks, stack_tiles; // KV heads, and tiles of members, in one item
 };
 
-// Same results to the bit whether parallel or not.
-void kvq_attend_plan(const struct kvq_attend *a, bool parallel, struct kvq_attend_plan *plan);
+// One session's attention in a batch.
+struct kvq_attend_job {
+    struct kvq_attend call;
+    struct kvq_attend_plan plan;
+    void *partials; // plan.partial_bytes of the caller's memory, 64-byte aligned
+};
 
-// Computes one item. `partials` is the call's own memory of plan->partial_bytes, 64-byte
-// aligned (NULL if not parallel); `workspace` the thread's own.
-void kvq_attend_item(const struct kvq_kernels *k, const struct kvq_attend *a,
-                     const struct kvq_attend_plan *plan, uint32_t item, void *partials,
+// Cuts an attention into at least so many items, if it can be; into as few as can be for 1. The
+// results are the same to the bit whatever the plan.
+void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan);
+
+// Finds sessions among planned jobs whose pages start with the same blocks, and changes their
+// plans so that those are unpacked once for the query rows of all. Sorts the array, which must
+// stay until the items are done. Returns whether there are such sessions; their plans are parallel
+// ones then, and partials must be allocated for them (or else kvq_attend_plan be called again for
+// every job). Sessions of formats with extras share nothing.
+bool kvq_attend_share(struct kvq_attend_job **jobs, uint32_t n);
+
+// Computes one item. `workspace` is the thread's own.
+void kvq_attend_item(const struct kvq_kernels *k, const struct kvq_attend_job *job, uint32_t item,
                      void *workspace);
 
-// Parallel plans only: after every item is done, merges the partials of one (KV head, tile),
-// left to right, and writes out and lse. `index` runs over kv_heads * n_tiles.
-void kvq_attend_merge(const struct kvq_kernels *k, const struct kvq_attend *a,
-                      const struct kvq_attend_plan *plan, uint32_t index, const void *partials,
+// After every item of all jobs is done: merges the partials of one (KV head, tile), left to right,
+// and writes out and lse. `index` is below kvq_attend_merges(), which is 0 if not parallel.
+void kvq_attend_merge(const struct kvq_kernels *k, const struct kvq_attend_job *job, uint32_t index,
                       void *workspace);
+uint32_t kvq_attend_merges(const struct kvq_attend_job *job);
 
 size_t kvq_workspace_bytes(void); // per thread, for every call above
 

@@ -19,8 +19,8 @@
 
 enum {
     SPINS = 4000,                        // about 50 us; longer than it takes to prepare a job
-    ITEMS_PER_THREAD = 8,                // fewer whole items than that, and splits are spread too
-    PARTIAL_BYTES_MAX = 64 * 1024 * 1024 // more than that, and splits are not spread
+    ITEMS_PER_THREAD = 8,                // what attention is cut into
+    PARTIAL_BYTES_MAX = 64 * 1024 * 1024 // more than that, and nothing is cut or shared
 };
 
 struct worker {
@@ -46,8 +46,9 @@ struct kvq_pool {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
 
-    struct plans *plans; // of kvq_pool_attend, kept from call to call
-    uint32_t n_plans;
+    struct seat *seats; // of kvq_pool_attend, kept from call to call
+    struct kvq_attend_job **jobs;
+    uint32_t n_seats;
     float *partials;
     size_t partial_bytes;
 };
@@ -235,7 +236,8 @@ void kvq_pool_close(struct kvq_pool **p)
     pthread_cond_destroy(&pool->wake);
     pthread_mutex_destroy(&pool->lock);
     free(pool->workers);
-    free(pool->plans);
+    free(pool->seats);
+    free(pool->jobs);
     free(pool->partials);
     free(pool);
 }
@@ -247,85 +249,95 @@ unsigned kvq_pool_threads(const struct kvq_pool *pool)
 
 // ---- Attention ----
 
-// One session's plan, where its items and its merges start among all, and its partials.
-struct plans {
-    struct kvq_attend_plan plan;
+// What kvq_pool_attend needs for each session: its job, and where its items and its merges start
+// among all. The job comes first, for the sorted pointers to be pointers to these.
+struct seat {
+    struct kvq_attend_job job;
     uint32_t first_item, first_merge;
-    float *partials;
 };
 
 struct attending {
     const struct kvq_kernels *k;
-    const struct kvq_attend *const *attends;
-    struct plans *plans;
+    struct seat *seats;
     uint32_t n;
 };
 
-static uint32_t serial_items(const struct kvq_attend *const *attends, uint32_t n)
+static int grow_seats(struct kvq_pool *pool, uint32_t n)
 {
-    struct kvq_attend_plan plan;
-    uint32_t items = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        kvq_attend_plan(attends[i], false, &plan);
-        items += plan.items;
-    }
-    return items;
-}
-
-static int grow(struct kvq_pool *pool, uint32_t n, size_t partial_bytes)
-{
-    if (n > pool->n_plans) {
-        struct plans *plans = realloc(pool->plans, n * sizeof *plans);
-        if (!plans)
-            return -ENOMEM;
-        pool->plans = plans;
-        pool->n_plans = n;
-    }
-    if (partial_bytes > pool->partial_bytes) {
-        free(pool->partials);
-        pool->partial_bytes = 0;
-        pool->partials = aligned_alloc(64, (partial_bytes + 63) / 64 * 64);
-        if (!pool->partials)
-            return -ENOMEM;
-        pool->partial_bytes = partial_bytes;
-    }
+    if (n <= pool->n_seats)
+        return 0;
+    free(pool->seats);
+    free(pool->jobs);
+    pool->n_seats = 0;
+    pool->seats = malloc(n * sizeof *pool->seats);
+    pool->jobs = malloc(n * sizeof *pool->jobs);
+    if (!pool->seats || !pool->jobs)
+        return -ENOMEM;
+    pool->n_seats = n;
     return 0;
 }
 
-// Fills the plans; returns the bytes that partials take and sets the numbers of items and merges.
-static size_t plan_all(struct attending *at, bool parallel, uint32_t *items, uint32_t *merges)
+static int grow_partials(struct kvq_pool *pool, size_t bytes)
+{
+    if (bytes <= pool->partial_bytes)
+        return 0;
+    free(pool->partials);
+    pool->partial_bytes = 0;
+    pool->partials = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!pool->partials)
+        return -ENOMEM;
+    pool->partial_bytes = bytes;
+    return 0;
+}
+
+static size_t partial_room(const struct kvq_attend_job *job)
+{
+    return (job->plan.partial_bytes + 63) / 64 * 64;
+}
+
+// Plans all sessions for so many items together. Returns the bytes that partials take.
+static size_t plan_all(struct kvq_pool *pool, const struct kvq_attend *const *attends, uint32_t n,
+                       uint32_t items)
 {
     size_t bytes = 0;
-    *items = *merges = 0;
-    for (uint32_t i = 0; i < at->n; i++) {
-        struct plans *p = &at->plans[i];
-        kvq_attend_plan(at->attends[i], parallel, &p->plan);
-        p->first_item = *items;
-        p->first_merge = *merges;
-        *items += p->plan.items;
-        *merges += p->plan.parallel ? at->attends[i]->shape->kv_heads * p->plan.n_tiles : 0;
-        bytes += (p->plan.partial_bytes + 63) / 64 * 64;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_attend_job *job = &pool->seats[i].job;
+        job->call = *attends[i];
+        kvq_attend_plan(&job->call, (items + n - 1) / n, &job->plan);
+        pool->jobs[i] = job;
     }
+    if (n > 1 && items > 1)
+        kvq_attend_share(pool->jobs, n);
+    for (uint32_t i = 0; i < n; i++)
+        bytes += partial_room(&pool->seats[i].job);
     return bytes;
 }
 
-static void place_partials(struct attending *at, float *partials)
+// Numbers items and merges, and hands out the memory for partials.
+static void number_all(struct kvq_pool *pool, uint32_t n, uint32_t *items, uint32_t *merges)
 {
-    for (uint32_t i = 0; i < at->n; i++) {
-        at->plans[i].partials = partials;
-        partials += (at->plans[i].plan.partial_bytes + 63) / 64 * 64 / sizeof(float);
+    uint8_t *partials = (uint8_t *)pool->partials;
+    *items = *merges = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct seat *s = &pool->seats[i];
+        s->first_item = *items;
+        s->first_merge = *merges;
+        s->job.partials = partials;
+        *items += s->job.plan.items;
+        *merges += kvq_attend_merges(&s->job);
+        partials += partial_room(&s->job);
     }
 }
 
-// The last session that starts at or before `index`. Sessions without merges start where the
-// next one starts, so the last is the one meant.
+// The last session that starts at or before `index`. Sessions without merges (or items) start
+// where the next one starts, so the last is the one meant.
 static uint32_t session_of(const struct attending *at, uint32_t index, bool merge)
 {
     uint32_t low = 0, high = at->n;
     while (high - low > 1) {
         uint32_t middle = low + (high - low) / 2;
-        const struct plans *p = &at->plans[middle];
-        if ((merge ? p->first_merge : p->first_item) <= index)
+        const struct seat *s = &at->seats[middle];
+        if ((merge ? s->first_merge : s->first_item) <= index)
             low = middle;
         else
             high = middle;
@@ -336,34 +348,32 @@ static uint32_t session_of(const struct attending *at, uint32_t index, bool merg
 static void attend_item(void *ctx, uint32_t item, void *workspace)
 {
     struct attending *at = ctx;
-    uint32_t i = session_of(at, item, false);
-    struct plans *p = &at->plans[i];
-    kvq_attend_item(at->k, at->attends[i], &p->plan, item - p->first_item, p->partials, workspace);
+    struct seat *s = &at->seats[session_of(at, item, false)];
+    kvq_attend_item(at->k, &s->job, item - s->first_item, workspace);
 }
 
 static void merge_item(void *ctx, uint32_t index, void *workspace)
 {
     struct attending *at = ctx;
-    uint32_t i = session_of(at, index, true);
-    struct plans *p = &at->plans[i];
-    kvq_attend_merge(at->k, at->attends[i], &p->plan, index - p->first_merge, p->partials,
-                     workspace);
+    struct seat *s = &at->seats[session_of(at, index, true)];
+    kvq_attend_merge(at->k, &s->job, index - s->first_merge, workspace);
 }
 
 int kvq_pool_attend(struct kvq_pool *pool, const struct kvq_kernels *k,
                     const struct kvq_attend *const *attends, uint32_t n)
 {
     uint32_t items, merges;
-    if (grow(pool, n, 0))
+    if (n == 0)
+        return 0;
+    if (grow_seats(pool, n))
         return -ENOMEM;
-    struct attending at = {k, attends, pool->plans, n};
-    bool parallel = pool->n > 1 && serial_items(attends, n) < ITEMS_PER_THREAD * pool->n;
-    size_t bytes = plan_all(&at, parallel, &items, &merges);
+    size_t bytes = plan_all(pool, attends, n, pool->n > 1 ? ITEMS_PER_THREAD * pool->n : 2);
     if (bytes > PARTIAL_BYTES_MAX)
-        bytes = plan_all(&at, false, &items, &merges);
-    if (grow(pool, n, bytes))
+        bytes = plan_all(pool, attends, n, 1);
+    if (grow_partials(pool, bytes))
         return -ENOMEM;
-    place_partials(&at, pool->partials);
+    number_all(pool, n, &items, &merges);
+    struct attending at = {k, pool->seats, n};
     kvq_pool_run(pool, attend_item, &at, items);
     if (merges)
         kvq_pool_run(pool, merge_item, &at, merges);

@@ -57,12 +57,13 @@ static void prepare_vnni(struct kvq__tile *tile)
             top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_load_ps(q + i)));
         top = kvq__max_all(top);
         __m512 factor = _mm512_div_ps(_mm512_set1_ps(KVQ__INT16_TOP), top);
-        v->q_unit[r] = _mm512_cvtss_f32(top) / KVQ__INT16_TOP;
+        uint32_t slot = tile->slot + r;
+        v->q_unit[slot] = _mm512_cvtss_f32(top) / KVQ__INT16_TOP;
         for (uint32_t i = 0; i < tile->dim; i += 32) {
             __m512i x = kvq__to_int16(_mm512_load_ps(q + i), _mm512_load_ps(q + i + 16), factor);
             x = _mm512_shuffle_epi8(x, kvq__byte_order());
-            _mm512_store_si512(v->q16[r] + i, x);
-            _mm512_store_si512(v->abs16[r] + i, _mm512_abs_epi16(x));
+            _mm512_store_si512(v->q16[slot] + i, x);
+            _mm512_store_si512(v->abs16[slot] + i, _mm512_abs_epi16(x));
         }
     }
 }

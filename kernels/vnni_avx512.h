@@ -29,11 +29,12 @@ struct kvq__vnni {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
     const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
+    // Of all tiles of the item, by slot.
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     int16_t abs16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];            // |q16|
-    float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
+    float q_unit[KVQ_TILE_ROWS + KVQ__TILE4];                  // max |q| / KVQ__INT16_TOP
     // Of the chunk: first of K, then of V.
-    struct kvq__opened opened[KVQ__CHUNK_GROUPS];
+    _Alignas(64) struct kvq__opened opened[KVQ__CHUNK_GROUPS];
     int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];         // that makes int16 of q * scale bytes
     float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // value of 1 in a dot product
     float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // of logits

@@ -49,11 +49,12 @@ KVQ__INLINE __m512i scaled(const int16_t *q, const struct kvq__opened *g, uint32
 
 // What makes bytes of up to four rows: the largest |q * scale| of a row becomes 127. (Taking max
 // |q| * max scale for it instead would be cheaper and a third noisier.)
-KVQ__INLINE void find_factors(struct kvq__vnni *v, uint32_t group, uint32_t first, uint32_t dim,
-                              int rows)
+KVQ__INLINE void find_factors(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                              uint32_t dim, int rows)
 {
+    struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
-    const int16_t *q = v->abs16[first];
+    const int16_t *q = v->abs16[tile->slot + first];
     __m512i top[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++)
         top[n] = _mm512_set1_epi16(1);
@@ -66,7 +67,8 @@ KVQ__INLINE void find_factors(struct kvq__vnni *v, uint32_t group, uint32_t firs
     __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(_mm512_castsi512_si128(max4_epi16(top))));
     __m128i factor = _mm_min_epi32(_mm_set1_epi32(INT16_MAX), _mm_cvttps_epi32(by));
     _mm_store_si128((void *)(v->factor[group] + first), factor);
-    __m128 unit = _mm_mul_ps(_mm_load_ps(v->q_unit + first), _mm_set1_ps(g->unit * 0x1p30f));
+    __m128 unit =
+        _mm_mul_ps(_mm_loadu_ps(v->q_unit + tile->slot + first), _mm_set1_ps(g->unit * 0x1p30f));
     _mm_store_ps(v->unit[group] + first, _mm_div_ps(unit, _mm_cvtepi32_ps(factor)));
 }
 
@@ -91,7 +93,7 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
     const float *q = tile->qt + (size_t)first * dim;
-    const int16_t *q16 = v->q16[first];
+    const int16_t *q16 = v->q16[tile->slot + first];
     uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
     const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
     __m512 bias[KVQ__TILE4];
@@ -122,7 +124,7 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, __m5
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            find_factors(v, i, first, dim, rows);
+            find_factors(tile, i, first, dim, rows);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
             scale_queries(tile, i, first, centre, dim, rows);

@@ -173,8 +173,8 @@ static void check_attend_call(const struct pair *p, struct kvt_rng *rng)
     struct kvq_shape s = any_shape(rng);
     struct attending at = make_attending(p, rng, &s);
     point(&at);
-    kvt_attend(p->c, &at.r[0].a, false);
-    kvt_attend(p->k, &at.r[1].a, kvt_below(rng, 2));
+    kvt_attend(p->c, &at.r[0].a, 1);
+    kvt_attend(p->k, &at.r[1].a, 1 + kvt_below(rng, 20));
     assert_rows_close(at.r[1].out, at.r[0].out, at.rows, s.k_dim, EXACT);
     for (size_t i = 0; i < at.rows; i++)
         assert_true(at.r[0].lse[i] == at.r[1].lse[i] ||
@@ -189,7 +189,7 @@ static void check_attend_extreme(const struct pair *p, struct kvt_rng *rng)
     struct kvt_cache c =
         kvt_cache(p->c, any_format(rng, s.dtype), s, 300, -1, KVT_EXTREME, kvt_u64(rng));
     struct kvt_request r = kvt_request(&c, 2, kvt_u64(rng));
-    kvt_attend(p->k, &r.a, false);
+    kvt_attend(p->k, &r.a, 1);
     for (size_t i = 0; i < (size_t)2 * s.q_heads * s.k_dim; i++)
         assert_true(isfinite(r.out[i]));
     kvt_request_free(&r);
@@ -243,8 +243,8 @@ void check_attend_chunk_fast(const struct pair *p, struct kvt_rng *rng)
     struct attending at = make_attending(p, rng, &s);
     point(&at);
     at.r[1].a.path = KVQ_PATH_FAST;
-    kvt_attend(p->c, &at.r[0].a, false);
-    kvt_attend(p->k, &at.r[1].a, false);
+    kvt_attend(p->c, &at.r[0].a, 1);
+    kvt_attend(p->k, &at.r[1].a, 1);
     double error = l2_error(at.r[1].out, at.r[0].out, at.rows * s.k_dim);
     if (!(error <= FAST))
         fail_msg("the fast path is %g off, at most %g is allowed", error, FAST);

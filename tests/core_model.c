@@ -159,10 +159,10 @@ void model_attend(const struct model *m, uint32_t layer, uint64_t past, uint32_t
         .lse_token_stride = (int64_t)(sizeof(float) * s->q_heads),
     };
     a.extras = model_packed(m, layer, past) ? m->layers[l->source].extras : NULL;
-    struct kvq_attend_plan plan;
-    kvq_attend_plan(&a, false, &plan);
-    for (uint32_t i = 0; i < plan.items; i++)
-        kvq_attend_item(m->kernels, &a, &plan, i, NULL, m->workspace);
+    struct kvq_attend_job job = {.call = a};
+    kvq_attend_plan(&a, 1, &job.plan);
+    for (uint32_t i = 0; i < job.plan.items; i++)
+        kvq_attend_item(m->kernels, &job, i, m->workspace);
 }
 
 void model_read(const struct model *m, uint32_t layer, uint64_t past, uint64_t from, uint32_t n,

@@ -382,18 +382,18 @@ void kvt_request_free(struct kvt_request *r)
     kvt_guarded_free(r->lse);
 }
 
-void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, bool parallel)
+void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items)
 {
-    struct kvq_attend_plan plan;
-    kvq_attend_plan(a, parallel, &plan);
-    void *partials = plan.partial_bytes ? kvt_guarded(plan.partial_bytes, 0) : NULL;
+    struct kvq_attend_job job = {.call = *a};
+    kvq_attend_plan(a, items, &job.plan);
+    job.partials = job.plan.partial_bytes ? kvt_guarded(job.plan.partial_bytes, 0) : NULL;
     void *workspace = kvt_workspace();
-    for (uint32_t i = plan.items; i-- > 0;)
-        kvq_attend_item(k, a, &plan, i, partials, workspace);
-    for (uint32_t i = 0; plan.parallel && i < a->shape->kv_heads * plan.n_tiles; i++)
-        kvq_attend_merge(k, a, &plan, i, partials, workspace);
+    for (uint32_t i = job.plan.items; i-- > 0;)
+        kvq_attend_item(k, &job, i, workspace);
+    for (uint32_t i = 0; i < kvq_attend_merges(&job); i++)
+        kvq_attend_merge(k, &job, i, workspace);
     kvt_guarded_free(workspace);
-    kvt_guarded_free(partials);
+    kvt_guarded_free(job.partials);
 }
 
 void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n)

@@ -79,8 +79,8 @@ struct kvt_request {
 // The last q_tokens tokens of the cache attend, as in the step that appended them.
 struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uint64_t seed);
 void kvt_request_free(struct kvt_request *r);
-// Runs every item in this thread; with `parallel` by the plan that splits, last item first.
-void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, bool parallel);
+// Cuts it into at least so many items and runs them in this thread, the last one first.
+void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items);
 // Runs it in n threads of a pool.
 void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n);
 

@@ -70,7 +70,7 @@ static void check(struct kvt_request *r)
     struct answer want = ask(&r->a);
     for (int i = 0; i < n_kernels; i++) {
         memset(r->out, 0xee, sizeof(float) * rows * r->a.shape->k_dim);
-        kvt_attend(all_kernels[i], &r->a, false);
+        kvt_attend(all_kernels[i], &r->a, 1);
         compare_with(r, &want, LIMIT);
     }
     free_answer(&want);
@@ -420,7 +420,7 @@ static void test_nothing_visible(void **state)
             r.a.past_tokens = empty ? 0 : 198;
             r.a.step_tokens = empty ? 0 : 2;
             memset(r.out, 0xee, sizeof(float) * 2 * 2 * 64);
-            kvt_attend(all_kernels[i], &r.a, empty);
+            kvt_attend(all_kernels[i], &r.a, empty ? 100 : 1);
             for (int e = 0; e < 2 * 2 * 64; e++)
                 assert_true(r.out[e] == 0.0f);
             for (int e = 0; e < 4; e++)
@@ -445,7 +445,7 @@ static void test_fresh_is_raw(void **state)
             float *paged = malloc(sizeof(float) * n);
             for (int i = 0; i < n_kernels; i++) {
                 r.a.fresh_tokens = 0;
-                kvt_attend(all_kernels[i], &r.a, false);
+                kvt_attend(all_kernels[i], &r.a, 1);
                 memcpy(paged, r.out, sizeof(float) * n);
                 r.a.fresh_start = 700 - fresh;
                 r.a.fresh_tokens = fresh;
@@ -453,7 +453,7 @@ static void test_fresh_is_raw(void **state)
                 r.a.fresh_v = kvt_view(c.v + first, 2, 64);
                 uint16_t kept = c.pages[c.n_pages - 1].tokens;
                 c.pages[c.n_pages - 1].tokens = kept > fresh ? (uint16_t)(kept - fresh) : 0;
-                kvt_attend(all_kernels[i], &r.a, false);
+                kvt_attend(all_kernels[i], &r.a, 1);
                 assert_memory_equal(paged, r.out, sizeof(float) * n);
                 compare(&r, LIMIT);
                 c.pages[c.n_pages - 1].tokens = kept;
@@ -496,7 +496,7 @@ static void test_dtypes(void **state)
                     r.a.out_head_stride = 2 * 100;
                     r.a.out_token_stride = 2 * 400;
                 }
-                kvt_attend(all_kernels[i], &r.a, false);
+                kvt_attend(all_kernels[i], &r.a, 1);
                 for (int e = 0; e < 2 * 4 * 64 && out_dtype != KVQ_F32; e++) {
                     uint16_t half = out[e / 64 * 100 + e % 64];
                     r.out[e] = (float)(out_dtype == KVQ_F16 ? kvt_f16(half) : kvt_bf16(half));
@@ -523,7 +523,7 @@ static void test_f16_rounding(void **state)
     exact.a.fresh_k = kvt_view(c.k, 1, 128);
     exact.a.fresh_v = kvt_view(c.v, 1, 128);
     for (int i = 0; i < n_kernels; i++) {
-        kvt_attend(all_kernels[i], &r.a, false);
+        kvt_attend(all_kernels[i], &r.a, 1);
         compare(&exact, 1e-3);
     }
     worst = before;
@@ -543,7 +543,7 @@ static void test_output_saturates(void **state)
     r.a.out = out;
     r.a.out_dtype = KVQ_F16;
     for (int i = 0; i < n_kernels; i++) {
-        kvt_attend(all_kernels[i], &r.a, false);
+        kvt_attend(all_kernels[i], &r.a, 1);
         for (int e = 0; e < 64; e++)
             assert_int_equal(out[e], e % 2 ? 0x7bff : 0xfbff);
     }
@@ -567,9 +567,9 @@ static void test_merge(void **state)
         pages[i].tokens = i < 3 ? 0 : pages[i].tokens;
     left.a.n_pages = 3;
     right.a.pages = pages;
-    kvt_attend(all_kernels[0], &whole.a, false);
-    kvt_attend(all_kernels[0], &left.a, false);
-    kvt_attend(all_kernels[0], &right.a, false);
+    kvt_attend(all_kernels[0], &whole.a, 1);
+    kvt_attend(all_kernels[0], &left.a, 1);
+    kvt_attend(all_kernels[0], &right.a, 1);
     kvq_merge_rows(left.out, left.lse, right.out, right.lse, left.out, left.lse, 4, 64);
     memcpy(whole.out, left.out, sizeof(float) * 4 * 64);
     memcpy(whole.lse, left.lse, sizeof(float) * 4);

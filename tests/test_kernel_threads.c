@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The same bits however the work is spread: 1, 2 and 5 threads, splits in one item or in many,
-// one session alone or in a batch of 64, tiles of one query or of many. Every instruction set,
-// both paths.
+// one session alone or in a batch of 64, tiles of one query or of many, blocks of its own or shared
+// with others. Every instruction set, both paths.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -48,7 +48,7 @@ static void close_session(struct session *s)
 
 static void remember(struct session *s, const struct kvq_kernels *k)
 {
-    kvt_attend(k, &s->r.a, false);
+    kvt_attend(k, &s->r.a, 1);
     memcpy(s->want, s->r.out, sizeof(float) * s->values);
     memcpy(s->want_lse, s->r.lse, sizeof(float) * s->rows);
     memset(s->r.out, 0xee, sizeof(float) * s->values);
@@ -89,7 +89,10 @@ static void test_plans_and_threads(void **state)
                 struct session *s = typical(i, kvt_seed());
                 s->r.a.path = (uint8_t)path;
                 remember(s, all_kernels[isa]);
-                kvt_attend(all_kernels[isa], &s->r.a, true);
+                kvt_attend(all_kernels[isa], &s->r.a, 2);
+                assert_same_bits(s);
+                memset(s->r.out, 0xee, sizeof(float) * s->values);
+                kvt_attend(all_kernels[isa], &s->r.a, UINT32_MAX);
                 assert_same_bits(s);
                 for (int n = 0; n < 3; n++) {
                     memset(s->r.out, 0xee, sizeof(float) * s->values);
@@ -149,7 +152,7 @@ static void check_tiles(const struct kvq_kernels *k, struct session *s)
     for (uint32_t i = 0; i < 70; i += 23) {
         one.q_start = s->r.a.q_start + i;
         one.q.data = s->r.q + i * token_values;
-        kvt_attend(k, &one, false);
+        kvt_attend(k, &one, 1);
         assert_memory_equal(out, s->want + i * token_values, sizeof(float) * token_values);
     }
     free(out);
@@ -165,6 +168,95 @@ static void test_tiles(void **state)
             check_tiles(all_kernels[isa], s);
             close_session(s);
         }
+}
+
+// ---- Sessions that share blocks ----
+
+enum { FAMILY = 20, PREFIX = 9 }; // pages: 4 splits and a half
+
+// Sessions of many lengths. All but three start with pages of the first; two have fewer of them.
+static void open_family(struct session **s, const char *format, uint32_t q_tokens)
+{
+    struct kvq_shape shape = kvt_shape(4, 3, 128, KVQ_F16);
+    for (uint32_t i = 0; i < FAMILY; i++) {
+        uint32_t tokens = i == 7 ? PREFIX * KVQ_BLOCK_TOKENS + q_tokens : 1400 + 37 * i;
+        uint32_t pages = i % 8 == 5 ? 0 : i == 2 ? 1 : i == 3 ? 5 : PREFIX;
+        s[i] = open_session(format, shape, tokens, q_tokens, kvt_seed() + i);
+        s[i]->r.a.shape = &s[0]->c.shape;
+        for (uint32_t page = 0; page < pages; page++)
+            s[i]->c.pages[page] = s[0]->c.pages[page];
+    }
+}
+
+static void check_family(const char *format, uint32_t q_tokens, uint32_t path)
+{
+    struct session *s[FAMILY];
+    open_family(s, format, q_tokens);
+    for (int isa = 0; isa < n_kernels; isa++) {
+        for (int i = 0; i < FAMILY; i++) {
+            s[i]->r.a.path = (uint8_t)path;
+            remember(s[i], all_kernels[isa]);
+        }
+        attend_batch(all_kernels[isa], s, FAMILY, 1);
+        attend_batch(all_kernels[isa], s, FAMILY, 5);
+        attend_batch(all_kernels[isa], s + 6, 2, 2); // one of them all shared
+    }
+    for (int i = 0; i < FAMILY; i++)
+        close_session(s[i]);
+}
+
+static void test_shared(void **state)
+{
+    (void)state;
+    check_family("oscar2", 1, KVQ_PATH_EXACT);
+    check_family("oscar2", 3, KVQ_PATH_FAST); // 12 rows: 5 sessions fill a tile
+    check_family("oscar4", 1, KVQ_PATH_FAST);
+    check_family("vecinfer-2", 1, KVQ_PATH_EXACT);
+    check_family("f16", 1, KVQ_PATH_EXACT);
+}
+
+static uint32_t plan_family(struct session **s, struct kvq_attend_job *job,
+                            struct kvq_attend_job **order)
+{
+    uint32_t members = 0;
+    for (int i = 0; i < FAMILY; i++) {
+        job[i] = (struct kvq_attend_job){.call = s[i]->r.a};
+        kvq_attend_plan(&job[i].call, 1, &job[i].plan);
+        order[i] = &job[i];
+    }
+    bool any = kvq_attend_share(order, FAMILY);
+    for (int i = 0; i < FAMILY; i++)
+        members += job[i].plan.n_members;
+    assert_int_equal(any, members > 0);
+    return members;
+}
+
+// Who shares, and that what is shared is done once.
+static void test_shared_plans(void **state)
+{
+    struct session *s[FAMILY];
+    struct kvq_attend_job job[FAMILY], *order[FAMILY];
+    (void)state;
+    open_family(s, "oscar2", 1);
+    assert_int_equal(plan_family(s, job, order), FAMILY - 4);
+    assert_ptr_equal(job[0].plan.members, order);
+    assert_int_equal(job[0].plan.first_split, 4);
+    assert_int_equal(job[0].plan.stacks, 1);
+    assert_int_equal(job[0].plan.shared_items, 3 * 4);
+    assert_int_equal(job[1].plan.items, job[1].plan.n_splits - 4);
+    assert_int_equal(job[5].plan.first_split, 0);
+    s[1]->r.a.path = KVQ_PATH_FAST;
+    s[4]->r.a.q_tokens = 2;
+    s[6]->r.a.format = kvt_format("oscar2-g64");
+    s[8]->r.a.extras = (const uint8_t *)s;
+    assert_int_equal(plan_family(s, job, order), FAMILY - 8);
+    for (int i = 0; i < FAMILY; i++)
+        s[i]->r.a.fresh_tokens = s[i]->r.a.fresh_start = 0;
+    s[9]->r.a.fresh_tokens = 1;
+    s[9]->r.a.fresh_start = 255;
+    assert_int_equal(plan_family(s, job, order), FAMILY - 9);
+    for (int i = 0; i < FAMILY; i++)
+        close_session(s[i]);
 }
 
 static void test_packing(void **state)
@@ -211,6 +303,8 @@ int main(void)
         cmocka_unit_test(test_plans_and_threads),
         cmocka_unit_test(test_batch),
         cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_shared),
+        cmocka_unit_test(test_shared_plans),
         cmocka_unit_test(test_packing),
         cmocka_unit_test(test_pool_refuses),
     };

@@ -263,8 +263,8 @@ void quality_layer_attend(const struct quality_layer *l, const float *q, uint32_
                                  .out_token_stride = token,
                                  .out_head_stride = row,
                                  .out_dtype = KVQ_F32};
-    struct kvq_attend_plan plan;
-    kvq_attend_plan(&a, false, &plan);
-    for (uint32_t i = 0; i < plan.items; i++)
-        kvq_attend_item(kernels(), &a, &plan, i, NULL, l->workspace);
+    struct kvq_attend_job job = {.call = a};
+    kvq_attend_plan(&a, 1, &job.plan);
+    for (uint32_t i = 0; i < job.plan.items; i++)
+        kvq_attend_item(kernels(), &job, i, l->workspace);
 }
