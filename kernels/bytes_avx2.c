@@ -32,10 +32,10 @@ static void prepare_bytes(struct kvq__tile *tile)
                 _mm256_max_ps(top, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_load_ps(q + i)));
         float max = kvq__max_all(top);
         __m256 factor = _mm256_set1_ps(KVQ__INT16_TOP / max);
-        v->q_unit[r] = max / KVQ__INT16_TOP;
+        v->q_unit[tile->slot + r] = max / KVQ__INT16_TOP;
         for (uint32_t i = 0; i < tile->dim; i += 16) {
             __m256i x = kvq__to_int16(_mm256_load_ps(q + i), _mm256_load_ps(q + i + 8), factor);
-            _mm256_store_si256((void *)(v->q16[r] + i), kvq__byte_order(x));
+            _mm256_store_si256((void *)(v->q16[tile->slot + r] + i), kvq__byte_order(x));
         }
     }
 }

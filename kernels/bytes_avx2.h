@@ -28,8 +28,9 @@ struct kvq__opened {
 struct kvq__bytes {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
+    // Of all tiles of the item, by slot.
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
-    float q_unit[KVQ_TILE_ROWS];                               // max |q| / KVQ__INT16_TOP
+    float q_unit[KVQ_TILE_ROWS + KVQ__TILE4];                  // max |q| / KVQ__INT16_TOP
     // Of the chunk: first of K, then of V.
     struct kvq__opened opened[KVQ__CHUNK_GROUPS];
     int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS]; // that makes int16 of q * scale bytes

@@ -53,16 +53,17 @@ KVQ__INLINE __m256i scaled(const int16_t *q, const struct kvq__opened *g, uint32
 
 // What makes bytes of up to four rows: the largest |q * scale| of a row becomes 127. (Taking max
 // |q| * max scale for it instead would be cheaper and a third noisier.)
-KVQ__INLINE void find_factors(struct kvq__bytes *v, uint32_t group, uint32_t first, uint32_t dim,
-                              int rows)
+KVQ__INLINE void find_factors(const struct kvq__tile *tile, uint32_t group, uint32_t first,
+                              uint32_t dim, int rows)
 {
+    struct kvq__bytes *v = kvq__bytes_of(tile);
     const struct kvq__opened *g = &v->opened[group];
     __m256i top[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++)
         top[n] = _mm256_set1_epi16(1);
     for (uint32_t i = 0; i < dim; i += 16)
         for (int n = 0; n < rows; n++) {
-            __m256i x = scaled(v->q16[first + (uint32_t)n], g, i);
+            __m256i x = scaled(v->q16[tile->slot + first + (uint32_t)n], g, i);
             top[n] = _mm256_max_epi16(top[n], _mm256_abs_epi16(x));
         }
     // The whole number is what the bytes really are multiplied with, so it may be truncated.
@@ -70,16 +71,18 @@ KVQ__INLINE void find_factors(struct kvq__bytes *v, uint32_t group, uint32_t fir
     __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(max4_epi16(top)));
     __m128i factor = _mm_min_epi32(_mm_set1_epi32(INT16_MAX), _mm_cvttps_epi32(by));
     _mm_store_si128((void *)(v->factor[group] + first), factor);
-    __m128 unit = _mm_mul_ps(_mm_load_ps(v->q_unit + first), _mm_set1_ps(g->unit * 0x1p30f));
+    __m128 unit =
+        _mm_mul_ps(_mm_loadu_ps(v->q_unit + tile->slot + first), _mm_set1_ps(g->unit * 0x1p30f));
     _mm_store_ps(v->unit[group] + first, _mm_div_ps(unit, _mm_cvtepi32_ps(factor)));
 }
 
 // The bytes of one row; returns their sums in eights.
-KVQ__INLINE __m256i make_bytes(const struct kvq__bytes *v, uint32_t group, uint32_t row,
+KVQ__INLINE __m256i make_bytes(const struct kvq__tile *tile, uint32_t group, uint32_t row,
                                uint32_t dim, uint8_t *bytes)
 {
+    const struct kvq__bytes *v = kvq__bytes_of(tile);
     const struct kvq__opened *g = &v->opened[group];
-    const int16_t *q = v->q16[row];
+    const int16_t *q = v->q16[tile->slot + row];
     __m256i f = _mm256_set1_epi16((int16_t)v->factor[group][row]), sum = _mm256_setzero_si256();
     for (uint32_t i = 0; i < dim; i += 32) {
         __m256i b = _mm256_packs_epi16(_mm256_mulhrs_epi16(scaled(q, g, i), f),
@@ -107,7 +110,7 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
     }
     for (int n = 0; n < rows; n++) {
         uint32_t r = first + (uint32_t)n;
-        __m256i sum = make_bytes(v, group, r, dim, kvq__row_bytes(tile, group, r));
+        __m256i sum = make_bytes(tile, group, r, dim, kvq__row_bytes(tile, group, r));
         // What rounding did to the middle is taken off.
         __m256 taken = _mm256_mul_ps(centre, _mm256_set1_ps(v->unit[group][r]));
         bias[n] = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(sum), taken, bias[n]);
@@ -122,7 +125,7 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint
     struct kvq__bytes *v = kvq__bytes_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            find_factors(v, i, first, dim, rows);
+            find_factors(tile, i, first, dim, rows);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
             scale_queries(tile, i, first, dim, rows);
