@@ -101,6 +101,14 @@ void kvq__count_items(const struct kvq_attend *a, struct kvq_attend_plan *plan)
     plan->partial_bytes = plan->parallel ? partials * partial_floats(a) * sizeof(float) : 0;
 }
 
+// KV heads to an item. Those of codebooks take turns item by item: each has tables of its own.
+static uint32_t heads_at_once(const struct kvq_attend *a)
+{
+    if (a->format->k.codec == KVQ_CODEC_BOOK || a->format->v.codec == KVQ_CODEC_BOOK)
+        return 1;
+    return min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a));
+}
+
 void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan)
 {
     uint64_t total = total_tokens(a);
@@ -111,7 +119,7 @@ void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_atte
     if (plan->n_splits == 0)
         plan->n_splits = 1;
     plan->n_tiles = (a->q_tokens + per_tile - 1) / per_tile;
-    plan->heads = min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a));
+    plan->heads = heads_at_once(a);
     kvq__count_items(a, plan);
     plan->parallel = plan->items < items && plan->n_splits > 1;
     kvq__count_items(a, plan);

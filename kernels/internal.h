@@ -112,7 +112,8 @@ struct kvq__tile {
     float *ot;        // [rows][dim] sums of packed values; equals o unless the daemon rotates V
     float *group_f32; // [32][dim] for a dequantized group
     // KVQ__SCRATCH_BYTES, the same for all tiles of an item, which take turns chunk by chunk: what
-    // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on.
+    // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on. Only
+    // tiles of codebook formats have it for themselves, one after the other.
     void *scratch;
     // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
     // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
