@@ -230,5 +230,5 @@ int main(void)
         cmocka_unit_test(test_told_once),
     };
     int failed = cmocka_run_group_tests(tests, set_up, tear_down);
-    return failed ? failed : lacks_pages() && !changed ? 77 : 0;
+    return failed ? failed : !changed && lacks_pages() ? 77 : 0;
 }

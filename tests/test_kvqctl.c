@@ -66,7 +66,8 @@ static void fill_session(Kvq__Session *session)
     session->id = 7;
     session->namespace_ = "uid-0";
     session->name = "chat";
-    session->format = "oscar2";
+    session->format = "mymix";
+    session->layer_formats = "0-1:k8v4, 2-31:oscar2";
     session->tokens = 4096;
     session->bits_per_value = 3.0625;
     session->bytes_per_token_head = 98;
@@ -84,7 +85,17 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     Kvq__StatusReply status = KVQ__STATUS_REPLY__INIT;
     Kvq__SessionList list = KVQ__SESSION_LIST__INIT;
     Kvq__Session session, *sessions[] = {&session};
+    Kvq__FormatList formats = KVQ__FORMAT_LIST__INIT;
+    Kvq__Format format = KVQ__FORMAT__INIT, *all_formats[] = {&format};
     fill_session(&session);
+    format.name = "mymix";
+    format.layers = "2-31";
+    format.row = "oscar2";
+    format.source = "a paper";
+    format.own = true;
+    format.bits_per_value = 3.0625;
+    formats.formats = all_formats;
+    formats.n_formats = 1;
     if (daemon->manner == ESCAPES)
         session.name = "chat\033[31m";
     pong.version = "9.9.9";
@@ -106,6 +117,9 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     } else if (request->command_case == KVQ__REQUEST__COMMAND_SESSION_INFO) {
         reply.result_case = KVQ__REPLY__RESULT_SESSION;
         reply.session = &session;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_FORMATS) {
+        reply.result_case = KVQ__REPLY__RESULT_FORMATS;
+        reply.formats = &formats;
     }
     if (daemon->manner == STALE_ID_FIRST) {
         reply.id--;
@@ -315,7 +329,8 @@ static void test_session_json(void **state)
 {
     struct fixture *f = *state;
     static const char *const wanted[] = {"\"tokens\":\t4096",
-                                         "\"format\":\t\"oscar2\"",
+                                         "\"format\":\t\"mymix\"",
+                                         "\"layer_formats\":\t\"0-1:k8v4, 2-31:oscar2\"",
                                          "\"bits_per_value\":\t3.0625",
                                          "\"bytes_per_token_head\":\t98",
                                          "\"compression\":\t4.25",
@@ -329,6 +344,19 @@ static void test_session_json(void **state)
     assert_string_equal(f->daemon.last_name, "chat");
     assert_int_equal(run_with(f, ANSWER, 0, "", "session list --json", out, sizeof out), 0);
     assert_int_equal(out[0], '[');
+}
+
+static void test_formats(void **state)
+{
+    struct fixture *f = *state;
+    char out[8192];
+    assert_int_equal(run_with(f, ANSWER, 0, "", "format list", out, sizeof out), 0);
+    assert_non_null(strstr(out, "mymix              2-31    oscar2            3.062"));
+    assert_int_equal(run_with(f, ANSWER, 0, "", "format list --json", out, sizeof out), 0);
+    assert_non_null(strstr(out, "\"bits_per_value\":\t3.0625"));
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat", out, sizeof out), 0);
+    assert_non_null(strstr(out, "format      mymix, 3.062"));
+    assert_non_null(strstr(out, "layers      0-1:k8v4, 2-31:oscar2\n"));
 }
 
 // Names come from other users; none of their bytes may steer a terminal.
@@ -363,6 +391,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),
         cmocka_unit_test_setup_teardown(test_top, setup, teardown),
     };
