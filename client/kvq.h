@@ -214,8 +214,8 @@ struct kvq_session_options {
     const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
     const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing one as it is */
     uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
-    const char *format;
-    uint8_t dtype; /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
+    const char *format;             /* of docs/formats.md, or of the daemon's configuration */
+    uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
     uint8_t v_rotation;
     uint8_t attention; /* 0 is exact; KVQ_ATTENTION_DEFAULT leaves it to the daemon */
     uint8_t on_detach;
