@@ -160,6 +160,7 @@ void kvq__init_avx2_pack(struct kvq_kernels *k);
 void kvq__init_avx2_attend(struct kvq_kernels *k);
 void kvq__init_avx2_bytes(struct kvq_kernels *k);
 void kvq__init_avx2_scalar(struct kvq_kernels *k);
+void kvq__init_avx2_scalar_quant(struct kvq_kernels *k);
 void kvq__init_avx2_book(struct kvq_kernels *k);
 void kvq__init_avx2_book_pack(struct kvq_kernels *k);
 

@@ -10,6 +10,7 @@ void kvq__init_avx2(struct kvq_kernels *k)
     kvq__init_avx2_attend(k);
     kvq__init_avx2_bytes(k);
     kvq__init_avx2_scalar(k);
+    kvq__init_avx2_scalar_quant(k);
     kvq__init_avx2_book(k);
     kvq__init_avx2_book_pack(k);
 }

@@ -183,6 +183,11 @@ KVQ__INLINE kvq__words kvq__right(kvq__words x, int bits)
     return _mm512_srli_epi32(x, (unsigned)bits);
 }
 
+KVQ__INLINE kvq__words kvq__to_words(kvq__floats x)
+{
+    return _mm512_cvtps_epi32(x);
+}
+
 // The 32 words of a row of K, in the order of tokens: 32-byte pieces are permuted by XOR m.
 KVQ__INLINE void kvq__load_k_row(const uint8_t *row, uint32_t m, kvq__words *words)
 {

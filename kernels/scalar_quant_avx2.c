@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Scalar codecs, AVX2: quantizing, by scalar_quant_tmpl.h.
+#include "kernels/lanes_avx2.h"
+
+#include "kernels/scalar_quant_tmpl.h"
+
+void kvq__init_avx2_scalar_quant(struct kvq_kernels *k)
+{
+    enter(k);
+}
