@@ -93,7 +93,8 @@ static void add_json(const struct attend_run *r, const struct attend_row *x, dou
 static void check_row(struct attend_run *r, const struct attend_row *x, double share)
 {
     if (!isfinite(x->us) || !isfinite(x->error)) {
-        fprintf(stderr, "kvq-bench: %s %s: no memory\n", x->format, x->path);
+        fprintf(stderr, "kvq-bench: %s %s: no %s\n", x->format, x->path,
+                x->against ? "memory" : "time, because of the errors above");
         r->failed = true;
     } else if (share > MAX_SHARE) {
         fprintf(stderr,

@@ -24,7 +24,7 @@ struct attend_run {
     struct bench_cache *baseline;
     struct peer *peer;               // NULL: there is none
     struct peer_cache theirs[PEERS]; // p is NULL in those that cannot be timed
-    struct attend_against against[2 * BENCH_MAX_LIST];
+    struct attend_against against[1 + 2 * BENCH_MAX_LIST]; // the baseline's first
     uint32_t n_against;
     bool failed;
 };

@@ -77,7 +77,7 @@ enum { GGML_MASK_ROWS = 64 }; // older versions want so many, however many queri
     X(void, ggml_backend_cpu_set_n_threads, (struct ggml_backend * backend, int threads))
 
 struct peer {
-#define X(returns, name, parameters) returns(*name) parameters;
+#define X(returns, name, parameters) returns(*name) parameters; // NOLINT: a type has no parentheses
     PEER_FUNCTIONS(X)
 #undef X
     struct ggml_backend *backend;
