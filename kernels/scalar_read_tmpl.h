@@ -69,79 +69,107 @@ static void dequant_v(const struct kvq__codec *c, const struct kvq_packed *packe
 
 // ---- What comes next ----
 
-// Lines to be prefetched while a piece is computed on; `at` NULL for none.
+// Lines that are prefetched bit by bit while a group is computed on.
 struct ahead {
     const uint8_t *at;
-    uint32_t lines;
+    uint32_t step, due; // lines for each share, and in all shares so far, in 1 / 65536
+    uint32_t done;
 };
 
-// Line i of them.
-KVQ__INLINE void fetch_line(const struct ahead *a, uint32_t i)
+// `bytes` bytes in so many shares; at NULL for none. `apart` bytes of scales that stand apart from
+// the group are asked for at once: `from` is this group's part of the record and `scales` where its
+// scales are, and those of the group ahead are as far from it.
+static struct ahead start_ahead(const uint8_t *at, size_t bytes, uint32_t shares,
+                                const uint8_t *from, const uint8_t *scales, uint32_t apart)
 {
-    if (i < a->lines)
-        kvq__fetch(a->at + LINE * i);
+    struct ahead a = {.at = at};
+    if (!at)
+        return a;
+    a.step = ((uint32_t)(bytes / LINE << 16) + shares - 1) / shares;
+    for (uint32_t i = 0; i < apart; i += LINE)
+        kvq__fetch(at + (scales - from) + i);
+    return a;
 }
 
-// The share of piece i of n, of `bytes` bytes. Scales that stand apart from the group are asked for
-// with it: they are as far from the next chunk's group as from this one's.
-static struct ahead ahead_of(const uint8_t *at, size_t bytes, uint32_t i, uint32_t n)
+KVQ__INLINE void fetch_share(struct ahead *a)
 {
-    uint32_t lines = (uint32_t)(bytes / LINE), from = lines * i / n, to = lines * (i + 1) / n;
-    if (!at)
-        return (struct ahead){NULL, 0};
-    return (struct ahead){at + (size_t)LINE * from, to - from};
+    for (a->due += a->step; a->done < a->due >> 16; a->done++)
+        kvq__fetch(a->at + (size_t)LINE * a->done);
+}
+
+static struct ahead ahead_of_k(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                               uint32_t shares)
+{
+    const struct kvq_layout *l = &tile->codec->layout;
+    return start_ahead(tile->ahead, l->v_codes, shares, packed->group, packed->k_scales, l->k_set);
+}
+
+static struct ahead ahead_of_v(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                               uint32_t shares)
+{
+    const struct kvq_layout *l = &tile->codec->layout;
+    return start_ahead(tile->ahead, l->group_bytes - l->v_codes, shares, packed->group + l->v_codes,
+                       packed->v_scales, l->v_set);
 }
 
 // ---- Logits ----
 
-// Adds a piece's share to the logits of `rows` query rows.
-KVQ__INLINE void dot_rows(const float *q, uint32_t dim, const float *piece, float *logits,
-                          const struct ahead *ahead, int rows)
+// A row's sums: [chain][token].
+enum { ROW_SUMS = KVQ__CHAINS * KVQ_GROUP_TOKENS };
+
+// The order of a piece's channels. Sums must not depend on whether a tile has few rows or many
+// (scalar_avx512.c), so it is the one in which words are unpacked: byte by byte, and with 8
+// bits plane by plane. Even and odd positions go to chains of their own.
+static const uint8_t channels_by_byte[] = {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15};
+static const uint8_t channels_by_plane[] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+
+// Adds a piece's share to the sums of `rows` query rows.
+KVQ__INLINE void dot_rows(const float *q, uint32_t dim, const float *piece, const uint8_t *order,
+                          float *sums, struct ahead *ahead, int rows)
 {
     kvq__floats acc[KVQ__BLOCK_ROWS][KVQ__CHAINS][KVQ__TOKEN_REGS];
     for (int i = 0; i < rows; i++)
-        for (int n = 0; n < KVQ__TOKEN_REGS; n++) {
-            acc[i][0][n] = kvq__load(logits + i * KVQ__LOGITS_STRIDE + n * KVQ__LANES);
-            if (KVQ__CHAINS > 1)
-                acc[i][1][n] = kvq__all(0.0f);
-        }
-    for (uint32_t c = 0; c < PIECE_CHANNELS; c += KVQ__CHAINS)
-        for (uint32_t chain = 0; chain < KVQ__CHAINS; chain++) {
-            kvq__floats x[KVQ__TOKEN_REGS];
-            fetch_line(ahead, c + chain);
+        for (int chain = 0; chain < KVQ__CHAINS; chain++)
             for (int n = 0; n < KVQ__TOKEN_REGS; n++)
-                x[n] = kvq__load(piece + (c + chain) * KVQ_GROUP_TOKENS + (uint32_t)n * KVQ__LANES);
+                acc[i][chain][n] =
+                    kvq__load(sums + i * ROW_SUMS + chain * KVQ_GROUP_TOKENS + n * KVQ__LANES);
+    for (uint32_t at = 0; at < PIECE_CHANNELS; at += KVQ__CHAINS)
+        for (uint32_t chain = 0; chain < KVQ__CHAINS; chain++) {
+            uint32_t c = order[at + chain];
+            kvq__floats x[KVQ__TOKEN_REGS];
+            if (ahead)
+                fetch_share(ahead);
+            for (int n = 0; n < KVQ__TOKEN_REGS; n++)
+                x[n] = kvq__load(piece + c * KVQ_GROUP_TOKENS + (uint32_t)n * KVQ__LANES);
             for (int i = 0; i < rows; i++) {
-                kvq__floats y = kvq__all(q[(uint32_t)i * dim + c + chain]);
+                kvq__floats y = kvq__all(q[(uint32_t)i * dim + c]);
                 for (int n = 0; n < KVQ__TOKEN_REGS; n++)
                     acc[i][chain][n] = kvq__fma(x[n], y, acc[i][chain][n]);
             }
         }
     for (int i = 0; i < rows; i++)
-        for (int n = 0; n < KVQ__TOKEN_REGS; n++) {
-            kvq__floats sum = acc[i][0][n];
-            if (KVQ__CHAINS > 1)
-                sum = sum + acc[i][1][n];
-            kvq__store(logits + i * KVQ__LOGITS_STRIDE + n * KVQ__LANES, sum);
-        }
+        for (int chain = 0; chain < KVQ__CHAINS; chain++)
+            for (int n = 0; n < KVQ__TOKEN_REGS; n++)
+                kvq__store(sums + i * ROW_SUMS + chain * KVQ_GROUP_TOKENS + n * KVQ__LANES,
+                           acc[i][chain][n]);
 }
 
 static void dot_piece(const struct kvq__tile *tile, const float *q, const float *piece,
-                      struct ahead ahead, float *logits)
+                      const uint8_t *order, struct ahead *ahead, float *sums)
 {
     for (uint32_t r = 0; r < tile->rows; r += KVQ__BLOCK_ROWS) {
         uint32_t left = tile->rows - r;
         if (left >= KVQ__BLOCK_ROWS)
-            dot_rows(q, tile->dim, piece, logits, &ahead, KVQ__BLOCK_ROWS);
+            dot_rows(q, tile->dim, piece, order, sums, ahead, KVQ__BLOCK_ROWS);
         else if (left == 1)
-            dot_rows(q, tile->dim, piece, logits, &ahead, 1);
+            dot_rows(q, tile->dim, piece, order, sums, ahead, 1);
         else if (left == 2)
-            dot_rows(q, tile->dim, piece, logits, &ahead, 2);
+            dot_rows(q, tile->dim, piece, order, sums, ahead, 2);
         else
-            dot_rows(q, tile->dim, piece, logits, &ahead, 3);
-        ahead.lines = 0; // what was asked for once is on its way
+            dot_rows(q, tile->dim, piece, order, sums, ahead, 3);
+        ahead = NULL; // what was asked for once is on its way
         q += KVQ__BLOCK_ROWS * tile->dim;
-        logits += KVQ__BLOCK_ROWS * KVQ__LOGITS_STRIDE;
+        sums += KVQ__BLOCK_ROWS * ROW_SUMS;
     }
 }
 
@@ -154,39 +182,53 @@ static void apply_norms(const struct kvq__tile *tile, const struct kvq_packed *p
             kvq__store(logits + t, kvq__load(logits + t) * kvq__load_half(norms + 2 * t));
 }
 
+static void put_logits(const struct kvq__tile *tile, const float *sums, float *logits)
+{
+    for (uint32_t r = 0; r < tile->rows; r++, sums += ROW_SUMS, logits += KVQ__LOGITS_STRIDE)
+        for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t += KVQ__LANES) {
+            kvq__floats sum = kvq__load(sums + t);
+            if (KVQ__CHAINS > 1)
+                sum = sum + kvq__load(sums + KVQ_GROUP_TOKENS + t);
+            kvq__store(logits + t, sum);
+        }
+}
+
 static void qk_packed(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
     const struct kvq__codec *c = tile->codec;
-    _Alignas(64) float piece[PIECE_CHANNELS * KVQ_GROUP_TOKENS];
-    uint32_t pieces = c->dim / PIECE_CHANNELS;
+    _Alignas(64) float piece[PIECE_CHANNELS * KVQ_GROUP_TOKENS], sums[KVQ_TILE_ROWS * ROW_SUMS];
+    const uint8_t *order = c->k_bits == 8 ? channels_by_plane : channels_by_byte;
+    struct ahead ahead = ahead_of_k(tile, packed, c->dim);
     struct unpacking u;
     prepare(&u, c, packed, false);
-    for (uint32_t r = 0; r < tile->rows; r++)
-        memset(logits + (size_t)r * KVQ__LOGITS_STRIDE, 0, KVQ_GROUP_TOKENS * sizeof *logits);
-    for (uint32_t i = 0; i < pieces; i++) {
+    memset(sums, 0, sizeof(float) * ROW_SUMS * tile->rows);
+    for (uint32_t i = 0; i < c->dim / PIECE_CHANNELS; i++) {
         k_row_function(&u, i)(&u, i, piece);
-        dot_piece(tile, tile->qt + (size_t)i * PIECE_CHANNELS, piece,
-                  ahead_of(tile->ahead, c->layout.v_codes, i, pieces), logits);
+        dot_piece(tile, tile->qt + (size_t)i * PIECE_CHANNELS, piece, order, &ahead, sums);
     }
+    put_logits(tile, sums, logits);
     if (c->has_norms)
         apply_norms(tile, packed, logits);
 }
 
 // ---- Values ----
 
-// Adds the piece's values, weighted, to SUM_REGS registers of channels of `rows` rows. `ahead`
-// starts at the block's own lines.
+// The order of a piece's tokens, as they are unpacked; for the same reason as K's channels.
+static const uint8_t tokens_by_set[PIECE_TOKENS] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+// Adds the piece's values, weighted, to SUM_REGS registers of channels of `rows` rows.
 KVQ__INLINE void sum_block(const float *p, const float *piece, uint32_t dim, float *o,
-                           const struct ahead *ahead, uint32_t line, int rows)
+                           struct ahead *ahead, int rows)
 {
     kvq__floats acc[KVQ__BLOCK_ROWS][SUM_REGS];
     for (int i = 0; i < rows; i++)
         for (int n = 0; n < SUM_REGS; n++)
             acc[i][n] = kvq__load(o + (uint32_t)i * dim + n * KVQ__LANES);
-    for (uint32_t t = 0; t < PIECE_TOKENS; t++) {
+    for (uint32_t at = 0; at < PIECE_TOKENS; at++) {
+        uint32_t t = tokens_by_set[at];
         kvq__floats x[SUM_REGS];
-        fetch_line(ahead, line + 2 * t);
-        fetch_line(ahead, line + 2 * t + 1);
+        if (ahead)
+            fetch_share(ahead);
         for (int n = 0; n < SUM_REGS; n++)
             x[n] = kvq__load(piece + t * dim + (uint32_t)n * KVQ__LANES);
         for (int i = 0; i < rows; i++) {
@@ -201,28 +243,27 @@ KVQ__INLINE void sum_block(const float *p, const float *piece, uint32_t dim, flo
 }
 
 KVQ__INLINE void sum_rows(const float *p, const float *piece, uint32_t dim, float *o,
-                          const struct ahead *ahead, int rows)
+                          struct ahead *ahead, int rows)
 {
-    const uint32_t step = SUM_REGS * KVQ__LANES;
-    for (uint32_t i = 0; i < dim / step; i++)
-        sum_block(p, piece + i * step, dim, o + i * step, ahead, 2 * PIECE_TOKENS * i, rows);
+    for (uint32_t c = 0; c < dim; c += SUM_REGS * KVQ__LANES)
+        sum_block(p, piece + c, dim, o + c, ahead, rows);
 }
 
 static void sum_piece(const struct kvq__tile *tile, const float *p, const float *piece,
-                      struct ahead ahead)
+                      struct ahead *ahead)
 {
     float *o = tile->ot;
     for (uint32_t r = 0; r < tile->rows; r += KVQ__BLOCK_ROWS) {
         uint32_t left = tile->rows - r;
         if (left >= KVQ__BLOCK_ROWS)
-            sum_rows(p, piece, tile->dim, o, &ahead, KVQ__BLOCK_ROWS);
+            sum_rows(p, piece, tile->dim, o, ahead, KVQ__BLOCK_ROWS);
         else if (left == 1)
-            sum_rows(p, piece, tile->dim, o, &ahead, 1);
+            sum_rows(p, piece, tile->dim, o, ahead, 1);
         else if (left == 2)
-            sum_rows(p, piece, tile->dim, o, &ahead, 2);
+            sum_rows(p, piece, tile->dim, o, ahead, 2);
         else
-            sum_rows(p, piece, tile->dim, o, &ahead, 3);
-        ahead.lines = 0;
+            sum_rows(p, piece, tile->dim, o, ahead, 3);
+        ahead = NULL;
         p += KVQ__BLOCK_ROWS * KVQ__LOGITS_STRIDE;
         o += KVQ__BLOCK_ROWS * tile->dim;
     }
@@ -232,14 +273,14 @@ static void pv_packed(const struct kvq__tile *tile, const struct kvq_packed *pac
 {
     const struct kvq__codec *c = tile->codec;
     _Alignas(64) float piece[PIECE_FLOATS];
-    const uint32_t pieces = KVQ_GROUP_TOKENS / PIECE_TOKENS;
-    size_t bytes = c->layout.group_bytes - c->layout.v_codes;
+    struct ahead ahead =
+        ahead_of_v(tile, packed, KVQ_GROUP_TOKENS * (c->dim / (SUM_REGS * KVQ__LANES)));
     struct unpacking u;
     prepare(&u, c, packed, true);
     unpack_fn *unpack = v_function(&u);
-    for (uint32_t j = 0; j < pieces; j++) {
+    for (uint32_t j = 0; j < KVQ_GROUP_TOKENS / PIECE_TOKENS; j++) {
         unpack(&u, j, piece);
-        sum_piece(tile, p + j * PIECE_TOKENS, piece, ahead_of(tile->ahead, bytes, j, pieces));
+        sum_piece(tile, p + j * PIECE_TOKENS, piece, &ahead);
     }
 }
 

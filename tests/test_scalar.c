@@ -268,6 +268,39 @@ static void check_sums(struct run *r, const struct kvq_packed *packed, uint32_t 
     kvt_guarded_free(b);
 }
 
+// A row's result is the same to the bit whatever other rows stand in the tile.
+static void check_rows(struct run *r, const struct kvq_packed *packed)
+{
+    static const uint32_t counts[] = {2, 3, 4, 6, 8, MAX_ROWS};
+    size_t logits = (size_t)MAX_ROWS * KVQ__LOGITS_STRIDE, n = (size_t)MAX_ROWS * r->dim;
+    float *q = kvt_guarded(sizeof(float) * n, 0), *p = kvt_guarded(sizeof(float) * logits, 0);
+    float *a = kvt_guarded(sizeof(float) * logits, 0), *b = kvt_guarded(sizeof(float) * logits, 0);
+    kvt_fill(&r->rng, KVT_NORMAL, q, MAX_ROWS, r->dim);
+    kvt_fill(&r->rng, KVT_NORMAL, p, MAX_ROWS, KVQ__LOGITS_STRIDE);
+    uint32_t rows = counts[kvt_below(&r->rng, sizeof counts / sizeof *counts)];
+    uint32_t stride = r->v ? r->dim : KVQ__LOGITS_STRIDE;
+    memset(a, 0, sizeof(float) * logits);
+    memset(b, 0, sizeof(float) * logits);
+    struct kvq__tile all = tile_of(r, rows, q, a);
+    (r->v ? kvq__pv_packed(r->k, &all, packed, p) : kvq__qk_packed(r->k, &all, packed, a));
+    for (uint32_t i = 0; i < rows; i++) {
+        struct kvq__tile one = tile_of(r, 1, q + i * r->dim, b + i * stride);
+        if (r->v)
+            kvq__pv_packed(r->k, &one, packed, p + i * KVQ__LOGITS_STRIDE);
+        else
+            kvq__qk_packed(r->k, &one, packed, b + i * stride);
+        kvt_guarded_free(one.group_f32);
+    }
+    for (uint32_t i = 0; i < rows * stride; i++)
+        if (kvq__bits(a[i]) != kvq__bits(b[i]))
+            fail_at(r, "a row among others", (double)a[i], (double)b[i]);
+    kvt_guarded_free(all.group_f32);
+    kvt_guarded_free(q);
+    kvt_guarded_free(p);
+    kvt_guarded_free(a);
+    kvt_guarded_free(b);
+}
+
 static void check_read(struct run *r)
 {
     static const uint32_t rows[] = {1, 2, 3, 4, 5, 7, MAX_ROWS};
@@ -280,6 +313,7 @@ static void check_read(struct run *r)
         check_sums(r, &packed, n);
     else
         check_logits(r, &packed, n);
+    check_rows(r, &packed);
 }
 
 static void check_edges(struct run *r)
