@@ -64,10 +64,11 @@ void kvq__qk_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
     }
 }
 
+// `done`: those of the packed tokens are there already.
 static void logits_of_group(const struct kvq_kernels *k, const struct kvq__tile *tile,
-                            const struct kvq__group *g, float *logits)
+                            const struct kvq__group *g, bool done, float *logits)
 {
-    if (g->packed_tokens)
+    if (g->packed_tokens && !done)
         kvq__qk_packed(k, tile, &g->packed, logits);
     if (g->pooled)
         logits_of_outliers(k, tile, g, logits);
@@ -121,9 +122,10 @@ static void values_of_outliers(const struct kvq_kernels *k, const struct kvq__ti
     }
 }
 
-// Then a packed group is taken whole, so nothing else of it may count any more.
-static void values_of_group(const struct kvq_kernels *k, const struct kvq__tile *tile,
-                            const struct kvq__group *g, float *p)
+// What counts with its raw row. A packed group is taken whole after that, so nothing else of it may
+// count any more.
+static void values_of_raw(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                          const struct kvq__group *g, float *p)
 {
     if (g->raw_from < g->raw_to)
         k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
@@ -134,7 +136,6 @@ static void values_of_group(const struct kvq_kernels *k, const struct kvq__tile 
                sizeof(float) * (KVQ_GROUP_TOKENS - g->packed_tokens));
     if (g->pooled)
         values_of_outliers(k, tile, g, p);
-    kvq__pv_packed(k, tile, &g->packed, p);
 }
 
 static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
@@ -142,11 +143,13 @@ static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
 {
     const struct kvq__chunk *next = chunk->next;
     bool cold = !chunk->fetched;
+    uint8_t kind = tile->codec->k.kind;
+    bool done = k->qk_chunk[kind] && k->qk_chunk[kind](tile, chunk);
     for (uint32_t i = 0; i < chunk->groups; i++) {
         if (cold)
             fetch_group(tile, chunk, i + DISTANCE);
         tile->ahead = next && i < next->groups ? keys_of(&next->group[i]) : NULL;
-        logits_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+        logits_of_group(k, tile, &chunk->group[i], done, tile->logits + i * KVQ_GROUP_TOKENS);
     }
     tile->ahead = NULL;
 }
@@ -155,10 +158,18 @@ static void all_values(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk)
 {
     const struct kvq__chunk *next = chunk->next;
+    uint8_t kind = tile->codec->v.kind;
     for (uint32_t i = 0; i < chunk->groups; i++) {
         tile->ahead = next && i < next->groups ? values_of(tile, &next->group[i]) : NULL;
-        values_of_group(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
+        values_of_raw(k, tile, &chunk->group[i], tile->logits + i * KVQ_GROUP_TOKENS);
     }
+    if (!k->pv_chunk[kind] || !k->pv_chunk[kind](tile, chunk))
+        for (uint32_t i = 0; i < chunk->groups; i++) {
+            tile->ahead = next && i < next->groups ? values_of(tile, &next->group[i]) : NULL;
+            if (chunk->group[i].packed_tokens)
+                kvq__pv_packed(k, tile, &chunk->group[i].packed,
+                               tile->logits + i * KVQ_GROUP_TOKENS);
+        }
     tile->ahead = NULL;
 }
 

@@ -115,6 +115,7 @@ struct kvq__tile {
     // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on. Only
     // tiles of codebook formats have it for themselves, one after the other.
     void *scratch;
+    uint32_t ready;   // what qk_chunk and pv_chunk have put into scratch; 0 for a new tile
     // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
     // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
     const uint8_t *ahead;
@@ -186,6 +187,13 @@ struct kvq_kernels {
     // o[r] likewise over tokens [from, to) of raw rows; v is token 0's row.
     void (*pv_raw)(const struct kvq__tile *tile, const uint16_t *v, uint32_t from, uint32_t to,
                    const float *p);
+
+    // The same of all packed groups of a chunk at once, for codecs that gain by it: logits of group
+    // i into tile->logits + 32 i, values by the weights there. They prefetch what they will read of
+    // the next chunk. Returns false if this codec is better done group by group, which depends on
+    // the codec alone; nothing was done then. NULL: no codec of this kind gains.
+    bool (*qk_chunk[KVQ__KINDS])(struct kvq__tile *tile, const struct kvq__chunk *chunk);
+    bool (*pv_chunk[KVQ__KINDS])(struct kvq__tile *tile, const struct kvq__chunk *chunk);
 
     // The whole step. kvq__attend_chunk does it with the entries above; it may be replaced.
     void (*attend_chunk)(const struct kvq_kernels *k, struct kvq__tile *tile,

@@ -619,6 +619,50 @@ static void check_attend_chunk(const struct pair *p, struct kvt_rng *rng)
     free_bench(b);
 }
 
+// A loop over a chunk's packed groups gives what group by group gives.
+static void compare_chunk(const struct pair *p, struct kvt_rng *rng, bool v)
+{
+    struct bench *b = make_bench(p, rng, v);
+    struct kvq__chunk chunk = {.groups = 1 + kvt_below(rng, KVQ__CHUNK_GROUPS)};
+    struct kvq__tile *c = &b->tile[0], *k = &b->tile[1];
+    for (uint32_t i = 0; i < chunk.groups; i++) {
+        chunk.group[i].packed = b->packed;
+        chunk.group[i].packed_tokens = kvt_below(rng, 5) ? KVQ_GROUP_TOKENS : 0;
+    }
+    fill_weights(rng, b);
+    bool done = v ? p->k->pv_chunk[p->kind](k, &chunk) : p->k->qk_chunk[p->kind](k, &chunk);
+    for (uint32_t i = 0; i < chunk.groups && done; i++) {
+        float *at = c->logits + i * KVQ_GROUP_TOKENS;
+        if (chunk.group[i].packed_tokens && v)
+            kvq__pv_packed(p->c, c, &b->packed, at);
+        else if (chunk.group[i].packed_tokens)
+            kvq__qk_packed(p->c, c, &b->packed, at);
+    }
+    p->c->dequant_k[b->codec.k.kind](&b->codec, &b->packed, c->group_f32);
+    for (uint32_t r = 0; r < c->rows; r++)
+        for (uint32_t i = 0; i < KVQ__LOGITS_STRIDE; i++) {
+            size_t at = (size_t)r * KVQ__LOGITS_STRIDE + i;
+            bool new = !v &&done &&i < chunk.groups *KVQ_GROUP_TOKENS;
+            float scale = new ? length(c->q + (size_t)r * c->dim, c->dim) *
+                                    length(c->group_f32 + i % KVQ_GROUP_TOKENS * c->dim, c->dim)
+                              : 0.0f;
+            assert_close(k->logits[at], c->logits[at], scale);
+        }
+    compare_sums(b, true, false);
+    compare_sums(b, false, false);
+    free_bench(b);
+}
+
+static void check_qk_chunk(const struct pair *p, struct kvt_rng *rng)
+{
+    compare_chunk(p, rng, false);
+}
+
+static void check_pv_chunk(const struct pair *p, struct kvt_rng *rng)
+{
+    compare_chunk(p, rng, true);
+}
+
 // ---- The list ----
 
 #define ENTRY(name)                                                                                \
@@ -649,6 +693,8 @@ static const struct check entries[] = {
     ENTRIES(dequant_v),
     ENTRIES(qk_packed),
     ENTRIES(pv_packed),
+    ENTRIES(qk_chunk),
+    ENTRIES(pv_chunk),
     ENTRY(qk_raw),
     ENTRY(softcap),
     ENTRY(softmax),

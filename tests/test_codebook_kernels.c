@@ -215,6 +215,84 @@ static void test_norms(void **state)
     for_each(false, compare_norms);
 }
 
+// ---- Chunks ----
+
+enum { GROUPS = 5 };
+
+// Packed groups with a raw one among them, so that an even and an odd number are packed.
+static struct kvq__chunk chunk_of(const struct setup *s, uint32_t groups, uint32_t raw)
+{
+    struct kvq__chunk chunk = {.groups = groups};
+    for (uint32_t i = 0; i < groups; i++)
+        if (i != raw) {
+            chunk.group[i].packed = kvq_packed_at(&s->codec.layout, s->record, i % 4);
+            chunk.group[i].packed_tokens = KVQ_GROUP_TOKENS;
+        }
+    return chunk;
+}
+
+// Rows [from, from + rows) by the loop over chunks; false if there is none for this codec.
+static bool attend_chunk(const struct setup *s, struct bench *b, const struct kvq__chunk *chunk,
+                         uint32_t from, uint32_t rows, bool v)
+{
+    struct kvq__tile tile = b->tile;
+    uint8_t *scratch = kvt_guarded(KVQ__SCRATCH_BYTES, 0);
+    tile.rows = rows;
+    tile.logits = b->logits + (size_t)from * KVQ__LOGITS_STRIDE;
+    tile.q = tile.qt = b->q + (size_t)from * tile.dim;
+    tile.o = tile.ot = b->o + (size_t)from * tile.dim;
+    tile.scratch = scratch;
+    bool (*run)(struct kvq__tile *, const struct kvq__chunk *) =
+        v ? s->k->pv_chunk[KVQ__BOOK] : s->k->qk_chunk[KVQ__BOOK];
+    bool done = run && run(&tile, chunk);
+    kvt_guarded_free(scratch);
+    return done;
+}
+
+static void compare_chunk(const struct setup *s, uint32_t rows, uint32_t raw, bool v)
+{
+    struct kvq__chunk next = chunk_of(s, GROUPS - 1, 0), chunk = chunk_of(s, GROUPS, raw);
+    uint32_t dim = s->codec.dim, stride = v ? dim : KVQ__LOGITS_STRIDE;
+    struct bench c = bench_of(s, rows), all = bench_of(s, rows), alone = bench_of(s, rows);
+    chunk.next = &next;
+    if (attend_chunk(s, &all, &chunk, 0, rows, v)) {
+        c.tile.qt = c.q;
+        c.tile.ot = c.o;
+        for (uint32_t i = 0; i < GROUPS; i++)
+            if (i != raw && v)
+                kvq__pv_packed(plain(), &c.tile, &chunk.group[i].packed, c.logits + 32 * i);
+            else if (i != raw)
+                kvq__qk_packed(plain(), &c.tile, &chunk.group[i].packed, c.logits + 32 * i);
+        for (uint32_t r = 0; r < rows; r++)
+            attend_chunk(s, &alone, &chunk, r, 1, v);
+        const float *got = v ? all.o : all.logits, *want = v ? c.o : c.logits;
+        for (uint32_t r = 0; r < rows; r++) {
+            const float *row = want + (size_t)r * stride;
+            float q = length(c.q + (size_t)r * dim, dim) * sqrtf((float)dim);
+            assert_close(s, got + (size_t)r * stride, row, stride, v ? length(row, dim) : q);
+        }
+        assert_memory_equal(got, v ? alone.o : alone.logits, (size_t)rows * stride * sizeof *got);
+    }
+    free_bench(&c);
+    free_bench(&all);
+    free_bench(&alone);
+}
+
+static void compare_chunks(struct setup *s)
+{
+    for (uint32_t rows = 1; rows <= 6; rows++)
+        for (uint32_t raw = 1; raw <= GROUPS; raw += GROUPS - 1) {
+            compare_chunk(s, rows, raw, false);
+            compare_chunk(s, rows, raw, true);
+        }
+}
+
+static void test_chunks(void **state)
+{
+    (void)state;
+    for_each(false, compare_chunks);
+}
+
 // ---- Codes ----
 
 // Rows of many kinds, a pair of tokens each.
@@ -271,9 +349,8 @@ static void test_ties(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_norms),
-        cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_attention), cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_chunks),    cmocka_unit_test(test_codes),
         cmocka_unit_test(test_ties),
     };
     if (kvq_kernels_get(KVQ_ISA_AVX512)->isa == KVQ_ISA_C) {
