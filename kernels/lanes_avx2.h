@@ -145,6 +145,19 @@ KVQ__INLINE kvq__words kvq__words_at(const void *p)
     return _mm256_loadu_si256(p);
 }
 
+// Words that are `stride` bytes apart.
+KVQ__INLINE kvq__words kvq__words_apart(const void *p, uint32_t stride)
+{
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i at = _mm256_mullo_epi32(lane, _mm256_set1_epi32((int)stride));
+    return _mm256_i32gather_epi32(p, at, 1);
+}
+
+KVQ__INLINE kvq__words kvq__multiply(kvq__words x, uint32_t factor)
+{
+    return _mm256_mullo_epi32(x, _mm256_set1_epi32((int)factor));
+}
+
 KVQ__INLINE kvq__words kvq__all_words(uint32_t x)
 {
     return _mm256_set1_epi32((int)x);

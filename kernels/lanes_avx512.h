@@ -161,6 +161,19 @@ KVQ__INLINE kvq__words kvq__words_at(const void *p)
     return _mm512_loadu_si512(p);
 }
 
+// Words that are `stride` bytes apart.
+KVQ__INLINE kvq__words kvq__words_apart(const void *p, uint32_t stride)
+{
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i at = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)stride));
+    return _mm512_i32gather_epi32(at, p, 1);
+}
+
+KVQ__INLINE kvq__words kvq__multiply(kvq__words x, uint32_t factor)
+{
+    return _mm512_mullo_epi32(x, _mm512_set1_epi32((int)factor));
+}
+
 KVQ__INLINE kvq__words kvq__all_words(uint32_t x)
 {
     return _mm512_set1_epi32((int)x);

@@ -240,9 +240,16 @@ KVQ__INLINE void few_values(const struct unpacking *u, const struct few *p, stru
         few_sums(u, &levels, p, ahead, o, 0, 0, rows, how);
         return;
     }
+    // Positions 2 and 3 are never in the first quarter.
+    const struct how rest = {how.wide ? 2 : how.bits, how.by_lane, false, false};
+    struct v_levels others = levels;
+    others.rest = kvq__levels_of(u->side->levels, rest.bits, rest.bits);
     for (uint32_t slab = 0; slab < u->dim / SLAB; slab++) {
-        few_sums(u, &levels, p, ahead, o, slab, 0, rows, how);
-        few_sums(u, &levels, p, ahead, o, slab, 2, rows, how);
+        if (how.wide && slab > 0)
+            few_sums(u, &others, p, ahead, o, slab, 0, rows, rest);
+        else
+            few_sums(u, &levels, p, ahead, o, slab, 0, rows, how);
+        few_sums(u, &others, p, ahead, o, slab, 2, rows, rest);
     }
 }
 

@@ -191,20 +191,21 @@ KVQ__INLINE void load_k_bits(const uint8_t *plane, uint32_t dim, uint32_t r, kvq
         words[n] = own_bits(words[n], r >> log & 1);
 }
 
-// Row r's third bits of a format whose first quarter has them, where a 1-bit plane has them.
-static void load_k_wide(const uint8_t *wide, uint32_t dim, uint32_t r, kvq__words *words)
+// Row r's third bits of a format whose first quarter has them, where a 1-bit plane has them. Reads
+// two bytes more than it needs; scales follow.
+KVQ__INLINE void load_k_wide(const uint8_t *wide, uint32_t dim, uint32_t r, kvq__words *words)
 {
-    _Alignas(64) uint32_t spread[KVQ_GROUP_TOKENS];
-    for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
-        const uint8_t *at = wide + t * (dim / 32) + 2 * r;
-        uint32_t x = at[0] | (uint32_t)at[1] << 8;
-        spread[t] = 0;
+    const uint32_t stride = dim / 32;
+    for (uint32_t n = 0; n < (uint32_t)KVQ__TOKEN_REGS; n++) {
+        kvq__words x = kvq__words_apart(wide + n * KVQ__LANES * stride + 2 * r, stride);
+        words[n] = kvq__all_words(0);
         // Bit 2 e + h of a nibble goes to bit 16 h + 8 e: four copies, far enough apart.
-        for (uint32_t s = 0; s < 4; s++)
-            spread[t] |= ((x >> 4 * s & 15u) * 0x00208041u & 0x01010101u) << 2 * s;
+        for (int s = 0; s < 4; s++) {
+            kvq__words bits = kvq__right(x, 4 * s) & kvq__all_words(15);
+            bits = kvq__multiply(bits, 0x00208041u) & kvq__all_words(0x01010101u);
+            words[n] = words[n] | kvq__left(bits, 2 * s);
+        }
     }
-    for (int n = 0; n < KVQ__TOKEN_REGS; n++)
-        words[n] = kvq__words_at(spread + n * KVQ__LANES);
 }
 
 KVQ__INLINE void load_k_fields(const struct unpacking *u, uint32_t r, struct fields *f, int bits)

@@ -2,10 +2,14 @@
 //
 // kvq-bench pack: storing 128 tokens of one layer as they come, and packing them.
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "tools/kvq-bench/cache.h"
 
-enum { BLOCKS = 8 }; // different ones in a round, so that no cache holds the answers
+enum {
+    BLOCKS = 8,    // different ones in a round, so that no cache holds the answers
+    FAR = 1 << 20, // their position, behind the sinks
+};
 
 struct run {
     const struct bench_options *o;
@@ -17,6 +21,8 @@ struct run {
     struct bench_memory tokens, raw, packed; // fp16 as handed over; blocks
     size_t raw_bytes, packed_bytes;          // of a block
     struct bench_books books;                // of the format
+    struct bench_memory extras;              // of the format, for each block its own
+    size_t extras_bytes;
 };
 
 static size_t tokens_bytes(const struct run *r)
@@ -47,6 +53,33 @@ static double time_store(struct run *r)
     return (bench_seconds() - start) / BLOCKS;
 }
 
+static uint8_t *extras_of(const struct run *r, uint32_t block)
+{
+    return r->extras_bytes ? (uint8_t *)r->extras.data + block * r->extras_bytes : NULL;
+}
+
+// What the format learns, of each block from the block itself. False: no memory, complained.
+static bool learn(struct run *r, const struct kvq_format *f)
+{
+    r->extras_bytes = kvq_extras_bytes(f, &r->shape);
+    if (r->extras_bytes == 0)
+        return true;
+    void *workspace = aligned_alloc(KVQ_RECORD_ALIGN, kvq_workspace_bytes());
+    bool ok = workspace && bench_memory_take(&r->extras, BLOCKS * r->extras_bytes);
+    for (uint32_t i = 0; ok && i < BLOCKS; i++) {
+        struct kvq_page page = {.raw = (const uint8_t *)r->raw.data + i * r->raw_bytes,
+                                .tokens = KVQ_BLOCK_TOKENS};
+        kvq_extras_init(f, &r->shape, extras_of(r, i));
+        for (uint32_t head = 0; head < r->shape.kv_heads; head++)
+            kvq_learn(r->k, f, &r->shape, &page, KVQ_BLOCK_TOKENS, head, extras_of(r, i),
+                      workspace);
+    }
+    free(workspace);
+    if (!ok)
+        fprintf(stderr, "kvq-bench: no memory for what %s learns\n", f->name);
+    return ok;
+}
+
 static double time_pack(const struct run *r, const struct kvq_format *f)
 {
     struct kvq_pack_job jobs[BLOCKS];
@@ -59,6 +92,8 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
                 .unit = {.raw_block = (const uint8_t *)r->raw.data + i * r->raw_bytes,
                          .packed_block = (uint8_t *)r->packed.data + i * r->packed_bytes,
                          .first = first,
+                         .block_start = FAR,
+                         .extras = extras_of(r, i),
                          .book = bench_book_of(&r->books, 0)},
             };
         kvq_pool_pack(r->pool, r->k, jobs, BLOCKS);
@@ -73,13 +108,15 @@ static bool bench_format(struct run *r, const struct kvq_format *f)
     bool packs = !kvq_is_raw(f);
     struct kvq_layout l = kvq_layout_of(f, &r->shape);
     r->packed_bytes = kvq_block_bytes(&l, &r->shape);
-    if (!bench_books_make(&r->books, f, &r->shape, 1))
+    time_store(r); // so that there is something to learn from
+    if (!bench_books_make(&r->books, f, &r->shape, 1) || !learn(r, f))
         return false;
     for (uint32_t i = 0; i < r->o->reps; i++) {
         store[i] = time_store(r);
         pack[i] = packs ? time_pack(r, f) : 0;
     }
     bench_books_free(&r->books);
+    bench_memory_give(&r->extras);
     double store_us = bench_median(store, r->o->reps) * 1e6;
     double pack_us = bench_median(pack, r->o->reps) * 1e6;
     double values = 2.0 * KVQ_BLOCK_TOKENS * r->shape.kv_heads * r->shape.k_dim;
