@@ -7,7 +7,7 @@
 // one channel of all centroids: two instructions that look up 128 entries each, and a choice by the
 // code's highest bit. Four such bytes make a float; unpacking puts them together.
 //
-// K adds up 16 channels' products in registers, for 64 tokens and 4 rows. V stays with a channel
+// K adds up the products of 64 tokens and 4 rows in registers. V stays with a channel
 // for a whole chunk, so that its tables stay in registers and sums across lanes are made once.
 #include "kernels/avx512.h"
 
@@ -17,7 +17,7 @@ enum {
     VALUES = 4,        // registers that 64 codes become
     STEP = 64,         // tokens at a time: two groups
     STEPS = KVQ__CHUNK / STEP,
-    BLOCK = 16, // sub-vectors of K whose tables stay in the first level cache
+    BLOCK = 16, // sub-vectors of K whose tables stay in the first level cache if each has its own
     READY_K = 1,
     READY_V = 2,
 };
@@ -214,10 +214,11 @@ static bool qk_chunk(struct kvq__tile *tile, const struct kvq__chunk *chunk)
         make_tables(&c->k, subs, tile->scratch);
     tile->ready |= READY_K;
     struct steps s = steps_of(tile, chunk, c->layout.k_codes);
-    for (uint32_t m = 0; m < subs; m += BLOCK)
+    uint32_t block = c->k.book_sub ? BLOCK : subs;
+    for (uint32_t m = 0; m < subs; m += block)
         for (uint32_t step = 0; step < s.n; step++)
             for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
-                KVQ__BY_ROWS(tile->rows - r, qk_step(tile, &s, step, r, m, m + BLOCK, ROWS));
+                KVQ__BY_ROWS(tile->rows - r, qk_step(tile, &s, step, r, m, m + block, ROWS));
     if (c->has_norms)
         multiply_norms(tile, chunk);
     return true;
@@ -246,16 +247,22 @@ KVQ__INLINE void set_weights(const struct steps *s, uint32_t row, struct weights
         }
 }
 
+// The codes of one sub-vector, put together: groups may lie a multiple of 4 KiB apart, and so many
+// of their lines would not stay in the first level cache.
+struct codes {
+    __m512i of[STEPS];
+};
+
 // One channel's sums of up to four rows.
 KVQ__INLINE __m128 pv_channel(const struct steps *s, const struct weights *w, const uint8_t *table,
-                              uint32_t m, int rows)
+                              const struct codes *codes, int rows)
 {
     __m512 acc[KVQ__TILE4][2];
     for (int i = 0; i < KVQ__TILE4; i++)
         acc[i][0] = acc[i][1] = _mm512_setzero_ps();
     for (uint32_t step = 0; step < s->n; step++) {
         __m512 x[VALUES];
-        look_up(load_codes(s, step, m), table, x);
+        look_up(codes->of[step], table, x);
         for (int i = 0; i < rows; i++)
             for (int j = 0; j < VALUES; j++) {
                 __m512 p = _mm512_load_ps(w->of[i] + step * STEP + 16 * (uint32_t)j);
@@ -271,16 +278,19 @@ KVQ__INLINE void pv_rows(struct kvq__tile *tile, const struct steps *s, const ui
                          uint32_t row, int rows)
 {
     struct weights w;
+    struct codes codes;
     set_weights(s, row, &w, rows);
     for (uint32_t m = 0; m < tile->dim / 2; m++) {
         const uint8_t *table = tables_at(&tile->codec->v, tables, m);
-        for (uint32_t step = 0; step < s->n && row == 0; step++)
+        for (uint32_t step = 0; step < s->n; step++) {
+            codes.of[step] = load_codes(s, step, m);
             for (int half = 0; half < 2; half++)
-                if (s->ahead[step][half] && m % 2 == 0)
+                if (s->ahead[step][half] && row == 0 && m % 2 == 0)
                     kvq__fetch(s->ahead[step][half] + KVQ_GROUP_TOKENS * m);
+        }
         for (uint32_t e = 0; e < 2; e++) {
             float sum[KVQ__TILE4], *o = tile->ot + row * tile->dim + 2 * m + e;
-            _mm_storeu_ps(sum, pv_channel(s, &w, table + e * BYTES, m, rows));
+            _mm_storeu_ps(sum, pv_channel(s, &w, table + e * BYTES, &codes, rows));
             for (int i = 0; i < rows; i++)
                 o[(uint32_t)i * tile->dim] += sum[i];
         }

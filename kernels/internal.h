@@ -115,7 +115,7 @@ struct kvq__tile {
     // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on. Only
     // tiles of codebook formats have it for themselves, one after the other.
     void *scratch;
-    uint32_t ready;   // what qk_chunk and pv_chunk have put into scratch; 0 for a new tile
+    uint32_t ready; // what qk_chunk and pv_chunk have put into scratch; 0 for a new tile
     // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
     // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
     const uint8_t *ahead;
