@@ -2,8 +2,9 @@
 //
 // The steps of attention over one chunk, AVX2 with FMA.
 //
-// Packed groups are dequantized once for all rows of the tile, into 16 KB at head_dim 128 that
-// stay in the first level cache, and then taken like raw rows of fp32. Sixteen registers hold
+// Packed groups whose kind has no loop of its own (packed_avx2.c has) are dequantized once for all
+// rows of the tile, into 16 KB at head_dim 128 that stay in the first level cache, and then taken
+// like raw rows of fp32. Sixteen registers hold
 // 2 rows by 4 tokens of dot products, or 4 rows by 16 channels of sums of values.
 #include "kernels/avx2.h"
 

@@ -47,6 +47,36 @@ KVQ__INLINE __m256i kvq__join_planes(__m256i low, __m256i high, int odd)
     return _mm256_or_si256(low, _mm256_slli_epi16(_mm256_and_si256(high, mask), 2));
 }
 
+// Four by four, each half for itself: x[i] number k becomes x[k] number i.
+KVQ__INLINE void kvq__transpose4(__m256 *x)
+{
+    __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    x[0] = _mm256_shuffle_ps(a, c, 0x44);
+    x[1] = _mm256_shuffle_ps(a, c, 0xee);
+    x[2] = _mm256_shuffle_ps(b, d, 0x44);
+    x[3] = _mm256_shuffle_ps(b, d, 0xee);
+}
+
+// 8 n numbers at one position of V, in the order of words, as channels: of n = 4 registers word
+// 4 * g + a, at head_dim 64 of n = 2 word 2 * g + a, is channel 8 * a + g.
+KVQ__INLINE void kvq__channels_of_words(const float *words, uint32_t n, __m256 *x)
+{
+    if (n == 2) {
+        __m256 a[2], b[2];
+        a[0] = _mm256_load_ps(words);
+        a[1] = _mm256_load_ps(words + 8);
+        b[0] = _mm256_permute2f128_ps(a[0], a[1], 0x20);
+        b[1] = _mm256_permute2f128_ps(a[0], a[1], 0x31);
+        x[0] = _mm256_shuffle_ps(b[0], b[1], 0x88);
+        x[1] = _mm256_shuffle_ps(b[0], b[1], 0xdd);
+        return;
+    }
+    for (uint32_t g = 0; g < 4; g++)
+        x[g] = _mm256_set_m128(_mm_load_ps(words + 4 * (g + 4)), _mm_load_ps(words + 4 * g));
+    kvq__transpose4(x);
+}
+
 // 8 numbers of a dtype to fp32, exactly; p is aligned to the dtype only.
 KVQ__INLINE __m256 kvq__load8(const void *p, uint8_t dtype)
 {
@@ -159,6 +189,7 @@ void kvq__init_avx2_rows(struct kvq_kernels *k);
 void kvq__init_avx2_pack(struct kvq_kernels *k);
 void kvq__init_avx2_attend(struct kvq_kernels *k);
 void kvq__init_avx2_bytes(struct kvq_kernels *k);
+void kvq__init_avx2_packed(struct kvq_kernels *k);
 void kvq__init_avx2_scalar(struct kvq_kernels *k);
 void kvq__init_avx2_scalar_quant(struct kvq_kernels *k);
 void kvq__init_avx2_book(struct kvq_kernels *k);

@@ -8,6 +8,7 @@ void kvq__init_avx2(struct kvq_kernels *k)
     kvq__init_avx2_rows(k);
     kvq__init_avx2_pack(k);
     kvq__init_avx2_attend(k);
+    kvq__init_avx2_packed(k);
     kvq__init_avx2_bytes(k);
     kvq__init_avx2_scalar(k);
     kvq__init_avx2_scalar_quant(k);
