@@ -96,16 +96,10 @@ KVQ__INLINE kvq__floats kvq__as_half(kvq__floats x)
 }
 
 // Integers from 0 to 255, a byte each.
-KVQ__INLINE void kvq__store_bytes(uint8_t *p, kvq__floats x)
+KVQ__INLINE void kvq__store_words(uint8_t *p, kvq__words word)
 {
-    __m256i word = _mm256_cvtps_epi32(x);
     __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(word), _mm256_extracti128_si256(word, 1));
     _mm_storel_epi64((void *)p, _mm_packus_epi16(half, half));
-}
-
-KVQ__INLINE kvq__floats kvq__load_bytes(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)));
 }
 
 // Numbers in V's slots (layout.h, 5) to the order of tokens.
@@ -183,6 +177,22 @@ KVQ__INLINE kvq__words kvq__right(kvq__words x, int bits)
 KVQ__INLINE kvq__words kvq__to_words(kvq__floats x)
 {
     return _mm256_cvtps_epi32(x);
+}
+
+KVQ__INLINE void kvq__store_bytes(uint8_t *p, kvq__floats x)
+{
+    kvq__store_words(p, kvq__to_words(x));
+}
+
+// How many of 2^bits - 1 ascending numbers are below x. 16 can be read.
+KVQ__INLINE kvq__words kvq__count_below(kvq__floats x, const float *numbers, int bits)
+{
+    __m256i n = _mm256_setzero_si256(); // comparisons give 0 or -1
+    for (uint32_t i = 0; i < (1u << bits) - 1; i++) {
+        __m256 below = _mm256_cmp_ps(x, _mm256_set1_ps(numbers[i]), _CMP_GT_OQ);
+        n = _mm256_sub_epi32(n, _mm256_castps_si256(below));
+    }
+    return n;
 }
 
 // The 32 words of a row of K, in the order of tokens: 32-byte pieces are permuted by XOR m.

@@ -142,23 +142,13 @@ static kvq__floats sum_of_squares(const struct groups *g)
     return sum_of(lane);
 }
 
-// The count of midpoints below x.
-KVQ__INLINE kvq__floats nearest(kvq__floats x, const float *midpoints, uint32_t n)
-{
-    const kvq__floats one = kvq__all(1.0f), none = kvq__all(0.0f);
-    kvq__floats code = none;
-    for (uint32_t i = 0; i < n; i++)
-        code = code + kvq__if_greater(x, kvq__all(midpoints[i]), one, none);
-    return code;
-}
-
 // Codes, and the sum of squares of their levels.
 KVQ__INLINE kvq__floats put_levels(const struct groups *g, const float *levels, int bits,
                                    kvq__floats norm)
 {
-    const kvq__floats none = kvq__all(0.0f), inv = inverse(norm);
+    const kvq__floats none = kvq__all(0.0f), lowest = kvq__all(-INFINITY), inv = inverse(norm);
     const struct kvq__levels table = kvq__levels_of(levels, bits, bits > 3 ? 4 : 3);
-    float midpoints[16];
+    _Alignas(64) float midpoints[16] = {0};
     kvq__floats lane[SUMS];
     for (uint32_t i = 1; i < 1u << bits; i++)
         midpoints[i - 1] = 0.5f * (levels[i - 1] + levels[i]);
@@ -166,10 +156,11 @@ KVQ__INLINE kvq__floats put_levels(const struct groups *g, const float *levels, 
         lane[i] = none;
     for (uint32_t j = 0; j < g->n; j += SUMS)
         for (uint32_t i = 0; i < SUMS; i++) {
-            kvq__floats code = nearest(value_at(g, j + i) * inv, midpoints, (1u << bits) - 1);
-            code = kvq__if_greater(norm, none, code, none);
-            kvq__floats x = kvq__look_up(&table, kvq__to_words(code), 0, bits > 3 ? 4 : 3);
-            kvq__store_bytes(g->codes + (j + i) * g->stride, code);
+            kvq__floats x = value_at(g, j + i) * inv;
+            kvq__words code =
+                kvq__count_below(kvq__if_greater(norm, none, x, lowest), midpoints, bits);
+            kvq__store_words(g->codes + (j + i) * g->stride, code);
+            x = kvq__look_up(&table, code, 0, bits > 3 ? 4 : 3);
             lane[i] = lane[i] + x * x;
         }
     return sum_of(lane);
