@@ -171,11 +171,15 @@ KVQ__INLINE __m256 seen(int32_t t, int32_t lo, int32_t hi)
     return _mm256_castsi256_ps(_mm256_andnot_si256(from, to));
 }
 
-static float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float *m, float *l)
+// `all`, a constant: lo and hi leave nothing out.
+KVQ__INLINE float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float *m, float *l,
+                              bool all)
 {
     __m256 top = _mm256_set1_ps(-INFINITY), none = top, sum = _mm256_setzero_ps();
     for (int32_t t = 0; t < n; t += 8) {
-        __m256 y = _mm256_blendv_ps(none, _mm256_load_ps(x + t), seen(t, lo, hi));
+        __m256 y = _mm256_load_ps(x + t);
+        if (!all)
+            y = _mm256_blendv_ps(none, y, seen(t, lo, hi));
         top = _mm256_max_ps(y, top); // the second where one is NaN
     }
     float max = kvq__max_all(top);
@@ -187,7 +191,8 @@ static float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float *m, 
     float factor = kvq__exp2(*m - max);
     for (int32_t t = 0; t < n; t += 8) {
         __m256 p = kvq__exp2_ps(_mm256_sub_ps(_mm256_load_ps(x + t), _mm256_set1_ps(max)));
-        p = _mm256_and_ps(p, seen(t, lo, hi));
+        if (!all)
+            p = _mm256_and_ps(p, seen(t, lo, hi));
         sum = _mm256_add_ps(sum, p);
         _mm256_store_ps(x + t, p);
     }
@@ -198,9 +203,14 @@ static float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float *m, 
 
 static void softmax_avx2(struct kvq__tile *tile, uint32_t n)
 {
-    for (uint32_t r = 0; r < tile->rows; r++)
-        tile->factor[r] = softmax_row(tile->logits + (size_t)r * KVQ__LOGITS_STRIDE, (int32_t)n,
-                                      tile->lo[r], tile->hi[r], &tile->m[r], &tile->l[r]);
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        float *x = tile->logits + (size_t)r * KVQ__LOGITS_STRIDE, *m = &tile->m[r],
+              *l = &tile->l[r];
+        int32_t lo = tile->lo[r], hi = tile->hi[r], end = (int32_t)n;
+        bool all = lo <= 0 && hi >= end;
+        tile->factor[r] = all ? softmax_row(x, end, lo, hi, m, l, true)
+                              : softmax_row(x, end, lo, hi, m, l, false);
+    }
 }
 
 // tanh(x) = 1 - 2 / (e^2x + 1); near 0, where that cancels, its series.

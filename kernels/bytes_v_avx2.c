@@ -313,22 +313,20 @@ void kvq__bytes_pv(const struct kvq__tile *tile, const struct kvq_packed *packed
 
 // ---- The chunk's sums ----
 
-// A position's sums stand in the order of words: word n * g + a, with n of 4, or 2 at head_dim 64,
-// is channel 8 * a + g.
 void kvq__bytes_flush(const struct kvq__tile *tile)
 {
     const struct kvq__bytes *v = kvq__bytes_of(tile);
-    const uint32_t n = tile->dim == 64 ? 2 : 4;
-    const __m256i order =
-        _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32((int)n));
+    const uint32_t n = tile->dim == 64 ? 2 : 4; // registers at one position
     for (uint32_t r = 0; r < tile->rows; r++) {
         float *out = tile->ot + (size_t)r * tile->dim;
-        for (uint32_t c = 0; c < tile->dim; c += 8) {
-            const float *from = v->o[r] + c / (8 * n) * (8 * n) + c / 8 % n;
-            __m256 x = _mm256_i32gather_ps(from, order, 4);
-            float bias = kvq__sum_all(_mm256_load_ps(v->middle[r][c / KVQ_GROUP_CHANNELS]));
-            x = _mm256_add_ps(x, _mm256_set1_ps(bias));
-            _mm256_store_ps(out + c, _mm256_add_ps(_mm256_load_ps(out + c), x));
+        for (uint32_t c = 0; c < tile->dim; c += 8 * n) {
+            float middle = kvq__sum_all(_mm256_load_ps(v->middle[r][c / KVQ_GROUP_CHANNELS]));
+            __m256 x[4], bias = _mm256_set1_ps(middle);
+            kvq__channels_of_words(v->o[r] + c, n, x);
+            for (uint32_t i = 0; i < n; i++) {
+                __m256 sum = _mm256_add_ps(_mm256_load_ps(out + c + 8 * i), x[i]);
+                _mm256_store_ps(out + c + 8 * i, _mm256_add_ps(sum, bias));
+            }
         }
     }
 }
