@@ -295,6 +295,27 @@ static void test_chunks(void **state)
 
 // ---- Codes ----
 
+// The middle between a centroid of K and the one nearest to it: which of the two is nearer is a
+// matter of rounding, and of nothing else.
+static void set_middle(struct setup *s, uint32_t m, float *x)
+{
+    uint32_t vector = s->format.k.vector, count = 1u << s->format.k.bits, other = 0;
+    const float *table = s->book.k + m * s->book.k_sub;
+    const float *one = table + (size_t)kvt_below(&s->rng, count) * vector;
+    float least = INFINITY;
+    for (uint32_t i = 0; i < count; i++) {
+        float sum = 0;
+        for (uint32_t j = 0; j < vector; j++)
+            sum += (one[j] - table[i * vector + j]) * (one[j] - table[i * vector + j]);
+        if (sum > 0 && sum < least) {
+            least = sum;
+            other = i;
+        }
+    }
+    for (uint32_t j = 0; j < vector; j++)
+        x[j] = (one[j] + table[other * vector + j]) / 2;
+}
+
 // Rows of many kinds, a pair of tokens each.
 static void fill_rows(struct setup *s, float *rows, bool coarse)
 {
@@ -308,6 +329,9 @@ static void fill_rows(struct setup *s, float *rows, bool coarse)
         else if (i / dim % 16 == 7)
             rows[i] = i % 5 ? 0.0f : NAN;
     }
+    for (uint32_t t = 9; t < KVQ_GROUP_TOKENS && !coarse; t += 4)
+        for (uint32_t m = 0; m < dim / s->format.k.vector; m++)
+            set_middle(s, m, rows + t * dim + m * s->format.k.vector);
 }
 
 static void compare_codes(struct setup *s)
