@@ -71,20 +71,18 @@ KVQ__INLINE __m512 kvq__load_bf16(const void *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf. NaN gives 0.
+// 2^x for x <= 0, within 2 units in the last place, 1 for 0 and never more; 0 for -inf. The
+// polynomial is 2^f on [0, 1], exact at both ends; vscalefps rounds x down by itself.
 KVQ__INLINE __m512 kvq__exp2_ps(__m512 x)
 {
-    __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 f = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.5353362e-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.3398874e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6184373e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5503324e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314718e-1f));
+    __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 p = _mm512_set1_ps(1.8746344e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.0034762e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5805869e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4016534e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315070e-1f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(normal, p, n);
+    return _mm512_scalef_ps(p, x);
 }
 
 // Each 128-bit lane of the result holds that lane's sums of a, b, c and d.

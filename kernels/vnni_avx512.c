@@ -33,12 +33,36 @@ static void set_ahead(struct kvq__vnni *v, uint32_t n)
     }
 }
 
-static void softmax_vnni(struct kvq__tile *tile, uint32_t n)
+// Keys of a chunk that nobody fetched, in one burst.
+static void fetch_cold(const struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    for (uint32_t i = 0; i < chunk->groups; i++)
+        for (uint32_t at = 0; at < tile->codec->layout.v_codes; at += 64)
+            if (chunk->group[i].packed_tokens)
+                kvq__fetch(chunk->group[i].packed.group + at);
+}
+
+static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    v->exact->softmax(tile, n);
+    v->chunk = chunk;
+    set_ahead(v, 0);
+    if (!chunk->fetched)
+        fetch_cold(tile, chunk);
+    kvq__vnni_prepare_k(tile);
+    kvq__vnni_qk(tile);
+    return true;
+}
+
+static bool pv_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    v->chunk = chunk;
     set_ahead(v, 1);
     kvq__vnni_prepare_v(tile);
+    kvq__vnni_pv(tile);
+    kvq__vnni_flush(tile);
+    return true;
 }
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
@@ -72,17 +96,10 @@ static void prepare_vnni(struct kvq__tile *tile)
 static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *tile,
                               const struct kvq__chunk *chunk)
 {
-    struct kvq__vnni *v = kvq__vnni_of(tile);
     struct kvq_kernels fast = *k;
-    fast.qk_packed[KVQ__PER_CHANNEL_32] = kvq__vnni_qk;
-    fast.softmax = softmax_vnni;
-    fast.pv_packed[KVQ__PER_TOKEN_32] = kvq__vnni_pv;
-    v->exact = k;
-    v->chunk = chunk;
-    set_ahead(v, 0);
-    kvq__vnni_prepare_k(tile);
+    fast.qk_chunk[KVQ__PER_CHANNEL_32] = qk_chunk_vnni;
+    fast.pv_chunk[KVQ__PER_TOKEN_32] = pv_chunk_vnni;
     kvq__attend_chunk(&fast, tile, chunk);
-    kvq__vnni_flush(tile);
 }
 
 void kvq__init_avx512_vnni(struct kvq_kernels *k)

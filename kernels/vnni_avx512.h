@@ -27,8 +27,7 @@ struct kvq__opened {
 // is set.
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
-    const struct kvq_kernels *exact; // the table that the steps in between come from
-    const uint8_t *ahead[2];         // two records of the next chunk, to be fetched in this pass
+    const uint8_t *ahead[2]; // two records of the next chunk, to be fetched in this pass
     // Of all tiles of the item, by slot.
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     int16_t abs16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];            // |q16|
@@ -156,16 +155,24 @@ KVQ__INLINE void kvq__fetch_share(const uint8_t *ahead, uint32_t dim, int n, int
         kvq__fetch(ahead + 64 * i);
 }
 
-KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
-                                              const uint8_t *codes, int bits)
+// The lines that are left, one for each group's norms, at the end of a record; by groups 0 to 3.
+KVQ__INLINE void kvq__fetch_rest(const struct kvq__vnni *v, uint32_t group, uint32_t dim, int bits)
 {
-    const uint8_t *at = kvq__vnni_of(tile)->ahead[group / KVQ__GROUPS_A_RECORD];
-    // The lines that are left, one for each group's norms, at the end of the record.
-    if (group % KVQ__GROUPS_A_RECORD < KVQ_BLOCK_GROUPS)
-        kvq__fetch(at + kvq__ahead_of_dots(KVQ__GROUPS_A_RECORD - 1, tile->dim, bits) +
-                   4 * tile->dim * kvq__lines_a_row(bits) + 64 * (group % KVQ__GROUPS_A_RECORD));
-    return (struct kvq__planes){codes, codes + 8 * tile->dim,
-                                at + kvq__ahead_of_dots(group, tile->dim, bits), tile->dim};
+    size_t rest = kvq__ahead_of_dots(0, dim, bits) +
+                  (size_t)4 * dim * kvq__lines_a_row(bits) * KVQ__GROUPS_A_RECORD;
+    for (int i = 0; i < KVQ__RECORDS_AHEAD; i++)
+        kvq__fetch(v->ahead[i] + rest + 64 * group);
+}
+
+KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
+                                              const uint8_t *codes, uint32_t dim, int bits)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
+    if (group < KVQ_BLOCK_GROUPS)
+        kvq__fetch_rest(v, group, dim, bits);
+    return (struct kvq__planes){codes, codes + 8 * dim, at + kvq__ahead_of_dots(group, dim, bits),
+                                dim};
 }
 
 KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
@@ -184,11 +191,11 @@ KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, i
 
 // Logits of a chunk: queries into bytes for all its groups, then dot products group by group.
 void kvq__vnni_prepare_k(const struct kvq__tile *tile);
-void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits);
+void kvq__vnni_qk(const struct kvq__tile *tile);
 
 // Values likewise: p into bytes, then dot products, summed in the state, and flushed from there.
 void kvq__vnni_prepare_v(const struct kvq__tile *tile);
-void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p);
+void kvq__vnni_pv(const struct kvq__tile *tile);
 void kvq__vnni_flush(const struct kvq__tile *tile);
 
 #endif

@@ -143,12 +143,7 @@ KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__vnni_prepare_k(const struct kvq__tile *tile)
 {
-    if (tile->dim == 64)
-        prepare_k(tile, 64);
-    else if (tile->dim == 128)
-        prepare_k(tile, 128);
-    else
-        prepare_k(tile, 256);
+    KVQ__BY_DIM(tile->dim, prepare_k(tile, DIM));
 }
 
 // ---- K: dot products ----
@@ -257,28 +252,24 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
         }
 }
 
-KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *packed, float *logits,
-                          int bits)
+KVQ__INLINE void qk_groups(const struct kvq__tile *tile, uint32_t dim, int bits)
 {
+    const struct kvq__chunk *chunk = kvq__vnni_of(tile)->chunk;
     const struct kvq__codec *c = tile->codec;
-    const uint8_t *norms = c->has_norms ? packed + c->layout.k_norms : NULL;
-    uint32_t group = (uint32_t)(logits - tile->logits) / KVQ_GROUP_TOKENS;
-    struct kvq__planes p = kvq__planes_of(tile, group, packed + c->layout.k_codes, bits);
-    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
-        KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, group, r, norms, logits, ROWS, bits));
+    for (uint32_t i = 0; i < chunk->groups; i++) {
+        if (chunk->group[i].packed_tokens == 0)
+            continue;
+        const uint8_t *group = chunk->group[i].packed.group;
+        const uint8_t *norms = c->has_norms ? group + c->layout.k_norms : NULL;
+        struct kvq__planes p = kvq__planes_of(tile, i, group + c->layout.k_codes, dim, bits);
+        float *logits = tile->logits + i * KVQ_GROUP_TOKENS;
+        for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
+            KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, i, r, norms, logits, ROWS, bits));
+        }
     }
 }
 
-void kvq__vnni_qk(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
+void kvq__vnni_qk(const struct kvq__tile *tile)
 {
-    switch (tile->codec->k_bits) {
-    case 2:
-        qk_group(tile, packed->group, logits, 2);
-        break;
-    case 3:
-        qk_group(tile, packed->group, logits, 3);
-        break;
-    default:
-        qk_group(tile, packed->group, logits, 4);
-    }
+    KVQ__BY_BITS(tile->codec->k_bits, KVQ__BY_DIM(tile->dim, qk_groups(tile, DIM, BITS)));
 }

@@ -2,10 +2,9 @@
 //
 // Values of packed groups with byte dot products. See vnni_avx512.c for the method.
 //
-// Registers of the dot products: 16 accumulators (4 rows, 2 positions, 32 words), 2 registers of
-// words and their 4 codes, 2 tables, the broadcast weights. Positions are taken in pairs since
-// all four would need 32 accumulators. The weights are the unsigned operand, which cannot come
-// from memory as a broadcast, so each broadcast serves two registers of words.
+// Registers of the dot products: 8 accumulators (4 rows, 32 words) and as many sums, 2 registers of
+// codes, their table, the broadcast weights. The weights are the unsigned operand, which cannot come
+// from memory as a broadcast, so each broadcast serves two registers of codes.
 #include "kernels/vnni_avx512.h"
 
 enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
@@ -150,9 +149,6 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint
         sum_middles(tile, first, 0, 2, rows);
     for (uint32_t slab = 0; slab < dim / KVQ__SLAB; slab++)
         sum_middles(tile, first, AT_ONCE * slab, AT_ONCE, rows);
-    for (int i = 0; i < rows; i++)
-        for (uint32_t c = 0; c < dim; c += 16)
-            _mm512_store_ps(v->o[first + (uint32_t)i] + c, _mm512_setzero_ps());
 }
 
 KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
@@ -168,18 +164,12 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 {
-    if (tile->dim == 64)
-        prepare_v(tile, 64);
-    else if (tile->dim == 128)
-        prepare_v(tile, 128);
-    else
-        prepare_v(tile, 256);
+    KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
 }
 
 // ---- V: dot products ----
 
-// Entry i is 2 * code - (2^bits - 1) for the code in the lowest 4 bits of i, or where there are
-// two bits, in the two from bit `at` on.
+// Entry i is 2 * code - (2^bits - 1) for the code that stands in i from bit `at` on.
 KVQ__INLINE __m512i table_of(int bits, int at)
 {
     _Alignas(64) int8_t table[64];
@@ -188,158 +178,145 @@ KVQ__INLINE __m512i table_of(int bits, int at)
     return _mm512_load_si512(table);
 }
 
-// Positions odd and odd + 2 of a word, centred and doubled. vpermb looks at 6 bits of a byte.
-KVQ__INLINE void part_pair(__m512i *code, __m512i low, __m512i high, int odd, int bits)
+// Codes at position s of a word's bytes, centred and doubled. vpermb looks at 6 bits of a byte.
+KVQ__INLINE __m512i part(__m512i low, __m512i high, int s, int bits)
 {
-    __m512i x, y;
     if (bits == 2) {
-        x = y = odd ? _mm512_srli_epi16(low, 2) : low;
-    } else {
-        struct kvq__nibbles n = kvq__join_planes(low, high);
-        x = odd ? n.odd : n.even;
-        y = _mm512_srli_epi16(x, 4);
+        __m512i x = s == 3 ? _mm512_srli_epi16(low, 2) : low;
+        return _mm512_permutexvar_epi8(x, table_of(2, s == 3 ? 4 : 2 * s));
     }
-    code[0] = _mm512_permutexvar_epi8(x, table_of(bits, 0));
-    code[1] = _mm512_permutexvar_epi8(y, table_of(bits, bits == 2 ? 4 : 0));
+    struct kvq__nibbles n = kvq__join_planes(low, high);
+    __m512i x = s % 2 ? n.odd : n.even;
+    return _mm512_permutexvar_epi8(s < 2 ? x : _mm512_srli_epi16(x, 4), table_of(bits, 0));
 }
 
-KVQ__INLINE void add_sum(float *o, __m512i acc, float unit)
+KVQ__INLINE __m512 add_scaled(__m512 sum, __m512i acc, float unit)
 {
-    __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc), _mm512_set1_ps(unit), _mm512_load_ps(o));
-    _mm512_store_ps(o, sum);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc), _mm512_set1_ps(unit), sum);
 }
 
-// The high plane of set (j, half), lanes z, as 2-bit fields.
-KVQ__INLINE __m512i load_v_high(const uint8_t *high, unsigned j, unsigned half, unsigned z,
-                                int bits)
+// Words of set `set`: half z of 32, or all 16 of them for head_dim 64.
+KVQ__INLINE __m512i load_set(const uint8_t *plane, unsigned set, unsigned z, uint32_t dim)
 {
+    unsigned j = set / 2;
+    if (dim == 64)
+        return kvq__load_row_64(plane, set ^ (j & 1), j);
+    return kvq__load_row(plane + KVQ__ROW_BYTES * set, z, j);
+}
+
+// Their high plane, as 2-bit fields. Of 3-bit codes two sets share a row.
+KVQ__INLINE __m512i load_high(const uint8_t *plane, unsigned set, unsigned z, uint32_t dim,
+                              int bits)
+{
+    unsigned j = set / 2;
     if (bits == 4)
-        return kvq__load_row(high + KVQ__ROW_BYTES * (2 * j + half), z, j);
-    __m512i x = kvq__load_row(high + KVQ__ROW_BYTES * j, z, j);
-    return _mm512_and_si512(half ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
+        return load_set(plane, set, z, dim);
+    __m512i x =
+        dim == 64 ? kvq__load_row_64(plane, j, j) : kvq__load_row(plane + KVQ__ROW_BYTES * j, z, j);
+    return _mm512_and_si512(set % 2 ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
 }
 
-// One set of four tokens (set is a constant), positions odd and odd + 2, both halves of the lanes.
-KVQ__INLINE void v_set(__m512i acc[][2][2], const struct kvq__planes *p, unsigned set,
-                       const uint8_t *const *w, int rows, int odd, int bits)
+// The V planes of one group from a slab on, and the bytes of the first row that meet a position.
+struct operands {
+    const uint8_t *low, *high, *weights;
+    const uint8_t *ahead; // what to fetch meanwhile
+};
+
+// Every pass over the groups, one for each 32 channels, fetches the next part of the record.
+KVQ__INLINE struct operands operands_of(const struct kvq__tile *tile, uint32_t group,
+                                        uint32_t first, uint32_t pass, uint32_t dim, int bits)
 {
-    unsigned j = set / 2, half = set % 2;
-    __m512i code[2][2];
-    kvq__fetch_place(p, 8 * (unsigned)odd + set, bits);
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const uint8_t *codes = v->chunk->group[group].packed.group + tile->codec->layout.v_codes;
+    uint32_t slab = pass / 4, s = pass % 4, share = 2 * kvq__lines_a_row(bits) * 64;
+    size_t line = pass * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
+    return (struct operands){
+        .low = codes + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / 4,
+        .high = codes + 8 * dim + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4),
+        .weights = kvq__vnni_bytes(tile, group, first, dim) + slab * KVQ__SLAB + weight_at(s, 0),
+        .ahead = v->ahead[group / KVQ__GROUPS_A_RECORD] + kvq__ahead_of_dots(0, dim, bits) +
+                 line * share,
+    };
+}
+
+// One set of four tokens, 32 channels: position s of two registers, or of head_dim 64 positions
+// 2 s and 2 s + 1 of one.
+KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set, uint32_t dim,
+                       int rows, int s, int bits)
+{
+    unsigned lines = 2 * kvq__lines_a_row(bits);
+    __m512i code[2];
+    for (unsigned i = set * lines / 8; i < (set + 1) * lines / 8; i++)
+        kvq__fetch(p->ahead + 64 * i);
     for (unsigned z = 0; z < 2; z++) {
-        __m512i x = kvq__load_row(p->low + KVQ__ROW_BYTES * set, z, j);
-        part_pair(code[z], x, bits > 2 ? load_v_high(p->high, j, half, z, bits) : x, odd, bits);
+        __m512i low = load_set(p->low, set, z, dim);
+        __m512i high = bits > 2 ? load_high(p->high, set, z, dim, bits) : low;
+        code[z] = part(low, high, dim == 64 ? 2 * s + (int)z : s, bits);
     }
-    for (uint32_t s = 0; s < 2; s++)
-        for (int i = 0; i < rows; i++) {
-            __m512i weights = kvq__broadcast_word(w[i] + weight_at((uint32_t)odd + 2 * s, set));
-            acc[i][s][0] = _mm512_dpbusd_epi32(acc[i][s][0], weights, code[0][s]);
-            acc[i][s][1] = _mm512_dpbusd_epi32(acc[i][s][1], weights, code[1][s]);
-        }
-}
-
-// Half of the positions of one slab of 128 channels, whose weights and sums w and o are.
-KVQ__INLINE void pv_half_slab(const struct kvq__planes *p, float *o, const uint8_t *const *w,
-                              const float *unit, int rows, int odd, int bits)
-{
-    __m512i acc[KVQ__TILE4][2][2];
-    for (int i = 0; i < rows; i++)
-        for (int s = 0; s < 2; s++)
-            acc[i][s][0] = acc[i][s][1] = _mm512_setzero_si512();
-    // Written out, for otherwise every address would have to be computed.
-    v_set(acc, p, 0, w, rows, odd, bits);
-    v_set(acc, p, 1, w, rows, odd, bits);
-    v_set(acc, p, 2, w, rows, odd, bits);
-    v_set(acc, p, 3, w, rows, odd, bits);
-    v_set(acc, p, 4, w, rows, odd, bits);
-    v_set(acc, p, 5, w, rows, odd, bits);
-    v_set(acc, p, 6, w, rows, odd, bits);
-    v_set(acc, p, 7, w, rows, odd, bits);
-    for (int i = 0; i < rows; i++)
-        for (int s = 0; s < 2; s++) {
-            float *at = o + i * KVQ_MAX_HEAD_DIM + 32 * (odd + 2 * s);
-            add_sum(at, acc[i][s][0], unit[i]);
-            add_sum(at + 16, acc[i][s][1], unit[i]);
-        }
-}
-
-// head_dim 64: rows of one register, channel group s / 2 at position s.
-KVQ__INLINE void pv_64(const struct kvq__planes *p, float *o, const uint8_t *const *w,
-                       const float *unit, int rows, int bits)
-{
-    __m512i acc[KVQ__TILE4][4];
-    for (int i = 0; i < rows; i++)
-        for (int s = 0; s < 4; s++)
-            acc[i][s] = _mm512_setzero_si512();
-    for (unsigned set = 0; set < 8; set++) {
-        unsigned j = set / 2, half = set % 2;
-        kvq__fetch_place(p, set, bits);
-        __m512i low = kvq__load_row_64(p->low, 2 * j + (half ^ (j & 1)), j), high = low;
-        if (bits == 4) {
-            high = kvq__load_row_64(p->high, 2 * j + (half ^ (j & 1)), j);
-        } else if (bits == 3) {
-            high = kvq__load_row_64(p->high, j, j);
-            high = half ? _mm512_srli_epi16(high, 1) : high;
-            high = _mm512_and_si512(high, _mm512_set1_epi8(0x55));
-        }
-        __m512i even[2], odd[2];
-        part_pair(even, low, high, 0, bits);
-        part_pair(odd, low, high, 1, bits);
-        for (int i = 0; i < rows; i++)
-            for (uint32_t n = 0; n < 2; n++) {
-                __m512i weights = kvq__broadcast_word(w[i] + weight_at(n, set));
-                acc[i][2 * n] = _mm512_dpbusd_epi32(acc[i][2 * n], weights, even[n]);
-                acc[i][2 * n + 1] = _mm512_dpbusd_epi32(acc[i][2 * n + 1], weights, odd[n]);
-            }
+    for (int i = 0; i < rows; i++) {
+        const uint8_t *at = p->weights + (size_t)i * dim + weight_at(0, set);
+        __m512i weights = kvq__broadcast_word(at);
+        acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], weights, code[0]);
+        acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], weights, code[1]);
     }
-    for (int i = 0; i < rows; i++)
-        for (int s = 0; s < 4; s++)
-            add_sum(o + i * KVQ_MAX_HEAD_DIM + 16 * s, acc[i][s], unit[i]);
 }
 
-// Adds up to four rows times one group of V to the chunk's sums.
-KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t group,
-                         uint32_t first, int rows, int bits)
+// Up to four rows times 32 channels of all groups of the chunk. Only so few, for the sums to stay
+// in registers; the codes of a chunk stay in the first level cache.
+KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t pass, uint32_t dim,
+                         int rows, int s, int bits)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    const uint8_t *w[KVQ__TILE4];
+    __m512 sum[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++)
-        w[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i, p.dim);
-    const float *unit = v->unit[group] + first;
-    if (p.dim == 64)
-        pv_64(&p, v->o[first], w, unit, rows, bits);
-    for (uint32_t slab = 0; slab < p.dim / KVQ__SLAB; slab++) {
-        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 0, bits);
-        pv_half_slab(&p, v->o[first] + slab * KVQ__SLAB, w, unit, rows, 1, bits);
-        kvq__next_slab(&p, bits);
+        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    for (uint32_t group = 0; group < v->chunk->groups; group++) {
+        if (v->chunk->group[group].packed_tokens == 0)
+            continue;
+        struct operands p = operands_of(tile, group, first, pass, dim, bits);
+        __m512i acc[KVQ__TILE4][2];
         for (int i = 0; i < rows; i++)
-            w[i] += KVQ__SLAB;
+            acc[i][0] = acc[i][1] = _mm512_setzero_si512();
+        KVQ__UNROLL
+        for (unsigned set = 0; set < 8; set++)
+            v_set(acc, &p, set, dim, rows, s, bits);
+        const float *unit = v->unit[group] + first;
+        for (int i = 0; i < rows; i++)
+            for (int z = 0; z < 2; z++)
+                sum[i][z] = add_scaled(sum[i][z], acc[i][z], unit[i]);
+    }
+    for (int i = 0; i < rows; i++)
+        for (int z = 0; z < 2; z++)
+            _mm512_store_ps(v->o[first + (uint32_t)i] + 32 * pass + 16 * z, sum[i][z]);
+}
+
+KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows,
+                         int bits)
+{
+    for (uint32_t pass = 0; pass < dim / KVQ_GROUP_CHANNELS; pass += 2) {
+        if (pass % 4 == 0) {
+            pv_pass(tile, first, pass, dim, rows, 0, bits);
+            pv_pass(tile, first, pass + 1, dim, rows, 1, bits);
+        } else {
+            pv_pass(tile, first, pass, dim, rows, 2, bits);
+            pv_pass(tile, first, pass + 1, dim, rows, 3, bits);
+        }
     }
 }
 
-KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *packed, const float *p_row,
-                          int bits)
+KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, int bits)
 {
-    const struct kvq_layout *l = &tile->codec->layout;
-    uint32_t group = (uint32_t)(p_row - tile->logits) / KVQ_GROUP_TOKENS;
-    struct kvq__planes p = kvq__planes_of(tile, group, packed + l->v_codes, bits);
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < KVQ_BLOCK_GROUPS && i < v->chunk->groups; i++)
+        kvq__fetch_rest(v, i, dim, bits);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
-        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, p, group, r, ROWS, bits));
+        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, r, dim, ROWS, bits));
     }
 }
 
-void kvq__vnni_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
+void kvq__vnni_pv(const struct kvq__tile *tile)
 {
-    switch (tile->codec->v_bits) {
-    case 2:
-        pv_group(tile, packed->group, p, 2);
-        break;
-    case 3:
-        pv_group(tile, packed->group, p, 3);
-        break;
-    default:
-        pv_group(tile, packed->group, p, 4);
-    }
+    KVQ__BY_BITS(tile->codec->v_bits, KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, BITS)));
 }
 
 // ---- The chunk's sums ----

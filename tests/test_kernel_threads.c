@@ -172,15 +172,15 @@ static void test_tiles(void **state)
 
 // ---- Sessions that share blocks ----
 
-enum { FAMILY = 20, PREFIX = 9 }; // pages: 4 splits and a half
+enum { FAMILY = 20, PREFIX = 18 }; // pages: 4 splits and a half
 
 // Sessions of many lengths. All but three start with pages of the first; two have fewer of them.
 static void open_family(struct session **s, const char *format, uint32_t q_tokens)
 {
     struct kvq_shape shape = kvt_shape(4, 3, 128, KVQ_F16);
     for (uint32_t i = 0; i < FAMILY; i++) {
-        uint32_t tokens = i == 7 ? PREFIX * KVQ_BLOCK_TOKENS + q_tokens : 1400 + 37 * i;
-        uint32_t pages = i % 8 == 5 ? 0 : i == 2 ? 1 : i == 3 ? 5 : PREFIX;
+        uint32_t tokens = i == 7 ? PREFIX * KVQ_BLOCK_TOKENS + q_tokens : 2400 + 37 * i;
+        uint32_t pages = i % 8 == 5 ? 0 : i == 2 ? 3 : i == 3 ? 9 : PREFIX;
         s[i] = open_session(format, shape, tokens, q_tokens, kvt_seed() + i);
         s[i]->r.a.shape = &s[0]->c.shape;
         for (uint32_t page = 0; page < pages; page++)
