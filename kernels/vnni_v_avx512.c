@@ -3,8 +3,8 @@
 // Values of packed groups with byte dot products. See vnni_avx512.c for the method.
 //
 // Registers of the dot products: 8 accumulators (4 rows, 32 words) and as many sums, 2 registers of
-// codes, their table, the broadcast weights. The weights are the unsigned operand, which cannot come
-// from memory as a broadcast, so each broadcast serves two registers of codes.
+// codes, their table, the broadcast weights. The weights are the unsigned operand, which cannot
+// come from memory as a broadcast, so each broadcast serves two registers of codes.
 #include "kernels/vnni_avx512.h"
 
 enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
