@@ -209,7 +209,7 @@ static void check_blend_rows(const struct pair *p, struct kvt_rng *rng)
 static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, uint32_t rows, bool v,
                                    bool quant)
 {
-    for (;;) {
+    for (int tries = 0; tries < 10000; tries++) {
         struct kvq_shape s =
             kvt_shape(rows, 1, any_dim(rng), kvt_below(rng, 2) ? KVQ_F16 : KVQ_BF16);
         const struct kvq_format *f = kvt_format(kvt_any_format(rng));
@@ -220,6 +220,8 @@ static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, ui
         if (p->kind < 0 || (quant ? side->quant_kind : side->kind) == p->kind)
             return c;
     }
+    fail_msg("none of kvt_any_format's has %s of kind %d", v ? "V" : "K", p->kind);
+    return (struct kvq__codec){0};
 }
 
 static void set_norms(struct kvt_rng *rng, const struct kvq__codec *c, uint8_t *record)

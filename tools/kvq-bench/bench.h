@@ -35,6 +35,7 @@ struct bench_options {
     bool exact, fast;
     int isa; // KVQ_ISA_*, the highest to use
     uint32_t reps;
+    uint32_t layers; // at least so many in a cache; set by the command
     bool json;
     const char *peer; // ggml library to time beside us in `attend`; NULL: none
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program
@@ -87,6 +88,7 @@ double bench_median(double *x, uint32_t n); // sorts x
 
 int bench_attend(const struct bench_options *o);
 int bench_pack(const struct bench_options *o);
+int bench_shared(const struct bench_options *o);
 int bench_ring(const struct bench_options *o);
 
 #endif

@@ -186,6 +186,8 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
     size_t taken = size_layer(c);
     c->layers = bench_walk_layers(c->layer_bytes);
+    if (c->layers < o->layers)
+        c->layers = o->layers;
     c->pages = calloc((size_t)c->layers * c->n_pages, sizeof *c->pages);
     c->attends = calloc(c->layers, sizeof *c->attends);
     c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));

@@ -18,5 +18,7 @@ int main(int argc, char **argv)
         return bench_attend(&o);
     if (strcmp(o.command, "pack") == 0)
         return bench_pack(&o);
+    if (strcmp(o.command, "shared") == 0)
+        return bench_shared(&o);
     return bench_ring(&o);
 }

@@ -11,10 +11,12 @@
 #include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|pack|ring|quality [OPTION]...\n"
+    "Usage: kvq-bench attend|shared|pack|ring|quality [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
+    "  shared  the same for a batch of sessions that read one cache, as when several samples\n"
+    "          are drawn from one prompt, beside as many with a cache each; needs no daemon\n"
     "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
     "  ring    the round trip of a request that does nothing, checked like any other, to a\n"
     "          kvqd that is started for it and ended after\n"
@@ -22,7 +24,7 @@ static const char help[] =
     "          see kvq-bench quality --help\n"
     "\n"
     "  --format F,..     formats (default f16,oscar2,oscar3,oscar4); f16 is always the baseline\n"
-    "  --tokens N,..     cached tokens (default 4096,32768)\n"
+    "  --tokens N,..     cached tokens (default 4096,32768; shared: 8192)\n"
     "  --threads T,..    threads, each on a CPU of its own (default 1, and all CPUs)\n"
     "  --q-heads N       query heads (default 32)\n"
     "  --kv-heads N      KV heads (default 8)\n"
@@ -30,7 +32,7 @@ static const char help[] =
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
     "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks a row, their median is shown (default 7)\n"
-    "  --sessions S,..   ring: sessions in a request (default 1,64)\n"
+    "  --sessions S,..   ring: sessions in a request (default 1,64); shared: in a batch (16)\n"
     "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
     "                    and libggml-cpu.so, or a folder that holds them; default none)\n"
     "  --kvqd PATH       ring: the daemon to start (default the one beside this program)\n"
@@ -219,10 +221,6 @@ static int read_defaults(struct bench_options *o)
     snprintf(threads, sizeof threads, cpus > 1 ? "1,%ld" : "%ld", cpus);
     int error = read_formats("f16,oscar2,oscar3,oscar4", o);
     if (!error)
-        error = read_list("tokens", "4096,32768", 1, 1u << 24, &o->tokens);
-    if (!error)
-        error = read_list("sessions", "1,64", 1, 1024, &o->sessions);
-    if (!error)
         error = read_list("threads", threads, 1, KVQ_POOL_MAX_THREADS, &o->threads);
     return error;
 }
@@ -253,21 +251,34 @@ static int check_shape(const struct bench_options *o)
 
 static int read_command(struct bench_options *o, int argc, char **argv)
 {
-    static const char *const commands[] = {"attend", "pack", "ring"};
+    static const char *const commands[] = {"attend", "shared", "pack", "ring"};
     if (optind + 1 != argc) {
-        fprintf(stderr,
-                "kvq-bench: give one command, attend, pack or ring; see kvq-bench --help\n");
+        fprintf(
+            stderr,
+            "kvq-bench: give one command, attend, shared, pack or ring; see kvq-bench --help\n");
         return -1;
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (strcmp(argv[optind], commands[i]) == 0)
             o->command = commands[i];
     if (!o->command) {
-        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend, pack or ring\n",
+        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend, shared, pack or ring\n",
                 argv[optind]);
         return -1;
     }
     return 0;
+}
+
+// What was not given and depends on the command.
+static int fill_in(struct bench_options *o)
+{
+    bool shared = strcmp(o->command, "shared") == 0;
+    int error = 0;
+    if (o->tokens.n == 0)
+        error = read_list("tokens", shared ? "8192" : "4096,32768", 1, 1u << 24, &o->tokens);
+    if (!error && o->sessions.n == 0)
+        error = read_list("sessions", shared ? "16" : "1,64", 1, 1024, &o->sessions);
+    return error;
 }
 
 int bench_options_read(struct bench_options *o, int argc, char **argv)
@@ -287,5 +298,7 @@ int bench_options_read(struct bench_options *o, int argc, char **argv)
         status = read_option(o, option, optarg);
     if (!status)
         status = read_command(o, argc, argv);
+    if (!status)
+        status = fill_in(o);
     return status ? status : check_shape(o);
 }
