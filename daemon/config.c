@@ -56,7 +56,7 @@ const struct kvq__option kvq__options[] = {
      .max = KVQ_MAX_BUFFER_BYTES, .help = "buffers of one client together"},
     {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
      .help = "buffers of all clients together; 0: half of the machine's memory"},
-    {FIELD(fast), KVQ_OPTION_WORD, "WORD", .words = path_words, .alias = "attention",
+    {FIELD(fast), KVQ_OPTION_WORD, "WORD", .words = path_words, .initial = 1, .alias = "attention",
      .help = "path of sessions that leave it to the daemon"},
     {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
      .help = "folder of codebooks, NAME.kvqbook for formats FORMAT@NAME; empty: none"},

@@ -16,12 +16,23 @@ static bool same_book(const struct kvq_book *a, const struct kvq_book *b)
     return a == b || (a && b && memcmp(a, b, sizeof *a) == 0);
 }
 
+// Whether it pays: for what is read as it is, for codebooks, and for byte products. The exact loops
+// over scalar codes unpack for every four rows anyway.
+static bool gains(const struct kvq_attend *a)
+{
+    struct kvq__codec c = kvq__codec_of(a->format, a->shape, a->book, 0);
+    if (kvq_is_raw(a->format) || c.k.kind == KVQ__BOOK || c.v.kind == KVQ__BOOK)
+        return true;
+    return a->path == KVQ_PATH_FAST && c.k.kind == KVQ__PER_CHANNEL_32 &&
+           c.v.kind == KVQ__PER_TOKEN_32;
+}
+
 // Whether rows of both may stand in one item, if the blocks are the same.
 static bool may_share(const struct kvq_attend_job *x, const struct kvq_attend_job *y)
 {
     const struct kvq_attend *a = &x->call, *b = &y->call;
     return a->format == b->format && a->path == b->path && a->q_tokens == b->q_tokens &&
-           x->plan.split_tokens == y->plan.split_tokens && !a->extras && !b->extras &&
+           x->plan.split_tokens == y->plan.split_tokens && !a->extras && !b->extras && gains(a) &&
            same_shape(a->shape, b->shape) && same_book(a->book, b->book);
 }
 

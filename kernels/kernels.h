@@ -332,7 +332,8 @@ void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_atte
 // plans so that those are unpacked once for the query rows of all. Sorts the array, which must
 // stay until the items are done. Returns whether there are such sessions; their plans are parallel
 // ones then, and partials must be allocated for them (or else kvq_attend_plan be called again for
-// every job). Sessions of formats with extras share nothing.
+// every job). Sessions of formats with extras share nothing, nor do those
+// that would gain nothing by it.
 bool kvq_attend_share(struct kvq_attend_job **jobs, uint32_t n);
 
 // Computes one item. `workspace` is the thread's own.

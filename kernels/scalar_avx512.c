@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention over groups of scalar codecs, AVX-512, for the few query rows of decoding: values go
-// from the registers they were unpacked into straight to the products, and the sums of four rows
-// stay in registers (attend_avx512.c tells why). Beside 16 multiplications for four rows, four
-// registers of values take 4 lookups, 3 or 4 shifts, and 2 or 4 multiplications for their scales.
-// Tiles with more rows are unpacked once for all of them, by scalar_read_tmpl.h.
+// Attention over groups of scalar codecs, AVX-512: values go from the registers they were unpacked
+// into straight to the products, and the sums of four rows stay in registers (attend_avx512.c tells
+// why). Beside 16 multiplications for four rows, four registers of values take 4 lookups, 3 or 4
+// shifts, and 2 or 4 multiplications for their scales. More rows are unpacked for again, four by
+// four: unpacking once for 64 of them into memory, as scalar_read_tmpl.h does, takes twice as long.
 #include "kernels/lanes_avx512.h"
 
 #include "kernels/scalar_read_tmpl.h"
-
-enum { FEW_ROWS = 8 };
 
 // Rows that are computed at once. Where there are fewer, the last one several times.
 struct few {
@@ -327,10 +325,6 @@ static struct few_pair few_v(const struct unpacking *u)
 static void qk_few(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
     struct unpacking u;
-    if (tile->rows > FEW_ROWS) {
-        qk_packed(tile, packed, logits);
-        return;
-    }
     prepare(&u, tile->codec, packed, false);
     struct few_pair compute = few_k(&u);
     struct ahead ahead = ahead_of_k(tile, packed, tile->dim / 4);
@@ -347,10 +341,6 @@ static void qk_few(const struct kvq__tile *tile, const struct kvq_packed *packed
 static void pv_few(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
     struct unpacking u;
-    if (tile->rows > FEW_ROWS) {
-        pv_packed(tile, packed, p);
-        return;
-    }
     prepare(&u, tile->codec, packed, true);
     struct few_pair compute = few_v(&u);
     struct ahead ahead = ahead_of_v(tile, packed, tile->dim / 8);

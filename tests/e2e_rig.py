@@ -50,6 +50,7 @@ class Daemon:
         self.directory = directory or tempfile.mkdtemp(prefix="kvq-e2e-")
         options.setdefault("pool_bytes", "256mb")
         options.setdefault("extent_bytes", "4mb")
+        options.setdefault("attention", "exact")  # held against double precision here
         flags = [x for name, value in options.items()
                  for x in ("--" + name.replace("_", "-"), str(value))]
         readable, writable = os.pipe()

@@ -238,6 +238,9 @@ static void test_shared_plans(void **state)
     struct kvq_attend_job job[FAMILY], *order[FAMILY];
     (void)state;
     open_family(s, "oscar2", 1);
+    assert_int_equal(plan_family(s, job, order), 0); // would gain nothing
+    for (int i = 0; i < FAMILY; i++)
+        s[i]->r.a.path = KVQ_PATH_FAST;
     assert_int_equal(plan_family(s, job, order), FAMILY - 4);
     assert_ptr_equal(job[0].plan.members, order);
     assert_int_equal(job[0].plan.first_split, 4);
@@ -245,7 +248,7 @@ static void test_shared_plans(void **state)
     assert_int_equal(job[0].plan.shared_items, 3 * 4);
     assert_int_equal(job[1].plan.items, job[1].plan.n_splits - 4);
     assert_int_equal(job[5].plan.first_split, 0);
-    s[1]->r.a.path = KVQ_PATH_FAST;
+    s[1]->r.a.path = KVQ_PATH_EXACT;
     s[4]->r.a.q_tokens = 2;
     s[6]->r.a.format = kvt_format("oscar2-g64");
     s[8]->r.a.extras = (const uint8_t *)s;

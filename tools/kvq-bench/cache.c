@@ -180,6 +180,13 @@ static void make_attends(struct bench_cache *c)
 bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens)
 {
+    if (format->sink_tokens) {
+        fprintf(stderr,
+                "kvq-bench: %s keeps the first %u tokens apart, which the caches made here cannot; "
+                "leave it out\n",
+                format->name, (unsigned)format->sink_tokens);
+        return false;
+    }
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
     *c = (struct bench_cache){.format = format, .tokens = tokens};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
