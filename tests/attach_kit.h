@@ -54,7 +54,7 @@ int peer_open_session(struct peer *p, const char *name); // one small layer of f
 // The same in two parts, with any format: one KV head, head_dim 64.
 void peer_send_open(struct peer *p, const char *name, const char *format);
 int peer_answer(struct peer *p);
-void peer_cancel(struct peer *p, uint32_t request);      // fails the test if it is refused
+void peer_cancel(struct peer *p, uint32_t request); // fails the test if it is refused
 
 // ---- What must not leak ----
 

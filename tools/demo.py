@@ -22,7 +22,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 MODEL = os.environ.get("KVQ_MODEL", os.path.join(HERE, "model", "kvq-bytes"))
 HELDOUT = os.path.join(HERE, "model", "heldout.txt")
 FORMATS = ("f16", "bf16", "oscar4", "oscar3", "oscar2", "oscar2-xh", "kvq2", "innerq-hybrid",
-           "ott2")
+           "ott2", "vecinfer-2@demo")
 PROMPTS = {"f16": "The daemon reads its configuration from a file. ",
            "oscar2": "To install the package from source, first "}
 # Tokens of one piece of text: 31 packed blocks and half a unit in the window, its average state.
@@ -44,6 +44,8 @@ class Demo:
         self.pieces = 2 if quick else 3
         self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
         self.runtime = os.path.join(self.folder, "run")
+        self.books = os.path.join(self.folder, "codebooks")
+        os.mkdir(self.books)
         self.log = os.path.join(self.folder, "kvqd.log")
         self.processes = []
 
@@ -79,7 +81,8 @@ class Demo:
         reader, writer = os.pipe()
         with open(self.log, "wb") as log:
             daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes",
-                                "512mb", "--ready-fd", writer, pass_fds=[writer])
+                                "512mb", "--codebook-dir", self.books, "--ready-fd", writer,
+                                pass_fds=[writer])
         os.close(writer)
         ready, _, _ = select.select([reader], [], [], 30)
         if not ready or not os.read(reader, 64):
@@ -141,6 +144,21 @@ class Demo:
             text = file.read()[:240].replace("\n", " ")
         print(f"{fmt:>6} | {PROMPTS[fmt]}{text} ...")
 
+    def make_codebook(self):
+        """For vecinfer-2, of keys and values over text that the table is not about."""
+        start = time.monotonic()
+        text, capture = (os.path.join(self.folder, name) for name in ("text", "capture"))
+        with open(HELDOUT, "rb") as source, open(text, "wb") as other:
+            source.seek(200000)
+            other.write(source.read(2 * CONTEXT))
+        self.ask("kvq-run", "perplexity", "--model", MODEL, "--runtime-dir", self.runtime, "--json",
+                 "--quiet", "--format", "f16", "--text", text, "--context", CONTEXT, "--capture",
+                 capture)
+        self.ask("kvq-codebook", "make", "--capture", capture, "--format", "vecinfer-2", "--out",
+                 os.path.join(self.books, "demo.kvqbook"), "--quiet")
+        print(f"vecinfer-2@demo: a codebook of {2 * CONTEXT:,} other bytes of that text, made in "
+              f"{time.monotonic() - start:.0f} s.\n")
+
     def table(self):
         with open(os.path.join(MODEL, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
@@ -150,9 +168,10 @@ class Demo:
               f"everything else at {CONTEXT:,} tokens. KL and same top are against f16. The error\n"
               "of the difference in log-likelihood is its standard error. Speed: one engine at a\n"
               "time, generating.\n")
-        print(f"{'format':<13} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
+        self.make_codebook()
+        print(f"{'format':<15} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
               f"{'KL mean':>8} {'KL 99%':>8} {'same':>7} {'log-likelihood':>19} {'tokens':>7}")
-        print(f"{'':<13} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
+        print(f"{'':<15} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
               f"{'top':>7} {'difference':>19} {'per s':>7}")
         common = ("--model", MODEL, "--runtime-dir", self.runtime, "--json", "--quiet")
         for fmt in FORMATS:
@@ -164,7 +183,7 @@ class Demo:
                                         "--temperature", 0))
             difference = (f"{quality['log_likelihood_difference']:+.5f} +-"
                           f"{quality['log_likelihood_difference_stderr']:.5f}")
-            print(f"{fmt:<13} {quality['bits_per_value']:>8.3f} "
+            print(f"{fmt:<15} {quality['bits_per_value']:>8.3f} "
                   f"{quality['bytes_per_token_head'] * heads:>8.0f} "
                   f"{quality['bytes_per_token_head_total'] * heads:>8.0f} "
                   f"{quality['perplexity']:>9.4f} {quality['kl_mean']:>8.5f} "
