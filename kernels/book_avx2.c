@@ -68,7 +68,7 @@ KVQ__INLINE void set_offsets(const struct side *s, uint16_t (*offsets)[KVQ_GROUP
 
 KVQ__INLINE __m128 pair(const double *a, const double *b)
 {
-    return _mm_castpd_ps(_mm_loadh_pd(_mm_load_sd(a), b));
+    return _mm_castpd_ps(_mm_loadh_pd(_mm_castsi128_pd(_mm_loadl_epi64((const void *)a)), b));
 }
 
 // The centroids at 8 / vector offsets that lie `step` apart, one behind the other. Offset i counts

@@ -87,7 +87,7 @@ KVQ__INLINE size_t offset_at(const uint16_t *offsets, uint32_t step, uint32_t i)
 
 KVQ__INLINE __m128 pair(const double *a, const double *b)
 {
-    return _mm_castpd_ps(_mm_loadh_pd(_mm_load_sd(a), b));
+    return _mm_castpd_ps(_mm_loadh_pd(_mm_castsi128_pd(_mm_loadl_epi64((const void *)a)), b));
 }
 
 // The centroids at 16 / vector offsets, one behind the other. Offset i counts from

@@ -96,13 +96,14 @@ static uint32_t v_channel(uint32_t dim, uint32_t j, uint32_t word, uint32_t s)
     return 32 * s + 16 * (word >> 1 & 1u) + 8 * (word & 1u) + ((word >> 2) ^ 2 * j);
 }
 
+// Codes of 1 bit have no low plane and those of 2 bits no high one: nothing is to be read there.
 static void move_code(const struct words *w, uint32_t bits, uint32_t bit, uint8_t *code,
                       bool packing)
 {
     if (packing)
         put_code(w->low, w->high, bits, bit, w->odd, *code);
     else
-        *code = get_code(*w->low, *w->high, bits, bit, w->odd);
+        *code = get_code(bits == 1 ? 0 : *w->low, bits == 2 ? 0 : *w->high, bits, bit, w->odd);
 }
 
 // ---- Codes of 8 bits ----
