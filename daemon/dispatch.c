@@ -12,8 +12,11 @@ enum { LIST_BYTES = KVQ_MAX_MESSAGE - 4096 };
 
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)
 {
+    const char *plain = status == 0 ? "" : kvq_status_text(status);
     reply->status = status;
-    reply->text = kvq_arena_text(arena, status == 0 ? "" : *text ? text : kvq_status_text(status));
+    reply->text = kvq_arena_text(arena, status != 0 && *text ? text : plain);
+    if (status != 0 && !reply->text[0]) // no room left; packing only reads it
+        reply->text = (char *)(uintptr_t)plain;
     reply->result_case = KVQ__REPLY__RESULT__NOT_SET;
 }
 
@@ -204,7 +207,7 @@ static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *aren
         ns->used_bytes = infos[i].used_bytes;
         ns->limit_bytes = infos[i].limit_bytes;
         bytes += kvq__namespace_status__get_packed_size(ns) + 4;
-        if (bytes > LIST_BYTES)
+        if (arena->full || bytes > LIST_BYTES)
             break;
         s->namespaces[s->n_namespaces++] = ns;
     }
@@ -259,7 +262,7 @@ static void answer_sessions(const struct kvq__dispatch *d, const char *ns, struc
     for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
         Kvq__Session *s = session_message(arena, &infos[i], d->identity->isa);
         bytes += s ? kvq__session__get_packed_size(s) + 4 : 0;
-        if (!s || bytes > LIST_BYTES)
+        if (!s || arena->full || bytes > LIST_BYTES)
             break;
         sessions[list->n_sessions++] = s;
     }
@@ -302,7 +305,7 @@ static void answer_clients(const struct kvq__dispatch *d, struct kvq_arena *aren
     for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
         Kvq__Client *c = client_message(arena, &infos[i]);
         bytes += c ? kvq__client__get_packed_size(c) + 4 : 0;
-        if (!c || bytes > LIST_BYTES)
+        if (!c || arena->full || bytes > LIST_BYTES)
             break;
         clients[list->n_clients++] = c;
     }
@@ -352,7 +355,7 @@ static void answer_formats(const struct kvq__dispatch *d, struct kvq_arena *aren
     for (uint32_t i = 0; i < n && i < MOST; i++) {
         Kvq__Format *f = format_message(arena, &infos[i]);
         bytes += f ? kvq__format__get_packed_size(f) + 4 : 0;
-        if (!f || bytes > LIST_BYTES || list->n_formats == KVQ_MAX_LIST)
+        if (!f || arena->full || bytes > LIST_BYTES || list->n_formats == KVQ_MAX_LIST)
             break;
         formats[list->n_formats++] = f;
     }

@@ -46,7 +46,9 @@ static void run(const Kvq__Request *request, struct kvq_arena *arena)
     size_t length;
     check(kvq__client_attach(core, &peer, "fuzz", &client, &id, text) == 0, text);
     struct kvq__dispatch dispatch = {core, &identity, &peer, client, 1};
-    for (int twice = 0; twice < 2; twice++) { // the second meets what the first left
+    const struct kvq_arena unpacked = *arena;
+    for (int twice = 0; twice < 2; twice++) { // the second meets what the first left in the core
+        *arena = unpacked;
         kvq__reply__init(&reply);
         kvq__dispatch_run(&dispatch, request, arena, &reply);
         check(reply.status <= 0, "a status above 0");

@@ -537,6 +537,23 @@ static void test_second_daemon(void **state)
     assert_non_null(strstr(text, pid));
 }
 
+// A request may leave no room for words of the reply to it; it gets the status's own.
+static void test_no_room_for_words(void **state)
+{
+    uint8_t memory[64];
+    struct kvq_arena arena;
+    Kvq__Reply reply = KVQ__REPLY__INIT;
+    (void)state;
+    kvq_arena_init(&arena, memory, sizeof memory);
+    while (kvq_arena_alloc(&arena, 1)) {
+    }
+    kvq__reply_status(&reply, &arena, KVQ_E_NO_MEMORY, "a sentence");
+    assert_int_equal(reply.status, KVQ_E_NO_MEMORY);
+    assert_string_equal(reply.text, kvq_status_text(KVQ_E_NO_MEMORY));
+    kvq__reply_status(&reply, &arena, 0, "");
+    assert_string_equal(reply.text, "");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -556,6 +573,7 @@ int main(void)
         cmocka_unit_test(test_groups),
         cmocka_unit_test(test_death_with_a_child),
         cmocka_unit_test(test_second_daemon),
+        cmocka_unit_test(test_no_room_for_words),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
     return cmocka_run_group_tests(tests, attach_start, attach_stop);
