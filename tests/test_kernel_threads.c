@@ -311,7 +311,13 @@ int main(void)
         cmocka_unit_test(test_packing),
         cmocka_unit_test(test_pool_refuses),
     };
-    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++) {
+#ifdef __SANITIZE_THREAD__
+    // Threads meet in the driver and the pool, which are the same above every instruction set.
+    const int first = KVQ_ISA_AVX512;
+#else
+    const int first = KVQ_ISA_C;
+#endif
+    for (int isa = first; isa <= KVQ_ISA_AVX512; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (n_kernels == 0 || k != all_kernels[n_kernels - 1])
             all_kernels[n_kernels++] = k;

@@ -136,9 +136,13 @@ part_kernels() {
 
 part_clang() { build clang; }
 
+# Under --full the slow ones as well.
 part_asan() {
+    local which=(-L fast)
+    [ $full = 1 ] && which=()
     build asan || return
-    ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 run_ctest asan 500 -L fast
+    ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
+        run_ctest asan $((full ? 3600 : 500)) "${which[@]}"
 }
 
 part_tsan() {
