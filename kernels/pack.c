@@ -24,6 +24,14 @@ struct packing {
     bool replaced[KVQ_BLOCK_TOKENS]; // tokens of the block that are read raw: sinks and outliers
 };
 
+enum { AHEAD = 8 }; // rows of a head lie apart, where the hardware does not look ahead
+
+static void fetch_row(const uint8_t *row, uint8_t dtype, uint32_t dim)
+{
+    for (uint32_t i = 0; i < dim * (dtype == KVQ_F32 ? 4u : 2u); i += 64)
+        __builtin_prefetch(row + i);
+}
+
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
                const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
                uint8_t *raw_record, struct kvq_store_counts *counts)
@@ -35,6 +43,10 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
     uint8_t *dst_k = raw_record + (size_t)slot * 2 * s->k_dim;
     uint8_t *dst_v = raw_record + raw.v_offset + (size_t)slot * 2 * s->v_dim;
     for (uint32_t t = 0; t < tokens; t++) {
+        if (t + AHEAD < tokens) {
+            fetch_row(src_k + (t + AHEAD) * kv_k->token_stride, kv_k->dtype, s->k_dim);
+            fetch_row(src_v + (t + AHEAD) * kv_v->token_stride, kv_v->dtype, s->v_dim);
+        }
         k->store(src_k + t * kv_k->token_stride, kv_k->dtype, dst_k + (size_t)t * 2 * s->k_dim,
                  s->dtype, s->k_dim, counts);
         k->store(src_v + t * kv_v->token_stride, kv_v->dtype, dst_v + (size_t)t * 2 * s->v_dim,

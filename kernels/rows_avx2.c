@@ -82,11 +82,27 @@ KVQ__INLINE void store8(const void *src, uint8_t from, void *dst, uint8_t to,
     kvq__save8(x, to, dst);
 }
 
+// Copies 16-bit numbers, as many as are finite up to a multiple of 16. Returns how many.
+KVQ__INLINE size_t copy_finite(const uint16_t *src, uint8_t dtype, uint16_t *dst, size_t n)
+{
+    const __m256i top =
+        _mm256_set1_epi16(dtype == KVQ_F16 ? 0x7c00 : 0x7f80); // the exponent's bits
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m256i x = _mm256_loadu_si256((const void *)(src + i));
+        __m256i endless = _mm256_cmpeq_epi16(_mm256_and_si256(x, top), top);
+        if (!_mm256_testz_si256(endless, endless))
+            break;
+        _mm256_storeu_si256((void *)(dst + i), x);
+    }
+    return i;
+}
+
 KVQ__INLINE void store_all(const void *src, uint8_t from, void *dst, uint8_t to, size_t n,
                            struct kvq_store_counts *counts)
 {
-    size_t i = 0;
     uint16_t *out = dst;
+    size_t i = from == to ? copy_finite(src, to, out, n) : 0;
     for (; i + 8 <= n; i += 8)
         store8(at(src, from, i), from, out + i, to, counts);
     if (i == n)

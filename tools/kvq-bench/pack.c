@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// kvq-bench pack: storing 128 tokens of one layer as they come, and packing them.
+// kvq-bench pack: storing 128 tokens of one layer as they come, and packing them, beside a plain
+// copy of the same tokens over the same memory.
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "tools/kvq-bench/cache.h"
 
 enum {
-    BLOCKS = 8,    // different ones in a round, so that no cache holds the answers
-    FAR = 1 << 20, // their position, behind the sinks
+    MIN_BLOCKS = 8,
+    MAX_BLOCKS = 1024,
+    FAR = 1 << 20, // position of the blocks, behind the sinks
 };
 
 struct run {
@@ -17,6 +20,8 @@ struct run {
     const struct kvq_kernels *k;
     struct kvq_pool *pool;
     unsigned threads;
+    uint32_t blocks; // different ones in a round: their tokens are twice the last level cache
+    struct kvq_pack_job *jobs; // [blocks]
     struct kvq_shape shape;
     struct bench_memory tokens, raw, packed; // fp16 as handed over; blocks
     size_t raw_bytes, packed_bytes;          // of a block
@@ -28,6 +33,16 @@ struct run {
 static size_t tokens_bytes(const struct run *r)
 {
     return (size_t)KVQ_BLOCK_TOKENS * r->shape.kv_heads * r->shape.k_dim * sizeof(uint16_t);
+}
+
+// The tokens of one head, a share of what the block's record is made of.
+static void copy_item(void *ctx, uint32_t item, void *workspace)
+{
+    const struct run *r = ctx;
+    size_t share = 2 * tokens_bytes(r) / r->shape.kv_heads;
+    (void)workspace;
+    memcpy((uint8_t *)r->raw.data + item * share, (const uint8_t *)r->tokens.data + item * share,
+           share);
 }
 
 static void store_item(void *ctx, uint32_t item, void *workspace)
@@ -46,11 +61,12 @@ static void store_item(void *ctx, uint32_t item, void *workspace)
     kvq_store(r->k, s, &k, &v, head, 0, KVQ_BLOCK_TOKENS, record, &counts);
 }
 
-static double time_store(struct run *r)
+// Seconds for one block of what is done head by head.
+static double time_items(struct run *r, void (*item)(void *, uint32_t, void *))
 {
     double start = bench_seconds();
-    kvq_pool_run(r->pool, store_item, r, BLOCKS * r->shape.kv_heads);
-    return (bench_seconds() - start) / BLOCKS;
+    kvq_pool_run(r->pool, item, r, r->blocks * r->shape.kv_heads);
+    return (bench_seconds() - start) / r->blocks;
 }
 
 static uint8_t *extras_of(const struct run *r, uint32_t block)
@@ -65,8 +81,8 @@ static bool learn(struct run *r, const struct kvq_format *f)
     if (r->extras_bytes == 0)
         return true;
     void *workspace = aligned_alloc(KVQ_RECORD_ALIGN, kvq_workspace_bytes());
-    bool ok = workspace && bench_memory_take(&r->extras, BLOCKS * r->extras_bytes);
-    for (uint32_t i = 0; ok && i < BLOCKS; i++) {
+    bool ok = workspace && bench_memory_take(&r->extras, r->blocks * r->extras_bytes);
+    for (uint32_t i = 0; ok && i < r->blocks; i++) {
         struct kvq_page page = {.raw = (const uint8_t *)r->raw.data + i * r->raw_bytes,
                                 .tokens = KVQ_BLOCK_TOKENS};
         kvq_extras_init(f, &r->shape, extras_of(r, i));
@@ -82,10 +98,10 @@ static bool learn(struct run *r, const struct kvq_format *f)
 
 static double time_pack(const struct run *r, const struct kvq_format *f)
 {
-    struct kvq_pack_job jobs[BLOCKS];
+    struct kvq_pack_job *jobs = r->jobs;
     double start = bench_seconds();
     for (uint32_t first = 0; first < KVQ_BLOCK_TOKENS; first += f->unit_tokens) {
-        for (uint32_t i = 0; i < BLOCKS; i++)
+        for (uint32_t i = 0; i < r->blocks; i++)
             jobs[i] = (struct kvq_pack_job){
                 .format = f,
                 .shape = &r->shape,
@@ -96,32 +112,24 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
                          .extras = extras_of(r, i),
                          .book = bench_book_of(&r->books, 0)},
             };
-        kvq_pool_pack(r->pool, r->k, jobs, BLOCKS);
+        kvq_pool_pack(r->pool, r->k, jobs, r->blocks);
     }
-    return (bench_seconds() - start) / BLOCKS;
+    return (bench_seconds() - start) / r->blocks;
 }
 
-// False: no memory, complained.
-static bool bench_format(struct run *r, const struct kvq_format *f)
+struct times {
+    double copy[BENCH_MAX_REPS], store[BENCH_MAX_REPS], pack[BENCH_MAX_REPS];
+};
+
+static void print_row(const struct run *r, const struct kvq_format *f, struct times *t)
 {
-    double store[BENCH_MAX_REPS], pack[BENCH_MAX_REPS] = {0};
-    bool packs = !kvq_is_raw(f);
-    struct kvq_layout l = kvq_layout_of(f, &r->shape);
-    r->packed_bytes = kvq_block_bytes(&l, &r->shape);
-    time_store(r); // so that there is something to learn from
-    if (!bench_books_make(&r->books, f, &r->shape, 1) || !learn(r, f))
-        return false;
-    for (uint32_t i = 0; i < r->o->reps; i++) {
-        store[i] = time_store(r);
-        pack[i] = packs ? time_pack(r, f) : 0;
-    }
-    bench_books_free(&r->books);
-    bench_memory_give(&r->extras);
-    double store_us = bench_median(store, r->o->reps) * 1e6;
-    double pack_us = bench_median(pack, r->o->reps) * 1e6;
+    double copy = bench_median(t->copy, r->o->reps) * 1e6;
+    double store = bench_median(t->store, r->o->reps) * 1e6;
+    double pack = bench_median(t->pack, r->o->reps) * 1e6;
     double values = 2.0 * KVQ_BLOCK_TOKENS * r->shape.kv_heads * r->shape.k_dim;
-    bench_note(r->out, "%-10s %-6s %7u %9.1f %9.1f %12.0f", f->name, kvq_kernels_isa(r->k),
-               r->threads, store_us, pack_us, packs ? values / pack_us : 0);
+    bench_note(r->out, "%-16s %-6s %7u %8.1f %8.1f %8.1f %10.2f %9.2f %10.0f", f->name,
+               kvq_kernels_isa(r->k), r->threads, copy, store, pack, store / copy, pack / copy,
+               pack > 0 ? values / pack : 0);
     cJSON *row = cJSON_CreateObject();
     cJSON_AddStringToObject(row, "format", f->name);
     cJSON_AddStringToObject(row, "isa", kvq_kernels_isa(r->k));
@@ -129,40 +137,72 @@ static bool bench_format(struct run *r, const struct kvq_format *f)
     cJSON_AddNumberToObject(row, "tokens", KVQ_BLOCK_TOKENS);
     cJSON_AddNumberToObject(row, "kv_heads", r->shape.kv_heads);
     cJSON_AddNumberToObject(row, "head_dim", r->shape.k_dim);
-    cJSON_AddNumberToObject(row, "store_us", store_us);
-    cJSON_AddNumberToObject(row, "pack_us", pack_us);
+    cJSON_AddNumberToObject(row, "copy_us", copy);
+    cJSON_AddNumberToObject(row, "store_us", store);
+    cJSON_AddNumberToObject(row, "pack_us", pack);
     cJSON_AddItemToArray(r->out->rows, row);
+}
+
+// False: no memory, complained.
+static bool bench_format(struct run *r, const struct kvq_format *f)
+{
+    struct times t = {0};
+    struct kvq_layout l = kvq_layout_of(f, &r->shape);
+    r->packed_bytes = kvq_block_bytes(&l, &r->shape);
+    time_items(r, store_item); // so that there is something to learn from
+    if (!bench_books_make(&r->books, f, &r->shape, 1) || !learn(r, f))
+        return false;
+    for (uint32_t i = 0; i < r->o->reps; i++) {
+        t.copy[i] = time_items(r, copy_item);
+        t.store[i] = time_items(r, store_item);
+        t.pack[i] = kvq_is_raw(f) ? 0 : time_pack(r, f);
+    }
+    bench_books_free(&r->books);
+    bench_memory_give(&r->extras);
+    print_row(r, f, &t);
+    return true;
+}
+
+// fp16 tokens, as an engine hands them over, rounded by the function that is measured.
+static bool fill_tokens(struct run *r)
+{
+    struct bench_memory numbers = {0};
+    struct kvq_shape one = r->shape;
+    struct kvq_store_counts counts = {0};
+    size_t n = 2 * tokens_bytes(r) / sizeof(uint16_t); // of a block
+    size_t half = (size_t)KVQ_BLOCK_TOKENS * r->shape.k_dim;
+    one.kv_heads = one.q_heads = 1;
+    struct kvq_layout l = kvq_layout_raw(&one);
+    if (!bench_memory_take(&numbers, n * sizeof(float)))
+        return false;
+    for (uint32_t block = 0; block < r->blocks; block++) {
+        bench_normal(1 + block, numbers.data, n);
+        for (size_t i = 0; i < r->shape.kv_heads; i++) {
+            struct kvq_view k = {(const float *)numbers.data + 2 * i * half,
+                                 (int64_t)sizeof(float) * r->shape.k_dim, 0, KVQ_F32},
+                            v = k;
+            v.data = (const float *)k.data + half;
+            kvq_store(r->k, &one, &k, &v, 0, 0, KVQ_BLOCK_TOKENS,
+                      (uint8_t *)r->tokens.data + 2 * block * tokens_bytes(r) + i * l.record_bytes,
+                      &counts);
+        }
+    }
+    bench_memory_give(&numbers);
     return true;
 }
 
 static bool take_memory(struct run *r)
 {
     struct kvq_layout l = kvq_layout_raw(&r->shape);
+    size_t blocks = 2 * bench_last_level_cache() / (2 * tokens_bytes(r));
+    r->blocks = blocks < MIN_BLOCKS   ? MIN_BLOCKS
+                : blocks > MAX_BLOCKS ? MAX_BLOCKS
+                                      : (uint32_t)blocks;
     r->raw_bytes = kvq_block_bytes(&l, &r->shape); // no packed block is larger
-    size_t n = BLOCKS * 2 * tokens_bytes(r) / sizeof(uint16_t);
-    struct bench_memory numbers = {0};
-    bool ok = bench_memory_take(&r->tokens, BLOCKS * 2 * tokens_bytes(r)) &&
-              bench_memory_take(&r->raw, BLOCKS * r->raw_bytes) &&
-              bench_memory_take(&r->packed, BLOCKS * r->raw_bytes) &&
-              bench_memory_take(&numbers, n * sizeof(float));
-    if (ok) {
-        // Rounded by the function that is measured: fp16 tokens, as an engine hands them over.
-        struct kvq_view from = {numbers.data, (int64_t)sizeof(float) * r->shape.k_dim, 0, KVQ_F32};
-        struct kvq_store_counts counts = {0};
-        struct kvq_shape one = r->shape;
-        one.kv_heads = one.q_heads = 1;
-        bench_normal(1, numbers.data, n);
-        for (size_t i = 0; i < n / r->shape.k_dim / (2 * KVQ_BLOCK_TOKENS); i++) {
-            struct kvq_view k = from, v = from;
-            k.data = (const float *)numbers.data + 2 * i * KVQ_BLOCK_TOKENS * r->shape.k_dim;
-            v.data = (const float *)k.data + (size_t)KVQ_BLOCK_TOKENS * r->shape.k_dim;
-            l = kvq_layout_raw(&one);
-            kvq_store(r->k, &one, &k, &v, 0, 0, KVQ_BLOCK_TOKENS,
-                      (uint8_t *)r->tokens.data + i * l.record_bytes, &counts);
-        }
-    }
-    bench_memory_give(&numbers);
-    return ok;
+    r->jobs = calloc(r->blocks, sizeof *r->jobs);
+    return r->jobs && bench_memory_take(&r->tokens, r->blocks * 2 * tokens_bytes(r)) &&
+           bench_memory_take(&r->raw, r->blocks * r->raw_bytes) &&
+           bench_memory_take(&r->packed, r->blocks * r->raw_bytes) && fill_tokens(r);
 }
 
 int bench_pack(const struct bench_options *o)
@@ -172,10 +212,13 @@ int bench_pack(const struct bench_options *o)
     r.shape = bench_shape(o, KVQ_F16);
     int status = take_memory(&r) ? 0 : 1;
     bench_output_open(&out, o->json);
-    bench_note(&out, "%u KV heads, head_dim %u, %d tokens; median of %u rounds", o->kv_heads,
-               o->head_dim, KVQ_BLOCK_TOKENS, o->reps);
-    bench_note(&out, "%-10s %-6s %7s %9s %9s %12s", "format", "isa", "threads", "store us",
-               "pack us", "Mvalues/s");
+    bench_note(
+        &out,
+        "%u KV heads, head_dim %u, fp16; us for %d tokens, median of %u rounds by turns over "
+        "%u such blocks",
+        o->kv_heads, o->head_dim, KVQ_BLOCK_TOKENS, o->reps, r.blocks);
+    bench_note(&out, "%-16s %-6s %7s %8s %8s %8s %10s %9s %10s", "format", "isa", "threads", "copy",
+               "store", "pack", "store/copy", "pack/copy", "Mvalues/s");
     for (uint32_t i = 0; !status && i < o->threads.n; i++) {
         r.threads = (unsigned)o->threads.value[i];
         int error = kvq_pool_open(&r.pool, r.threads, true);
@@ -189,6 +232,7 @@ int bench_pack(const struct bench_options *o)
                 status = 1;
         kvq_pool_close(&r.pool);
     }
+    free(r.jobs);
     bench_memory_give(&r.tokens);
     bench_memory_give(&r.raw);
     bench_memory_give(&r.packed);
