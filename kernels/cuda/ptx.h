@@ -8,11 +8,13 @@
 
 #include "kernels/emu/dialect.h"
 
-#define KVQ_DEVICE    __device__ __forceinline__
-#define KVQ_UNROLL    _Pragma("unroll")
-#define KVQ_NO_UNROLL _Pragma("unroll 1")
-#define KVQ_KERNEL(name, type, arg)                                                                \
-    extern "C" __global__ void __launch_bounds__(128) name(const __grid_constant__ type arg)
+#define KVQ_DEVICE                  __device__ __forceinline__
+#define KVQ_UNROLL                  _Pragma("unroll")
+#define KVQ_NO_UNROLL               _Pragma("unroll 1")
+#define KVQ_KERNEL(name, type, arg) KVQ_KERNEL_FOR(name, type, arg, 128, 1)
+#define KVQ_KERNEL_FOR(name, type, arg, threads, blocks)                                           \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
+        name(const __grid_constant__ type arg)
 
 namespace gpu
 {

@@ -26,8 +26,10 @@
 //   as_float, as_bits       the same 32 bits
 //
 // All lanes of a warp must reach the same collective (warp_sync, mma, transpose, the shuffles,
-// any). KVQ_DEVICE marks a function, KVQ_KERNEL(name, type, arg) heads a kernel of one argument;
-// KVQ_UNROLL and KVQ_NO_UNROLL stand before loops.
+// any). KVQ_DEVICE marks a function, KVQ_KERNEL(name, type, arg) heads a kernel of one argument and
+// blocks of at most 128 threads; KVQ_KERNEL_FOR(name, type, arg, threads, blocks) one of at most
+// `threads`, of which `blocks` shall run on a multiprocessor at a time. KVQ_UNROLL and
+// KVQ_NO_UNROLL stand before loops.
 #ifndef KVQ_KERNELS_EMU_DIALECT_H
 #define KVQ_KERNELS_EMU_DIALECT_H
 

@@ -34,7 +34,8 @@
 #define KVQ_DEVICE static inline
 #define KVQ_UNROLL
 #define KVQ_NO_UNROLL
-#define KVQ_KERNEL(name, type, arg) void name(const type &arg)
+#define KVQ_KERNEL(name, type, arg)                      void name(const type &arg)
+#define KVQ_KERNEL_FOR(name, type, arg, threads, blocks) void name(const type &arg)
 
 // The source line of the caller, as a default argument.
 #define KVQ_EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()

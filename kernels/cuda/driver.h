@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one table of calls through which everything of ours reaches a GPU: the CUDA driver API's own
+// functions with their own meanings and results (0 is success), under names and types of our own,
+// so that no CUDA header is needed. It is filled from the driver's library at run time, or by the
+// emulator (kernels/emu/driver.h), which runs the same host code on machines without a GPU.
+//
+// Calls work on the calling thread's current context, as in CUDA. A table is never changed once it
+// is filled; any number of threads may use it.
+#ifndef KVQ_KERNELS_CUDA_DRIVER_H
+#define KVQ_KERNELS_CUDA_DRIVER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef uint64_t kvq_gpu_ptr; // address in device memory; the same number as the pointer there
+struct kvq_gpu_context;
+struct kvq_gpu_module;
+struct kvq_gpu_function;
+struct kvq_gpu_stream; // NULL is the default stream
+struct kvq_gpu_event;
+struct kvq_gpu_graph;
+struct kvq_gpu_exec; // a graph made ready to run
+
+// Numbers of the driver API that we use.
+enum {
+    KVQ_GPU_OK = 0,
+    KVQ_GPU_INVALID_VALUE = 1,
+    KVQ_GPU_OUT_OF_MEMORY = 2,
+    KVQ_GPU_NO_DEVICE = 100,
+    KVQ_GPU_NOT_FOUND = 500,
+    KVQ_GPU_NOT_READY = 600,
+    KVQ_GPU_LAUNCH_FAILED = 719,
+    KVQ_GPU_NOT_SUPPORTED = 801,
+    // attributes of a device
+    KVQ_GPU_MULTIPROCESSORS = 16,
+    KVQ_GPU_CAPABILITY_MAJOR = 75,
+    KVQ_GPU_CAPABILITY_MINOR = 76,
+    KVQ_GPU_SHARED_PER_BLOCK = 97, // most that a function can be allowed, in bytes
+    // attributes of a function
+    KVQ_GPU_STATIC_SHARED = 1,
+    KVQ_GPU_LOCAL_BYTES = 3,
+    KVQ_GPU_REGISTERS = 4,
+    KVQ_GPU_DYNAMIC_SHARED = 8, // the most that a launch may ask for
+    // flags
+    KVQ_GPU_STREAM_OWN = 1,      // a stream that does not wait for the default stream
+    KVQ_GPU_EVENT_UNTIMED = 2,   // an event that only orders
+    KVQ_GPU_CAPTURE_RELAXED = 2, // capturing forbids no call of other threads
+    KVQ_GPU_WAIT_AT_LEAST = 0,   // of stream_wait64
+};
+
+// X(field, symbol of the driver's library, arguments). All return an int, 0 for success.
+// clang-format off
+#define KVQ_GPU_CALLS(X)                                                                           \
+    X(init, cuInit, (unsigned flags))                                                              \
+    X(version, cuDriverGetVersion, (int *version))                                                 \
+    X(error_name, cuGetErrorName, (int result, const char **name))                                 \
+    X(error_text, cuGetErrorString, (int result, const char **text))                               \
+    X(device_count, cuDeviceGetCount, (int *count))                                                \
+    X(device_get, cuDeviceGet, (int *device, int ordinal))                                         \
+    X(device_name, cuDeviceGetName, (char *name, int bytes, int device))                           \
+    X(device_attribute, cuDeviceGetAttribute, (int *value, int attribute, int device))             \
+    X(device_memory, cuDeviceTotalMem_v2, (size_t *bytes, int device))                             \
+    X(context_retain, cuDevicePrimaryCtxRetain, (struct kvq_gpu_context **context, int device))    \
+    X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                 \
+    X(context_set, cuCtxSetCurrent, (struct kvq_gpu_context *context))                             \
+    X(context_get, cuCtxGetCurrent, (struct kvq_gpu_context **context))                            \
+    X(context_device, cuCtxGetDevice, (int *device))                                               \
+    X(context_sync, cuCtxSynchronize, (void))                                                      \
+    X(module_load, cuModuleLoadData, (struct kvq_gpu_module **module, const void *image))          \
+    X(module_unload, cuModuleUnload, (struct kvq_gpu_module *module))                              \
+    X(module_function, cuModuleGetFunction, (struct kvq_gpu_function **function,                   \
+                                             struct kvq_gpu_module *module, const char *name))     \
+    X(function_get, cuFuncGetAttribute, (int *value, int attribute,                                \
+                                         struct kvq_gpu_function *function))                       \
+    X(function_set, cuFuncSetAttribute, (struct kvq_gpu_function *function, int attribute,         \
+                                         int value))                                               \
+    X(function_blocks, cuOccupancyMaxActiveBlocksPerMultiprocessor,                                \
+      (int *blocks, struct kvq_gpu_function *function, int threads, size_t shared))                \
+    X(launch, cuLaunchKernel, (struct kvq_gpu_function *function, unsigned grid_x,                 \
+                               unsigned grid_y, unsigned grid_z, unsigned block_x,                 \
+                               unsigned block_y, unsigned block_z, unsigned shared,                \
+                               struct kvq_gpu_stream *stream, void **args, void **extra))          \
+    X(memory_info, cuMemGetInfo_v2, (size_t *free, size_t *total))                                 \
+    X(memory_alloc, cuMemAlloc_v2, (kvq_gpu_ptr *at, size_t bytes))                                \
+    X(memory_free, cuMemFree_v2, (kvq_gpu_ptr at))                                                 \
+    X(host_alloc, cuMemHostAlloc, (void **at, size_t bytes, unsigned flags))                       \
+    X(host_free, cuMemFreeHost, (void *at))                                                        \
+    X(copy_in, cuMemcpyHtoDAsync_v2, (kvq_gpu_ptr to, const void *from, size_t bytes,              \
+                                      struct kvq_gpu_stream *stream))                              \
+    X(copy_out, cuMemcpyDtoHAsync_v2, (void *to, kvq_gpu_ptr from, size_t bytes,                   \
+                                       struct kvq_gpu_stream *stream))                             \
+    X(copy_device, cuMemcpyDtoDAsync_v2, (kvq_gpu_ptr to, kvq_gpu_ptr from, size_t bytes,          \
+                                          struct kvq_gpu_stream *stream))                          \
+    X(fill8, cuMemsetD8Async, (kvq_gpu_ptr to, unsigned char value, size_t count,                  \
+                               struct kvq_gpu_stream *stream))                                     \
+    X(fill32, cuMemsetD32Async, (kvq_gpu_ptr to, unsigned value, size_t count,                     \
+                                 struct kvq_gpu_stream *stream))                                   \
+    X(stream_create, cuStreamCreate, (struct kvq_gpu_stream **stream, unsigned flags))             \
+    X(stream_destroy, cuStreamDestroy_v2, (struct kvq_gpu_stream *stream))                         \
+    X(stream_sync, cuStreamSynchronize, (struct kvq_gpu_stream *stream))                           \
+    X(stream_query, cuStreamQuery, (struct kvq_gpu_stream *stream))                                \
+    X(stream_wait, cuStreamWaitEvent, (struct kvq_gpu_stream *stream,                              \
+                                       struct kvq_gpu_event *event, unsigned flags))               \
+    X(stream_wait64, cuStreamWaitValue64_v2, (struct kvq_gpu_stream *stream, kvq_gpu_ptr at,       \
+                                              uint64_t value, unsigned flags))                     \
+    X(stream_write64, cuStreamWriteValue64_v2, (struct kvq_gpu_stream *stream, kvq_gpu_ptr at,     \
+                                                uint64_t value, unsigned flags))                   \
+    X(event_create, cuEventCreate, (struct kvq_gpu_event **event, unsigned flags))                 \
+    X(event_destroy, cuEventDestroy_v2, (struct kvq_gpu_event *event))                             \
+    X(event_record, cuEventRecord, (struct kvq_gpu_event *event, struct kvq_gpu_stream *stream))   \
+    X(event_query, cuEventQuery, (struct kvq_gpu_event *event))                                    \
+    X(event_sync, cuEventSynchronize, (struct kvq_gpu_event *event))                               \
+    X(event_elapsed, cuEventElapsedTime, (float *milliseconds, struct kvq_gpu_event *from,         \
+                                          struct kvq_gpu_event *to))                               \
+    X(capture_begin, cuStreamBeginCapture_v2, (struct kvq_gpu_stream *stream, int mode))           \
+    X(capture_end, cuStreamEndCapture, (struct kvq_gpu_stream *stream,                             \
+                                        struct kvq_gpu_graph **graph))                             \
+    X(graph_ready, cuGraphInstantiateWithFlags, (struct kvq_gpu_exec **exec,                       \
+                                                 struct kvq_gpu_graph *graph,                      \
+                                                 unsigned long long flags))                        \
+    X(graph_launch, cuGraphLaunch, (struct kvq_gpu_exec *exec, struct kvq_gpu_stream *stream))     \
+    X(exec_destroy, cuGraphExecDestroy, (struct kvq_gpu_exec *exec))                               \
+    X(graph_destroy, cuGraphDestroy, (struct kvq_gpu_graph *graph))
+// clang-format on
+
+struct kvq_gpu_driver {
+    const char *name;    // what it is, for messages: the library's name, or "emulator"
+    void *library;       // of dlopen; NULL if none
+    bool kernels_inside; // the kernels are part of the program: module_load takes no image
+#define KVQ_GPU_FIELD(field, symbol, args) int(*field) args;
+    KVQ_GPU_CALLS(KVQ_GPU_FIELD)
+#undef KVQ_GPU_FIELD
+};
+
+// Opens the driver's library (NULL means libcuda.so.1) and fills the table. 0, or -1 with a
+// sentence in text (what is missing and what to do), and then there is nothing to close. Needs no
+// GPU and initializes nothing: that is driver->init.
+int kvq_gpu_driver_open(struct kvq_gpu_driver *driver, const char *library, char *text, size_t n);
+void kvq_gpu_driver_close(struct kvq_gpu_driver *driver); // a zeroed table is fine
+
+// Writes "what: NAME (what it means)" for a result that is not KVQ_GPU_OK. Returns -1.
+int kvq_gpu_fault(const struct kvq_gpu_driver *driver, int result, const char *what, char *text,
+                  size_t n);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The table of driver calls and what stands on it: opening the driver's library, loading and
+// launching kernels, memory, streams and graphs, in the emulator; and that the emulated driver
+// refuses what it says it refuses.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <vector>
+
+#include "kernels/cuda/gpu.h"
+#include "kernels/cuda/probe.h"
+#include "kernels/emu/driver.h"
+
+extern "C" {
+#include <cmocka.h>
+}
+
+using std::vector;
+
+static const kvq_gpu_driver *drv;
+static kvq_gpu dev;
+static char text[KVQ_GPU_TEXT];
+
+static int open_emulator(void **)
+{
+    kvq_emu_set(NULL);
+    drv = kvq_emu_driver();
+    if (kvq_gpu_open(&dev, drv, text, sizeof(text)) != 0)
+        fail_msg("%s", text);
+    return 0;
+}
+
+static int close_emulator(void **)
+{
+    kvq_gpu_close(&dev);
+    assert_int_equal(kvq_emu_allocations(), 0);
+    return 0;
+}
+
+static kvq_gpu_ptr alloc(size_t bytes)
+{
+    kvq_gpu_ptr at = 0;
+    assert_int_equal(drv->memory_alloc(&at, bytes), KVQ_GPU_OK);
+    return at;
+}
+
+static void give_back(kvq_gpu_ptr at)
+{
+    assert_int_equal(drv->memory_free(at), KVQ_GPU_OK);
+}
+
+static void contains(const char *part)
+{
+    if (!strstr(text, part))
+        fail_msg("wanted \"%s\" in: %s", part, text);
+}
+
+// ---- The driver's library ----
+
+static void test_no_library(void **)
+{
+    kvq_gpu_driver d;
+    assert_int_equal(kvq_gpu_driver_open(&d, "libkvq-no-such.so.1", text, sizeof(text)), -1);
+    contains("libkvq-no-such.so.1 cannot be loaded");
+    contains("install");
+    assert_null(d.library);
+    kvq_gpu_driver_close(&d);
+}
+
+// A library that is there and has none of the symbols.
+static void test_old_library(void **)
+{
+    kvq_gpu_driver d;
+    assert_int_equal(kvq_gpu_driver_open(&d, "libc.so.6", text, sizeof(text)), -1);
+    contains("has no cuInit");
+    contains("too old");
+    assert_null(d.library);
+}
+
+static void test_no_context(void **)
+{
+    kvq_gpu other;
+    kvq_gpu_context *context;
+    assert_int_equal(drv->context_get(&context), KVQ_GPU_OK);
+    assert_int_equal(drv->context_set(NULL), KVQ_GPU_OK);
+    assert_int_equal(kvq_gpu_open(&other, drv, text, sizeof(text)), -1);
+    contains("no GPU context is current");
+    assert_int_equal(drv->context_set(context), KVQ_GPU_OK);
+    assert_int_equal(other.n_modules, 0);
+}
+
+// A kernel that the list has and the module lacks.
+static void test_missing_kernel(void **)
+{
+    kvq_gpu other;
+    const kvq_emu_kernel none = {"kvq_gpu_nothing", NULL, 0};
+    assert_int_equal(kvq_gpu_open(&other, kvq_emu_driver_with(&none, 1), text, sizeof(text)), -1);
+    contains(kvq_gpu_kernel_name((kvq_gpu_kernel)0));
+    contains("not found");
+    open_emulator(NULL);
+}
+
+// ---- A launch ----
+
+struct mma_memory {
+    kvq_gpu_ptr a, b, c, d;
+};
+
+static mma_memory mma_alloc()
+{
+    const mma_memory m = {alloc(32 * 4 * 4), alloc(32 * 2 * 4), alloc(32 * 4 * 4),
+                          alloc(32 * 4 * 4)};
+    return m;
+}
+
+static void mma_free(const mma_memory &m)
+{
+    for (const kvq_gpu_ptr at : {m.a, m.b, m.c, m.d})
+        give_back(at);
+}
+
+static kvq_gpu_probe_mma_args mma_args(const mma_memory &m)
+{
+    const kvq_gpu_probe_mma_args args = {(const uint32_t *)m.a, (const uint32_t *)m.b,
+                                         (const float *)m.c, (float *)m.d};
+    return args;
+}
+
+// Every a is the subnormal 2^-24 times (row + 1), every b is 1, c is the row: d = row + 16 a.
+static void fill_mma(const mma_memory &m)
+{
+    vector<uint32_t> a(32 * 4), b(32 * 2, 0x3c003c00u);
+    vector<float> c(32 * 4);
+    for (int lane = 0; lane < 32; lane++) {
+        for (int r = 0; r < 4; r++) {
+            const uint32_t row = (lane >> 2) + 8 * (r & 1);
+            a[4 * lane + r] = (row + 1) | (row + 1) << 16;
+            c[4 * lane + r] = 0.5f * ((lane >> 2) + 8 * (r >> 1));
+        }
+    }
+    assert_int_equal(drv->copy_in(m.a, a.data(), a.size() * 4, NULL), KVQ_GPU_OK);
+    assert_int_equal(drv->copy_in(m.b, b.data(), b.size() * 4, NULL), KVQ_GPU_OK);
+    assert_int_equal(drv->copy_in(m.c, c.data(), c.size() * 4, NULL), KVQ_GPU_OK);
+}
+
+static void check_mma(const mma_memory &m)
+{
+    float d[32 * 4];
+    assert_int_equal(drv->copy_out(d, m.d, sizeof(d), NULL), KVQ_GPU_OK);
+    assert_int_equal(drv->context_sync(), KVQ_GPU_OK);
+    for (int lane = 0; lane < 32; lane++) {
+        for (int r = 0; r < 4; r++) {
+            const int row = (lane >> 2) + 8 * (r >> 1);
+            const double want = 0.5 * row + 16 * (row + 1) * 0x1p-24;
+            assert_true(d[4 * lane + r] == (float)want);
+        }
+    }
+}
+
+static void test_launch(void **)
+{
+    const mma_memory m = mma_alloc();
+    fill_mma(m);
+    const kvq_gpu_probe_mma_args args = mma_args(m);
+    const kvq_gpu_grid grid = {1, 1, 32, 0, NULL};
+    if (kvq_gpu_launch(&dev, KVQ_KERNEL_PROBE_MMA, &grid, &args, sizeof(args), text,
+                       sizeof(text)) != 0)
+        fail_msg("%s", text);
+    check_mma(m);
+    mma_free(m);
+}
+
+// Recorded once, run twice, with other memory contents each time.
+static void test_graph(void **)
+{
+    const mma_memory m = mma_alloc();
+    const kvq_gpu_probe_mma_args args = mma_args(m);
+    kvq_gpu_stream *stream;
+    kvq_gpu_graph *graph;
+    kvq_gpu_exec *exec;
+    assert_int_equal(drv->stream_create(&stream, KVQ_GPU_STREAM_OWN), KVQ_GPU_OK);
+    assert_int_equal(drv->capture_begin(stream, KVQ_GPU_CAPTURE_RELAXED), KVQ_GPU_OK);
+    const kvq_gpu_grid grid = {1, 1, 32, 0, stream};
+    assert_int_equal(drv->fill32(m.d, 0, 32 * 4, stream), KVQ_GPU_OK);
+    assert_int_equal(
+        kvq_gpu_launch(&dev, KVQ_KERNEL_PROBE_MMA, &grid, &args, sizeof(args), text, sizeof(text)),
+        0);
+    assert_int_equal(drv->capture_end(stream, &graph), KVQ_GPU_OK);
+    assert_int_equal(drv->graph_ready(&exec, graph, 0), KVQ_GPU_OK);
+    assert_int_equal(drv->graph_destroy(graph), KVQ_GPU_OK);
+    float before;
+    assert_int_equal(drv->copy_out(&before, m.d, 4, NULL), KVQ_GPU_OK);
+    assert_true(isnan(before)); // nothing ran yet
+    for (int i = 0; i < 2; i++) {
+        fill_mma(m);
+        assert_int_equal(drv->graph_launch(exec, stream), KVQ_GPU_OK);
+        assert_int_equal(drv->stream_sync(stream), KVQ_GPU_OK);
+        check_mma(m);
+        assert_int_equal(drv->fill8(m.a, 0xff, 32 * 4 * 4, NULL), KVQ_GPU_OK);
+    }
+    assert_int_equal(drv->exec_destroy(exec), KVQ_GPU_OK);
+    assert_int_equal(drv->stream_destroy(stream), KVQ_GPU_OK);
+    mma_free(m);
+}
+
+// ---- Refusals of the emulated driver ----
+
+static void refused(const kvq_gpu_grid &grid, size_t bytes, const char *why)
+{
+    const kvq_gpu_probe_mma_args args[2] = {};
+    assert_int_equal(
+        kvq_gpu_launch(&dev, KVQ_KERNEL_PROBE_MMA, &grid, args, bytes, text, sizeof(text)), -1);
+    contains("kvq_gpu_probe_mma");
+    contains(why);
+}
+
+static void test_bad_launches(void **)
+{
+    const size_t bytes = sizeof(kvq_gpu_probe_mma_args);
+    refused({1, 1, 32, 0, NULL}, bytes + 8, "another size");
+    refused({0, 1, 32, 0, NULL}, bytes, "cannot have");
+    refused({1, 65536, 32, 0, NULL}, bytes, "cannot have");
+    refused({1, 1, 2048, 0, NULL}, bytes, "at most 1024");
+    refused({1, 1, 32, dev.shared_bytes + 16, NULL}, bytes, "more shared memory");
+}
+
+static void test_bad_memory(void **)
+{
+    uint8_t host[64] = {};
+    const kvq_gpu_ptr at = alloc(48);
+    assert_int_equal(drv->copy_in(at, host, 48, NULL), KVQ_GPU_OK);
+    assert_int_equal(drv->copy_in(at, host, 49, NULL), KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(drv->copy_in(at + 40, host, 16, NULL), KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(drv->copy_out(host, at - 16, 16, NULL), KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(drv->copy_device(at, at + 32, 32, NULL), KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(drv->fill32(at + 2, 0, 1, NULL), KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(drv->memory_free(at + 16), KVQ_GPU_INVALID_VALUE);
+    give_back(at);
+    assert_int_equal(drv->copy_out(host, at, 16, NULL), KVQ_GPU_INVALID_VALUE);
+    kvq_gpu_ptr none;
+    assert_int_equal(drv->memory_alloc(&none, (size_t)65 << 30), KVQ_GPU_OUT_OF_MEMORY);
+}
+
+static void test_waits(void **)
+{
+    const kvq_gpu_ptr at = alloc(8);
+    assert_int_equal(drv->stream_write64(NULL, at, 5, 0), KVQ_GPU_OK);
+    assert_int_equal(drv->stream_wait64(NULL, at, 5, KVQ_GPU_WAIT_AT_LEAST), KVQ_GPU_OK);
+    const int result = drv->stream_wait64(NULL, at, 6, KVQ_GPU_WAIT_AT_LEAST);
+    assert_int_equal(kvq_gpu_fault(drv, result, "waiting", text, sizeof(text)), -1);
+    contains("waits for 6, and 5 stands there");
+    give_back(at);
+}
+
+struct write_args {
+    uint8_t *at;
+};
+
+static void write_byte(const write_args &a)
+{
+    if (gpu::lane() == 0)
+        *a.at = 1;
+}
+
+static void run_write(const void *args)
+{
+    write_byte(*(const write_args *)args);
+}
+
+// A plain store behind the end of a piece is found after the launch.
+static void test_spill(void **)
+{
+    const kvq_emu_kernel mine = {"write_byte", run_write, sizeof(write_args)};
+    drv = kvq_emu_driver_with(&mine, 1);
+    kvq_gpu_function *f;
+    assert_int_equal(drv->module_function(&f, NULL, "write_byte"), KVQ_GPU_OK);
+    const kvq_gpu_ptr at = alloc(100);
+    for (size_t offset = 99; offset <= 100; offset++) {
+        write_args a = {(uint8_t *)at + offset};
+        size_t bytes = sizeof(a);
+        void *extra[] = {(void *)1, &a, (void *)2, &bytes, NULL};
+        const int result = drv->launch(f, 1, 1, 1, 32, 1, 1, 0, NULL, NULL, extra);
+        assert_int_equal(result, offset < 100 ? KVQ_GPU_OK : KVQ_GPU_LAUNCH_FAILED);
+    }
+    kvq_gpu_fault(drv, KVQ_GPU_LAUNCH_FAILED, "launch", text, sizeof(text));
+    contains("written 0 bytes behind the end of a piece of 100");
+    give_back(at);
+    open_emulator(NULL);
+}
+
+int main(void)
+{
+    const CMUnitTest tests[] = {
+        cmocka_unit_test(test_no_library),   cmocka_unit_test(test_old_library),
+        cmocka_unit_test(test_no_context),   cmocka_unit_test(test_missing_kernel),
+        cmocka_unit_test(test_launch),       cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_bad_launches), cmocka_unit_test(test_bad_memory),
+        cmocka_unit_test(test_waits),        cmocka_unit_test(test_spill),
+    };
+    return cmocka_run_group_tests(tests, open_emulator, close_emulator);
+}
