@@ -88,6 +88,29 @@ KVQ_DEVICE void sts32(smem at, uint32_t x)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+KVQ_DEVICE void sts128(smem at, const u32x4 &x)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.v[0]), "r"(x.v[1]),
+                 "r"(x.v[2]), "r"(x.v[3])
+                 : "memory");
+}
+
+KVQ_DEVICE void ldmatrix(uint32_t r[4], smem at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+KVQ_DEVICE void ldmatrix_trans(uint32_t r[4], smem at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
 KVQ_DEVICE void copy16(smem to, const void *from, bool wanted)
 {
     asm volatile("{.reg .pred p;\n setp.ne.b32 p, %2, 0;\n"
@@ -125,6 +148,16 @@ KVQ_DEVICE void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, c
           "f"(c[2]), "f"(c[3]));
 }
 
+KVQ_DEVICE void mma_bf16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1,
+                         const float c[4])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+}
+
 KVQ_DEVICE uint32_t transpose(uint32_t x)
 {
     uint32_t r;
@@ -140,6 +173,31 @@ KVQ_DEVICE float shuffle_xor(float x, int mask)
 KVQ_DEVICE float shuffle(float x, int from)
 {
     return __shfl_sync(~0u, x, from);
+}
+
+KVQ_DEVICE uint32_t shuffle_bits(uint32_t x, int from)
+{
+    return __shfl_sync(~0u, x, from);
+}
+
+KVQ_DEVICE uint32_t ballot(bool x)
+{
+    return __ballot_sync(~0u, x);
+}
+
+KVQ_DEVICE int popcount(uint32_t x)
+{
+    return __popc(x);
+}
+
+KVQ_DEVICE uint32_t atomic_inc(uint32_t *at, uint32_t last)
+{
+    uint32_t r;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(r)
+                 : "l"(at), "r"(last)
+                 : "memory");
+    return r;
 }
 
 KVQ_DEVICE bool any(bool x)
@@ -161,6 +219,13 @@ KVQ_DEVICE uint32_t pack2(float lo, float hi)
     return r;
 }
 
+KVQ_DEVICE uint32_t pack2_bf16(float lo, float hi)
+{
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
 KVQ_DEVICE float low(uint32_t x)
 {
     float r;
@@ -179,6 +244,13 @@ KVQ_DEVICE float power2(float x)
 {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+KVQ_DEVICE float reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 

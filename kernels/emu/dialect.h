@@ -7,7 +7,11 @@
 //
 //   thread(), warp(), lane(), block_x(), block_y(), grid_x()     where this thread stands
 //   smem                    an address in the block's shared memory; smem_start() is the first
-//   lds32/64/128, sts32     shared loads and stores, naturally aligned
+//   lds32/64/128, sts32/128 shared loads and stores, naturally aligned
+//   ldmatrix(r, at)         four 8x8 matrices of 16-bit values from shared memory: lanes 8 i to
+//                           8 i + 7 give the addresses of the eight 16-byte rows of matrix i;
+//                           r[i] is values 2j and 2j+1 of row g of matrix i (lane = 4 g + j).
+//                           ldmatrix_trans: rows 2j and 2j+1 of column g
 //   copy16(to, from, wanted), copy_commit, copy_wait<N>
 //                           asynchronous 16-byte copies from global to shared memory (nothing if
 //                           not wanted), in batches; the wait leaves at most N batches of this
@@ -18,15 +22,21 @@
 //                           a[0] row g, k 2j and 2j+1; a[1] row g+8; a[2], a[3] the same, k + 8;
 //                           b0 k 2j and 2j+1 of column g, b1 k + 8; c[0], c[1] row g, columns 2j
 //                           and 2j+1; c[2], c[3] row g+8 (lane = 4 g + j)
+//   mma_bf16                the same with bf16 in
 //   transpose(x)            of an 8x8 matrix of 16-bit values, two to a lane
-//   shuffle_xor, shuffle, any
+//   shuffle_xor, shuffle, shuffle_bits, any
+//   ballot(x)               bit l is what lane l says
+//   atomic_inc(at, last)    of a word in global memory: adds 1, or makes it 0 where it is `last`;
+//                           returns what it was. Orders memory as an acquire and a release
 //   mul2(a, b)              two fp16 products; pack2(lo, hi) rounds two floats to fp16, to nearest
 //                           even; low(x), high(x) the halves as floats
-//   power2(x)               2^x in fp32
+//   pack2_bf16(lo, hi)      rounds two floats to bf16, to nearest even
+//   power2(x), reciprocal(x) 2^x and 1/x in fp32, to the last bits but one or two
+//   popcount(x)             bits that are set
 //   as_float, as_bits       the same 32 bits
 //
-// All lanes of a warp must reach the same collective (warp_sync, mma, transpose, the shuffles,
-// any). KVQ_DEVICE marks a function, KVQ_KERNEL(name, type, arg) heads a kernel of one argument and
+// All lanes of a warp must reach the same collective (warp_sync, ldmatrix, mma, transpose, the
+// shuffles, any, ballot). KVQ_DEVICE marks a function, KVQ_KERNEL(name, type, arg) heads a kernel of one argument and
 // blocks of at most 128 threads; KVQ_KERNEL_FOR(name, type, arg, threads, blocks) one of at most
 // `threads`, of which `blocks` shall run on a multiprocessor at a time. KVQ_UNROLL and
 // KVQ_NO_UNROLL stand before loops.

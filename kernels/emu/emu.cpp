@@ -262,8 +262,18 @@ static float sum_terms(const double terms[17])
     return (float)sum;
 }
 
-// Words of a lane: a[0..3], b0, b1, then c[0..3] as bits.
-static void compute_mma(warp_state &w)
+static float low_bf16(uint32_t x)
+{
+    return as_float(x << 16);
+}
+
+static float high_bf16(uint32_t x)
+{
+    return as_float(x & 0xffff0000u);
+}
+
+// Words of a lane: a[0..3], b0, b1, then c[0..3] as bits. The two functions take the halves apart.
+static void compute_mma_of(warp_state &w, float (*low)(uint32_t), float (*high)(uint32_t))
 {
     float a[16][16], b[16][8];
     for (int l = 0; l < WARP; l++) {
@@ -288,14 +298,78 @@ static void compute_mma(warp_state &w)
     }
 }
 
-void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4],
-         const char *file, int line)
+static void compute_mma(warp_state &w)
+{
+    compute_mma_of(w, low, high);
+}
+
+static void compute_mma_bf16(warp_state &w)
+{
+    compute_mma_of(w, low_bf16, high_bf16);
+}
+
+static void mma_of(const place &at, void (*compute)(warp_state &), float d[4], const uint32_t a[4],
+                   uint32_t b0, uint32_t b1, const float c[4])
 {
     const uint32_t in[10] = {a[0], a[1],          a[2],          a[3],          b0,
                              b1,   as_bits(c[0]), as_bits(c[1]), as_bits(c[2]), as_bits(c[3])};
-    const uint32_t *out = meet(here("mma", file, line), in, 10, compute_mma);
+    const uint32_t *out = meet(at, in, 10, compute);
     for (int r = 0; r < 4; r++)
         d[r] = as_float(out[r]);
+}
+
+void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4],
+         const char *file, int line)
+{
+    mma_of(here("mma", file, line), compute_mma, d, a, b0, b1, c);
+}
+
+void mma_bf16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4],
+              const char *file, int line)
+{
+    mma_of(here("mma_bf16", file, line), compute_mma_bf16, d, a, b0, b1, c);
+}
+
+// ---- Matrices from shared memory ----
+
+// The 16-byte row that each lane's address points at, handed to those who want parts of it.
+static void compute_matrix(warp_state &w)
+{
+    for (int l = 0; l < WARP; l++)
+        for (int i = 0; i < 4; i++)
+            w.out[l][i] = w.in[8 * i + (l >> 2)][l & 3];
+}
+
+static void compute_matrix_trans(warp_state &w)
+{
+    for (int l = 0; l < WARP; l++) {
+        const int g = l >> 2, j = l & 3;
+        for (int i = 0; i < 4; i++) {
+            const uint32_t upper = w.in[8 * i + 2 * j][g / 2],
+                           lower = w.in[8 * i + 2 * j + 1][g / 2];
+            w.out[l][i] =
+                g % 2 ? upper >> 16 | (lower & 0xffff0000u) : (upper & 0xffffu) | lower << 16;
+        }
+    }
+}
+
+static void load_matrices(const place &at, void (*compute)(warp_state &), uint32_t r[4], smem from)
+{
+    u32x4 row;
+    emu_load(&row, from, sizeof(row), at.file, at.line);
+    const uint32_t *out = meet(at, row.v, 4, compute);
+    for (int i = 0; i < 4; i++)
+        r[i] = out[i];
+}
+
+void ldmatrix(uint32_t r[4], smem at, const char *file, int line)
+{
+    load_matrices(here("ldmatrix", file, line), compute_matrix, r, at);
+}
+
+void ldmatrix_trans(uint32_t r[4], smem at, const char *file, int line)
+{
+    load_matrices(here("ldmatrix_trans", file, line), compute_matrix_trans, r, at);
 }
 
 static void compute_transpose(warp_state &w)
@@ -333,6 +407,27 @@ float shuffle_xor(float x, int mask, const char *file, int line)
 {
     const uint32_t in[2] = {as_bits(x), (uint32_t)(lane() ^ mask)};
     return as_float(meet(here("shuffle_xor", file, line), in, 2, compute_shuffle)[0]);
+}
+
+uint32_t shuffle_bits(uint32_t x, int from, const char *file, int line)
+{
+    const uint32_t in[2] = {x, (uint32_t)from};
+    return meet(here("shuffle_bits", file, line), in, 2, compute_shuffle)[0];
+}
+
+static void compute_ballot(warp_state &w)
+{
+    uint32_t said = 0;
+    for (int l = 0; l < WARP; l++)
+        said |= (uint32_t)(w.in[l][0] != 0) << l;
+    for (int l = 0; l < WARP; l++)
+        w.out[l][0] = said;
+}
+
+uint32_t ballot(bool x, const char *file, int line)
+{
+    const uint32_t in = x;
+    return meet(here("ballot", file, line), &in, 1, compute_ballot)[0];
 }
 
 static void compute_any(warp_state &w)
@@ -416,6 +511,27 @@ float high(uint32_t x)
 uint32_t pack2(float lo, float hi)
 {
     return float_to_half(lo) | (uint32_t)float_to_half(hi) << 16;
+}
+
+static uint32_t to_bf16(float x)
+{
+    const uint32_t bits = as_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000u)
+        return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+uint32_t pack2_bf16(float lo, float hi)
+{
+    return to_bf16(lo) | to_bf16(hi) << 16;
+}
+
+// Blocks run one after the other, and a block's fibers by turns: nothing comes between.
+uint32_t atomic_inc(uint32_t *at, uint32_t last)
+{
+    const uint32_t before = *at;
+    *at = before >= last ? 0 : before + 1;
+    return before;
 }
 
 // The product of two fp16 is exact in fp32.

@@ -141,6 +141,13 @@ static inline void sts32(smem at, uint32_t x, KVQ_EMU_HERE)
     emu_store(at, &x, sizeof(x), file, line);
 }
 
+static inline void sts128(smem at, const u32x4 &x, KVQ_EMU_HERE)
+{
+    emu_store(at, &x, sizeof(x), file, line);
+}
+
+void ldmatrix(uint32_t r[4], smem at, KVQ_EMU_HERE);
+void ldmatrix_trans(uint32_t r[4], smem at, KVQ_EMU_HERE);
 void copy16(smem to, const void *from, bool wanted, KVQ_EMU_HERE);
 void copy_commit();
 void emu_copy_wait(int left);
@@ -153,19 +160,35 @@ template <int N> static inline void copy_wait()
 void warp_sync(KVQ_EMU_HERE);
 void block_sync(KVQ_EMU_HERE);
 void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4], KVQ_EMU_HERE);
+void mma_bf16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4],
+              KVQ_EMU_HERE);
 uint32_t transpose(uint32_t x, KVQ_EMU_HERE);
 float shuffle_xor(float x, int mask, KVQ_EMU_HERE);
 float shuffle(float x, int from, KVQ_EMU_HERE);
+uint32_t shuffle_bits(uint32_t x, int from, KVQ_EMU_HERE);
 bool any(bool x, KVQ_EMU_HERE);
+uint32_t ballot(bool x, KVQ_EMU_HERE);
+uint32_t atomic_inc(uint32_t *at, uint32_t last);
 
 uint32_t mul2(uint32_t a, uint32_t b);
 uint32_t pack2(float lo, float hi);
+uint32_t pack2_bf16(float lo, float hi);
 float low(uint32_t x);
 float high(uint32_t x);
 
 static inline float power2(float x)
 {
     return exp2f(x);
+}
+
+static inline float reciprocal(float x)
+{
+    return 1 / x;
+}
+
+static inline int popcount(uint32_t x)
+{
+    return __builtin_popcount(x);
 }
 
 static inline float as_float(uint32_t x)
