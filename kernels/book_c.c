@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Codebook codecs in plain C (VecInfer, section 3; MILLION, section 3). A code is the number of
-// the centroid nearest to `vector` neighbouring channels: the smallest sum of squared differences,
-// added up channel by channel in fp32 without fused multiply-add, the lowest number of equals.
+// the centroid nearest to `vector` neighbouring channels (codec_math.h).
 #include <assert.h>
 
 #include "kernels/internal.h"
@@ -12,24 +11,6 @@ static const float *table_of(const struct kvq__side *side, uint32_t sub)
 {
     assert(side->book); // whoever opens a session with a codebook format has one
     return side->book + sub * side->book_sub;
-}
-
-static uint32_t nearest(const float *x, const float *table, uint32_t vector, uint32_t count)
-{
-    float least = INFINITY;
-    uint32_t code = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        float sum = 0.0f;
-        for (uint32_t j = 0; j < vector; j++) {
-            float d = x[j] - table[i * vector + j];
-            sum += d * d;
-        }
-        if (sum < least) {
-            least = sum;
-            code = i;
-        }
-    }
-    return code;
 }
 
 // Code of token t of sub-vector m, `subs` in all. See layout.h, 7.
@@ -60,9 +41,9 @@ static void quant(const struct kvq__side *side, uint32_t dim, const float *rows,
     uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t m = 0; m < subs; m++)
-            kvq__put_book_code(
-                codes, bits, subs, m, t,
-                nearest(rows + t * dim + m * vector, table_of(side, m), vector, 1u << bits));
+            kvq__put_book_code(codes, bits, subs, m, t,
+                               kvq__nearest_centroid(rows + t * dim + m * vector, table_of(side, m),
+                                                     vector, 1u << bits));
 }
 
 static void dequant(const struct kvq__side *side, uint32_t dim, const uint8_t *codes, float *rows)

@@ -177,12 +177,6 @@ float kvq__sum_abs(const float *row, uint32_t n)
 
 // ---- Outliers (OTT, sections 3 and 4) ----
 
-// A smaller score wins, the earlier token of two equal ones.
-static bool wins(float score, uint64_t position, float other, uint64_t other_position)
-{
-    return score < other || (score == other && position < other_position);
-}
-
 // The tokens that compete best, in ascending order.
 struct ranking {
     uint32_t count, room;
@@ -193,7 +187,7 @@ struct ranking {
 static void rank(struct ranking *r, float score, uint64_t position)
 {
     uint32_t i = r->count < r->room ? r->count++ : r->room;
-    for (; i > 0 && wins(score, position, r->score[i - 1], r->position[i - 1]); i--)
+    for (; i > 0 && kvq__wins(score, position, r->score[i - 1], r->position[i - 1]); i--)
         if (i < r->room) {
             r->score[i] = r->score[i - 1];
             r->position[i] = r->position[i - 1];
@@ -263,8 +257,7 @@ static const uint16_t *raw_row(const struct lesson *l, uint32_t token, bool v)
            (size_t)(token % KVQ_BLOCK_TOKENS) * l->s->k_dim;
 }
 
-// sqrt(max |K_c|) over the tokens behind the sink, as fp16; 1 where that is below 1e-6 (InnerQ,
-// section 5; the floor is ours, for channels that are always 0).
+// From max |K_c| over the tokens behind the sink.
 static void learn_factors(const struct lesson *l, uint16_t *factors)
 {
     float top[KVQ_MAX_HEAD_DIM] = {0};
@@ -274,10 +267,8 @@ static void learn_factors(const struct lesson *l, uint16_t *factors)
         for (uint32_t c = 0; c < dim; c++)
             top[c] = fabsf(l->row[c]) > top[c] ? fabsf(l->row[c]) : top[c];
     }
-    for (uint32_t c = 0; c < dim; c++) {
-        uint16_t half = kvq__f32_to_f16(sqrtf(top[c]));
-        factors[c] = kvq__f16_to_f32(half) < 1e-6f ? kvq__f32_to_f16(1.0f) : half;
-    }
+    for (uint32_t c = 0; c < dim; c++)
+        factors[c] = kvq__factor(top[c]);
 }
 
 static void learn_outliers(const struct lesson *l, const struct kvq_format *f,
@@ -287,7 +278,7 @@ static void learn_outliers(const struct lesson *l, const struct kvq_format *f,
     uint32_t dim = l->s->k_dim;
     for (uint32_t t = l->sink; t < l->tokens; t++) {
         l->k->load(raw_row(l, t, false), l->s->dtype, l->row, dim);
-        rank(&best, kvq__sum_abs(l->row, dim), t);
+        rank(&best, kvq__score(kvq__sum_abs(l->row, dim)), t);
     }
     for (uint32_t i = 0; i < best.count; i++) {
         uint32_t t = (uint32_t)best.position[i];

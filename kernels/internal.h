@@ -23,6 +23,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/codec_math.h"
 #include "kernels/kernels.h"
 
 enum {
@@ -294,63 +295,7 @@ struct kvq__workspace {
     uint8_t scratch[KVQ__SCRATCH_BYTES];
 };
 
-// ---- 16-bit numbers, one at a time ----
-
-static inline uint32_t kvq__bits(float f)
-{
-    uint32_t u;
-    memcpy(&u, &f, sizeof u);
-    return u;
-}
-
-static inline float kvq__float(uint32_t u)
-{
-    float f;
-    memcpy(&f, &u, sizeof f);
-    return f;
-}
-
-static inline float kvq__f16_to_f32(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
-    uint32_t rest = h & 0x7fffu;
-    if (rest >= 0x7c00u)
-        return kvq__float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-    // Moves the exponent's bias by a multiplication, which is exact for subnormals as well.
-    float f = kvq__float(rest << 13) * 0x1p112f;
-    return kvq__float(sign | kvq__bits(f));
-}
-
-// To nearest even; finite values saturate at 65504, infinities and NaN stay what they are.
-static inline uint16_t kvq__f32_to_f16(float f)
-{
-    uint32_t sign = kvq__bits(f) >> 16 & 0x8000u;
-    uint32_t u = kvq__bits(f) & 0x7fffffffu;
-    if (u >= 0x7f800000u)
-        return (uint16_t)(sign | (u > 0x7f800000u ? 0x7e00u | (u >> 13 & 0x3ffu) : 0x7c00u));
-    if (u > 0x477fe000u) // 65504
-        return (uint16_t)(sign | 0x7bffu);
-    if (u < 0x38800000u) // below 2^-14: adding 1/2 rounds to multiples of 2^-24
-        return (uint16_t)(sign | (kvq__bits(kvq__float(u) + 0.5f) - 0x3f000000u));
-    return (uint16_t)(sign | ((u + 0xfffu + (u >> 13 & 1u) - 0x38000000u) >> 13));
-}
-
-static inline float kvq__bf16_to_f32(uint16_t h)
-{
-    return kvq__float((uint32_t)h << 16);
-}
-
-// To nearest even; finite values saturate, infinities and NaN stay what they are.
-static inline uint16_t kvq__f32_to_bf16(float f)
-{
-    uint32_t u = kvq__bits(f);
-    uint32_t rest = u & 0x7fffffffu;
-    if (rest > 0x7f800000u)
-        return (uint16_t)(u >> 16 | 0x40u);
-    if (rest > 0x7f7f0000u && rest != 0x7f800000u)
-        return (uint16_t)((u >> 16 & 0x8000u) | 0x7f7fu);
-    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
-}
+// ---- One number at a time; more in codec_math.h ----
 
 // 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf.
 static inline float kvq__exp2(float x)

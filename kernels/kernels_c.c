@@ -39,24 +39,15 @@ static void save_c(const float *src, uint8_t dtype, void *dst, size_t n)
     }
 }
 
-static float load_one(const void *src, uint8_t dtype, size_t i)
-{
-    if (dtype == KVQ_F32)
-        return ((const float *)src)[i];
-    uint16_t half = ((const uint16_t *)src)[i];
-    return dtype == KVQ_F16 ? kvq__f16_to_f32(half) : kvq__bf16_to_f32(half);
-}
-
 static void store_c(const void *src, uint8_t from, void *dst, uint8_t to, size_t n,
                     struct kvq_store_counts *counts)
 {
     uint16_t *half = dst;
-    const float limit = to == KVQ_F16 ? 65504.0f : 0x1.fep127f;
     for (size_t i = 0; i < n; i++) {
-        float x = load_one(src, from, i);
-        counts->nonfinite += !isfinite(x);
-        counts->saturated += isfinite(x) && fabsf(x) > limit;
-        half[i] = to == KVQ_F16 ? kvq__f32_to_f16(x) : kvq__f32_to_bf16(x);
+        float x = kvq__element(src, from, i);
+        counts->nonfinite += !kvq__is_finite(x);
+        counts->saturated += kvq__saturates(x, to);
+        half[i] = kvq__stored(x, to);
     }
 }
 
@@ -73,7 +64,7 @@ static void butterflies(float *row, uint32_t dim)
 
 static void hadamard_c(float *rows, uint32_t n, uint32_t dim)
 {
-    const float norm = (float)(1.0 / sqrt((double)dim));
+    const float norm = kvq__hadamard_norm(dim);
     for (uint32_t r = 0; r < n; r++) {
         float *row = rows + (size_t)r * dim;
         butterflies(row, dim);

@@ -54,15 +54,14 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
     }
 }
 
-// Keeps what follows finite: bf16 reaches 2^128, and 256 such numbers are added in a transform.
-// NaN, which kvq_store reports and callers refuse, becomes the lower limit.
-static void limit(float *x, size_t n)
+// What is packed of raw numbers, fp16 by the instruction set's own means: it needs no limit.
+static void load_packable(const struct packing *p, const uint8_t *at, float *x, size_t n)
 {
-    const float most = 0x1p119f;
-    for (size_t i = 0; i < n; i++) {
-        x[i] = x[i] > -most ? x[i] : -most;
-        x[i] = x[i] < most ? x[i] : most;
-    }
+    const uint16_t *half = (const uint16_t *)(const void *)at;
+    if (p->s->dtype == KVQ_F16)
+        p->k->load(at, KVQ_F16, x, n);
+    for (size_t i = 0; p->s->dtype == KVQ_BF16 && i < n; i++)
+        x[i] = kvq__packable(half[i], KVQ_BF16);
 }
 
 static const uint8_t *raw_record(const struct packing *p, uint32_t head)
@@ -75,9 +74,7 @@ static void load_rows(const struct packing *p, uint32_t head, uint32_t first, ui
                       uint32_t offset, float *rows)
 {
     const uint8_t *at = raw_record(p, head) + offset + (size_t)first * 2 * p->codec.dim;
-    p->k->load(at, p->s->dtype, rows, (size_t)n * p->codec.dim);
-    if (p->s->dtype == KVQ_BF16)
-        limit(rows, (size_t)n * p->codec.dim);
+    load_packable(p, at, rows, (size_t)n * p->codec.dim);
 }
 
 // Tokens that stay raw must not widen the scales of others: their rows become the mean of the
@@ -103,12 +100,6 @@ static void replace(const struct packing *p, uint32_t first, uint32_t n, float *
 }
 
 // ---- Token norms ----
-
-static float stored_norm(float norm)
-{
-    uint16_t half = kvq__f32_to_f16(norm < 65504.0f ? norm : 65504.0f);
-    return half == 0 ? 1.0f : kvq__f16_to_f32(half);
-}
 
 // Sums of squares of 32 tokens over all heads, in ascending order.
 static void sums_across(const struct packing *p, uint32_t first, float *total)
@@ -153,7 +144,7 @@ static void norms_of(const struct packing *p, uint32_t first, const float *rows,
             norm[t] = kvq__sum_abs(row, dim) / (float)dim;
         else
             norm[t] = sqrtf(norm[t]);
-        norms->stored[t] = stored_norm(norm[t]);
+        norms->stored[t] = kvq__f16_to_f32(kvq__stored_norm(norm[t]));
         norms->inverse[t] = 1.0f / norms->stored[t];
     }
 }
@@ -237,7 +228,7 @@ static void keep_outliers(struct packing *p)
         return;
     for (uint32_t t = 0; t < p->f->unit_tokens; t++) {
         load_rows(p, u->head, u->first + t, 1, 0, p->w->group_f32);
-        scores[t] = kvq__sum_abs(p->w->group_f32, p->codec.dim);
+        scores[t] = kvq__score(kvq__sum_abs(p->w->group_f32, p->codec.dim));
     }
     kvq__compete(p->f, &p->extras, p->codec.dim, u, scores, raw_rows(p, false), raw_rows(p, true));
     for (uint32_t i = 0; i < pool->count; i++)

@@ -1,38 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Scalar codecs in plain C: choosing scale, zero and codes of a group of values, and the way back.
-// The arithmetic is part of the format, step by step, all in fp32, each operation rounded to
-// nearest even, scales and zeros used as stored:
-//
-// Affine, b bits:
-//   range = max - min;  s = fp16(range / (2^b - 1))                 (saturating)
-//   s > 0:   zero = fp16(0 - rint(-min / s) * s), or fp16(min + 0) for float minimums
-//            inv = 1 / s;  code = clamp(rint((x - zero) * inv), 0, 2^b - 1)
-//   s == 0:  zero = fp16(min + 0);  code = 0
-// "0 -" and "+ 0" turn a negative zero into a positive one, so that the order in which an
-// instruction set finds the minimum cannot show.
-//
-// Symmetric, b bits, h = 2^(b-1), n = h - 1 (with `full` n = h):
-//   s = fp16(max |x| / n);  s > 0: code = clamp(rint(x * (1 / s)), -n, h - 1) + h, else code = h
-//
-// Hybrid, b bits: symmetric as above, and affine with float minimums and b - 1 bits (with `full`
-// b bits), whichever has the smaller sum of |x - value|, added in ascending order; affine if they
-// are equal. Affine groups have the sign bit of their scale set. Symmetric groups store the value
-// of code 0 as zero: -h * s.
-//
-// Lloyd-Max: sums of squares as of `sumsq` (internal.h), of x and of levels.
-//   n = sqrt(sum x^2 / channels);  n > 0: code = number of the level nearest to x * (1 / n), the
-//   lower of two (found as the count of midpoints below it);  s = sqrt(sum x^2 / sum level^2), at
-//   most 65504, as fp16
-//   n == 0: s = 0, code = 0
+// The arithmetic is that of codec_math.h; what it has no name for is the order in which numbers of a
+// group are added up.
 #include "kernels/internal.h"
 #include "kernels/kernels_c.h"
 
 enum { MOST = KVQ_MAX_HEAD_DIM, MAX_CODES = KVQ_GROUP_TOKENS * KVQ_MAX_HEAD_DIM };
-
-struct params {
-    uint16_t scale, zero; // as stored
-};
 
 // ---- One group of n values ----
 
@@ -52,90 +26,73 @@ static float highest(const float *x, uint32_t n)
     return max;
 }
 
-static uint8_t clamped(float code, float low, float high)
+static void codes_of(const float *x, uint32_t n, struct kvq__grid grid, uint8_t *codes)
 {
-    code = code > low ? code : low;
-    return (uint8_t)(code < high ? code : high);
+    for (uint32_t i = 0; i < n; i++)
+        codes[i] = (uint8_t)kvq__code(&grid, x[i]);
 }
 
-static struct params affine(const float *x, uint32_t n, uint32_t bits, bool integer, uint8_t *codes)
+static struct kvq__params affine(const float *x, uint32_t n, uint32_t bits, bool integer,
+                                 uint8_t *codes)
 {
-    float min = lowest(x, n), top = (float)((1u << bits) - 1), inv = 0.0f;
-    struct params p = {.scale = kvq__f32_to_f16((highest(x, n) - min) / top)};
-    float scale = kvq__f16_to_f32(p.scale);
-    p.zero = kvq__f32_to_f16(min + 0.0f);
-    if (scale > 0.0f) {
-        inv = 1.0f / scale;
-        if (integer)
-            p.zero = kvq__f32_to_f16(0.0f - rintf(-min / scale) * scale);
-    }
-    float zero = kvq__f16_to_f32(p.zero);
-    for (uint32_t i = 0; i < n; i++)
-        codes[i] = clamped(rintf((x[i] - zero) * inv), 0.0f, top);
+    struct kvq__params p = kvq__affine_params(lowest(x, n), highest(x, n), bits, integer);
+    codes_of(x, n, kvq__affine_grid(p, bits), codes);
     return p;
 }
 
-static struct params symmetric(const float *x, uint32_t n, uint32_t bits, bool full, uint8_t *codes)
+static struct kvq__params symmetric(const float *x, uint32_t n, uint32_t bits, bool full,
+                                    uint8_t *codes)
 {
-    float half = (float)(1u << (bits - 1)), levels = full ? half : half - 1.0f, top = 0.0f;
+    float top = 0.0f;
     for (uint32_t i = 0; i < n; i++)
         top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
-    struct params p = {.scale = kvq__f32_to_f16(top / levels)};
-    float scale = kvq__f16_to_f32(p.scale), inv = scale > 0.0f ? 1.0f / scale : 0.0f;
-    p.zero = kvq__f32_to_f16(0.0f - half * scale);
-    for (uint32_t i = 0; i < n; i++)
-        codes[i] = clamped(rintf(x[i] * inv) + half, half - levels, half + half - 1.0f);
+    struct kvq__params p = kvq__symmetric_params(top, bits, full);
+    codes_of(x, n, kvq__symmetric_grid(p, bits, full), codes);
     return p;
 }
 
-static float error_of(const float *x, uint32_t n, struct params p, const uint8_t *codes)
+static float error_of(const float *x, uint32_t n, struct kvq__params p, const uint8_t *codes)
 {
     float scale = kvq__f16_to_f32(p.scale), zero = kvq__f16_to_f32(p.zero), sum = 0.0f;
     for (uint32_t i = 0; i < n; i++)
-        sum += fabsf(x[i] - (scale * (float)codes[i] + zero));
+        sum += kvq__error(x[i], scale, (float)codes[i], zero);
     return sum;
 }
 
-static struct params hybrid(const float *x, uint32_t n, uint32_t bits, bool full, uint8_t *codes)
+static struct kvq__params hybrid(const float *x, uint32_t n, uint32_t bits, bool full,
+                                 uint8_t *codes)
 {
     uint8_t own[MOST];
-    struct params s = symmetric(x, n, bits, full, codes);
-    struct params a = affine(x, n, full ? bits : bits - 1, false, own);
+    struct kvq__params s = symmetric(x, n, bits, full, codes);
+    struct kvq__params a = affine(x, n, kvq__hybrid_bits(bits, full), false, own);
     if (error_of(x, n, a, own) > error_of(x, n, s, codes))
         return s;
     memcpy(codes, own, n);
-    a.scale |= 0x8000u;
+    a.scale |= KVQ__HYBRID_AFFINE;
     return a;
 }
 
-static uint8_t nearest(float x, const float *levels, uint32_t count)
+static struct kvq__params lloyd(const float *x, uint32_t n, const float *levels, uint32_t bits,
+                                uint8_t *codes)
 {
-    uint32_t code = 0;
-    for (uint32_t i = 1; i < count; i++)
-        code += x > 0.5f * (levels[i - 1] + levels[i]);
-    return (uint8_t)code;
-}
-
-static struct params lloyd(const float *x, uint32_t n, const float *levels, uint32_t bits,
-                           uint8_t *codes)
-{
-    float level[MOST], sum = kvq__sumsq(x, n);
-    float norm = sqrtf(sum / (float)n), inv = norm > 0.0f ? 1.0f / norm : 0.0f;
+    float level[MOST], sum = kvq__sumsq(x, n), norm = kvq__lloyd_norm(sum, n);
+    float inverse = kvq__lloyd_inverse(norm);
     for (uint32_t i = 0; i < n; i++) {
-        codes[i] = norm > 0.0f ? nearest(x[i] * inv, levels, 1u << bits) : 0;
+        codes[i] = 0;
+        if (norm > 0.0f)
+            codes[i] = (uint8_t)kvq__nearest_level(x[i] * inverse, levels, 1u << bits);
         level[i] = levels[codes[i]];
     }
-    float scale = sqrtf(sum / kvq__sumsq(level, n)); // sums of bf16 squares may be infinite
-    return (struct params){.scale = kvq__f32_to_f16(scale < 65504.0f ? scale : 65504.0f)};
+    return (struct kvq__params){.scale = kvq__lloyd_scale(sum, kvq__sumsq(level, n))};
 }
 
 // Codes of n values that stand `stride` apart; `wide` for those with one more bit.
-static struct params quantize(const struct kvq__side *side, bool wide, const float *x,
-                              size_t stride, uint32_t n, uint8_t *codes)
+static struct kvq__params quantize(const struct kvq__side *side, bool wide, const float *x,
+                                   size_t stride, uint32_t n, uint8_t *codes)
 {
     float values[MOST];
     uint8_t own[MOST];
-    struct params p;
+    struct kvq__params p;
     for (uint32_t i = 0; i < n; i++)
         values[i] = x[i * stride];
     const struct kvq_side *row = &side->row;
@@ -183,7 +140,7 @@ static struct place place_of(const struct kvq__codec *c, const struct kvq_packed
     return at;
 }
 
-static void put_params(const struct place *at, uint32_t i, struct params p)
+static void put_params(const struct place *at, uint32_t i, struct kvq__params p)
 {
     at->scales[i] = p.scale;
     if (at->zeros)
@@ -221,8 +178,8 @@ static void per_token(const struct kvq__side *side, uint32_t dim, const float *r
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t set = 0, from, n; set < sets_of(side, dim); set++) {
             channels_of(side, dim, set, &from, &n);
-            struct params p = quantize(side, side->row.wide && set == 0, rows + t * dim + from, 1,
-                                       n, codes + t * dim + from);
+            struct kvq__params p = quantize(side, side->row.wide && set == 0, rows + t * dim + from,
+                                            1, n, codes + t * dim + from);
             put_params(at, set * KVQ_GROUP_TOKENS + at->slot(t), p);
         }
 }
@@ -265,11 +222,11 @@ static void values_of(const struct kvq__side *side, bool wide, const struct plac
     const float *levels = wide ? side->wide_levels : side->levels;
     float scale = fabsf(kvq__f16_to_f32(at->scales[i])), zero = 0.0f;
     if (side->row.codec == KVQ_CODEC_SYMMETRIC)
-        zero = 0.0f - (float)(1u << (side->row.bits - 1)) * scale;
+        zero = kvq__symmetric_zero(scale, side->row.bits);
     else if (at->zeros)
         zero = kvq__f16_to_f32(at->zeros[i]);
     for (uint32_t j = 0; j < n; j++)
-        x[j] = scale * (levels ? levels[codes[j]] : (float)codes[j]) + zero;
+        x[j] = kvq__value(scale, levels ? levels[codes[j]] : (float)codes[j], zero);
 }
 
 static void dequant(const struct kvq__codec *c, bool v, const struct kvq_packed *packed,

@@ -136,17 +136,9 @@ void kvq_merge_rows(const float *out_a, const float *lse_a, const float *out_b, 
                     float *out, float *lse, size_t rows, size_t dim)
 {
     for (size_t r = 0; r < rows; r++) {
-        float a = lse_a[r], b = lse_b[r];
-        float max = a > b ? a : b;
-        bool none = max == -INFINITY;
-        float wa = none ? 0.0f : expf(a - max), wb = none ? 0.0f : expf(b - max);
-        float inverse = none ? 0.0f : 1.0f / (wa + wb);
-        for (size_t i = r * dim; i < (r + 1) * dim; i++) {
-            // A side without weight may hold anything, even NaN.
-            float from_a = wa == 0.0f ? 0.0f : wa * inverse * out_a[i];
-            float from_b = wb == 0.0f ? 0.0f : wb * inverse * out_b[i];
-            out[i] = from_a + from_b;
-        }
-        lse[r] = none ? -INFINITY : max + logf(wa + wb);
+        struct kvq__merge m = kvq__merge_of(lse_a[r], lse_b[r]);
+        for (size_t i = r * dim; i < (r + 1) * dim; i++)
+            out[i] = kvq__merged(&m, out_a[i], out_b[i]);
+        lse[r] = m.lse;
     }
 }
