@@ -6,6 +6,7 @@
 
 #include "kernels/internal.h"
 #include "kernels/kernels_c.h"
+#include "kernels/planes.h"
 
 static const float *table_of(const struct kvq__side *side, uint32_t sub)
 {
@@ -17,23 +18,23 @@ static const float *table_of(const struct kvq__side *side, uint32_t sub)
 void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m, uint32_t t,
                         uint32_t code)
 {
-    uint32_t more = bits - 8, bit = more * t;
+    uint32_t more = bits - 8, bit = kvq__book_bit(bits, t);
     codes[m * KVQ_GROUP_TOKENS + t] = (uint8_t)code;
     if (more == 0)
         return;
-    uint8_t *high = codes + subs * KVQ_GROUP_TOKENS + m * more * 4 + bit / 8;
+    uint8_t *high = codes + kvq__book_byte(bits, subs, m, t);
     uint32_t mask = (1u << more) - 1;
-    *high = (uint8_t)((*high & ~(mask << bit % 8)) | code >> 8 << bit % 8);
+    *high = (uint8_t)((*high & ~(mask << bit)) | code >> 8 << bit);
 }
 
 uint32_t kvq__get_book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
                             uint32_t t)
 {
-    uint32_t more = bits - 8, bit = more * t, code = codes[m * KVQ_GROUP_TOKENS + t];
+    uint32_t more = bits - 8, bit = kvq__book_bit(bits, t), code = codes[m * KVQ_GROUP_TOKENS + t];
     if (more == 0)
         return code;
-    uint32_t high = codes[subs * KVQ_GROUP_TOKENS + m * more * 4 + bit / 8];
-    return code | (high >> bit % 8 & ((1u << more) - 1)) << 8;
+    uint32_t high = codes[kvq__book_byte(bits, subs, m, t)];
+    return code | (high >> bit & ((1u << more) - 1)) << 8;
 }
 
 static void quant(const struct kvq__side *side, uint32_t dim, const float *rows, uint8_t *codes)

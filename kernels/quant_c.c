@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Scalar codecs in plain C: choosing scale, zero and codes of a group of values, and the way back.
-// The arithmetic is that of codec_math.h; what it has no name for is the order in which numbers of a
-// group are added up.
+// The arithmetic is that of codec_math.h.
 #include "kernels/internal.h"
 #include "kernels/kernels_c.h"
 
