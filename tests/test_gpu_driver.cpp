@@ -106,6 +106,92 @@ static void test_missing_kernel(void **)
     open_emulator(NULL);
 }
 
+// ---- Which cubins a device gets ----
+
+static vector<const void *> loaded;
+
+static int note_image(kvq_gpu_module **module, const void *image)
+{
+    *module = (kvq_gpu_module *)&loaded;
+    loaded.push_back(image);
+    return KVQ_GPU_OK;
+}
+
+// Opens a device of this capability that takes cubins; kernels are still found in the emulator.
+static int open_capability(int capability, kvq_gpu *gpu)
+{
+    static kvq_gpu_driver takes_images;
+    kvq_emu_options options = {};
+    options.capability = capability;
+    takes_images = *drv;
+    takes_images.kernels_inside = false;
+    takes_images.module_load = note_image;
+    loaded.clear();
+    kvq_emu_set(&options);
+    const int result = kvq_gpu_open(gpu, &takes_images, text, sizeof(text));
+    kvq_emu_set(NULL);
+    return result;
+}
+
+static void test_choice_of_images(void **)
+{
+    const int cases[][2] = {{80, 80},   {86, 80},   {89, 80}, {90, 90}, {100, 100}, {103, 100},
+                            {120, 120}, {121, 120}, {75, 0},  {110, 0}, {91, 0},    {130, 0}};
+    const kvq_gpu_image *images = kvq_gpu_images();
+    kvq_gpu gpu;
+    if (!images->name) {
+        assert_int_equal(open_capability(90, &gpu), -1);
+        contains("built without GPU kernels");
+        contains("-DKVQ_CUDA=ON");
+        skip();
+    }
+    for (const auto &c : cases) {
+        vector<const void *> want;
+        for (const kvq_gpu_image *i = images; i->name; i++)
+            if (i->capability == c[1])
+                want.push_back(i->bytes);
+        if (c[1] != 0 && want.empty())
+            continue; // not compiled for it
+        const int result = open_capability(c[0], &gpu);
+        assert_int_equal(result, c[1] ? 0 : -1);
+        assert_true(loaded == want);
+        if (c[1] == 0)
+            contains("build it with -DKVQ_CUDA_ARCHITECTURES");
+        kvq_gpu_close(&gpu);
+    }
+}
+
+// Whether n bytes have a zero-ended string somewhere.
+static bool has_string(const uint8_t *bytes, size_t n, const char *string)
+{
+    return memmem(bytes, n, string, strlen(string) + 1) != NULL;
+}
+
+// The cubins of each capability have, together, every kernel of the list.
+static void test_images_have_kernels(void **)
+{
+    const kvq_gpu_image *images = kvq_gpu_images();
+    if (!images->name)
+        skip();
+    for (const kvq_gpu_image *one = images; one->name; one++) {
+        uint64_t sections;
+        assert_memory_equal(one->bytes, "\177ELF", 4);
+        for (int kernel = 0; kernel < KVQ_KERNELS; kernel++) {
+            bool found = false;
+            char section[128];
+            snprintf(section, sizeof(section), ".text.%s",
+                     kvq_gpu_kernel_name((kvq_gpu_kernel)kernel));
+            for (const kvq_gpu_image *i = images; i->name; i++) {
+                memcpy(&sections, (const uint8_t *)i->bytes + 40, 8); // they stand behind the rest
+                found |= i->capability == one->capability &&
+                         has_string((const uint8_t *)i->bytes, sections, section);
+            }
+            if (!found)
+                fail_msg("no cubin for capability %d has %s", one->capability, section);
+        }
+    }
+}
+
 // ---- A launch ----
 
 struct mma_memory {
@@ -297,11 +383,18 @@ static void test_spill(void **)
 int main(void)
 {
     const CMUnitTest tests[] = {
-        cmocka_unit_test(test_no_library),   cmocka_unit_test(test_old_library),
-        cmocka_unit_test(test_no_context),   cmocka_unit_test(test_missing_kernel),
-        cmocka_unit_test(test_launch),       cmocka_unit_test(test_graph),
-        cmocka_unit_test(test_bad_launches), cmocka_unit_test(test_bad_memory),
-        cmocka_unit_test(test_waits),        cmocka_unit_test(test_spill),
+        cmocka_unit_test(test_no_library),
+        cmocka_unit_test(test_old_library),
+        cmocka_unit_test(test_no_context),
+        cmocka_unit_test(test_missing_kernel),
+        cmocka_unit_test(test_choice_of_images),
+        cmocka_unit_test(test_images_have_kernels),
+        cmocka_unit_test(test_launch),
+        cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_bad_launches),
+        cmocka_unit_test(test_bad_memory),
+        cmocka_unit_test(test_waits),
+        cmocka_unit_test(test_spill),
     };
     return cmocka_run_group_tests(tests, open_emulator, close_emulator);
 }

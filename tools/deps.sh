@@ -4,6 +4,7 @@
 # test.sh; run by itself it installs what is missing, or prints the one command that would.
 #
 #   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
+#   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
 
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
@@ -14,12 +15,19 @@ kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
 )
 kvq_full_packages=(qemu-user)
+kvq_cuda_packages=(g++ python3-pip)
+# The CUDA compiler as Python wheels; CMake finds it where kvq_install_cuda puts it.
+kvq_cuda_wheels=(
+    'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*'
+    'nvidia-cuda-runtime==13.0.*'
+)
 
 # Prints the packages of the given kind that are not installed.
 kvq_missing_packages() {
     local wanted=("${kvq_build_packages[@]}") package
-    [ "$1" != build ] && wanted+=("${kvq_test_packages[@]}")
+    [ "$1" = test ] || [ "$1" = full ] && wanted+=("${kvq_test_packages[@]}")
     [ "$1" = full ] && wanted+=("${kvq_full_packages[@]}")
+    [ "$1" = cuda ] && wanted=("${kvq_cuda_packages[@]}")
     for package in "${wanted[@]}"; do
         dpkg-query -W -f '${db:Status-Abbrev}' "$package" 2>/dev/null | grep -q '^ii' ||
             printf '%s ' "$package"
@@ -61,13 +69,31 @@ kvq_install_packages() {
     fi
 }
 
+# Puts nvcc into build/cuda, 260 MB, unless one is installed. Returns 1, having said what is wrong,
+# if it cannot: the GPU kernels are then left out of a build, and all else works.
+kvq_install_cuda() {
+    local nvcc=build/cuda/nvidia/cu13/bin/nvcc
+    command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || [ -x $nvcc ] && return 0
+    python3 -m pip --version >/dev/null 2>&1 || kvq_install_packages cuda || return 1
+    echo "Installing: ${kvq_cuda_wheels[*]}"
+    mkdir -p build
+    if ! python3 -m pip install --no-deps --upgrade --target build/cuda \
+        "${kvq_cuda_wheels[@]}" >build/pip-cuda.log 2>&1 || ! $nvcc --version >/dev/null; then
+        tail -n 15 build/pip-cuda.log
+        echo "pip could not install the CUDA compiler; the whole log is in build/pip-cuda.log."
+        echo "Install NVIDIA's CUDA 13 toolkit instead, or build with -DKVQ_CUDA=OFF."
+        return 1
+    fi
+}
+
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
     build | test | full) kvq_install_packages "${1:-build}" ;;
-    -h | --help) sed -n '3,6s/^# \{0,1\}//p' "$0" ;;
+    cuda) kvq_install_cuda ;;
+    -h | --help) sed -n '3,7s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, test, full"
+        echo "deps.sh: '$1' is none of build, test, full, cuda"
         exit 2
         ;;
     esac

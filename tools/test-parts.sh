@@ -57,10 +57,11 @@ check_counted() {
 # build PRESET [TARGET...]: configures and builds build/PRESET. Counts only a failure, or with no
 # test to follow (count=1) the build as one test.
 build() {
-    local preset=$1 targets=()
+    local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    if step 120 cmake --preset "$preset" &&
+    [ "$preset" = release ] && [ "${CI:-}" = true ] && options=(-DKVQ_CUDA=ON)
+    if step 120 cmake --preset "$preset" "${options[@]}" &&
         step 900 cmake --build "build/$preset" -j "$jobs" "${targets[@]}"; then
         count_pass
     else
@@ -93,7 +94,7 @@ run_ctest() {
 }
 
 sources() {
-    find proto kernels client daemon tools tests \( -name '*.[ch]' -o -name '*.cpp' \) |
+    find proto kernels client daemon tools tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' |
         LC_ALL=C sort
 }
 
