@@ -27,16 +27,6 @@ void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m
     *high = (uint8_t)((*high & ~(mask << bit)) | code >> 8 << bit);
 }
 
-uint32_t kvq__get_book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
-                            uint32_t t)
-{
-    uint32_t more = bits - 8, bit = kvq__book_bit(bits, t), code = codes[m * KVQ_GROUP_TOKENS + t];
-    if (more == 0)
-        return code;
-    uint32_t high = codes[kvq__book_byte(bits, subs, m, t)];
-    return code | (high >> bit & ((1u << more) - 1)) << 8;
-}
-
 static void quant(const struct kvq__side *side, uint32_t dim, const float *rows, uint8_t *codes)
 {
     uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
@@ -52,7 +42,7 @@ static void dequant(const struct kvq__side *side, uint32_t dim, const uint8_t *c
     uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t m = 0; m < subs; m++) {
-            uint32_t code = kvq__get_book_code(codes, bits, subs, m, t);
+            uint32_t code = kvq__book_code(codes, bits, subs, m, t);
             memcpy(rows + t * dim + m * vector, table_of(side, m) + code * vector,
                    vector * sizeof *rows);
         }

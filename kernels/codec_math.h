@@ -43,29 +43,23 @@
 
 #include "kernels/kernels.h"
 
-#ifdef __CUDACC__
-#define KVQ_MATH static __host__ __device__ __forceinline__
-#else
-#define KVQ_MATH static inline
-#endif
-
 // ---- 16-bit numbers, one at a time ----
 
-KVQ_MATH uint32_t kvq__bits(float f)
+KVQ_INLINE uint32_t kvq__bits(float f)
 {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     return u;
 }
 
-KVQ_MATH float kvq__float(uint32_t u)
+KVQ_INLINE float kvq__float(uint32_t u)
 {
     float f;
     memcpy(&f, &u, sizeof f);
     return f;
 }
 
-KVQ_MATH float kvq__f16_to_f32(uint16_t h)
+KVQ_INLINE float kvq__f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t rest = h & 0x7fffu;
@@ -77,7 +71,7 @@ KVQ_MATH float kvq__f16_to_f32(uint16_t h)
 }
 
 // To nearest even; finite values saturate at 65504, infinities and NaN stay what they are.
-KVQ_MATH uint16_t kvq__f32_to_f16(float f)
+KVQ_INLINE uint16_t kvq__f32_to_f16(float f)
 {
     uint32_t sign = kvq__bits(f) >> 16 & 0x8000u;
     uint32_t u = kvq__bits(f) & 0x7fffffffu;
@@ -90,13 +84,13 @@ KVQ_MATH uint16_t kvq__f32_to_f16(float f)
     return (uint16_t)(sign | ((u + 0xfffu + (u >> 13 & 1u) - 0x38000000u) >> 13));
 }
 
-KVQ_MATH float kvq__bf16_to_f32(uint16_t h)
+KVQ_INLINE float kvq__bf16_to_f32(uint16_t h)
 {
     return kvq__float((uint32_t)h << 16);
 }
 
 // To nearest even; finite values saturate, infinities and NaN stay what they are.
-KVQ_MATH uint16_t kvq__f32_to_bf16(float f)
+KVQ_INLINE uint16_t kvq__f32_to_bf16(float f)
 {
     uint32_t u = kvq__bits(f);
     uint32_t rest = u & 0x7fffffffu;
@@ -110,7 +104,7 @@ KVQ_MATH uint16_t kvq__f32_to_bf16(float f)
 // ---- Raw rows ----
 
 // Element i of a tensor of any enum kvq_dtype.
-KVQ_MATH float kvq__element(const void *src, uint8_t dtype, size_t i)
+KVQ_INLINE float kvq__element(const void *src, uint8_t dtype, size_t i)
 {
     if (dtype == KVQ_F32)
         return ((const float *)src)[i];
@@ -119,18 +113,18 @@ KVQ_MATH float kvq__element(const void *src, uint8_t dtype, size_t i)
 }
 
 // A 16-bit number as kvq_store promises it.
-KVQ_MATH uint16_t kvq__stored(float x, uint8_t dtype)
+KVQ_INLINE uint16_t kvq__stored(float x, uint8_t dtype)
 {
     return dtype == KVQ_F16 ? kvq__f32_to_f16(x) : kvq__f32_to_bf16(x);
 }
 
-KVQ_MATH bool kvq__is_finite(float x)
+KVQ_INLINE bool kvq__is_finite(float x)
 {
     return (kvq__bits(x) & 0x7f800000u) != 0x7f800000u;
 }
 
 // Whether storing clamps this finite number.
-KVQ_MATH bool kvq__saturates(float x, uint8_t dtype)
+KVQ_INLINE bool kvq__saturates(float x, uint8_t dtype)
 {
     return kvq__is_finite(x) && fabsf(x) > (dtype == KVQ_F16 ? 65504.0f : 0x1.fep127f);
 }
@@ -138,7 +132,7 @@ KVQ_MATH bool kvq__saturates(float x, uint8_t dtype)
 // What is packed of a raw number. bf16 reaches 2^128, and 256 such numbers are added in a
 // transform: limits keep what follows finite. NaN, which kvq_store reports and callers refuse,
 // becomes the lower limit there.
-KVQ_MATH float kvq__packable(uint16_t raw, uint8_t dtype)
+KVQ_INLINE float kvq__packable(uint16_t raw, uint8_t dtype)
 {
     const float most = 0x1p119f;
     if (dtype == KVQ_F16)
@@ -151,13 +145,13 @@ KVQ_MATH float kvq__packable(uint16_t raw, uint8_t dtype)
 // ---- Transforms and norms ----
 
 // What a Hadamard transform is multiplied with at its end: (float)(1 / sqrt(dim)).
-KVQ_MATH float kvq__hadamard_norm(uint32_t dim)
+KVQ_INLINE float kvq__hadamard_norm(uint32_t dim)
 {
     return dim == 64 ? 0.125f : dim == 128 ? 0x1.6a09e6p-4f : 0.0625f;
 }
 
 // A token's norm as the record holds it.
-KVQ_MATH uint16_t kvq__stored_norm(float norm)
+KVQ_INLINE uint16_t kvq__stored_norm(float norm)
 {
     uint16_t half = kvq__f32_to_f16(norm < 65504.0f ? norm : 65504.0f);
     return half == 0 ? 0x3c00u : half; // 1
@@ -165,7 +159,7 @@ KVQ_MATH uint16_t kvq__stored_norm(float norm)
 
 // A channel factor learned from the largest |K_c| (InnerQ, section 5; the floor is ours, for
 // channels that are always 0).
-KVQ_MATH uint16_t kvq__factor(float top)
+KVQ_INLINE uint16_t kvq__factor(float top)
 {
     uint16_t half = kvq__f32_to_f16(sqrtf(top));
     return kvq__f16_to_f32(half) < 1e-6f ? 0x3c00u : half;
@@ -173,13 +167,13 @@ KVQ_MATH uint16_t kvq__factor(float top)
 
 // Whether one token's score beats another's in the competition for outliers (OTT, section 3): the
 // smaller one, the earlier token of two equal ones.
-KVQ_MATH bool kvq__wins(float score, uint64_t position, float other, uint64_t other_position)
+KVQ_INLINE bool kvq__wins(float score, uint64_t position, float other, uint64_t other_position)
 {
     return score < other || (score == other && position < other_position);
 }
 
 // The score of a token whose |K|_1 is this: a token that is not a number wins against nobody.
-KVQ_MATH float kvq__score(float sum)
+KVQ_INLINE float kvq__score(float sum)
 {
     return sum == sum ? sum : INFINITY;
 }
@@ -196,14 +190,14 @@ struct kvq__grid {
     float zero, inverse, offset, low, high;
 };
 
-KVQ_MATH float kvq__code(const struct kvq__grid *g, float x)
+KVQ_INLINE float kvq__code(const struct kvq__grid *g, float x)
 {
     float code = rintf((x - g->zero) * g->inverse) + g->offset;
     code = code > g->low ? code : g->low;
     return code < g->high ? code : g->high;
 }
 
-KVQ_MATH struct kvq__params kvq__affine_params(float min, float max, uint32_t bits, bool integer)
+KVQ_INLINE struct kvq__params kvq__affine_params(float min, float max, uint32_t bits, bool integer)
 {
     struct kvq__params p;
     p.scale = kvq__f32_to_f16((max - min) / (float)((1u << bits) - 1));
@@ -214,7 +208,7 @@ KVQ_MATH struct kvq__params kvq__affine_params(float min, float max, uint32_t bi
     return p;
 }
 
-KVQ_MATH struct kvq__grid kvq__affine_grid(struct kvq__params p, uint32_t bits)
+KVQ_INLINE struct kvq__grid kvq__affine_grid(struct kvq__params p, uint32_t bits)
 {
     struct kvq__grid g;
     float scale = kvq__f16_to_f32(p.scale);
@@ -226,13 +220,13 @@ KVQ_MATH struct kvq__grid kvq__affine_grid(struct kvq__params p, uint32_t bits)
 }
 
 // The value of code 0 of a symmetric group, which has no zero of its own.
-KVQ_MATH float kvq__symmetric_zero(float scale, uint32_t bits)
+KVQ_INLINE float kvq__symmetric_zero(float scale, uint32_t bits)
 {
     return 0.0f - (float)(1u << (bits - 1)) * scale;
 }
 
 // top: the largest |x|.
-KVQ_MATH struct kvq__params kvq__symmetric_params(float top, uint32_t bits, bool full)
+KVQ_INLINE struct kvq__params kvq__symmetric_params(float top, uint32_t bits, bool full)
 {
     struct kvq__params p;
     float half = (float)(1u << (bits - 1));
@@ -241,7 +235,7 @@ KVQ_MATH struct kvq__params kvq__symmetric_params(float top, uint32_t bits, bool
     return p;
 }
 
-KVQ_MATH struct kvq__grid kvq__symmetric_grid(struct kvq__params p, uint32_t bits, bool full)
+KVQ_INLINE struct kvq__grid kvq__symmetric_grid(struct kvq__params p, uint32_t bits, bool full)
 {
     struct kvq__grid g;
     float scale = kvq__f16_to_f32(p.scale), half = (float)(1u << (bits - 1));
@@ -254,13 +248,13 @@ KVQ_MATH struct kvq__grid kvq__symmetric_grid(struct kvq__params p, uint32_t bit
 }
 
 // The value of a code of an affine, symmetric or hybrid group, or of a level.
-KVQ_MATH float kvq__value(float scale, float code, float zero)
+KVQ_INLINE float kvq__value(float scale, float code, float zero)
 {
     return scale * code + zero;
 }
 
 // How far a number is from what is read back of it.
-KVQ_MATH float kvq__error(float x, float scale, float code, float zero)
+KVQ_INLINE float kvq__error(float x, float scale, float code, float zero)
 {
     return fabsf(x - kvq__value(scale, code, zero));
 }
@@ -268,7 +262,7 @@ KVQ_MATH float kvq__error(float x, float scale, float code, float zero)
 enum { KVQ__HYBRID_AFFINE = 0x8000 }; // in a hybrid group's scale
 
 // Bits of a hybrid group's affine codes.
-KVQ_MATH uint32_t kvq__hybrid_bits(uint32_t bits, bool full)
+KVQ_INLINE uint32_t kvq__hybrid_bits(uint32_t bits, bool full)
 {
     return full ? bits : bits - 1;
 }
@@ -276,18 +270,18 @@ KVQ_MATH uint32_t kvq__hybrid_bits(uint32_t bits, bool full)
 // ---- Lloyd-Max ----
 
 // From the sum of n squares.
-KVQ_MATH float kvq__lloyd_norm(float sum, uint32_t n)
+KVQ_INLINE float kvq__lloyd_norm(float sum, uint32_t n)
 {
     return sqrtf(sum / (float)n);
 }
 
-KVQ_MATH float kvq__lloyd_inverse(float norm)
+KVQ_INLINE float kvq__lloyd_inverse(float norm)
 {
     return norm > 0.0f ? 1.0f / norm : 0.0f;
 }
 
 // x: a number times the inverse, where the norm is not 0.
-KVQ_MATH uint32_t kvq__nearest_level(float x, const float *levels, uint32_t count)
+KVQ_INLINE uint32_t kvq__nearest_level(float x, const float *levels, uint32_t count)
 {
     uint32_t code = 0;
     for (uint32_t i = 1; i < count; i++)
@@ -296,7 +290,7 @@ KVQ_MATH uint32_t kvq__nearest_level(float x, const float *levels, uint32_t coun
 }
 
 // Sums of bf16 squares may be infinite.
-KVQ_MATH uint16_t kvq__lloyd_scale(float sum, float level_sum)
+KVQ_INLINE uint16_t kvq__lloyd_scale(float sum, float level_sum)
 {
     float scale = sqrtf(sum / level_sum);
     return kvq__f32_to_f16(scale < 65504.0f ? scale : 65504.0f);
@@ -305,8 +299,8 @@ KVQ_MATH uint16_t kvq__lloyd_scale(float sum, float level_sum)
 // ---- Codebooks ----
 
 // `vector` is 2, 4 or 8 and best known to the compiler.
-KVQ_MATH uint32_t kvq__nearest_centroid(const float *x, const float *table, uint32_t vector,
-                                        uint32_t count)
+KVQ_INLINE uint32_t kvq__nearest_centroid(const float *x, const float *table, uint32_t vector,
+                                          uint32_t count)
 {
     float least = INFINITY;
     uint32_t code = 0;
@@ -330,7 +324,7 @@ struct kvq__merge {
     float a, b, lse; // what each side is multiplied with; both 0 if there is nothing
 };
 
-KVQ_MATH struct kvq__merge kvq__merge_of(float a, float b)
+KVQ_INLINE struct kvq__merge kvq__merge_of(float a, float b)
 {
     struct kvq__merge m = {0.0f, 0.0f, -INFINITY};
     float max = a > b ? a : b;
@@ -345,7 +339,7 @@ KVQ_MATH struct kvq__merge kvq__merge_of(float a, float b)
 }
 
 // A side without weight may hold anything, even NaN.
-KVQ_MATH float kvq__merged(const struct kvq__merge *m, float a, float b)
+KVQ_INLINE float kvq__merged(const struct kvq__merge *m, float a, float b)
 {
     return (m->a == 0.0f ? 0.0f : m->a * a) + (m->b == 0.0f ? 0.0f : m->b * b);
 }

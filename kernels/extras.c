@@ -18,7 +18,7 @@ static uint32_t aligned(uint32_t bytes)
     return (bytes + KVQ_RECORD_ALIGN - 1) / KVQ_RECORD_ALIGN * KVQ_RECORD_ALIGN;
 }
 
-static struct kvq_extras_layout layout_of(const struct kvq_format *f, const struct kvq_shape *s)
+struct kvq_extras_layout kvq__extras_layout(const struct kvq_format *f, const struct kvq_shape *s)
 {
     struct kvq_extras_layout l = {0};
     uint32_t row = 2u * s->k_dim, room = pool_room(f);
@@ -33,14 +33,14 @@ static struct kvq_extras_layout layout_of(const struct kvq_format *f, const stru
 
 size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s)
 {
-    return kvq_is_raw(f) ? 0 : (size_t)layout_of(f, s).record_bytes * s->kv_heads;
+    return kvq_is_raw(f) ? 0 : (size_t)kvq__extras_layout(f, s).record_bytes * s->kv_heads;
 }
 
 struct kvq__extras kvq__extras_of(const struct kvq_format *f, const struct kvq_shape *s,
                                   const uint8_t *extras, const uint8_t *pool, uint32_t head)
 {
     struct kvq__extras e = {0};
-    struct kvq_extras_layout l = layout_of(f, s);
+    struct kvq_extras_layout l = kvq__extras_layout(f, s);
     if (!extras || kvq_is_raw(f))
         return e;
     uint8_t *record = (uint8_t *)extras + (size_t)head * l.record_bytes;

@@ -235,6 +235,8 @@ struct kvq__extras {
     uint16_t *sink_k, *sink_v; // [sink tokens][dim]
     uint32_t pool_count;       // entries to look at
 };
+struct kvq_extras_layout kvq__extras_layout(const struct kvq_format *f, const struct kvq_shape *s);
+
 // `pool` as in struct kvq_attend. extras may be NULL.
 struct kvq__extras kvq__extras_of(const struct kvq_format *f, const struct kvq_shape *s,
                                   const uint8_t *extras, const uint8_t *pool, uint32_t head);

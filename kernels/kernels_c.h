@@ -15,8 +15,6 @@ void kvq__apply_norms(const struct kvq__codec *c, const struct kvq_packed *packe
 // The code of sub-vector m (of `subs`) and token t among a group's codebook codes (book_c.c).
 void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m, uint32_t t,
                         uint32_t code);
-uint32_t kvq__get_book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
-                            uint32_t t);
 
 // Sum of squares of one row, as the table's sumsq adds it up. n is a multiple of 16.
 float kvq__sumsq(const float *row, uint32_t n);

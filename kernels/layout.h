@@ -87,6 +87,13 @@
 #include <assert.h>
 #include <stdint.h>
 
+// A small function of a header that GPU kernels use, too.
+#ifdef __CUDACC__
+#define KVQ_INLINE static __host__ __device__ __forceinline__
+#else
+#define KVQ_INLINE static inline
+#endif
+
 enum {
     KVQ_BLOCK_TOKENS = 128,  // tokens in a sealed block
     KVQ_GROUP_TOKENS = 32,   // tokens that share a K scale; the unit of a quantized record
@@ -119,8 +126,7 @@ struct kvq_packed {
 };
 
 // Group i of a record.
-static inline struct kvq_packed kvq_packed_at(const struct kvq_layout *l, uint8_t *record,
-                                              uint32_t i)
+KVQ_INLINE struct kvq_packed kvq_packed_at(const struct kvq_layout *l, uint8_t *record, uint32_t i)
 {
     struct kvq_packed p;
     p.group = record + l->groups + i * l->group_bytes;
@@ -156,19 +162,19 @@ struct kvq_extras_layout {
 };
 
 // Word index, within a K row of 32 words, of token t (0..31) in row r.
-static inline uint32_t kvq_k_word(uint32_t r, uint32_t t)
+KVQ_INLINE uint32_t kvq_k_word(uint32_t r, uint32_t t)
 {
     return (((t >> 2) ^ (2u * (r & 3u))) << 2) + (t & 3u);
 }
 
 // Bit, within a K word, where the 2-bit field of channel c starts.
-static inline uint32_t kvq_k_bit(uint32_t c)
+KVQ_INLINE uint32_t kvq_k_bit(uint32_t c)
 {
     return 16u * (c & 1u) + 8u * ((c >> 1) & 1u) + 2u * ((c >> 2) & 3u);
 }
 
 // Slot of token t (0..31) among the 32 scales of one V channel group.
-static inline uint32_t kvq_v_slot(uint32_t t)
+KVQ_INLINE uint32_t kvq_v_slot(uint32_t t)
 {
     return 8u * (t >> 3) + 2u * (t & 3u) + ((t >> 2) & 1u);
 }

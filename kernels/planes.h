@@ -23,26 +23,33 @@ struct kvq__cell {
     uint32_t token, channel;
 };
 
-KVQ_MATH uint32_t kvq__slab_width(uint32_t dim)
+KVQ_INLINE uint32_t kvq__slab_width(uint32_t dim)
 {
     return dim < 128 ? dim : 128;
 }
 
 // Where the high plane of a slab starts. Codes of 1 bit have no other plane.
-KVQ_MATH uint32_t kvq__high_plane(uint32_t bits, uint32_t dim, uint32_t slab)
+KVQ_INLINE uint32_t kvq__high_plane(uint32_t bits, uint32_t dim, uint32_t slab)
 {
     uint32_t width = kvq__slab_width(dim);
     return bits == 1 ? slab * 4 * width : 8 * dim + slab * (bits - 2) * 4 * width;
 }
 
 // Whether two places share a high word.
-KVQ_MATH bool kvq__shares_high(uint32_t bits)
+KVQ_INLINE bool kvq__shares_high(uint32_t bits)
 {
     return bits == 1 || bits == 3;
 }
 
+// Places come in runs of so many; of two runs each, place i of the first and place i of the second
+// share a high word if any do, and those of the second are odd.
+KVQ_INLINE uint32_t kvq__run_of(bool v, uint32_t dim)
+{
+    return v ? kvq__slab_width(dim) / 4 : kvq__slab_width(dim) / 32 * KVQ_GROUP_TOKENS;
+}
+
 // Place i of K: row i / 32 (of 16 channels), token i % 32.
-KVQ_MATH struct kvq__place kvq__k_place(uint32_t bits, uint32_t dim, uint32_t i)
+KVQ_INLINE struct kvq__place kvq__k_place(uint32_t bits, uint32_t dim, uint32_t i)
 {
     uint32_t width = kvq__slab_width(dim), half = width / 32;
     uint32_t token = i % KVQ_GROUP_TOKENS, channel = i / KVQ_GROUP_TOKENS * 16;
@@ -55,20 +62,14 @@ KVQ_MATH struct kvq__place kvq__k_place(uint32_t bits, uint32_t dim, uint32_t i)
     return p;
 }
 
-// The other place of the same high word, of one that is not odd.
-KVQ_MATH uint32_t kvq__k_partner(uint32_t dim, uint32_t i)
-{
-    return i + kvq__slab_width(dim) / 32 * KVQ_GROUP_TOKENS;
-}
-
-KVQ_MATH struct kvq__cell kvq__k_cell(const struct kvq__place *p, uint32_t i, uint32_t s)
+KVQ_INLINE struct kvq__cell kvq__k_cell(const struct kvq__place *p, uint32_t i, uint32_t s)
 {
     struct kvq__cell c = {p->token, p->channel + 4 * s + 2 * (i & 1u) + (i >> 1)};
     return c;
 }
 
 // Channel within its slab of word `word` of the sets (j, 0) and (j, 1), at position s of a byte.
-KVQ_MATH uint32_t kvq__v_channel(uint32_t dim, uint32_t j, uint32_t word, uint32_t s)
+KVQ_INLINE uint32_t kvq__v_channel(uint32_t dim, uint32_t j, uint32_t word, uint32_t s)
 {
     if (dim == 64) {
         uint32_t at = word ^ 8 * (j >> 1);
@@ -78,7 +79,7 @@ KVQ_MATH uint32_t kvq__v_channel(uint32_t dim, uint32_t j, uint32_t word, uint32
 }
 
 // Place i of V: words of a row next to each other, then sets, then slabs.
-KVQ_MATH struct kvq__place kvq__v_place(uint32_t bits, uint32_t dim, uint32_t i)
+KVQ_INLINE struct kvq__place kvq__v_place(uint32_t bits, uint32_t dim, uint32_t i)
 {
     uint32_t width = kvq__slab_width(dim), row_words = width / 4;
     uint32_t word = i % row_words, set = i / row_words % 8, slab = i / (row_words * 8);
@@ -91,13 +92,8 @@ KVQ_MATH struct kvq__place kvq__v_place(uint32_t bits, uint32_t dim, uint32_t i)
     return p;
 }
 
-KVQ_MATH uint32_t kvq__v_partner(uint32_t dim, uint32_t i)
-{
-    return i + kvq__slab_width(dim) / 4;
-}
-
-KVQ_MATH struct kvq__cell kvq__v_cell(const struct kvq__place *p, uint32_t dim, uint32_t i,
-                                      uint32_t s)
+KVQ_INLINE struct kvq__cell kvq__v_cell(const struct kvq__place *p, uint32_t dim, uint32_t i,
+                                        uint32_t s)
 {
     struct kvq__cell c = {p->token + 2 * i,
                           p->channel + kvq__v_channel(dim, p->set / 2, p->word, s)};
@@ -105,24 +101,24 @@ KVQ_MATH struct kvq__cell kvq__v_cell(const struct kvq__place *p, uint32_t dim, 
 }
 
 // Bit of a word where byte i, position s begins.
-KVQ_MATH uint32_t kvq__cell_bit(uint32_t i, uint32_t s)
+KVQ_INLINE uint32_t kvq__cell_bit(uint32_t i, uint32_t s)
 {
     return 8 * i + 2 * s;
 }
 
 // What a code adds to its low word and to its high one.
-KVQ_MATH uint32_t kvq__low_bits(uint32_t bits, uint32_t bit, uint32_t code)
+KVQ_INLINE uint32_t kvq__low_bits(uint32_t bits, uint32_t bit, uint32_t code)
 {
     return bits == 1 ? 0 : (code & 3u) << bit;
 }
 
-KVQ_MATH uint32_t kvq__high_bits(uint32_t bits, uint32_t bit, uint32_t odd, uint32_t code)
+KVQ_INLINE uint32_t kvq__high_bits(uint32_t bits, uint32_t bit, uint32_t odd, uint32_t code)
 {
     return (bits == 1 ? code : code >> 2) << (bit + odd);
 }
 
-KVQ_MATH uint32_t kvq__code_of(uint32_t bits, uint32_t bit, uint32_t odd, uint32_t low,
-                               uint32_t high)
+KVQ_INLINE uint32_t kvq__code_of(uint32_t bits, uint32_t bit, uint32_t odd, uint32_t low,
+                                 uint32_t high)
 {
     uint32_t more = high >> (bit + odd) & (bits == 4 ? 3u : 1u);
     if (bits == 1)
@@ -131,27 +127,37 @@ KVQ_MATH uint32_t kvq__code_of(uint32_t bits, uint32_t bit, uint32_t odd, uint32
 }
 
 // Codes of 8 bits: byte offset of position s's word of a place.
-KVQ_MATH uint32_t kvq__byte_word(uint32_t dim, uint32_t low, uint32_t s)
+KVQ_INLINE uint32_t kvq__byte_word(uint32_t dim, uint32_t low, uint32_t s)
 {
     return s * 8 * dim + low;
 }
 
 // The third bit of channel c of token t where the first quarter is wide, within its plane.
-KVQ_MATH uint32_t kvq__wide_byte(uint32_t dim, uint32_t t, uint32_t c)
+KVQ_INLINE uint32_t kvq__wide_byte(uint32_t dim, uint32_t t, uint32_t c)
 {
     return t * (dim / 32) + c / 8;
 }
 
 // Codebooks: the high bits of sub-vector m's code of token t, in the byte at this offset from the
 // codes' start, from bit kvq__book_bit() on.
-KVQ_MATH uint32_t kvq__book_byte(uint32_t bits, uint32_t subs, uint32_t m, uint32_t t)
+KVQ_INLINE uint32_t kvq__book_byte(uint32_t bits, uint32_t subs, uint32_t m, uint32_t t)
 {
     return subs * KVQ_GROUP_TOKENS + m * (bits - 8) * 4 + (bits - 8) * t / 8;
 }
 
-KVQ_MATH uint32_t kvq__book_bit(uint32_t bits, uint32_t t)
+KVQ_INLINE uint32_t kvq__book_bit(uint32_t bits, uint32_t t)
 {
     return (bits - 8) * t % 8;
+}
+
+KVQ_INLINE uint32_t kvq__book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
+                                   uint32_t t)
+{
+    uint32_t code = codes[m * KVQ_GROUP_TOKENS + t], mask = (1u << (bits - 8)) - 1;
+    if (bits == 8)
+        return code;
+    uint32_t high = codes[kvq__book_byte(bits, subs, m, t)];
+    return code | (high >> kvq__book_bit(bits, t) & mask) << 8;
 }
 
 #endif
