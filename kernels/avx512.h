@@ -131,6 +131,8 @@ KVQ__INLINE __m512 kvq__sum_all(__m512 x)
 
 // The file of each area enters its functions into the table.
 void kvq__init_avx512_softmax(struct kvq_kernels *k);
+void kvq__init_avx512_rows(struct kvq_kernels *k);
+void kvq__init_avx512_pack(struct kvq_kernels *k);
 void kvq__init_avx512_raw(struct kvq_kernels *k);
 void kvq__init_avx512_attend(struct kvq_kernels *k);
 void kvq__init_avx512_vnni(struct kvq_kernels *k);

@@ -397,9 +397,6 @@ static struct kvq__side side_of(const struct kvq_side *row, uint32_t dim)
         return side;
     side.row.group = (uint16_t)group_of(row, dim);
     side.kind = (uint8_t)kind_of(row, side.row.group);
-    side.quant_kind = side.kind;
-    if (side.kind != KVQ__BOOK && row->zero != KVQ_ZERO_INTEGER)
-        side.quant_kind = KVQ__SCALAR;
     if (row->codec != KVQ_CODEC_BOOK && row->axis == KVQ_PER_CHANNEL)
         side.span = row->group;
     if (row->codec == KVQ_CODEC_LLOYD) {

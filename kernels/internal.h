@@ -44,10 +44,9 @@ enum kvq__kind {
 
 // What the codec of one side of one session's layer needs.
 struct kvq__side {
-    struct kvq_side row; // group resolved: channels or tokens per scale
-    uint8_t kind;        // enum kvq__kind, for reading
-    uint8_t quant_kind;  // for quantizing: KVQ__SCALAR where the kind's own function cannot
-    uint32_t span;       // tokens that are quantized together: 32, 64 or 128
+    struct kvq_side row;               // group resolved: channels or tokens per scale
+    uint8_t kind;                      // enum kvq__kind
+    uint32_t span;                     // tokens that are quantized together: 32, 64 or 128
     const float *levels, *wide_levels; // Lloyd-Max; NULL otherwise
     const float *book;                 // centroids of sub-vector 0; NULL for scalar codecs
     size_t book_sub;                   // floats to those of the next sub-vector

@@ -5,6 +5,8 @@
 
 void kvq__init_avx512(struct kvq_kernels *k)
 {
+    kvq__init_avx512_rows(k);
+    kvq__init_avx512_pack(k);
     kvq__init_avx512_attend(k);
     kvq__init_avx512_raw(k);
     kvq__init_avx512_softmax(k);

@@ -73,8 +73,12 @@ static const uint8_t *raw_record(const struct packing *p, uint32_t head)
 static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t n,
                       uint32_t offset, float *rows)
 {
-    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * 2 * p->codec.dim;
-    load_packable(p, at, rows, (size_t)n * p->codec.dim);
+    const uint32_t dim = p->codec.dim, bytes = 2 * dim;
+    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * bytes;
+    for (uint32_t t = 0; t < n; t++) {
+        fetch_row(at + (size_t)(t + AHEAD) * bytes, KVQ_F16, dim); // a hint, wherever it points
+        load_packable(p, at + (size_t)t * bytes, rows + (size_t)t * dim, dim);
+    }
 }
 
 // Tokens that stay raw must not widen the scales of others: their rows become the mean of the
@@ -83,15 +87,13 @@ static void replace(const struct packing *p, uint32_t first, uint32_t n, float *
 {
     float mean[KVQ_MAX_HEAD_DIM] = {0};
     uint32_t dim = p->codec.dim, others = 0;
-    for (uint32_t t = 0; t < n; t++) {
-        if (p->replaced[first + t])
-            continue;
-        others++;
-        for (uint32_t c = 0; c < dim; c++)
-            mean[c] += rows[(size_t)t * dim + c];
-    }
+    for (uint32_t t = 0; t < n; t++)
+        others += !p->replaced[first + t];
     if (others == n)
         return;
+    for (uint32_t t = 0; t < n; t++)
+        for (uint32_t c = 0; c < dim && !p->replaced[first + t]; c++)
+            mean[c] += rows[(size_t)t * dim + c];
     for (uint32_t c = 0; c < dim; c++)
         mean[c] = others ? mean[c] / (float)others : 0.0f;
     for (uint32_t t = 0; t < n; t++)
@@ -185,7 +187,7 @@ static void pack_k(const struct packing *p, uint32_t first)
         p->k->scale_rows(at, own->inverse, KVQ_GROUP_TOKENS, dim);
         p->k->save(own->stored, KVQ_F16, packed.group + p->codec.layout.k_norms, KVQ_GROUP_TOKENS);
     }
-    p->k->quant_k[p->codec.k.quant_kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
+    p->k->quant_k[p->codec.k.kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
 }
 
 static void pack_v(const struct packing *p, uint32_t first)
@@ -195,7 +197,7 @@ static void pack_v(const struct packing *p, uint32_t first)
     load_rows(p, p->unit->head, first, n, p->raw.v_offset, rows);
     replace(p, first, n, rows);
     kvq__rotate(p->k, kvq__v_rotation(p->f, p->s), rows, n, p->codec.dim, false);
-    p->k->quant_v[p->codec.v.quant_kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
+    p->k->quant_v[p->codec.v.kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
 }
 
 // ---- Tokens that stay raw ----

@@ -14,6 +14,7 @@ enum { MAX_DIM = KVQ_MAX_HEAD_DIM, MAX_GROUPS = MAX_DIM / KVQ_GROUP_CHANNELS, SL
 struct affine {
     float inv[MAX_GROUPS * KVQ_GROUP_TOKENS], offset[MAX_GROUPS * KVQ_GROUP_TOKENS];
     uint16_t scale[MAX_GROUPS * KVQ_GROUP_TOKENS], zero[MAX_GROUPS * KVQ_GROUP_TOKENS];
+    bool integer; // zeros are multiples of the scale
 };
 
 // Eight groups at once, entries i to i + 7; see quant_c.c for the steps.
@@ -26,8 +27,9 @@ static void affine8(struct affine *a, uint32_t i, __m256 min, __m256 max, uint32
     __m256 spread = _mm256_cmp_ps(scale, none, _CMP_GT_OQ);
     __m256 z = _mm256_div_ps(_mm256_xor_ps(min, _mm256_set1_ps(-0.0f)), scale);
     z = _mm256_round_ps(z, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 zero = _mm256_blendv_ps(_mm256_add_ps(min, none),
-                                   _mm256_sub_ps(none, _mm256_mul_ps(z, scale)), spread);
+    __m256 zero = _mm256_add_ps(min, none);
+    if (a->integer)
+        zero = _mm256_blendv_ps(zero, _mm256_sub_ps(none, _mm256_mul_ps(z, scale)), spread);
     __m128i zero16 = kvq__to_f16(zero);
     __m256 inv = _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), scale), spread);
     _mm_storeu_si128((void *)(a->scale + i), scale16);
@@ -140,6 +142,7 @@ static void quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t 
 {
     uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
+    a.integer = c->k.row.zero == KVQ_ZERO_INTEGER;
     uint32_t dim = c->dim, in_slab = slab_width(dim) / 16;
     uint8_t *low = group + c->layout.k_codes, *high = low + 8 * dim;
     const __m256 top = _mm256_set1_ps((float)((1u << c->k_bits) - 1));
@@ -348,6 +351,7 @@ static void quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t 
 {
     uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
+    a.integer = c->v.row.zero == KVQ_ZERO_INTEGER;
     uint32_t dim = c->dim, lanes = slab_width(dim) / 32, step = dim == 64 ? 16 : 32;
     uint8_t *planes = group + c->layout.v_codes;
     const __m256 top = _mm256_set1_ps((float)((1u << c->v_bits) - 1));

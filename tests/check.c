@@ -205,9 +205,8 @@ static void check_blend_rows(const struct pair *p, struct kvt_rng *rng)
 
 // ---- Groups ----
 
-// A codec whose K (or V) is of the pair's kind, for reading or for quantizing.
-static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, uint32_t rows, bool v,
-                                   bool quant)
+// A codec whose K (or V) is of the pair's kind.
+static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, uint32_t rows, bool v)
 {
     for (int tries = 0; tries < 10000; tries++) {
         struct kvq_shape s =
@@ -217,7 +216,7 @@ static struct kvq__codec any_codec(const struct pair *p, struct kvt_rng *rng, ui
             continue;
         struct kvq__codec c = kvq__codec_of(f, &s, kvt_book(f, &s), 0);
         const struct kvq__side *side = v ? &c.v : &c.k;
-        if (p->kind < 0 || (quant ? side->quant_kind : side->kind) == p->kind)
+        if (p->kind < 0 || side->kind == p->kind)
             return c;
     }
     fail_msg("none of kvt_any_format's has %s of kind %d", v ? "V" : "K", p->kind);
@@ -239,9 +238,9 @@ static uint8_t *any_record(struct kvt_rng *rng, const struct pair *p, const stru
     float *rows = kvt_guarded(sizeof(float) * KVQ_BLOCK_TOKENS * c->dim, 0);
     enum kvt_kind kind = (enum kvt_kind)kvt_below(rng, KVT_EXTREME);
     kvt_fill(rng, kind, rows, KVQ_BLOCK_TOKENS, c->dim);
-    p->c->quant_k[c->k.quant_kind](c, rows, record, 0);
+    p->c->quant_k[c->k.kind](c, rows, record, 0);
     kvt_fill(rng, kind, rows, KVQ_BLOCK_TOKENS, c->dim);
-    p->c->quant_v[c->v.quant_kind](c, rows, record, 0);
+    p->c->quant_v[c->v.kind](c, rows, record, 0);
     set_norms(rng, c, record);
     kvt_guarded_free(rows);
     return record;
@@ -249,14 +248,14 @@ static uint8_t *any_record(struct kvt_rng *rng, const struct pair *p, const stru
 
 static void compare_quant(const struct pair *p, struct kvt_rng *rng, bool v)
 {
-    struct kvq__codec c = any_codec(p, rng, 1, v, true);
+    struct kvq__codec c = any_codec(p, rng, 1, v);
     const struct kvq__side *side = v ? &c.v : &c.k;
     float *rows = kvt_guarded(sizeof(float) * side->span * c.dim, 0);
     uint8_t *a = kvt_guarded(c.layout.record_bytes, 0), *b = kvt_guarded(c.layout.record_bytes, 0);
     uint32_t first = kvt_below(rng, KVQ_BLOCK_TOKENS / side->span) * side->span / KVQ_GROUP_TOKENS;
     fill(rng, rows, side->span, c.dim);
-    (v ? p->c->quant_v : p->c->quant_k)[side->quant_kind](&c, rows, a, first);
-    (v ? p->k->quant_v : p->k->quant_k)[side->quant_kind](&c, rows, b, first);
+    (v ? p->c->quant_v : p->c->quant_k)[side->kind](&c, rows, a, first);
+    (v ? p->k->quant_v : p->k->quant_k)[side->kind](&c, rows, b, first);
     assert_memory_equal(a, b, c.layout.record_bytes); // untouched parts hold the guard's pattern
     kvt_guarded_free(rows);
     kvt_guarded_free(a);
@@ -275,7 +274,7 @@ static void check_quant_v(const struct pair *p, struct kvt_rng *rng)
 
 static void compare_dequant(const struct pair *p, struct kvt_rng *rng, bool v)
 {
-    struct kvq__codec c = any_codec(p, rng, 1, v, false);
+    struct kvq__codec c = any_codec(p, rng, 1, v);
     size_t n = (size_t)32 * c.dim;
     uint8_t *record = any_record(rng, p, &c), kind = v ? c.v.kind : c.k.kind;
     struct kvq_packed packed = kvq_packed_at(&c.layout, record, 0);
@@ -363,7 +362,7 @@ static struct bench *make_bench(const struct pair *p, struct kvt_rng *rng, bool 
 {
     struct bench *b = calloc(1, sizeof *b);
     uint32_t rows = any_rows(rng);
-    b->codec = any_codec(p, rng, rows, v, false);
+    b->codec = any_codec(p, rng, rows, v);
     size_t n = (size_t)32 * b->codec.dim;
     b->q = floats((size_t)rows * b->codec.dim);
     kvt_fill(rng, KVT_NORMAL, b->q, rows, b->codec.dim);

@@ -98,8 +98,8 @@ static void make_chunk(struct job *j)
     fill(rows, KVQ_GROUP_TOKENS * j->codec.dim);
     for (uint32_t i = 0; i < GROUPS; i++) {
         uint8_t *group = groups + i * j->codec.layout.group_bytes;
-        j->k->quant_k[j->codec.k.quant_kind](&j->codec, rows, group, 0);
-        j->k->quant_v[j->codec.v.quant_kind](&j->codec, rows, group, 0);
+        j->k->quant_k[j->codec.k.kind](&j->codec, rows, group, 0);
+        j->k->quant_v[j->codec.v.kind](&j->codec, rows, group, 0);
     }
     j->chunk = (struct kvq__chunk){.groups = KVQ__CHUNK_GROUPS};
     for (uint32_t i = 0; i < KVQ__CHUNK_GROUPS; i++)
