@@ -11,6 +11,8 @@
 #define KVQ_DEVICE                  __device__ __forceinline__
 #define KVQ_UNROLL                  _Pragma("unroll")
 #define KVQ_NO_UNROLL               _Pragma("unroll 1")
+#define KVQ_PRAGMA(x)               _Pragma(#x)
+#define KVQ_UNROLL_BY(n)            KVQ_PRAGMA(unroll n)
 #define KVQ_KERNEL(name, type, arg) KVQ_KERNEL_FOR(name, type, arg, 128, 1)
 #define KVQ_KERNEL_FOR(name, type, arg, threads, blocks)                                           \
     extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
@@ -129,6 +131,85 @@ template <int N> KVQ_DEVICE void copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+enum : bool { HAS_BULK = true };
+
+KVQ_DEVICE void barrier_init(smem at, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+KVQ_DEVICE void barrier_fence()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
+                     : "memory");
+}
+
+KVQ_DEVICE void barrier_arrive(smem at)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+KVQ_DEVICE void barrier_expect(smem at, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+                 : "memory");
+}
+
+KVQ_DEVICE void barrier_wait(smem at, uint32_t parity)
+{
+    uint32_t done;
+    do
+        asm volatile("{.reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     " selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(at), "r"(parity & 1)
+                     : "memory");
+    while (!done);
+}
+
+KVQ_DEVICE void copy_bulk(smem to, const void *from, uint32_t bytes, smem barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+#else
+// Before 9.0 there are none; code that uses them must not be reached.
+enum : bool { HAS_BULK = false };
+
+KVQ_DEVICE void barrier_init(smem, uint32_t)
+{
+    __trap();
+}
+
+KVQ_DEVICE void barrier_fence()
+{
+    __trap();
+}
+
+KVQ_DEVICE void barrier_arrive(smem)
+{
+    __trap();
+}
+
+KVQ_DEVICE void barrier_expect(smem, uint32_t)
+{
+    __trap();
+}
+
+KVQ_DEVICE void barrier_wait(smem, uint32_t)
+{
+    __trap();
+}
+
+KVQ_DEVICE void copy_bulk(smem, const void *, uint32_t, smem)
+{
+    __trap();
+}
+#endif
+
 KVQ_DEVICE void warp_sync()
 {
     __syncwarp();
@@ -137,6 +218,12 @@ KVQ_DEVICE void warp_sync()
 KVQ_DEVICE void block_sync()
 {
     __syncthreads();
+}
+
+KVQ_DEVICE void warps_sync(int number, int first, int count)
+{
+    (void)first;
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(count * WARP) : "memory");
 }
 
 KVQ_DEVICE void mma(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1, const float c[4])
@@ -190,7 +277,58 @@ KVQ_DEVICE int popcount(uint32_t x)
     return __popc(x);
 }
 
-KVQ_DEVICE uint32_t atomic_inc(uint32_t *at, uint32_t last)
+KVQ_DEVICE uint32_t shuffle_xor_bits(uint32_t x, int mask)
+{
+    return __shfl_xor_sync(~0u, x, mask);
+}
+
+// ---- Device memory ----
+
+KVQ_DEVICE uint16_t ldg16(const void *at)
+{
+    return *(const uint16_t *)at;
+}
+
+KVQ_DEVICE uint32_t ldg32(const void *at)
+{
+    return *(const uint32_t *)at;
+}
+
+KVQ_DEVICE u32x2 ldg64(const void *at)
+{
+    const uint2 x = *(const uint2 *)at;
+    const u32x2 r = {{x.x, x.y}};
+    return r;
+}
+
+KVQ_DEVICE u32x4 ldg128(const void *at)
+{
+    const uint4 x = *(const uint4 *)at;
+    const u32x4 r = {{x.x, x.y, x.z, x.w}};
+    return r;
+}
+
+KVQ_DEVICE void stg16(void *at, uint16_t x)
+{
+    *(uint16_t *)at = x;
+}
+
+KVQ_DEVICE void stg32(void *at, uint32_t x)
+{
+    *(uint32_t *)at = x;
+}
+
+KVQ_DEVICE void stg64(void *at, const u32x2 &x)
+{
+    *(uint2 *)at = make_uint2(x.v[0], x.v[1]);
+}
+
+KVQ_DEVICE void stg128(void *at, const u32x4 &x)
+{
+    *(uint4 *)at = make_uint4(x.v[0], x.v[1], x.v[2], x.v[3]);
+}
+
+KVQ_DEVICE uint32_t fetch_inc(uint32_t *at, uint32_t last)
 {
     uint32_t r;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -200,9 +338,52 @@ KVQ_DEVICE uint32_t atomic_inc(uint32_t *at, uint32_t last)
     return r;
 }
 
+KVQ_DEVICE uint32_t fetch_add(uint32_t *at, uint32_t x)
+{
+    uint32_t r;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(r)
+                 : "l"(at), "r"(x)
+                 : "memory");
+    return r;
+}
+
+KVQ_DEVICE uint32_t fetch_max(uint32_t *at, uint32_t x)
+{
+    uint32_t r;
+    asm volatile("atom.relaxed.gpu.global.max.u32 %0, [%1], %2;"
+                 : "=r"(r)
+                 : "l"(at), "r"(x)
+                 : "memory");
+    return r;
+}
+
+KVQ_DEVICE uint32_t load_acquire(const uint32_t *at)
+{
+    uint32_t r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(at) : "memory");
+    return r;
+}
+
+KVQ_DEVICE void store_release(uint32_t *at, uint32_t x)
+{
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
+
+// The earlier name of fetch_inc.
+KVQ_DEVICE uint32_t atomic_inc(uint32_t *at, uint32_t last)
+{
+    return fetch_inc(at, last);
+}
+
 KVQ_DEVICE bool any(bool x)
 {
     return __any_sync(~0u, x);
+}
+
+KVQ_DEVICE bool all(bool x)
+{
+    return __all_sync(~0u, x);
 }
 
 KVQ_DEVICE uint32_t mul2(uint32_t a, uint32_t b)

@@ -268,10 +268,9 @@ int launch(kvq_gpu_function *f, unsigned grid_x, unsigned grid_y, unsigned grid_
         return bad_launch("threads must be a multiple of 32, at most 1024", f, block_x);
     if (shared > f->dynamic_shared)
         return bad_launch("more shared memory than the function was allowed", f, shared);
-    call c = {
-        f->kernel,
-        {(int)grid_x, (int)grid_y, (int)block_x, shared, dev.options.seed, dev.options.truncate},
-        std::vector<uint64_t>((bytes + 7) / 8)};
+    call c = {f->kernel, {}, std::vector<uint64_t>((bytes + 7) / 8)};
+    c.shape = {(int)grid_x,      (int)grid_y,          (int)block_x, shared,
+               dev.options.seed, dev.options.truncate, true};
     memcpy(c.args.data(), extra[1], bytes);
     return give(stream, c);
 }

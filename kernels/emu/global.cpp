@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Device memory of the emulator; see global.h.
+// Device memory of the emulator: its pieces, see global.h, and what kernels do there.
 #include "kernels/emu/global.h"
 
 #include <stdio.h>
@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 
 #include <map>
+
+#include "kernels/emu/machine.h"
 
 namespace gpu
 {
@@ -94,5 +96,183 @@ bool emu_global_spilled(char *text, size_t n)
         }
     }
     return false;
+}
+
+// ---- Who wrote what in this launch ----
+//
+// Blocks run one after the other, and yet only a release and an acquire of the same word let one
+// see what another wrote. Reads are not noted: that a block overwrites what another still reads
+// goes unseen.
+
+enum { UNIT = 2 }; // bytes
+
+struct written {
+    uintptr_t unit; // address / UNIT; 0: free
+    int block;
+    bool counted; // by a counter's word
+    touch by;
+};
+
+static std::vector<written> table; // open addressing; a power of two long
+static size_t in_table;
+
+struct counter {
+    std::shared_ptr<const foreign> told; // by those who were here
+};
+static std::map<uintptr_t, counter> counters;
+
+void emu_global_start()
+{
+    if (in_table > 0 || table.empty())
+        table.assign(1024, written());
+    in_table = 0;
+    counters.clear();
+}
+
+static written &slot_of(uintptr_t unit)
+{
+    size_t i = (size_t)(unit * 0x9e3779b97f4a7c15ull >> 32) & (table.size() - 1);
+    while (table[i].unit != 0 && table[i].unit != unit)
+        i = (i + 1) & (table.size() - 1);
+    return table[i];
+}
+
+static void grow()
+{
+    std::vector<written> old(2 * table.size());
+    old.swap(table);
+    for (const written &w : old)
+        if (w.unit)
+            slot_of(w.unit) = w;
+}
+
+// Whether this thread has seen what that one did.
+static bool seen(const written &w)
+{
+    if (w.block == emu_block())
+        return emu_ordered(w.by);
+    const std::shared_ptr<const foreign> &others = emu_self().others;
+    if (!others)
+        return false;
+    const auto found = others->find(w.block);
+    return found != others->end() && found->second[w.by.thread] >= w.by.time;
+}
+
+static void check_seen(uintptr_t unit, const place &p, bool counting)
+{
+    const written &w = slot_of(unit);
+    if (w.unit == 0 || (counting && w.counted) || seen(w))
+        return;
+    emu_refuse("race on device memory: block %d, thread %d in %s at %s:%d and block %d, thread %d "
+               "in %s at %s:%d, which has not seen it",
+               w.block, w.by.thread, w.by.at.what, w.by.at.file, w.by.at.line, emu_block(),
+               thread(), p.what, p.file, p.line);
+}
+
+static void check_place(const void *at, uint32_t bytes, uint32_t align, const place &p)
+{
+    if ((uintptr_t)at % align != 0)
+        emu_refuse("%s at %p by block %d, thread %d at %s:%d: the address must be a multiple of %u",
+                   p.what, at, emu_block(), thread(), p.file, p.line, align);
+    if (emu_machine->driver && !emu_global_holds(at, bytes))
+        emu_refuse("%s of %u bytes at %p by block %d, thread %d at %s:%d: no piece of device "
+                   "memory has them all",
+                   p.what, bytes, at, emu_block(), thread(), p.file, p.line);
+}
+
+void emu_global_check(const void *from, uint32_t bytes, const place &p)
+{
+    check_place(from, bytes, bytes < 16 ? bytes : 16, p);
+    if (in_table == 0)
+        return;
+    for (uintptr_t u = (uintptr_t)from / UNIT; u <= ((uintptr_t)from + bytes - 1) / UNIT; u++)
+        check_seen(u, p, false);
+}
+
+static void note_write(const void *at, uint32_t bytes, const place &p, bool counting)
+{
+    check_place(at, bytes, bytes < 16 ? bytes : 16, p);
+    for (uintptr_t u = (uintptr_t)at / UNIT; u <= ((uintptr_t)at + bytes - 1) / UNIT; u++) {
+        check_seen(u, p, counting);
+        written &w = slot_of(u);
+        in_table += w.unit == 0;
+        w = {u, emu_block(), counting, emu_now(p)};
+        if (in_table > table.size() / 2)
+            grow();
+    }
+}
+
+void emu_global_load(void *to, const void *from, uint32_t bytes, const char *file, int line)
+{
+    emu_global_check(from, bytes, {"a load", file, line});
+    memcpy(to, from, bytes);
+}
+
+void emu_global_store(void *at, const void *from, uint32_t bytes, const char *file, int line)
+{
+    note_write(at, bytes, {"a store", file, line}, false);
+    memcpy(at, from, bytes);
+}
+
+// ---- Counters ----
+
+static void acquire(const void *at)
+{
+    const std::shared_ptr<const foreign> &told = counters[(uintptr_t)at].told;
+    if (!told)
+        return;
+    const auto own = told->find(emu_block());
+    if (own != told->end())
+        emu_learn(own->second);
+    emu_self().others = emu_merge_foreign(emu_self().others, told);
+}
+
+static void release(const void *at)
+{
+    counter &c = counters[(uintptr_t)at];
+    std::shared_ptr<foreign> own = std::make_shared<foreign>();
+    emu_tell((*own)[emu_block()]);
+    c.told = emu_merge_foreign(emu_merge_foreign(c.told, emu_self().others), own);
+}
+
+// Nothing comes between reading and writing, since fibers take turns only where they say so.
+template <typename Change> static uint32_t count(uint32_t *at, Change change, const place &p)
+{
+    note_write(at, sizeof(*at), p, true);
+    const uint32_t before = *at;
+    *at = change(before);
+    return before;
+}
+
+uint32_t fetch_inc(uint32_t *at, uint32_t last, const char *file, int line)
+{
+    acquire(at);
+    const uint32_t before =
+        count(at, [=](uint32_t x) { return x >= last ? 0 : x + 1; }, {"fetch_inc", file, line});
+    release(at);
+    return before;
+}
+
+uint32_t fetch_add(uint32_t *at, uint32_t x, const char *file, int line)
+{
+    return count(at, [=](uint32_t before) { return before + x; }, {"fetch_add", file, line});
+}
+
+uint32_t fetch_max(uint32_t *at, uint32_t x, const char *file, int line)
+{
+    return count(at, [=](uint32_t before) { return before > x ? before : x; },
+                 {"fetch_max", file, line});
+}
+
+uint32_t load_acquire(const uint32_t *at, const char *file, int line)
+{
+    acquire(at);
+    return count((uint32_t *)at, [](uint32_t x) { return x; }, {"load_acquire", file, line});
+}
+
+void store_release(uint32_t *at, uint32_t x, const char *file, int line)
+{
+    count(at, [=](uint32_t) { return x; }, {"store_release", file, line});
+    release(at);
 }
 } // namespace gpu

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared memory of the emulated block: contents, who touched which word since the last sync, and
-// the bank conflicts of loads.
+// Shared memory of the emulated block: contents, who touched which word and whether later ones
+// have seen it, and the bank conflicts of loads.
 #include <string.h>
 
 #include "kernels/emu/machine.h"
@@ -10,42 +10,59 @@ namespace gpu
 {
 enum { BANKS = 32, WORD = 4 };
 
-// When a thread touched a word: ordered before later accesses of others by a sync of its warp
-// (for the warp) or of the block.
-struct touch {
-    int thread; // -1: nobody
-    uint64_t warp_syncs, block_syncs;
-    place at;
-};
+enum word_state { UNWRITTEN, WRITTEN, FLYING, BARRIER }; // FLYING: a copy is bringing it
 
 struct word {
-    bool written, flying; // flying: an asynchronous copy is bringing it
+    enum word_state state;
     touch writer;
-    touch reader; // the last one
-    bool others;  // before it, and not ordered with it, other threads
+    touch reader;    // the last one since the last write
+    uint32_t *times; // of all readers, by thread, if some have not seen each other; else NULL
 };
 
 static std::vector<uint8_t> bytes;
 static std::vector<word> words;
 static std::vector<uint32_t> loads;
 
+// ---- Times of several readers of a word ----
+
+static std::vector<uint32_t *> spare;
+static int spare_threads;
+
+static uint32_t *take_times()
+{
+    uint32_t *times;
+    if (spare.empty()) {
+        times = new uint32_t[emu_machine->threads];
+    } else {
+        times = spare.back();
+        spare.pop_back();
+    }
+    memset(times, 0, emu_machine->threads * sizeof(times[0]));
+    return times;
+}
+
+static void leave_times(word &w)
+{
+    if (w.times)
+        spare.push_back(w.times);
+    w.times = NULL;
+}
+
 void emu_shared_reset(uint32_t size)
 {
-    const touch nobody = {-1, 0, 0, {NULL, NULL, 0}};
-    const word fresh = {false, false, nobody, nobody, false};
+    const touch nobody = {-1, 0, {NULL, NULL, 0}};
+    const word fresh = {UNWRITTEN, nobody, nobody, NULL};
+    for (word &w : words)
+        leave_times(w);
+    if (spare_threads != emu_machine->threads) {
+        for (const uint32_t *times : spare)
+            delete[] times;
+        spare.clear();
+        spare_threads = emu_machine->threads;
+    }
     bytes.assign(size, 0xff); // NaN as fp16 and as fp32
     words.assign(size / WORD, fresh);
     loads.assign(size, 0);
-    emu_machine->arrived = 0;
-    for (warp_state &w : emu_machine->warps) {
-        w.arrived = 0;
-        w.loads.clear();
-        w.loads_before = 0;
-    }
-    for (fiber &f : emu_machine->fibers) {
-        f.copies.clear();
-        f.loads = 0;
-    }
 }
 
 const uint32_t *emu_byte_loads()
@@ -53,129 +70,147 @@ const uint32_t *emu_byte_loads()
     return loads.data();
 }
 
-static touch touch_now(const char *what, const char *file, int line)
-{
-    const machine *m = emu_machine;
-    const touch t = {m->current, m->warps[m->current / WARP].syncs, m->syncs, {what, file, line}};
-    return t;
-}
-
-static bool ordered(const touch &before)
-{
-    const machine *m = emu_machine;
-    if (before.thread < 0 || before.thread == m->current || m->syncs > before.block_syncs)
-        return true;
-    return before.thread / WARP == m->current / WARP &&
-           m->warps[m->current / WARP].syncs > before.warp_syncs;
-}
-
-// No sync of the toucher's warp or block since.
-static bool same_stretch(const touch &before, const touch &now)
-{
-    return before.block_syncs == now.block_syncs && before.warp_syncs == now.warp_syncs;
-}
-
 static void refuse_race(const touch &before, const touch &now, smem at)
 {
-    emu_refuse("race on shared byte %u: thread %d in %s at %s:%d and thread %d in %s at %s:%d "
-               "without a sync between",
-               at, before.thread, before.at.what, before.at.file, before.at.line, now.thread,
-               now.at.what, now.at.file, now.at.line);
+    char who[32];
+    snprintf(who, sizeof(who), "thread %d", before.thread);
+    emu_refuse("race on shared byte %u: %s in %s at %s:%d and thread %d in %s at %s:%d without a "
+               "sync between",
+               at, before.thread == emu_machine->threads ? "a bulk copy" : who, before.at.what,
+               before.at.file, before.at.line, now.thread, now.at.what, now.at.file, now.at.line);
 }
 
-static void check_range(smem at, uint32_t size, const touch &now)
+static void check_range(smem at, uint32_t size, uint32_t align, const place &p)
 {
-    if (at % size != 0 || at > bytes.size() || size > bytes.size() - at)
+    if (at % align != 0 || at > bytes.size() || size > bytes.size() - at)
         emu_refuse("%s of %u shared bytes at %u by thread %d at %s:%d: the block has %zu, and the "
-                   "address must be a multiple of the size",
-                   now.at.what, size, at, now.thread, now.at.file, now.at.line, bytes.size());
+                   "address must be a multiple of %u",
+                   p.what, size, at, thread(), p.file, p.line, bytes.size(), align);
 }
 
 // ---- Bank conflicts ----
 
-// Passes that `count` lanes from `first` need: the most different words that one bank must give.
-static int passes_of(const warp_load &l, int first, int count)
+// Passes that the lanes of `mask` need: the most different words that one bank must give.
+static int passes_of(const warp_load &l, uint32_t mask)
 {
-    std::vector<uint32_t> wanted[BANKS];
-    size_t most = 1;
-    for (int i = first; i < first + count; i++) {
-        for (uint32_t k = 0; k < l.bytes / WORD; k++) {
-            const uint32_t w = l.from[i] / WORD + k;
-            std::vector<uint32_t> &bank = wanted[w % BANKS];
-            bool there = false;
-            for (const uint32_t other : bank)
-                there |= other == w;
-            if (!there)
-                bank.push_back(w);
-            most = bank.size() > most ? bank.size() : most;
+    uint32_t wanted[BANKS][WARP];
+    int count[BANKS] = {0}, most = 0;
+    for (; mask; mask &= mask - 1) {
+        const uint32_t first = l.from[__builtin_ctz(mask)] / WORD;
+        for (uint32_t w = first; w < first + (l.bytes + WORD - 1) / WORD; w++) {
+            const uint32_t bank = w % BANKS;
+            int i = 0;
+            while (i < count[bank] && wanted[bank][i] != w)
+                i++;
+            wanted[bank][i] = w;
+            count[bank] += i == count[bank];
+            most = count[bank] > most ? count[bank] : most;
         }
     }
-    return (int)most;
+    return most;
 }
 
 static void count_load(const warp_load &l)
 {
     emu_report *r = emu_machine->report;
-    const int parts = (int)l.bytes / WORD, lanes = WARP / parts;
-    int passes = 0;
-    for (int part = 0; part < parts; part++)
-        passes += passes_of(l, part * lanes, lanes);
+    const int parts = l.bytes > WORD ? (int)l.bytes / WORD : 1, lanes = WARP / parts;
+    int passes = 0, least = 0;
+    for (int part = 0; part < parts; part++) {
+        const uint32_t mask = (lanes == WARP ? ~0u : (1u << lanes) - 1) << part * lanes;
+        passes += passes_of(l, l.lanes & mask);
+        least += (l.lanes & mask) != 0;
+    }
     r->loads++;
     r->passes += passes;
-    r->least += parts;
-    if (passes > parts && !r->conflict[0])
+    r->least += least;
+    r->uneven += l.lanes != ~0u;
+    if (passes > least && !r->conflict[0])
         snprintf(r->conflict, sizeof(r->conflict), "%s:%d: %d passes instead of %d", l.at.file,
-                 l.at.line, passes, parts);
+                 l.at.line, passes, least);
 }
 
-// The n-th shared load of every lane of a warp is one instruction, if they are at the same line.
-static void note_load(smem at, uint32_t size, const place &here)
+static bool is_same(const warp_load &l, uint32_t size, const place &p)
+{
+    return l.at.line == p.line && l.bytes == size && l.at.file == p.file;
+}
+
+// Loads of all lanes at the same line are one instruction, each lane's n-th there the n-th.
+static void note_load(smem at, uint32_t size, const place &p)
 {
     fiber &f = emu_self();
     warp_state &w = emu_machine->warps[warp()];
-    const uint64_t index = f.loads++ - w.loads_before;
-    while (w.loads.size() <= index) {
-        const warp_load fresh = {here, size, 0, {0}};
-        w.loads.push_back(fresh);
+    const uint32_t own = 1u << lane();
+    while (f.loads < w.loads.size() &&
+           (!is_same(w.loads[f.loads], size, p) || w.loads[f.loads].lanes & own))
+        f.loads++;
+    if (f.loads == w.loads.size()) {
+        w.loads.emplace_back();
+        warp_load &fresh = w.loads.back();
+        fresh.at = p;
+        fresh.bytes = size;
+        fresh.lanes = 0;
     }
-    warp_load &l = w.loads[index];
-    if (l.at.line != here.line || strcmp(l.at.file, here.file) != 0)
-        emu_refuse("divergent shared loads: lanes of warp %d at %s:%d and %s:%d", warp(), l.at.file,
-                   l.at.line, here.file, here.line);
+    warp_load &l = w.loads[f.loads++];
     l.from[lane()] = at;
-    l.lanes++;
-    while (!w.loads.empty() && w.loads.front().lanes == WARP) {
-        count_load(w.loads.front());
-        w.loads.pop_front();
-        w.loads_before++;
-    }
+    l.lanes |= own;
+}
+
+void emu_loads_end(warp_state &w)
+{
+    for (const warp_load &l : w.loads)
+        count_load(l);
+    w.loads.clear();
 }
 
 void emu_shared_end()
 {
-    for (const warp_state &w : emu_machine->warps)
-        emu_machine->report->uneven += w.loads.size();
+    for (warp_state &w : emu_machine->warps)
+        emu_loads_end(w);
 }
 
 // ---- Accesses ----
 
+static void refuse_load(const word &w, smem at, const place &p)
+{
+    switch (w.state) {
+    case FLYING:
+        emu_refuse("load of shared byte %u by thread %d at %s:%d while the copy started at %s:%d "
+                   "is under way",
+                   at, thread(), p.file, p.line, w.writer.at.file, w.writer.at.line);
+        break;
+    case BARRIER:
+        emu_refuse("load of shared byte %u by thread %d at %s:%d, where a barrier stands", at,
+                   thread(), p.file, p.line);
+        break;
+    default:
+        emu_refuse("load of shared byte %u by thread %d at %s:%d, which nothing wrote", at,
+                   thread(), p.file, p.line);
+    }
+}
+
+// Notes that this thread reads the word.
+static void note_reader(word &w, const touch &now)
+{
+    if (!w.times && !emu_ordered(w.reader)) {
+        w.times = take_times();
+        w.times[w.reader.thread] = w.reader.time;
+    }
+    if (w.times)
+        w.times[now.thread] = now.time;
+    w.reader = now;
+}
+
 void emu_load(void *to, smem at, uint32_t size, const char *file, int line)
 {
-    const touch now = touch_now("a load", file, line);
-    check_range(at, size, now);
-    for (uint32_t i = at; i < at + size; i += WORD) {
-        word &w = words[i / WORD];
-        if (w.flying)
-            emu_refuse("load of shared byte %u by thread %d at %s:%d while the copy started at "
-                       "%s:%d is under way",
-                       i, now.thread, file, line, w.writer.at.file, w.writer.at.line);
-        if (!w.written)
-            emu_refuse("load of shared byte %u by thread %d at %s:%d, which nothing wrote", i,
-                       now.thread, file, line);
-        if (!ordered(w.writer))
-            refuse_race(w.writer, now, i);
-        w.others = !ordered(w.reader) || (w.others && same_stretch(w.reader, now));
-        w.reader = now;
+    const touch now = emu_now({"a load", file, line});
+    check_range(at, size, size, now.at);
+    for (uint32_t i = at / WORD; i <= (at + size - 1) / WORD; i++) {
+        word &w = words[i];
+        if (w.state != WRITTEN)
+            refuse_load(w, WORD * i, now.at);
+        if (!emu_ordered(w.writer))
+            refuse_race(w.writer, now, WORD * i);
+        note_reader(w, now);
     }
     for (uint32_t i = at; i < at + size; i++)
         loads[i]++;
@@ -183,41 +218,67 @@ void emu_load(void *to, smem at, uint32_t size, const char *file, int line)
     memcpy(to, bytes.data() + at, size);
 }
 
-// Takes words over for writing, after everybody who touched them.
-static void take(smem at, uint32_t size, const touch &now, bool flying)
+// Some reader whom this thread has not seen; -1 if there is none.
+static int unseen_reader(const word &w, const touch &now)
 {
-    check_range(at, size, now);
-    for (uint32_t i = at; i < at + size; i += WORD) {
-        word &w = words[i / WORD];
-        if (!ordered(w.writer) || (w.flying && !flying))
-            refuse_race(w.writer, now, i);
-        if (!ordered(w.reader) || (w.others && same_stretch(w.reader, now)))
-            refuse_race(w.reader, now, i);
+    const uint32_t *known = emu_knows(now.thread);
+    for (int t = 0; t < emu_machine->threads; t++)
+        if (w.times[t] > known[t] && t != now.thread)
+            return t;
+    return -1;
+}
+
+// Takes words over for writing, after everybody who touched them.
+static void take(smem at, uint32_t size, const touch &now, enum word_state state)
+{
+    for (uint32_t i = at / WORD; i <= (at + size - 1) / WORD; i++) {
+        word &w = words[i];
+        if (w.state == BARRIER)
+            emu_refuse("%s of shared byte %u by thread %d at %s:%d, where a barrier stands",
+                       now.at.what, WORD * i, now.thread, now.at.file, now.at.line);
+        if (w.state == FLYING || !emu_ordered(w.writer))
+            refuse_race(w.writer, now, WORD * i);
+        if (w.times) {
+            w.reader.thread = unseen_reader(w, now);
+            if (w.reader.thread >= 0)
+                refuse_race(w.reader, now, WORD * i);
+            leave_times(w);
+        } else if (!emu_ordered(w.reader)) {
+            refuse_race(w.reader, now, WORD * i);
+        }
+        w.reader.thread = -1;
         w.writer = now;
-        w.flying = flying;
-        w.written = !flying;
+        w.state = state;
     }
 }
 
 void emu_store(smem at, const void *from, uint32_t size, const char *file, int line)
 {
-    take(at, size, touch_now("a store", file, line), false);
+    const place p = {"a store", file, line};
+    check_range(at, size, size, p);
+    take(at, size, emu_now(p), WRITTEN);
     memcpy(bytes.data() + at, from, size);
 }
 
-void emu_copy_start(smem to, const char *file, int line)
+void emu_copy_start(smem to, uint32_t size, const place &p)
 {
-    take(to, 16, touch_now("a copy", file, line), true);
+    check_range(to, size, 16, p);
+    take(to, size, emu_now(p), FLYING);
 }
 
-void emu_copy_land(const copy &c)
+void emu_copy_land(const copy &c, int by)
 {
-    const touch now = touch_now("a copy", c.at.file, c.at.line);
-    for (uint32_t i = c.to; i < c.to + 16; i += WORD) {
-        words[i / WORD].writer = now;
-        words[i / WORD].flying = false;
-        words[i / WORD].written = true;
+    const touch now = {by, emu_machine->time, c.at};
+    for (uint32_t i = c.to / WORD; i < (c.to + c.bytes) / WORD; i++) {
+        words[i].writer = now;
+        words[i].state = WRITTEN;
     }
-    memcpy(bytes.data() + c.to, c.from, 16);
+    memcpy(bytes.data() + c.to, c.from, c.bytes);
+}
+
+void emu_barrier_take(smem at, const place &p)
+{
+    check_range(at, 8, 8, p);
+    take(at, 8, emu_now(p), BARRIER);
 }
 } // namespace gpu
