@@ -11,6 +11,7 @@
 enum {
     WALK_CACHES = 4,   // a walk reads at least so many times the last level cache
     MAX_LAYERS = 1024, // however small the cache of one is
+    FAR = 1 << 20,     // where blocks are packed: behind the tokens that a format keeps apart
 };
 
 // ---- Random numbers ----
@@ -103,11 +104,18 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
                                             .packed_block = packed,
                                             .head = h,
                                             .first = t,
+                                            .block_start = FAR,
                                             .book = bench_book_of(&c->books, 0)},
                          workspace);
     }
     bench_memory_give(&scratch);
     return true;
+}
+
+// Whether attention reads tokens of this packed page from raw rows: the first of the session.
+static bool has_sinks(const struct bench_cache *c, uint32_t page)
+{
+    return page == 0 && c->format->sink_tokens && bench_page_packed(c, page);
 }
 
 // Fills the pages of a layer from `at` on and returns where the next layer starts.
@@ -125,6 +133,12 @@ static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
             .packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0,
         };
         at += bytes;
+        if (has_sinks(c, i)) {
+            const uint8_t *raw = c->sources.data;
+            memcpy(at, raw + bench_source_of(layer, i) * raw_bytes(c), raw_bytes(c));
+            c->pages[(size_t)layer * c->n_pages + i].raw = at;
+            at += raw_bytes(c);
+        }
     }
     return at;
 }
@@ -142,6 +156,10 @@ static size_t size_layer(struct bench_cache *c)
     for (uint32_t i = 0; i < c->n_pages; i++) {
         taken += page_bytes(c, i);
         c->layer_bytes += page_bytes(c, i) * bench_page_tokens(c, i) / KVQ_BLOCK_TOKENS;
+        if (has_sinks(c, i)) {
+            taken += raw_bytes(c);
+            c->layer_bytes += raw_bytes(c) * c->format->sink_tokens / KVQ_BLOCK_TOKENS;
+        }
     }
     return taken;
 }
@@ -180,13 +198,6 @@ static void make_attends(struct bench_cache *c)
 bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens)
 {
-    if (format->sink_tokens) {
-        fprintf(stderr,
-                "kvq-bench: %s keeps the first %u tokens apart, which the caches made here cannot; "
-                "leave it out\n",
-                format->name, (unsigned)format->sink_tokens);
-        return false;
-    }
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
     *c = (struct bench_cache){.format = format, .tokens = tokens};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
@@ -232,16 +243,17 @@ void bench_cache_rows(const struct bench_cache *c, uint32_t head, bool packed, f
 {
     size_t n = (size_t)KVQ_BLOCK_TOKENS * c->shape.k_dim;
     for (uint32_t i = 0; i < BENCH_SOURCES; i++) {
-        struct kvq_page page = {.tokens = KVQ_BLOCK_TOKENS};
-        page.raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
-        page.packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
-        page.packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
+        // The second of two pages, since the first may have tokens that are kept apart.
+        struct kvq_page page[2] = {{0}, {.tokens = KVQ_BLOCK_TOKENS}};
+        page[1].raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
+        page[1].packed = (const uint8_t *)c->packed.data + i * packed_bytes(c);
+        page[1].packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0;
         struct kvq_reading reading = {.format = c->format,
                                       .shape = &c->shape,
-                                      .pages = &page,
-                                      .n_pages = 1,
+                                      .pages = page,
+                                      .n_pages = 2,
                                       .book = bench_book_of(&c->books, 0)};
-        kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, 0, KVQ_BLOCK_TOKENS, head, k + i * n,
-                      v + i * n, workspace);
+        kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, KVQ_BLOCK_TOKENS, KVQ_BLOCK_TOKENS,
+                      head, k + i * n, v + i * n, workspace);
     }
 }

@@ -12,7 +12,8 @@ static const float *row_of(const struct bench_exact *e, const float *const *rows
 {
     uint32_t page = (uint32_t)(t / KVQ_BLOCK_TOKENS), dim = e->c->shape.k_dim;
     size_t at = (size_t)bench_source_of(e->layer, page) * KVQ_BLOCK_TOKENS + t % KVQ_BLOCK_TOKENS;
-    return rows[bench_page_packed(e->c, page)] + at * dim;
+    bool packed = bench_page_packed(e->c, page) && t >= e->c->format->sink_tokens;
+    return rows[packed] + at * dim;
 }
 
 // One query head; `logits` is for all tokens.
