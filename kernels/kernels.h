@@ -15,6 +15,10 @@
 
 #include "kernels/layout.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum {
     KVQ_MAX_HEAD_DIM = 256,
     KVQ_MAX_QUERY_TOKENS = 512, // per session and call
@@ -372,5 +376,9 @@ uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *r,
 // `dim` fp32. Outputs may alias either input. A side whose lse is -inf counts for nothing.
 void kvq_merge_rows(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b,
                     float *out, float *lse, size_t rows, size_t dim);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

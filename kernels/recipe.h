@@ -7,6 +7,10 @@
 
 #include "kernels/kernels.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum { KVQ_MAX_LEVELS = 16 };
 
 // How one side, K or V, becomes codes, and where they stand.
@@ -39,5 +43,9 @@ KVQ_INLINE uint32_t kvq_recipe_parts(const struct kvq_recipe *r)
 {
     return r->unit_tokens / r->k.span + r->unit_tokens / r->v.span;
 }
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

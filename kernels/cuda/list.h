@@ -8,7 +8,20 @@
 #ifndef KVQ_KERNELS_CUDA_LIST_H
 #define KVQ_KERNELS_CUDA_LIST_H
 
-#define KVQ_GPU_KERNELS(X) X(PROBE_MMA, kvq_gpu_probe_mma, struct kvq_gpu_probe_mma_args)
+// clang-format off
+#define KVQ_GPU_KERNELS(X)                                                                         \
+    X(PROBE_MMA, kvq_gpu_probe_mma, struct kvq_gpu_probe_mma_args)                                 \
+    X(STORE, kvq_gpu_store_all, struct kvq_gpu_store_args)                                         \
+    X(LEARN, kvq_gpu_learn_all, struct kvq_gpu_learn_args)                                         \
+    X(COMPETE, kvq_gpu_compete, struct kvq_gpu_compete_args)                                       \
+    X(PACK_D64, kvq_gpu_pack_d64, struct kvq_gpu_pack_args)                                        \
+    X(PACK_D128, kvq_gpu_pack_d128, struct kvq_gpu_pack_args)                                      \
+    X(PACK_D256, kvq_gpu_pack_d256, struct kvq_gpu_pack_args)                                      \
+    X(READ_D64, kvq_gpu_read_d64, struct kvq_gpu_read_args)                                        \
+    X(READ_D128, kvq_gpu_read_d128, struct kvq_gpu_read_args)                                      \
+    X(READ_D256, kvq_gpu_read_d256, struct kvq_gpu_read_args)                                      \
+    X(MERGE, kvq_gpu_merge_all, struct kvq_gpu_merge_args)
+// clang-format on
 
 enum kvq_gpu_kernel {
 #define KVQ_GPU_ID(ID, name, type) KVQ_KERNEL_##ID,

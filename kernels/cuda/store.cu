@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Storing what engines hand over, and merging attentions: a warp for each row.
+#include "kernels/codec_math.h"
+#include "kernels/cuda/cache.h"
+#include "kernels/emu/dialect.h"
+
+// ---- Storing ----
+
+struct kvq_gpu_counted {
+    uint32_t nonfinite, saturated;
+};
+
+KVQ_DEVICE uint32_t kvq_gpu_store_one(float x, uint8_t dtype, kvq_gpu_counted &counted)
+{
+    counted.nonfinite += !kvq__is_finite(x);
+    counted.saturated += kvq__saturates(x, dtype);
+    return kvq__stored(x, dtype);
+}
+
+// Row n of a job: tokens, of each all heads, of each K and V.
+KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
+                                  kvq_gpu_counted &counted)
+{
+    const kvq_recipe &r = *job.recipe;
+    const bool v = n & 1;
+    const uint32_t head = (uint32_t)(n / 2 % r.kv_heads);
+    const uint64_t token = n / 2 / r.kv_heads, position = job.start + token;
+    const kvq_view &view = v ? job.v : job.k;
+    const uint8_t *from = (const uint8_t *)view.data + (int64_t)token * view.token_stride +
+                          (int64_t)head * view.head_stride;
+    uint8_t *record = (uint8_t *)job.pages[position / KVQ_BLOCK_TOKENS].raw +
+                      (size_t)head * r.raw.record_bytes + (v ? r.raw.v_offset : 0);
+    uint32_t *to = (uint32_t *)(record + position % KVQ_BLOCK_TOKENS * 2 * r.dim);
+    for (uint32_t c = 2 * gpu::lane(); c < r.dim; c += 2 * gpu::WARP) {
+        const float low = kvq__element(from, view.dtype, c);
+        const float high = kvq__element(from, view.dtype, c + 1);
+        to[c / 2] = kvq_gpu_store_one(low, r.dtype, counted) |
+                    kvq_gpu_store_one(high, r.dtype, counted) << 16;
+    }
+}
+
+KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
+{
+    const kvq_gpu_store_job &job = a.jobs[gpu::block_y()];
+    kvq_gpu_counted counted = {0, 0};
+    if (!job.recipe)
+        return;
+    const uint32_t warps = KVQ_GPU_CACHE_THREADS / gpu::WARP;
+    const uint64_t rows = (uint64_t)job.tokens * job.recipe->kv_heads * 2;
+    for (uint64_t n = gpu::block_x() * warps + gpu::warp(); n < rows; n += gpu::grid_x() * warps)
+        kvq_gpu_store_row(job, n, counted);
+    if (job.counts && counted.nonfinite)
+        gpu::fetch_add(&job.counts->nonfinite, counted.nonfinite);
+    if (job.counts && counted.saturated)
+        gpu::fetch_add(&job.counts->saturated, counted.saturated);
+}
+
+// ---- Merging ----
+
+KVQ_KERNEL(kvq_gpu_merge_all, kvq_gpu_merge_args, a)
+{
+    const uint32_t warps = KVQ_GPU_CACHE_THREADS / gpu::WARP;
+    for (uint64_t r = gpu::block_x() * warps + gpu::warp(); r < a.rows;
+         r += gpu::grid_x() * warps) {
+        const kvq__merge m = kvq__merge_of(a.lse_a[r], a.lse_b[r]);
+        gpu::warp_sync(); // lse may be one of the inputs
+        for (uint64_t i = r * a.dim + gpu::lane(); i < (r + 1) * a.dim; i += gpu::WARP)
+            a.out[i] = kvq__merged(&m, a.out_a[i], a.out_b[i]);
+        if (gpu::lane() == 0)
+            a.lse[r] = m.lse;
+    }
+}
