@@ -99,7 +99,7 @@ static int next_thread()
     if (emu_random() % 64 == 0)
         emu_flights_land();
     int w = next_warp();
-    while (w < 0 && emu_flights_land())
+    while (w < 0 && m->ended < m->threads && emu_flights_land())
         w = next_warp();
     if (w >= 0)
         return w * WARP + next_lane(m->warps[w]);
