@@ -54,15 +54,12 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
     }
 }
 
-// p of up to four rows into the order of slots, and what makes int16 of them. Tokens that are not
-// packed, and outliers, count nothing here.
+// p of up to four rows into the order of slots, and what makes int16 of them. That of tokens which
+// are not packed, and of outliers, is 0 by now (attend_chunk.c).
 KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint32_t first,
                               int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    const struct kvq__group *g = &v->chunk->group[group];
-    uint32_t n = g->packed_tokens;
-    __mmask32 mask = (n < KVQ_GROUP_TOKENS ? (1u << n) - 1 : UINT32_MAX) & ~g->pooled;
     const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
     // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
     __m512 top[KVQ__TILE4];
@@ -70,8 +67,8 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint
         top[i] = _mm512_set1_ps(1e-30f);
     KVQ__UNROLL
     for (int i = 0; i < rows; i++) {
-        __m512 a = _mm512_maskz_loadu_ps((__mmask16)mask, p + i * KVQ__LOGITS_STRIDE);
-        __m512 b = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + i * KVQ__LOGITS_STRIDE + 16);
+        __m512 a = _mm512_load_ps(p + i * KVQ__LOGITS_STRIDE);
+        __m512 b = _mm512_load_ps(p + i * KVQ__LOGITS_STRIDE + 16);
         top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a, b));
         _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(slots_from_tokens(), a));
         _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(slots_from_tokens(), b));

@@ -547,6 +547,79 @@ static void test_fork_keeps_the_rest(void **state)
     kvt_cache_free(&c);
 }
 
+// ---- Outliers in attention ----
+
+enum { DIM = 128, HEADS = 2, GQA = 4, SEEN = 640, WEIGHTY = 5 };
+
+// Queries that see next to nothing but the tokens with small keys, which are the outliers.
+struct weighty {
+    float k[SEEN][HEADS][DIM], v[SEEN][HEADS][DIM];
+    float q[HEADS * GQA][DIM], out[HEADS * GQA][DIM];
+    double want[HEADS][DIM]; // the mean of the outliers' values
+};
+
+static void fill_weighty(struct weighty *w)
+{
+    static const uint32_t outliers[WEIGHTY] = {40, 75, 200, 301, 333};
+    struct kvt_rng rng = {kvt_seed()};
+    memset(w->want, 0, sizeof w->want);
+    for (uint32_t t = 0; t < SEEN; t++)
+        for (uint32_t i = 0; i < HEADS * DIM; i++) {
+            w->k[t][i / DIM][i % DIM] = 1.0f + 0.25f * fabsf(kvt_normal(&rng));
+            w->v[t][i / DIM][i % DIM] = kvt_normal(&rng);
+        }
+    for (uint32_t n = 0; n < WEIGHTY; n++)
+        for (uint32_t i = 0; i < HEADS * DIM; i++) {
+            float v = 2.0f + (float)((n + i) % 5);
+            w->k[outliers[n]][i / DIM][i % DIM] = 0x1p-16f;
+            w->v[outliers[n]][i / DIM][i % DIM] = v;
+            w->want[i / DIM][i % DIM] += (double)v / WEIGHTY;
+        }
+    for (uint32_t i = 0; i < HEADS * GQA * DIM; i++)
+        w->q[i / DIM][i % DIM] = -4.0f;
+}
+
+static void assert_weighty(const struct weighty *w, const char *isa, uint32_t path)
+{
+    for (uint32_t h = 0; h < HEADS * GQA; h++)
+        for (uint32_t i = 0; i < DIM; i++)
+            if (fabs((double)w->out[h][i] - w->want[h / GQA][i]) > 0.02 * w->want[h / GQA][i])
+                fail_msg("%s, path %u: %g instead of %g", isa, path, (double)w->out[h][i],
+                         w->want[h / GQA][i]);
+}
+
+// An outlier counts with its raw row and with nothing else, whoever computes.
+static void test_outliers_in_attention(void **state)
+{
+    struct weighty *w = malloc(sizeof *w);
+    const int64_t row = DIM * sizeof(float);
+    (void)state;
+    fill_weighty(w);
+    struct session x = open_session("ott2-oscar", HEADS, DIM, KVQ_F16, SEEN, 0);
+    x.s.q_heads = HEADS * GQA;
+    append(&x, w->k[0][0], w->v[0][0], SEEN);
+    struct kvq_attend a = {.format = x.f,
+                           .shape = &x.s,
+                           .pages = x.pages,
+                           .n_pages = SEEN / KVQ_BLOCK_TOKENS,
+                           .extras = x.extras,
+                           .past_tokens = SEEN,
+                           .q_start = SEEN - 1,
+                           .q_tokens = 1,
+                           .q = {w->q, HEADS * GQA * row, row, KVQ_F32},
+                           .out = w->out,
+                           .out_token_stride = HEADS * GQA * row,
+                           .out_head_stride = row,
+                           .out_dtype = KVQ_F32};
+    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++)
+        for (a.path = KVQ_PATH_EXACT; a.path <= KVQ_PATH_FAST; a.path++) {
+            kvt_attend(kvq_kernels_get(isa), &a, 1);
+            assert_weighty(w, kvq_kernels_isa(kvq_kernels_get(isa)), a.path);
+        }
+    close_session(&x);
+    free(w);
+}
+
 // ---- Sink tokens ----
 
 // They come back to the bit without a raw block, and do not widen the scales of the others.
@@ -602,6 +675,7 @@ int main(void)
         cmocka_unit_test(test_placeholders),
         cmocka_unit_test(test_forks),
         cmocka_unit_test(test_fork_keeps_the_rest),
+        cmocka_unit_test(test_outliers_in_attention),
         cmocka_unit_test(test_sinks),
         cmocka_unit_test(test_sink_placeholders),
     };
