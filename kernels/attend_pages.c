@@ -81,14 +81,13 @@ static void set_pooled(const struct kvq__reader *r, uint64_t position, struct kv
     g->pool_v = r->extras->pool_v;
 }
 
-// The group at `position` as the page table has r. Returns false if a raw format's rows come
+// The group at `position` as the page table has it, into an empty one. Returns false if a raw format's rows come
 // from both blocks of the page and must be put together.
 static bool find_group(const struct kvq__reader *r, uint64_t position, struct kvq__group *g)
 {
     const struct kvq_page *page = page_of(r->a, position);
     uint32_t at = (uint32_t)(position % KVQ_BLOCK_TOKENS);
     uint32_t held = page ? covered(page->tokens, at) : 0;
-    *g = (struct kvq__group){0};
     if (held == 0)
         return true;
     uint32_t packed = min_u32(covered(page->packed_tokens, at), held);
