@@ -370,12 +370,6 @@ KVQ_DEVICE void store_release(uint32_t *at, uint32_t x)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
-// The earlier name of fetch_inc.
-KVQ_DEVICE uint32_t atomic_inc(uint32_t *at, uint32_t last)
-{
-    return fetch_inc(at, last);
-}
-
 KVQ_DEVICE bool any(bool x)
 {
     return __any_sync(~0u, x);

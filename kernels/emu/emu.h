@@ -255,12 +255,6 @@ uint32_t fetch_max(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 uint32_t load_acquire(const uint32_t *at, KVQ_EMU_HERE);
 void store_release(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 
-// The earlier name of fetch_inc.
-static inline uint32_t atomic_inc(uint32_t *at, uint32_t last, KVQ_EMU_HERE)
-{
-    return fetch_inc(at, last, file, line);
-}
-
 static inline int popcount(uint32_t x)
 {
     return __builtin_popcount(x);
