@@ -69,40 +69,46 @@ static inline void plain_strings(const char *a, const char *b, const char *file,
         plain_fail(file, line, "\"%s\" %s \"%s\"", a, want ? "!=" : "==", b);
 }
 
-static inline int plain_run_one(const struct CMUnitTest *test, void **state)
+// Not inlined: what a function that calls setjmp keeps in registers may be lost.
+__attribute__((weak, noinline)) int plain_run_one(void (*run)(void **state), void **state)
 {
     const int end = setjmp(plain_escape);
     if (end == 0)
-        test->run(state);
+        run(state);
     return end;
+}
+
+__attribute__((weak, noinline)) int plain_run_fixture(plain_fixture fixture, void **state)
+{
+    if (setjmp(plain_escape) != 0)
+        return -1;
+    return fixture ? fixture(state) : 0;
 }
 
 static inline int plain_run(const struct CMUnitTest *tests, size_t n, plain_fixture before,
                             plain_fixture after)
 {
+    static const char *const words[] = {"       OK ", "  FAILED  ", "  SKIPPED "};
     void *state = NULL;
-    size_t failed = 0, skipped = 0;
-    if (setjmp(plain_escape) != 0 || (before && before(&state) != 0)) {
+    size_t counts[3] = {0, 0, 0};
+    if (plain_run_fixture(before, &state) != 0) {
         printf("[  FAILED  ] before the first test\n");
         return 1;
     }
     for (size_t i = 0; i < n; i++) {
         printf("[ RUN      ] %s\n", tests[i].name);
         fflush(stdout);
-        const int end = plain_run_one(&tests[i], &state);
-        printf("[%s] %s\n",
-               end == PLAIN_PASSED    ? "       OK "
-               : end == PLAIN_SKIPPED ? "  SKIPPED "
-                                      : "  FAILED  ",
-               tests[i].name);
-        failed += end == PLAIN_FAILED;
-        skipped += end == PLAIN_SKIPPED;
+        const int end = plain_run_one(tests[i].run, &state);
+        printf("[%s] %s\n", words[end], tests[i].name);
+        counts[end]++;
     }
-    if (setjmp(plain_escape) != 0 || (after && after(&state) != 0))
-        failed++;
-    printf("[==========] %zu passed, %zu failed, %zu skipped\n", n - failed - skipped, failed,
-           skipped);
-    return (int)failed;
+    if (plain_run_fixture(after, &state) != 0) {
+        printf("[  FAILED  ] after the last test\n");
+        counts[PLAIN_FAILED]++;
+    }
+    printf("[==========] %zu passed, %zu failed, %zu skipped\n", counts[PLAIN_PASSED],
+           counts[PLAIN_FAILED], counts[PLAIN_SKIPPED]);
+    return (int)counts[PLAIN_FAILED];
 }
 
 #define PLAIN_HERE __FILE__, __LINE__
