@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The table of driver calls and what stands on it: opening the driver's library, loading and
-// launching kernels, memory, streams and graphs, in the emulator; and that the emulated driver
-// refuses what it says it refuses.
+// launching kernels, memory, streams and graphs, on the device of gpu_device.h; and that the
+// emulated driver refuses what it says it refuses.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,6 +16,7 @@
 #include "kernels/cuda/gpu.h"
 #include "kernels/cuda/probe.h"
 #include "kernels/emu/driver.h"
+#include "tests/gpu_device.h"
 
 extern "C" {
 #include <cmocka.h>
@@ -27,20 +28,27 @@ static const kvq_gpu_driver *drv;
 static kvq_gpu dev;
 static char text[KVQ_GPU_TEXT];
 
-static int open_emulator(void **)
+static int open_device(void **)
 {
     kvq_emu_set(NULL);
-    drv = kvq_emu_driver();
+    drv = gpu_device();
     if (kvq_gpu_open(&dev, drv, text, sizeof(text)) != 0)
         fail_msg("%s", text);
     return 0;
 }
 
-static int close_emulator(void **)
+static int close_device(void **)
 {
     kvq_gpu_close(&dev);
     assert_int_equal(kvq_emu_allocations(), 0);
     return 0;
+}
+
+// For tests of what only the emulated driver does.
+static void need_emulator()
+{
+    if (!gpu_device_is_emulated())
+        skip();
 }
 
 static kvq_gpu_ptr alloc(size_t bytes)
@@ -98,12 +106,13 @@ static void test_no_context(void **)
 // A kernel that the list has and the module lacks.
 static void test_missing_kernel(void **)
 {
+    need_emulator();
     kvq_gpu other;
     const kvq_emu_kernel none = {"kvq_gpu_nothing", NULL, 0};
     assert_int_equal(kvq_gpu_open(&other, kvq_emu_driver_with(&none, 1), text, sizeof(text)), -1);
     contains(kvq_gpu_kernel_name((kvq_gpu_kernel)0));
     contains("not found");
-    open_emulator(NULL);
+    open_device(NULL);
 }
 
 // ---- Which cubins a device gets ----
@@ -135,6 +144,7 @@ static int open_capability(int capability, kvq_gpu *gpu)
 
 static void test_choice_of_images(void **)
 {
+    need_emulator();
     const int cases[][2] = {{80, 80},   {86, 80},   {89, 80}, {90, 90}, {100, 100}, {103, 100},
                             {120, 120}, {121, 120}, {75, 0},  {110, 0}, {91, 0},    {130, 0}};
     const kvq_gpu_image *images = kvq_gpu_images();
@@ -267,6 +277,8 @@ static void test_graph(void **)
 {
     const mma_memory m = mma_alloc();
     const kvq_gpu_probe_mma_args args = mma_args(m);
+    assert_int_equal(drv->fill8(m.d, 0xff, 32 * 4 * 4, NULL), KVQ_GPU_OK);
+    assert_int_equal(drv->context_sync(), KVQ_GPU_OK);
     kvq_gpu_stream *stream;
     kvq_gpu_graph *graph;
     kvq_gpu_exec *exec;
@@ -285,6 +297,7 @@ static void test_graph(void **)
     assert_true(isnan(before)); // nothing ran yet
     for (int i = 0; i < 2; i++) {
         fill_mma(m);
+        assert_int_equal(drv->context_sync(), KVQ_GPU_OK); // the stream does not wait for it
         assert_int_equal(drv->graph_launch(exec, stream), KVQ_GPU_OK);
         assert_int_equal(drv->stream_sync(stream), KVQ_GPU_OK);
         check_mma(m);
@@ -308,6 +321,7 @@ static void refused(const kvq_gpu_grid &grid, size_t bytes, const char *why)
 
 static void test_bad_launches(void **)
 {
+    need_emulator();
     const size_t bytes = sizeof(kvq_gpu_probe_mma_args);
     refused({1, 1, 32, 0, NULL}, bytes + 8, "another size");
     refused({0, 1, 32, 0, NULL}, bytes, "cannot have");
@@ -318,6 +332,7 @@ static void test_bad_launches(void **)
 
 static void test_bad_memory(void **)
 {
+    need_emulator();
     uint8_t host[64] = {};
     const kvq_gpu_ptr at = alloc(48);
     assert_int_equal(drv->copy_in(at, host, 48, NULL), KVQ_GPU_OK);
@@ -335,6 +350,7 @@ static void test_bad_memory(void **)
 
 static void test_waits(void **)
 {
+    need_emulator();
     const kvq_gpu_ptr at = alloc(8);
     assert_int_equal(drv->stream_write64(NULL, at, 5, 0), KVQ_GPU_OK);
     assert_int_equal(drv->stream_wait64(NULL, at, 5, KVQ_GPU_WAIT_AT_LEAST), KVQ_GPU_OK);
@@ -362,6 +378,7 @@ static void run_write(const void *args)
 // A plain store behind the end of a piece is found after the launch.
 static void test_spill(void **)
 {
+    need_emulator();
     const kvq_emu_kernel mine = {"write_byte", run_write, sizeof(write_args)};
     drv = kvq_emu_driver_with(&mine, 1);
     kvq_gpu_function *f;
@@ -377,7 +394,7 @@ static void test_spill(void **)
     kvq_gpu_fault(drv, KVQ_GPU_LAUNCH_FAILED, "launch", text, sizeof(text));
     contains("written 0 bytes behind the end of a piece of 100");
     give_back(at);
-    open_emulator(NULL);
+    open_device(NULL);
 }
 
 int main(void)
@@ -396,5 +413,5 @@ int main(void)
         cmocka_unit_test(test_waits),
         cmocka_unit_test(test_spill),
     };
-    return cmocka_run_group_tests(tests, open_emulator, close_emulator);
+    return cmocka_run_group_tests(tests, open_device, close_device);
 }
