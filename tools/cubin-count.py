@@ -9,10 +9,12 @@
                                                         fails if a kernel needs more, or spills
 
 An instruction of compute capability 7.0 and later is 16 bytes long; its low 12 bits say what it
-does. The main loop is what lies between a backward branch and its target and holds the most
-matrix instructions. Its rare part is the longest stretch in it that a forward branch skips and
-that holds none: raising the running maximum of the softmax, which happens a few times in a
-context. It is counted apart. One pass of the loop serves --tokens tokens of one KV head.
+does. A loop is what lies between a backward branch and its target; the main loop is the one without
+another loop in it that has the most instructions of a kind (--by, matrix instructions unless told).
+Its rare parts are the longer stretches in it that a forward branch skips and that hold no matrix
+instruction: raising the running maximum of the softmax, masks where a row does not see a whole
+group, the soft-cap of models that have one. They are counted apart. One pass of the loop serves
+--tokens tokens of one KV head.
 """
 import argparse
 import collections
@@ -33,6 +35,7 @@ NAMES = {
     0x186: "STG", 0x187: "STL", 0x188: "STS", 0x189: "SHFL", 0x1ae: "LDGSTS", 0x1af: "LDGDEPBAR",
 }
 BRANCH, MATRIX, SPILLS, PADDING = "BRA", "HMMA", ("LDL", "STL"), "NOP"
+RARE = 16  # instructions that a rare part has at least
 
 
 def kernels(data):
@@ -98,29 +101,36 @@ def decode(code):
     return found
 
 
-def main_loop(code):
-    """First and last index of the loop with the most matrix instructions, the shortest such."""
-    def rank(loop):
-        return sum(name == MATRIX for name, _ in code[loop[0]:loop[1] + 1]), loop[0] - loop[1]
-
+def main_loop(code, by):
+    """First and last index of the innermost loop with the most instructions `by`."""
     loops = [(target, i) for i, (_, target) in enumerate(code) if target is not None and target < i]
-    return max(loops, key=rank) if loops else (0, len(code) - 1)
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return max(inner, key=lambda a: sum(name == by for name, _ in code[a[0]:a[1] + 1]),
+               default=(0, len(code) - 1))
 
 
-def rare_part(code, first, last):
-    """The instructions that the longest forward branch without a matrix instruction skips."""
-    parts = [code[i + 1:target] for i, (_, target) in enumerate(code)
-             if first <= i <= last and target is not None and i < target <= last]
-    parts = [part for part in parts if all(name != MATRIX for name, _ in part)]
-    return max(parts, key=len, default=[])
+def rare_parts(code, first, last):
+    """The stretches without a matrix instruction that a forward branch skips; no overlaps."""
+    parts, free = [], first
+    for i in range(first, last + 1):
+        target = code[i][1]
+        if i < free or target is None or not i < target <= last:
+            continue
+        part = code[i + 1:target]
+        if len(part) >= RARE and all(name != MATRIX for name, _ in part):
+            parts.append(part)
+            free = target
+    return parts
 
 
-def count(code):
-    """Opcode counts of the main loop without its rare part, and of the rare part."""
-    first, last = main_loop(code)
-    rare = collections.Counter(name for name, _ in rare_part(code, first, last))
-    common = collections.Counter(name for name, _ in code[first:last + 1]) - rare
-    del common[PADDING], rare[PADDING]
+def count(code, by):
+    """Opcode counts of the main loop without its rare parts, and of each of these."""
+    first, last = main_loop(code, by)
+    rare = [collections.Counter(name for name, _ in part if name != PADDING)
+            for part in rare_parts(code, first, last)]
+    common = collections.Counter(name for name, _ in code[first:last + 1] if name != PADDING)
+    for part in rare:
+        common -= part
     return common, rare
 
 
@@ -128,6 +138,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("cubin")
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--by", default=MATRIX, help=f"opcode that tells the main loop ({MATRIX})")
     parser.add_argument("--tokens", type=int, default=32, help="tokens a pass of the loop (32)")
     parser.add_argument("--at-most", type=float, help="most instructions per token and head")
     parser.add_argument("--registers", type=int, help="most registers a thread")
@@ -140,11 +151,11 @@ def main():
             continue
         seen += 1
         code = decode(text)
-        common, rare = count(code)
+        common, rare = count(code, options.by)
         spills = sum(mnemonic in SPILLS for mnemonic, _ in code)
         each = common.total() / options.tokens
         print(f"{name}: {each:.2f} instructions per token and head ({common.total()} in the loop, "
-              f"{rare.total()} more when the maximum rises), {common[MATRIX]} {MATRIX}, "
+              f"rare parts of {[part.total() for part in rare]}), {common[MATRIX]} {MATRIX}, "
               f"{used[name]} registers, {spills} spills")
         if options.kernel:
             print("  " + " ".join(f"{k} {v}" for k, v in common.most_common()))

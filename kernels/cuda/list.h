@@ -8,6 +8,8 @@
 #ifndef KVQ_KERNELS_CUDA_LIST_H
 #define KVQ_KERNELS_CUDA_LIST_H
 
+#include "kernels/cuda/attend_list.h"
+
 // clang-format off
 #define KVQ_GPU_KERNELS(X)                                                                         \
     X(PROBE_MMA, kvq_gpu_probe_mma, struct kvq_gpu_probe_mma_args)                                 \
@@ -20,7 +22,8 @@
     X(READ_D64, kvq_gpu_read_d64, struct kvq_gpu_read_args)                                        \
     X(READ_D128, kvq_gpu_read_d128, struct kvq_gpu_read_args)                                      \
     X(READ_D256, kvq_gpu_read_d256, struct kvq_gpu_read_args)                                      \
-    X(MERGE, kvq_gpu_merge_all, struct kvq_gpu_merge_args)
+    X(MERGE, kvq_gpu_merge_all, struct kvq_gpu_merge_args)                                         \
+    KVQ_GPU_ATTEND_KERNELS(X)
 // clang-format on
 
 enum kvq_gpu_kernel {

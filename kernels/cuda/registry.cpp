@@ -3,6 +3,7 @@
 // The kernels of list.h for the emulator, by name.
 #include "kernels/cuda/list.h"
 
+#include "kernels/cuda/attend.h"
 #include "kernels/cuda/cache.h"
 #include "kernels/cuda/probe.h"
 #include "kernels/emu/driver.h"

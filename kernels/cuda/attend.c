@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The host's side of attention on the GPU: cutting a batch into tiles, splits and items, and
+// launching the kernels for it.
+#include "kernels/cuda/attend.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+// Sources of packed keys and values, in the order of attend_list.h.
+enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, ANY, RAW, SOURCES };
+
+// ---- The batch in memory ----
+
+struct header {
+    uint32_t narrow_items, wide_items;
+    uint32_t unused[14];
+};
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + 63) / 64 * 64;
+}
+
+// Byte offsets within a batch.
+struct places {
+    size_t sessions, tiles, narrow, wide, end;
+};
+
+static struct places places_of(const struct kvq_gpu_attend_limits *l)
+{
+    struct places p;
+    p.sessions = aligned(sizeof(struct header));
+    p.tiles = p.sessions + aligned(l->sessions * sizeof(struct kvq_gpu_session));
+    p.narrow = p.tiles + aligned(l->tiles * sizeof(struct kvq_gpu_tile));
+    p.wide = p.narrow + aligned(l->narrow_items * sizeof(struct kvq_gpu_item));
+    p.end = p.wide + aligned(l->wide_items * sizeof(struct kvq_gpu_item));
+    return p;
+}
+
+size_t kvq_gpu_attend_batch_bytes(const struct kvq_gpu_attend_limits *limits)
+{
+    return places_of(limits).end;
+}
+
+// Byte offsets within the workspace: counters first, then both kinds of sums.
+static size_t counters_bytes(const struct kvq_gpu_layer *layer,
+                             const struct kvq_gpu_attend_limits *l)
+{
+    return aligned((size_t)l->tiles * layer->shape->kv_heads * sizeof(uint32_t));
+}
+
+static size_t states_bytes(const struct kvq_gpu_attend_limits *l)
+{
+    return aligned(l->partial_rows * 2 * sizeof(float));
+}
+
+size_t kvq_gpu_attend_workspace_bytes(const struct kvq_gpu_layer *layer,
+                                      const struct kvq_gpu_attend_limits *limits)
+{
+    return counters_bytes(layer, limits) + states_bytes(limits) +
+           limits->partial_rows * layer->shape->k_dim * sizeof(float);
+}
+
+// ---- What a session's share is ----
+
+static uint32_t gqa_of(const struct kvq_gpu_layer *layer)
+{
+    return (uint32_t)layer->shape->q_heads / layer->shape->kv_heads;
+}
+
+static uint64_t total_of(const struct kvq_attend *a)
+{
+    return a->past_tokens + a->step_tokens;
+}
+
+static uint32_t split_of(uint64_t total)
+{
+    uint32_t split = KVQ_GPU_SPLIT_MIN;
+    while (split < KVQ_GPU_SPLIT_MAX && (uint64_t)split * KVQ_GPU_SPLITS < total)
+        split *= 2;
+    return split;
+}
+
+// Query rows of the largest narrow tile.
+static uint32_t narrow_rows(const struct kvq_gpu_layer *layer)
+{
+    return layer->shape->k_dim == 256 ? 8 : 16;
+}
+
+// The splits that any query sees, one at least.
+static void set_splits(const struct kvq_gpu_layer *layer, const struct kvq_attend *a,
+                       struct kvq_gpu_session *s)
+{
+    uint64_t window = layer->shape->window, total = total_of(a), end = a->q_start + a->q_tokens;
+    uint64_t from = window && a->q_start + 1 > window ? a->q_start + 1 - window : 0;
+    if (a->flags & KVQ_ATTEND_PAST_ONLY)
+        end = a->past_tokens;
+    end = end < total ? end : total;
+    s->split_tokens = split_of(total);
+    s->first_split = from < end ? (uint32_t)(from / s->split_tokens) : 0;
+    s->splits = 1;
+    if (from < end)
+        s->splits = (uint32_t)((end + s->split_tokens - 1) / s->split_tokens) - s->first_split;
+}
+
+static struct kvq_gpu_session session_of(const struct kvq_gpu_layer *layer,
+                                         const struct kvq_attend *a)
+{
+    struct kvq_gpu_session s = {
+        .pages = a->pages,
+        .extras = a->extras,
+        .pool = a->pool,
+        .past_tokens = a->past_tokens,
+        .step_tokens = a->step_tokens,
+        .fresh_start = a->fresh_start,
+        .q_start = a->q_start,
+        .fresh_k = a->fresh_k,
+        .fresh_v = a->fresh_v,
+        .q = a->q,
+        .out = a->out,
+        .out_token_stride = a->out_token_stride,
+        .out_head_stride = a->out_head_stride,
+        .lse = a->lse,
+        .lse_token_stride = a->lse_token_stride,
+        .n_pages = a->n_pages,
+        .fresh_tokens = a->fresh_tokens,
+        .q_tokens = a->q_tokens,
+        .flags = a->flags,
+        .out_dtype = a->out_dtype,
+    };
+    set_splits(layer, a, &s);
+    return s;
+}
+
+// ---- Filling ----
+
+// A walk over the batch, which counts and, where there is memory, writes.
+struct walk {
+    const struct kvq_gpu_layer *layer;
+    const struct kvq_attend *calls;
+    const uint64_t *shared;
+    struct kvq_gpu_attend_limits used;
+    const struct kvq_gpu_attend_limits *limits; // NULL: only counting
+    uint8_t *batch;
+    struct places places;
+};
+
+static void add_item(struct walk *w, uint32_t tile, uint32_t tiles, uint32_t split)
+{
+    for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++) {
+        struct kvq_gpu_item item = {.tile = tile, .tiles = (uint16_t)tiles, .split = split};
+        uint32_t i = w->used.narrow_items++;
+        item.head = (uint16_t)head;
+        if (w->limits && i < w->limits->narrow_items)
+            memcpy(w->batch + w->places.narrow + i * sizeof item, &item, sizeof item);
+    }
+}
+
+static void add_tile(struct walk *w, const struct kvq_gpu_session *s, uint32_t first_row,
+                     uint32_t rows)
+{
+    uint32_t i = w->used.tiles++;
+    struct kvq_gpu_tile tile = {.session = w->used.sessions,
+                                .first_row = first_row,
+                                .rows = rows,
+                                .partial = (uint32_t)w->used.partial_rows};
+    if (s->splits > 1)
+        w->used.partial_rows += (uint64_t)w->layer->shape->kv_heads * s->splits * rows;
+    if (w->limits && i < w->limits->tiles)
+        memcpy(w->batch + w->places.tiles + i * sizeof tile, &tile, sizeof tile);
+}
+
+static void note_rows(struct walk *w, uint32_t rows)
+{
+    if (rows > w->used.narrow_rows)
+        w->used.narrow_rows = rows > 8 ? 16 : 8;
+}
+
+// A session with its tiles, and the items of splits outside [from, to), which are shared ones.
+static void add_session(struct walk *w, const struct kvq_attend *a, uint32_t from, uint32_t to)
+{
+    struct kvq_gpu_session s = session_of(w->layer, a);
+    uint32_t rows = a->q_tokens * gqa_of(w->layer), most = narrow_rows(w->layer);
+    for (uint32_t row = 0; row < rows; row += most) {
+        uint32_t n = rows - row < most ? rows - row : most;
+        for (uint32_t i = s.first_split; i < s.first_split + s.splits; i++)
+            if (i < from || i >= to)
+                add_item(w, w->used.tiles, 1, i);
+        add_tile(w, &s, row, n);
+        note_rows(w, n);
+    }
+    if (w->limits && w->used.sessions < w->limits->sessions)
+        memcpy(w->batch + w->places.sessions + w->used.sessions * sizeof s, &s, sizeof s);
+    w->used.sessions++;
+}
+
+// ---- Sessions that share blocks ----
+
+// Splits that the sessions [first, end) share.
+struct stack {
+    uint32_t end, from, to;
+};
+
+// Whether the rows of b may stand beside those of a, the call before it.
+static bool may_share(const struct kvq_attend *a, const struct kvq_attend *b)
+{
+    return a->q_tokens == b->q_tokens && split_of(total_of(a)) == split_of(total_of(b)) &&
+           !a->extras && !b->extras;
+}
+
+// Tokens of `a` that lie in blocks, at most so many.
+static uint64_t in_blocks(const struct kvq_attend *a, uint64_t tokens)
+{
+    return a->fresh_tokens && a->fresh_start < tokens ? a->fresh_start : tokens;
+}
+
+// As many sessions from `first` on as share a split and whose rows fit an item.
+static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
+{
+    const struct kvq_attend *calls = w->calls;
+    struct kvq_gpu_session s = session_of(w->layer, &calls[first]);
+    struct stack k = {first + 1, s.first_split, s.first_split + s.splits};
+    uint32_t rows = calls[first].q_tokens * gqa_of(w->layer), most = narrow_rows(w->layer) / rows;
+    for (; w->shared && k.end < n && k.end - first < most; k.end++) {
+        const struct kvq_attend *a = &calls[k.end - 1], *b = &calls[k.end];
+        struct kvq_gpu_session other = session_of(w->layer, b);
+        uint64_t tokens = in_blocks(a, in_blocks(b, w->shared[k.end]));
+        uint32_t from = other.first_split > k.from ? other.first_split : k.from;
+        uint32_t to = (uint32_t)(tokens / s.split_tokens);
+        to = to < k.to ? to : k.to;
+        to = to < other.first_split + other.splits ? to : other.first_split + other.splits;
+        if (!may_share(a, b) || from >= to)
+            break;
+        k.from = from;
+        k.to = to;
+    }
+    if (k.end == first + 1)
+        k.to = k.from;
+    return k;
+}
+
+static void add_stack(struct walk *w, uint32_t first, const struct stack *k)
+{
+    uint32_t tile = w->used.tiles, n = k->end - first;
+    for (uint32_t i = first; i < k->end; i++)
+        add_session(w, &w->calls[i], k->from, k->to);
+    for (uint32_t split = k->from; split < k->to; split++)
+        add_item(w, tile, n, split);
+    if (k->from < k->to)
+        note_rows(w, n * w->calls[first].q_tokens * gqa_of(w->layer));
+}
+
+static void walk(struct walk *w, uint32_t n)
+{
+    for (uint32_t i = 0; i < n;) {
+        struct stack k = stack_at(w, i, n);
+        add_stack(w, i, &k);
+        i = k.end;
+    }
+}
+
+// ---- Checks ----
+
+static int check_calls(const struct kvq_attend *calls, uint32_t n, char *text, size_t text_n)
+{
+    if (n == 0 || n > KVQ_GPU_MAX_SESSIONS) {
+        snprintf(text, text_n, "a batch of %u sessions; it can have 1 to %d", n,
+                 KVQ_GPU_MAX_SESSIONS);
+        return -1;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        if (calls[i].q_tokens == 0 || calls[i].q_tokens > KVQ_MAX_QUERY_TOKENS) {
+            snprintf(text, text_n,
+                     "session %u of the batch has %u query tokens; it can have 1 to %d", i,
+                     calls[i].q_tokens, KVQ_MAX_QUERY_TOKENS);
+            return -1;
+        }
+    return 0;
+}
+
+int kvq_gpu_attend_needs(const struct kvq_gpu_layer *layer, const struct kvq_attend *calls,
+                         const uint64_t *shared, uint32_t n, struct kvq_gpu_attend_limits *needs,
+                         char *text, size_t text_n)
+{
+    struct walk w = {.layer = layer, .calls = calls, .shared = shared};
+    if (check_calls(calls, n, text, text_n))
+        return -1;
+    walk(&w, n);
+    *needs = w.used;
+    return 0;
+}
+
+// What is larger than the limit, or NULL.
+static const char *excess(const struct kvq_gpu_attend_limits *used,
+                          const struct kvq_gpu_attend_limits *limits, uint64_t *have,
+                          uint64_t *allowed)
+{
+    const struct {
+        const char *what;
+        uint64_t used, limit;
+    } rows[] = {
+        {"sessions", used->sessions, limits->sessions},
+        {"tiles of query rows", used->tiles, limits->tiles},
+        {"items", used->narrow_items, limits->narrow_items},
+        {"items of many query rows", used->wide_items, limits->wide_items},
+        {"query rows to an item", used->narrow_rows, limits->narrow_rows},
+        {"partial sums", used->partial_rows, limits->partial_rows},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (rows[i].used > rows[i].limit) {
+            *have = rows[i].used;
+            *allowed = rows[i].limit;
+            return rows[i].what;
+        }
+    return NULL;
+}
+
+int kvq_gpu_attend_fill(const struct kvq_gpu_layer *layer, const struct kvq_attend *calls,
+                        const uint64_t *shared, uint32_t n,
+                        const struct kvq_gpu_attend_limits *limits, void *batch, char *text,
+                        size_t text_n)
+{
+    struct walk w = {.layer = layer,
+                     .calls = calls,
+                     .shared = shared,
+                     .limits = limits,
+                     .batch = batch,
+                     .places = places_of(limits)};
+    struct header header = {0};
+    uint64_t have, allowed;
+    if (check_calls(calls, n, text, text_n))
+        return -1;
+    walk(&w, n);
+    const char *what = excess(&w.used, limits, &have, &allowed);
+    if (what) {
+        snprintf(text, text_n,
+                 "the batch has %llu %s, and there is room for %llu; make larger limits with "
+                 "kvq_gpu_attend_needs",
+                 (unsigned long long)have, what, (unsigned long long)allowed);
+        return -1;
+    }
+    header.narrow_items = w.used.narrow_items;
+    header.wide_items = w.used.wide_items;
+    memcpy(batch, &header, sizeof header);
+    return 0;
+}
+
+// ---- Launching ----
+
+static bool is_affine(const struct kvq_recipe_side *side, uint8_t axis, uint8_t bits)
+{
+    return side->row.codec == KVQ_CODEC_AFFINE && side->row.axis == axis &&
+           side->row.bits == bits && side->row.group == KVQ_GROUP_TOKENS;
+}
+
+static enum kvq_gpu_source_kind source_of(const struct kvq_recipe *r)
+{
+    if (r->is_raw)
+        return RAW;
+    for (uint8_t bits = 2; bits <= 4; bits++)
+        if (is_affine(&r->k, KVQ_PER_CHANNEL, bits) && is_affine(&r->v, KVQ_PER_TOKEN, bits))
+            return AFFINE2 + (bits - 2u);
+    return ANY;
+}
+
+static enum kvq_gpu_kernel narrow_kernel(const struct kvq_recipe *r, uint32_t rows)
+{
+    uint32_t shape = r->dim == 64 ? 0 : r->dim == 128 ? 2 : 4;
+    static_assert(KVQ_KERNEL_ATTEND_D256_RAW_N1 - KVQ_KERNEL_ATTEND_D64_B2_N1 == 5 * SOURCES - 1,
+                  "attend_list.h has them in order");
+    assert(rows <= 8 || r->dim < 256);
+    return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + source_of(r);
+}
+
+static uint32_t narrow_bytes(const struct kvq_recipe *r, uint32_t rows)
+{
+    enum kvq_gpu_source_kind kind = source_of(r);
+    uint32_t dim = r->dim,
+             raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
+    uint32_t stages = kind <= AFFINE4 ? KVQ_GPU_AFFINE_STAGES(dim, r->k.row.bits) : 0;
+    return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw));
+}
+
+static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *launch)
+{
+    const struct kvq_shape *s = launch->layer.shape;
+    const struct kvq_gpu_attend_limits *l = &launch->limits;
+    const float log2e = 1.44269504f;
+    uint8_t *batch = (uint8_t *)(uintptr_t)launch->batch;
+    uint8_t *workspace = (uint8_t *)(uintptr_t)launch->workspace;
+    struct places p = places_of(l);
+    struct kvq_gpu_attend_args a = {
+        .sessions = (const void *)(batch + p.sessions),
+        .tiles = (const void *)(batch + p.tiles),
+        .items = (const void *)(batch + p.narrow),
+        .n_items = (const void *)(batch + offsetof(struct header, narrow_items)),
+        .counters = (void *)workspace,
+        .partial_ml = (void *)(workspace + counters_bytes(&launch->layer, l)),
+        .kv_heads = s->kv_heads,
+        .gqa = gqa_of(&launch->layer),
+        .window = s->window,
+        .sign = s->scale < 0 ? -1.0f : 1.0f,
+        .cap = s->softcap * log2e,
+        .recipe = kvq_recipe_of(launch->layer.format, s),
+    };
+    a.scale = a.sign * (s->softcap != 0.0f ? s->scale / s->softcap : s->scale * log2e);
+    a.partial_o = (void *)((uint8_t *)a.partial_ml + states_bytes(l));
+    if (launch->layer.book)
+        a.book = *launch->layer.book;
+    return a;
+}
+
+int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch *launch,
+                   char *text, size_t n)
+{
+    struct kvq_gpu_attend_args args = args_of(launch);
+    uint32_t rows = launch->limits.narrow_rows, blocks = launch->blocks;
+    enum kvq_gpu_kernel kernel = narrow_kernel(&args.recipe, rows);
+    struct kvq_gpu_grid grid = {.threads = KVQ_GPU_THREADS,
+                                .shared = narrow_bytes(&args.recipe, rows),
+                                .stream = launch->stream};
+    if (blocks == 0) {
+        int each;
+        if (kvq_gpu_blocks(gpu, kernel, grid.threads, grid.shared, &each, text, n))
+            return -1;
+        blocks = (uint32_t)(each * gpu->multiprocessors);
+    }
+    grid.x = blocks < launch->limits.narrow_items ? blocks : launch->limits.narrow_items;
+    return kvq_gpu_launch(gpu, kernel, &grid, &args, sizeof args, text, n);
+}

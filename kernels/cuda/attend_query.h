@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Queries on their way into shared memory: for raw keys as they come, for packed keys transformed
+// as the format transforms K. Each row is divided by the power of two below its largest value, so
+// that neither fp16 nor what is multiplied with it is left; a factor of the logits gives it back.
+//
+// A warp works on one row at a time: lane l holds channels 64 i + 2 l and the next as x[2 i] and
+// x[2 i + 1]. In shared memory rows of 16-bit values stand one after the other, their 16-byte
+// chunks permuted: chunk c of row r stands at c ^ (r & 7).
+#ifndef KVQ_KERNELS_CUDA_ATTEND_QUERY_H
+#define KVQ_KERNELS_CUDA_ATTEND_QUERY_H
+
+#include "kernels/codec_math.h"
+#include "kernels/cuda/attend_item.h"
+
+// Where 16-byte chunk `chunk` of row `row` stands.
+template <int D> KVQ_DEVICE gpu::smem kvq_gpu_chunk(gpu::smem rows, int row, int chunk)
+{
+    return rows + row * (2 * D) + ((chunk ^ (row & 7)) << 4);
+}
+
+// Changes the sign of channels whose bit is set.
+template <int D> KVQ_DEVICE void kvq_gpu_flip(const uint32_t signs[8], float x[D / 32])
+{
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++) {
+        const int c = 64 * (i >> 1) + 2 * gpu::lane() + (i & 1);
+        x[i] = gpu::as_float(gpu::as_bits(x[i]) ^ (signs[c / 32] >> c % 32 << 31));
+    }
+}
+
+// x * H / sqrt(D). Steps between channels of a lane, between lanes, and between a lane's pairs.
+template <int D> KVQ_DEVICE void kvq_gpu_hadamard(float x[D / 32])
+{
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i += 2) {
+        const float a = x[i], b = x[i + 1];
+        x[i] = a + b;
+        x[i + 1] = a - b;
+    }
+    KVQ_UNROLL
+    for (int d = 1; d < gpu::WARP; d *= 2) {
+        KVQ_UNROLL
+        for (int i = 0; i < D / 32; i++) {
+            const float other = gpu::shuffle_xor(x[i], d);
+            x[i] = gpu::lane() & d ? other - x[i] : x[i] + other;
+        }
+    }
+    KVQ_UNROLL
+    for (int h = 2; h < D / 32; h *= 2) {
+        KVQ_UNROLL
+        for (int i = 0; i < D / 32; i++) {
+            if (i & h)
+                continue;
+            const float a = x[i], b = x[i + h];
+            x[i] = a + b;
+            x[i + h] = a - b;
+        }
+    }
+    const float norm = kvq__hadamard_norm(D);
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        x[i] *= norm;
+}
+
+template <int D>
+KVQ_DEVICE void kvq_gpu_rotate(const kvq_recipe &r, uint32_t rotation, float x[D / 32], bool back)
+{
+    if (rotation == KVQ_ROTATE_NONE)
+        return;
+    if (rotation == KVQ_ROTATE_SIGNED)
+        kvq_gpu_flip<D>(back ? r.signs[1] : r.signs[0], x);
+    kvq_gpu_hadamard<D>(x);
+    if (rotation == KVQ_ROTATE_SIGNED)
+        kvq_gpu_flip<D>(back ? r.signs[0] : r.signs[1], x);
+}
+
+// What K was divided by.
+template <int D>
+KVQ_DEVICE void kvq_gpu_multiply(const kvq_gpu_attend_args &a, const kvq_gpu_session &s,
+                                 uint32_t head, float x[D / 32])
+{
+    const bool prompt = a.recipe.k_channel == KVQ_CHANNEL_PROMPT && s.extras;
+    const bool book = a.recipe.k_channel == KVQ_CHANNEL_BOOK && a.book.smooth;
+    if (!prompt && !book)
+        return;
+    const void *factors = a.book.smooth + (size_t)head * D;
+    if (prompt)
+        factors = s.extras + (size_t)head * a.recipe.extras.record_bytes + a.recipe.extras.factors;
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        x[i] *= kvq__element(factors, prompt ? KVQ_F16 : KVQ_F32,
+                             64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
+}
+
+// Divides a row by the power of two below its largest value, which is returned.
+template <int D> KVQ_DEVICE float kvq_gpu_normalize(float x[D / 32])
+{
+    float most = 0;
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        most = fmaxf(most, fabsf(x[i]));
+    for (int d = 1; d < gpu::WARP; d *= 2)
+        most = fmaxf(most, gpu::shuffle_xor(most, d));
+    uint32_t exponent = gpu::as_bits(most) & 0x7f800000u;
+    exponent = exponent > 0x08000000u && exponent < 0x7f000000u ? exponent : 0x3f800000u;
+    const float down = gpu::as_float(0x7f000000u - exponent);
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        x[i] *= down;
+    return gpu::as_float(exponent);
+}
+
+// Row r of a matrix of 16-bit values: fp16, or bf16, whose rest goes to a matrix of its own.
+template <int D>
+KVQ_DEVICE void kvq_gpu_put_row(gpu::smem rows, int r, const float x[D / 32], bool bf16,
+                                gpu::smem rest)
+{
+    KVQ_UNROLL
+    for (int i = 0; i < D / 64; i++) {
+        const int chunk = 8 * i + (gpu::lane() >> 2), at = 4 * (gpu::lane() & 3);
+        const float lo = x[2 * i], hi = x[2 * i + 1];
+        const uint32_t two = bf16 ? gpu::pack2_bf16(lo, hi) : gpu::pack2(lo, hi);
+        gpu::sts32(kvq_gpu_chunk<D>(rows, r, chunk) + at, two);
+        if (bf16)
+            gpu::sts32(kvq_gpu_chunk<D>(rest, r, chunk) + at,
+                       gpu::pack2_bf16(lo - gpu::as_float(two << 16),
+                                       hi - gpu::as_float(two & 0xffff0000u)));
+    }
+}
+
+// Row r of the item's queries, by one warp.
+template <int D, class R>
+KVQ_DEVICE void kvq_gpu_bring_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r)
+{
+    const gpu::smem smem = gpu::smem_start(), queries = smem + R::QUERIES;
+    const gpu::u32x2 owner = gpu::lds64(smem + R::OWNERS + 8 * r);
+    const bool bf16 = a.recipe.dtype == KVQ_BF16;
+    float x[D / 32] = {}, packed[D / 32] = {};
+    float factor = 1, packed_factor = 1;
+    if (owner.v[0] != ~0u) {
+        const kvq_gpu_tile &tile = a.tiles[owner.v[0]];
+        const kvq_gpu_session &s = a.sessions[tile.session];
+        const uint32_t row = tile.first_row + owner.v[1];
+        const uint8_t *from = (const uint8_t *)s.q.data + (row / a.gqa) * s.q.token_stride +
+                              (int64_t)(h.item.head * a.gqa + row % a.gqa) * s.q.head_stride;
+        KVQ_UNROLL
+        for (int i = 0; i < D / 32; i++)
+            x[i] = packed[i] =
+                a.sign * kvq__element(from, s.q.dtype, 64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
+        if (!a.recipe.is_raw) {
+            kvq_gpu_multiply<D>(a, s, h.item.head, packed);
+            kvq_gpu_rotate<D>(a.recipe, a.recipe.k.rotation, packed, false);
+            packed_factor = kvq_gpu_normalize<D>(packed) * a.scale;
+        }
+        factor = kvq_gpu_normalize<D>(x) * a.scale;
+    }
+    kvq_gpu_put_row<D>(queries, r, x, bf16, queries + R::QUERY_BYTES);
+    if (!a.recipe.is_raw)
+        kvq_gpu_put_row<D>(queries + 2 * R::QUERY_BYTES, r, packed, false, 0);
+    if (gpu::lane() == 0) {
+        kvq_gpu_put_float(smem + R::FACTORS + 8 * r, factor);
+        kvq_gpu_put_float(smem + R::FACTORS + 8 * r + 4, packed_factor);
+    }
+}
+
+template <int D, class R>
+KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
+{
+    KVQ_NO_UNROLL
+    for (int r = gpu::warp(); r < R::ROWS; r += KVQ_GPU_WARPS)
+        kvq_gpu_bring_row<D, R>(a, h, r);
+}
+
+#endif
