@@ -103,13 +103,17 @@ KVQ_INLINE uint16_t kvq__f32_to_bf16(float f)
 
 // ---- Raw rows ----
 
+KVQ_INLINE float kvq__from_raw(uint16_t raw, uint8_t dtype)
+{
+    return dtype == KVQ_F16 ? kvq__f16_to_f32(raw) : kvq__bf16_to_f32(raw);
+}
+
 // Element i of a tensor of any enum kvq_dtype.
 KVQ_INLINE float kvq__element(const void *src, uint8_t dtype, size_t i)
 {
     if (dtype == KVQ_F32)
         return ((const float *)src)[i];
-    uint16_t half = ((const uint16_t *)src)[i];
-    return dtype == KVQ_F16 ? kvq__f16_to_f32(half) : kvq__bf16_to_f32(half);
+    return kvq__from_raw(((const uint16_t *)src)[i], dtype);
 }
 
 // A 16-bit number as kvq_store promises it.

@@ -87,9 +87,7 @@ KVQ_DEVICE uint32_t kvq_gpu_select(uint32_t n, uint32_t room)
 // A raw number as packing sees it (limit), or as it is.
 KVQ_DEVICE float kvq_gpu_number(uint16_t raw, uint8_t dtype, bool limit)
 {
-    if (limit)
-        return kvq__packable(raw, dtype);
-    return dtype == KVQ_F16 ? kvq__f16_to_f32(raw) : kvq__bf16_to_f32(raw);
+    return limit ? kvq__packable(raw, dtype) : kvq__from_raw(raw, dtype);
 }
 
 // |K|_1 of a row, for a team.
@@ -97,7 +95,7 @@ KVQ_DEVICE float kvq_gpu_score_of(const uint16_t *row, uint32_t dim, uint8_t dty
 {
     float sum = 0.0f;
     for (uint32_t c = kvq_gpu_team_lane(); c < dim; c += KVQ_GPU_TEAM)
-        sum += fabsf(kvq_gpu_number(row[c], dtype, limit));
+        sum += fabsf(kvq_gpu_number(gpu::ldg16(row + c), dtype, limit));
     return kvq__score(kvq_gpu_team_sum(sum));
 }
 
@@ -120,7 +118,7 @@ KVQ_DEVICE void kvq_gpu_put_tokens(const kvq_recipe &r, const uint16_t *rows, ui
 KVQ_DEVICE void kvq_gpu_copy_row(uint16_t *to, const uint16_t *from, uint32_t dim)
 {
     for (uint32_t c = gpu::thread(); c < dim; c += KVQ_GPU_CACHE_THREADS)
-        to[c] = from[c];
+        gpu::stg16(to + c, gpu::ldg16(from + c));
 }
 
 // k, v: the token's rows. The caller counts it.
@@ -155,11 +153,11 @@ KVQ_DEVICE void kvq_gpu_learn_factors(const kvq_gpu_pupil &p)
     for (uint32_t c = gpu::thread(); c < p.r.dim; c += KVQ_GPU_CACHE_THREADS) {
         float top = 0.0f;
         for (uint32_t t = p.r.sink_tokens; t < p.lesson.tokens; t++) {
-            const uint16_t raw = kvq_gpu_lesson_row(p, t, false)[c];
+            const uint16_t raw = gpu::ldg16(kvq_gpu_lesson_row(p, t, false) + c);
             const float x = fabsf(kvq_gpu_number(raw, p.r.dtype, false));
             top = x > top ? x : top;
         }
-        p.extras.factors[c] = kvq__factor(top);
+        gpu::stg16(p.extras.factors + c, kvq__factor(top));
     }
 }
 

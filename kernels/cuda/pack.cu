@@ -64,7 +64,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_keep_sinks(const kvq_gpu_part &p)
     const uint32_t n = (left < p.tokens ? left : p.tokens) * D / 2;
     for (uint32_t i = p.first * D / 2 + gpu::thread(), end = p.first * D / 2 + n; i < end;
          i += KVQ_GPU_CACHE_THREADS)
-        ((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
+        gpu::stg32(to + 4 * i, gpu::ldg32(from + 4 * i));
 }
 
 // The mean of the span's tokens that do not stay raw, in place of those of 32 tokens from `from`
@@ -79,7 +79,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_replace(const kvq_gpu_part &p, uint32_t
             if (gpu::lds32(p.flags + 4 * t))
                 continue;
             others++;
-            mean += kvq__packable(raw[t * D + c], p.recipe.dtype);
+            mean += kvq__packable(gpu::ldg16(raw + t * D + c), p.recipe.dtype);
         }
         mean = others ? mean / (float)others : 0.0f;
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
@@ -99,7 +99,7 @@ template <int D> KVQ_DEVICE float kvq_gpu_cross_squares(const kvq_gpu_part &p, u
         const uint16_t *row = kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, h, false) + token * D;
         float sum = 0.0f;
         for (uint32_t c = kvq_gpu_team_lane(); c < D; c += KVQ_GPU_TEAM) {
-            const float x = kvq__packable(row[c], p.recipe.dtype);
+            const float x = kvq__packable(gpu::ldg16(row + c), p.recipe.dtype);
             sum += x * x;
         }
         total += kvq_gpu_team_sum(sum);
@@ -142,7 +142,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_norms(const kvq_gpu_part &p, uint32_t f
                                : kvq_gpu_norm_of<D>(p, kvq_gpu_at(p.rows, t, 0));
         const uint16_t stored = kvq__stored_norm(norm);
         if (kvq_gpu_team_lane() == 0) {
-            norms[t] = stored;
+            gpu::stg16(norms + t, stored);
             kvq_gpu_put(p.inverse + 4 * t, 1.0f / kvq__f16_to_f32(stored));
         }
     }
@@ -221,10 +221,8 @@ template <int D> KVQ_DEVICE void kvq_gpu_copy_part(const kvq_gpu_part &p)
 {
     const size_t at = (size_t)p.head * p.recipe.raw.record_bytes +
                       (p.v ? p.recipe.raw.v_offset : 0) + (size_t)p.first * 2 * D;
-    const gpu::u32x4 *from = (const gpu::u32x4 *)(p.unit.raw_block + at);
-    gpu::u32x4 *to = (gpu::u32x4 *)(p.unit.packed_block + at);
     for (uint32_t i = gpu::thread(); i < p.tokens * D / 8; i += KVQ_GPU_CACHE_THREADS)
-        to[i] = from[i];
+        gpu::stg128(p.unit.packed_block + at + 16 * i, gpu::ldg128(p.unit.raw_block + at + 16 * i));
 }
 
 // ---- The kernel ----

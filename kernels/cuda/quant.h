@@ -53,9 +53,9 @@ KVQ_DEVICE uint32_t kvq_gpu_token_slot(bool v, uint32_t set, uint32_t t)
 
 KVQ_DEVICE void kvq_gpu_put_params(const kvq_gpu_parts &at, uint32_t i, kvq__params p)
 {
-    at.scales[i] = p.scale;
+    gpu::stg16(at.scales + i, p.scale);
     if (at.zeros)
-        at.zeros[i] = p.zero;
+        gpu::stg16(at.zeros + i, p.zero);
 }
 
 // ---- One scale's values, by one thread ----
@@ -163,7 +163,7 @@ KVQ_DEVICE void kvq_gpu_lloyd_tokens(const kvq_recipe_side &side, bool v, uint32
             kvq_gpu_lloyd(kvq_gpu_at(rows, t, channels.from + kvq_gpu_team_lane()), channels.n,
                           side.levels[wide], side.row.bits + wide);
         if (kvq_gpu_team_lane() == 0)
-            at.scales[kvq_gpu_token_slot(v, set, t)] = scale;
+            gpu::stg16(at.scales + kvq_gpu_token_slot(v, set, t), scale);
     }
 }
 
@@ -234,11 +234,6 @@ KVQ_DEVICE uint32_t kvq_gpu_word(const kvq_gpu_codes &codes, bool v, uint32_t bi
     return word;
 }
 
-KVQ_DEVICE uint32_t *kvq_gpu_word_at(uint8_t *planes, uint32_t byte)
-{
-    return (uint32_t *)(planes + byte);
-}
-
 template <int D>
 KVQ_DEVICE void kvq_gpu_put_bytes(const kvq_gpu_codes &codes, bool v, const kvq__place &p,
                                   uint8_t *planes)
@@ -248,7 +243,7 @@ KVQ_DEVICE void kvq_gpu_put_bytes(const kvq_gpu_codes &codes, bool v, const kvq_
         KVQ_UNROLL
         for (int i = 0; i < 4; i++)
             word |= kvq_gpu_code_at<D>(codes, v, p, i, s) << 8 * i;
-        *kvq_gpu_word_at(planes, kvq__byte_word(D, p.low, s)) = word;
+        gpu::stg32(planes + kvq__byte_word(D, p.low, s), word);
     }
 }
 
@@ -262,8 +257,8 @@ KVQ_DEVICE void kvq_gpu_put_shared(const kvq_gpu_codes &codes, bool v, uint32_t 
         const uint32_t place = first + i / run * 2 * run + i % run;
         const kvq__place even = kvq_gpu_place<D>(v, bits, place);
         const kvq__place odd = kvq_gpu_place<D>(v, bits, place + run);
-        *kvq_gpu_word_at(planes, even.high) = kvq_gpu_word<D>(codes, v, bits, even, true) |
-                                              kvq_gpu_word<D>(codes, v, bits, odd, true);
+        gpu::stg32(planes + even.high, kvq_gpu_word<D>(codes, v, bits, even, true) |
+                                           kvq_gpu_word<D>(codes, v, bits, odd, true));
     }
 }
 
@@ -277,50 +272,56 @@ KVQ_DEVICE void kvq_gpu_put_planes(const kvq_gpu_codes &codes, bool v, uint32_t 
         if (bits == 8)
             kvq_gpu_put_bytes<D>(codes, v, p, planes);
         else if (bits != 1)
-            *kvq_gpu_word_at(planes, p.low) = kvq_gpu_word<D>(codes, v, bits, p, false);
+            gpu::stg32(planes + p.low, kvq_gpu_word<D>(codes, v, bits, p, false));
         if (bits == 4)
-            *kvq_gpu_word_at(planes, p.high) = kvq_gpu_word<D>(codes, v, bits, p, true);
+            gpu::stg32(planes + p.high, kvq_gpu_word<D>(codes, v, bits, p, true));
     }
     if (kvq__shares_high(bits))
         kvq_gpu_put_shared<D>(codes, v, bits, planes);
 }
 
-// The third bits of the first quarter.
+// The third bits of the first quarter, 32 to a word.
 template <int D> KVQ_DEVICE void kvq_gpu_put_wide(const kvq_gpu_codes &codes, uint8_t *wide)
 {
-    for (uint32_t i = gpu::thread(); i < D; i += KVQ_GPU_CACHE_THREADS) {
-        const uint32_t t = i / (D / 32), c = i % (D / 32) * 8;
-        uint32_t byte = 0;
-        for (uint32_t k = 0; k < 8; k++)
-            byte |= gpu::lds32(kvq_gpu_at(codes.rows, t, c + k)) >> 2 << k;
-        wide[kvq__wide_byte(D, t, c)] = (uint8_t)byte;
+    const uint32_t i = gpu::thread();
+    uint32_t word = 0;
+    if (i >= D / 4)
+        return;
+    for (uint32_t k = 0; k < 32; k++) {
+        const uint32_t byte = 4 * i + k / 8, t = byte / (D / 32), c = byte % (D / 32) * 8 + k % 8;
+        word |= gpu::lds32(kvq_gpu_at(codes.rows, t, c)) >> 2 << k;
     }
+    gpu::stg32(wide + 4 * i, word);
 }
 
 // ---- Codebooks ----
+
+// `width` bits of each lane, lane 0's first: as many words as that takes.
+KVQ_DEVICE void kvq_gpu_put_row(uint8_t *row, uint32_t bits, uint32_t width)
+{
+    const uint32_t lane = gpu::lane(), sharing = 32 / width;
+    uint32_t word = 0;
+    for (uint32_t k = 0; k < sharing; k++)
+        word |= gpu::shuffle_bits(bits, (int)(lane / sharing * sharing + k)) << width * k;
+    if (lane % sharing == 0)
+        gpu::stg32(row + lane / sharing * 4, word);
+}
 
 // A warp searches for a sub-vector of 32 tokens, so that its lanes read the same centroids.
 template <int D, int VECTOR>
 KVQ_DEVICE void kvq_gpu_search(kvq_gpu_rows rows, const float *tables, size_t sub, uint32_t bits,
                                uint8_t *codes)
 {
-    const uint32_t more = bits - 8, t = gpu::lane(), subs = D / VECTOR;
+    const uint32_t subs = D / VECTOR;
     for (uint32_t m = gpu::warp(); m < subs; m += KVQ_GPU_CACHE_THREADS / gpu::WARP) {
         float x[VECTOR];
         KVQ_UNROLL
         for (int j = 0; j < VECTOR; j++)
-            x[j] = kvq_gpu_get(kvq_gpu_at(rows, t, m * VECTOR + j));
+            x[j] = kvq_gpu_get(kvq_gpu_at(rows, gpu::lane(), m * VECTOR + j));
         const uint32_t code = kvq__nearest_centroid(x, tables + m * sub, VECTOR, 1u << bits);
-        codes[m * KVQ_GROUP_TOKENS + t] = (uint8_t)code;
-        if (more == 0)
-            continue;
-        // Several tokens' high bits share a byte, which the first of them writes.
-        const uint32_t sharing = 8 / more;
-        uint32_t byte = 0;
-        for (uint32_t k = 0; k < sharing; k++)
-            byte |= gpu::shuffle_bits(code >> 8, (int)(t / sharing * sharing + k)) << more * k;
-        if (t % sharing == 0)
-            codes[kvq__book_byte(bits, subs, m, t)] = (uint8_t)byte;
+        kvq_gpu_put_row(codes + m * KVQ_GROUP_TOKENS, code & 0xff, 8);
+        if (bits > 8)
+            kvq_gpu_put_row(codes + kvq__book_byte(bits, subs, m, 0), code >> 8, bits - 8);
     }
 }
 

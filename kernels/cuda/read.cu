@@ -12,8 +12,8 @@ KVQ_DEVICE void kvq_gpu_scatter(kvq_gpu_rows rows, bool v, uint32_t bits, const 
 {
     for (uint32_t n = gpu::thread(); n < 2 * D; n += KVQ_GPU_CACHE_THREADS) {
         const kvq__place p = v ? kvq__v_place(bits, D, n) : kvq__k_place(bits, D, n);
-        const uint32_t low = bits == 1 ? 0 : *(const uint32_t *)(planes + p.low);
-        const uint32_t high = bits == 2 ? 0 : *(const uint32_t *)(planes + p.high);
+        const uint32_t low = bits == 1 ? 0 : gpu::ldg32(planes + p.low);
+        const uint32_t high = bits == 2 ? 0 : gpu::ldg32(planes + p.high);
         KVQ_UNROLL
         for (int i = 0; i < 4; i++) {
             KVQ_UNROLL
@@ -32,7 +32,7 @@ KVQ_DEVICE void kvq_gpu_scatter_bytes(kvq_gpu_rows rows, bool v, const uint8_t *
     for (uint32_t n = gpu::thread(); n < 2 * D; n += KVQ_GPU_CACHE_THREADS) {
         const kvq__place p = v ? kvq__v_place(8, D, n) : kvq__k_place(8, D, n);
         for (int s = 0; s < 4; s++) {
-            const uint32_t word = *(const uint32_t *)(planes + kvq__byte_word(D, p.low, s));
+            const uint32_t word = gpu::ldg32(planes + kvq__byte_word(D, p.low, s));
             for (int i = 0; i < 4; i++) {
                 const kvq__cell c = v ? kvq__v_cell(&p, D, i, s) : kvq__k_cell(&p, i, s);
                 gpu::sts32(kvq_gpu_at(rows, c.token, c.channel), word >> 8 * i & 0xff);
@@ -65,15 +65,15 @@ KVQ_DEVICE float kvq_gpu_scalar_value(const kvq_gpu_side_bytes &b, uint32_t t, u
     const bool wide = row.wide && c < D / 4;
     const uint32_t set = row.wide ? !wide : c / row.group;
     const uint32_t i = row.axis == KVQ_PER_CHANNEL ? c : kvq_gpu_token_slot(b.v, set, t);
-    const float scale = fabsf(kvq__f16_to_f32(b.at.scales[i]));
+    const float scale = fabsf(kvq__f16_to_f32(gpu::ldg16(b.at.scales + i)));
     if (row.codec == KVQ_CODEC_LLOYD) {
         const uint8_t *third = b.at.codes + KVQ_GROUP_TOKENS * D * row.bits / 8;
         if (wide)
             code |= (third[kvq__wide_byte(D, t, c)] >> c % 8 & 1u) << 2;
         return kvq__value(scale, b.side.levels[wide][code], 0.0f);
     }
-    const float zero =
-        b.at.zeros ? kvq__f16_to_f32(b.at.zeros[i]) : kvq__symmetric_zero(scale, row.bits);
+    const float zero = b.at.zeros ? kvq__f16_to_f32(gpu::ldg16(b.at.zeros + i))
+                                  : kvq__symmetric_zero(scale, row.bits);
     return kvq__value(scale, (float)code, zero);
 }
 
@@ -103,7 +103,7 @@ KVQ_DEVICE void kvq_gpu_apply_norms(const kvq_recipe &r, const uint8_t *group, k
         return;
     for (uint32_t i = gpu::thread(); i < KVQ_GROUP_TOKENS * D; i += KVQ_GPU_CACHE_THREADS) {
         const gpu::smem at = kvq_gpu_at(rows, i / D, i % D);
-        kvq_gpu_put(at, kvq_gpu_get(at) * kvq__f16_to_f32(norms[i / D]));
+        kvq_gpu_put(at, kvq_gpu_get(at) * kvq__f16_to_f32(gpu::ldg16(norms + i / D)));
     }
     gpu::block_sync();
 }
@@ -195,7 +195,9 @@ template <int D> KVQ_DEVICE void kvq_gpu_read_piece(const kvq_gpu_piece &p, bool
     for (uint32_t i = gpu::thread(); i < n; i += KVQ_GPU_CACHE_THREADS) {
         const uint32_t t = p.from + i / D, c = i % D;
         const uint16_t *raw = kvq_gpu_raw_row<D>(p, t, v);
-        out[i] = raw ? kvq__element(raw, p.r.dtype, c) : kvq_gpu_get(kvq_gpu_at(p.rows, t, c));
+        const float x = raw ? kvq__from_raw(gpu::ldg16(raw + c), p.r.dtype)
+                            : kvq_gpu_get(kvq_gpu_at(p.rows, t, c));
+        gpu::stg32(out + i, gpu::as_bits(x));
     }
     gpu::block_sync();
 }

@@ -85,7 +85,7 @@ template <int D>
 KVQ_DEVICE void kvq_gpu_load_rows(kvq_gpu_rows rows, const uint16_t *raw, uint8_t dtype, uint32_t n)
 {
     for (uint32_t i = gpu::thread(); i < n * D; i += KVQ_GPU_CACHE_THREADS)
-        kvq_gpu_put(kvq_gpu_at(rows, i / D, i % D), kvq__packable(raw[i], dtype));
+        kvq_gpu_put(kvq_gpu_at(rows, i / D, i % D), kvq__packable(gpu::ldg16(raw + i), dtype));
 }
 
 // ---- Transforms ----
@@ -160,7 +160,7 @@ KVQ_DEVICE float kvq_gpu_factor(const kvq_recipe &r, const uint8_t *extras, cons
 {
     if (r.k_channel == KVQ_CHANNEL_PROMPT && extras) {
         const uint8_t *record = extras + (size_t)head * r.extras.record_bytes;
-        return kvq__f16_to_f32(((const uint16_t *)(record + r.extras.factors))[c]);
+        return kvq__f16_to_f32(gpu::ldg16(record + r.extras.factors + 2 * c));
     }
     if (r.k_channel == KVQ_CHANNEL_BOOK && book && book->smooth)
         return book->smooth[head * r.dim + c];

@@ -31,12 +31,12 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
                           (int64_t)head * view.head_stride;
     uint8_t *record = (uint8_t *)job.pages[position / KVQ_BLOCK_TOKENS].raw +
                       (size_t)head * r.raw.record_bytes + (v ? r.raw.v_offset : 0);
-    uint32_t *to = (uint32_t *)(record + position % KVQ_BLOCK_TOKENS * 2 * r.dim);
+    uint8_t *to = record + position % KVQ_BLOCK_TOKENS * 2 * r.dim;
     for (uint32_t c = 2 * gpu::lane(); c < r.dim; c += 2 * gpu::WARP) {
         const float low = kvq__element(from, view.dtype, c);
         const float high = kvq__element(from, view.dtype, c + 1);
-        to[c / 2] = kvq_gpu_store_one(low, r.dtype, counted) |
-                    kvq_gpu_store_one(high, r.dtype, counted) << 16;
+        gpu::stg32(to + 2 * c, kvq_gpu_store_one(low, r.dtype, counted) |
+                                   kvq_gpu_store_one(high, r.dtype, counted) << 16);
     }
 }
 
@@ -63,11 +63,13 @@ KVQ_KERNEL(kvq_gpu_merge_all, kvq_gpu_merge_args, a)
     const uint32_t warps = KVQ_GPU_CACHE_THREADS / gpu::WARP;
     for (uint64_t r = gpu::block_x() * warps + gpu::warp(); r < a.rows;
          r += gpu::grid_x() * warps) {
-        const kvq__merge m = kvq__merge_of(a.lse_a[r], a.lse_b[r]);
+        const float lse_a = gpu::as_float(gpu::ldg32(a.lse_a + r));
+        const float lse_b = gpu::as_float(gpu::ldg32(a.lse_b + r));
+        const kvq__merge m = kvq__merge_of(lse_a, lse_b);
         gpu::warp_sync(); // lse may be one of the inputs
         for (uint64_t i = r * a.dim + gpu::lane(); i < (r + 1) * a.dim; i += gpu::WARP)
-            a.out[i] = kvq__merged(&m, a.out_a[i], a.out_b[i]);
+            gpu::stg32(a.out + i, gpu::as_bits(kvq__merged(&m, a.out_a[i], a.out_b[i])));
         if (gpu::lane() == 0)
-            a.lse[r] = m.lse;
+            gpu::stg32(a.lse + r, gpu::as_bits(m.lse));
     }
 }
