@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The GPU loop keeps its budget: instructions per token and head, registers, no spills, for two
-# architectures. $1: the folder of the build that has the cubins; skipped where it has none.
+# GPU kernels keep their budgets: instructions per token and head of the attention loops, registers,
+# no spills, for two architectures. $1: the folder of the build that has the cubins; skipped where it has none.
 set -eu
 source=$(cd "$(dirname "$0")/.." && pwd)
 [ -f "$1/attend_oscar.sm_90a.cubin" ] || { echo "built without KVQ_CUDA; skipped"; exit 77; }
@@ -20,4 +20,8 @@ for arch in sm_80 sm_90a; do
         echo "cubin-count.py lets a broken budget pass" >&2
         exit 1
     fi
+    # Packing and reading: no local memory, and five blocks of 128 threads on a multiprocessor.
+    for file in extras pack read store; do
+        "$source/tools/cubin-count.py" "$1/$file.$arch.cubin" --by LDG --registers 102
+    done
 done

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Storing, learning, packing, reading back and merging on the GPU, run in the emulator: what is
+// Storing, learning, packing, reading back and merging on the GPU, or in the emulator: what is
 // written, blocks and extras, must be the CPU's to the byte, for every format; what is read must
-// be the C reference's to the bit. Everything goes through the table of driver calls.
+// be the C reference's to the bit.
 //
-// KVQ_FULL=1 takes more shapes; KVQ_SEED other numbers.
+// KVQ_FULL=1 takes more shapes; KVQ_SEED other numbers, and another order of the emulator's.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -19,6 +19,7 @@
 
 #include "kernels/cuda/cache.h"
 #include "kernels/emu/driver.h"
+#include "tests/gpu_device.h"
 
 extern "C" {
 #include <cmocka.h>
@@ -341,6 +342,8 @@ static void test_batch(void **)
 // sets of V, whose tokens overlap in banks; that is left so.
 static void test_conflicts(void **)
 {
+    if (!gpu_device_is_emulated())
+        skip();
     for (const char *name : {"oscar2", "oscar3", "oscar4"})
         for (uint32_t dim = 128; dim <= 256; dim *= 2) {
             check_pack(name, kvt_shape(1, 1, dim, KVQ_F16), 128, KVT_NORMAL, kvt_seed());
@@ -583,7 +586,7 @@ static int open_gpu(void **)
     kvq_emu_options options = {};
     options.seed = kvt_seed();
     kvq_emu_set(&options);
-    drv = kvq_emu_driver();
+    drv = gpu_device();
     if (kvq_gpu_open(&dev, drv, text, sizeof(text)) != 0)
         fail_msg("%s", text);
     return 0;

@@ -271,17 +271,17 @@ template <int D> KVQ_DEVICE void kvq_gpu_pack_unit(const kvq_gpu_pack_args &a)
     }
 }
 
-KVQ_KERNEL(kvq_gpu_pack_d64, kvq_gpu_pack_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_pack_d64, kvq_gpu_pack_args, a, 128, 5)
 {
     kvq_gpu_pack_unit<64>(a);
 }
 
-KVQ_KERNEL(kvq_gpu_pack_d128, kvq_gpu_pack_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_pack_d128, kvq_gpu_pack_args, a, 128, 5)
 {
     kvq_gpu_pack_unit<128>(a);
 }
 
-KVQ_KERNEL(kvq_gpu_pack_d256, kvq_gpu_pack_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_pack_d256, kvq_gpu_pack_args, a, 128, 5)
 {
     kvq_gpu_pack_unit<256>(a);
 }

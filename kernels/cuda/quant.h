@@ -75,20 +75,30 @@ KVQ_DEVICE void kvq_gpu_put_codes(kvq_gpu_values x, const kvq__grid &grid)
 }
 
 struct kvq_gpu_range {
-    float min, max, top; // top: of the absolute values
+    float min, max;
 };
 
 KVQ_DEVICE kvq_gpu_range kvq_gpu_range_of(kvq_gpu_values x)
 {
     const float first = kvq_gpu_get(x.at);
-    kvq_gpu_range r = {first, first, 0.0f};
-    for (uint32_t i = 0; i < x.n; i++) {
+    kvq_gpu_range r = {first, first};
+    for (uint32_t i = 1; i < x.n; i++) {
         const float own = kvq_gpu_get(x.at + i * x.step);
         r.min = own < r.min ? own : r.min;
         r.max = own > r.max ? own : r.max;
-        r.top = fabsf(own) > r.top ? fabsf(own) : r.top;
     }
     return r;
+}
+
+// Of the absolute values.
+KVQ_DEVICE float kvq_gpu_top_of(kvq_gpu_values x)
+{
+    float top = 0.0f;
+    for (uint32_t i = 0; i < x.n; i++) {
+        const float own = fabsf(kvq_gpu_get(x.at + i * x.step));
+        top = own > top ? own : top;
+    }
+    return top;
 }
 
 KVQ_DEVICE float kvq_gpu_error_of(kvq_gpu_values x, kvq__params p, const kvq__grid &grid)
@@ -102,27 +112,45 @@ KVQ_DEVICE float kvq_gpu_error_of(kvq_gpu_values x, kvq__params p, const kvq__gr
     return sum;
 }
 
-// Affine, symmetric and hybrid groups.
-KVQ_DEVICE kvq__params kvq_gpu_quantize(kvq_side row, kvq_gpu_values x)
+// One scale's parameters, and the way to its codes.
+struct kvq_gpu_choice {
+    kvq__params params;
+    kvq__grid grid;
+};
+
+KVQ_DEVICE kvq_gpu_choice kvq_gpu_affine(kvq_gpu_values x, uint32_t bits, bool integer)
 {
     const kvq_gpu_range range = kvq_gpu_range_of(x);
-    const bool hybrid = row.codec == KVQ_CODEC_HYBRID;
-    const uint32_t bits = hybrid ? kvq__hybrid_bits(row.bits, row.full) : row.bits;
-    const bool integer = !hybrid && row.zero == KVQ_ZERO_INTEGER;
-    kvq__params p = kvq__affine_params(range.min, range.max, bits, integer);
-    kvq__grid grid = kvq__affine_grid(p, bits);
-    if (row.codec != KVQ_CODEC_AFFINE) {
-        const kvq__params other = kvq__symmetric_params(range.top, row.bits, row.full);
-        const kvq__grid its = kvq__symmetric_grid(other, row.bits, row.full);
-        if (!hybrid || kvq_gpu_error_of(x, p, grid) > kvq_gpu_error_of(x, other, its)) {
-            p = other;
-            grid = its;
-        } else {
-            p.scale |= KVQ__HYBRID_AFFINE;
-        }
-    }
-    kvq_gpu_put_codes(x, grid);
-    return p;
+    const kvq__params p = kvq__affine_params(range.min, range.max, bits, integer);
+    const kvq_gpu_choice c = {p, kvq__affine_grid(p, bits)};
+    return c;
+}
+
+KVQ_DEVICE kvq_gpu_choice kvq_gpu_symmetric(kvq_gpu_values x, uint32_t bits, bool full)
+{
+    const kvq__params p = kvq__symmetric_params(kvq_gpu_top_of(x), bits, full);
+    const kvq_gpu_choice c = {p, kvq__symmetric_grid(p, bits, full)};
+    return c;
+}
+
+KVQ_DEVICE kvq_gpu_choice kvq_gpu_hybrid(kvq_gpu_values x, uint32_t bits, bool full)
+{
+    const kvq_gpu_choice s = kvq_gpu_symmetric(x, bits, full);
+    kvq_gpu_choice a = kvq_gpu_affine(x, kvq__hybrid_bits(bits, full), false);
+    if (kvq_gpu_error_of(x, a.params, a.grid) > kvq_gpu_error_of(x, s.params, s.grid))
+        return s;
+    a.params.scale |= KVQ__HYBRID_AFFINE;
+    return a;
+}
+
+KVQ_DEVICE kvq__params kvq_gpu_quantize(kvq_side row, kvq_gpu_values x)
+{
+    const kvq_gpu_choice c =
+        row.codec == KVQ_CODEC_AFFINE ? kvq_gpu_affine(x, row.bits, row.zero == KVQ_ZERO_INTEGER)
+        : row.codec == KVQ_CODEC_SYMMETRIC ? kvq_gpu_symmetric(x, row.bits, row.full)
+                                           : kvq_gpu_hybrid(x, row.bits, row.full);
+    kvq_gpu_put_codes(x, c.grid);
+    return c.params;
 }
 
 // ---- Lloyd-Max, a token's set by a team ----

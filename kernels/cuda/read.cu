@@ -254,17 +254,17 @@ template <int D> KVQ_DEVICE void kvq_gpu_read_pieces(const kvq_gpu_read_args &a)
         kvq_gpu_read_32<D>(job, head, start);
 }
 
-KVQ_KERNEL(kvq_gpu_read_d64, kvq_gpu_read_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_read_d64, kvq_gpu_read_args, a, 128, 5)
 {
     kvq_gpu_read_pieces<64>(a);
 }
 
-KVQ_KERNEL(kvq_gpu_read_d128, kvq_gpu_read_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_read_d128, kvq_gpu_read_args, a, 128, 5)
 {
     kvq_gpu_read_pieces<128>(a);
 }
 
-KVQ_KERNEL(kvq_gpu_read_d256, kvq_gpu_read_args, a)
+KVQ_KERNEL_FOR(kvq_gpu_read_d256, kvq_gpu_read_args, a, 128, 5)
 {
     kvq_gpu_read_pieces<256>(a);
 }

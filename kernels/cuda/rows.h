@@ -111,14 +111,14 @@ template <int N> KVQ_DEVICE void kvq_gpu_butterflies(float x[N])
     }
 }
 
-// Rotates 32 rows, or, back, undoes it. First the pairs within 16 channels, by a thread for each
-// 16; then those further apart, by teams. Begins and ends between syncs.
+// Rotates 32 rows, or, back, undoes it. Between syncs.
 template <int D>
 KVQ_DEVICE void kvq_gpu_rotate(const kvq_recipe &r, uint8_t rotation, kvq_gpu_rows rows, bool back)
 {
     const bool sign = rotation == KVQ_ROTATE_SIGNED;
     if (rotation == KVQ_ROTATE_NONE)
         return;
+    // The pairs within 16 channels, by a thread for each 16; then those further apart, by teams.
     for (uint32_t q = gpu::warp(); q < D / 16; q += KVQ_GPU_CACHE_THREADS / gpu::WARP) {
         const gpu::smem at = kvq_gpu_at(rows, gpu::lane(), 16 * q);
         float x[16];
