@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The rig of tools/gpu-check.sh over the emulator: what its caches hold, attention over them by its
+launches, and packing.
+
+    gpu_rig.py LIBRARY      exit status 77: no NumPy
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools" / "gpu"))
+try:
+    import numpy
+except ImportError:
+    print("no NumPy; skipped")
+    sys.exit(77)
+import rig as rigs  # noqa: E402
+
+LIMIT = 2e-3
+FAILED = []
+
+
+def check(good, what):
+    if not good:
+        print(f"FAILED: {what}")
+        FAILED.append(what)
+
+
+class Tensor:
+    """Device memory with a NumPy array's numbers."""
+
+    def __init__(self, rig, array):
+        self.rig, self.shape, self.dtype = rig, array.shape, array.dtype
+        self.at = rig.take(array.nbytes)
+        rig.copy_in(self.at, numpy.ascontiguousarray(array))
+
+    def back(self):
+        return self.rig.copy_out(numpy.empty(self.shape, self.dtype), self.at)
+
+    def free(self):
+        self.rig.give(self.at)
+
+
+def attend(q, k, v, first):
+    """Double precision: q [tokens][heads][dim] from position `first` on, k, v [head][..][dim]."""
+    out = numpy.empty(q.shape)
+    group = q.shape[1] // k.shape[0]
+    for t in range(q.shape[0]):
+        seen = first + t + 1
+        for h in range(q.shape[1]):
+            logits = k[h // group, :seen] @ q[t, h] / numpy.sqrt(q.shape[2])
+            p = numpy.exp(logits - logits.max())
+            out[t, h] = p @ v[h // group, :seen] / p.sum()
+    return out
+
+
+def check_format(rig, name, tokens, q_tokens=1, fresh=0, head_dim=64, q_heads=4, kv_heads=2):
+    random = numpy.random.default_rng(1)
+    sessions = len(tokens)
+    what = f"{name}, {tokens} tokens, {q_tokens} queries, {fresh} fresh"
+    with rigs.Cache(rig, name, tokens, layers=2, q_heads=q_heads, kv_heads=kv_heads,
+                    head_dim=head_dim, dtype=rigs.F16) as cache:
+        q = random.standard_normal((sessions, q_tokens, q_heads, head_dim)).astype(numpy.float32)
+        new = random.standard_normal((2, sessions, fresh, kv_heads, head_dim))
+        new = new.astype(numpy.float16).astype(numpy.float32)
+        tensors = [Tensor(rig, x) for x in (q, numpy.full_like(q, numpy.nan), new[0], new[1])]
+        for layer in range(2):
+            cache.bind(layer, tensors[0].at, tensors[1].at, q_tokens, rigs.F32,
+                       fresh=(tensors[2].at, tensors[3].at, fresh))
+            cache.attend(layer, blocks=7)
+            got = tensors[1].back()
+            for s, n in enumerate(tokens):
+                empty = numpy.full((kv_heads, n, head_dim), numpy.nan, numpy.float32)
+                rows = [Tensor(rig, empty), Tensor(rig, empty)]
+                cache.read(layer, s, rows[0].at, rows[1].at)
+                k, v = (numpy.concatenate([x.back(), new[i, s].swapaxes(0, 1)], axis=1)
+                        .astype(numpy.float64) for i, x in enumerate(rows))
+                want = attend(q[s].astype(numpy.float64), k, v, n + fresh - q_tokens)
+                error = numpy.linalg.norm(got[s] - want) / numpy.linalg.norm(want)
+                check(error <= LIMIT, f"{what}, layer {layer}, session {s}: {error:.2e} off")
+                check(numpy.abs(k).max() > 1, f"{what}: a cache of small numbers")
+                for x in rows:
+                    x.free()
+        for x in tensors:
+            x.free()
+
+
+def check_bytes(rig):
+    with rigs.Cache(rig, "oscar2", [256, 200], q_heads=4, kv_heads=1, head_dim=128) as cache:
+        # 98 bytes for each of 128 packed tokens (with the newest 128 of the other session raw)
+        packed = 256 // 128 * 128 + 200 // 128 * 128
+        check(cache.bytes() == packed * 98 + (456 - packed) * 512, f"{cache.bytes()} bytes")
+        check(abs(cache.bits() - 3.0625) < 1e-9, f"{cache.bits()} bits")
+        check(cache.pack() == 2 * 128 * 512, "raw bytes of what is packed")
+
+
+def check_errors(rig):
+    for wrong in ({"form": "oscar7"}, {"form": "oscar2", "head_dim": 65}):
+        try:
+            rigs.Cache(rig, tokens=[128], **wrong)
+            check(False, f"{wrong} is taken")
+        except rigs.RigError as error:
+            check(str(error), "an error without words")
+
+
+def main():
+    rig = rigs.Rig(sys.argv[1])
+    for name in ("f16", "bf16", "oscar2", "oscar4", "innerq-base", "vecinfer-2", "ott2", "kvq2"):
+        check_format(rig, name, [300, 130])
+    check_format(rig, "oscar2", [256], q_tokens=3, head_dim=128, q_heads=8)
+    check_format(rig, "oscar2", [160, 256], q_tokens=2, fresh=2)
+    check_format(rig, "kivi-sink2", [256])
+    check_bytes(rig)
+    check_errors(rig)
+    rig.close()
+    print(f"{len(FAILED)} failed")
+    sys.exit(1 if FAILED else 0)
+
+
+if __name__ == "__main__":
+    main()
