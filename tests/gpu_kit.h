@@ -113,6 +113,7 @@ struct run_options {
     uint64_t seed = 1;
     bool truncate = false;
     const uint64_t *shared = nullptr;
+    uint32_t room = 0; // in the limits, more than needed
 };
 
 // Attends to all sessions in one batch.
