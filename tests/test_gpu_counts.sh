@@ -1,27 +1,44 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# GPU kernels keep their budgets: instructions per token and head of the attention loops, registers,
-# no spills, for two architectures. $1: the folder of the build that has the cubins; skipped where it has none.
+# The attention loops keep their budgets: instructions per token and KV head, registers, no spills,
+# for two architectures. $1: the folder of the build that has the cubins; skipped where it has none.
 set -eu
 source=$(cd "$(dirname "$0")/.." && pwd)
-[ -f "$1/attend_oscar.sm_90a.cubin" ] || { echo "built without KVQ_CUDA; skipped"; exit 77; }
+[ -f "$1/attend_d128.sm_90a.cubin" ] || { echo "built without KVQ_CUDA; skipped"; exit 77; }
 
+# The loop over packed affine codes is the one with the most LOP3. 168 registers let three blocks
+# of 128 threads run on a multiprocessor, 255 two.
 for arch in sm_80 sm_90a; do
-    cubin=$1/attend_oscar.$arch.cubin
-    count() { "$source/tools/cubin-count.py" "$cubin" --kernel "$@"; }
+    count() {
+        name=$1
+        shift
+        "$source/tools/cubin-count.py" "$folder/attend_${name%%_*}.$arch.cubin" \
+            --kernel "$name" --by LOP3 "$@"
+    }
+    folder=$1
     echo "$arch"
-    # 168 registers let three blocks of 128 threads run on a multiprocessor, 232 two.
-    count d64_b --at-most 13 --registers 168
-    count d128_b2 --at-most 13 --registers 168
-    count d128_b3 --at-most 19 --registers 168
-    count d128_b4 --at-most 19 --registers 168
-    count d256_b --at-most 33 --registers 232
-    if count d128_b2 --at-most 5 >/dev/null || count d128_b2 --registers 50 >/dev/null; then
+    count d64_b2_n1 --at-most 9 --registers 168
+    count d64_b3_n1 --at-most 13 --registers 168
+    count d64_b4_n1 --at-most 13 --registers 168
+    count d128_b2_n1 --at-most 13 --registers 168
+    count d128_b3_n1 --at-most 19 --registers 168
+    count d128_b4_n1 --at-most 19 --registers 255
+    count d256_b2_n1 --at-most 22 --registers 255
+    count d256_b3_n1 --at-most 33 --registers 255
+    count d256_b4_n1 --at-most 33 --registers 255
+    count d64_b2_n2 --at-most 13.5 --registers 168
+    count d128_b2_n2 --at-most 20 --registers 255
+    for bits in 3 4; do
+        count "d64_b${bits}_n2" --registers 255
+        count "d128_b${bits}_n2" --registers 255
+    done
+    # No local memory anywhere else either.
+    for dim in 64 128 256; do
+        count "d${dim}_any" --registers 255
+        count "d${dim}_raw" --registers 255
+    done
+    if count d128_b2_n1 --at-most 5 >/dev/null || count d128_b2_n1 --registers 50 >/dev/null; then
         echo "cubin-count.py lets a broken budget pass" >&2
         exit 1
     fi
-    # Packing and reading: no local memory, and five blocks of 128 threads on a multiprocessor.
-    for file in extras pack read store; do
-        "$source/tools/cubin-count.py" "$1/$file.$arch.cubin" --by LDG --registers 102
-    done
 done

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count the instructions of the main loop of the GPU kernels in a cubin, without a disassembler.
 
-    nvcc -std=c++17 -arch=sm_90a -cubin -I. kernels/cuda/attend_oscar.cu -o attend.cubin
+    nvcc -std=c++17 -fmad=false -arch=sm_90a -cubin -I. kernels/cuda/attend_d128.cu -o attend.cubin
     tools/cubin-count.py attend.cubin                   one line a kernel
-    tools/cubin-count.py attend.cubin --kernel d128_b2  those whose name contains it, with opcodes
-    tools/cubin-count.py attend.cubin --kernel d128_b2 --at-most 13 --registers 168
+    tools/cubin-count.py attend.cubin --kernel b2_n1  those whose name contains it, with opcodes
+    tools/cubin-count.py attend.cubin --kernel b2_n1 --by LOP3 --at-most 13 --registers 168
                                                         fails if a kernel needs more, or spills
 
 An instruction of compute capability 7.0 and later is 16 bytes long; its low 12 bits say what it

@@ -18,12 +18,12 @@ KVQ_DEVICE void kvq_gpu_dequant_tile(const kvq_gpu_attend_args &a, const kvq_gpu
     const kvq_gpu_packed k = kvq_gpu_packed_at(a.recipe, a.book, false, record, group, h.item.head);
     const kvq_gpu_packed v = kvq_gpu_packed_at(a.recipe, a.book, true, record, group, h.item.head);
     KVQ_NO_UNROLL
-    for (int i = gpu::lane(); i < KVQ_GPU_TILE_TOKENS * D / 8; i += gpu::WARP) {
-        const int t = i / (D / 8), chunk = i % (D / 8);
-        gpu::sts128(kvq_gpu_chunk<D>(tile + T::K, t, chunk),
-                    kvq_gpu_dequant8_f16(a.recipe.k, k, false, D, first + t, chunk));
-        gpu::sts128(kvq_gpu_chunk<D>(tile + T::V, t, chunk),
-                    kvq_gpu_dequant8_f16(a.recipe.v, v, true, D, first + t, chunk));
+    for (int i = gpu::lane(); i < KVQ_GPU_TILE_TOKENS * D / 2; i += gpu::WARP) {
+        const int t = i / (D / 2), c = i % (D / 2) * 2, at = c % 8 * 2;
+        gpu::sts32(kvq_gpu_chunk<D>(tile + T::K, t, c / 8) + at,
+                   kvq_gpu_dequant2(a.recipe.k, k, false, D, first + t, c));
+        gpu::sts32(kvq_gpu_chunk<D>(tile + T::V, t, c / 8) + at,
+                   kvq_gpu_dequant2(a.recipe.v, v, true, D, first + t, c));
     }
 }
 

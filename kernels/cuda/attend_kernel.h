@@ -135,10 +135,11 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
 }
 
 // Blocks of threads that shall run on a multiprocessor at the same time, which bounds registers.
-// Four bits at head_dim 128 would spill a few with three.
+// Where it is two, three would make some spill.
 constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 {
-    return dim == 256 || (dim == 128 && (nt == 2 || bits == 4)) ? 2 : 3;
+    const bool two = dim == 256 || (dim == 128 && nt == 2) || (bits == 4 && dim * nt >= 128);
+    return two ? 2 : 3;
 }
 
 // Kernels are called kvq_gpu_attend_d128_b2_n1 and kvq_gpu_attend_d128_any_n1: 8 n query rows.

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Any codec's values, eight neighbouring channels of a token at a time: what a group of layout.h
-// says, in fp32, still in the transformed basis and without K's norm. For codecs without a loop of
-// their own; codes are looked up one by one.
+// Any codec's values: what a group of layout.h says, still in the transformed basis and without K's
+// norm. For codecs without a loop of their own; codes are looked up one by one.
 #ifndef KVQ_KERNELS_CUDA_DEQUANT_H
 #define KVQ_KERNELS_CUDA_DEQUANT_H
 
@@ -98,38 +97,26 @@ KVQ_DEVICE float kvq_gpu_scalar(const kvq_recipe_side &side, const kvq_gpu_packe
     return kvq__value(scale, (float)code, zero);
 }
 
-// Channels 8 i to 8 i + 7 of token t (0 to 31).
-KVQ_DEVICE void kvq_gpu_dequant8(const kvq_recipe_side &side, const kvq_gpu_packed &p, bool v,
-                                 uint32_t dim, uint32_t t, uint32_t i, float x[8])
+// Channel c of token t (0 to 31).
+KVQ_DEVICE float kvq_gpu_dequant(const kvq_recipe_side &side, const kvq_gpu_packed &p, bool v,
+                                 uint32_t dim, uint32_t t, uint32_t c)
 {
     const uint32_t vector = side.row.vector;
-    KVQ_UNROLL
-    for (uint32_t k = 0; k < 8; k++) {
-        const uint32_t c = 8 * i + k;
-        if (side.row.codec != KVQ_CODEC_BOOK) {
-            x[k] = kvq_gpu_scalar(side, p, v, dim, t, c);
-            continue;
-        }
-        const uint32_t sub = c / vector;
-        const uint32_t code = kvq__book_code(p.codes, side.row.bits, dim / vector, sub, t);
-        x[k] = p.book[sub * p.book_sub + code * vector + c % vector];
-    }
+    if (side.row.codec != KVQ_CODEC_BOOK)
+        return kvq_gpu_scalar(side, p, v, dim, t, c);
+    const uint32_t sub = c / vector;
+    const uint32_t code = kvq__book_code(p.codes, side.row.bits, dim / vector, sub, t);
+    return p.book[sub * p.book_sub + code * vector + c % vector];
 }
 
-// The same as fp16, values beyond its range at its ends.
-KVQ_DEVICE gpu::u32x4 kvq_gpu_dequant8_f16(const kvq_recipe_side &side, const kvq_gpu_packed &p,
-                                           bool v, uint32_t dim, uint32_t t, uint32_t i)
+// Channels c and c + 1 as fp16, values beyond its range at its ends.
+KVQ_DEVICE uint32_t kvq_gpu_dequant2(const kvq_recipe_side &side, const kvq_gpu_packed &p, bool v,
+                                     uint32_t dim, uint32_t t, uint32_t c)
 {
-    float x[8];
-    gpu::u32x4 r;
-    kvq_gpu_dequant8(side, p, v, dim, t, i, x);
-    KVQ_UNROLL
-    for (int k = 0; k < 8; k++)
-        x[k] = fminf(fmaxf(x[k], -65504.0f), 65504.0f);
-    KVQ_UNROLL
-    for (int k = 0; k < 4; k++)
-        r.v[k] = gpu::pack2(x[2 * k], x[2 * k + 1]);
-    return r;
+    const float most = 65504.0f;
+    const float lo = kvq_gpu_dequant(side, p, v, dim, t, c);
+    const float hi = kvq_gpu_dequant(side, p, v, dim, t, c + 1);
+    return gpu::pack2(fminf(fmaxf(lo, -most), most), fminf(fmaxf(hi, -most), most));
 }
 
 #endif
