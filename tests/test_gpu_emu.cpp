@@ -224,8 +224,22 @@ static void reads_other_warp(const memory &)
     gpu::lds32(4 * (gpu::thread() ^ 32));
 }
 
+// Within a warp a warp_sync is enough, and it is again for writing over what was read.
+static void syncs_warps(const memory &m)
+{
+    const uint32_t t = (uint32_t)gpu::thread();
+    gpu::sts32(4 * t, t);
+    gpu::warp_sync();
+    const uint32_t other = gpu::lds32(4 * (t ^ 9));
+    gpu::warp_sync();
+    gpu::sts32(4 * t, other);
+    gpu::warp_sync();
+    gpu::stg32(m.out + t, gpu::lds32(4 * (t ^ 9)));
+}
+
 static void test_shared(void **)
 {
+    passes(syncs_warps, counting(0, 64));
     refused(reads_unwritten, "nothing wrote");
     refused(reads_outside, "the block has 4096");
     refused(writes_outside, "the block has 4096");

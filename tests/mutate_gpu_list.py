@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors for mutate-gpu.py to plant: name, tests of which one must fail, and what is changed. The
+text to be replaced must stand in its file exactly once."""
+import collections
+
+Mutation = collections.namedtuple("Mutation", "name tests changes")
+CUDA = "kernels/cuda/"
+EMU = "kernels/emu/"
+
+
+def one(name, test, path, old, new):
+    return Mutation(name, (test,), ((path, old, new),))
+
+
+def attend(name, path, old, new):
+    return one("attend-" + name, "test_gpu_attend", CUDA + path, old, new)
+
+
+def pack(name, path, old, new):
+    return one("pack-" + name, "test_gpu_pack", CUDA + path, old, new)
+
+
+def emu(name, test, path, old, new):
+    return one("emu-" + name, "test_gpu_" + test, EMU + path, old, new)
+
+
+MUTATIONS = [
+    # Affine codes: scales, places, zeros, stages.
+    attend("wrong-scale-position", "attend_affine.h", "scale.v[i & 3]", "scale.v[(i & 3) ^ 1]"),
+    attend("wrong-power-of-a-place", "attend_affine.h", "(float)(1 << (24 - 2 * s))",
+           "(float)(1 << (24 - s))"),
+    attend("zeros-of-another-channel-group", "attend_affine.h",
+           "gpu::shuffle(zeros, 4 * (t >> 1) + l.j)", "gpu::shuffle(zeros, 4 * (t >> 2) + l.j)"),
+    attend("missing-warp-sync", "attend_affine.h",
+           "        gpu::warp_sync(); // the copies of all lanes are there, and all have left the "
+           "stage to fill\n", ""),
+    attend("stale-stage", "attend_affine.h", "gpu::copy_wait<KVQ_GPU_STAGES - 2>();",
+           "gpu::copy_wait<KVQ_GPU_STAGES - 1>();"),
+    one("attend-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_affine.h",
+        "        fill = use;\n", "        fill = use == last ? stages : use + G::BYTES;\n"),
+    attend("soft-cap-lost", "attend_affine.h", "        if (cap != 0)\n", "        if (cap < 0)\n"),
+    attend("whole-groups-only", "attend_item.h", "const bool partly = g.packed != ~0u || rel",
+           "const bool partly = rel"),
+
+    # Tiles of rows: votes, sums, bf16's second parts, norms.
+    attend("divergent-lane", "attend_tile.h", "if (!gpu::any(passed))",
+           "if (gpu::lane() != 7 && !gpu::any(passed))"),
+    attend("sum-not-shrunk", "attend_tile.h", "        sums.l[nt][n] *= shrink;\n", ""),
+    attend("rest-of-queries-lost", "attend_tile.h",
+           "                kvq_gpu_mma<BF16>(s[nt], k[1], q[2], q[3]);\n            }\n",
+           "            }\n"),
+    attend("norms-lost", "attend_any.h", "has_norms ? kvq__f16_to_f32(norms[t]) : 1",
+           "has_norms ? 1 : 1"),
+    attend("tile-read-too-soon", "attend_any.h",
+           "        gpu::warp_sync();\n        kvq_gpu_tile_attend",
+           "        kvq_gpu_tile_attend"),
+
+    # What is seen, and where it lies.
+    attend("unmasked-short-block", "attend_item.h", "kvq_gpu_bits(0, page.tokens - at)",
+           "kvq_gpu_bits(0, 32)"),
+    attend("own-token-unseen", "attend_item.h", "s.past_tokens : position + 1;",
+           "s.past_tokens : position;"),
+    attend("window-one-too-long", "attend_item.h",
+           "position + 1 > window ? position + 1 - window : 0",
+           "position > window ? position - window : 0"),
+    attend("past-only-ignored", "attend_item.h", "s.flags & KVQ_ATTEND_PAST_ONLY ? s.past_tokens",
+           "s.flags & 0 ? s.past_tokens"),
+    attend("outlier-counted-twice", "attend_item.h",
+           "            g.packed &= ~(1u << (p - position));\n", "            (void)p;\n"),
+    attend("sinks-of-k-for-v", "attend_raw.h", "(v ? r.extras.sink_v : r.extras.sink_k)",
+           "(v ? r.extras.sink_k : r.extras.sink_v)"),
+    attend("fresh-tail-shifted", "attend_raw.h", "(int64_t)(position - s.fresh_start);",
+           "(int64_t)(position - s.fresh_start + 1) % s.fresh_tokens;"),
+    attend("raw-stage-stale", "attend_raw.h",
+           "            gpu::copy_wait<(STAGES > 1 ? STAGES - 2 : 0)>();\n",
+           "            gpu::copy_wait<(STAGES > 1 ? STAGES - 1 : 0)>();\n"),
+
+    # Splits, merging, output.
+    attend("split-left-out", "attend_sums.h", "for (uint32_t split = 0; split < s.splits; split++)",
+           "for (uint32_t split = 0; split + 1 < s.splits; split++)"),
+    attend("merge-lost", "attend_sums.h", "splits - 1) == splits - 1);", "splits - 1) == splits);"),
+    attend("merge-too-soon", "attend_sums.h",
+           "        gpu::block_sync(); // all rows are handed over, and nobody reads the last "
+           "tile's vote\n", ""),
+    attend("arrival-orders-nothing", "attend_sums.h",
+           "gpu::fetch_inc(a.counters + t * a.kv_heads + h.item.head,\n"
+           "                                            splits - 1) == splits - 1);",
+           "gpu::fetch_add(a.counters + t * a.kv_heads + h.item.head, 1) % splits ==\n"
+           "                                 splits - 1);"),
+    attend("wrong-head-of-the-group", "attend_sums.h",
+           "const uint32_t q_head = head * a.gqa + row % a.gqa;",
+           "const uint32_t q_head = head * a.gqa + (row + 1) % a.gqa;"),
+    attend("values-stay-rotated", "attend_sums.h",
+           "        kvq_gpu_rotate<D>(a.recipe, rotation, x, true);\n", ""),
+    attend("lse-in-powers-of-two", "attend_sums.h", "m * 0.693147181f + logf(l)", "m + logf(l)"),
+    attend("queries-not-scaled-back", "attend_query.h", "return gpu::as_float(exponent);",
+           "return 1;"),
+    attend("wrong-head-of-the-cache", "attend_item.h",
+           "g.at = page.packed + (size_t)head * a.recipe.layout.record_bytes",
+           "g.at = page.packed + (size_t)(head / 2) * a.recipe.layout.record_bytes"),
+    attend("too-much-shared", "attend.c", "uint32_t to = (uint32_t)(tokens / s.split_tokens);",
+           "uint32_t to = (uint32_t)(tokens / s.split_tokens) + 1;"),
+
+    # Storing, packing, reading.
+    pack("norm-not-as-stored", "pack.cu", "1.0f / kvq__f16_to_f32(stored)", "1.0f / norm"),
+    pack("other-order-of-sums", "rows.h",
+         "    for (int half = KVQ_GPU_TEAM / 2; half > 0; half /= 2)\n        x +=",
+         "    for (int half = 1; half < KVQ_GPU_TEAM; half *= 2)\n        x +="),
+    pack("missing-block-sync", "pack.cu", "p.width, at);\n    gpu::block_sync();\n",
+         "p.width, at);\n"),
+    pack("raw-tokens-in-the-mean", "pack.cu",
+         "            if (gpu::lds32(p.flags + 4 * t))\n                continue;\n", ""),
+    pack("sinks-not-kept", "pack.cu", "    kvq_gpu_keep_sinks<D>(p);\n", ""),
+    pack("hybrid-unmarked", "quant.h", "    a.params.scale |= KVQ__HYBRID_AFFINE;\n", ""),
+    pack("slots-of-k-for-v", "read.cu", "kvq_gpu_token_slot(b.v, set, t)",
+         "kvq_gpu_token_slot(false, set, t)"),
+    pack("pool-full-too-soon", "extras.cu", "count + entering > r.pool_room",
+         "count + entering >= r.pool_room"),
+    pack("learned-tokens-compete", "extras.cu", " || start < u.learned)", ")"),
+    pack("one-page-short", "extras.cu", "t < p.lesson.tokens; t++)",
+         "t + KVQ_BLOCK_TOKENS < p.lesson.tokens; t++)"),
+    pack("saturated-not-counted", "store.cu", "gpu::fetch_add(&job.counts->saturated",
+         "gpu::fetch_add(&job.counts->nonfinite"),
+
+    # The emulator itself.
+    emu("warp-sync-orders-nothing", "emu", "collectives.cpp",
+        "    emu_merge(warp() * WARP, WARP);\n", ""),
+    emu("votes-order", "emu", "collectives.cpp",
+        "    compute(w);\n", "    compute(w);\n    emu_merge(first, WARP);\n"),
+    emu("bulk-lands-at-once", "emu", "async.cpp", "    emu_machine->flights.push_back(c);\n",
+        "    emu_machine->flights.push_back(c);\n    emu_flights_land();\n"),
+    emu("readers-forgotten", "emu", "shared.cpp", "if (!w.times && !emu_ordered(w.reader)) {",
+        "if (false) {"),
+    emu("blocks-see-all", "emu", "global.cpp",
+        "return found != others->end() && found->second[w.by.thread] >= w.by.time;",
+        "return true;"),
+    emu("one-order", "emu", "emu.cpp", "m.random = shape.seed * 2 + 1;", "m.random = 1;"),
+    emu("no-end-of-memory", "emu", "global.cpp",
+        "offset <= found->second.bytes && bytes <= found->second.bytes - offset", "offset >= 0"),
+    emu("spills-unseen", "driver", "global.cpp", "            if (at[i] == CANARY)\n",
+        "            if (at[i] <= CANARY)\n"),
+    emu("matrix-transposed", "words", "collectives.cpp",
+        "x.b[2 * j + 8 * r][g] = lo(w.in[l][4 + r]);",
+        "x.b[2 * j + 8 * r][g] = hi(w.in[l][4 + r]);"),
+    emu("sums-not-cut", "words", "collectives.cpp", "if (emu_machine->truncate)", "if (false)"),
+]
