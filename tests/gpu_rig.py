@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The rig of tools/gpu-check.sh over the emulator: what its caches hold, attention over them by its
-launches, and packing.
+"""What tools/gpu-check.sh measures with, over the emulator: the rig's caches, attention over them
+by its launches, packing; and every measuring part with its report.
 
     gpu_rig.py LIBRARY      exit status 77: no NumPy
 """
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools" / "gpu"))
@@ -14,6 +16,9 @@ try:
 except ImportError:
     print("no NumPy; skipped")
     sys.exit(77)
+import check as parts  # noqa: E402
+import lab as labs  # noqa: E402
+import report  # noqa: E402
 import rig as rigs  # noqa: E402
 
 LIMIT = 2e-3
@@ -81,6 +86,8 @@ def check_format(rig, name, tokens, q_tokens=1, fresh=0, head_dim=64, q_heads=4,
                 check(numpy.abs(k).max() > 1, f"{what}: a cache of small numbers")
                 for x in rows:
                     x.free()
+        if fresh:
+            cache.store()
         for x in tensors:
             x.free()
 
@@ -103,6 +110,22 @@ def check_errors(rig):
             check(str(error), "an error without words")
 
 
+def check_parts(lab):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        check(report.write(folder) == 1, "a report of nothing")
+        for part, measure in parts.PARTS.items():
+            result = {"part": part, "device": lab.name, "timed": lab.timed, "rows": measure(lab)}
+            for text in report.complaints(result):
+                check(False, f"{part}: {text}")
+            (folder / f"{part}.json").write_text(json.dumps(result))
+        check(report.write(folder) == 0, "the report")
+        text = (folder / "gpu-check.md").read_text()
+        check("Without a GPU" in text and "| 2 x 300 | oscar2 |" in text, "the report's text")
+    bad = {"part": "x", "rows": {"a": {"b": {"wrong": "error"}}, "1": {"same_bits": False}}}
+    check(len(report.complaints(bad)) == 2, "complaints")
+
+
 def main():
     rig = rigs.Rig(sys.argv[1])
     for name in ("f16", "bf16", "oscar2", "oscar4", "innerq-base", "vecinfer-2", "ott2", "kvq2"):
@@ -113,6 +136,7 @@ def main():
     check_bytes(rig)
     check_errors(rig)
     rig.close()
+    check_parts(labs.Emulator(sys.argv[1]))
     print(f"{len(FAILED)} failed")
     sys.exit(1 if FAILED else 0)
 

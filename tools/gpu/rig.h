@@ -65,6 +65,10 @@ RIG_API int rig_attend(const struct rig_cache *cache, uint32_t layer, uint64_t s
 RIG_API int rig_read(const struct rig_cache *cache, uint32_t layer, uint32_t session, uint64_t k,
                      uint64_t v, uint64_t stream, char *text);
 
+// Stores the fresh tokens of all sessions and layers that were bound with some, as at the end of a
+// step; not into the caches, which stay what they are.
+RIG_API int rig_store(struct rig_cache *cache, uint64_t stream, char *text);
+
 // Packs one block of every session of every layer, as after 128 steps of decoding. Formats that
 // keep more than blocks pack with what the cache has learned. *bytes: raw bytes read.
 RIG_API int rig_pack(struct rig_cache *cache, uint64_t stream, uint64_t *bytes, char *text);

@@ -35,6 +35,7 @@ FUNCTIONS = {
     "rig_cache_bind": (c_int, [c_void_p, c_uint32, POINTER(Query), c_char_p]),
     "rig_attend": (c_int, [c_void_p, c_uint32, c_uint64, c_uint32, c_char_p]),
     "rig_read": (c_int, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
+    "rig_store": (c_int, [c_void_p, c_uint64, c_char_p]),
     "rig_pack": (c_int, [c_void_p, c_uint64, POINTER(c_uint64), c_char_p]),
     "rig_take": (c_int, [c_void_p, POINTER(c_uint64), c_size_t, c_char_p]),
     "rig_give": (None, [c_void_p, c_uint64]),
@@ -125,6 +126,10 @@ class Cache:
 
     def read(self, layer, session, k, v, stream=0):
         self.rig.call("rig_read", self.handle, layer, session, k, v, stream)
+
+    def store(self, stream=0):
+        """The fresh tokens that the layers were bound with."""
+        self.rig.call("rig_store", self.handle, stream)
 
     def pack(self, stream=0):
         """Returns the bytes of raw tokens that are read."""

@@ -38,7 +38,8 @@ struct rig_cache {
 
     uint64_t pool; // blocks of all layers
     struct layer *layer;
-    uint64_t units, scratch; // what rig_pack packs, and where to
+    uint64_t units, scratch;        // what rig_pack packs, and where to
+    uint64_t jobs, job_pages, room; // what rig_store stores, and where to
 };
 
 // ---- Random numbers ----
@@ -368,7 +369,8 @@ void rig_cache_free(struct rig_cache *c)
 {
     uint64_t all[] = {c->device_recipe, c->device_raw, c->device_codes, c->device_extras,
                       c->no_outliers,   c->smooth,     c->k_table,      c->v_table,
-                      c->book_at,       c->pool,       c->units,        c->scratch};
+                      c->book_at,       c->pool,       c->units,        c->scratch,
+                      c->jobs,          c->job_pages,  c->room};
     for (uint32_t i = 0; c->layer && i < c->n_layers; i++) {
         rig_give(c->rig, c->layer[i].pages);
         rig_give(c->rig, c->layer[i].batch);
@@ -532,6 +534,46 @@ int rig_read(const struct rig_cache *cache, uint32_t layer, uint32_t session, ui
                 rig_sync(cache->rig, text);
     rig_give(cache->rig, at);
     return error ? -1 : 0;
+}
+
+// A job for each session and layer, into a raw block of its own.
+static int make_jobs(struct rig_cache *c, uint32_t n, char *text)
+{
+    struct kvq_gpu_store_job *jobs = calloc(n, sizeof *jobs);
+    struct kvq_page *pages = calloc(n, sizeof *pages);
+    int error = !jobs || !pages || rig_take(c->rig, &c->room, n * c->raw_bytes, text) ||
+                rig_take(c->rig, &c->job_pages, n * sizeof *pages, text);
+    for (uint32_t i = 0; !error && i < n; i++) {
+        const struct kvq_attend *call = &c->layer[i / c->sessions].calls[i % c->sessions];
+        pages[i].raw = on_device(c->room + i * c->raw_bytes);
+        jobs[i] = (struct kvq_gpu_store_job){
+            .recipe = on_device(c->device_recipe),
+            .k = call->fresh_k,
+            .v = call->fresh_v,
+            .pages = (const struct kvq_page *)on_device(c->job_pages) + i,
+            .tokens = call->fresh_tokens,
+        };
+    }
+    error = error || rig_copy_in(c->rig, c->job_pages, pages, n * sizeof *pages, text) ||
+            rig__put(c->rig, &c->jobs, jobs, n * sizeof *jobs, text);
+    free(jobs);
+    free(pages);
+    return error ? -1 : 0;
+}
+
+int rig_store(struct rig_cache *cache, uint64_t stream, char *text)
+{
+    const struct kvq_recipe *recipe;
+    uint32_t n = cache->sessions * cache->n_layers;
+    for (uint32_t i = 0; i < cache->n_layers; i++)
+        if (!cache->layer[i].calls || cache->layer[i].calls[0].fresh_tokens == 0) {
+            snprintf(text, RIG_TEXT, "layer %u is not bound to fresh tokens", i);
+            return -1;
+        }
+    if (!cache->jobs && make_jobs(cache, n, text))
+        return -1;
+    struct kvq_gpu_work work = work_of(cache, &recipe, n, stream);
+    return kvq_gpu_store(&cache->rig->gpu, &work, cache->jobs, KVQ_BLOCK_TOKENS, text, RIG_TEXT);
 }
 
 // Units of a block of each session and layer: from the sources into blocks of their own.

@@ -1,0 +1,119 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Everything that wants a GPU, in one command and without a network: builds the GPU kernels (needs
+# the CUDA toolkit, CMake and a C and C++ compiler; no library of the daemon's), runs their tests on
+# the GPU and under compute-sanitizer, and measures them against PyTorch. Results go to
+# build/gpu-check: a JSON file for each part, then gpu-check.json and gpu-check.md.
+#
+#     tools/gpu-check.sh                 all parts that have no result yet
+#     tools/gpu-check.sh PART..          these parts, again
+#     tools/gpu-check.sh --list          the parts; each takes less than ten minutes
+#     tools/gpu-check.sh --emulate       the same steps without a GPU: no figure means anything
+#     tools/gpu-check.sh --out FOLDER    results go there
+set -eu
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+parts=(build tests sanitizer points shapes grids packing prefill steps batches)
+out='' emulate='' chosen=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --help | -h)
+        sed -n '4,14s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+    --list)
+        printf '%s\n' "${parts[@]}"
+        exit 0
+        ;;
+    --emulate) emulate=1 ;;
+    --out)
+        [ $# -gt 1 ] || { echo "gpu-check.sh: --out needs a folder" >&2; exit 2; }
+        out=$2
+        shift
+        ;;
+    *)
+        [[ " ${parts[*]} " == *" $1 "* ]] || {
+            echo "gpu-check.sh: there is no part $1; the parts are: ${parts[*]}" >&2
+            exit 2
+        }
+        chosen+=("$1")
+        ;;
+    esac
+    shift
+done
+build=$root/build/gpu${emulate:+-emulated}
+out=${out:-$root/build/gpu-check${emulate:+-emulated}}
+library=$build/lib/libkvq_gpu_rig${emulate:+_emu}.so
+mkdir -p "$out" "$build"
+failed=0
+
+log() { echo "$out/$1.log"; }
+
+# run PART COMMAND..: its output goes to PART.log; the end of it is shown if it fails.
+run() {
+    local part=$1 start=$SECONDS
+    shift
+    if "$@" >"$(log "$part")" 2>&1; then
+        printf '%-10s done, %d s\n' "$part" $((SECONDS - start))
+    else
+        printf '%-10s FAILED after %d s; the whole output is in %s\n' "$part" \
+            $((SECONDS - start)) "$(log "$part")"
+        tail -n 15 "$(log "$part")" | sed 's/^/    /'
+        failed=1
+        return 1
+    fi
+}
+
+part_build() {
+    cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_KERNELS_ONLY=ON \
+        -DKVQ_CUDA=$([ -n "$emulate" ] && echo OFF || echo ON) -DKVQ_EMU=ON &&
+        cmake --build "$build" -j "$(nproc)" &&
+        cmake --build "$build" -j "$(nproc)" --target kvq_gpu_rig
+}
+
+gpu_tests='^test_gpu_(driver|attend|pack)$'
+
+part_tests() {
+    [ -n "$emulate" ] || export KVQ_GPU=0
+    ctest --test-dir "$build" --output-on-failure --no-tests=error -R "$gpu_tests"
+}
+
+# A small set: each tool takes the kernels apart and is some hundred times slower.
+part_sanitizer() {
+    if [ -n "$emulate" ] || ! command -v compute-sanitizer; then
+        echo "compute-sanitizer: not here, so not run"
+        return 0
+    fi
+    for tool in memcheck racecheck; do
+        KVQ_GPU=0 KVQ_SMALL=1 timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 \
+            "$build/tests/test_gpu_pack" || return 1
+    done
+}
+
+# What a part has shown stands in PART.json, so that another run goes on behind it.
+measure() {
+    rm -f "$out/$1.json"
+    timeout 580 python3 "$root/tools/gpu/check.py" "$1" --library "$library" --out "$out/$1.json"
+}
+
+is_done() {
+    [ -f "$out/$1.json" ] || [ -f "$out/$1.ok" ]
+}
+
+for part in "${chosen[@]:-${parts[@]}}"; do
+    if [ ${#chosen[@]} -eq 0 ] && [ "$part" != build ] && is_done "$part"; then
+        printf '%-10s has a result already\n' "$part"
+        continue
+    fi
+    case $part in
+    build) run build part_build || exit 1 ;;
+    tests | sanitizer)
+        rm -f "$out/$part.ok"
+        if run "$part" "part_$part"; then touch "$out/$part.ok"; fi
+        ;;
+    *) run "$part" measure "$part" || true ;;
+    esac
+done
+python3 "$root/tools/gpu/check.py" report --folder "$out" || true
+exit $failed
