@@ -14,7 +14,7 @@
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-parts=(build tests sanitizer points shapes grids packing prefill steps batches)
+parts=(build probes tests sanitizer points shapes grids packing prefill steps batches)
 out='' emulate='' chosen=()
 while [ $# -gt 0 ]; do
     case $1 in

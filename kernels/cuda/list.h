@@ -13,6 +13,9 @@
 // clang-format off
 #define KVQ_GPU_KERNELS(X)                                                                         \
     X(PROBE_MMA, kvq_gpu_probe_mma, struct kvq_gpu_probe_mma_args)                                 \
+    X(PROBE_READ, kvq_gpu_probe_read, struct kvq_gpu_probe_read_args)                              \
+    X(PROBE_MMA_RATE, kvq_gpu_probe_mma_rate, struct kvq_gpu_probe_rate_args)                      \
+    X(PROBE_LOGIC_RATE, kvq_gpu_probe_logic_rate, struct kvq_gpu_probe_rate_args)                  \
     X(STORE, kvq_gpu_store_all, struct kvq_gpu_store_args)                                         \
     X(LEARN, kvq_gpu_learn_all, struct kvq_gpu_learn_args)                                         \
     X(COMPETE, kvq_gpu_compete, struct kvq_gpu_compete_args)                                       \

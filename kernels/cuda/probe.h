@@ -15,4 +15,26 @@ struct kvq_gpu_probe_mma_args {
     float *d;          // [32 lanes][4]
 };
 
+// Reads records into shared memory as attention does, PROBE_STAGES of them on their way in each
+// block, and nothing else: what memory gives at best. 32 threads a block, PROBE_STAGES records and
+// 64 bytes of shared memory.
+enum { KVQ_GPU_PROBE_STAGES = 4 };
+
+struct kvq_gpu_probe_read_args {
+    const uint8_t *records;
+    uint32_t record_bytes; // a multiple of 512
+    uint32_t n_records;
+    uint32_t *sums; // [blocks][32]: so that the reading is not for nothing
+};
+
+// Chains of instructions that depend only on themselves, PROBE_CHAINS in every thread: products of
+// tensor cores (4,096 operations of a warp each), or three-input logic (one operation of a thread).
+enum { KVQ_GPU_PROBE_CHAINS = 8 };
+
+struct kvq_gpu_probe_rate_args {
+    uint32_t rounds; // instructions in a chain
+    uint32_t seed;
+    uint32_t *sums; // [blocks][128]
+};
+
 #endif

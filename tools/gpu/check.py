@@ -14,10 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import attend  # noqa: E402
 import lab as labs  # noqa: E402
+import probes  # noqa: E402
 import report  # noqa: E402
 import steps  # noqa: E402
 
-PARTS = {"points": attend.points, "shapes": attend.shapes, "grids": attend.grids,
+PARTS = {"probes": probes.probes, "points": attend.points, "shapes": attend.shapes, "grids": attend.grids,
          "packing": attend.packing, "prefill": attend.prefill, "steps": steps.steps,
          "batches": steps.batches}
 

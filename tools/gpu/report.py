@@ -4,6 +4,7 @@ import json
 
 ORDER = ("probes", "points", "shapes", "grids", "packing", "prefill", "steps", "batches")
 TITLES = {
+    "probes": "What the device gives at best",
     "points": "Attention of one layer, 32/8 heads, head_dim 128",
     "shapes": "Other shapes, 48 sessions of 4,096 tokens",
     "grids": "oscar2 with grids of other sizes",
@@ -69,6 +70,8 @@ def plain_table(rows):
 def cell(x):
     if isinstance(x, bool):
         return "yes" if x else "NO"
+    if isinstance(x, float) and 0 < abs(x) < 0.005:
+        return f"{x:.1e}"
     if isinstance(x, float):
         return number(x, 2)
     return "" if x is None else str(x)
@@ -92,6 +95,8 @@ def section(result, floor):
     rows, part = result["rows"], result["part"]
     if not rows:
         return "nothing was measured\n"
+    if part == "probes":
+        return table(("", ""), [[key.replace("_", " "), cell(x)] for key, x in rows.items()])
     if part in ("points", "shapes"):
         return attention_table(rows, floor)
     return nested_table(rows) if part in ("steps", "batches") else plain_table(rows)

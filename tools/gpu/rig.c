@@ -62,6 +62,8 @@ int rig_open(struct rig **rig, char *text)
 
 void rig_close(struct rig *rig)
 {
+    if (rig->driver)
+        rig_give(rig, rig->sums);
     if (rig->gpu.driver)
         kvq_gpu_close(&rig->gpu);
     kvq_gpu_driver_close(&rig->own);

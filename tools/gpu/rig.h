@@ -73,6 +73,19 @@ RIG_API int rig_store(struct rig_cache *cache, uint64_t stream, char *text);
 // keep more than blocks pack with what the cache has learned. *bytes: raw bytes read.
 RIG_API int rig_pack(struct rig_cache *cache, uint64_t stream, uint64_t *bytes, char *text);
 
+// What the device gives at best (kernels/cuda/probe.h). Each is one launch that may be timed.
+enum rig_probe { RIG_PROBE_NOTHING, RIG_PROBE_MMA, RIG_PROBE_LOGIC };
+// Reads n records; *blocks: how many blocks of threads run at a time.
+RIG_API int rig_probe_read(struct rig *rig, uint64_t records, uint32_t record_bytes, uint32_t n,
+                           uint64_t stream, uint32_t *blocks, char *text);
+// Runs chains of so many instructions on all multiprocessors; *operations: multiplications and
+// additions, or logic operations of threads. RIG_PROBE_NOTHING: a launch that does next to nothing.
+RIG_API int rig_probe_rate(struct rig *rig, enum rig_probe probe, uint32_t rounds, uint64_t stream,
+                           double *operations, char *text);
+// *error: how far products of codes as fp16 subnormals are off, relative; 0 where they count in
+// full, which the kernels rest on.
+RIG_API int rig_probe_subnormals(struct rig *rig, double *error, char *text);
+
 // Device memory, for callers without a library of their own.
 RIG_API int rig_take(const struct rig *rig, uint64_t *device, size_t bytes, char *text);
 RIG_API void rig_give(const struct rig *rig, uint64_t device);

@@ -4,6 +4,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 
 F16, BF16, F32 = 1, 2, 3
+NOTHING, MMA, LOGIC = 0, 1, 2
 TEXT = 1280
 
 
@@ -37,6 +38,10 @@ FUNCTIONS = {
     "rig_read": (c_int, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
     "rig_store": (c_int, [c_void_p, c_uint64, c_char_p]),
     "rig_pack": (c_int, [c_void_p, c_uint64, POINTER(c_uint64), c_char_p]),
+    "rig_probe_read": (c_int, [c_void_p, c_uint64, c_uint32, c_uint32, c_uint64,
+                               POINTER(c_uint32), c_char_p]),
+    "rig_probe_rate": (c_int, [c_void_p, c_int, c_uint32, c_uint64, POINTER(c_double), c_char_p]),
+    "rig_probe_subnormals": (c_int, [c_void_p, POINTER(c_double), c_char_p]),
     "rig_take": (c_int, [c_void_p, POINTER(c_uint64), c_size_t, c_char_p]),
     "rig_give": (None, [c_void_p, c_uint64]),
     "rig_copy_in": (c_int, [c_void_p, c_uint64, c_void_p, c_size_t, c_char_p]),
@@ -69,6 +74,23 @@ class Rig:
 
     def sync(self):
         self.call("rig_sync", self.handle)
+
+    def probe_read(self, at, record_bytes, n, stream=0):
+        """Reads n records; returns how many blocks of threads do it."""
+        blocks = c_uint32()
+        self.call("rig_probe_read", self.handle, at, record_bytes, n, stream, byref(blocks))
+        return blocks.value
+
+    def probe_rate(self, probe, rounds, stream=0):
+        """probe: NOTHING, MMA or LOGIC. Returns the operations that were done."""
+        operations = c_double()
+        self.call("rig_probe_rate", self.handle, probe, rounds, stream, byref(operations))
+        return operations.value
+
+    def probe_subnormals(self):
+        error = c_double()
+        self.call("rig_probe_subnormals", self.handle, byref(error))
+        return error.value
 
     def take(self, nbytes):
         at = c_uint64()

@@ -13,6 +13,7 @@ struct rig {
     const struct kvq_gpu_driver *driver;
     struct kvq_gpu_driver own; // zeros with the emulator
     struct kvq_gpu gpu;
+    uint64_t sums; // device: where probes leave what nobody reads; 0 before the first
 };
 
 // 0, or -1 with what failed and why.
