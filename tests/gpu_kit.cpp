@@ -443,6 +443,7 @@ vector<result> run(const layer &l, const vector<session *> &sessions, const run_
     launch.limits.sessions += options.room;
     launch.limits.tiles += options.room;
     launch.limits.narrow_items += options.room;
+    launch.limits.wide_items += options.room;
     launch.limits.partial_rows += options.room;
     vector<uint8_t> batch(kvq_gpu_attend_batch_bytes(&launch.limits), 0xff);
     if (kvq_gpu_attend_fill(&launch.layer, calls.data(), options.shared, n, &launch.limits,

@@ -219,18 +219,40 @@ static void test_pairs(void **)
     print_message("%d batches, at most %.2f of the error allowed\n", cases, worst);
 }
 
-// Many heads to a KV head.
-static void test_many_heads(void **)
+// Many query rows: heads to a KV head, and query tokens up to the most, beside a session with few.
+static void test_wide(void **)
 {
+    const struct {
+        const char *format;
+        int dim, gqa;
+        uint32_t q_tokens;
+        uint8_t dtype, v_rotation;
+    } rows[] = {
+        {"oscar2", 64, 64, 1, KVQ_F16, KVQ_V_ROT_NONE},
+        {"f16", 64, 64, 2, KVQ_F16, KVQ_V_ROT_NONE},
+        {"oscar2", 128, 4, 130, KVQ_BF16, KVQ_V_ROT_DAEMON},
+        {"bf16", 128, 2, 70, KVQ_BF16, KVQ_V_ROT_NONE},
+        {"turboquant3", 256, 1, 40, KVQ_BF16, KVQ_V_ROT_NONE},
+        {"ott2-oscar", 64, 1, 512, KVQ_F16, KVQ_V_ROT_NONE},
+        {"innerq-hybrid", 64, 2, 200, KVQ_F16, KVQ_V_ROT_NONE},
+        {"vecinfer-2", 128, 8, 9, KVQ_F16, KVQ_V_ROT_NONE},
+    };
     std::mt19937 random(12);
-    for (const char *format : {"oscar2", "f16"}) {
-        const layer l = make_layer(format, 64, 64, 1, KVQ_F16);
+    for (const auto &row : rows) {
+        const layer l = make_layer(row.format, row.dim, row.gqa, 1, row.dtype, row.v_rotation);
         wish w;
         w.tokens = 300;
         w.packed = 256;
         w.fresh = 1;
+        session few = make_session(l, w, random);
+        w.fresh = row.q_tokens;
+        w.q_tokens = row.q_tokens;
         session s = make_session(l, w, random);
-        expect("many heads", l, s, run(l, {&s}, run_options())[0]);
+        const vector<result> r = run(l, {&few, &s}, run_options());
+        expect("wide, few rows", l, few, r[0]);
+        const double error = expect("wide", l, s, r[1]);
+        print_message("%s, head_dim %d, %d heads, %u query tokens: %.2f of the error allowed\n",
+                      row.format, row.dim, row.gqa, row.q_tokens, error);
     }
 }
 
@@ -313,12 +335,13 @@ static void test_bits(void **)
     for (const char *format : {"oscar2", "bf16", "innerq-small"}) {
         const layer l = make_layer(format, 64, 4, 2, KVQ_F16);
         vector<session> sessions;
-        for (const uint64_t tokens : {1500ull, 40ull, 900ull, 257ull}) {
+        for (const uint64_t tokens : {1500ull, 40ull, 900ull, 257ull, 600ull}) {
             wish w;
             w.tokens = tokens;
             w.packed = tokens * 3 / 4;
             w.fresh = 1;
-            w.q_tokens = tokens == 900 ? 3 : 1; // 12 rows: a kernel of 16 for all of the batch
+            // 12 rows: a kernel of 16 for all of the batch. 68: two tiles of a wide one.
+            w.q_tokens = tokens == 900 ? 3 : tokens == 600 ? 17 : 1;
             sessions.push_back(make_session(l, w, random));
         }
         vector<session *> all;
@@ -349,7 +372,8 @@ static void test_bits(void **)
 static session fork(const layer &l, const session &from, uint64_t tokens, std::mt19937 &random)
 {
     wish w;
-    w.fresh = 1;
+    w.fresh = from.w.fresh;
+    w.q_tokens = from.w.q_tokens;
     session s = make_session(l, w, random);
     s.w.tokens = tokens;
     s.w.packed = tokens;
@@ -361,34 +385,42 @@ static session fork(const layer &l, const session &from, uint64_t tokens, std::m
     return s;
 }
 
+// A parent and forks of it, with `q_tokens` queries each.
+static void check_shared(const char *format, uint32_t q_tokens, std::mt19937 &random)
+{
+    const layer l = make_layer(format, 64, 4, 2, KVQ_F16);
+    wish w;
+    w.tokens = 1024;
+    w.packed = 1024;
+    w.fresh = q_tokens;
+    w.q_tokens = q_tokens;
+    session parent = make_session(l, w, random);
+    vector<session> forks;
+    for (const uint64_t tokens : {1024ull, 640ull, 1024ull, 128ull, 896ull})
+        forks.push_back(fork(l, parent, tokens, random));
+    vector<session *> all = {&parent};
+    vector<uint64_t> shared = {0};
+    for (session &s : forks) {
+        const uint64_t before = all.back()->w.tokens;
+        shared.push_back(s.w.tokens < before ? s.w.tokens : before);
+        all.push_back(&s);
+    }
+    run_options options;
+    const vector<result> apart = run(l, all, options);
+    options.shared = shared.data();
+    const vector<result> together = run(l, all, options);
+    for (size_t i = 0; i < all.size(); i++) {
+        expect("shared", l, *all[i], together[i]);
+        same("shared", apart[i], together[i]);
+    }
+}
+
 static void test_shared(void **)
 {
     std::mt19937 random(17);
     for (const char *format : {"oscar2", "f16", "vecinfer-1"}) {
-        const layer l = make_layer(format, 64, 4, 2, KVQ_F16);
-        wish w;
-        w.tokens = 1024;
-        w.packed = 1024;
-        w.fresh = 1;
-        session parent = make_session(l, w, random);
-        vector<session> forks;
-        for (const uint64_t tokens : {1024ull, 640ull, 1024ull, 128ull, 896ull})
-            forks.push_back(fork(l, parent, tokens, random));
-        vector<session *> all = {&parent};
-        vector<uint64_t> shared = {0};
-        for (session &s : forks) {
-            const uint64_t before = all.back()->w.tokens;
-            shared.push_back(s.w.tokens < before ? s.w.tokens : before);
-            all.push_back(&s);
-        }
-        run_options options;
-        const vector<result> apart = run(l, all, options);
-        options.shared = shared.data();
-        const vector<result> together = run(l, all, options);
-        for (size_t i = 0; i < all.size(); i++) {
-            expect("shared", l, *all[i], together[i]);
-            same("shared", apart[i], together[i]);
-        }
+        check_shared(format, 1, random);
+        check_shared(format, 5, random); // wide: three sessions to an item
     }
 }
 
@@ -482,7 +514,7 @@ int main(void)
     const CMUnitTest tests[] = {
         cmocka_unit_test(test_measure), cmocka_unit_test(test_positions),
         cmocka_unit_test(test_windows), cmocka_unit_test(test_lengths),
-        cmocka_unit_test(test_formats), cmocka_unit_test(test_many_heads),
+        cmocka_unit_test(test_formats), cmocka_unit_test(test_wide),
         cmocka_unit_test(test_pairs),   cmocka_unit_test(test_bits),
         cmocka_unit_test(test_shared),  cmocka_unit_test(test_sharing_saves),
         cmocka_unit_test(test_limits),

@@ -32,6 +32,10 @@ for arch in sm_80 sm_90a; do
         count "d64_b${bits}_n2" --registers 255
         count "d128_b${bits}_n2" --registers 255
     done
+    for dim in 64 128 256; do
+        "$source/tools/cubin-count.py" "$1/attend_wide.$arch.cubin" --kernel "wide_d$dim" \
+            --registers 255
+    done
     # No local memory anywhere else either.
     for dim in 64 128 256; do
         count "d${dim}_any" --registers 255

@@ -123,7 +123,7 @@ static void fetch_probe(gpu::smem to, const uint8_t *group, const int bytes)
 template <int D> static void bring_queries(const uint16_t *q)
 {
     typedef kvq_gpu_room<D, 1> R;
-    const gpu::smem rows = gpu::smem_start() + R::QUERIES + 2 * R::QUERY_BYTES;
+    const gpu::smem rows = gpu::smem_start() + R::PACKED_QUERIES;
     for (int i = gpu::lane(); i < 8 * D / 8; i += gpu::WARP) {
         gpu::u32x4 chunk;
         memcpy(&chunk, q + 8 * i, sizeof(chunk));

@@ -9,8 +9,8 @@
                                                         fails if a kernel needs more, or spills
 
 An instruction of compute capability 7.0 and later is 16 bytes long; its low 12 bits say what it
-does. A loop is what lies between a backward branch and its target; the main loop is the one without
-another loop in it that has the most instructions of a kind (--by, matrix instructions unless told).
+does. A loop is what lies between a backward branch and its target; the main loop is the one with
+the most instructions of a kind (--by, matrix instructions unless told) and no loop with such in it.
 Its rare parts are the longer stretches in it that a forward branch skips and that hold no matrix
 instruction: raising the running maximum of the softmax, masks where a row does not see a whole
 group, the soft-cap of models that have one. They are counted apart. One pass of the loop serves
@@ -102,11 +102,14 @@ def decode(code):
 
 
 def main_loop(code, by):
-    """First and last index of the innermost loop with the most instructions `by`."""
+    """First and last index of the loop with the most instructions `by` and no loop of such in it."""
+    def kinds(loop):
+        return sum(name == by for name, _ in code[loop[0]:loop[1] + 1])
+
     loops = [(target, i) for i, (_, target) in enumerate(code) if target is not None and target < i]
+    loops = [loop for loop in loops if kinds(loop)]
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return max(inner, key=lambda a: sum(name == by for name, _ in code[a[0]:a[1] + 1]),
-               default=(0, len(code) - 1))
+    return max(inner, key=kinds, default=(0, len(code) - 1))
 
 
 def rare_parts(code, first, last):

@@ -83,10 +83,23 @@ static uint32_t split_of(uint64_t total)
     return split;
 }
 
-// Query rows of the largest narrow tile.
-static uint32_t narrow_rows(const struct kvq_gpu_layer *layer)
+static uint32_t rows_of(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
-    return layer->shape->k_dim == 256 ? 8 : 16;
+    return a->q_tokens * gqa_of(layer);
+}
+
+// Whether the session goes to the wide kernels: a matter of its own rows alone.
+static bool is_wide(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
+{
+    return rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
+}
+
+// Query rows of the largest tile that the session may have.
+static uint32_t tile_rows(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
+{
+    if (is_wide(layer, a))
+        return KVQ_GPU_WIDE_ROWS;
+    return layer->shape->k_dim == 256 ? 8 : KVQ_GPU_NARROW_ROWS;
 }
 
 // The splits that any query sees, one at least.
@@ -147,14 +160,17 @@ struct walk {
     struct places places;
 };
 
-static void add_item(struct walk *w, uint32_t tile, uint32_t tiles, uint32_t split)
+// One for each KV head, for narrow tiles or wide ones.
+static void add_items(struct walk *w, bool wide, uint32_t tile, uint32_t tiles, uint32_t split)
 {
+    uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
+    size_t place = wide ? w->places.wide : w->places.narrow;
     for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++) {
         struct kvq_gpu_item item = {.tile = tile, .tiles = (uint16_t)tiles, .split = split};
-        uint32_t i = w->used.narrow_items++;
+        uint32_t i = (*used)++;
         item.head = (uint16_t)head;
-        if (w->limits && i < w->limits->narrow_items)
-            memcpy(w->batch + w->places.narrow + i * sizeof item, &item, sizeof item);
+        if (w->limits && i < (wide ? w->limits->wide_items : w->limits->narrow_items))
+            memcpy(w->batch + place + i * sizeof item, &item, sizeof item);
     }
 }
 
@@ -172,9 +188,9 @@ static void add_tile(struct walk *w, const struct kvq_gpu_session *s, uint32_t f
         memcpy(w->batch + w->places.tiles + i * sizeof tile, &tile, sizeof tile);
 }
 
-static void note_rows(struct walk *w, uint32_t rows)
+static void note_rows(struct walk *w, bool wide, uint32_t rows)
 {
-    if (rows > w->used.narrow_rows)
+    if (!wide && rows > w->used.narrow_rows)
         w->used.narrow_rows = rows > 8 ? 16 : 8;
 }
 
@@ -182,14 +198,15 @@ static void note_rows(struct walk *w, uint32_t rows)
 static void add_session(struct walk *w, const struct kvq_attend *a, uint32_t from, uint32_t to)
 {
     struct kvq_gpu_session s = session_of(w->layer, a);
-    uint32_t rows = a->q_tokens * gqa_of(w->layer), most = narrow_rows(w->layer);
+    uint32_t rows = rows_of(w->layer, a), most = tile_rows(w->layer, a);
+    bool wide = is_wide(w->layer, a);
     for (uint32_t row = 0; row < rows; row += most) {
         uint32_t n = rows - row < most ? rows - row : most;
         for (uint32_t i = s.first_split; i < s.first_split + s.splits; i++)
             if (i < from || i >= to)
-                add_item(w, w->used.tiles, 1, i);
+                add_items(w, wide, w->used.tiles, 1, i);
         add_tile(w, &s, row, n);
-        note_rows(w, n);
+        note_rows(w, wide, n);
     }
     if (w->limits && w->used.sessions < w->limits->sessions)
         memcpy(w->batch + w->places.sessions + w->used.sessions * sizeof s, &s, sizeof s);
@@ -222,7 +239,7 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
     const struct kvq_attend *calls = w->calls;
     struct kvq_gpu_session s = session_of(w->layer, &calls[first]);
     struct stack k = {first + 1, s.first_split, s.first_split + s.splits};
-    uint32_t rows = calls[first].q_tokens * gqa_of(w->layer), most = narrow_rows(w->layer) / rows;
+    uint32_t most = tile_rows(w->layer, &calls[first]) / rows_of(w->layer, &calls[first]);
     for (; w->shared && k.end < n && k.end - first < most; k.end++) {
         const struct kvq_attend *a = &calls[k.end - 1], *b = &calls[k.end];
         struct kvq_gpu_session other = session_of(w->layer, b);
@@ -244,12 +261,13 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
 static void add_stack(struct walk *w, uint32_t first, const struct stack *k)
 {
     uint32_t tile = w->used.tiles, n = k->end - first;
+    bool wide = is_wide(w->layer, &w->calls[first]);
     for (uint32_t i = first; i < k->end; i++)
         add_session(w, &w->calls[i], k->from, k->to);
     for (uint32_t split = k->from; split < k->to; split++)
-        add_item(w, tile, n, split);
+        add_items(w, wide, tile, n, split);
     if (k->from < k->to)
-        note_rows(w, n * w->calls[first].q_tokens * gqa_of(w->layer));
+        note_rows(w, wide, n * rows_of(w->layer, &w->calls[first]));
 }
 
 static void walk(struct walk *w, uint32_t n)
@@ -412,21 +430,45 @@ static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *la
     return a;
 }
 
-int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch *launch,
-                   char *text, size_t n)
+static enum kvq_gpu_kernel wide_kernel(const struct kvq_recipe *r)
 {
-    struct kvq_gpu_attend_args args = args_of(launch);
-    uint32_t rows = launch->limits.narrow_rows, blocks = launch->blocks;
-    enum kvq_gpu_kernel kernel = narrow_kernel(&args.recipe, rows);
-    struct kvq_gpu_grid grid = {.threads = KVQ_GPU_THREADS,
-                                .shared = narrow_bytes(&args.recipe, rows),
-                                .stream = launch->stream};
+    return r->dim == 64    ? KVQ_KERNEL_ATTEND_WIDE_D64
+           : r->dim == 128 ? KVQ_KERNEL_ATTEND_WIDE_D128
+                           : KVQ_KERNEL_ATTEND_WIDE_D256;
+}
+
+// Launches a kernel for at most so many items.
+static int start(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch *launch,
+                 const struct kvq_gpu_attend_args *args, enum kvq_gpu_kernel kernel,
+                 uint32_t shared, uint32_t items, char *text, size_t n)
+{
+    struct kvq_gpu_grid grid = {
+        .threads = KVQ_GPU_THREADS, .shared = shared, .stream = launch->stream};
+    uint32_t blocks = launch->blocks;
     if (blocks == 0) {
         int each;
         if (kvq_gpu_blocks(gpu, kernel, grid.threads, grid.shared, &each, text, n))
             return -1;
         blocks = (uint32_t)(each * gpu->multiprocessors);
     }
-    grid.x = blocks < launch->limits.narrow_items ? blocks : launch->limits.narrow_items;
-    return kvq_gpu_launch(gpu, kernel, &grid, &args, sizeof args, text, n);
+    grid.x = blocks < items ? blocks : items;
+    return kvq_gpu_launch(gpu, kernel, &grid, args, sizeof *args, text, n);
+}
+
+int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch *launch,
+                   char *text, size_t n)
+{
+    const struct kvq_gpu_attend_limits *l = &launch->limits;
+    struct kvq_gpu_attend_args args = args_of(launch);
+    if (l->narrow_items &&
+        start(gpu, launch, &args, narrow_kernel(&args.recipe, l->narrow_rows),
+              narrow_bytes(&args.recipe, l->narrow_rows), l->narrow_items, text, n))
+        return -1;
+    if (l->wide_items == 0)
+        return 0;
+    uint8_t *batch = (uint8_t *)(uintptr_t)launch->batch;
+    args.items = (const void *)(batch + places_of(l).wide);
+    args.n_items = (const void *)(batch + offsetof(struct header, wide_items));
+    return start(gpu, launch, &args, wide_kernel(&args.recipe), KVQ_GPU_WIDE_BYTES(args.recipe.dim),
+                 l->wide_items, text, n);
 }

@@ -41,7 +41,8 @@ enum {
     KVQ_GPU_THREADS = 32 * KVQ_GPU_WARPS,
     KVQ_GPU_SPLIT_MIN = 256,
     KVQ_GPU_SPLIT_MAX = 2048,
-    KVQ_GPU_SPLITS = 32, // wished for, as long as the split has not reached its largest size
+    KVQ_GPU_SPLITS = 32,      // wished for, as long as the split has not reached its largest size
+    KVQ_GPU_NARROW_ROWS = 16, // a session with more goes to the wide kernels
     KVQ_GPU_WIDE_ROWS = 64,
     KVQ_GPU_MAX_SESSIONS = 4096, // in a batch
 };
@@ -108,6 +109,11 @@ struct kvq_gpu_attend_args {
 #define KVQ_GPU_NARROW_BYTES(dim, rows, stages)                                                    \
     ((32 * (rows) + 128 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 + 10 * (rows) * (dim) +      \
      KVQ_GPU_MOST(stages, 32 * (rows) + 16 * (rows) * ((dim) + 4)))
+
+// Of the wide ones, struct kvq_gpu_wide_room (attend_wide.h).
+#define KVQ_GPU_WIDE_BYTES(dim)                                                                    \
+    ((32 * KVQ_GPU_WIDE_ROWS + 64 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 +                  \
+     4 * KVQ_GPU_WIDE_ROWS * (dim) + KVQ_GPU_RAW_STAGE(dim))
 
 // ---- The host's side ----
 

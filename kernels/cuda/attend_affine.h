@@ -484,7 +484,7 @@ template <int D, int NT> KVQ_DEVICE void kvq_gpu_begin(kvq_gpu_lane<D, NT> &l, f
     const gpu::smem smem = gpu::smem_start();
     l.g = gpu::lane() >> 2;
     l.j = gpu::lane() & 3;
-    l.queries = smem + R::QUERIES + 2 * R::QUERY_BYTES;
+    l.queries = smem + R::PACKED_QUERIES;
     if (NT == 1) {
         uint32_t q[D / 8], places[D / 8];
         kvq_gpu_load_q<D>(q, l.queries, l.g, l.j);

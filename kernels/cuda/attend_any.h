@@ -44,28 +44,34 @@ KVQ_DEVICE void kvq_gpu_label_tile(const kvq_gpu_attend_args &a, const uint8_t *
     }
 }
 
+// Brings tile i of the warp's list of packed groups, each of which has two.
+template <int D, class R>
+KVQ_DEVICE void kvq_gpu_bring_packed(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int i,
+                                     gpu::smem tile)
+{
+    const gpu::u32x4 entry =
+        gpu::lds128(gpu::smem_start() + R::PACKED + gpu::warp() * R::LIST_BYTES + 16 * (i / 2));
+    const uint64_t at = entry.v[0] | (uint64_t)entry.v[1] << 32;
+    const uint8_t *record = (const uint8_t *)(uintptr_t)at - a.recipe.layout.groups -
+                            gpu::warp() * a.recipe.layout.group_bytes;
+    const int first = i % 2 * KVQ_GPU_TILE_TOKENS;
+    const int rel = (int)(entry.v[3] & ~(1u << KVQ_GPU_SPECIAL));
+    kvq_gpu_dequant_tile<D>(a, h, record, first, tile);
+    kvq_gpu_label_tile<D>(a, record, first, entry.v[2], rel, tile);
+}
+
 template <int D, int NT>
 KVQ_DEVICE void kvq_gpu_attend_any(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
                                    kvq_gpu_sums<D, NT> &sums)
 {
     typedef kvq_gpu_room<D, NT> R;
-    const gpu::smem smem = gpu::smem_start();
-    const gpu::smem tile = smem + R::STAGES + gpu::warp() * kvq_gpu_tile_room<D>::BYTES;
+    const gpu::smem tile =
+        gpu::smem_start() + R::STAGES + gpu::warp() * kvq_gpu_tile_room<D>::BYTES;
     const kvq_gpu_columns<NT> columns = kvq_gpu_columns_of<D, NT>(a, true);
     kvq_gpu_start(sums);
     KVQ_NO_UNROLL
     for (int i = 0; i < 2 * h.n_packed; i++) {
-        const gpu::u32x4 entry =
-            gpu::lds128(smem + R::PACKED + gpu::warp() * R::LIST_BYTES + 16 * (i / 2));
-        const uint64_t at = entry.v[0] | (uint64_t)entry.v[1] << 32;
-        const uint8_t *record = (const uint8_t *)(uintptr_t)at - a.recipe.layout.groups -
-                                gpu::warp() * a.recipe.layout.group_bytes;
-        const int first = i % 2 * KVQ_GPU_TILE_TOKENS;
-        if (!(entry.v[2] >> first & 0xffff))
-            continue;
-        kvq_gpu_dequant_tile<D>(a, h, record, first, tile);
-        kvq_gpu_label_tile<D>(a, record, first, entry.v[2],
-                              (int)(entry.v[3] & ~(1u << KVQ_GPU_SPECIAL)), tile);
+        kvq_gpu_bring_packed<D, R>(a, h, i, tile);
         gpu::warp_sync();
         kvq_gpu_tile_attend<D, NT, false>(sums, tile, columns);
         gpu::warp_sync();

@@ -41,6 +41,7 @@ template <int D, int NT> struct kvq_gpu_room {
     static constexpr int RAW_END = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8;
     static constexpr int QUERIES = (RAW_END + 127) / 128 * 128; // raw, raw's rest (bf16), packed
     static constexpr int QUERY_BYTES = ROWS * ROW;
+    static constexpr int PACKED_QUERIES = QUERIES + 2 * QUERY_BYTES;
     static constexpr int OUT = QUERIES + 3 * QUERY_BYTES; // [ROWS][D] fp32
     static constexpr int STAGES = OUT + ROWS * D * 4;
 

@@ -126,8 +126,11 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
         gpu::block_sync();
         kvq_gpu_sum_up_rows<R>(h);
         if (h.item.tile != before.tile || h.item.tiles != before.tiles ||
-            h.item.head != before.head)
-            kvq_gpu_bring_queries<D, R>(a, h);
+            h.item.head != before.head) {
+            kvq_gpu_bring_queries<D, R>(a, h, false);
+            if (!a.recipe.is_raw)
+                kvq_gpu_bring_queries<D, R>(a, h, true);
+        }
         before = h.item;
         kvq_gpu_make_lists<R>(a, h);
         kvq_gpu_attend_item<D, NT, SOURCE>(a, h);

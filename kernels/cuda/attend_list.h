@@ -18,6 +18,9 @@
     KVQ_GPU_ATTEND_SOURCES(X, 64, 2)                                                               \
     KVQ_GPU_ATTEND_SOURCES(X, 128, 1)                                                              \
     KVQ_GPU_ATTEND_SOURCES(X, 128, 2)                                                              \
-    KVQ_GPU_ATTEND_SOURCES(X, 256, 1)
+    KVQ_GPU_ATTEND_SOURCES(X, 256, 1)                                                              \
+    KVQ_GPU_ATTEND_KERNEL(X, WIDE_D64, wide_d64)                                                   \
+    KVQ_GPU_ATTEND_KERNEL(X, WIDE_D128, wide_d128)                                                 \
+    KVQ_GPU_ATTEND_KERNEL(X, WIDE_D256, wide_d256)
 
 #endif

@@ -129,47 +129,48 @@ KVQ_DEVICE void kvq_gpu_put_row(gpu::smem rows, int r, const float x[D / 32], bo
     }
 }
 
-// Row r of the item's queries, by one warp.
+// Channels of row r of the item's queries; zeros if there is no such row.
 template <int D, class R>
-KVQ_DEVICE void kvq_gpu_bring_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r)
+KVQ_DEVICE void kvq_gpu_load_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r,
+                                 bool packed, float x[D / 32])
 {
-    const gpu::smem smem = gpu::smem_start(), queries = smem + R::QUERIES;
-    const gpu::u32x2 owner = gpu::lds64(smem + R::OWNERS + 8 * r);
-    const bool bf16 = a.recipe.dtype == KVQ_BF16;
-    float x[D / 32] = {}, packed[D / 32] = {};
-    float factor = 1, packed_factor = 1;
-    if (owner.v[0] != ~0u) {
-        const kvq_gpu_tile &tile = a.tiles[owner.v[0]];
-        const kvq_gpu_session &s = a.sessions[tile.session];
-        const uint32_t row = tile.first_row + owner.v[1];
-        const uint8_t *from = (const uint8_t *)s.q.data + (row / a.gqa) * s.q.token_stride +
-                              (int64_t)(h.item.head * a.gqa + row % a.gqa) * s.q.head_stride;
-        KVQ_UNROLL
-        for (int i = 0; i < D / 32; i++)
-            x[i] = packed[i] =
-                a.sign * kvq__element(from, s.q.dtype, 64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
-        if (!a.recipe.is_raw) {
-            kvq_gpu_multiply<D>(a, s, h.item.head, packed);
-            kvq_gpu_rotate<D>(a.recipe, a.recipe.k.rotation, packed, false);
-            packed_factor = kvq_gpu_normalize<D>(packed) * a.scale;
-        }
-        factor = kvq_gpu_normalize<D>(x) * a.scale;
-    }
-    kvq_gpu_put_row<D>(queries, r, x, bf16, queries + R::QUERY_BYTES);
-    if (!a.recipe.is_raw)
-        kvq_gpu_put_row<D>(queries + 2 * R::QUERY_BYTES, r, packed, false, 0);
-    if (gpu::lane() == 0) {
-        kvq_gpu_put_float(smem + R::FACTORS + 8 * r, factor);
-        kvq_gpu_put_float(smem + R::FACTORS + 8 * r + 4, packed_factor);
+    const gpu::u32x2 owner = gpu::lds64(gpu::smem_start() + R::OWNERS + 8 * r);
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        x[i] = 0;
+    if (owner.v[0] == ~0u)
+        return;
+    const kvq_gpu_tile &tile = a.tiles[owner.v[0]];
+    const kvq_gpu_session &s = a.sessions[tile.session];
+    const uint32_t row = tile.first_row + owner.v[1];
+    const uint8_t *from = (const uint8_t *)s.q.data + (row / a.gqa) * s.q.token_stride +
+                          (int64_t)(h.item.head * a.gqa + row % a.gqa) * s.q.head_stride;
+    KVQ_UNROLL
+    for (int i = 0; i < D / 32; i++)
+        x[i] = a.sign * kvq__element(from, s.q.dtype, 64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
+    if (packed) {
+        kvq_gpu_multiply<D>(a, s, h.item.head, x);
+        kvq_gpu_rotate<D>(a.recipe, a.recipe.k.rotation, x, false);
     }
 }
 
+// Queries for raw keys, or for packed ones. Rows by warp.
 template <int D, class R>
-KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
+KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+                                      bool packed)
 {
+    const gpu::smem smem = gpu::smem_start();
+    const gpu::smem rows = smem + (packed ? R::PACKED_QUERIES : R::QUERIES);
     KVQ_NO_UNROLL
-    for (int r = gpu::warp(); r < R::ROWS; r += KVQ_GPU_WARPS)
-        kvq_gpu_bring_row<D, R>(a, h, r);
+    for (int r = gpu::warp(); r < R::ROWS; r += KVQ_GPU_WARPS) {
+        float x[D / 32];
+        kvq_gpu_load_row<D, R>(a, h, r, packed, x);
+        const float factor = kvq_gpu_normalize<D>(x) * a.scale;
+        kvq_gpu_put_row<D>(rows, r, x, !packed && a.recipe.dtype == KVQ_BF16,
+                           rows + R::QUERY_BYTES);
+        if (gpu::lane() == 0)
+            kvq_gpu_put_float(smem + R::FACTORS + 8 * r + (packed ? 4 : 0), factor);
+    }
 }
 
 #endif

@@ -44,7 +44,7 @@ KVQ_DEVICE kvq_gpu_columns<NT> kvq_gpu_columns_of(const kvq_gpu_attend_args &a, 
     typedef kvq_gpu_room<D, NT> R;
     const gpu::smem smem = gpu::smem_start();
     kvq_gpu_columns<NT> c;
-    c.queries = smem + R::QUERIES + (packed ? 2 * R::QUERY_BYTES : 0);
+    c.queries = smem + (packed ? R::PACKED_QUERIES : R::QUERIES);
     c.rest = smem + R::QUERIES + R::QUERY_BYTES;
     c.cap = a.cap;
     KVQ_UNROLL
