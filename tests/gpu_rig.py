@@ -122,6 +122,10 @@ def check_parts(lab):
         check(report.write(folder) == 0, "the report")
         text = (folder / "gpu-check.md").read_text()
         check("Without a GPU" in text and "| 2 x 300 | oscar2 |" in text, "the report's text")
+    row = {"us": 2.0, "bytes": 4000, "vs_16_bits": 1.0}
+    text = report.attention_table({"p": {"kvq bf16": row}}, 4.0)
+    check("| p | a perfect reader of fp8 (computed) | 0.5 | 4 | 100% | 4.00 |" in text, text)
+    check("| p | kvq bf16 | 2.0 | 2 | 50% | 1.00 |" in text, text)
     bad = {"part": "x", "rows": {"a": {"b": {"wrong": "error"}}, "1": {"same_bits": False}}}
     check(len(report.complaints(bad)) == 2, "complaints")
 

@@ -18,9 +18,9 @@ import probes  # noqa: E402
 import report  # noqa: E402
 import steps  # noqa: E402
 
-PARTS = {"probes": probes.probes, "points": attend.points, "shapes": attend.shapes, "grids": attend.grids,
-         "packing": attend.packing, "prefill": attend.prefill, "steps": steps.steps,
-         "batches": steps.batches}
+PARTS = {"probes": probes.probes, "points": attend.points, "shapes": attend.shapes,
+         "grids": attend.grids, "packing": attend.packing, "prefill": attend.prefill,
+         "steps": steps.steps, "batches": steps.batches}
 
 
 def main():

@@ -42,8 +42,18 @@ def number(x, digits=1):
     return "" if x is None else f"{x:,.{digits}f}"
 
 
+def perfect_fp8(point, ways, floor):
+    """The line of a reader of 8 bits a value that nothing but memory holds up."""
+    us = ways["kvq bf16"]["bytes"] / 2 / floor / 1e3
+    best = min(r["us"] for r in ways.values() if "us" in r and r.get("bits", 16) == 16)
+    return [point, "a perfect reader of fp8 (computed)", number(us), number(floor, 0), "100%",
+            number(best / us, 2), ""]
+
+
 def attention_rows(rows, floor):
     for point, ways in rows.items():
+        if floor:
+            yield perfect_fp8(point, ways, floor)
         for way, row in ways.items():
             if "refused" in row:
                 yield [point, way, "refused: " + row["refused"], "", "", "", ""]
