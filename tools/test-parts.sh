@@ -123,6 +123,21 @@ part_release() {
     check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/release
 }
 
+# Errors planted into the GPU kernels: a twelfth of them, others with every commit, since each takes
+# several seconds; all under --full.
+part_planted() {
+    local commits
+    [ -d build/release ] || build release || return
+    commits=$(git rev-list --count HEAD 2>/dev/null || echo 1)
+    if [ $full = 1 ]; then
+        check_counted "planted errors" 7200 tests/mutate-gpu.py build/release --jobs "$jobs" \
+            --resume build/full/planted-caught
+    else
+        check_counted "planted errors" 600 tests/mutate-gpu.py build/release --jobs "$jobs" \
+            --part 12 --seed "$commits"
+    fi
+}
+
 # Under --full also with other numbers, and on an emulated CPU that has no AVX at all, where a
 # stray instruction would be fatal.
 part_kernels() {

@@ -23,11 +23,12 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() { sed -n '3,18s/^# \{0,1\}//p' tools/test.sh; }
 
-parts=(tidy format release kernels clang asan tsan fuzz e2e python install docs lint)
+parts=(tidy format release planted kernels clang asan tsan fuzz e2e python install docs lint)
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
     [release]="gcc build, every test, and what the libraries export"
+    [planted]="errors planted into the GPU kernels are caught; all of them under --full"
     [kernels]="the kernel checks at every CPU mask (c, avx2, avx512)"
     [clang]="the same build with clang 14"
     [asan]="AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"

@@ -328,7 +328,8 @@ int copy_in(kvq_gpu_ptr to, const void *from, size_t bytes, kvq_gpu_stream *stre
     return give(stream, [=] {
         if (!has(to, bytes))
             return (int)KVQ_GPU_INVALID_VALUE;
-        memcpy((void *)to, from, bytes);
+        if (bytes > 0)
+            memcpy((void *)to, from, bytes);
         return (int)KVQ_GPU_OK;
     });
 }
@@ -338,7 +339,8 @@ int copy_out(void *to, kvq_gpu_ptr from, size_t bytes, kvq_gpu_stream *stream)
     return give(stream, [=] {
         if (!has(from, bytes))
             return (int)KVQ_GPU_INVALID_VALUE;
-        memcpy(to, (const void *)from, bytes);
+        if (bytes > 0)
+            memcpy(to, (const void *)from, bytes);
         return (int)KVQ_GPU_OK;
     });
 }
@@ -348,7 +350,8 @@ int copy_device(kvq_gpu_ptr to, kvq_gpu_ptr from, size_t bytes, kvq_gpu_stream *
     return give(stream, [=] {
         if (!has(to, bytes) || !has(from, bytes))
             return (int)KVQ_GPU_INVALID_VALUE;
-        memmove((void *)to, (const void *)from, bytes);
+        if (bytes > 0)
+            memmove((void *)to, (const void *)from, bytes);
         return (int)KVQ_GPU_OK;
     });
 }
@@ -358,7 +361,8 @@ int fill8(kvq_gpu_ptr to, unsigned char value, size_t count, kvq_gpu_stream *str
     return give(stream, [=] {
         if (!has(to, count))
             return (int)KVQ_GPU_INVALID_VALUE;
-        memset((void *)to, value, count);
+        if (count > 0)
+            memset((void *)to, value, count);
         return (int)KVQ_GPU_OK;
     });
 }
