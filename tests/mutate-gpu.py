@@ -16,6 +16,7 @@ fails, crashes or does not end. Prints `N passed, M failed`.
 """
 import argparse
 import concurrent.futures
+import functools
 import importlib.util
 import json
 import os
@@ -63,16 +64,23 @@ class Build:
             at = words.index("-o")
             self.commands[source] = (entry["directory"], words, words[at + 1])
 
-    def depends(self, source, path):
-        """Whether compiling `source` reads `path`, by the notes the compiler left."""
-        directory, _, output = self.commands[source]
+    @functools.lru_cache(maxsize=None)
+    def read_by(self, source):
+        """What compiling `source` reads: by the notes the compiler left, or asked again."""
+        directory, words, output = self.commands[source]
         try:
             with open(os.path.join(directory, output + ".d"), encoding="utf-8") as file:
-                read = file.read().replace("\\\n", " ").split()
-        except OSError:
-            return source == path
-        full = {os.path.normpath(os.path.join(directory, name)) for name in read[1:]}
-        return os.path.join(ROOT, path) in full
+                text = file.read()
+        except OSError:  # ninja takes them in
+            plain = [w for w in words if w not in ("-c", "-o", output)]
+            status, text = run([*plain, "-MM"], directory, COMPILE_SECONDS)
+            if status != 0:
+                raise Broken(f"{source}: the compiler does not say what it reads:\n{text[-2000:]}")
+        names = text.replace("\\\n", " ").split()[1:]
+        return {os.path.normpath(os.path.join(directory, name)) for name in names}
+
+    def depends(self, source, path):
+        return os.path.join(ROOT, path) in self.read_by(source)
 
     def sources_of(self, test):
         """Sources of one test program: those that CMake compiled for it."""
