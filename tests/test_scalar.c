@@ -99,7 +99,7 @@ static void quantize(const struct run *r, const struct kvq_kernels *k, uint8_t *
     const struct kvq__side *side = r->v ? &r->codec.v : &r->codec.k;
     for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t += side->span)
         (r->v ? k->quant_v : k->quant_k)[side->kind](&r->codec, r->rows + (size_t)t * r->dim,
-                                                           record, t / KVQ_GROUP_TOKENS);
+                                                     record, t / KVQ_GROUP_TOKENS);
 }
 
 static void set_norms(struct run *r)
