@@ -140,18 +140,19 @@ kvq_gpu_layer layer::gpu() const
 }
 
 // Tables of each sub-vector, if that is not too much.
-static vector<float> random_table(const kvq_side &side, int dim, size_t *sub, std::mt19937 &random)
+static vector<float> random_table(const kvq_side &side, int dim, bool one, size_t *sub,
+                                  std::mt19937 &random)
 {
     std::normal_distribution<float> normal;
-    const size_t one = ((size_t)1 << side.bits) * side.vector;
-    *sub = side.bits == 8 ? one : 0;
-    vector<float> table(*sub ? one * (size_t)(dim / side.vector) : one);
+    const size_t size = ((size_t)1 << side.bits) * side.vector;
+    *sub = side.bits == 8 && !one ? size : 0;
+    vector<float> table(*sub ? size * (size_t)(dim / side.vector) : size);
     for (float &x : table)
         x = normal(random);
     return table;
 }
 
-static void make_book(layer &l, std::mt19937 &random)
+static void make_book(layer &l, bool one, std::mt19937 &random)
 {
     const int dim = l.shape.k_dim;
     std::uniform_real_distribution<float> factor(0.5f, 2.0f);
@@ -160,9 +161,9 @@ static void make_book(layer &l, std::mt19937 &random)
         x = factor(random);
     l.book.smooth = l.format.k_channel == KVQ_CHANNEL_BOOK ? l.smooth.data() : NULL;
     if (l.format.k.codec == KVQ_CODEC_BOOK)
-        l.k_table = random_table(l.format.k, dim, &l.book.k_sub, random);
+        l.k_table = random_table(l.format.k, dim, one, &l.book.k_sub, random);
     if (l.format.v.codec == KVQ_CODEC_BOOK)
-        l.v_table = random_table(l.format.v, dim, &l.book.v_sub, random);
+        l.v_table = random_table(l.format.v, dim, one, &l.book.v_sub, random);
     l.book.k = l.k_table.data();
     l.book.v = l.v_table.data();
     l.device_smooth = copy_of(l.smooth);
@@ -175,7 +176,7 @@ static void make_book(layer &l, std::mt19937 &random)
 }
 
 layer make_layer(const char *format, int dim, int gqa, int kv_heads, uint8_t dtype,
-                 uint8_t v_rotation)
+                 uint8_t v_rotation, bool one_table)
 {
     layer l;
     std::mt19937 random(7);
@@ -191,7 +192,7 @@ layer make_layer(const char *format, int dim, int gqa, int kv_heads, uint8_t dty
     if (kvq_shape_check(&l.shape, &l.format, text, sizeof(text)))
         fail_msg("%s", text);
     if (l.has_book())
-        make_book(l, random);
+        make_book(l, one_table, random);
     return l;
 }
 

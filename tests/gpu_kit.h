@@ -76,8 +76,10 @@ struct layer {
     bool has_book() const;
 };
 
+// Codebooks have tables for each sub-vector where that is not too much, or else (and if
+// `one_table`) one for all.
 layer make_layer(const char *format, int dim, int gqa, int kv_heads, uint8_t dtype,
-                 uint8_t v_rotation = KVQ_V_ROT_NONE);
+                 uint8_t v_rotation = KVQ_V_ROT_NONE, bool one_table = false);
 
 // One session's cache, on the host and on the device, and its call.
 struct session {

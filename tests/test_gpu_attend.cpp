@@ -62,6 +62,25 @@ static void test_formats(void **)
     }
 }
 
+// Codebooks with one table, which have a loop of their own.
+static void test_books(void **)
+{
+    std::mt19937 random(4);
+    for (const int dim : {64, 128, 256})
+        for (const int gqa : {1, 4, 12})
+            for (const char *format : {"vecinfer-2", "million-2"}) {
+                layer l = make_layer(format, dim, gqa, 2, KVQ_F16, KVQ_V_ROT_NONE, true);
+                l.shape.softcap = gqa == 4 ? 20 : 0;
+                l.shape.window = gqa == 1 ? 333 : 0;
+                wish w;
+                w.tokens = 700;
+                w.packed = 650;
+                w.fresh = 1;
+                session s = make_session(l, w, random);
+                expect("books", l, s, run(l, {&s}, run_options())[0]);
+            }
+}
+
 // ---- Everything with everything ----
 
 struct option {
@@ -512,12 +531,12 @@ static void test_measure(void **)
 int main(void)
 {
     const CMUnitTest tests[] = {
-        cmocka_unit_test(test_measure), cmocka_unit_test(test_positions),
-        cmocka_unit_test(test_windows), cmocka_unit_test(test_lengths),
-        cmocka_unit_test(test_formats), cmocka_unit_test(test_wide),
-        cmocka_unit_test(test_pairs),   cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_shared),  cmocka_unit_test(test_sharing_saves),
-        cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_measure),       cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_windows),       cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_formats),       cmocka_unit_test(test_books),
+        cmocka_unit_test(test_wide),          cmocka_unit_test(test_pairs),
+        cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
+        cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
     };
     return cmocka_run_group_tests(tests, open_device, close_device);
 }

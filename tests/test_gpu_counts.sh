@@ -32,8 +32,14 @@ for arch in sm_80 sm_90a; do
         count "d64_b${bits}_n2" --registers 255
         count "d128_b${bits}_n2" --registers 255
     done
+    # Codebooks: the loop with the most matrix instructions.
+    "$source/tools/cubin-count.py" "$folder/attend_d128.$arch.cubin" --kernel d128_book_n1 \
+        --at-most 12.5 --registers 255
+    for kernel in d64_book d128_book_n2 d256_book; do
+        count "$kernel" --registers 255
+    done
     for dim in 64 128 256; do
-        "$source/tools/cubin-count.py" "$1/attend_wide.$arch.cubin" --kernel "wide_d$dim" \
+        "$source/tools/cubin-count.py" "$folder/attend_wide.$arch.cubin" --kernel "wide_d$dim" \
             --registers 255
     done
     # No local memory anywhere else either.

@@ -141,7 +141,8 @@ template <int D, int BITS> static void probe_k(const probe &a)
     fetch_probe(R::STAGES, a.group, kvq_gpu_affine<D, BITS>::BYTES);
     bring_queries<D>(a.q);
     kvq_gpu_lane<D, 1> l = {};
-    kvq_gpu_begin<D, 1>(l, 0);
+    kvq_gpu_begin<D, 1>(l, 0, (float)(1 << 21));
+    kvq_gpu_keep_q<D, 1>(l);
     float s[1][2][4];
     kvq_gpu_logits<D, BITS, 1>(l, R::STAGES, s);
     for (int m = 0; m < 2; m++)

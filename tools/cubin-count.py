@@ -35,6 +35,7 @@ NAMES = {
     0x186: "STG", 0x187: "STL", 0x188: "STS", 0x189: "SHFL", 0x1ae: "LDGSTS", 0x1af: "LDGDEPBAR",
 }
 BRANCH, MATRIX, SPILLS, PADDING = "BRA", "HMMA", ("LDL", "STL"), "NOP"
+CONVERSIONS = ("I2F", "F2I")  # a budget allows none in the loop
 RARE = 16  # instructions that a rare part has at least
 
 
@@ -102,7 +103,7 @@ def decode(code):
 
 
 def main_loop(code, by):
-    """First and last index of the loop with the most instructions `by` and no loop of such in it."""
+    """First and last index of the loop with the most instructions `by`, no loop of them in it."""
     def kinds(loop):
         return sum(name == by for name, _ in code[loop[0]:loop[1] + 1])
 
@@ -162,7 +163,8 @@ def main():
               f"{used[name]} registers, {spills} spills")
         if options.kernel:
             print("  " + " ".join(f"{k} {v}" for k, v in common.most_common()))
-        bad += (spills > 0 or (options.at_most is not None and each > options.at_most)
+        converts = sum(common[mnemonic] for mnemonic in CONVERSIONS)
+        bad += (spills > 0 or (options.at_most is not None and (each > options.at_most or converts))
                 or (options.registers is not None and used[name] > options.registers))
     if not seen:
         print(f"{options.cubin}: no kernel's name contains \"{options.kernel}\"", file=sys.stderr)

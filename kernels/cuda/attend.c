@@ -9,7 +9,7 @@
 #include <string.h>
 
 // Sources of packed keys and values, in the order of attend_list.h.
-enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, ANY, RAW, SOURCES };
+enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, BOOK, ANY, RAW, SOURCES };
 
 // ---- The batch in memory ----
 
@@ -160,18 +160,30 @@ struct walk {
     struct places places;
 };
 
-// One for each KV head, for narrow tiles or wide ones.
-static void add_items(struct walk *w, bool wide, uint32_t tile, uint32_t tiles, uint32_t split)
+static void add_item(struct walk *w, bool wide, struct kvq_gpu_item item)
 {
     uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
     size_t place = wide ? w->places.wide : w->places.narrow;
-    for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++) {
-        struct kvq_gpu_item item = {.tile = tile, .tiles = (uint16_t)tiles, .split = split};
-        uint32_t i = (*used)++;
-        item.head = (uint16_t)head;
-        if (w->limits && i < (wide ? w->limits->wide_items : w->limits->narrow_items))
-            memcpy(w->batch + place + i * sizeof item, &item, sizeof item);
-    }
+    uint32_t i = (*used)++;
+    if (w->limits && i < (wide ? w->limits->wide_items : w->limits->narrow_items))
+        memcpy(w->batch + place + i * sizeof item, &item, sizeof item);
+}
+
+// A half-open range of splits, or of what is left out of it.
+struct range {
+    uint32_t from, to;
+};
+
+// Items for all KV heads of splits in `in`, but those in `but`. Heads one after the other, so that
+// blocks of threads seldom change queries.
+static void add_items(struct walk *w, bool wide, uint32_t tile, uint32_t tiles, struct range in,
+                      struct range but)
+{
+    for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++)
+        for (uint32_t split = in.from; split < in.to; split++)
+            if (split < but.from || split >= but.to)
+                add_item(w, wide,
+                         (struct kvq_gpu_item){tile, (uint16_t)tiles, (uint16_t)head, split});
 }
 
 static void add_tile(struct walk *w, const struct kvq_gpu_session *s, uint32_t first_row,
@@ -194,17 +206,16 @@ static void note_rows(struct walk *w, bool wide, uint32_t rows)
         w->used.narrow_rows = rows > 8 ? 16 : 8;
 }
 
-// A session with its tiles, and the items of splits outside [from, to), which are shared ones.
-static void add_session(struct walk *w, const struct kvq_attend *a, uint32_t from, uint32_t to)
+// A session with its tiles, and the items of splits that are not shared.
+static void add_session(struct walk *w, const struct kvq_attend *a, struct range shared)
 {
     struct kvq_gpu_session s = session_of(w->layer, a);
     uint32_t rows = rows_of(w->layer, a), most = tile_rows(w->layer, a);
     bool wide = is_wide(w->layer, a);
     for (uint32_t row = 0; row < rows; row += most) {
         uint32_t n = rows - row < most ? rows - row : most;
-        for (uint32_t i = s.first_split; i < s.first_split + s.splits; i++)
-            if (i < from || i >= to)
-                add_items(w, wide, w->used.tiles, 1, i);
+        add_items(w, wide, w->used.tiles, 1,
+                  (struct range){s.first_split, s.first_split + s.splits}, shared);
         add_tile(w, &s, row, n);
         note_rows(w, wide, n);
     }
@@ -217,7 +228,8 @@ static void add_session(struct walk *w, const struct kvq_attend *a, uint32_t fro
 
 // Splits that the sessions [first, end) share.
 struct stack {
-    uint32_t end, from, to;
+    uint32_t end;
+    struct range shared;
 };
 
 // Whether the rows of b may stand beside those of a, the call before it.
@@ -238,23 +250,23 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
 {
     const struct kvq_attend *calls = w->calls;
     struct kvq_gpu_session s = session_of(w->layer, &calls[first]);
-    struct stack k = {first + 1, s.first_split, s.first_split + s.splits};
+    struct stack k = {first + 1, {s.first_split, s.first_split + s.splits}};
     uint32_t most = tile_rows(w->layer, &calls[first]) / rows_of(w->layer, &calls[first]);
     for (; w->shared && k.end < n && k.end - first < most; k.end++) {
         const struct kvq_attend *a = &calls[k.end - 1], *b = &calls[k.end];
         struct kvq_gpu_session other = session_of(w->layer, b);
         uint64_t tokens = in_blocks(a, in_blocks(b, w->shared[k.end]));
-        uint32_t from = other.first_split > k.from ? other.first_split : k.from;
+        uint32_t from = other.first_split > k.shared.from ? other.first_split : k.shared.from;
         uint32_t to = (uint32_t)(tokens / s.split_tokens);
-        to = to < k.to ? to : k.to;
+        to = to < k.shared.to ? to : k.shared.to;
         to = to < other.first_split + other.splits ? to : other.first_split + other.splits;
         if (!may_share(a, b) || from >= to)
             break;
-        k.from = from;
-        k.to = to;
+        k.shared.from = from;
+        k.shared.to = to;
     }
     if (k.end == first + 1)
-        k.to = k.from;
+        k.shared.to = k.shared.from;
     return k;
 }
 
@@ -263,10 +275,9 @@ static void add_stack(struct walk *w, uint32_t first, const struct stack *k)
     uint32_t tile = w->used.tiles, n = k->end - first;
     bool wide = is_wide(w->layer, &w->calls[first]);
     for (uint32_t i = first; i < k->end; i++)
-        add_session(w, &w->calls[i], k->from, k->to);
-    for (uint32_t split = k->from; split < k->to; split++)
-        add_items(w, wide, tile, n, split);
-    if (k->from < k->to)
+        add_session(w, &w->calls[i], k->shared);
+    add_items(w, wide, tile, n, k->shared, (struct range){0, 0});
+    if (k->shared.from < k->shared.to)
         note_rows(w, wide, n * rows_of(w->layer, &w->calls[first]));
 }
 
@@ -373,32 +384,44 @@ static bool is_affine(const struct kvq_recipe_side *side, uint8_t axis, uint8_t 
            side->row.bits == bits && side->row.group == KVQ_GROUP_TOKENS;
 }
 
-static enum kvq_gpu_source_kind source_of(const struct kvq_recipe *r)
+// A table of 256 entries of 4 channels, one for all sub-vectors.
+static bool is_small_book(const struct kvq_recipe_side *side, size_t sub)
 {
+    return side->row.codec == KVQ_CODEC_BOOK && side->row.bits == 8 && side->row.vector == 4 &&
+           sub == 0;
+}
+
+static enum kvq_gpu_source_kind source_of(const struct kvq_gpu_attend_args *a)
+{
+    const struct kvq_recipe *r = &a->recipe;
     if (r->is_raw)
         return RAW;
     for (uint8_t bits = 2; bits <= 4; bits++)
         if (is_affine(&r->k, KVQ_PER_CHANNEL, bits) && is_affine(&r->v, KVQ_PER_TOKEN, bits))
             return AFFINE2 + (bits - 2u);
+    if (is_small_book(&r->k, a->book.k_sub) && is_small_book(&r->v, a->book.v_sub) &&
+        r->k_token_scale == KVQ_SCALE_NONE)
+        return BOOK;
     return ANY;
 }
 
-static enum kvq_gpu_kernel narrow_kernel(const struct kvq_recipe *r, uint32_t rows)
+static enum kvq_gpu_kernel narrow_kernel(const struct kvq_gpu_attend_args *a, uint32_t rows)
 {
-    uint32_t shape = r->dim == 64 ? 0 : r->dim == 128 ? 2 : 4;
+    uint32_t dim = a->recipe.dim, shape = dim == 64 ? 0 : dim == 128 ? 2 : 4;
     static_assert(KVQ_KERNEL_ATTEND_D256_RAW_N1 - KVQ_KERNEL_ATTEND_D64_B2_N1 == 5 * SOURCES - 1,
                   "attend_list.h has them in order");
-    assert(rows <= 8 || r->dim < 256);
-    return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + source_of(r);
+    assert(rows <= 8 || dim < 256);
+    return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + source_of(a);
 }
 
-static uint32_t narrow_bytes(const struct kvq_recipe *r, uint32_t rows)
+static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows)
 {
-    enum kvq_gpu_source_kind kind = source_of(r);
-    uint32_t dim = r->dim,
-             raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
-    uint32_t stages = kind <= AFFINE4 ? KVQ_GPU_AFFINE_STAGES(dim, r->k.row.bits) : 0;
-    return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw));
+    enum kvq_gpu_source_kind kind = source_of(a);
+    uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits;
+    uint32_t raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
+    uint32_t stages = kind <= AFFINE4 ? KVQ_GPU_AFFINE_STAGES(dim, bits) : 0;
+    return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw)) +
+           (kind == BOOK ? KVQ_GPU_TABLES : 0);
 }
 
 static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *launch)
@@ -460,9 +483,8 @@ int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch
 {
     const struct kvq_gpu_attend_limits *l = &launch->limits;
     struct kvq_gpu_attend_args args = args_of(launch);
-    if (l->narrow_items &&
-        start(gpu, launch, &args, narrow_kernel(&args.recipe, l->narrow_rows),
-              narrow_bytes(&args.recipe, l->narrow_rows), l->narrow_items, text, n))
+    if (l->narrow_items && start(gpu, launch, &args, narrow_kernel(&args, l->narrow_rows),
+                                 narrow_bytes(&args, l->narrow_rows), l->narrow_items, text, n))
         return -1;
     if (l->wide_items == 0)
         return 0;

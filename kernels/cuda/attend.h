@@ -110,6 +110,9 @@ struct kvq_gpu_attend_args {
     ((32 * (rows) + 128 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 + 10 * (rows) * (dim) +      \
      KVQ_GPU_MOST(stages, 32 * (rows) + 16 * (rows) * ((dim) + 4)))
 
+// Codebooks' tables stand behind the rest.
+#define KVQ_GPU_TABLES (256 * 256)
+
 // Of the wide ones, struct kvq_gpu_wide_room (attend_wide.h).
 #define KVQ_GPU_WIDE_BYTES(dim)                                                                    \
     ((32 * KVQ_GPU_WIDE_ROWS + 64 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 +                  \

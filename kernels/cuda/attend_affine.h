@@ -59,6 +59,7 @@ struct kvq_gpu_staged {
 template <int D, int NT> struct kvq_gpu_lane {
     static constexpr int KEPT = NT == 1 ? D / 8 : 1;
     int g, j;
+    float unit;                        // accumulator units in a logit: 2^21, without 4^s 2^-24 1
     gpu::smem queries;                 // for packed keys
     uint32_t q[KEPT];                  // natural
     uint32_t q_places[KEPT];           // times 2^(3 - 2s), s the position of the channel's code
@@ -275,8 +276,7 @@ KVQ_DEVICE void kvq_gpu_cap_logits(const kvq_gpu_lane<D, NT> &l, float cap, floa
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++) {
         const int row = 8 * (i >> 1) + 2 * l.j + (i & 1);
-        const float unit =
-            kvq_gpu_get_float(gpu::smem_start() + R::FACTORS + 8 * row + 4) * (float)(1 << 21);
+        const float unit = kvq_gpu_get_float(gpu::smem_start() + R::FACTORS + 8 * row + 4) * l.unit;
         for (int x = 0; x < 4; x++) {
             float &logit = s[i >> 1][x >> 1][2 * (x & 1) + (i & 1)];
             logit = kvq_gpu_cap(cap, logit * unit);
@@ -341,16 +341,18 @@ KVQ_DEVICE void kvq_gpu_raise(kvq_gpu_lane<D, NT> &l, const float s[NT][2][4])
 // From logits to p = 2^(logit - m) as B operands: p[nt][m][half] has k = 2j and 2j + 1 for half 0,
 // k = 2j + 8, + 9 for half 1, of row 8 nt + g. k < 8 is token 4 k + 2 m, k >= 8 is
 // 4 (k - 8) + 2 m + 1; so a lane holds tokens 8 j + x and 8 j + 4 + x with x = 2 m + half.
-template <int D, int NT>
+template <int D, int NT, bool NORMED>
 KVQ_DEVICE void kvq_gpu_softmax(kvq_gpu_lane<D, NT> &l, const kvq_gpu_staged &staged, float cap,
                                 float s[NT][2][4], uint32_t p[NT][2][2])
 {
-    const gpu::u32x2 norms = gpu::lds64(staged.norms + l.g * 8); // tokens 4 g to 4 g + 3
-    KVQ_UNROLL
-    for (int m = 0; m < 2; m++) {
-        const float norm[2] = {gpu::low(norms.v[m]), gpu::high(norms.v[m])};
-        for (int i = 0; i < 4 * NT; i++)
-            s[i >> 2][m][i & 3] *= norm[i >> 1 & 1];
+    if (NORMED) {
+        const gpu::u32x2 norms = gpu::lds64(staged.norms + l.g * 8); // tokens 4 g to 4 g + 3
+        KVQ_UNROLL
+        for (int m = 0; m < 2; m++) {
+            const float norm[2] = {gpu::low(norms.v[m]), gpu::high(norms.v[m])};
+            for (int i = 0; i < 4 * NT; i++)
+                s[i >> 2][m][i & 3] *= norm[i >> 1 & 1];
+        }
     }
     if (staged.rel >> KVQ_GPU_SPECIAL) {
         if (cap != 0)
@@ -478,30 +480,37 @@ KVQ_DEVICE void kvq_gpu_values(kvq_gpu_lane<D, NT> &l, gpu::smem v, const uint32
 
 // ---- All groups of a warp ----
 
-template <int D, int NT> KVQ_DEVICE void kvq_gpu_begin(kvq_gpu_lane<D, NT> &l, float cap)
+// Everything but the queries.
+template <int D, int NT>
+KVQ_DEVICE void kvq_gpu_begin(kvq_gpu_lane<D, NT> &l, float cap, float unit)
 {
     typedef kvq_gpu_room<D, NT> R;
     const gpu::smem smem = gpu::smem_start();
     l.g = gpu::lane() >> 2;
     l.j = gpu::lane() & 3;
+    l.unit = unit;
     l.queries = smem + R::PACKED_QUERIES;
-    if (NT == 1) {
-        uint32_t q[D / 8], places[D / 8];
-        kvq_gpu_load_q<D>(q, l.queries, l.g, l.j);
-        kvq_gpu_place<D>(places, q);
-        KVQ_UNROLL
-        for (int i = 0; i < l.KEPT; i++) {
-            l.q[i] = q[i];
-            l.q_places[i] = places[i];
-        }
-    }
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++) {
         const int row = 8 * (i >> 1) + 2 * l.j + (i & 1);
         const float factor = kvq_gpu_get_float(smem + R::FACTORS + 8 * row + 4);
-        l.to_log2[i >> 1][i & 1] = cap != 0 ? 1 : factor * (float)(1 << 21);
+        l.to_log2[i >> 1][i & 1] = cap != 0 ? 1 : factor * unit;
     }
     kvq_gpu_start(l.sums);
+}
+
+template <int D, int NT> KVQ_DEVICE void kvq_gpu_keep_q(kvq_gpu_lane<D, NT> &l)
+{
+    uint32_t q[D / 8], places[D / 8];
+    if (NT > 1)
+        return;
+    kvq_gpu_load_q<D>(q, l.queries, l.g, l.j);
+    kvq_gpu_place<D>(places, q);
+    KVQ_UNROLL
+    for (int i = 0; i < l.KEPT; i++) {
+        l.q[i] = q[i];
+        l.q_places[i] = places[i];
+    }
 }
 
 // Starts copying a group, if wanted, as one batch. LEAST: bytes of the smallest group.
@@ -546,7 +555,7 @@ KVQ_DEVICE void kvq_gpu_affine_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend
         float s[NT][2][4];
         uint32_t p[NT][2][2];
         kvq_gpu_logits<D, BITS, NT>(l, staged.k, s);
-        kvq_gpu_softmax<D, NT>(l, staged, a.cap, s, p);
+        kvq_gpu_softmax<D, NT, true>(l, staged, a.cap, s, p);
         kvq_gpu_values<D, BITS, NT>(l, staged.v, p);
         fill = use;
         use = use == last ? stages : use + G::BYTES;
@@ -578,7 +587,8 @@ KVQ_DEVICE void kvq_gpu_attend_affine(const kvq_gpu_attend_args &a, const kvq_gp
                                       kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_lane<D, NT> l = {};
-    kvq_gpu_begin<D, NT>(l, a.cap);
+    kvq_gpu_begin<D, NT>(l, a.cap, (float)(1 << 21));
+    kvq_gpu_keep_q<D, NT>(l);
     kvq_gpu_affine_loop<D, BITS, NT>(l, a, h.n_packed);
     kvq_gpu_finish<D, NT>(l);
     sums = l.sums;

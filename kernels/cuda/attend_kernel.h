@@ -4,6 +4,8 @@
 // keys and values is a struct with
 //
 //   BYTES                     of shared memory that it needs over the stages
+//   TABLES                    bytes of shared memory behind everything else
+//   FOURS                     which channels are where in its sums, see kvq_gpu_publish
 //   RAW_STAGES                for raw tiles, of kvq_gpu_tile_room<D>::BYTES for each warp
 //
 // and a function kvq_gpu_take(source, a, h, sums) that adds up the warp's packed groups; all copies
@@ -13,10 +15,12 @@
 
 #include "kernels/cuda/attend_affine.h"
 #include "kernels/cuda/attend_any.h"
+#include "kernels/cuda/attend_book.h"
 #include "kernels/cuda/attend_raw.h"
 
 template <int D, int NT, int BITS> struct kvq_gpu_affine_source {
-    static constexpr int RAW_STAGES = 1;
+    static constexpr bool FOURS = false;
+    static constexpr int TABLES = 0, RAW_STAGES = 1;
     static constexpr int BYTES = KVQ_GPU_WARPS * kvq_gpu_affine<D, BITS>::WARP_BYTES;
 };
 
@@ -28,7 +32,8 @@ KVQ_DEVICE void kvq_gpu_take(kvq_gpu_affine_source<D, NT, BITS>, const kvq_gpu_a
 }
 
 template <int D, int NT> struct kvq_gpu_any_source {
-    static constexpr int RAW_STAGES = 1;
+    static constexpr bool FOURS = false;
+    static constexpr int TABLES = 0, RAW_STAGES = 1;
     static constexpr int BYTES = 0;
 };
 
@@ -41,7 +46,8 @@ KVQ_DEVICE void kvq_gpu_take(kvq_gpu_any_source<D, NT>, const kvq_gpu_attend_arg
 
 // Raw formats have nothing packed.
 template <int D, int NT> struct kvq_gpu_raw_source {
-    static constexpr int RAW_STAGES = KVQ_GPU_RAW_STAGES(D);
+    static constexpr bool FOURS = false;
+    static constexpr int TABLES = 0, RAW_STAGES = KVQ_GPU_RAW_STAGES(D);
     static constexpr int BYTES = 0;
 };
 
@@ -52,24 +58,57 @@ KVQ_DEVICE void kvq_gpu_take(kvq_gpu_raw_source<D, NT>, const kvq_gpu_attend_arg
     kvq_gpu_start(sums);
 }
 
-// Bytes of shared memory of a block.
-template <int D, int NT, class SOURCE> constexpr int kvq_gpu_shared()
+template <int D, int NT> struct kvq_gpu_book_source {
+    static constexpr bool FOURS = true;
+    static constexpr int TABLES = kvq_gpu_book<D>::TABLES, RAW_STAGES = 1;
+    static constexpr int BYTES = KVQ_GPU_WARPS * kvq_gpu_book<D>::WARP_BYTES;
+};
+
+// Bytes of shared memory of a block: where the tables begin, and all.
+template <int D, int NT, class SOURCE> struct kvq_gpu_size {
+    static constexpr int RAW = KVQ_GPU_WARPS * SOURCE::RAW_STAGES * kvq_gpu_tile_room<D>::BYTES;
+    static constexpr int TABLES =
+        kvq_gpu_room<D, NT>::bytes(SOURCE::BYTES > RAW ? SOURCE::BYTES : RAW);
+    static constexpr int BYTES = TABLES + SOURCE::TABLES;
+};
+
+template <int D, int NT>
+KVQ_DEVICE void kvq_gpu_take(kvq_gpu_book_source<D, NT>, const kvq_gpu_attend_args &a,
+                             const kvq_gpu_here &h, kvq_gpu_sums<D, NT> &sums)
 {
-    const int raw = KVQ_GPU_WARPS * SOURCE::RAW_STAGES * kvq_gpu_tile_room<D>::BYTES;
-    return kvq_gpu_room<D, NT>::bytes(SOURCE::BYTES > raw ? SOURCE::BYTES : raw);
+    typedef kvq_gpu_book_source<D, NT> S;
+    kvq_gpu_attend_book<D, NT>(a, h, gpu::smem_start() + kvq_gpu_size<D, NT, S>::TABLES, sums);
 }
 
-#define KVQ_GPU_CHECK_BYTES(D, NT)                                                                 \
-    static_assert(kvq_gpu_shared<D, NT, kvq_gpu_any_source<D, NT>>() ==                            \
-                      KVQ_GPU_NARROW_BYTES(D, 8 * NT, KVQ_GPU_RAW_STAGE(D)),                       \
-                  "the host knows the size");                                                      \
-    static_assert(                                                                                 \
-        kvq_gpu_shared<D, NT, kvq_gpu_raw_source<D, NT>>() ==                                      \
-            KVQ_GPU_NARROW_BYTES(D, 8 * NT, KVQ_GPU_RAW_STAGES(D) * KVQ_GPU_RAW_STAGE(D)),         \
-        "the host knows the size");                                                                \
-    static_assert(kvq_gpu_shared<D, NT, kvq_gpu_affine_source<D, NT, 3>>() ==                      \
-                      KVQ_GPU_NARROW_BYTES(D, 8 * NT, KVQ_GPU_AFFINE_STAGES(D, 3)),                \
+// What a source keeps from item to item; `first`: there is nothing yet.
+template <class SOURCE>
+KVQ_DEVICE void kvq_gpu_prepare(SOURCE, const kvq_gpu_attend_args &, uint32_t, bool)
+{
+}
+
+template <int D, int NT>
+KVQ_DEVICE void kvq_gpu_prepare(kvq_gpu_book_source<D, NT>, const kvq_gpu_attend_args &a,
+                                uint32_t head, bool first)
+{
+    typedef kvq_gpu_book_source<D, NT> S;
+    if (first || a.book.k_head || a.book.v_head)
+        kvq_gpu_load_tables<D>(a, head, gpu::smem_start() + kvq_gpu_size<D, NT, S>::TABLES);
+}
+
+#define KVQ_GPU_CHECK_SIZE(D, NT, SOURCE, STAGES, TABLES)                                          \
+    static_assert(kvq_gpu_size<D, NT, SOURCE>::BYTES ==                                            \
+                      KVQ_GPU_NARROW_BYTES(D, 8 * NT, STAGES) + (TABLES),                          \
                   "the host knows the size");
+#define KVQ_GPU_CHECK_BYTES(D, NT)                                                                 \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>), KVQ_GPU_RAW_STAGE(D),   \
+                       0)                                                                          \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_raw_source<D, NT>),                         \
+                       KVQ_GPU_RAW_STAGES(D) * KVQ_GPU_RAW_STAGE(D), 0)                            \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_affine_source<D, NT, 3>),                   \
+                       KVQ_GPU_AFFINE_STAGES(D, 3), 0)                                             \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_book_source<D, NT>), KVQ_GPU_RAW_STAGE(D),  \
+                       KVQ_GPU_TABLES)
+#define KVQ_GPU_ARGUMENT(...) __VA_ARGS__
 KVQ_GPU_CHECK_BYTES(64, 1)
 KVQ_GPU_CHECK_BYTES(64, 2)
 KVQ_GPU_CHECK_BYTES(128, 1)
@@ -83,7 +122,7 @@ KVQ_DEVICE void kvq_gpu_attend_packed(const kvq_gpu_attend_args &a, const kvq_gp
     kvq_gpu_sums<D, NT> sums;
     kvq_gpu_take(SOURCE(), a, h, sums);
     gpu::block_sync(); // the sums stand where other warps' stages are
-    kvq_gpu_publish(sums);
+    kvq_gpu_publish<D, NT, SOURCE::FOURS>(sums);
 }
 
 // One item whose queries are there, from the lists to the output.
@@ -125,6 +164,8 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
         kvq_gpu_here h = kvq_gpu_enter<R>(a, i);
         gpu::block_sync();
         kvq_gpu_sum_up_rows<R>(h);
+        if (h.item.head != before.head || i == first)
+            kvq_gpu_prepare(SOURCE(), a, h.item.head, i == first);
         if (h.item.tile != before.tile || h.item.tiles != before.tiles ||
             h.item.head != before.head) {
             kvq_gpu_bring_queries<D, R>(a, h, false);
@@ -138,10 +179,11 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
 }
 
 // Blocks of threads that shall run on a multiprocessor at the same time, which bounds registers.
-// Where it is two, three would make some spill.
+// Where it is two, three would make some spill, or there is no more shared memory.
 constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 {
-    const bool two = dim == 256 || (dim == 128 && nt == 2) || (bits == 4 && dim * nt >= 128);
+    const bool two =
+        dim == 256 || (dim == 128 && nt == 2) || bits == 8 || (bits == 4 && dim * nt >= 128);
     return two ? 2 : 3;
 }
 
@@ -159,12 +201,14 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
     KVQ_GPU_ATTEND(d##D##_any_n##NT, D, NT, 0, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>))
 #define KVQ_GPU_ATTEND_RAW(D, NT)                                                                  \
     KVQ_GPU_ATTEND(d##D##_raw_n##NT, D, NT, 0, KVQ_GPU_ARGUMENT(kvq_gpu_raw_source<D, NT>))
-#define KVQ_GPU_ARGUMENT(...) __VA_ARGS__
+#define KVQ_GPU_ATTEND_BOOK(D, NT)                                                                 \
+    KVQ_GPU_ATTEND(d##D##_book_n##NT, D, NT, 8, KVQ_GPU_ARGUMENT(kvq_gpu_book_source<D, NT>))
 
 #define KVQ_GPU_ATTEND_KINDS(D, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 2, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 4, NT)                                                                \
+    KVQ_GPU_ATTEND_BOOK(D, NT)                                                                     \
     KVQ_GPU_ATTEND_ANY(D, NT)                                                                      \
     KVQ_GPU_ATTEND_RAW(D, NT)
 

@@ -191,7 +191,7 @@ KVQ_DEVICE void kvq_gpu_attend_raw(const kvq_gpu_attend_args &a, const kvq_gpu_h
         kvq_gpu_raw_loop<D, NT, STAGES, false>(a, h, sums);
     kvq_gpu_tile_end(sums);
     gpu::block_sync(); // the sums stand where other warps' stages are
-    kvq_gpu_publish(sums);
+    kvq_gpu_publish<D, NT, false>(sums);
 }
 
 #endif

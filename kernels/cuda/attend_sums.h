@@ -26,7 +26,9 @@ KVQ_DEVICE bool kvq_gpu_passes(float most, float m)
 
 // ---- The warps' sums, in shared memory ----
 
-template <int D, int NT> KVQ_DEVICE void kvq_gpu_publish(const kvq_gpu_sums<D, NT> &sums)
+// FOURS: tile 2 q + i has channels 32 q + 4 g + 2 i and the next in rows g and g + 8 instead.
+template <int D, int NT, bool FOURS>
+KVQ_DEVICE void kvq_gpu_publish(const kvq_gpu_sums<D, NT> &sums)
 {
     typedef kvq_gpu_room<D, NT> R;
     const int g = gpu::lane() >> 2, j = gpu::lane() & 3;
@@ -39,9 +41,11 @@ template <int D, int NT> KVQ_DEVICE void kvq_gpu_publish(const kvq_gpu_sums<D, N
             kvq_gpu_put_float(smem + R::WARP_STATE + 8 * row + 4, sums.l[nt][n]);
         }
         KVQ_UNROLL
-        for (int i = 0; i < D / 8; i++)
-            kvq_gpu_put_float(smem + R::WARP_OUT + row * R::STRIDE + 4 * (8 * i + g),
+        for (int i = 0; i < D / 8; i++) {
+            const int channel = FOURS ? 32 * (i >> 2) + 4 * g + (i & 3) : 8 * i + g;
+            kvq_gpu_put_float(smem + R::WARP_OUT + row * R::STRIDE + 4 * channel,
                               sums.o[nt][i >> 1][n + 2 * (i & 1)]);
+        }
     }
 }
 

@@ -272,6 +272,11 @@ KVQ_DEVICE uint32_t ballot(bool x)
     return __ballot_sync(~0u, x);
 }
 
+KVQ_DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t picks)
+{
+    return __byte_perm(a, b, picks);
+}
+
 KVQ_DEVICE int popcount(uint32_t x)
 {
     return __popc(x);

@@ -54,6 +54,8 @@
 //                           even; low(x), high(x) the halves as floats
 //   pack2_bf16(lo, hi)      rounds two floats to bf16, to nearest even
 //   power2(x), reciprocal(x) 2^x and 1/x in fp32, to the last bits but one or two
+//   permute(a, b, picks)    four bytes, each picked by 4 bits (the lowest first): 0 to 3 are a's,
+//                           4 to 7 b's
 //   popcount(x)             bits that are set
 //   as_float, as_bits       the same 32 bits
 //

@@ -255,6 +255,15 @@ uint32_t fetch_max(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 uint32_t load_acquire(const uint32_t *at, KVQ_EMU_HERE);
 void store_release(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 
+static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t picks)
+{
+    const uint64_t bytes = a | (uint64_t)b << 32;
+    uint32_t r = 0;
+    for (int i = 0; i < 4; i++)
+        r |= (uint32_t)(bytes >> 8 * (picks >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
+
 static inline int popcount(uint32_t x)
 {
     return __builtin_popcount(x);
