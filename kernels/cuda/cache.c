@@ -6,9 +6,21 @@
 #include <assert.h>
 #include <stdio.h>
 
-enum { DIMS = 3, SELECT_BYTES = 3 * 1024, MERGE_BLOCKS = 1024, STORE_BLOCKS = 64 };
+// Grids have as many blocks in x as there is work, and few in y, where CUDA allows 65,535.
+enum {
+    DIMS = 3,
+    SELECT_BYTES = 3 * 1024,
+    MERGE_BLOCKS = 1024,
+    STORE_BLOCKS = 64,
+    READ_BLOCKS = 1024
+};
 
 static const uint32_t dims[DIMS] = {64, 128, 256};
+
+static uint32_t smaller(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
 
 static uint32_t larger(uint32_t a, uint32_t b)
 {
@@ -63,11 +75,10 @@ static struct kvq_gpu_grid grid_of(const struct kvq_gpu_work *work, uint32_t x, 
 int kvq_gpu_store(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
                   uint32_t most, char *text, size_t n)
 {
-    struct kvq_gpu_store_args args = {DEVICE(struct kvq_gpu_store_job, jobs)};
-    uint32_t rows = most * extent_of(work, 0).heads * 2;
-    uint32_t blocks = (rows + 3) / 4;
-    struct kvq_gpu_grid grid =
-        grid_of(work, blocks < STORE_BLOCKS ? larger(blocks, 1) : STORE_BLOCKS, work->n, 0);
+    uint32_t rows = smaller(most, 4 * STORE_BLOCKS) * extent_of(work, 0).heads * 2;
+    uint32_t blocks = smaller(rows / 4 + 1, STORE_BLOCKS);
+    struct kvq_gpu_store_args args = {DEVICE(struct kvq_gpu_store_job, jobs), blocks};
+    struct kvq_gpu_grid grid = grid_of(work, work->n, blocks, 0);
     if (work->n == 0)
         return 0;
     return kvq_gpu_launch(gpu, KVQ_KERNEL_STORE, &grid, &args, sizeof args, text, n);
@@ -121,13 +132,13 @@ int kvq_gpu_read(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq
 {
     static const enum kvq_gpu_kernel kernels[DIMS] = {KVQ_KERNEL_READ_D64, KVQ_KERNEL_READ_D128,
                                                       KVQ_KERNEL_READ_D256};
+    uint32_t blocks = smaller(most / KVQ_GROUP_TOKENS + 2, READ_BLOCKS);
     if (work->n == 0)
         return 0;
     for (int i = 0; i < DIMS; i++) {
         struct extent e = extent_of(work, dims[i]);
-        struct kvq_gpu_read_args args = {DEVICE(struct kvq_gpu_read_job, jobs), e.heads};
-        struct kvq_gpu_grid grid =
-            grid_of(work, most / KVQ_GROUP_TOKENS + 2, work->n * e.heads, read_shared(dims[i]));
+        struct kvq_gpu_read_args args = {DEVICE(struct kvq_gpu_read_job, jobs), e.heads, blocks};
+        struct kvq_gpu_grid grid = grid_of(work, work->n * e.heads, blocks, read_shared(dims[i]));
         if (e.heads && kvq_gpu_launch(gpu, kernels[i], &grid, &args, sizeof args, text, n))
             return -1;
     }

@@ -80,6 +80,7 @@ struct kvq_gpu_read_job {
 
 struct kvq_gpu_store_args {
     const struct kvq_gpu_store_job *jobs;
+    uint32_t blocks; // to a job
 };
 
 struct kvq_gpu_learn_args {
@@ -99,7 +100,8 @@ struct kvq_gpu_pack_args {
 
 struct kvq_gpu_read_args {
     const struct kvq_gpu_read_job *jobs;
-    uint32_t heads; // blocks to a job
+    uint32_t heads;  // to a job
+    uint32_t blocks; // to a job and head
 };
 
 struct kvq_gpu_merge_args {

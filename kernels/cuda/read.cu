@@ -243,13 +243,13 @@ KVQ_DEVICE void kvq_gpu_read_32(const kvq_gpu_read_job &job, uint32_t head, uint
 
 template <int D> KVQ_DEVICE void kvq_gpu_read_pieces(const kvq_gpu_read_args &a)
 {
-    const kvq_gpu_read_job &job = a.jobs[gpu::block_y() / a.heads];
-    const uint32_t head = gpu::block_y() % a.heads;
+    const kvq_gpu_read_job &job = a.jobs[gpu::block_x() / a.heads];
+    const uint32_t head = gpu::block_x() % a.heads;
     if (!job.recipe || job.recipe->dim != D || head >= job.recipe->kv_heads)
         return;
     const uint64_t first = job.from / KVQ_GROUP_TOKENS * KVQ_GROUP_TOKENS;
-    const uint64_t step = (uint64_t)gpu::grid_x() * KVQ_GROUP_TOKENS;
-    for (uint64_t start = first + (uint64_t)gpu::block_x() * KVQ_GROUP_TOKENS;
+    const uint64_t step = (uint64_t)a.blocks * KVQ_GROUP_TOKENS;
+    for (uint64_t start = first + (uint64_t)gpu::block_y() * KVQ_GROUP_TOKENS;
          start < job.from + job.n; start += step)
         kvq_gpu_read_32<D>(job, head, start);
 }

@@ -42,13 +42,13 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
 
 KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
 {
-    const kvq_gpu_store_job &job = a.jobs[gpu::block_y()];
+    const kvq_gpu_store_job &job = a.jobs[gpu::block_x()];
     kvq_gpu_counted counted = {0, 0};
     if (!job.recipe)
         return;
     const uint32_t warps = KVQ_GPU_CACHE_THREADS / gpu::WARP;
     const uint64_t rows = (uint64_t)job.tokens * job.recipe->kv_heads * 2;
-    for (uint64_t n = gpu::block_x() * warps + gpu::warp(); n < rows; n += gpu::grid_x() * warps)
+    for (uint64_t n = gpu::block_y() * warps + gpu::warp(); n < rows; n += a.blocks * warps)
         kvq_gpu_store_row(job, n, counted);
     if (job.counts && counted.nonfinite)
         gpu::fetch_add(&job.counts->nonfinite, counted.nonfinite);
