@@ -567,6 +567,17 @@ static void test_store(void **)
         check_store(kvt_seed() + 100 * i);
 }
 
+// More jobs than the second dimension of a grid can have.
+static void test_many_jobs(void **)
+{
+    const kvq_shape s = kvt_shape(1, 1, 64, KVQ_F16);
+    const kvq_recipe recipe = kvq_recipe_of(kvt_format("oscar2"), &s), *recipes[] = {&recipe};
+    const vector<kvq_gpu_store_job> jobs(70000);
+    const kvq_gpu_work work = {recipes, 1, (uint32_t)jobs.size(), NULL};
+    done(kvq_gpu_store(&dev, &work, (kvq_gpu_ptr)upload_all(jobs), 1, text, sizeof(text)), "store");
+    free_device();
+}
+
 // ---- Reading ----
 
 // The device's blocks and extras become the host's: reading is tested apart from packing.
@@ -721,9 +732,10 @@ int main(void)
         cmocka_unit_test(test_pack_256), cmocka_unit_test(test_pack_kinds),
         cmocka_unit_test(test_outliers), cmocka_unit_test(test_conflicts),
         cmocka_unit_test(test_lesson),   cmocka_unit_test(test_replay),
-        cmocka_unit_test(test_any),      cmocka_unit_test(test_batch),
-        cmocka_unit_test(test_no_runs),  cmocka_unit_test(test_store),
-        cmocka_unit_test(test_read),     cmocka_unit_test(test_merge),
+        cmocka_unit_test(test_any),      cmocka_unit_test(test_many_jobs),
+        cmocka_unit_test(test_batch),    cmocka_unit_test(test_no_runs),
+        cmocka_unit_test(test_store),    cmocka_unit_test(test_read),
+        cmocka_unit_test(test_merge),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
