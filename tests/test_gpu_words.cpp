@@ -351,6 +351,14 @@ static void test_pairs(void **)
     assert_true(gpu::reciprocal(4) == 0.25f && gpu::reciprocal(0x1.8p126f) == 0);
 }
 
+static void test_permute(void **)
+{
+    const uint32_t a = 0x33221100, b = 0x77665544;
+    assert_int_equal(gpu::permute(a, b, 0x3210), a);
+    assert_int_equal(gpu::permute(a, b, 0x7654), b);
+    assert_int_equal(gpu::permute(a, b, 0x0527), 0x00552277);
+}
+
 int main(void)
 {
     const CMUnitTest tests[] = {
@@ -358,7 +366,7 @@ int main(void)
         cmocka_unit_test(test_ldmatrix), cmocka_unit_test(test_transpose),
         cmocka_unit_test(test_exchange), cmocka_unit_test(test_counters),
         cmocka_unit_test(test_half),     cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_pairs),
+        cmocka_unit_test(test_pairs),    cmocka_unit_test(test_permute),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -392,7 +392,8 @@ def check_links(tree):
 
 def check_symbols(build):
     """Libraries define no name without our prefix."""
-    for name, flags in (("libkvq.so", ["-D"]), ("libkvq_proto.a", []), ("libkvq_kernels.a", [])):
+    for name, flags in (("libkvq.so", ["-D"]), ("libkvq_proto.a", []), ("libkvq_kernels.a", []),
+                        ("libkvq_gpu.a", [])):
         path = os.path.join(build, "lib", name)
         done = subprocess.run(["nm", *flags, "--defined-only", "--extern-only", path],
                               capture_output=True, text=True)
