@@ -8,23 +8,74 @@
 #include "kernels/cuda/attend_tile.h"
 #include "kernels/cuda/dequant.h"
 
-// Tokens [first, first + 16) of a group into a tile.
+// Rows of K or V of tokens [first, first + 16) of a group, to rows of a tile: any codec.
 template <int D>
+KVQ_DEVICE void kvq_gpu_dequant_rows(const kvq_recipe_side &side, const kvq_gpu_packed &p, bool v,
+                                     int first, gpu::smem rows)
+{
+    KVQ_NO_UNROLL
+    for (int i = gpu::lane(); i < KVQ_GPU_TILE_TOKENS * D / 2; i += gpu::WARP) {
+        const int t = i / (D / 2), c = i % (D / 2) * 2;
+        gpu::sts32(kvq_gpu_chunk<D>(rows, t, c / 8) + c % 8 * 2,
+                   kvq_gpu_dequant2(side, p, v, D, first + t, c));
+    }
+}
+
+// The same of plain codecs. K: a lane takes 16 channels of a token.
+template <int D>
+KVQ_DEVICE void kvq_gpu_plain_k_rows(const kvq_side &side, const kvq_gpu_packed &p, int first,
+                                     gpu::smem rows)
+{
+    KVQ_NO_UNROLL
+    for (int i = gpu::lane(); i < D; i += gpu::WARP) {
+        const int t = i % KVQ_GPU_TILE_TOKENS, row = i / KVQ_GPU_TILE_TOKENS;
+        uint32_t x[8];
+        kvq_gpu_plain_k(side, p, D, first + t, row, x);
+        const gpu::u32x4 lower = {{x[0], x[1], x[2], x[3]}}, upper = {{x[4], x[5], x[6], x[7]}};
+        gpu::sts128(kvq_gpu_chunk<D>(rows, t, 2 * row), lower);
+        gpu::sts128(kvq_gpu_chunk<D>(rows, t, 2 * row + 1), upper);
+    }
+}
+
+// V: a lane takes four pairs of channels of four tokens.
+template <int D>
+KVQ_DEVICE void kvq_gpu_plain_v_rows(const kvq_side &side, const kvq_gpu_packed &p, int first,
+                                     gpu::smem rows)
+{
+    constexpr int PAIRS = D / 8; // of channels at position 0
+    KVQ_NO_UNROLL
+    for (int i = gpu::lane(); i < 4 * PAIRS; i += gpu::WARP) {
+        const int pair = i % PAIRS, set = i / PAIRS, t = 8 * (set >> 1) + (set & 1);
+        const int c = D == 64 ? 2 * pair : pair / 16 * 128 + pair % 16 * 2;
+        const kvq_gpu_words2 words = kvq_gpu_v_words2(side, p, D, first + t, c);
+        KVQ_NO_UNROLL
+        for (int s = 0; s < 4; s++) {
+            const int channel = c + (D == 64 ? 32 * (s >> 1) + 16 * (s & 1) : 32 * s);
+            KVQ_UNROLL
+            for (int k = 0; k < 4; k++)
+                gpu::sts32(kvq_gpu_chunk<D>(rows, t + 2 * k, channel / 8) + channel % 8 * 2,
+                           kvq_gpu_plain_v(side, p, D, words, s, k, first + t + 2 * k, channel));
+        }
+    }
+}
+
+// Tokens [first, first + 16) of a group into a tile.
+template <int D, bool PLAIN>
 KVQ_DEVICE void kvq_gpu_dequant_tile(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
                                      const uint8_t *record, int first, gpu::smem tile)
 {
     typedef kvq_gpu_tile_room<D> T;
-    const int group = gpu::warp();
-    const kvq_gpu_packed k = kvq_gpu_packed_at(a.recipe, a.book, false, record, group, h.item.head);
-    const kvq_gpu_packed v = kvq_gpu_packed_at(a.recipe, a.book, true, record, group, h.item.head);
-    KVQ_NO_UNROLL
-    for (int i = gpu::lane(); i < KVQ_GPU_TILE_TOKENS * D / 2; i += gpu::WARP) {
-        const int t = i / (D / 2), c = i % (D / 2) * 2, at = c % 8 * 2;
-        gpu::sts32(kvq_gpu_chunk<D>(tile + T::K, t, c / 8) + at,
-                   kvq_gpu_dequant2(a.recipe.k, k, false, D, first + t, c));
-        gpu::sts32(kvq_gpu_chunk<D>(tile + T::V, t, c / 8) + at,
-                   kvq_gpu_dequant2(a.recipe.v, v, true, D, first + t, c));
-    }
+    const kvq_recipe &r = a.recipe;
+    const kvq_gpu_packed k = kvq_gpu_packed_at(r, a.book, false, record, gpu::warp(), h.item.head);
+    const kvq_gpu_packed v = kvq_gpu_packed_at(r, a.book, true, record, gpu::warp(), h.item.head);
+    if (PLAIN && kvq_gpu_is_plain(r.k.row))
+        kvq_gpu_plain_k_rows<D>(r.k.row, k, first, tile + T::K);
+    else
+        kvq_gpu_dequant_rows<D>(r.k, k, false, first, tile + T::K);
+    if (PLAIN && kvq_gpu_is_plain(r.v.row))
+        kvq_gpu_plain_v_rows<D>(r.v.row, v, first, tile + T::V);
+    else
+        kvq_gpu_dequant_rows<D>(r.v, v, true, first, tile + T::V);
 }
 
 // Rel and norm of each token of the tile; tokens without a bit in `mask` are not there.
@@ -56,7 +107,7 @@ KVQ_DEVICE void kvq_gpu_bring_packed(const kvq_gpu_attend_args &a, const kvq_gpu
                             gpu::warp() * a.recipe.layout.group_bytes;
     const int first = i % 2 * KVQ_GPU_TILE_TOKENS;
     const int rel = (int)(entry.v[3] & ~(1u << KVQ_GPU_SPECIAL));
-    kvq_gpu_dequant_tile<D>(a, h, record, first, tile);
+    kvq_gpu_dequant_tile<D, R::PLAIN>(a, h, record, first, tile);
     kvq_gpu_label_tile<D>(a, record, first, entry.v[2], rel, tile);
 }
 

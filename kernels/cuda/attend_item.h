@@ -26,6 +26,7 @@ enum {
 // tiles) take turns with the sums of the warps.
 template <int D, int NT> struct kvq_gpu_room {
     static constexpr int ROWS = 8 * NT;
+    static constexpr bool PLAIN = true;               // plain codecs are dequantized by the word
     static constexpr int ROW = 2 * D;                 // bytes of a row of 16-bit values
     static constexpr int RANGES = 0;                  // [ROWS]: first and end of what the row sees
     static constexpr int OWNERS = RANGES + 8 * ROWS;  // [ROWS]: tile (~0: no row), row in the tile

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The wide attention kernels, for 64 query rows: prefill over a cached prefix, and more query heads
-// to a KV head than the narrow kernels take. Queries are the M side of matrix products, 16 rows to a
-// warp:
+// to a KV head than the narrow kernels take. Queries are the M side of matrix products, 16 rows to
+// a warp:
 //
 //   logits   S[row][token]   = Q K^T
 //   output   O[row][channel] = P V
@@ -22,6 +22,7 @@
 template <int D> struct kvq_gpu_wide_room {
     typedef kvq_gpu_tile_room<D> T;
     static constexpr int ROWS = KVQ_GPU_WIDE_ROWS;
+    static constexpr bool PLAIN = D < 256;                     // else registers are short
     static constexpr int TILES = D == 256 ? 2 : KVQ_GPU_WARPS; // attended to at once: registers
     static constexpr int RANGES = 0;
     static constexpr int OWNERS = RANGES + 8 * ROWS;

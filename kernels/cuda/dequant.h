@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Any codec's values: what a group of layout.h says, still in the transformed basis and without K's
-// norm. For codecs without a loop of their own; codes are looked up one by one.
+// norm. For codecs without a loop of their own. Codes are looked up one by one, or, where they have
+// 2 to 4 bits with a scale and zero, by the word ("plain").
 #ifndef KVQ_KERNELS_CUDA_DEQUANT_H
 #define KVQ_KERNELS_CUDA_DEQUANT_H
 
@@ -117,6 +118,100 @@ KVQ_DEVICE uint32_t kvq_gpu_dequant2(const kvq_recipe_side &side, const kvq_gpu_
     const float lo = kvq_gpu_dequant(side, p, v, dim, t, c);
     const float hi = kvq_gpu_dequant(side, p, v, dim, t, c + 1);
     return gpu::pack2(fminf(fmaxf(lo, -most), most), fminf(fmaxf(hi, -most), most));
+}
+
+// ---- Plain codecs, two values at a time ----
+
+KVQ_DEVICE bool kvq_gpu_is_plain(const kvq_side &row)
+{
+    return row.bits >= 2 && row.bits <= 4 && !row.wide &&
+           (row.codec == KVQ_CODEC_AFFINE || row.codec == KVQ_CODEC_SYMMETRIC ||
+            row.codec == KVQ_CODEC_HYBRID);
+}
+
+// Scales and zeros of channels c and c + 1 of a token, c even.
+struct kvq_gpu_params2 {
+    uint32_t scale, zero;
+};
+
+KVQ_DEVICE uint32_t kvq_gpu_param2(const kvq_side &row, const uint16_t *params, uint32_t at)
+{
+    if (row.axis == KVQ_PER_CHANNEL)
+        return *(const uint32_t *)(params + at);
+    return params[at] | (uint32_t)params[at] << 16;
+}
+
+KVQ_DEVICE kvq_gpu_params2 kvq_gpu_params2_at(const kvq_side &row, const kvq_gpu_packed &p, bool v,
+                                              uint32_t dim, uint32_t t, uint32_t c)
+{
+    const uint32_t at = kvq_gpu_scale_at(row, v, dim, t, c);
+    kvq_gpu_params2 r;
+    r.scale = kvq_gpu_param2(row, p.scales, at) & 0x7fff7fffu; // without hybrid's mark
+    if (row.codec == KVQ_CODEC_SYMMETRIC) {
+        const float half = -(float)(1 << (row.bits - 1));
+        r.zero = gpu::mul2(r.scale, gpu::pack2(half, half));
+    } else {
+        r.zero = kvq_gpu_param2(row, p.zeros, at);
+    }
+    return r;
+}
+
+// Values of two codes in the low bits of both halves of `low`, and of `high`.
+KVQ_DEVICE uint32_t kvq_gpu_plain2(uint32_t bits, uint32_t low, uint32_t high,
+                                   const kvq_gpu_params2 &params)
+{
+    uint32_t x = 0x64006400u | (low & 0x00030003u); // 1024 + code, as fp16
+    if (bits == 3)
+        x |= (high & 0x00010001u) << 2;
+    if (bits == 4)
+        x |= (high & 0x00030003u) << 2;
+    const uint32_t code = gpu::fma2(x, 0x3c003c00u, 0xe400e400u); // times 1, less 1024
+    return gpu::fma2(code, params.scale, params.zero);
+}
+
+// K: channels 16 row to 16 row + 15 of token t, as 8 pairs in order.
+KVQ_DEVICE void kvq_gpu_plain_k(const kvq_side &side, const kvq_gpu_packed &p, uint32_t dim,
+                                uint32_t t, uint32_t row, uint32_t pairs[8])
+{
+    const kvq__place place = kvq__k_place(side.bits, dim, row * KVQ_GROUP_TOKENS + t);
+    const uint32_t low = kvq_gpu_word(p.codes + place.low);
+    const uint32_t high = side.bits == 2 ? 0 : kvq_gpu_word(p.codes + place.high) >> place.odd;
+    KVQ_UNROLL
+    for (uint32_t i = 0; i < 8; i++) { // pair 2 s + e stands at bit 8 e + 2 s of both halves
+        const uint32_t bit = 8 * (i & 1) + 2 * (i >> 1);
+        pairs[i] = kvq_gpu_plain2(side.bits, low >> bit, high >> bit,
+                                  kvq_gpu_params2_at(side, p, false, dim, t, 16 * row + 2 * i));
+    }
+}
+
+// V: the words of channels c and c + 1 of token t, which hold tokens t + 2 k at byte k.
+struct kvq_gpu_words2 {
+    uint32_t low[2], high[2];
+};
+
+KVQ_DEVICE kvq_gpu_words2 kvq_gpu_v_words2(const kvq_side &side, const kvq_gpu_packed &p,
+                                           uint32_t dim, uint32_t t, uint32_t c)
+{
+    kvq_gpu_words2 w = {{0, 0}, {0, 0}};
+    KVQ_UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+        const kvq__place place = kvq__v_place(side.bits, dim, kvq_gpu_v_index(dim, t, c + i));
+        w.low[i] = kvq_gpu_word(p.codes + place.low);
+        if (side.bits > 2)
+            w.high[i] = kvq_gpu_word(p.codes + place.high) >> place.odd;
+    }
+    return w;
+}
+
+// Position s of byte k of both: channels `channel` and the next of token t.
+KVQ_DEVICE uint32_t kvq_gpu_plain_v(const kvq_side &side, const kvq_gpu_packed &p, uint32_t dim,
+                                    const kvq_gpu_words2 &w, uint32_t s, uint32_t k, uint32_t t,
+                                    uint32_t channel)
+{
+    const uint32_t picks = k | (4 + k) << 8; // to the low bytes of both halves
+    return kvq_gpu_plain2(side.bits, gpu::permute(w.low[0] >> 2 * s, w.low[1] >> 2 * s, picks),
+                          gpu::permute(w.high[0] >> 2 * s, w.high[1] >> 2 * s, picks),
+                          kvq_gpu_params2_at(side, p, true, dim, t, channel));
 }
 
 #endif

@@ -385,6 +385,13 @@ KVQ_DEVICE bool all(bool x)
     return __all_sync(~0u, x);
 }
 
+KVQ_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
 KVQ_DEVICE uint32_t mul2(uint32_t a, uint32_t b)
 {
     uint32_t r;

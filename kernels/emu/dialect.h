@@ -50,6 +50,7 @@
 //   shuffle(x, lane), shuffle_xor(x, mask), and with _bits for integers
 //   any(x), all(x), ballot(x)
 //                           ballot: bit l is what lane l says
+//   fma2(a, b, c)           two fp16 a b + c, rounded once
 //   mul2(a, b)              two fp16 products; pack2(lo, hi) rounds two floats to fp16, to nearest
 //                           even; low(x), high(x) the halves as floats
 //   pack2_bf16(lo, hi)      rounds two floats to bf16, to nearest even

@@ -324,6 +324,24 @@ static inline uint32_t mul2(uint32_t a, uint32_t b)
     return pack2(low(a) * low(b), high(a) * high(b));
 }
 
+// A number that rounds to fp16 as `x` does: cut to fp32, its last bit set if anything was cut off.
+static inline float to_odd(double x)
+{
+    float r = (float)x;
+    if ((double)r == x || isnan(r))
+        return r;
+    r = fabs((double)r) > fabs(x) ? nextafterf(r, 0) : r;
+    return as_float(as_bits(r) | 1);
+}
+
+// A product of two fp16 and its sum with a third are exact in a double, or differ from it where
+// that does not show.
+static inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c)
+{
+    return pack2(to_odd((double)low(a) * low(b) + low(c)),
+                 to_odd((double)high(a) * high(b) + high(c)));
+}
+
 // Where the GPU's own functions give zero instead of a subnormal, so do these.
 static inline float flushed(float x)
 {
