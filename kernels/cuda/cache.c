@@ -70,6 +70,7 @@ static struct kvq_gpu_grid grid_of(const struct kvq_gpu_work *work, uint32_t x, 
         .x = x, .y = y, .threads = KVQ_GPU_CACHE_THREADS, .shared = shared, .stream = work->stream};
 }
 
+// An address on the device as kernels take it.
 #define DEVICE(type, address) ((const type *)(uintptr_t)(address))
 
 int kvq_gpu_store(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,

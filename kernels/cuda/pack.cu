@@ -227,7 +227,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_copy_part(const kvq_gpu_part &p)
 
 // ---- The kernel ----
 
-// Channels of a span's rows that shared memory has room for; kvq_gpu_pack_shared agrees.
+// The block's part of a unit. Shared memory is cut up as pack_shared of cache.c counts it.
 template <int D> KVQ_DEVICE void kvq_gpu_pack_unit(const kvq_gpu_pack_args &a)
 {
     const kvq_gpu_unit &unit = a.units[gpu::block_x() / a.parts];
