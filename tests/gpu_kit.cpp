@@ -139,14 +139,16 @@ kvq_gpu_layer layer::gpu() const
     return l;
 }
 
-// Tables of each sub-vector, if that is not too much.
-static vector<float> random_table(const kvq_side &side, int dim, bool one, size_t *sub,
-                                  std::mt19937 &random)
+// Tables of each sub-vector, if that is not too much; or one for all, and if `heads` is not 0 one
+// for all of a head.
+static vector<float> random_table(const kvq_side &side, int dim, bool one, int heads, size_t *head,
+                                  size_t *sub, std::mt19937 &random)
 {
     std::normal_distribution<float> normal;
     const size_t size = ((size_t)1 << side.bits) * side.vector;
     *sub = side.bits == 8 && !one ? size : 0;
-    vector<float> table(*sub ? size * (size_t)(dim / side.vector) : size);
+    *head = one && heads ? size : 0;
+    vector<float> table(*sub ? size * (size_t)(dim / side.vector) : *head ? size * heads : size);
     for (float &x : table)
         x = normal(random);
     return table;
@@ -154,16 +156,19 @@ static vector<float> random_table(const kvq_side &side, int dim, bool one, size_
 
 static void make_book(layer &l, bool one, std::mt19937 &random)
 {
-    const int dim = l.shape.k_dim;
+    const bool smooth = l.format.k_channel == KVQ_CHANNEL_BOOK;
+    const int dim = l.shape.k_dim, heads = smooth ? l.shape.kv_heads : 0;
     std::uniform_real_distribution<float> factor(0.5f, 2.0f);
     l.smooth.resize((size_t)l.shape.kv_heads * dim);
     for (float &x : l.smooth)
         x = factor(random);
-    l.book.smooth = l.format.k_channel == KVQ_CHANNEL_BOOK ? l.smooth.data() : NULL;
+    l.book.smooth = smooth ? l.smooth.data() : NULL;
     if (l.format.k.codec == KVQ_CODEC_BOOK)
-        l.k_table = random_table(l.format.k, dim, one, &l.book.k_sub, random);
+        l.k_table =
+            random_table(l.format.k, dim, one, heads, &l.book.k_head, &l.book.k_sub, random);
     if (l.format.v.codec == KVQ_CODEC_BOOK)
-        l.v_table = random_table(l.format.v, dim, one, &l.book.v_sub, random);
+        l.v_table =
+            random_table(l.format.v, dim, one, heads, &l.book.v_head, &l.book.v_sub, random);
     l.book.k = l.k_table.data();
     l.book.v = l.v_table.data();
     l.device_smooth = copy_of(l.smooth);

@@ -76,8 +76,8 @@ struct layer {
     bool has_book() const;
 };
 
-// Codebooks have tables for each sub-vector where that is not too much, or else (and if
-// `one_table`) one for all.
+// Codebooks have tables for each sub-vector where that is not too much, or else one for all. With
+// `one_table` they have one for all, but if K has factors one for all of a head.
 layer make_layer(const char *format, int dim, int gqa, int kv_heads, uint8_t dtype,
                  uint8_t v_rotation = KVQ_V_ROT_NONE, bool one_table = false);
 
