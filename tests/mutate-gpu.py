@@ -57,17 +57,18 @@ class Build:
                 entries = json.load(file)
         except OSError as error:
             raise Broken(f"{folder} is no build folder of CMake: {error}") from error
-        self.commands = {}
+        # By object, since two programs may be compiled from the same source.
+        self.commands, self.source = {}, {}
         for entry in entries:
-            source = os.path.relpath(entry["file"], ROOT)
             words = shlex.split(entry["command"])
-            at = words.index("-o")
-            self.commands[source] = (entry["directory"], words, words[at + 1])
+            made = words[words.index("-o") + 1]
+            self.commands[made] = (entry["directory"], words)
+            self.source[made] = os.path.relpath(entry["file"], ROOT)
 
     @functools.lru_cache(maxsize=None)
-    def read_by(self, source):
-        """What compiling `source` reads: by the notes the compiler left, or asked again."""
-        directory, words, output = self.commands[source]
+    def read_by(self, output):
+        """What compiling an object reads: by the notes the compiler left, or asked again."""
+        directory, words = self.commands[output]
         try:
             with open(os.path.join(directory, output + ".d"), encoding="utf-8") as file:
                 text = file.read()
@@ -75,29 +76,27 @@ class Build:
             plain = [w for w in words if w not in ("-c", "-o", output)]
             status, text = run([*plain, "-MM"], directory, COMPILE_SECONDS)
             if status != 0:
-                raise Broken(f"{source}: the compiler does not say what it reads:\n{text[-2000:]}")
+                raise Broken(f"{output}: the compiler does not say what it reads:\n{text[-2000:]}")
         names = text.replace("\\\n", " ").split()[1:]
         return {os.path.normpath(os.path.join(directory, name)) for name in names}
 
-    def depends(self, source, path):
-        return os.path.join(ROOT, path) in self.read_by(source)
+    def depends(self, output, path):
+        return os.path.join(ROOT, path) in self.read_by(output)
 
-    def sources_of(self, test):
-        """Sources of one test program: those that CMake compiled for it."""
-        mark = f"{test}.dir/"
-        found = [s for s, (_, _, output) in self.commands.items() if mark in output]
+    def objects_of(self, test):
+        """Objects of one test program: those that CMake compiled for it."""
+        found = [output for output in self.commands if f"/{test}.dir/" in "/" + output]
         if not found:
             raise Broken(f"{self.folder} has no test {test}; build it with the emulator")
         return found
 
-    def library_sources(self):
-        return [s for s, (_, _, output) in self.commands.items()
-                if "kvq_cuda_emu.dir/" in output or "kvq_emu.dir/" in output
-                or "kvq_gpu.dir/" in output or s.startswith("kernels/") and "kvq_kernels" in output]
+    def library_objects(self):
+        return [output for output in self.commands if any(
+            f"{name}.dir/" in output
+            for name in ("kvq_cuda_emu", "kvq_emu", "kvq_gpu", "kvq_kernels"))]
 
-    def object_of(self, source):
-        directory, _, output = self.commands[source]
-        return os.path.join(directory, output)
+    def path_of(self, output):
+        return os.path.join(self.commands[output][0], output)
 
 
 def run(command, cwd, seconds):
@@ -130,15 +129,16 @@ def plant(mutation, overlay):
     return {path for path, _, _ in mutation.changes}
 
 
-def compile_changed(build, source, overlay, output):
-    """Compiles a source with the overlay's files in front of the tree's."""
-    directory, words, old = build.commands[source]
+def compile_changed(build, output, overlay, to):
+    """Compiles an object again, with the overlay's files in front of the tree's."""
+    directory, words = build.commands[output]
+    source = build.source[output]
     changed = os.path.join(overlay, source)
-    place = {old: output, os.path.join(ROOT, source): changed if os.path.exists(changed)
-             else os.path.join(ROOT, source)}
+    place = {output: to}
+    if os.path.exists(changed):
+        place[os.path.join(ROOT, source)] = changed
     words = [place.get(word, word) for word in words if word not in ("-Werror", "-g")]
-    command = [words[0], "-I", overlay, *words[1:]]
-    status, text = run(command, directory, COMPILE_SECONDS)
+    status, text = run([words[0], "-I", overlay, *words[1:]], directory, COMPILE_SECONDS)
     if status != 0:
         raise Broken(f"{source} does not compile with it:\n{text[-2000:]}")
 
@@ -146,7 +146,7 @@ def compile_changed(build, source, overlay, output):
 def link(build, test, objects, output):
     archives = [os.path.join(build.folder, "lib", name) for name in ARCHIVES]
     archives = [path for path in archives if os.path.exists(path)]
-    plain = ["-lcmocka"] if "plain" not in " ".join(build.commands[build.sources_of(test)[0]][1]) \
+    plain = ["-lcmocka"] if "plain" not in " ".join(build.commands[build.objects_of(test)[0]][1]) \
         else []
     status, text = run(["c++", *objects, *archives, *archives, *plain, "-ldl", "-lm", "-lpthread",
                         "-o", output], ROOT, COMPILE_SECONDS)
@@ -161,17 +161,16 @@ def try_one(build, mutation):
         changed = plant(mutation, overlay)
         made = {}
         for test in mutation.tests:
-            sources = build.sources_of(test)
-            for source in [*sources, *build.library_sources()]:
-                if source in made or not any(build.depends(source, path) for path in changed):
+            own, library = build.objects_of(test), build.library_objects()
+            for output in [*own, *library]:
+                if output in made or not any(build.depends(output, path) for path in changed):
                     continue
-                made[source] = os.path.join(folder, f"{len(made)}.o")
-                compile_changed(build, source, overlay, made[source])
+                made[output] = os.path.join(folder, f"{len(made)}.o")
+                compile_changed(build, output, overlay, made[output])
             if not made:
                 raise Broken(f"{mutation.name}: nothing in the build depends on {changed}")
-            objects = [made.get(s, build.object_of(s)) for s in sources]
-            objects += [o for s, o in made.items() if s not in sources
-                        and not any(f"{t}.dir/" in build.commands[s][2] for t in mutation.tests)]
+            objects = [made.get(output, build.path_of(output)) for output in own]
+            objects += [made[output] for output in library if output in made]
             program = os.path.join(folder, test)
             link(build, test, objects, program)
             status, text = run([program], folder, TEST_SECONDS)
@@ -185,7 +184,7 @@ def check_base(build, mutations, jobs):
     """The tests pass without any error planted; else nothing that follows means anything."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     for test in tests:
-        build.sources_of(test)
+        build.objects_of(test)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         results = pool.map(lambda t: run([os.path.join(build.folder, "tests", t)], ROOT,
                                          TEST_SECONDS), tests)

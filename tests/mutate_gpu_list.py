@@ -55,6 +55,29 @@ MUTATIONS = [
            "        gpu::warp_sync();\n        kvq_gpu_tile_attend",
            "        kvq_gpu_tile_attend"),
 
+    # Codebooks with one table.
+    one("attend-code-of-a-neighbour", "test_gpu_long", CUDA + "attend_book.h",
+        "(uint32_t)i << 4)", "(uint32_t)(i ^ 1) << 4)"),
+    attend("wrong-half-of-a-product", "attend_book.h",
+           "first[nt][x][n] + second[nt][x][2 + n]", "first[nt][x][n] + second[nt][x][n]"),
+    one("attend-book-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_book.h",
+        "        fill = use;\n", "        fill = use == last ? stages : use + B::BYTES;\n"),
+
+    # Many query rows.
+    attend("wide-read-too-soon", "attend_wide.h",
+           "            kvq_gpu_bring_packed<D, R>(a, h, step, own);\n        gpu::block_sync();\n",
+           "            kvq_gpu_bring_packed<D, R>(a, h, step, own);\n"),
+    attend("wide-filled-too-soon", "attend_wide.h",
+           "        kvq_gpu_wide_attend<D, false>(r, counts, step);\n        gpu::block_sync();\n",
+           "        kvq_gpu_wide_attend<D, false>(r, counts, step);\n"),
+    attend("wide-rest-of-queries-lost", "attend_wide.h",
+           "        kvq_gpu_wide_products<D, BF16>(counts, step, first, r.rest, s);\n",
+           "        (void)r.rest;\n"),
+    attend("wide-maximum-of-half", "attend_wide.h", "        for (int d = 1; d < 4; d *= 2)\n"
+           "            most[i]", "        for (int d = 1; d < 2; d *= 2)\n            most[i]"),
+    attend("wide-value-not-shrunk", "attend_wide.h",
+           "            r.o[t][2 * i + 1] *= shrink;\n", ""),
+
     # What is seen, and where it lies.
     attend("unmasked-short-block", "attend_item.h", "kvq_gpu_bits(0, page.tokens - at)",
            "kvq_gpu_bits(0, 32)"),

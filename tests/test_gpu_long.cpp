@@ -10,12 +10,13 @@ using namespace kit;
 struct length {
     const char *format;
     uint64_t tokens, packed; // splits of 512, 1,024 and 2,048 tokens
+    uint32_t window;         // which ends within a group, at an odd token
 };
 
 static const length lengths[] = {
-    {"oscar2", 8300, 8192},     {"oscar3", 16500, 16384}, {"oscar4", 8300, 8192},
-    {"oscar2", 33000, 32896},   {"quarot2", 8300, 8192},  {"f16", 8300, 8192},
-    {"oscar2-bf16", 8300, 640}, // most of it raw
+    {"oscar2", 8300, 8192, 0},        {"oscar3", 16500, 16384, 0},   {"oscar4", 8300, 8192, 7777},
+    {"oscar2", 33000, 32896, 0},      {"quarot2", 8300, 8192, 0},    {"f16", 8300, 8192, 0},
+    {"vecinfer-2", 8300, 8192, 5002}, {"oscar2-bf16", 8300, 640, 0}, // most of it raw
 };
 
 static void test_long(void **)
@@ -23,8 +24,9 @@ static void test_long(void **)
     std::mt19937 random(21);
     for (const length &n : lengths) {
         const bool raw_bf16 = strcmp(n.format, "oscar2-bf16") == 0;
-        const layer l =
-            make_layer(raw_bf16 ? "oscar2" : n.format, 64, 2, 1, raw_bf16 ? KVQ_BF16 : KVQ_F16);
+        layer l = make_layer(raw_bf16 ? "oscar2" : n.format, 64, 2, 1,
+                             raw_bf16 ? KVQ_BF16 : KVQ_F16, KVQ_V_ROT_NONE, true);
+        l.shape.window = n.window;
         wish w;
         w.tokens = n.tokens;
         w.packed = n.packed;
