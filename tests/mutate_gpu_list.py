@@ -60,6 +60,8 @@ MUTATIONS = [
         "(uint32_t)i << 4)", "(uint32_t)(i ^ 1) << 4)"),
     attend("wrong-half-of-a-product", "attend_book.h",
            "first[nt][x][n] + second[nt][x][2 + n]", "first[nt][x][n] + second[nt][x][n]"),
+    attend("table-of-the-first-head", "attend_book.h", "a.book.k + head * a.book.k_head",
+           "a.book.k + 0 * head"),
     one("attend-book-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_book.h",
         "        fill = use;\n", "        fill = use == last ? stages : use + B::BYTES;\n"),
 
