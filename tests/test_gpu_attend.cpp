@@ -40,8 +40,9 @@ static void test_formats(void **)
     vector<std::string> names;
     for (const kvq_format *f = kvq_formats; f->name[0]; f++)
         names.push_back(f->name);
-    for (const char *more : {"kivi2-g64", "innerq-base-g64", "quarot2-g128", "oscar2+kivi4",
-                             "kivi4+oscar2", "vecinfer-k4x10v8x8", "vecinfer-2+kivi2"}) {
+    for (const char *more :
+         {"kivi2-g64", "innerq-base-g64", "quarot2-g128", "oscar2+kivi4", "kivi4+oscar2",
+          "vecinfer-k4x10v8x8", "vecinfer-2+kivi2", "innerq-hybrid-full"}) {
         kvq_format f;
         if (kvq_format_parse(more, &f, text, sizeof(text)) == 0)
             names.push_back(more);

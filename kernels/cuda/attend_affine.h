@@ -519,7 +519,7 @@ KVQ_DEVICE void kvq_gpu_fetch(gpu::smem to, gpu::u32x2 address, bool wanted, int
 {
     const int own = gpu::lane() * 16, step = 16 * gpu::WARP;
     const uint64_t at = address.v[0] | (uint64_t)address.v[1] << 32;
-    const uint8_t *from = (const uint8_t *)(uintptr_t)at + own;
+    const uint8_t *from = (const uint8_t *)(uintptr_t)(at + (uint64_t)own);
     KVQ_UNROLL
     for (int i = 0; i < MOST; i += step)
         gpu::copy16(to + own + i, from + i, wanted && (i + step <= LEAST || own < bytes - i));

@@ -214,11 +214,11 @@ KVQ_DEVICE kvq_gpu_group kvq_gpu_find_group(const kvq_gpu_attend_args &a, const 
     const kvq_page page = kvq_gpu_page_at(s, position);
     const int at = (int)(position % KVQ_BLOCK_TOKENS);
     kvq_gpu_group g = {0, kvq_gpu_bits(0, page.tokens - at), NULL};
-    if (!a.recipe.is_raw && position >= a.recipe.sink_tokens) {
+    if (!a.recipe.is_raw && position >= a.recipe.sink_tokens)
         g.packed = g.raw & kvq_gpu_bits(0, page.packed_tokens - at);
+    if (g.packed)
         g.at = page.packed + (size_t)head * a.recipe.layout.record_bytes + a.recipe.layout.groups +
                at / KVQ_GROUP_TOKENS * a.recipe.layout.group_bytes;
-    }
     g.raw &= ~g.packed;
     const uint64_t end = s.fresh_start + s.fresh_tokens;
     if (s.fresh_tokens && s.fresh_start < position + KVQ_GROUP_TOKENS && end > position)

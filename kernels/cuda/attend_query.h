@@ -84,9 +84,11 @@ KVQ_DEVICE void kvq_gpu_multiply(const kvq_gpu_attend_args &a, const kvq_gpu_ses
     const bool book = a.recipe.k_channel == KVQ_CHANNEL_BOOK && a.book.smooth;
     if (!prompt && !book)
         return;
-    const void *factors = a.book.smooth + (size_t)head * D;
+    const void *factors;
     if (prompt)
         factors = s.extras + (size_t)head * a.recipe.extras.record_bytes + a.recipe.extras.factors;
+    else
+        factors = a.book.smooth + (size_t)head * D;
     KVQ_UNROLL
     for (int i = 0; i < D / 32; i++)
         x[i] *= kvq__element(factors, prompt ? KVQ_F16 : KVQ_F32,

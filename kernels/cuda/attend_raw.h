@@ -91,9 +91,8 @@ template <int D> KVQ_DEVICE void kvq_gpu_copy_rows(gpu::smem tile, const kvq_gpu
     const uint32_t copied = gpu::ballot(source.kind == KVQ_GPU_COPIED);
     KVQ_UNROLL_BY(4)
     for (int r = 0; r < gpu::WARP; r += ROWS_AT_ONCE) {
-        const uint8_t *from =
-            (const uint8_t *)(uintptr_t)kvq_gpu_shuffle_address(source.at, r + own);
-        gpu::copy16(kvq_gpu_chunk<D>(tile, r + own, chunk), from + 16 * chunk,
+        const uint64_t from = kvq_gpu_shuffle_address(source.at, r + own) + (uint64_t)(16 * chunk);
+        gpu::copy16(kvq_gpu_chunk<D>(tile, r + own, chunk), (const uint8_t *)(uintptr_t)from,
                     copied >> (r + own) & 1);
     }
     gpu::copy_commit();
