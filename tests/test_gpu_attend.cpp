@@ -276,6 +276,26 @@ static void test_wide(void **)
     }
 }
 
+// Queries and weights over bf16 rows are split into two bf16 each, which leaves next to no error:
+// what the other tests allow would not tell if the second part were lost.
+static void test_bf16(void **)
+{
+    std::mt19937 random(31);
+    for (const uint32_t q_tokens : {1u, 40u}) // narrow kernels and wide ones
+        for (const int dim : {64, 128}) {
+            const layer l = make_layer("bf16", dim, 4, 1, KVQ_BF16);
+            wish w;
+            w.tokens = 300;
+            w.q_tokens = q_tokens;
+            w.q_dtype = KVQ_F32;
+            session s = make_session(l, w, random);
+            const double error = worst_error(l, s, run(l, {&s}, run_options())[0]);
+            print_message("bf16, head_dim %d, %u query tokens: %.4f of the error allowed\n", dim,
+                          q_tokens, error);
+            assert_true(error < 0.05);
+        }
+}
+
 // ---- Windows ----
 
 // Every length of a sliding window at 256 tokens.
@@ -532,12 +552,13 @@ static void test_measure(void **)
 int main(void)
 {
     const CMUnitTest tests[] = {
-        cmocka_unit_test(test_measure),       cmocka_unit_test(test_positions),
-        cmocka_unit_test(test_windows),       cmocka_unit_test(test_lengths),
-        cmocka_unit_test(test_formats),       cmocka_unit_test(test_books),
-        cmocka_unit_test(test_wide),          cmocka_unit_test(test_pairs),
-        cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
-        cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_measure), cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_windows), cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_formats), cmocka_unit_test(test_books),
+        cmocka_unit_test(test_wide),    cmocka_unit_test(test_pairs),
+        cmocka_unit_test(test_bf16),    cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_shared),  cmocka_unit_test(test_sharing_saves),
+        cmocka_unit_test(test_limits),
     };
     return cmocka_run_group_tests(tests, open_device, close_device);
 }
