@@ -176,8 +176,10 @@ part_tsan() {
 
 # Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked.
 part_fuzz() {
-    local program name ran=0
-    build fuzz || return
+    local program name ran=0 fuzzers
+    fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
+    # shellcheck disable=SC2086
+    build fuzz $fuzzers || return
     for program in build/fuzz/tests/fuzz_*; do
         [ -x "$program" ] || continue
         name=${program##*/}
