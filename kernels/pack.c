@@ -26,10 +26,11 @@ struct packing {
 
 enum { AHEAD = 8 }; // rows of a head lie apart, where the hardware does not look ahead
 
-static void fetch_row(const uint8_t *row, uint8_t dtype, uint32_t dim)
+// A hint: the address may lie behind what there is, so it is no pointer.
+static void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
 {
     for (uint32_t i = 0; i < dim * (dtype == KVQ_F32 ? 4u : 2u); i += 64)
-        __builtin_prefetch(row + i);
+        __builtin_prefetch((const void *)(row + i));
 }
 
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
@@ -44,8 +45,8 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
     uint8_t *dst_v = raw_record + raw.v_offset + (size_t)slot * 2 * s->v_dim;
     for (uint32_t t = 0; t < tokens; t++) {
         if (t + AHEAD < tokens) {
-            fetch_row(src_k + (t + AHEAD) * kv_k->token_stride, kv_k->dtype, s->k_dim);
-            fetch_row(src_v + (t + AHEAD) * kv_v->token_stride, kv_v->dtype, s->v_dim);
+            fetch_row((uintptr_t)(src_k + (t + AHEAD) * kv_k->token_stride), kv_k->dtype, s->k_dim);
+            fetch_row((uintptr_t)(src_v + (t + AHEAD) * kv_v->token_stride), kv_v->dtype, s->v_dim);
         }
         k->store(src_k + t * kv_k->token_stride, kv_k->dtype, dst_k + (size_t)t * 2 * s->k_dim,
                  s->dtype, s->k_dim, counts);
@@ -76,7 +77,7 @@ static void load_rows(const struct packing *p, uint32_t head, uint32_t first, ui
     const uint32_t dim = p->codec.dim, bytes = 2 * dim;
     const uint8_t *at = raw_record(p, head) + offset + (size_t)first * bytes;
     for (uint32_t t = 0; t < n; t++) {
-        fetch_row(at + (size_t)(t + AHEAD) * bytes, KVQ_F16, dim); // a hint, wherever it points
+        fetch_row((uintptr_t)at + (size_t)(t + AHEAD) * bytes, KVQ_F16, dim);
         load_packable(p, at + (size_t)t * bytes, rows + (size_t)t * dim, dim);
     }
 }

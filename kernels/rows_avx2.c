@@ -164,7 +164,7 @@ static void butterflies(float *row, uint32_t dim, uint32_t h)
 
 static void hadamard_avx2(float *rows, uint32_t n, uint32_t dim)
 {
-    const __m256 norm = _mm256_set1_ps((float)(1.0 / sqrt((double)dim)));
+    const __m256 norm = _mm256_set1_ps(kvq__hadamard_norm(dim));
     for (float *row = rows; row < rows + (size_t)n * dim; row += dim) {
         for (uint32_t i = 0; i < dim; i += 8)
             _mm256_storeu_ps(row + i, butterfly8(_mm256_loadu_ps(row + i)));

@@ -70,7 +70,7 @@ KVQ__INLINE void hadamard_row(float *row, uint32_t dim, __m512 norm)
 
 static void hadamard_avx512(float *rows, uint32_t n, uint32_t dim)
 {
-    const __m512 norm = _mm512_set1_ps((float)(1.0 / sqrt((double)dim)));
+    const __m512 norm = _mm512_set1_ps(kvq__hadamard_norm(dim));
     for (uint32_t r = 0; r < n; r++)
         KVQ__BY_DIM(dim, hadamard_row(rows + (size_t)r * DIM, DIM, norm));
 }

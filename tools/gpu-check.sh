@@ -79,14 +79,14 @@ part_tests() {
     ctest --test-dir "$build" --output-on-failure --no-tests=error -R "$gpu_tests"
 }
 
-# A small set: each tool takes the kernels apart and is some hundred times slower.
+# One program: each tool takes the kernels apart and is many times slower.
 part_sanitizer() {
     if [ -n "$emulate" ] || ! command -v compute-sanitizer; then
         echo "compute-sanitizer: not here, so not run"
         return 0
     fi
     for tool in memcheck racecheck; do
-        KVQ_GPU=0 KVQ_SMALL=1 timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 \
+        KVQ_GPU=0 timeout 280 compute-sanitizer --tool $tool --error-exitcode 9 \
             "$build/tests/test_gpu_pack" || return 1
     done
 }
