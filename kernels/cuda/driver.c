@@ -44,6 +44,7 @@ int kvq_gpu_driver_open(struct kvq_gpu_driver *driver, const char *library, char
         }
         memcpy((char *)driver + entries[i].offset, &symbol, sizeof symbol);
     }
+    driver->kernels_inside = dlsym(driver->library, KVQ_GPU_KERNELS_INSIDE) != NULL;
     return 0;
 }
 

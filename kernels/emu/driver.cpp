@@ -378,6 +378,32 @@ int fill32(kvq_gpu_ptr to, unsigned value, size_t count, kvq_gpu_stream *stream)
     });
 }
 
+// ---- What crosses processes, and what tells about memory: not here ----
+
+int device_uuid(kvq_gpu_uuid *uuid, int)
+{
+    memset(uuid, 0, sizeof(*uuid));
+    memcpy(uuid, "kvq-emulator", 12);
+    return KVQ_GPU_OK;
+}
+
+// Any function, which refuses.
+struct refusal {
+    template <typename... Args> using function = int (*)(Args...);
+    template <typename... Args> static int refuse(Args...)
+    {
+        return KVQ_GPU_NOT_SUPPORTED;
+    }
+    template <typename... Args> operator function<Args...>() const
+    {
+        return refuse<Args...>;
+    }
+};
+const refusal memory_granularity, memory_create, memory_release, memory_export, memory_import;
+const refusal address_reserve, address_free, memory_map, memory_unmap, memory_access;
+const refusal ipc_memory_get, ipc_memory_open, ipc_memory_close, ipc_event_get, ipc_event_open;
+const refusal pointer_get, address_range, host_register, host_unregister, host_device;
+
 // ---- Streams, events, graphs ----
 
 int stream_create(kvq_gpu_stream **stream, unsigned)
@@ -500,6 +526,20 @@ int exec_destroy(kvq_gpu_exec *exec)
 int graph_destroy(kvq_gpu_graph *graph)
 {
     delete graph;
+    return KVQ_GPU_OK;
+}
+
+int launch_host(kvq_gpu_stream *stream, void (*function)(void *), void *data)
+{
+    return give(stream, [=] {
+        function(data);
+        return (int)KVQ_GPU_OK;
+    });
+}
+
+int stream_capturing(kvq_gpu_stream *stream, int *status)
+{
+    *status = stream && stream->capture ? KVQ_GPU_CAPTURE_ACTIVE : KVQ_GPU_CAPTURE_NONE;
     return KVQ_GPU_OK;
 }
 
