@@ -313,10 +313,26 @@ static int prepare_open_queue(struct kvq__connection *c, char *text)
     return 0;
 }
 
+static int no_gpu(char *text)
+{
+    snprintf(text, KVQ_TEXT_BYTES,
+             "this daemon has no GPU; use buffers in the host's memory, or configure one");
+    return KVQ_E_UNSUPPORTED;
+}
+
+// Whether a request for a buffer is about a GPU's memory.
+static bool names_gpu(const Kvq__Request *r)
+{
+    return r->command_case == KVQ__REQUEST__COMMAND_IMPORT_BUFFER ? r->import_buffer->gpu != NULL
+                                                                  : r->create_buffer->gpu.len > 0;
+}
+
 static int prepare_buffer(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
 {
     int error;
     const Kvq__Request *r = c->request;
+    if (names_gpu(r))
+        return no_gpu(text);
     Kvq__CreateBufferReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return no_room(text);
@@ -435,13 +451,21 @@ static void finish(struct kvq__mail *mail)
     kvq__connection_back(c);
 }
 
+// Descriptors that belong beside a request.
+static uint32_t fds_of(const Kvq__Request *r)
+{
+    if (r->command_case != KVQ__REQUEST__COMMAND_IMPORT_BUFFER)
+        return 0;
+    return r->import_buffer->gpu && r->import_buffer->gpu->handle.len > 0 ? 0 : 1;
+}
+
 // What the message alone tells: its turn, its version, the descriptors beside it.
 static int check_request(const struct kvq__connection *c, const struct kvq__packet *packet,
                          char *text)
 {
     Kvq__Request__CommandCase command = c->request->command_case;
     bool hello = command == KVQ__REQUEST__COMMAND_HELLO;
-    uint32_t fds = command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER ? 1 : 0;
+    uint32_t fds = fds_of(c->request);
     if (hello != (c->state == KVQ__CONNECTION_HELLO)) {
         snprintf(text, KVQ_TEXT_BYTES,
                  hello ? "a second hello" : "the first request must be hello");
@@ -530,6 +554,8 @@ static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, 
         return prepare_buffer(c, packet, text);
     case KVQ__REQUEST__COMMAND_CANCEL:
         return prepare_cancel(c, text);
+    case KVQ__REQUEST__COMMAND_OPEN_TIMELINE:
+        return no_gpu(text);
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
         return KVQ_E_INVALID;

@@ -142,6 +142,12 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
                  (open->must_exist ? KVQ__OPEN_MUST_EXIST : 0) |
                  (open->must_create ? KVQ__OPEN_MUST_CREATE : 0),
     };
+    if (open->place[0] && strcmp(open->place, "host") != 0) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "the session is to live on %.60s, but this daemon has no GPU; leave its place out",
+                 open->place);
+        return KVQ_E_UNSUPPORTED;
+    }
     int error = layer_rows(open, arena, &spec, text);
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }

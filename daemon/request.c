@@ -22,7 +22,8 @@ static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, 0, NEED_COUNT | NEW_WORK},
     [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV, NEED_COUNT},
     [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY, NEED_COUNT},
-    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_FLAGS, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV,
+                              NEED_COUNT},
     [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
     [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
     [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
@@ -349,13 +350,11 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 static int check_header(const struct kvq__queue *q)
 {
     const struct kvq_request *r = &q->header;
-    uint64_t pad;
-    memcpy(&pad, r->pad2, sizeof pad);
     if (r->count > KVQ_MAX_BATCH || r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2)
         return KVQ_E_PROTOCOL;
     if (r->op >= KVQ_OP_COUNT)
         return KVQ_E_UNSUPPORTED;
-    if (r->pad0 || r->pad1 || pad || (r->flags & ~operations[r->op].flags))
+    if (r->pad0 || r->pad1 || r->signal || (r->flags & ~operations[r->op].flags))
         return KVQ_E_INVALID;
     if (r->count == 0 && (operations[r->op].needs & NEED_COUNT))
         return KVQ_E_INVALID;

@@ -44,12 +44,14 @@ enum {
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
+    KVQ_MAX_GPUS = 16,           // of one daemon
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
     KVQ_MAX_LIST = 1024,          // elements of repeated fields in one message
     KVQ_WIRE_ARENA = 2048 * 1024, // memory that any message can be unpacked in
+    KVQ_MAX_FIELD_BYTES = 64,     // of a field that is neither text nor message
     KVQ_MAX_PACKET_FDS = 8,
     KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
 

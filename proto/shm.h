@@ -3,12 +3,14 @@
 // The data plane's shared memory, byte by byte. All fields little-endian, fixed width; offsets,
 // never pointers. Atomics on these words live in proto/ring.h alone.
 //
-// Three kinds of memory, all memfds made by the daemon and sealed against shrinking and growing:
+// Four kinds of memory, all memfds made by the daemon and sealed against shrinking and growing:
 //
 //   daemon page   one per daemon, clients map it read-only (sealed against their writing)
 //   request ring  one per queue, client writes: struct kvq_req_page, then KVQ_REQ_SLOTS slots
 //   reply ring    one per queue, daemon writes, client maps it read-only:
 //                 struct kvq_cq_page, then KVQ_CQ_SLOTS slots
+//   timeline page one per queue with requests in the order of a stream, both sides write it
+//                 and make it known to their GPU: struct kvq_timeline_page
 //
 // Indices are free-running 32-bit slot counts; index & (slots - 1) is the slot. A message is a
 // whole number of 64-byte slots and may wrap around the end of the ring. Each side trusts
@@ -31,9 +33,10 @@
 
 #include "proto/limits.h"
 
-#define KVQ_SHM_MAGIC_DAEMON  0x4456514bu // "KVQD"
-#define KVQ_SHM_MAGIC_REQUEST 0x5256514bu // "KVQR"
-#define KVQ_SHM_MAGIC_REPLY   0x4356514bu // "KVQC"
+#define KVQ_SHM_MAGIC_DAEMON   0x4456514bu // "KVQD"
+#define KVQ_SHM_MAGIC_REQUEST  0x5256514bu // "KVQR"
+#define KVQ_SHM_MAGIC_REPLY    0x4356514bu // "KVQC"
+#define KVQ_SHM_MAGIC_TIMELINE 0x5456514bu // "KVQT"
 
 // Files in the daemon's runtime directory.
 #define KVQ_ATTACH_SOCKET  "attach.sock"       // Unix SEQPACKET, for libkvq
@@ -95,6 +98,26 @@ static_assert(sizeof(struct kvq_cq_page) == 384, "layout");
 static_assert(offsetof(struct kvq_cq_page, tail) == 128, "layout");
 static_assert(offsetof(struct kvq_cq_page, req_head) == 256, "layout");
 
+// How a client's stream and the daemon's wait for each other without either's host. Request number
+// n (1, 2, ...) of a queue with KVQ_REQ_ON_STREAM has signal = n. The client's stream writes n to
+// `ready` before it; the daemon's waits for that, does the work and writes n to `done`; the
+// client's waits for that. Both compare as GPUs do: (int64_t)(word - n) >= 0. INT64_MAX lets
+// everything pass: whoever finds the other side gone writes that to the word that its own stream
+// waits for. The values count for nothing but waiting.
+enum { KVQ_TIMELINE_BYTES = 4096 };
+struct kvq_timeline_page {
+    uint32_t magic; // the daemon fills these two once
+    uint32_t version;
+    uint8_t pad0[120];
+    uint64_t ready; // written on the client's stream
+    uint8_t pad1[120];
+    uint64_t done; // written on the daemon's stream
+    uint8_t pad2[KVQ_TIMELINE_BYTES - 264];
+};
+static_assert(sizeof(struct kvq_timeline_page) == KVQ_TIMELINE_BYTES, "layout");
+static_assert(offsetof(struct kvq_timeline_page, ready) == 128, "layout");
+static_assert(offsetof(struct kvq_timeline_page, done) == 256, "layout");
+
 // ---- Requests ----
 
 enum kvq_op {
@@ -115,7 +138,10 @@ enum kvq_op {
 enum kvq_req_flag {
     KVQ_REQ_PAST_ONLY = 1, // attend: only to tokens before the step
     KVQ_REQ_PAGED_KV = 2,  // K and V lie in the engine's paged cache, see pages below
-    KVQ_REQ_FLAGS = 3
+    KVQ_REQ_ON_STREAM = 4, // in the order of the client's stream, by the queue's timeline: APPEND,
+                           // ATTEND, APPEND_ATTEND, READ. Completed when the work is enqueued.
+                           // `done` is written in any case, also if the request is refused.
+    KVQ_REQ_FLAGS = 7
 };
 
 // A strided tensor [rows][heads][head_dim] in a registered buffer; strides in bytes, may not
@@ -146,7 +172,7 @@ struct kvq_request {
     uint32_t page_tokens;
     uint32_t pad1; // zero
     uint64_t k_page_stride, v_page_stride;
-    uint8_t pad2[8];           // zero
+    uint64_t signal;           // ON_STREAM: its number in the queue's timeline; else 0
     struct kvq_wire_view k, v; // APPEND: sources. READ: destinations.
     struct kvq_wire_view q, out;
     struct kvq_wire_view lse;  // fp32, head_stride 4 is usual; optional
@@ -158,6 +184,7 @@ static_assert(offsetof(struct kvq_request, step) == 16, "layout");
 static_assert(offsetof(struct kvq_request, deadline_ns) == 24, "layout");
 static_assert(offsetof(struct kvq_request, page_tokens) == 32, "layout");
 static_assert(offsetof(struct kvq_request, k_page_stride) == 40, "layout");
+static_assert(offsetof(struct kvq_request, signal) == 56, "layout");
 static_assert(offsetof(struct kvq_request, k) == 64, "layout");
 static_assert(offsetof(struct kvq_request, list) == 224, "layout");
 

@@ -226,6 +226,9 @@ static int check_field(struct walk *w, struct seen *seen, const ProtobufCMessage
     }
     if (field->type == PROTOBUF_C_TYPE_STRING)
         return check_text(w, message, field, bytes, length);
+    if (field->type == PROTOBUF_C_TYPE_BYTES && length > KVQ_MAX_FIELD_BYTES)
+        return complain(w, "%s.%s is %llu bytes long; at most %d are taken", message->short_name,
+                        field->name, (unsigned long long)length, KVQ_MAX_FIELD_BYTES);
     if (field->type != PROTOBUF_C_TYPE_MESSAGE)
         return 0;
     struct walk inner = *w;

@@ -3,9 +3,10 @@
 // Control messages in and out of bytes: the one door to the generated code of kvq.proto.
 //
 // Unpacking takes hostile bytes. Before anything is built from them, they are walked once against
-// the message's description: sizes, wire types, counts, repeated single fields, and text (valid
-// UTF-8 without control characters, at most KVQ_TEXT_BYTES - 1 bytes). What passes is built in
-// the caller's arena; nothing is allocated elsewhere and nothing needs to be freed.
+// the message's description: sizes, wire types, counts, repeated single fields, text (valid UTF-8
+// without control characters, at most KVQ_TEXT_BYTES - 1 bytes) and other bytes (at most
+// KVQ_MAX_FIELD_BYTES). What passes is built in the caller's arena; nothing is allocated elsewhere
+// and nothing needs to be freed.
 // Thread-safe: every function touches only its arguments.
 #ifndef KVQ_PROTO_WIRE_H
 #define KVQ_PROTO_WIRE_H

@@ -103,7 +103,7 @@ static void test_header(void **state)
     r.pad1 = 1;
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
     r = good;
-    r.pad2[7] = 1;
+    r.signal = 1ull << 63; // without its flag
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
     r = good;
     r.flags = KVQ_REQ_PAST_ONLY; // not for this operation

@@ -148,6 +148,35 @@ static void test_texts(void **state)
     }
 }
 
+// Fields of plain bytes: UUIDs and handles.
+static void test_bytes(void **state)
+{
+    (void)state;
+    struct bytes b = {.n = 0}, import = {.n = 0}, gpu = {.n = 0};
+    uint8_t handle[KVQ_MAX_FIELD_BYTES + 1];
+    Kvq__Request *request;
+    for (size_t i = 0; i < sizeof handle; i++)
+        handle[i] = (uint8_t)(i * 37);
+    for (size_t n = 0; n <= sizeof handle; n++) {
+        gpu.n = import.n = b.n = 0;
+        put_block(&gpu, 2, handle, n);
+        put_block(&import, 3, gpu.data, gpu.n);
+        put_block(&b, 14, import.data, import.n);
+        if (n > KVQ_MAX_FIELD_BYTES) {
+            refused(&b, KVQ_E_PROTOCOL, "GpuMemory.handle is 65 bytes long; at most 64");
+            continue;
+        }
+        assert_int_equal(unpack(&b, &request), 0);
+        assert_int_equal(request->import_buffer->gpu->handle.len, n);
+        assert_memory_equal(request->import_buffer->gpu->handle.data, handle, n);
+    }
+    put_number(&gpu, 1, 5); // a UUID is no number
+    import.n = b.n = 0;
+    put_block(&import, 3, gpu.data, gpu.n);
+    put_block(&b, 14, import.data, import.n);
+    refused(&b, KVQ_E_PROTOCOL, "GpuMemory.");
+}
+
 static void test_broken_structure(void **state)
 {
     (void)state;
@@ -276,6 +305,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(test_what_is_packed_comes_back, setup),
         cmocka_unit_test_setup(test_texts, setup),
+        cmocka_unit_test_setup(test_bytes, setup),
         cmocka_unit_test_setup(test_broken_structure, setup),
         cmocka_unit_test_setup(test_too_many_elements, setup),
         cmocka_unit_test_setup(test_unknown_fields_are_ignored, setup),
