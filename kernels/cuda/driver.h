@@ -224,6 +224,7 @@ enum {
                                    const struct kvq_gpu_allocation *what,                          \
                                    unsigned long long flags))                                      \
     X(memory_release, cuMemRelease, (kvq_gpu_memory memory))                                       \
+    X(memory_retain, cuMemRetainAllocationHandle, (kvq_gpu_memory *memory, void *at))              \
     X(memory_export, cuMemExportToShareableHandle, (void *handle, kvq_gpu_memory memory,           \
                                                     int type, unsigned long long flags))           \
     X(memory_import, cuMemImportFromShareableHandle, (kvq_gpu_memory *memory, void *handle,        \

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/emu/function.h"
 #include "kernels/emu/global.h"
 
 // What is given to a stream, done at once or recorded.
@@ -31,15 +32,8 @@ struct kvq_gpu_event {
     bool recorded;
 };
 
-struct kvq_gpu_function {
-    const kvq_emu_kernel *kernel;
-    uint32_t dynamic_shared; // most that a launch may ask for
-};
-
 namespace
 {
-enum { DEFAULT_SHARED = 48 * 1024 };
-
 struct device {
     kvq_emu_options options;
     std::vector<kvq_gpu_function> functions;
@@ -204,75 +198,29 @@ int module_function(kvq_gpu_function **function, kvq_gpu_module *, const char *n
 
 int function_get(int *value, int attribute, kvq_gpu_function *function)
 {
-    *value = attribute == KVQ_GPU_DYNAMIC_SHARED ? (int)function->dynamic_shared : 0;
-    return KVQ_GPU_OK;
+    return gpu::emu_function_get(value, attribute, function);
 }
 
 int function_set(kvq_gpu_function *function, int attribute, int value)
 {
-    if (attribute != KVQ_GPU_DYNAMIC_SHARED || value < 0 ||
-        (uint32_t)value > dev.options.shared_bytes)
-        return KVQ_GPU_INVALID_VALUE;
-    function->dynamic_shared = (uint32_t)value;
-    return KVQ_GPU_OK;
+    return gpu::emu_function_set(function, attribute, value, dev.options.shared_bytes);
 }
 
-// As many as their shared memory allows, since nothing else is known here.
 int function_blocks(int *blocks, kvq_gpu_function *, int threads, size_t shared)
 {
-    const size_t each = shared + 1024, by_shared = (dev.options.shared_bytes + 1024) / each;
-    const size_t by_threads = 2048 / (size_t)threads;
-    *blocks = (int)(by_shared < by_threads ? by_shared : by_threads);
-    return KVQ_GPU_OK;
+    return gpu::emu_function_blocks(blocks, threads, shared, dev.options.shared_bytes);
 }
 
-// ---- Launching ----
-
-struct call {
-    const kvq_emu_kernel *kernel;
-    gpu::emu_shape shape;
-    std::vector<uint64_t> args; // aligned as any struct is
-    int operator()()
-    {
-        gpu::emu_report &r = dev.report;
-        if (gpu::emu_launch(kernel->run, args.data(), shape, &r) != 0)
-            return KVQ_GPU_LAUNCH_FAILED;
-        char text[256];
-        if (!gpu::emu_global_spilled(text, sizeof(text)))
-            return KVQ_GPU_OK;
-        snprintf(r.text, sizeof(r.text), "%s: %s", kernel->name, text);
-        return KVQ_GPU_LAUNCH_FAILED;
-    }
-};
-
-int bad_launch(const char *why, const kvq_gpu_function *f, size_t value)
-{
-    snprintf(dev.report.text, sizeof(dev.report.text), "%s: %s (%zu)", f->kernel->name, why, value);
-    return KVQ_GPU_LAUNCH_FAILED;
-}
-
-// Arguments come as kvq_gpu_launch gives them: pointer and size of one buffer.
 int launch(kvq_gpu_function *f, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
            unsigned block_y, unsigned block_z, unsigned shared, kvq_gpu_stream *stream, void **args,
            void **extra)
 {
     guard g(dev.lock);
-    if (args || !extra || extra[0] != (void *)1 || extra[2] != (void *)2)
-        return bad_launch("the emulator takes arguments as one buffer", f, 0);
-    const size_t bytes = *(const size_t *)extra[3];
-    if (bytes != f->kernel->bytes)
-        return bad_launch("launched with an argument of another size than it has", f, bytes);
-    if (grid_x == 0 || grid_y == 0 || grid_y > 65535 || grid_z != 1 || block_y != 1 || block_z != 1)
-        return bad_launch("a grid that a GPU or the emulator cannot have", f, grid_y);
-    if (block_x == 0 || block_x % 32 != 0 || block_x > 1024)
-        return bad_launch("threads must be a multiple of 32, at most 1024", f, block_x);
-    if (shared > f->dynamic_shared)
-        return bad_launch("more shared memory than the function was allowed", f, shared);
-    call c = {f->kernel, {}, std::vector<uint64_t>((bytes + 7) / 8)};
-    c.shape = {(int)grid_x,      (int)grid_y,          (int)block_x, shared,
-               dev.options.seed, dev.options.truncate, true};
-    memcpy(c.args.data(), extra[1], bytes);
-    return give(stream, c);
+    const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
+    gpu::emu_job job;
+    const int result = gpu::emu_make_job(f, grid, block, shared, args, extra, dev.options, &job,
+                                         dev.report.text, sizeof(dev.report.text));
+    return result ? result : give(stream, [=] { return job.run(&dev.report); });
 }
 
 // ---- Memory ----
@@ -320,7 +268,7 @@ int host_free(void *at)
 // Whether device memory has these bytes; the message is the caller's business.
 bool has(kvq_gpu_ptr at, size_t bytes)
 {
-    return bytes == 0 || gpu::emu_global_holds((const void *)at, bytes);
+    return bytes == 0 || gpu::emu_global_holds((const void *)at, bytes, true, ~0u);
 }
 
 int copy_in(kvq_gpu_ptr to, const void *from, size_t bytes, kvq_gpu_stream *stream)
@@ -399,7 +347,8 @@ struct refusal {
         return refuse<Args...>;
     }
 };
-const refusal memory_granularity, memory_create, memory_release, memory_export, memory_import;
+const refusal memory_granularity, memory_create, memory_release, memory_retain, memory_export;
+const refusal memory_import;
 const refusal address_reserve, address_free, memory_map, memory_unmap, memory_access;
 const refusal ipc_memory_get, ipc_memory_open, ipc_memory_close, ipc_event_get, ipc_event_open;
 const refusal pointer_get, address_range, host_register, host_unregister, host_device;
@@ -550,15 +499,7 @@ const auto event_query = event_done, event_sync = event_done;
 void kvq_emu_set(const struct kvq_emu_options *options)
 {
     guard g(dev.lock);
-    kvq_emu_options o = {};
-    if (options)
-        o = *options;
-    o.seed = o.seed ? o.seed : 1;
-    o.multiprocessors = o.multiprocessors ? o.multiprocessors : 132;
-    o.capability = o.capability ? o.capability : 90;
-    o.shared_bytes = o.shared_bytes ? o.shared_bytes : 227 * 1024;
-    o.memory = o.memory ? o.memory : (uint64_t)64 << 30;
-    dev.options = o;
+    dev.options = gpu::emu_complete(options);
 }
 
 const struct kvq_gpu_driver *kvq_emu_driver_with(const struct kvq_emu_kernel *kernels, size_t n)
@@ -569,7 +510,7 @@ const struct kvq_gpu_driver *kvq_emu_driver_with(const struct kvq_emu_kernel *ke
         kvq_emu_set(NULL);
     dev.functions.clear();
     for (size_t i = 0; i < n; i++)
-        dev.functions.push_back({&kernels[i], DEFAULT_SHARED});
+        dev.functions.push_back({&kernels[i], gpu::EMU_DEFAULT_SHARED});
     dev.context = &dev;
     table.name = "emulator";
     table.kernels_inside = true;
