@@ -219,6 +219,7 @@ int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &
     m.random = shape.seed * 2 + 1;
     m.truncate = shape.truncate;
     m.driver = shape.driver;
+    m.device = shape.device;
     m.fibers.resize(shape.threads);
     m.warps.resize(shape.threads / WARP);
     emu_machine = &m;

@@ -73,6 +73,7 @@ struct emu_shape {
     uint64_t seed;
     bool truncate;
     bool driver = false;
+    int device = 0; // the bit of its pieces, see global.h
 };
 int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &shape,
                emu_report *report);

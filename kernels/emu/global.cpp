@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include <map>
+#include <mutex>
 
 #include "kernels/emu/machine.h"
 
@@ -15,25 +16,34 @@ namespace gpu
 {
 enum { PAGE = 4096, ALIGN = 256, CANARY = 0xa5 };
 
-struct piece {
-    size_t bytes;  // asked for
-    uint8_t *base; // of the mapping
+struct piece : emu_piece {
+    uint8_t *base; // of the mapping; NULL if it is not ours
     size_t mapped;
 };
 
-static std::map<uintptr_t, piece> pieces;
+typedef std::map<uintptr_t, piece> piece_map;
+static piece_map pieces;
+static std::mutex pieces_lock;
+
+typedef std::lock_guard<std::mutex> guard;
 
 static size_t round_up(size_t n, size_t to)
 {
     return (n + to - 1) / to * to;
 }
 
+// With pieces_lock held.
+static void add(void *at, const piece &p)
+{
+    memset((uint8_t *)at + p.bytes, CANARY, p.room - p.bytes);
+    pieces[(uintptr_t)at] = p;
+}
+
 void *emu_global_alloc(size_t bytes)
 {
-    piece p;
+    guard g(pieces_lock);
     const size_t room = round_up(bytes, ALIGN), inner = round_up(room, PAGE);
-    p.bytes = bytes;
-    p.mapped = inner + 2 * PAGE;
+    piece p = {{bytes, room, ~0u, ~0u, 0}, NULL, inner + 2 * PAGE};
     void *base =
         mmap(NULL, p.mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED)
@@ -45,49 +55,86 @@ void *emu_global_alloc(size_t bytes)
     }
     uint8_t *at = p.base + PAGE + inner - room;
     memset(at, 0xff, bytes); // NaN as fp16 and as fp32
-    memset(at + bytes, CANARY, room - bytes);
-    pieces[(uintptr_t)at] = p;
+    add(at, p);
     return at;
 }
 
 bool emu_global_free(void *at)
 {
+    guard g(pieces_lock);
     const auto found = pieces.find((uintptr_t)at);
-    if (found == pieces.end())
+    if (found == pieces.end() || !found->second.base)
         return false;
     munmap(found->second.base, found->second.mapped);
     pieces.erase(found);
     return true;
 }
 
+void emu_global_add(void *at, const emu_piece &what)
+{
+    guard g(pieces_lock);
+    add(at, piece{what, NULL, 0});
+}
+
+bool emu_global_remove(void *at)
+{
+    guard g(pieces_lock);
+    return pieces.erase((uintptr_t)at) > 0;
+}
+
 size_t emu_global_pieces()
 {
-    return pieces.size();
+    guard g(pieces_lock);
+    size_t n = 0;
+    for (const auto &p : pieces)
+        n += p.second.base != NULL;
+    return n;
 }
 
 size_t emu_global_used()
 {
+    guard g(pieces_lock);
     size_t sum = 0;
     for (const auto &p : pieces)
-        sum += p.second.bytes;
+        sum += p.second.base ? p.second.bytes : 0;
     return sum;
 }
 
-bool emu_global_holds(const void *at, size_t bytes)
+static bool holds(const piece_map &map, const void *from, size_t bytes, bool write,
+                  uint32_t devices)
 {
-    auto found = pieces.upper_bound((uintptr_t)at);
-    if (found == pieces.begin())
+    uintptr_t at = (uintptr_t)from;
+    auto found = map.upper_bound(at);
+    if (found == map.begin())
         return false;
     --found;
-    const size_t offset = (uintptr_t)at - found->first;
-    return offset <= found->second.bytes && bytes <= found->second.bytes - offset;
+    for (;;) {
+        const piece &p = found->second;
+        const size_t offset = at - found->first;
+        if (!((write ? p.writable : p.readable) & devices) || offset > p.bytes)
+            return false;
+        if (bytes <= p.bytes - offset)
+            return true;
+        bytes -= p.bytes - offset;
+        at = found->first + p.bytes;
+        if (++found == map.end() || found->first != at || p.group == 0 ||
+            found->second.group != p.group)
+            return false;
+    }
+}
+
+bool emu_global_holds(const void *at, size_t bytes, bool write, uint32_t devices)
+{
+    guard g(pieces_lock);
+    return holds(pieces, at, bytes, write, devices);
 }
 
 bool emu_global_spilled(char *text, size_t n)
 {
+    guard g(pieces_lock);
     for (const auto &p : pieces) {
         const uint8_t *at = (const uint8_t *)p.first;
-        for (size_t i = p.second.bytes; i < round_up(p.second.bytes, ALIGN); i++) {
+        for (size_t i = p.second.bytes; i < p.second.room; i++) {
             if (at[i] == CANARY)
                 continue;
             snprintf(text, n, "device memory written %zu bytes behind the end of a piece of %zu",
@@ -97,6 +144,9 @@ bool emu_global_spilled(char *text, size_t n)
     }
     return false;
 }
+
+// The pieces as they were when the launch began: other threads may allocate meanwhile.
+static piece_map launched;
 
 // ---- Who wrote what in this launch ----
 //
@@ -127,6 +177,8 @@ void emu_global_start()
         table.assign(1024, written());
     in_table = 0;
     counters.clear();
+    guard g(pieces_lock);
+    launched = pieces;
 }
 
 static written &slot_of(uintptr_t unit)
@@ -169,20 +221,23 @@ static void check_seen(uintptr_t unit, const place &p, bool counting)
                thread(), p.what, p.file, p.line);
 }
 
-static void check_place(const void *at, uint32_t bytes, uint32_t align, const place &p)
+static void check_place(const void *at, uint32_t bytes, bool write, const place &p)
 {
+    const uint32_t align = bytes < 16 ? bytes : 16, device = 1u << emu_machine->device;
     if ((uintptr_t)at % align != 0)
         emu_refuse("%s at %p by block %d, thread %d at %s:%d: the address must be a multiple of %u",
                    p.what, at, emu_block(), thread(), p.file, p.line, align);
-    if (emu_machine->driver && !emu_global_holds(at, bytes))
+    if (emu_machine->driver && !holds(launched, at, bytes, write, device))
         emu_refuse("%s of %u bytes at %p by block %d, thread %d at %s:%d: no piece of device "
-                   "memory has them all",
-                   p.what, bytes, at, emu_block(), thread(), p.file, p.line);
+                   "memory %s",
+                   p.what, bytes, at, emu_block(), thread(), p.file, p.line,
+                   holds(launched, at, bytes, false, ~0u) ? "that this device may so use has them"
+                                                          : "has them all");
 }
 
 void emu_global_check(const void *from, uint32_t bytes, const place &p)
 {
-    check_place(from, bytes, bytes < 16 ? bytes : 16, p);
+    check_place(from, bytes, false, p);
     if (in_table == 0)
         return;
     for (uintptr_t u = (uintptr_t)from / UNIT; u <= ((uintptr_t)from + bytes - 1) / UNIT; u++)
@@ -191,7 +246,7 @@ void emu_global_check(const void *from, uint32_t bytes, const place &p)
 
 static void note_write(const void *at, uint32_t bytes, const place &p, bool counting)
 {
-    check_place(at, bytes, bytes < 16 ? bytes : 16, p);
+    check_place(at, bytes, true, p);
     for (uintptr_t u = (uintptr_t)at / UNIT; u <= ((uintptr_t)at + bytes - 1) / UNIT; u++) {
         check_seen(u, p, counting);
         written &w = slot_of(u);

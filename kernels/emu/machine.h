@@ -97,6 +97,7 @@ struct machine {
     uint32_t time;
     uint64_t random;
     bool truncate, refused, driver;
+    int device;
     emu_stack *launcher;
 };
 
