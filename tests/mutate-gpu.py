@@ -8,28 +8,39 @@
     tests/mutate-gpu.py --list                  name them
     --jobs N      errors at a time (default: the cores)
     --resume FILE note what was caught in FILE, and do not do it again there
+    --learn       find out what sees each error soonest, and write tests/mutate_gpu_first.txt
 
 BUILD is a build folder of this tree with the emulator and its tests. For each error the files it
 touches are copied, changed, compiled with what depends on them, and linked with the rest of the
 build; the sources and the build stay as they are. An error is caught if a test that should see it
-fails, crashes or does not end. Prints `N passed, M failed`.
+fails, crashes or does not end.
+
+tests/mutate_gpu_first.txt names for an error one source and one case of its test that see it: with
+the error in that source alone, that case is run first. Only if it passes, everything is compiled
+with the error, and the whole test decides. Prints `N passed, M failed`.
 """
 import argparse
+import collections
 import concurrent.futures
-import functools
 import importlib.util
 import json
 import os
 import random
+import re
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+FIRST = os.path.join(ROOT, "tests", "mutate_gpu_first.txt")
 ARCHIVES = ("libkvq_gpu_device.a", "libkvq_cuda_emu.a", "libkvq_gpu.a", "libkvq_emu.a",
             "libkvq_kernels.a")
 TEST_SECONDS, COMPILE_SECONDS, SKIPPED = 180, 300, 77
+Look = collections.namedtuple("Look", "source case")  # where an error is seen
 
 
 class Broken(Exception):
@@ -45,6 +56,26 @@ def load_list():
     if len(set(names)) != len(names):
         raise Broken("tests/mutate_gpu_list.py: two errors have the same name")
     return module.MUTATIONS
+
+
+def load_first():
+    """{error: Look}; one that is missing or out of date costs time, nothing else."""
+    with open(FIRST, encoding="utf-8") as file:
+        rows = [line.split() for line in file if line.strip() and not line.startswith("#")]
+    return {name: Look(source, case) for name, source, case in rows}
+
+
+def save_first(first, mutations):
+    with open(FIRST, "w", encoding="utf-8") as file:
+        file.write("# Written by tests/mutate-gpu.py --learn: error, source, case of its test.\n")
+        for m in mutations:
+            if m.name in first:
+                file.write(" ".join((m.name, *first[m.name])) + "\n")
+
+
+def cases_of(test):
+    with open(os.path.join(ROOT, "tests", test + ".cpp"), encoding="utf-8") as file:
+        return re.findall(r"cmocka_unit_test\((\w+)\)", file.read())
 
 
 class Build:
@@ -65,20 +96,34 @@ class Build:
             self.commands[made] = (entry["directory"], words)
             self.source[made] = os.path.relpath(entry["file"], ROOT)
 
-    @functools.lru_cache(maxsize=None)
+        self.notes, self.lock = {}, threading.Lock()
+        if os.path.exists(os.path.join(folder, "build.ninja")):
+            self.read_ninja()
+
+    def read_ninja(self):
+        """Ninja takes the compiler's notes in, and tells them all at once."""
+        status, text = run(["ninja", "-t", "deps"], self.folder, COMPILE_SECONDS)
+        if status != 0:
+            raise Broken(f"ninja -t deps: {text[-2000:]}")
+        for block in text.split("\n\n"):
+            lines = block.strip().split("\n")
+            output = lines[0].split(": #deps")[0]
+            self.notes[output] = {os.path.normpath(os.path.join(self.folder, line.strip()))
+                                  for line in lines[1:]}
+
     def read_by(self, output):
-        """What compiling an object reads: by the notes the compiler left, or asked again."""
-        directory, words = self.commands[output]
-        try:
-            with open(os.path.join(directory, output + ".d"), encoding="utf-8") as file:
-                text = file.read()
-        except OSError:  # ninja takes them in
-            plain = [w for w in words if w not in ("-c", "-o", output)]
-            status, text = run([*plain, "-MM"], directory, COMPILE_SECONDS)
-            if status != 0:
-                raise Broken(f"{output}: the compiler does not say what it reads:\n{text[-2000:]}")
-        names = text.replace("\\\n", " ").split()[1:]
-        return {os.path.normpath(os.path.join(directory, name)) for name in names}
+        """What compiling an object reads, by the notes the compiler left."""
+        with self.lock:
+            if output not in self.notes:
+                path = os.path.join(self.commands[output][0], output + ".d")
+                try:
+                    with open(path, encoding="utf-8") as file:
+                        names = file.read().replace("\\\n", " ").split()[1:]
+                except OSError as error:
+                    raise Broken(f"{output} is not built: {error}") from error
+                self.notes[output] = {os.path.normpath(os.path.join(self.commands[output][0], name))
+                                      for name in names}
+            return self.notes[output]
 
     def depends(self, output, path):
         return os.path.join(ROOT, path) in self.read_by(output)
@@ -99,16 +144,21 @@ class Build:
         return os.path.join(self.commands[output][0], output)
 
 
-def run(command, cwd, seconds):
+def run(command, cwd, seconds, environment=None):
     """Exit status and output; None as the status if it did not end in time."""
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace",
-                              timeout=seconds)
+                              timeout=seconds, env={**os.environ, **(environment or {})})
     except subprocess.TimeoutExpired:
         return None, f"did not end in {seconds} s"
     except OSError as error:
         raise Broken(f"{command[0]}: {error}; build all tests first") from error
     return done.returncode, done.stdout + done.stderr
+
+
+def run_test(program, cwd, case="*"):
+    """Ends at the first failure."""
+    return run([program], cwd, TEST_SECONDS, {"KVQ_TEST_CASES": case, "CMOCKA_TEST_ABORT": "1"})
 
 
 def plant(mutation, overlay):
@@ -129,7 +179,7 @@ def plant(mutation, overlay):
     return {path for path, _, _ in mutation.changes}
 
 
-def compile_changed(build, output, overlay, to):
+def compile_changed(build, output, overlay, to, level):
     """Compiles an object again, with the overlay's files in front of the tree's."""
     directory, words = build.commands[output]
     source = build.source[output]
@@ -137,8 +187,9 @@ def compile_changed(build, output, overlay, to):
     place = {output: to}
     if os.path.exists(changed):
         place[os.path.join(ROOT, source)] = changed
-    words = [place.get(word, word) for word in words if word not in ("-Werror", "-g")]
-    status, text = run([words[0], "-I", overlay, *words[1:]], directory, COMPILE_SECONDS)
+    words = [place.get(word, word) for word in words
+             if word not in ("-Werror", "-g") and not word.startswith("-O")]
+    status, text = run([words[0], level, "-I", overlay, *words[1:]], directory, COMPILE_SECONDS)
     if status != 0:
         raise Broken(f"{source} does not compile with it:\n{text[-2000:]}")
 
@@ -154,43 +205,95 @@ def link(build, test, objects, output):
         raise Broken(f"{test} cannot be linked:\n{text[-2000:]}")
 
 
-def try_one(build, mutation):
-    """(caught, what happened)."""
-    with tempfile.TemporaryDirectory(prefix="kvq-mutate-") as folder:
-        overlay = os.path.join(folder, "tree")
-        changed = plant(mutation, overlay)
+class Planted:
+    """One error: its changed files, and the programs made with it."""
+
+    def __init__(self, build, mutation, folder):
+        self.build, self.mutation, self.folder = build, mutation, folder
+        self.overlay = os.path.join(folder, "tree")
+        changed = plant(mutation, self.overlay)
+        self.own = build.objects_of(mutation.test)
+        self.concerned = [output for output in [*self.own, *build.library_objects()]
+                          if any(build.depends(output, path) for path in changed)]
+        if not self.concerned:
+            raise Broken(f"{mutation.name}: nothing in the build depends on {changed}")
+
+    def sources(self):
+        return [self.build.source[output] for output in self.concerned]
+
+    def program(self, source=None):
+        """With the error everywhere, or in one source alone, which is compiled fast."""
         made = {}
-        for test in mutation.tests:
-            own, library = build.objects_of(test), build.library_objects()
-            for output in [*own, *library]:
-                if output in made or not any(build.depends(output, path) for path in changed):
-                    continue
-                made[output] = os.path.join(folder, f"{len(made)}.o")
-                compile_changed(build, output, overlay, made[output])
-            if not made:
-                raise Broken(f"{mutation.name}: nothing in the build depends on {changed}")
-            objects = [made.get(output, build.path_of(output)) for output in own]
-            objects += [made[output] for output in library if output in made]
-            program = os.path.join(folder, test)
-            link(build, test, objects, program)
-            status, text = run([program], folder, TEST_SECONDS)
-            if status is None or status not in (0, SKIPPED):
-                lines = [x for x in text.split("\n") if "ERROR" in x or "fail" in x.lower()]
-                return True, f"{test}: {(lines or [text[-200:]])[0].strip()[:160]}"
-    return False, f"{', '.join(mutation.tests)} passed all the same"
+        for output in self.concerned:
+            if source in (None, self.build.source[output]):
+                made[output] = os.path.join(self.folder, f"{len(made)}.o")
+                compile_changed(self.build, output, self.overlay, made[output],
+                                "-O0" if source else "-O1")
+        objects = [made.get(output, self.build.path_of(output)) for output in self.own]
+        objects += [made[output] for output in made if output not in self.own]
+        program = os.path.join(self.folder, self.mutation.test)
+        link(self.build, self.mutation.test, objects, program)
+        return program
+
+    def seen(self, program, case="*"):
+        """What a test says that fails; empty if it passes."""
+        status, text = run_test(program, self.folder, case)
+        if status in (0, SKIPPED):
+            return ""
+        lines = [x for x in text.split("\n") if "ERROR" in x or "fail" in x.lower()]
+        return f"{self.mutation.test}: {(lines or [text[-200:]])[0].strip()[:160]}"
 
 
-def check_base(build, mutations, jobs):
-    """The tests pass without any error planted; else nothing that follows means anything."""
-    tests = sorted({test for mutation in mutations for test in mutation.tests})
-    for test in tests:
-        build.objects_of(test)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(lambda t: run([os.path.join(build.folder, "tests", t)], ROOT,
-                                         TEST_SECONDS), tests)
-        for test, (status, text) in zip(tests, results):
-            if status != 0:
-                raise Broken(f"{test} fails without any error planted ({status}):\n{text[-2000:]}")
+class Base:
+    """The tests without any error pass; else nothing that follows means anything."""
+
+    def __init__(self, build):
+        self.build, self.lock, self.locks, self.seconds = build, threading.Lock(), {}, {}
+
+    def check(self, test, case="*"):
+        """Seconds that the case takes. Every case is run once."""
+        key = test, case
+        with self.lock:
+            lock = self.locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self.seconds:
+                start = time.monotonic()
+                status, text = run_test(os.path.join(self.build.folder, "tests", test), ROOT, case)
+                if status != 0:
+                    raise Broken(f"{test} ({case}) fails without any error planted ({status}):\n"
+                                 f"{text[-2000:]}")
+                self.seconds[key] = time.monotonic() - start
+            return self.seconds[key]
+
+
+def try_one(build, base, mutation, look):
+    """What the test says that catches it; empty if none does."""
+    with tempfile.TemporaryDirectory(prefix="kvq-mutate-") as folder:
+        planted = Planted(build, mutation, folder)
+        if look and look.source in planted.sources() and look.case in cases_of(mutation.test):
+            base.check(mutation.test, look.case)
+            what = planted.seen(planted.program(look.source), look.case)
+            if what:
+                return what
+        base.check(mutation.test)
+        return planted.seen(planted.program())
+
+
+def learn(build, base, mutation):
+    """The Look that sees an error soonest, as far as trying short cases first tells; or None."""
+    cases = sorted(cases_of(mutation.test), key=lambda case: base.check(mutation.test, case))
+    with tempfile.TemporaryDirectory(prefix="kvq-mutate-") as folder:
+        planted = Planted(build, mutation, folder)
+        programs = {}
+        for case in cases:
+            for source in sorted(planted.sources(), key=lambda s: ("d64" not in s, s)):
+                if source not in programs:
+                    made = planted.program(source)
+                    programs[source] = made + str(len(programs))
+                    os.rename(made, programs[source])
+                if planted.seen(programs[source], case):
+                    return Look(source, case)
+    return None
 
 
 def chosen(mutations, options):
@@ -209,10 +312,12 @@ def read_noted(path):
         return set()
 
 
-def attempt(build, mutation, options):
+def attempt(build, base, mutation, look, options):
     """True if the error was caught; prints what happened."""
     try:
-        caught, what = try_one(build, mutation)
+        what = try_one(build, base, mutation, look)
+        caught = bool(what)
+        what = what or f"{mutation.test} passed all the same"
     except Broken as error:
         caught, what = False, str(error)
     print(f"{'caught' if caught else 'MISSED'}  {mutation.name}: {what}", flush=True)
@@ -222,6 +327,35 @@ def attempt(build, mutation, options):
     return caught
 
 
+def learn_all(build, mutations, every, options):
+    """Renews the lines of some errors. Returns how many were seen."""
+    first, base = load_first(), Base(build)
+
+    def one(mutation):
+        look, why = None, "is not seen"
+        try:
+            look = learn(build, base, mutation)
+        except Broken as error:
+            why = str(error)
+        print(mutation.name, *(look or (why,)), flush=True)
+        return look
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        found = dict(zip((m.name for m in mutations), pool.map(one, mutations)))
+    first.update({name: look for name, look in found.items() if look})
+    save_first(first, every)
+    return sum(look is not None for look in found.values())
+
+
+def plant_all(build, mutations, options):
+    """Returns how many were caught."""
+    noted = read_noted(options.resume) if options.resume else set()
+    left = [m for m in mutations if m.name not in noted]
+    first, base = load_first(), Base(build)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        caught = sum(pool.map(lambda m: attempt(build, base, m, first.get(m.name), options), left))
+    return caught + len(mutations) - len(left)
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("build", nargs="?")
@@ -229,29 +363,27 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--learn", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--resume", default="")
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        mutations = chosen(load_list(), options)
+        every = load_list()
+        mutations = chosen(every, options)
         if options.list:
             for mutation in mutations:
-                print(f"{mutation.name:32} {', '.join(mutation.tests)}")
+                print(f"{mutation.name:32} {mutation.test}")
             return 0
         if not options.build or not mutations:
             parser.error("name a build folder" if mutations else "no error has that name")
         build = Build(options.build)
-        noted = read_noted(options.resume) if options.resume else set()
-        left = [m for m in mutations if m.name not in noted]
-        if left:
-            check_base(build, left, options.jobs)
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            caught = sum(pool.map(lambda m: attempt(build, m, options), left))
+        passed = (learn_all(build, mutations, every, options) if options.learn
+                  else plant_all(build, mutations, options))
     except Broken as error:
         print(error)
         print("mutate-gpu: 0 passed, 1 failed")
         return 1
-    passed = caught + len(mutations) - len(left)
     print(f"mutate-gpu: {passed} passed, {len(mutations) - passed} failed")
     return 0 if passed == len(mutations) else 1
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for mutate-gpu.py to plant: name, tests of which one must fail, and what is changed. The
-text to be replaced must stand in its file exactly once."""
+"""Errors for mutate-gpu.py to plant: name, the test that must fail, and what is changed. The text
+to be replaced must stand in its file exactly once."""
 import collections
 
-Mutation = collections.namedtuple("Mutation", "name tests changes")
+Mutation = collections.namedtuple("Mutation", "name test changes")
 CUDA = "kernels/cuda/"
 EMU = "kernels/emu/"
 
 
 def one(name, test, path, old, new):
-    return Mutation(name, (test,), ((path, old, new),))
+    return Mutation(name, test, ((path, old, new),))
 
 
 def attend(name, path, old, new):
@@ -125,6 +125,13 @@ MUTATIONS = [
            "g.at = page.packed + (size_t)(head / 2) * a.recipe.layout.record_bytes"),
     attend("too-much-shared", "attend.c", "uint32_t to = (uint32_t)(tokens / s.split_tokens);",
            "uint32_t to = (uint32_t)(tokens / s.split_tokens) + 1;"),
+    one("attend-items-of-the-bucket", "test_gpu_replay", CUDA + "attend.c",
+        "header.narrow_items = w.used.narrow_items;",
+        "header.narrow_items = limits->narrow_items;"),
+    one("attend-counter-stays", "test_gpu_replay", CUDA + "attend_sums.h",
+        "gpu::fetch_inc(a.counters + t * a.kv_heads + h.item.head,\n"
+        "                                            splits - 1) == splits - 1);",
+        "gpu::fetch_add(a.counters + t * a.kv_heads + h.item.head, 1) == splits - 1);"),
 
     # Storing, packing, reading.
     pack("norm-not-as-stored", "pack.cu", "1.0f / kvq__f16_to_f32(stored)", "1.0f / norm"),
@@ -244,7 +251,7 @@ MUTATIONS = [
         "return true;"),
     emu("one-order", "emu", "emu.cpp", "m.random = shape.seed * 2 + 1;", "m.random = 1;"),
     emu("no-end-of-memory", "emu", "global.cpp",
-        "offset <= found->second.bytes && bytes <= found->second.bytes - offset", "offset >= 0"),
+        "        if (bytes <= p.bytes - offset)\n", "        if (bytes)\n"),
     emu("spills-unseen", "driver", "global.cpp", "            if (at[i] == CANARY)\n",
         "            if (at[i] <= CANARY)\n"),
     emu("matrix-transposed", "words", "collectives.cpp",

@@ -2,7 +2,9 @@
 //
 // Attention on the GPU, run in the emulator, is what kernels.h promises: for every format, shape
 // and way that a batch may look, within 2e-3 of double precision over what the same cache holds,
-// and the same to the bit however the work is spread. KVQ_FULL=1 tries more.
+// and the same to the bit however the work is spread. Rows with large logits are granted more than
+// 2e-3 (compare() in gpu_kit.cpp says how much and why); fewer than one in a hundred need it.
+// KVQ_FULL=1 tries more, KVQ_SEED=N another order of lanes, warps, blocks and copies.
 #include <stdlib.h>
 
 #include "tests/gpu_kit.h"
@@ -15,10 +17,12 @@ static bool full()
     return wanted && strcmp(wanted, "1") == 0;
 }
 
+static tally rows_of_all;
+
 // The error over what it may be.
 static double expect(const char *what, const layer &l, const session &s, const result &r)
 {
-    const double worst = worst_error(l, s, r);
+    const double worst = worst_error(l, s, r, &rows_of_all);
     if (!(worst <= 1))
         fail_msg(
             "%s: %s, head_dim %u, dtype %u, %u heads for %u, window %u, soft-cap %g, V rotation "
@@ -549,6 +553,19 @@ static void test_measure(void **)
     assert_true(worst_error(l, s, r) > 1);
 }
 
+// All rows together, with nothing granted to those whose logits are large.
+static void test_all_rows(void **)
+{
+    const tally &t = rows_of_all;
+    if (t.rows < 1000)
+        skip(); // this case alone
+    const double mean = sqrt(t.squares / (double)t.rows), above = (double)t.above / (double)t.rows;
+    print_message("%llu rows: errors of %.1e (root of the mean square), %.2f%% above 2e-3\n",
+                  (unsigned long long)t.rows, mean, 100 * above);
+    assert_true(mean <= 1e-3);
+    assert_true(above <= 0.01);
+}
+
 int main(void)
 {
     const CMUnitTest tests[] = {
@@ -558,7 +575,8 @@ int main(void)
         cmocka_unit_test(test_wide),    cmocka_unit_test(test_pairs),
         cmocka_unit_test(test_bf16),    cmocka_unit_test(test_bits),
         cmocka_unit_test(test_shared),  cmocka_unit_test(test_sharing_saves),
-        cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_limits),  cmocka_unit_test(test_all_rows),
     };
+    cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_device, close_device);
 }

@@ -737,5 +737,6 @@ int main(void)
         cmocka_unit_test(test_store),    cmocka_unit_test(test_read),
         cmocka_unit_test(test_merge),
     };
+    cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

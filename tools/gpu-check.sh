@@ -72,7 +72,7 @@ part_build() {
         cmake --build "$build" -j "$(nproc)" --target kvq_gpu_rig
 }
 
-gpu_tests='^test_gpu_(driver|attend|pack)$'
+gpu_tests='^test_gpu_(driver|attend|long|replay|pack)$'
 
 part_tests() {
     [ -n "$emulate" ] || export KVQ_GPU=0

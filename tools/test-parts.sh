@@ -123,25 +123,19 @@ part_release() {
     check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/release
 }
 
-# Errors planted into the GPU kernels: a twelfth of them, others with every commit, since each takes
-# several seconds; all under --full.
+# Errors planted into the GPU kernels, all of them: half a second each.
 part_planted() {
-    local commits
+    local resume=()
     [ -d build/release ] || build release || return
-    commits=$(git rev-list --count HEAD 2>/dev/null || echo 1)
-    if [ $full = 1 ]; then
-        check_counted "planted errors" 7200 tests/mutate-gpu.py build/release --jobs "$jobs" \
-            --resume build/full/planted-caught
-    else
-        check_counted "planted errors" 600 tests/mutate-gpu.py build/release --jobs "$jobs" \
-            --part 12 --seed "$commits"
-    fi
+    [ $full = 1 ] && resume=(--resume build/full/planted-caught)
+    check_counted "planted errors" $((full ? 7200 : 600)) tests/mutate-gpu.py build/release \
+        --jobs "$jobs" "${resume[@]}"
 }
 
-# Under --full also with other numbers, and on an emulated CPU that has no AVX at all, where a
-# stray instruction would be fatal.
+# Under --full also with other numbers, GPU kernels in other orders and shapes, and on an emulated
+# CPU that has no AVX at all, where a stray instruction would be fatal.
 part_kernels() {
-    local mask seed
+    local mask seed gpu_kernels='^test_gpu_(attend|long|replay|pack)$'
     [ -d build/release ] || build release || return
     for mask in c avx2 avx512; do
         KVQ_CPU_MASK=$mask run_ctest release 400 -L kernels
@@ -149,7 +143,9 @@ part_kernels() {
     [ $full = 1 ] || return
     for seed in $(seq 2 "$seeds"); do
         KVQ_SEED=$seed run_ctest release 1200 -L kernels
+        KVQ_SEED=$seed run_ctest release 1200 -R "$gpu_kernels"
     done
+    KVQ_FULL=1 run_ctest release 1200 -R "$gpu_kernels"
     check "no AVX" 7200 qemu-x86_64 -cpu Nehalem build/release/tests/check
 }
 

@@ -5,6 +5,7 @@
 #ifndef KVQ_TESTS_PLAIN_CMOCKA_H
 #define KVQ_TESTS_PLAIN_CMOCKA_H
 
+#include <fnmatch.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -29,6 +30,12 @@ enum plain_end { PLAIN_PASSED, PLAIN_FAILED, PLAIN_SKIPPED };
 // One program is one source file that includes this and runs tests, and perhaps others that only
 // assert; weak symbols let them share where a test ends.
 __attribute__((weak)) jmp_buf plain_escape;
+__attribute__((weak)) const char *plain_filter;
+
+__attribute__((weak)) void cmocka_set_test_filter(const char *pattern)
+{
+    plain_filter = pattern;
+}
 
 __attribute__((weak, noreturn)) void plain_leave(int end)
 {
@@ -96,6 +103,8 @@ static inline int plain_run(const struct CMUnitTest *tests, size_t n, plain_fixt
         return 1;
     }
     for (size_t i = 0; i < n; i++) {
+        if (plain_filter && fnmatch(plain_filter, tests[i].name, 0) != 0)
+            continue;
         printf("[ RUN      ] %s\n", tests[i].name);
         fflush(stdout);
         const int end = plain_run_one(tests[i].run, &state);
