@@ -55,7 +55,7 @@ static void region_gone_on_loop(struct kvq__mail *mail)
     kvq__region_free(region);
 }
 
-void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, void *base)
+void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer)
 {
     struct kvq__connection *c;
     struct kvq__region *region = NULL;
@@ -64,7 +64,7 @@ void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, void *
             break;
     if (c)
         LIST_FOREACH (region, &c->regions, link)
-            if (region->shm.map == base)
+            if (region->id == buffer)
                 break;
     assert(region);
     LIST_REMOVE(region, link);
@@ -140,7 +140,8 @@ static int run_close_queue(struct kvq__connection *c, char *text)
 static int run_add_buffer(struct kvq__connection *c, char *text)
 {
     struct kvq__region *region = c->region;
-    int error = kvq__buffer_add(c->client, region->shm.map, region->shm.bytes, &region->id, text);
+    struct kvq__buffer_memory memory = {.host = region->shm.map, .bytes = region->shm.bytes};
+    int error = kvq__buffer_add(c->client, &memory, &region->id, text);
     if (error)
         return error;
     LIST_INSERT_HEAD(&c->regions, region, link);

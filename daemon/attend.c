@@ -2,6 +2,7 @@
 //
 // Attend: one layer's attention for a batch of sessions, over committed tokens and those of the
 // step. Packs first what has to be read packed.
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 static bool is_append(const struct kvq__queue *q)
@@ -23,10 +24,19 @@ static int open_views(struct kvq__queue *q)
     return rc;
 }
 
+static int check_reach(const struct kvq__queue *q, const struct kvq__session *s)
+{
+    int rc = kvq__view_reach(q, KVQ__VIEW_Q, s);
+    rc = rc ? rc : kvq__view_reach(q, KVQ__VIEW_OUT, s);
+    return rc || !q->buffers[KVQ__VIEW_LSE] ? rc : kvq__view_reach(q, KVQ__VIEW_LSE, s);
+}
+
 static int check_rows(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
-    int rc = kvq__view_rows(q, KVQ__VIEW_Q, s->q_heads, s->k_dim, e->q_row, e->queries);
+    int rc = check_reach(q, q->work[i].session);
+    if (rc == 0)
+        rc = kvq__view_rows(q, KVQ__VIEW_Q, s->q_heads, s->k_dim, e->q_row, e->queries);
     if (rc == 0)
         rc = kvq__view_rows(q, KVQ__VIEW_OUT, s->q_heads, s->v_dim, e->q_row, e->queries);
     if (rc < 0 || !q->buffers[KVQ__VIEW_LSE])
@@ -197,11 +207,12 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     w->n_pages = kvq__pages_view(s, q->header.layer, w->past, tokens, w->pages);
     w->attend = (struct kvq_attend_job){.call = call_of(q, i)};
     const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
-    w->attend.call.book = &own->book;
+    w->attend.call.book = q->gpu ? &own->gpu_book : &own->book;
     w->attend.call.extras = kvq__extras_view(s, own, w->past);
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))
         return false;
-    plan(q, &w->attend);
+    if (!q->gpu)
+        plan(q, &w->attend);
     return true;
 }
 
@@ -251,4 +262,6 @@ const struct kvq__pass kvq__pass_attend = {
     .gather = gather,
     .stages = {{count_items, run_item}, {count_merges, run_merge}},
     .n_stages = 2,
+    .gpu_wave = kvq__gpu_attend_wave,
+    .gpu_room = kvq__gpu_attend_room,
 };

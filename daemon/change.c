@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 // What both ask of an entry: `back` tokens are to be looked at again.
@@ -180,5 +181,9 @@ static void finish(struct kvq__queue *q, uint32_t i)
     q->results[i].value = s->tokens;
 }
 
-const struct kvq__pass kvq__pass_accept = {
-    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};
+const struct kvq__pass kvq__pass_accept = {.prepare = prepare,
+                                           .stages = {{count, run}},
+                                           .n_stages = 1,
+                                           .finish = finish,
+                                           .gpu_wave = kvq__gpu_accept_wave,
+                                           .gpu_room = kvq__gpu_accept_room};

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 // ---- Clients ----
@@ -37,6 +38,8 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
 
 static void client_free(struct kvq__client *c)
 {
+    for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
+        kvq__lane_free(&c->lanes[i]);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS; i++)
         kvq__deallocate(c->core, c->handles[i], KVQ__HANDLE_CHUNK * sizeof **c->handles);
     kvq__deallocate(c->core, c, sizeof *c);
@@ -86,8 +89,8 @@ int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *t
     struct kvq__queue *q = kvq__allocate(core, sizeof *q);
     if (!q)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for another queue");
-    q->arena_bytes = KVQ__ARENA_BYTES + core->config.partial_bytes;
-    q->arena = kvq__allocate(core, q->arena_bytes);
+    q->own_arena_bytes = q->arena_bytes = KVQ__ARENA_BYTES + core->config.partial_bytes;
+    q->own_arena = q->arena = kvq__allocate(core, q->arena_bytes);
     if (!q->arena) {
         kvq__deallocate(core, q, sizeof *q);
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for another queue");
@@ -104,14 +107,52 @@ void kvq__queue_close(struct kvq__queue **pointer)
     struct kvq__queue *q = *pointer;
     if (!q)
         return;
-    assert(!q->busy && q->flight.number == 0);
+    assert(!q->busy && q->flight.number == 0 && kvq__queue_settled(q));
     *pointer = NULL;
     struct kvq__client *client = q->client;
     struct kvq__core *core = q->core;
-    kvq__deallocate(core, q->arena, q->arena_bytes);
+    kvq__deallocate(core, q->own_arena, q->own_arena_bytes);
     kvq__deallocate(core, q, sizeof *q);
     if (--client->n_queues == 0 && client->gone)
         client_free(client);
+}
+
+int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t ready, uint64_t done,
+                        char *text)
+{
+    struct kvq__lane *lane;
+    if (q->timeline.gpu)
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "this queue has a timeline already, on %s; open "
+                         "another queue for another GPU",
+                         kvq__gpu_uuid_text(q->timeline.gpu));
+    if (!kvq__gpu_has_memory_ops(gpu))
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "%s has no 64-bit stream memory operations; order by events, or wait on "
+                         "the host",
+                         kvq__gpu_uuid_text(gpu));
+    int rc = kvq__lane_get(q->client, gpu, &lane);
+    if (rc < 0)
+        return kvq__fail(text, rc, "no memory on %s for a client's stream",
+                         kvq__gpu_uuid_text(gpu));
+    q->timeline.gpu = gpu;
+    q->timeline.ready = ready;
+    q->timeline.done = done;
+    return 0;
+}
+
+bool kvq__queue_settled(const struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i + 1 < q->core->n_pools; i++)
+        if (!kvq__lane_ended(q->client->lanes[i], q->given[i]))
+            return false;
+    return true;
+}
+
+void kvq__queue_ending(struct kvq__queue *q)
+{
+    if (q->timeline.gpu && !kvq__queue_settled(q))
+        kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
 }
 
 // ---- Buffers ----
@@ -120,10 +161,11 @@ void kvq__queue_close(struct kvq__queue **pointer)
 enum { SLOT_BITS = 8 };
 static_assert(1 << SLOT_BITS == KVQ_MAX_BUFFERS, "slots fit their bits");
 
-int kvq__buffer_add(struct kvq__client *client, void *base, uint64_t bytes, uint32_t *id,
-                    char *text)
+int kvq__buffer_add(struct kvq__client *client, const struct kvq__buffer_memory *memory,
+                    uint32_t *id, char *text)
 {
     uint32_t slot = 0;
+    uint64_t bytes = memory->bytes;
     if (bytes == 0 || bytes > KVQ_MAX_BUFFER_BYTES)
         return kvq__fail(text, KVQ_E_LIMIT, "a buffer of %llu bytes; it can have 1 to %llu",
                          (unsigned long long)bytes, KVQ_MAX_BUFFER_BYTES);
@@ -138,8 +180,7 @@ int kvq__buffer_add(struct kvq__client *client, void *base, uint64_t bytes, uint
     uint32_t generation = (b->generation + 1) & (UINT32_MAX >> SLOT_BITS);
     *b = (struct kvq__buffer){.generation = generation ? generation : 1};
     b->id = b->generation << SLOT_BITS | slot;
-    b->base = base;
-    b->bytes = bytes;
+    b->memory = *memory;
     client->n_buffers++;
     client->buffer_bytes += bytes;
     *id = b->id;
@@ -171,9 +212,9 @@ void kvq__buffer_unuse(struct kvq__client *client, struct kvq__buffer *b)
     uint32_t id = b->id;
     b->id = 0;
     client->n_buffers--;
-    client->buffer_bytes -= b->bytes;
+    client->buffer_bytes -= b->memory.bytes;
     if (config->buffer_gone)
-        config->buffer_gone(config->context, client->id, id, b->base, b->bytes);
+        config->buffer_gone(config->context, client->id, id);
 }
 
 // ---- Handles ----

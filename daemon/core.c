@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
@@ -96,6 +97,20 @@ static void set_defaults(struct kvq__core_config *c)
         c->workers = 1;
 }
 
+static void open_pools(struct kvq__core *core)
+{
+    const struct kvq__core_config *c = &core->config;
+    core->n_pools = 1 + c->n_gpus;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        pool->gpu = i ? c->gpus[i - 1] : NULL;
+        pool->memory = i ? kvq__gpu_memory(pool->gpu) : c->memory;
+        pool->budget = i ? kvq__gpu_budget(pool->gpu) : c->pool_bytes;
+        pool->extent_bytes = c->extent_bytes;
+        TAILQ_INIT(&pool->empty);
+    }
+}
+
 static int open_packer(struct kvq__core *core)
 {
     core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
@@ -114,10 +129,8 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     if (!core)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
     core->config = c;
-    core->pool.budget = c.pool_bytes;
-    core->pool.extent_bytes = c.extent_bytes;
-    TAILQ_INIT(&core->pool.empty);
-    STAILQ_INIT(&core->pool.limbo);
+    open_pools(core);
+    STAILQ_INIT(&core->limbo);
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
@@ -145,8 +158,9 @@ void kvq__core_close(struct kvq__core **pointer)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
-    kvq__pool_trim(core, 0);
-    assert(core->pool.extents_taken == 0 && core->pool.used_bytes == 0 && !core->pool.huge_bytes);
+    kvq__pools_trim(core, 0);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
     kvq__namespaces_close(core);
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     struct kvq__memory_ops memory = core->config.memory;
@@ -177,7 +191,7 @@ void kvq__core_tick(struct kvq__core *core)
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         drop_expired(core, ns);
-    kvq__pool_trim(core, EMPTY_EXTENT_NS);
+    kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }
 
 void kvq__core_drain(struct kvq__core *core)
@@ -185,6 +199,26 @@ void kvq__core_drain(struct kvq__core *core)
     if (!core->draining)
         kvq__event(core, KVQ__EVENT_DRAINING, "", "", 0, "");
     core->draining = true;
+}
+
+bool kvq__core_poll(struct kvq__core *core)
+{
+    struct kvq__lane *lane, *next;
+    bool any = false;
+    for (lane = LIST_FIRST(&core->lanes); lane; lane = next) {
+        next = LIST_NEXT(lane, link);
+        any |= kvq__lane_poll(lane);
+    }
+    return any;
+}
+
+bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
+{
+    struct kvq__lane *lane;
+    bool any = false;
+    LIST_FOREACH (lane, &core->lanes, link)
+        any |= kvq__lane_wake(lane, wake, context);
+    return any;
 }
 
 bool kvq__core_idle(const struct kvq__core *core)

@@ -21,6 +21,7 @@
 //                     p = kvq__request_continue(q)
 //         KVQ__WAIT   something else must finish first; after any other job of the core has ended,
 //                     or a millisecond later, p = kvq__request_continue(q)
+//         KVQ__GPU    once kvq__queue_settled(q), p = kvq__request_continue(q)
 //     publish kvq__queue_completion(q) and its kvq__queue_results(q)
 #ifndef KVQ_DAEMON_CORE_H
 #define KVQ_DAEMON_CORE_H
@@ -37,6 +38,7 @@
 struct kvq__core;
 struct kvq__client;
 struct kvq__queue;
+struct kvq__gpu;
 
 // ---- What the core is given ----
 
@@ -45,7 +47,8 @@ struct kvq__memory {
     uint8_t *base;
     size_t bytes;
     int fd;
-    bool huge; // in explicit huge pages
+    bool huge;       // in explicit huge pages
+    uint64_t handle; // the giver's own
 };
 
 // Where memory comes from. Called on the poller thread.
@@ -104,6 +107,8 @@ struct kvq__core_config {
     uint32_t default_limit_sessions; // likewise; 0 = no limit
     uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
     const struct kvq_kernels *kernels;
+    struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
+    uint32_t n_gpus;              // at most KVQ_MAX_GPUS
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
     struct kvq__memory_ops memory;
@@ -111,9 +116,9 @@ struct kvq__core_config {
     // Any may be NULL.
     void (*event)(void *context, const struct kvq__event *event);
     // Nothing uses the buffer any more: the memory may be unmapped. Called once for each buffer
-    // added, from within kvq__buffer_remove, kvq__client_detach or kvq__request_continue.
-    void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer, void *base,
-                        uint64_t bytes);
+    // added, from within kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
+    // kvq__core_poll.
+    void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer);
     // Codebooks by name, for formats "NAME@CODEBOOK": fills *book for one layer, with tables that
     // live until *hold has been given to codebook_release as often as it was got here and given to
     // codebook_share. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or if it was
@@ -182,11 +187,25 @@ int kvq__queue_open(struct kvq__client *client, struct kvq__queue **queue, char 
 // No request of it may be in flight. Sets *queue to NULL.
 void kvq__queue_close(struct kvq__queue **queue);
 
+// Memory that tensors travel in.
+struct kvq__buffer_memory {
+    uint8_t *host; // where this process sees it; NULL: memory of a GPU
+    uint64_t gpu;  // its address for kernels; 0: no GPU can reach it
+    uint64_t bytes;
+    struct kvq__gpu *on; // whose memory it is; NULL: the host's
+};
+
 // Registers memory that the caller mapped (and that cannot shrink). *buffer is never 0.
-int kvq__buffer_add(struct kvq__client *client, void *base, uint64_t bytes, uint32_t *buffer,
-                    char *text);
+int kvq__buffer_add(struct kvq__client *client, const struct kvq__buffer_memory *memory,
+                    uint32_t *buffer, char *text);
 // Refuses new uses at once; buffer_gone() follows when nothing in flight uses it, maybe at once.
 int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
+
+// The words of a queue's timeline on a GPU, as addresses for its streams; they stay until the queue
+// is closed. Once for each queue. Requests with KVQ_REQ_ON_STREAM wait there for `ready` and write
+// `done`.
+int kvq__queue_timeline(struct kvq__queue *queue, struct kvq__gpu *gpu, uint64_t ready,
+                        uint64_t done, char *text);
 
 // ---- Sessions ----
 
@@ -210,6 +229,7 @@ enum kvq__on_detach { KVQ__DETACH_DEFAULT = 0, KVQ__DETACH_DROP = 1, KVQ__DETACH
 // Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.
 struct kvq__session_spec {
     const char *ns, *name, *model, *format;
+    const char *place; // "host", a GPU's UUID ("GPU-..."), or NULL or empty: the daemon's choice
     const struct kvq__layer_row *layers;
     uint32_t n_layers; // rows
     uint32_t shard, shards;
@@ -224,6 +244,7 @@ struct kvq__session_info {
     uint64_t handle, id;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     char format[KVQ_FORMAT_NAME]; // the configuration's, if it is one; else of most layers
+    char place[48];               // "host" or a GPU's UUID
     char layer_formats[256];      // "0-1:k8v4, 2-31:oscar2"; empty if all layers have one
     uint64_t tokens;
     uint32_t layers;
@@ -306,7 +327,8 @@ struct kvq__job {
     void (*run)(struct kvq__job *job, uint32_t item, void *workspace);
 };
 
-enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT };
+// KVQ__GPU: under way on a GPU; kvq__queue_settled says when to go on.
+enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT, KVQ__GPU };
 
 // Private memory of the queue that the poller copies a request to before it starts it: one
 // header, and room for KVQ_MAX_BATCH entries. The poller has checked header.count against
@@ -317,8 +339,13 @@ struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *queue);
 // Validates the request and takes it as far as it goes. One request of a queue at a time.
 enum kvq__progress kvq__request_start(struct kvq__queue *queue);
 // After KVQ__RUN: every item of the job has been run (the caller's synchronization makes their
-// writes visible here). After KVQ__WAIT: look again.
+// writes visible here). After KVQ__WAIT: look again. After KVQ__GPU: settled.
 enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
+// Whether all GPU work of the queue's requests has ended, those included that are done and whose
+// completions were published. A queue may be closed only then.
+bool kvq__queue_settled(const struct kvq__queue *queue);
+// The queue is about to be closed: GPU work of it that waits for its client waits no longer.
+void kvq__queue_ending(struct kvq__queue *queue);
 
 // After KVQ__RUN: what to run; the same job until kvq__request_continue.
 struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
@@ -326,6 +353,12 @@ struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
 // status of KVQ_E_PROTOCOL means that the poller should cut the client off.
 const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue);
 const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue);
+
+// Looks how far GPUs have come, and lets go of what ended work held. True if anything had ended.
+bool kvq__core_poll(struct kvq__core *core);
+// Whether GPUs are at work, and if so has `wake` called from a thread of the driver's once some of
+// it may have ended. kvq__core_poll looks then.
+bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context);
 
 // Packing that no request waits for yet, so that the next one need not. NULL if there is none
 // (or one is under way); the poller runs it when there is nothing else to do, and then says so.

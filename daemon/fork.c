@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 // ---- Where a session can be forked ----
@@ -112,6 +113,7 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
             config->codebook_share(config->context, l->book_hold);
     }
     snprintf(to->model, sizeof to->model, "%s", from->model);
+    to->pool = from->pool;
     to->n_owned = from->n_owned;
     to->shard = from->shard;
     to->shards = from->shards;
@@ -121,7 +123,8 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
     to->v_rotation = from->v_rotation;
     to->dtype = from->dtype;
     to->drop_on_detach = true;
-    return kvq__formats_copy(to, from);
+    int rc = kvq__formats_copy(to, from);
+    return rc ? rc : kvq__session_place(to);
 }
 
 struct cloning {
@@ -149,7 +152,7 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
         to->packed = kvq__block_share(from->packed);
         return 0;
     }
-    int rc = kvq__block_new(c->to->core, c->to->ns, l->packed_bytes, &to->packed);
+    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, l->packed_bytes, &to->packed);
     if (rc == 0 && l->packed > start)
         add_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
     return rc;
@@ -165,7 +168,8 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
         to->raw = kvq__block_share(from->raw);
         return 0;
     }
-    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->layers[layer].raw_bytes, &to->raw);
+    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, c->to->layers[layer].raw_bytes,
+                            &to->raw);
     if (rc == 0 && from->raw.data)
         add_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
     return rc;
@@ -177,15 +181,11 @@ static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct
     size_t bytes = kvq_extras_bytes(from->format, &from->shape);
     if (bytes == 0 || !from->extras.data)
         return 0;
-    int rc = kvq__block_new(c->to->core, c->to->ns, bytes, &to->extras);
+    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, bytes, &to->extras);
     if (rc < 0)
         return rc;
     to->learned = from->learned && to->packed > 0;
-    if (to->packed)
-        kvq_extras_fork(from->format, &from->shape, from->extras.data, to->extras.data, to->packed);
-    else
-        kvq_extras_init(from->format, &from->shape, to->extras.data);
-    return 0;
+    return to->packed ? kvq__extras_fork(c->to, from, to) : kvq__extras_init(c->to, to);
 }
 
 static int clone_layer(struct cloning *c, const struct kvq__session *from, uint32_t layer)
@@ -374,5 +374,9 @@ static void finish(struct kvq__queue *q, uint32_t i)
         q->results[i].value = w->fork.handle;
 }
 
-const struct kvq__pass kvq__pass_fork = {
-    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};
+const struct kvq__pass kvq__pass_fork = {.prepare = prepare,
+                                         .stages = {{count, run}},
+                                         .n_stages = 1,
+                                         .finish = finish,
+                                         .gpu_wave = kvq__gpu_fork_wave,
+                                         .gpu_room = kvq__gpu_fork_room};

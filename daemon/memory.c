@@ -91,7 +91,7 @@ static int acquire_huge(size_t bytes, struct kvq__memory *memory)
         kvq__shm_close(&shm);
         return KVQ_E_NO_MEMORY;
     }
-    *memory = (struct kvq__memory){shm.map, bytes, shm.fd, true};
+    *memory = (struct kvq__memory){shm.map, bytes, shm.fd, true, 0};
     return 0;
 }
 
@@ -110,7 +110,7 @@ static int acquire_small(size_t bytes, struct kvq__memory *memory)
         return KVQ_E_NO_MEMORY;
     }
     madvise(shm.map, bytes, MADV_HUGEPAGE); // a wish; refused where the system has it off
-    *memory = (struct kvq__memory){shm.map, bytes, shm.fd, false};
+    *memory = (struct kvq__memory){shm.map, bytes, shm.fd, false, 0};
     return 0;
 }
 

@@ -163,6 +163,7 @@ void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns, int 
                  (unsigned long long)ns->used_bytes, (unsigned long long)ns->limit_bytes);
     else
         snprintf(text, sizeof text, "the pool uses %llu of its %llu bytes",
-                 (unsigned long long)core->pool.used_bytes, (unsigned long long)core->pool.budget);
+                 (unsigned long long)core->pools[0].used_bytes,
+                 (unsigned long long)core->pools[0].budget);
     kvq__event(core, KVQ__EVENT_MEMORY_FULL, ns->name, "", 0, text);
 }

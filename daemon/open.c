@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 #define NS_PER_SECOND 1000000000ull
@@ -168,7 +169,7 @@ static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
     };
 }
 
-static int check_shape(const struct kvq__core *core, const struct kvq__layer *l, uint32_t layer,
+static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l, uint32_t layer,
                        char *text)
 {
     char why[KVQ_TEXT_BYTES / 2];
@@ -181,12 +182,12 @@ static int check_shape(const struct kvq__core *core, const struct kvq__layer *l,
         return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
     struct kvq_layout raw = kvq_layout_raw(s);
     size_t block = kvq_block_bytes(&raw, s), extras = kvq_extras_bytes(l->format, s);
-    if (block > core->pool.extent_bytes || extras > core->pool.extent_bytes)
+    if (block > pool->extent_bytes || extras > pool->extent_bytes)
         return kvq__fail(text, KVQ_E_LIMIT,
                          "layer %u: a block of 128 tokens takes %zu bytes, sinks and outliers %zu, "
                          "and an extent of the pool has %llu; make the extents larger in the "
                          "configuration",
-                         layer, block, extras, (unsigned long long)core->pool.extent_bytes);
+                         layer, block, extras, (unsigned long long)pool->extent_bytes);
     return 0;
 }
 
@@ -198,7 +199,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     if (rc < 0)
         return rc;
     l->shape = shape_of(spec, row, l->format);
-    rc = check_shape(s->core, l, layer, text);
+    rc = check_shape(s->pool, l, layer, text);
     if (rc < 0)
         return rc;
     rc = find_book(s->core, l, row->kv_from >= 0 ? (uint32_t)row->kv_from : layer, text);
@@ -291,6 +292,30 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
         s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
+// Where it shall live: as asked, or else on the GPU with the most room, or on the host.
+static int find_place(struct kvq__session *s, const char *place, char *text)
+{
+    struct kvq__core *core = s->core;
+    uint64_t most = 0;
+    s->pool = &core->pools[0];
+    for (uint32_t i = 1; is_empty(place) && i < core->n_pools; i++) {
+        uint64_t room = core->pools[i].budget - core->pools[i].used_bytes;
+        if (room > most)
+            s->pool = &core->pools[i];
+        most = room > most ? room : most;
+    }
+    if (is_empty(place))
+        return 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0) {
+            s->pool = &core->pools[i];
+            return 0;
+        }
+    return kvq__fail(text, KVQ_E_INVALID,
+                     "place \"%.64s\": this daemon has \"host\"%s; kvqctl status lists its places",
+                     place, core->n_pools > 1 ? " and GPUs by their UUID" : " and uses no GPU");
+}
+
 static int build_session(struct kvq__core *core, struct kvq__namespace *ns,
                          const struct kvq__session_spec *spec, struct kvq__session **out,
                          char *text)
@@ -302,7 +327,10 @@ static int build_session(struct kvq__core *core, struct kvq__namespace *ns,
     struct kvq__session *s = kvq__session_new(core, ns, n_layers);
     if (!s)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a session of %u layers", n_layers);
-    rc = build_layers(s, spec, text);
+    rc = find_place(s, spec->place, text);
+    rc = rc ? rc : build_layers(s, spec, text);
+    if (rc == 0 && (rc = kvq__session_place(s)) < 0)
+        kvq__fail(text, rc, "no memory on %s for a session", kvq__pool_name(s->pool));
     if (rc < 0) {
         s->n_owned = 0;
         kvq__session_free(s);
@@ -372,6 +400,8 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
         return rc;
     if (s->shard != wanted->shard || s->shards != wanted->shards)
         rc = differs(s, "shard", text);
+    else if (!is_empty(spec->place) && wanted->pool != s->pool)
+        rc = differs(s, "place", text);
     else
         rc = compare_layers(s, wanted, text);
     kvq__session_free(wanted);
@@ -453,6 +483,13 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     if (rc < 0) {
         kvq__handle_free(h);
         return rc;
+    }
+    struct kvq__lane *lane;
+    if (s->pool->gpu && (rc = kvq__lane_get(client, s->pool->gpu, &lane)) < 0) {
+        kvq__handle_free(h);
+        kvq__session_detached(s);
+        return kvq__fail(text, rc, "no memory on %s for a client's stream",
+                         kvq__pool_name(s->pool));
     }
     kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
     kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,

@@ -4,6 +4,7 @@
 // before anybody asks. A unit is packed once, and its tokens can no longer change by then.
 #include <assert.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 static uint64_t due(const struct kvq__session *s, uint32_t layer)
@@ -96,7 +97,7 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
     if (l->packed < end) {
         l->packed = end;
         l->learned = l->learn > 0;
-        if (l->extras.data)
+        if (l->extras.data && !s->pool->gpu)
             kvq_outliers_publish(l->format, &l->shape, l->extras.data);
     }
     kvq__pages_release(s);
@@ -159,14 +160,18 @@ static void finish(struct kvq__queue *q, uint32_t i)
     finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
 }
 
-const struct kvq__pass kvq__pass_pack = {
-    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};
+const struct kvq__pass kvq__pass_pack = {.prepare = prepare,
+                                         .stages = {{count, run}},
+                                         .n_stages = 1,
+                                         .finish = finish,
+                                         .gpu_wave = kvq__gpu_pack_wave,
+                                         .gpu_room = kvq__gpu_pack_room};
 
 // ---- In the background ----
 
 void kvq__pack_queue(struct kvq__session *s)
 {
-    if (s->pack_queued || s->dropped)
+    if (s->pack_queued || s->dropped || s->pool->gpu) // there, who attends packs
         return;
     for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
         s->pack_queued = due(s, i) > s->layers[i].packed;

@@ -73,10 +73,8 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
     size_t bytes = kvq_extras_bytes(l->format, &l->shape);
     if (bytes == 0 || l->extras.data)
         return 0;
-    int rc = kvq__block_new(s->core, s->ns, bytes, &l->extras);
-    if (rc == 0)
-        kvq_extras_init(l->format, &l->shape, l->extras.data);
-    return rc;
+    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &l->extras);
+    return rc ? rc : kvq__extras_init(s, l);
 }
 
 static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
@@ -84,9 +82,9 @@ static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page
     struct kvq__pageref *p = &l->pages[page];
     int rc = extras_fill(s, l);
     if (rc == 0)
-        rc = kvq__block_new(s->core, s->ns, l->raw_bytes, &p->raw);
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
     if (rc == 0 && l->packed_bytes)
-        rc = kvq__block_new(s->core, s->ns, l->packed_bytes, &p->packed);
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &p->packed);
     return rc;
 }
 
@@ -202,7 +200,8 @@ bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
                         const uint8_t **counts)
 {
     *counts = NULL;
-    if (layer->format->outliers == 0 || !layer->extras.data)
+    // A GPU takes those that are there when it comes to it: kvq__read_must_wait sees to the order.
+    if (layer->format->outliers == 0 || !layer->extras.data || q->gpu)
         return true;
     uint8_t *own = kvq__arena_take(q, layer->shape.kv_heads);
     if (!own)

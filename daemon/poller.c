@@ -114,11 +114,21 @@ int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
     return 0;
 }
 
+// Closes the port once nothing of its queue is on a GPU.
+static void close_settled(struct kvq__poller *p, struct kvq__port *port)
+{
+    if (kvq__queue_settled(port->queue))
+        finish_close(p, port);
+    else
+        port->state = KVQ__PORT_CLOSING;
+}
+
 void kvq__port_remove(struct kvq__poller *p, struct kvq__port *port)
 {
     port->closing = true;
+    kvq__queue_ending(port->queue);
     if (port->state == KVQ__PORT_IDLE)
-        finish_close(p, port);
+        close_settled(p, port);
 }
 
 static void break_off(struct kvq__port *port, const char *text)
@@ -160,7 +170,10 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
             publish(port);
         p->gap_open = true;
         if (port->closing)
-            finish_close(p, port);
+            close_settled(p, port);
+        break;
+    case KVQ__GPU:
+        port->state = KVQ__PORT_GPU;
         break;
     case KVQ__RUN:
         port->state = KVQ__PORT_RUN;
@@ -266,6 +279,15 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port)
         if (port->seen_ended == p->ended && p->now < port->retry_ns)
             return false;
         break;
+    case KVQ__PORT_GPU:
+        if (!kvq__queue_settled(port->queue))
+            return false;
+        break;
+    case KVQ__PORT_CLOSING:
+        if (!kvq__queue_settled(port->queue))
+            return false;
+        finish_close(p, port);
+        return true;
     }
     bool retry = port->state == KVQ__PORT_WAIT;
     enum kvq__progress progress = kvq__request_continue(port->queue);
@@ -427,6 +449,7 @@ static void sleep_until_woken(struct kvq__poller *p)
         until = RETRY_NS;
     count_runnable(p);
     kvq_ring_sleep_begin(flag);
+    kvq__core_wake(p->core, notify, p);
     if (!look_before_sleep(p)) {
         epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
     }
@@ -459,6 +482,10 @@ static void *poller_main(void *context)
             p->now = kvq__now_ns();
             kvq__core_clock(p->core, p->now);
             kvq__mailbox_deliver(&p->box);
+            busy = true;
+        }
+        if (kvq__core_poll(p->core)) {
+            p->ended++;
             busy = true;
         }
         busy |= look_at_ports(p);

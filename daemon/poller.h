@@ -38,7 +38,14 @@ struct kvq__member {
     void (*complain)(struct kvq__member *member, const char *text);
 };
 
-enum kvq__port_state { KVQ__PORT_IDLE, KVQ__PORT_RUN, KVQ__PORT_WAIT };
+// CLOSING: only its queue's work on GPUs has yet to end.
+enum kvq__port_state {
+    KVQ__PORT_IDLE,
+    KVQ__PORT_RUN,
+    KVQ__PORT_WAIT,
+    KVQ__PORT_GPU,
+    KVQ__PORT_CLOSING,
+};
 
 // A queue, as the poller sees it. The owner fills the first part, and keeps the mappings and
 // descriptors until `closed` was called.

@@ -8,6 +8,11 @@
 
 #include "daemon/state.h"
 
+const char *kvq__pool_name(const struct kvq__pool *pool)
+{
+    return pool->gpu ? kvq__gpu_uuid_text(pool->gpu) : "host";
+}
+
 // ---- Extents ----
 
 static struct kvq__extent *find_empty(struct kvq__pool *pool, const struct kvq__namespace *ns)
@@ -19,10 +24,9 @@ static struct kvq__extent *find_empty(struct kvq__pool *pool, const struct kvq__
     return NULL;
 }
 
-static int extent_acquire(struct kvq__core *core, struct kvq__extent **out)
+static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent **out)
 {
-    struct kvq__pool *pool = &core->pool;
-    struct kvq__memory_ops *ops = &core->config.memory;
+    struct kvq__memory_ops *ops = &pool->memory;
     if (pool->extents_taken + pool->extent_bytes > pool->budget)
         return KVQ_E_NO_MEMORY;
     struct kvq__extent *e = kvq__allocate(core, sizeof *e);
@@ -40,39 +44,45 @@ static int extent_acquire(struct kvq__core *core, struct kvq__extent **out)
     return 0;
 }
 
-static void extent_release(struct kvq__core *core, struct kvq__extent *e)
+static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e)
 {
     assert(e->used == 0 && !e->blocks);
-    TAILQ_REMOVE(&core->pool.empty, e, link);
-    core->pool.huge_bytes -= e->memory.huge ? core->pool.extent_bytes : 0;
-    core->config.memory.release(core->config.memory.context, &e->memory);
-    core->pool.extents_taken -= core->pool.extent_bytes;
+    TAILQ_REMOVE(&pool->empty, e, link);
+    pool->huge_bytes -= e->memory.huge ? pool->extent_bytes : 0;
+    pool->memory.release(pool->memory.context, &e->memory);
+    pool->extents_taken -= pool->extent_bytes;
     kvq__deallocate(core, e, sizeof *e);
 }
 
-void kvq__pool_trim(struct kvq__core *core, uint64_t age_ns)
+static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns)
 {
-    struct kvq__extent *e = TAILQ_FIRST(&core->pool.empty), *next;
+    struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
     for (; e; e = next) {
         next = TAILQ_NEXT(e, link);
         if (core->now - e->empty_since >= age_ns)
-            extent_release(core, e);
+            extent_release(core, pool, e);
     }
+}
+
+void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        trim(core, &core->pools[i], age_ns);
 }
 
 // Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
 // which is zeroed first.
-static int extent_find(struct kvq__core *core, const struct kvq__namespace *ns,
-                       struct kvq__extent **out)
+static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
+                       const struct kvq__namespace *ns, struct kvq__extent **out)
 {
     int rc = 0;
-    *out = find_empty(&core->pool, ns);
+    *out = find_empty(pool, ns);
     if (!*out)
-        rc = extent_acquire(core, out);
-    if (!*out && (*out = find_empty(&core->pool, NULL)))
+        rc = extent_acquire(core, pool, out);
+    if (!*out && (*out = find_empty(pool, NULL)))
         rc = 0;
     if (*out && (*out)->last && (*out)->last != ns) {
-        core->config.memory.zero(core->config.memory.context, &(*out)->memory);
+        pool->memory.zero(pool->memory.context, &(*out)->memory);
         (*out)->last = NULL;
     }
     return rc;
@@ -81,11 +91,11 @@ static int extent_find(struct kvq__core *core, const struct kvq__namespace *ns,
 // Cuts an empty extent into the class's blocks.
 static int extent_cut(struct kvq__core *core, struct kvq__extent *e, struct kvq__class *class)
 {
-    uint32_t n = (uint32_t)(core->pool.extent_bytes / class->block_bytes);
+    uint32_t n = (uint32_t)(class->pool->extent_bytes / class->block_bytes);
     e->blocks = kvq__allocate(core, n * sizeof *e->blocks);
     if (!e->blocks)
         return KVQ_E_NO_MEMORY;
-    TAILQ_REMOVE(&core->pool.empty, e, link);
+    TAILQ_REMOVE(&class->pool->empty, e, link);
     e->n_blocks = n;
     e->owner = class;
     e->last = class->ns;
@@ -102,7 +112,7 @@ static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
 {
     struct kvq__class *class = e->owner;
     TAILQ_REMOVE(&class->extents, e, link);
-    TAILQ_INSERT_HEAD(&core->pool.empty, e, link);
+    TAILQ_INSERT_HEAD(&class->pool->empty, e, link);
     kvq__deallocate(core, e->blocks, e->n_blocks * sizeof *e->blocks);
     e->blocks = NULL;
     e->owner = NULL;
@@ -115,21 +125,23 @@ static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
 
 // ---- Classes ----
 
-static struct kvq__class *class_find(struct kvq__namespace *ns, uint64_t block_bytes)
+static struct kvq__class *class_find(struct kvq__namespace *ns, const struct kvq__pool *pool,
+                                     uint64_t block_bytes)
 {
     struct kvq__class *c;
     LIST_FOREACH (c, &ns->classes, link)
-        if (c->block_bytes == block_bytes)
+        if (c->pool == pool && c->block_bytes == block_bytes)
             return c;
     return NULL;
 }
 
 static struct kvq__class *class_new(struct kvq__core *core, struct kvq__namespace *ns,
-                                    uint64_t block_bytes)
+                                    struct kvq__pool *pool, uint64_t block_bytes)
 {
     struct kvq__class *c = kvq__allocate(core, sizeof *c);
     if (c) {
         c->ns = ns;
+        c->pool = pool;
         c->block_bytes = block_bytes;
         TAILQ_INIT(&c->extents);
         LIST_INSERT_HEAD(&ns->classes, c, link);
@@ -138,17 +150,17 @@ static struct kvq__class *class_new(struct kvq__core *core, struct kvq__namespac
 }
 
 // An extent of the class with a free block.
-static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, uint64_t block_bytes,
-                        struct kvq__extent **out)
+static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                        uint64_t block_bytes, struct kvq__extent **out)
 {
-    struct kvq__class *class = class_find(ns, block_bytes);
+    struct kvq__class *class = class_find(ns, pool, block_bytes);
     *out = class ? TAILQ_FIRST(&class->extents) : NULL;
     if (*out && !STAILQ_EMPTY(&(*out)->free))
         return 0;
     bool made = !class;
-    if (made && !(class = class_new(core, ns, block_bytes)))
+    if (made && !(class = class_new(core, ns, pool, block_bytes)))
         return KVQ_E_NO_MEMORY;
-    int rc = extent_find(core, ns, out);
+    int rc = extent_find(core, pool, ns, out);
     if (rc == 0)
         rc = extent_cut(core, *out, class);
     if (rc < 0 && made) {
@@ -160,14 +172,14 @@ static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, uint6
 
 // ---- Blocks ----
 
-int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, uint64_t bytes,
-                   struct kvq__ref *ref)
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                   uint64_t bytes, struct kvq__ref *ref)
 {
     struct kvq__extent *e = NULL;
-    assert(bytes > 0 && bytes <= core->pool.extent_bytes && !ref->block);
+    assert(bytes > 0 && bytes <= pool->extent_bytes && !ref->block);
     if (ns->limit_bytes && ns->used_bytes + bytes > ns->limit_bytes)
         return KVQ_E_QUOTA;
-    int rc = class_extent(core, ns, bytes, &e);
+    int rc = class_extent(core, ns, pool, bytes, &e);
     if (rc < 0)
         return rc;
     struct kvq__block *b = STAILQ_FIRST(&e->free);
@@ -178,7 +190,7 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, uint64_t b
     }
     b->refs = 1;
     e->used++;
-    core->pool.used_bytes += bytes;
+    pool->used_bytes += bytes;
     ns->used_bytes += bytes;
     ref->block = b;
     ref->data = e->memory.base + (size_t)(b - e->blocks) * bytes;
@@ -201,7 +213,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
         TAILQ_INSERT_HEAD(&class->extents, e, link);
     }
     STAILQ_INSERT_HEAD(&e->free, b, link);
-    core->pool.used_bytes -= class->block_bytes;
+    class->pool->used_bytes -= class->block_bytes;
     class->ns->used_bytes -= class->block_bytes;
     if (--e->used == 0)
         extent_empty(core, e);
@@ -221,7 +233,7 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
         return;
     }
     b->retired_at = core->last_flight;
-    STAILQ_INSERT_TAIL(&core->pool.limbo, b, link);
+    STAILQ_INSERT_TAIL(&core->limbo, b, link);
 }
 
 // ---- Flights ----
@@ -233,6 +245,16 @@ void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
     TAILQ_INSERT_TAIL(&core->flights, flight, link);
 }
 
+void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to)
+{
+    to->number = from->number;
+    if (from->number) {
+        TAILQ_INSERT_BEFORE(from, to, link);
+        TAILQ_REMOVE(&core->flights, from, link);
+        from->number = 0;
+    }
+}
+
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
 {
     assert(flight->number != 0);
@@ -240,8 +262,8 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     flight->number = 0;
     struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
     struct kvq__block *b;
-    while ((b = STAILQ_FIRST(&core->pool.limbo)) && (!oldest || b->retired_at < oldest->number)) {
-        STAILQ_REMOVE_HEAD(&core->pool.limbo, link);
+    while ((b = STAILQ_FIRST(&core->limbo)) && (!oldest || b->retired_at < oldest->number)) {
+        STAILQ_REMOVE_HEAD(&core->limbo, link);
         block_free(core, b);
     }
 }

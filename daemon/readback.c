@@ -3,6 +3,7 @@
 // Read: K and V of committed tokens back into a client's tensors, as attention sees them.
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 enum { CHUNK = 32 }; // tokens of one item
@@ -27,7 +28,10 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
     if (e->position > s->tokens)
         return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
     const struct kvq_shape *shape = &s->layers[q->header.layer].shape;
-    rc = kvq__view_rows(q, KVQ__VIEW_K, shape->kv_heads, shape->k_dim, e->row, e->append);
+    rc = kvq__view_reach(q, KVQ__VIEW_K, s);
+    rc = rc ? rc : kvq__view_reach(q, KVQ__VIEW_V, s);
+    if (rc == 0)
+        rc = kvq__view_rows(q, KVQ__VIEW_K, shape->kv_heads, shape->k_dim, e->row, e->append);
     if (rc == 0)
         rc = kvq__view_rows(q, KVQ__VIEW_V, shape->kv_heads, shape->v_dim, e->row, e->append);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
@@ -149,5 +153,8 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     }
 }
 
-const struct kvq__pass kvq__pass_read = {
-    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1};
+const struct kvq__pass kvq__pass_read = {.prepare = prepare,
+                                         .stages = {{count, run}},
+                                         .n_stages = 1,
+                                         .gpu_wave = kvq__gpu_read_wave,
+                                         .gpu_room = kvq__gpu_read_room};

@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
@@ -20,16 +21,15 @@ static kvq__operation op_nop;
 static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_NOP] = {op_nop, 0, 0},
     [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, 0, NEED_COUNT | NEW_WORK},
-    [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV, NEED_COUNT},
-    [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY, NEED_COUNT},
-    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV,
-                              NEED_COUNT},
+    [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_FLAGS, NEED_COUNT},
     [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
     [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
     [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
     [KVQ_OP_FORK] = {kvq__op_fork, 0, NEED_COUNT | NEW_WORK},
     [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
-    [KVQ_OP_READ] = {kvq__op_read, 0, NEED_COUNT},
+    [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
 };
 
 // ---- What the poller sees ----
@@ -68,6 +68,11 @@ int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
     return code;
 }
 
+static bool is_on_stream(const struct kvq__queue *q)
+{
+    return q->header.flags & KVQ_REQ_ON_STREAM;
+}
+
 int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
 {
     struct kvq__handle *h;
@@ -76,6 +81,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         rc = KVQ_E_READ_ONLY;
     if (rc < 0)
         return kvq__entry_fail(q, i, rc, 0);
+    if (is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu)
+        return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
     q->work[i].handle = h;
     q->work[i].session = h->session;
     q->work[i].past = h->session->tokens;
@@ -152,12 +159,23 @@ void kvq__hold_buffers(struct kvq__queue *q)
     q->holding_buffers = true;
 }
 
+// On a GPU work of two lanes has no order: what another has packed must be done, and outliers
+// are only added while nobody looks at them.
+static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
+                          const struct kvq__layer *l, bool due)
+{
+    bool others = s->pack_lane && s->pack_lane->client != q->client;
+    return (others && !kvq__lane_ended(s->pack_lane, s->pack_number)) ||
+           (due && l->format->outliers && s->reading > 0);
+}
+
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     const struct kvq__session *s = q->work[i].session;
     const struct kvq__layer *l = &s->layers[s->layers[layer].source];
     bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
-    return (s->exclusive && s->exclusive != q) || (due && l->packer);
+    return (s->exclusive && s->exclusive != q) || (due && l->packer) ||
+           (s->pool->gpu && gpu_must_wait(q, s, l, due));
 }
 
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
@@ -175,6 +193,15 @@ static void release_reading(struct kvq__session *s)
 {
     if (--s->reading == 0 && s->release_due && !s->dropped)
         kvq__pages_release(s);
+}
+
+void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
+{
+    if (reading)
+        release_reading(s);
+    if (tail_use)
+        s->tail_use--;
+    kvq__session_unpin(s);
 }
 
 static void release_packing(struct kvq__queue *q, struct kvq__session *s)
@@ -248,26 +275,71 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
     stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
 }
 
-// Fills the next wave with entries; false if none is left.
+// The place that the next entries are on; a wave is for one place. False if it has no room yet.
+static bool wave_place(struct kvq__queue *q)
+{
+    uint32_t i = q->wave_to;
+    while (i < q->header.count && !kvq__entry_alive(q, i))
+        i++;
+    q->gpu = i < q->header.count ? q->work[i].session->pool->gpu : NULL;
+    if (q->lane && q->lane->gpu != q->gpu)
+        kvq__lane_close(q->lane, q, false);
+    if (q->gpu && !q->lane)
+        return kvq__lane_open_for(q);
+    if (!q->gpu)
+        q->arena_used = 0;
+    return true;
+}
+
+// Whether an entry fits: what it has just taken, and on a GPU what its work will take.
+static bool fits(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    if (!pass->prepare(q, i))
+        return false;
+    if (!q->gpu || !kvq__entry_alive(q, i))
+        return true;
+    q->wave_room += pass->gpu_room(q, i);
+    return q->arena_used + q->wave_room + KVQ__WAVE_ROOM <= q->arena_bytes;
+}
+
+// Fills the next wave with entries; false if none is left, or if q->gpu_wait says to wait for room.
 static bool wave_next(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
     uint32_t i = q->wave_to;
     q->wave_from = i;
-    q->arena_used = 0;
+    q->wave_room = 0;
+    if (!wave_place(q))
+        return false;
+    q->wave_start = q->arena_used;
     for (; i < q->header.count; i++) {
-        size_t used = q->arena_used;
-        if (!kvq__entry_alive(q, i) || pass->prepare(q, i))
+        size_t used = q->arena_used, room = q->wave_room;
+        if (kvq__entry_alive(q, i) && q->work[i].session->pool->gpu != q->gpu)
+            break;
+        if (!kvq__entry_alive(q, i) || fits(q, i))
             continue;
         q->arena_used = used;
-        if (used > 0)
+        q->wave_room = room;
+        if (i > q->wave_from)
             break;
+        if (q->gpu && used > 0) // a chunk of its own may have room
+            return kvq__lane_again(q);
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
     q->wave_to = i;
-    if (pass->gather && i > q->wave_from)
+    if (pass->gather && i > q->wave_from && !q->gpu)
         pass->gather(q);
     return i > q->wave_from;
+}
+
+// Enqueues the wave's work. If that fails, all of it does.
+static void wave_enqueue(struct kvq__queue *q)
+{
+    int rc = kvq__gpu_enter(q->gpu) ? KVQ_E_SYSTEM : q->passes[q->pass]->gpu_wave(q);
+    for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            kvq__entry_fail(q, i, rc, 0);
 }
 
 // Sets the job up for the current stage; false if it has no items.
@@ -292,17 +364,35 @@ static void wave_finish(struct kvq__queue *q)
             pass->finish(q, i);
 }
 
+static enum kvq__progress passes_end(struct kvq__queue *q)
+{
+    q->gpu = NULL;
+    if (is_on_stream(q)) // the lane takes over what it holds
+        return kvq__request_end(q, 0);
+    if (q->lane)
+        kvq__lane_close(q->lane, q, false);
+    if (kvq__queue_settled(q))
+        return kvq__request_end(q, 0);
+    q->gpu_wait = KVQ__GPU_END;
+    return KVQ__GPU;
+}
+
 // Goes on from the start of stage q->stage of the current wave.
 static enum kvq__progress run_stages(struct kvq__queue *q)
 {
     for (;;) {
-        for (; q->stage < q->passes[q->pass]->n_stages; q->stage++)
+        for (; !q->gpu && q->stage < q->passes[q->pass]->n_stages; q->stage++)
             if (stage_begin(q))
                 return KVQ__RUN;
+        if (q->gpu && q->wave_to > q->wave_from)
+            wave_enqueue(q);
         wave_finish(q);
+        q->wave_from = q->wave_to;
         while (!wave_next(q)) {
+            if (q->gpu_wait)
+                return KVQ__GPU;
             if (++q->pass == q->n_passes)
-                return kvq__request_end(q, 0);
+                return passes_end(q);
             q->wave_to = 0;
         }
         q->stage = 0;
@@ -318,6 +408,7 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
     q->pass = q->wave_from = q->wave_to = 0;
     q->stage = passes[0]->n_stages; // an empty wave has just been done
     q->running = true;
+    q->gpu = NULL;
     kvq__flight_begin(q->core, &q->flight);
     return run_stages(q);
 }
@@ -332,8 +423,44 @@ static bool any_failed(const struct kvq__queue *q)
     return false;
 }
 
+// What the GPU found out about appended values, once it is done.
+static void tell_nonfinite(struct kvq__queue *q)
+{
+    bool stored = q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
+    for (uint32_t i = 0; stored && i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
+            !kvq__step_nonfinite(w->session))
+            continue;
+        kvq__step_leave(w->session);
+        kvq__entry_fail(q, i, KVQ_E_NONFINITE, w->session->tokens);
+    }
+}
+
+// A stream of the client's waits for the word, whatever became of the request. In the lane, so that
+// it comes behind that of earlier requests.
+static void signal_done(struct kvq__queue *q)
+{
+    struct kvq__lane *lane = q->lane;
+    struct kvq__gpu *gpu = q->timeline.gpu;
+    if (!gpu || kvq__lane_get(q->client, gpu, &lane) < 0)
+        return;
+    kvq__gpu_enter(gpu);
+    int result =
+        kvq__gpu_driver(gpu)->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
+    if (result)
+        kvq__gpu_failed(gpu, result, "signalling a client");
+}
+
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
+    if (q->gpu_wait == KVQ__GPU_END)
+        tell_nonfinite(q);
+    q->gpu_wait = KVQ__GPU_NONE;
+    if (is_on_stream(q))
+        signal_done(q);
+    if (q->lane)
+        kvq__lane_close(q->lane, q, is_on_stream(q));
     kvq__request_release(q);
     if (q->flight.number)
         kvq__flight_end(q->core, &q->flight);
@@ -354,9 +481,12 @@ static int check_header(const struct kvq__queue *q)
         return KVQ_E_PROTOCOL;
     if (r->op >= KVQ_OP_COUNT)
         return KVQ_E_UNSUPPORTED;
-    if (r->pad0 || r->pad1 || r->signal || (r->flags & ~operations[r->op].flags))
+    bool on_stream = r->flags & KVQ_REQ_ON_STREAM;
+    if (r->pad0 || r->pad1 || !r->signal == on_stream || (r->flags & ~operations[r->op].flags))
         return KVQ_E_INVALID;
     if (r->count == 0 && (operations[r->op].needs & NEED_COUNT))
+        return KVQ_E_INVALID;
+    if (on_stream && !q->timeline.gpu)
         return KVQ_E_INVALID;
     if (q->core->draining && (operations[r->op].needs & NEW_WORK))
         return KVQ_E_DRAINING;
@@ -392,7 +522,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
 {
     assert(!q->busy);
     q->busy = true;
-    q->running = q->holding = q->holding_buffers = false;
+    q->running = q->holding = q->holding_buffers = q->told = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
     int rc = check_header(q);
@@ -406,10 +536,13 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
     assert(q->busy);
     if (!q->running)
         return attempt(q);
+    if (q->gpu_wait == KVQ__GPU_END)
+        return kvq__request_end(q, 0);
     // Accept has moved committed rows by now, so it goes on to its end.
     if (q->client->gone && q->header.op != KVQ_OP_ACCEPT)
         return kvq__request_end(q, KVQ_E_CANCELLED);
-    q->stage++;
+    q->stage += q->gpu_wait == KVQ__GPU_NONE;
+    q->gpu_wait = KVQ__GPU_NONE;
     return run_stages(q);
 }
 

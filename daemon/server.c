@@ -146,13 +146,10 @@ static int open_loop(struct kvq__server *server, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer, void *base,
-                           uint64_t bytes)
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
 {
     struct kvq__server *server = context;
-    (void)buffer;
-    (void)bytes;
-    kvq__attach_buffer_gone(server->attach, client, base);
+    kvq__attach_buffer_gone(server->attach, client, buffer);
 }
 
 static int open_namespaces(struct kvq__server *server, char *text)

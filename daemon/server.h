@@ -77,7 +77,7 @@ void kvq__attach_kick(struct kvq__attach *attach, uint64_t client);
 // After the loop has closed its handles; count is 0. NULL is fine.
 void kvq__attach_free(struct kvq__attach **attach);
 // Poller's thread: the core's buffer_gone.
-void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, void *base);
+void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer);
 
 // ---- control.c ----
 

@@ -29,6 +29,66 @@ struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namesp
     return s;
 }
 
+int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    if (!s->pool->gpu) {
+        kvq_extras_init(l->format, &l->shape, l->extras.data);
+        return 0;
+    }
+    uint8_t *image = kvq__allocate(s->core, bytes);
+    if (!image)
+        return KVQ_E_NO_MEMORY;
+    kvq_extras_init(l->format, &l->shape, image);
+    int rc = kvq__gpu_put(s->pool->gpu, (uintptr_t)l->extras.data, image, bytes);
+    kvq__deallocate(s->core, image, bytes);
+    return rc;
+}
+
+int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
+                     const struct kvq__layer *to)
+{
+    size_t bytes = kvq_extras_bytes(to->format, &to->shape);
+    if (!s->pool->gpu) {
+        kvq_extras_fork(to->format, &to->shape, from->extras.data, to->extras.data, to->packed);
+        return 0;
+    }
+    uint8_t *image = kvq__allocate(s->core, bytes);
+    if (!image)
+        return KVQ_E_NO_MEMORY;
+    int rc = kvq__gpu_take(s->pool->gpu, image, (uintptr_t)from->extras.data, bytes);
+    if (rc == 0) {
+        kvq_extras_fork(to->format, &to->shape, image, image, to->packed);
+        rc = kvq__gpu_put(s->pool->gpu, (uintptr_t)to->extras.data, image, bytes);
+    }
+    kvq__deallocate(s->core, image, bytes);
+    return rc;
+}
+
+static void free_gpu(struct kvq__session *s)
+{
+    struct kvq__gpu *gpu = s->pool ? s->pool->gpu : NULL;
+    for (uint32_t i = 0; gpu && i < s->n_layers; i++)
+        if (s->layers[i].gpu_book.k || s->layers[i].gpu_book.v)
+            kvq__gpu_book_release(gpu, &s->layers[i].book);
+    if (s->counts)
+        kvq__gpu_counts_free(gpu, s->counts);
+}
+
+int kvq__session_place(struct kvq__session *s)
+{
+    struct kvq__gpu *gpu = s->pool->gpu;
+    int rc = 0;
+    if (gpu && !(s->counts = kvq__gpu_counts_new(gpu)))
+        return KVQ_E_NO_MEMORY;
+    for (uint32_t i = 0; gpu && rc == 0 && i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        if (l->book.k || l->book.v)
+            rc = kvq__gpu_book(gpu, l->format, &l->shape, &l->book, &l->gpu_book);
+    }
+    return rc;
+}
+
 void kvq__session_free(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
@@ -36,6 +96,7 @@ void kvq__session_free(struct kvq__session *s)
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
             config->codebook_release(config->context, s->layers[i].book_hold);
+    free_gpu(s);
     kvq__deallocate(s->core, s->table,
                     (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
     kvq__formats_free(s);

@@ -19,7 +19,7 @@ static uint64_t all_tokens(const struct kvq__core *core)
 
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 {
-    const struct kvq__pool *pool = &core->pool;
+    const struct kvq__pool *pool = &core->pools[0];
     uint64_t extents = pool->budget / pool->extent_bytes;
     *status = (struct kvq__status){
         .pool_bytes = pool->budget,

@@ -15,11 +15,13 @@
 #include <sys/queue.h>
 
 #include "daemon/core.h"
+#include "daemon/gpu.h"
 
 enum {
     KVQ__HANDLE_CHUNK = 64, // handles allocated at a time
     KVQ__HANDLE_CHUNKS = KVQ_MAX_OPEN / KVQ__HANDLE_CHUNK,
     KVQ__ARENA_BYTES = 4 << 20, // scratch of a queue besides partial results
+    KVQ__WAVE_ROOM = 16 << 10,  // of a chunk, for what a wave needs whatever its entries
 };
 
 // ---- Pool (pool.c) ----
@@ -50,21 +52,25 @@ struct kvq__extent {
 };
 TAILQ_HEAD(kvq__extent_list, kvq__extent);
 
-// The extents of one namespace that are cut into blocks of one size.
+// The extents of one pool and namespace that are cut into blocks of one size.
 struct kvq__class {
     LIST_ENTRY(kvq__class) link;
     struct kvq__namespace *ns;
+    struct kvq__pool *pool;
     uint64_t block_bytes;
     struct kvq__extent_list extents; // those with free blocks first
 };
 
+// The memory of one place: the host's or a GPU's. Blocks of a GPU have its addresses, which nobody
+// here looks behind.
 struct kvq__pool {
+    struct kvq__gpu *gpu; // NULL: the host's
+    struct kvq__memory_ops memory;
     uint64_t budget, extent_bytes;
     uint64_t extents_taken; // bytes of extents, the empty ones included
     uint64_t used_bytes;    // of blocks, limbo included
     uint64_t huge_bytes;    // of extents in explicit huge pages
     struct kvq__extent_list empty;
-    struct kvq__block_list limbo; // ordered by retired_at
 };
 
 // Something whose jobs run; see the top of this file.
@@ -73,15 +79,18 @@ struct kvq__flight {
     uint64_t number; // 0 = not under way
 };
 
-int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, uint64_t bytes,
-                   struct kvq__ref *ref);
+const char *kvq__pool_name(const struct kvq__pool *pool); // "host" or the GPU's UUID
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                   uint64_t bytes, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
+// `to` becomes the flight that `from` was; `from` is then not under way.
+void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);
 // Gives back extents that have been empty since before `now - age`.
-void kvq__pool_trim(struct kvq__core *core, uint64_t age_ns);
+void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns);
 
 // ---- Namespaces (namespace.c) ----
 
@@ -124,6 +133,7 @@ struct kvq__layer {
     struct kvq_shape shape;
     struct kvq_layout layout, raw_layout;
     struct kvq_book book;             // codebook formats
+    struct kvq_book gpu_book;         // its copy on the session's GPU; zeros without
     void *book_hold;                  // keeps its tables; NULL = none
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
@@ -154,6 +164,7 @@ struct kvq__session {
     TAILQ_ENTRY(kvq__session) link; // in its namespace
     struct kvq__core *core;
     struct kvq__namespace *ns;
+    struct kvq__pool *pool; // where all its blocks lie
     uint64_t id;
     char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     struct kvq__layer *layers;
@@ -184,6 +195,9 @@ struct kvq__session {
 
     // Held by requests under way.
     uint32_t pins;
+    struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
+    struct kvq__lane *pack_lane;    // where units were packed last, and the work's number there
+    uint64_t pack_number;
     uint32_t reading;             // entries that read committed tokens
     uint64_t reading_floor;       // lowest count they may stand at; meaningless if reading is 0
     bool release_due;             // pages were kept for them
@@ -199,6 +213,9 @@ struct kvq__session {
 struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
                                       uint32_t n_layers);
 void kvq__session_free(struct kvq__session *session);
+// Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
+// 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back.
@@ -227,6 +244,11 @@ const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__
 // none. False if there is no room left in this wave.
 bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
                         const uint8_t **counts);
+// What a layer's extras block holds at first, and what of another's a fork keeps below
+// to->packed. On a GPU these wait for copies (session.c). 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
+int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
+                     const struct kvq__layer *to);
 // Makes the tables long enough for so many pages.
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
@@ -268,8 +290,7 @@ void kvq__formats_text(const struct kvq__session *session, char *out, size_t roo
 struct kvq__buffer {
     uint32_t id; // 0 = free
     uint32_t generation;
-    uint8_t *base;
-    uint64_t bytes;
+    struct kvq__buffer_memory memory;
     uint32_t uses; // by requests under way
     bool removed;
 };
@@ -279,6 +300,8 @@ struct kvq__step {
     struct kvq__client *client;
     LIST_HEAD(, kvq__session) sessions;
 };
+
+struct kvq__lane;
 
 struct kvq__client {
     TAILQ_ENTRY(kvq__client) link;
@@ -291,6 +314,7 @@ struct kvq__client {
     uint64_t buffer_bytes;
     struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
     struct kvq__handle_list free_handles;
+    struct kvq__lane *lanes[KVQ_MAX_GPUS]; // in the order of the core's GPUs; NULL = none yet
     struct kvq__buffer buffers[KVQ_MAX_BUFFERS];
     struct kvq__step steps[KVQ_MAX_STEPS];
 };
@@ -391,7 +415,18 @@ struct kvq__pass {
     void (*gather)(struct kvq__queue *q); // once the wave is full; may be NULL
     struct kvq__stage stages[2];
     uint32_t n_stages;
+    // On a GPU instead of the stages: enqueues the work of the wave's entries. 0 or a code, by
+    // which all of them fail. And the bytes of the arena that it will take for an entry at most.
+    int (*gpu_wave)(struct kvq__queue *q);
+    size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
     void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
+};
+
+// What a queue waits for whose request is under way on a GPU.
+enum kvq__gpu_wait {
+    KVQ__GPU_NONE,
+    KVQ__GPU_ROOM, // for its lane to have room again; then the wave is filled
+    KVQ__GPU_END,  // for all its work; then the request ends
 };
 
 struct kvq__queue {
@@ -404,12 +439,25 @@ struct kvq__queue {
     struct kvq__flight flight;
     struct kvq__job job;
     bool busy, running; // running: passes are under way
+    enum kvq__gpu_wait gpu_wait;
+    struct kvq__gpu *gpu;         // that the wave is for; NULL: the host
+    struct kvq__lane *lane;       // with an open chunk, which is the arena then
+    bool told;                    // that the client is ready, this request
+    uint64_t given[KVQ_MAX_GPUS]; // number of its last work on each lane
+    struct {
+        struct kvq__gpu *gpu; // NULL: none
+        kvq_gpu_ptr ready, done;
+    } timeline;
+    uint8_t *own_arena;
+    size_t own_arena_bytes;
     bool holding, holding_buffers;
     uint32_t items; // attend: what each entry is cut into, at least
     const struct kvq__pass *passes[3];
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;
     size_t arena_used, arena_bytes;
+    size_t wave_start; // of the arena
+    size_t wave_room;  // that the wave's GPU work will take
     uint32_t first_item[KVQ_MAX_BATCH + 1];
     struct kvq_entry_wire entries[KVQ_MAX_BATCH];
     struct kvq_result results[KVQ_MAX_BATCH];
@@ -449,6 +497,15 @@ void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
 void kvq__hold_buffers(struct kvq__queue *q);
 void kvq__drop_exclusive(struct kvq__queue *q, uint32_t i);
+// Lets go of a session that was held and pinned.
+void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
+// On a GPU: what the values were like that the open step's stores met. Only what has ended counts.
+bool kvq__step_nonfinite(const struct kvq__session *s);
+// Work of the open step is still under way on a GPU.
+static inline bool kvq__step_under_way(const struct kvq__session *s)
+{
+    return s->pool->gpu && s->tail_use > 0;
+}
 void kvq__request_release(struct kvq__queue *q);
 // For entries that read committed tokens: true if another request changes them just now, or packs
 // what this entry would have to pack first.
@@ -478,7 +535,10 @@ int kvq__view_open(struct kvq__queue *q, uint32_t view);
 // byte inside the buffer. 0, KVQ_E_INVALID, KVQ_E_BOUNDS.
 int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
                    uint64_t row, uint64_t n);
+// Where the row lies, as the place sees it that the wave's sessions are on.
 uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
+// Whether the place of the session can reach the view's buffer: 0 or KVQ_E_BUFFER.
+int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
 const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
 // Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The
 // list is the daemon's own copy.
@@ -517,12 +577,15 @@ TAILQ_HEAD(kvq__flight_list, kvq__flight);
 
 struct kvq__core {
     struct kvq__core_config config;
-    struct kvq__pool pool;
+    struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
+    uint32_t n_pools;
+    struct kvq__block_list limbo; // ordered by retired_at
     uint64_t now;
     bool draining;
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights; // oldest first
+    LIST_HEAD(, kvq__lane) lanes;
     uint64_t last_flight, last_client, last_session;
     struct kvq__session_list pack_queue;
     struct kvq__packer packer;

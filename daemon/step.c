@@ -67,8 +67,15 @@ static void step_join(struct kvq__step *step, struct kvq__session *s, uint32_t t
     s->step = step;
     s->step_serial++;
     s->step_tokens = tokens;
+    if (s->counts)
+        *s->counts->host = (struct kvq_gpu_store_counts){0};
     s->idle_since = s->core->now;
     LIST_INSERT_HEAD(&step->sessions, s, step_link);
+}
+
+bool kvq__step_nonfinite(const struct kvq__session *s)
+{
+    return s->counts && s->counts->host->nonfinite > 0;
 }
 
 static bool is_complete(const struct kvq__session *s)
@@ -80,6 +87,7 @@ static void commit(struct kvq__session *s)
 {
     assert(is_complete(s));
     s->tokens += s->step_tokens;
+    s->saturated += s->counts ? s->counts->host->saturated : 0;
     s->core->appended_tokens += s->step_tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
@@ -158,7 +166,10 @@ static void end_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     if (check_end(q, i) < 0)
         return;
-    if (is_complete(s)) {
+    if (kvq__step_nonfinite(s)) {
+        kvq__step_leave(s);
+        q->results[i].status = KVQ_E_NONFINITE;
+    } else if (is_complete(s)) {
         commit(s);
     } else {
         kvq__step_leave(s);
@@ -171,14 +182,30 @@ static void end_entry(struct kvq__queue *q, uint32_t i)
 static int end_all(struct kvq__step *step)
 {
     struct kvq__session *s, *next;
-    LIST_FOREACH (s, &step->sessions, step_link)
+    for (s = LIST_FIRST(&step->sessions); s; s = next) {
+        next = LIST_NEXT(s, step_link);
+        if (kvq__step_nonfinite(s)) {
+            kvq__step_leave(s);
+            return KVQ_E_NONFINITE;
+        }
         if (!is_complete(s))
             return KVQ_E_INCOMPLETE;
+    }
     for (s = LIST_FIRST(&step->sessions); s; s = next) {
         next = LIST_NEXT(s, step_link);
         commit(s);
     }
     return 0;
+}
+
+// Whether a GPU has yet to end some of the step.
+static bool is_under_way(const struct kvq__step *step)
+{
+    const struct kvq__session *s;
+    LIST_FOREACH (s, &step->sessions, step_link)
+        if (kvq__step_under_way(s))
+            return true;
+    return false;
 }
 
 enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
@@ -187,6 +214,8 @@ enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
     int rc = 0;
     if (kvq__request_step(q) < 0 || !q->step)
         return kvq__request_end(q, KVQ_E_NO_STEP);
+    if (is_under_way(q->step))
+        return KVQ__WAIT;
     if (q->header.count == 0)
         rc = end_all(q->step);
     for (uint32_t i = 0; i < q->header.count; i++)

@@ -3,6 +3,7 @@
 // Append: K and V of one layer into the raw blocks that the step reserved.
 #include <assert.h>
 
+#include "daemon/lane.h"
 #include "daemon/state.h"
 
 // ---- Checks ----
@@ -26,9 +27,13 @@ int kvq__append_open(struct kvq__queue *q)
 static int check_source(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
+    int rc = kvq__view_reach(q, KVQ__VIEW_K, q->work[i].session);
+    rc = rc ? rc : kvq__view_reach(q, KVQ__VIEW_V, q->work[i].session);
+    if (rc)
+        return rc;
     if (q->header.flags & KVQ_REQ_PAGED_KV)
         return e->list_token < q->header.page_tokens ? 0 : KVQ_E_INVALID; // pages come later
-    int rc = kvq__view_rows(q, KVQ__VIEW_K, s->kv_heads, s->k_dim, e->row, e->append);
+    rc = kvq__view_rows(q, KVQ__VIEW_K, s->kv_heads, s->k_dim, e->row, e->append);
     return rc ? rc : kvq__view_rows(q, KVQ__VIEW_V, s->kv_heads, s->v_dim, e->row, e->append);
 }
 
@@ -115,6 +120,7 @@ static bool take_memory(struct kvq__queue *q, uint32_t i)
         kvq__pages_of(w->past + q->entries[i].append) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
     uint32_t items = w->n_pages * l->shape.kv_heads;
     w->pages = kvq__arena_take(q, w->n_pages * sizeof *w->pages);
+    // On a GPU the session's counts are added to.
     w->store.counts = kvq__arena_take(q, items * sizeof *w->store.counts);
     if (!w->pages || !w->store.counts || !prepare_list(q, i))
         return false;
@@ -153,15 +159,15 @@ static uint32_t count(const struct kvq__entry *w)
     return w->n_items;
 }
 
-// Where token t of the entry lies, and how many follow it there.
-static uint32_t source_run(const struct kvq__queue *q, const struct kvq__entry *w, uint32_t skip,
-                           uint32_t t, struct kvq_view *k, struct kvq_view *v)
+uint32_t kvq__store_run(const struct kvq__queue *q, uint32_t i, uint32_t t, struct kvq_view *k,
+                        struct kvq_view *v)
 {
     const struct kvq_request *r = &q->header;
+    const struct kvq__entry *w = &q->work[i];
     uint64_t row = t, page = 0;
     uint32_t run = UINT32_MAX;
     if (w->store.list) {
-        uint64_t at = (uint64_t)skip + t;
+        uint64_t at = (uint64_t)q->entries[i].list_token + t;
         page = (uint64_t)w->store.list[at / r->page_tokens];
         row = at % r->page_tokens;
         run = r->page_tokens - (uint32_t)row;
@@ -186,7 +192,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     (void)workspace;
     while (from < to) {
         struct kvq_view k, v;
-        uint64_t n = source_run(q, w, q->entries[i].list_token, (uint32_t)(from - w->past), &k, &v);
+        uint64_t n = kvq__store_run(q, i, (uint32_t)(from - w->past), &k, &v);
         n = n < to - from ? n : to - from;
         kvq_store(q->core->config.kernels, &l->shape, &k, &v, head, (uint32_t)(from - start),
                   (uint32_t)n, record, &w->store.counts[item]);
@@ -217,5 +223,9 @@ static void finish(struct kvq__queue *q, uint32_t i)
     }
 }
 
-const struct kvq__pass kvq__pass_store = {
-    .prepare = prepare, .stages = {{count, run}}, .n_stages = 1, .finish = finish};
+const struct kvq__pass kvq__pass_store = {.prepare = prepare,
+                                          .stages = {{count, run}},
+                                          .n_stages = 1,
+                                          .finish = finish,
+                                          .gpu_wave = kvq__gpu_store_wave,
+                                          .gpu_room = kvq__gpu_store_room};

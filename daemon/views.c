@@ -34,7 +34,7 @@ int kvq__view_open(struct kvq__queue *q, uint32_t view)
         return KVQ_E_BUFFER;
     if (bytes == 0)
         return KVQ_E_DTYPE;
-    if (v->offset > b->bytes || v->token_stride > KVQ_MAX_BUFFER_BYTES ||
+    if (v->offset > b->memory.bytes || v->token_stride > KVQ_MAX_BUFFER_BYTES ||
         v->head_stride > KVQ_MAX_BUFFER_BYTES)
         return KVQ_E_BOUNDS;
     if ((v->offset | v->token_stride | v->head_stride) % bytes)
@@ -50,7 +50,7 @@ static bool is_inside(const struct kvq__queue *q, uint32_t view, wide start, uin
     const struct kvq_wire_view *v = kvq__view(q, view);
     wide end =
         start + (wide)(heads - 1) * v->head_stride + (uint64_t)dim * kvq__dtype_bytes(v->dtype);
-    return end <= q->buffers[view]->bytes;
+    return end <= q->buffers[view]->memory.bytes;
 }
 
 static bool overlaps(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim, uint64_t n)
@@ -74,7 +74,17 @@ int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, ui
 uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row)
 {
     const struct kvq_wire_view *v = kvq__view(q, view);
-    return q->buffers[view]->base + v->offset + row * v->token_stride;
+    const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
+    uint8_t *base = q->gpu ? (uint8_t *)(uintptr_t)m->gpu : m->host;
+    return base + v->offset + row * v->token_stride;
+}
+
+int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s)
+{
+    const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
+    if (!s->pool->gpu)
+        return m->host ? 0 : KVQ_E_BUFFER;
+    return m->gpu && (!m->on || m->on == s->pool->gpu) ? 0 : KVQ_E_BUFFER;
 }
 
 // ---- Paged sources ----
@@ -120,9 +130,9 @@ int kvq__list_open(struct kvq__queue *q)
     if (!is_padded(v))
         return KVQ_E_INVALID;
     struct kvq__buffer *b = kvq__buffer_get(q->client, v->buffer);
-    if (!b)
+    if (!b || !b->memory.host) // read here, wherever the sessions are
         return KVQ_E_BUFFER;
-    if (v->offset > b->bytes)
+    if (v->offset > b->memory.bytes)
         return KVQ_E_BOUNDS;
     if (v->offset % sizeof(int32_t))
         return KVQ_E_INVALID;
@@ -134,7 +144,7 @@ const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64
 {
     const struct kvq__buffer *b = q->buffers[KVQ__VIEW_LIST];
     wide end = q->header.list.offset + ((wide)element + n) * sizeof(int32_t);
-    if (end > b->bytes)
+    if (end > b->memory.bytes)
         return NULL;
-    return (const int32_t *)(const void *)(b->base + q->header.list.offset) + element;
+    return (const int32_t *)(const void *)(b->memory.host + q->header.list.offset) + element;
 }

@@ -45,6 +45,7 @@ enum {
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
     KVQ_MAX_GPUS = 16,           // of one daemon
+    KVQ_MAX_GPU_PENDING = 1024,  // pieces of one client's work that are enqueued on one GPU
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
 
     // Control messages and attach packets.

@@ -51,6 +51,11 @@ static inline uint32_t kvq_word_load(const uint32_t *word)
     return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 
+static inline uint64_t kvq_word64_load_acquire(const uint64_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
 static inline uint32_t kvq_word_load_acquire(const uint32_t *word)
 {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);

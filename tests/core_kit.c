@@ -56,7 +56,7 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     uint8_t *given = calloc(1, bytes + 64);
     MUST(given);
     *memory = (struct kvq__memory){given + 64 - (uintptr_t)given % 64, bytes, -1,
-                                   kit->extents_out % 3 == 1};
+                                   kit->extents_out % 3 == 1, 0};
     memcpy(memory->base - sizeof given, &given, sizeof given);
     kit->extents_out++;
     return 0;
@@ -106,12 +106,10 @@ static void on_event(void *context, const struct kvq__event *event)
     kit->events[event->kind]++;
 }
 
-static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer, void *base,
-                           uint64_t bytes)
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
 {
     struct kit *kit = context;
-    MUST(client && buffer && base && bytes);
-    memset(base, 0xa5, bytes); // nobody may look at it any more
+    MUST(client && buffer);
     kit->buffers_gone++;
 }
 
@@ -175,9 +173,16 @@ int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
     }
     m->memory = aligned_alloc(64, bytes);
     memset(m->memory, 0, bytes);
-    rc = kvq__buffer_add(m->client, m->memory, bytes, &m->buffer, text);
+    rc = kit_buffer(m, bytes, &m->buffer);
     MUST(rc == 0);
     return 0;
+}
+
+int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__buffer_memory memory = {.host = m->memory, .bytes = bytes};
+    return kvq__buffer_add(m->client, &memory, buffer, text);
 }
 
 void member_free(struct member *m)
@@ -352,7 +357,7 @@ static uint64_t check_extent(const struct kvq__core *core, const struct kvq__nam
                              uint64_t *refs)
 {
     uint32_t in_use = 0, free = count_list(&e->free, e);
-    uint32_t limbo = count_list(&core->pool.limbo, e);
+    uint32_t limbo = count_list(&core->limbo, e);
     MUST(e->owner == class && e->last == ns);
     for (uint32_t i = 0; i < e->n_blocks; i++) {
         const struct kvq__block *b = &e->blocks[i];
@@ -429,7 +434,7 @@ static uint64_t count_extents(const struct kvq__core *core, uint64_t *huge)
     const struct kvq__class *class;
     const struct kvq__extent *e;
     uint64_t n = 0;
-    TAILQ_FOREACH (e, &core->pool.empty, link) {
+    TAILQ_FOREACH (e, &core->pools[0].empty, link) {
         MUST(e->used == 0 && !e->owner && !e->blocks);
         n++;
         *huge += e->memory.huge;
@@ -468,12 +473,12 @@ void core_check(const struct kvq__core *core)
     const struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         check_namespace(&c, ns);
-    MUST(c.used == core->pool.used_bytes);
+    MUST(c.used == core->pools[0].used_bytes);
     MUST(c.sessions == core->n_sessions);
     uint64_t huge = 0, extents = count_extents(core, &huge);
-    MUST(extents * core->pool.extent_bytes == core->pool.extents_taken);
-    MUST(huge * core->pool.extent_bytes == core->pool.huge_bytes);
-    MUST(core->pool.extents_taken <= core->pool.budget);
-    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->pool.limbo));
+    MUST(extents * core->pools[0].extent_bytes == core->pools[0].extents_taken);
+    MUST(huge * core->pools[0].extent_bytes == core->pools[0].huge_bytes);
+    MUST(core->pools[0].extents_taken <= core->pools[0].budget);
+    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
     check_clients(core);
 }

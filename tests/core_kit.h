@@ -40,6 +40,8 @@ void kit_close(struct kit *kit); // asserts that all memory came back
 
 // 0 or the core's code.
 int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes);
+// Another buffer over the first bytes of the member's memory. 0 or the core's code.
+int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer);
 void member_close(struct member *m); // nothing may be in flight
 void member_free(struct member *m);  // after a detach, when its queue is closed
 

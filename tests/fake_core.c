@@ -31,6 +31,31 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
     poller_thread = true;
 }
 
+bool kvq__core_poll(struct kvq__core *core)
+{
+    (void)core;
+    return false;
+}
+
+bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
+{
+    (void)core;
+    (void)wake;
+    (void)context;
+    return false;
+}
+
+bool kvq__queue_settled(const struct kvq__queue *queue)
+{
+    (void)queue;
+    return true;
+}
+
+void kvq__queue_ending(struct kvq__queue *queue)
+{
+    (void)queue;
+}
+
 void kvq__core_tick(struct kvq__core *core)
 {
     kvq_word_add(&core->ticks, 1);

@@ -134,9 +134,9 @@ static void test_drop_while_reading(void **state)
     uint64_t reader = open_named(&other, KVQ__OPEN_READ_ONLY, 0);
     memcpy(other.memory + Q_AT, m.memory + Q_AT, OUT_BYTES);
     assert_int_equal(begin_attend(&other, reader, 100), KVQ__RUN);
-    uint64_t used = kit.core->pool.used_bytes;
+    uint64_t used = kit.core->pools[0].used_bytes;
     assert_int_equal(kvq__session_drop(m.client, writer, text), 0);
-    assert_int_equal(kit.core->pool.used_bytes, used); // in limbo
+    assert_int_equal(kit.core->pools[0].used_bytes, used); // in limbo
     core_check(kit.core);
     memset(m.memory, 0, BUFFER / 4);
     for (uint32_t i = 0; i < 2; i++) { // requests that began later end before
@@ -145,7 +145,7 @@ static void test_drop_while_reading(void **state)
     }
     assert_int_equal(finish(&other, KVQ__RUN), 0);
     assert_memory_equal(other.memory + OUT_AT, want, OUT_BYTES);
-    assert_int_equal(kit.core->pool.used_bytes, 2 * used); // of the next two alone
+    assert_int_equal(kit.core->pools[0].used_bytes, 2 * used); // of the next two alone
 }
 
 // The same between two passes: nothing to attend over any more.
@@ -157,7 +157,7 @@ static void test_drop_between_passes(void **state)
     assert_int_equal(begin_attend(&other, reader, 300), KVQ__RUN); // packs
     assert_int_equal(kvq__session_drop(m.client, writer, text), 0);
     assert_int_equal(finish(&other, KVQ__RUN), KVQ_E_CANCELLED);
-    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
 
 // A step may not begin while something still uses the tail of the last one, nor while the session
@@ -263,12 +263,12 @@ static void test_zeroed(void **state)
 {
     struct member stranger;
     (void)state;
-    kit.core->pool.budget = 4 * MIB; // an extent of raw blocks, and one of packed ones
+    kit.core->pools[0].budget = 4 * MIB; // an extent of raw blocks, and one of packed ones
     uint64_t handle = kit_session(&m, &row, 1, 0);
     assert_int_equal(kit_step(&m, handle, 128, HEADS, DIM), 0);
     kit_pack(&kit); // so that either has been written to
     assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
-    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
     assert_int_equal(kit.extents_out, 2);
     assert_int_equal(member_open(&kit, &stranger, 1001, BUFFER), 0);
     handle = kit_session(&stranger, &row, 1, 0);

@@ -260,10 +260,9 @@ static void test_bounds(void **state)
 // A buffer of an odd size ends where it ends, whatever lies behind it.
 static void test_last_byte(void **state)
 {
-    char text[KVQ_TEXT_BYTES];
     uint32_t odd;
     (void)state;
-    assert_int_equal(kvq__buffer_add(m.client, m.memory, 10 * ROW - 1, &odd, text), 0);
+    assert_int_equal(kit_buffer(&m, 10 * ROW - 1, &odd), 0);
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.k.buffer = odd;
@@ -366,9 +365,8 @@ static void begin(uint64_t step, uint32_t tokens)
 // A buffer in which only two elements of the list lie.
 static uint32_t short_list(void)
 {
-    char text[KVQ_TEXT_BYTES];
     uint32_t id;
-    assert_int_equal(kvq__buffer_add(m.client, m.memory, LIST_AT + 8, &id, text), 0);
+    assert_int_equal(kit_buffer(&m, LIST_AT + 8, &id), 0);
     return id;
 }
 
@@ -489,7 +487,7 @@ static void test_buffer_in_use(void **state)
     assert_int_equal(kit.buffers_gone, 1);
     assert_int_equal(status_of(r, e), KVQ_E_BUFFER);
     uint32_t id;
-    assert_int_equal(kvq__buffer_add(m.client, m.memory, BUFFER, &id, text), 0);
+    assert_int_equal(kit_buffer(&m, BUFFER, &id), 0);
     assert_int_not_equal(id, m.buffer); // the old id stays dead
 }
 

@@ -256,10 +256,10 @@ static void test_quota(void **state)
     // 128 KiB a page and layer; the namespace has 4 MiB, the pool much more.
     struct kvq_entry_wire e = {.handle = info.handle, .append = 33 * 128};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_QUOTA);
-    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
     e.append = 32 * 128;
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    assert_int_equal(kit.core->pool.used_bytes, 4 * MIB);
+    assert_int_equal(kit.core->pools[0].used_bytes, 4 * MIB);
     assert_int_equal(open_as(&other, &spec, &info), 0);
     assert_int_equal(open_as(&other, &spec, &info), KVQ_E_QUOTA); // the third session
     struct kvq__namespace_info ns[4];
@@ -294,7 +294,7 @@ static void test_keep(void **state)
     kvq__core_clock(kit.core, 8000000000u);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.core->n_sessions, 0);
-    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
     assert_true(kit.extents_out > 0);
     kvq__core_clock(kit.core, 30000000000u);
     kvq__core_tick(kit.core);

@@ -211,15 +211,15 @@ static void test_fork(void **state)
 {
     uint64_t value;
     (void)state;
-    uint64_t source = fed(200, 600, 0), used = kit.core->pool.used_bytes;
+    uint64_t source = fed(200, 600, 0), used = kit.core->pools[0].used_bytes;
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = source, .position = 300};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &value), KVQ_E_ROLLBACK);
     assert_int_equal(value, 256); // cuts into a packed unit
     e.position = 256;
-    used = kit.core->pool.used_bytes;
+    used = kit.core->pools[0].used_bytes;
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &value), 0);
-    assert_int_equal(kit.core->pool.used_bytes, used); // all of it shared
+    assert_int_equal(kit.core->pools[0].used_bytes, used); // all of it shared
     uint64_t fork = value, same = fed(256, 256, 0);
     assert_same_attention(fork, same);
     assert_int_equal(kit_step(&m, fork, 200, HEADS, DIM), 0);
@@ -236,13 +236,13 @@ static void test_stop_at_layer(void **state)
     (void)state;
     uint64_t handle = fed(130, 130, 0);
     copy_out(handle, 0, before);
-    uint64_t used = kit.core->pool.used_bytes;
+    uint64_t used = kit.core->pools[0].used_bytes;
     for (uint32_t layers = 0; layers < 2; layers++) {
         for (uint8_t op = KVQ_OP_STEP_END; op <= KVQ_OP_STEP_ABORT; op++) {
             struct kvq_entry_wire e = {
                 .handle = handle, .position = 130, .row = 130, .append = 200};
             assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
-            assert_true(kit.core->pool.used_bytes > used);
+            assert_true(kit.core->pools[0].used_bytes > used);
             struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
             r.step = 5;
             r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
@@ -252,7 +252,7 @@ static void test_stop_at_layer(void **state)
             int expect = op == KVQ_OP_STEP_END ? KVQ_E_INCOMPLETE : 0;
             assert_int_equal(kit_simple(&m, op, 5, e, NULL), expect);
             assert_int_equal(kit_of(&m, handle)->tokens, 130);
-            assert_int_equal(kit.core->pool.used_bytes, used);
+            assert_int_equal(kit.core->pools[0].used_bytes, used);
             copy_out(handle, 0, after);
             assert_memory_equal(before, after, sizeof before);
         }
@@ -281,17 +281,17 @@ static void test_memory_full(void **state)
 {
     (void)state;
     uint64_t handle = kit_session(&m, two_layers, 2, 0);
-    kit.core->pool.budget = 6 * MIB; // three extents: one for each size of block
+    kit.core->pools[0].budget = 6 * MIB; // three extents: one for each size of block
     struct kvq_entry_wire e = {.handle = handle, .append = 60000};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->pool.used_bytes, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
     assert_int_equal(kit_step(&m, handle, 100, HEADS, DIM), 0);
-    uint64_t used = kit.core->pool.used_bytes;
+    uint64_t used = kit.core->pools[0].used_bytes;
     e.position = 100;
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->pool.used_bytes, used);
-    kit.core->pool.budget = 128 * MIB;
+    assert_int_equal(kit.core->pools[0].used_bytes, used);
+    kit.core->pools[0].budget = 128 * MIB;
 }
 
 // A reader stands at the committed count while a step is open, and packs what it needs itself.
@@ -331,7 +331,7 @@ static void test_window(void **state)
     for (uint32_t i = 0; i < 20; i++) {
         assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
         kit_pack(&kit);
-        most = kit.core->pool.used_bytes > most ? kit.core->pool.used_bytes : most;
+        most = kit.core->pools[0].used_bytes > most ? kit.core->pools[0].used_bytes : most;
     }
     const struct kvq__layer *l = &kit_of(&m, handle)->layers[0];
     assert_int_equal(l->first_page, (1000 + 1 - 100) / 128);

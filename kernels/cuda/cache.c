@@ -12,6 +12,8 @@ enum {
     SELECT_BYTES = 3 * 1024,
     MERGE_BLOCKS = 1024,
     STORE_BLOCKS = 64,
+    COPY_BLOCKS = 8,
+    PUT_BLOCKS = 64,
     READ_BLOCKS = 1024
 };
 
@@ -144,6 +146,36 @@ int kvq_gpu_read(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq
             return -1;
     }
     return 0;
+}
+
+int kvq_gpu_copy_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                      char *text, size_t n)
+{
+    struct kvq_gpu_copy_args args = {DEVICE(struct kvq_gpu_copy, jobs), COPY_BLOCKS};
+    struct kvq_gpu_grid grid = grid_of(work, work->n, COPY_BLOCKS, 0);
+    if (work->n == 0)
+        return 0;
+    return kvq_gpu_launch(gpu, KVQ_KERNEL_COPY, &grid, &args, sizeof args, text, n);
+}
+
+int kvq_gpu_keep_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                      uint32_t heads, char *text, size_t n)
+{
+    struct kvq_gpu_keep_args args = {DEVICE(struct kvq_gpu_keep, jobs)};
+    struct kvq_gpu_grid grid = grid_of(work, work->n, heads, 0);
+    if (work->n == 0)
+        return 0;
+    return kvq_gpu_launch(gpu, KVQ_KERNEL_KEEP, &grid, &args, sizeof args, text, n);
+}
+
+int kvq_gpu_put_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                     char *text, size_t n)
+{
+    struct kvq_gpu_put_args args = {DEVICE(struct kvq_gpu_put, jobs), PUT_BLOCKS};
+    struct kvq_gpu_grid grid = grid_of(work, work->n, PUT_BLOCKS, 0);
+    if (work->n == 0)
+        return 0;
+    return kvq_gpu_launch(gpu, KVQ_KERNEL_PUT, &grid, &args, sizeof args, text, n);
 }
 
 int kvq_gpu_merge(const struct kvq_gpu *gpu, const struct kvq_gpu_merge_args *args,

@@ -76,6 +76,32 @@ struct kvq_gpu_read_job {
     uint32_t n, n_pages;
 };
 
+// Rows of bytes, a multiple of 4 each, from one place to another that does not overlap it.
+struct kvq_gpu_copy {
+    uint8_t *to;
+    const uint8_t *from;
+    uint64_t stride; // from row to row, in both
+    uint32_t bytes, rows;
+};
+
+// Moves the raw rows of kept tokens together, all KV heads of a layer: token offset + list[i] to
+// offset + i, counted from the first page on. Ascending.
+struct kvq_gpu_keep {
+    const struct kvq_recipe *recipe;
+    const struct kvq_page *pages;
+    const int32_t *list;
+    uint32_t n, offset;
+};
+
+// Rows [head][n][dim] of fp32 to a tensor of the engine's, rounded as kvq_store rounds.
+struct kvq_gpu_put {
+    const float *from;
+    uint8_t *to; // token 0, head 0
+    int64_t token_stride, head_stride;
+    uint32_t n, heads, dim;
+    uint8_t dtype;
+};
+
 // ---- Arguments of the kernels ----
 
 struct kvq_gpu_store_args {
@@ -102,6 +128,20 @@ struct kvq_gpu_read_args {
     const struct kvq_gpu_read_job *jobs;
     uint32_t heads;  // to a job
     uint32_t blocks; // to a job and head
+};
+
+struct kvq_gpu_copy_args {
+    const struct kvq_gpu_copy *jobs;
+    uint32_t blocks; // to a job
+};
+
+struct kvq_gpu_keep_args {
+    const struct kvq_gpu_keep *jobs;
+};
+
+struct kvq_gpu_put_args {
+    const struct kvq_gpu_put *jobs;
+    uint32_t blocks; // to a job
 };
 
 struct kvq_gpu_merge_args {
@@ -140,6 +180,15 @@ int kvq_gpu_pack(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq
 // most: the largest `n` of the jobs, roughly.
 int kvq_gpu_read(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
                  uint32_t most, char *text, size_t n);
+
+// These take n jobs; recipes are not looked at.
+int kvq_gpu_copy_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                      char *text, size_t n);
+// heads: the most that a job's layer has.
+int kvq_gpu_keep_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                      uint32_t heads, char *text, size_t n);
+int kvq_gpu_put_rows(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
+                     char *text, size_t n);
 
 // kvq_merge_rows with device pointers.
 int kvq_gpu_merge(const struct kvq_gpu *gpu, const struct kvq_gpu_merge_args *args,

@@ -25,6 +25,9 @@
     X(READ_D64, kvq_gpu_read_d64, struct kvq_gpu_read_args)                                        \
     X(READ_D128, kvq_gpu_read_d128, struct kvq_gpu_read_args)                                      \
     X(READ_D256, kvq_gpu_read_d256, struct kvq_gpu_read_args)                                      \
+    X(COPY, kvq_gpu_copy_all, struct kvq_gpu_copy_args)                                            \
+    X(KEEP, kvq_gpu_keep_all, struct kvq_gpu_keep_args)                                            \
+    X(PUT, kvq_gpu_put_all, struct kvq_gpu_put_args)                                               \
     X(MERGE, kvq_gpu_merge_all, struct kvq_gpu_merge_args)                                         \
     KVQ_GPU_ATTEND_KERNELS(X)
 // clang-format on

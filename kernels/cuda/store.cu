@@ -56,6 +56,65 @@ KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
         gpu::fetch_add(&job.counts->saturated, counted.saturated);
 }
 
+// ---- Moving ----
+
+KVQ_DEVICE void kvq_gpu_copy_row(uint8_t *to, const uint8_t *from, uint32_t bytes, uint32_t thread,
+                                 uint32_t threads)
+{
+    for (uint32_t i = 4 * thread; i < bytes; i += 4 * threads)
+        gpu::stg32(to + i, gpu::ldg32(from + i));
+}
+
+KVQ_KERNEL(kvq_gpu_copy_all, kvq_gpu_copy_args, a)
+{
+    const kvq_gpu_copy &job = a.jobs[gpu::block_x()];
+    for (uint32_t row = gpu::block_y(); row < job.rows; row += a.blocks)
+        kvq_gpu_copy_row(job.to + row * job.stride, job.from + row * job.stride, job.bytes,
+                         gpu::thread(), KVQ_GPU_CACHE_THREADS);
+}
+
+// One KV head: K by the first half of the block, V by the second. Tokens only move down, one after
+// the other, so none is overwritten unread.
+KVQ_KERNEL(kvq_gpu_keep_all, kvq_gpu_keep_args, a)
+{
+    const kvq_gpu_keep &job = a.jobs[gpu::block_x()];
+    const uint32_t half = KVQ_GPU_CACHE_THREADS / 2, head = gpu::block_y();
+    const kvq_recipe &r = *job.recipe;
+    if (head >= r.kv_heads)
+        return;
+    const size_t record =
+        (size_t)head * r.raw.record_bytes + (gpu::thread() < half ? 0 : r.raw.v_offset);
+    for (uint32_t i = 0; i < job.n; i++) {
+        const uint32_t from = job.offset + (uint32_t)job.list[i], to = job.offset + i;
+        const uint8_t *source =
+            job.pages[from / KVQ_BLOCK_TOKENS].raw + record + from % KVQ_BLOCK_TOKENS * 2 * r.dim;
+        uint8_t *target = (uint8_t *)job.pages[to / KVQ_BLOCK_TOKENS].raw + record +
+                          to % KVQ_BLOCK_TOKENS * 2 * r.dim;
+        if (from != to)
+            kvq_gpu_copy_row(target, source, 2 * r.dim, gpu::thread() % half, half);
+        gpu::block_sync();
+    }
+}
+
+KVQ_DEVICE void kvq_gpu_put_one(uint8_t *to, uint8_t dtype, uint32_t c, float x)
+{
+    if (dtype == KVQ_F32)
+        ((float *)to)[c] = x;
+    else
+        ((uint16_t *)to)[c] = kvq__stored(x, dtype);
+}
+
+KVQ_KERNEL(kvq_gpu_put_all, kvq_gpu_put_args, a)
+{
+    const kvq_gpu_put &job = a.jobs[gpu::block_x()];
+    for (uint64_t row = gpu::block_y(); row < (uint64_t)job.heads * job.n; row += a.blocks) {
+        uint8_t *to = job.to + (int64_t)(row % job.n) * job.token_stride +
+                      (int64_t)(row / job.n) * job.head_stride;
+        for (uint32_t c = gpu::thread(); c < job.dim; c += KVQ_GPU_CACHE_THREADS)
+            kvq_gpu_put_one(to, job.dtype, c, job.from[row * job.dim + c]);
+    }
+}
+
 // ---- Merging ----
 
 KVQ_KERNEL(kvq_gpu_merge_all, kvq_gpu_merge_args, a)

@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Storing, packing, reading back and changing caches on a GPU: one launch for all entries of a wave
+// (or as many as the lane's workspace asks for).
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/gpu_wave.h"
+
+static const struct kvq__layer *own_layer(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    return &s->layers[s->layers[q->header.layer].source];
+}
+
+// An array of jobs that a wave fills and launches.
+#define THERE(wave, array) ((kvq_gpu_ptr)(uintptr_t)kvq__wave_there(wave, array))
+
+// ---- Store ----
+
+// Jobs of an entry: one, or one for each run of tokens in the engine's pages.
+static uint32_t store_jobs(const struct kvq__queue *q, uint32_t i)
+{
+    return q->work[i].store.list ? kvq__paged_count(&q->header, &q->entries[i]) : 1;
+}
+
+size_t kvq__gpu_store_room(const struct kvq__queue *q, uint32_t i)
+{
+    if (q->work[i].n_items == 0)
+        return 0;
+    return store_jobs(q, i) * sizeof(struct kvq_gpu_store_job) + KVQ__RECIPE_ROOM;
+}
+
+static void fill_store(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_job **next)
+{
+    struct kvq__queue *q = wave->queue;
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq_recipe *recipe = kvq__wave_recipe(wave, own_layer(q, i));
+    const struct kvq_page *pages = kvq__wave_there(wave, w->pages);
+    uint32_t n = q->entries[i].append;
+    for (uint32_t t = 0; t < n; (*next)++) {
+        struct kvq_gpu_store_job job = {
+            .recipe = kvq__wave_there(wave, recipe),
+            .pages = pages - w->past / KVQ_BLOCK_TOKENS, // the session's page 0
+            .start = w->past + t,
+            .counts = (void *)(uintptr_t)w->session->counts->at,
+        };
+        uint32_t run = kvq__store_run(q, i, t, &job.k, &job.v);
+        job.tokens = run < n - t ? run : n - t;
+        t += job.tokens;
+        **next = job;
+    }
+}
+
+int kvq__gpu_store_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    uint32_t n = 0, most = 0;
+    kvq__wave_begin(&wave, q);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (kvq__wave_has(q, i)) {
+            n += store_jobs(q, i);
+            most = q->entries[i].append > most ? q->entries[i].append : most;
+        }
+    struct kvq_gpu_store_job *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (kvq__wave_has(q, i))
+            fill_store(&wave, i, &next);
+    int rc = kvq__wave_copy(&wave);
+    struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
+    return rc ? rc
+              : kvq__wave_launched(&wave, kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                        THERE(&wave, jobs), most, wave.text,
+                                                        sizeof wave.text));
+}
+
+// ---- Pack ----
+
+static uint32_t units_of(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__entry *w = &q->work[i];
+    return (uint32_t)((w->pack.end - w->pack.first) / own_layer(q, i)->format->unit_tokens);
+}
+
+static bool has_lesson(const struct kvq__layer *l)
+{
+    return l->learn && !l->learned;
+}
+
+size_t kvq__gpu_pack_room(const struct kvq__queue *q, uint32_t i)
+{
+    if (q->work[i].n_items == 0)
+        return 0;
+    return units_of(q, i) * sizeof(struct kvq_gpu_unit) + sizeof(struct kvq_gpu_lesson) +
+           sizeof(uint32_t) + KVQ__RECIPE_ROOM;
+}
+
+// What a wave packs.
+struct packs {
+    struct kvq_gpu_unit *units;
+    struct kvq_gpu_lesson *lessons;
+    uint32_t *runs;
+    uint32_t n_units, n_lessons, n_runs;
+};
+
+static void fill_units(struct kvq__wave *wave, uint32_t i, struct packs *p)
+{
+    const struct kvq__queue *q = wave->queue;
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq__layer *l = own_layer(q, i);
+    struct kvq_gpu_unit unit = {
+        .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
+        .book = kvq__wave_there(wave, kvq__wave_book(wave, l)),
+        .extras = w->pack.extras,
+        .learned = l->learn,
+    };
+    if (has_lesson(l))
+        p->lessons[p->n_lessons++] = (struct kvq_gpu_lesson){
+            unit.recipe, kvq__wave_there(wave, w->pages), w->pack.extras, l->learn};
+    p->runs[p->n_runs++] = p->n_units;
+    for (uint64_t t = w->pack.first; t < w->pack.end; t += l->format->unit_tokens) {
+        const struct kvq_page *page =
+            &w->pages[t / KVQ_BLOCK_TOKENS - w->pack.first / KVQ_BLOCK_TOKENS];
+        unit.raw_block = page->raw;
+        unit.packed_block = (uint8_t *)(uintptr_t)page->packed;
+        unit.first = (uint32_t)(t % KVQ_BLOCK_TOKENS);
+        unit.block_start = t - unit.first;
+        p->units[p->n_units++] = unit;
+    }
+}
+
+static int launch_packs(struct kvq__wave *wave, const struct packs *p)
+{
+    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    struct kvq_gpu_work lessons = kvq__wave_work(wave, p->n_lessons);
+    struct kvq_gpu_work units = kvq__wave_work(wave, p->n_units);
+    int failed =
+        kvq_gpu_learn(gpu, &lessons, THERE(wave, p->lessons), wave->text, sizeof wave->text);
+    failed = failed ? failed
+                    : kvq_gpu_pack(gpu, &units, THERE(wave, p->units), THERE(wave, p->runs),
+                                   p->n_runs, wave->text, sizeof wave->text);
+    return kvq__wave_launched(wave, failed);
+}
+
+int kvq__gpu_pack_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    struct packs p = {0};
+    uint32_t n = q->wave_to - q->wave_from, units = 0;
+    kvq__wave_begin(&wave, q);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        units += kvq__wave_has(q, i) ? units_of(q, i) : 0;
+    p.units = kvq__wave_take(&wave, units * sizeof *p.units);
+    p.lessons = kvq__wave_take(&wave, n * sizeof *p.lessons);
+    p.runs = kvq__wave_take(&wave, (n + 1) * sizeof *p.runs);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
+        struct kvq__session *s = q->work[i].session;
+        if (!kvq__wave_has(q, i))
+            continue;
+        fill_units(&wave, i, &p);
+        s->pack_lane = q->lane;
+        s->pack_number = q->lane->given + 1; // which closing its chunk gives
+    }
+    p.runs[p.n_runs] = p.n_units;
+    int rc = p.n_units ? kvq__wave_copy(&wave) : 0;
+    return rc || p.n_units == 0 ? rc : launch_packs(&wave, &p);
+}
+
+// ---- Read ----
+
+// Tokens of one entry that fit the workspace at a time.
+static uint32_t read_piece(const struct kvq_shape *s)
+{
+    uint64_t row = (uint64_t)s->kv_heads * s->k_dim * 2 * sizeof(float);
+    return (uint32_t)(KVQ__LANE_WORKSPACE / row);
+}
+
+size_t kvq__gpu_read_room(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__entry *w = &q->work[i];
+    uint32_t pieces = w->read.tokens / read_piece(&own_layer(q, i)->shape) + 1;
+    return pieces * (sizeof(struct kvq_gpu_read_job) + 2 * sizeof(struct kvq_gpu_put) + 2 * 64) +
+           KVQ__RECIPE_ROOM;
+}
+
+static struct kvq_gpu_put put_of(const struct kvq__queue *q, uint32_t i, uint32_t view,
+                                 uint64_t from, uint32_t n, const float *rows)
+{
+    const struct kvq_shape *s = &own_layer(q, i)->shape;
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    uint64_t row = q->entries[i].row + (from - q->entries[i].position);
+    return (struct kvq_gpu_put){.from = rows,
+                                .to = kvq__view_data(q, view, row),
+                                .token_stride = (int64_t)v->token_stride,
+                                .head_stride = (int64_t)v->head_stride,
+                                .n = n,
+                                .heads = s->kv_heads,
+                                .dim = s->k_dim,
+                                .dtype = v->dtype};
+}
+
+// Tokens [from, from + n) through the workspace.
+static int read_tokens(struct kvq__wave *wave, uint32_t i, const struct kvq_gpu_read_job *job)
+{
+    const struct kvq__queue *q = wave->queue;
+    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    struct kvq_gpu_read_job *own = kvq__wave_take(wave, sizeof *own);
+    struct kvq_gpu_put *puts = kvq__wave_take(wave, 2 * sizeof *puts);
+    struct kvq_gpu_work one = kvq__wave_work(wave, 1), two = kvq__wave_work(wave, 2);
+    *own = *job;
+    puts[0] = put_of(q, i, KVQ__VIEW_K, job->from, job->n, job->k_out);
+    puts[1] = put_of(q, i, KVQ__VIEW_V, job->from, job->n, job->v_out);
+    int rc = kvq__wave_copy(wave);
+    if (rc)
+        return rc;
+    int failed = kvq_gpu_read(gpu, &one, THERE(wave, own), job->n, wave->text, sizeof wave->text);
+    failed = failed ? failed
+                    : kvq_gpu_put_rows(gpu, &two, THERE(wave, puts), wave->text, sizeof wave->text);
+    return kvq__wave_launched(wave, failed);
+}
+
+static int read_entry(struct kvq__wave *wave, uint32_t i)
+{
+    const struct kvq__queue *q = wave->queue;
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq__layer *l = own_layer(q, i);
+    uint32_t most = read_piece(&l->shape);
+    struct kvq_gpu_read_job job = {
+        .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
+        .book = kvq__wave_there(wave, kvq__wave_book(wave, l)),
+        .pages = kvq__wave_there(wave, w->pages),
+        .extras = w->read.extras,
+        .pool = w->read.pool,
+        .k_out = (float *)(uintptr_t)wave->lane->workspace,
+        .n_pages = w->n_pages,
+    };
+    int rc = 0;
+    for (uint32_t t = 0; rc == 0 && t < w->read.tokens; t += job.n) {
+        job.from = w->read.from + t;
+        job.n = w->read.tokens - t < most ? w->read.tokens - t : most;
+        job.v_out = job.k_out + (size_t)l->shape.kv_heads * job.n * l->shape.k_dim;
+        rc = read_tokens(wave, i, &job);
+    }
+    return rc;
+}
+
+int kvq__gpu_read_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    int rc = 0;
+    kvq__wave_begin(&wave, q);
+    for (uint32_t i = q->wave_from; rc == 0 && i < q->wave_to; i++)
+        if (kvq__wave_has(q, i))
+            rc = read_entry(&wave, i);
+    return rc;
+}
+
+// ---- Accept ----
+
+size_t kvq__gpu_accept_room(const struct kvq__queue *q, uint32_t i)
+{
+    uint32_t layers = q->work[i].session->n_owned;
+    return layers * (sizeof(struct kvq_gpu_keep) + KVQ__RECIPE_ROOM);
+}
+
+static void fill_keeps(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_keep *jobs, uint32_t *n,
+                       uint32_t *heads)
+{
+    const struct kvq__queue *q = wave->queue;
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq__session *s = w->session;
+    uint64_t start = w->past - q->entries[i].append;
+    for (uint32_t layer = 0; layer < s->n_layers; layer++) {
+        const struct kvq__layer *l = &s->layers[layer];
+        if (!kvq__layer_owns(s, layer))
+            continue;
+        jobs[(*n)++] = (struct kvq_gpu_keep){
+            .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
+            .pages = kvq__wave_there(wave, w->pages + (size_t)layer * w->n_pages),
+            .list = kvq__wave_there(wave, w->accept.list),
+            .n = q->entries[i].list_token,
+            .offset = (uint32_t)(start % KVQ_BLOCK_TOKENS),
+        };
+        *heads = l->shape.kv_heads > *heads ? l->shape.kv_heads : *heads;
+    }
+}
+
+int kvq__gpu_accept_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    uint32_t room = 0, n = 0, heads = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        room += kvq__wave_has(q, i) ? q->work[i].session->n_owned : 0;
+    kvq__wave_begin_for(&wave, q, room);
+    struct kvq_gpu_keep *jobs = kvq__wave_take(&wave, room * sizeof *jobs);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (kvq__wave_has(q, i))
+            fill_keeps(&wave, i, jobs, &n, &heads);
+    int rc = n ? kvq__wave_copy(&wave) : 0;
+    struct kvq_gpu_work work = kvq__wave_work(&wave, n);
+    return rc || n == 0
+               ? rc
+               : kvq__wave_launched(&wave, kvq_gpu_keep_rows(kvq__gpu_kernels(wave.lane->gpu),
+                                                             &work, THERE(&wave, jobs), heads,
+                                                             wave.text, sizeof wave.text));
+}
+
+// ---- Fork ----
+
+size_t kvq__gpu_fork_room(const struct kvq__queue *q, uint32_t i)
+{
+    return 2 * (size_t)q->work[i].n_items * sizeof(struct kvq_gpu_copy);
+}
+
+static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct kvq__copy *c,
+                                      struct kvq_gpu_copy *next)
+{
+    size_t k = (size_t)c->tokens * 2 * l->shape.k_dim, v = (size_t)c->tokens * 2 * l->shape.v_dim;
+    size_t at = l->raw_layout.v_offset;
+    if (c->packed) {
+        size_t n =
+            l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
+        *next++ = (struct kvq_gpu_copy){c->to, c->from, l->layout.record_bytes, (uint32_t)n,
+                                        l->shape.kv_heads};
+        return next;
+    }
+    *next++ = (struct kvq_gpu_copy){c->to, c->from, l->raw_layout.record_bytes, (uint32_t)k,
+                                    l->shape.kv_heads};
+    *next++ = (struct kvq_gpu_copy){c->to + at, c->from + at, l->raw_layout.record_bytes,
+                                    (uint32_t)v, l->shape.kv_heads};
+    return next;
+}
+
+int kvq__gpu_fork_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    uint32_t n = 0;
+    kvq__wave_begin(&wave, q);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        n += kvq__wave_has(q, i) ? 2 * q->work[i].n_items : 0;
+    struct kvq_gpu_copy *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        for (uint32_t j = 0; kvq__wave_has(q, i) && j < q->work[i].n_items; j++) {
+            const struct kvq__copy *c = &q->work[i].fork.copies[j];
+            next = fill_copy(&q->work[i].session->layers[c->layer], c, next);
+        }
+    if (next == jobs)
+        return 0;
+    int rc = kvq__wave_copy(&wave);
+    struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
+    return rc ? rc
+              : kvq__wave_launched(&wave, kvq_gpu_copy_rows(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                            THERE(&wave, jobs), wave.text,
+                                                            sizeof wave.text));
+}

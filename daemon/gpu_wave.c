@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See gpu_wave.h.
+#include "daemon/gpu_wave.h"
+
+#include <assert.h>
+#include <string.h>
+
+void *kvq__wave_take(struct kvq__wave *wave, size_t bytes)
+{
+    void *memory = kvq__arena_take(wave->queue, bytes);
+    assert(memory);
+    return memory;
+}
+
+void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *q, uint32_t n)
+{
+    *wave = (struct kvq__wave){.queue = q, .lane = q->lane, .copied = q->wave_start};
+    wave->recipes = kvq__wave_take(wave, n * sizeof *wave->recipes);
+    wave->formats = kvq__wave_take(wave, n * sizeof *wave->formats);
+}
+
+void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *q)
+{
+    kvq__wave_begin_for(wave, q, q->wave_to - q->wave_from);
+}
+
+static bool is_recipe_of(const struct kvq_recipe *r, const struct kvq__layer *l)
+{
+    return r->dim == l->shape.k_dim && r->kv_heads == l->shape.kv_heads &&
+           r->raw.record_bytes == l->raw_layout.record_bytes;
+}
+
+// Formats have one row for each name in a session, but not over sessions: rows are compared.
+static bool is_format(const struct kvq_format *a, const struct kvq_format *b)
+{
+    return a == b || memcmp(a, b, sizeof *a) == 0;
+}
+
+const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *l)
+{
+    struct kvq_recipe recipe = kvq_recipe_of(l->format, &l->shape);
+    for (uint32_t i = 0; i < wave->n_recipes; i++)
+        if (is_format(wave->formats[i], l->format) && is_recipe_of(wave->recipes[i], l) &&
+            memcmp(wave->recipes[i], &recipe, sizeof recipe) == 0)
+            return wave->recipes[i];
+    struct kvq_recipe *own = kvq__wave_take(wave, sizeof *own);
+    memcpy(own, &recipe, sizeof recipe);
+    wave->formats[wave->n_recipes] = l->format;
+    wave->recipes[wave->n_recipes++] = own;
+    return own;
+}
+
+const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__layer *l)
+{
+    if (!l->gpu_book.k && !l->gpu_book.v)
+        return NULL;
+    struct kvq_book *own = kvq__wave_take(wave, sizeof *own);
+    *own = l->gpu_book;
+    return own;
+}
+
+const void *kvq__wave_there(const struct kvq__wave *wave, const void *host)
+{
+    return host ? (const void *)(uintptr_t)kvq__lane_at(wave->lane, host) : NULL;
+}
+
+int kvq__wave_copy(struct kvq__wave *wave)
+{
+    int rc = kvq__lane_copy(wave->lane, wave->queue, wave->copied);
+    wave->copied = wave->queue->arena_used;
+    return rc;
+}
+
+struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
+{
+    return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->lane->stream};
+}
+
+int kvq__wave_launched(struct kvq__wave *wave, int failed)
+{
+    return failed ? kvq__gpu_faulted(wave->lane->gpu, wave->text) : 0;
+}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files share that enqueue waves (gpu_*.c): the recipes of a wave, and a text for faults.
+#ifndef KVQ_DAEMON_GPU_WAVE_H
+#define KVQ_DAEMON_GPU_WAVE_H
+
+#include "daemon/lane.h"
+
+// A wave's different recipes, in the arena; the GPU has them at the same places of its own.
+struct kvq__wave {
+    struct kvq__queue *queue;
+    struct kvq__lane *lane;
+    const struct kvq_recipe **recipes;
+    const struct kvq_format **formats; // that they were made of
+    uint32_t n_recipes;
+    size_t copied; // bytes of the arena that were handed over
+    char text[KVQ_GPU_TEXT];
+};
+enum { KVQ__RECIPE_ROOM = sizeof(struct kvq_recipe) + sizeof(struct kvq_book) + 3 * 64 + 32 };
+
+// Takes room for the recipes of the wave's entries. KVQ__WAVE_ROOM and, for each entry,
+// KVQ__RECIPE_ROOM are enough.
+void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *queue);
+// The same with room for so many recipes.
+void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *queue, uint32_t recipes);
+// The recipe of a layer, in host memory.
+const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *layer);
+// The layer's codebooks as the GPU has them, in host memory; NULL if it has none.
+const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__layer *layer);
+// Memory of the arena. The wave's room was asked for, so there is some.
+void *kvq__wave_take(struct kvq__wave *wave, size_t bytes);
+// What a pointer into the arena is on the GPU; NULL stays NULL.
+const void *kvq__wave_there(const struct kvq__wave *wave, const void *host);
+// Hands over what was written since the last time.
+int kvq__wave_copy(struct kvq__wave *wave);
+// Work of cache.h for n entries of an array.
+struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
+// A code for a launch: `failed` with wave->text filled.
+int kvq__wave_launched(struct kvq__wave *wave, int failed);
+
+static inline bool kvq__wave_has(const struct kvq__queue *q, uint32_t i)
+{
+    return kvq__entry_alive(q, i) && q->work[i].n_items > 0;
+}
+
+#endif

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See lane.h.
+#include "daemon/lane.h"
+
+#include <assert.h>
+
+#include "proto/ring.h"
+
+// ---- Life ----
+
+static uint32_t index_of(const struct kvq__core *core, const struct kvq__gpu *gpu)
+{
+    uint32_t i = 1;
+    while (core->pools[i].gpu != gpu)
+        i++;
+    return i - 1;
+}
+
+static int open_streams(struct kvq__lane *lane)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    int result = kvq__gpu_enter(lane->gpu);
+    result = result ? result : d->stream_create(&lane->stream, KVQ_GPU_STREAM_OWN);
+    result = result ? result : d->stream_create(&lane->watch, KVQ_GPU_STREAM_OWN);
+    return result ? result : d->event_create(&lane->event, KVQ_GPU_EVENT_UNTIMED);
+}
+
+static int open_memory(struct kvq__lane *lane)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;
+    void *word = NULL, *host = NULL;
+    int result = d->host_alloc(&word, 4096, flags);
+    lane->word = word;
+    result = result ? result : d->host_device(&lane->word_at, word, 0);
+    result = result ? result : d->host_alloc(&host, KVQ__LANE_BYTES, flags);
+    lane->host = host;
+    result = result ? result : d->memory_alloc(&lane->device, KVQ__LANE_BYTES);
+    result = result ? result : d->memory_alloc(&lane->workspace, KVQ__LANE_WORKSPACE);
+    result = result ? result : d->fill8(lane->workspace, 0, KVQ__LANE_WORKSPACE, lane->stream);
+    if (result == KVQ_GPU_OK)
+        *lane->word = 0;
+    return result;
+}
+
+static int lane_open(struct kvq__lane *lane)
+{
+    struct kvq__core *core = lane->core;
+    lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
+    lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
+    if (!lane->pending || !lane->held)
+        return KVQ_E_NO_MEMORY;
+    int result = open_streams(lane);
+    result = result ? result : open_memory(lane);
+    return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
+}
+
+int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
+{
+    struct kvq__lane **slot = &client->lanes[index_of(client->core, gpu)];
+    *out = *slot;
+    if (*slot)
+        return 0;
+    struct kvq__lane *lane = kvq__allocate(client->core, sizeof *lane);
+    if (!lane)
+        return KVQ_E_NO_MEMORY;
+    lane->core = client->core;
+    lane->client = client;
+    lane->gpu = gpu;
+    LIST_INSERT_HEAD(&client->core->lanes, lane, link);
+    int error = lane_open(lane);
+    if (error)
+        kvq__lane_free(&lane);
+    *slot = *out = lane;
+    return error;
+}
+
+// No session's packing is the lane's any more; all of it has ended.
+static void forget(const struct kvq__lane *lane)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->pack_lane == lane)
+                s->pack_lane = NULL;
+}
+
+void kvq__lane_free(struct kvq__lane **pointer)
+{
+    struct kvq__lane *lane = *pointer;
+    if (!lane)
+        return;
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    struct kvq__core *core = lane->core;
+    assert(lane->n == 0 && lane->n_held == 0);
+    *pointer = NULL;
+    LIST_REMOVE(lane, link);
+    forget(lane);
+    kvq__gpu_enter(lane->gpu);
+    if (lane->stream)
+        d->stream_destroy(lane->stream);
+    if (lane->watch) { // its function may still run
+        d->stream_sync(lane->watch);
+        d->stream_destroy(lane->watch);
+    }
+    if (lane->event)
+        d->event_destroy(lane->event);
+    for (uint32_t i = 0; i < KVQ_MAX_GPU_PENDING; i++)
+        if (lane->marks[i])
+            d->event_destroy(lane->marks[i]);
+    if (lane->workspace)
+        d->memory_free(lane->workspace);
+    if (lane->device)
+        d->memory_free(lane->device);
+    if (lane->host)
+        d->host_free(lane->host);
+    if (lane->word)
+        d->host_free(lane->word);
+    kvq__deallocate(core, lane->pending, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
+    kvq__deallocate(core, lane->held, KVQ__LANE_HELD * sizeof *lane->held);
+    kvq__deallocate(core, lane, sizeof *lane);
+}
+
+// ---- Chunks ----
+
+// Contiguous bytes from the tail on; what is too short at the end is passed over.
+static uint64_t chunk_room(struct kvq__lane *lane)
+{
+    if (lane->head == lane->tail)
+        lane->head = lane->tail = 0;
+    uint64_t free = KVQ__LANE_BYTES - (lane->tail - lane->head);
+    uint64_t to_end = KVQ__LANE_BYTES - lane->tail % KVQ__LANE_BYTES;
+    if (to_end < KVQ__CHUNK_BYTES && to_end < free) {
+        lane->tail += to_end;
+        free -= to_end;
+        to_end = KVQ__LANE_BYTES;
+    }
+    return to_end < free ? to_end : free;
+}
+
+bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *q)
+{
+    uint64_t room = chunk_room(lane);
+    if (room < KVQ__CHUNK_BYTES || lane->n + 1 >= KVQ_MAX_GPU_PENDING ||
+        lane->n_held + q->header.count > KVQ__LANE_HELD)
+        return false;
+    q->arena = lane->host + lane->tail % KVQ__LANE_BYTES;
+    q->arena_bytes = room;
+    q->arena_used = 0;
+    q->lane = lane;
+    return true;
+}
+
+// The lane goes on when the client's stream has come to its signal.
+static int wait_for_client(struct kvq__lane *lane, struct kvq__queue *q)
+{
+    bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->told;
+    q->told = true;
+    if (!waits)
+        return 0;
+    int result = kvq__gpu_driver(lane->gpu)->stream_wait64(lane->stream, q->timeline.ready,
+                                                           q->header.signal, KVQ_GPU_WAIT_AT_LEAST);
+    return result ? kvq__gpu_failed(lane->gpu, result, "waiting for a client") : 0;
+}
+
+bool kvq__lane_open_for(struct kvq__queue *q)
+{
+    uint32_t i = index_of(q->core, q->gpu);
+    struct kvq__lane *lane = q->client->lanes[i];
+    assert(lane); // from when the client opened a session there
+    if (kvq__lane_open(lane, q)) {
+        kvq__gpu_enter(q->gpu);
+        wait_for_client(lane, q);
+        return true;
+    }
+    q->given[i] = lane->given;
+    q->gpu_wait = KVQ__GPU_ROOM;
+    return false;
+}
+
+bool kvq__lane_again(struct kvq__queue *q)
+{
+    kvq__lane_close(q->lane, q, false);
+    q->gpu_wait = KVQ__GPU_ROOM;
+    return false;
+}
+
+int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *q, size_t from)
+{
+    const uint8_t *host = q->arena + from;
+    if (q->arena_used == from)
+        return 0;
+    int result = kvq__gpu_driver(lane->gpu)->copy_in(kvq__lane_at(lane, host), host,
+                                                     q->arena_used - from, lane->stream);
+    return result ? kvq__gpu_failed(lane->gpu, result, "handing work to the GPU") : 0;
+}
+
+// ---- What is held ----
+
+static void take_holds(struct kvq__lane *lane, struct kvq__queue *q, struct kvq__pending *p)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        if (!w->pinned)
+            continue;
+        uint32_t at = (lane->first_held + lane->n_held++) % KVQ__LANE_HELD;
+        assert(!w->exclusive && lane->n_held <= KVQ__LANE_HELD);
+        lane->held[at] = (struct kvq__held){w->session, w->reading, w->tail_use};
+        w->pinned = w->reading = w->tail_use = false;
+        p->n_held++;
+    }
+    for (uint32_t v = 0; q->holding_buffers && v < KVQ__VIEWS; v++) {
+        p->buffers[v] = q->buffers[v];
+        q->buffers[v] = NULL;
+    }
+    kvq__flight_move(lane->core, &q->flight, &p->flight);
+    q->holding_buffers = false;
+}
+
+// The number of the pending work at `at` is reached. Without memory operations an event tells it.
+static int write_number(struct kvq__lane *lane, uint32_t at)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    lane->given++;
+    if (kvq__gpu_has_memory_ops(lane->gpu))
+        return d->stream_write64(lane->stream, lane->word_at, lane->given, 0);
+    int result = lane->marks[at] ? 0 : d->event_create(&lane->marks[at], KVQ_GPU_EVENT_UNTIMED);
+    return result ? result : d->event_record(lane->marks[at], lane->stream);
+}
+
+int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
+{
+    uint32_t at = (lane->first + lane->n++) % KVQ_MAX_GPU_PENDING;
+    struct kvq__pending *p = &lane->pending[at];
+    *p = (struct kvq__pending){.since = lane->core->now};
+    lane->tail += (q->arena_used + 63) & ~(uint64_t)63;
+    int result = write_number(lane, at);
+    p->number = lane->given;
+    p->memory = lane->tail;
+    q->given[index_of(lane->core, lane->gpu)] = lane->given;
+    if (hold)
+        take_holds(lane, q, p);
+    q->lane = NULL;
+    q->arena = q->own_arena;
+    q->arena_bytes = q->own_arena_bytes;
+    q->arena_used = 0;
+    return result ? kvq__gpu_failed(lane->gpu, result, "ending work on the GPU") : 0;
+}
+
+static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
+{
+    for (; p->n_held > 0; p->n_held--) {
+        struct kvq__held *h = &lane->held[lane->first_held];
+        lane->first_held = (lane->first_held + 1) % KVQ__LANE_HELD;
+        lane->n_held--;
+        kvq__hold_end(h->session, h->reading, h->tail_use);
+    }
+    for (uint32_t v = 0; v < KVQ__VIEWS; v++)
+        if (p->buffers[v])
+            kvq__buffer_unuse(lane->client, p->buffers[v]);
+    lane->head = p->memory;
+    if (p->flight.number)
+        kvq__flight_end(lane->core, &p->flight);
+}
+
+// How far the stream has come.
+static uint64_t look(const struct kvq__lane *lane)
+{
+    if (kvq__gpu_has_memory_ops(lane->gpu))
+        return kvq_word64_load_acquire(lane->word);
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    uint64_t ended = lane->ended;
+    kvq__gpu_enter(lane->gpu);
+    for (uint32_t i = 0; i < lane->n; i++) {
+        uint32_t at = (lane->first + i) % KVQ_MAX_GPU_PENDING;
+        if (d->event_query(lane->marks[at]) != KVQ_GPU_OK)
+            break;
+        ended = lane->pending[at].number;
+    }
+    return ended;
+}
+
+bool kvq__lane_poll(struct kvq__lane *lane)
+{
+    bool any = false;
+    if (lane->n == 0)
+        return false;
+    lane->ended = look(lane);
+    while (lane->n > 0 && lane->pending[lane->first].number <= lane->ended) {
+        struct kvq__pending *p = &lane->pending[lane->first];
+        lane->first = (lane->first + 1) % KVQ_MAX_GPU_PENDING;
+        lane->n--;
+        let_go(lane, p);
+        any = true;
+    }
+    return any;
+}
+
+// ---- Waking ----
+
+// A thread of the driver's. The word is written last: the lane may be gone right behind it.
+static void on_watch(void *context)
+{
+    struct kvq__lane *lane = context;
+    void (*wake)(void *) = lane->wake;
+    void *wake_context = lane->wake_context;
+    kvq_word_store_release(&lane->watching, 0);
+    wake(wake_context);
+}
+
+bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    if (lane->n == 0)
+        return false;
+    if (kvq_word_load_acquire(&lane->watching))
+        return true;
+    lane->wake = wake;
+    lane->wake_context = context;
+    kvq_word_store_release(&lane->watching, 1);
+    int result = kvq__gpu_enter(lane->gpu);
+    result = result ? result : d->event_record(lane->event, lane->stream);
+    result = result ? result : d->stream_wait(lane->watch, lane->event, 0);
+    result = result ? result : d->launch_host(lane->watch, on_watch, lane);
+    if (result)
+        kvq__gpu_failed(lane->gpu, result, "watching the GPU");
+    return true;
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Lanes: what the core has enqueued on GPUs. A client has one on each GPU that it has sessions on:
+// a stream, memory that the arguments of its work travel in, and a list of what is held until the
+// work has ended. A client that never signals keeps its own lane from going on, and no other's.
+//
+// Work of one request stands in one chunk of the lane's memory, which is host memory and GPU memory
+// side by side: the core writes page tables and jobs there as it does into a queue's arena, and
+// what a wave needs is copied over in front of its kernels. Chunks are used in turn.
+//
+// Order. Everything of a lane runs in the order it was enqueued. Between lanes nothing is ordered,
+// so nothing crosses: readers see tokens whose work has ended, a session that another lane has
+// packed is waited for, and memory is given out again only when the flights have ended.
+#ifndef KVQ_DAEMON_LANE_H
+#define KVQ_DAEMON_LANE_H
+
+#include "daemon/gpu.h"
+#include "daemon/state.h"
+
+enum {
+    KVQ__LANE_BYTES = 16 << 20,     // memory of chunks
+    KVQ__CHUNK_BYTES = 1 << 20,     // the least that a chunk starts with
+    KVQ__LANE_WORKSPACE = 64 << 20, // partial results of attention, and rows read back
+};
+
+// What an enqueued request holds of one session.
+struct kvq__held {
+    struct kvq__session *session;
+    bool reading, tail_use;
+};
+
+// Enqueued work that is let go of together.
+struct kvq__pending {
+    uint64_t number; // reached by the lane's word when it has ended
+    uint64_t memory; // chunks below it are free then
+    uint64_t since;  // when it was enqueued
+    uint32_t n_held;
+    struct kvq__flight flight;
+    struct kvq__buffer *buffers[KVQ__VIEWS];
+};
+
+struct kvq__lane {
+    LIST_ENTRY(kvq__lane) link; // in the core
+    struct kvq__core *core;
+    struct kvq__client *client;
+    struct kvq__gpu *gpu;
+    struct kvq_gpu_stream *stream;
+    struct kvq_gpu_stream *watch; // waits for `event`, then wakes the poller
+    struct kvq_gpu_event *event;
+    uint32_t watching;     // 1 from the wish to be woken until it was fulfilled
+    uint64_t *word;        // host memory that the stream writes: work up to this number has ended
+    kvq_gpu_ptr word_at;   // the same for the GPU
+    uint64_t given, ended; // numbers
+    uint8_t *host;         // KVQ__LANE_BYTES, and the GPU's side of them
+    kvq_gpu_ptr device;
+    uint64_t head, tail;          // of the chunks, counted on without end
+    kvq_gpu_ptr workspace;        // KVQ__LANE_WORKSPACE, zeros between requests where it matters
+    uint32_t first, n;            // of pending, a ring
+    struct kvq__pending *pending; // KVQ_MAX_GPU_PENDING
+    uint32_t first_held, n_held;
+    struct kvq__held *held; // KVQ__LANE_HELD, a ring
+    void (*wake)(void *context);
+    void *wake_context;
+    struct kvq_gpu_event *marks[KVQ_MAX_GPU_PENDING]; // where there are no memory operations
+};
+enum { KVQ__LANE_HELD = 16 * KVQ_MAX_BATCH };
+
+// The client's lane on a GPU, made if need be. KVQ_E_NO_MEMORY, KVQ_E_SYSTEM. Not on the hot path.
+int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **lane);
+// All its work has ended. NULL is fine.
+void kvq__lane_free(struct kvq__lane **lane);
+
+// Opens a chunk on its client's lane for the GPU that the queue's wave is for, and on the first one
+// of a request with KVQ_REQ_ON_STREAM has the lane wait for the client. False if there is no room:
+// then it says so to the queue, which goes on when it has settled.
+bool kvq__lane_open_for(struct kvq__queue *queue);
+// Closes the queue's chunk for another one. False: as above.
+bool kvq__lane_again(struct kvq__queue *queue);
+// Opens a chunk for the queue's request as its arena. False if there is none, or no room to hold
+// what the request holds, before something has ended.
+bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *queue);
+// Enqueues the copy of the arena's bytes [from, used). 0 or KVQ_E_SYSTEM.
+int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *queue, size_t from);
+// Ends the queue's chunk: everything enqueued so far gets a number, which is the queue's last. With
+// `hold` the lane takes over what the request holds, its flight included.
+int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *queue, bool hold);
+// Lets go of what has ended. True if anything had.
+bool kvq__lane_poll(struct kvq__lane *lane);
+// Has wake(context) called once the work enqueued so far has ended, if there is any.
+bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context);
+
+static inline bool kvq__lane_ended(const struct kvq__lane *lane, uint64_t number)
+{
+    return !lane || lane->ended >= number;
+}
+// The address that the GPU knows a place in the queue's arena by.
+static inline kvq_gpu_ptr kvq__lane_at(const struct kvq__lane *lane, const void *host)
+{
+    return lane->device + (uint64_t)((const uint8_t *)host - lane->host);
+}
+
+// What each pass enqueues for the entries of a wave (gpu_*.c). 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.
+int kvq__gpu_store_wave(struct kvq__queue *queue);
+int kvq__gpu_pack_wave(struct kvq__queue *queue);
+int kvq__gpu_attend_wave(struct kvq__queue *queue);
+int kvq__gpu_read_wave(struct kvq__queue *queue);
+int kvq__gpu_accept_wave(struct kvq__queue *queue);
+int kvq__gpu_fork_wave(struct kvq__queue *queue);
+// Bytes of the arena that these take for an entry, at most, besides what its prepare took.
+size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_attend_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
+// Where token t of an entry's source lies, and how many follow it there (store.c).
+uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i, uint32_t t, struct kvq_view *k,
+                        struct kvq_view *v);
+
+#endif
