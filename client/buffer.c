@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static kvq_buffer *buffer_make(kvq_client *client, uint64_t offset, size_t bytes)
+kvq_buffer *kvq__buffer_make(kvq_client *client, uint64_t offset, size_t bytes)
 {
     kvq_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer) {
@@ -33,6 +33,7 @@ void kvq__buffer_free(kvq_buffer *buffer)
     pthread_mutex_lock(&client->table);
     TAILQ_REMOVE(&client->buffers, buffer, entry);
     pthread_mutex_unlock(&client->table);
+    kvq__gpu_buffer_release(buffer);
     if (buffer->data)
         munmap(buffer->data, buffer->bytes);
     if (buffer->memfd >= 0)
@@ -40,7 +41,7 @@ void kvq__buffer_free(kvq_buffer *buffer)
     free(buffer);
 }
 
-static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
+int kvq__buffer_take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
 {
     if (reply->buffer == 0 || reply->bytes < buffer->bytes)
         return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave buffer %u of %llu bytes for %zu bytes",
@@ -53,6 +54,8 @@ static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
 int kvq__buffer_register(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
+    if (buffer->kind != KVQ__BUFFER_HOST)
+        return kvq__gpu_buffer_register(buffer);
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = buffer->memfd,
@@ -65,7 +68,7 @@ int kvq__buffer_register(kvq_buffer *buffer)
     pthread_mutex_lock(&client->control);
     int rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK)
-        rc = take_id(buffer, call.reply->create_buffer);
+        rc = kvq__buffer_take_id(buffer, call.reply->create_buffer);
     pthread_mutex_unlock(&client->control);
     return rc;
 }
@@ -86,7 +89,7 @@ static int create(kvq_buffer *buffer)
     int rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK) {
         buffer->memfd = call.fds[0];
-        rc = take_id(buffer, call.reply->create_buffer);
+        rc = kvq__buffer_take_id(buffer, call.reply->create_buffer);
     }
     pthread_mutex_unlock(&client->control);
     if (rc)
@@ -95,7 +98,7 @@ static int create(kvq_buffer *buffer)
                     &buffer->data);
 }
 
-static int check_arguments(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
+int kvq__buffer_check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
 {
     long page = sysconf(_SC_PAGESIZE);
     if (!client || !buffer)
@@ -114,10 +117,10 @@ static int check_arguments(kvq_client *client, uint64_t offset, size_t bytes, kv
 
 int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer)
 {
-    int rc = check_arguments(client, 0, bytes, buffer);
+    int rc = kvq__buffer_check(client, 0, bytes, buffer);
     if (rc)
         return rc;
-    kvq_buffer *made = buffer_make(client, 0, bytes);
+    kvq_buffer *made = kvq__buffer_make(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     rc = create(made);
@@ -157,12 +160,12 @@ static int check_memfd(int memfd, uint64_t offset, size_t bytes)
 int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size_t bytes,
                             kvq_buffer **buffer)
 {
-    int rc = check_arguments(client, offset, bytes, buffer);
+    int rc = kvq__buffer_check(client, offset, bytes, buffer);
     if (rc == KVQ_OK)
         rc = check_memfd(memfd, offset, bytes);
     if (rc)
         return rc;
-    kvq_buffer *made = buffer_make(client, offset, bytes);
+    kvq_buffer *made = kvq__buffer_make(client, offset, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     made->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0);
@@ -174,6 +177,11 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
         kvq_buffer_close(&made);
     *buffer = made;
     return rc;
+}
+
+void *kvq_buffer_device(const kvq_buffer *buffer)
+{
+    return buffer ? (void *)(uintptr_t)buffer->at : NULL;
 }
 
 void *kvq_buffer_data(const kvq_buffer *buffer)

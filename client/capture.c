@@ -209,6 +209,8 @@ static int copy(const kvq_buffer *b, uint64_t offset, void *to, uint64_t n, cons
         memcpy(to, (const uint8_t *)b->data + offset, n);
         return KVQ_OK;
     }
+    if (b->kind != KVQ__BUFFER_HOST)
+        return kvq__gpu_buffer_read(b, offset, to, n);
     ssize_t got = pread(b->memfd, to, n, (off_t)(b->offset + offset));
     return got == (ssize_t)n ? KVQ_OK
                              : kvq__fail_errno("capturing %s: cannot read its memfd", name);

@@ -67,6 +67,7 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
     client->spin_us = options->spin_us;
     client->arena_memory = arena;
     kvq_arena_init(&client->arena, arena, KVQ_WIRE_ARENA);
+    client->watch.wake = -1;
     pthread_mutex_init(&client->control, NULL);
     pthread_mutex_init(&client->table, NULL);
     TAILQ_INIT(&client->queues);
@@ -132,6 +133,8 @@ static int say_hello(kvq_client *client)
     const Kvq__HelloReply *reply = call.reply->hello;
     rc = check_agreed(reply);
     if (rc == KVQ_OK)
+        rc = kvq__gpu_take(client, reply);
+    if (rc == KVQ_OK)
         rc = map_page(client, call.fds[0], call.reply->epoch);
     kvq__close_fds(call.fds, 1);
     if (rc)
@@ -190,8 +193,12 @@ int kvq_connect(const struct kvq_connect_options *options, kvq_client **client)
 void kvq_disconnect(kvq_client **client)
 {
     kvq_client *c = client ? *client : NULL;
+    struct kvq_queue *queue;
     if (!c)
         return;
+    TAILQ_FOREACH (queue, &c->queues, entry)
+        kvq__timeline_close(queue);
+    kvq__watch_stop(c);
     if (c->socket >= 0)
         kvq__socket_finish(c->socket, c->timeout_ms);
     while (!TAILQ_EMPTY(&c->queues))
@@ -201,6 +208,18 @@ void kvq_disconnect(kvq_client **client)
     hang_up(c);
     client_free(c);
     *client = NULL;
+}
+
+int kvq_daemon_gpus(kvq_client *client, struct kvq_gpu_info *gpus, uint32_t max, uint32_t *n)
+{
+    if (!client || !n || (max > 0 && !gpus))
+        return kvq__fail(KVQ_E_INVALID, "kvq_daemon_gpus: an argument is NULL");
+    *n = client->n_gpus;
+    for (uint32_t i = 0; i < client->n_gpus && i < max; i++) {
+        kvq__gpu_place(client->gpus[i].uuid, gpus[i].place);
+        copy_text(gpus[i].name, sizeof gpus[i].name, client->gpus[i].name);
+    }
+    return KVQ_OK;
 }
 
 int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info)
@@ -225,19 +244,23 @@ static int attach_again(kvq_client *client)
     }
     TAILQ_FOREACH (queue, &client->queues, entry) {
         rc = kvq__queue_attach(queue);
+        if (rc == KVQ_OK)
+            rc = kvq__timeline_again(queue);
         if (rc)
             return rc;
     }
     return KVQ_OK;
 }
 
-int kvq_reattach(kvq_client *client, uint32_t *lost)
+// Streams first: nothing may wait for a daemon that no longer hears of it.
+static void leave(kvq_client *client)
 {
-    if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_reattach: client is NULL");
-    uint64_t epoch = client->info.epoch;
     struct kvq_queue *queue;
     struct kvq_buffer *buffer;
+    kvq__watch_give_up(client);
+    TAILQ_FOREACH (queue, &client->queues, entry)
+        kvq__timeline_close(queue);
+    kvq__watch_stop(client);
     if (client->socket >= 0)
         kvq__socket_finish(client->socket, client->timeout_ms);
     TAILQ_FOREACH (queue, &client->queues, entry)
@@ -245,12 +268,17 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
     TAILQ_FOREACH (buffer, &client->buffers, entry)
         buffer->id = 0;
     hang_up(client);
+}
+
+int kvq_reattach(kvq_client *client, uint32_t *lost)
+{
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_reattach: client is NULL");
+    uint64_t epoch = client->info.epoch;
+    leave(client);
     int rc = attach_again(client);
     if (rc) {
-        // Half a connection is none: the queues answer KVQ_E_DISCONNECTED until it works.
-        TAILQ_FOREACH (queue, &client->queues, entry)
-            kvq__queue_detach(queue, KVQ_E_CANCELLED);
-        hang_up(client);
+        leave(client); // half a connection is none: queues answer KVQ_E_DISCONNECTED until it works
         return rc;
     }
     uint32_t held = kvq__handle_clear(client);

@@ -4,7 +4,8 @@
 //
 // Two locks, taken in this order and never held by the hot path:
 //   control   a control call on the attach socket, from request to reply, and what it changes
-//   table     handles, shapes and the lists of queues and buffers; held for moments only
+//   table     handles, shapes, the lists of queues and buffers, and the queues' timelines as the
+//             watch sees them; held for moments only
 // The hot path (submit, wait) touches only the queue, which belongs to one thread, and fields of
 // client and buffers that change in kvq_reattach alone, when no other thread may be in a call.
 #ifndef KVQ_CLIENT_INTERNAL_H
@@ -16,7 +17,7 @@
 #include <sys/queue.h>
 
 #include "client/kvq.h"
-
+#include "kernels/cuda/share.h"
 #include "proto/limits.h"
 #include "proto/ring.h"
 #include "proto/shm.h"
@@ -27,6 +28,8 @@ enum {
     KVQ__PATH_BYTES = 256,
     KVQ__TEXT_BYTES = 1024,
     KVQ__HANDLES = KVQ_MAX_OPEN + 1, // the daemon's indices start at 0 or 1
+    KVQ__UUID_BYTES = 16,
+    KVQ__PLACE_BYTES = 48,
 };
 
 // ---- Objects ----
@@ -46,14 +49,33 @@ struct kvq__handle {
     struct kvq__shape *shape; // NULL: opened as it was, shape not known here
 };
 
+// A thread's current CUDA context, and its GPU.
+struct kvq__here {
+    const struct kvq_gpu_driver *driver;
+    struct kvq_gpu_context *context;
+    int device;
+    uint8_t uuid[KVQ__UUID_BYTES];
+};
+
+enum kvq__buffer_kind {
+    KVQ__BUFFER_HOST,
+    KVQ__BUFFER_ARENA,  // in a GPU's memory, made by the daemon
+    KVQ__BUFFER_TENSOR, // in a GPU's memory, the engine's
+};
+
 struct kvq_buffer {
     TAILQ_ENTRY(kvq_buffer) entry;
     kvq_client *client;
+    enum kvq__buffer_kind kind;
     uint32_t id; // the daemon's; 0 while it is not registered
-    int memfd;   // our own descriptor of it
+    int memfd;   // our own descriptor of it; an arena's: of its memory; a tensor's: -1
     uint64_t offset;
     size_t bytes;
-    void *data; // NULL for an imported one
+    void *data;                 // NULL for an imported one, and on GPUs
+    struct kvq__here here;      // on GPUs: where it was made
+    kvq_gpu_ptr at;             // likewise: its first byte
+    struct kvq_gpu_piece piece; // an arena's mapping
+    uint64_t number;            // a tensor's: of its allocation
 };
 
 // A request in flight, or done and not waited for.
@@ -66,9 +88,21 @@ struct kvq__pending {
     struct kvq_request request; // as sent
 };
 
+// How a queue's requests and streams wait for each other.
+struct kvq__timeline {
+    int order; // KVQ_ORDER_..
+    struct kvq__here here;
+    // With words.
+    struct kvq_timeline_page *page;
+    kvq_gpu_ptr ready, done;      // its words, for streams
+    struct kvq_gpu_stream *spare; // never waits: lets the others go when the daemon is gone
+    uint64_t last;                // number of the latest request
+};
+
 struct kvq_queue {
     TAILQ_ENTRY(kvq_queue) entry;
     kvq_client *client;
+    struct kvq__timeline timeline;
     uint32_t id;
     int dead; // 0 or the code that every call answers until kvq_reattach
     struct kvq_req_page *req;
@@ -85,6 +119,20 @@ struct kvq_queue {
 TAILQ_HEAD(kvq__queues, kvq_queue);
 TAILQ_HEAD(kvq__buffers, kvq_buffer);
 
+// A thread that lets streams go when the daemon is gone; see watch.c.
+struct kvq__watch {
+    bool running;
+    pthread_t thread;
+    int wake;      // eventfd
+    uint32_t stop; // the thread is to end
+    uint32_t lost; // streams are to be let go, whether the daemon is there or not
+};
+
+struct kvq__daemon_gpu {
+    uint8_t uuid[KVQ__UUID_BYTES];
+    char name[64];
+};
+
 struct kvq_client {
     pthread_mutex_t control, table;
     int socket; // -1 when there is no connection
@@ -92,6 +140,9 @@ struct kvq_client {
     uint32_t next_id;
     const struct kvq_daemon_page *page; // NULL when there is no connection
     struct kvq_daemon_info info;
+    struct kvq__daemon_gpu gpus[KVQ_MAX_GPUS];
+    uint32_t n_gpus;
+    struct kvq__watch watch;
     struct kvq__queues queues;
     struct kvq__buffers buffers;
     uint32_t open_handles;
@@ -156,6 +207,11 @@ void kvq__queue_detach(kvq_queue *queue, int code);
 void kvq__queue_free(kvq_queue *queue);
 int kvq__buffer_register(kvq_buffer *buffer);
 void kvq__buffer_free(kvq_buffer *buffer);
+// A buffer with nothing in it yet, in the client's list. NULL with the error text.
+kvq_buffer *kvq__buffer_make(kvq_client *client, uint64_t offset, size_t bytes);
+// The daemon's number for it, from its reply.
+int kvq__buffer_take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply);
+int kvq__buffer_check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer);
 
 // ---- table.c: session handles ----
 
@@ -170,6 +226,55 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle);
 uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
+
+// ---- gpu.c: the driver, and GPUs by name ----
+
+// The driver's table, which is loaded and initialized when it is first needed.
+int kvq__gpu_driver(const struct kvq_gpu_driver **driver);
+// A KVQ_E code for a result of the driver.
+int kvq__gpu_code(int result);
+// The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
+int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
+// Makes a context the calling thread's; gives back the one it had.
+struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here);
+void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
+// "GPU-01234567-..."; place has KVQ__PLACE_BYTES.
+void kvq__gpu_place(const uint8_t *uuid, char *place);
+int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
+
+// ---- gpu_buffer.c ----
+
+// As kvq__buffer_register, for buffers on GPUs.
+int kvq__gpu_buffer_register(kvq_buffer *buffer);
+void kvq__gpu_buffer_release(kvq_buffer *buffer);
+// Copies out of it, behind what was given to the default stream.
+int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
+
+// ---- timeline.c ----
+
+// Waits until the GPU has done what this process gave it, and gives the timeline back. Nothing if
+// there is none.
+void kvq__timeline_close(kvq_queue *queue);
+// Opens it again where it was open last; for kvq_reattach.
+int kvq__timeline_again(kvq_queue *queue);
+// Lets every stream go that waits for the daemon. Under the table lock.
+void kvq__timeline_let_go(struct kvq__timeline *timeline);
+
+// ---- watch.c ----
+
+// Watches the connection from now on; nothing if it does already.
+int kvq__watch_start(kvq_client *client);
+// Lets all streams go from now on, until kvq__watch_stop.
+void kvq__watch_give_up(kvq_client *client);
+void kvq__watch_stop(kvq_client *client);
+
+// ---- submit.c ----
+
+// Makes a request of the caller's structures, unsent, with a ticket.
+int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
+                     struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending);
+// Sends it; the ticket is closed if that fails.
+int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
 
 // ---- wait.c ----
 

@@ -128,6 +128,17 @@ struct kvq_daemon_info {
 };
 KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
 
+/* A GPU of the daemon. */
+struct kvq_gpu_info {
+    char place[48]; /* "GPU-01234567-89ab-cdef-0123-456789abcdef": its UUID */
+    char name[64];  /* for people: "NVIDIA H200" */
+};
+
+/* Fills up to `max` elements with the GPUs that sessions can live on, and *n with how many there
+ * are; 0 if the daemon works on CPUs alone. Needs no GPU here. */
+KVQ_API int kvq_daemon_gpus(kvq_client *client, struct kvq_gpu_info *gpus, uint32_t max,
+                            uint32_t *n);
+
 /* After KVQ_E_DISCONNECTED: connects again, opens the client's queues and registers its buffers
  * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
  * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
@@ -144,6 +155,7 @@ typedef struct kvq_queue kvq_queue;
 
 /* One ring pair, for one thread at a time. Release with kvq_queue_close. */
 KVQ_API KVQ_CHECK int kvq_queue_open(kvq_client *client, kvq_queue **queue);
+/* After calls .._on_stream it first waits until the GPU has done what this process gave it. */
 KVQ_API void kvq_queue_close(kvq_queue **queue);
 
 /* ---- Buffers: memory that tensors travel in -------------------------------------------------- */
@@ -161,6 +173,27 @@ KVQ_API KVQ_CHECK int kvq_buffer_import_memfd(kvq_client *client, int memfd, uin
 
 KVQ_API void *kvq_buffer_data(const kvq_buffer *buffer);
 KVQ_API size_t kvq_buffer_size(const kvq_buffer *buffer);
+
+/* In the memory of a GPU, made by the daemon, zeroed, mapped read-write here: at the address of
+ * kvq_buffer_device. The calling thread's current CUDA context must be of that GPU, which `gpu`
+ * names as kvq_gpu_info.place does (NULL: the current context's). The buffer lives as long as this
+ * process has it, also without the daemon. Destroy the context only after closing it.
+ * KVQ_E_UNSUPPORTED (the daemon has no GPU, or not this one), KVQ_E_NO_MEMORY, KVQ_E_LIMIT. */
+KVQ_API KVQ_CHECK int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes,
+                                           kvq_buffer **buffer);
+
+/* Registers the engine's own device memory: `bytes` from a device pointer of the calling thread's
+ * current CUDA context, anywhere in an allocation. Nothing is copied. The memory must not be freed
+ * before kvq_buffer_close has returned; if that was too much to promise, use kvq_buffer_create_on.
+ * Any number of buffers may lie in one allocation. Memory by cudaMalloc can be imported (PyTorch's,
+ * unless expandable_segments is on), and memory by cuMemCreate that may be exported as a file
+ * descriptor; other memory is refused with KVQ_E_BUFFER or KVQ_E_UNSUPPORTED, and the text says why
+ * and what to do. The daemon can then reach the whole allocation, not this piece alone. */
+KVQ_API KVQ_CHECK int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes,
+                                        kvq_buffer **buffer);
+
+/* The device pointer of a buffer in a GPU's memory, else NULL. kvq_buffer_data is then NULL. */
+KVQ_API void *kvq_buffer_device(const kvq_buffer *buffer);
 
 /* Returns when nothing in flight uses it any more. */
 KVQ_API void kvq_buffer_close(kvq_buffer **buffer);
@@ -224,6 +257,8 @@ struct kvq_session_options {
     uint32_t max_rollback;
     uint64_t prompt_tokens;
     uint64_t keep_seconds;
+    const char *place; /* where it lives: "host", a kvq_gpu_info.place, or NULL: the daemon's
+                          choice. Opened again: NULL, or where it is. */
 };
 
 struct kvq_session_info {
@@ -233,6 +268,7 @@ struct kvq_session_info {
     uint32_t layers;
     uint8_t created, read_only;
     char ns[128], name[128], format[64], attention[16], isa[16];
+    char place[48]; /* "host" or a kvq_gpu_info.place */
 };
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
@@ -373,6 +409,54 @@ KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct
  * after kvq_reattach (the ticket is closed). A request's own deadline that passed is
  * KVQ_E_DEADLINE too, but in the status of its entries as well, and closes the ticket. */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
+
+/* ---- On a stream: in the order of a GPU's work, without waiting ------------------------------ */
+
+/* The same calls for sessions on a GPU, in the order of a stream of the engine (a CUstream or
+ * cudaStream_t of the calling thread's current context; NULL is the default stream): the daemon's
+ * GPU work begins when the stream has come here, and what is given to the stream afterwards begins
+ * when that work has ended. The host waits for neither: tensors may still be being computed when
+ * the call is made, and results are there for later work of the stream, not for the host.
+ *
+ * The calls return when the daemon has checked the request and enqueued its work: codes and
+ * statuses are those of the checks. What only the GPU can find (KVQ_E_NONFINITE) is told by
+ * kvq_step_end, which waits for the step's work. A request that is refused lets the stream go on,
+ * its tensors untouched. If the daemon dies the stream goes on as well, and calls answer
+ * KVQ_E_DISCONNECTED; what the stream computed since is not to be trusted.
+ *
+ * Tensors lie in buffers of the session's GPU, or in the host's where the daemon could make them
+ * known to its GPU; they must stay until the stream has passed the call. All streams of one queue
+ * are of one GPU. Streams being captured into a graph are refused (KVQ_E_UNSUPPORTED).
+ *
+ * How the two streams wait for each other is found out at the first call: by words in memory where
+ * both sides' GPUs can wait for those, else the host waits (the stream is synchronized before the
+ * request, and the call returns when its work is done): slower, but the same results.
+ * KVQ_GPU_ORDER=words or =host in the environment chooses by force. The GPU is reached through
+ * libcuda.so.1, or what KVQ_GPU_DRIVER names. */
+enum { KVQ_ORDER_NONE = 0, KVQ_ORDER_WORDS = 1, KVQ_ORDER_HOST = 3 };
+
+/* How this queue's calls order streams; KVQ_ORDER_NONE before the first. */
+KVQ_API int kvq_queue_order(const kvq_queue *queue);
+
+/* Does now, for the current context's GPU, what the first call would do: some system and driver
+ * calls. For engines that capture graphs later, or measure. */
+KVQ_API KVQ_CHECK int kvq_queue_prepare_streams(kvq_queue *queue);
+
+KVQ_API KVQ_CHECK int kvq_append_on_stream(kvq_queue *queue, const struct kvq_work *work,
+                                           struct kvq_entry *entries, uint32_t n, void *stream);
+KVQ_API KVQ_CHECK int kvq_attend_on_stream(kvq_queue *queue, const struct kvq_work *work,
+                                           struct kvq_entry *entries, uint32_t n, void *stream);
+KVQ_API KVQ_CHECK int kvq_append_attend_on_stream(kvq_queue *queue, const struct kvq_work *work,
+                                                  struct kvq_entry *entries, uint32_t n,
+                                                  void *stream);
+KVQ_API KVQ_CHECK int kvq_read_on_stream(kvq_queue *queue, const struct kvq_work *work,
+                                         struct kvq_entry *entries, uint32_t n, void *stream);
+
+/* These four with a ticket: does not even wait for the checks. Other operations are refused with
+ * KVQ_E_INVALID. */
+KVQ_API KVQ_CHECK int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op,
+                                           struct kvq_work *work, struct kvq_entry *entries,
+                                           uint32_t n, void *stream, kvq_ticket *ticket);
 
 /* ---- Capturing: K, V and Q into a file ------------------------------------------------------- */
 

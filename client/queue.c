@@ -148,6 +148,7 @@ void kvq_queue_close(kvq_queue **queue)
     message.queue = q->id;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
     call.request.close_queue = &message;
+    kvq__timeline_close(q);
     if (!q->dead) {
         pthread_mutex_lock(&client->control);
         kvq__exchange(client, &call);

@@ -30,6 +30,8 @@ static int check_options(const struct kvq_session_options *o)
         rc = check_text("model", o->model, KVQ_FINGERPRINT_BYTES);
     if (rc == KVQ_OK)
         rc = check_text("format", o->format, KVQ_NAME_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("place", o->place, KVQ__PLACE_BYTES);
     if (rc)
         return rc;
     if (o->n_layers > KVQ_MAX_LAYERS || (o->n_layers && !o->layers))
@@ -90,6 +92,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->take_over = o->flags & KVQ_OPEN_TAKE_OVER;
     m->must_exist = o->flags & KVQ_OPEN_MUST_EXIST;
     m->must_create = o->flags & KVQ_OPEN_MUST_CREATE;
+    m->place = text_of(o->place);
 }
 
 static void copy_text(char *to, size_t size, const char *from)
@@ -118,6 +121,7 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
     copy_text(info->format, sizeof info->format, s->format);
     copy_text(info->attention, sizeof info->attention, s->path);
     copy_text(info->isa, sizeof info->isa, s->isa);
+    copy_text(info->place, sizeof info->place, s->place);
 }
 
 static int take_session(kvq_client *client, const struct kvq_session_options *o,

@@ -201,35 +201,53 @@ static uint16_t slots_of(uint32_t n)
                       KVQ_SLOT_BYTES);
 }
 
-int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
-               struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket)
+int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
+                     struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending)
 {
-    int rc = check_call(queue, (unsigned)op, work, entries, n);
+    int rc = check_call(queue, op, work, entries, n);
     if (rc)
         return rc;
     struct kvq__pending *p = free_slot(queue);
-    if (!p || !ticket)
-        return kvq__fail(
-            ticket ? KVQ_E_CREDITS : KVQ_E_INVALID, "%s: %s", kvq__op_name((unsigned)op),
-            ticket ? "8 tickets of this queue are open; wait for one first" : "ticket is NULL");
+    if (!p)
+        return kvq__fail(KVQ_E_CREDITS, "%s: %d tickets of this queue are open; wait for one first",
+                         kvq__op_name(op), KVQ_QUEUE_CREDITS);
     p->request = (struct kvq_request){
         .op = (uint8_t)op, .count = (uint16_t)n, .slots = slots_of(n), .seq = queue->seq + 1};
     if (work) {
-        if (op == KVQ_DO_STEP_BEGIN)
+        if (op == KVQ_OP_STEP_BEGIN)
             work->step = (uint64_t)queue->id << 32 | ++queue->steps;
         rc = put_work(queue, work, &p->request);
         if (rc)
             return rc;
     }
-    queue->seq++;
     p->n = n;
     p->entries = entries;
     p->done = false;
+    *pending = p;
+    return KVQ_OK;
+}
+
+int kvq__submit_send(kvq_queue *queue, struct kvq__pending *p)
+{
+    queue->seq++;
     p->ticket = ++queue->tickets << TICKET_SLOT_BITS | (uint64_t)(p - queue->pending);
-    *ticket = p->ticket;
-    rc = send_request(queue, p);
+    int rc = send_request(queue, p);
     if (rc)
         p->ticket = 0;
+    return rc;
+}
+
+int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
+               struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket)
+{
+    struct kvq__pending *p;
+    if (!ticket)
+        return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
+    int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
+    if (rc)
+        return rc;
+    rc = kvq__submit_send(queue, p);
+    *ticket = p->ticket;
     return rc;
 }
 

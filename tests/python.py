@@ -36,9 +36,9 @@ class Header(unittest.TestCase):
     def test_structures(self):
         """Every field lies where the compiler puts it."""
         names = {"ConnectOptions": "connect_options", "DaemonInfo": "daemon_info",
-                 "Tensor": "tensor", "LayerRow": "layer", "SessionOptions": "session_options",
-                 "SessionInfo": "session_info", "Pages": "pages", "Work": "work",
-                 "CaptureOptions": "capture_options"}
+                 "GpuInfo": "gpu_info", "Tensor": "tensor", "LayerRow": "layer",
+                 "SessionOptions": "session_options", "SessionInfo": "session_info",
+                 "Pages": "pages", "Work": "work", "CaptureOptions": "capture_options"}
         ours = {n for n, s in vars(_ffi).items()
                 if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
         self.assertEqual(set(names), ours)
@@ -71,6 +71,7 @@ class Header(unittest.TestCase):
                 with open(os.path.join(folder, name), encoding="utf-8") as file:
                     text += file.read()
         by_submit = {"kvq_append", "kvq_attend", "kvq_append_attend"}  # as operations by name
+        by_submit |= {n + "_on_stream" for n in by_submit | {"kvq_read"}}
         unused = {n for n in _ffi.FUNCTIONS if f"lib.{n}(" not in text} - by_submit
         self.assertEqual(unused, {"kvq_buffer_size", "kvq_tensor_make"})
 
@@ -131,6 +132,16 @@ class Package(Test):
         self.assertIn(info["isa"], ("c", "avx2", "avx512"))
         self.assertEqual(self.session.info()["ns"], f"uid-{os.getuid()}")
         self.assertEqual(self.session.info()["layers"], 2)
+
+    def test_without_a_gpu(self):
+        """A daemon without GPUs has none to show, and says so when asked for one."""
+        self.assertEqual(self.client.gpus(), [])
+        self.fails(kvq.Code.E_UNSUPPORTED, self.client.buffer_on, 4096)
+        self.fails(kvq.Code.E_UNSUPPORTED, self.queue.prepare_streams)
+        self.assertEqual(self.queue.order(), "none")
+        place = "GPU-00000000-0000-0000-0000-000000000001"
+        self.fails(kvq.Code.E_UNSUPPORTED, self.client.session, self.tokens.rows, "f16",
+                   place=place)
 
     def test_step_commits_or_aborts(self):
         k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")

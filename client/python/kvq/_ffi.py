@@ -24,6 +24,10 @@ class DaemonInfo(Structure):
                 ("epoch", c_uint64), ("client_id", c_uint64), ("protocol", c_uint32)]
 
 
+class GpuInfo(Structure):
+    _fields_ = [("place", c_char * 48), ("name", c_char * 64)]
+
+
 class Tensor(Structure):
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64), ("token_stride", c_uint64),
                 ("head_stride", c_uint64), ("dtype", c_uint8)]
@@ -42,7 +46,7 @@ class SessionOptions(Structure):
                 ("dtype", c_uint8), ("v_rotation", c_uint8), ("attention", c_uint8),
                 ("on_detach", c_uint8), ("shard", c_uint16), ("shards", c_uint16),
                 ("flags", c_uint32), ("max_rollback", c_uint32), ("prompt_tokens", c_uint64),
-                ("keep_seconds", c_uint64)]
+                ("keep_seconds", c_uint64), ("place", c_char_p)]
 
 
 class SessionInfo(Structure):
@@ -53,7 +57,7 @@ class SessionInfo(Structure):
                 ("bytes_per_token_head_total", c_double), ("compression", c_double),
                 ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
                 ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
-                ("attention", c_char * 16), ("isa", c_char * 16)]
+                ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48)]
 
 
 class Pages(Structure):
@@ -87,11 +91,15 @@ FUNCTIONS = {
     "kvq_connect": (c_int, [POINTER(ConnectOptions), POINTER(c_void_p)]),
     "kvq_disconnect": (None, [POINTER(c_void_p)]),
     "kvq_daemon_info": (c_int, [c_void_p, POINTER(DaemonInfo)]),
+    "kvq_daemon_gpus": (c_int, [c_void_p, POINTER(GpuInfo), c_uint32, POINTER(c_uint32)]),
     "kvq_reattach": (c_int, [c_void_p, POINTER(c_uint32)]),
     "kvq_queue_open": (c_int, [c_void_p, POINTER(c_void_p)]),
     "kvq_queue_close": (None, [POINTER(c_void_p)]),
     "kvq_buffer_create": (c_int, [c_void_p, c_size_t, POINTER(c_void_p)]),
     "kvq_buffer_import_memfd": (c_int, [c_void_p, c_int, c_uint64, c_size_t, POINTER(c_void_p)]),
+    "kvq_buffer_create_on": (c_int, [c_void_p, c_char_p, c_size_t, POINTER(c_void_p)]),
+    "kvq_buffer_import": (c_int, [c_void_p, c_void_p, c_size_t, POINTER(c_void_p)]),
+    "kvq_buffer_device": (c_void_p, [c_void_p]),
     "kvq_buffer_data": (c_void_p, [c_void_p]),
     "kvq_buffer_size": (c_size_t, [c_void_p]),
     "kvq_buffer_close": (None, [POINTER(c_void_p)]),
@@ -115,6 +123,15 @@ FUNCTIONS = {
     "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
                            POINTER(c_uint64)]),
     "kvq_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
+    "kvq_queue_order": (c_int, [c_void_p]),
+    "kvq_queue_prepare_streams": (c_int, [c_void_p]),
+    "kvq_append_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32, c_void_p]),
+    "kvq_attend_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32, c_void_p]),
+    "kvq_append_attend_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32,
+                                            c_void_p]),
+    "kvq_read_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32, c_void_p]),
+    "kvq_submit_on_stream": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32, c_void_p,
+                                     POINTER(c_uint64)]),
     "kvq_capture_open": (c_int, [c_char_p, POINTER(CaptureOptions), POINTER(c_void_p)]),
     "kvq_capture_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
     "kvq_capture_tokens": (c_uint64, [c_void_p]),

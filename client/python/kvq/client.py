@@ -10,6 +10,7 @@ from . import _ffi
 from ._ffi import lib
 from .buffers import Buffer, dtype_code
 from .errors import Code, Error, check, last_text
+from .gpu import DeviceBuffer
 from .work import Queue
 
 _ROTATIONS = {"none": 0, "engine": 1, "daemon": 2}
@@ -110,6 +111,7 @@ class Client:
                                       timeout_ms, spin_us)
         self.pointer = c_void_p()
         self._buffers = []
+        self._device_buffers = []
         self._queues = []
         check(lib.kvq_connect(byref(options), byref(self.pointer)))
 
@@ -118,6 +120,12 @@ class Client:
         out = _ffi.DaemonInfo()
         check(lib.kvq_daemon_info(self.pointer, byref(out)))
         return _values(out)
+
+    def gpus(self):
+        """The daemon's GPUs: dicts with "place", for session() and buffer_on(), and "name"."""
+        found, n = (_ffi.GpuInfo * 16)(), c_uint32()
+        check(lib.kvq_daemon_gpus(self.pointer, found, len(found), byref(n)))
+        return [_values(g) for g in found[:n.value]]
 
     def queue(self):
         """A new Queue, for one thread at a time."""
@@ -131,6 +139,15 @@ class Client:
         """Registers memory of a memfd that the caller keeps."""
         return Buffer(self, nbytes, memfd=memfd, offset=offset)
 
+    def buffer_on(self, nbytes, gpu=None):
+        """Memory of a GPU made by the daemon; gpu is its place, None the current context's."""
+        return DeviceBuffer(self, nbytes, gpu=gpu)
+
+    def import_tensor(self, tensor):
+        """Registers the memory of a contiguous CUDA tensor (of PyTorch, or anything else with
+        data_ptr, numel and element_size), which must stay until the buffer is closed."""
+        return DeviceBuffer(self, tensor.numel() * tensor.element_size(), tensor=tensor)
+
     def array(self, shape, dtype=np.float32):
         """An array in a buffer of its own."""
         code = np.dtype(dtype) if not isinstance(dtype, str) else None
@@ -142,9 +159,13 @@ class Client:
         """The open buffer that holds all of an array, or None."""
         return next((b for b in self._buffers if b.contains(array)), None)
 
+    def find_device_buffer(self, tensor):
+        """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
+        return next((b for b in self._device_buffers if b.contains(tensor)), None)
+
     def session(self, layers=(), format=None, *, ns=None, name=None, model=None, dtype="f16",
                 v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
-                max_rollback=0, prompt_tokens=0, keep_seconds=0, **flags):
+                max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, **flags):
         """Opens or creates a session. layers: of Layer. Flags, all False by default: read_only,
         take_over, must_exist, must_create. The rest is as in struct kvq_session_options."""
         unknown = set(flags) - set(_FLAGS)
@@ -156,7 +177,7 @@ class Client:
             _bytes(ns), _bytes(name), _bytes(model), rows if layers else None, len(layers),
             _bytes(format), dtype_code(dtype), _ROTATIONS[v_rotation], _ATTENTION[attention],
             _DETACH[on_detach], shard, shards, sum(_FLAGS[f] for f in flags if flags[f]),
-            max_rollback, prompt_tokens, keep_seconds)
+            max_rollback, prompt_tokens, keep_seconds, _bytes(place))
         handle, info = c_uint64(), _ffi.SessionInfo()
         check(lib.kvq_session_open(self.pointer, byref(options), byref(handle), byref(info)))
         table = [layer for layer in layers for _ in range(max(layer.repeat, 1))]
@@ -178,9 +199,10 @@ class Client:
             return
         for buffer in [b for b in self._buffers if b._daemon_made]:
             buffer.close()
-        for owner in self._buffers + self._queues:
+        for owner in self._buffers + self._device_buffers + self._queues:
             owner._forget()
         self._buffers.clear()
+        self._device_buffers.clear()
         self._queues.clear()
         lib.kvq_disconnect(byref(self.pointer))
 

@@ -18,6 +18,7 @@ from .errors import check
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10}
+ORDERS = {0: "none", 1: "words", 3: "host"}
 PAST_ONLY = 1
 
 
@@ -81,14 +82,19 @@ class Queue:
 
     # ---- As in kvq.h ----
 
-    def submit(self, operation, entries, *, keep=None, **work):
+    def submit(self, operation, entries, *, keep=None, stream=None, **work):
         """kvq_submit: operation by name, entries an array of ENTRY, work by the fields of struct
-        kvq_work (tensors from Buffer.tensor). Returns a Ticket."""
+        kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the number of
+        a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one) kvq_submit_on_stream.
+        Returns a Ticket."""
         fields = _ffi.Work(**work)
         number = c_uint64()
-        check(lib.kvq_submit(self.pointer, OPERATIONS[operation], byref(fields),
-                             entries.ctypes.data if len(entries) else None, len(entries),
-                             byref(number)))
+        front = [self.pointer, OPERATIONS[operation], byref(fields),
+                 entries.ctypes.data if len(entries) else None, len(entries)]
+        if stream is None:
+            check(lib.kvq_submit(*front, byref(number)))
+        else:
+            check(lib.kvq_submit_on_stream(*front, stream, byref(number)))
         return Ticket(self, number.value, entries, fields, keep)
 
     def call(self, operation, entries, **work):
@@ -96,6 +102,14 @@ class Queue:
         ticket = self.submit(operation, entries, **work)
         check(lib.kvq_wait(self.pointer, ticket.number, U64_MAX))
         return ticket
+
+    def order(self):
+        """How calls with a stream order it: "words", "host", or "none" before the first."""
+        return ORDERS[lib.kvq_queue_order(self.pointer)]
+
+    def prepare_streams(self):
+        """Does now what the first call with a stream would do."""
+        check(lib.kvq_queue_prepare_streams(self.pointer))
 
     # ---- Staging ----
 
@@ -319,6 +333,22 @@ class Step:
         entries = self._entries(self.entries["append"] if queries is None else queries)
         return attend(self.queue, "append_attend", self.sessions, entries, self.number, layer,
                       k=k, v=v, q=q, **options)
+
+    def on_stream(self, operation, layer, stream, queries=None, flags=0, **tensors):
+        """"append", "attend" or "append_attend" in the order of a CUDA stream (its number), with
+        k, v, q, out and lse as CUDA tensors in buffers of Client.import_tensor or buffer_on.
+        Results are there for later work of the stream."""
+        fields = {}
+        for name, tensor in tensors.items():
+            buffer = self.queue.client.find_device_buffer(tensor)
+            if buffer is None:
+                raise ValueError(f"{name} lies in no buffer; see Client.import_tensor")
+            fields[name] = buffer.tensor(tensor)
+        wanted = self.entries["append"] if queries is None else queries
+        entries = self._entries(0 if operation == "append" else wanted)
+        ticket = self.queue.call(operation, entries, step=self.number, layer=layer, flags=flags,
+                                 stream=stream, **fields)
+        check(0, ticket.entries)
 
     def end(self):
         """Commits; sessions get their new counts."""

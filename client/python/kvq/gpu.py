@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers in the memory of GPUs.
+
+Tensors are PyTorch's, or anything with the same methods: data_ptr, element_size, numel, shape,
+stride, dtype and is_contiguous. PyTorch itself is not needed here.
+"""
+from ctypes import byref, c_void_p
+
+from ._ffi import Tensor, lib
+from .buffers import dtype_code
+from .errors import check
+
+
+class DeviceBuffer:
+    """Made by Client.buffer_on (address: its device pointer) or Client.import_tensor."""
+
+    def __init__(self, client, nbytes, gpu=None, tensor=None):
+        self.client = client
+        self.nbytes = nbytes
+        self.pointer = c_void_p()
+        self._keep = tensor  # its memory must stay while the daemon has it
+        if tensor is None:
+            check(lib.kvq_buffer_create_on(client.pointer, gpu.encode() if gpu else None, nbytes,
+                                           byref(self.pointer)))
+        else:
+            if not tensor.is_contiguous():
+                raise ValueError("a tensor to be imported must be contiguous")
+            check(lib.kvq_buffer_import(client.pointer, tensor.data_ptr(), nbytes,
+                                        byref(self.pointer)))
+        self.address = lib.kvq_buffer_device(self.pointer)
+        client._device_buffers.append(self)
+
+    def contains(self, tensor):
+        """Whether all of a tensor lies in this buffer."""
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+        start = tensor.data_ptr()
+        end = start + (last + 1) * tensor.element_size()
+        return self.address <= start and end <= self.address + self.nbytes
+
+    def tensor(self, tensor, dtype=None):
+        """Tensor for a [tokens][heads][dim] tensor (dim contiguous), or [tokens][heads] (lse), that
+        lies in this buffer."""
+        size, strides = tensor.element_size(), list(tensor.stride())
+        if len(strides) not in (2, 3):
+            raise ValueError(f"shape {tuple(tensor.shape)}: [tokens, heads, dim] is needed")
+        if len(strides) == 3 and tensor.shape[2] > 1 and strides[2] != 1:
+            raise ValueError("the last dimension of a tensor must be contiguous")
+        name = dtype if dtype is not None else str(tensor.dtype).replace("torch.", "")
+        return Tensor(self.pointer, tensor.data_ptr() - self.address, strides[0] * size,
+                      strides[1] * size, dtype_code(name))
+
+    def close(self):
+        """Unregisters it; waits until nothing in flight uses it."""
+        if self.pointer:
+            lib.kvq_buffer_close(byref(self.pointer))
+            self.client._device_buffers.remove(self)
+            self._forget()
+
+    def _forget(self):
+        self.pointer = c_void_p()
+        self._keep = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests in the order of a GPU's stream: by words that both sides' streams write and wait for
+// (proto/shm.h says how), or, where those are not to be had, by waiting on the host.
+#include "client/internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/sync.h"
+
+// ---- Which order ----
+
+static int fault(const struct kvq__here *here, int result, const char *what)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
+    return kvq__fail(kvq__gpu_code(result), "%s", text);
+}
+
+// Whether a stream can write and wait for words in host memory: some devices and systems say no
+// only when asked to.
+static bool words_work(const struct kvq__here *here, struct kvq_gpu_stream *spare)
+{
+    char text[KVQ__TEXT_BYTES];
+    kvq_gpu_ptr at;
+    void *page =
+        mmap(NULL, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return false;
+    bool works = false;
+    if (kvq_gpu_host_register(here->driver, page, KVQ_TIMELINE_BYTES, &at, text, sizeof text) ==
+        KVQ_GPU_OK) {
+        works = here->driver->stream_write64(spare, at, 1, 0) == KVQ_GPU_OK &&
+                here->driver->stream_wait64(spare, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
+                here->driver->stream_sync(spare) == KVQ_GPU_OK && kvq_long_load(page) == 1;
+        kvq_gpu_host_unregister(here->driver, page);
+    }
+    munmap(page, KVQ_TIMELINE_BYTES);
+    return works;
+}
+
+// What the environment asks for; KVQ_ORDER_NONE: nothing.
+static int order_asked(int *order)
+{
+    const char *text = secure_getenv("KVQ_GPU_ORDER");
+    *order = KVQ_ORDER_NONE;
+    if (!text || !*text)
+        return KVQ_OK;
+    if (strcmp(text, "words") == 0)
+        *order = KVQ_ORDER_WORDS;
+    else if (strcmp(text, "host") == 0)
+        *order = KVQ_ORDER_HOST;
+    else
+        return kvq__fail(KVQ_E_INVALID, "KVQ_GPU_ORDER is %.40s: words or host is possible", text);
+    return KVQ_OK;
+}
+
+// ---- Opening ----
+
+static int take_page(struct kvq__timeline *t, int fd)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    void *mapping;
+    kvq_gpu_ptr at;
+    int rc = kvq__map(fd, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, "a timeline page", &mapping);
+    if (rc)
+        return rc;
+    const struct kvq_timeline_page *page = mapping;
+    if (page->magic != KVQ_SHM_MAGIC_TIMELINE)
+        rc = kvq__fail(KVQ_E_PROTOCOL, "the daemon's timeline page has mark %#x, not %#x",
+                       page->magic, KVQ_SHM_MAGIC_TIMELINE);
+    else if (kvq_gpu_host_register(t->here.driver, mapping, KVQ_TIMELINE_BYTES, &at, text,
+                                   sizeof text) != KVQ_GPU_OK)
+        rc = kvq__fail(KVQ_E_SYSTEM, "a timeline page: %s", text);
+    if (rc) {
+        munmap(mapping, KVQ_TIMELINE_BYTES);
+        return rc;
+    }
+    t->page = mapping;
+    t->ready = at + offsetof(struct kvq_timeline_page, ready);
+    t->done = at + offsetof(struct kvq_timeline_page, done);
+    return KVQ_OK;
+}
+
+static int ask_daemon(kvq_queue *queue, struct kvq__timeline *t)
+{
+    kvq_client *client = queue->client;
+    Kvq__OpenTimeline message = KVQ__OPEN_TIMELINE__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_OPEN_TIMELINE,
+                             .what = "opening a queue's timeline"};
+    message.queue = queue->id;
+    message.gpu.data = t->here.uuid;
+    message.gpu.len = sizeof t->here.uuid;
+    call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
+    call.request.open_timeline = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK) {
+        rc = take_page(t, call.fds[0]);
+        kvq__close_fds(call.fds, 1);
+    }
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+static void give_page_back(struct kvq__timeline *t)
+{
+    if (t->page) {
+        kvq_gpu_host_unregister(t->here.driver, t->page);
+        munmap(t->page, KVQ_TIMELINE_BYTES);
+    }
+    if (t->spare)
+        t->here.driver->stream_destroy(t->spare);
+    t->page = NULL;
+    t->spare = NULL;
+}
+
+// Fills in all but `order`, if there can be words; else leaves page at NULL.
+static int try_words(kvq_queue *queue, struct kvq__timeline *t, bool must)
+{
+    int result = t->here.driver->stream_create(&t->spare, KVQ_GPU_STREAM_OWN);
+    if (result != KVQ_GPU_OK)
+        return fault(&t->here, result, "making a stream");
+    int rc = words_work(&t->here, t->spare)
+                 ? ask_daemon(queue, t)
+                 : kvq__fail(KVQ_E_UNSUPPORTED,
+                             "this GPU's streams cannot wait for words in host memory, as "
+                             "KVQ_GPU_ORDER=words asks for");
+    if (rc == KVQ_OK)
+        rc = kvq__watch_start(queue->client);
+    if (rc)
+        give_page_back(t);
+    return rc == KVQ_E_UNSUPPORTED && !must ? KVQ_OK : rc;
+}
+
+// In the context of `here`.
+static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
+{
+    struct kvq__timeline made = {.here = *here};
+    int asked, rc = order_asked(&asked);
+    if (rc == KVQ_OK && asked != KVQ_ORDER_HOST)
+        rc = try_words(queue, &made, asked == KVQ_ORDER_WORDS);
+    if (rc)
+        return rc;
+    made.order = made.page ? KVQ_ORDER_WORDS : KVQ_ORDER_HOST;
+    pthread_mutex_lock(&queue->client->table);
+    queue->timeline = made;
+    pthread_mutex_unlock(&queue->client->table);
+    return KVQ_OK;
+}
+
+int kvq_queue_prepare_streams(kvq_queue *queue)
+{
+    struct kvq__here here;
+    if (!queue)
+        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+    if (queue->timeline.order != KVQ_ORDER_NONE)
+        return KVQ_OK;
+    if (queue->dead)
+        return kvq__fail(queue->dead, "the connection was lost; kvq_reattach connects again");
+    int rc = kvq__gpu_here(queue->client, "ordering a queue's requests by streams", &here);
+    return rc ? rc : open_timeline(queue, &here);
+}
+
+int kvq_queue_order(const kvq_queue *queue)
+{
+    return queue ? queue->timeline.order : KVQ_ORDER_NONE;
+}
+
+int kvq__timeline_again(kvq_queue *queue)
+{
+    const struct kvq__here here = queue->timeline.here;
+    if (!here.driver)
+        return KVQ_OK;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&here);
+    int rc = open_timeline(queue, &here);
+    kvq__gpu_leave(&here, before);
+    return rc;
+}
+
+// ---- Closing ----
+
+// A store of the host alone may not wake a stream that waits; a write of another stream does. The
+// store is for waits that begin later, and for contexts that do nothing any more.
+void kvq__timeline_let_go(struct kvq__timeline *t)
+{
+    if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
+        return;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
+    t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
+    kvq_long_store(&t->page->done, INT64_MAX);
+    kvq__gpu_leave(&t->here, before);
+}
+
+void kvq__timeline_close(kvq_queue *queue)
+{
+    struct kvq__timeline *t = &queue->timeline, gone;
+    if (t->order == KVQ_ORDER_NONE)
+        return;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
+    if (t->page) // streams may still have to pass the words; the watch sees to it if nobody else
+        t->here.driver->context_sync();
+    pthread_mutex_lock(&queue->client->table);
+    gone = *t;
+    *t = (struct kvq__timeline){.here = gone.here};
+    pthread_mutex_unlock(&queue->client->table);
+    give_page_back(&gone);
+    kvq__gpu_leave(&gone.here, before);
+}
+
+// ---- Requests ----
+
+static bool has_stream_variant(unsigned op)
+{
+    return op == KVQ_OP_APPEND || op == KVQ_OP_ATTEND || op == KVQ_OP_APPEND_ATTEND ||
+           op == KVQ_OP_READ;
+}
+
+// Opens the timeline if need be, and sees whether the stream can be used.
+static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *stream)
+{
+    int status = KVQ_GPU_CAPTURE_NONE;
+    if (!queue)
+        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+    if (!has_stream_variant(op))
+        return kvq__fail(KVQ_E_INVALID,
+                         "%s cannot run on a stream; append, attend, both and read can",
+                         kvq__op_name(op));
+    int rc = kvq_queue_prepare_streams(queue);
+    if (rc)
+        return rc;
+    const struct kvq__here *here = &queue->timeline.here;
+    int result = here->driver->stream_capturing(stream, &status);
+    if (result != KVQ_GPU_OK)
+        return fault(here, result, "looking at the stream that was given");
+    if (status != KVQ_GPU_CAPTURE_NONE)
+        return kvq__fail(KVQ_E_UNSUPPORTED,
+                         "%s: the stream is being captured into a graph, and a request of the "
+                         "daemon cannot be; make the call between graphs",
+                         kvq__op_name(op));
+    return KVQ_OK;
+}
+
+// The stream could not be made to wait for the request that it has already been sent: the host
+// waits instead, until the daemon's stream has finished it or there is no daemon any more.
+static int wait_here(kvq_queue *queue, struct kvq__pending *p, int result)
+{
+    const struct timespec pause = {.tv_nsec = 100 * 1000};
+    struct kvq__timeline *t = &queue->timeline;
+    int rc = kvq__queue_wait(queue, p, UINT64_MAX);
+    p->ticket = 0;
+    while (rc == KVQ_OK && (int64_t)(kvq_long_load(&t->page->done) - t->last) < 0) {
+        nanosleep(&pause, NULL);
+        rc = kvq__queue_take(queue);
+    }
+    return fault(&t->here, result, "having the stream wait for the daemon");
+}
+
+static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
+{
+    struct kvq__timeline *t = &queue->timeline;
+    p->request.flags |= KVQ_REQ_ON_STREAM;
+    p->request.signal = t->last + 1;
+    int result = t->here.driver->stream_write64(stream, t->ready, t->last + 1, 0);
+    if (result != KVQ_GPU_OK)
+        return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
+    t->last++;
+    int rc = kvq__submit_send(queue, p);
+    if (rc)
+        return rc;
+    result = t->here.driver->stream_wait64(stream, t->done, t->last, KVQ_GPU_WAIT_AT_LEAST);
+    return result == KVQ_GPU_OK ? KVQ_OK : wait_here(queue, p, result);
+}
+
+static int send_by_host(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
+{
+    const struct kvq__here *here = &queue->timeline.here;
+    int result = here->driver->stream_sync(stream);
+    if (result != KVQ_GPU_OK)
+        return fault(here, result, "waiting for the stream");
+    int rc = kvq__submit_send(queue, p);
+    if (rc == KVQ_OK)
+        rc = kvq__queue_wait(queue, p, UINT64_MAX);
+    if (rc)
+        p->ticket = 0;
+    return rc;
+}
+
+static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct kvq_entry *entries,
+                  uint32_t n, struct kvq_gpu_stream *stream, kvq_ticket *ticket)
+{
+    struct kvq__pending *p;
+    int rc = check_stream(queue, op, stream);
+    if (rc == KVQ_OK)
+        rc = kvq__submit_make(queue, op, work, entries, n, &p);
+    if (rc)
+        return rc;
+    rc = queue->timeline.order == KVQ_ORDER_WORDS ? send_in_words(queue, p, stream)
+                                                  : send_by_host(queue, p, stream);
+    *ticket = p->ticket;
+    return rc;
+}
+
+int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
+                         struct kvq_entry *entries, uint32_t n, void *stream, kvq_ticket *ticket)
+{
+    if (!ticket)
+        return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
+    return submit(queue, (unsigned)op, work, entries, n, stream, ticket);
+}
+
+static int run(kvq_queue *queue, unsigned op, const struct kvq_work *work,
+               struct kvq_entry *entries, uint32_t n, void *stream)
+{
+    kvq_ticket ticket;
+    if (!work)
+        return kvq__fail(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
+    struct kvq_work copy = *work;
+    int rc = submit(queue, op, &copy, entries, n, stream, &ticket);
+    return rc ? rc : kvq_wait(queue, ticket, UINT64_MAX);
+}
+
+int kvq_append_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
+                         uint32_t n, void *stream)
+{
+    return run(queue, KVQ_OP_APPEND, work, entries, n, stream);
+}
+
+int kvq_attend_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
+                         uint32_t n, void *stream)
+{
+    return run(queue, KVQ_OP_ATTEND, work, entries, n, stream);
+}
+
+int kvq_append_attend_on_stream(kvq_queue *queue, const struct kvq_work *work,
+                                struct kvq_entry *entries, uint32_t n, void *stream)
+{
+    return run(queue, KVQ_OP_APPEND_ATTEND, work, entries, n, stream);
+}
+
+int kvq_read_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
+                       uint32_t n, void *stream)
+{
+    return run(queue, KVQ_OP_READ, work, entries, n, stream);
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A thread for each client whose streams wait for the daemon's: if the daemon goes, it lets them
+// go. The engine's own threads may all be waiting for those streams then, inside the driver.
+//
+// Work of the daemon that is still on the GPU may write an older number over the word that lets
+// streams go, so the thread looks again until it is stopped.
+#include "client/internal.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { AGAIN_MS = 5 };
+
+static void let_go(kvq_client *client)
+{
+    struct kvq_queue *queue;
+    pthread_mutex_lock(&client->table);
+    TAILQ_FOREACH (queue, &client->queues, entry)
+        kvq__timeline_let_go(&queue->timeline);
+    pthread_mutex_unlock(&client->table);
+}
+
+static void *watch(void *context)
+{
+    kvq_client *client = context;
+    struct kvq__watch *w = &client->watch;
+    struct pollfd p[2] = {{.fd = w->wake, .events = POLLIN},
+                          {.fd = client->socket, .events = POLLRDHUP}};
+    bool lost = false;
+    while (!kvq_word_load_acquire(&w->stop)) {
+        uint64_t count;
+        if (poll(p, lost ? 1 : 2, lost ? AGAIN_MS : -1) < 0 && errno != EINTR)
+            lost = true; // nobody could tell us
+        if (p[0].revents && read(w->wake, &count, sizeof count) < 0)
+            p[0].revents = 0;
+        lost = lost || p[1].revents || kvq_word_load_acquire(&w->lost);
+        if (lost)
+            let_go(client);
+    }
+    return NULL;
+}
+
+static void wake(struct kvq__watch *w)
+{
+    const uint64_t one = 1;
+    while (write(w->wake, &one, sizeof one) < 0 && errno == EINTR)
+        ;
+}
+
+// Signals are for the engine's threads.
+static int start(kvq_client *client)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&client->watch.thread, NULL, watch, client);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+int kvq__watch_start(kvq_client *client)
+{
+    struct kvq__watch *w = &client->watch;
+    int rc = KVQ_OK;
+    pthread_mutex_lock(&client->control);
+    if (!w->running) {
+        w->stop = w->lost = 0;
+        w->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        int error = w->wake < 0 ? errno : start(client);
+        if (error) {
+            if (w->wake >= 0)
+                close(w->wake);
+            rc = kvq__fail(KVQ_E_SYSTEM, "cannot start the thread that watches the daemon: %s",
+                           strerror(error));
+        }
+        w->running = error == 0;
+    }
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+void kvq__watch_give_up(kvq_client *client)
+{
+    if (!client->watch.running)
+        return;
+    kvq_word_store_release(&client->watch.lost, 1);
+    wake(&client->watch);
+}
+
+void kvq__watch_stop(kvq_client *client)
+{
+    struct kvq__watch *w = &client->watch;
+    if (!w->running)
+        return;
+    kvq_word_store_release(&w->stop, 1);
+    wake(w);
+    pthread_join(w->thread, NULL);
+    close(w->wake);
+    w->running = false;
+}
