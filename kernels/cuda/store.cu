@@ -83,7 +83,7 @@ KVQ_KERNEL(kvq_gpu_keep_all, kvq_gpu_keep_args, a)
     if (head >= r.kv_heads)
         return;
     const size_t record =
-        (size_t)head * r.raw.record_bytes + (gpu::thread() < half ? 0 : r.raw.v_offset);
+        (size_t)head * r.raw.record_bytes + ((uint32_t)gpu::thread() < half ? 0 : r.raw.v_offset);
     for (uint32_t i = 0; i < job.n; i++) {
         const uint32_t from = job.offset + (uint32_t)job.list[i], to = job.offset + i;
         const uint8_t *source =
