@@ -22,6 +22,12 @@ static const struct kvq_emu_kernel kernels[] = {
 #define ROW(ID, name, type) {#name, run_##name, sizeof(type)},
     KVQ_GPU_KERNELS(ROW)};
 
+const struct kvq_emu_kernel *kvq_emu_kernels(size_t *n)
+{
+    *n = KVQ_KERNELS;
+    return kernels;
+}
+
 const struct kvq_gpu_driver *kvq_emu_driver(void)
 {
     return kvq_emu_driver_with(kernels, KVQ_KERNELS);

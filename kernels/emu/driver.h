@@ -36,8 +36,10 @@ struct kvq_emu_options {
 };
 void kvq_emu_set(const struct kvq_emu_options *options); // NULL: all zeros
 
-// The emulator with every kernel of kernels/cuda/list.h; defined there, in registry.cpp.
+// The emulator with every kernel of kernels/cuda/list.h, and that list alone; defined there, in
+// registry.cpp.
 const struct kvq_gpu_driver *kvq_emu_driver(void);
+const struct kvq_emu_kernel *kvq_emu_kernels(size_t *n);
 
 // The same with a list of a test's own. There is one device: the latest list counts.
 const struct kvq_gpu_driver *kvq_emu_driver_with(const struct kvq_emu_kernel *kernels, size_t n);
