@@ -185,5 +185,6 @@ const struct kvq__pass kvq__pass_accept = {.prepare = prepare,
                                            .stages = {{count, run}},
                                            .n_stages = 1,
                                            .finish = finish,
+                                           .late = true,
                                            .gpu_wave = kvq__gpu_accept_wave,
                                            .gpu_room = kvq__gpu_accept_room};

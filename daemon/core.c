@@ -12,6 +12,7 @@
 #include "daemon/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
+enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20 };
 enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
 #define EMPTY_EXTENT_NS 10000000000ull
 
@@ -93,6 +94,10 @@ static void set_defaults(struct kvq__core_config *c)
         c->extent_bytes = DEFAULT_EXTENT;
     if (c->partial_bytes == 0)
         c->partial_bytes = DEFAULT_PARTIALS;
+    if (c->lane_bytes == 0)
+        c->lane_bytes = DEFAULT_LANE;
+    if (c->lane_workspace == 0)
+        c->lane_workspace = DEFAULT_WORKSPACE;
     if (c->workers == 0)
         c->workers = 1;
 }

@@ -109,6 +109,8 @@ struct kvq__core_config {
     const struct kvq_kernels *kernels;
     struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
     uint32_t n_gpus;              // at most KVQ_MAX_GPUS
+    uint64_t lane_bytes;          // of a client's memory for work on one of them; 0 = 16 MiB
+    uint64_t lane_workspace;      // likewise, for partial results; 0 = 64 MiB
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
     struct kvq__memory_ops memory;

@@ -61,6 +61,7 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->saturated_values = info->saturated_values;
     s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 3]);
     s->layer_formats = kvq_arena_text(arena, info->layer_formats);
+    s->place = kvq_arena_text(arena, info->place);
     return s;
 }
 
@@ -128,6 +129,7 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
         .name = open->name,
         .model = open->model,
         .format = open->format,
+        .place = open->place,
         .shard = open->shard,
         .shards = open->shards,
         .dtype = open->dtype,
@@ -142,12 +144,6 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
                  (open->must_exist ? KVQ__OPEN_MUST_EXIST : 0) |
                  (open->must_create ? KVQ__OPEN_MUST_CREATE : 0),
     };
-    if (open->place[0] && strcmp(open->place, "host") != 0) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "the session is to live on %.60s, but this daemon has no GPU; leave its place out",
-                 open->place);
-        return KVQ_E_UNSUPPORTED;
-    }
     int error = layer_rows(open, arena, &spec, text);
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }

@@ -294,7 +294,9 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     w->forked = NULL;
     s->exclusive = NULL;
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
-    if (!s->dropped) {
+    if (!s->dropped && q->results[w - q->work].status < 0) {
+        kvq__session_end(s); // the GPU did not take the copies
+    } else if (!s->dropped) {
         kvq__pages_release(s);
         kvq__pack_queue(s);
     }
@@ -378,5 +380,6 @@ const struct kvq__pass kvq__pass_fork = {.prepare = prepare,
                                          .stages = {{count, run}},
                                          .n_stages = 1,
                                          .finish = finish,
+                                         .late = true,
                                          .gpu_wave = kvq__gpu_fork_wave,
                                          .gpu_room = kvq__gpu_fork_room};

@@ -31,7 +31,7 @@ struct kvq__gpu {
     int device;
     struct kvq_gpu_context *context;
     struct kvq_gpu kernels;
-    bool kernels_open, memory_ops;
+    bool kernels_open, memory_ops, mapping;
     struct kvq_gpu_stream *stream;
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
@@ -177,20 +177,35 @@ static int zero_all(struct kvq__gpu *gpu, kvq_gpu_ptr at, size_t bytes)
     return result ? result : gpu->driver->stream_sync(gpu->stream);
 }
 
+// Memory that clients can map; where there is none such, memory that they cannot.
+static int make_piece(struct kvq__gpu *gpu, size_t bytes, struct kvq_gpu_piece *piece)
+{
+    char text[KVQ_GPU_TEXT];
+    *piece = (struct kvq_gpu_piece){.bytes = bytes};
+    if (!gpu->mapping)
+        return gpu->driver->memory_alloc(&piece->at, bytes);
+    return kvq_gpu_piece_make(gpu->driver, gpu->device, bytes, piece, text, sizeof text);
+}
+
+static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
+{
+    if (gpu->mapping)
+        kvq_gpu_piece_release(gpu->driver, piece);
+    else
+        gpu->driver->memory_free(piece->at);
+}
+
 static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
     struct kvq_gpu_piece piece;
-    char text[KVQ_GPU_TEXT];
     int result = kvq__gpu_enter(gpu);
-    result = result
-                 ? result
-                 : kvq_gpu_piece_make(gpu->driver, gpu->device, bytes, &piece, text, sizeof text);
+    result = result ? result : make_piece(gpu, bytes, &piece);
     if (result)
         return kvq__gpu_failed(gpu, result, "taking memory for caches");
     result = zero_all(gpu, piece.at, bytes);
     if (result) {
-        kvq_gpu_piece_release(gpu->driver, &piece);
+        release_piece(gpu, &piece);
         return kvq__gpu_failed(gpu, result, "zeroing memory for caches");
     }
     *memory = (struct kvq__memory){.base = (uint8_t *)(uintptr_t)piece.at,
@@ -215,7 +230,7 @@ static void release(void *context, struct kvq__memory *memory)
     struct kvq_gpu_piece piece = {KVQ_GPU_PIECE_MADE, (uintptr_t)memory->base, memory->bytes,
                                   memory->handle};
     kvq__gpu_enter(gpu);
-    kvq_gpu_piece_release(gpu->driver, &piece);
+    release_piece(gpu, &piece);
 }
 
 struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu)
@@ -396,10 +411,12 @@ static bool is_named(const char *list, const char *uuid)
 static int ask(struct kvq__gpu *gpu)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
-    int ops = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
+    int ops = 0, mapping = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
     result = result ? result : d->device_name(gpu->name, sizeof gpu->name, gpu->device);
     result = result ? result : d->device_attribute(&ops, KVQ_GPU_HAS_MEMORY_OPS, gpu->device);
+    result = result ? result : d->device_attribute(&mapping, KVQ_GPU_HAS_MAPPING, gpu->device);
     gpu->memory_ops = ops != 0;
+    gpu->mapping = mapping != 0;
     write_uuid(&gpu->uuid, gpu->uuid_text);
     return result;
 }

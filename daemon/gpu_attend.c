@@ -110,7 +110,8 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
     if (kvq_gpu_attend_needs(&b->layer, b->calls, b->shared, n, &needs, wave->text,
                              sizeof wave->text))
         return kvq__wave_launched(wave, -1);
-    if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <= KVQ__LANE_WORKSPACE)
+    if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <=
+        wave->queue->core->config.lane_workspace)
         return launch(wave, b, &needs, n);
     struct batch first = *b, rest = *b;
     uint32_t half = n / 2;

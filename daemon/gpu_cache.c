@@ -169,16 +169,16 @@ int kvq__gpu_pack_wave(struct kvq__queue *q)
 // ---- Read ----
 
 // Tokens of one entry that fit the workspace at a time.
-static uint32_t read_piece(const struct kvq_shape *s)
+static uint32_t read_piece(const struct kvq__core *core, const struct kvq_shape *s)
 {
     uint64_t row = (uint64_t)s->kv_heads * s->k_dim * 2 * sizeof(float);
-    return (uint32_t)(KVQ__LANE_WORKSPACE / row);
+    return (uint32_t)(core->config.lane_workspace / row);
 }
 
 size_t kvq__gpu_read_room(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
-    uint32_t pieces = w->read.tokens / read_piece(&own_layer(q, i)->shape) + 1;
+    uint32_t pieces = w->read.tokens / read_piece(q->core, &own_layer(q, i)->shape) + 1;
     return pieces * (sizeof(struct kvq_gpu_read_job) + 2 * sizeof(struct kvq_gpu_put) + 2 * 64) +
            KVQ__RECIPE_ROOM;
 }
@@ -224,7 +224,7 @@ static int read_entry(struct kvq__wave *wave, uint32_t i)
     const struct kvq__queue *q = wave->queue;
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = own_layer(q, i);
-    uint32_t most = read_piece(&l->shape);
+    uint32_t most = read_piece(q->core, &l->shape);
     struct kvq_gpu_read_job job = {
         .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
         .book = kvq__wave_there(wave, kvq__wave_book(wave, l)),

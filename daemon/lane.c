@@ -29,16 +29,17 @@ static int open_streams(struct kvq__lane *lane)
 static int open_memory(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    const struct kvq__core_config *c = &lane->core->config;
     const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;
     void *word = NULL, *host = NULL;
     int result = d->host_alloc(&word, 4096, flags);
     lane->word = word;
     result = result ? result : d->host_device(&lane->word_at, word, 0);
-    result = result ? result : d->host_alloc(&host, KVQ__LANE_BYTES, flags);
+    result = result ? result : d->host_alloc(&host, c->lane_bytes, flags);
     lane->host = host;
-    result = result ? result : d->memory_alloc(&lane->device, KVQ__LANE_BYTES);
-    result = result ? result : d->memory_alloc(&lane->workspace, KVQ__LANE_WORKSPACE);
-    result = result ? result : d->fill8(lane->workspace, 0, KVQ__LANE_WORKSPACE, lane->stream);
+    result = result ? result : d->memory_alloc(&lane->device, c->lane_bytes);
+    result = result ? result : d->memory_alloc(&lane->workspace, c->lane_workspace);
+    result = result ? result : d->fill8(lane->workspace, 0, c->lane_workspace, lane->stream);
     if (result == KVQ_GPU_OK)
         *lane->word = 0;
     return result;
@@ -130,23 +131,23 @@ static uint64_t chunk_room(struct kvq__lane *lane)
 {
     if (lane->head == lane->tail)
         lane->head = lane->tail = 0;
-    uint64_t free = KVQ__LANE_BYTES - (lane->tail - lane->head);
-    uint64_t to_end = KVQ__LANE_BYTES - lane->tail % KVQ__LANE_BYTES;
-    if (to_end < KVQ__CHUNK_BYTES && to_end < free) {
+    uint64_t all = lane->core->config.lane_bytes, free = all - (lane->tail - lane->head);
+    uint64_t to_end = all - lane->tail % all;
+    if (to_end < all / KVQ__CHUNKS && to_end < free) {
         lane->tail += to_end;
         free -= to_end;
-        to_end = KVQ__LANE_BYTES;
+        to_end = all;
     }
     return to_end < free ? to_end : free;
 }
 
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *q)
 {
-    uint64_t room = chunk_room(lane);
-    if (room < KVQ__CHUNK_BYTES || lane->n + 1 >= KVQ_MAX_GPU_PENDING ||
+    uint64_t room = chunk_room(lane), all = lane->core->config.lane_bytes;
+    if (room < all / KVQ__CHUNKS || lane->n + 1 >= KVQ_MAX_GPU_PENDING ||
         lane->n_held + q->header.count > KVQ__LANE_HELD)
         return false;
-    q->arena = lane->host + lane->tail % KVQ__LANE_BYTES;
+    q->arena = lane->host + lane->tail % all;
     q->arena_bytes = room;
     q->arena_used = 0;
     q->lane = lane;

@@ -18,9 +18,7 @@
 #include "daemon/state.h"
 
 enum {
-    KVQ__LANE_BYTES = 16 << 20,     // memory of chunks
-    KVQ__CHUNK_BYTES = 1 << 20,     // the least that a chunk starts with
-    KVQ__LANE_WORKSPACE = 64 << 20, // partial results of attention, and rows read back
+    KVQ__CHUNKS = 16, // a chunk starts with this part of the lane's memory at least
 };
 
 // What an enqueued request holds of one session.

@@ -425,17 +425,29 @@ static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spe
     return 0;
 }
 
-static int open_existing(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+// What the client enqueues on the session's GPU, if it lives on one.
+static int need_lane(struct kvq__client *client, const struct kvq__session *s, char *text)
+{
+    struct kvq__lane *lane;
+    int rc = s->pool->gpu ? kvq__lane_get(client, s->pool->gpu, &lane) : 0;
+    return rc < 0 ? kvq__fail(text, rc, "no memory on %s for a client's stream",
+                              kvq__pool_name(s->pool))
+                  : 0;
+}
+
+static int open_existing(struct kvq__client *client, struct kvq__session *s,
+                         const struct kvq__session_spec *spec, char *text)
 {
     if (spec->flags & KVQ__OPEN_MUST_CREATE)
         return kvq__fail(text, KVQ_E_EXISTS,
                          "session \"%s\" exists already; drop it, or open it without must_create",
                          s->name);
     int rc = compare(s, spec, text);
+    rc = rc ? rc : need_lane(client, s, text);
     return rc == 0 ? take_hold(s, spec, text) : rc;
 }
 
-static int create(struct kvq__core *core, struct kvq__namespace *ns,
+static int create(struct kvq__client *client, struct kvq__namespace *ns,
                   const struct kvq__session_spec *spec, struct kvq__session **s, char *text)
 {
     if ((spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || spec->n_layers == 0)
@@ -445,19 +457,24 @@ static int create(struct kvq__core *core, struct kvq__namespace *ns,
                          ns->name, spec->name ? spec->name : "");
     int rc = kvq__namespace_room(ns, text);
     if (rc == 0)
-        rc = build_session(core, ns, spec, s, text);
+        rc = build_session(client->core, ns, spec, s, text);
+    if (rc < 0)
+        return rc;
+    rc = need_lane(client, *s, text);
     if (rc == 0)
         kvq__session_publish(*s);
+    else
+        kvq__session_free(*s);
     return rc;
 }
 
-static int find_or_create(struct kvq__core *core, struct kvq__namespace *ns,
+static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,
                           const struct kvq__session_spec *spec, struct kvq__session **s,
                           bool *created, char *text)
 {
     *s = is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
     *created = !*s;
-    return *s ? open_existing(*s, spec, text) : create(core, ns, spec, s, text);
+    return *s ? open_existing(client, *s, spec, text) : create(client, ns, spec, s, text);
 }
 
 int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,
@@ -479,17 +496,10 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     if (rc < 0)
         return kvq__fail(text, rc, "this client has %u session handles; it can have %d",
                          client->n_handles, KVQ_MAX_OPEN);
-    rc = find_or_create(core, ns, spec, &s, &created, text);
+    rc = find_or_create(client, ns, spec, &s, &created, text);
     if (rc < 0) {
         kvq__handle_free(h);
         return rc;
-    }
-    struct kvq__lane *lane;
-    if (s->pool->gpu && (rc = kvq__lane_get(client, s->pool->gpu, &lane)) < 0) {
-        kvq__handle_free(h);
-        kvq__session_detached(s);
-        return kvq__fail(text, rc, "no memory on %s for a client's stream",
-                         kvq__pool_name(s->pool));
     }
     kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
     kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,

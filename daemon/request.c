@@ -323,8 +323,8 @@ static bool wave_next(struct kvq__queue *q)
         q->wave_room = room;
         if (i > q->wave_from)
             break;
-        if (q->gpu && used > 0) // a chunk of its own may have room
-            return kvq__lane_again(q);
+        if (q->gpu && q->arena_bytes < q->core->config.lane_bytes)
+            return kvq__lane_again(q);         // for a larger chunk
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
     q->wave_to = i;
@@ -359,9 +359,40 @@ static bool stage_begin(struct kvq__queue *q)
 static void wave_finish(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
-    for (uint32_t i = q->wave_from; pass->finish && i < q->wave_to; i++)
+    bool now = pass->finish && !pass->late;
+    for (uint32_t i = q->wave_from; now && i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
             pass->finish(q, i);
+}
+
+// What the GPU found out about appended values, once it is done.
+static void tell_nonfinite(struct kvq__queue *q)
+{
+    bool stored = q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
+    for (uint32_t i = 0; stored && i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
+            !kvq__step_nonfinite(w->session))
+            continue;
+        kvq__step_leave(w->session);
+        kvq__entry_fail(q, i, KVQ_E_NONFINITE, w->session->tokens);
+    }
+}
+
+// What `late` passes have put off.
+static void finish_late(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->n_passes - 1];
+    for (uint32_t i = 0; pass->late && i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            pass->finish(q, i);
+}
+
+static enum kvq__progress all_ended(struct kvq__queue *q)
+{
+    tell_nonfinite(q);
+    finish_late(q);
+    return kvq__request_end(q, 0);
 }
 
 static enum kvq__progress passes_end(struct kvq__queue *q)
@@ -372,7 +403,7 @@ static enum kvq__progress passes_end(struct kvq__queue *q)
     if (q->lane)
         kvq__lane_close(q->lane, q, false);
     if (kvq__queue_settled(q))
-        return kvq__request_end(q, 0);
+        return all_ended(q);
     q->gpu_wait = KVQ__GPU_END;
     return KVQ__GPU;
 }
@@ -423,20 +454,6 @@ static bool any_failed(const struct kvq__queue *q)
     return false;
 }
 
-// What the GPU found out about appended values, once it is done.
-static void tell_nonfinite(struct kvq__queue *q)
-{
-    bool stored = q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
-    for (uint32_t i = 0; stored && i < q->header.count; i++) {
-        struct kvq__entry *w = &q->work[i];
-        if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
-            !kvq__step_nonfinite(w->session))
-            continue;
-        kvq__step_leave(w->session);
-        kvq__entry_fail(q, i, KVQ_E_NONFINITE, w->session->tokens);
-    }
-}
-
 // A stream of the client's waits for the word, whatever became of the request. In the lane, so that
 // it comes behind that of earlier requests.
 static void signal_done(struct kvq__queue *q)
@@ -454,8 +471,6 @@ static void signal_done(struct kvq__queue *q)
 
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
-    if (q->gpu_wait == KVQ__GPU_END)
-        tell_nonfinite(q);
     q->gpu_wait = KVQ__GPU_NONE;
     if (is_on_stream(q))
         signal_done(q);
@@ -536,11 +551,13 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
     assert(q->busy);
     if (!q->running)
         return attempt(q);
-    if (q->gpu_wait == KVQ__GPU_END)
-        return kvq__request_end(q, 0);
+    if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)
+        return all_ended(q);
     // Accept has moved committed rows by now, so it goes on to its end.
     if (q->client->gone && q->header.op != KVQ_OP_ACCEPT)
         return kvq__request_end(q, KVQ_E_CANCELLED);
+    if (q->gpu_wait == KVQ__GPU_END)
+        return all_ended(q);
     q->stage += q->gpu_wait == KVQ__GPU_NONE;
     q->gpu_wait = KVQ__GPU_NONE;
     return run_stages(q);

@@ -252,6 +252,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     snprintf(info->model, sizeof info->model, "%s", s->model);
     snprintf(info->format, sizeof info->format, "%s",
              s->own_format[0] ? s->own_format : commonest_format(s));
+    snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(s->pool));
     kvq__formats_text(s, info->layer_formats, sizeof info->layer_formats);
     fill_sizes(s, info);
 }

@@ -420,6 +420,7 @@ struct kvq__pass {
     int (*gpu_wave)(struct kvq__queue *q);
     size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
     void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
+    bool late; // finish comes when all of the request's work has ended, on GPUs as well
 };
 
 // What a queue waits for whose request is under way on a GPU.

@@ -122,6 +122,26 @@ void kit_formats(const struct kvq__own_format *formats, uint32_t n)
     n_own_formats = n;
 }
 
+static const struct kit_gpus no_gpus, *own_gpus = &no_gpus;
+
+void kit_gpus(const struct kit_gpus *gpus)
+{
+    own_gpus = gpus ? gpus : &no_gpus;
+}
+
+static void *memory_new(size_t bytes)
+{
+    return own_gpus->n ? own_gpus->memory_new(bytes) : aligned_alloc(64, bytes);
+}
+
+static void memory_free(void *memory)
+{
+    if (own_gpus->n && memory)
+        own_gpus->memory_free(memory);
+    else
+        free(memory);
+}
+
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -135,6 +155,10 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .default_limit_bytes = limit_bytes,
         .partial_bytes = 1 << 20,
         .kernels = kvq_kernels_get(KVQ_ISA_C),
+        .gpus = own_gpus->gpus,
+        .n_gpus = own_gpus->n,
+        .lane_bytes = 512 << 10,
+        .lane_workspace = 1 << 20,
         .formats = own_formats,
         .n_formats = n_own_formats,
         .memory = {kit, acquire, zero, release, allocate, deallocate},
@@ -171,7 +195,7 @@ int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
         kvq__client_detach(m->client);
         return rc;
     }
-    m->memory = aligned_alloc(64, bytes);
+    m->memory = memory_new(bytes);
     memset(m->memory, 0, bytes);
     rc = kit_buffer(m, bytes, &m->buffer);
     MUST(rc == 0);
@@ -181,19 +205,21 @@ int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
 int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer)
 {
     char text[KVQ_TEXT_BYTES];
-    struct kvq__buffer_memory memory = {.host = m->memory, .bytes = bytes};
+    struct kvq__buffer_memory memory = {
+        .host = m->memory, .gpu = own_gpus->n ? (uintptr_t)m->memory : 0, .bytes = bytes};
     return kvq__buffer_add(m->client, &memory, buffer, text);
 }
 
 void member_free(struct member *m)
 {
-    free(m->memory);
+    memory_free(m->memory);
     *m = (struct member){0};
 }
 
 void member_close(struct member *m)
 {
     kvq__client_detach(m->client);
+    kit_settle(m);
     kvq__queue_close(&m->queue);
     member_free(m);
 }
@@ -240,6 +266,12 @@ struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t 
                                   .dtype = dtype};
 }
 
+void kit_settle(struct member *m)
+{
+    while (!kvq__queue_settled(m->queue))
+        kvq__core_poll(m->kit->core);
+}
+
 void kit_load(struct member *m, const struct kvq_request *header,
               const struct kvq_entry_wire *entries)
 {
@@ -253,8 +285,11 @@ int kit_request(struct member *m, const struct kvq_request *header,
 {
     kit_load(m, header, entries);
     enum kvq__progress p = kvq__request_start(m->queue);
-    while (p == KVQ__RUN) {
-        kit_run_job(m->kit, kvq__queue_job(m->queue));
+    while (p == KVQ__RUN || p == KVQ__GPU) {
+        if (p == KVQ__RUN)
+            kit_run_job(m->kit, kvq__queue_job(m->queue));
+        else
+            kit_settle(m);
         p = kvq__request_continue(m->queue);
     }
     return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
@@ -427,14 +462,15 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     c->sessions += sessions;
 }
 
-// All extents, and those in huge pages.
-static uint64_t count_extents(const struct kvq__core *core, uint64_t *huge)
+// All extents of a pool, and those in huge pages.
+static uint64_t count_extents(const struct kvq__core *core, const struct kvq__pool *pool,
+                              uint64_t *huge)
 {
     const struct kvq__namespace *ns;
     const struct kvq__class *class;
     const struct kvq__extent *e;
     uint64_t n = 0;
-    TAILQ_FOREACH (e, &core->pools[0].empty, link) {
+    TAILQ_FOREACH (e, &pool->empty, link) {
         MUST(e->used == 0 && !e->owner && !e->blocks);
         n++;
         *huge += e->memory.huge;
@@ -442,10 +478,21 @@ static uint64_t count_extents(const struct kvq__core *core, uint64_t *huge)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         LIST_FOREACH (class, &ns->classes, link)
             TAILQ_FOREACH (e, &class->extents, link) {
-                n++;
-                *huge += e->memory.huge;
+                n += class->pool == pool;
+                *huge += class->pool == pool && e->memory.huge;
             }
     return n;
+}
+
+static void check_pools(const struct kvq__core *core)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        const struct kvq__pool *pool = &core->pools[i];
+        uint64_t huge = 0, extents = count_extents(core, pool, &huge);
+        MUST(extents * pool->extent_bytes == pool->extents_taken);
+        MUST(huge * pool->extent_bytes == pool->huge_bytes);
+        MUST(pool->extents_taken <= pool->budget);
+    }
 }
 
 static void check_clients(const struct kvq__core *core)
@@ -473,12 +520,12 @@ void core_check(const struct kvq__core *core)
     const struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         check_namespace(&c, ns);
-    MUST(c.used == core->pools[0].used_bytes);
+    uint64_t all_used = 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        all_used += core->pools[i].used_bytes;
+    MUST(c.used == all_used);
     MUST(c.sessions == core->n_sessions);
-    uint64_t huge = 0, extents = count_extents(core, &huge);
-    MUST(extents * core->pools[0].extent_bytes == core->pools[0].extents_taken);
-    MUST(huge * core->pools[0].extent_bytes == core->pools[0].huge_bytes);
-    MUST(core->pools[0].extents_taken <= core->pools[0].budget);
+    check_pools(core);
     MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
     check_clients(core);
 }

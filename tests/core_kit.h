@@ -35,6 +35,14 @@ float kit_float(struct kit *kit); // about -2 .. 2
 
 // The configuration's formats of the cores that are opened from now on.
 void kit_formats(const struct kvq__own_format *formats, uint32_t n);
+// GPUs of the cores that are opened from now on, and memory that both they and the host can reach.
+struct kit_gpus {
+    struct kvq__gpu *const *gpus;
+    uint32_t n;
+    void *(*memory_new)(size_t bytes);
+    void (*memory_free)(void *memory);
+};
+void kit_gpus(const struct kit_gpus *gpus); // NULL = none
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
 void kit_close(struct kit *kit); // asserts that all memory came back
 
@@ -49,6 +57,8 @@ void member_free(struct member *m);  // after a detach, when its queue is closed
 void kit_run_job(struct kit *kit, struct kvq__job *job);
 // Packs all that is due.
 void kit_pack(struct kit *kit);
+// Looks at the GPUs until all of the queue's work there has ended.
+void kit_settle(struct member *m);
 // Copies the request to the member's queue.
 void kit_load(struct member *m, const struct kvq_request *header,
               const struct kvq_entry_wire *entries);

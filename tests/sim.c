@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEFAULT_SEEDS = 200, DEFAULT_EVENTS = 600, MIB = 1 << 20 };
+enum { DEFAULT_EVENTS = 600, MIB = 1 << 20 };
 
 // ---- Tracks against the core ----
 
@@ -29,7 +29,7 @@ static struct kvq__session *find_session(const struct sim *sim, uint64_t id)
 static bool is_forking(const struct sim *sim)
 {
     for (uint32_t i = 0; i < SIM_ACTORS; i++)
-        if (sim->actors[i].phase == RUNNING && sim->actors[i].header.op == KVQ_OP_FORK)
+        if (sim->actors[i].phase != IDLE && sim->actors[i].header.op == KVQ_OP_FORK)
             return true;
     return false;
 }
@@ -120,6 +120,7 @@ static void opened(struct sim *sim, struct actor *a, struct hold *h, struct trac
         t = track_new(sim, spec->name[0] != 0, (uint32_t)spec->prompt_tokens, spec->max_rollback);
         MUST(t);
         snprintf(t->name, sizeof t->name, "%s", spec->name);
+        t->on_gpu = strcmp(info->place, "host") != 0;
         t->id = info->id;
         t->alive = true;
     }
@@ -152,6 +153,8 @@ static void open_session(struct sim *sim, struct actor *a)
                                      .n_layers = t ? 0 : MODEL_LAYERS,
                                      .max_rollback = rollbacks[kit_below(&sim->kit, 5)],
                                      .prompt_tokens = variant};
+    if (!t && sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 40))
+        spec.place = "host";
     if (name[0] && kit_chance(&sim->kit, 40))
         spec.flags |= KVQ__OPEN_READ_ONLY;
     else if (kit_chance(&sim->kit, 20))
@@ -228,6 +231,7 @@ static void leave_if_done(struct actor *a)
 {
     if (!a->gone || a->phase != IDLE)
         return;
+    kit_settle(&a->member);
     kvq__queue_close(&a->member.queue);
     member_free(&a->member);
     a->present = a->gone = false;
@@ -257,11 +261,11 @@ static uint32_t *shuffle(struct kit *kit, uint32_t n)
 
 static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
 {
-    if (a->phase != RUNNING && p != KVQ__WAIT)
+    if (a->phase != RUNNING && a->phase != ON_GPU && p != KVQ__WAIT)
         op_acquired(sim, a);
     if (p != KVQ__WAIT && !a->gone)
         op_went_on(a);
-    a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : IDLE;
+    a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : p == KVQ__GPU ? ON_GPU : IDLE;
     if (p == KVQ__DONE)
         op_done(sim, a);
     if (p == KVQ__RUN) {
@@ -276,7 +280,11 @@ static void go_on(struct sim *sim, struct actor *a)
 {
     struct kvq__job *job = kvq__queue_job(a->member.queue);
     uint32_t n = kit_chance(&sim->kit, 70) ? a->n_items : 1 + kit_below(&sim->kit, 8);
-    if (a->phase == WAITING) {
+    if (a->phase == ON_GPU && !kvq__queue_settled(a->member.queue)) {
+        kvq__core_poll(sim->kit.core);
+        return;
+    }
+    if (a->phase == WAITING || a->phase == ON_GPU) {
         went(sim, a, kvq__request_continue(a->member.queue));
         return;
     }
@@ -383,6 +391,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     }
     end(sim);
     total->checked += sim->checked;
+    total->checked_gpu += sim->checked_gpu;
     total->committed += sim->committed;
     total->refused += sim->refused;
     total->failed_memory += sim->failed_memory;
@@ -395,20 +404,23 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
 int main(int argc, char **argv)
 {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
-    uint64_t count = argc > 2 ? strtoull(argv[2], NULL, 10) : DEFAULT_SEEDS;
+    uint64_t count = argc > 2 ? strtoull(argv[2], NULL, 10) : sim_seeds();
     uint32_t events = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : DEFAULT_EVENTS;
     static struct sim total;
     kit_formats(track_formats(), 1);
+    const struct kit_gpus *gpus = sim_gpus();
+    kit_gpus(gpus);
     for (uint64_t seed = first; seed < first + count; seed++)
         run_seed(seed, events, &total);
-    printf("%llu seeds: %llu outputs compared, %llu tokens committed, %llu refusals as predicted, "
+    printf("%llu seeds: %llu outputs compared, %llu of GPUs, %llu tokens committed, %llu refusals "
+           "as predicted, "
            "%llu times out of memory, %llu clients died, %llu forks\n",
            (unsigned long long)count, (unsigned long long)total.checked,
-           (unsigned long long)total.committed, (unsigned long long)total.refused,
-           (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
-           (unsigned long long)total.forks);
+           (unsigned long long)total.checked_gpu, (unsigned long long)total.committed,
+           (unsigned long long)total.refused, (unsigned long long)total.failed_memory,
+           (unsigned long long)total.deaths, (unsigned long long)total.forks);
     // A simulation in which nothing happened proves nothing.
-    bool busy = total.checked && total.committed && total.refused && total.failed_memory &&
-                total.deaths && total.forks;
-    return count < DEFAULT_SEEDS || events < DEFAULT_EVENTS || busy ? 0 : 1;
+    bool busy = total.checked && !total.checked_gpu == !gpus && total.committed && total.refused &&
+                total.failed_memory && total.deaths && total.forks;
+    return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -31,6 +31,7 @@ struct actor;
 
 struct track {
     bool used, alive, named;
+    bool on_gpu; // its numbers are right to rounding, not to the bit
     uint64_t id;
     char name[32];
     struct model model;
@@ -63,7 +64,7 @@ struct part {
     uint64_t from;        // read: the first token that is there
 };
 
-enum phase { IDLE, WAITING, RUNNING };
+enum phase { IDLE, WAITING, RUNNING, ON_GPU };
 
 struct actor {
     struct member member;
@@ -86,8 +87,15 @@ struct sim {
     void *workspace;
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
-    uint64_t checked, committed, refused, failed_memory, deaths, forks; // that it did something
+    uint64_t checked, checked_gpu, committed, refused, failed_memory, deaths,
+        forks; // that it did something
 };
+
+// ---- sim_host.c, sim_gpu.c ----
+
+// The GPUs that sessions live on besides the host; NULL = none. Seeds that are run if nobody says.
+const struct kit_gpus *sim_gpus(void);
+uint32_t sim_seeds(void);
 
 // ---- sim_tracks.c ----
 

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The simulation on a machine without a GPU.
+#include "tests/sim.h"
+
+const struct kit_gpus *sim_gpus(void)
+{
+    return NULL;
+}
+
+uint32_t sim_seeds(void)
+{
+    return 200;
+}
