@@ -35,13 +35,18 @@ static void back_to_loop(struct kvq__connection *c)
 // Posts the connection's end to the loop once nothing of the client is left here.
 static void check_gone(struct kvq__connection *c);
 
+static void line_gone_on_loop(struct kvq__mail *mail)
+{
+    kvq__line_give_back((struct kvq__line *)((char *)mail - offsetof(struct kvq__line, mail)));
+}
+
 static void line_closed(struct kvq__port *port)
 {
     struct kvq__line *line = (struct kvq__line *)port; // its first member
     struct kvq__connection *c = line->connection;
     LIST_REMOVE(line, link);
     if (c->detaching) {
-        kvq__line_free(line);
+        kvq__mailbox_post(&c->server->box, &line->mail, line_gone_on_loop);
         check_gone(c);
     } else {
         back_to_loop(c); // c->line is it
@@ -50,9 +55,7 @@ static void line_closed(struct kvq__port *port)
 
 static void region_gone_on_loop(struct kvq__mail *mail)
 {
-    struct kvq__region *region = (struct kvq__region *)mail; // its first member
-    kvq__region_uncount(region);
-    kvq__region_free(region);
+    kvq__region_give_back((struct kvq__region *)mail); // its first member
 }
 
 void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer)
@@ -140,7 +143,8 @@ static int run_close_queue(struct kvq__connection *c, char *text)
 static int run_add_buffer(struct kvq__connection *c, char *text)
 {
     struct kvq__region *region = c->region;
-    struct kvq__buffer_memory memory = {.host = region->shm.map, .bytes = region->shm.bytes};
+    struct kvq__buffer_memory memory = {
+        .host = region->host.shm.map, .gpu = region->at, .bytes = region->bytes, .on = region->gpu};
     int error = kvq__buffer_add(c->client, &memory, &region->id, text);
     if (error)
         return error;
@@ -166,6 +170,27 @@ static int run_close_buffer(struct kvq__connection *c, char *text)
     return error ? error : 1;
 }
 
+static int run_open_timeline(struct kvq__connection *c, char *text)
+{
+    uint32_t id = c->request->open_timeline->queue;
+    struct kvq__line *line;
+    LIST_FOREACH (line, &c->lines, link)
+        if (line->id == id)
+            break;
+    if (!line) {
+        snprintf(text, KVQ_TEXT_BYTES, "no queue %u is open", id);
+        return KVQ_E_INVALID;
+    }
+    int error = kvq__queue_timeline(
+        line->port.queue, c->gpu, c->timeline.at + offsetof(struct kvq_timeline_page, ready),
+        c->timeline.at + offsetof(struct kvq_timeline_page, done), text);
+    if (error)
+        return error;
+    line->timeline = c->timeline;
+    line->timeline.shm.fd = -1; // sent beside the reply, then closed
+    return 0;
+}
+
 static void run(struct kvq__mail *mail)
 {
     struct kvq__connection *c = of_mail(mail);
@@ -188,6 +213,9 @@ static void run(struct kvq__mail *mail)
     case KVQ__REQUEST__COMMAND_CLOSE_BUFFER:
         error = run_close_buffer(c, text);
         break;
+    case KVQ__REQUEST__COMMAND_OPEN_TIMELINE:
+        error = run_open_timeline(c, text);
+        break;
     default: {
         struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, c->client,
                                   kvq__now_ns()};
@@ -204,7 +232,11 @@ static void run(struct kvq__mail *mail)
 
 static void gone_on_loop(struct kvq__mail *mail)
 {
-    kvq__connection_gone(of_mail(mail));
+    struct kvq__connection *c = of_mail(mail);
+    kvq__spares_give_back(c);
+    c->gone_due = true;
+    if (c->giving_back == 0)
+        kvq__connection_gone(c);
 }
 
 static void check_gone(struct kvq__connection *c)
@@ -259,6 +291,25 @@ static int agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max,
     return KVQ_E_VERSION;
 }
 
+static bool put_gpus(struct kvq__connection *c, Kvq__HelloReply *reply)
+{
+    uint32_t n = kvq__gpus_count(c->server->gpus);
+    Kvq__Gpu *gpus = kvq_arena_alloc(&c->arena, n * sizeof *gpus);
+    reply->gpus = kvq_arena_alloc(&c->arena, n * sizeof *reply->gpus);
+    if (!gpus || !reply->gpus)
+        return n == 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(c->server->gpus, i);
+        kvq__gpu__init(&gpus[i]);
+        gpus[i].uuid.data = (uint8_t *)(uintptr_t)kvq__gpu_uuid(gpu);
+        gpus[i].uuid.len = sizeof(struct kvq_gpu_uuid);
+        gpus[i].name = kvq_arena_text(&c->arena, kvq__gpu_name(gpu));
+        reply->gpus[i] = &gpus[i];
+    }
+    reply->n_gpus = n;
+    return true;
+}
+
 static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, char *text)
 {
     const struct kvq__identity *us = &c->server->identity;
@@ -285,6 +336,8 @@ static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, cha
     reply->daemon_version = kvq_arena_text(&c->arena, us->version);
     reply->backend = kvq_arena_text(&c->arena, us->backend);
     reply->isa = kvq_arena_text(&c->arena, us->isa);
+    if (!put_gpus(c, reply))
+        return no_room(text);
     reply->epoch_changed = hello->last_epoch != 0 && hello->last_epoch != us->epoch;
     c->reply.hello = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_HELLO;
@@ -314,43 +367,97 @@ static int prepare_open_queue(struct kvq__connection *c, char *text)
     return 0;
 }
 
-static int no_gpu(char *text)
+static struct kvq__region *make_region(struct kvq__connection *c, struct kvq__packet *packet,
+                                       int *error, char *text)
 {
-    snprintf(text, KVQ_TEXT_BYTES,
-             "this daemon has no GPU; use buffers in the host's memory, or configure one");
-    return KVQ_E_UNSUPPORTED;
+    const Kvq__CreateBuffer *create = c->request->create_buffer;
+    const Kvq__ImportBuffer *import = c->request->import_buffer;
+    if (c->request->command_case == KVQ__REQUEST__COMMAND_CREATE_BUFFER)
+        return create->gpu.len ? kvq__region_new_on(c, create->bytes, &create->gpu, error, text)
+                               : kvq__region_new(c, create->bytes, error, text);
+    if (!import->gpu)
+        return kvq__region_import(c, packet->fds[0], import->offset, import->bytes, error, text);
+    struct kvq__region *region =
+        kvq__region_import_on(c, packet->n_fds ? packet->fds[0] : -1, import, error, text);
+    if (region)
+        packet->n_fds = 0; // the region has it now
+    return region;
 }
 
-// Whether a request for a buffer is about a GPU's memory.
-static bool names_gpu(const Kvq__Request *r)
-{
-    return r->command_case == KVQ__REQUEST__COMMAND_IMPORT_BUFFER ? r->import_buffer->gpu != NULL
-                                                                  : r->create_buffer->gpu.len > 0;
-}
-
-static int prepare_buffer(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
+static int prepare_buffer(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
     int error;
-    const Kvq__Request *r = c->request;
-    if (names_gpu(r))
-        return no_gpu(text);
     Kvq__CreateBufferReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return no_room(text);
-    bool import = r->command_case == KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    c->region = import ? kvq__region_import(c, packet->fds[0], r->import_buffer->offset,
-                                            r->import_buffer->bytes, &error, text)
-                       : kvq__region_new(c, r->create_buffer->bytes, &error, text);
+    c->region = make_region(c, packet, &error, text);
     if (!c->region)
         return error;
     kvq__region_count(c->region);
     kvq__create_buffer_reply__init(reply);
-    reply->bytes = c->region->shm.bytes;
+    reply->bytes = c->region->bytes;
     c->reply.create_buffer = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_CREATE_BUFFER;
-    c->fds[0] = c->region->shm.fd;
-    c->n_fds = import ? 0 : 1;
     return 0;
+}
+
+static int prepare_timeline(struct kvq__connection *c, char *text)
+{
+    int error = kvq__attach_gpu(c, &c->request->open_timeline->gpu, &c->gpu, text);
+    Kvq__OpenTimelineReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (error || !reply)
+        return error ? error : no_room(text);
+    kvq__open_timeline_reply__init(reply);
+    c->reply.open_timeline = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_OPEN_TIMELINE;
+    return 0;
+}
+
+// ---- What takes long ----
+
+// A thread of libuv's.
+static void make_on_gpu(uv_work_t *work)
+{
+    struct kvq__connection *c = work->data;
+    if (c->region)
+        kvq__region_make(c->region);
+    else
+        kvq__timeline_make(c);
+}
+
+static void made_on_gpu(uv_work_t *work, int status)
+{
+    struct kvq__connection *c = work->data;
+    (void)status;
+    if (c->error == 0) {
+        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+        return;
+    }
+    set_status(c, c->error, c->text);
+    finish(&c->mail);
+}
+
+// Whether a GPU's driver has a part in the command, which the core does not have.
+static bool needs_gpu(const struct kvq__connection *c)
+{
+    return c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_TIMELINE ||
+           (c->region && kvq__gpus_count(c->server->gpus) > 0);
+}
+
+// What can be told of a buffer or timeline once it is made.
+static void put_made(struct kvq__connection *c)
+{
+    Kvq__Request__CommandCase command = c->request->command_case;
+    if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE) {
+        c->fds[0] = c->timeline.shm.fd;
+        c->n_fds = 1;
+    } else if (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
+        c->reply.create_buffer->allocation_bytes = c->region->piece.bytes;
+        c->fds[0] = c->region->gpu ? c->region->fd : c->region->host.shm.fd;
+        c->n_fds = 1;
+    }
+    if (c->region && c->reply.result_case == KVQ__REPLY__RESULT_CREATE_BUFFER)
+        c->reply.create_buffer->on_gpu = c->region->at != 0;
 }
 
 // Notes what a command has made, in case that its client does not wait for the reply.
@@ -417,39 +524,61 @@ static void undo(struct kvq__connection *c)
     if (command == KVQ__REQUEST__COMMAND_OPEN_QUEUE)
         kvq__line_free(c->line);
     if (c->region && (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER ||
-                      command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER)) {
-        kvq__region_uncount(c->region);
-        kvq__region_free(c->region);
+                      command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER))
+        kvq__region_give_back(c->region);
+    if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE && c->timeline.shm.map)
+        kvq__timeline_give_back(c);
+}
+
+// Once all is back that the command gives back.
+static void answer(struct kvq__connection *c)
+{
+    Kvq__Request__CommandCase command = c->request->command_case;
+    bool refused = c->reply.status != 0;
+    c->finish_due = false;
+    if (!refused)
+        put_made(c);
+    note_made(c);
+    // Still busy: if the reply cannot be sent, the poller takes the client down, and what is used
+    // here with it, only once kvq__connection_back has said so.
+    kvq__connection_reply(c);
+    if (!refused && command == KVQ__REQUEST__COMMAND_CREATE_BUFFER)
+        kvq__region_close_fd(c->region);
+    if (!refused && command == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
+        close(c->line->wake_theirs);
+        c->line->wake_theirs = -1;
     }
+    if (!refused && command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE)
+        close(c->timeline.shm.fd);
+    c->line = NULL;
+    c->region = NULL;
+    c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
+    kvq__connection_back(c);
 }
 
 static void finish(struct kvq__mail *mail)
 {
     struct kvq__connection *c = of_mail(mail);
-    Kvq__Request__CommandCase command = c->request->command_case;
     bool refused = c->reply.status != 0;
     c->id = c->client_id;
     if (refused)
         undo(c);
-    else if (command == KVQ__REQUEST__COMMAND_CLOSE_QUEUE)
-        kvq__line_free(c->line);
+    else if (c->request->command_case == KVQ__REQUEST__COMMAND_CLOSE_QUEUE)
+        kvq__line_give_back(c->line);
     c->line = refused ? NULL : c->line;
-    note_made(c);
-    // Still busy: if the reply cannot be sent, the poller takes the client down, and what is used
-    // here with it, only once kvq__connection_back has said so.
-    kvq__connection_reply(c);
-    if (!refused && command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
-        close(c->region->shm.fd); // the mapping and the client's descriptor are enough
-        c->region->shm.fd = -1;
-    }
-    if (!refused && command == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
-        close(c->line->wake_theirs);
-        c->line->wake_theirs = -1;
-    }
-    c->line = NULL;
-    c->region = NULL;
-    c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
-    kvq__connection_back(c);
+    c->finish_due = true;
+    if (c->giving_back == 0)
+        answer(c);
+}
+
+void kvq__connection_gave_back(struct kvq__connection *c)
+{
+    if (--c->giving_back > 0)
+        return;
+    if (c->finish_due)
+        answer(c);
+    else if (c->gone_due)
+        kvq__connection_gone(c);
 }
 
 // Descriptors that belong beside a request.
@@ -543,7 +672,7 @@ static bool needs_reading(const struct kvq__connection *c)
 
 // ---- Taking requests ----
 
-static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, char *text)
+static int prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
     switch (c->request->command_case) {
     case KVQ__REQUEST__COMMAND_HELLO:
@@ -556,7 +685,7 @@ static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, 
     case KVQ__REQUEST__COMMAND_CANCEL:
         return prepare_cancel(c, text);
     case KVQ__REQUEST__COMMAND_OPEN_TIMELINE:
-        return no_gpu(text);
+        return prepare_timeline(c, text);
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
         return KVQ_E_INVALID;
@@ -565,9 +694,24 @@ static int prepare(struct kvq__connection *c, const struct kvq__packet *packet, 
     }
 }
 
+// Sends a command that was prepared on its way.
+static void start(struct kvq__connection *c)
+{
+    int error = -1;
+    c->state = KVQ__CONNECTION_BUSY;
+    c->work.data = c;
+    if (needs_gpu(c))
+        error = uv_queue_work(&c->server->loop, &c->work, make_on_gpu, made_on_gpu);
+    else if (needs_reading(c))
+        error = uv_queue_work(&c->server->loop, &c->work, read_codebooks, to_poller);
+    if (error)
+        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+}
+
 void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *packet)
 {
     char text[KVQ_TEXT_BYTES] = "";
+    c->timeline = (struct kvq__pinned){.shm.fd = -1};
     c->arena.used = 0;
     c->n_fds = 0;
     c->line = NULL;
@@ -589,11 +733,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR ||
                  c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL;
     if (!local) {
-        c->state = KVQ__CONNECTION_BUSY;
-        c->reading.data = c;
-        if (!needs_reading(c) ||
-            uv_queue_work(&c->server->loop, &c->reading, read_codebooks, to_poller) != 0)
-            kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+        start(c);
         return;
     }
     if (error)

@@ -1,47 +1,91 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Connections of the attach socket, shared by attach.c (their life), attach_commands.c (what they
-// ask for) and attach_memory.c (queues and buffers).
+// ask for), attach_memory.c (queues and buffers) and attach_gpu.c (memory of GPUs, and known to
+// them).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
-// needs the system is done (codebooks are read on a thread of libuv's); then its mail takes it to
-// the poller, where the core does its part; then the mail brings it back, and the reply is sent.
-// While it is at the poller the loop's thread touches nothing that is marked "with the command".
+// needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
+// is done on a thread of libuv's; then its mail takes it to the poller, where the core does its
+// part; then the mail brings it back, and the reply is sent. While it is on a thread of libuv's or
+// at the poller the loop's thread touches nothing that is marked "with the command".
+//
+// Giving back what takes long goes the same way: the connection ends when all of it is back.
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 
 #include <sys/queue.h>
 
+#include "daemon/gpu.h"
 #include "daemon/log.h"
 #include "daemon/packet.h"
 #include "daemon/server.h"
+#include "kernels/cuda/share.h"
 
 struct kvq__connection;
+
+// Host memory that GPUs can reach.
+struct kvq__pinned {
+    struct kvq__shm shm;
+    kvq_gpu_ptr at; // 0: they cannot
+};
 
 // A queue's memory and descriptors.
 struct kvq__line {
     struct kvq__port port;
+    struct kvq__mail mail;
     struct kvq__connection *connection;
     LIST_ENTRY(kvq__line) link; // poller's
     uint32_t id;
     struct kvq__shm request, reply;
-    int request_event; // both sides: the client writes it
+    struct kvq__pinned timeline; // its map is NULL if there is none
+    int request_event;           // both sides: the client writes it
     int wake_ours, wake_theirs;
+    uv_work_t work; // giving the timeline back
 };
 
-// A buffer's mapping.
+// An allocation of a client's in a GPU's memory, opened here once for all buffers that lie in it.
+// Loop's thread, but for the piece while it is being opened or closed.
+struct kvq__import {
+    LIST_ENTRY(kvq__import) link; // of its connection
+    struct kvq__gpu *gpu;
+    bool by_handle, closing;
+    struct kvq_gpu_ipc_memory handle;
+    uint64_t number, bytes; // as the client says; bytes not of those by handle
+    uint32_t users;
+    struct kvq_gpu_piece piece;
+};
+
+// GPU memory that a client has closed: it may still hold a descriptor or mapping, so it counts
+// until the client is gone, and only the same client gets it again.
+struct kvq__spare {
+    LIST_ENTRY(kvq__spare) link; // of its connection
+    struct kvq__gpu *gpu;
+    struct kvq_gpu_piece piece;
+};
+
+// A buffer's memory: the host's, a GPU's that was made here, or in a client's allocation.
 struct kvq__region {
     struct kvq__mail mail;
     struct kvq__connection *connection;
     LIST_ENTRY(kvq__region) link; // poller's
     uint32_t id;
-    struct kvq__shm shm;
+    uint64_t bytes, counted;    // counted: against the client's limit
+    struct kvq__pinned host;    // the host's
+    struct kvq__gpu *gpu;       // whose memory it is; NULL: the host's
+    kvq_gpu_ptr at;             // for kernels; 0: no GPU can reach it
+    struct kvq_gpu_piece piece; // made here
+    bool shared;                // a descriptor of the piece was made
+    int fd;                     // of a piece made here, or by which a client's is opened
+    struct kvq__import *import; // a client's
+    uint64_t offset;            // in it
+    uv_work_t work;             // giving it back
 };
 
 enum kvq__connection_state {
     KVQ__CONNECTION_HELLO, // has not said hello yet
     KVQ__CONNECTION_READY,
-    KVQ__CONNECTION_BUSY,   // its command is at the poller, or reads codebooks before
+    KVQ__CONNECTION_BUSY,   // its command is at the poller, or does what takes long before
     KVQ__CONNECTION_ENDING, // its client is being taken down at the poller
 };
 
@@ -61,6 +105,11 @@ struct kvq__connection {
     char name[KVQ_NAME_BYTES];
     uint32_t protocol;
     uint64_t buffer_bytes;
+    LIST_HEAD(, kvq__import) imports;
+    LIST_HEAD(, kvq__spare) spares;
+    uint32_t giving_back; // pieces of work of libuv's that give back what was this client's
+    bool finish_due;      // the command is back, but for that
+    bool gone_due;        // likewise the client's end
     struct kvq_log_budget log_budget;
     struct { // what the last command made, and the command that gives it back; or 0
         uint32_t request;
@@ -70,14 +119,18 @@ struct kvq__connection {
 
     // With the command.
     struct kvq__mail mail;
-    uv_work_t reading; // of codebooks
+    uv_work_t work; // what takes long
+    int error;      // of it, with the next
+    char text[KVQ_TEXT_BYTES];
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;
     int fds[KVQ_MAX_PACKET_FDS]; // to send beside the reply; not closed then
     uint32_t n_fds;
-    struct kvq__line *line;     // being opened or closed
-    struct kvq__region *region; // being added or removed
+    struct kvq__line *line;      // being opened or closed
+    struct kvq__region *region;  // being added or removed
+    struct kvq__gpu *gpu;        // of the timeline
+    struct kvq__pinned timeline; // being opened
 
     // The poller's.
     struct kvq__member member;
@@ -126,6 +179,8 @@ void kvq__connection_gone(struct kvq__connection *connection);
 void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
 // Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
 void kvq__connection_detach(struct kvq__connection *connection);
+// Loop's thread: a piece of work that gave something back has ended.
+void kvq__connection_gave_back(struct kvq__connection *connection);
 
 // ---- attach_memory.c ----
 
@@ -136,9 +191,38 @@ struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t
                                     char *text);
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
                                        uint64_t bytes, int *error, char *text);
-void kvq__region_free(struct kvq__region *region);
+// A region of so many bytes of which `counted` count, with nothing in it.
+struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
+                                      uint64_t counted, int *error, char *text);
 // Adds its bytes to what its client and all clients have, and takes them away again.
 void kvq__region_count(struct kvq__region *region);
 void kvq__region_uncount(struct kvq__region *region);
+// Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
+void kvq__region_close_fd(struct kvq__region *region);
+
+// ---- attach_gpu.c ----
+
+// Loop's thread. The GPU of that UUID. KVQ_E_UNSUPPORTED or KVQ_E_INVALID with a text.
+int kvq__attach_gpu(const struct kvq__connection *connection, const ProtobufCBinaryData *uuid,
+                    struct kvq__gpu **gpu, char *text);
+// As in attach_memory.c, for memory of a GPU. The import takes the descriptor over if there is one
+// and it succeeds (fd -1: by handle).
+struct kvq__region *kvq__region_new_on(struct kvq__connection *connection, uint64_t bytes,
+                                       const ProtobufCBinaryData *uuid, int *error, char *text);
+struct kvq__region *kvq__region_import_on(struct kvq__connection *connection, int fd,
+                                          const Kvq__ImportBuffer *import, int *error, char *text);
+// A thread of libuv's: the part that may take long. Sets connection->error and text.
+void kvq__region_make(struct kvq__region *region);
+// Loop's thread. Gives back what there is, at once or on a thread of libuv's, and frees it. A
+// region has been counted.
+void kvq__region_give_back(struct kvq__region *region);
+void kvq__line_give_back(struct kvq__line *line);
+// Loop's thread. Gives back what is left of a client that is gone.
+void kvq__spares_give_back(struct kvq__connection *connection);
+
+// A thread of libuv's. Makes a timeline page; as kvq__region_make.
+void kvq__timeline_make(struct kvq__connection *connection);
+// Loop's thread. Gives back one that no queue took.
+void kvq__timeline_give_back(struct kvq__connection *connection);
 
 #endif

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What queues and buffers are made of: memfds, mappings, eventfds and wake-up sockets.
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +25,7 @@ void kvq__line_free(struct kvq__line *line)
 {
     if (!line)
         return;
+    assert(!line->timeline.shm.map);
     kvq__shm_close(&line->request);
     kvq__shm_close(&line->reply);
     close_fd(line->request_event);
@@ -57,7 +59,7 @@ struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, 
     if (!line)
         return NULL;
     line->connection = connection;
-    line->request.fd = line->reply.fd = -1;
+    line->request.fd = line->reply.fd = line->timeline.shm.fd = -1;
     line->request_event = line->wake_ours = line->wake_theirs = -1;
     *error = kvq__shm_create(&line->request, "kvq-requests", KVQ_REQ_RING_BYTES, false, text);
     if (*error == 0)
@@ -84,14 +86,6 @@ struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, 
 
 // ---- Buffers ----
 
-void kvq__region_free(struct kvq__region *region)
-{
-    if (!region)
-        return;
-    kvq__shm_close(&region->shm);
-    free(region);
-}
-
 // Whether there is room for so many bytes, of this client's and of all clients'.
 static int check_room(const struct kvq__connection *connection, uint64_t bytes, char *text)
 {
@@ -116,10 +110,10 @@ static int check_room(const struct kvq__connection *connection, uint64_t bytes, 
     return 0;
 }
 
-static struct kvq__region *region_alloc(struct kvq__connection *connection, uint64_t bytes,
-                                        int *error, char *text)
+struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
+                                      uint64_t counted, int *error, char *text)
 {
-    *error = check_room(connection, bytes, text);
+    *error = counted || bytes == 0 ? check_room(connection, counted, text) : 0;
     if (*error)
         return NULL;
     struct kvq__region *region = calloc(1, sizeof *region);
@@ -127,44 +121,53 @@ static struct kvq__region *region_alloc(struct kvq__connection *connection, uint
     if (!region)
         return NULL;
     region->connection = connection;
-    region->shm.fd = -1;
+    region->bytes = bytes;
+    region->counted = counted;
+    region->host.shm.fd = region->fd = -1;
     return region;
 }
 
 void kvq__region_count(struct kvq__region *region)
 {
-    region->connection->buffer_bytes += region->shm.bytes;
-    region->connection->attach->buffer_bytes += region->shm.bytes;
+    region->connection->buffer_bytes += region->counted;
+    region->connection->attach->buffer_bytes += region->counted;
 }
 
 void kvq__region_uncount(struct kvq__region *region)
 {
-    region->connection->buffer_bytes -= region->shm.bytes;
-    region->connection->attach->buffer_bytes -= region->shm.bytes;
+    region->connection->buffer_bytes -= region->counted;
+    region->connection->attach->buffer_bytes -= region->counted;
+}
+
+void kvq__region_close_fd(struct kvq__region *region)
+{
+    close_fd(region->host.shm.fd);
+    close_fd(region->fd);
+    region->host.shm.fd = region->fd = -1;
 }
 
 struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,
                                     char *text)
 {
-    struct kvq__region *region = region_alloc(connection, bytes, error, text);
+    struct kvq__region *region = kvq__region_alloc(connection, bytes, bytes, error, text);
     if (!region)
         return NULL;
-    *error = kvq__shm_create(&region->shm, "kvq-buffer", bytes, false, text);
+    *error = kvq__shm_create(&region->host.shm, "kvq-buffer", bytes, false, text);
     if (*error == 0)
         return region;
-    kvq__region_free(region);
+    free(region);
     return NULL;
 }
 
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
                                        uint64_t bytes, int *error, char *text)
 {
-    struct kvq__region *region = region_alloc(connection, bytes, error, text);
+    struct kvq__region *region = kvq__region_alloc(connection, bytes, bytes, error, text);
     if (!region)
         return NULL;
-    *error = kvq__shm_import(&region->shm, fd, offset, bytes, text);
+    *error = kvq__shm_import(&region->host.shm, fd, offset, bytes, text);
     if (*error == 0)
         return region;
-    kvq__region_free(region);
+    free(region);
     return NULL;
 }

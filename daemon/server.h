@@ -19,6 +19,7 @@
 
 struct kvq__attach;
 struct kvq__control;
+struct kvq__gpus;
 
 struct kvq__server {
     struct kvq_config config;
@@ -27,6 +28,7 @@ struct kvq__server {
     bool loop_open;
     uv_async_t async;                 // mail has come
     struct kvq__mailbox box;          // to the loop's thread; any thread posts
+    struct kvq__gpus *gpus;           // from start to stop; NULL: none
     struct kvq__core *core;           // the poller's, from start to stop
     struct kvq__memory_source memory; // the core's
     struct kvq__codebooks *codebooks; // any thread

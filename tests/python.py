@@ -140,8 +140,9 @@ class Package(Test):
         self.fails(kvq.Code.E_UNSUPPORTED, self.queue.prepare_streams)
         self.assertEqual(self.queue.order(), "none")
         place = "GPU-00000000-0000-0000-0000-000000000001"
-        self.fails(kvq.Code.E_UNSUPPORTED, self.client.session, self.tokens.rows, "f16",
-                   place=place)
+        self.fails(kvq.Code.E_INVALID, self.client.session, self.tokens.rows, "f16", place=place)
+        with self.client.session(self.tokens.rows, "f16", place="host") as session:
+            self.assertEqual(session.info()["place"], "host")
 
     def test_step_commits_or_aborts(self):
         k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
