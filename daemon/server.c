@@ -17,6 +17,7 @@
 
 #include "daemon/codebooks.h"
 #include "daemon/events.h"
+#include "daemon/gpu.h"
 #include "daemon/log.h"
 #include "daemon/workers.h"
 #include "proto/ring.h"
@@ -203,6 +204,8 @@ static int open_core(struct kvq__server *server, char *text)
                                       .default_limit_bytes = c->limit_bytes,
                                       .default_limit_sessions = (uint32_t)c->max_sessions,
                                       .kernels = kernels,
+                                      .gpus = kvq__gpus_list(server->gpus),
+                                      .n_gpus = kvq__gpus_count(server->gpus),
                                       .formats = c->own_formats,
                                       .n_formats = c->n_formats,
                                       .memory = kvq__memory_ops(&server->memory),

@@ -16,6 +16,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/gpu.h"
 #include "daemon/server.h"
 #include "proto/status.h"
 
@@ -26,6 +27,7 @@ static struct {
     pthread_t thread;
     uv_async_t stop;
     char directory[64], codebook_dir[64];
+    const char *gpu_driver; // NULL: no GPU
 } rig;
 
 static void on_stop(uv_async_t *async)
@@ -46,6 +48,20 @@ void attach_codebooks(const char *folder)
     snprintf(rig.codebook_dir, sizeof rig.codebook_dir, "%s", folder);
 }
 
+void attach_gpus(const char *library)
+{
+    rig.gpu_driver = library;
+}
+
+static void open_gpus(void)
+{
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__gpus_config config = {
+        .driver = rig.gpu_driver, .bytes = 64 << 20, .extent_bytes = 2 << 20};
+    if (rig.gpu_driver && kvq__gpus_open(&config, &rig.server.gpus, text) != 0)
+        fail_msg("%s", text);
+}
+
 int attach_start(void **state)
 {
     char text[KVQ_TEXT_BYTES], *none[] = {NULL};
@@ -64,6 +80,7 @@ int attach_start(void **state)
     rig.server.config.workers = 2;
     snprintf(rig.server.config.codebook_dir, sizeof rig.server.config.codebook_dir, "%s",
              rig.codebook_dir);
+    open_gpus();
     assert_int_equal(kvq__server_lock(&rig.server, text), 0);
     assert_int_equal(kvq__server_open(&rig.server, text), 0);
     uv_async_init(&rig.server.loop, &rig.stop, on_stop);
@@ -76,6 +93,7 @@ int attach_stop(void **state)
     (void)state;
     uv_async_send(&rig.stop);
     pthread_join(rig.thread, NULL);
+    kvq__gpus_close(&rig.server.gpus);
     close(rig.server.lock_fd);
     snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
     unlink(path);
@@ -85,6 +103,11 @@ int attach_stop(void **state)
 const struct kvq_config *attach_config(void)
 {
     return &rig.server.config;
+}
+
+const char *attach_directory(void)
+{
+    return rig.directory;
 }
 
 // ---- A client ----

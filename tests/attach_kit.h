@@ -17,6 +17,8 @@ int attach_start(void **state);
 int attach_stop(void **state);
 const struct kvq_config *attach_config(void);
 void attach_codebooks(const char *folder); // of daemons started from now on
+void attach_gpus(const char *library);     // likewise: with the GPUs of this driver
+const char *attach_directory(void);        // of the daemon's sockets
 
 // ---- A client ----
 
