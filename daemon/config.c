@@ -19,6 +19,7 @@
 static const char *const bool_words[] = {"no", "yes", NULL};
 static const char *const level_words[] = {"error", "warn", "info", "debug", NULL};
 static const char *const huge_words[] = {"auto", "off", "require", NULL};
+static const char *const backend_words[] = {"auto", "cpu", "gpu", "emu", NULL};
 static const char *const path_words[] = {"exact", "fast", NULL};
 
 #define FIELD(name) #name, offsetof(struct kvq_config, name), sizeof((struct kvq_config *)0)->name
@@ -36,6 +37,14 @@ const struct kvq__option kvq__options[] = {
      .max = 1ull << 30, .help = "piece in which it is handed to namespaces; multiple of 2mb"},
     {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", .words = huge_words,
      .help = "huge pages set aside (vm.nr_hugepages): where there are no transparent ones"},
+    {FIELD(backend), KVQ_OPTION_WORD, "WORD", .words = backend_words,
+     .help = "gpu: GPUs or no start; auto: GPUs if there are any; emu: a software GPU, for tests"},
+    {FIELD(gpus), KVQ_OPTION_TEXT, "UUID,..", .initial_text = "",
+     .help = "GPUs that sessions may live on (nvidia-smi -L); empty: all"},
+    {FIELD(gpu_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "memory for caches on each of them; 0: half of what is free at start"},
+    {FIELD(gpu_driver), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "library of the GPUs' driver; empty: libcuda.so.1"},
     {FIELD(workers), KVQ_OPTION_NUMBER, "N", .max = KVQ_MAX_WORKERS,
      .help = "threads that compute, the poller included; 0: usable CPUs - 1"},
     {FIELD(pin), KVQ_OPTION_WORD, "WORD", .words = bool_words,

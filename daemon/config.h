@@ -51,7 +51,15 @@ struct kvq_config_format {
     char composition[768]; // k, v and stages as one name, the row's source
 };
 
-enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 32 };
+enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 32, KVQ_CONFIG_GPUS = 1024 };
+
+// The option backend, in the order of its words.
+enum kvq__backend {
+    KVQ__BACKEND_AUTO, // GPUs where there are some that can be used
+    KVQ__BACKEND_CPU,
+    KVQ__BACKEND_GPU,
+    KVQ__BACKEND_EMU, // the software driver of a test build
+};
 
 // Where an option's value came from, least to most important.
 enum kvq_config_source { KVQ_FROM_DEFAULT, KVQ_FROM_FILE, KVQ_FROM_ENVIRONMENT, KVQ_FROM_FLAG };
@@ -62,8 +70,12 @@ struct kvq_config {
     char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
     uint64_t pool_bytes;                 // 0: resolved to a quarter of the machine's memory
     uint64_t extent_bytes;
-    uint64_t huge_pages; // enum kvq__huge_pages
-    uint64_t workers;    // 0: resolved to usable CPUs - 1, at least 1
+    uint64_t huge_pages;              // enum kvq__huge_pages
+    uint64_t backend;                 // enum kvq__backend
+    char gpu_driver[KVQ_CONFIG_PATH]; // "": libcuda.so.1
+    char gpus[KVQ_CONFIG_GPUS];       // UUIDs with commas between; "": all
+    uint64_t gpu_bytes;               // on each; 0: half of what is free at start
+    uint64_t workers;                 // 0: resolved to usable CPUs - 1, at least 1
     bool pin;
     uint64_t spin_us;
     uint64_t keep_seconds;

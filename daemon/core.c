@@ -14,7 +14,8 @@
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
 enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20 };
 enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
-#define EMPTY_EXTENT_NS 10000000000ull
+#define EMPTY_EXTENT_NS  10000000000ull
+#define DEFAULT_STALL_NS 2000000000ull
 
 // ---- Bookkeeping memory, where the caller gives none ----
 
@@ -94,6 +95,8 @@ static void set_defaults(struct kvq__core_config *c)
         c->extent_bytes = DEFAULT_EXTENT;
     if (c->partial_bytes == 0)
         c->partial_bytes = DEFAULT_PARTIALS;
+    if (c->stall_ns == 0)
+        c->stall_ns = DEFAULT_STALL_NS;
     if (c->lane_bytes == 0)
         c->lane_bytes = DEFAULT_LANE;
     if (c->lane_workspace == 0)
@@ -191,11 +194,28 @@ static void drop_expired(struct kvq__core *core, struct kvq__namespace *ns)
     }
 }
 
+// A fault is told once; a client whose stream a lane waits for, once each time that it stalls.
+static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
+{
+    struct kvq__lane *lane;
+    const char *fault = kvq__gpu_look(gpu);
+    if (fault && !core->faulted && core->config.fault) {
+        core->faulted = true;
+        core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
+    }
+    LIST_FOREACH (lane, &core->lanes, link)
+        if (lane->gpu == gpu && kvq__lane_stalls(lane))
+            kvq__event(core, KVQ__EVENT_CLIENT_STALLED, "", "", lane->client->id,
+                       "its stream does not signal; its work on the GPU waits, nobody else's");
+}
+
 void kvq__core_tick(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         drop_expired(core, ns);
+    for (uint32_t i = 1; i < core->n_pools; i++)
+        look_at_gpu(core, core->pools[i].gpu);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }
 

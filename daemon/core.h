@@ -85,7 +85,8 @@ enum kvq__event_kind {
     KVQ__EVENT_SESSION_DROPPED,
     KVQ__EVENT_CLIENT_ATTACHED,
     KVQ__EVENT_CLIENT_GONE,
-    KVQ__EVENT_MEMORY_FULL, // pool or namespace; at most once a second for each namespace
+    KVQ__EVENT_MEMORY_FULL,    // pool or namespace; at most once a second for each namespace
+    KVQ__EVENT_CLIENT_STALLED, // a GPU waits for the client's stream; once for each time
     KVQ__EVENT_DRAINING,
 };
 
@@ -103,6 +104,7 @@ struct kvq__core_config {
     uint64_t keep_ns;      // how long named sessions stay when nobody has them open; 0 = for ever
     uint32_t workers;      // threads that run jobs: decides how finely attention is cut
     uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
+    uint64_t stall_ns;     // a client is told of that stalls for so long; 0 = 2 s
     uint64_t default_limit_bytes;    // for namespaces not configured; 0 = the pool's
     uint32_t default_limit_sessions; // likewise; 0 = no limit
     uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
@@ -117,6 +119,9 @@ struct kvq__core_config {
     void *context; // for the callbacks below; they run on the poller thread
     // Any may be NULL.
     void (*event)(void *context, const struct kvq__event *event);
+    // A GPU has faulted: nothing on it can be trusted or ended any more. Called once; what it does
+    // is the caller's, and ending the process is what there is to do.
+    void (*fault)(void *context, const char *place, const char *text);
     // Nothing uses the buffer any more: the memory may be unmapped. Called once for each buffer
     // added, from within kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
     // kvq__core_poll.
@@ -284,6 +289,14 @@ struct kvq__status {
     bool draining;
 };
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
+
+struct kvq__place_info {
+    const char *place, *name; // live as long as the core
+    uint64_t pool_bytes, extent_bytes, used_bytes;
+    uint32_t sessions;
+};
+// Of the GPUs; at most KVQ_MAX_GPUS. Returns how many there are.
+uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out);
 
 struct kvq__namespace_info {
     char name[KVQ_NAME_BYTES];

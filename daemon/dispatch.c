@@ -215,6 +215,26 @@ static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *aren
     }
 }
 
+static void add_gpus(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__StatusReply *s)
+{
+    struct kvq__place_info infos[KVQ_MAX_GPUS];
+    uint32_t n = kvq__core_places(d->core, infos);
+    s->gpus = kvq_arena_alloc(arena, (n + 1) * sizeof(Kvq__PlaceStatus *));
+    for (uint32_t i = 0; s->gpus && i < n; i++) {
+        Kvq__PlaceStatus *one = kvq_arena_alloc(arena, sizeof *one);
+        if (!one)
+            return;
+        kvq__place_status__init(one);
+        one->place = kvq_arena_text(arena, infos[i].place);
+        one->name = kvq_arena_text(arena, infos[i].name);
+        one->pool_bytes = infos[i].pool_bytes;
+        one->extent_bytes = infos[i].extent_bytes;
+        one->used_bytes = infos[i].used_bytes;
+        one->sessions = infos[i].sessions;
+        s->gpus[s->n_gpus++] = one;
+    }
+}
+
 static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Reply *reply)
 {
     struct kvq__status status;
@@ -245,6 +265,7 @@ static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena
     s->draining = status.draining;
     s->runtime_dir = kvq_arena_text(arena, d->identity->runtime_dir);
     add_namespaces(d, arena, s);
+    add_gpus(d, arena, s);
     reply->status_reply = s;
     reply->result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
 }

@@ -11,10 +11,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "daemon/gpu.h"
 #include "daemon/server.h"
 
 enum level { FINE, NOTE, PROBLEM };
-enum { MOST = 16 };
+enum { MOST = 16 + 2 * KVQ_MAX_GPUS };
 
 struct findings {
     struct kvq_arena *arena;
@@ -158,6 +159,42 @@ static void check_permissions(struct findings *f, const struct kvq__server *s)
         open_to_all ? "every user" : "its owner and group");
 }
 
+static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
+{
+    bool words = kvq__gpu_has_memory_ops(gpu);
+    add(f, "gpu", FINE, "", "%s, %s: caches may take %llu MiB", kvq__gpu_uuid_text(gpu),
+        kvq__gpu_name(gpu), (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
+    add(f, "gpu_order", words ? FINE : NOTE,
+        words ? "" : "a newer driver, if there is one, has 64-bit stream memory operations",
+        words ? "%s: streams of engines and daemon wait for each other by timeline words"
+              : "%s: no timeline words; engines order by events or wait on the host",
+        kvq__gpu_uuid_text(gpu));
+}
+
+// Without MPS the contexts of two processes take turns on a GPU.
+static void check_mps(struct findings *f)
+{
+    const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    bool runs = access(pipe ? pipe : "/tmp/nvidia-mps", F_OK) == 0;
+    add(f, "mps", runs ? FINE : NOTE,
+        runs ? "" : "start nvidia-cuda-mps-control -d for daemon and engines of one user",
+        runs ? "MPS seems to run: kernels of daemon and engines run side by side"
+             : "MPS does not seem to run: daemon and engines take turns on a GPU, which costs time "
+               "at every change");
+}
+
+static void check_gpus(struct findings *f, const struct kvq__server *s)
+{
+    for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++)
+        check_gpu(f, kvq__gpus_get(s->gpus, i));
+    if (s->gpus)
+        check_mps(f);
+    else if (s->no_gpu)
+        add(f, "backend", FINE, "", "caches and attention are on the CPU: %s", s->no_gpu);
+    else
+        add(f, "backend", FINE, "", "caches and attention are on the CPU; no GPU was looked for");
+}
+
 void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq__Reply *reply)
 {
     struct findings f = {arena, kvq_arena_alloc(arena, sizeof(Kvq__DoctorReply))};
@@ -169,7 +206,7 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
         kvq__reply_status(reply, arena, KVQ_E_NO_MEMORY, "no room left for the reply");
         return;
     }
-    add(&f, "backend", FINE, "", "caches and attention are on the CPU; no GPU is used");
+    check_gpus(&f, server);
     check_cpu(&f, server);
     check_memory(&f, server);
     check_huge_pages(&f, server);

@@ -34,6 +34,7 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_CLIENT_ATTACHED] = "client_attached",
         [KVQ__EVENT_CLIENT_GONE] = "client_gone",
         [KVQ__EVENT_MEMORY_FULL] = "memory_full",
+        [KVQ__EVENT_CLIENT_STALLED] = "client_stalled",
         [KVQ__EVENT_DRAINING] = "draining",
     };
     return names[kind];
@@ -42,7 +43,8 @@ static const char *kind_name(enum kvq__event_kind kind)
 static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
-    enum kvq_log_level level = e->kind == KVQ__EVENT_MEMORY_FULL ? KVQ_LOG_WARN : KVQ_LOG_INFO;
+    bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED;
+    enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
     kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",
              (unsigned long long)e->client, kvq__log_quote(ns, sizeof ns, e->ns),
              kvq__log_quote(session, sizeof session, e->session),

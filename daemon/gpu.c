@@ -144,6 +144,15 @@ int kvq__gpu_faulted(struct kvq__gpu *gpu, const char *text)
     return KVQ_E_SYSTEM;
 }
 
+const char *kvq__gpu_look(struct kvq__gpu *gpu)
+{
+    int result = kvq__gpu_enter(gpu);
+    result = result ? result : gpu->driver->stream_query(gpu->stream);
+    if (result != KVQ_GPU_OK && result != KVQ_GPU_NOT_READY)
+        kvq__gpu_failed(gpu, result, "looking at the GPU");
+    return kvq__gpu_fault(gpu);
+}
+
 // ---- Small copies ----
 
 int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t bytes)
@@ -425,7 +434,7 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
 {
     size_t available = 0, total = 0;
     int result = gpu->driver->memory_info(&available, &total);
-    gpu->budget = config->bytes ? config->bytes : available / 10 * 9;
+    gpu->budget = config->bytes ? config->bytes : available / 2;
     gpu->budget = gpu->budget / config->extent_bytes * config->extent_bytes;
     return result;
 }

@@ -22,8 +22,8 @@ struct kvq__gpus_config {
     const char *driver;                 // the driver's library; NULL or empty: libcuda.so.1
     const struct kvq_gpu_driver *table; // tests: this driver, and no library; else NULL
     const char *devices;                // UUIDs with commas between; NULL or empty: all
-    uint64_t bytes;        // for caches, on each; 0: nine tenths of what is free at start
-    uint64_t extent_bytes; // as in struct kvq__core_config, never 0
+    uint64_t bytes;                     // for caches, on each; 0: half of what is free at start
+    uint64_t extent_bytes;              // as in struct kvq__core_config, never 0
 };
 
 // Opens the driver and every GPU asked for. 0, KVQ_E_UNSUPPORTED if there is no driver or GPU, or
@@ -78,6 +78,8 @@ struct kvq__gpu_counts {
 struct kvq__gpu_counts *kvq__gpu_counts_new(struct kvq__gpu *gpu);
 void kvq__gpu_counts_free(struct kvq__gpu *gpu, struct kvq__gpu_counts *counts);
 
+// Asks the driver whether a kernel has faulted, and tells the first fault that was seen, or NULL.
+const char *kvq__gpu_look(struct kvq__gpu *gpu);
 // The first fault that was seen, or NULL.
 const char *kvq__gpu_fault(const struct kvq__gpu *gpu);
 // Notes a result that is not success; returns KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.

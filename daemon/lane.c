@@ -299,6 +299,16 @@ bool kvq__lane_poll(struct kvq__lane *lane)
     return any;
 }
 
+bool kvq__lane_stalls(struct kvq__lane *lane)
+{
+    const struct kvq__pending *p = &lane->pending[lane->first];
+    if (lane->n == 0 || lane->told == p->number ||
+        lane->core->now - p->since < lane->core->config.stall_ns)
+        return false;
+    lane->told = p->number;
+    return true;
+}
+
 // ---- Waking ----
 
 // A thread of the driver's. The word is written last: the lane may be gone right behind it.

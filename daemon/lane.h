@@ -49,6 +49,7 @@ struct kvq__lane {
     uint64_t *word;        // host memory that the stream writes: work up to this number has ended
     kvq_gpu_ptr word_at;   // the same for the GPU
     uint64_t given, ended; // numbers
+    uint64_t told;         // number of the last work that was said to stall
     uint8_t *host;         // KVQ__LANE_BYTES, and the GPU's side of them
     kvq_gpu_ptr device;
     uint64_t head, tail;          // of the chunks, counted on without end
@@ -86,6 +87,9 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *queue, bool hold)
 bool kvq__lane_poll(struct kvq__lane *lane);
 // Has wake(context) called once the work enqueued so far has ended, if there is any.
 bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context);
+
+// Whether its oldest work has been there for config.stall_ns; true once for each such work.
+bool kvq__lane_stalls(struct kvq__lane *lane);
 
 static inline bool kvq__lane_ended(const struct kvq__lane *lane, uint64_t number)
 {

@@ -115,8 +115,22 @@ static void tell_ready(void)
     close(c->ready_fd);
 }
 
+// What the GPU holds is lost, and every call to it fails from now on; a process that is started
+// anew finds it whole.
+static void on_fault(void *context, const char *place, const char *text)
+{
+    char quoted[KVQ_TEXT_BYTES + 16];
+    (void)context;
+    kvq__log(KVQ_LOG_ERROR, "gpu_fault",
+             "place=%s error=%s text=\"sessions there are lost; the daemon ends\" remedy=\"start "
+             "it again\"",
+             place, kvq__log_quote(quoted, sizeof quoted, text));
+    _exit(EXIT_FAILURE);
+}
+
 static int serve(char *text)
 {
+    server.fault = on_fault;
     int error = kvq__server_open(&server, text);
     error = error ? error : watch_signals(text);
     if (error == 0) {

@@ -191,6 +191,48 @@ static void release_codebook(void *context, void *hold)
     kvq__codebooks_release(server->codebooks, hold);
 }
 
+// The software driver's library, beside the folder of this program.
+static void emulator_path(char *path, size_t size)
+{
+    ssize_t got = readlink("/proc/self/exe", path, size - 1);
+    path[got > 0 ? got : 0] = 0;
+    for (int up = 0; up < 2; up++) {
+        char *slash = strrchr(path, '/');
+        *(slash ? slash : path) = 0;
+    }
+    size_t length = strlen(path);
+    snprintf(path + length, size - length, "/lib/libkvq-emu.so");
+}
+
+// GPUs, if they are wanted and, with backend = auto, if there are some that can be used.
+static int open_gpus(struct kvq__server *server, char *text)
+{
+    const struct kvq_config *c = &server->config;
+    char path[KVQ_CONFIG_PATH + 32], quoted[KVQ_TEXT_BYTES + 16];
+    struct kvq__gpus_config config = {.driver = c->gpu_driver,
+                                      .devices = c->gpus,
+                                      .bytes = c->gpu_bytes,
+                                      .extent_bytes = c->extent_bytes};
+    if (c->backend == KVQ__BACKEND_CPU || server->gpus) // tests bring their own
+        return 0;
+    if (c->backend == KVQ__BACKEND_EMU && !c->gpu_driver[0]) {
+        emulator_path(path, sizeof path);
+        config.driver = path;
+    }
+    int error = kvq__gpus_open(&config, &server->gpus, text);
+    for (uint32_t i = 0; i < kvq__gpus_count(server->gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(server->gpus, i);
+        kvq__log(KVQ_LOG_INFO, "gpu", "place=%s name=%s pool_mib=%llu", kvq__gpu_uuid_text(gpu),
+                 kvq__log_quote(quoted, sizeof quoted, kvq__gpu_name(gpu)),
+                 (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
+    }
+    if (!error || c->backend != KVQ__BACKEND_AUTO)
+        return error;
+    server->no_gpu = strdup(text);
+    kvq__log(KVQ_LOG_INFO, "no_gpu", "reason=%s", kvq__log_quote(quoted, sizeof quoted, text));
+    return 0;
+}
+
 static int open_core(struct kvq__server *server, char *text)
 {
     const struct kvq_config *c = &server->config;
@@ -208,6 +250,7 @@ static int open_core(struct kvq__server *server, char *text)
                                       .n_gpus = kvq__gpus_count(server->gpus),
                                       .formats = c->own_formats,
                                       .n_formats = c->n_formats,
+                                      .fault = server->fault,
                                       .memory = kvq__memory_ops(&server->memory),
                                       .context = server,
                                       .event = kvq__event_from_core,
@@ -269,6 +312,8 @@ int kvq__server_open(struct kvq__server *server, char *text)
     make_identity(server);
     int error = open_loop(server, text);
     error = error ? error : open_page(server, text);
+    error = error ? error : open_gpus(server, text);
+    server->identity.backend = server->gpus ? "gpu" : "cpu";
     error = error ? error : open_core(server, text);
     if (error)
         return error;
@@ -366,6 +411,8 @@ void kvq__server_close(struct kvq__server *server)
     kvq__poller_close(&server->poller);
     if (server->core)
         kvq__core_close(&server->core);
+    kvq__gpus_close(&server->gpus);
+    free(server->no_gpu);
     kvq__codebooks_free(&server->codebooks);
     // The core's last events.
     kvq__mailbox_deliver(&server->box);

@@ -29,6 +29,7 @@ struct kvq__server {
     uv_async_t async;                 // mail has come
     struct kvq__mailbox box;          // to the loop's thread; any thread posts
     struct kvq__gpus *gpus;           // from start to stop; NULL: none
+    char *no_gpu;                     // why there is none, if one was looked for; else NULL
     struct kvq__core *core;           // the poller's, from start to stop
     struct kvq__memory_source memory; // the core's
     struct kvq__codebooks *codebooks; // any thread
@@ -36,6 +37,8 @@ struct kvq__server {
     struct kvq__shm page; // struct kvq_daemon_page
     struct kvq__attach *attach;
     struct kvq__control *control;
+    // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
+    void (*fault)(void *context, const char *place, const char *text);
     int lock_fd; // held while the runtime directory is ours
     bool draining;
     // Told once, when draining is over: nothing is in flight, or the time is up.

@@ -42,6 +42,31 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         status->pool_largest_free += pool->extent_bytes;
 }
 
+static uint32_t sessions_on(const struct kvq__core *core, const struct kvq__pool *pool)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            n += s->pool == pool;
+    return n;
+}
+
+uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
+{
+    for (uint32_t i = 1; i < core->n_pools; i++) {
+        const struct kvq__pool *pool = &core->pools[i];
+        out[i - 1] = (struct kvq__place_info){.place = kvq__pool_name(pool),
+                                              .name = kvq__gpu_name(pool->gpu),
+                                              .pool_bytes = pool->budget,
+                                              .extent_bytes = pool->extents_taken,
+                                              .used_bytes = pool->used_bytes,
+                                              .sessions = sessions_on(core, pool)};
+    }
+    return core->n_pools - 1;
+}
+
 uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
                             const char *ns_name, struct kvq__session_info *out, uint32_t max)
 {

@@ -582,7 +582,7 @@ struct kvq__core {
     uint32_t n_pools;
     struct kvq__block_list limbo; // ordered by retired_at
     uint64_t now;
-    bool draining;
+    bool draining, faulted;
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights; // oldest first

@@ -18,6 +18,14 @@ static void print_namespaces(const Kvq__StatusReply *s)
     }
 }
 
+static void print_gpu(const Kvq__PlaceStatus *g)
+{
+    printf("gpu        %s, %s: %s of %s in use, %s taken as extents, %" PRIu32 " session%s\n",
+           kvq__ctl_clean(g->place), kvq__ctl_clean(g->name), kvq__ctl_bytes(g->used_bytes),
+           kvq__ctl_bytes(g->pool_bytes), kvq__ctl_bytes(g->extent_bytes), g->sessions,
+           g->sessions == 1 ? "" : "s");
+}
+
 static void print_status(const Kvq__StatusReply *s)
 {
     double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
@@ -32,6 +40,8 @@ static void print_status(const Kvq__StatusReply *s)
     if (s->pool_huge_bytes)
         printf("           %s of the extents are in huge pages that were set aside\n",
                kvq__ctl_bytes(s->pool_huge_bytes));
+    for (size_t i = 0; i < s->n_gpus; i++)
+        print_gpu(s->gpus[i]);
     printf("holds      %" PRIu32 " sessions with %" PRIu64 " tokens, for %" PRIu32 " clients\n",
            s->sessions, s->tokens, s->clients);
     printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "

@@ -86,6 +86,8 @@ static void print_session(const Kvq__Session *s)
     printf("format      %s, %.3f bits per value with parameters; %s attention on %s\n",
            kvq__ctl_clean(s->format), s->bits_per_value, kvq__ctl_clean(s->path),
            kvq__ctl_clean(s->isa));
+    if (s->place && *s->place)
+        printf("place       %s\n", kvq__ctl_clean(s->place));
     if (s->layer_formats && *s->layer_formats)
         printf("layers      %s\n", kvq__ctl_clean(s->layer_formats));
     printf("tokens      %" PRIu64 ", of which %" PRIu64 " still in 16 bits; rollback up to %" PRIu32
