@@ -2,10 +2,10 @@
 //
 // Events, in this process and across processes.
 //
-// An event counts its records when they are given and when they are reached; waiting for it is
-// waiting for the latest record given before. Of an event that others may open, those two words
-// lie in a page of shared memory, with a generation that changes when the event is destroyed; who
-// opened it then waits no more, and neither if its process is dead.
+// An event counts its records when they are given, and notes each one when it is reached; waiting
+// for it is waiting for the latest record given before. Of an event that others may open, these
+// words lie in a page of shared memory, with a generation that changes when the event is destroyed;
+// who opened it then waits no more, and neither if its process is dead.
 #include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
@@ -20,13 +20,14 @@
 
 namespace soft
 {
-enum { SLOTS = 64, PAGE = 4096 };
+enum { SLOTS = 32, PAGE = 4096 };
+static_assert(SLOTS * sizeof(event_words) <= PAGE, "slots fill a page");
 
 // A page of events that others may open.
 struct page {
     int fd = -1;
     event_words *words = NULL;
-    uint64_t used = 0; // one bit for each slot
+    uint32_t used = 0; // one bit for each slot
     ~page()
     {
         if (words)
@@ -76,16 +77,18 @@ static page_ptr new_page()
 static bool take_slot(event *e)
 {
     static page_ptr shared;
-    if (!shared || shared->used == UINT64_MAX)
+    if (!shared || shared->used == UINT32_MAX)
         shared = new_page();
     if (!shared)
         return false;
     const page_ptr p = shared;
-    const unsigned slot = (unsigned)__builtin_ctzll(~p->used);
-    p->used |= (uint64_t)1 << slot;
+    const unsigned slot = (unsigned)__builtin_ctz(~p->used);
+    p->used |= 1u << slot;
     e->owner = p;
     e->words = p->words + slot;
-    e->words->recorded = e->words->completed = 0;
+    e->words->recorded = 0;
+    for (word &one : e->words->reached)
+        one = 0;
     e->generation = e->words->generation;
     e->fd = p->fd;
     e->slot = slot;
@@ -97,8 +100,9 @@ static void give_slot(event *e)
 {
     page *p = (page *)e->owner.get();
     e->words->generation++;
-    publish(&e->words->completed, e->words->completed.load());
-    p->used &= ~((uint64_t)1 << e->slot);
+    for (word &one : e->words->reached)
+        publish(&one, one);
+    p->used &= ~(1u << e->slot);
 }
 
 int event_create(kvq_gpu_event **handle, unsigned flags)
@@ -168,17 +172,16 @@ static uint64_t nanoseconds()
     return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
 }
 
-// Two streams may reach records of one event in either order.
 static void reach(event &e, uint64_t number)
 {
     e.time = nanoseconds();
     if (e.words->generation != e.generation)
         return; // destroyed, and its slot may be another's
-    uint64_t before = e.words->completed;
-    while ((int64_t)(before - number) < 0 &&
-           !e.words->completed.compare_exchange_weak(before, number))
+    word &at = e.words->reached[number % RECORDS];
+    uint64_t before = at;
+    while ((int64_t)(before - number) < 0 && !at.compare_exchange_weak(before, number))
         ;
-    publish(&e.words->completed, e.words->completed.load());
+    publish(&at, at);
 }
 
 int event_record(kvq_gpu_event *handle, kvq_gpu_stream *stream)
@@ -215,8 +218,11 @@ int event_record(kvq_gpu_event *handle, kvq_gpu_stream *stream)
 
 static waiting latest(const event_ptr &e)
 {
-    return {&e->words->completed, e->words->recorded, e,
-            [e] { return e->words->generation != e->generation || (e->over && e->over()); }};
+    const uint64_t number = e->words->recorded;
+    const auto over = [e] {
+        return e->words->generation != e->generation || (e->over && e->over());
+    };
+    return {&e->words->reached[number % RECORDS], number, e, over};
 }
 
 // Captured, its stream joins the capture of the event. With m.order held.

@@ -157,11 +157,13 @@ struct stream {
 };
 typedef std::shared_ptr<stream> stream_ptr;
 
-// What other processes may see of an event.
+// What other processes may see of an event. Records on different streams may be reached in another
+// order than they were made in, so each has a word of its own, for a while.
+enum { RECORDS = 14 };
 struct event_words {
-    word generation; // changes when the event is destroyed
-    word recorded;   // how often
-    word completed;  // the latest record that was reached
+    word generation;       // changes when the event is destroyed
+    word recorded;         // how often
+    word reached[RECORDS]; // of record n, counted from 1, at n % RECORDS: n or a later one
 };
 
 struct event {
@@ -192,7 +194,7 @@ struct context {
 };
 
 struct machine {
-    settings set;
+    settings set = {};
     std::vector<kvq_gpu_function> functions;
     std::atomic<pid_t> pid{0}; // that called init; 0: nobody
     std::atomic<bool> ended{false};
@@ -205,7 +207,7 @@ struct machine {
     std::map<kvq_gpu_memory, held> memories;
     std::map<uintptr_t, size_t> reservations;
     uint64_t last_buffer = 0, last_memory = 0, modules = 0;
-    context contexts[MAX_DEVICES];
+    context contexts[MAX_DEVICES] = {};
 
     std::mutex order;
     std::map<const void *, stream_ptr> streams;

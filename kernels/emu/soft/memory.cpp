@@ -198,8 +198,8 @@ int memory_alloc(kvq_gpu_ptr *at, size_t bytes)
     int result = KVQ_GPU_OK;
     if (!c || unsafe_now())
         return c ? KVQ_GPU_CAPTURE_UNSUPPORTED : KVQ_GPU_INVALID_CONTEXT;
-    if (bytes == 0)
-        return KVQ_GPU_INVALID_VALUE;
+    if (bytes == 0 || bytes > m.set.gpu.memory)
+        return bytes ? KVQ_GPU_OUT_OF_MEMORY : KVQ_GPU_INVALID_VALUE;
     guard g(m.lock);
     auto found = m.blocks.begin();
     while (found != m.blocks.end() &&
