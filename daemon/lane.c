@@ -100,8 +100,10 @@ void kvq__lane_free(struct kvq__lane **pointer)
     LIST_REMOVE(lane, link);
     forget(lane);
     kvq__gpu_enter(lane->gpu);
-    if (lane->stream)
+    if (lane->stream) { // its memory may still be being cleared
+        d->stream_sync(lane->stream);
         d->stream_destroy(lane->stream);
+    }
     if (lane->watch) { // its function may still run
         d->stream_sync(lane->watch);
         d->stream_destroy(lane->watch);

@@ -93,7 +93,6 @@ int attach_stop(void **state)
     (void)state;
     uv_async_send(&rig.stop);
     pthread_join(rig.thread, NULL);
-    kvq__gpus_close(&rig.server.gpus);
     close(rig.server.lock_fd);
     snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
     unlink(path);
