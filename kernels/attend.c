@@ -293,7 +293,7 @@ static void transform_queries(struct item *it, struct kvq__lane *lane, uint32_t 
 {
     const struct kvq_format *f = it->a->format;
     float factors[KVQ_MAX_HEAD_DIM], *qt = it->w->qt + (size_t)lane->tile.slot * it->dim;
-    bool scaled = kvq__factors(f, &lane->extras, it->a->book, head, it->dim, factors);
+    bool scaled = kvq__factors(it->k, f, &lane->extras, it->a->book, head, it->dim, factors);
     if (!scaled && f->k_rotation == KVQ_ROTATE_NONE)
         return;
     memcpy(qt, lane->tile.q, sizeof(float) * it->rows * it->dim);

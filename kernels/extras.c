@@ -116,27 +116,15 @@ void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, cons
 
 // ---- Transforms ----
 
-// Changes the signs by masks, without a branch, so that compilers use vectors.
-static void flip(const uint32_t *signs, float *rows, uint32_t n, uint32_t dim)
-{
-    uint32_t mask[KVQ_MAX_HEAD_DIM];
-    for (uint32_t c = 0; c < dim; c++)
-        mask[c] = signs[c / 32] >> c % 32 << 31;
-    for (uint32_t r = 0; r < n; r++, rows += dim)
-        for (uint32_t c = 0; c < dim; c++)
-            rows[c] = kvq__float(kvq__bits(rows[c]) ^ mask[c]);
-}
-
 void kvq__rotate(const struct kvq_kernels *k, enum kvq_rotation rotation, float *rows, uint32_t n,
                  uint32_t dim, bool back)
 {
     if (rotation == KVQ_ROTATE_NONE)
         return;
-    if (rotation == KVQ_ROTATE_SIGNED)
-        flip(back ? kvq_signs_after : kvq_signs_before, rows, n, dim);
-    k->hadamard(rows, n, dim);
-    if (rotation == KVQ_ROTATE_SIGNED)
-        flip(back ? kvq_signs_before : kvq_signs_after, rows, n, dim);
+    const uint32_t *before = back ? kvq_signs_after : kvq_signs_before;
+    const uint32_t *after = back ? kvq_signs_before : kvq_signs_after;
+    bool changes = rotation == KVQ_ROTATE_SIGNED;
+    k->hadamard(rows, n, dim, changes ? before : NULL, changes ? after : NULL);
 }
 
 enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_shape *s)
@@ -148,12 +136,12 @@ enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_s
     return s->v_rotation == KVQ_V_ROT_DAEMON ? KVQ_ROTATE_HADAMARD : KVQ_ROTATE_NONE;
 }
 
-bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
-                  const struct kvq_book *book, uint32_t head, uint32_t dim, float *factors)
+bool kvq__factors(const struct kvq_kernels *k, const struct kvq_format *f,
+                  const struct kvq__extras *e, const struct kvq_book *book, uint32_t head,
+                  uint32_t dim, float *factors)
 {
     if (f->k_channel == KVQ_CHANNEL_PROMPT && e->factors) { // before anything is learned: none
-        for (uint32_t i = 0; i < dim; i++)
-            factors[i] = kvq__f16_to_f32(e->factors[i]);
+        k->load(e->factors, KVQ_F16, factors, dim);
         return true;
     }
     if (f->k_channel == KVQ_CHANNEL_BOOK && book && book->smooth) {
@@ -161,18 +149,6 @@ bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
         return true;
     }
     return false;
-}
-
-float kvq__sum_abs(const float *row, uint32_t n)
-{
-    float lane[16] = {0};
-    for (uint32_t j = 0; j < n; j += 16)
-        for (uint32_t i = 0; i < 16; i++)
-            lane[i] += fabsf(row[j + i]);
-    for (uint32_t half = 8; half > 0; half /= 2)
-        for (uint32_t i = 0; i < half; i++)
-            lane[i] += lane[i + half];
-    return lane[0];
 }
 
 // ---- Outliers (OTT, sections 3 and 4) ----
@@ -276,9 +252,11 @@ static void learn_outliers(const struct lesson *l, const struct kvq_format *f,
 {
     struct ranking best = {.room = f->outliers};
     uint32_t dim = l->s->k_dim;
+    float sum;
     for (uint32_t t = l->sink; t < l->tokens; t++) {
         l->k->load(raw_row(l, t, false), l->s->dtype, l->row, dim);
-        rank(&best, kvq__score(kvq__sum_abs(l->row, dim)), t);
+        l->k->sum_abs(l->row, 1, dim, &sum);
+        rank(&best, kvq__score(sum), t);
     }
     for (uint32_t i = 0; i < best.count; i++) {
         uint32_t t = (uint32_t)best.position[i];

@@ -12,9 +12,9 @@
 // - All fp32 arrays of the driver are 64-byte aligned with rows of `dim` floats, dim 64, 128 or
 //   256. Packed groups and raw records are 64-byte aligned. The caller's tensors (load, save,
 //   store) are aligned to their dtype only.
-// - What ends up in packed or raw bytes (store, hadamard, sumsq, scale_rows, quant_k, quant_v) is
-//   the same to the bit on every instruction set: one operation after the other, as written at
-//   the C functions, no fused multiply-add, no approximate reciprocals.
+// - What ends up in packed or raw bytes (store, hadamard, sums, scale_*, quant_k, quant_v) is the
+//   same to the bit on every instruction set: one operation after the other, as written at the C
+//   functions, no fused multiply-add, no approximate reciprocals.
 // - Everything else agrees with C within 1e-5, relative to the largest value of a row.
 // - A result for one row never depends on which other rows stand in the tile.
 #ifndef KVQ_KERNELS_INTERNAL_H
@@ -59,6 +59,9 @@ struct kvq__codec {
     uint8_t k_bits, v_bits; // 0 if raw
     bool has_norms;         // the record has a norm for each token
     uint8_t raw_dtype;      // of raw records: KVQ_F16 or KVQ_BF16
+    // Raw rows that will be read soon, as many as are being quantized, to be fetched meanwhile; 0
+    // for none. No pointer, for it may lie behind what there is. kvq_pack alone sets it.
+    uintptr_t ahead;
     struct kvq__side k, v;
 };
 
@@ -136,12 +139,22 @@ struct kvq_kernels {
                   struct kvq_store_counts *counts);
     // Each of n rows becomes row * H / sqrt(dim), Sylvester order: for h = 1, 2, 4 .. dim / 2 all
     // pairs (i, i + h) with bit h of i clear become (a + b, a - b); last, * (float)(1/sqrt(dim)).
-    void (*hadamard)(float *rows, uint32_t n, uint32_t dim);
+    // Channels whose bit (c % 32 of word c / 32) is set change their signs before or after; NULL
+    // for none.
+    void (*hadamard)(float *rows, uint32_t n, uint32_t dim, const uint32_t *before,
+                     const uint32_t *after);
     // sums[r] = sum of squares of row r: 16 lanes, lane i adding x * x of the elements 16 j + i
     // with j ascending (starting from +0), then lane i += lane i + 8, + 4, + 2, + 1.
     void (*sumsq)(const float *rows, uint32_t n, uint32_t dim, float *sums);
+    // The same of |x|.
+    void (*sum_abs)(const float *rows, uint32_t n, uint32_t dim, float *sums);
+    // sums[c] = sum of column c over the rows that `left_out` does not name, in ascending order.
+    void (*sum_columns)(const float *rows, uint32_t n, uint32_t dim, const bool *left_out,
+                        float *sums);
     // Row r *= factor[r].
     void (*scale_rows)(float *rows, const float *factor, uint32_t n, uint32_t dim);
+    // Column c *= factor[c].
+    void (*scale_columns)(float *rows, const float *factor, uint32_t n, uint32_t dim);
     // Row r = row r * fa[r] + b's row r * fb[r].
     void (*blend_rows)(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
                        uint32_t dim);
@@ -248,11 +261,9 @@ enum kvq_rotation kvq__v_rotation(const struct kvq_format *f, const struct kvq_s
 
 // What K was divided by and q is multiplied with: 1 for each channel, or the factors that were
 // learned or made. Returns false (and writes nothing) if the format has none.
-bool kvq__factors(const struct kvq_format *f, const struct kvq__extras *e,
-                  const struct kvq_book *book, uint32_t head, uint32_t dim, float *factors);
-
-// Sum of |x| of a row: lanes as in sumsq.
-float kvq__sum_abs(const float *row, uint32_t n);
+bool kvq__factors(const struct kvq_kernels *k, const struct kvq_format *f,
+                  const struct kvq__extras *e, const struct kvq_book *book, uint32_t head,
+                  uint32_t dim, float *factors);
 
 // A unit's tokens compete for the pool with what is in it; the winners' rows are copied. raw is
 // the head's record of the block; scores are of the unit's tokens.

@@ -62,14 +62,23 @@ static void butterflies(float *row, uint32_t dim)
             }
 }
 
-static void hadamard_c(float *rows, uint32_t n, uint32_t dim)
+static void flip(const uint32_t *signs, float *row, uint32_t dim)
+{
+    for (uint32_t c = 0; signs && c < dim; c++)
+        row[c] = kvq__float(kvq__bits(row[c]) ^ signs[c / 32] >> c % 32 << 31);
+}
+
+static void hadamard_c(float *rows, uint32_t n, uint32_t dim, const uint32_t *before,
+                       const uint32_t *after)
 {
     const float norm = kvq__hadamard_norm(dim);
     for (uint32_t r = 0; r < n; r++) {
         float *row = rows + (size_t)r * dim;
+        flip(before, row, dim);
         butterflies(row, dim);
         for (uint32_t i = 0; i < dim; i++)
             row[i] *= norm;
+        flip(after, row, dim);
     }
 }
 
@@ -91,11 +100,40 @@ static void sumsq_c(const float *rows, uint32_t n, uint32_t dim, float *sums)
         sums[r] = kvq__sumsq(rows + (size_t)r * dim, dim);
 }
 
+static void sum_abs_c(const float *rows, uint32_t n, uint32_t dim, float *sums)
+{
+    for (uint32_t r = 0; r < n; r++, rows += dim) {
+        float lane[16] = {0};
+        for (uint32_t i = 0; i < dim; i++)
+            lane[i % 16] += fabsf(rows[i]);
+        for (uint32_t half = 8; half > 0; half /= 2)
+            for (uint32_t i = 0; i < half; i++)
+                lane[i] += lane[i + half];
+        sums[r] = lane[0];
+    }
+}
+
+static void sum_columns_c(const float *rows, uint32_t n, uint32_t dim, const bool *left_out,
+                          float *sums)
+{
+    memset(sums, 0, dim * sizeof *sums);
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t i = 0; i < dim && !left_out[r]; i++)
+            sums[i] += rows[(size_t)r * dim + i];
+}
+
 static void scale_rows_c(float *rows, const float *factor, uint32_t n, uint32_t dim)
 {
     for (uint32_t r = 0; r < n; r++)
         for (uint32_t i = 0; i < dim; i++)
             rows[(size_t)r * dim + i] *= factor[r];
+}
+
+static void scale_columns_c(float *rows, const float *factor, uint32_t n, uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t i = 0; i < dim; i++)
+            rows[(size_t)r * dim + i] *= factor[i];
 }
 
 static void blend_rows_c(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
@@ -114,7 +152,10 @@ void kvq__init_c(struct kvq_kernels *k)
         .store = store_c,
         .hadamard = hadamard_c,
         .sumsq = sumsq_c,
+        .sum_abs = sum_abs_c,
+        .sum_columns = sum_columns_c,
         .scale_rows = scale_rows_c,
+        .scale_columns = scale_columns_c,
         .blend_rows = blend_rows_c,
         .attend_chunk = kvq__attend_chunk,
     };

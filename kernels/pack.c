@@ -11,6 +11,12 @@ struct norms {
     _Alignas(64) float inverse[KVQ_GROUP_TOKENS]; // 1 / stored
 };
 
+// Cache lines.
+struct lines {
+    uintptr_t at;
+    uint32_t n;
+};
+
 struct packing {
     const struct kvq_kernels *k;
     const struct kvq_format *f;
@@ -22,15 +28,24 @@ struct packing {
     struct kvq__workspace *w;
     uint8_t *record;                 // the head's, packed
     bool replaced[KVQ_BLOCK_TOKENS]; // tokens of the block that are read raw: sinks and outliers
+    bool replaces;                   // whether there are any
 };
 
-enum { AHEAD = 8 }; // rows of a head lie apart, where the hardware does not look ahead
+enum {
+    AHEAD = 8, // rows of a head lie apart, where the hardware does not look ahead
+    PIECE = 4, // rows that are loaded at a time; packed units are multiples
+};
 
 // A hint: the address may lie behind what there is, so it is no pointer.
+static void fetch(uintptr_t at, uint32_t bytes)
+{
+    for (uint32_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const void *)(at + i));
+}
+
 static void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
 {
-    for (uint32_t i = 0; i < dim * (dtype == KVQ_F32 ? 4u : 2u); i += 64)
-        __builtin_prefetch((const void *)(row + i));
+    fetch(row, dim * (dtype == KVQ_F32 ? 4 : 2));
 }
 
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
@@ -70,31 +85,66 @@ static const uint8_t *raw_record(const struct packing *p, uint32_t head)
     return p->unit->raw_block + (size_t)head * p->raw.record_bytes;
 }
 
-// `n` tokens of K (offset 0) or V (offset raw.v_offset) of one head as fp32.
+// `n` tokens of K (offset 0) or V (offset raw.v_offset) of one head as fp32. Meanwhile the lines of
+// `out` are fetched; not all at once, which memory answers slowest.
 static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t n,
-                      uint32_t offset, float *rows)
+                      uint32_t offset, struct lines out, float *rows)
 {
-    const uint32_t dim = p->codec.dim, bytes = 2 * dim;
-    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * bytes;
-    for (uint32_t t = 0; t < n; t++) {
-        fetch_row((uintptr_t)at + (size_t)(t + AHEAD) * bytes, KVQ_F16, dim);
-        load_packable(p, at + (size_t)t * bytes, rows + (size_t)t * dim, dim);
+    const uint32_t dim = p->codec.dim;
+    const uintptr_t ahead = p->k->isa < KVQ_ISA_AVX512 ? p->codec.ahead : 0; // that does it later
+    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * 2 * dim;
+    for (uint32_t t = 0; t < n; t += PIECE) {
+        uint32_t from = t * out.n / n, to = (t + PIECE) * out.n / n;
+        fetch(out.at + (size_t)64 * from, 64 * (to - from));
+        if (ahead)
+            fetch(ahead + (size_t)2 * t * dim, PIECE * 2 * dim);
+        load_packable(p, at + (size_t)2 * t * dim, rows + (size_t)t * dim, PIECE * dim);
     }
+}
+
+// ---- Memory: what comes next is fetched while arithmetic goes on ----
+
+// The rows of K (offset 0) or V from `first` on of one head.
+static uintptr_t rows_at(const struct packing *p, uint32_t head, uint32_t first, uint32_t offset)
+{
+    return (uintptr_t)raw_record(p, head) + offset + (size_t)first * 2 * p->codec.dim;
+}
+
+// What is loaded after n tokens from `first` on: more of the unit's, its V after K, and after V the
+// next head's K, which usually comes next.
+static uintptr_t after(const struct packing *p, uint32_t first, uint32_t n, bool v)
+{
+    uint32_t head = p->unit->head, start = p->unit->first;
+    if (first + n < start + p->f->unit_tokens)
+        return rows_at(p, head, first + n, v ? p->raw.v_offset : 0);
+    if (!v)
+        return rows_at(p, head, start, p->raw.v_offset);
+    return head + 1 < p->s->kv_heads ? rows_at(p, head + 1, start, 0) : 0;
+}
+
+// Where n tokens' codes go: stores that miss the cache hold up what is stored after them. Only of
+// the first group; it is not worth more.
+static struct lines packed_at(const struct packing *p, uint32_t first, bool v)
+{
+    const struct kvq_layout *l = &p->codec.layout;
+    struct kvq_packed packed = kvq_packed_at(l, p->record, first / KVQ_GROUP_TOKENS);
+    if (v)
+        return (struct lines){(uintptr_t)packed.group + l->v_codes,
+                              (l->group_bytes - l->v_codes) / 64};
+    return (struct lines){(uintptr_t)packed.group, l->v_codes / 64};
 }
 
 // Tokens that stay raw must not widen the scales of others: their rows become the mean of the
 // others, added up in ascending order (OTT, section 4).
 static void replace(const struct packing *p, uint32_t first, uint32_t n, float *rows)
 {
-    float mean[KVQ_MAX_HEAD_DIM] = {0};
+    _Alignas(64) float mean[KVQ_MAX_HEAD_DIM];
     uint32_t dim = p->codec.dim, others = 0;
-    for (uint32_t t = 0; t < n; t++)
+    for (uint32_t t = 0; p->replaces && t < n; t++)
         others += !p->replaced[first + t];
-    if (others == n)
+    if (!p->replaces || others == n)
         return;
-    for (uint32_t t = 0; t < n; t++)
-        for (uint32_t c = 0; c < dim && !p->replaced[first + t]; c++)
-            mean[c] += rows[(size_t)t * dim + c];
+    p->k->sum_columns(rows, n, dim, p->replaced + first, mean);
     for (uint32_t c = 0; c < dim; c++)
         mean[c] = others ? mean[c] / (float)others : 0.0f;
     for (uint32_t t = 0; t < n; t++)
@@ -110,7 +160,7 @@ static void sums_across(const struct packing *p, uint32_t first, float *total)
     _Alignas(64) float sums[KVQ_GROUP_TOKENS];
     memset(total, 0, KVQ_GROUP_TOKENS * sizeof *total);
     for (uint32_t h = 0; h < p->s->kv_heads; h++) {
-        load_rows(p, h, first, KVQ_GROUP_TOKENS, 0, p->w->group_f32);
+        load_rows(p, h, first, KVQ_GROUP_TOKENS, 0, (struct lines){0}, p->w->group_f32);
         p->k->sumsq(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, sums);
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
             total[t] += sums[t];
@@ -135,6 +185,8 @@ static void norms_of(const struct packing *p, uint32_t first, const float *rows,
     uint32_t dim = p->codec.dim;
     if (length == rotated)
         return;
+    if (scale == KVQ_SCALE_MEAN_ABS)
+        p->k->sum_abs(rows, KVQ_GROUP_TOKENS, dim, norm);
     if (scale == KVQ_SCALE_L2_CROSS)
         sums_across(p, first, norm);
     else if (scale == KVQ_SCALE_L2_HEAD)
@@ -144,7 +196,7 @@ static void norms_of(const struct packing *p, uint32_t first, const float *rows,
         if (scale == KVQ_SCALE_MAX)
             norm[t] = highest(row, dim);
         else if (scale == KVQ_SCALE_MEAN_ABS)
-            norm[t] = kvq__sum_abs(row, dim) / (float)dim;
+            norm[t] /= (float)dim;
         else
             norm[t] = sqrtf(norm[t]);
         norms->stored[t] = kvq__f16_to_f32(kvq__stored_norm(norm[t]));
@@ -156,24 +208,23 @@ static void norms_of(const struct packing *p, uint32_t first, const float *rows,
 
 static void divide_by_factors(const struct packing *p, float *rows, uint32_t n)
 {
-    float factors[KVQ_MAX_HEAD_DIM];
+    _Alignas(64) float factors[KVQ_MAX_HEAD_DIM];
     uint32_t dim = p->codec.dim;
-    if (!kvq__factors(p->f, &p->extras, p->unit->book, p->unit->head, dim, factors))
+    if (!kvq__factors(p->k, p->f, &p->extras, p->unit->book, p->unit->head, dim, factors))
         return;
     for (uint32_t c = 0; c < dim; c++)
         factors[c] = 1.0f / factors[c];
-    for (uint32_t t = 0; t < n; t++)
-        for (uint32_t c = 0; c < dim; c++)
-            rows[(size_t)t * dim + c] *= factors[c];
+    p->k->scale_columns(rows, factors, n, dim);
 }
 
 // One span of tokens that share scales, from `first` of the block on.
-static void pack_k(const struct packing *p, uint32_t first)
+static void pack_k(struct packing *p, uint32_t first)
 {
     float *rows = p->w->span_f32;
     uint32_t dim = p->codec.dim, n = p->codec.k.span;
     struct norms norms[KVQ_BLOCK_GROUPS];
-    load_rows(p, p->unit->head, first, n, 0, rows);
+    p->codec.ahead = after(p, first, n, false);
+    load_rows(p, p->unit->head, first, n, 0, packed_at(p, first, false), rows);
     replace(p, first, n, rows);
     divide_by_factors(p, rows, n);
     for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS)
@@ -191,11 +242,12 @@ static void pack_k(const struct packing *p, uint32_t first)
     p->k->quant_k[p->codec.k.kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
 }
 
-static void pack_v(const struct packing *p, uint32_t first)
+static void pack_v(struct packing *p, uint32_t first)
 {
     float *rows = p->w->span_f32;
     uint32_t n = p->codec.v.span;
-    load_rows(p, p->unit->head, first, n, p->raw.v_offset, rows);
+    p->codec.ahead = after(p, first, n, true);
+    load_rows(p, p->unit->head, first, n, p->raw.v_offset, packed_at(p, first, true), rows);
     replace(p, first, n, rows);
     kvq__rotate(p->k, kvq__v_rotation(p->f, p->s), rows, n, p->codec.dim, false);
     p->k->quant_v[p->codec.v.kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
@@ -218,7 +270,7 @@ static void keep_sinks(struct packing *p)
             return;
         memcpy(p->extras.sink_k + t * dim, raw_rows(p, false) + t * dim, 2 * dim);
         memcpy(p->extras.sink_v + t * dim, raw_rows(p, true) + t * dim, 2 * dim);
-        p->replaced[t] = true;
+        p->replaced[t] = p->replaces = true;
     }
 }
 
@@ -229,15 +281,18 @@ static void keep_outliers(struct packing *p)
     float scores[KVQ_BLOCK_TOKENS];
     if (!pool)
         return;
-    for (uint32_t t = 0; t < p->f->unit_tokens; t++) {
-        load_rows(p, u->head, u->first + t, 1, 0, p->w->group_f32);
-        scores[t] = kvq__score(kvq__sum_abs(p->w->group_f32, p->codec.dim));
+    for (uint32_t t = 0; t < p->f->unit_tokens; t += KVQ_GROUP_TOKENS) {
+        load_rows(p, u->head, u->first + t, KVQ_GROUP_TOKENS, 0, (struct lines){0},
+                  p->w->group_f32);
+        p->k->sum_abs(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, scores + t);
     }
+    for (uint32_t t = 0; t < p->f->unit_tokens; t++)
+        scores[t] = kvq__score(scores[t]);
     kvq__compete(p->f, &p->extras, p->codec.dim, u, scores, raw_rows(p, false), raw_rows(p, true));
     for (uint32_t i = 0; i < pool->count; i++)
         if (pool->position[i] >= u->block_start &&
             pool->position[i] - u->block_start < KVQ_BLOCK_TOKENS)
-            p->replaced[pool->position[i] - u->block_start] = true;
+            p->replaced[pool->position[i] - u->block_start] = p->replaces = true;
 }
 
 // ---- A unit ----

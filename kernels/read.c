@@ -21,7 +21,7 @@ static void undo_k(const struct reader *r, float *rows)
     float factors[KVQ_MAX_HEAD_DIM];
     const struct kvq_format *f = r->in->format;
     kvq__rotate(r->k, f->k_rotation, rows, KVQ_GROUP_TOKENS, r->dim, true);
-    if (!kvq__factors(f, &r->extras, r->in->book, r->head, r->dim, factors))
+    if (!kvq__factors(r->k, f, &r->extras, r->in->book, r->head, r->dim, factors))
         return;
     for (uint32_t i = 0; i < KVQ_GROUP_TOKENS * r->dim; i++)
         rows[i] *= factors[i % r->dim];

@@ -162,16 +162,30 @@ static void butterflies(float *row, uint32_t dim, uint32_t h)
         }
 }
 
-static void hadamard_avx2(float *rows, uint32_t n, uint32_t dim)
+// x, or -x where a bit is set.
+static void put_signs(const uint32_t *signs, float x, float *out, uint32_t dim)
 {
-    const __m256 norm = _mm256_set1_ps(kvq__hadamard_norm(dim));
+    for (uint32_t c = 0; c < dim; c++)
+        out[c] = kvq__float(kvq__bits(x) ^ (signs ? signs[c / 32] >> c % 32 << 31 : 0));
+}
+
+static void hadamard_avx2(float *rows, uint32_t n, uint32_t dim, const uint32_t *before,
+                          const uint32_t *after)
+{
+    float first[KVQ_MAX_HEAD_DIM], last[KVQ_MAX_HEAD_DIM]; // 0 or -0; the norm
+    put_signs(before, 0.0f, first, dim);
+    put_signs(after, kvq__hadamard_norm(dim), last, dim);
     for (float *row = rows; row < rows + (size_t)n * dim; row += dim) {
-        for (uint32_t i = 0; i < dim; i += 8)
-            _mm256_storeu_ps(row + i, butterfly8(_mm256_loadu_ps(row + i)));
+        for (uint32_t i = 0; i < dim; i += 8) {
+            __m256 x = _mm256_xor_ps(_mm256_loadu_ps(row + i), _mm256_loadu_ps(first + i));
+            _mm256_storeu_ps(row + i, butterfly8(x));
+        }
         for (uint32_t h = 8; h < dim; h *= 2)
             butterflies(row, dim, h);
-        for (uint32_t i = 0; i < dim; i += 8)
-            _mm256_storeu_ps(row + i, _mm256_mul_ps(_mm256_loadu_ps(row + i), norm));
+        for (uint32_t i = 0; i < dim; i += 8) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(row + i), _mm256_loadu_ps(last + i));
+            _mm256_storeu_ps(row + i, x);
+        }
     }
 }
 
@@ -189,12 +203,46 @@ static void sumsq_avx2(const float *rows, uint32_t n, uint32_t dim, float *sums)
     }
 }
 
+static void sum_abs_avx2(const float *rows, uint32_t n, uint32_t dim, float *sums)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    for (uint32_t r = 0; r < n; r++) {
+        const float *row = rows + (size_t)r * dim;
+        __m256 low = _mm256_setzero_ps(), high = low;
+        for (uint32_t i = 0; i < dim; i += 16) {
+            low = _mm256_add_ps(low, _mm256_andnot_ps(sign, _mm256_loadu_ps(row + i)));
+            high = _mm256_add_ps(high, _mm256_andnot_ps(sign, _mm256_loadu_ps(row + i + 8)));
+        }
+        sums[r] = kvq__sum_all(_mm256_add_ps(low, high));
+    }
+}
+
+static void sum_columns_avx2(const float *rows, uint32_t n, uint32_t dim, const bool *left_out,
+                             float *sums)
+{
+    for (uint32_t i = 0; i < dim; i += 8) {
+        __m256 sum = _mm256_setzero_ps();
+        for (uint32_t r = 0; r < n; r++)
+            if (!left_out[r])
+                sum = _mm256_add_ps(sum, _mm256_loadu_ps(rows + (size_t)r * dim + i));
+        _mm256_storeu_ps(sums + i, sum);
+    }
+}
+
 static void scale_rows_avx2(float *rows, const float *factor, uint32_t n, uint32_t dim)
 {
     for (uint32_t r = 0; r < n; r++, rows += dim)
         for (uint32_t i = 0; i < dim; i += 8)
             _mm256_storeu_ps(rows + i,
                              _mm256_mul_ps(_mm256_loadu_ps(rows + i), _mm256_set1_ps(factor[r])));
+}
+
+static void scale_columns_avx2(float *rows, const float *factor, uint32_t n, uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++, rows += dim)
+        for (uint32_t i = 0; i < dim; i += 8)
+            _mm256_storeu_ps(rows + i,
+                             _mm256_mul_ps(_mm256_loadu_ps(rows + i), _mm256_loadu_ps(factor + i)));
 }
 
 static void blend_rows_avx2(float *a, const float *fa, const float *b, const float *fb, uint32_t n,
@@ -215,6 +263,9 @@ void kvq__init_avx2_rows(struct kvq_kernels *k)
     k->store = store_avx2;
     k->hadamard = hadamard_avx2;
     k->sumsq = sumsq_avx2;
+    k->sum_abs = sum_abs_avx2;
+    k->sum_columns = sum_columns_avx2;
     k->scale_rows = scale_rows_avx2;
+    k->scale_columns = scale_columns_avx2;
     k->blend_rows = blend_rows_avx2;
 }

@@ -47,13 +47,15 @@ KVQ__INLINE __m512 butterflies16(__m512 x)
     return butterfly(x, _mm512_shuffle_f32x4(x, x, 0x4e), signs(0xff00));
 }
 
-KVQ__INLINE void hadamard_row(float *row, uint32_t dim, __m512 norm)
+// `first` is 0 or -0 for each channel, `last` the norm or its negative.
+KVQ__INLINE void hadamard_row(float *row, uint32_t dim, const float *first, const float *last)
 {
     __m512 x[KVQ_MAX_HEAD_DIM / 16];
     uint32_t n = dim / 16;
     KVQ__UNROLL
     for (uint32_t i = 0; i < n; i++)
-        x[i] = butterflies16(_mm512_loadu_ps(row + 16 * i));
+        x[i] = butterflies16(
+            _mm512_xor_ps(_mm512_loadu_ps(row + 16 * i), _mm512_load_ps(first + 16 * i)));
     KVQ__UNROLL
     for (uint32_t h = 1; h < n; h *= 2)
         KVQ__UNROLL
@@ -65,17 +67,29 @@ KVQ__INLINE void hadamard_row(float *row, uint32_t dim, __m512 norm)
         }
     KVQ__UNROLL
     for (uint32_t i = 0; i < n; i++)
-        _mm512_storeu_ps(row + 16 * i, _mm512_mul_ps(x[i], norm));
+        _mm512_storeu_ps(row + 16 * i, _mm512_mul_ps(x[i], _mm512_load_ps(last + 16 * i)));
 }
 
-static void hadamard_avx512(float *rows, uint32_t n, uint32_t dim)
+// x, or -x where a bit is set.
+static void put_signs(const uint32_t *signs, float x, float *out, uint32_t dim)
 {
-    const __m512 norm = _mm512_set1_ps(kvq__hadamard_norm(dim));
-    for (uint32_t r = 0; r < n; r++)
-        KVQ__BY_DIM(dim, hadamard_row(rows + (size_t)r * DIM, DIM, norm));
+    for (uint32_t c = 0; c < dim; c += 16) {
+        __mmask16 own = (__mmask16)(signs ? signs[c / 32] >> c % 32 : 0);
+        _mm512_store_ps(out + c, _mm512_mask_blend_ps(own, _mm512_set1_ps(x), _mm512_set1_ps(-x)));
+    }
 }
 
-// ---- Norms ----
+static void hadamard_avx512(float *rows, uint32_t n, uint32_t dim, const uint32_t *before,
+                            const uint32_t *after)
+{
+    _Alignas(64) float first[KVQ_MAX_HEAD_DIM], last[KVQ_MAX_HEAD_DIM];
+    put_signs(before, 0.0f, first, dim);
+    put_signs(after, kvq__hadamard_norm(dim), last, dim);
+    for (uint32_t r = 0; r < n; r++)
+        KVQ__BY_DIM(dim, hadamard_row(rows + (size_t)r * DIM, DIM, first, last));
+}
+
+// ---- Sums and factors ----
 
 // Lane i of the first 8 becomes the sum of all 16, in the order of kernels_c.c.
 KVQ__INLINE float sum16(__m512 x)
@@ -98,6 +112,31 @@ static void sumsq_avx512(const float *rows, uint32_t n, uint32_t dim, float *sum
     }
 }
 
+static void sum_abs_avx512(const float *rows, uint32_t n, uint32_t dim, float *sums)
+{
+    for (uint32_t r = 0; r < n; r++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (uint32_t i = 0; i < dim; i += 16)
+            sum = _mm512_add_ps(sum, _mm512_abs_ps(_mm512_loadu_ps(rows + (size_t)r * dim + i)));
+        sums[r] = sum16(sum);
+    }
+}
+
+static void sum_columns_avx512(const float *rows, uint32_t n, uint32_t dim, const bool *left_out,
+                               float *sums)
+{
+    for (uint32_t i = 0; i < dim; i += 64) {
+        __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
+                         _mm512_setzero_ps()};
+        for (uint32_t r = 0; r < n; r++)
+            for (uint32_t j = 0; j < 4 && !left_out[r]; j++)
+                sum[j] =
+                    _mm512_add_ps(sum[j], _mm512_loadu_ps(rows + (size_t)r * dim + i + 16 * j));
+        for (uint32_t j = 0; j < 4; j++)
+            _mm512_storeu_ps(sums + i + 16 * j, sum[j]);
+    }
+}
+
 static void scale_rows_avx512(float *rows, const float *factor, uint32_t n, uint32_t dim)
 {
     for (uint32_t r = 0; r < n; r++, rows += dim)
@@ -106,10 +145,21 @@ static void scale_rows_avx512(float *rows, const float *factor, uint32_t n, uint
                              _mm512_mul_ps(_mm512_loadu_ps(rows + i), _mm512_set1_ps(factor[r])));
 }
 
+static void scale_columns_avx512(float *rows, const float *factor, uint32_t n, uint32_t dim)
+{
+    for (uint32_t r = 0; r < n; r++, rows += dim)
+        for (uint32_t i = 0; i < dim; i += 16)
+            _mm512_storeu_ps(rows + i,
+                             _mm512_mul_ps(_mm512_loadu_ps(rows + i), _mm512_loadu_ps(factor + i)));
+}
+
 void kvq__init_avx512_rows(struct kvq_kernels *k)
 {
     k->load = load_avx512;
     k->hadamard = hadamard_avx512;
     k->sumsq = sumsq_avx512;
+    k->sum_abs = sum_abs_avx512;
+    k->sum_columns = sum_columns_avx512;
     k->scale_rows = scale_rows_avx512;
+    k->scale_columns = scale_columns_avx512;
 }

@@ -155,20 +155,49 @@ static void free_rows(struct rows *r)
 static void check_hadamard(const struct pair *p, struct kvt_rng *rng)
 {
     struct rows r = two_copies(rng);
-    p->c->hadamard(r.a, r.n, r.dim);
-    p->k->hadamard(r.b, r.n, r.dim);
+    const uint32_t *before = kvt_below(rng, 2) ? kvq_signs_before : NULL;
+    const uint32_t *after = kvt_below(rng, 2) ? kvq_signs_after : NULL;
+    p->c->hadamard(r.a, r.n, r.dim, before, after);
+    p->k->hadamard(r.b, r.n, r.dim, before, after);
     assert_memory_equal(r.a, r.b, sizeof(float) * r.n * r.dim);
+    free_rows(&r);
+}
+
+typedef void sums_fn(const float *rows, uint32_t n, uint32_t dim, float *sums);
+
+static void compare_row_sums(sums_fn *c, sums_fn *k, struct kvt_rng *rng)
+{
+    struct rows r = two_copies(rng);
+    float *sums = kvt_guarded(sizeof(float) * r.n, 0);
+    c(r.a, r.n, r.dim, sums);
+    k(r.b, r.n, r.dim, r.factor);
+    assert_memory_equal(sums, r.factor, sizeof(float) * r.n);
+    kvt_guarded_free(sums);
     free_rows(&r);
 }
 
 static void check_sumsq(const struct pair *p, struct kvt_rng *rng)
 {
+    compare_row_sums(p->c->sumsq, p->k->sumsq, rng);
+}
+
+static void check_sum_abs(const struct pair *p, struct kvt_rng *rng)
+{
+    compare_row_sums(p->c->sum_abs, p->k->sum_abs, rng);
+}
+
+static void check_sum_columns(const struct pair *p, struct kvt_rng *rng)
+{
     struct rows r = two_copies(rng);
-    float *sums = kvt_guarded(sizeof(float) * r.n, 0);
-    p->c->sumsq(r.a, r.n, r.dim, sums);
-    p->k->sumsq(r.b, r.n, r.dim, r.factor);
-    assert_memory_equal(sums, r.factor, sizeof(float) * r.n);
-    kvt_guarded_free(sums);
+    bool left_out[70];
+    float *a = kvt_guarded(sizeof *a * r.dim, 0), *b = kvt_guarded(sizeof *b * r.dim, 0);
+    for (uint32_t i = 0; i < r.n; i++)
+        left_out[i] = kvt_below(rng, 4) == 0;
+    p->c->sum_columns(r.a, r.n, r.dim, left_out, a);
+    p->k->sum_columns(r.b, r.n, r.dim, left_out, b);
+    assert_memory_equal(a, b, sizeof *a * r.dim);
+    kvt_guarded_free(a);
+    kvt_guarded_free(b);
     free_rows(&r);
 }
 
@@ -178,6 +207,18 @@ static void check_scale_rows(const struct pair *p, struct kvt_rng *rng)
     p->c->scale_rows(r.a, r.factor, r.n, r.dim);
     p->k->scale_rows(r.b, r.factor, r.n, r.dim);
     assert_memory_equal(r.a, r.b, sizeof(float) * r.n * r.dim);
+    free_rows(&r);
+}
+
+static void check_scale_columns(const struct pair *p, struct kvt_rng *rng)
+{
+    struct rows r = two_copies(rng);
+    float *factor = kvt_guarded(sizeof *factor * r.dim, 0);
+    fill(rng, factor, 1, r.dim);
+    p->c->scale_columns(r.a, factor, r.n, r.dim);
+    p->k->scale_columns(r.b, factor, r.n, r.dim);
+    assert_memory_equal(r.a, r.b, sizeof(float) * r.n * r.dim);
+    kvt_guarded_free(factor);
     free_rows(&r);
 }
 
@@ -679,31 +720,13 @@ static void check_pv_chunk(const struct pair *p, struct kvt_rng *rng)
         ENTRY_OF(name, KVQ__PER_TOKEN_32, " per token"), ENTRY_OF(name, KVQ__BOOK, " book")
 
 static const struct check entries[] = {
-    ENTRY(load),
-    ENTRY(save),
-    ENTRY(store),
-    ENTRY(hadamard),
-    ENTRY(sumsq),
-    ENTRY(scale_rows),
-    ENTRY(blend_rows),
-    ENTRY(dot_rows),
-    ENTRY(sum_rows),
-    ENTRIES(quant_k),
-    ENTRIES(quant_v),
-    ENTRIES(dequant_k),
-    ENTRIES(dequant_v),
-    ENTRIES(qk_packed),
-    ENTRIES(pv_packed),
-    ENTRIES(qk_chunk),
-    ENTRIES(pv_chunk),
-    ENTRY(qk_raw),
-    ENTRY(softcap),
-    ENTRY(softmax),
-    ENTRY(pv_raw),
-    ENTRY(attend_chunk),
-    ENTRY(has_fast),
-    ENTRY(prepare_fast),
-    ENTRY(attend_chunk_fast),
+    ENTRY(load),          ENTRY(save),        ENTRY(store),        ENTRY(hadamard),
+    ENTRY(sumsq),         ENTRY(sum_abs),     ENTRY(sum_columns),  ENTRY(scale_rows),
+    ENTRY(scale_columns), ENTRY(blend_rows),  ENTRY(dot_rows),     ENTRY(sum_rows),
+    ENTRIES(quant_k),     ENTRIES(quant_v),   ENTRIES(dequant_k),  ENTRIES(dequant_v),
+    ENTRIES(qk_packed),   ENTRIES(pv_packed), ENTRIES(qk_chunk),   ENTRIES(pv_chunk),
+    ENTRY(qk_raw),        ENTRY(softcap),     ENTRY(softmax),      ENTRY(pv_raw),
+    ENTRY(attend_chunk),  ENTRY(has_fast),    ENTRY(prepare_fast), ENTRY(attend_chunk_fast),
 };
 enum { CHECKS = sizeof entries / sizeof *entries };
 

@@ -170,7 +170,7 @@ static void test_order_of_operations(void **state)
             for (uint32_t i = 0; i < step; i++)
                 lanes[i] += lanes[i + step];
         kernels->sumsq(x, 1, dim, sum);
-        kernels->hadamard(x, 1, dim);
+        kernels->hadamard(x, 1, dim, NULL, NULL);
         assert_true(*sum == lanes[0]);
         for (uint32_t i = 0; i < dim; i++)
             assert_true(x[i] == a[i] * (float)(1 / sqrt(dim)));
