@@ -137,7 +137,6 @@ void kvq__init_avx512_raw(struct kvq_kernels *k);
 void kvq__init_avx512_attend(struct kvq_kernels *k);
 void kvq__init_avx512_vnni(struct kvq_kernels *k);
 void kvq__init_avx512_scalar(struct kvq_kernels *k);
-void kvq__init_avx512_scalar_quant(struct kvq_kernels *k);
 void kvq__init_avx512_book(struct kvq_kernels *k);
 void kvq__init_avx512_book_pack(struct kvq_kernels *k);
 void kvq__init_avx512_book_pairs(struct kvq_kernels *k);

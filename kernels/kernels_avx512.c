@@ -12,7 +12,6 @@ void kvq__init_avx512(struct kvq_kernels *k)
     kvq__init_avx512_softmax(k);
     kvq__init_avx512_vnni(k);
     kvq__init_avx512_scalar(k);
-    kvq__init_avx512_scalar_quant(k);
     kvq__init_avx512_book(k);
     kvq__init_avx512_book_pack(k);
     kvq__init_avx512_book_pairs(k);

@@ -33,11 +33,6 @@ KVQ__INLINE kvq__floats kvq__fma(kvq__floats a, kvq__floats b, kvq__floats c)
 }
 
 // The second where one is NaN.
-KVQ__INLINE kvq__floats kvq__max(kvq__floats a, kvq__floats b)
-{
-    return _mm512_max_ps(a, b);
-}
-
 KVQ__INLINE kvq__floats kvq__min(kvq__floats a, kvq__floats b)
 {
     return _mm512_min_ps(a, b);
@@ -103,12 +98,6 @@ KVQ__INLINE void kvq__store_half(void *p, kvq__floats x)
 KVQ__INLINE kvq__floats kvq__as_half(kvq__floats x)
 {
     return _mm512_cvtph_ps(kvq__to_half(x));
-}
-
-// Integers from 0 to 255, a byte each.
-KVQ__INLINE void kvq__store_words(uint8_t *p, kvq__words word)
-{
-    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(word));
 }
 
 // Numbers in V's slots (layout.h, 5) to the order of tokens.
@@ -189,29 +178,6 @@ KVQ__INLINE kvq__words kvq__left(kvq__words x, int bits)
 KVQ__INLINE kvq__words kvq__right(kvq__words x, int bits)
 {
     return _mm512_srli_epi32(x, (unsigned)bits);
-}
-
-KVQ__INLINE kvq__words kvq__to_words(kvq__floats x)
-{
-    return _mm512_cvtps_epi32(x);
-}
-
-KVQ__INLINE void kvq__store_bytes(uint8_t *p, kvq__floats x)
-{
-    kvq__store_words(p, kvq__to_words(x));
-}
-
-// How many of 2^bits - 1 ascending numbers are below x. 16 can be read.
-KVQ__INLINE kvq__words kvq__count_below(kvq__floats x, const float *numbers, int bits)
-{
-    const __m512 table = _mm512_loadu_ps(numbers);
-    __m512i n = _mm512_setzero_si512();
-    for (int half = 1 << (bits - 1); half > 0; half /= 2) {
-        __m512i at = _mm512_add_epi32(n, _mm512_set1_epi32(half - 1));
-        __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_permutexvar_ps(at, table), _CMP_GT_OQ);
-        n = _mm512_mask_add_epi32(n, below, n, _mm512_set1_epi32(half));
-    }
-    return n;
 }
 
 // The 32 words of a row of K, in the order of tokens: 32-byte pieces are permuted by XOR m.
