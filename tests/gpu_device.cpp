@@ -33,7 +33,7 @@ static const kvq_gpu_driver *open_gpu(int number)
     int device;
     if (context)
         return &d;
-    if (kvq_gpu_driver_open(&d, NULL, text, sizeof(text)) != 0) {
+    if (kvq_gpu_driver_open(&d, getenv("KVQ_GPU_DRIVER"), text, sizeof(text)) != 0) {
         printf("KVQ_GPU=%d: %s; skipped\n", number, text);
         exit(SKIPPED);
     }

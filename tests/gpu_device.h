@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The device that tests of GPU kernels run on: the emulator, or, with KVQ_GPU=N in the environment,
-// GPU number N of this machine.
+// GPU number N of this machine, or of the software driver, where KVQ_GPU_DRIVER names its library.
 #ifndef KVQ_TESTS_GPU_DEVICE_H
 #define KVQ_TESTS_GPU_DEVICE_H
 
