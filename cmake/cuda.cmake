@@ -45,17 +45,20 @@ endif()
 
 # kvq_cubins(FILE.cu [FLAGS...]): one cubin for each architecture, FILE.sm_NN.cubin in the current
 # binary folder. Adds them to the list kvq_gpu_cubins and, in `rows`, to what images.c takes in.
+# With kvq_cubin_variant set, that stands behind FILE.
 function(kvq_cubins SOURCE)
     get_filename_component(name ${SOURCE} NAME_WE)
+    get_filename_component(source ${SOURCE} ABSOLUTE)
+    string(APPEND name "${kvq_cubin_variant}")
     foreach(capability ${kvq_cuda_architectures})
         set(cubin ${CMAKE_CURRENT_BINARY_DIR}/${name}.sm_${capability}.cubin)
         add_custom_command(
             OUTPUT ${cubin}
             COMMAND ${KVQ_NVCC} -std=c++17 -O3 -arch=sm_${capability} -cubin -Werror all-warnings
                     -I${CMAKE_SOURCE_DIR} ${ARGN} -MD -MF ${cubin}.d
-                    ${CMAKE_CURRENT_SOURCE_DIR}/${SOURCE} -o ${cubin}
-            DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${SOURCE} DEPFILE ${cubin}.d
-            COMMENT "GPU kernels of ${SOURCE} for sm_${capability}" VERBATIM)
+                    ${source} -o ${cubin}
+            DEPENDS ${source} DEPFILE ${cubin}.d
+            COMMENT "GPU kernels of ${name} for sm_${capability}" VERBATIM)
         string(REGEX MATCH "^[0-9]+" number ${capability})
         set(only false)
         if(NOT number STREQUAL capability)

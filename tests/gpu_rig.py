@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What tools/gpu-check.sh measures with, over the emulator: the rig's caches, attention over them
-by its launches, packing; and every measuring part with its report.
+by its launches, packing; and every measuring part with its report. Whole decode steps, and what is
+compared with FlashInfer, only where there is PyTorch.
 
     gpu_rig.py LIBRARY      exit status 77: no NumPy
 """
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools" / "gpu"))
@@ -17,6 +19,7 @@ except ImportError:
     print("no NumPy; skipped")
     sys.exit(77)
 import check as parts  # noqa: E402
+import flash_infer  # noqa: E402
 import lab as labs  # noqa: E402
 import report  # noqa: E402
 import rig as rigs  # noqa: E402
@@ -110,24 +113,103 @@ def check_errors(rig):
             check(str(error), "an error without words")
 
 
-def check_parts(lab):
+def torch_lab():
+    """None without PyTorch."""
+    try:
+        return labs.TorchEmulator(sys.argv[1])
+    except ImportError:
+        print("no PyTorch: whole steps and FlashInfer's pages are not tried")
+        return None
+
+
+def check_parts(lab, with_torch):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check(report.write(folder) == 1, "a report of nothing")
         for part, measure in parts.PARTS.items():
-            result = {"part": part, "device": lab.name, "timed": lab.timed, "rows": measure(lab)}
-            for text in report.complaints(result):
+            needs_torch = part.startswith(("steps", "batches"))
+            of = with_torch if needs_torch and with_torch else lab
+            rows = parts.Rows(part, of, folder / f"{part}.json")
+            measure(of, rows)
+            check(rows() or (needs_torch and not with_torch), f"{part}: no rows")
+            rows.save(complete=part != "packing")
+            for text in report.complaints(rows.result):
                 check(False, f"{part}: {text}")
-            (folder / f"{part}.json").write_text(json.dumps(result))
+        check_resumed(lab, folder / "points-48.json")
         check(report.write(folder) == 0, "the report")
         text = (folder / "gpu-check.md").read_text()
         check("Without a GPU" in text and "| 2 x 300 | oscar2 |" in text, "the report's text")
+        check("| 1 x 200, oscar4, classic |" in text, "the ablation's text")
+        check(text.count("Stopped before its end") == 1, "a part that was stopped")
+        if with_torch:
+            check("| 2 x 140, SDPA flash |" in text, "the text of whole steps")
     row = {"us": 2.0, "bytes": 4000, "vs_16_bits": 1.0}
-    text = report.attention_table({"p": {"kvq bf16": row}}, 4.0)
+    text = report.attention_table({"p": {"kvq bf16": row, "x": None}}, 4.0)
     check("| p | a perfect reader of fp8 (computed) | 0.5 | 4 | 100% | 4.00 |" in text, text)
     check("| p | kvq bf16 | 2.0 | 2 | 50% | 1.00 |" in text, text)
     bad = {"part": "x", "rows": {"a": {"b": {"wrong": "error"}}, "1": {"same_bits": False}}}
     check(len(report.complaints(bad)) == 2, "complaints")
+
+
+def check_resumed(lab, path):
+    """Rows that stand in the file are not measured again, unless another device made them."""
+    rows = parts.Rows("points-48", lab, path)
+    point = list(rows())[0]
+    before = json.dumps(rows(point, "oscar2"))
+    check(json.dumps(rows.measure([point, "oscar2"], lambda: {})) == before, "measured again")
+    check(rows.measure([point, "new"], lambda: {"us": 3.0}) == {"us": 3.0}, "a new row")
+    stopped = json.loads(path.read_text())
+    check(stopped["rows"][point]["new"] == {"us": 3.0}, "a row is in the file at once")
+    check(not stopped["complete"], "a part that is not at its end")
+    del rows(point)["new"]
+    rows.save(complete=True)
+    other = types.SimpleNamespace(name="another GPU", timed=True)
+    check(parts.Rows("points-48", other, path)() == {}, "rows of another device")
+
+
+# ---- FlashInfer ----
+
+class PlainPages:
+    """What FlashInfer's wrapper of this name does with the pages it is told of, in plain words."""
+
+    def __init__(self, workspace, layout, use_tensor_cores):
+        check(workspace.numel() > 1 << 20 and layout == "NHD" and use_tensor_cores, "its wrapper")
+
+    def plan(self, starts, pages, last, q_heads, kv_heads, dim, size, **types_of):
+        self.starts, self.pages, self.last = starts.tolist(), pages.tolist(), last.tolist()
+        self.shape = (2, size, kv_heads, dim)
+        self.q_shape = (len(self.last), q_heads, dim)
+        check(types_of["pos_encoding_mode"] == "NONE", "its positions")
+
+    def run(self, q, cache):
+        check(tuple(cache.shape[1:]) == self.shape and tuple(q.shape) == self.q_shape, "shapes")
+        out = q.clone()
+        for s, last in enumerate(self.last):
+            own = cache[self.pages[self.starts[s]:self.starts[s + 1]]].double().numpy()
+            tokens = (len(own) - 1) * self.shape[1] + last
+            k, v = (own[:, i].reshape(-1, *self.shape[2:])[:tokens].swapaxes(0, 1)
+                    for i in range(2))
+            got = attend(q[s:s + 1].double().numpy(), k, v, tokens - 1)
+            out[s] = out.new_tensor(got[0])
+        return out
+
+
+def check_flash_infer(lab):
+    check(flash_infer.ways(lab, lambda *_: 2) == {}, "ways without FlashInfer")
+    sys.modules["flashinfer"] = types.SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=PlainPages)
+    try:
+        ways = flash_infer.ways(lab, lambda *_: 2)
+        point = {"tokens": [33, 48, 7], "q_heads": 4, "kv_heads": 2, "head_dim": 64}
+        for name, bits in (("FlashInfer bf16", 16), ("FlashInfer fp8", 8)):
+            row = ways[name](point)
+            check("refused" not in row, f"{name}: {row}")
+            check(row.get("off", 1) < 1e-5 and row.get("bits") == bits, f"{name}: {row}")
+            check(row.get("bytes") == 88 * 2 * 2 * 64 * bits // 8, f"{name}: {row}")
+        refused = ways["FlashInfer fp8"]({**point, "tokens": []})
+        check("Error" in refused.get("refused", ""), f"its errors are noted: {refused}")
+    finally:
+        del sys.modules["flashinfer"]
 
 
 def main():
@@ -140,7 +222,10 @@ def main():
     check_bytes(rig)
     check_errors(rig)
     rig.close()
-    check_parts(labs.Emulator(sys.argv[1]))
+    with_torch = torch_lab()
+    check_parts(labs.Emulator(sys.argv[1]), with_torch)
+    if with_torch:
+        check_flash_infer(with_torch)
     print(f"{len(FAILED)} failed")
     sys.exit(1 if FAILED else 0)
 

@@ -39,6 +39,7 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 FIRST = os.path.join(ROOT, "tests", "mutate_gpu_first.txt")
 ARCHIVES = ("libkvq_gpu_device.a", "libkvq_cuda_emu.a", "libkvq_gpu.a", "libkvq_emu.a",
             "libkvq_kernels.a")
+OBJECTS = {"test_gpu_classic": "kvq_cuda_classic_emu"}  # linked into a test, besides its own
 TEST_SECONDS, COMPILE_SECONDS, SKIPPED = 180, 300, 77
 Look = collections.namedtuple("Look", "source case")  # where an error is seen
 
@@ -130,7 +131,9 @@ class Build:
 
     def objects_of(self, test):
         """Objects of one test program: those that CMake compiled for it."""
-        found = [output for output in self.commands if f"/{test}.dir/" in "/" + output]
+        targets = [f"/{target}.dir/" for target in (test, OBJECTS.get(test)) if target]
+        found = [output for output in self.commands
+                 if any(target in "/" + output for target in targets)]
         if not found:
             raise Broken(f"{self.folder} has no test {test}; build it with the emulator")
         return found
@@ -213,7 +216,10 @@ class Planted:
         self.overlay = os.path.join(folder, "tree")
         changed = plant(mutation, self.overlay)
         self.own = build.objects_of(mutation.test)
-        self.concerned = [output for output in [*self.own, *build.library_objects()]
+        own_sources = {build.source[output] for output in self.own}
+        library = [output for output in build.library_objects()
+                   if build.source[output] not in own_sources]
+        self.concerned = [output for output in [*self.own, *library]
                           if any(build.depends(output, path) for path in changed)]
         if not self.concerned:
             raise Broken(f"{mutation.name}: nothing in the build depends on {changed}")

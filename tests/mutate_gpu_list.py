@@ -65,6 +65,29 @@ MUTATIONS = [
     one("attend-book-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_book.h",
         "        fill = use;\n", "        fill = use == last ? stages : use + B::BYTES;\n"),
 
+    # InnerQ.
+    attend("innerq-scale-of-other-channels", "attend_innerq.h", "2 * half + (j >> 1);",
+           "2 * half + (j & 1);"),
+    attend("innerq-scale-of-a-neighbour", "attend_innerq.h", "i & 1 ? 0x3232 : 0x1010",
+           "i & 1 ? 0x1010 : 0x3232"),
+    attend("innerq-codes-off-by-one", "attend_innerq.h", "0xd440d440u", "0xd430d430u"),
+    attend("innerq-tiles-swapped", "attend_innerq.h", "slab + i + 4 * x, own,",
+           "slab + i + 4 * (D == 64 ? 0 : 1 - x), own,"),
+    attend("innerq-sign-of-a-scale", "attend_innerq.h", "G::V_SCALES, 0x7fff7fffu);",
+           "G::V_SCALES, ~0u);"),
+    attend("innerq-zeros-without-sign", "attend_innerq.h", "G::V_ZEROS, ~0u);",
+           "G::V_ZEROS, 0x7fff7fffu);"),
+    attend("innerq-sum-of-all-groups", "attend_innerq.h",
+           "o[nt][i] = HYBRID ? 0 : sum[nt][i & 1]", "o[nt][i] = HYBRID ? 0 : l.total[nt][i & 1]"),
+    one("attend-innerq-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_innerq.h",
+        "        fill = use;\n", "        fill = use == last ? stages : use + BYTES;\n"),
+
+    # Classic dequantization, to compare with.
+    one("classic-wrong-place", "test_gpu_classic", CUDA + "attend_classic.h",
+        "thousand, down[s], off[s]);", "thousand, down[s], off[0]);"),
+    one("classic-zeros-of-other-tokens", "test_gpu_classic", CUDA + "attend_classic.h",
+        "zero.v[2 * m + (i >> 1)]);", "zero.v[2 * m]);"),
+
     # Many query rows.
     attend("wide-read-too-soon", "attend_wide.h",
            "            kvq_gpu_bring_packed<D, R>(a, h, step, own);\n        gpu::block_sync();\n",

@@ -86,6 +86,26 @@ static void test_books(void **)
             }
 }
 
+// InnerQ's codes, which have one as well.
+static void test_innerq(void **)
+{
+    std::mt19937 random(5);
+    for (const int dim : {64, 128, 256})
+        for (const int gqa : {1, 4, 12})
+            for (const char *format :
+                 {"innerq-base", "innerq-hybrid", "innerq-small", "innerq-hybrid-full"}) {
+                layer l = make_layer(format, dim, gqa, 2, KVQ_F16);
+                l.shape.softcap = gqa == 4 ? 20 : 0;
+                l.shape.window = gqa == 1 ? 133 : 0;
+                wish w;
+                w.tokens = 400;
+                w.packed = 290;
+                w.fresh = 1;
+                session s = make_session(l, w, random);
+                expect("InnerQ", l, s, run(l, {&s}, run_options())[0]);
+            }
+}
+
 // ---- Everything with everything ----
 
 struct option {
@@ -569,13 +589,14 @@ static void test_all_rows(void **)
 int main(void)
 {
     const CMUnitTest tests[] = {
-        cmocka_unit_test(test_measure), cmocka_unit_test(test_positions),
-        cmocka_unit_test(test_windows), cmocka_unit_test(test_lengths),
-        cmocka_unit_test(test_formats), cmocka_unit_test(test_books),
-        cmocka_unit_test(test_wide),    cmocka_unit_test(test_pairs),
-        cmocka_unit_test(test_bf16),    cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_shared),  cmocka_unit_test(test_sharing_saves),
-        cmocka_unit_test(test_limits),  cmocka_unit_test(test_all_rows),
+        cmocka_unit_test(test_measure),       cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_windows),       cmocka_unit_test(test_lengths),
+        cmocka_unit_test(test_formats),       cmocka_unit_test(test_books),
+        cmocka_unit_test(test_innerq),        cmocka_unit_test(test_wide),
+        cmocka_unit_test(test_pairs),         cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
+        cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_all_rows),
     };
     cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_device, close_device);

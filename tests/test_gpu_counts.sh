@@ -35,6 +35,12 @@ for arch in sm_80 sm_90a; do
     # Codebooks: the loop with the most matrix instructions.
     "$source/tools/cubin-count.py" "$folder/attend_d128.$arch.cubin" --kernel d128_book_n1 \
         --at-most 12.5 --registers 255
+    # InnerQ: what it takes today; a group's codes of K become numbers.
+    count d128_iq2_n1 --at-most 21.5 --registers 168
+    count d128_iq3_n1 --at-most 23.5 --registers 255
+    for kernel in d64_iq d128_iq2_n2 d128_iq3_n2 d256_iq; do
+        count "$kernel" --registers 255
+    done
     for kernel in d64_book d128_book_n2 d256_book; do
         count "$kernel" --registers 255
     done

@@ -6,20 +6,22 @@
 # the GPU and under compute-sanitizer, and measures them against PyTorch. Results go to
 # build/gpu-check: a JSON file for each part, then gpu-check.json and gpu-check.md.
 #
-#     tools/gpu-check.sh                 all parts that have no result yet
-#     tools/gpu-check.sh PART..          these parts, again
+#     tools/gpu-check.sh                 all parts that have no result yet; one that was stopped
+#                                        goes on behind its last row
+#     tools/gpu-check.sh PART..          these parts, again from the start
 #     tools/gpu-check.sh --list          the parts; each takes less than ten minutes
 #     tools/gpu-check.sh --emulate       the same steps without a GPU: no figure means anything
 #     tools/gpu-check.sh --out FOLDER    results go there
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-parts=(build probes tests sanitizer points shapes grids packing prefill steps batches)
+parts=(build probes tests sanitizer points-48 points-1 shapes ablation grids packing prefill
+    steps-qwen3 steps-llama3 batches-qwen3 batches-llama3)
 out='' emulate='' chosen=()
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h)
-        sed -n '4,14s/^# \{0,1\}//p' "$0"
+        sed -n '4,15s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     --list)
@@ -55,9 +57,9 @@ run() {
     local part=$1 start=$SECONDS
     shift
     if "$@" >"$(log "$part")" 2>&1; then
-        printf '%-10s done, %d s\n' "$part" $((SECONDS - start))
+        printf '%-14s done, %d s\n' "$part" $((SECONDS - start))
     else
-        printf '%-10s FAILED after %d s; the whole output is in %s\n' "$part" \
+        printf '%-14s FAILED after %d s; the whole output is in %s\n' "$part" \
             $((SECONDS - start)) "$(log "$part")"
         tail -n 15 "$(log "$part")" | sed 's/^/    /'
         failed=1
@@ -69,7 +71,7 @@ part_build() {
     cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_KERNELS_ONLY=ON \
         -DKVQ_CUDA=$([ -n "$emulate" ] && echo OFF || echo ON) -DKVQ_EMU=ON &&
         cmake --build "$build" -j "$(nproc)" &&
-        cmake --build "$build" -j "$(nproc)" --target kvq_gpu_rig
+        cmake --build "$build" -j "$(nproc)" --target kvq_gpu_rig kvq_gpu_rig_classic
 }
 
 gpu_tests='^test_gpu_(driver|attend|long|replay|pack)$'
@@ -91,19 +93,19 @@ part_sanitizer() {
     done
 }
 
-# What a part has shown stands in PART.json, so that another run goes on behind it.
+# What a part has shown stands in PART.json, row by row, so that another run goes on behind it.
 measure() {
-    rm -f "$out/$1.json"
+    [ ${#chosen[@]} -eq 0 ] || rm -f "$out/$1.json"
     timeout 580 python3 "$root/tools/gpu/check.py" "$1" --library "$library" --out "$out/$1.json"
 }
 
 is_done() {
-    [ -f "$out/$1.json" ] || [ -f "$out/$1.ok" ]
+    [ -f "$out/$1.ok" ] || grep -q '"complete": true' "$out/$1.json" 2>/dev/null
 }
 
 for part in "${chosen[@]:-${parts[@]}}"; do
     if [ ${#chosen[@]} -eq 0 ] && [ "$part" != build ] && is_done "$part"; then
-        printf '%-10s has a result already\n' "$part"
+        printf '%-14s has a result already\n' "$part"
         continue
     fi
     case $part in

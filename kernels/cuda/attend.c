@@ -9,7 +9,7 @@
 #include <string.h>
 
 // Sources of packed keys and values, in the order of attend_list.h.
-enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, BOOK, ANY, RAW, SOURCES };
+enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, INNERQ2, INNERQ3, BOOK, ANY, RAW, SOURCES };
 
 // ---- The batch in memory ----
 
@@ -384,6 +384,18 @@ static bool is_affine(const struct kvq_recipe_side *side, uint8_t axis, uint8_t 
            side->row.bits == bits && side->row.group == KVQ_GROUP_TOKENS;
 }
 
+// K symmetric, of 3 bits, with a scale for each token and 32 channels; V symmetric or hybrid, of 2
+// or 3 bits, with a scale for each channel of 32 tokens.
+static bool is_innerq(const struct kvq_recipe *r)
+{
+    const struct kvq_side *k = &r->k.row, *v = &r->v.row;
+    bool hybrid = v->codec == KVQ_CODEC_HYBRID && v->bits == 2;
+    bool symmetric = v->codec == KVQ_CODEC_SYMMETRIC && (v->bits == 2 || v->bits == 3);
+    return k->codec == KVQ_CODEC_SYMMETRIC && k->bits == 3 && k->axis == KVQ_PER_TOKEN &&
+           k->group == KVQ_GROUP_CHANNELS && (hybrid || symmetric) && v->axis == KVQ_PER_CHANNEL &&
+           v->group == KVQ_GROUP_TOKENS && r->k_token_scale == KVQ_SCALE_NONE;
+}
+
 // A table of 256 entries of 4 channels, one for all sub-vectors.
 static bool is_small_book(const struct kvq_recipe_side *side, size_t sub)
 {
@@ -399,6 +411,8 @@ static enum kvq_gpu_source_kind source_of(const struct kvq_gpu_attend_args *a)
     for (uint8_t bits = 2; bits <= 4; bits++)
         if (is_affine(&r->k, KVQ_PER_CHANNEL, bits) && is_affine(&r->v, KVQ_PER_TOKEN, bits))
             return AFFINE2 + (bits - 2u);
+    if (is_innerq(r))
+        return r->v.row.bits == 2 ? INNERQ2 : INNERQ3;
     if (is_small_book(&r->k, a->book.k_sub) && is_small_book(&r->v, a->book.v_sub) &&
         r->k_token_scale == KVQ_SCALE_NONE)
         return BOOK;
@@ -419,7 +433,7 @@ static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows)
     enum kvq_gpu_source_kind kind = source_of(a);
     uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits;
     uint32_t raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
-    uint32_t stages = kind <= AFFINE4 ? KVQ_GPU_AFFINE_STAGES(dim, bits) : 0;
+    uint32_t stages = kind <= INNERQ3 ? KVQ_GPU_AFFINE_STAGES(dim, bits) : 0;
     return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw)) +
            (kind == BOOK ? KVQ_GPU_TABLES : 0);
 }

@@ -480,6 +480,20 @@ KVQ_DEVICE void kvq_gpu_values(kvq_gpu_lane<D, NT> &l, gpu::smem v, const uint32
 
 // ---- All groups of a warp ----
 
+// Whether keys and values are made of codes before the products, by the functions of
+// attend_classic.h: in a build that measures what leaving codes as they are saves.
+#ifdef KVQ_GPU_CLASSIC
+constexpr bool kvq_gpu_is_classic = true;
+#else
+constexpr bool kvq_gpu_is_classic = false;
+#endif
+template <int D, int BITS, int NT>
+KVQ_DEVICE void kvq_gpu_classic_logits(const kvq_gpu_lane<D, NT> &l, gpu::smem k,
+                                       float s[NT][2][4]);
+template <int D, int BITS, int NT>
+KVQ_DEVICE void kvq_gpu_classic_values(kvq_gpu_lane<D, NT> &l, gpu::smem v,
+                                       const uint32_t p[NT][2][2]);
+
 // Everything but the queries.
 template <int D, int NT>
 KVQ_DEVICE void kvq_gpu_begin(kvq_gpu_lane<D, NT> &l, float cap, float unit)
@@ -554,9 +568,15 @@ KVQ_DEVICE void kvq_gpu_affine_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend
                                        tokens.v[0], tokens.v[1]};
         float s[NT][2][4];
         uint32_t p[NT][2][2];
-        kvq_gpu_logits<D, BITS, NT>(l, staged.k, s);
+        if (kvq_gpu_is_classic)
+            kvq_gpu_classic_logits<D, BITS, NT>(l, staged.k, s);
+        else
+            kvq_gpu_logits<D, BITS, NT>(l, staged.k, s);
         kvq_gpu_softmax<D, NT, true>(l, staged, a.cap, s, p);
-        kvq_gpu_values<D, BITS, NT>(l, staged.v, p);
+        if (kvq_gpu_is_classic)
+            kvq_gpu_classic_values<D, BITS, NT>(l, staged.v, p);
+        else
+            kvq_gpu_values<D, BITS, NT>(l, staged.v, p);
         fill = use;
         use = use == last ? stages : use + G::BYTES;
     }
@@ -577,7 +597,8 @@ template <int D, int NT> KVQ_DEVICE void kvq_gpu_finish(kvq_gpu_lane<D, NT> &l)
             const int s = D == 64 ? t : (t >> 1) & 3;
             for (int rh = 0; rh < 2; rh++)
                 l.sums.o[nt][t][2 * rh + n] =
-                    fmaf(l.sums.o[nt][t][2 * rh + n], (float)(1 << (24 - 2 * s)), own);
+                    fmaf(l.sums.o[nt][t][2 * rh + n],
+                         kvq_gpu_is_classic ? 1 : (float)(1 << (24 - 2 * s)), own);
         }
     }
 }
@@ -587,7 +608,7 @@ KVQ_DEVICE void kvq_gpu_attend_affine(const kvq_gpu_attend_args &a, const kvq_gp
                                       kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_lane<D, NT> l = {};
-    kvq_gpu_begin<D, NT>(l, a.cap, (float)(1 << 21));
+    kvq_gpu_begin<D, NT>(l, a.cap, kvq_gpu_is_classic ? 1 : (float)(1 << 21));
     kvq_gpu_keep_q<D, NT>(l);
     kvq_gpu_affine_loop<D, BITS, NT>(l, a, h.n_packed);
     kvq_gpu_finish<D, NT>(l);

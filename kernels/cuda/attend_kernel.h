@@ -16,6 +16,8 @@
 #include "kernels/cuda/attend_affine.h"
 #include "kernels/cuda/attend_any.h"
 #include "kernels/cuda/attend_book.h"
+#include "kernels/cuda/attend_classic.h"
+#include "kernels/cuda/attend_innerq.h"
 #include "kernels/cuda/attend_raw.h"
 
 template <int D, int NT, int BITS> struct kvq_gpu_affine_source {
@@ -29,6 +31,19 @@ KVQ_DEVICE void kvq_gpu_take(kvq_gpu_affine_source<D, NT, BITS>, const kvq_gpu_a
                              const kvq_gpu_here &h, kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_attend_affine<D, BITS, NT>(a, h, sums);
+}
+
+template <int D, int NT, int BITS> struct kvq_gpu_innerq_source {
+    static constexpr bool FOURS = false;
+    static constexpr int TABLES = 0, RAW_STAGES = 1;
+    static constexpr int BYTES = KVQ_GPU_WARPS * kvq_gpu_innerq<D, BITS>::WARP_BYTES;
+};
+
+template <int D, int NT, int BITS>
+KVQ_DEVICE void kvq_gpu_take(kvq_gpu_innerq_source<D, NT, BITS>, const kvq_gpu_attend_args &a,
+                             const kvq_gpu_here &h, kvq_gpu_sums<D, NT> &sums)
+{
+    kvq_gpu_attend_innerq<D, BITS, NT>(a, h, sums);
 }
 
 template <int D, int NT> struct kvq_gpu_any_source {
@@ -105,6 +120,8 @@ KVQ_DEVICE void kvq_gpu_prepare(kvq_gpu_book_source<D, NT>, const kvq_gpu_attend
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_raw_source<D, NT>),                         \
                        KVQ_GPU_RAW_STAGES(D) * KVQ_GPU_RAW_STAGE(D), 0)                            \
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_affine_source<D, NT, 3>),                   \
+                       KVQ_GPU_AFFINE_STAGES(D, 3), 0)                                             \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_innerq_source<D, NT, 2>),                   \
                        KVQ_GPU_AFFINE_STAGES(D, 3), 0)                                             \
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_book_source<D, NT>), KVQ_GPU_RAW_STAGE(D),  \
                        KVQ_GPU_TABLES)
@@ -197,6 +214,9 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 #define KVQ_GPU_ATTEND_AFFINE(D, BITS, NT)                                                         \
     KVQ_GPU_ATTEND(d##D##_b##BITS##_n##NT, D, NT, BITS,                                            \
                    KVQ_GPU_ARGUMENT(kvq_gpu_affine_source<D, NT, BITS>))
+#define KVQ_GPU_ATTEND_INNERQ(D, BITS, NT)                                                         \
+    KVQ_GPU_ATTEND(d##D##_iq##BITS##_n##NT, D, NT, (BITS) + 1,                                     \
+                   KVQ_GPU_ARGUMENT(kvq_gpu_innerq_source<D, NT, BITS>))
 #define KVQ_GPU_ATTEND_ANY(D, NT)                                                                  \
     KVQ_GPU_ATTEND(d##D##_any_n##NT, D, NT, 0, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>))
 #define KVQ_GPU_ATTEND_RAW(D, NT)                                                                  \
@@ -208,6 +228,8 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
     KVQ_GPU_ATTEND_AFFINE(D, 2, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 4, NT)                                                                \
+    KVQ_GPU_ATTEND_INNERQ(D, 2, NT)                                                                \
+    KVQ_GPU_ATTEND_INNERQ(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_BOOK(D, NT)                                                                     \
     KVQ_GPU_ATTEND_ANY(D, NT)                                                                      \
     KVQ_GPU_ATTEND_RAW(D, NT)

@@ -5,6 +5,7 @@ Every point is a set of sessions; every time is that of one layer out of a captu
 whose caches lie in different memory. Ratios are against the fastest 16-bit attention of the run."""
 import numpy
 
+import flash_infer
 import rig as rigs
 
 FORMATS = ("oscar2", "oscar3", "oscar4", "kivi2", "ott2", "innerq-base", "innerq-hybrid",
@@ -36,7 +37,8 @@ SHAPES = {  # at 48 x 4K, besides 32/8 heads and head_dim 128
     "head_dim 64": {"tokens": [4096] * 48, "head_dim": 64},
     "head_dim 256": {"tokens": [4096] * 48, "head_dim": 256},
 }
-TINY = {"2 x 300": {"tokens": [300, 300], "q_heads": 4, "kv_heads": 2, "head_dim": 64}}
+TINY = {"2 x 300": {"tokens": [300, 300], "q_heads": 4, "kv_heads": 2, "head_dim": 64},
+        "1 x 200": {"tokens": [200], "q_heads": 4, "kv_heads": 1, "head_dim": 128}}
 WALK = 160 << 20  # bytes that a graph's caches have at least, beyond any cache
 MOST_LAYERS = 36
 
@@ -124,49 +126,73 @@ def time_sdpa(lab, backend, point, q_tokens=1):
     return {"us": min(us), "again": max(us), "bytes": one, "layers": layers}
 
 
-def baselines(lab, point):
-    """All 16-bit ways of a point: {name: row}."""
-    rows = {"kvq bf16": time_format(lab, "bf16", point)}
+def baselines(lab):
+    """The other ways to attend: {name: function of a point}; None: no such attention there."""
+    ways = {"kvq bf16": lambda point: time_format(lab, "bf16", point)}
     if lab.timed:
         for name, backend in sdpa_backends(lab).items():
-            row = time_sdpa(lab, backend, point)
-            if row:
-                rows[name] = row
-            lab.clear()
-    return rows
+            ways[name] = lambda point, backend=backend: time_sdpa(lab, backend, point)
+    ways.update(flash_infer.ways(lab, layers_for))
+    return ways
 
 
-def measure_point(lab, point, formats):
-    rows = baselines(lab, point)
-    for form in formats:
-        rows[form] = time_format(lab, form, point)
+def measure_point(lab, rows, name, point, formats):
+    ways = baselines(lab)
+    ways.update((form, lambda p, form=form: time_format(lab, form, p)) for form in formats)
+    for way, measure in ways.items():
+        rows.measure([name, way], lambda: measure(point))
         lab.clear()
-    best = min(row["us"] for row in rows.values() if row.get("bits", 16) == 16 and "us" in row)
-    for name, row in rows.items():
-        if "us" in row:
-            row["vs_16_bits"] = best / row["us"]
+    compare(rows(name))
+    rows.save()
+
+
+def compare(ways):
+    """What each way is against the fastest of 16 bits, and whether it is right."""
+    found = {name: row for name, row in ways.items() if row and "us" in row}
+    best = min(row["us"] for row in found.values() if row.get("bits", 16) == 16)
+    for row in found.values():
+        row["vs_16_bits"] = best / row["us"]
         if row.get("error", 0) > LIMIT:
             row["wrong"] = f"error {row['error']:.2e} is above {LIMIT}"
-    return rows
 
 
 # ---- Parts ----
 
-def points(lab):
-    if not lab.timed:
-        return {name: measure_point(lab, p, ("oscar2", "vecinfer-2")) for name, p in TINY.items()}
-    return {name: measure_point(lab, p, FORMATS) for name, p in POINTS.items()}
+def points(sessions, lab, rows):
+    """Those of one session, or of more."""
+    formats = FORMATS if lab.timed else ("oscar2", "vecinfer-2")
+    for name, point in (POINTS if lab.timed else TINY).items():
+        if (len(point["tokens"]) == 1) == (sessions == 1):
+            measure_point(lab, rows, name, point, formats)
 
 
-def shapes(lab):
-    chosen = SHAPES if lab.timed else TINY
-    return {name: measure_point(lab, p, ("oscar2", "vecinfer-2")) for name, p in chosen.items()}
+def shapes(lab, rows):
+    chosen = SHAPES if lab.timed else {"1 x 200": TINY["1 x 200"]}
+    for name, point in chosen.items():
+        measure_point(lab, rows, name, point, ("oscar2", "vecinfer-2"))
 
 
-def grids(lab):
+def ablation(lab, rows):
+    """What leaving codes as they are saves: the same kernels with classic dequantization."""
+    classic = lab.classic()
+    for name in ("48 x 4K", "1 x 32K", "1 x 128K") if lab.timed else ("1 x 200",):
+        point = (POINTS if lab.timed else TINY)[name]
+        for form in ("oscar2", "oscar4"):
+            own = rows.measure([f"{name}, {form}", "AND only"],
+                               lambda: time_format(lab, form, point))
+            other = rows.measure([f"{name}, {form}", "classic"],
+                                 lambda: time_format(classic, form, point))
+            for row in (own, other):
+                row["vs_classic"] = other["us"] / row["us"]
+                if row["error"] > LIMIT:
+                    row["wrong"] = f"error {row['error']:.2e} is above {LIMIT}"
+            lab.clear()
+    rows.save()
+
+
+def grids(lab, rows):
     """Equal bits whatever the grid; and what a grid that fits the device gains over others."""
     point = POINTS["48 ragged"] if lab.timed else TINY["2 x 300"]
-    rows = {}
     with open_cache(lab, "oscar2", point, 1) as cache:
         shape = (len(cache.tokens), cache.q_heads, cache.head_dim)
         q, first = lab.normal(*shape), None
@@ -176,32 +202,32 @@ def grids(lab):
             us = lab.time([lambda b=blocks: cache.attend(0, lab.now(), b)])
             got = lab.numbers(out)
             first = got if first is None else first
-            rows[str(blocks) if blocks else "as many as fit"] = {
-                "us": min(us), "same_bits": bool(numpy.array_equal(got, first))}
-    return rows
+            rows.measure([str(blocks) if blocks else "as many as fit"], lambda: {
+                "us": min(us), "same_bits": bool(numpy.array_equal(got, first))})
 
 
-def packing(lab):
+def packing(lab, rows):
     """A block of each session and layer; 36 layers of 48 sessions are one step in 128."""
     sessions, layers = (48, 36) if lab.timed else (2, 2)
-    rows = {}
-    for form in ("oscar2", "oscar3", "oscar4", "kivi2", "innerq-base", "vecinfer-2", "kvq2"):
+
+    def measure(form):
         with rigs.Cache(lab.rig, form, [256] * sessions, layers=layers, dtype=rigs.BF16) as cache:
             nbytes = [0]
 
             def call():
                 nbytes[0] = cache.pack(lab.now())
             us = lab.time([call])
-            rows[form] = {"us": min(us), "raw_bytes": nbytes[0]}
-    return rows
+            return {"us": min(us), "raw_bytes": nbytes[0]}
+    for form in ("oscar2", "oscar3", "oscar4", "kivi2", "innerq-base", "vecinfer-2", "kvq2"):
+        rows.measure([form], lambda: measure(form))
 
 
-def prefill(lab):
+def prefill(lab, rows):
     """New tokens over a cached prefix: every block is unpacked once for a tile of queries."""
     prefix, new = (32768, 512) if lab.timed else (300, 20)
     point = {"tokens": [prefix]} if lab.timed else {**TINY["2 x 300"], "tokens": [prefix]}
-    rows = {}
-    for form in ("bf16", "oscar2", "vecinfer-2"):
+
+    def measure(form):
         with open_cache(lab, form, point, 4) as cache:
             q = lab.normal(new, cache.q_heads, cache.head_dim)
             out = lab.empty(new, cache.q_heads, cache.head_dim)
@@ -210,8 +236,9 @@ def prefill(lab):
                 cache.bind(i, lab.at(q), lab.at(out), new, lab.code,
                            fresh=(lab.at(kv[0]), lab.at(kv[1]), new))
             us = lab.time([lambda i=i: cache.attend(i, lab.now()) for i in range(4)], 20)
-            rows["kvq " + form] = {"us": min(us)}
+            return {"us": min(us)}
+    for form in ("bf16", "oscar2", "vecinfer-2"):
+        rows.measure(["kvq " + form], lambda: measure(form))
     if lab.timed:
         for name, backend in sdpa_backends(lab).items():
-            rows[name] = time_sdpa(lab, backend, {"tokens": [prefix + new]}, new)
-    return rows
+            rows.measure([name], lambda: time_sdpa(lab, backend, {"tokens": [prefix + new]}, new))

@@ -13,10 +13,11 @@ class Gpu:
     """PyTorch's current device. Our kernels run in its context and streams."""
 
     timed = True
+    device = "cuda"
 
     def __init__(self, library):
         import torch
-        self.torch = torch
+        self.torch, self.library = torch, library
         if not torch.cuda.is_available():
             raise rigs.RigError("PyTorch finds no GPU here")
         torch.cuda.init()
@@ -26,6 +27,10 @@ class Gpu:
         self.dtype = torch.bfloat16
         self.code = rigs.BF16
         self.stream = None
+
+    def classic(self):
+        """The same with the kernels of classic dequantization at head_dim 128."""
+        return Gpu(classic_library(self.library))
 
     def normal(self, *shape):
         return self.torch.randn(*shape, device="cuda", dtype=self.dtype)
@@ -93,14 +98,18 @@ class Emulator:
     """No times: what takes time is only run, and once."""
 
     timed = False
+    torch = None
 
     def __init__(self, library):
         import numpy
-        self.numpy = numpy
+        self.numpy, self.library = numpy, library
         self.rig = rigs.Rig(library)
         self.name = "emulator"
         self.code = rigs.F32
         self.random = numpy.random.default_rng(1)
+
+    def classic(self):
+        return Emulator(classic_library(self.library))
 
     def normal(self, *shape):
         return self.put(self.random.standard_normal(shape).astype(self.numpy.float32))
@@ -144,9 +153,44 @@ class Emulator:
         return [float("nan")] * 2
 
 
+class TorchEmulator(Emulator):
+    """With PyTorch's tensors over the emulator's memory, for what computes with both."""
+
+    device = "cpu"
+
+    def __init__(self, library):
+        import torch
+        super().__init__(library)
+        self.torch, self.dtype = torch, torch.float32
+
+    def classic(self):
+        return TorchEmulator(classic_library(self.library))
+
+    def put(self, array):
+        at = self.rig.take(array.nbytes)
+        self.rig.copy_in(at, array)
+        memory = (ctypes.c_char * array.nbytes).from_address(at)
+        return self.torch.frombuffer(memory, dtype=self.dtype).view(array.shape)
+
+    @staticmethod
+    def at(tensor):
+        return tensor.data_ptr()
+
+    def numbers(self, tensor):
+        return tensor.double().numpy()
+
+
+def classic_library(library):
+    path = str(library)
+    return path.replace("kvq_gpu_rig", "kvq_gpu_rig_classic")
+
+
 def open_lab(library):
     """The library tells by its name which it is."""
     if "emu" in str(library):
-        return Emulator(library)
+        try:
+            return TorchEmulator(library)
+        except ImportError:
+            return Emulator(library)
     ctypes.CDLL("libcuda.so.1")  # an error here says more than PyTorch does
     return Gpu(library)

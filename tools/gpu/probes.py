@@ -29,15 +29,14 @@ def operations_a_second(lab, probe):
     return done[0] / us / 1e6  # in 10^12
 
 
-def probes(lab):
-    off = lab.rig.probe_subnormals()
-    rows = {"subnormal_error": off,
-            "read_gb_per_s": max(read_rate(lab, r) for r in RECORDS),
-            "mma_tflops": operations_a_second(lab, rigs.MMA),
-            "logic_tops": operations_a_second(lab, rigs.LOGIC),
-            "launch_us": min(lab.time(
-                [lambda: lab.rig.probe_rate(rigs.NOTHING, 0, lab.now())] * LAUNCHES, 10)),
-            "multiprocessors": lab.rig.multiprocessors()}
+def probes(lab, rows):
+    off = rows.measure(["subnormal_error"], lab.rig.probe_subnormals)
+    rows.measure(["read_gb_per_s"], lambda: max(read_rate(lab, r) for r in RECORDS))
+    rows.measure(["mma_tflops"], lambda: operations_a_second(lab, rigs.MMA))
+    rows.measure(["logic_tops"], lambda: operations_a_second(lab, rigs.LOGIC))
+    rows.measure(["launch_us"], lambda: min(lab.time(
+        [lambda: lab.rig.probe_rate(rigs.NOTHING, 0, lab.now())] * LAUNCHES, 10)))
+    rows.measure(["multiprocessors"], lab.rig.multiprocessors)
     if off > 1e-6:
-        rows["wrong"] = f"products of subnormals are {off:.1e} off: unpacking rests on them"
-    return rows
+        rows.measure(["wrong"], lambda: f"products of subnormals are {off:.1e} off: unpacking "
+                     "rests on them")

@@ -2,16 +2,22 @@
 """The report of tools/gpu-check.sh: one JSON and one Markdown file from what its parts wrote."""
 import json
 
-ORDER = ("probes", "points", "shapes", "grids", "packing", "prefill", "steps", "batches")
+ORDER = ("probes", "points-48", "points-1", "shapes", "ablation", "grids", "packing", "prefill",
+         "steps-qwen3", "steps-llama3", "batches-qwen3", "batches-llama3")
 TITLES = {
     "probes": "What the device gives at best",
-    "points": "Attention of one layer, 32/8 heads, head_dim 128",
+    "points-48": "Attention of one layer, 32/8 heads, head_dim 128, 48 sessions",
+    "points-1": "Attention of one layer, 32/8 heads, head_dim 128, one session",
     "shapes": "Other shapes, 48 sessions of 4,096 tokens",
+    "ablation": "Codes left as they are (AND only), and classic dequantization",
     "grids": "oscar2 with grids of other sizes",
     "packing": "Packing one block of 48 sessions in 36 layers",
     "prefill": "512 new tokens over 32,768 cached ones, one layer",
-    "steps": "Whole decode steps of 8B models (random weights)",
-    "batches": "The largest batch of 4,096 tokens that fits, and its step",
+    "steps-qwen3": "Whole decode steps, Qwen3-8B's shape (random weights)",
+    "steps-llama3": "Whole decode steps, Llama-3.1-8B's shape (random weights)",
+    "batches-qwen3": "The largest batch of 4,096 tokens that fits, and its step: Qwen3-8B's shape",
+    "batches-llama3":
+        "The largest batch of 4,096 tokens that fits, and its step: Llama-3.1-8B's shape",
 }
 
 
@@ -45,22 +51,24 @@ def number(x, digits=1):
 def perfect_fp8(point, ways, floor):
     """The line of a reader of 8 bits a value that nothing but memory holds up."""
     us = ways["kvq bf16"]["bytes"] / 2 / floor / 1e3
-    best = min(r["us"] for r in ways.values() if "us" in r and r.get("bits", 16) == 16)
+    best = min(r["us"] for r in ways.values() if r and "us" in r and r.get("bits", 16) == 16)
     return [point, "a perfect reader of fp8 (computed)", number(us), number(floor, 0), "100%",
             number(best / us, 2), ""]
 
 
 def attention_rows(rows, floor):
     for point, ways in rows.items():
-        if floor:
+        if floor and "us" in (ways.get("kvq bf16") or {}):
             yield perfect_fp8(point, ways, floor)
         for way, row in ways.items():
+            if not row:
+                continue
             if "refused" in row:
                 yield [point, way, "refused: " + row["refused"], "", "", "", ""]
                 continue
             speed = row["bytes"] / row["us"] / 1e3
             yield [point, way, number(row["us"]), number(speed, 0),
-                   f"{speed / floor:.0%}" if floor else "", number(row["vs_16_bits"], 2),
+                   f"{speed / floor:.0%}" if floor else "", number(row.get("vs_16_bits"), 2),
                    f"{row['error']:.1e}" if "error" in row else ""]
 
 
@@ -107,9 +115,9 @@ def section(result, floor):
         return "nothing was measured\n"
     if part == "probes":
         return table(("", ""), [[key.replace("_", " "), cell(x)] for key, x in rows.items()])
-    if part in ("points", "shapes"):
+    if part.startswith(("points", "shapes")):
         return attention_table(rows, floor)
-    return nested_table(rows) if part in ("steps", "batches") else plain_table(rows)
+    return nested_table(rows) if part.startswith(("steps", "ablation")) else plain_table(rows)
 
 
 def write(folder):
@@ -129,6 +137,8 @@ def write(folder):
         text.append("**Without a GPU: no time here means anything.**\n")
     for part, result in parts.items():
         text += [f"## {TITLES.get(part, part)}\n", section(result, floor)]
+        if not result["complete"]:
+            text.append("Stopped before its end: run `tools/gpu-check.sh` again to go on.\n")
         text += [f"- wrong: {line}" for line in complaints(result)]
     (folder / "gpu-check.md").write_text("\n".join(text) + "\n")
     print(f"{folder / 'gpu-check.md'}")

@@ -10,18 +10,20 @@ import gc
 import rig as rigs
 
 MODELS = {
-    "Qwen3-8B": {"hidden": 4096, "layers": 36, "mlp": 12288, "vocabulary": 151936},
-    "Llama-3.1-8B": {"hidden": 4096, "layers": 32, "mlp": 14336, "vocabulary": 128256},
+    "qwen3": {"hidden": 4096, "layers": 36, "mlp": 12288, "vocabulary": 151936},
+    "llama3": {"hidden": 4096, "layers": 32, "mlp": 14336, "vocabulary": 128256},
 }
+TINY = {"hidden": 256, "layers": 2, "mlp": 384, "vocabulary": 500}
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 PAPERS = {  # what stands in the papers, on their machines
-    ("Qwen3-8B", "1 x 128K", "oscar2"): "OScaR: 92.9 to 30.9 ms, 3.0 times (H20)",
-    ("Qwen3-8B", "48 x 4K", "oscar2"): "OScaR: 4.1 times the tokens a second at batch 48 (H20)",
-    ("Llama-3.1-8B", "1 x 192K", "vecinfer-2"): "VecInfer: 8.3 times at 196K (H100)",
+    ("qwen3", "1 x 128K", "oscar2"): "OScaR: 92.9 to 30.9 ms, 3.0 times (H20)",
+    ("qwen3", "48 x 4K", "oscar2"): "OScaR: 4.1 times the tokens a second at batch 48 (H20)",
+    ("llama3", "1 x 192K", "vecinfer-2"): "VecInfer: 8.3 times at 196K (H100)",
 }
 FORMATS = ("oscar2", "vecinfer-2")
 LENGTHS = {"1 x 1K": (1, 1024), "1 x 4K": (1, 4096), "1 x 32K": (1, 32768),
            "1 x 128K": (1, 131072), "1 x 192K": (1, 196608), "48 x 4K": (48, 4096)}
+TINY_LENGTHS = {"1 x 300": (1, 300), "2 x 140": (2, 140)}
 RESERVE = 6 << 30  # bytes left for graphs and activations
 
 
@@ -92,7 +94,7 @@ class Kernels:
     def __init__(self, lab, form, layers, sessions, tokens):
         self.lab = lab
         self.cache = rigs.Cache(lab.rig, form, [tokens] * sessions, layers=layers,
-                                q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=lab.code)
+                                q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=rigs.BF16)
         self.q, self.out = ([lab.empty(sessions, Q_HEADS, DIM) for _ in range(layers)]
                             for _ in range(2))
         self.k, self.v = ([lab.empty(sessions, KV_HEADS, DIM) for _ in range(layers)]
@@ -138,41 +140,39 @@ def attention_of(lab, name, layers, sessions, tokens):
     return Kernels(lab, name, layers, sessions, tokens)
 
 
-def steps(lab):
-    """Milliseconds of a step, {model: {point: {attention: row}}}."""
-    rows = {}
-    for name, shape in MODELS.items() if lab.timed else ():
-        model = Model(lab, shape)
-        for point, (sessions, tokens) in LENGTHS.items():
-            of = rows.setdefault(name, {}).setdefault(point, {})
-            for way in ("SDPA flash", *FORMATS):
-                attention = attention_of(lab, way, shape["layers"], sessions, tokens)
-                of[way] = time_step(lab, model, attention, sessions)
-                of[way]["vs_sdpa"] = of["SDPA flash"]["ms"] / of[way]["ms"]
-                if (name, point, way) in PAPERS:
-                    of[way]["paper"] = PAPERS[name, point, way]
-        del model
-        gc.collect()
-        lab.clear()
-    return rows
-
-
-def batches(lab):
-    """The largest batch of sessions of 4K tokens that fits, and a step of it."""
-    rows, tokens = {}, 4096
-    for name, shape in MODELS.items() if lab.timed else ():
-        model = Model(lab, shape)
-        of = rows.setdefault(name, {})
-        free = lab.free_bytes() - RESERVE
+def steps(name, lab, rows):
+    """Milliseconds of a step of one model, {point: {attention: row}}."""
+    if not lab.torch:
+        return
+    model = Model(lab, MODELS[name] if lab.timed else TINY)
+    for point, (sessions, tokens) in (LENGTHS if lab.timed else TINY_LENGTHS).items():
         for way in ("SDPA flash", *FORMATS):
-            each = 4 * KV_HEADS * (tokens + 1) * DIM
-            if way != "SDPA flash":
-                with rigs.Cache(lab.rig, way, [tokens], dtype=lab.code) as one:
-                    each = one.bytes() + 4 * KV_HEADS * DIM * 128  # and a window not quite full
-            sessions = min(int(free / (each * shape["layers"])), 2048)
-            attention = attention_of(lab, way, shape["layers"], sessions, tokens)
-            of[way] = {"sessions": sessions, **time_step(lab, model, attention, sessions)}
-        del model
-        gc.collect()
-        lab.clear()
-    return rows
+            rows.measure([point, way], lambda: time_step(
+                lab, model, attention_of(lab, way, model.shape["layers"], sessions, tokens),
+                sessions))
+        for way, row in rows(point).items():
+            row["vs_sdpa"] = rows(point)["SDPA flash"]["ms"] / row["ms"]
+            if (name, point, way) in PAPERS:
+                row["paper"] = PAPERS[name, point, way]
+        rows.save()
+
+
+def batches(name, lab, rows):
+    """The largest batch of sessions of 4K tokens that fits, and a step of it."""
+    if not lab.torch:
+        return
+    tokens = 4096 if lab.timed else 300
+    model = Model(lab, MODELS[name] if lab.timed else TINY)
+    free = lab.free_bytes() - RESERVE
+
+    def measure(way):
+        each = 4 * KV_HEADS * (tokens + 1) * DIM
+        if way != "SDPA flash":
+            with rigs.Cache(lab.rig, way, [tokens], dtype=rigs.BF16) as one:
+                each = one.bytes() + 4 * KV_HEADS * DIM * 128  # and a window not quite full
+        fit = int(free / (each * model.shape["layers"]))
+        sessions = min(fit, 2048) if lab.timed else 2
+        attention = attention_of(lab, way, model.shape["layers"], sessions, tokens)
+        return {"sessions": sessions, **time_step(lab, model, attention, sessions)}
+    for way in ("SDPA flash", *FORMATS):
+        rows.measure([way], lambda: measure(way))
