@@ -52,8 +52,8 @@ static void find(const char *name, void *function)
 void soft_open(void)
 {
     char text[KVQ_GPU_TEXT];
-    const char *why = NULL;
-    if (kvq_gpu_driver_open(&drv, KVQ_EMU_LIBRARY, text, sizeof text)) {
+    const char *why = NULL, *library = getenv("KVQ_GPU_DRIVER");
+    if (kvq_gpu_driver_open(&drv, library ? library : KVQ_EMU_LIBRARY, text, sizeof text)) {
         printf("%s\n", text);
         exit(1);
     }
