@@ -380,7 +380,8 @@ KVQ__INLINE void complete(struct coder *c, const struct coders *all, uint32_t at
 KVQ__INLINE void put_quad(const struct work *w, uint32_t i, const __m512i *q)
 {
     _mm512_store_si512(w->quads + (size_t)64 * i, to_bytes(q));
-    kvq__fetch_lines(w->ahead + (size_t)128 * i, 2);
+    _mm_prefetch((const char *)w->ahead + (size_t)128 * i, _MM_HINT_T0);
+    _mm_prefetch((const char *)w->ahead + (size_t)128 * i + 64, _MM_HINT_T0);
 }
 
 KVQ__INLINE void put_codes(const struct work *w, const struct coders *all, bool by_token, int codec)
