@@ -253,6 +253,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     a->listening = true;
     TAILQ_INIT(&a->connections);
     LIST_INIT(&a->clients);
+    STAILQ_INIT(&a->returns);
     uv_timer_init(&server->loop, &a->pause);
     uv_poll_start(&a->poll, UV_READABLE, on_connect);
     *out = a;

@@ -530,7 +530,7 @@ static void undo(struct kvq__connection *c)
         kvq__timeline_give_back(c);
 }
 
-// Once all is back that the command gives back.
+// Once all is back that the command waits for.
 static void answer(struct kvq__connection *c)
 {
     Kvq__Request__CommandCase command = c->request->command_case;
@@ -567,17 +567,17 @@ static void finish(struct kvq__mail *mail)
         kvq__line_give_back(c->line);
     c->line = refused ? NULL : c->line;
     c->finish_due = true;
-    if (c->giving_back == 0)
+    if (c->awaited == 0)
         answer(c);
 }
 
-void kvq__connection_gave_back(struct kvq__connection *c)
+void kvq__connection_gave_back(struct kvq__connection *c, bool awaited)
 {
-    if (--c->giving_back > 0)
-        return;
-    if (c->finish_due)
+    c->giving_back--;
+    c->awaited -= awaited;
+    if (c->finish_due && c->awaited == 0)
         answer(c);
-    else if (c->gone_due)
+    else if (c->gone_due && c->giving_back == 0)
         kvq__connection_gone(c);
 }
 

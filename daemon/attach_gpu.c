@@ -369,7 +369,7 @@ void kvq__timeline_make(struct kvq__connection *c)
     kvq__shm_close(&p->shm);
 }
 
-// ---- Making and giving back ----
+// ---- Making ----
 
 void kvq__region_make(struct kvq__region *r)
 {
@@ -389,10 +389,60 @@ void kvq__region_make(struct kvq__region *r)
     c->error = result == KVQ_GPU_OK ? 0 : code_of(result);
 }
 
-// A thread of libuv's.
-static void give_region_back(uv_work_t *work)
+// ---- Giving back ----
+
+static void return_next(struct kvq__attach *a);
+
+static void run_return(uv_work_t *work)
 {
-    struct kvq__region *r = work->data;
+    struct kvq__attach *a = work->data;
+    struct kvq__return *what = STAILQ_FIRST(&a->returns);
+    what->run(what);
+}
+
+static void end_return(uv_work_t *work, int status)
+{
+    struct kvq__attach *a = work->data;
+    struct kvq__return *what = STAILQ_FIRST(&a->returns);
+    struct kvq__connection *c = what->connection;
+    bool awaited = what->awaited;
+    (void)status;
+    a->returning = false;
+    STAILQ_REMOVE_HEAD(&a->returns, link);
+    what->done(what);
+    kvq__connection_gave_back(c, awaited);
+    if (!STAILQ_EMPTY(&a->returns))
+        return_next(a);
+}
+
+static void return_next(struct kvq__attach *a)
+{
+    if (a->returning)
+        return;
+    a->returning = true;
+    a->return_work.data = a;
+    uv_queue_work(&a->server->loop, &a->return_work, run_return, end_return);
+}
+
+static void give_back(struct kvq__connection *c, struct kvq__return *what, bool awaited,
+                      void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
+{
+    struct kvq__attach *a = c->attach;
+    *what = (struct kvq__return){.connection = c, .awaited = awaited, .run = run, .done = done};
+    c->giving_back++;
+    c->awaited += awaited;
+    STAILQ_INSERT_TAIL(&a->returns, what, link);
+    return_next(a);
+}
+
+static struct kvq__region *region_of(struct kvq__return *what)
+{
+    return (struct kvq__region *)((char *)what - offsetof(struct kvq__region, back));
+}
+
+static void run_region(struct kvq__return *what)
+{
+    struct kvq__region *r = region_of(what);
     if (r->gpu)
         kvq__gpu_enter(r->gpu);
     if (r->import)
@@ -412,13 +462,9 @@ static void free_region(struct kvq__region *r)
     free(r);
 }
 
-static void region_given_back(uv_work_t *work, int status)
+static void end_region(struct kvq__return *what)
 {
-    struct kvq__region *r = work->data;
-    struct kvq__connection *c = r->connection;
-    (void)status;
-    free_region(r);
-    kvq__connection_gave_back(c);
+    free_region(region_of(what));
 }
 
 // A client may go on using memory that it has closed: it counts on until the client is gone.
@@ -438,6 +484,7 @@ static bool keep_as_spare(struct kvq__region *r)
     return true;
 }
 
+// Its client waits for the end of an import alone: only then may it free the memory.
 void kvq__region_give_back(struct kvq__region *r)
 {
     struct kvq__connection *c = r->connection;
@@ -448,86 +495,71 @@ void kvq__region_give_back(struct kvq__region *r)
     else if (r->import)
         r->import->closing = true;
     keep_as_spare(r);
-    if (r->piece.kind == KVQ_GPU_PIECE_NONE && !r->host.at &&
-        (!r->import || r->import->piece.kind == KVQ_GPU_PIECE_NONE)) {
-        kvq__shm_close(&r->host.shm);
-        free_region(r);
+    bool slow = r->piece.kind != KVQ_GPU_PIECE_NONE || r->host.at ||
+                (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
+    if (slow) {
+        give_back(c, &r->back, r->import != NULL, run_region, end_region);
         return;
     }
-    c->giving_back++;
-    r->work.data = r;
-    uv_queue_work(&c->server->loop, &r->work, give_region_back, region_given_back);
+    kvq__shm_close(&r->host.shm);
+    free_region(r);
 }
 
-// A thread of libuv's.
-static void give_timeline_back(uv_work_t *work)
+static struct kvq__line *line_of(struct kvq__return *what)
 {
-    struct kvq__line *line = work->data;
-    unpin(line->connection, &line->timeline);
+    return (struct kvq__line *)((char *)what - offsetof(struct kvq__line, back));
 }
 
-static void line_given_back(uv_work_t *work, int status)
+static void run_line(struct kvq__return *what)
 {
-    struct kvq__line *line = work->data;
-    struct kvq__connection *c = line->connection;
-    (void)status;
-    kvq__line_free(line);
-    kvq__connection_gave_back(c);
+    unpin(what->connection, &line_of(what)->timeline);
+}
+
+static void end_line(struct kvq__return *what)
+{
+    kvq__line_free(line_of(what));
 }
 
 void kvq__line_give_back(struct kvq__line *line)
 {
-    if (!line->timeline.shm.map) {
+    if (line->timeline.shm.map)
+        give_back(line->connection, &line->back, false, run_line, end_line);
+    else
         kvq__line_free(line);
-        return;
-    }
-    line->connection->giving_back++;
-    line->work.data = line;
-    uv_queue_work(&line->connection->server->loop, &line->work, give_timeline_back,
-                  line_given_back);
 }
 
-// A thread of libuv's.
-static void give_page_back(uv_work_t *work)
+static void run_page(struct kvq__return *what)
 {
-    struct kvq__connection *c = work->data;
-    unpin(c, &c->timeline);
+    unpin(what->connection, &what->connection->timeline);
 }
 
-static void page_given_back(uv_work_t *work, int status)
+static void end_nothing(struct kvq__return *what)
 {
-    (void)status;
-    kvq__connection_gave_back(work->data);
+    (void)what;
 }
 
 void kvq__timeline_give_back(struct kvq__connection *c)
 {
-    c->giving_back++;
-    c->work.data = c;
-    uv_queue_work(&c->server->loop, &c->work, give_page_back, page_given_back);
+    give_back(c, &c->back, true, run_page, end_nothing);
 }
 
-// A thread of libuv's.
-static void give_spares_back(uv_work_t *work)
+static void run_spares(struct kvq__return *what)
 {
-    struct kvq__connection *c = work->data;
     struct kvq__spare *spare;
-    LIST_FOREACH (spare, &c->spares, link) {
+    LIST_FOREACH (spare, &what->connection->spares, link) {
         kvq__gpu_enter(spare->gpu);
         kvq_gpu_piece_release(driver_of(spare->gpu), &spare->piece);
     }
 }
 
-static void spares_given_back(uv_work_t *work, int status)
+static void end_spares(struct kvq__return *what)
 {
-    struct kvq__connection *c = work->data;
+    struct kvq__connection *c = what->connection;
     struct kvq__spare *spare;
-    (void)status;
     while ((spare = LIST_FIRST(&c->spares))) {
         LIST_REMOVE(spare, link);
         free(spare);
     }
-    kvq__connection_gave_back(c);
 }
 
 void kvq__spares_give_back(struct kvq__connection *c)
@@ -535,9 +567,6 @@ void kvq__spares_give_back(struct kvq__connection *c)
     struct kvq__spare *spare;
     LIST_FOREACH (spare, &c->spares, link)
         count(c, 0, spare->piece.bytes);
-    if (LIST_EMPTY(&c->spares))
-        return;
-    c->giving_back++;
-    c->work.data = c;
-    uv_queue_work(&c->server->loop, &c->work, give_spares_back, spares_given_back);
+    if (!LIST_EMPTY(&c->spares))
+        give_back(c, &c->back, false, run_spares, end_spares);
 }

@@ -24,6 +24,16 @@
 
 struct kvq__connection;
 
+// Something that is given back on a thread of libuv's, one after the other: the driver may wait for
+// all work on its GPUs then, and so for a client that never signals. Zero-initialize.
+struct kvq__return {
+    STAILQ_ENTRY(kvq__return) link;
+    struct kvq__connection *connection;
+    bool awaited;                           // by the command under way
+    void (*run)(struct kvq__return *what);  // on that thread
+    void (*done)(struct kvq__return *what); // on the loop's
+};
+
 // Host memory that GPUs can reach.
 struct kvq__pinned {
     struct kvq__shm shm;
@@ -41,7 +51,7 @@ struct kvq__line {
     struct kvq__pinned timeline; // its map is NULL if there is none
     int request_event;           // both sides: the client writes it
     int wake_ours, wake_theirs;
-    uv_work_t work; // giving the timeline back
+    struct kvq__return back; // of the timeline
 };
 
 // An allocation of a client's in a GPU's memory, opened here once for all buffers that lie in it.
@@ -79,7 +89,7 @@ struct kvq__region {
     int fd;                     // of a piece made here, or by which a client's is opened
     struct kvq__import *import; // a client's
     uint64_t offset;            // in it
-    uv_work_t work;             // giving it back
+    struct kvq__return back;
 };
 
 enum kvq__connection_state {
@@ -107,9 +117,11 @@ struct kvq__connection {
     uint64_t buffer_bytes;
     LIST_HEAD(, kvq__import) imports;
     LIST_HEAD(, kvq__spare) spares;
-    uint32_t giving_back; // pieces of work of libuv's that give back what was this client's
+    uint32_t giving_back; // so much of what was this client's is not back yet
+    uint32_t awaited;     // and so much of that the command waits for
     bool finish_due;      // the command is back, but for that
-    bool gone_due;        // likewise the client's end
+    bool gone_due;        // the client is gone, but for what is not back
+    struct kvq__return back;
     struct kvq_log_budget log_budget;
     struct { // what the last command made, and the command that gives it back; or 0
         uint32_t request;
@@ -154,6 +166,9 @@ struct kvq__attach {
     uv_poll_t poll;
     uv_timer_t pause; // while there are no descriptors to accept with
     bool listening;
+    STAILQ_HEAD(, kvq__return) returns; // the first is being given back
+    uv_work_t return_work;
+    bool returning;
     struct kvq__connections connections;
     uint32_t count;
     uint64_t buffer_bytes;                // of all clients
@@ -179,8 +194,8 @@ void kvq__connection_gone(struct kvq__connection *connection);
 void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
 // Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
 void kvq__connection_detach(struct kvq__connection *connection);
-// Loop's thread: a piece of work that gave something back has ended.
-void kvq__connection_gave_back(struct kvq__connection *connection);
+// Loop's thread: what it waited for is back.
+void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
 
 // ---- attach_memory.c ----
 

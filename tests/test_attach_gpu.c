@@ -1,0 +1,555 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The attach socket of a daemon with GPUs (the software driver's): buffers in their memory, imports
+// of other processes' memory, timelines. At the end of each test every descriptor, mapping, handle
+// and byte of GPU memory must be gone again.
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "kernels/cuda/share.h"
+#include "proto/shm.h"
+#include "proto/status.h"
+#include "tests/attach_kit.h"
+#include "tests/soft_kit.h"
+
+static struct kvq_gpu_uuid uuid;
+static struct kvq_soft_counts before;
+
+static void begin(void)
+{
+    begin_counting();
+    before = soft_counts();
+}
+
+// What nobody waits for is given back soon.
+static void settles_at(size_t offset, uint64_t value)
+{
+    struct kvq_soft_counts now;
+    do {
+        sched_yield();
+        now = soft_counts();
+    } while (*(uint64_t *)((char *)&now + offset) != value);
+}
+#define SETTLES(field, more)                                                                       \
+    settles_at(offsetof(struct kvq_soft_counts, field), before.field + more)
+
+// The daemon's own streams and contexts stay.
+static void end(void)
+{
+    end_counting();
+    const struct kvq_soft_counts now = soft_counts();
+    assert_memory_equal(&now, &before, sizeof now);
+}
+
+static void says(const struct peer *p, const char *words)
+{
+    if (!strstr(p->reply->text, words))
+        fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
+}
+
+// ---- Requests ----
+
+static ProtobufCBinaryData bytes_of(const void *data, size_t n)
+{
+    return (ProtobufCBinaryData){n, (uint8_t *)(uintptr_t)data};
+}
+
+static void put_create(Kvq__Request *request, Kvq__CreateBuffer *create, uint64_t bytes)
+{
+    kvq__request__init(request);
+    kvq__create_buffer__init(create);
+    create->bytes = bytes;
+    create->gpu = bytes_of(&uuid, sizeof uuid);
+    request->command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    request->create_buffer = create;
+}
+
+static int create_on(struct peer *p, uint64_t bytes)
+{
+    Kvq__Request request;
+    Kvq__CreateBuffer create;
+    put_create(&request, &create, bytes);
+    return peer_ask(p, &request, NULL, 0);
+}
+
+// What a client says of an allocation.
+struct told {
+    struct kvq_gpu_ipc_memory handle;
+    bool by_handle;
+    int fd;
+    uint64_t bytes, number;
+};
+
+static int import(struct peer *p, const struct told *told, uint64_t offset, uint64_t bytes)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
+    Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
+    memory.gpu = bytes_of(&uuid, sizeof uuid);
+    if (told->by_handle)
+        memory.handle = bytes_of(&told->handle, sizeof told->handle);
+    memory.allocation_bytes = told->bytes;
+    memory.number = told->number;
+    message.bytes = bytes;
+    message.offset = offset;
+    message.gpu = &memory;
+    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
+    request.import_buffer = &message;
+    return peer_ask(p, &request, &told->fd, told->by_handle ? 0 : 1);
+}
+
+static int open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenTimeline open = KVQ__OPEN_TIMELINE__INIT;
+    open.queue = queue;
+    open.gpu = bytes_of(&uuid, uuid_bytes);
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
+    request.open_timeline = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static uint32_t made(const struct peer *p)
+{
+    return p->reply->create_buffer->buffer;
+}
+
+// An allocation of another process, by its handle.
+static struct told allocate(const struct soft_peer *peer, uint64_t bytes, uint64_t *at)
+{
+    *at = soft_ask(peer, SOFT_ALLOC, bytes, 0, 0);
+    const struct soft_question question = {.op = SOFT_MEMORY_GET, .a = *at};
+    const struct soft_answer answer = soft_ask_fd(peer, &question, -1, NULL);
+    struct told told = {.by_handle = true, .fd = -1, .bytes = bytes};
+    assert_int_equal(answer.result, KVQ_GPU_OK);
+    memcpy(&told.handle, answer.handle, sizeof told.handle);
+    told.number = soft_ask(peer, SOFT_BUFFER, *at, 0, 0);
+    return told;
+}
+
+static uint64_t word_at(kvq_gpu_ptr at)
+{
+    uint64_t value = 1;
+    OK(drv.copy_out(&value, at, sizeof value, NULL));
+    OK(drv.stream_sync(NULL));
+    return value;
+}
+
+// ---- Tests ----
+
+static void test_hello(void **state)
+{
+    (void)state;
+    begin();
+    struct peer *p = peer_attached();
+    const Kvq__HelloReply *hello = p->reply->hello;
+    assert_int_equal(hello->n_gpus, 1);
+    assert_int_equal(hello->gpus[0]->uuid.len, sizeof uuid);
+    assert_memory_equal(hello->gpus[0]->uuid.data, &uuid, sizeof uuid);
+    assert_true(hello->gpus[0]->name[0]);
+    peer_free(p);
+    end();
+}
+
+static void test_create(void **state)
+{
+    (void)state;
+    begin();
+    char text[KVQ_TEXT_BYTES];
+    struct kvq_gpu_piece piece;
+    struct peer *p = peer_attached();
+    assert_int_equal(create_on(p, 0), KVQ_E_INVALID);
+    assert_int_equal(create_on(p, (8 << 20) + 1), KVQ_E_LIMIT);
+    assert_int_equal(create_on(p, UINT64_MAX), KVQ_E_LIMIT);
+    assert_int_equal(create_on(p, 4096), 0);
+    assert_int_equal(p->n_fds, 1);
+    assert_int_equal(p->reply->create_buffer->bytes, 4096);
+    assert_int_equal(p->reply->create_buffer->allocation_bytes, SOFT_BLOCK);
+    assert_true(p->reply->create_buffer->on_gpu);
+    assert_int_equal(
+        kvq_gpu_piece_map(&drv, 0, p->fds[0], SOFT_BLOCK, false, &piece, text, sizeof text), 0);
+    for (size_t i = 0; i < SOFT_BLOCK; i += SOFT_BLOCK / 8)
+        assert_true(word_at(piece.at + i) == 0);
+    assert_int_equal(peer_close_buffer(p, made(p)), 0);
+    assert_true(word_at(piece.at) == 0); // ours still
+    kvq_gpu_piece_release(&drv, &piece);
+    peer_free(p);
+    end();
+}
+
+// What a client closed counts until it is gone, since it may go on using it, and is given to the
+// same client alone, cleared.
+static void test_closed_memory_counts(void **state)
+{
+    (void)state;
+    begin();
+    char text[KVQ_TEXT_BYTES];
+    struct kvq_gpu_piece kept;
+    struct peer *p = peer_attached();
+    uint32_t buffers[4];
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(create_on(p, SOFT_BLOCK), 0);
+        buffers[i] = made(p);
+    }
+    assert_int_equal(
+        kvq_gpu_piece_map(&drv, 0, p->fds[0], SOFT_BLOCK, false, &kept, text, sizeof text), 0);
+    OK(drv.fill8(kept.at, 0xee, SOFT_BLOCK, NULL));
+    OK(drv.stream_sync(NULL));
+    assert_int_equal(create_on(p, 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_close_buffer(p, buffers[3]), 0);
+    assert_int_equal(peer_create_buffer(p, 4096), KVQ_E_LIMIT); // of the host's neither
+    assert_int_equal(create_on(p, SOFT_BLOCK + 1), KVQ_E_LIMIT);
+    struct peer *other = peer_attached();
+    assert_int_equal(create_on(other, SOFT_BLOCK), 0);
+    peer_free(other);
+    const uint64_t taken = soft_counts().memories;
+    for (int i = 0; i < 20; i++) {
+        assert_int_equal(create_on(p, SOFT_BLOCK - 1), 0);
+        assert_true(word_at(kept.at) == 0 && word_at(kept.at + SOFT_BLOCK - 8) == 0);
+        assert_int_equal(peer_close_buffer(p, made(p)), 0);
+        assert_true(soft_counts().memories == taken);
+    }
+    assert_int_equal(create_on(p, 100), 0);
+    kvq_gpu_piece_release(&drv, &kept);
+    peer_free(p);
+    end();
+}
+
+static void test_import_by_handle(void **state)
+{
+    (void)state;
+    begin();
+    struct soft_peer engine = soft_start(NULL);
+    uint64_t at;
+    struct told told = allocate(&engine, 8 * SOFT_BLOCK, &at);
+    struct peer *p = peer_attached();
+    uint32_t buffers[3];
+    // More than client_bytes: it is the engine's own.
+    assert_int_equal(import(p, &told, 0, 8 * SOFT_BLOCK), 0);
+    assert_true(p->reply->create_buffer->on_gpu);
+    assert_int_equal(p->n_fds, 0);
+    buffers[0] = made(p);
+    for (int i = 1; i < 3; i++) {
+        assert_int_equal(import(p, &told, (uint64_t)i * 512, 4096), 0);
+        buffers[i] = made(p);
+    }
+    assert_int_equal(soft_counts().imports, before.imports + 1); // opened once
+    assert_int_equal(peer_close_buffer(p, buffers[1]), 0);
+    assert_int_equal(peer_close_buffer(p, buffers[0]), 0);
+    assert_int_equal(soft_counts().imports, before.imports + 1);
+    assert_int_equal(peer_close_buffer(p, buffers[2]), 0);
+    assert_int_equal(soft_counts().imports, before.imports); // once it is answered
+    // Bounds are the driver's, whatever the client says.
+    static const uint64_t wrong[][2] = {{1, 8 * SOFT_BLOCK}, {8 * SOFT_BLOCK, 1},
+                                        {UINT64_MAX, 1},     {0, 8 * SOFT_BLOCK + 1},
+                                        {1ull << 63, 1},     {16 * SOFT_BLOCK, 4096}};
+    told.bytes = 1ull << 40;
+    for (int i = 0; i < 6; i++) {
+        assert_int_equal(import(p, &told, wrong[i][0], wrong[i][1]), KVQ_E_BUFFER);
+        says(p, "reach beyond the allocation, which has 16777216 bytes by the driver");
+    }
+    assert_int_equal(import(p, &told, 0, 0), KVQ_E_INVALID);
+    assert_int_equal(soft_counts().imports, before.imports);
+    assert_int_equal(import(p, &told, 0, 4096), 0); // left for the end
+    peer_free(p);
+    assert_int_equal(soft_counts().imports, before.imports);
+    soft_ask(&engine, SOFT_FREE, at, 0, 0);
+    assert_int_equal(soft_end(&engine), 0);
+    end();
+}
+
+// The handle of a freed allocation may be a new one's, to the byte.
+static void test_handle_used_again(void **state)
+{
+    (void)state;
+    begin();
+    struct soft_peer engine = soft_start(NULL);
+    uint64_t at, again;
+    struct told old = allocate(&engine, SOFT_BLOCK, &at);
+    struct peer *p = peer_attached(), *other = peer_attached();
+    assert_int_equal(import(p, &old, 0, 4096), 0);
+    uint32_t buffer = made(p);
+    soft_ask(&engine, SOFT_FREE, at, 0, 0);
+    struct told young = allocate(&engine, SOFT_BLOCK, &again);
+    assert_true(again == at);
+    assert_memory_equal(&young.handle, &old.handle, sizeof old.handle);
+    assert_true(young.number != old.number);
+    assert_int_equal(import(p, &young, 0, 4096), KVQ_E_BUFFER);
+    says(p, "was freed while its buffers were open");
+    assert_int_equal(import(other, &young, 0, 4096), KVQ_E_BUFFER);
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    assert_int_equal(import(p, &young, 0, 4096), 0);
+    assert_int_equal(import(other, &young, 0, 4096), 0); // of the same process, say
+    // What the daemon has open is the new memory.
+    soft_ask(&engine, SOFT_FILL, again, 5, 2);
+    soft_ask(&engine, SOFT_SYNC, 0, 0, 0);
+    struct kvq_gpu_piece look;
+    char text[KVQ_GPU_TEXT];
+    assert_int_equal(kvq_gpu_piece_open(&drv, &young.handle, &look, text, sizeof text), 0);
+    assert_true(word_at(look.at) == (5 | 5ull << 32));
+    kvq_gpu_piece_release(&drv, &look);
+    peer_free(other);
+    peer_free(p);
+    assert_int_equal(soft_end(&engine), 0);
+    end();
+}
+
+static void test_refused_imports(void **state)
+{
+    (void)state;
+    begin();
+    struct told told = {.by_handle = true, .fd = -1, .number = 1};
+    struct peer *p = peer_attached();
+    kvq_gpu_ptr own;
+    OK(drv.memory_alloc(&own, SOFT_BLOCK)); // the daemon is in this process
+    OK(drv.ipc_memory_get(&told.handle, own));
+    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
+    says(p, "which CUDA cannot open; attach from another process");
+    says(p, "kvq_buffer_create_on");
+    OK(drv.memory_free(own));
+    memset(&told.handle, 0x77, sizeof told.handle);
+    assert_int_not_equal(import(p, &told, 0, 4096), 0);
+
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
+    Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
+    memory.gpu = bytes_of(&uuid, sizeof uuid);
+    memory.handle = bytes_of(&told.handle, 63);
+    message.bytes = 4096;
+    message.gpu = &memory;
+    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
+    request.import_buffer = &message;
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_INVALID);
+    says(p, "handle of 63 bytes; it has 64");
+    memory.handle = bytes_of(&told.handle, 64);
+    memory.gpu = bytes_of(&uuid, 15);
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_INVALID);
+    says(p, "named by 15 bytes");
+    struct kvq_gpu_uuid wrong = uuid;
+    wrong.bytes[15] ^= 1;
+    memory.gpu = bytes_of(&wrong, sizeof wrong);
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_UNSUPPORTED);
+    says(p, "none of this daemon's 1 (the first is GPU-");
+    int fd = memfd_create("test", MFD_CLOEXEC);
+    memory.gpu = bytes_of(&uuid, sizeof uuid);
+    assert_int_equal(peer_ask(p, &request, &fd, 1), KVQ_E_PROTOCOL); // a handle and a descriptor
+    peer_free(p);
+    p = peer_attached();
+    memory.handle.len = 0;
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_PROTOCOL); // neither
+    peer_free(p);
+    p = peer_attached();
+    struct told memfd = {.fd = fd, .bytes = SOFT_BLOCK, .number = 3};
+    assert_int_not_equal(import(p, &memfd, 0, 4096), 0); // not a GPU's memory
+    close(fd);
+    peer_free(p);
+    end();
+}
+
+static void test_import_by_descriptor(void **state)
+{
+    (void)state;
+    begin();
+    char text[KVQ_GPU_TEXT];
+    struct kvq_gpu_piece piece;
+    assert_int_equal(kvq_gpu_piece_make(&drv, 0, 4 * SOFT_BLOCK, &piece, text, sizeof text), 0);
+    struct told told = {.bytes = piece.bytes, .number = 12};
+    assert_int_equal(kvq_gpu_piece_export(&drv, &piece, &told.fd, text, sizeof text), 0);
+    const uint64_t mappings = soft_counts().mappings;
+    struct peer *p = peer_attached();
+    assert_int_equal(import(p, &told, 0, piece.bytes), 0);
+    uint32_t first = made(p);
+    assert_int_equal(import(p, &told, 4096, 4096), 0);
+    assert_true(soft_counts().mappings == mappings + 1);
+    assert_int_equal(import(p, &told, piece.bytes - 4095, 4096), KVQ_E_BUFFER);
+    told.number = 0; // not known: mapped anew each time
+    assert_int_equal(import(p, &told, 0, 4096), 0);
+    uint32_t third = made(p);
+    assert_true(soft_counts().mappings == mappings + 2);
+    assert_int_equal(peer_close_buffer(p, third), 0);
+    assert_int_equal(peer_close_buffer(p, first), 0);
+    assert_true(soft_counts().mappings == mappings + 1);
+    told.number = 13;
+    told.bytes = 2 * piece.bytes; // more than there is
+    assert_int_not_equal(import(p, &told, 0, 4096), 0);
+    told.bytes = piece.bytes - 1;
+    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
+    says(p, "must be a multiple of 2097152");
+    peer_free(p);
+    assert_true(soft_counts().mappings == mappings);
+    close(told.fd);
+    kvq_gpu_piece_release(&drv, &piece);
+    end();
+}
+
+static void test_timeline(void **state)
+{
+    (void)state;
+    begin();
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_queue(p), 0);
+    uint32_t queue = p->reply->open_queue->queue;
+    peer_close_fds(p);
+    assert_int_equal(open_timeline(p, queue + 1, sizeof uuid), KVQ_E_INVALID);
+    says(p, "no queue");
+    assert_int_equal(soft_counts().registered, before.registered);
+    assert_int_equal(open_timeline(p, queue, 3), KVQ_E_INVALID);
+    assert_int_equal(open_timeline(p, queue, sizeof uuid), 0);
+    assert_int_equal(p->n_fds, 1);
+    assert_int_equal(soft_counts().registered, before.registered + 1);
+    int seals = fcntl(p->fds[0], F_GET_SEALS);
+    assert_true(seals & F_SEAL_SHRINK && seals & F_SEAL_GROW && seals & F_SEAL_SEAL);
+    struct kvq_timeline_page *page =
+        mmap(NULL, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[0], 0);
+    assert_true(page != MAP_FAILED);
+    assert_int_equal(page->magic, KVQ_SHM_MAGIC_TIMELINE);
+    assert_int_equal(page->version, KVQ_PROTOCOL_MAX);
+    assert_true(page->ready == 0 && page->done == 0);
+    munmap(page, KVQ_TIMELINE_BYTES);
+    assert_int_equal(open_timeline(p, queue, sizeof uuid), KVQ_E_EXISTS);
+    assert_int_equal(soft_counts().registered, before.registered + 1);
+    assert_int_equal(peer_close_queue(p, queue), 0);
+    SETTLES(registered, 0);
+    assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), 0);
+    peer_cancel(p, p->next_id); // goes with its queue
+    peer_free(p);
+    end();
+}
+
+static void test_host_memory(void **state)
+{
+    (void)state;
+    begin();
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_create_buffer(p, 10000), 0);
+    assert_true(p->reply->create_buffer->on_gpu);
+    assert_int_equal(soft_counts().registered, before.registered + 1);
+    uint32_t buffer = made(p);
+    static const char *const calls[] = {"host_register", "host_device"};
+    for (int i = 0; i < 2; i++) { // no failure, but no GPU can use it
+        assert_int_equal(soft_fail(calls[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+        assert_int_equal(peer_create_buffer(p, 10000), 0);
+        assert_false(p->reply->create_buffer->on_gpu);
+        assert_int_equal(soft_counts().registered, before.registered + 1);
+    }
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    SETTLES(registered, 0);
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 8192), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    assert_int_equal(peer_import(p, &fd, 1, 4096, 4000), 0);
+    assert_true(p->reply->create_buffer->on_gpu);
+    close(fd);
+    assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(soft_fail("host_register", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
+    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), KVQ_E_UNSUPPORTED);
+    says(p, "registering 4096 bytes");
+    assert_int_equal(open_timeline(p, 1, sizeof uuid), 0); // and then it works
+    peer_free(p);
+    end();
+}
+
+// Whatever the driver refuses, the client hears of it and nothing is left.
+static void test_failing_driver(void **state)
+{
+    (void)state;
+    begin();
+    static const char *const making[] = {"memory_granularity", "memory_create", "address_reserve",
+                                         "memory_map",         "memory_access", "fill8",
+                                         "memory_export"};
+    static const char *const opening[] = {"ipc_memory_open", "address_range"};
+    struct soft_peer engine = soft_start(NULL);
+    uint64_t at;
+    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    struct peer *p = peer_attached();
+    for (size_t i = 0; i < sizeof making / sizeof *making; i++) {
+        assert_int_equal(soft_fail(making[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+        assert_int_equal(create_on(p, 6 << 20), KVQ_E_NO_MEMORY);
+        assert_true(strlen(p->reply->text) > 20);
+        SETTLES(bytes, 0);
+        SETTLES(reservations, 0);
+    }
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(soft_fail(opening[i], 1, false, KVQ_GPU_MAP_FAILED), 0);
+        assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
+        assert_true(soft_counts().imports == before.imports);
+    }
+    assert_int_equal(create_on(p, 6 << 20), 0); // none of it was counted
+    assert_int_equal(import(p, &told, 0, 4096), 0);
+    peer_free(p);
+    assert_int_equal(soft_end(&engine), 0);
+    end();
+}
+
+// While the driver takes its time over one client's memory, the others are served; and if that
+// client goes meanwhile, nothing is left of it. Memory that was registered is given back when the
+// GPU has come to an end, and nobody waits for that.
+static void test_slow_driver(void **state)
+{
+    (void)state;
+    begin();
+    uint8_t bytes[128];
+    size_t length;
+    Kvq__Request request;
+    Kvq__CreateBuffer create;
+    for (int dies = 0; dies < 2; dies++) {
+        struct peer *p = peer_attached(), *other = peer_attached();
+        put_create(&request, &create, 4096);
+        request.id = p->next_id = 40;
+        request.protocol = KVQ_PROTOCOL_MAX;
+        assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
+        const uint64_t memories = soft_counts().memories;
+        soft_stall(NULL, true); // the stream that memory is cleared on
+        peer_send(p, bytes, length, NULL, 0);
+        while (soft_counts().memories == memories)
+            sched_yield(); // it is being made, and then waits to be cleared
+        assert_int_equal(peer_create_buffer(other, 4096), 0);
+        assert_int_equal(peer_close_buffer(other, made(other)), 0);
+        if (dies)
+            assert_int_equal(shutdown(p->fd, SHUT_WR), 0);
+        assert_int_equal(peer_open_queue(other), 0);
+        soft_stall(NULL, false);
+        if (!dies)
+            assert_int_equal(peer_answer(p), 0);
+        peer_free(p);
+        peer_free(other);
+        assert_true(soft_counts().memories == memories);
+    }
+    end();
+}
+
+int main(int argc, char **argv)
+{
+#define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, attach_start, attach_stop)
+    const struct CMUnitTest tests[] = {
+        WITH_DAEMON(test_hello),
+        WITH_DAEMON(test_create),
+        WITH_DAEMON(test_closed_memory_counts),
+        WITH_DAEMON(test_import_by_handle),
+        WITH_DAEMON(test_handle_used_again),
+        WITH_DAEMON(test_refused_imports),
+        WITH_DAEMON(test_import_by_descriptor),
+        WITH_DAEMON(test_timeline),
+        WITH_DAEMON(test_host_memory),
+        WITH_DAEMON(test_failing_driver),
+        WITH_DAEMON(test_slow_driver),
+    };
+    soft_serve_if_peer(argc, argv);
+    soft_open();
+    if (drv.device_uuid(&uuid, 0))
+        return 1;
+    attach_gpus(KVQ_EMU_LIBRARY);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
