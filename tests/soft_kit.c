@@ -90,6 +90,27 @@ int soft_open_files(void)
     return n;
 }
 
+struct kvq_soft_counts soft_before;
+static int files_before;
+
+int soft_remember(void **state)
+{
+    (void)state;
+    soft_before = get_counts();
+    files_before = soft_open_files();
+    return 0;
+}
+
+int soft_compare(void **state)
+{
+    (void)state;
+    OK(drv.context_sync());
+    const struct kvq_soft_counts now = get_counts();
+    assert_memory_equal(&now, &soft_before, sizeof now);
+    assert_int_equal(soft_open_files(), files_before);
+    return 0;
+}
+
 // ---- Messages ----
 
 static bool send_message(int socket, const void *message, size_t bytes, int fd)
@@ -226,16 +247,21 @@ static int unmap(const struct soft_question *q)
     return result ? result : drv.address_free(q->a, q->b);
 }
 
-int soft_bad_launch(struct kvq_gpu_stream *on)
+int soft_launch_reading(kvq_gpu_ptr at, struct kvq_gpu_stream *on)
 {
     static struct kvq_gpu gpu;
-    const struct kvq_gpu_probe_read_args args = {(const uint8_t *)0x70000000, 512, 4, NULL};
+    const struct kvq_gpu_probe_read_args args = {(const uint8_t *)at, 512, 4, NULL};
     const struct kvq_gpu_grid grid = {1, 1, 32, KVQ_GPU_PROBE_STAGES * 512 + 64, on};
     char text[KVQ_GPU_TEXT];
     if (!gpu.driver && kvq_gpu_open(&gpu, &drv, text, sizeof text))
         return -1;
     return kvq_gpu_launch(&gpu, KVQ_KERNEL_PROBE_READ, &grid, &args, sizeof args, text,
                           sizeof text);
+}
+
+int soft_bad_launch(struct kvq_gpu_stream *on)
+{
+    return soft_launch_reading(0x70000000, on);
 }
 
 static int do_memory(const struct soft_question *q, struct soft_answer *r, int fd, int *back)
@@ -325,7 +351,7 @@ static int do_work(const struct soft_question *q, struct soft_answer *r)
     case SOFT_QUERY:
         return drv.stream_query(stream);
     case SOFT_BAD_LAUNCH:
-        return soft_bad_launch(stream);
+        return q->a ? soft_launch_reading(q->a, stream) : soft_bad_launch(stream);
     case SOFT_COUNTS:
         counts = get_counts();
         memcpy(&r->value, (uint64_t *)&counts + q->a, sizeof r->value);

@@ -56,7 +56,7 @@ enum soft_op {
     SOFT_EVENT_DESTROY, // a: event
     SOFT_RECORD,        // a: event
     SOFT_STREAM_WAIT,   // a: event
-    SOFT_BAD_LAUNCH,    // a kernel that reads memory that is not there
+    SOFT_BAD_LAUNCH,    // a: address, or 0. A kernel reads there, or memory that is not there
     SOFT_COUNTS,        // a: which of the counts
     SOFT_STORE,         // a: address, b: value. A plain store by the host
     SOFT_EXIT,          // by exit(), without giving anything back; there is no answer
@@ -99,8 +99,15 @@ int soft_end(struct soft_peer *peer);   // asks it to end; its exit status
 // What the program does that was run once more: main calls it first.
 void soft_serve_if_peer(int argc, char **argv);
 
-// Launches a kernel that reads where no memory is. What the launch returns.
+// Launches a kernel that reads 2 KiB from there, or where no memory is. What the launch returns.
+int soft_launch_reading(kvq_gpu_ptr at, struct kvq_gpu_stream *on);
 int soft_bad_launch(struct kvq_gpu_stream *on);
+
+// Before and after a test: after it, this process holds what it held before, counted, and no more
+// descriptors.
+extern struct kvq_soft_counts soft_before;
+int soft_remember(void **state);
+int soft_compare(void **state);
 
 int soft_open_files(void); // descriptors of this process
 

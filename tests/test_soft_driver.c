@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The software driver within one process: devices and contexts, memory, streams, events, graphs,
-// what it refuses, and what it can be told to get wrong. test_soft_peers has what crosses
-// processes, test_soft_order the orders of streams.
+// and what it refuses. test_soft_faults has what it can be told to get wrong, test_soft_peers what
+// crosses processes, test_soft_order the orders of streams.
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -20,26 +20,6 @@
 #include "tests/soft_kit.h"
 
 static struct kvq_gpu_stream *stream; // one of our own
-static struct kvq_soft_counts before;
-static int files;
-
-static int remember(void **state)
-{
-    (void)state;
-    before = soft_counts();
-    files = soft_open_files();
-    return 0;
-}
-
-static int compare(void **state)
-{
-    (void)state;
-    OK(drv.context_sync());
-    const struct kvq_soft_counts now = soft_counts();
-    assert_memory_equal(&now, &before, sizeof now);
-    assert_int_equal(soft_open_files(), files);
-    return 0;
-}
 
 static kvq_gpu_ptr alloc(size_t bytes)
 {
@@ -202,6 +182,34 @@ static void test_memory(void **state)
     (void)state;
 }
 
+static void *free_it(void *at)
+{
+    drv.context_set(soft_context);
+    return (void *)(intptr_t)drv.memory_free((uintptr_t)at);
+}
+
+// Freeing waits for the work that uses the memory.
+static void test_free_waits(void **state)
+{
+    const kvq_gpu_ptr words = alloc_words(), at = alloc(SOFT_BLOCK);
+    volatile uint32_t *calls = &soft_control()->calls;
+    pthread_t thread;
+    void *result;
+    wait_for(stream, words, 1);
+    OK(drv.fill8(at, 1, SOFT_BLOCK, stream));
+    const uint32_t made = *calls;
+    assert_int_equal(pthread_create(&thread, NULL, free_it, (void *)at), 0);
+    while (*calls < made + 2)
+        sched_yield();
+    assert_int_equal(get(KVQ_GPU_POINTER_RANGE_BYTES, at), SOFT_BLOCK);
+    *(volatile uint64_t *)words = 1;
+    pthread_join(thread, &result);
+    assert_int_equal((intptr_t)result, KVQ_GPU_OK);
+    OK(drv.stream_sync(stream));
+    OK(drv.memory_free(words));
+    (void)state;
+}
+
 static void test_budget(void **state)
 {
     const kvq_gpu_ptr most = alloc((size_t)62 << 20);
@@ -266,7 +274,7 @@ static void test_mapping(void **state)
     assert_int_equal(drv.address_free(at, 4 * unit), KVQ_GPU_INVALID_VALUE); // still mapped
     assert_int_equal(drv.memory_unmap(at, unit / 2), KVQ_GPU_INVALID_VALUE);
     OK(drv.memory_unmap(at, 2 * unit));
-    assert_int_equal(soft_counts().bytes - before.bytes, unit); // two has its handle
+    assert_int_equal(soft_counts().bytes - soft_before.bytes, unit); // two has its handle
     OK(drv.memory_map(at + 2 * unit, unit, 0, two, 0));
     OK(drv.memory_unmap(at + 2 * unit, unit));
     OK(drv.memory_release(two));
@@ -605,171 +613,19 @@ static void test_captures_refused(void **state)
     (void)state;
 }
 
-// ---- What goes wrong on purpose ----
-
-static void test_failures(void **state)
-{
-    const char *why;
-    kvq_gpu_ptr at, second;
-    assert_int_equal(soft_fail("no_such_call", 1, false, 1), -1);
-    assert_int_equal(soft_fail("memory_alloc", 2, false, KVQ_GPU_OUT_OF_MEMORY), 0);
-    at = alloc(8);
-    assert_int_equal(drv.memory_alloc(&second, 8), KVQ_GPU_OUT_OF_MEMORY);
-    second = alloc(8);
-    assert_int_equal(soft_fail("memory_free", 1, true, KVQ_GPU_INVALID_VALUE), 0);
-    for (int i = 0; i < 3; i++)
-        assert_int_equal(drv.memory_free(at), KVQ_GPU_INVALID_VALUE);
-    OK(drv.error_text(KVQ_GPU_INVALID_VALUE, &why));
-    assert_string_equal(why, "a failure that was asked for");
-    assert_int_equal(soft_fail("memory_free", 0, false, 0), 0);
-    OK(drv.memory_free(at));
-    OK(drv.memory_free(second));
-    assert_int_equal(soft_fail("launch", 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
-    assert_int_equal(soft_bad_launch(stream), -1);
-    OK(drv.stream_sync(stream)); // refused, and nothing else
-    struct kvq_soft_counts now = soft_counts();
-    before.modules = now.modules; // of soft_bad_launch
-    (void)state;
-}
-
-static void test_stalls(void **state)
-{
-    const kvq_gpu_ptr words = alloc_words();
-    struct kvq_soft_control *control = soft_control();
-    volatile uint32_t *held = &control->held;
-    soft_stall(stream, true);
-    OK(drv.stream_write64(stream, words, 1, 0));
-    while (*held == 0)
-        sched_yield();
-    assert_int_equal(drv.stream_query(stream), KVQ_GPU_NOT_READY);
-    OK(drv.stream_sync(NULL));
-    soft_stall(stream, false);
-    OK(drv.stream_sync(stream));
-    assert_int_equal(word_at(words), 1);
-    *(volatile uint32_t *)&control->stall = 1;
-    OK(drv.stream_write64(stream, words, 2, 0));
-    while (*held == 0)
-        sched_yield();
-    assert_int_equal(word_at(words), 1);
-    *(volatile uint32_t *)&control->stall = 0;
-    OK(drv.stream_sync(stream));
-    assert_int_equal(word_at(words), 2);
-    OK(drv.memory_free(words));
-    (void)state;
-}
-
-// The environment's faults, each in a process of its own.
-static void test_environment(void **state)
-{
-    struct soft_peer peer = soft_start("KVQ_EMU_FAIL=memory_alloc:2:2,ipc_memory_open:1+:1");
-    soft_ask(&peer, SOFT_ALLOC, 8, 0, 0);
-    assert_int_equal(soft_result(&peer, SOFT_ALLOC, 8, 0, 0), KVQ_GPU_OUT_OF_MEMORY);
-    soft_ask(&peer, SOFT_ALLOC, 8, 0, 0);
-    assert_int_equal(soft_result(&peer, SOFT_MEMORY_OPEN, 0, 0, 0), KVQ_GPU_INVALID_VALUE);
-    assert_int_equal(soft_end(&peer), 0);
-    peer = soft_start("KVQ_EMU_FAIL=kernel:1:700");
-    soft_ask(&peer, SOFT_BAD_LAUNCH, 0, 0, 0);
-    assert_int_equal(soft_result(&peer, SOFT_SYNC, 0, 0, 0), KVQ_GPU_ILLEGAL_ADDRESS);
-    assert_int_equal(soft_result(&peer, SOFT_SYNC, 0, 0, 0), KVQ_GPU_ILLEGAL_ADDRESS);
-    assert_int_equal(soft_end(&peer), 0);
-    peer = soft_start("KVQ_EMU_LACKS=fd,memory_ops,ipc_events,legacy_ipc,register");
-    assert_int_equal(soft_result(&peer, SOFT_CREATE, SOFT_BLOCK, 1, 0), KVQ_GPU_NOT_SUPPORTED);
-    soft_ask(&peer, SOFT_CREATE, SOFT_BLOCK, 0, 0);
-    const uint64_t at = soft_ask(&peer, SOFT_ALLOC, 64, 0, 0);
-    assert_int_equal(soft_result(&peer, SOFT_WRITE64, at, 1, 0), KVQ_GPU_NOT_SUPPORTED);
-    assert_int_equal(soft_result(&peer, SOFT_EVENT_CREATE, 0, 0, 0), KVQ_GPU_NOT_SUPPORTED);
-    assert_int_equal(soft_result(&peer, SOFT_MEMORY_GET, at, 0, 0), KVQ_GPU_NOT_SUPPORTED);
-    assert_int_equal(soft_end(&peer), 0);
-    peer = soft_start("KVQ_EMU_STALL=1:2:30");
-    soft_ask(&peer, SOFT_WRITE64, soft_ask(&peer, SOFT_ALLOC, 64, 0, 0), 1, 0);
-    soft_ask(&peer, SOFT_SYNC, 0, 0, 0);
-    assert_int_equal(soft_end(&peer), 0);
-    (void)state;
-}
-
-// A program with settings that make no sense does not start.
-static void test_wrong_settings(void **state)
-{
-    static const char *const wrong[] = {
-        "KVQ_EMU_DEVICES=9",     "KVQ_EMU_DEVICES=",          "KVQ_EMU_MEMORY=1T",
-        "KVQ_EMU_MEMORY=100",    "KVQ_EMU_LACKS=wheels",      "KVQ_EMU_FAIL=memory_alloc",
-        "KVQ_EMU_FAIL=fly:1:1",  "KVQ_EMU_FAIL=init:0:1",     "KVQ_EMU_STALL=1:0:5",
-        "KVQ_EMU_VISIBLE=0,2",   "KVQ_EMU_CONTROL=/no/where", "KVQ_EMU_SEED=-1",
-        "KVQ_EMU_CAPABILITY=7x", "KVQ_EMU_DEVICES=0"};
-    int status;
-    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        struct soft_peer peer = soft_start(wrong[i]);
-        close(peer.socket);
-        waitpid(peer.pid, &status, 0);
-        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 1);
-    }
-    (void)state;
-}
-
-// Faults and stalls that come from outside, through the control file.
-static void test_control_file(void **state)
-{
-    char name[64];
-    const int fd = memfd_create("control", 0);
-    assert_int_equal(ftruncate(fd, 4096), 0);
-    struct kvq_soft_control *control = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    snprintf(name, sizeof name, "KVQ_EMU_CONTROL=/proc/%d/fd/%d", getpid(), fd);
-    struct soft_peer peer = soft_start(name);
-    const uint64_t at = soft_ask(&peer, SOFT_ALLOC, 64, 0, 0);
-    *(volatile uint32_t *)&control->stall = 1;
-    soft_ask(&peer, SOFT_WRITE64, at, 1, 0);
-    while (*(volatile uint32_t *)&control->held == 0)
-        sched_yield();
-    assert_int_equal(soft_result(&peer, SOFT_QUERY, 0, 0, 0), KVQ_GPU_NOT_READY);
-    *(volatile uint32_t *)&control->stall = 0;
-    soft_ask(&peer, SOFT_SYNC, 0, 0, 0);
-    *(volatile uint32_t *)&control->fault = KVQ_GPU_INVALID_SPACE;
-    assert_int_equal(soft_result(&peer, SOFT_SYNC, 0, 0, 0), KVQ_GPU_INVALID_SPACE);
-    *(volatile uint32_t *)&control->fault = 0; // it stays
-    assert_int_equal(soft_result(&peer, SOFT_ALLOC, 8, 0, 0), KVQ_GPU_INVALID_SPACE);
-    assert_true(control->calls > 4);
-    assert_int_equal(soft_end(&peer), 0);
-    munmap(control, 4096);
-    close(fd);
-    (void)state;
-}
-
-// Another order of devices in another process: its device 0 is our device 1, by UUID too.
-static void test_visible(void **state)
-{
-    struct soft_peer peer = soft_start("KVQ_EMU_VISIBLE=1");
-    const struct soft_question question = {.op = SOFT_EXPORT,
-                                           .a = soft_ask(&peer, SOFT_CREATE, SOFT_BLOCK, 1, 0)};
-    kvq_gpu_memory memory;
-    kvq_gpu_ptr at;
-    int fd;
-    assert_int_equal(soft_ask_fd(&peer, &question, -1, &fd).result, KVQ_GPU_OK);
-    OK(drv.memory_import(&memory, (void *)(intptr_t)fd, KVQ_GPU_HANDLE_FD));
-    OK(drv.address_reserve(&at, SOFT_BLOCK, 0, 0, 0));
-    OK(drv.memory_map(at, SOFT_BLOCK, 0, memory, 0));
-    assert_int_equal(get(KVQ_GPU_POINTER_DEVICE, at), 1);
-    OK(drv.memory_unmap(at, SOFT_BLOCK));
-    OK(drv.address_free(at, SOFT_BLOCK));
-    OK(drv.memory_release(memory));
-    close(fd);
-    soft_kill(&peer);
-    (void)state;
-}
-
 int main(int argc, char **argv)
 {
     setenv("KVQ_EMU_DEVICES", "2", 0);
     setenv("KVQ_EMU_MEMORY", "64M", 0);
     soft_serve_if_peer(argc, argv);
     const struct CMUnitTest tests[] = {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, remember, compare)
-        TEST(test_devices),        TEST(test_contexts),       TEST(test_fork),
-        TEST(test_memory),         TEST(test_budget),         TEST(test_mapping),
-        TEST(test_host_memory),    TEST(test_waiting),        TEST(test_destroyed_stream),
-        TEST(test_default_stream), TEST(test_host_functions), TEST(test_copies),
-        TEST(test_events),         TEST(test_graph),          TEST(test_captures_refused),
-        TEST(test_failures),       TEST(test_stalls),         TEST(test_environment),
-        TEST(test_wrong_settings), TEST(test_control_file),   TEST(test_visible),
+#define TEST(name) cmocka_unit_test_setup_teardown(name, soft_remember, soft_compare)
+        TEST(test_devices),          TEST(test_contexts),       TEST(test_fork),
+        TEST(test_memory),           TEST(test_free_waits),     TEST(test_budget),
+        TEST(test_mapping),          TEST(test_host_memory),    TEST(test_waiting),
+        TEST(test_destroyed_stream), TEST(test_default_stream), TEST(test_host_functions),
+        TEST(test_copies),           TEST(test_events),         TEST(test_graph),
+        TEST(test_captures_refused),
 #undef TEST
     };
     soft_open();

@@ -81,29 +81,6 @@ static kvq_gpu_ptr open_here(struct kvq_gpu_ipc_memory handle)
     return at;
 }
 
-static int files, counted;
-static struct kvq_soft_counts before;
-
-static int remember(void **state)
-{
-    (void)state;
-    before = soft_counts();
-    files = soft_open_files();
-    counted++;
-    return 0;
-}
-
-// Nothing is left behind: no memory, descriptor, handle.
-static int compare(void **state)
-{
-    (void)state;
-    OK(drv.stream_sync(stream));
-    const struct kvq_soft_counts now = soft_counts();
-    assert_memory_equal(&now, &before, sizeof now);
-    assert_int_equal(soft_open_files(), files);
-    return 0;
-}
-
 // ---- Descriptors ----
 
 static void test_descriptor(void **state)
@@ -496,11 +473,23 @@ static void test_sticky(void **state)
     (void)state;
 }
 
+// Kernels are held to the rights of mapped memory.
+static void test_kernel_without_rights(void **state)
+{
+    struct soft_peer peer = soft_start(NULL);
+    const uint64_t memory = soft_ask(&peer, SOFT_CREATE, SOFT_BLOCK, 1, 0);
+    const uint64_t at = soft_ask(&peer, SOFT_MAP, memory, SOFT_BLOCK, KVQ_GPU_ACCESS_NONE);
+    soft_ask(&peer, SOFT_BAD_LAUNCH, at, 0, 0);
+    assert_int_equal(soft_result(&peer, SOFT_SYNC, 0, 0, 0), KVQ_GPU_LAUNCH_FAILED);
+    assert_int_equal(soft_end(&peer), 0);
+    (void)state;
+}
+
 int main(int argc, char **argv)
 {
     soft_serve_if_peer(argc, argv);
     const struct CMUnitTest tests[] = {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, remember, compare)
+#define TEST(name) cmocka_unit_test_setup_teardown(name, soft_remember, soft_compare)
         TEST(test_descriptor),
         TEST(test_read_only),
         TEST(test_wrong_descriptors),
@@ -517,6 +506,7 @@ int main(int argc, char **argv)
         TEST(test_events_that_end),
         TEST(test_exit_at_work),
         TEST(test_sticky),
+        TEST(test_kernel_without_rights),
 #undef TEST
     };
     soft_open();
