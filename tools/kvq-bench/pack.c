@@ -11,7 +11,9 @@
 enum {
     MIN_BLOCKS = 8,
     MAX_BLOCKS = 1024,
-    FAR = 1 << 20, // position of the blocks, behind the sinks
+    PIECE = 8,                       // blocks that are timed at a time
+    PIECES = MAX_BLOCKS / PIECE + 1, // of a round, at most
+    FAR = 1 << 20,                   // position of the blocks, behind the sinks
 };
 
 struct run {
@@ -21,6 +23,7 @@ struct run {
     struct kvq_pool *pool;
     unsigned threads;
     uint32_t blocks; // different ones in a round: their tokens are twice the last level cache
+    uint32_t first;  // block of the piece that is being timed
     struct kvq_pack_job *jobs; // [blocks]
     struct kvq_shape shape;
     struct bench_memory tokens, raw, packed; // fp16 as handed over; blocks
@@ -41,6 +44,7 @@ static void copy_item(void *ctx, uint32_t item, void *workspace)
     const struct run *r = ctx;
     size_t share = 2 * tokens_bytes(r) / r->shape.kv_heads;
     (void)workspace;
+    item += r->first * r->shape.kv_heads;
     memcpy((uint8_t *)r->raw.data + item * share, (const uint8_t *)r->tokens.data + item * share,
            share);
 }
@@ -49,7 +53,7 @@ static void store_item(void *ctx, uint32_t item, void *workspace)
 {
     const struct run *r = ctx;
     const struct kvq_shape *s = &r->shape;
-    uint32_t block = item / s->kv_heads, head = item % s->kv_heads;
+    uint32_t block = r->first + item / s->kv_heads, head = item % s->kv_heads;
     int64_t row = (int64_t)sizeof(uint16_t) * s->k_dim;
     const uint8_t *from = (const uint8_t *)r->tokens.data + 2 * block * tokens_bytes(r);
     struct kvq_view k = {from, row * s->kv_heads, row, KVQ_F16}, v = k;
@@ -61,12 +65,24 @@ static void store_item(void *ctx, uint32_t item, void *workspace)
     kvq_store(r->k, s, &k, &v, head, 0, KVQ_BLOCK_TOKENS, record, &counts);
 }
 
-// Seconds for one block of what is done head by head.
+// Blocks of the piece that starts at r->first.
+static uint32_t in_piece(const struct run *r)
+{
+    return r->blocks - r->first < PIECE ? r->blocks - r->first : PIECE;
+}
+
+// Seconds for one block of what is done head by head: of a round's pieces the median, so that what
+// other programs do in the meantime does not count.
 static double time_items(struct run *r, void (*item)(void *, uint32_t, void *))
 {
-    double start = bench_seconds();
-    kvq_pool_run(r->pool, item, r, r->blocks * r->shape.kv_heads);
-    return (bench_seconds() - start) / r->blocks;
+    double piece[PIECES];
+    uint32_t n = 0;
+    for (r->first = 0; r->first < r->blocks; r->first += PIECE) {
+        double start = bench_seconds();
+        kvq_pool_run(r->pool, item, r, in_piece(r) * r->shape.kv_heads);
+        piece[n++] = (bench_seconds() - start) / in_piece(r);
+    }
+    return bench_median(piece, n);
 }
 
 static uint8_t *extras_of(const struct run *r, uint32_t block)
@@ -96,12 +112,15 @@ static bool learn(struct run *r, const struct kvq_format *f)
     return ok;
 }
 
-static double time_pack(const struct run *r, const struct kvq_format *f)
+// The same of packing the units that start at token `first`.
+static double time_units(struct run *r, const struct kvq_format *f, uint32_t first)
 {
     struct kvq_pack_job *jobs = r->jobs;
-    double start = bench_seconds();
-    for (uint32_t first = 0; first < KVQ_BLOCK_TOKENS; first += f->unit_tokens) {
-        for (uint32_t i = 0; i < r->blocks; i++)
+    double piece[PIECES];
+    uint32_t n = 0;
+    for (r->first = 0; r->first < r->blocks; r->first += PIECE) {
+        double start = bench_seconds();
+        for (uint32_t i = r->first; i < r->first + in_piece(r); i++)
             jobs[i] = (struct kvq_pack_job){
                 .format = f,
                 .shape = &r->shape,
@@ -112,9 +131,18 @@ static double time_pack(const struct run *r, const struct kvq_format *f)
                          .extras = extras_of(r, i),
                          .book = bench_book_of(&r->books, 0)},
             };
-        kvq_pool_pack(r->pool, r->k, jobs, r->blocks);
+        kvq_pool_pack(r->pool, r->k, jobs + r->first, in_piece(r));
+        piece[n++] = (bench_seconds() - start) / in_piece(r);
     }
-    return (bench_seconds() - start) / r->blocks;
+    return bench_median(piece, n);
+}
+
+static double time_pack(struct run *r, const struct kvq_format *f)
+{
+    double sum = 0;
+    for (uint32_t first = 0; first < KVQ_BLOCK_TOKENS; first += f->unit_tokens)
+        sum += time_units(r, f, first);
+    return sum;
 }
 
 struct times {
