@@ -434,6 +434,10 @@ static void test_events_that_end(void **state)
     OK(drv.event_create(&mine, KVQ_GPU_EVENT_UNTIMED));
     assert_int_equal(drv.ipc_event_get(&handle, mine), KVQ_GPU_INVALID_HANDLE);
     OK(drv.event_destroy(mine));
+    OK(drv.event_create(&mine, KVQ_GPU_EVENT_UNTIMED | KVQ_GPU_EVENT_SHARED));
+    OK(drv.ipc_event_get(&handle, mine));
+    assert_int_equal(drv.ipc_event_open(&killed, handle), KVQ_GPU_INVALID_CONTEXT);
+    OK(drv.event_destroy(mine));
     unmap_here(s.here);
     (void)state;
 }

@@ -73,15 +73,15 @@ static page_ptr new_page()
     return map_page(fd);
 }
 
-// A slot of a page that all events of this process share. With m.order held.
+// A slot of a page that events of this process share. With m.order held.
 static bool take_slot(event *e)
 {
-    static page_ptr shared;
-    if (!shared || shared->used == UINT32_MAX)
-        shared = new_page();
-    if (!shared)
+    static std::weak_ptr<page> newest; // goes with the last of its events
+    page_ptr p = newest.lock();
+    if (!p || p->used == UINT32_MAX)
+        newest = p = new_page();
+    if (!p)
         return false;
-    const page_ptr p = shared;
     const unsigned slot = (unsigned)__builtin_ctz(~p->used);
     p->used |= 1u << slot;
     e->owner = p;

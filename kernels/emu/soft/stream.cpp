@@ -115,7 +115,8 @@ static int do_waits(const work &w)
     return KVQ_GPU_OK;
 }
 
-static void perform(stream &s, const task &t)
+// What the work held is given back before anybody learns that it is done.
+static void perform(stream &s, task &t)
 {
     const uint64_t draw = mix(mix(m.seed, s.number), t.number);
     hold(s, t.number);
@@ -128,6 +129,7 @@ static void perform(stream &s, const task &t)
         return;
     }
     delay(mix(draw, 1));
+    t.what = work();
     if (!broken())
         publish(&s.completed, t.number);
 }
@@ -139,7 +141,7 @@ static void serve(stream_ptr s)
         s->tasks->filled.wait(l, [&] { return !s->tasks->tasks.empty() || s->closed; });
         if (s->tasks->tasks.empty())
             return;
-        const task t = std::move(s->tasks->tasks.front());
+        task t = std::move(s->tasks->tasks.front());
         s->tasks->tasks.pop_front();
         l.unlock();
         perform(*s, t);
