@@ -91,13 +91,26 @@ int soft_open_files(void)
 }
 
 struct kvq_soft_counts soft_before;
-static int files_before;
+static int files_before, maps_before;
+
+// Pieces of the software driver's memory that are mapped here.
+static int count_maps(void)
+{
+    char line[512];
+    int n = 0;
+    FILE *maps = fopen("/proc/self/maps", "re");
+    while (fgets(line, sizeof line, maps))
+        n += strstr(line, "/memfd:kvq-emu-") != NULL;
+    fclose(maps);
+    return n;
+}
 
 int soft_remember(void **state)
 {
     (void)state;
     soft_before = get_counts();
     files_before = soft_open_files();
+    maps_before = count_maps();
     return 0;
 }
 
@@ -108,6 +121,7 @@ int soft_compare(void **state)
     const struct kvq_soft_counts now = get_counts();
     assert_memory_equal(&now, &soft_before, sizeof now);
     assert_int_equal(soft_open_files(), files_before);
+    assert_int_equal(count_maps(), maps_before);
     return 0;
 }
 

@@ -104,7 +104,7 @@ int soft_launch_reading(kvq_gpu_ptr at, struct kvq_gpu_stream *on);
 int soft_bad_launch(struct kvq_gpu_stream *on);
 
 // Before and after a test: after it, this process holds what it held before, counted, and no more
-// descriptors.
+// descriptors or mappings.
 extern struct kvq_soft_counts soft_before;
 int soft_remember(void **state);
 int soft_compare(void **state);

@@ -555,6 +555,39 @@ static void test_graph(void **state)
     (void)state;
 }
 
+// A graph launched while another is captured becomes part of it, in its place.
+static void test_graph_in_graph(void **state)
+{
+    const kvq_gpu_ptr words = alloc_words();
+    struct kvq_gpu_stream *other = new_stream(KVQ_GPU_STREAM_OWN);
+    struct kvq_gpu_graph *inner = capture(words, other), *outer;
+    struct kvq_gpu_exec *exec, *all;
+    OK(drv.graph_ready(&exec, inner, 0));
+    OK(drv.capture_begin(stream, KVQ_GPU_CAPTURE_RELAXED));
+    OK(drv.stream_write64(stream, words + 16, 7, 0));
+    OK(drv.launch_host(stream, add_three, (void *)(words + 16))); // 73
+    OK(drv.copy_device(words + 24, words + 16, 8, stream));
+    OK(drv.graph_launch(exec, stream));
+    OK(drv.launch_host(stream, add_four, (void *)(words + 16))); // of 43
+    OK(drv.capture_end(stream, &outer));
+    OK(drv.graph_ready(&all, outer, 0));
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        soft_seed(seed);
+        OK(drv.graph_launch(all, other));
+        OK(drv.stream_sync(other));
+        assert_int_equal(word_at(words + 24), 73);
+        assert_int_equal(word_at(words + 16), 434);
+    }
+    soft_seed(0);
+    OK(drv.exec_destroy(exec));
+    OK(drv.exec_destroy(all));
+    OK(drv.graph_destroy(inner));
+    OK(drv.graph_destroy(outer));
+    OK(drv.stream_destroy(other));
+    OK(drv.memory_free(words));
+    (void)state;
+}
+
 static void end_capture(int result)
 {
     struct kvq_gpu_graph *graph;
@@ -620,12 +653,12 @@ int main(int argc, char **argv)
     soft_serve_if_peer(argc, argv);
     const struct CMUnitTest tests[] = {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, soft_remember, soft_compare)
-        TEST(test_devices),          TEST(test_contexts),       TEST(test_fork),
-        TEST(test_memory),           TEST(test_free_waits),     TEST(test_budget),
-        TEST(test_mapping),          TEST(test_host_memory),    TEST(test_waiting),
-        TEST(test_destroyed_stream), TEST(test_default_stream), TEST(test_host_functions),
-        TEST(test_copies),           TEST(test_events),         TEST(test_graph),
-        TEST(test_captures_refused),
+        TEST(test_devices),          TEST(test_contexts),         TEST(test_fork),
+        TEST(test_memory),           TEST(test_free_waits),       TEST(test_budget),
+        TEST(test_mapping),          TEST(test_host_memory),      TEST(test_waiting),
+        TEST(test_destroyed_stream), TEST(test_default_stream),   TEST(test_host_functions),
+        TEST(test_copies),           TEST(test_events),           TEST(test_graph),
+        TEST(test_graph_in_graph),   TEST(test_captures_refused),
 #undef TEST
     };
     soft_open();
