@@ -39,7 +39,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
 static void client_free(struct kvq__client *c)
 {
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
-        kvq__lane_free(&c->lanes[i]);
+        kvq__lane_leave(&c->lanes[i]);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS; i++)
         kvq__deallocate(c->core, c->handles[i], KVQ__HANDLE_CHUNK * sizeof **c->handles);
     kvq__deallocate(c->core, c, sizeof *c);

@@ -166,6 +166,7 @@ void kvq__core_close(struct kvq__core **pointer)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
+    kvq__lanes_close(core);
     kvq__pools_trim(core, 0);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
@@ -203,6 +204,11 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
         core->faulted = true;
         core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
     }
+    bool busy = false;
+    LIST_FOREACH (lane, &core->lanes, link)
+        busy |= lane->gpu == gpu && lane->n > 0;
+    if (!busy)
+        kvq__gpu_sweep(gpu);
     LIST_FOREACH (lane, &core->lanes, link)
         if (lane->gpu == gpu && kvq__lane_stalls(lane))
             kvq__event(core, KVQ__EVENT_CLIENT_STALLED, "", "", lane->client->id,

@@ -37,7 +37,7 @@ struct kvq__gpu {
     struct kvq_gpu_uuid uuid;
     char uuid_text[KVQ__GPU_UUID_TEXT], name[KVQ__GPU_NAME];
     char fault[KVQ_TEXT_BYTES];
-    LIST_HEAD(, book) books;
+    LIST_HEAD(, book) books, released;
     struct slab *slabs;
     struct kvq__gpu_counts *free_counts;
 };
@@ -391,9 +391,18 @@ void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
     if (--b->uses > 0)
         return;
     LIST_REMOVE(b, link);
-    kvq__gpu_enter(gpu);
-    gpu->driver->memory_free(b->memory);
-    free(b);
+    LIST_INSERT_HEAD(&gpu->released, b, link);
+}
+
+void kvq__gpu_sweep(struct kvq__gpu *gpu)
+{
+    struct book *b;
+    while ((b = LIST_FIRST(&gpu->released))) {
+        LIST_REMOVE(b, link);
+        kvq__gpu_enter(gpu);
+        gpu->driver->memory_free(b->memory);
+        free(b);
+    }
 }
 
 // ---- Opening ----
@@ -460,6 +469,7 @@ static void close_gpu(struct kvq__gpu *gpu)
 {
     if (gpu->context)
         kvq__gpu_enter(gpu);
+    kvq__gpu_sweep(gpu);
     free_slabs(gpu);
     if (gpu->kernels_open)
         kvq_gpu_close(&gpu->kernels);

@@ -68,6 +68,8 @@ int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
                   const struct kvq_shape *shape, const struct kvq_book *book,
                   struct kvq_book *copy);
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book);
+// Frees what was released. It waits for the whole GPU, so it is called when nothing runs there.
+void kvq__gpu_sweep(struct kvq__gpu *gpu);
 
 // Counters of values that stores meet, in host memory that the GPU adds to. NULL without memory.
 struct kvq__gpu_counts {

@@ -45,61 +45,9 @@ static int open_memory(struct kvq__lane *lane)
     return result;
 }
 
-static int lane_open(struct kvq__lane *lane)
+static void close_streams(struct kvq__lane *lane)
 {
-    struct kvq__core *core = lane->core;
-    lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
-    lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
-    if (!lane->pending || !lane->held)
-        return KVQ_E_NO_MEMORY;
-    int result = open_streams(lane);
-    result = result ? result : open_memory(lane);
-    return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
-}
-
-int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
-{
-    struct kvq__lane **slot = &client->lanes[index_of(client->core, gpu)];
-    *out = *slot;
-    if (*slot)
-        return 0;
-    struct kvq__lane *lane = kvq__allocate(client->core, sizeof *lane);
-    if (!lane)
-        return KVQ_E_NO_MEMORY;
-    lane->core = client->core;
-    lane->client = client;
-    lane->gpu = gpu;
-    LIST_INSERT_HEAD(&client->core->lanes, lane, link);
-    int error = lane_open(lane);
-    if (error)
-        kvq__lane_free(&lane);
-    *slot = *out = lane;
-    return error;
-}
-
-// No session's packing is the lane's any more; all of it has ended.
-static void forget(const struct kvq__lane *lane)
-{
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->pack_lane == lane)
-                s->pack_lane = NULL;
-}
-
-void kvq__lane_free(struct kvq__lane **pointer)
-{
-    struct kvq__lane *lane = *pointer;
-    if (!lane)
-        return;
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
-    struct kvq__core *core = lane->core;
-    assert(lane->n == 0 && lane->n_held == 0);
-    *pointer = NULL;
-    LIST_REMOVE(lane, link);
-    forget(lane);
-    kvq__gpu_enter(lane->gpu);
     if (lane->stream) { // its memory may still be being cleared
         d->stream_sync(lane->stream);
         d->stream_destroy(lane->stream);
@@ -113,6 +61,14 @@ void kvq__lane_free(struct kvq__lane **pointer)
     for (uint32_t i = 0; i < KVQ_MAX_GPU_PENDING; i++)
         if (lane->marks[i])
             d->event_destroy(lane->marks[i]);
+}
+
+static void lane_free(struct kvq__lane *lane)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    struct kvq__core *core = lane->core;
+    kvq__gpu_enter(lane->gpu);
+    close_streams(lane);
     if (lane->workspace)
         d->memory_free(lane->workspace);
     if (lane->device)
@@ -126,12 +82,103 @@ void kvq__lane_free(struct kvq__lane **pointer)
     kvq__deallocate(core, lane, sizeof *lane);
 }
 
+static int lane_open(struct kvq__lane *lane)
+{
+    struct kvq__core *core = lane->core;
+    lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
+    lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
+    if (!lane->pending || !lane->held)
+        return KVQ_E_NO_MEMORY;
+    int result = open_streams(lane);
+    result = result ? result : open_memory(lane);
+    return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
+}
+
+// One of this GPU that a client has left; NULL if there is none.
+static struct kvq__lane *take_spare(struct kvq__core *core, const struct kvq__gpu *gpu)
+{
+    struct kvq__lane *lane;
+    LIST_FOREACH (lane, &core->spare_lanes, link)
+        if (lane->gpu == gpu) {
+            LIST_REMOVE(lane, link);
+            return lane;
+        }
+    return NULL;
+}
+
+static int lane_new(struct kvq__core *core, struct kvq__gpu *gpu, struct kvq__lane **out)
+{
+    struct kvq__lane *lane = kvq__allocate(core, sizeof *lane);
+    *out = NULL;
+    if (!lane)
+        return KVQ_E_NO_MEMORY;
+    lane->core = core;
+    lane->gpu = gpu;
+    int error = lane_open(lane);
+    if (error)
+        lane_free(lane);
+    else
+        *out = lane;
+    return error;
+}
+
+int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
+{
+    struct kvq__core *core = client->core;
+    struct kvq__lane **slot = &client->lanes[index_of(core, gpu)];
+    int error = 0;
+    if (!*slot) {
+        *slot = take_spare(core, gpu);
+        error = *slot ? 0 : lane_new(core, gpu, slot);
+        if (error)
+            return error;
+        (*slot)->client = client;
+        LIST_INSERT_HEAD(&core->lanes, *slot, link);
+    }
+    *out = *slot;
+    return 0;
+}
+
+// No session's packing is the lane's any more; all of it has ended.
+static void forget(const struct kvq__lane *lane)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->pack_lane == lane)
+                s->pack_lane = NULL;
+}
+
+void kvq__lane_leave(struct kvq__lane **pointer)
+{
+    struct kvq__lane *lane = *pointer;
+    if (!lane)
+        return;
+    assert(lane->n == 0 && lane->n_held == 0);
+    *pointer = NULL;
+    LIST_REMOVE(lane, link);
+    forget(lane);
+    lane->client = NULL;
+    LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
+}
+
+void kvq__lanes_close(struct kvq__core *core)
+{
+    struct kvq__lane *lane;
+    assert(LIST_EMPTY(&core->lanes));
+    while ((lane = LIST_FIRST(&core->spare_lanes))) {
+        LIST_REMOVE(lane, link);
+        lane_free(lane);
+    }
+}
+
 // ---- Chunks ----
 
 // Contiguous bytes from the tail on; what is too short at the end is passed over.
 static uint64_t chunk_room(struct kvq__lane *lane)
 {
-    if (lane->head == lane->tail)
+    if (lane->n == 0)
         lane->head = lane->tail = 0;
     uint64_t all = lane->core->config.lane_bytes, free = all - (lane->tail - lane->head);
     uint64_t to_end = all - lane->tail % all;

@@ -292,17 +292,15 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
         s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
-// Where it shall live: as asked, or else on the GPU with the most room, or on the host.
+// Where it shall live: as asked, or else on the GPU with the most room, or without one on the host.
 static int find_place(struct kvq__session *s, const char *place, char *text)
 {
     struct kvq__core *core = s->core;
-    uint64_t most = 0;
-    s->pool = &core->pools[0];
-    for (uint32_t i = 1; is_empty(place) && i < core->n_pools; i++) {
-        uint64_t room = core->pools[i].budget - core->pools[i].used_bytes;
-        if (room > most)
+    s->pool = &core->pools[core->n_pools > 1];
+    for (uint32_t i = 2; is_empty(place) && i < core->n_pools; i++) {
+        const struct kvq__pool *other = &core->pools[i];
+        if (other->budget - other->used_bytes > s->pool->budget - s->pool->used_bytes)
             s->pool = &core->pools[i];
-        most = room > most ? room : most;
     }
     if (is_empty(place))
         return 0;

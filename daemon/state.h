@@ -585,8 +585,8 @@ struct kvq__core {
     bool draining, faulted;
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
-    struct kvq__flight_list flights; // oldest first
-    LIST_HEAD(, kvq__lane) lanes;
+    struct kvq__flight_list flights;           // oldest first
+    LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
     uint64_t last_flight, last_client, last_session;
     struct kvq__session_list pack_queue;
     struct kvq__packer packer;

@@ -56,6 +56,11 @@ static inline uint64_t kvq_word64_load_acquire(const uint64_t *word)
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
+static inline void kvq_word64_store_release(uint64_t *word, uint64_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
 static inline uint32_t kvq_word_load_acquire(const uint32_t *word)
 {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);

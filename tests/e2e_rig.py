@@ -29,6 +29,8 @@ import kvq  # noqa: E402
 import numpy as np  # noqa: E402
 
 BOUND = 60  # seconds; no wait that works takes anywhere near it
+BACKEND = os.environ.get("KVQ_E2E_BACKEND") or "cpu"  # emu: sessions live on the software GPU
+ROUNDING = 20 if BACKEND == "emu" else 1  # GPUs multiply in fp16, the CPU's exact path in fp32
 MIB = 1 << 20
 
 
@@ -50,6 +52,9 @@ class Daemon:
         self.directory = directory or tempfile.mkdtemp(prefix="kvq-e2e-")
         options.setdefault("pool_bytes", "256mb")
         options.setdefault("extent_bytes", "4mb")
+        options.setdefault("backend", BACKEND)
+        if BACKEND == "emu":
+            options.setdefault("gpu_bytes", options["pool_bytes"])
         options.setdefault("attention", "exact")  # held against double precision here
         flags = [x for name, value in options.items()
                  for x in ("--" + name.replace("_", "-"), str(value))]
@@ -111,14 +116,20 @@ class Daemon:
         return json.loads(done.stdout)
 
     def status(self):
-        return self.ctl("status")
+        """kvqctl's, with the memory of all places together: tests run on the host or on GPUs."""
+        status = self.ctl("status")
+        for gpu in status["gpus"]:
+            status["pool_used_bytes"] += gpu["used_bytes"]
+            status["pool_extent_bytes"] += gpu["extent_bytes"]
+        return status
 
     def fds(self):
         """How many descriptors it has open, without its pool's extents, which it keeps a while."""
         folder, count = f"/proc/{self.process.pid}/fd", 0
         for name in os.listdir(folder):
             try:
-                count += "kvq-extent" not in os.readlink(os.path.join(folder, name))
+                where = os.readlink(os.path.join(folder, name))
+                count += "kvq-extent" not in where and "kvq-emu-memory" not in where
             except FileNotFoundError:  # closed meanwhile
                 pass
         return count

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/ring.h"
+
 enum { DEFAULT_EVENTS = 600, MIB = 1 << 20 };
 
 // ---- Tracks against the core ----
@@ -111,6 +113,11 @@ static int predict_open(const struct track *t, uint32_t flags)
     return 0;
 }
 
+static const char *first_gpu(const struct sim *sim)
+{
+    return kvq__pool_name(&sim->kit.core->pools[1]);
+}
+
 static void opened(struct sim *sim, struct actor *a, struct hold *h, struct track *t,
                    const struct kvq__session_spec *spec, const struct kvq__session_info *info)
 {
@@ -121,6 +128,7 @@ static void opened(struct sim *sim, struct actor *a, struct hold *h, struct trac
         MUST(t);
         snprintf(t->name, sizeof t->name, "%s", spec->name);
         t->on_gpu = strcmp(info->place, "host") != 0;
+        t->streams = t->on_gpu && strcmp(info->place, first_gpu(sim)) == 0;
         t->id = info->id;
         t->alive = true;
     }
@@ -219,12 +227,30 @@ static void pass_time(struct sim *sim)
 
 // ---- Actors ----
 
+// The client's streams signal before they ask, so that what it enqueues can always go on.
+static void open_timeline(struct sim *sim, struct actor *a)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__gpu *gpu = sim->kit.core->pools[1].gpu;
+    uint64_t *words = sim_gpus()->memory_new(2 * sizeof *words);
+    words[0] = words[1] = 0;
+    int rc =
+        kvq__queue_timeline(a->member.queue, gpu, (uintptr_t)words, (uintptr_t)(words + 1), text);
+    MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
+    if (rc == 0)
+        a->timeline = words;
+    else
+        sim_gpus()->memory_free(words);
+}
+
 static void arrive(struct sim *sim, struct actor *a)
 {
     *a = (struct actor){0};
     int rc = member_open(&sim->kit, &a->member, 1000, actor_bytes());
     MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
     a->present = rc == 0;
+    if (a->present && sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 60))
+        open_timeline(sim, a);
 }
 
 static void leave_if_done(struct actor *a)
@@ -234,13 +260,18 @@ static void leave_if_done(struct actor *a)
     kit_settle(&a->member);
     kvq__queue_close(&a->member.queue);
     member_free(&a->member);
+    if (a->timeline)
+        sim_gpus()->memory_free(a->timeline);
+    a->timeline = NULL;
     a->present = a->gone = false;
 }
 
 static void die(struct sim *sim, struct actor *a)
 {
     kvq__client_detach(a->member.client);
+    kvq__queue_ending(a->member.queue);
     a->gone = true;
+    a->phase = a->phase == OWED ? IDLE : a->phase;
     for (uint32_t i = 0; i < SIM_HANDLES; i++)
         if (a->holds[i].used)
             let_go(sim, &a->holds[i]);
@@ -259,6 +290,27 @@ static uint32_t *shuffle(struct kit *kit, uint32_t n)
     return order;
 }
 
+// The client's stream comes to its signal, and the GPU to what waited for it.
+static void pay(struct sim *sim, struct actor *a)
+{
+    kvq_word64_store_release(&a->timeline[0], a->signal);
+    kit_settle(&a->member);
+    while (kvq_word64_load_acquire(&a->timeline[1]) < a->signal)
+        kvq__core_poll(sim->kit.core);
+    a->phase = IDLE;
+    op_done(sim, a);
+}
+
+static void answered(struct sim *sim, struct actor *a)
+{
+    if (!(a->header.flags & KVQ_REQ_ON_STREAM) || a->gone)
+        op_done(sim, a);
+    else if (sim_runs_late() && kit_chance(&sim->kit, 60))
+        a->phase = OWED;
+    else
+        pay(sim, a);
+}
+
 static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
 {
     if (a->phase != RUNNING && a->phase != ON_GPU && p != KVQ__WAIT)
@@ -267,7 +319,7 @@ static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
         op_went_on(a);
     a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : p == KVQ__GPU ? ON_GPU : IDLE;
     if (p == KVQ__DONE)
-        op_done(sim, a);
+        answered(sim, a);
     if (p == KVQ__RUN) {
         a->n_items = kvq__queue_job(a->member.queue)->n_items;
         a->order = shuffle(&sim->kit, a->n_items);
@@ -280,6 +332,11 @@ static void go_on(struct sim *sim, struct actor *a)
 {
     struct kvq__job *job = kvq__queue_job(a->member.queue);
     uint32_t n = kit_chance(&sim->kit, 70) ? a->n_items : 1 + kit_below(&sim->kit, 8);
+    if (a->phase == OWED) {
+        if (kit_chance(&sim->kit, 30))
+            pay(sim, a);
+        return;
+    }
     if (a->phase == ON_GPU && !kvq__queue_settled(a->member.queue)) {
         kvq__core_poll(sim->kit.core);
         return;
@@ -342,6 +399,8 @@ static void happen(struct sim *sim)
     uint32_t what = kit_below(&sim->kit, 100);
     bool here = a->present && !a->gone;
     collect_tracks(sim);
+    if (kit_chance(&sim->kit, 20))
+        kvq__core_poll(sim->kit.core);
     if (what < 78)
         act(sim, a);
     else if (what < 88)
@@ -367,6 +426,7 @@ static void end(struct sim *sim)
     for (uint32_t i = 0; i < SIM_ACTORS; i++)
         while (sim->actors[i].present)
             act(sim, &sim->actors[i]);
+    kvq__core_poll(sim->kit.core);
     core_check(sim->kit.core);
     MUST(kvq__core_idle(sim->kit.core));
     kit_close(&sim->kit);
@@ -380,6 +440,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     struct sim *sim = calloc(1, sizeof *sim);
     uint64_t pool = seed % 4 ? (uint64_t)(6 + seed % 19) * 2 * MIB : 96ull * MIB;
     uint64_t limit = seed % 5 == 1 ? 5ull * MIB : 0;
+    sim_begin(seed);
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
@@ -392,6 +453,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     end(sim);
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
+    total->streamed += sim->streamed;
     total->committed += sim->committed;
     total->refused += sim->refused;
     total->failed_memory += sim->failed_memory;
@@ -412,15 +474,18 @@ int main(int argc, char **argv)
     kit_gpus(gpus);
     for (uint64_t seed = first; seed < first + count; seed++)
         run_seed(seed, events, &total);
-    printf("%llu seeds: %llu outputs compared, %llu of GPUs, %llu tokens committed, %llu refusals "
+    printf("%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
+           "committed, %llu refusals "
            "as predicted, "
            "%llu times out of memory, %llu clients died, %llu forks\n",
            (unsigned long long)count, (unsigned long long)total.checked,
-           (unsigned long long)total.checked_gpu, (unsigned long long)total.committed,
-           (unsigned long long)total.refused, (unsigned long long)total.failed_memory,
-           (unsigned long long)total.deaths, (unsigned long long)total.forks);
+           (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
+           (unsigned long long)total.committed, (unsigned long long)total.refused,
+           (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
+           (unsigned long long)total.forks);
     // A simulation in which nothing happened proves nothing.
-    bool busy = total.checked && !total.checked_gpu == !gpus && total.committed && total.refused &&
-                total.failed_memory && total.deaths && total.forks;
+    bool busy = total.checked && !total.checked_gpu == !gpus && !total.streamed == !gpus &&
+                total.committed && total.refused && total.failed_memory && total.deaths &&
+                total.forks;
     return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -31,7 +31,8 @@ struct actor;
 
 struct track {
     bool used, alive, named;
-    bool on_gpu; // its numbers are right to rounding, not to the bit
+    bool on_gpu;  // its numbers are right to rounding, not to the bit
+    bool streams; // on the first GPU, where timelines are
     uint64_t id;
     char name[32];
     struct model model;
@@ -64,11 +65,14 @@ struct part {
     uint64_t from;        // read: the first token that is there
 };
 
-enum phase { IDLE, WAITING, RUNNING, ON_GPU };
+// OWED: answered, but the GPU waits for the client's signal, which has yet to be given.
+enum phase { IDLE, WAITING, RUNNING, ON_GPU, OWED };
 
 struct actor {
     struct member member;
     bool present, gone; // gone: detached, its queue still to be closed
+    uint64_t *timeline; // [2]: ready and done, on the first GPU; NULL = its queue has none
+    uint64_t signal;    // of the last request on a stream
     struct hold holds[SIM_HANDLES];
     uint64_t step;  // number of its open step; 0 = none
     uint64_t steps; // numbers used
@@ -87,15 +91,19 @@ struct sim {
     void *workspace;
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
-    uint64_t checked, checked_gpu, committed, refused, failed_memory, deaths,
+    uint64_t checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
         forks; // that it did something
 };
 
-// ---- sim_host.c, sim_gpu.c ----
+// ---- sim_host.c, sim_gpu.c, sim_soft.c ----
 
-// The GPUs that sessions live on besides the host; NULL = none. Seeds that are run if nobody says.
+// The GPUs that sessions live on besides the host; NULL = none.
 const struct kit_gpus *sim_gpus(void);
+// Whether their streams run by themselves, so that signals may come late.
+bool sim_runs_late(void);
+// Seeds that are run if nobody says, and what each of them begins with.
 uint32_t sim_seeds(void);
+void sim_begin(uint64_t seed);
 
 // ---- sim_tracks.c ----
 

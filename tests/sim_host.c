@@ -12,3 +12,13 @@ uint32_t sim_seeds(void)
 {
     return 200;
 }
+
+bool sim_runs_late(void)
+{
+    return false;
+}
+
+void sim_begin(uint64_t seed)
+{
+    (void)seed;
+}

@@ -165,7 +165,8 @@ static void fill_append(struct sim *sim, struct actor *a, uint32_t i)
     struct part *p = &a->parts[i];
     fill_floats(sim, actor_k(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
     fill_floats(sim, actor_v(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
-    p->poisoned = e->append && kit_chance(&sim->kit, 2);
+    // On a stream only the step's end tells: test_core_gpu looks at that.
+    p->poisoned = e->append && !(a->header.flags & KVQ_REQ_ON_STREAM) && kit_chance(&sim->kit, 2);
     if (p->poisoned) {
         uint32_t row = e->row + kit_below(&sim->kit, e->append);
         float *tensor = kit_chance(&sim->kit, 50) ? actor_k(a) : actor_v(a);
@@ -233,6 +234,16 @@ static uint32_t choose_layer(struct sim *sim, const struct actor *a)
     return layer;
 }
 
+static bool can_stream(uint8_t op)
+{
+    return is_append(op) || is_attend(op) || op == KVQ_OP_READ;
+}
+
+static bool is_on_stream(const struct actor *a)
+{
+    return a->header.flags & KVQ_REQ_ON_STREAM;
+}
+
 bool op_build(struct sim *sim, struct actor *a)
 {
     uint8_t op = choose_op(sim, a);
@@ -252,6 +263,12 @@ bool op_build(struct sim *sim, struct actor *a)
     if (is_attend(op) && kit_chance(&sim->kit, 15))
         a->header.flags = KVQ_REQ_PAST_ONLY;
     a->header.layer = choose_layer(sim, a);
+    if (a->timeline && can_stream(op) && kit_chance(&sim->kit, 60)) {
+        a->header.flags |= KVQ_REQ_ON_STREAM;
+        a->header.signal = ++a->signal;
+        if (!sim_runs_late())
+            a->timeline[0] = a->signal;
+    }
     fill_floats(sim, actor_q(a), is_attend(op) ? QUERIES : 0);
     for (uint32_t i = 0; i < n; i++)
         fill_entry(sim, a, i);
@@ -272,6 +289,8 @@ static int predict_open(struct actor *a, uint32_t i, bool write)
         return KVQ_E_TAKEN;
     if (write && h->read_only)
         return KVQ_E_READ_ONLY;
+    if (is_on_stream(a) && !h->track->streams)
+        return KVQ_E_BUFFER;
     p->track = h->track;
     p->past = p->value = h->track->model.tokens;
     p->serial = h->track->step_serial;
@@ -316,7 +335,8 @@ static int predict_attend(struct actor *a, uint32_t i)
         return KVQ_E_NO_STEP;
     if (e->append != t->step_tokens || e->queries > e->append)
         return KVQ_E_INVALID;
-    if (a->header.op == KVQ_OP_ATTEND && !a->header.flags && t->appended[own] != 2)
+    if (a->header.op == KVQ_OP_ATTEND && !(a->header.flags & KVQ_REQ_PAST_ONLY) &&
+        t->appended[own] != 2)
         return KVQ_E_INCOMPLETE;
     return 0;
 }
@@ -352,6 +372,7 @@ static int predict_fork(struct sim *sim, struct actor *a, uint32_t i)
     p->forked = track_new(sim, false, 0, 0);
     MUST(p->forked);
     p->forked->on_gpu = p->track->on_gpu;
+    p->forked->streams = p->track->streams;
     model_fork(&p->track->model, &p->forked->model, at);
     return 0;
 }
@@ -660,6 +681,8 @@ void op_done(struct sim *sim, struct actor *a)
     const struct kvq_completion *c = kvq__queue_completion(a->member.queue);
     const struct kvq_result *results = kvq__queue_results(a->member.queue);
     MUST(c->seq == a->header.seq);
+    MUST(!is_on_stream(a) || a->gone || a->timeline[1] == a->header.signal);
+    sim->streamed += is_on_stream(a) && c->status == 0;
     bool ends = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_STEP_ABORT;
     if (ends && a->header.count == 0 && has_step(sim, a) && !a->gone) {
         check_all(sim, a, c->status);
