@@ -198,6 +198,7 @@ struct machine {
     std::vector<kvq_gpu_function> functions;
     std::atomic<pid_t> pid{0}; // that called init; 0: nobody
     std::atomic<bool> ended{false};
+    const void *last_change = nullptr; // keeps all from memory when the process ends
     std::atomic<int> sticky{0};
     std::atomic<uint64_t> seed{0}, used[MAX_DEVICES] = {};
 
