@@ -62,8 +62,12 @@ KVQ_DEVICE void kvq_gpu_innerq_logits(const kvq_gpu_lane<D, NT> &l, gpu::smem k,
 {
     const uint32_t thousand = kvq_gpu_thousand<D, NT>();
     uint32_t scale[2][4], q[NT][D / 8];
-    for (int nt = 0; nt < NT; nt++)
-        kvq_gpu_take_q<D, NT>(l, nt, false, q[nt]);
+    for (int nt = 0; nt < NT; nt++) {
+        if (D == 256) // too many to be kept
+            kvq_gpu_load_q<D>(q[nt], l.queries, 8 * nt + l.g, l.j);
+        else
+            kvq_gpu_take_q<D, NT>(l, nt, false, q[nt]);
+    }
     kvq_gpu_words<3> w[2];
     KVQ_UNROLL
     for (int step = 0; step < D / 16; step++) {
@@ -242,7 +246,8 @@ KVQ_DEVICE void kvq_gpu_attend_innerq(const kvq_gpu_attend_args &a, const kvq_gp
 {
     kvq_gpu_lane<D, NT> l = {};
     kvq_gpu_begin<D, NT>(l, a.cap, 1);
-    kvq_gpu_keep_q<D, NT>(l);
+    if (D < 256)
+        kvq_gpu_keep_q<D, NT>(l);
     if (BITS == 2 && a.recipe.v.has_zeros)
         kvq_gpu_innerq_loop<D, BITS, NT, true>(l, a, h.n_packed);
     else
