@@ -252,8 +252,9 @@ static int attach_again(kvq_client *client)
     return KVQ_OK;
 }
 
-// Streams first: nothing may wait for a daemon that no longer hears of it.
-static void leave(kvq_client *client)
+// Streams first: nothing may wait for a daemon that no longer hears of it. Keeps the error text,
+// unless it is to wait for the daemon's end.
+static void leave(kvq_client *client, bool wait)
 {
     struct kvq_queue *queue;
     struct kvq_buffer *buffer;
@@ -261,7 +262,7 @@ static void leave(kvq_client *client)
     TAILQ_FOREACH (queue, &client->queues, entry)
         kvq__timeline_close(queue);
     kvq__watch_stop(client);
-    if (client->socket >= 0)
+    if (wait && client->socket >= 0)
         kvq__socket_finish(client->socket, client->timeout_ms);
     TAILQ_FOREACH (queue, &client->queues, entry)
         kvq__queue_detach(queue, KVQ_E_CANCELLED);
@@ -275,10 +276,11 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
     if (!client)
         return kvq__fail(KVQ_E_INVALID, "kvq_reattach: client is NULL");
     uint64_t epoch = client->info.epoch;
-    leave(client);
+    leave(client, true);
     int rc = attach_again(client);
     if (rc) {
-        leave(client); // half a connection is none: queues answer KVQ_E_DISCONNECTED until it works
+        // Half a connection is none: queues answer KVQ_E_DISCONNECTED until it works.
+        leave(client, false);
         return rc;
     }
     uint32_t held = kvq__handle_clear(client);

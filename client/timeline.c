@@ -21,28 +21,6 @@ static int fault(const struct kvq__here *here, int result, const char *what)
     return kvq__fail(kvq__gpu_code(result), "%s", text);
 }
 
-// Whether a stream can write and wait for words in host memory: some devices and systems say no
-// only when asked to.
-static bool words_work(const struct kvq__here *here, struct kvq_gpu_stream *spare)
-{
-    char text[KVQ__TEXT_BYTES];
-    kvq_gpu_ptr at;
-    void *page =
-        mmap(NULL, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED)
-        return false;
-    bool works = false;
-    if (kvq_gpu_host_register(here->driver, page, KVQ_TIMELINE_BYTES, &at, text, sizeof text) ==
-        KVQ_GPU_OK) {
-        works = here->driver->stream_write64(spare, at, 1, 0) == KVQ_GPU_OK &&
-                here->driver->stream_wait64(spare, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
-                here->driver->stream_sync(spare) == KVQ_GPU_OK && kvq_long_load(page) == 1;
-        kvq_gpu_host_unregister(here->driver, page);
-    }
-    munmap(page, KVQ_TIMELINE_BYTES);
-    return works;
-}
-
 // What the environment asks for; KVQ_ORDER_NONE: nothing.
 static int order_asked(int *order)
 {
@@ -122,34 +100,48 @@ static void give_page_back(struct kvq__timeline *t)
     t->spare = NULL;
 }
 
-// Fills in all but `order`, if there can be words; else leaves page at NULL.
-static int try_words(kvq_queue *queue, struct kvq__timeline *t, bool must)
+// Whether a stream can write and wait for words in host memory: some devices and systems say no
+// only when asked to. Waits for nothing but the spare stream; unregistering a page just for this
+// would wait for all the engine's work.
+static bool words_work(const struct kvq__timeline *t)
+{
+    const struct kvq_gpu_driver *driver = t->here.driver;
+    const kvq_gpu_ptr at = t->ready + offsetof(struct kvq_timeline_page, trial) -
+                           offsetof(struct kvq_timeline_page, ready);
+    return driver->stream_write64(t->spare, at, 1, 0) == KVQ_GPU_OK &&
+           driver->stream_wait64(t->spare, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
+           driver->stream_sync(t->spare) == KVQ_GPU_OK && kvq_long_load(&t->page->trial) == 1;
+}
+
+// Sets the order to WORDS if there can be; what else is in *t is to be given back in any case.
+static int try_words(kvq_queue *queue, struct kvq__timeline *t)
 {
     int result = t->here.driver->stream_create(&t->spare, KVQ_GPU_STREAM_OWN);
     if (result != KVQ_GPU_OK)
         return fault(&t->here, result, "making a stream");
-    int rc = words_work(&t->here, t->spare)
-                 ? ask_daemon(queue, t)
-                 : kvq__fail(KVQ_E_UNSUPPORTED,
-                             "this GPU's streams cannot wait for words in host memory, as "
-                             "KVQ_GPU_ORDER=words asks for");
+    int rc = ask_daemon(queue, t);
+    if (rc == KVQ_OK && !words_work(t))
+        rc = kvq__fail(KVQ_E_UNSUPPORTED,
+                       "this GPU's streams cannot wait for words in host memory, as "
+                       "KVQ_GPU_ORDER=words asks for");
     if (rc == KVQ_OK)
         rc = kvq__watch_start(queue->client);
-    if (rc)
-        give_page_back(t);
-    return rc == KVQ_E_UNSUPPORTED && !must ? KVQ_OK : rc;
+    if (rc == KVQ_OK)
+        t->order = KVQ_ORDER_WORDS;
+    return rc;
 }
 
 // In the context of `here`.
 static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
 {
-    struct kvq__timeline made = {.here = *here};
+    struct kvq__timeline made = {.order = KVQ_ORDER_HOST, .here = *here};
     int asked, rc = order_asked(&asked);
     if (rc == KVQ_OK && asked != KVQ_ORDER_HOST)
-        rc = try_words(queue, &made, asked == KVQ_ORDER_WORDS);
-    if (rc)
+        rc = try_words(queue, &made);
+    if (rc && (rc != KVQ_E_UNSUPPORTED || asked == KVQ_ORDER_WORDS)) {
+        give_page_back(&made);
         return rc;
-    made.order = made.page ? KVQ_ORDER_WORDS : KVQ_ORDER_HOST;
+    }
     pthread_mutex_lock(&queue->client->table);
     queue->timeline = made;
     pthread_mutex_unlock(&queue->client->table);
@@ -205,7 +197,8 @@ void kvq__timeline_close(kvq_queue *queue)
     if (t->order == KVQ_ORDER_NONE)
         return;
     struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
-    if (t->page) // streams may still have to pass the words; the watch sees to it if nobody else
+    // Streams may still have to pass the words; the watch sees to it if nobody else does.
+    if (t->order == KVQ_ORDER_WORDS)
         t->here.driver->context_sync();
     pthread_mutex_lock(&queue->client->table);
     gone = *t;

@@ -112,11 +112,14 @@ struct kvq_timeline_page {
     uint64_t ready; // written on the client's stream
     uint8_t pad1[120];
     uint64_t done; // written on the daemon's stream
-    uint8_t pad2[KVQ_TIMELINE_BYTES - 264];
+    uint8_t pad2[120];
+    uint64_t trial; // the client's: to find out whether its streams can write and wait for words
+    uint8_t pad3[KVQ_TIMELINE_BYTES - 392];
 };
 static_assert(sizeof(struct kvq_timeline_page) == KVQ_TIMELINE_BYTES, "layout");
 static_assert(offsetof(struct kvq_timeline_page, ready) == 128, "layout");
 static_assert(offsetof(struct kvq_timeline_page, done) == 256, "layout");
+static_assert(offsetof(struct kvq_timeline_page, trial) == 384, "layout");
 
 // ---- Requests ----
 
