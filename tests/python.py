@@ -133,17 +133,6 @@ class Package(Test):
         self.assertEqual(self.session.info()["ns"], f"uid-{os.getuid()}")
         self.assertEqual(self.session.info()["layers"], 2)
 
-    def test_without_a_gpu(self):
-        """A daemon without GPUs has none to show, and says so when asked for one."""
-        self.assertEqual(self.client.gpus(), [])
-        self.fails(kvq.Code.E_UNSUPPORTED, self.client.buffer_on, 4096)
-        self.fails(kvq.Code.E_UNSUPPORTED, self.queue.prepare_streams)
-        self.assertEqual(self.queue.order(), "none")
-        place = "GPU-00000000-0000-0000-0000-000000000001"
-        self.fails(kvq.Code.E_INVALID, self.client.session, self.tokens.rows, "f16", place=place)
-        with self.client.session(self.tokens.rows, "f16", place="host") as session:
-            self.assertEqual(session.info()["place"], "host")
-
     def test_step_commits_or_aborts(self):
         k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
         with self.queue.step([self.session], 10) as step:
@@ -289,6 +278,131 @@ class Captures(Test):
         self.assertEqual(caught.exception.code, kvq.Code.E_SYSTEM)
 
 
+class WithoutGpu(Test):
+    """A daemon without GPUs has none to show, and says so when asked for one."""
+    DAEMON = {"backend": "cpu"}
+
+    def test_refusals(self):
+        self.assertEqual(self.client.gpus(), [])
+        self.fails(kvq.Code.E_UNSUPPORTED, self.client.buffer_on, 4096)
+        self.fails(kvq.Code.E_UNSUPPORTED, self.queue.prepare_streams)
+        self.assertEqual(self.queue.order(), "none")
+        rows = Tokens(1, 1).rows
+        place = "GPU-00000000-0000-0000-0000-000000000001"
+        self.fails(kvq.Code.E_INVALID, self.client.session, rows, "f16", place=place)
+        with self.client.session(rows, "f16", place="host") as session:
+            self.assertEqual(session.info()["place"], "host")
+
+
+class Cuda:
+    """As much of CUDA and of PyTorch's tensors as the tests below need, from a driver's library."""
+
+    def __init__(self, path):
+        self.lib = ctypes.CDLL(path)
+        self.context = ctypes.c_void_p()
+        self("cuInit", 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
+        self("cuCtxSetCurrent", self.context)
+
+    def __call__(self, name, *arguments):
+        result = getattr(self.lib, name)(*arguments)
+        if result:
+            raise AssertionError(f"{name}: {result}")
+
+    def alloc(self, nbytes):
+        at = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(nbytes))
+        return at.value
+
+    def put(self, at, array):
+        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(at), ctypes.c_void_p(array.ctypes.data),
+             ctypes.c_size_t(array.nbytes), None)
+
+    def get(self, at, shape):
+        array = np.empty(shape, np.float32)
+        self("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(array.ctypes.data), ctypes.c_uint64(at),
+             ctypes.c_size_t(array.nbytes), None)
+        self("cuStreamSynchronize", None)
+        return array
+
+
+class CudaTensor:
+    """Contiguous floats at a device address, with the methods of PyTorch that are asked for."""
+    dtype = "torch.float32"
+
+    def __init__(self, at, *shape):
+        self.at, self.shape = at, shape
+
+    def data_ptr(self):
+        return self.at
+
+    def element_size(self):
+        return 4
+
+    def numel(self):
+        return int(np.prod(self.shape))
+
+    def stride(self):
+        return tuple(int(np.prod(self.shape[i + 1:])) for i in range(len(self.shape)))
+
+    def is_contiguous(self):
+        return True
+
+
+SOFT_DRIVER = os.path.join(os.path.dirname(e2e_rig.BIN), "lib", "libkvq-emu.so")
+
+
+@unittest.skipUnless(os.path.exists(SOFT_DRIVER), "needs the software driver")
+class OnGpu(Test):
+    """Device memory and streams from Python."""
+    DAEMON = {"backend": "emu", "gpu_bytes": "256mb"}
+
+    def setUp(self):
+        os.environ["KVQ_GPU_DRIVER"] = SOFT_DRIVER
+        self.cuda = Cuda(SOFT_DRIVER)
+        super().setUp()
+
+    def run_at(self, buffer, at):
+        """One step with tensors from `at` on, against the same on the host."""
+        tokens = Tokens(1, 20)
+        k, v, q = (np.ascontiguousarray(getattr(tokens, x)[0, :20], np.float32) for x in "kvq")
+        with self.client.session(tokens.rows[:1], "f16", place="host") as session:
+            with self.queue.step([session], 20) as step:
+                want, _ = step.append_attend(0, k, v, q)
+                step.abort()
+        place = self.client.gpus()[0]["place"]
+        places = {"k": at, "v": at + (1 << 18), "q": at + (1 << 19)}
+        for name, array in zip("kvq", (k, v, q)):
+            self.cuda.put(places[name], array)
+        tensors = {n: CudaTensor(places[n], *a.shape) for n, a in zip("kvq", (k, v, q))}
+        out = CudaTensor(at + (1 << 20), *want.shape)
+        with self.client.session(tokens.rows[:1], "f16", place=place) as session:
+            self.assertEqual(session.info()["place"], place)
+            with self.queue.step([session], 20) as step:
+                step.on_stream("append_attend", 0, 0, out=out, **tensors)
+                got = self.cuda.get(out.at, want.shape)
+                with self.assertRaises(ValueError):
+                    step.on_stream("attend", 0, 0, q=CudaTensor(4096, 1, 1, 1), out=out)
+                step.abort()
+        self.assertLess(abs(got - want).max(), 2e-3)
+        self.assertEqual(self.queue.order(), "words")
+        self.assertTrue(buffer.contains(out))
+
+    def test_import(self):
+        at = self.cuda.alloc(4 << 20)
+        with self.client.import_tensor(CudaTensor(at, 1 << 20)) as buffer:
+            self.assertEqual(buffer.address, at)
+            self.run_at(buffer, at)
+        self.cuda("cuMemFree_v2", ctypes.c_uint64(at))
+        self.fails(kvq.Code.E_BUFFER, self.client.import_tensor, CudaTensor(4096, 16))
+
+    def test_made_by_the_daemon(self):
+        with self.client.buffer_on(4 << 20) as buffer:
+            self.run_at(buffer, buffer.address)
+        left = self.client.buffer_on(1 << 20)  # to be closed with the client
+        self.assertGreater(left.address, 0)
+
+
 class Examples(Test):
     """The programs of examples/."""
 
@@ -301,6 +415,19 @@ class Examples(Test):
     def test_python(self):
         out = self.run_example(sys.executable, os.path.join(ROOT, "examples", "minimal.py"))
         self.assertRegex(out, r"^240 tokens, 3\.06\d* bits per packed value, output -?\d")
+
+    def test_pytorch(self):
+        """Where there is no PyTorch, or no GPU for it, it says so."""
+        program = os.path.join(ROOT, "examples", "pytorch_engine.py")
+        environment = dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory,
+                           PYTHONPATH=os.path.join(ROOT, "client", "python"))
+        done = subprocess.run([sys.executable, program], capture_output=True, text=True,
+                              env=environment, timeout=e2e_rig.BOUND)
+        if done.returncode:
+            self.assertRegex(done.stderr, r"^(this example needs (PyTorch|a GPU)"
+                                          r"|this kvqd has no GPU)\n$")
+        else:
+            self.assertRegex(done.stdout, r"^44 tokens on .*, streams ordered by ")
 
     def test_c(self):
         """And its number, against double precision over the same tokens as they are stored."""
@@ -327,4 +454,4 @@ class Examples(Test):
 
 
 if __name__ == "__main__":
-    sys.exit(e2e_rig.run([Header, Package, Captures, Examples], __doc__))
+    sys.exit(e2e_rig.run([Header, Package, Captures, WithoutGpu, OnGpu, Examples], __doc__))

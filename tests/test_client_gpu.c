@@ -505,19 +505,31 @@ static void test_reattach_with_freed_memory(void **state)
     OK(drv.memory_free(again));
 }
 
+// The example is an engine of its own, in one process more.
+static void test_example(void **state)
+{
+    (void)state;
+    char line[256] = "";
+    setenv("KVQ_RUNTIME_DIR", rig.directory, 1);
+    FILE *output = popen(KVQ_EXAMPLE, "r");
+    assert_non_null(output);
+    assert_non_null(fgets(line, sizeof line, output));
+    assert_int_equal(pclose(output), 0);
+    assert_int_equal(strncmp(line, "44 tokens on ", 13), 0);
+    assert_non_null(strstr(line, "streams ordered by words"));
+    float out = strtof(strstr(line, "output ") + 7, NULL);
+    assert_true(out >= 1 && out < 2); // a mean of values between 1 and 2
+}
+
 int main(int argc, char **argv)
 {
 #define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, setup, teardown)
     const struct CMUnitTest tests[] = {
-        WITH_DAEMON(test_arena),
-        WITH_DAEMON(test_import),
-        WITH_DAEMON(test_import_mapped),
-        WITH_DAEMON(test_host_order),
-        WITH_DAEMON(test_nobody_waits),
-        WITH_DAEMON(test_refused),
-        WITH_DAEMON(test_tickets),
-        WITH_DAEMON(test_daemon_killed),
-        WITH_DAEMON(test_reattach_with_freed_memory),
+        WITH_DAEMON(test_arena),         WITH_DAEMON(test_import),
+        WITH_DAEMON(test_import_mapped), WITH_DAEMON(test_host_order),
+        WITH_DAEMON(test_nobody_waits),  WITH_DAEMON(test_refused),
+        WITH_DAEMON(test_tickets),       WITH_DAEMON(test_example),
+        WITH_DAEMON(test_daemon_killed), WITH_DAEMON(test_reattach_with_freed_memory),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
