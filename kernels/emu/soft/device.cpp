@@ -46,6 +46,8 @@ static bool is_device(int device)
 // objects of this library may be destroyed.
 static void end()
 {
+    if (m.pid != getpid())
+        return; // a child, which has none of the threads
     m.ended = true;
     m.last_change = new memory_change;
 }
