@@ -209,6 +209,34 @@ static bool explain_invalid(const struct subject *s)
     return true;
 }
 
+static const char *place_of(const kvq_client *client, const struct kvq_wire_view *view)
+{
+    const struct kvq_buffer *b;
+    TAILQ_FOREACH (b, &client->buffers, entry)
+        if (b->id == view->buffer)
+            return b->kind == KVQ__BUFFER_HOST ? "the host" : "a GPU";
+    return "none";
+}
+
+// Of an entry: the buffers are there, but this session's place cannot reach one of them.
+static bool explain_reach(const struct subject *s)
+{
+    const struct kvq_request *r = s->request;
+    const kvq_client *c = s->queue->client;
+    if (!has_layer(r->op))
+        return false;
+    kvq__fail(KVQ_E_BUFFER,
+              "%s: a tensor lies where the session cannot reach it (k: %s, v: %s, q: %s, out: %s, "
+              "lse: %s); of sessions on a GPU they lie on that GPU, or in host memory that the "
+              "daemon could register; of sessions on the host in host memory%s",
+              s->where, place_of(c, &r->k), place_of(c, &r->v), place_of(c, &r->q),
+              place_of(c, &r->out), place_of(c, &r->lse),
+              r->flags & KVQ_REQ_ON_STREAM
+                  ? "; or the session is not of the GPU whose stream was given"
+                  : "");
+    return true;
+}
+
 static bool explain_code(const struct subject *s)
 {
     switch (s->entry->status) {
@@ -226,6 +254,8 @@ static bool explain_code(const struct subject *s)
         return explain_rollback(s);
     case KVQ_E_INVALID:
         return explain_invalid(s);
+    case KVQ_E_BUFFER:
+        return explain_reach(s);
     default:
         return false;
     }
