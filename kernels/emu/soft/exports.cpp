@@ -17,11 +17,11 @@ template <soft::call row, typename... Args, int (*function)(Args...)> struct ent
 };
 } // namespace
 
-// The loader asks the resolver once, before anything else of a program runs, and binds the symbol to
-// what it answers.
+// The loader asks the resolver once, before anything else of a program runs, and binds the symbol
+// to what it answers.
+#define NO_SANITIZER __attribute__((no_sanitize_thread))
 #define RESOLVE(field, symbol, args)                                                               \
-    extern "C" __attribute__((                                                                     \
-        no_sanitize_thread)) decltype(kvq_gpu_driver::field) kvq_soft_resolve_##field(void)        \
+    extern "C" NO_SANITIZER decltype(kvq_gpu_driver::field) kvq_soft_resolve_##field(void)         \
     {                                                                                              \
         return entry<soft::CALL_##field, soft::field>::call;                                       \
     }                                                                                              \
