@@ -66,9 +66,9 @@ enum { KVQ__LANE_HELD = 16 * KVQ_MAX_BATCH };
 
 // The client's lane on a GPU, made if need be. KVQ_E_NO_MEMORY, KVQ_E_SYSTEM. Not on the hot path.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **lane);
-// The client is gone and all its work has ended: the lane waits for another client. It is not freed:
-// to free GPU memory or pinned memory is to wait for the whole GPU, and so for every client whose
-// stream has yet to signal. NULL is fine.
+// The client is gone and all its work has ended: the lane waits for another client. It is not
+// freed: to free GPU memory or pinned memory is to wait for the whole GPU, and so for every client
+// whose stream has yet to signal. NULL is fine.
 void kvq__lane_leave(struct kvq__lane **lane);
 // Frees them, when no client is left.
 void kvq__lanes_close(struct kvq__core *core);

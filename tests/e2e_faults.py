@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from e2e_rig import (BOUND, Child, Daemon, Test, Tokens, feed, kvq, np, own_fds, read_all)
+from e2e_rig import (BOUND, Child, Daemon, Test, Tokens, feed, kvq, long_emulated, np, own_fds,
+                     read_all)
 
 LAYERS = 4
 
@@ -12,6 +13,7 @@ LAYERS = 4
 class DeadClients(Test):
     """A client that dies leaves every session at its last commit, and nothing else of it stays."""
 
+    @long_emulated
     def test_killed_at_every_layer(self):
         tokens = Tokens(1, 700, layers=LAYERS)
         for format, n in (("f16", 7), ("oscar2", 300)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, and the promise that a session's numbers are its own: not its batch's, not its
 pieces', not the threads'."""
-from e2e_rig import (ROUNDING, Child, Daemon, Test, Tokens, attend64, feed, kvq, np, read_all,
-                     relative_error)
+from e2e_rig import (ROUNDING, Child, Daemon, Test, Tokens, attend64, feed, kvq, long_emulated,
+                     np, read_all, relative_error)
 
 FORMATS = ["f16", "oscar2", "oscar3", "oscar4", "oscar2-xh"]
 
@@ -10,6 +10,7 @@ FORMATS = ["f16", "oscar2", "oscar3", "oscar4", "oscar2-xh"]
 class TwoEngines(Test):
     """Two engine processes at the same time, one full precision, one packed."""
 
+    @long_emulated
     def test_two_engines(self):
         engines = [Child("engine", self.daemon.directory, f, seed, 600, 200)
                    for seed, f in enumerate(["f16", "oscar2"])]
@@ -24,7 +25,7 @@ class TwoEngines(Test):
             engine.end()
         for result in results:
             self.assertEqual(result["tokens"], 800)
-            self.assertLess(result["error"], 1e-3)
+            self.assertLess(result["error"], 1e-3 * ROUNDING)
         self.assertEqual(status["clients"], 3)
         self.assertEqual(status["sessions"], 2)
         self.assertEqual(status["tokens"], 1600)
@@ -39,6 +40,7 @@ class TwoEngines(Test):
             self.assertEqual(session.tokens, tokens)
             session.drop()
 
+    @long_emulated
     def test_packed_cache_is_near_the_truth(self):
         """Not only consistent with itself: near to attention over what was handed over."""
         tokens = Tokens(5, 700)
@@ -58,6 +60,7 @@ class TwoEngines(Test):
 class SameBits(Test):
     DAEMON = {"pool_bytes": "512mb"}
 
+    @long_emulated
     def test_batch_of_64_as_alone(self):
         lengths = [1 + (i * 37) % 700 for i in range(64)]
         tokens = [Tokens(i, lengths[i] + 1) for i in range(64)]
@@ -112,6 +115,7 @@ class SameBits(Test):
                         a.tobytes() for pair in tokens.feed(self.queue, session, 1) for a in pair))
             self.assertTrue(outputs[0] == outputs[1], format)
 
+    @long_emulated
     def test_threads(self):
         """Daemons of 1, 2 and 5 threads give the same bits."""
         tokens = Tokens(3, 2300)
@@ -227,4 +231,4 @@ class Shapes(Test):
             own = attend64(np.float16(k), np.float16(v), q, 0)
         out, lse = kvq.merge_states(*past, own[0], own[1])
         self.assertLess(relative_error(out, both[0].astype(np.float64)), 1e-4 * ROUNDING)
-        self.assertLess(np.abs(lse - both[1]).max(), 1e-4)
+        self.assertLess(np.abs(lse - both[1]).max(), 1e-4 * ROUNDING)

@@ -3,7 +3,7 @@
 import os
 import random
 
-from e2e_rig import BOUND, Child, Test
+from e2e_rig import BACKEND, BOUND, Child, Test
 
 FULL = os.environ.get("KVQ_FULL") == "1"
 
@@ -31,7 +31,7 @@ class Soak(Test):
         survivors = [c for i, c in enumerate(children) if i not in doomed]
         results = [child.hear(self.SECONDS + BOUND * 5) for child in survivors]
         for result in results:
-            self.assertLess(result["error"], 1e-3)
+            self.assertLess(result["error"], 1e-3 if BACKEND == "cpu" else 3e-3)
             self.assertGreater(result["steps"], 0)
         self.check_status(len(survivors) * self.SESSIONS, results, doomed)
         for child in survivors:

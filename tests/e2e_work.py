@@ -5,7 +5,8 @@ import mmap
 import os
 import time
 
-from e2e_rig import Test, Tokens, attend64, feed, kvq, np, read_all, relative_error
+from e2e_rig import (Test, Tokens, attend64, feed, kvq, long_emulated, np, read_all,
+                     relative_error)
 
 
 class Change(Test):
@@ -63,6 +64,7 @@ class Change(Test):
         self.fails(kvq.Code.E_ROLLBACK, self.queue.truncate, [bad, good], [95, 95])
         self.assertEqual((bad.refresh(), good.refresh()), (100, 95))
 
+    @long_emulated
     def test_fork(self):
         """A fork goes its own way, and so does its source."""
         tokens, others = Tokens(1, 700), Tokens(2, 700)
@@ -375,6 +377,7 @@ class Holding(Test):
         self.client.session(name="kept").drop()
         self.assertEqual(self.daemon.status()["sessions"], 0)
 
+    @long_emulated
     def test_status_agrees(self):
         """kvqctl's sums are the sessions' own numbers, and everything comes back."""
         empty = self.daemon.status()

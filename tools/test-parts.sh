@@ -202,6 +202,10 @@ part_e2e() {
         check_counted "$script" $((full ? 3600 : 300)) \
             env KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 "$script"
     done
+    if [ -e build/release/lib/libkvq-emu.so ]; then # the same over the software GPU
+        check_counted tests/e2e.py $((full ? 3600 : 300)) env KVQ_E2E_BACKEND=emu \
+            KVQ_BIN_DIR="$PWD/build/release/bin" KVQ_FULL="$full" python3 tests/e2e.py
+    fi
 }
 
 part_python() {
