@@ -21,7 +21,7 @@
 
 enum { STREAMS = 6, CELLS = 5, WORDS = 1280, STEPS = 40, EVENTS = 4, CELL_BYTES = 8 * WORDS };
 
-static unsigned seeds = 300, first_seed = 1;
+static unsigned seeds = 500, first_seed = 1;
 
 // How far a stream knows each stream to have come.
 struct clock {

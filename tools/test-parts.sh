@@ -152,6 +152,7 @@ part_kernels() {
         KVQ_SEED=$seed run_ctest release 1200 -R "$gpu_kernels"
     done
     KVQ_FULL=1 run_ctest release 1200 -R "$gpu_kernels"
+    check "10,000 orders of streams" 1800 build/release/tests/test_soft_order 10000 1000
     check "no AVX" 7200 qemu-x86_64 -cpu Nehalem build/release/tests/check
 }
 
