@@ -13,6 +13,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -25,12 +27,6 @@
 
 static struct kvq_gpu_uuid uuid;
 static struct kvq_soft_counts before;
-
-static void begin(void)
-{
-    begin_counting();
-    before = soft_counts();
-}
 
 // What nobody waits for is given back soon.
 static void settles_at(size_t offset, uint64_t value)
@@ -118,6 +114,17 @@ static int open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes)
     request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
     request.open_timeline = &open;
     return peer_ask(p, &request, NULL, 0);
+}
+
+// A first client with a timeline makes the daemon take what it keeps for the next one.
+static void begin(void)
+{
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), 0);
+    peer_free(p);
+    begin_counting();
+    before = soft_counts();
 }
 
 static uint32_t made(const struct peer *p)
@@ -300,6 +307,42 @@ static void test_handle_used_again(void **state)
     assert_true(word_at(look.at) == (5 | 5ull << 32));
     kvq_gpu_piece_release(&drv, &look);
     peer_free(other);
+    peer_free(p);
+    assert_int_equal(soft_end(&engine), 0);
+    end();
+}
+
+// A client of another user; NULL where this one may not be anybody else.
+static struct peer *peer_of_nobody(void)
+{
+    enum { NOBODY = 65534 };
+    struct peer *p = NULL;
+    if (geteuid() != 0 || chmod(attach_directory(), 0755) != 0)
+        return NULL;
+    // Of this thread alone, unlike seteuid().
+    if (syscall(SYS_setresuid, -1, NOBODY, -1) == 0)
+        p = peer_attached();
+    assert_int_equal(syscall(SYS_setresuid, -1, 0, -1), 0);
+    return p;
+}
+
+// Handles are no secrets: who has seen one of another user's does not get at the memory by it.
+static void test_handle_of_another_user(void **state)
+{
+    (void)state;
+    begin();
+    struct soft_peer engine = soft_start(NULL);
+    uint64_t at;
+    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    struct peer *p = peer_attached(), *nobody = peer_of_nobody();
+    assert_int_equal(import(p, &told, 0, 4096), 0);
+    if (nobody) {
+        assert_int_equal(import(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
+        says(nobody, "belongs to a client of another user (uid 0)");
+        told.number++;
+        assert_int_equal(import(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
+        peer_free(nobody);
+    }
     peer_free(p);
     assert_int_equal(soft_end(&engine), 0);
     end();
@@ -539,6 +582,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_closed_memory_counts),
         WITH_DAEMON(test_import_by_handle),
         WITH_DAEMON(test_handle_used_again),
+        WITH_DAEMON(test_handle_of_another_user),
         WITH_DAEMON(test_refused_imports),
         WITH_DAEMON(test_import_by_descriptor),
         WITH_DAEMON(test_timeline),

@@ -505,6 +505,44 @@ static void test_reattach_with_freed_memory(void **state)
     OK(drv.memory_free(again));
 }
 
+static size_t capture(struct run *r, const char *path, uint8_t *bytes, size_t size)
+{
+    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    const struct kvq_capture_options options = {.layers = &layer, .n_layers = 1, .queries = 1};
+    kvq_capture *c;
+    put_tensors(r);
+    r->entry = (struct kvq_entry){.session = 1, .append = TOKENS, .queries = TOKENS};
+    fine(kvq_capture_open(path, &options, &c));
+    fine(kvq_capture_append(c, &r->work, &r->entry, 1));
+    assert_int_equal(kvq_capture_tokens(c), TOKENS);
+    fine(kvq_capture_close(&c));
+    FILE *file = fopen(path, "rb");
+    size_t n = fread(bytes, 1, size, file);
+    fclose(file);
+    unlink(path);
+    return n;
+}
+
+// What is captured of tensors on a GPU is what is captured of the same in host memory.
+static void test_capture(void **state)
+{
+    (void)state;
+    static uint8_t of_host[1 << 20], of_gpu[1 << 20];
+    struct run host = {0}, gpu = {0};
+    char path[96];
+    snprintf(path, sizeof path, "%s/capture", rig.directory);
+    fine(kvq_buffer_create(rig.client, ARENA, &host.buffer));
+    fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &gpu.buffer));
+    memcpy(kvq_buffer_data(host.buffer), inputs(0, TOKENS), 512 << 10);
+    OK(drv.copy_in((uintptr_t)kvq_buffer_device(gpu.buffer), inputs(0, TOKENS), 512 << 10, NULL));
+    size_t n = capture(&host, path, of_host, sizeof of_host);
+    assert_true(n > TOKENS * DIM * sizeof(float) && n < sizeof of_host);
+    assert_int_equal(capture(&gpu, path, of_gpu, sizeof of_gpu), n);
+    assert_memory_equal(of_gpu, of_host, n);
+    kvq_buffer_close(&host.buffer);
+    kvq_buffer_close(&gpu.buffer);
+}
+
 // The example is an engine of its own, in one process more.
 static void test_example(void **state)
 {
@@ -525,11 +563,17 @@ int main(int argc, char **argv)
 {
 #define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, setup, teardown)
     const struct CMUnitTest tests[] = {
-        WITH_DAEMON(test_arena),         WITH_DAEMON(test_import),
-        WITH_DAEMON(test_import_mapped), WITH_DAEMON(test_host_order),
-        WITH_DAEMON(test_nobody_waits),  WITH_DAEMON(test_refused),
-        WITH_DAEMON(test_tickets),       WITH_DAEMON(test_example),
-        WITH_DAEMON(test_daemon_killed), WITH_DAEMON(test_reattach_with_freed_memory),
+        WITH_DAEMON(test_arena),
+        WITH_DAEMON(test_import),
+        WITH_DAEMON(test_import_mapped),
+        WITH_DAEMON(test_host_order),
+        WITH_DAEMON(test_nobody_waits),
+        WITH_DAEMON(test_refused),
+        WITH_DAEMON(test_tickets),
+        WITH_DAEMON(test_capture),
+        WITH_DAEMON(test_example),
+        WITH_DAEMON(test_daemon_killed),
+        WITH_DAEMON(test_reattach_with_freed_memory),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
