@@ -118,6 +118,8 @@ static void test_contexts(void **state)
     assert_int_equal(get(KVQ_GPU_POINTER_CONTEXT, there), (uintptr_t)second);
     assert_int_equal(drv.fill8(there, 0, 1, stream), KVQ_GPU_INVALID_HANDLE); // of device 0
     struct kvq_gpu_stream *s = new_stream(0);
+    struct kvq_gpu_event *event;
+    OK(drv.event_create(&event, 0));
     OK(drv.fill8(there, 0, 1, s));
     OK(drv.context_release(1));
     OK(drv.context_device(&device));
@@ -128,6 +130,7 @@ static void test_contexts(void **state)
     OK(drv.context_set(soft_context));
     assert_int_equal(drv.memory_free(there), KVQ_GPU_INVALID_VALUE);
     assert_int_equal(drv.stream_destroy(s), KVQ_GPU_INVALID_HANDLE);
+    assert_int_equal(drv.event_destroy(event), KVQ_GPU_INVALID_HANDLE);
     (void)state;
 }
 

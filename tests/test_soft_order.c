@@ -306,6 +306,25 @@ static void test_many_orders(void **state)
     (void)state;
 }
 
+// The same program sleeps now and then with a seed, and never without one.
+static void test_seeds_delay(void **state)
+{
+    const volatile uint32_t *naps = &soft_control()->naps;
+    kvq_gpu_ptr at;
+    OK(drv.memory_alloc(&at, 4096));
+    for (unsigned seed = 0; seed < 2; seed++) {
+        const uint32_t slept = *naps;
+        soft_seed(seed);
+        for (unsigned i = 0; i < 64; i++)
+            OK(drv.fill32(at, i, 1024, NULL));
+        OK(drv.context_sync());
+        soft_seed(0);
+        assert_true(seed ? *naps - slept >= 4 : *naps == slept);
+    }
+    OK(drv.memory_free(at));
+    (void)state;
+}
+
 static void test_nothing_left(void **state)
 {
     const struct kvq_soft_counts now = soft_counts();
@@ -316,9 +335,8 @@ static void test_nothing_left(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_order_holds),
-        cmocka_unit_test(test_disorder_shows),
-        cmocka_unit_test(test_many_orders),
+        cmocka_unit_test(test_order_holds),  cmocka_unit_test(test_disorder_shows),
+        cmocka_unit_test(test_many_orders),  cmocka_unit_test(test_seeds_delay),
         cmocka_unit_test(test_nothing_left),
     };
     seeds = argc > 1 ? (unsigned)strtoul(argv[1], NULL, 10) : seeds;

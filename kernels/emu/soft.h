@@ -53,6 +53,7 @@ struct kvq_soft_control {
     uint32_t fault; // not 0: the sticky error that every call tells from now on
     uint32_t held;  // written by the driver: streams that `stall` holds back now
     uint32_t calls; // written by the driver: of the table, so far; it wraps around
+    uint32_t naps;  // written by the driver: how often a seed made somebody sleep; it wraps around
 };
 struct kvq_soft_control *kvq_soft_control(void); // that of this process, with a file or without
 

@@ -43,11 +43,13 @@ void delay(uint64_t draw)
     const unsigned kind = draw % 8, size = (unsigned)(draw >> 8 & 0xff);
     if (kind < 4)
         return;
-    if (kind == 7)
+    if (kind == 7) {
+        ((std::atomic<uint32_t> *)&kvq_soft_control()->naps)->fetch_add(1);
         nap(1000 * (size < 16 ? 40 * (size + 1) : size / 4));
-    else
+    } else {
         for (unsigned i = 0; i <= size % 8; i++)
             sched_yield();
+    }
 }
 
 int parse_stall(const char *spec, char *text, size_t n)

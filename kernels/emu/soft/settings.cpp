@@ -118,7 +118,8 @@ int read_settings(char *text, size_t n)
         parse_stall(text_of("KVQ_EMU_STALL"), text, n))
         return KVQ_GPU_INVALID_VALUE;
     if (open_control(getenv("KVQ_EMU_CONTROL"))) {
-        snprintf(text, n, "KVQ_EMU_CONTROL: no file of at least 16 bytes can be opened there");
+        snprintf(text, n, "KVQ_EMU_CONTROL: no file of at least %zu bytes can be opened there",
+                 sizeof(struct kvq_soft_control));
         return KVQ_GPU_INVALID_VALUE;
     }
     return m.set.devices ? KVQ_GPU_OK : KVQ_GPU_NO_DEVICE;
