@@ -128,8 +128,7 @@ int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t rea
                          kvq__gpu_uuid_text(q->timeline.gpu));
     if (!kvq__gpu_has_memory_ops(gpu))
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
-                         "%s has no 64-bit stream memory operations; order by events, or wait on "
-                         "the host",
+                         "%s has no 64-bit stream memory operations; wait on the host",
                          kvq__gpu_uuid_text(gpu));
     int rc = kvq__lane_get(q->client, gpu, &lane);
     if (rc < 0)

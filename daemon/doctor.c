@@ -167,7 +167,7 @@ static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
     add(f, "gpu_order", words ? FINE : NOTE,
         words ? "" : "a newer driver, if there is one, has 64-bit stream memory operations",
         words ? "%s: streams of engines and daemon wait for each other by timeline words"
-              : "%s: no timeline words; engines order by events or wait on the host",
+              : "%s: no timeline words; engines wait on the host for each request",
         kvq__gpu_uuid_text(gpu));
 }
 

@@ -3,6 +3,7 @@
 // libkvq on a GPU, the software driver's: this process is the engine, with streams and memory of
 // its own, and kvqd is another process that is stopped, killed and started again.
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -315,6 +316,47 @@ static void test_import_mapped(void **state)
     OK(drv.memory_free(at));
 }
 
+// Lets the stream go on, but not at once.
+static void *let_go(void *context)
+{
+    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
+    kvq_client *client;
+    for (int i = 0; i < 5; i++) {
+        if (kvq_connect(&options, &client) == KVQ_OK)
+            kvq_disconnect(&client);
+    }
+    soft_stall(rig.stream, false);
+    return context;
+}
+
+// The request is sent when the stream has made the tensors, and not before.
+static void test_host_order_waits(void **state)
+{
+    (void)state;
+    struct run r = {0};
+    pthread_t thread;
+    setenv("KVQ_GPU_ORDER", "host", 1);
+    fine(kvq_buffer_create_on(rig.client, NULL, 2 * ARENA, &r.buffer));
+    put_tensors(&r);
+    open_session(&r, rig.gpu);
+    kvq_gpu_ptr at = (uintptr_t)kvq_buffer_device(r.buffer);
+    fine(kvq_queue_prepare_streams(rig.queue));
+    OK(drv.copy_in(at + ARENA, inputs(0, TOKENS), 512 << 10, NULL));
+    OK(drv.stream_sync(NULL));
+    begin_step(&r, TOKENS);
+    soft_stall(rig.stream, true);
+    OK(drv.copy_device(at, at + ARENA, 512 << 10, rig.stream));
+    assert_int_equal(pthread_create(&thread, NULL, let_go, NULL), 0);
+    fine(kvq_append_attend_on_stream(rig.queue, &r.work, &r.entry, 1, rig.stream));
+    pthread_join(thread, NULL);
+    OK(drv.copy_out(gpu_out, at + (512 << 10), sizeof gpu_out, rig.stream));
+    OK(drv.stream_sync(rig.stream));
+    end_step(&r);
+    on_host(host_out, host_one);
+    compare(gpu_out, host_out, TOKENS * Q_HEADS * DIM);
+    kvq_buffer_close(&r.buffer);
+}
+
 // Without words in memory the host waits, and the results are the same.
 static void test_host_order(void **state)
 {
@@ -567,6 +609,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_import),
         WITH_DAEMON(test_import_mapped),
         WITH_DAEMON(test_host_order),
+        WITH_DAEMON(test_host_order_waits),
         WITH_DAEMON(test_nobody_waits),
         WITH_DAEMON(test_refused),
         WITH_DAEMON(test_tickets),
