@@ -442,6 +442,34 @@ static void test_events_that_end(void **state)
     (void)state;
 }
 
+// More of them than one page has places for; each one is itself.
+static void test_many_events(void **state)
+{
+    enum { EVENTS = 70 };
+    struct soft_peer peer = soft_start(NULL);
+    const uint64_t words = soft_ask(&peer, SOFT_ALLOC, 4096, 0, 0);
+    struct kvq_gpu_event *here[EVENTS];
+    uint64_t there[EVENTS];
+    soft_ask(&peer, SOFT_FILL, words, 0, 1024);
+    soft_ask(&peer, SOFT_SYNC, 0, 0, 0);
+    for (int i = 0; i < EVENTS; i++) {
+        there[i] = soft_ask(&peer, SOFT_EVENT_CREATE, 0, 0, 0);
+        OK(drv.ipc_event_open(&here[i], event_handle(&peer, there[i])));
+    }
+    soft_ask(&peer, SOFT_WAIT64, words, 1, 0);
+    for (int i = 0; i < EVENTS; i += 2)
+        soft_ask(&peer, SOFT_RECORD, there[i], 0, 0);
+    for (int i = 0; i < EVENTS; i++)
+        assert_int_equal(drv.event_query(here[i]), i % 2 ? KVQ_GPU_OK : KVQ_GPU_NOT_READY);
+    soft_ask(&peer, SOFT_STORE, words, 1, 0);
+    for (int i = 0; i < EVENTS; i++) {
+        OK(drv.event_sync(here[i]));
+        OK(drv.event_destroy(here[i]));
+    }
+    soft_kill(&peer);
+    (void)state;
+}
+
 // ---- Ends ----
 
 // A process that ends with work in flight, by exit, ends well.
@@ -508,6 +536,7 @@ int main(int argc, char **argv)
         TEST(test_killed_at_work),
         TEST(test_events),
         TEST(test_events_that_end),
+        TEST(test_many_events),
         TEST(test_exit_at_work),
         TEST(test_sticky),
         TEST(test_kernel_without_rights),
