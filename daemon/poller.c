@@ -265,6 +265,20 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
     return true;
 }
 
+// A client that lives on may write its signals over ours: they are given again.
+static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
+{
+    if (kvq__queue_settled(port->queue)) {
+        finish_close(p, port);
+        return true;
+    }
+    if (p->now >= port->retry_ns) {
+        kvq__queue_ending(port->queue);
+        port->retry_ns = p->now + TICK_NS;
+    }
+    return false;
+}
+
 static bool look_port(struct kvq__poller *p, struct kvq__port *port)
 {
     switch (port->state) {
@@ -284,10 +298,7 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port)
             return false;
         break;
     case KVQ__PORT_CLOSING:
-        if (!kvq__queue_settled(port->queue))
-            return false;
-        finish_close(p, port);
-        return true;
+        return look_closing(p, port);
     }
     bool retry = port->state == KVQ__PORT_WAIT;
     enum kvq__progress progress = kvq__request_continue(port->queue);
