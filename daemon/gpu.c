@@ -526,14 +526,20 @@ static int check_named(const struct kvq__gpus *gpus, const char *list, char *tex
 
 static int open_all(struct kvq__gpus *gpus, const struct kvq__gpus_config *config, char *text)
 {
+    bool named = config->devices && *config->devices, skipped = false;
     int count = 0, error = 0, result = gpus->driver.init(0);
     result = result ? result : gpus->driver.device_count(&count);
     if (result) {
         kvq_gpu_fault(&gpus->driver, result, "starting the GPU driver", text, KVQ_TEXT_BYTES);
         return KVQ_E_UNSUPPORTED;
     }
-    for (int i = 0; !error && i < count && gpus->n < KVQ_MAX_GPUS; i++)
+    for (int i = 0; !error && i < count && gpus->n < KVQ_MAX_GPUS; i++) {
         error = add_device(gpus, i, config, text);
+        skipped |= error == KVQ_E_UNSUPPORTED && !named;
+        error = error == KVQ_E_UNSUPPORTED && !named ? 0 : error;
+    }
+    if (error == 0 && gpus->n == 0 && skipped)
+        return KVQ_E_UNSUPPORTED; // the text says why the last one could not be used
     if (error == 0)
         error = check_named(gpus, config->devices, text);
     if (error == 0 && gpus->n == 0) {
