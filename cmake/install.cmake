@@ -6,6 +6,9 @@ install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook
 
 set_target_properties(kvq PROPERTIES INSTALL_RPATH "")
 install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET kvq_gpu_images)
+    install(TARGETS kvq_gpu_images LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(FILES client/kvq.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 # Relative to the file itself, so that the tree may be installed under any prefix.
 file(RELATIVE_PATH KVQ_PC_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
