@@ -4,7 +4,8 @@
 # Everything that wants a GPU, in one command and without a network: builds the GPU kernels (needs
 # the CUDA toolkit, CMake and a C and C++ compiler; no library of the daemon's), runs their tests on
 # the GPU and under compute-sanitizer, and measures them against PyTorch. Results go to
-# build/gpu-check: a JSON file for each part, then gpu-check.json and gpu-check.md.
+# build/gpu-check: a JSON file for each part, then gpu-check.json and gpu-check.md. The part
+# `daemon`, kvqd with its clients, needs a folder that --pack made before on a Debian machine.
 #
 #     tools/gpu-check.sh                 all parts that have no result yet; one that was stopped
 #                                        goes on behind its last row
@@ -12,16 +13,18 @@
 #     tools/gpu-check.sh --list          the parts; each takes less than ten minutes
 #     tools/gpu-check.sh --emulate       the same steps without a GPU: no figure means anything
 #     tools/gpu-check.sh --out FOLDER    results go there
+#     tools/gpu-check.sh --pack [FOLDER]     makes that folder, build/gpu-pack, without a GPU
+#     tools/gpu-check.sh --packed FOLDER     the part `daemon` alone, from there
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 parts=(build probes tests sanitizer points-48 points-1 shapes ablation grids packing prefill
-    steps-qwen3 steps-llama3 batches-qwen3 batches-llama3)
-out='' emulate='' chosen=()
+    steps-qwen3 steps-llama3 batches-qwen3 batches-llama3 daemon)
+out='' emulate='' pack='' packed=$root/build/gpu-pack chosen=()
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h)
-        sed -n '4,15s/^# \{0,1\}//p' "$0"
+        sed -n '4,18s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     --list)
@@ -29,6 +32,18 @@ while [ $# -gt 0 ]; do
         exit 0
         ;;
     --emulate) emulate=1 ;;
+    --pack)
+        pack=$root/build/gpu-pack
+        if [ $# -gt 1 ]; then
+            pack=$(realpath -m "$2")
+            shift
+        fi
+        ;;
+    --packed)
+        [ $# -gt 1 ] || { echo "gpu-check.sh: --packed needs a folder" >&2; exit 2; }
+        packed=$(realpath -m "$2") parts=(daemon)
+        shift
+        ;;
     --out)
         [ $# -gt 1 ] || { echo "gpu-check.sh: --out needs a folder" >&2; exit 2; }
         out=$2
@@ -47,8 +62,32 @@ done
 build=$root/build/gpu${emulate:+-emulated}
 out=${out:-$root/build/gpu-check${emulate:+-emulated}}
 library=$build/lib/libkvq_gpu_rig${emulate:+_emu}.so
-mkdir -p "$out" "$build"
 failed=0
+
+# All of kvqd, with its libraries: needs no GPU, but a Debian machine and the CUDA compiler.
+make_pack() {
+    local build=${KVQ_PACK_BUILD:-$root/build/gpu-pack-build}
+    cd "$root"
+    . tools/deps.sh
+    kvq_install_packages build && kvq_install_cuda || return 1
+    mkdir -p build
+    if ! { cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_PORTABLE=ON -DKVQ_CUDA=ON \
+        -DKVQ_EMU=ON && cmake --build "$build" -j "$(nproc)" --target \
+        kvqd kvqctl kvq kvq_soft_driver example_cuda_engine test_gpu_driver test_gpu_attend \
+        test_gpu_long test_gpu_replay test_gpu_pack test_soft_driver test_soft_peers; } \
+        >build/gpu-pack.log 2>&1 </dev/null; then
+        tail -n 15 build/gpu-pack.log
+        echo "gpu-check.sh: the build failed; the whole log is in build/gpu-pack.log" >&2
+        return 1
+    fi
+    python3 tools/gpu/pack.py "$build" "$pack"
+}
+
+if [ -n "$pack" ]; then
+    make_pack
+    exit
+fi
+mkdir -p "$out" "$build"
 
 log() { echo "$out/$1.log"; }
 
@@ -99,6 +138,16 @@ measure() {
     timeout 580 python3 "$root/tools/gpu/check.py" "$1" --library "$library" --out "$out/$1.json"
 }
 
+part_daemon() {
+    if [ ! -e "$packed/bin/kvqd" ]; then
+        echo "not run: there is no $packed; tools/gpu-check.sh --pack makes it on a Debian machine"
+        return 0
+    fi
+    [ ${#chosen[@]} -eq 0 ] || rm -f "$out/daemon.json"
+    timeout 580 python3 "$root/tools/gpu/daemon.py" "$packed" --out "$out/daemon.json" \
+        ${emulate:+--emulate}
+}
+
 is_done() {
     [ -f "$out/$1.ok" ] || grep -q '"complete": true' "$out/$1.json" 2>/dev/null
 }
@@ -113,6 +162,10 @@ for part in "${chosen[@]:-${parts[@]}}"; do
     tests | sanitizer)
         rm -f "$out/$part.ok"
         if run "$part" "part_$part"; then touch "$out/$part.ok"; fi
+        ;;
+    daemon)
+        run daemon part_daemon || true
+        grep '^not run: ' "$(log daemon)" || true
         ;;
     *) run "$part" measure "$part" || true ;;
     esac

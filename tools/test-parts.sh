@@ -60,9 +60,10 @@ build() {
     local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
+    [ "$preset" = release ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu_pack.py moves it
     # CI compiles the GPU kernels for the two architectures whose instructions it counts.
     [ "$preset" = release ] && [ "${CI:-}" = true ] &&
-        options=(-DKVQ_CUDA=ON "-DKVQ_CUDA_ARCHITECTURES=$([ "$full" = 1 ] &&
+        options+=(-DKVQ_CUDA=ON "-DKVQ_CUDA_ARCHITECTURES=$([ "$full" = 1 ] &&
             echo '80;90a;100;120' || echo '80;90a')")
     if step 120 cmake --preset "$preset" "${options[@]}" &&
         step 900 cmake --build "build/$preset" -j "$jobs" "${targets[@]}"; then

@@ -3,7 +3,7 @@
 import json
 
 ORDER = ("probes", "points-48", "points-1", "shapes", "ablation", "grids", "packing", "prefill",
-         "steps-qwen3", "steps-llama3", "batches-qwen3", "batches-llama3")
+         "steps-qwen3", "steps-llama3", "batches-qwen3", "batches-llama3", "daemon")
 TITLES = {
     "probes": "What the device gives at best",
     "points-48": "Attention of one layer, 32/8 heads, head_dim 128, 48 sessions",
@@ -18,6 +18,7 @@ TITLES = {
     "batches-qwen3": "The largest batch of 4,096 tokens that fits, and its step: Qwen3-8B's shape",
     "batches-llama3":
         "The largest batch of 4,096 tokens that fits, and its step: Llama-3.1-8B's shape",
+    "daemon": "kvqd on the GPU, with clients in processes of their own",
 }
 
 
@@ -117,7 +118,8 @@ def section(result, floor):
         return table(("", ""), [[key.replace("_", " "), cell(x)] for key, x in rows.items()])
     if part.startswith(("points", "shapes")):
         return attention_table(rows, floor)
-    return nested_table(rows) if part.startswith(("steps", "ablation")) else plain_table(rows)
+    nested = part.startswith(("steps", "ablation", "daemon"))
+    return nested_table(rows) if nested else plain_table(rows)
 
 
 def write(folder):
