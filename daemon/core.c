@@ -206,7 +206,7 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
     }
     bool busy = false;
     LIST_FOREACH (lane, &core->lanes, link)
-        busy |= lane->gpu == gpu && lane->n > 0;
+        busy |= lane->gpu == gpu && kvq__lane_busy(lane);
     if (!busy)
         kvq__gpu_sweep(gpu);
     LIST_FOREACH (lane, &core->lanes, link)

@@ -303,12 +303,14 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     kvq__session_unpin(s);
 }
 
-// Extras are being added to just now.
-static bool packs_extras(const struct kvq__session *s)
+// Extras are being added to just now, or a GPU has yet to pack units that would be copied.
+static bool packs(const struct kvq__session *s)
 {
-    for (uint32_t i = 0; i < s->n_layers; i++)
-        if (s->layers[i].packer && s->layers[i].extras.data)
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if ((l->packer && l->extras.data) || !kvq__lane_ended(l->pack_lane, l->pack_number))
             return true;
+    }
     return false;
 }
 
@@ -316,8 +318,7 @@ enum kvq__progress kvq__op_fork(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i) == 0 &&
-            (q->work[i].session->exclusive || packs_extras(q->work[i].session)))
+        if (check_entry(q, i) == 0 && (q->work[i].session->exclusive || packs(q->work[i].session)))
             return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))

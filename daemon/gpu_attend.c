@@ -149,7 +149,7 @@ static uint32_t gather(struct kvq_attend *calls, uint32_t from, uint32_t n)
 int kvq__gpu_attend_wave(struct kvq__queue *q)
 {
     struct kvq__wave wave;
-    uint32_t room = q->wave_to - q->wave_from, n = 0, group;
+    uint32_t room = kvq__wave_alive(q), n = 0, group;
     int rc = 0;
     kvq__wave_begin(&wave, q);
     struct kvq_attend *calls = kvq__wave_take(&wave, room * sizeof *calls);

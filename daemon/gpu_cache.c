@@ -146,20 +146,23 @@ int kvq__gpu_pack_wave(struct kvq__queue *q)
 {
     struct kvq__wave wave;
     struct packs p = {0};
-    uint32_t n = q->wave_to - q->wave_from, units = 0;
+    uint32_t n = 0, units = 0;
     kvq__wave_begin(&wave, q);
-    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
+        n += kvq__wave_has(q, i);
         units += kvq__wave_has(q, i) ? units_of(q, i) : 0;
+    }
     p.units = kvq__wave_take(&wave, units * sizeof *p.units);
     p.lessons = kvq__wave_take(&wave, n * sizeof *p.lessons);
     p.runs = kvq__wave_take(&wave, (n + 1) * sizeof *p.runs);
     for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
-        struct kvq__session *s = q->work[i].session;
         if (!kvq__wave_has(q, i))
             continue;
         fill_units(&wave, i, &p);
-        s->pack_lane = q->lane;
-        s->pack_number = q->lane->given + 1; // which closing its chunk gives
+        struct kvq__session *s = q->work[i].session;
+        struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
+        l->pack_lane = q->lane;
+        l->pack_number = q->lane->given + 1; // which closing its chunk gives
     }
     p.runs[p.n_runs] = p.n_units;
     int rc = p.n_units ? kvq__wave_copy(&wave) : 0;

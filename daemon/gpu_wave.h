@@ -38,6 +38,15 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
 // A code for a launch: `failed` with wave->text filled.
 int kvq__wave_launched(struct kvq__wave *wave, int failed);
 
+// Entries that room was asked for: the wave may have many more that failed.
+static inline uint32_t kvq__wave_alive(const struct kvq__queue *q)
+{
+    uint32_t n = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        n += kvq__entry_alive(q, i);
+    return n;
+}
+
 static inline bool kvq__wave_has(const struct kvq__queue *q, uint32_t i)
 {
     return kvq__entry_alive(q, i) && q->work[i].n_items > 0;

@@ -146,8 +146,9 @@ static void forget(const struct kvq__lane *lane)
     struct kvq__session *s;
     TAILQ_FOREACH (ns, &lane->core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->pack_lane == lane)
-                s->pack_lane = NULL;
+            for (uint32_t i = 0; i < s->n_layers; i++)
+                if (s->layers[i].pack_lane == lane)
+                    s->layers[i].pack_lane = NULL;
 }
 
 void kvq__lane_leave(struct kvq__lane **pointer)
@@ -155,7 +156,7 @@ void kvq__lane_leave(struct kvq__lane **pointer)
     struct kvq__lane *lane = *pointer;
     if (!lane)
         return;
-    assert(lane->n == 0 && lane->n_held == 0);
+    assert(lane->n == 0 && lane->n_held == 0 && !kvq__lane_busy(lane));
     *pointer = NULL;
     LIST_REMOVE(lane, link);
     forget(lane);
@@ -235,6 +236,34 @@ bool kvq__lane_again(struct kvq__queue *q)
     kvq__lane_close(q->lane, q, false);
     q->gpu_wait = KVQ__GPU_ROOM;
     return false;
+}
+
+bool kvq__lane_takes(struct kvq__queue *q)
+{
+    uint32_t i = index_of(q->core, q->timeline.gpu);
+    const struct kvq__lane *lane = q->client->lanes[i];
+    if (lane->given - lane->ended < KVQ_MAX_GPU_PENDING)
+        return true;
+    q->given[i] = lane->given;
+    q->gpu_wait = KVQ__GPU_ROOM;
+    return false;
+}
+
+void kvq__lane_signal(struct kvq__queue *q)
+{
+    struct kvq__gpu *gpu = q->timeline.gpu;
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
+    uint32_t i = index_of(q->core, gpu);
+    struct kvq__lane *lane = q->client->lanes[i];
+    int result = kvq__gpu_enter(gpu);
+    result =
+        result ? result : d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
+    if (result == KVQ_GPU_OK && !q->lane) {
+        q->given[i] = ++lane->given;
+        result = d->stream_write64(lane->stream, lane->word_at, lane->given, 0);
+    }
+    if (result)
+        kvq__gpu_failed(gpu, result, "signalling a client");
 }
 
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *q, size_t from)
@@ -335,7 +364,7 @@ static uint64_t look(const struct kvq__lane *lane)
 bool kvq__lane_poll(struct kvq__lane *lane)
 {
     bool any = false;
-    if (lane->n == 0)
+    if (!kvq__lane_busy(lane))
         return false;
     lane->ended = look(lane);
     while (lane->n > 0 && lane->pending[lane->first].number <= lane->ended) {
@@ -373,7 +402,7 @@ static void on_watch(void *context)
 bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
-    if (lane->n == 0)
+    if (!kvq__lane_busy(lane))
         return false;
     if (kvq_word_load_acquire(&lane->watching))
         return true;

@@ -82,6 +82,12 @@ bool kvq__lane_again(struct kvq__queue *queue);
 // Opens a chunk for the queue's request as its arena. False if there is none, or no room to hold
 // what the request holds, before something has ended.
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *queue);
+// Whether the lane of the queue's timeline has room for a request's signal. False: as above.
+bool kvq__lane_takes(struct kvq__queue *queue);
+// Has the lane tell the client's stream that the queue's request is done, behind all that was
+// enqueued, and so in the order of the requests. Without an open chunk that is work of its own,
+// with a number: the word must be there until it is written.
+void kvq__lane_signal(struct kvq__queue *queue);
 // Enqueues the copy of the arena's bytes [from, used). 0 or KVQ_E_SYSTEM.
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *queue, size_t from);
 // Ends the queue's chunk: everything enqueued so far gets a number, which is the queue's last. With
@@ -95,6 +101,10 @@ bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *c
 // Whether its oldest work has been there for config.stall_ns; true once for each such work.
 bool kvq__lane_stalls(struct kvq__lane *lane);
 
+static inline bool kvq__lane_busy(const struct kvq__lane *lane)
+{
+    return lane->ended < lane->given;
+}
 static inline bool kvq__lane_ended(const struct kvq__lane *lane, uint64_t number)
 {
     return !lane || lane->ended >= number;

@@ -164,8 +164,8 @@ void kvq__hold_buffers(struct kvq__queue *q)
 static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
                           const struct kvq__layer *l, bool due)
 {
-    bool others = s->pack_lane && s->pack_lane->client != q->client;
-    return (others && !kvq__lane_ended(s->pack_lane, s->pack_number)) ||
+    bool others = l->pack_lane && l->pack_lane->client != q->client;
+    return (others && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
            (due && l->format->outliers && s->reading > 0);
 }
 
@@ -276,17 +276,19 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
 }
 
 // The place that the next entries are on; a wave is for one place. False if it has no room yet.
+// At the end of a pass the chunk stays open: the request's last one takes over what it holds.
 static bool wave_place(struct kvq__queue *q)
 {
     uint32_t i = q->wave_to;
     while (i < q->header.count && !kvq__entry_alive(q, i))
         i++;
-    q->gpu = i < q->header.count ? q->work[i].session->pool->gpu : NULL;
-    if (q->lane && q->lane->gpu != q->gpu)
+    bool any = i < q->header.count;
+    q->gpu = any ? q->work[i].session->pool->gpu : NULL;
+    if (any && q->lane && q->lane->gpu != q->gpu)
         kvq__lane_close(q->lane, q, false);
     if (q->gpu && !q->lane)
         return kvq__lane_open_for(q);
-    if (!q->gpu)
+    if (!q->lane)
         q->arena_used = 0;
     return true;
 }
@@ -323,7 +325,7 @@ static bool wave_next(struct kvq__queue *q)
         q->wave_room = room;
         if (i > q->wave_from)
             break;
-        if (q->gpu && q->arena_bytes < q->core->config.lane_bytes)
+        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.lane_bytes))
             return kvq__lane_again(q);         // for a larger chunk
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
@@ -454,26 +456,11 @@ static bool any_failed(const struct kvq__queue *q)
     return false;
 }
 
-// A stream of the client's waits for the word, whatever became of the request. In the lane, so that
-// it comes behind that of earlier requests.
-static void signal_done(struct kvq__queue *q)
-{
-    struct kvq__lane *lane = q->lane;
-    struct kvq__gpu *gpu = q->timeline.gpu;
-    if (!gpu || kvq__lane_get(q->client, gpu, &lane) < 0)
-        return;
-    kvq__gpu_enter(gpu);
-    int result =
-        kvq__gpu_driver(gpu)->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
-    if (result)
-        kvq__gpu_failed(gpu, result, "signalling a client");
-}
-
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
     q->gpu_wait = KVQ__GPU_NONE;
-    if (is_on_stream(q))
-        signal_done(q);
+    if (is_on_stream(q) && q->timeline.gpu)
+        kvq__lane_signal(q);
     if (q->lane)
         kvq__lane_close(q->lane, q, is_on_stream(q));
     kvq__request_release(q);
@@ -498,6 +485,8 @@ static int check_header(const struct kvq__queue *q)
         return KVQ_E_UNSUPPORTED;
     bool on_stream = r->flags & KVQ_REQ_ON_STREAM;
     if (r->pad0 || r->pad1 || !r->signal == on_stream || (r->flags & ~operations[r->op].flags))
+        return KVQ_E_INVALID;
+    if (r->signal > INT64_MAX) // GPUs compare signed differences
         return KVQ_E_INVALID;
     if (r->count == 0 && (operations[r->op].needs & NEED_COUNT))
         return KVQ_E_INVALID;
@@ -533,6 +522,18 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     return operations[q->header.op].start(q);
 }
 
+// Whatever becomes of a request on a stream, its lane signals, and so must have room for that.
+static enum kvq__progress begin(struct kvq__queue *q)
+{
+    if (is_on_stream(q) && q->timeline.gpu && !kvq__lane_takes(q))
+        return KVQ__GPU;
+    q->gpu_wait = KVQ__GPU_NONE;
+    int rc = check_header(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    return attempt(q);
+}
+
 enum kvq__progress kvq__request_start(struct kvq__queue *q)
 {
     assert(!q->busy);
@@ -540,22 +541,23 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
     q->running = q->holding = q->holding_buffers = q->told = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
-    int rc = check_header(q);
-    if (rc < 0)
-        return kvq__request_end(q, rc);
-    return attempt(q);
+    return begin(q);
 }
 
 enum kvq__progress kvq__request_continue(struct kvq__queue *q)
 {
     assert(q->busy);
     if (!q->running)
-        return attempt(q);
+        return q->gpu_wait ? begin(q) : attempt(q);
     if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)
         return all_ended(q);
     // Accept has moved committed rows by now, so it goes on to its end.
-    if (q->client->gone && q->header.op != KVQ_OP_ACCEPT)
-        return kvq__request_end(q, KVQ_E_CANCELLED);
+    if (q->client->gone && q->header.op != KVQ_OP_ACCEPT) {
+        if (kvq__queue_settled(q))
+            return kvq__request_end(q, KVQ_E_CANCELLED);
+        q->gpu_wait = KVQ__GPU_END; // what it holds is in use there
+        return KVQ__GPU;
+    }
     if (q->gpu_wait == KVQ__GPU_END)
         return all_ended(q);
     q->stage += q->gpu_wait == KVQ__GPU_NONE;

@@ -21,7 +21,7 @@ enum {
     KVQ__HANDLE_CHUNK = 64, // handles allocated at a time
     KVQ__HANDLE_CHUNKS = KVQ_MAX_OPEN / KVQ__HANDLE_CHUNK,
     KVQ__ARENA_BYTES = 4 << 20, // scratch of a queue besides partial results
-    KVQ__WAVE_ROOM = 16 << 10,  // of a chunk, for what a wave needs whatever its entries
+    KVQ__WAVE_ROOM = 17 << 10,  // of a chunk, for what a wave needs whatever its entries
 };
 
 // ---- Pool (pool.c) ----
@@ -141,14 +141,16 @@ struct kvq__layer {
     uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
     // The rest is meaningful for layers that have their own pages.
     struct kvq__pageref *pages;
-    struct kvq__ref extras; // formats that keep some; from the first page on
-    bool learned;           // its extras know what the format learns
-    uint32_t first_page;    // pages before it are behind the window and freed
-    uint32_t raw_page;      // raw blocks of pages before it are released
-    uint64_t base;          // a fork's: tokens below it are only there packed
-    uint64_t packed;        // tokens [0, packed) are packed
-    const void *packer;     // the request or packer whose job is packing it; NULL = none
-    uint8_t append;         // enum kvq__append_state, in the open step
+    struct kvq__ref extras;      // formats that keep some; from the first page on
+    bool learned;                // its extras know what the format learns
+    uint32_t first_page;         // pages before it are behind the window and freed
+    uint32_t raw_page;           // raw blocks of pages before it are released
+    uint64_t base;               // a fork's: tokens below it are only there packed
+    uint64_t packed;             // tokens [0, packed) are packed
+    const void *packer;          // the request or packer whose job is packing it; NULL = none
+    struct kvq__lane *pack_lane; // on a GPU: where units were packed last
+    uint64_t pack_number;        // and the work's number there
+    uint8_t append;              // enum kvq__append_state, in the open step
 };
 
 struct kvq__handle {
@@ -196,13 +198,11 @@ struct kvq__session {
     // Held by requests under way.
     uint32_t pins;
     struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
-    struct kvq__lane *pack_lane;    // where units were packed last, and the work's number there
-    uint64_t pack_number;
-    uint32_t reading;             // entries that read committed tokens
-    uint64_t reading_floor;       // lowest count they may stand at; meaningless if reading is 0
-    bool release_due;             // pages were kept for them
-    uint32_t tail_use;            // entries that write or read the open step's tokens
-    struct kvq__queue *exclusive; // the request that changes what is committed
+    uint32_t reading;               // entries that read committed tokens
+    uint64_t reading_floor;         // lowest count they may stand at; meaningless if reading is 0
+    bool release_due;               // pages were kept for them
+    uint32_t tail_use;              // entries that write or read the open step's tokens
+    struct kvq__queue *exclusive;   // the request that changes what is committed
 
     bool pack_queued;
     TAILQ_ENTRY(kvq__session) pack_link;
@@ -538,7 +538,8 @@ int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, ui
                    uint64_t row, uint64_t n);
 // Where the row lies, as the place sees it that the wave's sessions are on.
 uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
-// Whether the place of the session can reach the view's buffer: 0 or KVQ_E_BUFFER.
+// Whether the place of the session can reach the view's buffer: 0, KVQ_E_BUFFER, or KVQ_E_INVALID
+// if it is a GPU and the buffer does not start at a multiple of the view's dtype.
 int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
 const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
 // Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The

@@ -84,7 +84,10 @@ int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq_
     const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
     if (!s->pool->gpu)
         return m->host ? 0 : KVQ_E_BUFFER;
-    return m->gpu && (!m->on || m->on == s->pool->gpu) ? 0 : KVQ_E_BUFFER;
+    if (!m->gpu || (m->on && m->on != s->pool->gpu))
+        return KVQ_E_BUFFER;
+    // Imported memory may start anywhere, and a GPU faults where a host would not.
+    return m->gpu % kvq__dtype_bytes(kvq__view(q, view)->dtype) ? KVQ_E_INVALID : 0;
 }
 
 // ---- Paged sources ----

@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core with requests in the order of clients' streams, over the software driver: what is held
+// until a GPU has ended, what a client that does not signal can and cannot keep waiting, and what
+// becomes of requests that are refused.
+#include <dlfcn.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/lane.h"
+#include "proto/ring.h"
+#include "tests/sim.h"
+
+enum {
+    HEADS = 2,
+    DIM = 64,
+    TOKENS = 4,
+    MIB = 1 << 20,
+    BUFFER = MIB,
+    Q_AT = BUFFER / 4,
+    OUT_AT = 3 * (BUFFER / 8),
+};
+
+static struct kit kit;
+
+// A client with a session on the first GPU and a timeline there.
+struct streamer {
+    struct member m;
+    uint64_t *words; // ready, done
+    uint64_t session, signal;
+};
+static struct streamer one, two;
+
+// ---- What the tests do ----
+
+static const struct kvq__layer_row row = {
+    .q_heads = 2 * HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1};
+
+static void open_session(struct streamer *s, const char *name)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {.name = name,
+                                     .format = "f16",
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &row,
+                                     .n_layers = 1};
+    assert_int_equal(kvq__session_open(s->m.client, &spec, &info, text), 0);
+    s->session = info.handle;
+}
+
+static void open_streamer(struct streamer *s, const char *name)
+{
+    char text[KVQ_TEXT_BYTES];
+    *s = (struct streamer){0};
+    assert_int_equal(member_open(&kit, &s->m, 1000, BUFFER), 0);
+    s->words = sim_gpus()->memory_new(4096);
+    memset(s->words, 0, 4096);
+    assert_int_equal(kvq__queue_timeline(s->m.queue, kit.core->pools[1].gpu, (uintptr_t)s->words,
+                                         (uintptr_t)(s->words + 1), text),
+                     0);
+    float *memory = (float *)(void *)s->m.memory;
+    for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)
+        memory[i] = kit_float(&kit);
+    open_session(s, name);
+}
+
+static void close_streamer(struct streamer *s)
+{
+    kvq__client_detach(s->m.client);
+    kvq__queue_ending(s->m.queue);
+    kit_settle(&s->m);
+    kvq__queue_close(&s->m.queue);
+    member_free(&s->m);
+    sim_gpus()->memory_free(s->words);
+}
+
+// After a detach: what is left of the client, and another in its place.
+static void reopen(struct streamer *s, const char *name)
+{
+    kvq__queue_close(&s->m.queue);
+    member_free(&s->m);
+    sim_gpus()->memory_free(s->words);
+    open_streamer(s, name);
+}
+
+// Holds a stream back, or lets it go on.
+static void stall(struct kvq_gpu_stream *stream, bool held)
+{
+    void (*call)(struct kvq_gpu_stream *, bool);
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_stall");
+    assert_non_null(symbol);
+    memcpy(&call, &symbol, sizeof call);
+    call(stream, held);
+}
+
+static struct kvq_entry_wire entry_of(struct streamer *s)
+{
+    return (struct kvq_entry_wire){
+        .handle = s->session, .position = kit_of(&s->m, s->session)->tokens, .append = TOKENS};
+}
+
+static int begin(struct streamer *s)
+{
+    return kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, entry_of(s), NULL);
+}
+
+// An append in the order of the client's stream, which has not signalled yet.
+static struct kvq_request append_of(struct streamer *s)
+{
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    r.step = 1;
+    r.flags = KVQ_REQ_ON_STREAM;
+    r.signal = ++s->signal;
+    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    return r;
+}
+
+static int append(struct streamer *s)
+{
+    struct kvq_request r = append_of(s);
+    struct kvq_entry_wire e = entry_of(s);
+    int rc = kit_request(&s->m, &r, &e);
+    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+}
+
+static int attend(struct streamer *s, uint32_t appended)
+{
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = entry_of(s);
+    r.step = appended ? 1 : 0;
+    e.append = appended;
+    e.queries = 1;
+    r.flags = KVQ_REQ_ON_STREAM;
+    r.signal = ++s->signal;
+    r.q = kit_view(&s->m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&s->m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    int rc = kit_request(&s->m, &r, &e);
+    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+}
+
+static struct kvq_request end_of(void)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_END, 0);
+    r.step = 1;
+    return r;
+}
+
+static uint64_t done_of(const struct streamer *s)
+{
+    return kvq_word64_load_acquire(&s->words[1]);
+}
+
+static void signal_ready(struct streamer *s)
+{
+    kvq_word64_store_release(&s->words[0], s->signal);
+}
+
+static uint32_t buffer_uses(const struct streamer *s)
+{
+    return kvq__buffer_get(s->m.client, s->m.buffer)->uses;
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    sim_begin(0);
+    kit_open(&kit, 7, 32 * MIB, 0);
+    open_streamer(&one, "one");
+    open_streamer(&two, "two");
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    close_streamer(&one);
+    close_streamer(&two);
+    core_check(kit.core);
+    assert_true(kvq__core_idle(kit.core));
+    kit_close(&kit);
+    return 0;
+}
+
+// ---- What is held ----
+
+// Until the GPU has stored them, the tokens' blocks and the buffer they come from are held, and the
+// step does not end.
+static void test_append_is_held(void **state)
+{
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    assert_false(kvq__queue_settled(one.m.queue));
+    assert_int_equal(s->tail_use, 1);
+    assert_int_equal(s->pins, 1);
+    assert_true(buffer_uses(&one) > 0);
+    assert_false(kvq__core_idle(kit.core));
+    struct kvq_request r = end_of();
+    assert_int_equal(kit_request(&one.m, &r, NULL), 1); // waits
+    assert_int_equal(done_of(&one), 0);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(s->tail_use, 0);
+    assert_int_equal(s->pins, 0);
+    assert_int_equal(buffer_uses(&one), 0);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, 0);
+    assert_int_equal(s->tokens, TOKENS);
+    assert_int_equal(done_of(&one), 1);
+}
+
+// A session that is dropped meanwhile keeps its blocks from others until the GPU is done with them.
+static void test_dropped_while_under_way(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(attend(&one, TOKENS), 0);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
+}
+
+// ---- Values that are not finite ----
+
+// The append is answered before anybody has seen them; the end of the step tells, and the session
+// stands as before.
+static void test_nan_on_a_stream(void **state)
+{
+    float *k = (float *)(void *)one.m.memory;
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    struct kvq_request r = end_of();
+    (void)state;
+    k[5] = NAN;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+    assert_int_equal(s->tokens, 0);
+    assert_null(s->step);
+    k[5] = 1;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(s->tokens, TOKENS);
+}
+
+// ---- Refused requests ----
+
+// They are done behind what was enqueued before them, and the words stay in use until then.
+static void test_refused_are_done_in_order(void **state)
+{
+    struct kvq_request r;
+    struct kvq_entry_wire e = entry_of(&one);
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    r = append_of(&one);
+    r.layer = 9;
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_SHAPE);
+    r = append_of(&one);
+    r.op = KVQ_OP_TRUNCATE; // which takes no streams
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    assert_int_equal(done_of(&one), 0);
+    kvq_word64_store_release(&one.words[0], 1);
+    kit_settle(&one.m);
+    assert_int_equal(done_of(&one), 3);
+}
+
+// A queue whose lane has yet to write `done` is not settled: its timeline cannot go.
+static void test_done_is_under_way(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    (void)state;
+    stall(stream, true);
+    r.op = KVQ_OP_TRUNCATE;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    kvq__core_poll(kit.core);
+    assert_false(kvq__queue_settled(one.m.queue));
+    assert_int_equal(done_of(&one), 0);
+    stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(done_of(&one), 1);
+}
+
+// However many are refused, a client fills no more than its lane.
+static void test_many_refused(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    enum kvq__progress p = KVQ__DONE;
+    uint32_t n = 0;
+    (void)state;
+    stall(stream, true);
+    r.op = KVQ_OP_TRUNCATE;
+    for (; n < 2 * KVQ_MAX_GPU_PENDING && p == KVQ__DONE; n++) {
+        kit_load(&one.m, &r, &e);
+        p = kvq__request_start(one.m.queue);
+    }
+    assert_int_equal(p, KVQ__GPU);
+    assert_int_equal(n, KVQ_MAX_GPU_PENDING + 1);
+    stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_INVALID);
+}
+
+// A GPU compares differences: nothing that a queue's end writes would ever reach these.
+static void test_signals_out_of_reach(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    (void)state;
+    r.signal = (uint64_t)INT64_MAX + 1;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    r.signal = UINT64_MAX;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+}
+
+// A GPU faults where a host would not, and takes everybody's sessions with it.
+static void test_buffer_at_an_odd_address(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__buffer_memory memory = {
+        .host = one.m.memory + 1, .gpu = (uintptr_t)one.m.memory + 1, .bytes = BUFFER - 1};
+    uint32_t odd;
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(kvq__buffer_add(one.m.client, &memory, &odd, text), 0);
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    r.k.buffer = odd;
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_INVALID);
+    assert_int_equal(append(&one), 0);
+}
+
+// ---- Others ----
+
+// While one client's stream does not signal, another's steps go through.
+static void test_stalled_alone(void **state)
+{
+    struct kvq_request r = end_of();
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(begin(&two), 0);
+    assert_int_equal(append(&two), 0);
+    signal_ready(&two);
+    kit_settle(&two.m);
+    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+    assert_int_equal(done_of(&one), 0);
+}
+
+// A client that goes while some of its request is on the host and some on a GPU: what is held there
+// is held on.
+static void test_gone_with_work_on_a_gpu(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {
+        .format = "f16", .place = "host", .layers = &row, .n_layers = 1};
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    (void)state;
+    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
+    struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = info.handle, .append = TOKENS}};
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    r.step = 1;
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    r = append_of(&one);
+    r.count = 2;
+    r.flags = 0;
+    r.signal = 0;
+    stall(stream, true);
+    kit_load(&one.m, &r, e);
+    assert_int_equal(kvq__request_start(one.m.queue), KVQ__RUN);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    kvq__client_detach(one.m.client);
+    kit_run_job(&kit, kvq__queue_job(one.m.queue));
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
+    kvq__core_poll(kit.core);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_CANCELLED);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
+    reopen(&one, "one");
+}
+
+// ---- Large batches ----
+
+static int setup_small(void **state)
+{
+    (void)state;
+    sim_begin(0);
+    kit_open(&kit, 7, 32 * MIB, 0);
+    kit.core->config.lane_bytes = 32 << 10;
+    open_streamer(&one, "one");
+    open_streamer(&two, "two");
+    return 0;
+}
+
+static void commit(struct streamer *s)
+{
+    struct kvq_request r = end_of();
+    assert_int_equal(begin(s), 0);
+    assert_int_equal(append(s), 0);
+    signal_ready(s);
+    kit_settle(&s->m);
+    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+}
+
+// n entries of which every `one_in` is fine, and the others name no session.
+static void attend_many(uint16_t n, uint32_t one_in)
+{
+    static struct kvq_entry_wire e[KVQ_MAX_BATCH];
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, n);
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    for (uint32_t i = 0; i < n; i++) {
+        e[i] = entry_of(&one);
+        e[i].append = 0;
+        e[i].queries = 1;
+        e[i].q_row = i / one_in;
+        e[i].handle += i % one_in ? 1ull << 32 : 0;
+    }
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    for (uint32_t i = 0; i < n; i++)
+        assert_int_equal(kvq__queue_results(one.m.queue)[i].status, i % one_in ? KVQ_E_STALE : 0);
+}
+
+// More entries than a chunk of the lane holds at a time.
+static void test_more_than_a_chunk(void **state)
+{
+    (void)state;
+    commit(&one);
+    attend_many(24, 1);
+}
+
+// What failed takes no room of what the others need.
+static void test_many_that_failed(void **state)
+{
+    (void)state;
+    commit(&one);
+    attend_many(400, 20);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_append_is_held, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_while_under_way, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_nan_on_a_stream, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_refused_are_done_in_order, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_done_is_under_way, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_many_refused, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_signals_out_of_reach, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_alone, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
+        cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
+    };
+    return cmocka_run_group_tests_name("core_gpu", tests, NULL, NULL);
+}
