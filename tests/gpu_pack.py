@@ -115,6 +115,10 @@ class Pack(unittest.TestCase):
         for row in rows["figures"].values():
             self.assertRegex(row["not_run"], "^not measured yet")
 
+    def test_another_folder_is_refused(self):
+        said = call(self.folder / "tools" / "gpu-check.sh", "--packed", self.scratch, good=False)
+        self.assertIn("is no folder that --pack made", said)
+
     def test_what_is_refused_is_not_run(self):
         rows = self.daemon("examples", KVQ_EMU_LACKS="legacy_ipc")
         self.assertIn("801", rows["this machine"]["memory by legacy IPC handle"]["not_run"])

@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
     --emulate) emulate=1 ;;
     --pack)
         pack=$root/build/gpu-pack
-        if [ $# -gt 1 ]; then
+        if [[ $# -gt 1 && $2 != -* ]]; then
             pack=$(realpath -m "$2")
             shift
         fi
@@ -42,6 +42,10 @@ while [ $# -gt 0 ]; do
     --packed)
         [ $# -gt 1 ] || { echo "gpu-check.sh: --packed needs a folder" >&2; exit 2; }
         packed=$(realpath -m "$2") parts=(daemon)
+        [ -e "$packed/bin/kvqd" ] || {
+            echo "gpu-check.sh: $2 is no folder that --pack made" >&2
+            exit 2
+        }
         shift
         ;;
     --out)
