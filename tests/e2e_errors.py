@@ -326,8 +326,13 @@ class BadPeople(Test):
         with Daemon(config=path, runtime_mode="0755") as daemon, daemon.client() as client:
             os.chmod(daemon.directory, 0o755)
             client.session(tokens.rows, "f16", ns="team", name="ours")
-            # Where that user can reach it, wherever this tree lies.
-            kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), daemon.directory)
+            # Where that user can reach it, wherever this tree lies; with others' libraries if they
+            # came along (tools/gpu-check.sh --pack).
+            there = os.path.join(daemon.directory, "there")
+            shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"), os.path.join(there, "lib"),
+                            ignore=shutil.ignore_patterns("libkvq*"))
+            os.mkdir(os.path.join(there, "bin"))
+            kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), os.path.join(there, "bin"))
 
             def ctl(groups, *arguments):
                 return subprocess.run(
