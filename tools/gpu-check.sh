@@ -13,7 +13,8 @@
 #     tools/gpu-check.sh --list          the parts; each takes less than ten minutes
 #     tools/gpu-check.sh --emulate       the same steps without a GPU: no figure means anything
 #     tools/gpu-check.sh --out FOLDER    results go there
-#     tools/gpu-check.sh --pack [FOLDER]     makes that folder, build/gpu-pack, without a GPU
+#     tools/gpu-check.sh --pack [FOLDER]     makes that folder, build/gpu-pack, without a GPU; for
+#                                        fewer GPUs, smaller: KVQ_CUDA_ARCHITECTURES=90a
 #     tools/gpu-check.sh --packed FOLDER     the part `daemon` alone, from there
 set -eu
 
@@ -24,7 +25,7 @@ out='' emulate='' pack='' packed=$root/build/gpu-pack chosen=()
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h)
-        sed -n '4,18s/^# \{0,1\}//p' "$0"
+        sed -n '4,19s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     --list)
@@ -76,7 +77,8 @@ make_pack() {
     kvq_install_packages build && kvq_install_cuda || return 1
     mkdir -p build
     if ! { cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_PORTABLE=ON -DKVQ_CUDA=ON \
-        -DKVQ_EMU=ON && cmake --build "$build" -j "$(nproc)" --target \
+        -DKVQ_EMU=ON "-DKVQ_CUDA_ARCHITECTURES=${KVQ_CUDA_ARCHITECTURES:-80;90a;100;120}" &&
+        cmake --build "$build" -j "$(nproc)" --target \
         kvqd kvqctl kvq kvq_soft_driver example_cuda_engine test_gpu_driver test_gpu_attend \
         test_gpu_long test_gpu_replay test_gpu_pack test_soft_driver test_soft_peers; } \
         >build/gpu-pack.log 2>&1 </dev/null; then

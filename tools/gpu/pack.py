@@ -136,8 +136,8 @@ def check(folder):
                 wrong.append(f"{path.relative_to(folder)} takes {name} from {at}: it was not built "
                              "with -DKVQ_PORTABLE=ON")
     if (size := size_of(folder)) > LIMIT:
-        wrong.append(f"it has {size:,} bytes, more than {LIMIT:,}: pack fewer architectures "
-                     "(-DKVQ_CUDA_ARCHITECTURES)")
+        wrong.append(f"it has {size:,} bytes, more than {LIMIT:,}: pack for fewer GPUs "
+                     "(KVQ_CUDA_ARCHITECTURES=90a tools/gpu-check.sh --pack)")
     if wrong:
         raise Incomplete(f"{folder} is not whole:\n  " + "\n  ".join(wrong))
 
