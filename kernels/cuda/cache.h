@@ -28,7 +28,7 @@ KVQ_INLINE uint32_t kvq_gpu_span_width(uint32_t dim, uint32_t span)
 
 // ---- Work ----
 
-// As struct kvq_store_counts, in words that a GPU adds to: to be zeroed before they could wrap.
+// As struct kvq_store_counts, in words that a GPU adds to; from 2^31 on they count no further.
 struct kvq_gpu_store_counts {
     uint32_t nonfinite, saturated;
 };

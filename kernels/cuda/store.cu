@@ -40,6 +40,14 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
     }
 }
 
+// From half of the range on nothing is added: a step of nothing but NaN would wrap around to none.
+// What threads that have looked already add is far less than the other half.
+KVQ_DEVICE void kvq_gpu_count(uint32_t *at, uint32_t n)
+{
+    if (n && gpu::fetch_max(at, 0) < 0x80000000u)
+        gpu::fetch_add(at, n);
+}
+
 KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
 {
     const kvq_gpu_store_job &job = a.jobs[gpu::block_x()];
@@ -50,10 +58,10 @@ KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
     const uint64_t rows = (uint64_t)job.tokens * job.recipe->kv_heads * 2;
     for (uint64_t n = gpu::block_y() * warps + gpu::warp(); n < rows; n += a.blocks * warps)
         kvq_gpu_store_row(job, n, counted);
-    if (job.counts && counted.nonfinite)
-        gpu::fetch_add(&job.counts->nonfinite, counted.nonfinite);
-    if (job.counts && counted.saturated)
-        gpu::fetch_add(&job.counts->saturated, counted.saturated);
+    if (job.counts) {
+        kvq_gpu_count(&job.counts->nonfinite, counted.nonfinite);
+        kvq_gpu_count(&job.counts->saturated, counted.saturated);
+    }
 }
 
 // ---- Moving ----
