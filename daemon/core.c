@@ -252,6 +252,11 @@ bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *c
     return any;
 }
 
+void kvq__core_hush(struct kvq__core *core)
+{
+    kvq__lanes_hush(core);
+}
+
 bool kvq__core_idle(const struct kvq__core *core)
 {
     return core->n_steps == 0 && TAILQ_EMPTY(&core->flights);

@@ -374,6 +374,8 @@ bool kvq__core_poll(struct kvq__core *core);
 // Whether GPUs are at work, and if so has `wake` called from a thread of the driver's once some of
 // it may have ended. kvq__core_poll looks then.
 bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context);
+// When all clients are gone: returns once nobody calls `wake` any more.
+void kvq__core_hush(struct kvq__core *core);
 
 // Packing that no request waits for yet, so that the next one need not. NULL if there is none
 // (or one is under way); the poller runs it when there is nothing else to do, and then says so.

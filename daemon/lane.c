@@ -17,28 +17,42 @@ static uint32_t index_of(const struct kvq__core *core, const struct kvq__gpu *gp
     return i - 1;
 }
 
+// What an earlier attempt has made stays: see kvq__lane_get.
 static int open_streams(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     int result = kvq__gpu_enter(lane->gpu);
-    result = result ? result : d->stream_create(&lane->stream, KVQ_GPU_STREAM_OWN);
-    result = result ? result : d->stream_create(&lane->watch, KVQ_GPU_STREAM_OWN);
-    return result ? result : d->event_create(&lane->event, KVQ_GPU_EVENT_UNTIMED);
+    if (result == KVQ_GPU_OK && !lane->stream)
+        result = d->stream_create(&lane->stream, KVQ_GPU_STREAM_OWN);
+    if (result == KVQ_GPU_OK && !lane->watch)
+        result = d->stream_create(&lane->watch, KVQ_GPU_STREAM_OWN);
+    if (result == KVQ_GPU_OK && !lane->event)
+        result = d->event_create(&lane->event, KVQ_GPU_EVENT_UNTIMED);
+    return result;
+}
+
+static int open_host(const struct kvq_gpu_driver *d, size_t bytes, void **at)
+{
+    return *at ? KVQ_GPU_OK : d->host_alloc(at, bytes, KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED);
+}
+
+static int open_device(const struct kvq_gpu_driver *d, size_t bytes, kvq_gpu_ptr *at)
+{
+    return *at ? KVQ_GPU_OK : d->memory_alloc(at, bytes);
 }
 
 static int open_memory(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     const struct kvq__core_config *c = &lane->core->config;
-    const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;
-    void *word = NULL, *host = NULL;
-    int result = d->host_alloc(&word, 4096, flags);
+    void *word = lane->word, *host = lane->host;
+    int result = open_host(d, 4096, &word);
     lane->word = word;
     result = result ? result : d->host_device(&lane->word_at, word, 0);
-    result = result ? result : d->host_alloc(&host, c->lane_bytes, flags);
+    result = result ? result : open_host(d, c->lane_bytes, &host);
     lane->host = host;
-    result = result ? result : d->memory_alloc(&lane->device, c->lane_bytes);
-    result = result ? result : d->memory_alloc(&lane->workspace, c->lane_workspace);
+    result = result ? result : open_device(d, c->lane_bytes, &lane->device);
+    result = result ? result : open_device(d, c->lane_workspace, &lane->workspace);
     result = result ? result : d->fill8(lane->workspace, 0, c->lane_workspace, lane->stream);
     if (result == KVQ_GPU_OK)
         *lane->word = 0;
@@ -85,12 +99,15 @@ static void lane_free(struct kvq__lane *lane)
 static int lane_open(struct kvq__lane *lane)
 {
     struct kvq__core *core = lane->core;
-    lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
-    lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
+    if (!lane->pending)
+        lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
+    if (!lane->held)
+        lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
     if (!lane->pending || !lane->held)
         return KVQ_E_NO_MEMORY;
     int result = open_streams(lane);
     result = result ? result : open_memory(lane);
+    lane->ready = result == KVQ_GPU_OK;
     return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
 }
 
@@ -106,34 +123,33 @@ static struct kvq__lane *take_spare(struct kvq__core *core, const struct kvq__gp
     return NULL;
 }
 
-static int lane_new(struct kvq__core *core, struct kvq__gpu *gpu, struct kvq__lane **out)
+static struct kvq__lane *lane_new(struct kvq__core *core, struct kvq__gpu *gpu)
 {
     struct kvq__lane *lane = kvq__allocate(core, sizeof *lane);
-    *out = NULL;
-    if (!lane)
-        return KVQ_E_NO_MEMORY;
-    lane->core = core;
-    lane->gpu = gpu;
-    int error = lane_open(lane);
-    if (error)
-        lane_free(lane);
-    else
-        *out = lane;
-    return error;
+    if (lane) {
+        lane->core = core;
+        lane->gpu = gpu;
+    }
+    return lane;
 }
 
+// What could not be made whole is kept as well, for the next attempt to go on with: here, too,
+// freeing would wait for the whole GPU.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
 {
     struct kvq__core *core = client->core;
     struct kvq__lane **slot = &client->lanes[index_of(core, gpu)];
-    int error = 0;
     if (!*slot) {
-        *slot = take_spare(core, gpu);
-        error = *slot ? 0 : lane_new(core, gpu, slot);
+        struct kvq__lane *lane = take_spare(core, gpu);
+        lane = lane ? lane : lane_new(core, gpu);
+        int error = !lane ? KVQ_E_NO_MEMORY : lane->ready ? 0 : lane_open(lane);
+        if (error && lane)
+            LIST_INSERT_HEAD(&core->spare_lanes, lane, link);
         if (error)
             return error;
-        (*slot)->client = client;
-        LIST_INSERT_HEAD(&core->lanes, *slot, link);
+        lane->client = client;
+        *slot = lane;
+        LIST_INSERT_HEAD(&core->lanes, lane, link);
     }
     *out = *slot;
     return 0;
@@ -162,6 +178,14 @@ void kvq__lane_leave(struct kvq__lane **pointer)
     forget(lane);
     lane->client = NULL;
     LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
+}
+
+void kvq__lanes_hush(struct kvq__core *core)
+{
+    struct kvq__lane *lane;
+    LIST_FOREACH (lane, &core->spare_lanes, link)
+        if (lane->watch && kvq__gpu_enter(lane->gpu) == KVQ_GPU_OK)
+            kvq__gpu_driver(lane->gpu)->stream_sync(lane->watch);
 }
 
 void kvq__lanes_close(struct kvq__core *core)

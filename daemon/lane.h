@@ -42,6 +42,7 @@ struct kvq__lane {
     struct kvq__core *core;
     struct kvq__client *client;
     struct kvq__gpu *gpu;
+    bool ready; // all of it was made
     struct kvq_gpu_stream *stream;
     struct kvq_gpu_stream *watch; // waits for `event`, then wakes the poller
     struct kvq_gpu_event *event;
@@ -70,6 +71,8 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
 // freed: to free GPU memory or pinned memory is to wait for the whole GPU, and so for every client
 // whose stream has yet to signal. NULL is fine.
 void kvq__lane_leave(struct kvq__lane **lane);
+// When no client is left: returns once no thread of the driver's calls a `wake` any more.
+void kvq__lanes_hush(struct kvq__core *core);
 // Frees them, when no client is left.
 void kvq__lanes_close(struct kvq__core *core);
 

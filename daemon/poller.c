@@ -598,6 +598,7 @@ void kvq__poller_close(struct kvq__poller **poller)
         kvq_word_store_release(&p->stop, 1);
         kvq__mailbox_post(&p->box, &mail, stop);
         pthread_join(p->thread, NULL);
+        kvq__core_hush(p->core); // the driver's threads call notify() with this poller
         kvq__mailbox_deliver(&p->box);
     }
     kvq__workers_close(&p->workers);

@@ -37,6 +37,11 @@ bool kvq__core_poll(struct kvq__core *core)
     return false;
 }
 
+void kvq__core_hush(struct kvq__core *core)
+{
+    (void)core;
+}
+
 bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
 {
     (void)core;

@@ -261,6 +261,22 @@ static void test_nan_on_a_stream(void **state)
     assert_int_equal(s->tokens, TOKENS);
 }
 
+// Counters do not wrap around to "none".
+static void test_very_many_nan(void **state)
+{
+    float *k = (float *)(void *)one.m.memory;
+    struct kvq_request r = end_of();
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    kit_of(&one.m, one.session)->counts->host->nonfinite = UINT32_MAX - 15;
+    for (int i = 0; i < 16; i++)
+        k[i] = NAN;
+    assert_int_equal(append(&one), 0);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+}
+
 // ---- Refused requests ----
 
 // They are done behind what was enqueued before them, and the words stay in use until then.
@@ -409,6 +425,32 @@ static void test_gone_with_work_on_a_gpu(void **state)
     reopen(&one, "one");
 }
 
+// A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
+// what it got would be to wait for them.
+static void test_no_memory_beside_a_stalled(void **state)
+{
+    struct streamer three = {0};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    int (*refuse)(const char *, uint64_t, bool, int);
+    struct kvq__session_spec spec = {.format = "f16",
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &row,
+                                     .n_layers = 1};
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_fail");
+    (void)state;
+    assert_non_null(symbol);
+    memcpy(&refuse, &symbol, sizeof refuse);
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
+    assert_int_equal(refuse("memory_alloc", 2, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
+    member_close(&three.m);
+    assert_false(kvq__queue_settled(one.m.queue));
+}
+
 // ---- Large batches ----
 
 static int setup_small(void **state)
@@ -481,6 +523,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, setup, teardown),
         cmocka_unit_test_setup_teardown(test_stalled_alone, setup, teardown),
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
         cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
     };
