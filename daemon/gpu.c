@@ -196,12 +196,24 @@ static int make_piece(struct kvq__gpu *gpu, size_t bytes, struct kvq_gpu_piece *
     return kvq_gpu_piece_make(gpu->driver, gpu->device, bytes, piece, text, sizeof text);
 }
 
+// Freed by kvq__gpu_sweep: here it would wait for the whole GPU.
+static void free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
+{
+    struct book *b = calloc(1, sizeof *b);
+    if (!b) {
+        gpu->driver->memory_free(memory);
+        return;
+    }
+    b->memory = memory;
+    LIST_INSERT_HEAD(&gpu->released, b, link);
+}
+
 static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
 {
     if (gpu->mapping)
         kvq_gpu_piece_release(gpu->driver, piece);
     else
-        gpu->driver->memory_free(piece->at);
+        free_later(gpu, piece->at);
 }
 
 static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
@@ -364,7 +376,7 @@ static int new_book(struct kvq__gpu *gpu, const struct kvq_format *f, const stru
     error = error ? error : put_table(gpu, &b->copy.smooth, smooth, &next);
     if (error) {
         if (b->memory)
-            gpu->driver->memory_free(b->memory);
+            free_later(gpu, b->memory);
         free(b);
         return error;
     }

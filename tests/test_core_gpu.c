@@ -42,12 +42,12 @@ static struct streamer one, two;
 static const struct kvq__layer_row row = {
     .q_heads = 2 * HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1};
 
-static void open_session(struct streamer *s, const char *name)
+static void open_session_of(struct streamer *s, const char *name, const char *format)
 {
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = name,
-                                     .format = "f16",
+                                     .format = format,
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &row,
                                      .n_layers = 1};
@@ -68,7 +68,7 @@ static void open_streamer(struct streamer *s, const char *name)
     float *memory = (float *)(void *)s->m.memory;
     for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)
         memory[i] = kit_float(&kit);
-    open_session(s, name);
+    open_session_of(s, name, "f16");
 }
 
 static void close_streamer(struct streamer *s)
@@ -425,6 +425,34 @@ static void test_gone_with_work_on_a_gpu(void **state)
     reopen(&one, "one");
 }
 
+// Units that a stream has yet to pack are not copied before they are there.
+static void test_fork_waits_for_packing(void **state)
+{
+    enum { MANY = 400 };
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = {.append = MANY};
+    (void)state;
+    open_session_of(&one, "packed", "oscar2");
+    e.handle = one.session;
+    assert_int_equal(kit_simple(&one.m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    r = end_of();
+    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(attend(&one, 0), 0);
+    assert_true(kit_of(&one.m, one.session)->layers[0].packed > 0);
+    e = (struct kvq_entry_wire){.handle = one.session, .position = MANY};
+    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, NULL), 1); // waits
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+}
+
 // A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
 // what it got would be to wait for them.
 static void test_no_memory_beside_a_stalled(void **state)
@@ -524,6 +552,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_stalled_alone, setup, teardown),
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
         cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
         cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
