@@ -479,6 +479,75 @@ static void test_no_memory_beside_a_stalled(void **state)
     assert_false(kvq__queue_settled(one.m.queue));
 }
 
+// ---- Codebooks ----
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float smooth[HEADS * DIM], tables[2][HEADS << 14];
+    const struct kvq_side *k = &format->k, *v = &format->v;
+    const size_t k_floats = (size_t)k->vector << k->bits, v_floats = (size_t)v->vector << v->bits;
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)why;
+    assert_true(shape->kv_heads == HEADS && k_floats <= 1 << 14 && v_floats <= 1 << 14);
+    for (uint32_t i = 0; smooth[i % (HEADS * DIM)] == 0.0f; i++)
+        smooth[i] = 0.5f + (float)(i % 7) / 4;
+    for (uint32_t i = 0; tables[1][0] == 0.0f && i < HEADS << 14; i++) {
+        tables[0][i] = kit_float(&kit);
+        tables[1][(HEADS << 14) - 1 - i] = kit_float(&kit);
+    }
+    *book = (struct kvq_book){
+        .smooth = smooth, .k = tables[0], .v = tables[1], .k_head = k_floats, .v_head = v_floats};
+    *hold = smooth;
+    return 0;
+}
+
+static void ignore(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+}
+
+// The last of 400 tokens' attention, from a session at this place.
+static void attend_by_book(const char *place, float *out)
+{
+    enum { MANY = 400 };
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES] = "";
+    struct kvq__session_spec spec = {
+        .format = "vecinfer-2@book", .place = place, .layers = &row, .n_layers = 1};
+    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&one.m, info.handle, MANY, HEADS, DIM), 0);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+    assert_true(kit_of(&one.m, info.handle)->layers[0].packed > 0);
+    memcpy(out, one.m.memory + OUT_AT, 2 * HEADS * DIM * sizeof *out);
+}
+
+// A GPU has tables of its own, and gives the same as the host to rounding.
+static void test_codebook(void **state)
+{
+    static float host[2 * HEADS * DIM], gpu[2 * HEADS * DIM];
+    double error = 0, size = 0;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = kit.core->config.codebook_release = ignore;
+    attend_by_book("host", host);
+    attend_by_book(kvq__pool_name(&kit.core->pools[1]), gpu);
+    for (uint32_t i = 0; i < 2 * HEADS * DIM; i++) {
+        error += ((double)host[i] - gpu[i]) * ((double)host[i] - gpu[i]);
+        size += (double)host[i] * host[i];
+    }
+    assert_true(size > 0 && sqrt(error) <= 4e-3 * sqrt(size));
+}
+
 // ---- Large batches ----
 
 static int setup_small(void **state)
@@ -554,6 +623,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
         cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_codebook, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
         cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
     };
