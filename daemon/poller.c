@@ -266,16 +266,21 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
 }
 
 // A client that lives on may write its signals over ours: they are given again.
+static void end_again(struct kvq__poller *p, struct kvq__port *port)
+{
+    if (p->now < port->retry_ns)
+        return;
+    kvq__queue_ending(port->queue);
+    port->retry_ns = p->now + TICK_NS;
+}
+
 static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
 {
     if (kvq__queue_settled(port->queue)) {
         finish_close(p, port);
         return true;
     }
-    if (p->now >= port->retry_ns) {
-        kvq__queue_ending(port->queue);
-        port->retry_ns = p->now + TICK_NS;
-    }
+    end_again(p, port);
     return false;
 }
 
@@ -294,8 +299,11 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port)
             return false;
         break;
     case KVQ__PORT_GPU:
-        if (!kvq__queue_settled(port->queue))
+        if (!kvq__queue_settled(port->queue)) {
+            if (port->closing)
+                end_again(p, port);
             return false;
+        }
         break;
     case KVQ__PORT_CLOSING:
         return look_closing(p, port);
