@@ -61,6 +61,7 @@ build() {
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
     [ "$preset" = release ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu_pack.py moves it
+    [ "$preset" = asan ] && [ "$full" = 1 ] && options=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels for the two architectures whose instructions it counts.
     [ "$preset" = release ] && [ "${CI:-}" = true ] &&
         options+=(-DKVQ_CUDA=ON "-DKVQ_CUDA_ARCHITECTURES=$([ "$full" = 1 ] &&
