@@ -240,11 +240,11 @@ int kvq__submit_send(kvq_queue *queue, struct kvq__pending *p)
 int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
                struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket)
 {
-    struct kvq__pending *p;
+    struct kvq__pending *p = NULL;
     if (!ticket)
         return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
     int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
-    if (rc)
+    if (!p)
         return rc;
     rc = kvq__submit_send(queue, p);
     *ticket = p->ticket;

@@ -43,7 +43,7 @@ static int take_page(struct kvq__timeline *t, int fd)
 {
     char text[KVQ__TEXT_BYTES / 2];
     void *mapping;
-    kvq_gpu_ptr at;
+    kvq_gpu_ptr at = 0;
     int rc = kvq__map(fd, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, "a timeline page", &mapping);
     if (rc)
         return rc;

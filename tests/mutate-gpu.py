@@ -197,13 +197,20 @@ def compile_changed(build, output, overlay, to, level):
         raise Broken(f"{source} does not compile with it:\n{text[-2000:]}")
 
 
+def images(build):
+    """The library of cubins, where they are in one (KVQ_PORTABLE), and where it is found."""
+    folder = os.path.join(build.folder, "lib")
+    there = os.path.exists(os.path.join(folder, "libkvq_gpu_images.so"))
+    return [f"-L{folder}", "-lkvq_gpu_images", f"-Wl,-rpath,{folder}"] if there else []
+
+
 def link(build, test, objects, output):
     archives = [os.path.join(build.folder, "lib", name) for name in ARCHIVES]
     archives = [path for path in archives if os.path.exists(path)]
     plain = ["-lcmocka"] if "plain" not in " ".join(build.commands[build.objects_of(test)[0]][1]) \
         else []
-    status, text = run(["c++", *objects, *archives, *archives, *plain, "-ldl", "-lm", "-lpthread",
-                        "-o", output], ROOT, COMPILE_SECONDS)
+    status, text = run(["c++", *objects, *archives, *archives, *images(build), *plain, "-ldl",
+                        "-lm", "-lpthread", "-o", output], ROOT, COMPILE_SECONDS)
     if status != 0:
         raise Broken(f"{test} cannot be linked:\n{text[-2000:]}")
 

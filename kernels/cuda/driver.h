@@ -260,7 +260,8 @@ struct kvq_gpu_driver {
     const char *name;    // what it is, for messages: the library's name, or "emulator"
     void *library;       // of dlopen; NULL if none
     bool kernels_inside; // the kernels are part of the program: module_load takes no image
-#define KVQ_GPU_FIELD(field, symbol, args) int(*field) args;
+// A declarator's name and its parameters cannot stand in parentheses of their own.
+#define KVQ_GPU_FIELD(field, symbol, args) int(*field) args; // NOLINT(bugprone-macro-parentheses)
     KVQ_GPU_CALLS(KVQ_GPU_FIELD)
 #undef KVQ_GPU_FIELD
 };
