@@ -345,7 +345,10 @@ KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work 
 
 /* Commits the step's sessions. A session that lacks a layer fails with KVQ_E_INCOMPLETE and is out
  * of the step, as it was before. n 0 (entries may be NULL): all of the step's sessions or, if one
- * lacks a layer, none, with KVQ_E_INCOMPLETE; the step is then still open. */
+ * lacks a layer, none, with KVQ_E_INCOMPLETE; the step is then still open. On a GPU this call waits
+ * for the step's work, and a session whose values were not finite fails with KVQ_E_NONFINITE and is
+ * out of the step; with n 0 that is the whole call's code, nothing is committed, and the step is
+ * still open for the others, if there are any. */
 KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                    uint32_t n);
 /* Leaves every session (n 0: all of the step) as it was before the step. */

@@ -212,7 +212,9 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
     LIST_FOREACH (lane, &core->lanes, link)
         if (lane->gpu == gpu && kvq__lane_stalls(lane))
             kvq__event(core, KVQ__EVENT_CLIENT_STALLED, "", "", lane->client->id,
-                       "its stream does not signal; its work on the GPU waits, nobody else's");
+                       "its stream does not signal, so its work on the GPU waits; end the client "
+                       "if others "
+                       "need its sessions");
 }
 
 void kvq__core_tick(struct kvq__core *core)
