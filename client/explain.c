@@ -20,8 +20,9 @@ struct subject {
 const char *kvq__op_name(unsigned op)
 {
     static const char *const names[KVQ_OP_COUNT] = {
-        "nop",      "step begin", "append", "attend", "append and attend", "step end", "step abort",
-        "truncate", "fork",       "accept", "read",
+        "nop",      "step begin", "append",   "attend", "append and attend",
+        "step end", "step abort", "truncate", "fork",   "accept",
+        "read",     "step",
     };
     return op < KVQ_OP_COUNT ? names[op] : "unknown operation";
 }

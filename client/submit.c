@@ -20,7 +20,8 @@ static_assert((int)KVQ_DO_NOP == KVQ_OP_NOP && (int)KVQ_DO_STEP_BEGIN == KVQ_OP_
                   (int)KVQ_DO_STEP_END == KVQ_OP_STEP_END &&
                   (int)KVQ_DO_STEP_ABORT == KVQ_OP_STEP_ABORT &&
                   (int)KVQ_DO_TRUNCATE == KVQ_OP_TRUNCATE && (int)KVQ_DO_FORK == KVQ_OP_FORK &&
-                  (int)KVQ_DO_ACCEPT == KVQ_OP_ACCEPT && (int)KVQ_DO_READ == KVQ_OP_READ,
+                  (int)KVQ_DO_ACCEPT == KVQ_OP_ACCEPT && (int)KVQ_DO_READ == KVQ_OP_READ &&
+                  (int)KVQ_DO_STEP == KVQ_OP_STEP,
               "operations");
 static_assert((int)KVQ_PAST_ONLY == KVQ_REQ_PAST_ONLY, "flags");
 

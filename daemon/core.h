@@ -39,6 +39,7 @@ struct kvq__core;
 struct kvq__client;
 struct kvq__queue;
 struct kvq__gpu;
+struct kvq__table_memory;
 
 // ---- What the core is given ----
 
@@ -126,6 +127,8 @@ struct kvq__core_config {
     // added, from within kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
     // kvq__core_poll.
     void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer);
+    // The same of a page table's memory, by where it lies.
+    void (*table_gone)(void *context, uint64_t client, const struct kvq__table_memory *memory);
     // Codebooks by name, for formats "NAME@CODEBOOK": fills *book for one layer, with tables that
     // live until *hold has been given to codebook_release as often as it was got here and given to
     // codebook_share. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or if it was
@@ -278,6 +281,44 @@ int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, cons
 int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             const char *name, char *text);
 
+// ---- Attention in a client's own context (table.c, export.c) ----
+//
+// The client maps extents of its own namespaces read-only and reads blocks by a page table, which a
+// STEP request publishes. Blocks that a published table names keep a reference each (a lease) until
+// it is published again or closed. An extent that a client was told of never changes its namespace:
+// when it is empty and nobody who was told of it is left, its memory is given back.
+
+struct kvq__pool_span {
+    uint64_t span, extent_bytes; // extents are numbered from 0 below span / extent_bytes
+    struct kvq__gpu *gpu;        // NULL: the host
+};
+// place as in struct kvq__session_spec, not empty. KVQ_E_INVALID.
+int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__pool_span *out,
+                   char *text);
+
+// Memory of a table, kvq_table_bytes(layers, pages) long, zeroed.
+struct kvq__table_memory {
+    uint8_t *host; // NULL: memory of a GPU
+    uint64_t gpu;
+    uint32_t layers, pages;
+};
+// Makes the table of an open session; `base`: where the client maps the pool. The memory must stay
+// until table_gone was called. KVQ_E_STALE, KVQ_E_EXISTS, KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it has
+// more tokens than that), KVQ_E_NO_MEMORY, KVQ_E_UNSUPPORTED.
+int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t base,
+                    const struct kvq__table_memory *memory, char *text);
+// table_gone follows when nothing in flight uses it, maybe at once. KVQ_E_STALE.
+int kvq__table_close(struct kvq__client *client, uint64_t handle, char *text);
+
+struct kvq__extent_export {
+    const struct kvq__memory *memory; // the pool's: valid until anything else of the core is called
+    uint32_t number;
+};
+// Up to `max` extents that the client was not told of yet. *known and *more: see MapExtentsReply.
+// Returns how many, KVQ_E_STALE or KVQ_E_NO_MEMORY.
+int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
+                      uint32_t max, uint64_t *known, bool *more, char *text);
+
 // ---- Snapshots ----
 
 struct kvq__status {
@@ -346,10 +387,12 @@ struct kvq__job {
 enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT, KVQ__GPU };
 
 // Private memory of the queue that the poller copies a request to before it starts it: one
-// header, and room for KVQ_MAX_BATCH entries. The poller has checked header.count against
-// KVQ_MAX_BATCH; everything else is checked here.
+// header, and room for KVQ_MAX_BATCH entries and KVQ_MAX_LAYERS layers of a STEP. The poller has
+// checked header.count against KVQ_MAX_BATCH, and of a STEP header.layer against KVQ_MAX_LAYERS;
+// everything else is checked here.
 struct kvq_request *kvq__queue_header(struct kvq__queue *queue);
 struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *queue);
+struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *queue);
 
 // Validates the request and takes it as far as it goes. One request of a queue at a time.
 enum kvq__progress kvq__request_start(struct kvq__queue *queue);

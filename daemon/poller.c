@@ -201,17 +201,24 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
         return false;
     kvq_ring_copy(&port->rx, 0, header, sizeof *header);
     size_t entries = (size_t)header->count * sizeof(struct kvq_entry_wire);
-    uint32_t slots =
+    size_t layers = header->op == KVQ_OP_STEP ? header->layer : 0;
+    uint32_t before =
         KVQ_REQ_HEADER_SLOTS + (uint32_t)((entries + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES);
     *complaint = "more entries in a request than the protocol's limit of 1024";
     if (header->count > KVQ_MAX_BATCH)
         return false;
+    *complaint = "more layers in a request than the protocol's limit of 256";
+    if (layers > KVQ_MAX_LAYERS)
+        return false;
     *complaint = "a request whose length does not match its entries, or is not published whole";
-    if (header->slots != slots || slots > ready)
+    if (header->slots != before + layers || header->slots > ready)
         return false;
     if (entries)
         kvq_ring_copy(&port->rx, sizeof *header, kvq__queue_entries(port->queue), entries);
-    kvq_ring_consume(&port->rx, slots);
+    if (layers)
+        kvq_ring_copy(&port->rx, (size_t)before * KVQ_SLOT_BYTES, kvq__queue_layers(port->queue),
+                      layers * sizeof(struct kvq_step_layer));
+    kvq_ring_consume(&port->rx, header->slots);
     return true;
 }
 

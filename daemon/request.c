@@ -30,6 +30,7 @@ static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_FORK] = {kvq__op_fork, 0, NEED_COUNT | NEW_WORK},
     [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
     [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_STEP] = {kvq__op_step, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT | NEW_WORK},
 };
 
 // ---- What the poller sees ----
@@ -42,6 +43,11 @@ struct kvq_request *kvq__queue_header(struct kvq__queue *q)
 struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *q)
 {
     return q->entries;
+}
+
+struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *q)
+{
+    return q->layers;
 }
 
 struct kvq__job *kvq__queue_job(struct kvq__queue *q)
@@ -479,7 +485,9 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 static int check_header(const struct kvq__queue *q)
 {
     const struct kvq_request *r = &q->header;
-    if (r->count > KVQ_MAX_BATCH || r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2)
+    uint32_t layers = r->op == KVQ_OP_STEP ? r->layer : 0;
+    if (r->count > KVQ_MAX_BATCH || layers > KVQ_MAX_LAYERS ||
+        r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2 + layers)
         return KVQ_E_PROTOCOL;
     if (r->op >= KVQ_OP_COUNT)
         return KVQ_E_UNSUPPORTED;

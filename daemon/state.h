@@ -460,6 +460,7 @@ struct kvq__queue {
     size_t wave_start; // of the arena
     size_t wave_room;  // that the wave's GPU work will take
     uint32_t first_item[KVQ_MAX_BATCH + 1];
+    struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of a STEP
     struct kvq_entry_wire entries[KVQ_MAX_BATCH];
     struct kvq_result results[KVQ_MAX_BATCH];
     struct kvq__entry work[KVQ_MAX_BATCH];
@@ -470,7 +471,7 @@ struct kvq__queue {
 typedef enum kvq__progress kvq__operation(struct kvq__queue *q);
 kvq__operation kvq__op_step_begin, kvq__op_step_end, kvq__op_step_abort, kvq__op_append,
     kvq__op_attend, kvq__op_append_attend, kvq__op_truncate, kvq__op_fork, kvq__op_accept,
-    kvq__op_read;
+    kvq__op_read, kvq__op_step;
 
 // Ends the request with this status.
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status);

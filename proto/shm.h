@@ -3,7 +3,8 @@
 // The data plane's shared memory, byte by byte. All fields little-endian, fixed width; offsets,
 // never pointers. Atomics on these words live in proto/ring.h alone.
 //
-// Four kinds of memory, all memfds made by the daemon and sealed against shrinking and growing:
+// Five kinds of memory. All but page tables on a GPU are memfds made by the daemon and sealed
+// against shrinking and growing:
 //
 //   daemon page   one per daemon, clients map it read-only (sealed against their writing)
 //   request ring  one per queue, client writes: struct kvq_req_page, then KVQ_REQ_SLOTS slots
@@ -11,6 +12,8 @@
 //                 struct kvq_cq_page, then KVQ_CQ_SLOTS slots
 //   timeline page one per queue with requests in the order of a stream, both sides write it
 //                 and make it known to their GPU: struct kvq_timeline_page
+//   page table    one for each session and client that attends to it in its own context, clients
+//                 map it read-only: struct kvq_table_page, in host memory or a GPU's
 //
 // Indices are free-running 32-bit slot counts; index & (slots - 1) is the slot. A message is a
 // whole number of 64-byte slots and may wrap around the end of the ring. Each side trusts
@@ -37,6 +40,7 @@
 #define KVQ_SHM_MAGIC_REQUEST  0x5256514bu // "KVQR"
 #define KVQ_SHM_MAGIC_REPLY    0x4356514bu // "KVQC"
 #define KVQ_SHM_MAGIC_TIMELINE 0x5456514bu // "KVQT"
+#define KVQ_SHM_MAGIC_TABLE    0x4c56514bu // "KVQL"
 
 // Files in the daemon's runtime directory.
 #define KVQ_ATTACH_SOCKET  "attach.sock"       // Unix SEQPACKET, for libkvq
@@ -121,6 +125,58 @@ static_assert(offsetof(struct kvq_timeline_page, ready) == 128, "layout");
 static_assert(offsetof(struct kvq_timeline_page, done) == 256, "layout");
 static_assert(offsetof(struct kvq_timeline_page, trial) == 384, "layout");
 
+// Page tables of clients that attend in their own context. Addresses are the client's: it says
+// where it maps the pool (OpenTable.pool_at), and extent number i of the pool lies i * extent bytes
+// behind that. The daemon writes a table only while it carries out a STEP request of the same
+// client with that session, and the client reads it at no such time.
+//
+//     struct kvq_table_page
+//     layers x layer_bytes: struct kvq_table_layer, then `pages` x struct kvq_table_entry
+//
+// A layer that reads another one's cache has a table layer that is never written.
+enum { KVQ_TABLE_VERSION_MIN = 1, KVQ_TABLE_VERSION_MAX = 1 };
+
+struct kvq_table_page {
+    uint32_t magic; // the daemon fills these once
+    uint32_t version;
+    uint32_t layers;
+    uint32_t pages; // entries of each layer, of KVQ_BLOCK_TOKENS tokens each
+    uint64_t layer_bytes;
+    uint8_t pad0[104];
+    uint64_t tokens; // committed, that it was published at; attention reads as at so many
+    uint64_t number; // of publications
+    uint8_t pad1[112];
+};
+static_assert(sizeof(struct kvq_table_page) == 256, "layout");
+static_assert(offsetof(struct kvq_table_page, tokens) == 128, "layout");
+
+struct kvq_table_layer {
+    uint64_t extras;  // 0 = none, or nothing is packed yet
+    uint32_t n_pages; // of `tokens` tokens
+    uint32_t pad;
+    uint8_t outliers[KVQ_MAX_HEADS]; // that count, for each KV head; on a GPU all do that are there
+    uint8_t pad1[48];
+};
+static_assert(sizeof(struct kvq_table_layer) == 320, "layout");
+static_assert(offsetof(struct kvq_table_layer, outliers) == 16, "layout");
+
+// As the kernels take pages.
+struct kvq_table_entry {
+    uint64_t packed, raw; // 0 = none
+    uint16_t tokens, packed_tokens;
+    uint32_t pad;
+};
+static_assert(sizeof(struct kvq_table_entry) == 24, "layout");
+
+static inline uint64_t kvq_table_layer_bytes(uint64_t pages)
+{
+    return (sizeof(struct kvq_table_layer) + pages * sizeof(struct kvq_table_entry) + 63) / 64 * 64;
+}
+static inline uint64_t kvq_table_bytes(uint64_t layers, uint64_t pages)
+{
+    return sizeof(struct kvq_table_page) + layers * kvq_table_layer_bytes(pages);
+}
+
 // ---- Requests ----
 
 enum kvq_op {
@@ -135,6 +191,8 @@ enum kvq_op {
     KVQ_OP_FORK = 8,       // position: where to fork; the completion's value is the new handle
     KVQ_OP_ACCEPT = 9,     // of the last `append` tokens keep those at the listed indices
     KVQ_OP_READ = 10,      // K and V of tokens [position, position + append) of one layer
+    KVQ_OP_STEP = 11,      // a whole step: begin, append of all layers, commit; packs what is due
+                           // and publishes the client's page tables. append 0: publishes only.
     KVQ_OP_COUNT
 };
 
@@ -142,8 +200,8 @@ enum kvq_req_flag {
     KVQ_REQ_PAST_ONLY = 1, // attend: only to tokens before the step
     KVQ_REQ_PAGED_KV = 2,  // K and V lie in the engine's paged cache, see pages below
     KVQ_REQ_ON_STREAM = 4, // in the order of the client's stream, by the queue's timeline: APPEND,
-                           // ATTEND, APPEND_ATTEND, READ. Completed when the work is enqueued.
-                           // `done` is written in any case, also if the request is refused.
+    // ATTEND, APPEND_ATTEND, READ, STEP. Completed when the work is enqueued.
+    // `done` is written in any case, also if the request is refused.
     KVQ_REQ_FLAGS = 7
 };
 
@@ -160,13 +218,13 @@ struct kvq_wire_view {
 static_assert(sizeof(struct kvq_wire_view) == 32, "layout");
 
 struct kvq_request {
-    uint8_t op;     // enum kvq_op
-    uint8_t pad0;   // zero
-    uint16_t flags; // enum kvq_req_flag
-    uint16_t count; // entries that follow, at most KVQ_MAX_BATCH
-    uint16_t slots; // length of the whole message, this header included
-    uint32_t seq;   // client's number; comes back in the completion
-    uint32_t layer;
+    uint8_t op;           // enum kvq_op
+    uint8_t pad0;         // zero
+    uint16_t flags;       // enum kvq_req_flag
+    uint16_t count;       // entries that follow, at most KVQ_MAX_BATCH
+    uint16_t slots;       // length of the whole message, this header included
+    uint32_t seq;         // client's number; comes back in the completion
+    uint32_t layer;       // STEP: how many layers the sessions have
     uint64_t step;        // client's number of the step, from its STEP_BEGIN
     uint64_t deadline_ns; // CLOCK_MONOTONIC; 0 = none. Checked before work starts.
     // Paged K and V (KVQ_REQ_PAGED_KV): token t of an entry lies in page list[t / page_tokens],
@@ -205,9 +263,16 @@ static_assert(sizeof(struct kvq_entry_wire) == 32, "layout");
 static_assert(offsetof(struct kvq_entry_wire, row) == 16, "layout");
 static_assert(offsetof(struct kvq_entry_wire, queries) == 28, "layout");
 
+// STEP: one for each layer of the sessions, behind the entries (from the next whole slot on); the
+// header's own k and v are zero. A layer that reads another one's cache has zeros.
+struct kvq_step_layer {
+    struct kvq_wire_view k, v;
+};
+static_assert(sizeof(struct kvq_step_layer) == KVQ_SLOT_BYTES, "layout");
+
 enum {
     KVQ_REQ_HEADER_SLOTS = sizeof(struct kvq_request) / KVQ_SLOT_BYTES,
-    KVQ_REQ_MAX_SLOTS = KVQ_REQ_HEADER_SLOTS + KVQ_MAX_BATCH * 32 / KVQ_SLOT_BYTES,
+    KVQ_REQ_MAX_SLOTS = KVQ_REQ_HEADER_SLOTS + KVQ_MAX_BATCH * 32 / KVQ_SLOT_BYTES + KVQ_MAX_LAYERS,
 };
 static_assert(KVQ_REQ_MAX_SLOTS * 4 <= KVQ_REQ_SLOTS, "several of the largest fit");
 
@@ -226,8 +291,8 @@ static_assert(sizeof(struct kvq_completion) == 64, "layout");
 
 struct kvq_result {
     int32_t status;
-    uint32_t pad;
-    uint64_t value; // token count afterwards; FORK: the new handle; READ: tokens read
+    uint32_t extents; // STEP: MapExtents.known of the session as it would be now; else 0
+    uint64_t value;   // token count afterwards; FORK: the new handle; READ: tokens read
 };
 static_assert(sizeof(struct kvq_result) == 16, "layout");
 

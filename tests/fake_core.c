@@ -76,6 +76,11 @@ struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *queue)
     return queue->entries;
 }
 
+struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *queue)
+{
+    return queue->layers;
+}
+
 static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
 {
     struct kvq__queue *queue =

@@ -16,6 +16,7 @@ enum { FAKE_ITEMS = 1024 };
 struct kvq__queue {
     struct kvq_request header;
     struct kvq_entry_wire entries[KVQ_MAX_BATCH];
+    struct kvq_step_layer layers[KVQ_MAX_LAYERS];
     struct kvq_result results[KVQ_MAX_BATCH];
     struct kvq_completion completion;
     struct kvq__job job;
