@@ -442,6 +442,35 @@ static void test_events_that_end(void **state)
     (void)state;
 }
 
+// Waiting for a record ends as well when the process is killed that made it on an event of ours.
+static void test_records_that_end(void **state)
+{
+    struct kvq_gpu_event *event;
+    struct soft_question open = {.op = SOFT_EVENT_OPEN};
+    struct kvq_gpu_ipc_event handle;
+    struct soft_peer peer = soft_start(NULL);
+    const struct shared s = share(&peer, KVQ_GPU_ACCESS_READ_WRITE);
+    OK(drv.event_create(&event, KVQ_GPU_EVENT_UNTIMED | KVQ_GPU_EVENT_SHARED));
+    OK(drv.ipc_event_get(&handle, event));
+    memcpy(open.handle, &handle, sizeof handle);
+    const struct soft_answer opened = soft_ask_fd(&peer, &open, -1, NULL);
+    assert_int_equal(opened.result, KVQ_GPU_OK);
+    soft_ask(&peer, SOFT_RECORD, opened.value, 0, 0);
+    soft_ask(&peer, SOFT_SYNC, 0, 0, 0);
+    OK(drv.stream_wait(stream, event, 0));
+    OK(drv.stream_sync(stream));
+    soft_ask(&peer, SOFT_FILL, s.there, 0, 2);
+    soft_ask(&peer, SOFT_WAIT64, s.there, 1, 0); // for ever
+    soft_ask(&peer, SOFT_RECORD, opened.value, 0, 0);
+    OK(drv.stream_wait(stream, event, 0));
+    assert_int_equal(drv.stream_query(stream), KVQ_GPU_NOT_READY);
+    soft_kill(&peer);
+    OK(drv.stream_sync(stream));
+    OK(drv.event_destroy(event));
+    unmap_here(s.here);
+    (void)state;
+}
+
 // More of them than one page has places for; each one is itself.
 static void test_many_events(void **state)
 {
@@ -536,6 +565,7 @@ int main(int argc, char **argv)
         TEST(test_killed_at_work),
         TEST(test_events),
         TEST(test_events_that_end),
+        TEST(test_records_that_end),
         TEST(test_many_events),
         TEST(test_exit_at_work),
         TEST(test_sticky),

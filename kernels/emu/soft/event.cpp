@@ -5,7 +5,8 @@
 // An event counts its records when they are given, and notes each one when it is reached; waiting
 // for it is waiting for the latest record given before. Of an event that others may open, these
 // words lie in a page of shared memory, with a generation that changes when the event is destroyed;
-// who opened it then waits no more, and neither if its process is dead.
+// who opened it then waits no more, and neither if its process is dead, or the one that made the
+// record that is waited for.
 #include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
@@ -86,7 +87,7 @@ static bool take_slot(event *e)
     p->used |= 1u << slot;
     e->owner = p;
     e->words = p->words + slot;
-    e->words->recorded = 0;
+    e->words->recorded = e->words->recorder = 0;
     for (word &one : e->words->reached)
         one = 0;
     e->generation = e->words->generation;
@@ -205,6 +206,7 @@ int event_record(kvq_gpu_event *handle, kvq_gpu_stream *stream)
     }
     if (e->words->generation != e->generation)
         return KVQ_GPU_OK; // destroyed by its own process
+    e->words->recorder = (uint64_t)getpid();
     const uint64_t number = ++e->words->recorded;
     w.run = [=](const run_at &) {
         reach(*e, number);
@@ -216,11 +218,29 @@ int event_record(kvq_gpu_event *handle, kvq_gpu_stream *stream)
     return result;
 }
 
+// Tells whether a process has ended.
+static std::function<bool()> death_of(int pid)
+{
+    const int fd = (int)syscall(SYS_pidfd_open, pid, 0);
+    const std::shared_ptr<void> closes((void *)1, [fd](void *) {
+        if (fd >= 0)
+            close(fd);
+    });
+    return [fd, closes] {
+        struct pollfd p = {fd, POLLIN, 0};
+        return fd < 0 || poll(&p, 1, 0) != 0;
+    };
+}
+
 static waiting latest(const event_ptr &e)
 {
     const uint64_t number = e->words->recorded;
-    const auto over = [e] {
-        return e->words->generation != e->generation || (e->over && e->over());
+    const int recorder = e->fd >= 0 || e->over ? (int)e->words->recorder : 0;
+    std::function<bool()> dead;
+    if (recorder && recorder != getpid())
+        dead = death_of(recorder);
+    const auto over = [e, dead] {
+        return e->words->generation != e->generation || (e->over && e->over()) || (dead && dead());
     };
     return {&e->words->reached[number % RECORDS], number, e, over};
 }
@@ -330,20 +350,6 @@ static page_ptr open_page(const event_name &name)
     if (fd >= 0)
         close(fd);
     return NULL;
-}
-
-// Tells whether a process has ended.
-static std::function<bool()> death_of(int pid)
-{
-    const int fd = (int)syscall(SYS_pidfd_open, pid, 0);
-    const std::shared_ptr<void> closes((void *)1, [fd](void *) {
-        if (fd >= 0)
-            close(fd);
-    });
-    return [fd, closes] {
-        struct pollfd p = {fd, POLLIN, 0};
-        return fd < 0 || poll(&p, 1, 0) != 0;
-    };
 }
 
 int ipc_event_open(kvq_gpu_event **handle, kvq_gpu_ipc_event from)

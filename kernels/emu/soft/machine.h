@@ -159,10 +159,11 @@ typedef std::shared_ptr<stream> stream_ptr;
 
 // What other processes may see of an event. Records on different streams may be reached in another
 // order than they were made in, so each has a word of its own, for a while.
-enum { RECORDS = 14 };
+enum { RECORDS = 13 };
 struct event_words {
     word generation;       // changes when the event is destroyed
     word recorded;         // how often
+    word recorder;         // pid of who made the latest record
     word reached[RECORDS]; // of record n, counted from 1, at n % RECORDS: n or a later one
 };
 
