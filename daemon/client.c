@@ -53,11 +53,22 @@ static void close_handles(struct kvq__client *c)
                 kvq__handle_close(&c->handles[i][j]);
 }
 
+static void buffer_forget(struct kvq__client *client, struct kvq__buffer *b)
+{
+    struct kvq__core_config *config = &client->core->config;
+    uint32_t id = b->id;
+    b->id = 0;
+    client->n_buffers--;
+    client->buffer_bytes -= b->memory.bytes;
+    if (config->buffer_gone)
+        config->buffer_gone(config->context, client->id, id);
+}
+
 static void buffer_retire(struct kvq__client *c, struct kvq__buffer *b)
 {
     b->removed = true;
     if (b->uses == 0)
-        kvq__buffer_unuse(c, b);
+        buffer_forget(c, b);
 }
 
 void kvq__client_detach(struct kvq__client *c)
@@ -201,19 +212,26 @@ int kvq__buffer_remove(struct kvq__client *client, uint32_t id, char *text)
     return 0;
 }
 
-void kvq__buffer_unuse(struct kvq__client *client, struct kvq__buffer *b)
+void kvq__buffer_use(struct kvq__client *client, struct kvq__buffer *b, struct kvq__buffer_set *set)
 {
-    if (b->uses > 0)
-        b->uses--;
-    if (b->uses > 0 || !b->removed)
+    if (!b)
         return;
-    struct kvq__core_config *config = &client->core->config;
-    uint32_t id = b->id;
-    b->id = 0;
-    client->n_buffers--;
-    client->buffer_bytes -= b->memory.bytes;
-    if (config->buffer_gone)
-        config->buffer_gone(config->context, client->id, id);
+    uint32_t place = (uint32_t)(b - client->buffers);
+    uint64_t bit = 1ull << place % 64;
+    b->uses += !(set->bits[place / 64] & bit);
+    set->bits[place / 64] |= bit;
+}
+
+void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set)
+{
+    for (uint32_t i = 0; i < KVQ_MAX_BUFFERS / 64; i++)
+        for (; set->bits[i]; set->bits[i] &= set->bits[i] - 1) {
+            struct kvq__buffer *b =
+                &client->buffers[64 * i + (uint32_t)__builtin_ctzll(set->bits[i])];
+            assert(b->uses > 0);
+            if (--b->uses == 0 && b->removed)
+                buffer_forget(client, b);
+        }
 }
 
 // ---- Handles ----

@@ -45,7 +45,7 @@ static void fill_store(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
             .start = w->past + t,
             .counts = (void *)(uintptr_t)w->session->counts->at,
         };
-        uint32_t run = kvq__store_run(q, i, t, &job.k, &job.v);
+        uint32_t run = kvq__store_run(q, i, &w->store.source, t, &job.k, &job.v);
         job.tokens = run < n - t ? run : n - t;
         t += job.tokens;
         **next = job;

@@ -314,12 +314,9 @@ static void take_holds(struct kvq__lane *lane, struct kvq__queue *q, struct kvq_
         w->pinned = w->reading = w->tail_use = false;
         p->n_held++;
     }
-    for (uint32_t v = 0; q->holding_buffers && v < KVQ__VIEWS; v++) {
-        p->buffers[v] = q->buffers[v];
-        q->buffers[v] = NULL;
-    }
+    p->buffers = q->held_buffers;
+    q->held_buffers = (struct kvq__buffer_set){0};
     kvq__flight_move(lane->core, &q->flight, &p->flight);
-    q->holding_buffers = false;
 }
 
 // The number of the pending work at `at` is reached. Without memory operations an event tells it.
@@ -360,9 +357,7 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
         lane->n_held--;
         kvq__hold_end(h->session, h->reading, h->tail_use);
     }
-    for (uint32_t v = 0; v < KVQ__VIEWS; v++)
-        if (p->buffers[v])
-            kvq__buffer_unuse(lane->client, p->buffers[v]);
+    kvq__buffers_unuse(lane->client, &p->buffers);
     lane->head = p->memory;
     if (p->flight.number)
         kvq__flight_end(lane->core, &p->flight);

@@ -34,7 +34,7 @@ struct kvq__pending {
     uint64_t since;  // when it was enqueued
     uint32_t n_held;
     struct kvq__flight flight;
-    struct kvq__buffer *buffers[KVQ__VIEWS];
+    struct kvq__buffer_set buffers;
 };
 
 struct kvq__lane {
@@ -133,7 +133,8 @@ size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
 // Where token t of an entry's source lies, and how many follow it there (store.c).
-uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i, uint32_t t, struct kvq_view *k,
+uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i,
+                        const struct kvq__source *source, uint32_t t, struct kvq_view *k,
                         struct kvq_view *v);
 
 #endif

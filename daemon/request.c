@@ -160,9 +160,7 @@ void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i)
 void kvq__hold_buffers(struct kvq__queue *q)
 {
     for (uint32_t v = 0; v < KVQ__VIEWS; v++)
-        if (q->buffers[v])
-            q->buffers[v]->uses++;
-    q->holding_buffers = true;
+        kvq__buffer_use(q->client, q->buffers[v], &q->held_buffers);
 }
 
 // On a GPU work of two lanes has no order: what another has packed must be done, and outliers
@@ -241,10 +239,8 @@ void kvq__request_release(struct kvq__queue *q)
         kvq__fork_release(q, &q->work[i]);
         release_work(q, &q->work[i]);
     }
-    for (uint32_t v = 0; q->holding_buffers && v < KVQ__VIEWS; v++)
-        if (q->buffers[v])
-            kvq__buffer_unuse(q->client, q->buffers[v]);
-    q->holding = q->holding_buffers = false;
+    kvq__buffers_unuse(q->client, &q->held_buffers);
+    q->holding = false;
 }
 
 // ---- Waves, stages, jobs ----
@@ -546,7 +542,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
 {
     assert(!q->busy);
     q->busy = true;
-    q->running = q->holding = q->holding_buffers = q->told = false;
+    q->running = q->holding = q->told = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
     return begin(q);

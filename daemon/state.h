@@ -295,6 +295,11 @@ struct kvq__buffer {
     bool removed;
 };
 
+// Some of a client's buffers, by their places.
+struct kvq__buffer_set {
+    uint64_t bits[KVQ_MAX_BUFFERS / 64];
+};
+
 struct kvq__step {
     uint64_t number; // the client's; 0 = free
     struct kvq__client *client;
@@ -335,7 +340,11 @@ static inline uint64_t kvq__handle_value(const struct kvq__handle *handle)
     return (uint64_t)handle->generation << 32 | handle->index;
 }
 struct kvq__buffer *kvq__buffer_get(struct kvq__client *client, uint32_t id); // NULL = none
-void kvq__buffer_unuse(struct kvq__client *client, struct kvq__buffer *buffer);
+// Uses a buffer until the set is released; a buffer that is in it already only once. NULL is fine.
+void kvq__buffer_use(struct kvq__client *client, struct kvq__buffer *buffer,
+                     struct kvq__buffer_set *set);
+// Lets go of all of them, and empties the set.
+void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set);
 
 // ---- Steps (step.c) ----
 
@@ -363,6 +372,13 @@ struct kvq__copy {
     bool packed;
 };
 
+// Where K and V of an entry's tokens come from.
+struct kvq__source {
+    const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
+    const struct kvq_wire_view *k_view, *v_view;
+    const int32_t *list; // of the engine's pages; NULL = not paged
+};
+
 // One entry's part of a request under way.
 struct kvq__entry {
     struct kvq__session *session; // NULL if the entry failed before it got that far
@@ -378,9 +394,9 @@ struct kvq__entry {
         uint32_t tokens;
         const uint8_t *extras, *pool; // as in struct kvq_reading
     } read;
-    union {                       // of the pass under way
-        struct {                  // store.c
-            const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
+    union {      // of the pass under way
+        struct { // store.c
+            struct kvq__source source;
             int32_t *list;
             struct kvq_store_counts *counts; // one for each item
         } store;
@@ -436,7 +452,8 @@ struct kvq__queue {
     struct kvq_request header;
     struct kvq_completion completion;
     struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use
-    struct kvq__step *step;                  // valid while the request starts, never later
+    struct kvq__buffer_set held_buffers;
+    struct kvq__step *step; // valid while the request starts, never later
     struct kvq__flight flight;
     struct kvq__job job;
     bool busy, running; // running: passes are under way
@@ -451,7 +468,7 @@ struct kvq__queue {
     } timeline;
     uint8_t *own_arena;
     size_t own_arena_bytes;
-    bool holding, holding_buffers;
+    bool holding;   // of sessions
     uint32_t items; // attend: what each entry is cut into, at least
     const struct kvq__pass *passes[3];
     uint32_t n_passes, pass, stage, wave_from, wave_to;
@@ -526,6 +543,17 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 int kvq__append_open(struct kvq__queue *q);
 int kvq__append_check(struct kvq__queue *q, uint32_t i);
 void kvq__append_hold(struct kvq__queue *q, uint32_t i);
+// Where the K and V views' tensors of an entry lie.
+struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list);
+// Stores what one page and KV head have of an entry's tokens. Any thread.
+struct kvq__store_part {
+    const struct kvq__layer *layer;
+    const struct kvq__source *source;
+    uint8_t *raw;        // the page's raw block
+    uint32_t page, head; // page: counted from that of the entry's first token
+};
+void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__store_part *part,
+                     struct kvq_store_counts *counts);
 
 // ---- Views of a request (views.c) ----
 

@@ -144,8 +144,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     }
     if (!take_memory(q, i))
         return false;
-    w->store.k = kvq__view_data(q, KVQ__VIEW_K, paged ? 0 : q->entries[i].row);
-    w->store.v = kvq__view_data(q, KVQ__VIEW_V, paged ? 0 : q->entries[i].row);
+    w->store.source = kvq__store_source(q, i, w->store.list);
     int rc = paged ? copy_list(q, i, w->store.list) : 0;
     if (rc < 0) { // nothing of this layer is appended; the step goes on
         w->session->layers[q->header.layer].append = KVQ__NOT_APPENDED;
@@ -159,24 +158,51 @@ static uint32_t count(const struct kvq__entry *w)
     return w->n_items;
 }
 
-uint32_t kvq__store_run(const struct kvq__queue *q, uint32_t i, uint32_t t, struct kvq_view *k,
-                        struct kvq_view *v)
+struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list)
+{
+    uint32_t row = list ? 0 : q->entries[i].row;
+    return (struct kvq__source){kvq__view_data(q, KVQ__VIEW_K, row),
+                                kvq__view_data(q, KVQ__VIEW_V, row), kvq__view(q, KVQ__VIEW_K),
+                                kvq__view(q, KVQ__VIEW_V), list};
+}
+
+uint32_t kvq__store_run(const struct kvq__queue *q, uint32_t i, const struct kvq__source *source,
+                        uint32_t t, struct kvq_view *k, struct kvq_view *v)
 {
     const struct kvq_request *r = &q->header;
-    const struct kvq__entry *w = &q->work[i];
+    const struct kvq_wire_view *kv = source->k_view, *vv = source->v_view;
     uint64_t row = t, page = 0;
     uint32_t run = UINT32_MAX;
-    if (w->store.list) {
+    if (source->list) {
         uint64_t at = (uint64_t)q->entries[i].list_token + t;
-        page = (uint64_t)w->store.list[at / r->page_tokens];
+        page = (uint64_t)source->list[at / r->page_tokens];
         row = at % r->page_tokens;
         run = r->page_tokens - (uint32_t)row;
     }
-    *k = (struct kvq_view){w->store.k + page * r->k_page_stride + row * r->k.token_stride,
-                           (int64_t)r->k.token_stride, (int64_t)r->k.head_stride, r->k.dtype};
-    *v = (struct kvq_view){w->store.v + page * r->v_page_stride + row * r->v.token_stride,
-                           (int64_t)r->v.token_stride, (int64_t)r->v.head_stride, r->v.dtype};
+    *k = (struct kvq_view){source->k + page * r->k_page_stride + row * kv->token_stride,
+                           (int64_t)kv->token_stride, (int64_t)kv->head_stride, kv->dtype};
+    *v = (struct kvq_view){source->v + page * r->v_page_stride + row * vv->token_stride,
+                           (int64_t)vv->token_stride, (int64_t)vv->head_stride, vv->dtype};
     return run;
+}
+
+void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__store_part *part,
+                     struct kvq_store_counts *counts)
+{
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq__layer *l = part->layer;
+    uint64_t start = (w->past / KVQ_BLOCK_TOKENS + part->page) * KVQ_BLOCK_TOKENS;
+    uint64_t from = start > w->past ? start : w->past, end = w->past + q->entries[i].append;
+    uint64_t to = start + KVQ_BLOCK_TOKENS < end ? start + KVQ_BLOCK_TOKENS : end;
+    uint8_t *record = part->raw + (size_t)part->head * l->raw_layout.record_bytes;
+    while (from < to) {
+        struct kvq_view k, v;
+        uint64_t n = kvq__store_run(q, i, part->source, (uint32_t)(from - w->past), &k, &v);
+        n = n < to - from ? n : to - from;
+        kvq_store(q->core->config.kernels, &l->shape, &k, &v, part->head, (uint32_t)(from - start),
+                  (uint32_t)n, record, counts);
+        from += n;
+    }
 }
 
 // The part of one page that one head has.
@@ -185,19 +211,9 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads, page = item / l->shape.kv_heads;
-    uint64_t start = (w->past / KVQ_BLOCK_TOKENS + page) * KVQ_BLOCK_TOKENS;
-    uint64_t from = start > w->past ? start : w->past, end = w->past + q->entries[i].append;
-    uint64_t to = start + KVQ_BLOCK_TOKENS < end ? start + KVQ_BLOCK_TOKENS : end;
-    uint8_t *record = (uint8_t *)w->pages[page].raw + (size_t)head * l->raw_layout.record_bytes;
+    struct kvq__store_part part = {l, &w->store.source, (uint8_t *)w->pages[page].raw, page, head};
     (void)workspace;
-    while (from < to) {
-        struct kvq_view k, v;
-        uint64_t n = kvq__store_run(q, i, (uint32_t)(from - w->past), &k, &v);
-        n = n < to - from ? n : to - from;
-        kvq_store(q->core->config.kernels, &l->shape, &k, &v, head, (uint32_t)(from - start),
-                  (uint32_t)n, record, &w->store.counts[item]);
-        from += n;
-    }
+    kvq__store_page(q, i, &part, &w->store.counts[item]);
 }
 
 static void finish(struct kvq__queue *q, uint32_t i)
