@@ -80,7 +80,9 @@ enum {
     KVQ_E_UNSUPPORTED = -31,
     KVQ_E_TAKEN = -32,
     KVQ_E_INTERNAL = -33,
-    KVQ_E_NO_CLIENT = -34
+    KVQ_E_NO_CLIENT = -34,
+    KVQ_E_NO_SPACE = -35,
+    KVQ_E_DAMAGED = -36
 };
 
 /* One sentence for a code; never NULL. Thread-safe. */

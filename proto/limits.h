@@ -66,6 +66,12 @@ enum {
 
     // Codebook files.
     KVQ_MAX_CODEBOOK_BYTES = 1 << 30,
+
+    // Stores.
+    KVQ_MAX_STORE_META = 1 << 20,     // opaque bytes of a session
+    KVQ_MAX_STORE_BLOCK_LOG2 = 32,    // bytes of a block
+    KVQ_MAX_STORE_SESSIONS = 1 << 10, // in one save
+    KVQ_MAX_STORE_FOLDER = 1 << 10,   // bytes of a folder's path
 };
 
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the two files that read captures share, and complaints and reading for codebooks, too.
+// What the two files that read captures share, and reading for codebooks, too.
 #ifndef KVQ_STORAGE_CAPTURE_INTERNAL_H
 #define KVQ_STORAGE_CAPTURE_INTERNAL_H
 
 #include "storage/capture.h"
+#include "storage/complain.h"
 
 // A chunk that passed its checks, and where its K starts in the file.
 struct kvq__chunk_at {
@@ -29,17 +30,6 @@ struct kvq_capture_file {
     uint32_t n_chunks, room;
     struct kvq__run *runs; // [sequences][layers]
 };
-
-// Where complaints go.
-struct kvq__complaint {
-    const char *name;
-    char *text;
-    size_t size;
-};
-
-// Writes "NAME: sentence" and returns code.
-int kvq__complain(const struct kvq__complaint *c, int code, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
 
 // All of n bytes at `at`, or a complaint.
 int kvq__read_at(int fd, uint64_t at, void *data, uint64_t n, const struct kvq__complaint *c);

@@ -9,7 +9,7 @@
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
     libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
-    libxxhash-dev libopenblas-dev libcmocka-dev
+    libxxhash-dev libsqlite3-dev libopenblas-dev libcmocka-dev
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy

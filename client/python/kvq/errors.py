@@ -42,6 +42,8 @@ class Code(enum.IntEnum):
     E_TAKEN = -32
     E_INTERNAL = -33
     E_NO_CLIENT = -34
+    E_NO_SPACE = -35
+    E_DAMAGED = -36
 
 
 def strerror(code):

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls through the table of I/O functions, with interruptions and short transfers dealt with.
+#include "storage/io.h"
+
+#include <errno.h>
+
+// The call again for as long as it is interrupted.
+#define PERSIST(result, call)                                                                      \
+    do                                                                                             \
+        (result) = (call);                                                                         \
+    while ((result) == -EINTR)
+
+int kvq_io_open(struct kvq_io *io, const char *path, unsigned flags)
+{
+    int file;
+    PERSIST(file, io->open(io, path, flags));
+    return file;
+}
+
+int kvq_io_read(struct kvq_io *io, int file, void *data, size_t n, uint64_t at, size_t *got)
+{
+    size_t done = 0;
+    int64_t some = 1;
+    while (done < n && some > 0) {
+        PERSIST(some, io->read(io, file, (char *)data + done, n - done, at + done));
+        if (some > 0)
+            done += (size_t)some;
+    }
+    if (got)
+        *got = done;
+    return some < 0 ? (int)some : 0;
+}
+
+int kvq_io_write(struct kvq_io *io, int file, const void *data, size_t n, uint64_t at)
+{
+    size_t done = 0;
+    while (done < n) {
+        int64_t some;
+        PERSIST(some, io->write(io, file, (const char *)data + done, n - done, at + done));
+        if (some <= 0)
+            return some < 0 ? (int)some : -EIO;
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+int kvq_io_sync(struct kvq_io *io, int file)
+{
+    int rc;
+    PERSIST(rc, io->sync(io, file));
+    return rc;
+}
+
+int kvq_io_truncate(struct kvq_io *io, int file, uint64_t bytes)
+{
+    int rc;
+    PERSIST(rc, io->truncate(io, file, bytes));
+    return rc;
+}
+
+int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes)
+{
+    int rc;
+    PERSIST(rc, io->allocate(io, file, bytes));
+    return rc;
+}
+
+int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status)
+{
+    int rc;
+    PERSIST(rc, io->status(io, file, status));
+    return rc;
+}
+
+int kvq_io_unlink(struct kvq_io *io, const char *path)
+{
+    int rc;
+    PERSIST(rc, io->unlink(io, path));
+    return rc;
+}
+
+int kvq_io_rename(struct kvq_io *io, const char *from, const char *to)
+{
+    int rc;
+    PERSIST(rc, io->rename(io, from, to));
+    return rc;
+}
+
+int kvq_io_sync_dir(struct kvq_io *io, const char *path)
+{
+    int rc;
+    PERSIST(rc, io->sync_dir(io, path));
+    return rc;
+}
