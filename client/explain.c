@@ -13,6 +13,7 @@ struct subject {
     const struct kvq_request *request;
     const struct kvq_entry *entry;
     uint32_t index;
+    uint32_t shard;                   // 1 + the other shard that caused it; 0: none
     const struct kvq__handle *handle; // NULL: not open here
     char where[160];                  // "append, layer 3, entry 5 (session 0x100000002)"
 };
@@ -238,8 +239,46 @@ static bool explain_reach(const struct subject *s)
     return true;
 }
 
+// Failures of one shard of a session that another one is the cause of.
+static bool explain_shard(const struct subject *s)
+{
+    uint32_t shard = s->shard - 1;
+    switch (s->entry->status) {
+    case KVQ_E_NO_SESSION:
+        kvq__fail(KVQ_E_NO_SESSION,
+                  "%s: shard %u of this session does not exist; all its shards are opened before "
+                  "the first step of any",
+                  s->where, shard);
+        return true;
+    case KVQ_E_CANCELLED:
+        kvq__fail(KVQ_E_CANCELLED,
+                  "%s: shard %u left the step (it was aborted, closed or taken over, its client "
+                  "died, or its K or V were not whole or not finite), so no shard has it; this one "
+                  "stands at %" PRIu64 " tokens; begin the step again on all of them",
+                  s->where, shard, s->entry->value);
+        return true;
+    case KVQ_E_BUSY:
+        kvq__fail(KVQ_E_BUSY,
+                  "%s: its step has ended and waits for shard %u, whose step this very queue would "
+                  "have to end first; end the step on all shards before anything else",
+                  s->where, shard);
+        return true;
+    case KVQ_E_POSITION:
+        kvq__fail(KVQ_E_POSITION,
+                  "%s: shard %u began its step at another count, or ends it at another (%" PRIu64
+                  " tokens): nothing was committed on any shard; kvqctl session show says where "
+                  "each stands; truncate those that are ahead, and append alike to all",
+                  s->where, shard, s->entry->value);
+        return true;
+    default:
+        return false;
+    }
+}
+
 static bool explain_code(const struct subject *s)
 {
+    if (s->shard && explain_shard(s))
+        return true;
     switch (s->entry->status) {
     case KVQ_E_BOUNDS:
         return explain_bounds(s);
@@ -293,8 +332,11 @@ static const char *advice(int code)
 
 static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32_t index)
 {
-    struct subject s = {
-        .queue = queue, .request = &p->request, .entry = &p->entries[index], .index = index};
+    struct subject s = {.queue = queue,
+                        .request = &p->request,
+                        .entry = &p->entries[index],
+                        .index = index,
+                        .shard = p->shard};
     char request[80];
     pthread_mutex_lock(&queue->client->table);
     s.handle = kvq__handle_find(queue->client, s.entry->session);

@@ -86,6 +86,8 @@ struct kvq__pending {
     uint32_t n;
     struct kvq_entry *entries;
     struct kvq_request request; // as sent
+    bool any_failed;
+    uint32_t shard; // of the first entry that failed; as in struct kvq_result
 };
 
 // How a queue's requests and streams wait for each other.

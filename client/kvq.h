@@ -271,7 +271,33 @@ struct kvq_session_info {
     uint8_t created, read_only;
     char ns[128], name[128], format[64], attention[16], isa[16];
     char place[48]; /* "host" or a kvq_gpu_info.place */
+    uint32_t shard, shards;
+    uint64_t group_tokens; /* committed by all shards; 0 while one is missing */
 };
+
+/* Sharded sessions. A model that runs as several shards, by KV heads or by layers, has one session
+ * with as many shards: each is opened by the same name with its own `shard` (and layers, and
+ * place), usually by a process of its own, and all with the same `shards`, model, max_rollback,
+ * prompt_tokens, v_rotation, dtype and on_detach, else KVQ_E_EXISTS. Each has a handle, a writer
+ * and a token count of its own, and is worked with as if it was alone, but for this:
+ *
+ * - A step is one step of all shards. kvq_step_begin answers KVQ_E_NO_SESSION as long as a shard
+ *   was never opened: let all ranks open theirs before the first step.
+ * - kvq_step_end of a shard checks it and returns at once; entry.value is the token count that it
+ *   will have. The tokens are committed, on all shards at once, when the last shard has ended its
+ *   step. What is asked for through the handle that ended it waits until then (give a deadline if
+ *   that may take for ever); readers see the committed tokens.
+ * - If a shard leaves the step (abort, close, take-over, death of its client, KVQ_E_NONFINITE,
+ *   KVQ_E_INCOMPLETE) no shard has it, whether it had ended it already or not: all stand as before.
+ *   The others' next call on that step, or behind its tokens, answers KVQ_E_CANCELLED, or
+ *   KVQ_E_NO_STEP where the step has no other session; kvq_error_text names the shard.
+ * - All shards begin the step at the same count and append as many tokens; else the last one's
+ *   kvq_step_end answers KVQ_E_POSITION and no shard has it. kvq_truncate and kvq_accept act on
+ *   one shard, so do the same on all of them; a step may be begun before all have.
+ * - One queue can write several shards: in one request, or end all before any begins anew (else
+ *   KVQ_E_BUSY). Forks are unnamed and therefore sessions of their own.
+ * - Dropping one drops all; the time that a named session is kept counts from the last close of
+ *   any. With n_layers 0 and shards 0 a shard is opened as it is. */
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */
@@ -280,7 +306,7 @@ KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
                                        kvq_session *session, struct kvq_session_info *info);
 /* Detaches: the session goes by its on_detach. */
 KVQ_API int kvq_session_close(kvq_client *client, kvq_session session);
-/* Destroys. Readers' handles become stale. */
+/* Destroys, with all shards. Readers' handles become stale. */
 KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);

@@ -115,7 +115,10 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                       .compression = s->compression,
                                       .layers = s->layers,
                                       .created = s->created,
-                                      .read_only = read_only};
+                                      .read_only = read_only,
+                                      .shard = s->shard,
+                                      .shards = s->shards,
+                                      .group_tokens = s->group_tokens};
     copy_text(info->ns, sizeof info->ns, s->namespace_);
     copy_text(info->name, sizeof info->name, s->name);
     copy_text(info->format, sizeof info->format, s->format);

@@ -223,7 +223,7 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
     }
     p->n = n;
     p->entries = entries;
-    p->done = false;
+    p->done = p->any_failed = false;
     *pending = p;
     return KVQ_OK;
 }

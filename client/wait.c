@@ -76,6 +76,9 @@ static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
     struct kvq_entry *entry = &p->entries[index];
     entry->status = result->status;
     entry->value = result->value;
+    if (result->status && !p->any_failed)
+        p->shard = result->shard;
+    p->any_failed |= result->status != KVQ_OK;
     if (p->request.op == KVQ_OP_FORK && result->status == KVQ_OK)
         return kvq__handle_fork(queue->client, entry->session, result->value);
     return KVQ_OK;

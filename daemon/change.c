@@ -15,7 +15,7 @@ static int check_entry(struct kvq__queue *q, uint32_t i, uint64_t back)
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
-    if (s->step)
+    if (kvq__in_step(s))
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (back > s->tokens - s->floor)
         return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, s->floor);

@@ -108,6 +108,7 @@ int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *t
     }
     q->core = core;
     q->client = client;
+    q->number = ++core->last_queue;
     client->n_queues++;
     *out = q;
     return 0;

@@ -184,13 +184,12 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
         core->now = now_ns;
 }
 
-static void drop_expired(struct kvq__core *core, struct kvq__namespace *ns)
+static void drop_expired(struct kvq__namespace *ns)
 {
     struct kvq__session *s = TAILQ_FIRST(&ns->sessions), *next;
     for (; s; s = next) {
         next = TAILQ_NEXT(s, link);
-        bool attached = !LIST_EMPTY(&s->handles) || s->pins > 0;
-        if (!attached && s->keep_ns && core->now - s->idle_since >= s->keep_ns)
+        if (kvq__group_expired(s)) // and then so are its other shards, each in its turn
             kvq__session_end(s);
     }
 }
@@ -221,7 +220,7 @@ void kvq__core_tick(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
-        drop_expired(core, ns);
+        drop_expired(ns);
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);

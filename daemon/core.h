@@ -19,8 +19,8 @@
 //     while p != KVQ__DONE:
 //         KVQ__RUN    run all items of kvq__queue_job(q), on any threads, then
 //                     p = kvq__request_continue(q)
-//         KVQ__WAIT   something else must finish first; after any other job of the core has ended,
-//                     or a millisecond later, p = kvq__request_continue(q)
+//         KVQ__WAIT   something else must finish first; after any other job or request of the
+//                     core has ended, or a millisecond later, p = kvq__request_continue(q)
 //         KVQ__GPU    once kvq__queue_settled(q), p = kvq__request_continue(q)
 //     publish kvq__queue_completion(q) and its kvq__queue_results(q)
 #ifndef KVQ_DAEMON_CORE_H
@@ -262,6 +262,8 @@ struct kvq__session_info {
     uint64_t full_precision_tokens, packed_bytes, window_bytes, table_bytes;
     uint64_t writer_client, idle_ms, keep_ms, saturated_values;
     uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
+    uint32_t shard, shards;
+    uint64_t group_tokens;    // committed by all shards; 0 while one is missing
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
     bool step_open, created, read_only;
 };
@@ -272,12 +274,25 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
                       struct kvq__session_info *info, char *text);
 // By handle. KVQ_E_STALE if it is none of this client's. Closing aborts an open step's part.
 int kvq__session_close(struct kvq__client *client, uint64_t handle, char *text);
+// With all shards of the session.
 int kvq__session_drop(struct kvq__client *client, uint64_t handle, char *text);
 int kvq__session_info(struct kvq__client *client, uint64_t handle, struct kvq__session_info *info,
                       char *text);
 // By namespace and name, or "#ID"; ns NULL or empty = the peer's own. For administration.
 int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                       const char *name, struct kvq__session_info *info, char *text);
+// One shard of a session.
+struct kvq__shard_info {
+    uint32_t shard;
+    uint64_t id, tokens, writer_client;
+    const char *place; // lives as long as the core
+    bool ended;        // its step has ended and waits for the other shards
+};
+// The shards of the session of that id that are there, at most KVQ_MAX_SHARDS, if it has several
+// and a name. Returns how many.
+uint32_t kvq__session_shards(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                             struct kvq__shard_info *out);
+// With all its shards.
 int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             const char *name, char *text);
 

@@ -62,17 +62,42 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 3]);
     s->layer_formats = kvq_arena_text(arena, info->layer_formats);
     s->place = kvq_arena_text(arena, info->place);
+    s->shard = info->shard;
+    s->shards = info->shards;
+    s->group_tokens = info->group_tokens;
     return s;
+}
+
+static void add_shards(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Session *s)
+{
+    struct kvq__shard_info infos[KVQ_MAX_SHARDS];
+    uint32_t n = kvq__session_shards(d->core, d->peer, s->id, infos);
+    s->shard_list = kvq_arena_alloc(arena, (n + 1) * sizeof(Kvq__Shard *));
+    for (uint32_t i = 0; s->shard_list && i < n; i++) {
+        Kvq__Shard *one = kvq_arena_alloc(arena, sizeof *one);
+        if (!one)
+            return;
+        kvq__shard__init(one);
+        one->shard = infos[i].shard;
+        one->id = infos[i].id;
+        one->place = kvq_arena_text(arena, infos[i].place);
+        one->tokens = infos[i].tokens;
+        one->writer_client = infos[i].writer_client;
+        one->ended = infos[i].ended;
+        s->shard_list[s->n_shard_list++] = one;
+    }
 }
 
 static void answer_session(const struct kvq__dispatch *d, struct kvq_arena *arena,
                            const struct kvq__session_info *info, Kvq__Reply *reply)
 {
     reply->session = session_message(arena, info, d->identity->isa);
-    if (reply->session)
+    if (reply->session) {
+        add_shards(d, arena, reply->session);
         reply->result_case = KVQ__REPLY__RESULT_SESSION;
-    else
+    } else {
         kvq__reply_status(reply, arena, KVQ_E_NO_MEMORY, "no room left for the reply");
+    }
 }
 
 // A row of the message as the core takes it. KVQ_E_SHAPE for numbers that its fields cannot hold.

@@ -81,7 +81,7 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
-    if (s->step)
+    if (kvq__in_step(s))
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (at > s->tokens)
         return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);

@@ -39,7 +39,8 @@ static int check_name(const char *what, const char *name, size_t room, char *tex
 
 static int check_numbers(const struct kvq__session_spec *spec, char *text)
 {
-    uint32_t shards = spec->shards ? spec->shards : 1;
+    bool as_it_is = spec->shards == 0 && spec->n_layers == 0;
+    uint32_t shards = spec->shards ? spec->shards : as_it_is ? KVQ_MAX_SHARDS : 1;
     if (shards > KVQ_MAX_SHARDS || spec->shard >= shards)
         return kvq__fail(text, KVQ_E_INVALID, "shard %u of %u; there can be %d, counted from 0",
                          spec->shard, shards, KVQ_MAX_SHARDS);
@@ -396,9 +397,7 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
     int rc = build_session(s->core, s->ns, spec, &wanted, text);
     if (rc < 0)
         return rc;
-    if (s->shard != wanted->shard || s->shards != wanted->shards)
-        rc = differs(s, "shard", text);
-    else if (!is_empty(spec->place) && wanted->pool != s->pool)
+    if (!is_empty(spec->place) && wanted->pool != s->pool)
         rc = differs(s, "place", text);
     else
         rc = compare_layers(s, wanted, text);
@@ -438,27 +437,39 @@ static int open_existing(struct kvq__client *client, struct kvq__session *s,
 {
     if (spec->flags & KVQ__OPEN_MUST_CREATE)
         return kvq__fail(text, KVQ_E_EXISTS,
-                         "session \"%s\" exists already; drop it, or open it without must_create",
-                         s->name);
+                         "session \"%s\" exists already%s; drop it, or open it without "
+                         "must_create",
+                         s->name, s->group ? ", with this shard" : "");
     int rc = compare(s, spec, text);
     rc = rc ? rc : need_lane(client, s, text);
     return rc == 0 ? take_hold(s, spec, text) : rc;
 }
 
+// Another shard of `first`, if there is one, or the first session of its name.
+static int join_group(struct kvq__session *s, const struct kvq__session *first, char *text)
+{
+    int rc = first ? kvq__group_agrees(s, first, text) : 0;
+    if (rc == 0 && (rc = kvq__group_join(s)) < 0)
+        kvq__fail(text, rc, "no memory for a session of %u shards", s->shards);
+    return rc;
+}
+
 static int create(struct kvq__client *client, struct kvq__namespace *ns,
-                  const struct kvq__session_spec *spec, struct kvq__session **s, char *text)
+                  const struct kvq__session_spec *spec, const struct kvq__session *first,
+                  struct kvq__session **s, char *text)
 {
     if ((spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || spec->n_layers == 0)
         return kvq__fail(text, KVQ_E_NO_SESSION,
-                         "namespace \"%s\" has no session \"%s\"; to create it give its layers, "
+                         "namespace \"%s\" has no session \"%s\"%s; to create it give its layers, "
                          "and neither read_only nor must_exist",
-                         ns->name, spec->name ? spec->name : "");
+                         ns->name, spec->name ? spec->name : "", first ? " with this shard" : "");
     int rc = kvq__namespace_room(ns, text);
     if (rc == 0)
         rc = build_session(client->core, ns, spec, s, text);
     if (rc < 0)
         return rc;
     rc = need_lane(client, *s, text);
+    rc = rc ? rc : join_group(*s, first, text);
     if (rc == 0)
         kvq__session_publish(*s);
     else
@@ -466,13 +477,31 @@ static int create(struct kvq__client *client, struct kvq__namespace *ns,
     return rc;
 }
 
+// How many shards a session has cannot be changed by opening more of it.
+static int check_shards(const struct kvq__session *first, const struct kvq__session_spec *spec,
+                        char *text)
+{
+    uint32_t asked = spec->shards ? spec->shards : 1;
+    if ((spec->shards == 0 && spec->n_layers == 0) || asked == first->shards)
+        return 0;
+    return kvq__fail(text, KVQ_E_EXISTS,
+                     "session \"%s\" exists with %u shards, %u are asked for; open it with as many "
+                     "as it has, drop it, or use another name",
+                     first->name, first->shards, asked);
+}
+
 static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,
                           const struct kvq__session_spec *spec, struct kvq__session **s,
                           bool *created, char *text)
 {
-    *s = is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
+    const struct kvq__session *first =
+        is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
+    int rc = first ? check_shards(first, spec, text) : 0;
+    if (rc < 0)
+        return rc;
+    *s = first ? kvq__group_member(first, spec->shard) : NULL;
     *created = !*s;
-    return *s ? open_existing(client, *s, spec, text) : create(client, ns, spec, s, text);
+    return *s ? open_existing(client, *s, spec, text) : create(client, ns, spec, first, s, text);
 }
 
 int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,

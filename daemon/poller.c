@@ -49,7 +49,7 @@ struct kvq__poller {
     pthread_t thread;
     bool started;
     uint32_t stop;
-    uint32_t ended;   // jobs that have ended
+    uint32_t ended;   // jobs and requests that have ended
     uint32_t waiting; // ports in state WAIT
     uint64_t now, tick_at, count_at;
     uint64_t idle_since; // when there was last something to do
@@ -166,6 +166,7 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
     switch (progress) {
     case KVQ__DONE:
         port->state = KVQ__PORT_IDLE;
+        p->ended++; // it may have been the step that others wait for
         if (!port->closing && !port->member->broken)
             publish(port);
         p->gap_open = true;

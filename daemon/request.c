@@ -74,6 +74,12 @@ int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
     return code;
 }
 
+int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard)
+{
+    q->results[i].shard = shard + 1;
+    return kvq__entry_fail(q, i, code, value);
+}
+
 static bool is_on_stream(const struct kvq__queue *q)
 {
     return q->header.flags & KVQ_REQ_ON_STREAM;
@@ -94,7 +100,19 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     q->work[i].past = h->session->tokens;
     q->work[i].step_serial = h->session->step_serial;
     q->results[i].value = h->session->tokens;
+    if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
+        return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
+                                  kvq__group_awaited(h->session));
     return 0;
+}
+
+// Of the writer's: what it does not know yet is why its step is gone.
+static int step_lost(struct kvq__queue *q, uint32_t i, int code)
+{
+    const struct kvq__session *s = q->work[i].session;
+    if (s->undone_by && !q->work[i].handle->read_only)
+        return kvq__entry_fail_by(q, i, KVQ_E_CANCELLED, s->tokens, s->undone_by - 1);
+    return kvq__entry_fail(q, i, code, s->tokens);
 }
 
 int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
@@ -104,9 +122,9 @@ int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
         return rc;
     struct kvq__session *s = q->work[i].session;
     if (q->step && s->step != q->step)
-        return kvq__entry_fail(q, i, KVQ_E_NO_STEP, s->tokens);
+        return step_lost(q, i, KVQ_E_NO_STEP);
     if (q->entries[i].position != s->tokens)
-        return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
+        return step_lost(q, i, KVQ_E_POSITION);
     return 0;
 }
 
@@ -512,6 +530,17 @@ static void reset_works(struct kvq__queue *q)
     }
 }
 
+// Whether a session of the request is not to be looked at yet.
+static bool must_wait(const struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    for (uint32_t i = 0; q->core->n_prepared && i < q->header.count; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 &&
+            kvq__group_asks(q, h) == KVQ__PREPARED_WAITS)
+            return true;
+    return false;
+}
+
 // From the start: nothing is held but what an earlier attempt holds while it waits.
 static enum kvq__progress attempt(struct kvq__queue *q)
 {
@@ -523,6 +552,8 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     q->step = NULL;
     memset(q->buffers, 0, sizeof q->buffers);
     reset_works(q);
+    if (must_wait(q))
+        return KVQ__WAIT;
     return operations[q->header.op].start(q);
 }
 

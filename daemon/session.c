@@ -132,6 +132,7 @@ void kvq__session_end(struct kvq__session *s)
         kvq__handle_detach(h);
         kvq__handle_free(h);
     }
+    kvq__group_part(s);
     kvq__pack_unqueue(s);
     TAILQ_REMOVE(&s->ns->sessions, s, link);
     s->ns->n_sessions--;
@@ -160,8 +161,8 @@ void kvq__session_detached(struct kvq__session *s)
     if (!LIST_EMPTY(&s->handles))
         return;
     s->idle_since = s->core->now;
-    if (s->drop_on_detach)
-        kvq__session_end(s);
+    if (s->drop_on_detach && !kvq__group_is_open(s))
+        kvq__group_end(s);
 }
 
 // ---- Telling ----
@@ -243,9 +244,12 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .head_dim = s->layers[0].shape.k_dim,
         .path = s->path,
         .v_rotation = s->v_rotation,
-        .step_open = s->step != NULL,
+        .step_open = kvq__in_step(s),
+        .shard = s->shard,
+        .shards = s->shards,
+        .group_tokens = kvq__group_tokens(s),
     };
-    if (LIST_EMPTY(&s->handles) && s->keep_ns)
+    if (!kvq__group_is_open(s) && s->keep_ns)
         info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
     snprintf(info->ns, sizeof info->ns, "%s", s->ns->name);
     snprintf(info->name, sizeof info->name, "%s", s->name);
@@ -295,7 +299,7 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
         return kvq__fail(text, KVQ_E_READ_ONLY,
                          "a session opened read-only cannot be dropped through that handle; drop "
                          "it by name, or open it for writing");
-    kvq__session_end(h->session);
+    kvq__group_end(h->session);
     return 0;
 }
 
@@ -315,14 +319,10 @@ int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__se
 // ---- By name ----
 
 static struct kvq__session *find_by_id(struct kvq__core *core, const struct kvq__peer *peer,
-                                       const char *name)
+                                       uint64_t id)
 {
-    char *end;
-    uint64_t id = strtoull(name + 1, &end, 10);
     struct kvq__namespace *ns;
     struct kvq__session *s;
-    if (*end || end == name + 1)
-        return NULL;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         if (!kvq__namespace_allows(ns, peer))
             continue;
@@ -331,6 +331,15 @@ static struct kvq__session *find_by_id(struct kvq__core *core, const struct kvq_
                 return s;
     }
     return NULL;
+}
+
+// "#ID"
+static struct kvq__session *find_by_number(struct kvq__core *core, const struct kvq__peer *peer,
+                                           const char *name)
+{
+    char *end;
+    uint64_t id = strtoull(name + 1, &end, 10);
+    return *end || end == name + 1 ? NULL : find_by_id(core, peer, id);
 }
 
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name)
@@ -352,7 +361,7 @@ static int find_session(struct kvq__core *core, const struct kvq__peer *peer, co
                          "no session named; give its name, or \"#ID\" as `kvqctl session list` "
                          "shows it");
     if (*name == '#') {
-        *s = find_by_id(core, peer, name);
+        *s = find_by_number(core, peer, name);
     } else {
         int rc = kvq__namespace_get(core, peer, ns_name, &ns, text);
         if (rc < 0)
@@ -376,12 +385,31 @@ int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, cons
     return rc;
 }
 
+uint32_t kvq__session_shards(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                             struct kvq__shard_info *out)
+{
+    const struct kvq__session *s = find_by_id(core, peer, id);
+    uint32_t n = 0;
+    for (uint32_t i = 0; s && s->group && i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            out[n++] =
+                (struct kvq__shard_info){.shard = i,
+                                         .id = m->id,
+                                         .tokens = m->tokens,
+                                         .writer_client = m->writer ? m->writer->client->id : 0,
+                                         .place = kvq__pool_name(m->pool),
+                                         .ended = m->prepared};
+    }
+    return n;
+}
+
 int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             const char *name, char *text)
 {
     struct kvq__session *s;
     int rc = find_session(core, peer, ns, name, &s, text);
     if (rc == 0)
-        kvq__session_end(s);
+        kvq__group_end(s);
     return rc;
 }

@@ -194,6 +194,11 @@ struct kvq__session {
     LIST_ENTRY(kvq__session) step_link;
     uint32_t step_tokens, step_layers; // layers appended
     uint64_t step_serial;              // changes with every beginning and end of a step
+    uint64_t step_queue;               // number of the queue that began it
+
+    struct kvq__group *group; // of named sessions with several shards; else NULL
+    bool prepared;            // its step has ended and waits for those of the other shards
+    uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
 
     // Held by requests under way.
     uint32_t pins;
@@ -217,6 +222,7 @@ void kvq__session_free(struct kvq__session *session);
 // 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
+// The first of that name, whichever shard it is; NULL = none.
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back.
 void kvq__session_end(struct kvq__session *session);
@@ -349,8 +355,61 @@ void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set)
 // ---- Steps (step.c) ----
 
 struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); // NULL = none
-// Takes a session out of its open step, as it was before. Accepts sessions without a step.
+// It is in a step, or has ended it and waits for the other shards of its group.
+static inline bool kvq__in_step(const struct kvq__session *s)
+{
+    return s->step || s->prepared;
+}
+// Takes a session out of its step, as it was before, and all shards of its group out of theirs.
+// Accepts sessions without a step: their groups' steps end all the same.
 void kvq__step_leave(struct kvq__session *session);
+// This session alone, which is in a step.
+void kvq__step_undo(struct kvq__session *session);
+// Ends the session's open step. Alone it commits; a shard of a group is prepared, and the last one
+// commits all of them. 0, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE, or KVQ_E_POSITION if another shard of
+// the group stands elsewhere: after these the session, and its group, are as before the step.
+// `result` gets the status and what goes with it; its value on success is the token count that the
+// session has, or will have once the group has committed.
+int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
+// What became of a session that kvq__step_commit prepared, once the whole request has been looked
+// at: another of its entries may have undone it.
+void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
+// Makes the tokens of a step that was checked the session's.
+void kvq__step_publish(struct kvq__session *session);
+
+// ---- Groups of shards (group.c) ----
+
+// Joins those of its name; the first makes the group. Sessions without a name, and those of one
+// shard, have none. 0 or KVQ_E_NO_MEMORY.
+int kvq__group_join(struct kvq__session *session);
+void kvq__group_part(struct kvq__session *session);
+// The session itself, or another shard of its group; NULL if there is none of that number.
+struct kvq__session *kvq__group_member(const struct kvq__session *session, uint32_t shard);
+// True if not all shards are there yet, and the first that is not.
+bool kvq__group_missing(const struct kvq__session *session, uint32_t *shard);
+// What all shards have committed: the least of their counts, 0 if one is missing.
+uint64_t kvq__group_tokens(const struct kvq__session *session);
+bool kvq__group_is_open(const struct kvq__session *session); // some shard, by anybody
+// Nobody has had any shard of it for as long as it is kept.
+bool kvq__group_expired(const struct kvq__session *session);
+// Ends the session with all its shards.
+void kvq__group_end(struct kvq__session *session);
+// That a new shard was opened like another. 0 or KVQ_E_EXISTS.
+int kvq__group_agrees(const struct kvq__session *session, const struct kvq__session *other,
+                      char *text);
+// Takes all other shards out of their steps.
+void kvq__group_undo(const struct kvq__session *session);
+// Commits the group if all of it is prepared. 0, or KVQ_E_POSITION and the shard that stands or
+// ends at another count.
+int kvq__group_commit(struct kvq__session *session, const struct kvq__session **other);
+
+// What a request through this handle is to do about its session's being prepared: nothing, wait,
+// or fail, since the shard that is waited for could only be ended through the same queue.
+enum kvq__prepared { KVQ__PREPARED_NOT, KVQ__PREPARED_WAITS, KVQ__PREPARED_NEVER };
+enum kvq__prepared kvq__group_asks(const struct kvq__queue *queue,
+                                   const struct kvq__handle *handle);
+// The first shard that a prepared session waits for.
+uint32_t kvq__group_awaited(const struct kvq__session *session);
 
 // ---- Requests (request.c and the files of the operations) ----
 
@@ -449,6 +508,7 @@ enum kvq__gpu_wait {
 struct kvq__queue {
     struct kvq__core *core;
     struct kvq__client *client;
+    uint64_t number; // of this core's run
     struct kvq_request header;
     struct kvq_completion completion;
     struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use
@@ -497,6 +557,8 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
                                     uint32_t n);
 // Sets an entry's result and returns code.
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
+// The same of a failure that another shard of the session's group is the cause of.
+int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard);
 // True if the entry has not failed.
 static inline bool kvq__entry_alive(const struct kvq__queue *q, uint32_t i)
 {
@@ -617,10 +679,11 @@ struct kvq__core {
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;           // oldest first
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
-    uint64_t last_flight, last_client, last_session;
+    uint64_t last_flight, last_client, last_session, last_queue;
     struct kvq__session_list pack_queue;
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
+    uint32_t n_prepared; // sessions that wait for their groups
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

@@ -48,24 +48,49 @@ static void reset_layers(struct kvq__session *s)
         s->layers[i].append = KVQ__NOT_APPENDED;
 }
 
-void kvq__step_leave(struct kvq__session *s)
+// Out of its client's step, which ends with its last session. What it has appended stays.
+static void step_part(struct kvq__session *s)
 {
     struct kvq__step *step = s->step;
     if (!step)
         return;
     LIST_REMOVE(s, step_link);
     s->step = NULL;
-    s->step_serial++;
-    reset_layers(s);
-    kvq__pages_trim(s, s->tokens);
     step_close_if_empty(step);
 }
 
-static void step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens)
+// The step is over for it, whatever has become of its tokens.
+static void step_over(struct kvq__session *s)
+{
+    step_part(s);
+    s->core->n_prepared -= s->prepared;
+    s->prepared = false;
+    s->step_serial++;
+    reset_layers(s);
+    kvq__pages_trim(s, s->tokens);
+}
+
+void kvq__step_undo(struct kvq__session *s)
+{
+    assert(kvq__in_step(s));
+    step_over(s);
+}
+
+void kvq__step_leave(struct kvq__session *s)
+{
+    if (kvq__in_step(s))
+        kvq__step_undo(s);
+    kvq__group_undo(s);
+}
+
+static void step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens,
+                      uint64_t queue)
 {
     reset_layers(s);
     s->step = step;
+    s->step_queue = queue;
     s->step_serial++;
+    s->undone_by = 0;
     s->step_tokens = tokens;
     if (s->counts)
         *s->counts->host = (struct kvq_gpu_store_counts){0};
@@ -83,7 +108,7 @@ static bool is_complete(const struct kvq__session *s)
     return s->step_tokens == 0 || s->step_layers == s->n_owned;
 }
 
-static void commit(struct kvq__session *s)
+void kvq__step_publish(struct kvq__session *s)
 {
     assert(is_complete(s));
     s->tokens += s->step_tokens;
@@ -92,9 +117,50 @@ static void commit(struct kvq__session *s)
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
     s->idle_since = s->core->now;
-    kvq__step_leave(s);
+    step_over(s);
     kvq__pages_release(s);
     kvq__pack_queue(s);
+}
+
+static int check_commit(const struct kvq__session *s)
+{
+    return kvq__step_nonfinite(s) ? KVQ_E_NONFINITE : is_complete(s) ? 0 : KVQ_E_INCOMPLETE;
+}
+
+// Ends the step of a shard. If its group cannot commit, `result` says because of which.
+static int prepare(struct kvq__session *s, struct kvq_result *result)
+{
+    const struct kvq__session *other;
+    step_part(s);
+    s->prepared = true;
+    s->core->n_prepared++;
+    int rc = kvq__group_commit(s, &other);
+    if (other) {
+        result->shard = other->shard + 1;
+        result->value = other->tokens + other->step_tokens;
+    }
+    return rc;
+}
+
+int kvq__step_commit(struct kvq__session *s, struct kvq_result *result)
+{
+    int rc = check_commit(s);
+    *result = (struct kvq_result){.value = s->tokens + (rc ? 0 : s->step_tokens)};
+    if (rc == 0 && s->group)
+        rc = prepare(s, result);
+    else if (rc == 0)
+        kvq__step_publish(s);
+    if (rc < 0)
+        kvq__step_leave(s);
+    return result->status = rc;
+}
+
+void kvq__step_recheck(const struct kvq__session *s, struct kvq_result *result)
+{
+    if (result->status < 0 || s->prepared || s->tokens == result->value)
+        return;
+    *result =
+        (struct kvq_result){.status = KVQ_E_CANCELLED, .shard = s->undone_by, .value = s->tokens};
 }
 
 // ---- Begin ----
@@ -106,8 +172,11 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
+    uint32_t missing;
     if (s->step)
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
+    if (kvq__group_missing(s, &missing))
+        return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
     if (e->append > KVQ_MAX_STEP_TOKENS || s->tokens + e->append > KVQ_MAX_SESSION_TOKENS)
         return kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
     return 0;
@@ -129,7 +198,7 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;
     }
-    step_join(step, s, q->entries[i].append);
+    step_join(step, s, q->entries[i].append, q->number);
     return true;
 }
 
@@ -163,39 +232,27 @@ static int check_end(struct kvq__queue *q, uint32_t i)
 
 static void end_entry(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__session *s = q->work[i].session;
-    if (check_end(q, i) < 0)
-        return;
-    if (kvq__step_nonfinite(s)) {
-        kvq__step_leave(s);
-        q->results[i].status = KVQ_E_NONFINITE;
-    } else if (is_complete(s)) {
-        commit(s);
-    } else {
-        kvq__step_leave(s);
-        q->results[i].status = KVQ_E_INCOMPLETE;
-    }
-    q->results[i].value = s->tokens;
+    if (check_end(q, i) == 0) // again, for an entry before it may have ended or undone the step
+        kvq__step_commit(q->work[i].session, &q->results[i]);
 }
 
 // Without entries it is all of the step's sessions or none.
 static int end_all(struct kvq__step *step)
 {
-    struct kvq__session *s, *next;
-    for (s = LIST_FIRST(&step->sessions); s; s = next) {
-        next = LIST_NEXT(s, step_link);
-        if (kvq__step_nonfinite(s)) {
+    struct kvq__session *s;
+    struct kvq_result result;
+    uint64_t number = step->number;
+    int rc = 0;
+    LIST_FOREACH (s, &step->sessions, step_link) {
+        rc = check_commit(s);
+        if (rc == KVQ_E_NONFINITE)
             kvq__step_leave(s);
-            return KVQ_E_NONFINITE;
-        }
-        if (!is_complete(s))
-            return KVQ_E_INCOMPLETE;
+        if (rc)
+            return rc;
     }
-    for (s = LIST_FIRST(&step->sessions); s; s = next) {
-        next = LIST_NEXT(s, step_link);
-        commit(s);
-    }
-    return 0;
+    while (step->number == number && rc == 0)
+        rc = kvq__step_commit(LIST_FIRST(&step->sessions), &result);
+    return rc;
 }
 
 // Whether a GPU has yet to end some of the step.
@@ -219,8 +276,10 @@ enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
     if (q->header.count == 0)
         rc = end_all(q->step);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_end(q, i) == 0)
-            end_entry(q, i);
+        end_entry(q, i);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            kvq__step_recheck(q->work[i].session, &q->results[i]);
     q->core->steps += q->core->appended_tokens > before;
     return kvq__request_end(q, rc);
 }
@@ -231,7 +290,9 @@ enum kvq__progress kvq__op_step_abort(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_NO_STEP);
     uint64_t number = q->step->number;
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_end(q, i) == 0)
+        check_end(q, i);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i)) // with it may go shards of other entries
             kvq__step_leave(q->work[i].session);
     while (q->header.count == 0 && q->step->number == number)
         kvq__step_leave(LIST_FIRST(&q->step->sessions));

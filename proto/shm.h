@@ -291,8 +291,11 @@ static_assert(sizeof(struct kvq_completion) == 64, "layout");
 
 struct kvq_result {
     int32_t status;
-    uint32_t extents; // STEP: MapExtents.known of the session as it would be now; else 0
-    uint64_t value;   // token count afterwards; FORK: the new handle; READ: tokens read
+    union {
+        uint32_t extents; // STEP: MapExtents.known of the session as it would be now; else 0
+        uint32_t shard;   // of a failure: 1 + the other shard of the session that caused it; else 0
+    };
+    uint64_t value; // token count afterwards; FORK: the new handle; READ: tokens read
 };
 static_assert(sizeof(struct kvq_result) == 16, "layout");
 

@@ -354,7 +354,7 @@ int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint
 struct counting {
     const struct kvq__core *core;
     uint64_t used;
-    uint32_t sessions;
+    uint32_t sessions, prepared;
 };
 
 // Table entries that name the block; NULL: that name any.
@@ -420,6 +420,21 @@ static void check_layer(const struct kvq__session *s, const struct kvq__layer *l
     MUST(l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
 }
 
+// A shard stands in its group, and of those of a group at least one has yet to end its step.
+static void check_group(const struct kvq__session *s)
+{
+    uint32_t prepared = 0;
+    MUST(!s->group == (s->shards == 1 || s->name[0] == 0) && kvq__group_member(s, s->shard) == s);
+    MUST(!s->prepared || (s->group && s->writer && !s->step));
+    for (uint32_t i = 0; s->group && i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        MUST(!m || (m->group == s->group && m->shard == i && m->shards == s->shards &&
+                    m->ns == s->ns && strcmp(m->name, s->name) == 0));
+        prepared += m && m->prepared;
+    }
+    MUST(prepared < s->shards);
+}
+
 static void check_session(const struct kvq__session *s)
 {
     const struct kvq__handle *h;
@@ -431,6 +446,7 @@ static void check_session(const struct kvq__session *s)
     }
     MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
     MUST(s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    check_group(s);
     MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         owned += kvq__layer_owns(s, i);
@@ -455,6 +471,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes);
     TAILQ_FOREACH (s, &ns->sessions, link) {
         check_session(s);
+        c->prepared += s->prepared;
         sessions++;
     }
     MUST(sessions == ns->n_sessions);
@@ -524,7 +541,7 @@ void core_check(const struct kvq__core *core)
     for (uint32_t i = 0; i < core->n_pools; i++)
         all_used += core->pools[i].used_bytes;
     MUST(c.used == all_used);
-    MUST(c.sessions == core->n_sessions);
+    MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
     check_pools(core);
     MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
     check_clients(core);

@@ -5,10 +5,13 @@
 
 #include "tools/kvqctl/kvqctl.h"
 
-// What the session is called in a command: its name, or #ID if it has none.
+// What the session is called in a command: its name, or #ID if it has none; and which shard it is.
 static const char *session_label(const Kvq__Session *s, char *buffer, size_t size)
 {
-    if (s->name && *s->name)
+    if (s->name && *s->name && s->shards > 1)
+        snprintf(buffer, size, "%s %" PRIu32 "/%" PRIu32, kvq__ctl_clean(s->name), s->shard,
+                 s->shards);
+    else if (s->name && *s->name)
         snprintf(buffer, size, "%s", kvq__ctl_clean(s->name));
     else
         snprintf(buffer, size, "#%" PRIu64, s->id);
@@ -74,6 +77,22 @@ int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
+static void print_shards(const Kvq__Session *s)
+{
+    if (s->n_shard_list == 0)
+        return;
+    printf("shards      %" PRIu32 ", committed by all: %" PRIu64 " tokens%s\n", s->shards,
+           s->group_tokens, s->n_shard_list < s->shards ? "; some were never opened" : "");
+    for (size_t i = 0; i < s->n_shard_list; i++) {
+        const Kvq__Shard *one = s->shard_list[i];
+        printf("  %-9" PRIu32 " %" PRIu64 " tokens on %s, id %" PRIu64, one->shard, one->tokens,
+               kvq__ctl_clean(one->place), one->id);
+        if (one->writer_client)
+            printf(", client %" PRIu64, one->writer_client);
+        printf("%s\n", one->ended ? ", its step waits for the others" : "");
+    }
+}
+
 static void print_session(const Kvq__Session *s)
 {
     char label[160], state[80];
@@ -100,6 +119,7 @@ static void print_session(const Kvq__Session *s)
            s->bytes_per_token_head, s->bytes_per_token_head_total, s->compression);
     if (s->saturated_values)
         printf("clamped     %" PRIu64 " values beyond the 16-bit range\n", s->saturated_values);
+    print_shards(s);
     printf("state       %s\n", session_state(s, state, sizeof state));
 }
 

@@ -57,7 +57,8 @@ class SessionInfo(Structure):
                 ("bytes_per_token_head_total", c_double), ("compression", c_double),
                 ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
                 ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
-                ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48)]
+                ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48),
+                ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64)]
 
 
 class Pages(Structure):
