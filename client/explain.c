@@ -11,6 +11,7 @@
 struct subject {
     kvq_queue *queue;
     const struct kvq_request *request;
+    const struct kvq_step_work *step; // STEP: its layers; else NULL
     const struct kvq_entry *entry;
     uint32_t index;
     uint32_t shard;                   // 1 + the other shard that caused it; 0: none
@@ -99,10 +100,10 @@ static uint32_t extents_of(const struct subject *s, struct extent *out)
     return n;
 }
 
-static bool explain_bounds(const struct subject *s)
+// The first of n extents that ends behind its buffer.
+static bool explain_extents(const struct subject *s, const char *where,
+                            const struct extent *extents, uint32_t n)
 {
-    struct extent extents[5];
-    uint32_t n = has_layer(s->request->op) && s->handle ? extents_of(s, extents) : 0;
     for (uint32_t i = 0; i < n; i++) {
         const struct extent *e = &extents[i];
         size_t bytes = buffer_bytes(s->queue->client, e->view->buffer);
@@ -113,11 +114,39 @@ static bool explain_bounds(const struct subject *s)
                   "%s: %s rows %" PRIu64 " to %" PRIu64 " (offset %" PRIu64 ", strides %" PRIu64
                   " and %" PRIu64 ", %u heads of %u) end at byte %" PRIu64
                   ", its buffer has %zu bytes",
-                  s->where, e->name, e->first, e->first + e->rows - 1, e->view->offset,
+                  where, e->name, e->first, e->first + e->rows - 1, e->view->offset,
                   e->view->token_stride, e->view->head_stride, e->heads, e->dim, end, bytes);
         return true;
     }
     return false;
+}
+
+static bool explain_step_bounds(const struct subject *s)
+{
+    const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
+    const struct kvq_entry *e = s->entry;
+    uint32_t layers = shape && s->step && !s->step->pages.page_tokens ? s->step->n_layers : 0;
+    for (uint32_t i = 0; i < layers && i < shape->layers; i++) {
+        const struct kvq_step_layer l = kvq__step_layer(s->queue, s->step, i);
+        uint32_t heads = shape->layer[i].kv_heads;
+        const struct extent extents[2] = {
+            {"k", &l.k, e->row, e->append, heads, shape->layer[i].k_dim, value_bytes(l.k.dtype)},
+            {"v", &l.v, e->row, e->append, heads, shape->layer[i].v_dim, value_bytes(l.v.dtype)}};
+        char where[sizeof s->where + 24];
+        snprintf(where, sizeof where, "%s, layer %u", s->where, i);
+        if (explain_extents(s, where, extents, 2))
+            return true;
+    }
+    return false;
+}
+
+static bool explain_bounds(const struct subject *s)
+{
+    struct extent extents[5];
+    if (s->request->op == KVQ_OP_STEP)
+        return explain_step_bounds(s);
+    uint32_t n = has_layer(s->request->op) && s->handle ? extents_of(s, extents) : 0;
+    return explain_extents(s, s->where, extents, n);
 }
 
 // ---- What failed, by code ----
@@ -125,7 +154,13 @@ static bool explain_bounds(const struct subject *s)
 static bool explain_layer(const struct subject *s)
 {
     const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
-    if (!has_layer(s->request->op) || !shape || s->request->layer < shape->layers)
+    uint32_t layer = s->request->layer;
+    if (shape && s->request->op == KVQ_OP_STEP && layer != shape->layers) {
+        kvq__fail(KVQ_E_SHAPE, "%s: K and V of %u layers were given, the session has %u", s->where,
+                  layer, shape->layers);
+        return true;
+    }
+    if (!has_layer(s->request->op) || !shape || layer < shape->layers)
         return false;
     kvq__fail(KVQ_E_SHAPE, "%s: the session has %u layers, 0 to %u", s->where, shape->layers,
               shape->layers - 1);
@@ -334,6 +369,7 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
 {
     struct subject s = {.queue = queue,
                         .request = &p->request,
+                        .step = p->step,
                         .entry = &p->entries[index],
                         .index = index,
                         .shard = p->shard};

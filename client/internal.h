@@ -85,7 +85,9 @@ struct kvq__pending {
     int status;
     uint32_t n;
     struct kvq_entry *entries;
-    struct kvq_request request; // as sent
+    struct kvq_request request;       // as sent
+    const struct kvq_step_work *step; // STEP: the caller's; else NULL
+    uint32_t *extents;                // STEP: for each entry, its result's; may be NULL
     bool any_failed;
     uint32_t shard; // of the first entry that failed; as in struct kvq_result
 };
@@ -277,6 +279,24 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
                      struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending);
 // Sends it; the ticket is closed if that fails.
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
+
+// What travels of a tensor, and whether it may. Nothing for one without a buffer, unless needed.
+int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
+                  const struct kvq_tensor *tensor, struct kvq_wire_view *view);
+
+// ---- step.c ----
+
+// As kvq__submit_make, for a step; `work` must stay until it is done. extents: n of them, for each
+// entry what kvq_result has; may be NULL.
+int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
+                   uint32_t n, uint32_t *extents, struct kvq__pending **pending);
+// What travels of one of its layers, which were checked.
+struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_step_work *work,
+                                      uint32_t layer);
+// Writes its layers to the ring.
+void kvq__step_write(kvq_queue *queue, const struct kvq__pending *pending);
+int kvq__step_run(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
+                  uint32_t n, uint32_t *extents);
 
 // ---- wait.c ----
 

@@ -58,8 +58,8 @@ static int check_buffer(const kvq_queue *queue, unsigned op, const char *name,
     return KVQ_OK;
 }
 
-static int put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
-                    const struct kvq_tensor *tensor, struct kvq_wire_view *view)
+int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
+                  const struct kvq_tensor *tensor, struct kvq_wire_view *view)
 {
     if (!tensor->buffer && need)
         return kvq__fail(KVQ_E_BUFFER, "%s needs %s, but its buffer is NULL", kvq__op_name(op),
@@ -106,15 +106,15 @@ static int put_work(kvq_queue *queue, const struct kvq_work *w, struct kvq_reque
     r->layer = w->layer;
     r->step = w->step;
     r->deadline_ns = w->deadline_ns;
-    int rc = put_view(queue, r->op, "k", need & 1, &w->k, &r->k);
+    int rc = kvq__put_view(queue, r->op, "k", need & 1, &w->k, &r->k);
     if (rc == KVQ_OK)
-        rc = put_view(queue, r->op, "v", need & 2, &w->v, &r->v);
+        rc = kvq__put_view(queue, r->op, "v", need & 2, &w->v, &r->v);
     if (rc == KVQ_OK)
-        rc = put_view(queue, r->op, "q", need & 4, &w->q, &r->q);
+        rc = kvq__put_view(queue, r->op, "q", need & 4, &w->q, &r->q);
     if (rc == KVQ_OK)
-        rc = put_view(queue, r->op, "out", need & 8, &w->out, &r->out);
+        rc = kvq__put_view(queue, r->op, "out", need & 8, &w->out, &r->out);
     if (rc == KVQ_OK)
-        rc = put_view(queue, r->op, "lse", false, &w->lse, &r->lse);
+        rc = kvq__put_view(queue, r->op, "lse", false, &w->lse, &r->lse);
     return rc ? rc : put_list(queue, r->op, need & 16, &w->pages, r);
 }
 
@@ -179,6 +179,8 @@ static int send_request(kvq_queue *queue, const struct kvq__pending *p)
                                          queue->id));
     kvq_ring_write(&queue->tx, 0, &p->request, sizeof p->request);
     write_entries(queue, p->entries, p->n);
+    if (p->step)
+        kvq__step_write(queue, p);
     kvq_ring_publish(&queue->tx, p->request.slots);
     const uint64_t one = 1;
     if (kvq_ring_sleeps(&queue->client->page->poller_sleeping) &&
@@ -224,6 +226,8 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
     p->n = n;
     p->entries = entries;
     p->done = p->any_failed = false;
+    p->step = NULL;
+    p->extents = NULL;
     *pending = p;
     return KVQ_OK;
 }
@@ -244,6 +248,8 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
     struct kvq__pending *p = NULL;
     if (!ticket)
         return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
+    if ((unsigned)op == KVQ_OP_STEP)
+        return kvq__fail(KVQ_E_INVALID, "step: has no ticket; call kvq_step");
     int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
     if (!p)
         return rc;

@@ -76,6 +76,8 @@ static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
     struct kvq_entry *entry = &p->entries[index];
     entry->status = result->status;
     entry->value = result->value;
+    if (p->extents && result->status == KVQ_OK)
+        p->extents[index] = result->extents;
     if (result->status && !p->any_failed)
         p->shard = result->shard;
     p->any_failed |= result->status != KVQ_OK;

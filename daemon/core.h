@@ -334,6 +334,21 @@ struct kvq__extent_export {
 int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
                       uint32_t max, uint64_t *known, bool *more, char *text);
 
+// How the client reads a session's layers.
+struct kvq__layer_reading {
+    struct kvq_format format;
+    struct kvq_shape shape;
+    uint32_t source; // layer whose pages it reads
+};
+// Fills `out`, KVQ_MAX_LAYERS long, and *path (enum kvq_path). Returns how many layers there are,
+// or KVQ_E_STALE.
+int kvq__session_reading(struct kvq__client *client, uint64_t handle,
+                         struct kvq__layer_reading *out, uint8_t *path, char *text);
+// The codebook of one of its layers, with a hold that the caller gives to codebook_release.
+// KVQ_E_STALE, KVQ_E_SHAPE (no such layer), KVQ_E_FORMAT (it has none).
+int kvq__session_book(struct kvq__client *client, uint64_t handle, uint32_t layer,
+                      struct kvq_book *book, void **hold, char *text);
+
 // ---- Snapshots ----
 
 struct kvq__status {

@@ -361,6 +361,38 @@ static void test_answers(void **unused)
     }
 }
 
+// Steps are as long as their layers and entries say, wherever the ring's end is.
+static void test_steps_of_all_sizes(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    static struct kvq_tensor none[KVQ_MAX_LAYERS + 1];
+    const uint32_t sizes[] = {1, 2, 3, 33, KVQ_MAX_BATCH};
+    struct kvq_step_work w = {.k = none, .v = none};
+    rig_up(&r, FAKE_ANSWER, 4);
+    for (uint32_t round = 0; round < 100; round++) {
+        w.n_layers = 1 + round * 7 % KVQ_MAX_LAYERS;
+        uint32_t n = sizes[round % 5];
+        memset(r.entries, 0, sizeof r.entries);
+        assert_int_equal(kvq_step(r.queue, &w, r.entries, n), KVQ_OK);
+        for (uint32_t e = 0; e < KVQ_MAX_BATCH; e++)
+            assert_int_equal(r.entries[e].value, e < n ? 77 : 0);
+    }
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 0), KVQ_E_INVALID);
+    assert_int_equal(kvq_step(r.queue, NULL, r.entries, 1), KVQ_E_INVALID);
+    w.n_layers = KVQ_MAX_LAYERS + 1;
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_SHAPE);
+    expect_text("257");
+    w.n_layers = 0;
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_SHAPE);
+    w = (struct kvq_step_work){.k = none, .n_layers = 1};
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_INVALID);
+    w = (struct kvq_step_work){.k = none, .v = none, .n_layers = 1, .pages.page_tokens = 16};
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_BUFFER);
+    expect_text("list");
+    rig_down(&r);
+}
+
 static void test_calls_that_cannot_be(void **unused)
 {
     (void)unused;
@@ -383,9 +415,11 @@ static void test_calls_that_cannot_be(void **unused)
     assert_int_equal(kvq_append(r.queue, NULL, r.entries, 1), KVQ_E_INVALID);
     assert_int_equal(kvq_truncate(r.queue, r.entries, tokens, 1), KVQ_E_INVALID);
     expect_text("to 5 tokens, but the session has 0");
-    assert_int_equal(kvq_submit(r.queue, (enum kvq_operation)11, NULL, r.entries, 1, &ticket),
+    assert_int_equal(kvq_submit(r.queue, (enum kvq_operation)99, NULL, r.entries, 1, &ticket),
                      KVQ_E_INVALID);
-    expect_text("11");
+    expect_text("99");
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_STEP, NULL, r.entries, 1, &ticket), KVQ_E_INVALID);
+    expect_text("kvq_step");
     assert_int_equal(kvq_wait(r.queue, 0, 0), KVQ_E_INVALID);
     assert_int_equal(kvq_wait(r.queue, 4242, 0), KVQ_E_INVALID);
     rig_down(&r);
@@ -602,6 +636,7 @@ int main(void)
         cmocka_unit_test(test_bad_buffers),
         cmocka_unit_test(test_texts_that_cannot_travel),
         cmocka_unit_test(test_answers),
+        cmocka_unit_test(test_steps_of_all_sizes),
         cmocka_unit_test(test_calls_that_cannot_be),
         cmocka_unit_test(test_lies_on_the_ring),
         cmocka_unit_test(test_death_while_waiting),

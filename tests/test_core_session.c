@@ -536,6 +536,46 @@ static void test_codebook_holds(void **state)
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
 }
 
+// What a client is told that attends in its own context.
+static void test_reading(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("vecinfer-2@a")};
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2, .path = 1, .dtype = 2};
+    struct kvq__layer_reading layers[KVQ_MAX_LAYERS];
+    struct kvq__session_info info;
+    struct kvq_book book;
+    void *hold = NULL;
+    uint8_t path;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    rows[1].kv_from = 0;
+    rows[1].window = 300;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, text), 2);
+    assert_int_equal(path, info.path);
+    assert_string_equal(layers[0].format.name, "vecinfer-2");
+    assert_int_equal(layers[0].shape.dtype, KVQ_BF16);
+    assert_int_equal(layers[1].shape.window, 300);
+    assert_int_equal(layers[1].source, 0);
+    int before = holds;
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), 0);
+    assert_true(book.k != NULL && hold == &one_hold && holds == before + 1);
+    release_codebook(NULL, hold);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 2, &book, &hold, text), KVQ_E_SHAPE);
+    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, text), KVQ_E_STALE);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_STALE);
+    spec.n_layers = 1;
+    rows[0] = row_of("kivi2");
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_FORMAT);
+    member_close(&m);
+    assert_int_equal(holds, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+}
+
 static void test_list_of_formats(void **state)
 {
     static struct kvq__format_info list[100];
@@ -590,6 +630,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_plain_layers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_made_up_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_codebook_holds, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_reading, setup, teardown),
         cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
     };
