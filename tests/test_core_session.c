@@ -555,7 +555,7 @@ static void test_reading(void **state)
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, text), 2);
     assert_int_equal(path, info.path);
-    assert_string_equal(layers[0].format.name, "vecinfer-2");
+    assert_string_equal(layers[0].format.name, "vecinfer-2@a");
     assert_int_equal(layers[0].shape.dtype, KVQ_BF16);
     assert_int_equal(layers[1].shape.window, 300);
     assert_int_equal(layers[1].source, 0);
