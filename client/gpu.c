@@ -82,6 +82,7 @@ int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello)
                              hello->gpus[i]->uuid.len, KVQ__UUID_BYTES);
         memcpy(g->uuid, hello->gpus[i]->uuid.data, KVQ__UUID_BYTES);
         snprintf(g->name, sizeof g->name, "%s", hello->gpus[i]->name);
+        g->orders = hello->gpus[i]->orders;
     }
     client->n_gpus = (uint32_t)hello->n_gpus;
     return KVQ_OK;

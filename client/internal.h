@@ -100,7 +100,10 @@ struct kvq__timeline {
     struct kvq_timeline_page *page;
     kvq_gpu_ptr ready, done;      // its words, for streams
     struct kvq_gpu_stream *spare; // never waits: lets the others go when the daemon is gone
-    uint64_t last;                // number of the latest request
+    // With events.
+    uint32_t n_events;
+    struct kvq_gpu_event *ready_events[KVQ_QUEUE_EVENTS], *done_events[KVQ_QUEUE_EVENTS];
+    uint64_t last; // number of the latest request
 };
 
 struct kvq_queue {
@@ -135,6 +138,7 @@ struct kvq__watch {
 struct kvq__daemon_gpu {
     uint8_t uuid[KVQ__UUID_BYTES];
     char name[64];
+    uint32_t orders; // as the daemon's HelloReply has it
 };
 
 struct kvq_client {
@@ -263,6 +267,15 @@ void kvq__timeline_close(kvq_queue *queue);
 int kvq__timeline_again(kvq_queue *queue);
 // Lets every stream go that waits for the daemon. Under the table lock.
 void kvq__timeline_let_go(struct kvq__timeline *timeline);
+
+// ---- events.c ----
+
+// Opens the queue's events. KVQ_E_UNSUPPORTED where there can be none. What it has opened until it
+// failed is in *timeline all the same.
+int kvq__events_open(kvq_queue *queue, struct kvq__timeline *timeline);
+void kvq__events_close(struct kvq__timeline *timeline);
+// Sends a request, and has the stream wait for its work.
+int kvq__events_send(kvq_queue *queue, struct kvq__pending *pending, struct kvq_gpu_stream *stream);
 
 // ---- watch.c ----
 

@@ -474,11 +474,13 @@ KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t tim
  * are of one GPU. Streams being captured into a graph are refused (KVQ_E_UNSUPPORTED).
  *
  * How the two streams wait for each other is found out at the first call: by words in memory where
- * both sides' GPUs can wait for those, else the host waits (the stream is synchronized before the
- * request, and the call returns when its work is done): slower, but the same results.
- * KVQ_GPU_ORDER=words or =host in the environment chooses by force. The GPU is reached through
- * libcuda.so.1, or what KVQ_GPU_DRIVER names. */
-enum { KVQ_ORDER_NONE = 0, KVQ_ORDER_WORDS = 1, KVQ_ORDER_HOST = 3 };
+ * both sides' GPUs can wait for those; else by events, where processes can share them (each call
+ * then waits until the daemon has enqueued its work, but not for that work; and CUDA does not say
+ * what becomes of the stream if the daemon dies); else the host waits (the stream is synchronized
+ * before the request, and the call returns when its work is done): slower, but the same results.
+ * KVQ_GPU_ORDER=words, =events or =host in the environment chooses by force. The GPU is reached
+ * through libcuda.so.1, or what KVQ_GPU_DRIVER names. */
+enum { KVQ_ORDER_NONE = 0, KVQ_ORDER_WORDS = 1, KVQ_ORDER_EVENTS = 2, KVQ_ORDER_HOST = 3 };
 
 /* How this queue's calls order streams; KVQ_ORDER_NONE before the first. */
 KVQ_API int kvq_queue_order(const kvq_queue *queue);
@@ -497,7 +499,7 @@ KVQ_API KVQ_CHECK int kvq_append_attend_on_stream(kvq_queue *queue, const struct
 KVQ_API KVQ_CHECK int kvq_read_on_stream(kvq_queue *queue, const struct kvq_work *work,
                                          struct kvq_entry *entries, uint32_t n, void *stream);
 
-/* These four with a ticket: does not even wait for the checks. Other operations are refused with
+/* These four with a ticket: with words it does not even wait for the checks. Other operations are refused with
  * KVQ_E_INVALID. */
 KVQ_API KVQ_CHECK int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op,
                                            struct kvq_work *work, struct kvq_entry *entries,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Requests in the order of a GPU's stream: by words that both sides' streams write and wait for
-// (proto/shm.h says how), or, where those are not to be had, by waiting on the host.
+// (proto/shm.h says how), where those are not to be had by events (events.c), and else by waiting
+// on the host.
 #include "client/internal.h"
 
 #include <stdlib.h>
@@ -30,10 +31,13 @@ static int order_asked(int *order)
         return KVQ_OK;
     if (strcmp(text, "words") == 0)
         *order = KVQ_ORDER_WORDS;
+    else if (strcmp(text, "events") == 0)
+        *order = KVQ_ORDER_EVENTS;
     else if (strcmp(text, "host") == 0)
         *order = KVQ_ORDER_HOST;
     else
-        return kvq__fail(KVQ_E_INVALID, "KVQ_GPU_ORDER is %.40s: words or host is possible", text);
+        return kvq__fail(KVQ_E_INVALID, "KVQ_GPU_ORDER is %.40s: words, events or host is possible",
+                         text);
     return KVQ_OK;
 }
 
@@ -53,7 +57,7 @@ static int take_page(struct kvq__timeline *t, int fd)
                        page->magic, KVQ_SHM_MAGIC_TIMELINE);
     else if (kvq_gpu_host_register(t->here.driver, mapping, KVQ_TIMELINE_BYTES, &at, text,
                                    sizeof text) != KVQ_GPU_OK)
-        rc = kvq__fail(KVQ_E_SYSTEM, "a timeline page: %s", text);
+        rc = kvq__fail(KVQ_E_UNSUPPORTED, "a timeline page: %s", text);
     if (rc) {
         munmap(mapping, KVQ_TIMELINE_BYTES);
         return rc;
@@ -88,7 +92,7 @@ static int ask_daemon(kvq_queue *queue, struct kvq__timeline *t)
     return rc;
 }
 
-static void give_page_back(struct kvq__timeline *t)
+static void give_back(struct kvq__timeline *t)
 {
     if (t->page) {
         kvq_gpu_host_unregister(t->here.driver, t->page);
@@ -96,6 +100,7 @@ static void give_page_back(struct kvq__timeline *t)
     }
     if (t->spare)
         t->here.driver->stream_destroy(t->spare);
+    kvq__events_close(t);
     t->page = NULL;
     t->spare = NULL;
 }
@@ -114,6 +119,7 @@ static bool words_work(const struct kvq__timeline *t)
 }
 
 // Sets the order to WORDS if there can be; what else is in *t is to be given back in any case.
+// KVQ_E_UNSUPPORTED if not, as below.
 static int try_words(kvq_queue *queue, struct kvq__timeline *t)
 {
     int result = t->here.driver->stream_create(&t->spare, KVQ_GPU_STREAM_OWN);
@@ -131,15 +137,40 @@ static int try_words(kvq_queue *queue, struct kvq__timeline *t)
     return rc;
 }
 
+static int try_events(kvq_queue *queue, struct kvq__timeline *t)
+{
+    int rc = kvq__events_open(queue, t);
+    if (rc == KVQ_OK)
+        t->order = KVQ_ORDER_EVENTS;
+    return rc;
+}
+
+// The first that can be, of all or of the one that is asked for.
+static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
+{
+    static int (*const orders[])(kvq_queue *, struct kvq__timeline *) = {
+        [KVQ_ORDER_WORDS] = try_words, [KVQ_ORDER_EVENTS] = try_events};
+    int rc = KVQ_E_UNSUPPORTED;
+    if (asked == KVQ_ORDER_WORDS || asked == KVQ_ORDER_EVENTS)
+        return orders[asked](queue, t);
+    for (int i = KVQ_ORDER_WORDS; asked != KVQ_ORDER_HOST && i < KVQ_ORDER_HOST; i++) {
+        rc = orders[i](queue, t);
+        if (rc != KVQ_E_UNSUPPORTED)
+            return rc;
+    }
+    t->order = KVQ_ORDER_HOST;
+    return KVQ_OK;
+}
+
 // In the context of `here`.
 static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
 {
-    struct kvq__timeline made = {.order = KVQ_ORDER_HOST, .here = *here};
+    struct kvq__timeline made = {.here = *here};
     int asked, rc = order_asked(&asked);
-    if (rc == KVQ_OK && asked != KVQ_ORDER_HOST)
-        rc = try_words(queue, &made);
-    if (rc && (rc != KVQ_E_UNSUPPORTED || asked == KVQ_ORDER_WORDS)) {
-        give_page_back(&made);
+    if (rc == KVQ_OK)
+        rc = try_orders(queue, &made, asked);
+    if (rc) {
+        give_back(&made);
         return rc;
     }
     pthread_mutex_lock(&queue->client->table);
@@ -197,14 +228,15 @@ void kvq__timeline_close(kvq_queue *queue)
     if (t->order == KVQ_ORDER_NONE)
         return;
     struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
-    // Streams may still have to pass the words; the watch sees to it if nobody else does.
-    if (t->order == KVQ_ORDER_WORDS)
+    // Streams may still have to pass the words; the watch sees to it if nobody else does. Events
+    // must have been passed, too, before the daemon's lane is asked to come to its end.
+    if (t->order != KVQ_ORDER_HOST)
         t->here.driver->context_sync();
     pthread_mutex_lock(&queue->client->table);
     gone = *t;
     *t = (struct kvq__timeline){.here = gone.here};
     pthread_mutex_unlock(&queue->client->table);
-    give_page_back(&gone);
+    give_back(&gone);
     kvq__gpu_leave(&gone.here, before);
 }
 
@@ -295,8 +327,11 @@ static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct k
         rc = kvq__submit_make(queue, op, work, entries, n, &p);
     if (rc)
         return rc;
-    rc = queue->timeline.order == KVQ_ORDER_WORDS ? send_in_words(queue, p, stream)
-                                                  : send_by_host(queue, p, stream);
+    static int (*const send[])(kvq_queue *, struct kvq__pending *,
+                               struct kvq_gpu_stream *) = {[KVQ_ORDER_WORDS] = send_in_words,
+                                                           [KVQ_ORDER_EVENTS] = kvq__events_send,
+                                                           [KVQ_ORDER_HOST] = send_by_host};
+    rc = send[queue->timeline.order](queue, p, stream);
     *ticket = p->ticket;
     return rc;
 }

@@ -170,27 +170,6 @@ static int run_close_buffer(struct kvq__connection *c, char *text)
     return error ? error : 1;
 }
 
-static int run_open_timeline(struct kvq__connection *c, char *text)
-{
-    uint32_t id = c->request->open_timeline->queue;
-    struct kvq__line *line;
-    LIST_FOREACH (line, &c->lines, link)
-        if (line->id == id)
-            break;
-    if (!line) {
-        snprintf(text, KVQ_TEXT_BYTES, "no queue %u is open", id);
-        return KVQ_E_INVALID;
-    }
-    int error = kvq__queue_timeline(
-        line->port.queue, c->gpu, c->timeline.at + offsetof(struct kvq_timeline_page, ready),
-        c->timeline.at + offsetof(struct kvq_timeline_page, done), text);
-    if (error)
-        return error;
-    line->timeline = c->timeline;
-    line->timeline.shm.fd = -1; // sent beside the reply, then closed
-    return 0;
-}
-
 static void run(struct kvq__mail *mail)
 {
     struct kvq__connection *c = of_mail(mail);
@@ -214,7 +193,8 @@ static void run(struct kvq__mail *mail)
         error = run_close_buffer(c, text);
         break;
     case KVQ__REQUEST__COMMAND_OPEN_TIMELINE:
-        error = run_open_timeline(c, text);
+    case KVQ__REQUEST__COMMAND_OPEN_EVENTS:
+        error = kvq__order_open(c, text);
         break;
     default: {
         struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, c->client,
@@ -304,6 +284,7 @@ static bool put_gpus(struct kvq__connection *c, Kvq__HelloReply *reply)
         gpus[i].uuid.data = (uint8_t *)(uintptr_t)kvq__gpu_uuid(gpu);
         gpus[i].uuid.len = sizeof(struct kvq_gpu_uuid);
         gpus[i].name = kvq_arena_text(&c->arena, kvq__gpu_name(gpu));
+        gpus[i].orders = kvq__gpu_has_memory_ops(gpu) + 2u * kvq__gpu_has_events(gpu);
         reply->gpus[i] = &gpus[i];
     }
     reply->n_gpus = n;
@@ -401,18 +382,6 @@ static int prepare_buffer(struct kvq__connection *c, struct kvq__packet *packet,
     return 0;
 }
 
-static int prepare_timeline(struct kvq__connection *c, char *text)
-{
-    int error = kvq__attach_gpu(c, &c->request->open_timeline->gpu, &c->gpu, text);
-    Kvq__OpenTimelineReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
-    if (error || !reply)
-        return error ? error : no_room(text);
-    kvq__open_timeline_reply__init(reply);
-    c->reply.open_timeline = reply;
-    c->reply.result_case = KVQ__REPLY__RESULT_OPEN_TIMELINE;
-    return 0;
-}
-
 // ---- What takes long ----
 
 // A thread of libuv's.
@@ -422,7 +391,7 @@ static void make_on_gpu(uv_work_t *work)
     if (c->region)
         kvq__region_make(c->region);
     else
-        kvq__timeline_make(c);
+        kvq__order_make(c);
 }
 
 static void made_on_gpu(uv_work_t *work, int status)
@@ -441,6 +410,7 @@ static void made_on_gpu(uv_work_t *work, int status)
 static bool needs_gpu(const struct kvq__connection *c)
 {
     return c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_TIMELINE ||
+           c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_EVENTS ||
            (c->region && kvq__gpus_count(c->server->gpus) > 0);
 }
 
@@ -448,9 +418,9 @@ static bool needs_gpu(const struct kvq__connection *c)
 static void put_made(struct kvq__connection *c)
 {
     Kvq__Request__CommandCase command = c->request->command_case;
-    if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE) {
-        c->fds[0] = c->timeline.shm.fd;
-        c->n_fds = 1;
+    if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE ||
+        command == KVQ__REQUEST__COMMAND_OPEN_EVENTS) {
+        kvq__order_put(c);
     } else if (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
         c->reply.create_buffer->allocation_bytes = c->region->piece.bytes;
         c->fds[0] = c->region->gpu ? c->region->fd : c->region->host.shm.fd;
@@ -526,8 +496,8 @@ static void undo(struct kvq__connection *c)
     if (c->region && (command == KVQ__REQUEST__COMMAND_CREATE_BUFFER ||
                       command == KVQ__REQUEST__COMMAND_IMPORT_BUFFER))
         kvq__region_give_back(c->region);
-    if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE && c->timeline.shm.map)
-        kvq__timeline_give_back(c);
+    if (c->timeline.shm.map || c->events)
+        kvq__order_give_back(c);
 }
 
 // Once all is back that the command waits for.
@@ -685,7 +655,8 @@ static int prepare(struct kvq__connection *c, struct kvq__packet *packet, char *
     case KVQ__REQUEST__COMMAND_CANCEL:
         return prepare_cancel(c, text);
     case KVQ__REQUEST__COMMAND_OPEN_TIMELINE:
-        return prepare_timeline(c, text);
+    case KVQ__REQUEST__COMMAND_OPEN_EVENTS:
+        return kvq__order_prepare(c, text);
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
         return KVQ_E_INVALID;
@@ -712,6 +683,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
 {
     char text[KVQ_TEXT_BYTES] = "";
     c->timeline = (struct kvq__pinned){.shm.fd = -1};
+    c->events = NULL;
     c->arena.used = 0;
     c->n_fds = 0;
     c->line = NULL;

@@ -512,7 +512,10 @@ static struct kvq__line *line_of(struct kvq__return *what)
 
 static void run_line(struct kvq__return *what)
 {
-    unpin(what->connection, &line_of(what)->timeline);
+    struct kvq__line *line = line_of(what);
+    if (line->timeline.shm.map)
+        unpin(what->connection, &line->timeline);
+    kvq__line_events_close(&line->events);
 }
 
 static void end_line(struct kvq__return *what)
@@ -522,7 +525,7 @@ static void end_line(struct kvq__return *what)
 
 void kvq__line_give_back(struct kvq__line *line)
 {
-    if (line->timeline.shm.map)
+    if (line->timeline.shm.map || line->events)
         give_back(line->connection, &line->back, false, run_line, end_line);
     else
         kvq__line_free(line);
@@ -530,7 +533,10 @@ void kvq__line_give_back(struct kvq__line *line)
 
 static void run_page(struct kvq__return *what)
 {
-    unpin(what->connection, &what->connection->timeline);
+    struct kvq__connection *c = what->connection;
+    if (c->timeline.shm.map)
+        unpin(c, &c->timeline);
+    kvq__line_events_close(&c->events);
 }
 
 static void end_nothing(struct kvq__return *what)
@@ -538,7 +544,7 @@ static void end_nothing(struct kvq__return *what)
     (void)what;
 }
 
-void kvq__timeline_give_back(struct kvq__connection *c)
+void kvq__order_give_back(struct kvq__connection *c)
 {
     give_back(c, &c->back, true, run_page, end_nothing);
 }

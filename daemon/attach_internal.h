@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Connections of the attach socket, shared by attach.c (their life), attach_commands.c (what they
-// ask for), attach_memory.c (queues and buffers) and attach_gpu.c (memory of GPUs, and known to
-// them).
+// ask for), attach_memory.c (queues and buffers), attach_gpu.c (memory of GPUs, and known to them)
+// and attach_order.c (what orders requests on streams).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
 // needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
@@ -40,6 +40,13 @@ struct kvq__pinned {
     kvq_gpu_ptr at; // 0: they cannot
 };
 
+// Events that order a queue's requests, and what other processes open them by.
+struct kvq__line_events {
+    struct kvq__gpu *gpu;
+    struct kvq__events all;
+    struct kvq_gpu_ipc_event ready[KVQ_QUEUE_EVENTS], done[KVQ_QUEUE_EVENTS];
+};
+
 // A queue's memory and descriptors.
 struct kvq__line {
     struct kvq__port port;
@@ -48,10 +55,11 @@ struct kvq__line {
     LIST_ENTRY(kvq__line) link; // poller's
     uint32_t id;
     struct kvq__shm request, reply;
-    struct kvq__pinned timeline; // its map is NULL if there is none
-    int request_event;           // both sides: the client writes it
+    struct kvq__pinned timeline;     // its map is NULL if there is none
+    struct kvq__line_events *events; // or NULL
+    int request_event;               // both sides: the client writes it
     int wake_ours, wake_theirs;
-    struct kvq__return back; // of the timeline
+    struct kvq__return back; // of the timeline and the events
 };
 
 // An allocation of a client's in a GPU's memory, opened here once for all buffers that lie in it.
@@ -139,10 +147,11 @@ struct kvq__connection {
     struct kvq_arena arena;
     int fds[KVQ_MAX_PACKET_FDS]; // to send beside the reply; not closed then
     uint32_t n_fds;
-    struct kvq__line *line;      // being opened or closed
-    struct kvq__region *region;  // being added or removed
-    struct kvq__gpu *gpu;        // of the timeline
-    struct kvq__pinned timeline; // being opened
+    struct kvq__line *line;          // being opened or closed
+    struct kvq__region *region;      // being added or removed
+    struct kvq__gpu *gpu;            // of the timeline
+    struct kvq__pinned timeline;     // being opened
+    struct kvq__line_events *events; // the same
 
     // The poller's.
     struct kvq__member member;
@@ -237,7 +246,19 @@ void kvq__spares_give_back(struct kvq__connection *connection);
 
 // A thread of libuv's. Makes a timeline page; as kvq__region_make.
 void kvq__timeline_make(struct kvq__connection *connection);
-// Loop's thread. Gives back one that no queue took.
-void kvq__timeline_give_back(struct kvq__connection *connection);
+// Loop's thread. Gives back what is being opened of a timeline or of events; no queue took it.
+void kvq__order_give_back(struct kvq__connection *connection);
+
+// ---- attach_order.c ----
+
+// OpenTimeline and OpenEvents: on the loop's thread what can be checked at once; on a thread of
+// libuv's what may take long (sets connection->error and text); on the poller's what the core does;
+// on the loop's again what the reply tells.
+int kvq__order_prepare(struct kvq__connection *connection, char *text);
+void kvq__order_make(struct kvq__connection *connection);
+int kvq__order_open(struct kvq__connection *connection, char *text);
+void kvq__order_put(struct kvq__connection *connection);
+// When no stream waits for them any more. NULL is fine.
+void kvq__line_events_close(struct kvq__line_events **events);
 
 #endif

@@ -25,7 +25,7 @@ void kvq__line_free(struct kvq__line *line)
 {
     if (!line)
         return;
-    assert(!line->timeline.shm.map);
+    assert(!line->timeline.shm.map && !line->events);
     kvq__shm_close(&line->request);
     kvq__shm_close(&line->reply);
     close_fd(line->request_event);

@@ -129,41 +129,12 @@ void kvq__queue_close(struct kvq__queue **pointer)
         client_free(client);
 }
 
-int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t ready, uint64_t done,
-                        char *text)
-{
-    struct kvq__lane *lane;
-    if (q->timeline.gpu)
-        return kvq__fail(text, KVQ_E_EXISTS,
-                         "this queue has a timeline already, on %s; open "
-                         "another queue for another GPU",
-                         kvq__gpu_uuid_text(q->timeline.gpu));
-    if (!kvq__gpu_has_memory_ops(gpu))
-        return kvq__fail(text, KVQ_E_UNSUPPORTED,
-                         "%s has no 64-bit stream memory operations; wait on the host",
-                         kvq__gpu_uuid_text(gpu));
-    int rc = kvq__lane_get(q->client, gpu, &lane);
-    if (rc < 0)
-        return kvq__fail(text, rc, "no memory on %s for a client's stream",
-                         kvq__gpu_uuid_text(gpu));
-    q->timeline.gpu = gpu;
-    q->timeline.ready = ready;
-    q->timeline.done = done;
-    return 0;
-}
-
 bool kvq__queue_settled(const struct kvq__queue *q)
 {
     for (uint32_t i = 0; i + 1 < q->core->n_pools; i++)
         if (!kvq__lane_ended(q->client->lanes[i], q->given[i]))
             return false;
     return true;
-}
-
-void kvq__queue_ending(struct kvq__queue *q)
-{
-    if (q->timeline.gpu && !kvq__queue_settled(q))
-        kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
 }
 
 // ---- Buffers ----

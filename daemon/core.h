@@ -216,6 +216,15 @@ int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
 // `done`.
 int kvq__queue_timeline(struct kvq__queue *queue, struct kvq__gpu *gpu, uint64_t ready,
                         uint64_t done, char *text);
+// The same by events that the client has opened, too (order.h), for requests whose `signal` is n at
+// n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for a queue
+// that has words which no request has used.
+struct kvq_gpu_event;
+struct kvq__events {
+    struct kvq_gpu_event *ready[KVQ_QUEUE_EVENTS], *done[KVQ_QUEUE_EVENTS];
+};
+int kvq__queue_events(struct kvq__queue *queue, struct kvq__gpu *gpu,
+                      const struct kvq__events *events, char *text);
 
 // ---- Sessions ----
 
@@ -432,7 +441,8 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
 // Whether all GPU work of the queue's requests has ended, those included that are done and whose
 // completions were published. A queue may be closed only then.
 bool kvq__queue_settled(const struct kvq__queue *queue);
-// The queue is about to be closed: GPU work of it that waits for its client waits no longer.
+// The queue is about to be closed: GPU work of it that waits for its client waits no longer. (With
+// events that is not to be had: it waits until the client's stream goes on, or its process ends.)
 void kvq__queue_ending(struct kvq__queue *queue);
 
 // After KVQ__RUN: what to run; the same job until kvq__request_continue.

@@ -161,14 +161,20 @@ static void check_permissions(struct findings *f, const struct kvq__server *s)
 
 static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
 {
-    bool words = kvq__gpu_has_memory_ops(gpu);
+    bool words = kvq__gpu_has_memory_ops(gpu), events = kvq__gpu_has_events(gpu);
     add(f, "gpu", FINE, "", "%s, %s: caches may take %llu MiB", kvq__gpu_uuid_text(gpu),
         kvq__gpu_name(gpu), (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
     add(f, "gpu_order", words ? FINE : NOTE,
         words ? "" : "a newer driver, if there is one, has 64-bit stream memory operations",
-        words ? "%s: streams of engines and daemon wait for each other by timeline words"
-              : "%s: no timeline words; engines wait on the host for each request",
-        kvq__gpu_uuid_text(gpu));
+        "%s: streams of engines and daemon wait for each other by %s%s; tried at the start: "
+        "timeline "
+        "words %s, events between processes %s",
+        kvq__gpu_uuid_text(gpu),
+        words    ? "timeline words"
+        : events ? "events"
+                 : "nothing",
+        words || events ? "" : ", so engines wait on the host for each request",
+        words ? "work" : "do not work", events ? "work" : "do not work");
 }
 
 // Without MPS the contexts of two processes take turns on a GPU.

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/queue.h>
 
+#include "daemon/order.h"
 #include "kernels/cuda/share.h"
 
 struct book {
@@ -31,7 +32,7 @@ struct kvq__gpu {
     int device;
     struct kvq_gpu_context *context;
     struct kvq_gpu kernels;
-    bool kernels_open, memory_ops, mapping;
+    bool kernels_open, memory_ops, shared_events, mapping;
     struct kvq_gpu_stream *stream;
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
@@ -106,6 +107,11 @@ const char *kvq__gpu_name(const struct kvq__gpu *gpu)
 bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu)
 {
     return gpu->memory_ops;
+}
+
+bool kvq__gpu_has_events(const struct kvq__gpu *gpu)
+{
+    return gpu->shared_events;
 }
 
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
@@ -441,11 +447,9 @@ static bool is_named(const char *list, const char *uuid)
 static int ask(struct kvq__gpu *gpu)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
-    int ops = 0, mapping = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
+    int mapping = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
     result = result ? result : d->device_name(gpu->name, sizeof gpu->name, gpu->device);
-    result = result ? result : d->device_attribute(&ops, KVQ_GPU_HAS_MEMORY_OPS, gpu->device);
     result = result ? result : d->device_attribute(&mapping, KVQ_GPU_HAS_MAPPING, gpu->device);
-    gpu->memory_ops = ops != 0;
     gpu->mapping = mapping != 0;
     write_uuid(&gpu->uuid, gpu->uuid_text);
     return result;
@@ -473,6 +477,8 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
         kvq_gpu_fault(d, result, what, text, KVQ_TEXT_BYTES);
         return KVQ_E_SYSTEM;
     }
+    gpu->memory_ops = kvq__order_words_work(d, gpu->device, gpu->stream);
+    gpu->shared_events = kvq__order_events_work(d, gpu->device);
     gpu->kernels_open = kvq_gpu_open(&gpu->kernels, d, text, KVQ_TEXT_BYTES) == 0;
     return gpu->kernels_open ? 0 : KVQ_E_UNSUPPORTED;
 }

@@ -5,6 +5,7 @@
 
 #include <assert.h>
 
+#include "daemon/order.h"
 #include "proto/ring.h"
 
 // ---- Life ----
@@ -235,8 +236,8 @@ static int wait_for_client(struct kvq__lane *lane, struct kvq__queue *q)
     q->told = true;
     if (!waits)
         return 0;
-    int result = kvq__gpu_driver(lane->gpu)->stream_wait64(lane->stream, q->timeline.ready,
-                                                           q->header.signal, KVQ_GPU_WAIT_AT_LEAST);
+    q->timeline.used = true;
+    int result = kvq__order_await(lane, q);
     return result ? kvq__gpu_failed(lane->gpu, result, "waiting for a client") : 0;
 }
 
@@ -271,23 +272,6 @@ bool kvq__lane_takes(struct kvq__queue *q)
     q->given[i] = lane->given;
     q->gpu_wait = KVQ__GPU_ROOM;
     return false;
-}
-
-void kvq__lane_signal(struct kvq__queue *q)
-{
-    struct kvq__gpu *gpu = q->timeline.gpu;
-    const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
-    uint32_t i = index_of(q->core, gpu);
-    struct kvq__lane *lane = q->client->lanes[i];
-    int result = kvq__gpu_enter(gpu);
-    result =
-        result ? result : d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
-    if (result == KVQ_GPU_OK && !q->lane) {
-        q->given[i] = ++lane->given;
-        result = d->stream_write64(lane->stream, lane->word_at, lane->given, 0);
-    }
-    if (result)
-        kvq__gpu_failed(gpu, result, "signalling a client");
 }
 
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *q, size_t from)
@@ -328,6 +312,35 @@ static int write_number(struct kvq__lane *lane, uint32_t at)
         return d->stream_write64(lane->stream, lane->word_at, lane->given, 0);
     int result = lane->marks[at] ? 0 : d->event_create(&lane->marks[at], KVQ_GPU_EVENT_UNTIMED);
     return result ? result : d->event_record(lane->marks[at], lane->stream);
+}
+
+// What was enqueued without a chunk is pending as well, or, where there is no room for more, ends
+// with what was enqueued last.
+static int number_alone(struct kvq__lane *lane, struct kvq__queue *q)
+{
+    bool full = lane->n == KVQ_MAX_GPU_PENDING;
+    uint32_t at = (lane->first + lane->n - full) % KVQ_MAX_GPU_PENDING;
+    if (!full) {
+        lane->pending[at] = (struct kvq__pending){.memory = lane->tail, .since = lane->core->now};
+        lane->n++;
+    }
+    int result = write_number(lane, at);
+    lane->pending[at].number = lane->given;
+    q->given[index_of(lane->core, lane->gpu)] = lane->given;
+    return result;
+}
+
+void kvq__lane_signal(struct kvq__queue *q)
+{
+    struct kvq__gpu *gpu = q->timeline.gpu;
+    struct kvq__lane *lane = q->client->lanes[index_of(q->core, gpu)];
+    q->timeline.used = true;
+    int result = kvq__gpu_enter(gpu);
+    result = result ? result : kvq__order_tell(lane, q);
+    if (result == KVQ_GPU_OK && !q->lane)
+        result = number_alone(lane, q);
+    if (result)
+        kvq__gpu_failed(gpu, result, "signalling a client");
 }
 
 int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)

@@ -525,6 +525,8 @@ struct kvq__queue {
     struct {
         struct kvq__gpu *gpu; // NULL: none
         kvq_gpu_ptr ready, done;
+        const struct kvq__events *events; // instead of these words, if not NULL
+        bool used;
     } timeline;
     uint8_t *own_arena;
     size_t own_arena_bytes;

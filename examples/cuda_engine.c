@@ -109,9 +109,10 @@ int main(void)
         entry.position = entry.value;
     }
     cuda(cuStreamSynchronize(stream));
+    static const char *const orders[] = {"nothing", "words", "events", "the host"};
     printf("%llu tokens on %s, output %.6f, streams ordered by %s\n",
            (unsigned long long)entry.position, gpu.name, (double)out[0],
-           kvq_queue_order(queue) == KVQ_ORDER_WORDS ? "words" : "the host");
+           orders[kvq_queue_order(queue)]);
 
     kvq_buffer_close(&buffer); // before the memory is freed
     kvq_disconnect(&client);

@@ -27,6 +27,7 @@ enum {
     KVQ_REQ_SLOTS = 1 << 13, // request ring: 512 KiB
     KVQ_CQ_SLOTS = 1 << 12,  // completion ring: 256 KiB
     KVQ_QUEUE_CREDITS = 8,   // requests in flight on one queue
+    KVQ_QUEUE_EVENTS = 8,    // where events order its requests: of each kind, used in turn
 
     // Per client.
     KVQ_MAX_CLIENTS = 1024,

@@ -33,7 +33,10 @@ static struct {
     struct kvq_gpu_stream *stream;
     struct kvq_soft_counts before;
     int files;
-} rig;
+    int order;         // that is to come out
+    const char *asked; // by force; or NULL
+    const char *lacks; // what the daemon's driver does not have; or NULL
+} rig = {.order = KVQ_ORDER_WORDS};
 
 static void fine(int code)
 {
@@ -58,6 +61,8 @@ static void run_daemon(int ready)
     snprintf(number, sizeof number, "%d", ready);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     fcntl(ready, F_SETFD, 0);
+    if (rig.lacks)
+        setenv("KVQ_EMU_LACKS", rig.lacks, 1);
     execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
           KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
           "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
@@ -96,7 +101,7 @@ static int setup(void **state)
     uint32_t n;
     rig.before = soft_counts();
     rig.files = soft_open_files();
-    unsetenv("KVQ_GPU_ORDER");
+    setenv("KVQ_GPU_ORDER", rig.asked ? rig.asked : "", 1);
     start_daemon();
     const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
     fine(kvq_connect(&options, &rig.client));
@@ -274,7 +279,7 @@ static void test_arena(void **state)
     assert_int_equal(kvq_buffer_size(r.buffer), ARENA);
     assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_NONE);
     same_as_on_host(&r, (uintptr_t)kvq_buffer_device(r.buffer));
-    assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_WORDS);
+    assert_int_equal(kvq_queue_order(rig.queue), rig.order);
 }
 
 // Memory of cudaMalloc, by handle; the daemon is another process.
@@ -357,7 +362,7 @@ static void test_host_order_waits(void **state)
     kvq_buffer_close(&r.buffer);
 }
 
-// Without words in memory the host waits, and the results are the same.
+// Without words or events the host waits, and the results are the same.
 static void test_host_order(void **state)
 {
     (void)state;
@@ -366,21 +371,42 @@ static void test_host_order(void **state)
     fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &r.buffer));
     same_as_on_host(&r, (uintptr_t)kvq_buffer_device(r.buffer));
     assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_HOST);
+}
+
+// A new queue, of which `call` fails once, when order is asked for (NULL: whichever there is).
+static void new_queue(const char *order, const char *call)
+{
     kvq_queue_close(&rig.queue);
-    setenv("KVQ_GPU_ORDER", "nonsense", 1);
+    setenv("KVQ_GPU_ORDER", order ? order : "", 1);
     fine(kvq_queue_open(rig.client, &rig.queue));
-    refused(KVQ_E_INVALID, kvq_queue_prepare_streams(rig.queue), "words or host is possible");
-    setenv("KVQ_GPU_ORDER", "", 1);
-    assert_int_equal(soft_fail("stream_wait64", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
-    fine(kvq_queue_prepare_streams(rig.queue)); // found out, not believed
+    if (call)
+        assert_int_equal(soft_fail(call, 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
+}
+
+// What there is in this place is found out, not believed; what is asked for is not replaced.
+static void test_which_order(void **state)
+{
+    (void)state;
+    static const char *const words[] = {"host_register", "stream_write64", "stream_wait64"};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        new_queue(NULL, words[i]);
+        fine(kvq_queue_prepare_streams(rig.queue));
+        assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_EVENTS);
+    }
+    new_queue(NULL, "stream_wait64");
+    assert_int_equal(soft_fail("ipc_event_open", 9, false, KVQ_GPU_NOT_SUPPORTED), 0);
+    fine(kvq_queue_prepare_streams(rig.queue));
     assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_HOST);
-    kvq_queue_close(&rig.queue);
-    fine(kvq_queue_open(rig.client, &rig.queue));
-    setenv("KVQ_GPU_ORDER", "words", 1);
-    assert_int_equal(soft_fail("stream_write64", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
+    new_queue("words", "stream_write64");
     refused(KVQ_E_UNSUPPORTED, kvq_queue_prepare_streams(rig.queue), "KVQ_GPU_ORDER=words");
-    kvq_queue_close(&rig.queue);
-    fine(kvq_queue_open(rig.client, &rig.queue));
+    new_queue("events", "ipc_event_open");
+    refused(KVQ_E_UNSUPPORTED, kvq_queue_prepare_streams(rig.queue), "share /dev/shm");
+    new_queue("nonsense", NULL);
+    refused(KVQ_E_INVALID, kvq_queue_prepare_streams(rig.queue), "words, events or host");
+    new_queue("events", NULL);
+    fine(kvq_queue_prepare_streams(rig.queue));
+    assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_EVENTS);
+    new_queue(NULL, NULL);
     fine(kvq_queue_prepare_streams(rig.queue));
     assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_WORDS);
 }
@@ -446,12 +472,15 @@ static void test_refused(void **state)
     struct kvq_gpu_graph *graph;
     OK(drv.capture_end(rig.stream, &graph));
     OK(drv.graph_destroy(graph));
-    assert_int_equal(soft_fail("stream_write64", 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    bool words = rig.order == KVQ_ORDER_WORDS;
+    const char *tell = words ? "stream_write64" : "event_record";
+    assert_int_equal(soft_fail(tell, 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
     refused(KVQ_E_NO_MEMORY, kvq_append_on_stream(rig.queue, &r.work, &r.entry, 1, rig.stream),
             "tell the daemon");
     // If the stream cannot be made to wait, the host has waited.
     OK(drv.copy_in((uintptr_t)kvq_buffer_device(r.buffer), inputs(0, 1), 512 << 10, rig.stream));
-    assert_int_equal(soft_fail("stream_wait64", 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    const char *wait = words ? "stream_wait64" : "stream_wait";
+    assert_int_equal(soft_fail(wait, 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
     refused(KVQ_E_NO_MEMORY, kvq_append_on_stream(rig.queue, &r.work, &r.entry, 1, rig.stream),
             "wait for the daemon");
     end_step(&r); // it was appended
@@ -522,7 +551,7 @@ static void test_daemon_killed(void **state)
     start_daemon();
     assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
     assert_int_equal(lost, 1);
-    assert_int_equal(kvq_queue_order(rig.queue), KVQ_ORDER_WORDS);
+    assert_int_equal(kvq_queue_order(rig.queue), rig.order);
     assert_true((uintptr_t)kvq_buffer_device(arena.buffer) == at);
     arena.entry = tensor.entry = (struct kvq_entry){0};
     same_as_on_host(&arena, at);
@@ -596,7 +625,8 @@ static void test_example(void **state)
     assert_non_null(fgets(line, sizeof line, output));
     assert_int_equal(pclose(output), 0);
     assert_int_equal(strncmp(line, "44 tokens on ", 13), 0);
-    assert_non_null(strstr(line, "streams ordered by words"));
+    assert_non_null(strstr(line, rig.order == KVQ_ORDER_WORDS ? "streams ordered by words"
+                                                              : "streams ordered by events"));
     float out = strtof(strstr(line, "output ") + 7, NULL);
     assert_true(out >= 1 && out < 2); // a mean of values between 1 and 2
 }
@@ -609,6 +639,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_import),
         WITH_DAEMON(test_import_mapped),
         WITH_DAEMON(test_host_order),
+        WITH_DAEMON(test_which_order),
         WITH_DAEMON(test_host_order_waits),
         WITH_DAEMON(test_nobody_waits),
         WITH_DAEMON(test_refused),
@@ -618,13 +649,27 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_daemon_killed),
         WITH_DAEMON(test_reattach_with_freed_memory),
     };
+    const struct CMUnitTest by_host[] = {WITH_DAEMON(test_arena)};
+    const struct CMUnitTest by_events[] = {
+        WITH_DAEMON(test_arena),   WITH_DAEMON(test_nobody_waits), WITH_DAEMON(test_refused),
+        WITH_DAEMON(test_tickets), WITH_DAEMON(test_example),      WITH_DAEMON(test_daemon_killed),
+    };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
     soft_open();
     snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-gpu-XXXXXX");
     if (!mkdtemp(rig.directory))
         return 1;
-    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    int failed = cmocka_run_group_tests_name("words", tests, NULL, NULL);
+    rig.order = KVQ_ORDER_EVENTS;
+    rig.asked = "events";
+    failed += cmocka_run_group_tests_name("events", by_events, NULL, NULL);
+    rig.asked = NULL;
+    rig.lacks = "memory_ops";
+    failed += cmocka_run_group_tests_name("no words there", by_events, NULL, NULL);
+    rig.order = KVQ_ORDER_HOST;
+    rig.lacks = "memory_ops,ipc_events";
+    failed += cmocka_run_group_tests_name("neither there", by_host, NULL, NULL);
     char command[128];
     snprintf(command, sizeof command, "%s/admin", rig.directory);
     rmdir(command);

@@ -18,7 +18,7 @@ from .errors import check
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10}
-ORDERS = {0: "none", 1: "words", 3: "host"}
+ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
 
 
@@ -104,7 +104,7 @@ class Queue:
         return ticket
 
     def order(self):
-        """How calls with a stream order it: "words", "host", or "none" before the first."""
+        """How calls with a stream order it: "words", "events", "host", or "none" before the first."""
         return ORDERS[lib.kvq_queue_order(self.pointer)]
 
     def prepare_streams(self):

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests in the order of a GPU's stream by events of the daemon's, which are opened here (see
+// daemon/order.h). An event is waited for as of its latest record, so the stream can be made to
+// wait for the daemon only once that has recorded: when the completion is there, which comes when
+// the daemon has enqueued the work. No host waits for a GPU, but the calling thread for the daemon.
+#include "client/internal.h"
+
+#include <string.h>
+
+static int open_one(const struct kvq__here *here, const ProtobufCBinaryData *from,
+                    struct kvq_gpu_event **event)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    struct kvq_gpu_ipc_event handle;
+    if (from->len != sizeof handle.bytes)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's handle of an event has %zu bytes, not %zu",
+                         from->len, sizeof handle.bytes);
+    memcpy(handle.bytes, from->data, sizeof handle.bytes);
+    int result = here->driver->ipc_event_open(event, handle);
+    if (result == KVQ_GPU_OK)
+        return KVQ_OK;
+    *event = NULL;
+    kvq_gpu_fault(here->driver, result, "opening the daemon's events", text, sizeof text);
+    return kvq__fail(KVQ_E_UNSUPPORTED,
+                     "%s; containers must share /dev/shm (--ipc=host) and have different pids for "
+                     "that; KVQ_GPU_ORDER=host works without",
+                     text);
+}
+
+static int take(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
+{
+    size_t n = reply->n_ready;
+    int rc = KVQ_OK;
+    if (n == 0 || n > KVQ_QUEUE_EVENTS || reply->n_done != n)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon sent %zu and %zu events, 1 to %d of each are "
+                         "agreed",
+                         n, reply->n_done, KVQ_QUEUE_EVENTS);
+    t->n_events = (uint32_t)n;
+    for (size_t i = 0; i < n && rc == KVQ_OK; i++) {
+        rc = open_one(&t->here, &reply->ready[i], &t->ready_events[i]);
+        if (rc == KVQ_OK)
+            rc = open_one(&t->here, &reply->done[i], &t->done_events[i]);
+    }
+    return rc;
+}
+
+static bool daemon_has_events(const kvq_client *client, const struct kvq__here *here)
+{
+    for (uint32_t i = 0; i < client->n_gpus; i++)
+        if (memcmp(client->gpus[i].uuid, here->uuid, KVQ__UUID_BYTES) == 0)
+            return client->gpus[i].orders & 2;
+    return false;
+}
+
+int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
+{
+    kvq_client *client = queue->client;
+    Kvq__OpenEvents message = KVQ__OPEN_EVENTS__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want = KVQ__REPLY__RESULT_OPEN_EVENTS,
+                             .what = "opening a queue's events"};
+    if (!daemon_has_events(client, &t->here))
+        return kvq__fail(KVQ_E_UNSUPPORTED, "the daemon has no events that other processes can "
+                                            "open on this GPU; kvqctl doctor says more");
+    message.queue = queue->id;
+    message.gpu.data = t->here.uuid;
+    message.gpu.len = sizeof t->here.uuid;
+    call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_EVENTS;
+    call.request.open_events = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        rc = take(t, call.reply->open_events);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+void kvq__events_close(struct kvq__timeline *t)
+{
+    const struct kvq_gpu_driver *driver = t->here.driver;
+    for (uint32_t i = 0; i < t->n_events; i++) {
+        if (t->ready_events[i])
+            driver->event_destroy(t->ready_events[i]);
+        if (t->done_events[i])
+            driver->event_destroy(t->done_events[i]);
+        t->ready_events[i] = t->done_events[i] = NULL;
+    }
+    t->n_events = 0;
+}
+
+static int fault(const struct kvq__here *here, int result, const char *what)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
+    return kvq__fail(kvq__gpu_code(result), "%s", text);
+}
+
+int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
+{
+    struct kvq__timeline *t = &queue->timeline;
+    const struct kvq_gpu_driver *driver = t->here.driver;
+    uint32_t turn = (uint32_t)((t->last + 1) % t->n_events);
+    int result = driver->event_record(t->ready_events[turn], stream);
+    if (result != KVQ_GPU_OK)
+        return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
+    p->request.flags |= KVQ_REQ_ON_STREAM;
+    p->request.signal = ++t->last;
+    int rc = kvq__submit_send(queue, p);
+    if (rc == KVQ_OK)
+        rc = kvq__queue_wait(queue, p, UINT64_MAX);
+    if (rc) {
+        p->ticket = 0;
+        return rc;
+    }
+    result = driver->stream_wait(stream, t->done_events[turn], 0);
+    if (result == KVQ_GPU_OK)
+        return KVQ_OK;
+    driver->event_sync(t->done_events[turn]); // the host waits in its place
+    p->ticket = 0;
+    return fault(&t->here, result, "having the stream wait for the daemon");
+}
