@@ -499,8 +499,8 @@ KVQ_API KVQ_CHECK int kvq_append_attend_on_stream(kvq_queue *queue, const struct
 KVQ_API KVQ_CHECK int kvq_read_on_stream(kvq_queue *queue, const struct kvq_work *work,
                                          struct kvq_entry *entries, uint32_t n, void *stream);
 
-/* These four with a ticket: with words it does not even wait for the checks. Other operations are refused with
- * KVQ_E_INVALID. */
+/* These four with a ticket: with words it does not even wait for the checks. Other operations are
+ * refused with KVQ_E_INVALID. */
 KVQ_API KVQ_CHECK int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op,
                                            struct kvq_work *work, struct kvq_entry *entries,
                                            uint32_t n, void *stream, kvq_ticket *ticket);

@@ -227,22 +227,6 @@ static void pass_time(struct sim *sim)
 
 // ---- Actors ----
 
-// The client's streams signal before they ask, so that what it enqueues can always go on.
-static void open_timeline(struct sim *sim, struct actor *a)
-{
-    char text[KVQ_TEXT_BYTES];
-    struct kvq__gpu *gpu = sim->kit.core->pools[1].gpu;
-    uint64_t *words = sim_gpus()->memory_new(2 * sizeof *words);
-    words[0] = words[1] = 0;
-    int rc =
-        kvq__queue_timeline(a->member.queue, gpu, (uintptr_t)words, (uintptr_t)(words + 1), text);
-    MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
-    if (rc == 0)
-        a->timeline = words;
-    else
-        sim_gpus()->memory_free(words);
-}
-
 static void arrive(struct sim *sim, struct actor *a)
 {
     *a = (struct actor){0};
@@ -250,7 +234,7 @@ static void arrive(struct sim *sim, struct actor *a)
     MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
     a->present = rc == 0;
     if (a->present && sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 60))
-        open_timeline(sim, a);
+        order_open(sim, a);
 }
 
 static void leave_if_done(struct actor *a)
@@ -260,9 +244,7 @@ static void leave_if_done(struct actor *a)
     kit_settle(&a->member);
     kvq__queue_close(&a->member.queue);
     member_free(&a->member);
-    if (a->timeline)
-        sim_gpus()->memory_free(a->timeline);
-    a->timeline = NULL;
+    order_close(a);
     a->present = a->gone = false;
 }
 
@@ -270,6 +252,7 @@ static void die(struct sim *sim, struct actor *a)
 {
     kvq__client_detach(a->member.client);
     kvq__queue_ending(a->member.queue);
+    order_end(a);
     a->gone = true;
     a->phase = a->phase == OWED ? IDLE : a->phase;
     for (uint32_t i = 0; i < SIM_HANDLES; i++)
@@ -303,9 +286,12 @@ static void pay(struct sim *sim, struct actor *a)
 
 static void answered(struct sim *sim, struct actor *a)
 {
-    if (!(a->header.flags & KVQ_REQ_ON_STREAM) || a->gone)
+    if (!(a->header.flags & KVQ_REQ_ON_STREAM) || a->gone) {
         op_done(sim, a);
-    else if (sim_runs_late() && kit_chance(&sim->kit, 60))
+        return;
+    }
+    order_answered(a);
+    if (sim_runs_late() && kit_chance(&sim->kit, 60))
         a->phase = OWED;
     else
         pay(sim, a);
@@ -368,6 +354,8 @@ static void act(struct sim *sim, struct actor *a)
     if (!op_build(sim, a))
         return;
     kit_load(&a->member, &a->header, a->entries);
+    if (a->header.flags & KVQ_REQ_ON_STREAM)
+        order_ask(a);
     went(sim, a, kvq__request_start(a->member.queue));
 }
 

@@ -70,9 +70,10 @@ enum phase { IDLE, WAITING, RUNNING, ON_GPU, OWED };
 
 struct actor {
     struct member member;
-    bool present, gone; // gone: detached, its queue still to be closed
-    uint64_t *timeline; // [2]: ready and done, on the first GPU; NULL = its queue has none
-    uint64_t signal;    // of the last request on a stream
+    bool present, gone;        // gone: detached, its queue still to be closed
+    uint64_t *timeline;        // [2]: ready and done, on the first GPU; NULL = its queue has none
+    struct sim_events *events; // in between; NULL = the words are the queue's
+    uint64_t signal;           // of the last request on a stream
     struct hold holds[SIM_HANDLES];
     uint64_t step;  // number of its open step; 0 = none
     uint64_t steps; // numbers used
@@ -104,6 +105,14 @@ bool sim_runs_late(void);
 // Seeds that are run if nobody says, and what each of them begins with.
 uint32_t sim_seeds(void);
 void sim_begin(uint64_t seed);
+
+// ---- sim_order.c ----
+
+void order_open(struct sim *sim, struct actor *a);
+void order_ask(struct actor *a);      // before a request on a stream
+void order_answered(struct actor *a); // its completion is there
+void order_end(struct actor *a);      // dies: a driver ends what it recorded
+void order_close(struct actor *a);
 
 // ---- sim_tracks.c ----
 

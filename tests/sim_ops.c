@@ -266,8 +266,6 @@ bool op_build(struct sim *sim, struct actor *a)
     if (a->timeline && can_stream(op) && kit_chance(&sim->kit, 60)) {
         a->header.flags |= KVQ_REQ_ON_STREAM;
         a->header.signal = ++a->signal;
-        if (!sim_runs_late())
-            a->timeline[0] = a->signal;
     }
     fill_floats(sim, actor_q(a), is_attend(op) ? QUERIES : 0);
     for (uint32_t i = 0; i < n; i++)

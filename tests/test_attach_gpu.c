@@ -116,6 +116,17 @@ static int open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes)
     return peer_ask(p, &request, NULL, 0);
 }
 
+static int open_events(struct peer *p, uint32_t queue, size_t uuid_bytes)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenEvents open = KVQ__OPEN_EVENTS__INIT;
+    open.queue = queue;
+    open.gpu = bytes_of(&uuid, uuid_bytes);
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_EVENTS;
+    request.open_events = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
 // A first client with a timeline makes the daemon take what it keeps for the next one.
 static void begin(void)
 {
@@ -471,6 +482,54 @@ static void test_timeline(void **state)
     end();
 }
 
+// Events of the daemon's: the handles differ, and nothing is left of what no queue took.
+static void test_events(void **state)
+{
+    enum { ALL = 2 * KVQ_QUEUE_EVENTS };
+    (void)state;
+    begin();
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_queue(p), 0);
+    uint32_t queue = p->reply->open_queue->queue;
+    peer_close_fds(p);
+    assert_int_equal(open_events(p, queue + 1, sizeof uuid), KVQ_E_INVALID);
+    says(p, "no queue");
+    SETTLES(events, 0);
+    assert_int_equal(open_events(p, queue, 3), KVQ_E_INVALID);
+    assert_int_equal(soft_fail("event_create", ALL, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_NO_MEMORY);
+    SETTLES(events, 0);
+    assert_int_equal(soft_fail("ipc_event_get", 2, false, KVQ_GPU_SYSTEM), 0);
+    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_UNSUPPORTED);
+    says(p, "making events");
+    SETTLES(events, 0);
+    // Words that no request has used do not stand in the way.
+    assert_int_equal(open_timeline(p, queue, sizeof uuid), 0);
+    peer_close_fds(p);
+    assert_int_equal(open_events(p, queue, sizeof uuid), 0);
+    assert_int_equal(p->n_fds, 0);
+    const Kvq__OpenEventsReply *reply = p->reply->open_events;
+    assert_true(reply->n_ready == KVQ_QUEUE_EVENTS && reply->n_done == KVQ_QUEUE_EVENTS);
+    for (size_t i = 0; i < reply->n_ready; i++) {
+        assert_true(reply->ready[i].len == 64 && reply->done[i].len == 64);
+        assert_memory_not_equal(reply->ready[i].data, reply->done[i].data, 64);
+        if (i)
+            assert_memory_not_equal(reply->ready[i].data, reply->ready[i - 1].data, 64);
+    }
+    SETTLES(events, ALL);
+    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_EXISTS);
+    says(p, "timeline already");
+    SETTLES(events, ALL);
+    assert_int_equal(open_timeline(p, queue, sizeof uuid), KVQ_E_EXISTS);
+    assert_int_equal(peer_close_queue(p, queue), 0);
+    SETTLES(events, 0);
+    assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(open_events(p, p->reply->open_queue->queue, sizeof uuid), 0);
+    peer_cancel(p, p->next_id); // goes with its queue
+    peer_free(p);
+    end();
+}
+
 static void test_host_memory(void **state)
 {
     (void)state;
@@ -586,6 +645,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_refused_imports),
         WITH_DAEMON(test_import_by_descriptor),
         WITH_DAEMON(test_timeline),
+        WITH_DAEMON(test_events),
         WITH_DAEMON(test_host_memory),
         WITH_DAEMON(test_failing_driver),
         WITH_DAEMON(test_slow_driver),

@@ -104,7 +104,7 @@ class Queue:
         return ticket
 
     def order(self):
-        """How calls with a stream order it: "words", "events", "host", or "none" before the first."""
+        """How calls with a stream order it: "words", "events", "host"; "none" before the first."""
         return ORDERS[lib.kvq_queue_order(self.pointer)]
 
     def prepare_streams(self):
