@@ -116,7 +116,7 @@ static void fill_units(struct kvq__wave *wave, uint32_t i, struct packs *p)
     };
     if (has_lesson(l))
         p->lessons[p->n_lessons++] = (struct kvq_gpu_lesson){
-            unit.recipe, kvq__wave_there(wave, w->pages), w->pack.extras, l->learn};
+            unit.recipe, kvq__wave_there(wave, w->pages), w->pack.extras, NULL, l->learn};
     p->runs[p->n_runs++] = p->n_units;
     for (uint64_t t = w->pack.first; t < w->pack.end; t += l->format->unit_tokens) {
         const struct kvq_page *page =
@@ -323,13 +323,13 @@ static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct k
     if (c->packed) {
         size_t n =
             l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
-        *next++ = (struct kvq_gpu_copy){c->to, c->from, l->layout.record_bytes, (uint32_t)n,
-                                        l->shape.kv_heads};
+        *next++ = (struct kvq_gpu_copy){c->to,       c->from,          NULL, l->layout.record_bytes,
+                                        (uint32_t)n, l->shape.kv_heads};
         return next;
     }
-    *next++ = (struct kvq_gpu_copy){c->to, c->from, l->raw_layout.record_bytes, (uint32_t)k,
-                                    l->shape.kv_heads};
-    *next++ = (struct kvq_gpu_copy){c->to + at, c->from + at, l->raw_layout.record_bytes,
+    *next++ = (struct kvq_gpu_copy){c->to,       c->from,          NULL, l->raw_layout.record_bytes,
+                                    (uint32_t)k, l->shape.kv_heads};
+    *next++ = (struct kvq_gpu_copy){c->to + at,  c->from + at,     NULL, l->raw_layout.record_bytes,
                                     (uint32_t)v, l->shape.kv_heads};
     return next;
 }

@@ -196,23 +196,20 @@ static kvq_gpu_work work_of(const workload &w, size_t n)
     return work;
 }
 
-static void add_work(workload &w, const host_cache &c, const on_device &d, uint64_t shift = 0)
+static void add_work(workload &w, const host_cache &c, const on_device &d, uint64_t shift = 0,
+                     const uint32_t *guard = NULL)
 {
     w.recipes.push_back(&d.recipe);
     if (d.learn && d.learn <= c.tokens) {
-        const kvq_gpu_lesson lesson = {d.its, d.pages, d.extras, d.learn};
+        const kvq_gpu_lesson lesson = {d.its, d.pages, d.extras, guard, d.learn};
         w.lessons.push_back(lesson);
     }
     for (uint32_t t = 0; t + c.format->unit_tokens <= c.packed; t += c.format->unit_tokens) {
         const uint32_t page = t / 128;
-        const kvq_gpu_unit unit = {d.its,
-                                   d.book,
-                                   d.raw + page * d.raw_block,
-                                   d.blocks + page * d.block,
-                                   d.extras,
-                                   (uint64_t)page * 128 + shift,
-                                   t % 128,
-                                   d.learn};
+        const kvq_gpu_unit unit = {
+            d.its,    d.book, d.raw + page * d.raw_block,   d.blocks + page * d.block,
+            d.extras, guard,  (uint64_t)page * 128 + shift, t % 128,
+            d.learn};
         w.units.push_back(unit);
     }
     w.runs.push_back((uint32_t)w.units.size());
@@ -467,6 +464,38 @@ static void test_any(void **)
     }
 }
 
+// Guarded work is all done while its word is 0, and leaves no trace while it is not.
+static void test_guard(void **)
+{
+    for (const uint32_t word : {1u, 0u}) {
+        const kvq_shape s = kvt_shape(1, 2, 64, KVQ_F16);
+        host_cache c = kvt_cache(cpu, "ott2-oscar", s, 256, -1, KVT_OUTLIERS, kvt_seed());
+        const on_device d = put_on_device(c);
+        const size_t extras = kvq_extras_bytes(c.format, &c.shape);
+        const vector<uint8_t> blocks = download(d.blocks, c.n_pages * d.block),
+                              fresh = download(d.extras, extras);
+        const uint32_t *guard = (const uint32_t *)upload(&word, sizeof(word));
+        const vector<uint8_t> source(256, 7), target(256, 9);
+        const kvq_gpu_copy copy = {upload_all(target), upload_all(source), guard, 128, 128, 2};
+        workload w;
+        add_work(w, c, d, 0, guard);
+        assert_true(w.units.size() > 0 && w.lessons.size() > 0);
+        learn_and_pack(w);
+        const kvq_gpu_work work = {NULL, 0, 1, NULL};
+        done(kvq_gpu_copy_rows(&dev, &work, (kvq_gpu_ptr)upload(&copy, sizeof(copy)), text,
+                               sizeof(text)),
+             "copy");
+        assert_true(download(copy.to, 256) == (word ? target : source));
+        if (!word)
+            same_cache(c, d);
+        else
+            assert_true(download(d.blocks, blocks.size()) == blocks &&
+                        download(d.extras, extras) == fresh);
+        free_device();
+        kvt_cache_free(&c);
+    }
+}
+
 static void test_no_runs(void **)
 {
     host_cache c = kvt_cache(cpu, "ott2", kvt_shape(1, 1, 64, KVQ_F16), 128, -1, KVT_NORMAL, 1);
@@ -543,7 +572,7 @@ static void check_store(uint64_t seed)
     vector<kvq_page> pages(3);
     for (size_t i = 0; i < 3; i++)
         pages[i].raw = blocks + i * block;
-    kvq_gpu_store_counts none = {0, 0}, *its = (kvq_gpu_store_counts *)upload(&none, sizeof(none));
+    kvq_gpu_store_counts none = {}, *its = (kvq_gpu_store_counts *)upload(&none, sizeof(none));
     const kvq_recipe *on_it = (const kvq_recipe *)upload(&recipe, sizeof(recipe));
     const kvq_gpu_store_job job = {on_it, k.device, v.device, upload_all(pages),
                                    start, its,      tokens};
@@ -565,6 +594,36 @@ static void test_store(void **)
 {
     for (uint64_t i = 0; i < (full() ? 60 : 12); i++)
         check_store(kvt_seed() + 100 * i);
+}
+
+// Stores that the host has cancelled count one more value as not finite, each launch at least once.
+static void test_cancelled(void **)
+{
+    const kvq_shape s = kvt_shape(1, 2, 64, KVQ_F16);
+    const kvq_layout raw = kvq_layout_raw(&s);
+    const kvq_recipe recipe = kvq_recipe_of(kvt_format("oscar2"), &s), *recipes[] = {&recipe};
+    const vector<float> zeros(2 * 64 * 8);
+    const kvq_view view = {upload_all(zeros), 2 * 64 * 4, 64 * 4, KVQ_F32};
+    const kvq_page page = {NULL, (const uint8_t *)device_bytes(kvq_block_bytes(&raw, &s)), 0, 0};
+    for (const uint32_t word : {0u, 1u}) {
+        kvq_gpu_store_counts counts = {0, 0, word, 0}, *its;
+        its = (kvq_gpu_store_counts *)upload(&counts, sizeof(counts));
+        const kvq_gpu_store_job job = {(const kvq_recipe *)upload(&recipe, sizeof(recipe)),
+                                       view,
+                                       view,
+                                       (const kvq_page *)upload(&page, sizeof(page)),
+                                       0,
+                                       its,
+                                       8};
+        const kvq_gpu_work work = {recipes, 1, 1, NULL};
+        done(kvq_gpu_store(&dev, &work, (kvq_gpu_ptr)upload(&job, sizeof(job)), 8, text,
+                           sizeof(text)),
+             "store");
+        memcpy(&counts, download(its, sizeof(counts)).data(), sizeof(counts));
+        assert_int_equal(counts.nonfinite, word);
+        assert_int_equal(counts.saturated, 0);
+    }
+    free_device();
 }
 
 // More jobs than the second dimension of a grid can have.
@@ -734,6 +793,7 @@ int main(void)
         cmocka_unit_test(test_lesson),   cmocka_unit_test(test_replay),
         cmocka_unit_test(test_any),      cmocka_unit_test(test_many_jobs),
         cmocka_unit_test(test_batch),    cmocka_unit_test(test_no_runs),
+        cmocka_unit_test(test_guard),    cmocka_unit_test(test_cancelled),
         cmocka_unit_test(test_store),    cmocka_unit_test(test_read),
         cmocka_unit_test(test_merge),
     };

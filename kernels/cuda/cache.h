@@ -8,6 +8,9 @@
 // Work lies in arrays in device memory, written by the caller before the work runs; a captured
 // launch replays with whatever the arrays hold then, up to the numbers it was launched with. All
 // pointers in these structs are the device's. An entry whose recipe is NULL is skipped.
+//
+// Work that depends on whether stored values are finite has a guard: a word that earlier work of
+// the stream counts in. Entries whose guard is not 0 when their launch runs are skipped; NULL: none.
 #ifndef KVQ_KERNELS_CUDA_CACHE_H
 #define KVQ_KERNELS_CUDA_CACHE_H
 
@@ -28,9 +31,11 @@ KVQ_INLINE uint32_t kvq_gpu_span_width(uint32_t dim, uint32_t span)
 
 // ---- Work ----
 
-// As struct kvq_store_counts, in words that a GPU adds to; from 2^31 on they count no further.
+// As struct kvq_store_counts, in words that a GPU adds to; from 2^31 on they count no further. The
+// host may write `cancelled` at any time: stores that see that it is not 0 count one more value as
+// not finite, so that what is guarded by `nonfinite` is done for all of their tokens or for none.
 struct kvq_gpu_store_counts {
-    uint32_t nonfinite, saturated;
+    uint32_t nonfinite, saturated, cancelled, pad;
 };
 
 // Tokens [start, start + tokens) of a session's layer, all KV heads, into raw records.
@@ -48,6 +53,7 @@ struct kvq_gpu_lesson {
     const struct kvq_recipe *recipe;
     const struct kvq_page *pages;
     uint8_t *extras;
+    const uint32_t *guard;
     uint32_t tokens; // kvq_learn_tokens() of the session
 };
 
@@ -58,6 +64,7 @@ struct kvq_gpu_unit {
     const uint8_t *raw_block;
     uint8_t *packed_block;
     uint8_t *extras;
+    const uint32_t *guard; // of all units of a run the same
     uint64_t block_start;
     uint32_t first;
     uint32_t learned;
@@ -80,9 +87,13 @@ struct kvq_gpu_read_job {
 struct kvq_gpu_copy {
     uint8_t *to;
     const uint8_t *from;
+    const uint32_t *guard;
     uint64_t stride; // from row to row, in both
     uint32_t bytes, rows;
 };
+
+// Whether an entry is done.
+#define KVQ_GPU_GOES(entry) (!(entry).guard || gpu::ldg32((entry).guard) == 0)
 
 // Moves the raw rows of kept tokens together, all KV heads of a layer: token offset + list[i] to
 // offset + i, counted from the first page on. Ascending.

@@ -200,7 +200,7 @@ KVQ_KERNEL(kvq_gpu_learn_all, kvq_gpu_learn_args, a)
 {
     const kvq_gpu_lesson &lesson = a.lessons[gpu::block_x()];
     const uint32_t head = gpu::block_y();
-    if (!lesson.recipe || head >= lesson.recipe->kv_heads)
+    if (!lesson.recipe || head >= lesson.recipe->kv_heads || !KVQ_GPU_GOES(lesson))
         return;
     const kvq_recipe &r = *lesson.recipe;
     const kvq_gpu_pupil p = {r, lesson, head, kvq_gpu_extras_of(r, lesson.extras, head)};
@@ -262,7 +262,7 @@ KVQ_KERNEL(kvq_gpu_compete, kvq_gpu_compete_args, a)
     const uint32_t head = gpu::block_y();
     for (uint32_t i = a.runs[gpu::block_x()]; i < a.runs[gpu::block_x() + 1]; i++) {
         const kvq_gpu_unit &u = a.units[i];
-        if (u.recipe && head < u.recipe->kv_heads && u.recipe->outliers)
+        if (u.recipe && head < u.recipe->kv_heads && u.recipe->outliers && KVQ_GPU_GOES(u))
             kvq_gpu_compete_unit(u, head);
     }
 }

@@ -232,7 +232,8 @@ template <int D> KVQ_DEVICE void kvq_gpu_pack_unit(const kvq_gpu_pack_args &a)
 {
     const kvq_gpu_unit &unit = a.units[gpu::block_x() / a.parts];
     const uint32_t index = gpu::block_x() % a.parts, head = gpu::block_y();
-    if (!unit.recipe || unit.recipe->dim != D || head >= unit.recipe->kv_heads)
+    if (!unit.recipe || unit.recipe->dim != D || head >= unit.recipe->kv_heads ||
+        !KVQ_GPU_GOES(unit))
         return;
     const kvq_recipe &r = *unit.recipe;
     const uint32_t of_k = r.unit_tokens / r.k.span;

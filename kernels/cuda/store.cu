@@ -59,6 +59,8 @@ KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
     for (uint64_t n = gpu::block_y() * warps + gpu::warp(); n < rows; n += a.blocks * warps)
         kvq_gpu_store_row(job, n, counted);
     if (job.counts) {
+        const bool first = gpu::block_y() == 0 && gpu::thread() == 0;
+        counted.nonfinite += first && gpu::ldg32(&job.counts->cancelled) != 0;
         kvq_gpu_count(&job.counts->nonfinite, counted.nonfinite);
         kvq_gpu_count(&job.counts->saturated, counted.saturated);
     }
@@ -76,6 +78,8 @@ KVQ_DEVICE void kvq_gpu_copy_row(uint8_t *to, const uint8_t *from, uint32_t byte
 KVQ_KERNEL(kvq_gpu_copy_all, kvq_gpu_copy_args, a)
 {
     const kvq_gpu_copy &job = a.jobs[gpu::block_x()];
+    if (!KVQ_GPU_GOES(job))
+        return;
     for (uint32_t row = gpu::block_y(); row < job.rows; row += a.blocks)
         kvq_gpu_copy_row(job.to + row * job.stride, job.from + row * job.stride, job.bytes,
                          gpu::thread(), KVQ_GPU_CACHE_THREADS);
