@@ -143,6 +143,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
+    TAILQ_INIT(&core->gpu_packs);
     if (open_packer(core) < 0) {
         c.memory.deallocate(c.memory.context, core, sizeof *core);
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
@@ -160,9 +161,10 @@ void kvq__core_close(struct kvq__core **pointer)
     if (!core)
         return;
     *pointer = NULL;
-    assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
     while ((client = TAILQ_FIRST(&core->clients)))
         kvq__client_detach(client);
+    kvq__lanes_drain(core);
+    assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
@@ -209,7 +211,7 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
     if (!busy)
         kvq__gpu_sweep(gpu);
     LIST_FOREACH (lane, &core->lanes, link)
-        if (lane->gpu == gpu && kvq__lane_stalls(lane))
+        if (lane->gpu == gpu && lane->client && kvq__lane_stalls(lane))
             kvq__event(core, KVQ__EVENT_CLIENT_STALLED, "", "", lane->client->id,
                        "its stream does not signal, so its work on the GPU waits; end the client "
                        "if others "
@@ -241,6 +243,8 @@ bool kvq__core_poll(struct kvq__core *core)
         next = LIST_NEXT(lane, link);
         any |= kvq__lane_poll(lane);
     }
+    if (any)
+        kvq__pack_on_gpus(core);
     return any;
 }
 

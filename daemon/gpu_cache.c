@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Storing, packing, reading back and changing caches on a GPU: one launch for all entries of a wave
+// Storing, reading back and changing caches on a GPU: one launch for all entries of a wave
 // (or as many as the lane's workspace asks for).
 #include <assert.h>
 #include <string.h>
@@ -72,101 +72,6 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
               : kvq__wave_launched(&wave, kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
                                                         THERE(&wave, jobs), most, wave.text,
                                                         sizeof wave.text));
-}
-
-// ---- Pack ----
-
-static uint32_t units_of(const struct kvq__queue *q, uint32_t i)
-{
-    const struct kvq__entry *w = &q->work[i];
-    return (uint32_t)((w->pack.end - w->pack.first) / own_layer(q, i)->format->unit_tokens);
-}
-
-static bool has_lesson(const struct kvq__layer *l)
-{
-    return l->learn && !l->learned;
-}
-
-size_t kvq__gpu_pack_room(const struct kvq__queue *q, uint32_t i)
-{
-    if (q->work[i].n_items == 0)
-        return 0;
-    return units_of(q, i) * sizeof(struct kvq_gpu_unit) + sizeof(struct kvq_gpu_lesson) +
-           sizeof(uint32_t) + KVQ__RECIPE_ROOM;
-}
-
-// What a wave packs.
-struct packs {
-    struct kvq_gpu_unit *units;
-    struct kvq_gpu_lesson *lessons;
-    uint32_t *runs;
-    uint32_t n_units, n_lessons, n_runs;
-};
-
-static void fill_units(struct kvq__wave *wave, uint32_t i, struct packs *p)
-{
-    const struct kvq__queue *q = wave->queue;
-    const struct kvq__entry *w = &q->work[i];
-    const struct kvq__layer *l = own_layer(q, i);
-    struct kvq_gpu_unit unit = {
-        .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
-        .book = kvq__wave_there(wave, kvq__wave_book(wave, l)),
-        .extras = w->pack.extras,
-        .learned = l->learn,
-    };
-    if (has_lesson(l))
-        p->lessons[p->n_lessons++] = (struct kvq_gpu_lesson){
-            unit.recipe, kvq__wave_there(wave, w->pages), w->pack.extras, NULL, l->learn};
-    p->runs[p->n_runs++] = p->n_units;
-    for (uint64_t t = w->pack.first; t < w->pack.end; t += l->format->unit_tokens) {
-        const struct kvq_page *page =
-            &w->pages[t / KVQ_BLOCK_TOKENS - w->pack.first / KVQ_BLOCK_TOKENS];
-        unit.raw_block = page->raw;
-        unit.packed_block = (uint8_t *)(uintptr_t)page->packed;
-        unit.first = (uint32_t)(t % KVQ_BLOCK_TOKENS);
-        unit.block_start = t - unit.first;
-        p->units[p->n_units++] = unit;
-    }
-}
-
-static int launch_packs(struct kvq__wave *wave, const struct packs *p)
-{
-    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
-    struct kvq_gpu_work lessons = kvq__wave_work(wave, p->n_lessons);
-    struct kvq_gpu_work units = kvq__wave_work(wave, p->n_units);
-    int failed =
-        kvq_gpu_learn(gpu, &lessons, THERE(wave, p->lessons), wave->text, sizeof wave->text);
-    failed = failed ? failed
-                    : kvq_gpu_pack(gpu, &units, THERE(wave, p->units), THERE(wave, p->runs),
-                                   p->n_runs, wave->text, sizeof wave->text);
-    return kvq__wave_launched(wave, failed);
-}
-
-int kvq__gpu_pack_wave(struct kvq__queue *q)
-{
-    struct kvq__wave wave;
-    struct packs p = {0};
-    uint32_t n = 0, units = 0;
-    kvq__wave_begin(&wave, q);
-    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
-        n += kvq__wave_has(q, i);
-        units += kvq__wave_has(q, i) ? units_of(q, i) : 0;
-    }
-    p.units = kvq__wave_take(&wave, units * sizeof *p.units);
-    p.lessons = kvq__wave_take(&wave, n * sizeof *p.lessons);
-    p.runs = kvq__wave_take(&wave, (n + 1) * sizeof *p.runs);
-    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
-        if (!kvq__wave_has(q, i))
-            continue;
-        fill_units(&wave, i, &p);
-        struct kvq__session *s = q->work[i].session;
-        struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
-        l->pack_lane = q->lane;
-        l->pack_number = q->lane->given + 1; // which closing its chunk gives
-    }
-    p.runs[p.n_runs] = p.n_units;
-    int rc = p.n_units ? kvq__wave_copy(&wave) : 0;
-    return rc || p.n_units == 0 ? rc : launch_packs(&wave, &p);
 }
 
 // ---- Read ----

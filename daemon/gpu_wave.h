@@ -38,6 +38,30 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
 // A code for a launch: `failed` with wave->text filled.
 int kvq__wave_launched(struct kvq__wave *wave, int failed);
 
+// ---- What a wave packs (gpu_pack.c) ----
+
+// Units of any layers and sessions, for one launch (formats that learn or have outliers: a few).
+struct kvq__packs {
+    struct kvq__queue *queue; // with an open chunk
+    STAILQ_HEAD(, kvq__pack_part) parts;
+    uint32_t n_parts, n_units, n_lessons;
+    size_t room; // of the chunk, that launching takes
+    bool cut;    // there was no room for some
+};
+void kvq__packs_begin(struct kvq__packs *packs, struct kvq__queue *queue);
+// Adds the layer's units from where it is packed, up to `end` or as far as there is room, and says
+// where that is. Others now have to wait for the lane. `guard` as in struct kvq_gpu_unit; 0: none.
+uint64_t kvq__packs_add(struct kvq__packs *packs, struct kvq__session *session, uint32_t layer,
+                        uint64_t end, kvq_gpu_ptr guard);
+// Bytes of the chunk that adding [first, end) takes, at most.
+size_t kvq__packs_room(const struct kvq__layer *layer, uint64_t first, uint64_t end);
+// 0, KVQ_E_SYSTEM. The layers are as before.
+int kvq__packs_launch(struct kvq__packs *packs);
+// Takes all that was launched for packed, and lets the sessions give back what they no longer need.
+void kvq__packs_done(const struct kvq__packs *packs);
+
+// ---- Entries ----
+
 // Entries that room was asked for: the wave may have many more that failed.
 static inline uint32_t kvq__wave_alive(const struct kvq__queue *q)
 {

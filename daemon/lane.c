@@ -134,12 +134,22 @@ static struct kvq__lane *lane_new(struct kvq__core *core, struct kvq__gpu *gpu)
     return lane;
 }
 
+static bool open_errands(struct kvq__core *core)
+{
+    core->errands = kvq__allocate(core, sizeof *core->errands);
+    if (core->errands)
+        core->errands->core = core;
+    return core->errands;
+}
+
 // What could not be made whole is kept as well, for the next attempt to go on with: here, too,
 // freeing would wait for the whole GPU.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
 {
     struct kvq__core *core = client->core;
     struct kvq__lane **slot = &client->lanes[index_of(core, gpu)];
+    if (!core->errands && !open_errands(core))
+        return KVQ_E_NO_MEMORY;
     if (!*slot) {
         struct kvq__lane *lane = take_spare(core, gpu);
         lane = lane ? lane : lane_new(core, gpu);
@@ -168,31 +178,54 @@ static void forget(const struct kvq__lane *lane)
                     s->layers[i].pack_lane = NULL;
 }
 
+static void spare(struct kvq__lane *lane)
+{
+    LIST_REMOVE(lane, link);
+    forget(lane);
+    LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
+}
+
 void kvq__lane_leave(struct kvq__lane **pointer)
 {
     struct kvq__lane *lane = *pointer;
     if (!lane)
         return;
-    assert(lane->n == 0 && lane->n_held == 0 && !kvq__lane_busy(lane));
+    assert(lane->n_held == 0);
     *pointer = NULL;
-    LIST_REMOVE(lane, link);
-    forget(lane);
     lane->client = NULL;
-    LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
+    if (!kvq__lane_busy(lane))
+        spare(lane);
+}
+
+void kvq__lanes_drain(struct kvq__core *core)
+{
+    struct kvq__lane *lane;
+    while ((lane = LIST_FIRST(&core->lanes))) {
+        if (kvq__gpu_enter(lane->gpu) == KVQ_GPU_OK)
+            kvq__gpu_driver(lane->gpu)->stream_sync(lane->stream);
+        kvq__lane_poll(lane);
+        assert(LIST_FIRST(&core->lanes) != lane);
+    }
+}
+
+static void hush(const struct kvq__lane *lane)
+{
+    for (; lane; lane = LIST_NEXT(lane, link))
+        if (lane->watch && kvq__gpu_enter(lane->gpu) == KVQ_GPU_OK)
+            kvq__gpu_driver(lane->gpu)->stream_sync(lane->watch);
 }
 
 void kvq__lanes_hush(struct kvq__core *core)
 {
-    struct kvq__lane *lane;
-    LIST_FOREACH (lane, &core->spare_lanes, link)
-        if (lane->watch && kvq__gpu_enter(lane->gpu) == KVQ_GPU_OK)
-            kvq__gpu_driver(lane->gpu)->stream_sync(lane->watch);
+    hush(LIST_FIRST(&core->lanes));
+    hush(LIST_FIRST(&core->spare_lanes));
 }
 
 void kvq__lanes_close(struct kvq__core *core)
 {
     struct kvq__lane *lane;
     assert(LIST_EMPTY(&core->lanes));
+    kvq__deallocate(core, core->errands, sizeof *core->errands);
     while ((lane = LIST_FIRST(&core->spare_lanes))) {
         LIST_REMOVE(lane, link);
         lane_free(lane);
@@ -406,6 +439,8 @@ bool kvq__lane_poll(struct kvq__lane *lane)
         let_go(lane, p);
         any = true;
     }
+    if (!lane->client && !kvq__lane_busy(lane))
+        spare(lane);
     return any;
 }
 

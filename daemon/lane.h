@@ -40,7 +40,7 @@ struct kvq__pending {
 struct kvq__lane {
     LIST_ENTRY(kvq__lane) link; // in the core
     struct kvq__core *core;
-    struct kvq__client *client;
+    struct kvq__client *client; // NULL: it is gone
     struct kvq__gpu *gpu;
     bool ready; // all of it was made
     struct kvq_gpu_stream *stream;
@@ -67,13 +67,16 @@ enum { KVQ__LANE_HELD = 16 * KVQ_MAX_BATCH };
 
 // The client's lane on a GPU, made if need be. KVQ_E_NO_MEMORY, KVQ_E_SYSTEM. Not on the hot path.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **lane);
-// The client is gone and all its work has ended: the lane waits for another client. It is not
-// freed: to free GPU memory or pinned memory is to wait for the whole GPU, and so for every client
-// whose stream has yet to signal. NULL is fine.
+// The client is gone and all its work has ended, but maybe some that nobody waits for: the lane is
+// there for another client when that has, too. It is not freed: to free GPU memory or pinned memory
+// is to wait for the whole GPU, and so for every client whose stream has yet to signal. NULL is
+// fine.
 void kvq__lane_leave(struct kvq__lane **lane);
 // When no client is left: returns once no thread of the driver's calls a `wake` any more.
 void kvq__lanes_hush(struct kvq__core *core);
-// Frees them, when no client is left.
+// When no client is left: waits for what they still do.
+void kvq__lanes_drain(struct kvq__core *core);
+// Frees them then.
 void kvq__lanes_close(struct kvq__core *core);
 
 // Opens a chunk on its client's lane for the GPU that the queue's wave is for, and on the first one

@@ -7,7 +7,7 @@
 #include "daemon/lane.h"
 #include "daemon/state.h"
 
-static uint64_t due(const struct kvq__session *s, uint32_t layer)
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
 {
     const struct kvq__layer *l = &s->layers[layer];
     return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
@@ -169,20 +169,25 @@ const struct kvq__pass kvq__pass_pack = {.prepare = prepare,
 
 // ---- In the background ----
 
+static struct kvq__session_list *list_of(const struct kvq__session *s)
+{
+    return s->pool->gpu ? &s->core->gpu_packs : &s->core->pack_queue;
+}
+
 void kvq__pack_queue(struct kvq__session *s)
 {
-    if (s->pack_queued || s->dropped || s->pool->gpu) // there, who attends packs
+    if (s->pack_queued || s->dropped)
         return;
     for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
-        s->pack_queued = due(s, i) > s->layers[i].packed;
+        s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;
     if (s->pack_queued)
-        TAILQ_INSERT_TAIL(&s->core->pack_queue, s, pack_link);
+        TAILQ_INSERT_TAIL(list_of(s), s, pack_link);
 }
 
 void kvq__pack_unqueue(struct kvq__session *s)
 {
     if (s->pack_queued)
-        TAILQ_REMOVE(&s->core->pack_queue, s, pack_link);
+        TAILQ_REMOVE(list_of(s), s, pack_link);
     s->pack_queued = false;
 }
 
@@ -202,7 +207,7 @@ static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer
     p->session = s;
     p->layer = layer;
     p->first = l->packed;
-    p->end = due(s, layer) < most ? due(s, layer) : most;
+    p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
     find_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = l->extras.data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background};
@@ -217,7 +222,7 @@ static bool try_session(struct kvq__core *core, struct kvq__session *s, bool *be
 {
     bool any = false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
-        if (due(s, i) <= s->layers[i].packed)
+        if (kvq__pack_due(s, i) <= s->layers[i].packed)
             continue;
         any = true;
         if (s->layers[i].packer)

@@ -649,6 +649,11 @@ const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64
 
 // Queues the session for packing in the background if any layer has whole units to pack.
 void kvq__pack_queue(struct kvq__session *s);
+// What of a layer is to be packed at what is committed.
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
+// Enqueues the packing of queued sessions on GPUs, behind their writers' work (gpu_pack.c). What
+// has no room there, or must wait for something, stays queued.
+void kvq__pack_on_gpus(struct kvq__core *core);
 void kvq__pack_unqueue(struct kvq__session *s);
 
 // Packing of one layer that no request waits for.
@@ -682,7 +687,8 @@ struct kvq__core {
     struct kvq__flight_list flights;           // oldest first
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
     uint64_t last_flight, last_client, last_session, last_queue;
-    struct kvq__session_list pack_queue;
+    struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
+    struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
     uint32_t n_prepared; // sessions that wait for their groups

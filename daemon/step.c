@@ -280,6 +280,7 @@ enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             kvq__step_recheck(q->work[i].session, &q->results[i]);
+    kvq__pack_on_gpus(q->core);
     q->core->steps += q->core->appended_tokens > before;
     return kvq__request_end(q, rc);
 }

@@ -21,6 +21,7 @@ enum {
     HEADS = 2,
     DIM = 64,
     TOKENS = 4,
+    MANY = 400, // so many that units are due
     MIB = 1 << 20,
     BUFFER = MIB,
     Q_AT = BUFFER / 4,
@@ -156,6 +157,13 @@ static struct kvq_request end_of(void)
 static uint64_t done_of(const struct streamer *s)
 {
     return kvq_word64_load_acquire(&s->words[1]);
+}
+
+// Until nothing of the client's lane is under way, what nobody waits for included.
+static void settle_lane(struct streamer *s)
+{
+    while (kvq__lane_busy(s->m.client->lanes[0]))
+        kvq__core_poll(kit.core);
 }
 
 static void signal_ready(struct streamer *s)
@@ -425,32 +433,95 @@ static void test_gone_with_work_on_a_gpu(void **state)
     reopen(&one, "one");
 }
 
+// A step of a new session, ended while the stream is held back: units of it are due, and their
+// packing is under way until the stream is let go on.
+static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
+{
+    struct kvq_gpu_stream *stream = s->m.client->lanes[0]->stream;
+    struct kvq_request r = append_of(s);
+    struct kvq_entry_wire e = {.append = MANY};
+    open_session_of(s, "packed", "oscar2");
+    e.handle = s->session;
+    assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_request(&s->m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
+    signal_ready(s);
+    kit_settle(&s->m);
+    stall(stream, true);
+    r = end_of();
+    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+    assert_true(kit_of(&s->m, s->session)->layers[0].packed > 0);
+    assert_true(kvq__lane_busy(s->m.client->lanes[0]));
+    return stream;
+}
+
 // Units that a stream has yet to pack are not copied before they are there.
 static void test_fork_waits_for_packing(void **state)
 {
-    enum { MANY = 400 };
-    struct kvq_request r = append_of(&one);
-    struct kvq_entry_wire e = {.append = MANY};
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    struct kvq_entry_wire e = {.handle = one.session, .position = MANY};
     (void)state;
-    open_session_of(&one, "packed", "oscar2");
-    e.handle = one.session;
-    assert_int_equal(kit_simple(&one.m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    assert_int_equal(kit_request(&one.m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
-    signal_ready(&one);
-    kit_settle(&one.m);
-    r = end_of();
-    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
-    assert_int_equal(attend(&one, 0), 0);
-    assert_true(kit_of(&one.m, one.session)->layers[0].packed > 0);
-    e = (struct kvq_entry_wire){.handle = one.session, .position = MANY};
     assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, NULL), 1); // waits
-    signal_ready(&one);
-    kit_settle(&one.m);
+    stall(stream, false);
+    settle_lane(&one);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
     kit_settle(&one.m);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+}
+
+// Nobody waits for packing, so its client can go: the lane stays until it has ended, and what it
+// reads and writes stays as well.
+static void test_gone_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    const struct kvq__lane *lane = one.m.client->lanes[0];
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    (void)state;
+    kvq__client_detach(one.m.client);
+    kvq__queue_ending(one.m.queue);
+    assert_true(kvq__queue_settled(one.m.queue));
+    reopen(&one, "one");
+    assert_ptr_not_equal(one.m.client->lanes[0], lane);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stall(stream, false);
+    while (kvq__lane_busy(lane))
+        kvq__core_poll(kit.core);
+    assert_null(lane->client);
+    assert_ptr_equal(LIST_FIRST(&kit.core->spare_lanes), lane);
+}
+
+// What a session that nobody reads has been given is packed all the same, and its raw blocks are
+// given back: at once, as much as a chunk of the lane holds, and the rest when there is room again.
+static void test_packs_unasked(void **state)
+{
+    enum { MORE = 2000, OWN_HEADS = 1 };
+    static const struct kvq__layer_row rows = {.q_heads = OWN_HEADS,
+                                               .kv_heads = OWN_HEADS,
+                                               .k_dim = DIM,
+                                               .v_dim = DIM,
+                                               .kv_from = -1,
+                                               .repeat = 3};
+    (void)state;
+    kit.core->config.lane_bytes = 20 << 10;
+    struct streamer three;
+    open_streamer(&three, "three");
+    struct kvq__session_spec spec = {.format = "ott2",
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &rows,
+                                     .n_layers = 1};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&three.m, info.handle, MORE, OWN_HEADS, DIM), 0);
+    const struct kvq__session *s = kit_of(&three.m, info.handle);
+    settle_lane(&three);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        assert_int_equal(s->layers[i].packed, kvq__packed_at(s, &s->layers[i], MORE));
+        assert_true(s->layers[i].packed > MORE / 2);
+        assert_null(s->layers[i].pages[0].raw.data);
+    }
+    close_streamer(&three);
 }
 
 // A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
@@ -514,7 +585,6 @@ static void ignore(void *context, void *hold)
 // The last of 400 tokens' attention, from a session at this place.
 static void attend_by_book(const char *place, float *out)
 {
-    enum { MANY = 400 };
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES] = "";
     struct kvq__session_spec spec = {
@@ -622,6 +692,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
         cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
         cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_gone_while_packing, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_packs_unasked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
         cmocka_unit_test_setup_teardown(test_codebook, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),

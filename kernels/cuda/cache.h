@@ -10,7 +10,8 @@
 // pointers in these structs are the device's. An entry whose recipe is NULL is skipped.
 //
 // Work that depends on whether stored values are finite has a guard: a word that earlier work of
-// the stream counts in. Entries whose guard is not 0 when their launch runs are skipped; NULL: none.
+// the stream counts in. Entries whose guard is not 0 when their launch runs are skipped. NULL: no
+// guard.
 #ifndef KVQ_KERNELS_CUDA_CACHE_H
 #define KVQ_KERNELS_CUDA_CACHE_H
 
