@@ -7,6 +7,7 @@
 
 #include "daemon/lane.h"
 #include "daemon/state.h"
+#include "daemon/table.h"
 
 // What both ask of an entry: `back` tokens are to be looked at again.
 static int check_entry(struct kvq__queue *q, uint32_t i, uint64_t back)
@@ -19,6 +20,8 @@ static int check_entry(struct kvq__queue *q, uint32_t i, uint64_t back)
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (back > s->tokens - s->floor)
         return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, s->floor);
+    if (kvq__tables_need(s, q->client, s->tokens - back)) // others read those tokens where they are
+        return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     return 0;
 }
 

@@ -7,6 +7,7 @@
 
 #include "daemon/lane.h"
 #include "daemon/state.h"
+#include "daemon/table.h"
 
 // ---- Clients ----
 
@@ -28,6 +29,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
     c->connected_at = core->now;
     snprintf(c->name, sizeof c->name, "%s", name ? name : "");
     LIST_INIT(&c->free_handles);
+    LIST_INIT(&c->tables);
     TAILQ_INSERT_TAIL(&core->clients, c, link);
     core->n_clients++;
     *id = c->id;
@@ -77,6 +79,8 @@ void kvq__client_detach(struct kvq__client *c)
     assert(!c->gone);
     c->gone = true;
     close_handles(c);
+    kvq__tables_close(c);
+    kvq__tellings_drop(c);
     assert(c->n_steps == 0 && c->n_handles == 0);
     for (uint32_t i = 0; i < KVQ_MAX_BUFFERS; i++)
         if (c->buffers[i].id && !c->buffers[i].removed)
@@ -260,6 +264,7 @@ void kvq__handle_free(struct kvq__handle *h)
 {
     assert(h->used && !h->session);
     h->used = h->taken = h->read_only = false;
+    h->table = NULL;
     h->generation = h->generation == UINT32_MAX ? 1 : h->generation + 1;
     h->client->n_handles--;
     LIST_INSERT_HEAD(&h->client->free_handles, h, link);

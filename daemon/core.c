@@ -119,10 +119,31 @@ static void open_pools(struct kvq__core *core)
     }
 }
 
-static int open_packer(struct kvq__core *core)
+static size_t numbers_bytes(const struct kvq__pool *pool)
+{
+    return (kvq__pool_extents(pool) + 63) / 64 * sizeof *pool->numbers;
+}
+
+static void close_memory(struct kvq__core *core)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
+    kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    struct kvq__memory_ops memory = core->config.memory;
+    memory.deallocate(memory.context, core, sizeof *core);
+}
+
+// What pools and packer need of bookkeeping memory.
+static int open_memory(struct kvq__core *core)
 {
     core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    return core->packer.pages ? 0 : KVQ_E_NO_MEMORY;
+    bool enough = core->packer.pages;
+    for (uint32_t i = 0; i < core->n_pools && enough; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        pool->numbers = kvq__allocate(core, numbers_bytes(pool));
+        enough = pool->numbers;
+    }
+    return enough ? 0 : KVQ_E_NO_MEMORY;
 }
 
 int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out, char *text)
@@ -144,8 +165,8 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
     TAILQ_INIT(&core->gpu_packs);
-    if (open_packer(core) < 0) {
-        c.memory.deallocate(c.memory.context, core, sizeof *core);
+    if (open_memory(core) < 0) {
+        close_memory(core);
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
     }
     *out = core;
@@ -173,9 +194,7 @@ void kvq__core_close(struct kvq__core **pointer)
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
     kvq__namespaces_close(core);
-    kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    struct kvq__memory_ops memory = core->config.memory;
-    memory.deallocate(memory.context, core, sizeof *core);
+    close_memory(core);
 }
 
 // ---- Time ----

@@ -326,12 +326,14 @@ struct kvq__table_memory {
     uint64_t gpu;
     uint32_t layers, pages;
 };
-// Makes the table of an open session; `base`: where the client maps the pool. The memory must stay
-// until table_gone was called. KVQ_E_STALE, KVQ_E_EXISTS, KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it has
-// more tokens than that), KVQ_E_NO_MEMORY, KVQ_E_UNSUPPORTED.
-int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t base,
+// Makes the table of an open session, which a STEP then publishes; `pool_at`: where the client maps
+// the pool. The memory must stay until table_gone was called. KVQ_E_STALE, KVQ_E_EXISTS,
+// KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it has more tokens than that), KVQ_E_NO_MEMORY,
+// KVQ_E_UNSUPPORTED.
+int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_at,
                     const struct kvq__table_memory *memory, char *text);
-// table_gone follows when nothing in flight uses it, maybe at once. KVQ_E_STALE.
+// table_gone follows when nothing in flight uses it, maybe at once; closing the session or the
+// client's own drop of it closes its table, too. KVQ_E_STALE.
 int kvq__table_close(struct kvq__client *client, uint64_t handle, char *text);
 
 struct kvq__extent_export {

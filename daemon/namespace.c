@@ -63,6 +63,7 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     ns->limit_bytes = c->limit_bytes;
     ns->limit_sessions = c->limit_sessions;
     LIST_INIT(&ns->classes);
+    LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
     if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
         !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids)) {

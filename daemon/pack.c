@@ -89,18 +89,22 @@ static uint64_t pages_end(const struct kvq__layer *l, uint64_t end)
     return l->learn > end && !l->learned ? l->learn : end;
 }
 
-static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)
+static void note_packed(const struct kvq__session *s, struct kvq__layer *l, uint64_t end)
 {
     l->packer = NULL;
-    if (s->dropped)
+    if (s->dropped || l->packed >= end)
         return;
-    if (l->packed < end) {
-        l->packed = end;
-        l->learned = l->learn > 0;
-        if (l->extras.data && !s->pool->gpu)
-            kvq_outliers_publish(l->format, &l->shape, l->extras.data);
-    }
-    kvq__pages_release(s);
+    l->packed = end;
+    l->learned = l->learn > 0;
+    if (l->extras.data && !s->pool->gpu)
+        kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+}
+
+static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)
+{
+    note_packed(s, l, end);
+    if (!s->dropped)
+        kvq__pages_release(s);
 }
 
 // ---- In a request ----
@@ -166,6 +170,102 @@ const struct kvq__pass kvq__pass_pack = {.prepare = prepare,
                                          .finish = finish,
                                          .gpu_wave = kvq__gpu_pack_wave,
                                          .gpu_room = kvq__gpu_pack_room};
+
+// ---- All layers, in a STEP ----
+
+void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens)
+{
+    struct kvq__session *s = q->work[i].session;
+    for (uint32_t l = 0; l < s->n_layers; l++) {
+        struct kvq__layer *layer = &s->layers[l];
+        if (!kvq__layer_owns(s, l) || kvq__packed_at(s, layer, tokens) <= layer->packed ||
+            layer->packer)
+            continue;
+        layer->packer = q;
+        q->work[i].packing_all = true;
+    }
+}
+
+void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w)
+{
+    struct kvq__session *s = w->session;
+    for (uint32_t l = 0; l < s->n_layers; l++)
+        if (s->layers[l].packer == q)
+            s->layers[l].packer = NULL;
+    w->packing_all = false;
+    if (!s->dropped)
+        kvq__pack_queue(s);
+}
+
+static bool take_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    struct kvq__layer *l = &s->layers[layer];
+    uint64_t first = l->packed, end = kvq__packed_at(s, l, w->past + q->entries[i].append);
+    if (l->packer != q || first >= end)
+        return true;
+    uint64_t to = pages_end(l, end);
+    uint32_t n = kvq__pages_of(to) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    struct kvq_page *pages = kvq__arena_take(q, n * sizeof *pages);
+    if (!pages)
+        return false;
+    find_pages(l, first, to, pages);
+    w->packs.packs[w->packs.n++] =
+        (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
+    w->n_items += items_of(l, first, end);
+    return true;
+}
+
+static bool prepare_all(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    bool room = true;
+    w->n_items = w->packs.n = 0;
+    if (s->dropped)
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+    // Its group has yet to commit, or was undone.
+    if (w->packing_all && !s->pool->gpu && s->tokens < w->past + q->entries[i].append)
+        kvq__packing_release(q, w);
+    if (s->dropped || !w->packing_all)
+        return true;
+    w->packs.packs = kvq__arena_take(q, s->n_owned * sizeof *w->packs.packs);
+    room = w->packs.packs != NULL;
+    for (uint32_t l = 0; l < s->n_layers && room; l++)
+        if (kvq__layer_owns(s, l))
+            room = take_layer(q, i, l);
+    return room;
+}
+
+static void run_all(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__entry *w = &q->work[i];
+    uint32_t at = w->packs.n - 1;
+    while (w->packs.packs[at].first_item > item)
+        at--;
+    const struct kvq__layer_pack *p = &w->packs.packs[at];
+    struct packing packing = {
+        w->session, &w->session->layers[p->layer], p->pages, p->extras, p->first, p->end};
+    (void)q;
+    pack_item(&packing, item - p->first_item, workspace);
+}
+
+static void finish_all(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    if (!w->packing_all)
+        return;
+    for (uint32_t j = 0; j < w->packs.n; j++)
+        note_packed(s, &s->layers[w->packs.packs[j].layer], w->packs.packs[j].end);
+    kvq__packing_release(q, w);
+    if (!s->dropped)
+        kvq__pages_release(s);
+}
+
+const struct kvq__pass kvq__pass_pack_all = {
+    .prepare = prepare_all, .stages = {{count, run_all}}, .n_stages = 1, .finish = finish_all};
 
 // ---- In the background ----
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "daemon/state.h"
+#include "daemon/table.h"
 
 enum { FIRST_PAGES = 8 };
 
@@ -114,6 +115,8 @@ static void page_drop(struct kvq__session *s, struct kvq__pageref *p)
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t keep = kvq__pages_of(tokens);
+    if (s->n_pages > keep)
+        kvq__tables_dirty(s, keep);
     while (s->n_pages > keep) {
         s->n_pages--;
         for (uint32_t i = 0; i < s->n_layers; i++)

@@ -15,11 +15,38 @@ const char *kvq__pool_name(const struct kvq__pool *pool)
 
 // ---- Extents ----
 
-static struct kvq__extent *find_empty(struct kvq__pool *pool, const struct kvq__namespace *ns)
+// The lowest number that no extent has: what clients map stays close together.
+static uint32_t number_take(struct kvq__pool *pool)
+{
+    uint32_t word = 0;
+    while (pool->numbers[word] == UINT64_MAX)
+        word++;
+    uint32_t bit = (uint32_t)__builtin_ctzll(~pool->numbers[word]);
+    pool->numbers[word] |= 1ull << bit;
+    assert(64 * word + bit < kvq__pool_extents(pool));
+    return 64 * word + bit;
+}
+
+static void number_give(struct kvq__pool *pool, uint32_t number)
+{
+    pool->numbers[number / 64] &= ~(1ull << number % 64);
+}
+
+static struct kvq__extent *find_own(struct kvq__pool *pool, const struct kvq__namespace *ns)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (!ns || e->last == ns)
+        if (e->last == ns)
+            return e;
+    return NULL;
+}
+
+// One that may get another owner. Clients may still look at those that they were told of.
+static struct kvq__extent *find_untold(struct kvq__pool *pool)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (!e->told)
             return e;
     return NULL;
 }
@@ -37,6 +64,7 @@ static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct
         kvq__deallocate(core, e, sizeof *e);
         return rc;
     }
+    e->number = number_take(pool);
     pool->extents_taken += pool->extent_bytes;
     pool->huge_bytes += e->memory.huge ? pool->extent_bytes : 0;
     TAILQ_INSERT_TAIL(&pool->empty, e, link);
@@ -48,6 +76,7 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
 {
     assert(e->used == 0 && !e->blocks);
     TAILQ_REMOVE(&pool->empty, e, link);
+    number_give(pool, e->number);
     pool->huge_bytes -= e->memory.huge ? pool->extent_bytes : 0;
     pool->memory.release(pool->memory.context, &e->memory);
     pool->extents_taken -= pool->extent_bytes;
@@ -59,9 +88,21 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
     struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
     for (; e; e = next) {
         next = TAILQ_NEXT(e, link);
-        if (core->now - e->empty_since >= age_ns)
+        if (core->now - e->empty_since >= age_ns && !kvq__extent_is_told(e, pool))
             extent_release(core, pool, e);
     }
+}
+
+// Gives an extent back that nobody looks at any more, though somebody did. False if there is none.
+static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (e->told && !kvq__extent_is_told(e, pool)) {
+            extent_release(core, pool, e);
+            return true;
+        }
+    return false;
 }
 
 void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
@@ -71,16 +112,18 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
 }
 
 // Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
-// which is zeroed first.
+// which is zeroed first, or gives way to a fresh one if clients were told of it.
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
                        const struct kvq__namespace *ns, struct kvq__extent **out)
 {
     int rc = 0;
-    *out = find_empty(pool, ns);
+    *out = find_own(pool, ns);
     if (!*out)
         rc = extent_acquire(core, pool, out);
-    if (!*out && (*out = find_empty(pool, NULL)))
+    if (!*out && (*out = find_untold(pool)))
         rc = 0;
+    if (!*out && rc == KVQ_E_NO_MEMORY && release_told(core, pool))
+        rc = extent_acquire(core, pool, out);
     if (*out && (*out)->last && (*out)->last != ns) {
         pool->memory.zero(pool->memory.context, &(*out)->memory);
         (*out)->last = NULL;
@@ -98,6 +141,8 @@ static int extent_cut(struct kvq__core *core, struct kvq__extent *e, struct kvq_
     TAILQ_REMOVE(&class->pool->empty, e, link);
     e->n_blocks = n;
     e->owner = class;
+    if (e->last != class->ns)
+        e->serial = ++class->ns->extents[class->pool - core->pools];
     e->last = class->ns;
     STAILQ_INIT(&e->free);
     for (uint32_t i = 0; i < n; i++) {

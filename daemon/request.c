@@ -7,6 +7,7 @@
 
 #include "daemon/lane.h"
 #include "daemon/state.h"
+#include "daemon/table.h"
 
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
 
@@ -240,12 +241,19 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     struct kvq__session *s = w->session;
     if (w->reading)
         release_reading(s);
+    if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
+        kvq__step_leave(s);
     if (w->tail_use)
         s->tail_use--;
     if (w->exclusive)
         s->exclusive = NULL;
     if (w->packing)
         release_packing(q, s);
+    if (w->packing_all)
+        kvq__packing_release(q, w);
+    if (w->table)
+        kvq__table_unuse(w->table);
+    w->table = NULL;
     if (w->pinned)
         kvq__session_unpin(s);
     w->reading = w->tail_use = w->exclusive = w->packing = w->pinned = false;
@@ -526,6 +534,8 @@ static void reset_works(struct kvq__queue *q)
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
+        w->packing_all = false;
+        w->table = NULL;
         w->forked = NULL;
     }
 }

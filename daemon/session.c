@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "daemon/state.h"
+#include "daemon/table.h"
 
 // ---- Life ----
 
@@ -26,6 +27,7 @@ struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namesp
     s->n_layers = n_layers;
     s->idle_since = core->now;
     LIST_INIT(&s->handles);
+    LIST_INIT(&s->tables);
     return s;
 }
 
@@ -134,6 +136,7 @@ void kvq__session_end(struct kvq__session *s)
     }
     kvq__group_part(s);
     kvq__pack_unqueue(s);
+    kvq__tables_orphan(s);
     TAILQ_REMOVE(&s->ns->sessions, s, link);
     s->ns->n_sessions--;
     s->core->n_sessions--;
@@ -285,6 +288,7 @@ int kvq__session_close(struct kvq__client *client, uint64_t value, char *text)
     int rc = get_attached(client, value, &h, text);
     if (rc < 0 && rc != KVQ_E_TAKEN)
         return rc;
+    kvq__table_close(client, value, NULL);
     kvq__handle_close(h);
     return 0;
 }
@@ -299,6 +303,7 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
         return kvq__fail(text, KVQ_E_READ_ONLY,
                          "a session opened read-only cannot be dropped through that handle; drop "
                          "it by name, or open it for writing");
+    kvq__table_close(client, value, NULL);
     kvq__group_end(h->session);
     return 0;
 }

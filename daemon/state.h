@@ -43,8 +43,11 @@ struct kvq__ref {
 struct kvq__extent {
     TAILQ_ENTRY(kvq__extent) link; // in its class's list, or the pool's list of empty ones
     struct kvq__memory memory;
+    uint32_t number;             // in its pool
     struct kvq__class *owner;    // NULL while empty
     struct kvq__namespace *last; // whose bytes it holds; NULL = zeroed
+    uint32_t serial;             // it was the namespace's so-many-th extent of the pool
+    bool told;                   // to a client: it will never be another namespace's
     struct kvq__block *blocks;
     uint32_t n_blocks, used; // used: referenced or in limbo
     uint64_t empty_since;
@@ -70,6 +73,7 @@ struct kvq__pool {
     uint64_t extents_taken; // bytes of extents, the empty ones included
     uint64_t used_bytes;    // of blocks, limbo included
     uint64_t huge_bytes;    // of extents in explicit huge pages
+    uint64_t *numbers;      // a bit for each number, set if an extent has it
     struct kvq__extent_list empty;
 };
 
@@ -79,7 +83,11 @@ struct kvq__flight {
     uint64_t number; // 0 = not under way
 };
 
-const char *kvq__pool_name(const struct kvq__pool *pool); // "host" or the GPU's UUID
+const char *kvq__pool_name(const struct kvq__pool *pool);              // "host" or the GPU's UUID
+static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that it may have
+{
+    return (uint32_t)(pool->budget / pool->extent_bytes);
+}
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
@@ -106,6 +114,8 @@ struct kvq__namespace {
     uint32_t n_uids, n_gids;
     uint64_t told_full_at; // when its last KVQ__EVENT_MEMORY_FULL was sent
     bool configured;
+    uint32_t extents[1 + KVQ_MAX_GPUS]; // that it ever had of each pool
+    LIST_HEAD(, kvq__telling) tellings;
     struct kvq__class_list classes;
     struct kvq__session_list sessions;
 };
@@ -118,6 +128,21 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
 void kvq__namespaces_close(struct kvq__core *core);
 // Tells that memory ran out, at most once a second for each namespace.
 void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns, int code);
+
+// ---- Exports (export.c) ----
+
+// A client that was told of a namespace's extents of one pool, up to a serial number, and so may
+// have them mapped as long as it is there.
+struct kvq__telling {
+    LIST_ENTRY(kvq__telling) link; // in the namespace
+    const struct kvq__client *client;
+    const struct kvq__pool *pool;
+    uint32_t serial;
+};
+
+// Whether a client that is still there was told of it.
+bool kvq__extent_is_told(const struct kvq__extent *extent, const struct kvq__pool *pool);
+void kvq__tellings_drop(struct kvq__client *client); // it is gone
 
 // ---- Sessions (session.c) and their pages (pages.c) ----
 
@@ -158,6 +183,7 @@ struct kvq__handle {
     struct kvq__session *session; // NULL if free or taken
     uint32_t index, generation;
     bool used, taken, read_only;
+    struct kvq__table *table;     // NULL = none
     LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
 };
 LIST_HEAD(kvq__handle_list, kvq__handle);
@@ -186,6 +212,7 @@ struct kvq__session {
     struct kvq__pageref *table;      // memory of all layers' tables
 
     struct kvq__handle_list handles;
+    LIST_HEAD(, kvq__table) tables;
     struct kvq__handle *writer;
     uint32_t readers;
     uint64_t idle_since; // last use; while nobody has it open, the keep time counts from here
@@ -325,6 +352,7 @@ struct kvq__client {
     uint64_t buffer_bytes;
     struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
     struct kvq__handle_list free_handles;
+    LIST_HEAD(, kvq__table) tables;
     struct kvq__lane *lanes[KVQ_MAX_GPUS]; // in the order of the core's GPUs; NULL = none yet
     struct kvq__buffer buffers[KVQ_MAX_BUFFERS];
     struct kvq__step steps[KVQ_MAX_STEPS];
@@ -363,6 +391,11 @@ static inline bool kvq__in_step(const struct kvq__session *s)
 // Takes a session out of its step, as it was before, and all shards of its group out of theirs.
 // Accepts sessions without a step: their groups' steps end all the same.
 void kvq__step_leave(struct kvq__session *session);
+// A step of a queue's own, which no client can name; opening an open one does nothing.
+void kvq__step_open(struct kvq__step *step, struct kvq__client *client);
+void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32_t tokens,
+                    uint64_t queue);
+void kvq__step_close_if_empty(struct kvq__step *step);
 // This session alone, which is in a step.
 void kvq__step_undo(struct kvq__session *session);
 // Ends the session's open step. Alone it commits; a shard of a group is prepared, and the last one
@@ -438,11 +471,21 @@ struct kvq__source {
     const int32_t *list; // of the engine's pages; NULL = not paged
 };
 
+// Units of one layer to pack, among those of others.
+struct kvq__layer_pack {
+    uint32_t layer, first_item;
+    uint64_t first, end;    // tokens
+    struct kvq_page *pages; // from the page of `first` on
+    uint8_t *extras;
+};
+
 // One entry's part of a request under way.
 struct kvq__entry {
     struct kvq__session *session; // NULL if the entry failed before it got that far
     struct kvq__handle *handle;   // valid while the request starts, never later
     bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
+    bool packing_all;                                   // layers whose packer is the request
+    struct kvq__table *table; // of a STEP, used until it ends; NULL = none
     uint64_t step_serial;
     uint64_t past; // committed tokens when it started
     uint32_t n_items;
@@ -459,6 +502,15 @@ struct kvq__entry {
             int32_t *list;
             struct kvq_store_counts *counts; // one for each item
         } store;
+        struct {                             // whole.c
+            struct kvq__source *sources;     // of each layer
+            int32_t *list;                   // NULL = not paged
+            struct kvq_store_counts *counts; // one for each item: [layer][page]
+        } all;
+        struct { // pack.c, all layers
+            struct kvq__layer_pack *packs;
+            uint32_t n;
+        } packs;
         struct {                 // pack.c
             uint64_t first, end; // tokens to pack
             uint8_t *extras;
@@ -540,6 +592,8 @@ struct kvq__queue {
     size_t wave_room;  // that the wave's GPU work will take
     uint32_t first_item[KVQ_MAX_BATCH + 1];
     struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of a STEP
+    struct kvq__buffer *layer_buffers[KVQ_MAX_LAYERS][2];
+    struct kvq__step own_step;
     struct kvq_entry_wire entries[KVQ_MAX_BATCH];
     struct kvq_result results[KVQ_MAX_BATCH];
     struct kvq__entry work[KVQ_MAX_BATCH];
@@ -595,11 +649,15 @@ void kvq__request_release(struct kvq__queue *q);
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer);
 // Holds the session for reading, and the layer for packing if units are due.
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
+// Holds all layers for packing that a view at so many tokens reads packed and are not; nobody else
+// packs them.
+void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
+void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w);
 // 64-byte aligned memory until the wave ends; NULL if the arena is used up.
 void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
 
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
-    kvq__pass_accept, kvq__pass_fork;
+    kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
 // Lets go of an entry's new session, if there is one.
 void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 // What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it
@@ -607,6 +665,12 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 int kvq__append_open(struct kvq__queue *q);
 int kvq__append_check(struct kvq__queue *q, uint32_t i);
 void kvq__append_hold(struct kvq__queue *q, uint32_t i);
+// Whether an entry's tensors of a layer are there and can be reached. 0 or a code.
+int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s);
+// Takes memory for the entry's page list, NULL if it is not paged; false if there is no room.
+bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list);
+// Copies the list out of the client's reach; kvq__paged_check then judges it. 0 or KVQ_E_BOUNDS.
+int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list);
 // Where the K and V views' tensors of an entry lie.
 struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list);
 // Stores what one page and KV head have of an entry's tokens. Any thread.

@@ -15,25 +15,36 @@ struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
 
 // ---- Joining and leaving ----
 
+static void step_open(struct kvq__step *step, struct kvq__client *client, uint64_t number)
+{
+    step->number = number;
+    step->client = client;
+    LIST_INIT(&step->sessions);
+    client->n_steps++;
+    client->core->n_steps++;
+}
+
+void kvq__step_open(struct kvq__step *step, struct kvq__client *client)
+{
+    if (step->number == 0)
+        step_open(step, client, UINT64_MAX);
+}
+
 static struct kvq__step *step_new(struct kvq__client *client, uint64_t number)
 {
     for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
         struct kvq__step *step = &client->steps[i];
         if (step->number)
             continue;
-        step->number = number;
-        step->client = client;
-        LIST_INIT(&step->sessions);
-        client->n_steps++;
-        client->core->n_steps++;
+        step_open(step, client, number);
         return step;
     }
     return NULL;
 }
 
-static void step_close_if_empty(struct kvq__step *step)
+void kvq__step_close_if_empty(struct kvq__step *step)
 {
-    if (!LIST_EMPTY(&step->sessions))
+    if (step->number == 0 || !LIST_EMPTY(&step->sessions))
         return;
     step->number = 0;
     step->client->n_steps--;
@@ -56,7 +67,7 @@ static void step_part(struct kvq__session *s)
         return;
     LIST_REMOVE(s, step_link);
     s->step = NULL;
-    step_close_if_empty(step);
+    kvq__step_close_if_empty(step);
 }
 
 // The step is over for it, whatever has become of its tokens.
@@ -83,8 +94,7 @@ void kvq__step_leave(struct kvq__session *s)
     kvq__group_undo(s);
 }
 
-static void step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens,
-                      uint64_t queue)
+void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens, uint64_t queue)
 {
     reset_layers(s);
     s->step = step;
@@ -198,7 +208,7 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;
     }
-    step_join(step, s, q->entries[i].append, q->number);
+    kvq__step_join(step, s, q->entries[i].append, q->number);
     return true;
 }
 
@@ -218,7 +228,7 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             begin_entry(q, step, i);
-    step_close_if_empty(step); // if no entry got in
+    kvq__step_close_if_empty(step); // if no entry got in
     q->completion.value = number;
     return kvq__request_end(q, 0);
 }

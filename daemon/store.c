@@ -24,7 +24,7 @@ int kvq__append_open(struct kvq__queue *q)
     return kvq__list_open(q);
 }
 
-static int check_source(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
+int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
     int rc = kvq__view_reach(q, KVQ__VIEW_K, q->work[i].session);
@@ -53,7 +53,7 @@ int kvq__append_check(struct kvq__queue *q, uint32_t i)
     if (e->append != s->step_tokens || !kvq__layer_owns(s, layer) ||
         s->layers[layer].append != KVQ__NOT_APPENDED)
         return kvq__entry_fail(q, i, KVQ_E_INVALID, s->tokens);
-    int rc = check_source(q, i, &s->layers[layer].shape);
+    int rc = kvq__append_reach(q, i, &s->layers[layer].shape);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
@@ -81,8 +81,7 @@ enum kvq__progress kvq__op_append(struct kvq__queue *q)
 
 // ---- The pass ----
 
-// A paged source: copies the page list out of the client's reach, then checks it.
-static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
+int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
     uint32_t n = kvq__paged_count(&q->header, e);
@@ -91,18 +90,26 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
         return KVQ_E_BOUNDS;
     for (uint32_t j = 0; j < n; j++)
         list[j] = from[j];
-    return kvq__paged_check(q, e, &q->work[i].session->layers[q->header.layer].shape, list);
+    return 0;
 }
 
-static bool prepare_list(struct kvq__queue *q, uint32_t i)
+// A paged source: copies the page list, then checks it.
+static int take_list(struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__entry *w = &q->work[i];
-    w->store.list = NULL;
+    const struct kvq__entry *w = &q->work[i];
+    int rc = kvq__list_copy(q, i, w->store.list);
+    return rc ? rc
+              : kvq__paged_check(q, &q->entries[i], &w->session->layers[q->header.layer].shape,
+                                 w->store.list);
+}
+
+bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list)
+{
+    *list = NULL;
     if (!(q->header.flags & KVQ_REQ_PAGED_KV))
         return true;
-    w->store.list =
-        kvq__arena_take(q, kvq__paged_count(&q->header, &q->entries[i]) * sizeof *w->store.list);
-    return w->store.list != NULL;
+    *list = kvq__arena_take(q, kvq__paged_count(&q->header, &q->entries[i]) * sizeof **list);
+    return *list != NULL;
 }
 
 static void find_pages(struct kvq__entry *w, const struct kvq__layer *l)
@@ -122,7 +129,7 @@ static bool take_memory(struct kvq__queue *q, uint32_t i)
     w->pages = kvq__arena_take(q, w->n_pages * sizeof *w->pages);
     // On a GPU the session's counts are added to.
     w->store.counts = kvq__arena_take(q, items * sizeof *w->store.counts);
-    if (!w->pages || !w->store.counts || !prepare_list(q, i))
+    if (!w->pages || !w->store.counts || !kvq__store_list(q, i, &w->store.list))
         return false;
     w->n_items = items;
     for (uint32_t j = 0; j < items; j++)
@@ -145,7 +152,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     if (!take_memory(q, i))
         return false;
     w->store.source = kvq__store_source(q, i, w->store.list);
-    int rc = paged ? copy_list(q, i, w->store.list) : 0;
+    int rc = paged ? take_list(q, i) : 0;
     if (rc < 0) { // nothing of this layer is appended; the step goes on
         w->session->layers[q->header.layer].append = KVQ__NOT_APPENDED;
         kvq__entry_fail(q, i, rc, w->past);

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Commands of clients that attend in their own context: what they map, and their page tables.
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/attach_internal.h"
+
+static int no_room(char *text)
+{
+    snprintf(text, KVQ_TEXT_BYTES, "no room left for the reply");
+    return KVQ_E_NO_MEMORY;
+}
+
+// ---- Loop's thread ----
+
+static int prepare_open_pool(struct kvq__connection *c, char *text)
+{
+    const Kvq__OpenPool *open = c->request->open_pool;
+    Kvq__OpenPoolReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return no_room(text);
+    kvq__open_pool_reply__init(reply);
+    int error = kvq__attach_agree(open->tables_min, open->tables_max, KVQ_TABLE_VERSION_MIN,
+                                  KVQ_TABLE_VERSION_MAX, "page tables", &reply->tables, text);
+    c->reply.open_pool = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_OPEN_POOL;
+    return error;
+}
+
+static int check_table(const Kvq__OpenTable *open, char *text)
+{
+    if (open->layers < 1 || open->layers > KVQ_MAX_LAYERS || open->tokens < 1 ||
+        open->tokens > KVQ_MAX_SESSION_TOKENS) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "a page table for %u layers and %llu tokens; there can be 1 to %d and 1 to %d",
+                 open->layers, (unsigned long long)open->tokens, KVQ_MAX_LAYERS,
+                 KVQ_MAX_SESSION_TOKENS);
+        return KVQ_E_LIMIT;
+    }
+    return 0;
+}
+
+static uint32_t pages_of(const Kvq__OpenTable *open)
+{
+    return (uint32_t)((open->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+}
+
+static int prepare_open_table(struct kvq__connection *c, char *text)
+{
+    const Kvq__OpenTable *open = c->request->open_table;
+    Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    int error = reply ? check_table(open, text) : no_room(text);
+    if (error)
+        return error;
+    uint64_t bytes = kvq_table_bytes(open->layers, pages_of(open));
+    c->table = kvq__region_new_table(c, bytes, &error, text);
+    if (!c->table)
+        return error;
+    *(struct kvq_table_page *)c->table->host.shm.map = (struct kvq_table_page){
+        .magic = KVQ_SHM_MAGIC_TABLE,
+        .version = KVQ_TABLE_VERSION_MAX,
+        .layers = open->layers,
+        .pages = pages_of(open),
+        .layer_bytes = kvq_table_layer_bytes(pages_of(open)),
+    };
+    kvq__region_count(c->table);
+    kvq__open_table_reply__init(reply);
+    reply->bytes = bytes;
+    c->reply.open_table = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_OPEN_TABLE;
+    return 0;
+}
+
+static int prepare_map_extents(struct kvq__connection *c, char *text)
+{
+    Kvq__MapExtentsReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return no_room(text);
+    kvq__map_extents_reply__init(reply);
+    reply->numbers = kvq_arena_alloc(&c->arena, KVQ_MAX_PACKET_FDS * sizeof *reply->numbers);
+    c->reply.map_extents = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_MAP_EXTENTS;
+    return reply->numbers ? 0 : no_room(text);
+}
+
+int kvq__local_prepare(struct kvq__connection *c, char *text)
+{
+    switch (c->request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_POOL:
+        return prepare_open_pool(c, text);
+    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
+        return prepare_open_table(c, text);
+    case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
+        return prepare_map_extents(c, text);
+    default:
+        return 0;
+    }
+}
+
+void kvq__local_put_made(struct kvq__connection *c)
+{
+    if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_TABLE)
+        return;
+    c->fds[0] = c->table->host.shm.fd;
+    c->n_fds = 1;
+}
+
+void kvq__local_sent(struct kvq__connection *c)
+{
+    if (c->table)
+        kvq__region_close_fd(c->table);
+    c->table = NULL;
+}
+
+void kvq__local_undo(struct kvq__connection *c)
+{
+    if (c->table)
+        kvq__region_give_back(c->table);
+    c->table = NULL;
+}
+
+// ---- Poller's thread ----
+
+static int run_open_pool(struct kvq__connection *c, char *text)
+{
+    struct kvq__pool_span span;
+    int error = kvq__pool_span(c->server->core, c->request->open_pool->place, &span, text);
+    if (error)
+        return error;
+    if (span.gpu) {
+        snprintf(text, KVQ_TEXT_BYTES, "this daemon does not export the pools of GPUs");
+        return KVQ_E_UNSUPPORTED;
+    }
+    c->reply.open_pool->span = span.span;
+    c->reply.open_pool->extent_bytes = span.extent_bytes;
+    return 0;
+}
+
+static int run_open_table(struct kvq__connection *c, char *text)
+{
+    const Kvq__OpenTable *open = c->request->open_table;
+    struct kvq__table_memory memory = {
+        .host = c->table->host.shm.map, .layers = open->layers, .pages = pages_of(open)};
+    int error = kvq__table_open(c->client, open->handle, open->pool_at, &memory, text);
+    if (error == 0)
+        LIST_INSERT_HEAD(&c->tables, c->table, link);
+    return error;
+}
+
+static int run_map_extents(struct kvq__connection *c, char *text)
+{
+    struct kvq__extent_export extents[KVQ_MAX_PACKET_FDS];
+    Kvq__MapExtentsReply *reply = c->reply.map_extents;
+    bool more;
+    int n = kvq__extents_tell(c->client, c->request->map_extents->handle, extents,
+                              KVQ_MAX_PACKET_FDS, &reply->known, &more, text);
+    if (n < 0)
+        return n;
+    // The pool's own: an extent that was told of stays as long as the client.
+    for (int i = 0; i < n; i++) {
+        reply->numbers[i] = extents[i].number;
+        c->fds[i] = extents[i].memory->fd;
+    }
+    reply->n_numbers = c->n_fds = (uint32_t)n;
+    reply->more = more;
+    return 0;
+}
+
+bool kvq__local_run(struct kvq__connection *c, int *error, char *text)
+{
+    switch (c->request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_POOL:
+        *error = run_open_pool(c, text);
+        return true;
+    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
+        *error = run_open_table(c, text);
+        return true;
+    case KVQ__REQUEST__COMMAND_CLOSE_TABLE:
+        *error = kvq__table_close(c->client, c->request->close_table->handle, text);
+        return true;
+    case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
+        *error = run_map_extents(c, text);
+        return true;
+    default:
+        return false;
+    }
+}
+
+static void table_gone_on_loop(struct kvq__mail *mail)
+{
+    kvq__region_give_back((struct kvq__region *)mail); // its first member
+}
+
+void kvq__attach_table_gone(struct kvq__attach *attach, uint64_t client,
+                            const struct kvq__table_memory *memory)
+{
+    struct kvq__connection *c;
+    struct kvq__region *table = NULL;
+    LIST_FOREACH (c, &attach->clients, client_link)
+        if (c->client_id == client)
+            break;
+    if (c)
+        LIST_FOREACH (table, &c->tables, link)
+            if (table->host.shm.map == memory->host)
+                break;
+    assert(table);
+    LIST_REMOVE(table, link);
+    kvq__mailbox_post(&c->server->box, &table->mail, table_gone_on_loop);
+    if (c->detaching)
+        kvq__connection_check_gone(c);
+}
