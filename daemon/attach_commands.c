@@ -32,9 +32,6 @@ static void back_to_loop(struct kvq__connection *c)
 
 // ---- Poller's thread ----
 
-// Posts the connection's end to the loop once nothing of the client is left here.
-static void check_gone(struct kvq__connection *c);
-
 static void line_gone_on_loop(struct kvq__mail *mail)
 {
     kvq__line_give_back((struct kvq__line *)((char *)mail - offsetof(struct kvq__line, mail)));
@@ -47,7 +44,7 @@ static void line_closed(struct kvq__port *port)
     LIST_REMOVE(line, link);
     if (c->detaching) {
         kvq__mailbox_post(&c->server->box, &line->mail, line_gone_on_loop);
-        check_gone(c);
+        kvq__connection_check_gone(c);
     } else {
         back_to_loop(c); // c->line is it
     }
@@ -76,7 +73,7 @@ void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32
     if (asked)
         back_to_loop(c);
     else if (c->detaching)
-        check_gone(c);
+        kvq__connection_check_gone(c);
 }
 
 static void complain_on_loop(struct kvq__mail *mail)
@@ -197,6 +194,8 @@ static void run(struct kvq__mail *mail)
         error = kvq__order_open(c, text);
         break;
     default: {
+        if (kvq__local_run(c, &error, text))
+            break;
         struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, c->client,
                                   kvq__now_ns()};
         kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
@@ -219,9 +218,9 @@ static void gone_on_loop(struct kvq__mail *mail)
         kvq__connection_gone(c);
 }
 
-static void check_gone(struct kvq__connection *c)
+void kvq__connection_check_gone(struct kvq__connection *c)
 {
-    if (c->holding || !LIST_EMPTY(&c->lines) || !LIST_EMPTY(&c->regions))
+    if (c->holding || !LIST_EMPTY(&c->lines) || !LIST_EMPTY(&c->regions) || !LIST_EMPTY(&c->tables))
         return;
     if (c->client)
         LIST_REMOVE(c, client_link);
@@ -242,7 +241,7 @@ static void detach(struct kvq__mail *mail)
         kvq__port_remove(c->server->poller, &line->port);
     }
     c->holding = false;
-    check_gone(c);
+    kvq__connection_check_gone(c);
 }
 
 // ---- Loop's thread ----
@@ -253,14 +252,14 @@ void kvq__connection_detach(struct kvq__connection *c)
     kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, detach);
 }
 
-static int no_room(char *text)
+int kvq__attach_no_room(char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES, "no room left for the reply");
     return KVQ_E_NO_MEMORY;
 }
 
-static int agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max, const char *what,
-                 uint32_t *agreed, char *text)
+int kvq__attach_agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max,
+                      const char *what, uint32_t *agreed, char *text)
 {
     *agreed = max < our_max ? max : our_max;
     if (min <= max && *agreed >= our_min && *agreed >= min)
@@ -295,11 +294,11 @@ static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, cha
 {
     const struct kvq__identity *us = &c->server->identity;
     uint32_t layout = 0;
-    int error = agree(hello->protocol_min, hello->protocol_max, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX,
-                      "protocol", &c->protocol, text);
+    int error = kvq__attach_agree(hello->protocol_min, hello->protocol_max, KVQ_PROTOCOL_MIN,
+                                  KVQ_PROTOCOL_MAX, "protocol", &c->protocol, text);
     if (error == 0 && (hello->layout_min || hello->layout_max))
-        error = agree(hello->layout_min, hello->layout_max, KVQ_LAYOUT_ID, KVQ_LAYOUT_ID,
-                      "block layout", &layout, text);
+        error = kvq__attach_agree(hello->layout_min, hello->layout_max, KVQ_LAYOUT_ID,
+                                  KVQ_LAYOUT_ID, "block layout", &layout, text);
     if (error)
         return error;
     if (c->server->config.max_clients < c->attach->count) {
@@ -309,7 +308,7 @@ static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, cha
     }
     Kvq__HelloReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     snprintf(c->name, sizeof c->name, "%s", hello->client_name);
     kvq__hello_reply__init(reply);
     reply->protocol = c->protocol;
@@ -318,7 +317,7 @@ static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, cha
     reply->backend = kvq_arena_text(&c->arena, us->backend);
     reply->isa = kvq_arena_text(&c->arena, us->isa);
     if (!put_gpus(c, reply))
-        return no_room(text);
+        return kvq__attach_no_room(text);
     reply->epoch_changed = hello->last_epoch != 0 && hello->last_epoch != us->epoch;
     c->reply.hello = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_HELLO;
@@ -332,7 +331,7 @@ static int prepare_open_queue(struct kvq__connection *c, char *text)
     int error;
     Kvq__OpenQueueReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     c->line = kvq__line_new(c, &error, text);
     if (!c->line)
         return error;
@@ -370,7 +369,7 @@ static int prepare_buffer(struct kvq__connection *c, struct kvq__packet *packet,
     int error;
     Kvq__CreateBufferReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     c->region = make_region(c, packet, &error, text);
     if (!c->region)
         return error;
@@ -417,6 +416,7 @@ static bool needs_gpu(const struct kvq__connection *c)
 // What can be told of a buffer or timeline once it is made.
 static void put_made(struct kvq__connection *c)
 {
+    kvq__local_put_made(c);
     Kvq__Request__CommandCase command = c->request->command_case;
     if (command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE ||
         command == KVQ__REQUEST__COMMAND_OPEN_EVENTS) {
@@ -452,6 +452,10 @@ static void note_made(struct kvq__connection *c)
         c->made.back = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
         c->made.what = r->session->handle;
         break;
+    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
+        c->made.back = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
+        c->made.what = c->request->open_table->handle;
+        break;
     default:
         break;
     }
@@ -461,6 +465,7 @@ union closing {
     Kvq__CloseQueue queue;
     Kvq__CloseBuffer buffer;
     Kvq__CloseSession session;
+    Kvq__CloseTable table;
 };
 
 // Turns a cancel into the command that gives back what was made; leaves it if there is nothing.
@@ -471,7 +476,7 @@ static int prepare_cancel(struct kvq__connection *c, char *text)
         return 0;
     union closing *close = kvq_arena_alloc(&c->arena, sizeof *close);
     if (!close)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     r->command_case = c->made.back;
     if (c->made.back == KVQ__REQUEST__COMMAND_CLOSE_QUEUE) {
         kvq__close_queue__init(r->close_queue = &close->queue);
@@ -479,6 +484,9 @@ static int prepare_cancel(struct kvq__connection *c, char *text)
     } else if (c->made.back == KVQ__REQUEST__COMMAND_CLOSE_BUFFER) {
         kvq__close_buffer__init(r->close_buffer = &close->buffer);
         close->buffer.buffer = (uint32_t)c->made.what;
+    } else if (c->made.back == KVQ__REQUEST__COMMAND_CLOSE_TABLE) {
+        kvq__close_table__init(r->close_table = &close->table);
+        close->table.handle = c->made.what;
     } else {
         kvq__close_session__init(r->close_session = &close->session);
         close->session.handle = c->made.what;
@@ -498,6 +506,7 @@ static void undo(struct kvq__connection *c)
         kvq__region_give_back(c->region);
     if (c->timeline.shm.map || c->events)
         kvq__order_give_back(c);
+    kvq__local_undo(c);
 }
 
 // Once all is back that the command waits for.
@@ -520,6 +529,7 @@ static void answer(struct kvq__connection *c)
     }
     if (!refused && command == KVQ__REQUEST__COMMAND_OPEN_TIMELINE)
         close(c->timeline.shm.fd);
+    kvq__local_sent(c);
     c->line = NULL;
     c->region = NULL;
     c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
@@ -661,7 +671,7 @@ static int prepare(struct kvq__connection *c, struct kvq__packet *packet, char *
         snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
         return KVQ_E_INVALID;
     default:
-        return 0;
+        return kvq__local_prepare(c, text);
     }
 }
 
@@ -687,7 +697,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     c->arena.used = 0;
     c->n_fds = 0;
     c->line = NULL;
-    c->region = NULL;
+    c->region = c->table = NULL;
     kvq__reply__init(&c->reply);
     c->reply.epoch = c->server->identity.epoch;
     int error = kvq_request_unpack(packet->bytes, packet->length, &c->arena, &c->request, text);

@@ -149,6 +149,7 @@ struct kvq__connection {
     uint32_t n_fds;
     struct kvq__line *line;          // being opened or closed
     struct kvq__region *region;      // being added or removed
+    struct kvq__region *table;       // being opened
     struct kvq__gpu *gpu;            // of the timeline
     struct kvq__pinned timeline;     // being opened
     struct kvq__line_events *events; // the same
@@ -158,7 +159,7 @@ struct kvq__connection {
     struct kvq__client *client;
     uint64_t client_id;
     LIST_HEAD(, kvq__line) lines;
-    LIST_HEAD(, kvq__region) regions;
+    LIST_HEAD(, kvq__region) regions, tables;
     uint32_t next_line;
     bool detaching, holding;
     struct kvq__mail broken_mail;
@@ -203,6 +204,13 @@ void kvq__connection_gone(struct kvq__connection *connection);
 void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
 // Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
 void kvq__connection_detach(struct kvq__connection *connection);
+// Poller's thread. Posts the connection's end to the loop once nothing of the client is left there.
+void kvq__connection_check_gone(struct kvq__connection *connection);
+// Says that a reply does not fit its arena; returns KVQ_E_NO_MEMORY.
+int kvq__attach_no_room(char *text);
+// The version of both ranges, or KVQ_E_VERSION with a text.
+int kvq__attach_agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max,
+                      const char *what, uint32_t *agreed, char *text);
 // Loop's thread: what it waited for is back.
 void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
 
@@ -215,6 +223,9 @@ struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t
                                     char *text);
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
                                        uint64_t bytes, int *error, char *text);
+// Memory of a page table, which clients map for reading only.
+struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, uint64_t bytes,
+                                          int *error, char *text);
 // A region of so many bytes of which `counted` count, with nothing in it.
 struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
                                       uint64_t counted, int *error, char *text);
@@ -223,6 +234,15 @@ void kvq__region_count(struct kvq__region *region);
 void kvq__region_uncount(struct kvq__region *region);
 // Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
 void kvq__region_close_fd(struct kvq__region *region);
+
+// ---- attach_local.c ----
+
+// The parts of its commands; loop's thread but for _run, which says whether the command is one.
+int kvq__local_prepare(struct kvq__connection *connection, char *text);
+bool kvq__local_run(struct kvq__connection *connection, int *error, char *text);
+void kvq__local_put_made(struct kvq__connection *connection);
+void kvq__local_sent(struct kvq__connection *connection);
+void kvq__local_undo(struct kvq__connection *connection);
 
 // ---- attach_gpu.c ----
 

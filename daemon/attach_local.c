@@ -6,12 +6,7 @@
 #include <string.h>
 
 #include "daemon/attach_internal.h"
-
-static int no_room(char *text)
-{
-    snprintf(text, KVQ_TEXT_BYTES, "no room left for the reply");
-    return KVQ_E_NO_MEMORY;
-}
+#include "kernels/layout.h"
 
 // ---- Loop's thread ----
 
@@ -20,10 +15,11 @@ static int prepare_open_pool(struct kvq__connection *c, char *text)
     const Kvq__OpenPool *open = c->request->open_pool;
     Kvq__OpenPoolReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     kvq__open_pool_reply__init(reply);
     int error = kvq__attach_agree(open->tables_min, open->tables_max, KVQ_TABLE_VERSION_MIN,
                                   KVQ_TABLE_VERSION_MAX, "page tables", &reply->tables, text);
+    reply->layout = KVQ_LAYOUT_ID;
     c->reply.open_pool = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_OPEN_POOL;
     return error;
@@ -51,7 +47,7 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
     Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
-    int error = reply ? check_table(open, text) : no_room(text);
+    int error = reply ? check_table(open, text) : kvq__attach_no_room(text);
     if (error)
         return error;
     uint64_t bytes = kvq_table_bytes(open->layers, pages_of(open));
@@ -77,12 +73,12 @@ static int prepare_map_extents(struct kvq__connection *c, char *text)
 {
     Kvq__MapExtentsReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     kvq__map_extents_reply__init(reply);
     reply->numbers = kvq_arena_alloc(&c->arena, KVQ_MAX_PACKET_FDS * sizeof *reply->numbers);
     c->reply.map_extents = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_MAP_EXTENTS;
-    return reply->numbers ? 0 : no_room(text);
+    return reply->numbers ? 0 : kvq__attach_no_room(text);
 }
 
 int kvq__local_prepare(struct kvq__connection *c, char *text)
@@ -138,12 +134,112 @@ static int run_open_pool(struct kvq__connection *c, char *text)
     return 0;
 }
 
+static Kvq__TableSide *side_of(struct kvq_arena *arena, const struct kvq_side *from)
+{
+    Kvq__TableSide *side = kvq_arena_alloc(arena, sizeof *side);
+    if (!side)
+        return NULL;
+    kvq__table_side__init(side);
+    side->codec = from->codec;
+    side->bits = from->bits;
+    side->axis = from->axis;
+    side->zero = from->zero;
+    side->full = from->full;
+    side->wide = from->wide;
+    side->vector = from->vector;
+    side->group = from->group;
+    return side;
+}
+
+static Kvq__TableFormat *format_of(struct kvq_arena *arena, const struct kvq_format *from)
+{
+    Kvq__TableFormat *format = kvq_arena_alloc(arena, sizeof *format);
+    if (!format)
+        return NULL;
+    kvq__table_format__init(format);
+    format->k_channel = from->k_channel;
+    format->k_rotation = from->k_rotation;
+    format->k_token_scale = from->k_token_scale;
+    format->v_rotation = from->v_rotation;
+    format->raw_dtype = from->raw_dtype;
+    format->outliers = from->outliers;
+    format->extra_outliers = from->extra_outliers;
+    format->plain_layers = from->plain_layers;
+    format->unit_tokens = from->unit_tokens;
+    format->recent_tokens = from->recent_tokens;
+    format->sink_tokens = from->sink_tokens;
+    format->k = side_of(arena, &from->k);
+    format->v = side_of(arena, &from->v);
+    return format->k && format->v ? format : NULL;
+}
+
+static Kvq__TableLayer *layer_of(struct kvq_arena *arena, const struct kvq__layer_reading *from,
+                                 uint32_t number)
+{
+    Kvq__TableLayer *layer = kvq_arena_alloc(arena, sizeof *layer);
+    if (!layer)
+        return NULL;
+    kvq__table_layer__init(layer);
+    layer->repeat = 1;
+    layer->source_plus1 = from->source == number ? 0 : from->source + 1;
+    layer->q_heads = from->shape.q_heads;
+    layer->kv_heads = from->shape.kv_heads;
+    layer->dim = from->shape.k_dim;
+    layer->dtype = from->shape.dtype;
+    layer->v_rotation = from->shape.v_rotation;
+    layer->window = from->shape.window;
+    layer->softcap = from->shape.softcap;
+    layer->scale = from->shape.scale;
+    layer->format = format_of(arena, &from->format);
+    return layer->format ? layer : NULL;
+}
+
+// Rows of layers that are read alike.
+static bool is_alike(const struct kvq__layer_reading *a, uint32_t i,
+                     const struct kvq__layer_reading *b, uint32_t j)
+{
+    return memcmp(&a->format, &b->format, sizeof a->format) == 0 &&
+           memcmp(&a->shape, &b->shape, sizeof a->shape) == 0 && a->source == i && b->source == j;
+}
+
+static int put_layers(struct kvq__connection *c, const struct kvq__layer_reading *layers,
+                      uint32_t n, char *text)
+{
+    Kvq__OpenTableReply *reply = c->reply.open_table;
+    reply->layers = kvq_arena_alloc(&c->arena, n * sizeof *reply->layers);
+    if (!reply->layers)
+        return kvq__attach_no_room(text);
+    for (uint32_t i = 0; i < n; i++) {
+        if (i && is_alike(&layers[i - 1], i - 1, &layers[i], i)) {
+            reply->layers[reply->n_layers - 1]->repeat++;
+            continue;
+        }
+        Kvq__TableLayer *layer = layer_of(&c->arena, &layers[i], i);
+        if (!layer)
+            return kvq__attach_no_room(text);
+        reply->layers[reply->n_layers++] = layer;
+    }
+    return 0;
+}
+
+static int describe_table(struct kvq__connection *c, uint64_t handle, char *text)
+{
+    uint8_t path = 0;
+    struct kvq__layer_reading *layers = kvq_arena_alloc(&c->arena, KVQ_MAX_LAYERS * sizeof *layers);
+    if (!layers)
+        return kvq__attach_no_room(text);
+    int n = kvq__session_reading(c->client, handle, layers, &path, text);
+    c->reply.open_table->path = path;
+    return n < 0 ? n : put_layers(c, layers, (uint32_t)n, text);
+}
+
 static int run_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
     struct kvq__table_memory memory = {
         .host = c->table->host.shm.map, .layers = open->layers, .pages = pages_of(open)};
-    int error = kvq__table_open(c->client, open->handle, open->pool_at, &memory, text);
+    int error = describe_table(c, open->handle, text);
+    error = error ? error : kvq__table_open(c->client, open->handle, open->pool_at, &memory, text);
     if (error == 0)
         LIST_INSERT_HEAD(&c->tables, c->table, link);
     return error;

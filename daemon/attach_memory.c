@@ -146,17 +146,29 @@ void kvq__region_close_fd(struct kvq__region *region)
     region->host.shm.fd = region->fd = -1;
 }
 
-struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,
-                                    char *text)
+static struct kvq__region *make_region(struct kvq__connection *connection, const char *name,
+                                       uint64_t bytes, bool read_only, int *error, char *text)
 {
     struct kvq__region *region = kvq__region_alloc(connection, bytes, bytes, error, text);
     if (!region)
         return NULL;
-    *error = kvq__shm_create(&region->host.shm, "kvq-buffer", bytes, false, text);
+    *error = kvq__shm_create(&region->host.shm, name, bytes, read_only, text);
     if (*error == 0)
         return region;
     free(region);
     return NULL;
+}
+
+struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,
+                                    char *text)
+{
+    return make_region(connection, "kvq-buffer", bytes, false, error, text);
+}
+
+struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, uint64_t bytes,
+                                          int *error, char *text)
+{
+    return make_region(connection, "kvq-table", bytes, true, error, text);
 }
 
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,

@@ -14,12 +14,6 @@ static bool is_events(const struct kvq__connection *c)
     return c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_EVENTS;
 }
 
-static int no_room(char *text)
-{
-    snprintf(text, KVQ_TEXT_BYTES, "no room left for the reply");
-    return KVQ_E_NO_MEMORY;
-}
-
 static int prepare_events(struct kvq__connection *c, char *text)
 {
     int error = kvq__attach_gpu(c, &c->request->open_events->gpu, &c->gpu, text);
@@ -35,7 +29,7 @@ static int prepare_events(struct kvq__connection *c, char *text)
     ProtobufCBinaryData *handles =
         kvq_arena_alloc(&c->arena, 2 * KVQ_QUEUE_EVENTS * sizeof *handles);
     if (!reply || !handles)
-        return no_room(text);
+        return kvq__attach_no_room(text);
     kvq__open_events_reply__init(reply);
     reply->ready = handles;
     reply->done = handles + KVQ_QUEUE_EVENTS;
@@ -51,7 +45,7 @@ int kvq__order_prepare(struct kvq__connection *c, char *text)
     int error = kvq__attach_gpu(c, &c->request->open_timeline->gpu, &c->gpu, text);
     Kvq__OpenTimelineReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (error || !reply)
-        return error ? error : no_room(text);
+        return error ? error : kvq__attach_no_room(text);
     kvq__open_timeline_reply__init(reply);
     c->reply.open_timeline = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_OPEN_TIMELINE;

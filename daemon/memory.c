@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory of extents for the core: memfds, so that they can be exported one by one.
+// Memory of extents for the core: memfds, so that they can be exported one by one, for reading.
 #include "daemon/memory.h"
 
 #include <errno.h>
@@ -99,7 +99,7 @@ static int acquire_small(size_t bytes, struct kvq__memory *memory)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__shm shm;
-    int error = kvq__shm_create(&shm, "kvq-extent", bytes, false, text);
+    int error = kvq__shm_create(&shm, "kvq-extent", bytes, true, text);
     if (error)
         return error;
     // Pages are taken now: later, in the middle of a step, the system might have none left, and
@@ -130,13 +130,8 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
 static void zero(void *context, struct kvq__memory *memory)
 {
     (void)context;
-    // A hole reads as zeros and costs no writing, but gives the pages away; take them back. Huge
-    // ones may be gone then.
-    int hole = memory->huge ? -1
-                            : fallocate(memory->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
-                                        (off_t)memory->bytes);
-    if (hole != 0 || posix_fallocate(memory->fd, 0, (off_t)memory->bytes) != 0)
-        memset(memory->base, 0, memory->bytes);
+    // Not by a hole: the seal that keeps clients from writing keeps us from that.
+    memset(memory->base, 0, memory->bytes);
 }
 
 static void release(void *context, struct kvq__memory *memory)

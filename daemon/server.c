@@ -153,6 +153,12 @@ static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
     kvq__attach_buffer_gone(server->attach, client, buffer);
 }
 
+static void on_table_gone(void *context, uint64_t client, const struct kvq__table_memory *memory)
+{
+    struct kvq__server *server = context;
+    kvq__attach_table_gone(server->attach, client, memory);
+}
+
 static int open_namespaces(struct kvq__server *server, char *text)
 {
     for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
@@ -255,6 +261,7 @@ static int open_core(struct kvq__server *server, char *text)
                                       .context = server,
                                       .event = kvq__event_from_core,
                                       .buffer_gone = on_buffer_gone,
+                                      .table_gone = on_table_gone,
                                       .codebook = find_codebook,
                                       .codebook_share = share_codebook,
                                       .codebook_release = release_codebook};

@@ -83,6 +83,9 @@ void kvq__attach_kick(struct kvq__attach *attach, uint64_t client);
 void kvq__attach_free(struct kvq__attach **attach);
 // Poller's thread: the core's buffer_gone.
 void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer);
+// Likewise its table_gone.
+void kvq__attach_table_gone(struct kvq__attach *attach, uint64_t client,
+                            const struct kvq__table_memory *memory);
 
 // ---- control.c ----
 

@@ -71,7 +71,7 @@ int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool r
 
 int kvq__shm_create_huge(struct kvq__shm *shm, const char *name, size_t bytes, char *text)
 {
-    return create(shm, name, bytes, MFD_HUGETLB | MFD_HUGE_2MB, false, text);
+    return create(shm, name, bytes, MFD_HUGETLB | MFD_HUGE_2MB, true, text);
 }
 
 static int refuse(char *text, const char *why)

@@ -19,7 +19,8 @@ struct kvq__shm {
 // it for reading only. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM with a text.
 int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool read_only,
                     char *text);
-// The same in huge pages that were set aside (vm.nr_hugepages); bytes is a multiple of 2 MiB.
+// The same in huge pages that were set aside (vm.nr_hugepages), clients may only read them; bytes
+// is a multiple of 2 MiB.
 int kvq__shm_create_huge(struct kvq__shm *shm, const char *name, size_t bytes, char *text);
 // Unmaps and closes what is there.
 void kvq__shm_close(struct kvq__shm *shm);
