@@ -605,16 +605,12 @@ static void test_cancelled(void **)
     const vector<float> zeros(2 * 64 * 8);
     const kvq_view view = {upload_all(zeros), 2 * 64 * 4, 64 * 4, KVQ_F32};
     const kvq_page page = {NULL, (const uint8_t *)device_bytes(kvq_block_bytes(&raw, &s)), 0, 0};
+    const kvq_recipe *on_it = (const kvq_recipe *)upload(&recipe, sizeof(recipe));
+    const kvq_page *on_page = (const kvq_page *)upload(&page, sizeof(page));
     for (const uint32_t word : {0u, 1u}) {
         kvq_gpu_store_counts counts = {0, 0, word, 0}, *its;
         its = (kvq_gpu_store_counts *)upload(&counts, sizeof(counts));
-        const kvq_gpu_store_job job = {(const kvq_recipe *)upload(&recipe, sizeof(recipe)),
-                                       view,
-                                       view,
-                                       (const kvq_page *)upload(&page, sizeof(page)),
-                                       0,
-                                       its,
-                                       8};
+        const kvq_gpu_store_job job = {on_it, view, view, on_page, 0, its, 8};
         const kvq_gpu_work work = {recipes, 1, 1, NULL};
         done(kvq_gpu_store(&dev, &work, (kvq_gpu_ptr)upload(&job, sizeof(job)), 8, text,
                            sizeof(text)),
