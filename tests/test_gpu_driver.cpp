@@ -3,6 +3,7 @@
 // The table of driver calls and what stands on it: opening the driver's library, loading and
 // launching kernels, memory, streams and graphs, on the device of gpu_device.h; and that the
 // emulated driver refuses what it says it refuses.
+#include <elf.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -13,7 +14,7 @@
 
 #include <vector>
 
-#include "kernels/cuda/gpu.h"
+#include "kernels/cuda/bundle.h"
 #include "kernels/cuda/probe.h"
 #include "kernels/emu/driver.h"
 #include "tests/gpu_device.h"
@@ -169,6 +170,94 @@ static void test_choice_of_images(void **)
             contains("build it with -DKVQ_CUDA_ARCHITECTURES");
         kvq_gpu_close(&gpu);
     }
+}
+
+// ---- Kernels from another process ----
+
+// The smallest file that has the form of a cubin, with one section of some bytes.
+static vector<uint8_t> fake_cubin(uint8_t fill, size_t bytes)
+{
+    Elf64_Ehdr e = {};
+    Elf64_Shdr s = {};
+    vector<uint8_t> file(sizeof(e) + bytes + sizeof(s), fill);
+    memcpy(e.e_ident, ELFMAG, SELFMAG);
+    e.e_ident[EI_CLASS] = ELFCLASS64;
+    e.e_shoff = sizeof(e) + bytes;
+    e.e_shnum = 1;
+    e.e_shentsize = sizeof(s);
+    s.sh_offset = sizeof(e);
+    s.sh_size = bytes;
+    memcpy(file.data(), &e, sizeof(e));
+    memcpy(file.data() + sizeof(e) + bytes, &s, sizeof(s));
+    return file;
+}
+
+static int open_bundle(const vector<uint8_t> &bundle, kvq_gpu *gpu)
+{
+    static kvq_gpu_driver takes_images;
+    takes_images = *drv;
+    takes_images.kernels_inside = false;
+    takes_images.module_load = note_image;
+    loaded.clear();
+    text[0] = 0;
+    const int result =
+        kvq_gpu_open_bundle(gpu, &takes_images, bundle.data(), bundle.size(), text, sizeof(text));
+    assert_true(result == 0 || (result == -1 && text[0] && gpu->n_modules == 0));
+    return result;
+}
+
+// What one process has loaded, another loads from the bytes that it was handed.
+static void test_bundle(void **)
+{
+    need_emulator();
+    kvq_gpu gpu;
+    assert_int_equal(kvq_gpu_open(&gpu, drv, text, sizeof(text)), 0);
+    const int capability = gpu.capability;
+    assert_int_equal(gpu.image_capability, 0);
+    kvq_gpu_close(&gpu);
+    const vector<uint8_t> a = fake_cubin(1, 100), b = fake_cubin(2, 4096), c = fake_cubin(3, 64);
+    const kvq_gpu_image images[] = {
+        {capability, false, "a", a.data(), a.data() + a.size()},
+        {capability + 10, false, "c", c.data(), c.data() + c.size()},
+        {capability, false, "b", b.data(), b.data() + b.size()},
+        {0, false, NULL, NULL, NULL},
+    };
+    assert_int_equal(kvq_gpu_bundle_bytes(images, 0), 0);
+    vector<uint8_t> bundle(kvq_gpu_bundle_bytes(images, capability));
+    kvq_gpu_bundle_write(images, capability, bundle.data());
+    assert_int_equal(open_bundle(bundle, &gpu), 0);
+    assert_int_equal(gpu.image_capability, capability);
+    assert_int_equal(loaded.size(), 2);
+    assert_memory_equal(loaded[0], a.data(), a.size());
+    assert_memory_equal(loaded[1], b.data(), b.size());
+    kvq_gpu_close(&gpu);
+    for (size_t n = 0; n < bundle.size(); n += n < 512 ? 1 : 64) { // cut off anywhere
+        const vector<uint8_t> part(bundle.begin(), bundle.begin() + (ptrdiff_t)n);
+        assert_int_equal(open_bundle(part, &gpu), -1);
+    }
+    for (size_t at = 0; at + 4 <= 512; at += 4) // any number wrong
+        for (const uint32_t word : {0u, 1u, 17u, 0x7fffffffu, 0x80000000u, UINT32_MAX}) {
+            vector<uint8_t> wrong = bundle;
+            memcpy(&wrong[at], &word, 4);
+            if (open_bundle(wrong, &gpu) == 0)
+                kvq_gpu_close(&gpu);
+        }
+}
+
+// The driver of other kernels, or kernels for another driver.
+static void test_no_bundle(void **)
+{
+    need_emulator();
+    kvq_gpu gpu;
+    char ours[KVQ_GPU_KERNELS_TEXT];
+    kvq_gpu_kernels_text(ours);
+    assert_non_null(strstr(ours, "attend "));
+    assert_true(strlen(ours) + 1 < KVQ_GPU_KERNELS_TEXT);
+    assert_int_equal(open_bundle({}, &gpu), -1);
+    assert_int_equal(kvq_gpu_open_bundle(&gpu, drv, NULL, 0, text, sizeof(text)), 0);
+    kvq_gpu_close(&gpu);
+    assert_int_equal(kvq_gpu_open_bundle(&gpu, drv, "KVQK", 4, text, sizeof(text)), -1);
+    contains("use the libkvq that came with the daemon");
 }
 
 // Whether n bytes have a zero-ended string somewhere.
@@ -406,6 +495,8 @@ int main(void)
         cmocka_unit_test(test_missing_kernel),
         cmocka_unit_test(test_choice_of_images),
         cmocka_unit_test(test_images_have_kernels),
+        cmocka_unit_test(test_bundle),
+        cmocka_unit_test(test_no_bundle),
         cmocka_unit_test(test_launch),
         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_bad_launches),

@@ -61,9 +61,9 @@ static bool runs(const struct kvq_gpu_image *image, int capability)
 }
 
 // All images of the best capability that runs on this device.
-static int load_images(struct kvq_gpu *gpu, char *text, size_t n)
+static int load_images(struct kvq_gpu *gpu, const struct kvq_gpu_image *images, char *text,
+                       size_t n)
 {
-    const struct kvq_gpu_image *images = kvq_gpu_images();
     int best = 0;
     if (!images->name) {
         snprintf(text, n,
@@ -84,6 +84,7 @@ static int load_images(struct kvq_gpu *gpu, char *text, size_t n)
     for (const struct kvq_gpu_image *i = images; i->name; i++)
         if (i->capability == best && load_module(gpu, i->name, i->bytes, text, n))
             return -1;
+    gpu->image_capability = best;
     return 0;
 }
 
@@ -105,14 +106,15 @@ static int find_kernel(struct kvq_gpu *gpu, int kernel, char *text, size_t n)
     return 0;
 }
 
-int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n)
+// images NULL: those inside the driver.
+static int open_with(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
+                     const struct kvq_gpu_image *images, char *text, size_t n)
 {
     memset(gpu, 0, sizeof *gpu);
     gpu->driver = driver;
     if (ask_device(gpu, text, n))
         goto error;
-    if (driver->kernels_inside ? load_module(gpu, driver->name, NULL, text, n)
-                               : load_images(gpu, text, n))
+    if (images ? load_images(gpu, images, text, n) : load_module(gpu, driver->name, NULL, text, n))
         goto error;
     for (int kernel = 0; kernel < KVQ_KERNELS; kernel++)
         if (find_kernel(gpu, kernel, text, n))
@@ -121,6 +123,17 @@ int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char 
 error:
     kvq_gpu_close(gpu);
     return -1;
+}
+
+int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n)
+{
+    return open_with(gpu, driver, driver->kernels_inside ? NULL : kvq_gpu_images(), text, n);
+}
+
+int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
+                        const struct kvq_gpu_image *images, char *text, size_t n)
+{
+    return open_with(gpu, driver, images, text, n);
 }
 
 void kvq_gpu_close(struct kvq_gpu *gpu)

@@ -25,7 +25,7 @@ struct kvq_gpu_image {
     int capability; // 10 * major + minor
     bool only;      // runs on that capability alone, not on later minor ones
     const char *name;
-    const void *bytes;
+    const void *bytes, *end;
 };
 
 // What this program was built with, ended by one whose name is NULL; that one alone if it was
@@ -37,6 +37,7 @@ struct kvq_gpu {
     const struct kvq_gpu_driver *driver;
     int device;
     int capability;        // 10 * major + minor
+    int image_capability;  // of the images that were loaded; 0: the kernels are in the driver
     int multiprocessors;   // of the device
     uint32_t shared_bytes; // most dynamic shared memory that a block can have
     struct kvq_gpu_module *modules[KVQ_GPU_MAX_MODULES];
@@ -47,6 +48,11 @@ struct kvq_gpu {
 // Loads the kernels into the current context, whose device they then run on. 0, or -1 with a
 // sentence in text; nothing is left behind then.
 int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n);
+
+// The same with these images, ended by one whose name is NULL, and with no kernels of the driver's.
+// All must be whole.
+int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
+                        const struct kvq_gpu_image *images, char *text, size_t n);
 
 // In the same context, when no launch is under way any more. A zeroed struct is fine.
 void kvq_gpu_close(struct kvq_gpu *gpu);
