@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/state.h"
 
@@ -164,6 +165,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
+    TAILQ_INIT(&core->moves);
     TAILQ_INIT(&core->gpu_packs);
     if (open_memory(core) < 0) {
         close_memory(core);
@@ -182,6 +184,7 @@ void kvq__core_close(struct kvq__core **pointer)
     if (!core)
         return;
     *pointer = NULL;
+    kvq__moves_close(core);
     while ((client = TAILQ_FIRST(&core->clients)))
         kvq__client_detach(client);
     kvq__lanes_drain(core);
@@ -244,6 +247,7 @@ void kvq__core_tick(struct kvq__core *core)
         drop_expired(ns);
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
+    kvq__moves_tick(core);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }
 
@@ -262,6 +266,7 @@ bool kvq__core_poll(struct kvq__core *core)
         next = LIST_NEXT(lane, link);
         any |= kvq__lane_poll(lane);
     }
+    any |= kvq__moves_poll(core);
     if (any)
         kvq__pack_on_gpus(core);
     return any;

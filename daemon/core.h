@@ -87,6 +87,7 @@ enum kvq__event_kind {
     KVQ__EVENT_CLIENT_ATTACHED,
     KVQ__EVENT_CLIENT_GONE,
     KVQ__EVENT_MEMORY_FULL,    // pool or namespace; at most once a second for each namespace
+    KVQ__EVENT_SESSION_MOVED,  // to another place, or why not
     KVQ__EVENT_CLIENT_STALLED, // a GPU waits for the client's stream; once for each time
     KVQ__EVENT_DRAINING,
 };
@@ -360,6 +361,42 @@ int kvq__session_reading(struct kvq__client *client, uint64_t handle,
 int kvq__session_book(struct kvq__client *client, uint64_t handle, uint32_t layer,
                       struct kvq_book *book, void **hold, char *text);
 
+// ---- Moves between places ----
+
+// To "host", or to a GPU by its UUID.
+struct kvq__move_spec {
+    const char *place;
+    bool one_shard; // only this one; else all that the session has
+    uint32_t shard;
+    uint64_t wait_ms; // how long its steps and requests may take to end; 0 = 10 s
+};
+struct kvq__move_info {
+    uint64_t id;                             // of this core's run
+    const char *phase, *place, *name, *text; // until the core is called again
+    bool finished;
+    int status;            // once it has finished: 0, or why nothing was moved, and text says more
+    uint64_t bytes;        // to be copied
+    uint64_t moved_bytes;  // of these, that are there
+    uint64_t shared_bytes; // of these, that forks share and that stay where they were as well
+};
+
+// Begins to move a session, which goes on in kvq__core_poll; its requests wait from when its step
+// and the requests under way have ended until it is there. All shards move, or none. KVQ_E_INVALID
+// (no such place), KVQ_E_NO_MEMORY (no room there), KVQ_E_BUSY (it is moved already, or cannot be
+// moved now), KVQ_E_LIMIT, KVQ_E_DRAINING. How it ends the info says: 0, these codes,
+// KVQ_E_QUOTA, KVQ_E_SYSTEM, or KVQ_E_CANCELLED if the session was dropped.
+int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, const struct kvq__move_spec *spec,
+                            struct kvq__move_info *info, char *text);
+// The shard of this handle, whose session it may write.
+int kvq__session_move(struct kvq__client *client, uint64_t handle,
+                      const struct kvq__move_spec *spec, struct kvq__move_info *info, char *text);
+// How far a move is; for a minute after its end what became of it.
+int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                   struct kvq__move_info *info, char *text);
+// Whether moves are under way: then kvq__core_poll should be called again soon.
+bool kvq__core_moves(const struct kvq__core *core);
+
 // ---- Snapshots ----
 
 struct kvq__status {
@@ -454,7 +491,8 @@ struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
 const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue);
 const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue);
 
-// Looks how far GPUs have come, and lets go of what ended work held. True if anything had ended.
+// Looks how far GPUs have come, lets go of what ended work held, and takes moves further. True if
+// anything had ended.
 bool kvq__core_poll(struct kvq__core *core);
 // Whether GPUs are at work, and if so has `wake` called from a thread of the driver's once some of
 // it may have ended. kvq__core_poll looks then.

@@ -34,6 +34,7 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_CLIENT_ATTACHED] = "client_attached",
         [KVQ__EVENT_CLIENT_GONE] = "client_gone",
         [KVQ__EVENT_MEMORY_FULL] = "memory_full",
+        [KVQ__EVENT_SESSION_MOVED] = "session_moved",
         [KVQ__EVENT_CLIENT_STALLED] = "client_stalled",
         [KVQ__EVENT_DRAINING] = "draining",
     };

@@ -9,10 +9,10 @@
 // wait in its pages for the others. It is in no step of its client's any more. What its writer asks
 // for next waits until the group has committed or gone back; readers see the committed tokens
 // meanwhile, as ever.
+#include "daemon/group.h"
+
 #include <assert.h>
 #include <string.h>
-
-#include "daemon/state.h"
 
 // ---- Members ----
 
@@ -152,6 +152,17 @@ static struct kvq__session *unprepared(const struct kvq__session *s)
         if (!s->group->member[i]->prepared)
             return s->group->member[i];
     return NULL;
+}
+
+bool kvq__group_fits(const struct kvq__session *s)
+{
+    bool whole = s->group != NULL, same = true;
+    for (uint32_t i = 0; whole && i < s->shards; i++) {
+        const struct kvq__session *m = s->group->member[i];
+        whole = m->prepared || (m->step && m->step == s->step);
+        same &= m->tokens == s->tokens && m->step_tokens == s->step_tokens;
+    }
+    return !whole || same;
 }
 
 int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/state.h"
 
@@ -293,6 +294,17 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
         s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0)
+            return &core->pools[i];
+    kvq__fail(text, KVQ_E_INVALID,
+              "place \"%.64s\": this daemon has \"host\"%s; kvqctl status lists its places", place,
+              core->n_pools > 1 ? " and GPUs by their UUID" : " and uses no GPU");
+    return NULL;
+}
+
 // Where it shall live: as asked, or else on the GPU with the most room, or without one on the host.
 static int find_place(struct kvq__session *s, const char *place, char *text)
 {
@@ -305,14 +317,9 @@ static int find_place(struct kvq__session *s, const char *place, char *text)
     }
     if (is_empty(place))
         return 0;
-    for (uint32_t i = 0; i < core->n_pools; i++)
-        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0) {
-            s->pool = &core->pools[i];
-            return 0;
-        }
-    return kvq__fail(text, KVQ_E_INVALID,
-                     "place \"%.64s\": this daemon has \"host\"%s; kvqctl status lists its places",
-                     place, core->n_pools > 1 ? " and GPUs by their UUID" : " and uses no GPU");
+    struct kvq__pool *pool = kvq__place_find(core, place, text);
+    s->pool = pool ? pool : s->pool;
+    return pool ? 0 : KVQ_E_INVALID;
 }
 
 static int build_session(struct kvq__core *core, struct kvq__namespace *ns,
@@ -426,7 +433,9 @@ static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spe
 static int need_lane(struct kvq__client *client, const struct kvq__session *s, char *text)
 {
     struct kvq__lane *lane;
+    const struct kvq__pool *next = kvq__move_place(s);
     int rc = s->pool->gpu ? kvq__lane_get(client, s->pool->gpu, &lane) : 0;
+    rc = rc || !next || !next->gpu ? rc : kvq__lane_get(client, next->gpu, &lane);
     return rc < 0 ? kvq__fail(text, rc, "no memory on %s for a client's stream",
                               kvq__pool_name(s->pool))
                   : 0;

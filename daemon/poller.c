@@ -472,7 +472,7 @@ static void sleep_until_woken(struct kvq__poller *p)
     struct epoll_event events[EVENTS];
     uint32_t *flag = &p->config.page->poller_sleeping;
     uint64_t until = p->tick_at > p->now ? p->tick_at - p->now : 0;
-    if (p->waiting && until > RETRY_NS)
+    if ((p->waiting || kvq__core_moves(p->core)) && until > RETRY_NS)
         until = RETRY_NS;
     count_runnable(p);
     kvq_ring_sleep_begin(flag);

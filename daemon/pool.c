@@ -222,7 +222,7 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
 {
     struct kvq__extent *e = NULL;
     assert(bytes > 0 && bytes <= pool->extent_bytes && !ref->block);
-    if (ns->limit_bytes && ns->used_bytes + bytes > ns->limit_bytes)
+    if (ns->limit_bytes && ns->used_bytes + bytes > ns->limit_bytes + ns->exempt_bytes)
         return KVQ_E_QUOTA;
     int rc = class_extent(core, ns, pool, bytes, &e);
     if (rc < 0)
@@ -249,6 +249,16 @@ struct kvq__ref kvq__block_share(struct kvq__ref ref)
     return ref;
 }
 
+void kvq__block_exempt(struct kvq__block *b, bool exempt)
+{
+    struct kvq__class *class = b->extent->owner;
+    if (exempt && !b->exempt)
+        class->ns->exempt_bytes += class->block_bytes;
+    else if (!exempt && b->exempt)
+        class->ns->exempt_bytes -= class->block_bytes;
+    b->exempt = exempt;
+}
+
 static void block_free(struct kvq__core *core, struct kvq__block *b)
 {
     struct kvq__extent *e = b->extent;
@@ -258,6 +268,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
         TAILQ_INSERT_HEAD(&class->extents, e, link);
     }
     STAILQ_INSERT_HEAD(&e->free, b, link);
+    kvq__block_exempt(b, false);
     class->pool->used_bytes -= class->block_bytes;
     class->ns->used_bytes -= class->block_bytes;
     if (--e->used == 0)

@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
@@ -544,9 +545,10 @@ static void reset_works(struct kvq__queue *q)
 static bool must_wait(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    for (uint32_t i = 0; q->core->n_prepared && i < q->header.count; i++)
+    bool any = q->core->n_prepared + q->core->n_moving > 0;
+    for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 &&
-            kvq__group_asks(q, h) == KVQ__PREPARED_WAITS)
+            (kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session)))
             return true;
     return false;
 }

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/group.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
 
@@ -128,6 +129,7 @@ void kvq__session_end(struct kvq__session *s)
 {
     struct kvq__handle *h;
     assert(!s->dropped);
+    kvq__move_lost(s);
     s->dropped = true;
     kvq__step_leave(s);
     while ((h = LIST_FIRST(&s->handles))) {
@@ -308,6 +310,23 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
     return 0;
 }
 
+int kvq__session_move(struct kvq__client *client, uint64_t value, const struct kvq__move_spec *spec,
+                      struct kvq__move_info *info, char *text)
+{
+    struct kvq__handle *h;
+    struct kvq__move_spec own = *spec;
+    int rc = get_attached(client, value, &h, text);
+    if (rc < 0)
+        return rc;
+    if (h->read_only)
+        return kvq__fail(text, KVQ_E_READ_ONLY,
+                         "a session opened read-only cannot be moved through that handle; move it "
+                         "by name (kvqctl session move), or open it for writing");
+    own.one_shard = true;
+    own.shard = h->session->shard;
+    return kvq__move_start(h->session, &own, info, text);
+}
+
 int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__session_info *info,
                       char *text)
 {
@@ -417,4 +436,13 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
     if (rc == 0)
         kvq__group_end(s);
     return rc;
+}
+
+int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, const struct kvq__move_spec *spec,
+                            struct kvq__move_info *info, char *text)
+{
+    struct kvq__session *s;
+    int rc = find_session(core, peer, ns, name, &s, text);
+    return rc ? rc : kvq__move_start(s, spec, info, text);
 }

@@ -28,6 +28,7 @@ enum {
 
 struct kvq__block {
     uint32_t refs;
+    bool exempt; // its namespace's limit does not count it: a move has copied it, or is about to
     struct kvq__extent *extent;
     uint64_t retired_at;           // last flight that may still look at it
     STAILQ_ENTRY(kvq__block) link; // in its extent's free list, or in limbo
@@ -91,6 +92,8 @@ static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that i
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
+// Says whether the limit of the block's namespace is to count it; until it is freed.
+void kvq__block_exempt(struct kvq__block *block, bool exempt);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
@@ -109,6 +112,7 @@ struct kvq__namespace {
     TAILQ_ENTRY(kvq__namespace) link;
     char name[KVQ_NAME_BYTES];
     uint64_t limit_bytes, used_bytes;
+    uint64_t exempt_bytes; // of used_bytes, that the limit does not count
     uint32_t limit_sessions, n_sessions;
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
@@ -224,6 +228,7 @@ struct kvq__session {
     uint64_t step_queue;               // number of the queue that began it
 
     struct kvq__group *group; // of named sessions with several shards; else NULL
+    struct kvq__move *move;   // to another place, under way or queued; NULL = none
     bool prepared;            // its step has ended and waits for those of the other shards
     uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
 
@@ -297,6 +302,27 @@ static inline uint32_t kvq__pages_of(uint64_t tokens)
 {
     return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
 }
+
+// The pool of a place. NULL with a text if there is none of that name.
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
+
+// ---- Moves between places (move.c; see move.h) ----
+
+// Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
+int kvq__session_movable(const struct kvq__session *session, char *text);
+// Begins to move the session, or all its shards.
+int kvq__move_start(struct kvq__session *session, const struct kvq__move_spec *spec,
+                    struct kvq__move_info *info, char *text);
+// The session is about to end: its move does.
+void kvq__move_lost(struct kvq__session *session);
+// Whether requests on the session are to wait for its move.
+bool kvq__move_asks(const struct kvq__session *session);
+// Where it is being moved to; NULL = nowhere.
+struct kvq__pool *kvq__move_place(const struct kvq__session *session);
+// Takes moves further; true if there was something to do.
+bool kvq__moves_poll(struct kvq__core *core);
+void kvq__moves_tick(struct kvq__core *core); // forgets those that ended long ago
+void kvq__moves_close(struct kvq__core *core);
 
 // ---- Formats (formats.c) ----
 
@@ -409,40 +435,6 @@ int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
 void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
 // Makes the tokens of a step that was checked the session's.
 void kvq__step_publish(struct kvq__session *session);
-
-// ---- Groups of shards (group.c) ----
-
-// Joins those of its name; the first makes the group. Sessions without a name, and those of one
-// shard, have none. 0 or KVQ_E_NO_MEMORY.
-int kvq__group_join(struct kvq__session *session);
-void kvq__group_part(struct kvq__session *session);
-// The session itself, or another shard of its group; NULL if there is none of that number.
-struct kvq__session *kvq__group_member(const struct kvq__session *session, uint32_t shard);
-// True if not all shards are there yet, and the first that is not.
-bool kvq__group_missing(const struct kvq__session *session, uint32_t *shard);
-// What all shards have committed: the least of their counts, 0 if one is missing.
-uint64_t kvq__group_tokens(const struct kvq__session *session);
-bool kvq__group_is_open(const struct kvq__session *session); // some shard, by anybody
-// Nobody has had any shard of it for as long as it is kept.
-bool kvq__group_expired(const struct kvq__session *session);
-// Ends the session with all its shards.
-void kvq__group_end(struct kvq__session *session);
-// That a new shard was opened like another. 0 or KVQ_E_EXISTS.
-int kvq__group_agrees(const struct kvq__session *session, const struct kvq__session *other,
-                      char *text);
-// Takes all other shards out of their steps.
-void kvq__group_undo(const struct kvq__session *session);
-// Commits the group if all of it is prepared. 0, or KVQ_E_POSITION and the shard that stands or
-// ends at another count.
-int kvq__group_commit(struct kvq__session *session, const struct kvq__session **other);
-
-// What a request through this handle is to do about its session's being prepared: nothing, wait,
-// or fail, since the shard that is waited for could only be ended through the same queue.
-enum kvq__prepared { KVQ__PREPARED_NOT, KVQ__PREPARED_WAITS, KVQ__PREPARED_NEVER };
-enum kvq__prepared kvq__group_asks(const struct kvq__queue *queue,
-                                   const struct kvq__handle *handle);
-// The first shard that a prepared session waits for.
-uint32_t kvq__group_awaited(const struct kvq__session *session);
 
 // ---- Requests (request.c and the files of the operations) ----
 
@@ -738,6 +730,7 @@ static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt i
 TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
+TAILQ_HEAD(kvq__move_list, kvq__move);
 
 struct kvq__core {
     struct kvq__core_config config;
@@ -756,6 +749,11 @@ struct kvq__core {
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
     uint32_t n_prepared; // sessions that wait for their groups
+    uint32_t n_moving;   // sessions that have a move
+    uint32_t n_moves;    // those included that are over
+    uint64_t last_move;
+    struct kvq__move_list moves;
+    struct kvq__mover *mover; // made at the first move
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

@@ -3,6 +3,7 @@
 // Steps: from their beginning, which reserves all that they will need, to commit or abort.
 #include <assert.h>
 
+#include "daemon/group.h"
 #include "daemon/state.h"
 
 struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
@@ -255,6 +256,7 @@ static int end_all(struct kvq__step *step)
     int rc = 0;
     LIST_FOREACH (s, &step->sessions, step_link) {
         rc = check_commit(s);
+        rc = rc || kvq__group_fits(s) ? rc : KVQ_E_POSITION;
         if (rc == KVQ_E_NONFINITE)
             kvq__step_leave(s);
         if (rc)

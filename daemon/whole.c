@@ -5,6 +5,7 @@
 // other request; with append 0 it only packs and publishes.
 #include <assert.h>
 
+#include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/state.h"
 #include "daemon/table.h"

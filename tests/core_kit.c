@@ -7,6 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/group.h"
+#include "daemon/move.h"
+
 char kit_context[256];
 
 void kit_die(const char *file, int line, const char *what)
@@ -375,6 +378,23 @@ static uint64_t references(const struct kvq__namespace *ns, const struct kvq__bl
     return n;
 }
 
+// Blocks that moves have taken, or have yet to give back.
+static uint64_t moves_references(const struct kvq__core *core, const struct kvq__namespace *ns,
+                                 const struct kvq__block *block)
+{
+    const struct kvq__move *move;
+    uint64_t n = 0;
+    TAILQ_FOREACH (move, &core->moves, link)
+        for (uint32_t i = 0; move->ns == ns && i < move->n; i++) {
+            const struct kvq__moved *m = &move->moved[i];
+            for (uint64_t ref = 0; m->books && ref < kvq__moved_refs(m); ref++) {
+                const struct kvq__block *b = kvq__moved_there(m, ref)->block;
+                n += block ? b == block : b != NULL;
+            }
+        }
+    return n;
+}
+
 // Blocks of the list that belong to the extent; all of them must be unreferenced.
 static uint32_t count_list(const struct kvq__block_list *list, const struct kvq__extent *e)
 {
@@ -389,7 +409,7 @@ static uint32_t count_list(const struct kvq__block_list *list, const struct kvq_
 
 static uint64_t check_extent(const struct kvq__core *core, const struct kvq__namespace *ns,
                              const struct kvq__class *class, const struct kvq__extent *e,
-                             uint64_t *refs)
+                             uint64_t *refs, uint64_t *exempt)
 {
     uint32_t in_use = 0, free = count_list(&e->free, e);
     uint32_t limbo = count_list(&core->limbo, e);
@@ -397,7 +417,8 @@ static uint64_t check_extent(const struct kvq__core *core, const struct kvq__nam
     for (uint32_t i = 0; i < e->n_blocks; i++) {
         const struct kvq__block *b = &e->blocks[i];
         MUST(b->extent == e);
-        MUST(b->refs == 0 || b->refs == references(ns, b));
+        MUST(b->refs == 0 || b->refs == references(ns, b) + moves_references(core, ns, b));
+        *exempt += b->exempt ? class->block_bytes : 0;
         in_use += b->refs > 0;
         *refs += b->refs;
     }
@@ -461,14 +482,15 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     const struct kvq__class *class;
     const struct kvq__extent *e;
     const struct kvq__session *s;
-    uint64_t used = 0, refs = 0;
+    uint64_t used = 0, refs = 0, exempt = 0;
     uint32_t sessions = 0;
     LIST_FOREACH (class, &ns->classes, link)
         TAILQ_FOREACH (e, &class->extents, link)
-            used += check_extent(c->core, ns, class, e, &refs);
-    MUST(refs == references(ns, NULL));
+            used += check_extent(c->core, ns, class, e, &refs, &exempt);
+    MUST(refs == references(ns, NULL) + moves_references(c->core, ns, NULL));
+    MUST(exempt == ns->exempt_bytes);
     MUST(used == ns->used_bytes);
-    MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes);
+    MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes + exempt);
     TAILQ_FOREACH (s, &ns->sessions, link) {
         check_session(s);
         c->prepared += s->prepared;

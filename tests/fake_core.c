@@ -42,6 +42,12 @@ void kvq__core_hush(struct kvq__core *core)
     (void)core;
 }
 
+bool kvq__core_moves(const struct kvq__core *core)
+{
+    (void)core;
+    return false;
+}
+
 bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
 {
     (void)core;

@@ -1,0 +1,705 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See move.h.
+#include "daemon/move.h"
+#include "daemon/group.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/group.h"
+#include "daemon/lane.h"
+
+enum {
+    RESERVE_AT_ONCE = 256, // blocks between two looks at the rings
+    RELEASE_AT_ONCE = 512,
+    MOST = 64, // moves that are remembered
+};
+#define KEEP_NS         60000000000ull // so long at least
+#define DEFAULT_WAIT_NS 10000000000ull
+#define NS_PER_MS       1000000ull
+
+// ---- References ----
+
+static uint64_t refs_of_layer(const struct kvq__moved *m)
+{
+    return 2 * (uint64_t)m->n_pages + 1;
+}
+
+struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref)
+{
+    uint64_t layer = ref / refs_of_layer(m), i = ref % refs_of_layer(m);
+    struct kvq__pageref *page = m->table + layer * m->capacity + i / 2;
+    if (i == refs_of_layer(m) - 1)
+        return &m->extras[m->owned[layer]];
+    return i % 2 ? &page->packed : &page->raw;
+}
+
+struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref)
+{
+    uint64_t i = ref % refs_of_layer(m);
+    struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
+    if (i == refs_of_layer(m) - 1)
+        return &l->extras;
+    return i % 2 ? &l->pages[i / 2].packed : &l->pages[i / 2].raw;
+}
+
+uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
+{
+    uint64_t i = ref % refs_of_layer(m);
+    const struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
+    if (i == refs_of_layer(m) - 1)
+        return kvq_extras_bytes(l->format, &l->shape);
+    return i % 2 ? l->packed_bytes : l->raw_bytes;
+}
+
+// ---- What a session needs on another place ----
+
+static uint64_t need_of(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        bytes += (uint64_t)(s->n_pages - l->first_page) * l->packed_bytes;
+        bytes += (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
+        bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
+    }
+    return bytes;
+}
+
+static uint64_t need_of_all(const struct kvq__move *move)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < move->n; i++)
+        bytes += need_of(move->moved[i].session);
+    return bytes;
+}
+
+static int refuse_room(const struct kvq__move *move, int rc, char *text)
+{
+    const struct kvq__pool *to = move->to;
+    if (rc == KVQ_E_QUOTA)
+        return kvq__fail(text, rc,
+                         "session \"%s\" shares blocks with forks, which keep theirs; with copies "
+                         "of these namespace \"%s\" would have more than its limit of %llu bytes; "
+                         "drop the forks or raise the limit",
+                         move->name, move->ns->name, (unsigned long long)move->ns->limit_bytes);
+    return kvq__fail(text, rc,
+                     "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
+                     "free (in extents of %llu, each for blocks of one size and namespace); move "
+                     "or drop others there, or give it more memory",
+                     kvq__pool_name(to), move->name, (unsigned long long)need_of_all(move),
+                     (unsigned long long)(to->budget - to->used_bytes),
+                     (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
+}
+
+static int check_room(const struct kvq__move *move, char *text)
+{
+    const struct kvq__pool *to = move->to;
+    return need_of_all(move) > to->budget - to->used_bytes
+               ? refuse_room(move, KVQ_E_NO_MEMORY, text)
+               : 0;
+}
+
+int kvq__session_movable(const struct kvq__session *s, char *text)
+{
+    if (s->move)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is being moved already, to %s; wait until it is there",
+                         s->name, kvq__pool_name(s->move->to));
+    if (!LIST_EMPTY(&s->tables))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is read by a client in its own context, which has its "
+                         "memory mapped; close it there, then move it",
+                         s->name);
+    return 0;
+}
+
+// Everybody who has it open will enqueue there.
+static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
+{
+    const struct kvq__handle *h;
+    struct kvq__lane *lane;
+    int rc = 0;
+    LIST_FOREACH (h, &s->handles, link)
+        if (rc == 0 && to->gpu)
+            rc = kvq__lane_get(h->client, to->gpu, &lane);
+    return rc;
+}
+
+// All memory was there to take part.
+static bool is_whole(const struct kvq__moved *m)
+{
+    return m->owned && m->table && m->extras && m->books;
+}
+
+static void free_part(struct kvq__core *core, struct kvq__moved *m)
+{
+    kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
+    kvq__deallocate(core, m->table, (size_t)m->n_owned * m->capacity * sizeof *m->table);
+    kvq__deallocate(core, m->extras, m->n_layers * sizeof *m->extras);
+    kvq__deallocate(core, m->books, m->n_layers * sizeof *m->books);
+    *m = (struct kvq__moved){0};
+}
+
+// What a session has on a GPU besides blocks.
+static int equip(struct kvq__moved *m, struct kvq__gpu *gpu)
+{
+    int rc = 0;
+    if (gpu && !(m->counts = kvq__gpu_counts_new(gpu)))
+        return KVQ_E_NO_MEMORY;
+    for (uint32_t i = 0; gpu && rc == 0 && i < m->n_layers; i++) {
+        const struct kvq__layer *l = &m->session->layers[i];
+        if (l->book.k || l->book.v)
+            rc = kvq__gpu_book(gpu, l->format, &l->shape, &l->book, &m->books[i]);
+    }
+    return rc;
+}
+
+static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
+{
+    for (uint32_t i = 0; gpu && m->books && i < m->n_layers; i++)
+        if (m->books[i].k || m->books[i].v)
+            kvq__gpu_book_release(gpu, &m->session->layers[i].book);
+    if (m->counts)
+        kvq__gpu_counts_free(gpu, m->counts);
+    m->counts = NULL;
+}
+
+static int take_part(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__core *core = move->core;
+    const struct kvq__session *s = m->session;
+    uint32_t n = 0;
+    m->n_layers = s->n_layers;
+    m->n_owned = s->n_owned;
+    m->n_pages = s->n_pages;
+    m->capacity = s->page_capacity;
+    m->owned = kvq__allocate(core, m->n_owned * sizeof *m->owned);
+    m->table = kvq__allocate(core, (size_t)m->n_owned * m->capacity * sizeof *m->table);
+    m->extras = kvq__allocate(core, m->n_layers * sizeof *m->extras);
+    m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
+    if (!is_whole(m))
+        return KVQ_E_NO_MEMORY;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            m->owned[n++] = i;
+    int rc = take_lanes(s, move->to);
+    return rc ? rc : equip(m, move->to->gpu);
+}
+
+// ---- From phase to phase ----
+
+static void finish(struct kvq__move *move, int status)
+{
+    char text[KVQ_TEXT_BYTES / 2];
+    move->finished = true;
+    move->finished_at = move->core->now;
+    move->status = status;
+    snprintf(text, sizeof text, status ? "not to %s: %.200s" : "to %s", kvq__pool_name(move->to),
+             move->text);
+    kvq__event(move->core, KVQ__EVENT_SESSION_MOVED, move->ns->name, move->name, 0, text);
+}
+
+// The session's requests go on, wherever it is by now.
+static void let_go(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    m->session = NULL;
+    s->move = NULL;
+    s->core->n_moving--;
+    if (move->phase > KVQ__MOVE_WAITING)
+        kvq__session_unpin(s);
+}
+
+// The move has failed: of each pair it is the new block that goes.
+static void exempt_new(struct kvq__moved *m)
+{
+    for (uint64_t ref = 0; is_whole(m) && ref < kvq__moved_refs(m); ref++) {
+        struct kvq__block *here = kvq__moved_here(m, ref)->block;
+        struct kvq__block *there = kvq__moved_there(m, ref)->block;
+        if (!here || !here->exempt)
+            continue;
+        kvq__block_exempt(here, false);
+        if (there)
+            kvq__block_exempt(there, true);
+    }
+}
+
+static void abandon(struct kvq__move *move, struct kvq__moved *m)
+{
+    exempt_new(m);
+    unequip(m, move->to->gpu);
+    kvq__pack_queue(m->session);
+    let_go(move, m);
+}
+
+static void fail(struct kvq__move *move, int status)
+{
+    for (uint32_t i = 0; i < move->n; i++)
+        abandon(move, &move->moved[i]);
+    finish(move, status);
+    move->phase = move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER;
+}
+
+void kvq__move_lost(struct kvq__session *s)
+{
+    struct kvq__move *move = s->move;
+    if (!move)
+        return;
+    kvq__fail(move->text, KVQ_E_CANCELLED, "session \"%s\" was dropped before it was moved",
+              s->name);
+    fail(move, KVQ_E_CANCELLED);
+}
+
+// What a GPU packs before anybody asks holds no session.
+static bool is_packed(const struct kvq__session *s)
+{
+    bool ended = true;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        ended &= kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
+    return ended;
+}
+
+static bool is_idle(const struct kvq__move *move)
+{
+    for (uint32_t i = 0; i < move->n; i++) {
+        const struct kvq__session *s = move->moved[i].session;
+        if (kvq__in_step(s) || s->pins > 0 || s->exclusive || !is_packed(s))
+            return false;
+    }
+    return true;
+}
+
+static void begin(struct kvq__move *move)
+{
+    int rc = kvq__mover_open(move->core);
+    move->phase = KVQ__MOVE_RESERVING;
+    for (uint32_t i = 0; i < move->n; i++) {
+        kvq__session_pin(move->moved[i].session);
+        kvq__pack_unqueue(move->moved[i].session);
+    }
+    kvq__flight_begin(move->core, &move->flight);
+    move->bytes = need_of_all(move);
+    rc = rc ? rc : check_room(move, move->text);
+    for (uint32_t i = 0; rc == 0 && i < move->n; i++)
+        rc = take_part(move, &move->moved[i]);
+    if (rc == 0)
+        return;
+    if (!move->text[0])
+        kvq__fail(move->text, rc, "no memory on %s for a session, a client's stream or what copies",
+                  kvq__pool_name(move->to));
+    fail(move, rc);
+}
+
+static bool wait(struct kvq__move *move)
+{
+    if (is_idle(move)) {
+        begin(move);
+        return true;
+    }
+    if (move->core->now < move->deadline)
+        return false;
+    kvq__fail(move->text, KVQ_E_BUSY,
+              "session \"%s\" was in a step, or in use by requests, for %llu ms without a break; "
+              "end the step, or wait for longer",
+              move->name, (unsigned long long)(move->wait_ns / NS_PER_MS));
+    fail(move, KVQ_E_BUSY);
+    return true;
+}
+
+// The next reference of the move; false behind the last one.
+static bool next_ref(struct kvq__move *move)
+{
+    while (move->at < move->n && move->ref >= kvq__moved_refs(&move->moved[move->at])) {
+        move->at++;
+        move->ref = 0;
+    }
+    return move->at < move->n;
+}
+
+static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref)
+{
+    const struct kvq__ref *here = kvq__moved_here(m, ref);
+    uint64_t bytes = kvq__moved_bytes(m, ref);
+    if (!here->block)
+        return 0;
+    // What a fork shares stays as well; the rest only changes its place.
+    if (here->block->refs > 1)
+        move->shared_bytes += bytes;
+    else
+        kvq__block_exempt(here->block, true);
+    return kvq__block_new(move->core, move->ns, move->to, bytes, kvq__moved_there(m, ref));
+}
+
+static void reserve(struct kvq__move *move)
+{
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && next_ref(move); i++)
+        rc = reserve_one(move, &move->moved[move->at], move->ref++);
+    if (rc < 0) {
+        refuse_room(move, rc, move->text);
+        kvq__namespace_full(move->core, move->ns, rc);
+        fail(move, rc);
+    } else if (!next_ref(move)) {
+        move->phase = KVQ__MOVE_COPYING;
+        move->at = 0;
+        move->ref = 0;
+    }
+}
+
+// ---- The moment ----
+
+// What only the host's workers keep up to date.
+static void publish_outliers(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (kvq__layer_owns(s, i) && l->extras.data && l->packed)
+            kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+    }
+}
+
+static void exchange_pages(struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    struct kvq__pageref *table = s->table;
+    s->table = m->table;
+    m->table = table;
+    for (uint32_t i = 0; i < m->n_owned; i++) {
+        struct kvq__layer *l = &s->layers[m->owned[i]];
+        struct kvq__ref extras = l->extras;
+        l->pages = s->table ? s->table + (size_t)i * m->capacity : NULL;
+        l->extras = m->extras[m->owned[i]];
+        m->extras[m->owned[i]] = extras;
+    }
+}
+
+static void arrive(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    struct kvq__pool *from = s->pool;
+    struct kvq__gpu_counts *counts = s->counts;
+    exchange_pages(m);
+    s->counts = m->counts;
+    m->counts = counts;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq_book book = s->layers[i].gpu_book;
+        s->layers[i].gpu_book = m->books[i];
+        s->layers[i].pack_lane = NULL;
+        m->books[i] = book;
+    }
+    unequip(m, from->gpu);
+    s->pool = move->to;
+    if (!s->pool->gpu)
+        publish_outliers(s);
+    kvq__pack_queue(s);
+    let_go(move, m);
+}
+
+static void copy(struct kvq__move *move, bool *any)
+{
+    int rc = kvq__mover_copy(move, any);
+    if (rc < 0) {
+        kvq__fail(move->text, rc, "a GPU failed while session \"%s\" was copied", move->name);
+        fail(move, rc);
+        return;
+    }
+    if (rc == 0)
+        return;
+    *any = true;
+    kvq__flight_end(move->core, &move->flight);
+    for (uint32_t i = 0; i < move->n; i++)
+        arrive(move, &move->moved[i]);
+    finish(move, 0);
+    move->phase = KVQ__MOVE_RELEASING;
+    move->at = 0;
+    move->ref = 0;
+}
+
+// ---- Afterwards ----
+
+static void release(struct kvq__move *move)
+{
+    for (uint32_t i = 0; i < RELEASE_AT_ONCE && next_ref(move); i++, move->ref++)
+        if (is_whole(&move->moved[move->at]))
+            kvq__block_drop(move->core, kvq__moved_there(&move->moved[move->at], move->ref));
+    if (next_ref(move))
+        return;
+    for (uint32_t i = 0; i < move->n; i++)
+        free_part(move->core, &move->moved[i]);
+    move->phase = KVQ__MOVE_OVER;
+}
+
+static void drain(struct kvq__move *move)
+{
+    if (!kvq__mover_drained(move->core))
+        return;
+    kvq__flight_end(move->core, &move->flight);
+    move->phase = KVQ__MOVE_RELEASING;
+    move->at = 0;
+    move->ref = 0;
+}
+
+static void move_free(struct kvq__move *move)
+{
+    struct kvq__core *core = move->core;
+    assert(move->phase == KVQ__MOVE_OVER);
+    TAILQ_REMOVE(&core->moves, move, link);
+    core->n_moves--;
+    kvq__deallocate(core, move->moved, move->room * sizeof *move->moved);
+    kvq__deallocate(core, move, sizeof *move);
+}
+
+// True if there was something to do.
+static bool go_on(struct kvq__move *move)
+{
+    enum kvq__move_phase phase = move->phase;
+    bool any = false;
+    switch (phase) {
+    case KVQ__MOVE_WAITING:
+        return wait(move);
+    case KVQ__MOVE_RESERVING:
+        reserve(move);
+        return true;
+    case KVQ__MOVE_COPYING:
+        copy(move, &any);
+        return any;
+    case KVQ__MOVE_DRAINING:
+        drain(move);
+        return move->phase != phase;
+    case KVQ__MOVE_RELEASING:
+        release(move);
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool is_active(const struct kvq__move *move)
+{
+    return move->phase >= KVQ__MOVE_WAITING && move->phase <= KVQ__MOVE_DRAINING;
+}
+
+// One move at a time waits and copies, the one that has been there for longest.
+static bool start_next(struct kvq__core *core)
+{
+    struct kvq__move *move, *next = NULL;
+    TAILQ_FOREACH (move, &core->moves, link) {
+        if (is_active(move))
+            return false;
+        if (move->phase == KVQ__MOVE_QUEUED && !next)
+            next = move;
+    }
+    if (!next)
+        return false;
+    next->phase = KVQ__MOVE_WAITING;
+    next->deadline = core->now + next->wait_ns;
+    return true;
+}
+
+bool kvq__moves_poll(struct kvq__core *core)
+{
+    struct kvq__move *move, *after;
+    bool any = core->n_moves > 0 && start_next(core);
+    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
+        after = TAILQ_NEXT(move, link);
+        any |= go_on(move);
+    }
+    return any;
+}
+
+void kvq__moves_tick(struct kvq__core *core)
+{
+    struct kvq__move *move, *after;
+    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
+        after = TAILQ_NEXT(move, link);
+        if (move->phase == KVQ__MOVE_OVER && core->now - move->finished_at >= KEEP_NS)
+            move_free(move);
+    }
+}
+
+bool kvq__core_moves(const struct kvq__core *core)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->phase != KVQ__MOVE_OVER)
+            return true;
+    return false;
+}
+
+void kvq__moves_close(struct kvq__core *core)
+{
+    struct kvq__move *move;
+    while ((move = TAILQ_FIRST(&core->moves))) {
+        if (!move->finished)
+            fail(move, KVQ_E_CANCELLED);
+        kvq__mover_sync(core);
+        if (move->phase == KVQ__MOVE_DRAINING)
+            drain(move);
+        while (move->phase == KVQ__MOVE_RELEASING)
+            release(move);
+        move_free(move);
+    }
+    kvq__mover_close(core);
+}
+
+struct kvq__pool *kvq__move_place(const struct kvq__session *s)
+{
+    return s->move ? s->move->to : NULL;
+}
+
+bool kvq__move_asks(const struct kvq__session *s)
+{
+    if (!s->move)
+        return false;
+    if (s->move->phase > KVQ__MOVE_WAITING)
+        return true;
+    bool in_step = false; // which has to come to its end first
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        in_step |= m && kvq__in_step(m);
+    }
+    return s->move->phase == KVQ__MOVE_WAITING && !in_step;
+}
+
+// ---- Asking for one ----
+
+static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s, uint32_t n)
+{
+    struct kvq__move *move = kvq__allocate(core, sizeof *move);
+    struct kvq__moved *moved = kvq__allocate(core, n * sizeof *moved);
+    if (!move || !moved) {
+        kvq__deallocate(core, move, sizeof *move);
+        kvq__deallocate(core, moved, n * sizeof *moved);
+        return NULL;
+    }
+    move->core = core;
+    move->ns = s->ns;
+    move->moved = moved;
+    move->room = n;
+    if (s->name[0])
+        snprintf(move->name, sizeof move->name, "%s", s->name);
+    else
+        snprintf(move->name, sizeof move->name, "#%llu", (unsigned long long)s->id);
+    return move;
+}
+
+static int add_session(struct kvq__move *move, struct kvq__session *s, char *text)
+{
+    int rc = s->pool == move->to ? 0 : kvq__session_movable(s, text);
+    if (rc == 0 && s->pool != move->to)
+        move->moved[move->n++].session = s;
+    return rc;
+}
+
+// The session's shards that are elsewhere, or the one of them that was named.
+static int add_sessions(struct kvq__move *move, struct kvq__session *s,
+                        const struct kvq__move_spec *spec, char *text)
+{
+    int rc = 0;
+    if (spec->one_shard && !kvq__group_member(s, spec->shard))
+        return kvq__fail(text, KVQ_E_NO_SESSION, "session \"%s\" has no shard %u; it has %u",
+                         move->name, spec->shard, s->shards);
+    for (uint32_t i = 0; rc == 0 && i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m && (!spec->one_shard || i == spec->shard))
+            rc = add_session(move, m, text);
+    }
+    return rc ? rc : check_room(move, text);
+}
+
+static void publish(struct kvq__move *move)
+{
+    struct kvq__core *core = move->core;
+    move->id = ++core->last_move;
+    move->bytes = need_of_all(move);
+    TAILQ_INSERT_TAIL(&core->moves, move, link);
+    core->n_moves++;
+    for (uint32_t i = 0; i < move->n; i++) {
+        move->moved[i].session->move = move;
+        core->n_moving++;
+    }
+    if (move->n == 0) { // all of it is there
+        finish(move, 0);
+        move->phase = KVQ__MOVE_OVER;
+    }
+}
+
+// Forgets the oldest that is over.
+static void forget_one(struct kvq__core *core)
+{
+    struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->phase == KVQ__MOVE_OVER) {
+            move_free(move);
+            return;
+        }
+}
+
+static void fill_info(const struct kvq__move *move, struct kvq__move_info *info)
+{
+    static const char *const phases[] = {
+        [KVQ__MOVE_QUEUED] = "queued",       [KVQ__MOVE_WAITING] = "waiting",
+        [KVQ__MOVE_RESERVING] = "reserving", [KVQ__MOVE_COPYING] = "copying",
+        [KVQ__MOVE_DRAINING] = "failed",     [KVQ__MOVE_RELEASING] = "done",
+        [KVQ__MOVE_OVER] = "done",
+    };
+    *info = (struct kvq__move_info){.id = move->id,
+                                    .phase = move->status ? "failed" : phases[move->phase],
+                                    .place = kvq__pool_name(move->to),
+                                    .name = move->name,
+                                    .text = move->text,
+                                    .finished = move->finished,
+                                    .status = move->status,
+                                    .bytes = move->bytes,
+                                    .moved_bytes = move->moved_bytes,
+                                    .shared_bytes = move->shared_bytes};
+}
+
+int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
+                    struct kvq__move_info *info, char *text)
+{
+    struct kvq__core *core = s->core;
+    if (core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nothing is moved");
+    struct kvq__pool *to = kvq__place_find(core, spec->place, text);
+    if (!to)
+        return KVQ_E_INVALID;
+    if (core->n_moves >= MOST)
+        forget_one(core);
+    if (core->n_moves >= MOST)
+        return kvq__fail(text, KVQ_E_LIMIT, "%u moves are under way; wait until some have ended",
+                         core->n_moves);
+    struct kvq__move *move = move_new(core, s, s->shards);
+    if (!move)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a move");
+    move->to = to;
+    move->wait_ns = spec->wait_ms ? spec->wait_ms * NS_PER_MS : DEFAULT_WAIT_NS;
+    int rc = add_sessions(move, s, spec, text);
+    if (rc < 0) {
+        kvq__deallocate(core, move->moved, s->shards * sizeof *move->moved);
+        kvq__deallocate(core, move, sizeof *move);
+        return rc;
+    }
+    publish(move);
+    fill_info(move, info);
+    return 0;
+}
+
+int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                   struct kvq__move_info *info, char *text)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->id == id && kvq__namespace_allows(move->ns, peer)) {
+            fill_info(move, info);
+            return 0;
+        }
+    return kvq__fail(text, KVQ_E_NO_SESSION,
+                     "no move %llu that user %u may see; what became of one is told for a minute",
+                     (unsigned long long)id, peer->uid);
+}
