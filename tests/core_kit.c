@@ -9,6 +9,7 @@
 
 #include "daemon/group.h"
 #include "daemon/move.h"
+#include "daemon/table.h"
 
 char kit_context[256];
 
@@ -116,6 +117,13 @@ static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
     kit->buffers_gone++;
 }
 
+static void on_table_gone(void *context, uint64_t client, const struct kvq__table_memory *memory)
+{
+    struct kit *kit = context;
+    MUST(client && (memory->host || memory->gpu));
+    kit->tables_gone++;
+}
+
 static const struct kvq__own_format *own_formats;
 static uint32_t n_own_formats;
 
@@ -168,6 +176,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .context = kit,
         .event = on_event,
         .buffer_gone = on_buffer_gone,
+        .table_gone = on_table_gone,
     };
     int rc = kvq__core_open(&config, &kit->core, text);
     MUST(rc == 0);
@@ -281,6 +290,8 @@ void kit_load(struct member *m, const struct kvq_request *header,
     *kvq__queue_header(m->queue) = *header;
     if (header->count && header->count <= KVQ_MAX_BATCH)
         memcpy(kvq__queue_entries(m->queue), entries, header->count * sizeof *entries);
+    if (header->op == KVQ_OP_STEP && header->layer <= KVQ_MAX_LAYERS)
+        memcpy(kvq__queue_layers(m->queue), m->layers, header->layer * sizeof *m->layers);
 }
 
 int kit_request(struct member *m, const struct kvq_request *header,
@@ -352,6 +363,24 @@ int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint
     return rc == 0 ? kit_simple(m, KVQ_OP_STEP_END, 99, e, NULL) : rc;
 }
 
+int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    const struct kvq__session *s = kit_of(m, handle);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    r.layer = s->n_layers;
+    r.slots = (uint16_t)(r.slots + s->n_layers);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        m->layers[i] = (struct kvq_step_layer){kit_view(m, 0, heads, dim, KVQ_F32),
+                                               kit_view(m, m->bytes / 2, heads, dim, KVQ_F32)};
+        if (!kvq__layer_owns(s, i))
+            m->layers[i] = (struct kvq_step_layer){0};
+    }
+    int rc = kit_request(m, &r, &e);
+    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+}
+
 // ---- Counting everything anew ----
 
 struct counting {
@@ -360,8 +389,34 @@ struct counting {
     uint32_t sessions, prepared;
 };
 
+// Whether a reference is to the block; NULL: to any of the namespace's.
+static bool names(const struct kvq__namespace *ns, const struct kvq__block *at,
+                  const struct kvq__block *block)
+{
+    return block ? at == block : at && at->extent->owner->ns == ns;
+}
+
 // Table entries that name the block; NULL: that name any.
-static uint64_t references(const struct kvq__namespace *ns, const struct kvq__block *block)
+static uint64_t table_references(const struct kvq__core *core, const struct kvq__namespace *ns,
+                                 const struct kvq__block *block)
+{
+    const struct kvq__client *c;
+    const struct kvq__table *t;
+    uint64_t n = 0;
+    TAILQ_FOREACH (c, &core->clients, link)
+        LIST_FOREACH (t, &c->tables, client_link)
+            for (uint32_t i = 0; i < t->memory.layers; i++) {
+                const struct kvq__block *extras = t->layers[i].extras.block;
+                n += names(ns, extras, block);
+                for (uint32_t p = 0; p < t->memory.pages; p++)
+                    n += names(ns, t->layers[i].pages[p].raw.block, block) +
+                         names(ns, t->layers[i].pages[p].packed.block, block);
+            }
+    return n;
+}
+
+static uint64_t references(const struct kvq__core *core, const struct kvq__namespace *ns,
+                           const struct kvq__block *block)
 {
     const struct kvq__session *s;
     uint64_t n = 0;
@@ -375,7 +430,7 @@ static uint64_t references(const struct kvq__namespace *ns, const struct kvq__bl
                 n += block ? (raw == block) + (packed == block) : (raw != NULL) + (packed != NULL);
             }
         }
-    return n;
+    return n + table_references(core, ns, block);
 }
 
 // Blocks that moves have taken, or have yet to give back.
@@ -417,7 +472,7 @@ static uint64_t check_extent(const struct kvq__core *core, const struct kvq__nam
     for (uint32_t i = 0; i < e->n_blocks; i++) {
         const struct kvq__block *b = &e->blocks[i];
         MUST(b->extent == e);
-        MUST(b->refs == 0 || b->refs == references(ns, b) + moves_references(core, ns, b));
+        MUST(b->refs == 0 || b->refs == references(core, ns, b) + moves_references(core, ns, b));
         *exempt += b->exempt ? class->block_bytes : 0;
         in_use += b->refs > 0;
         *refs += b->refs;

@@ -15,7 +15,7 @@ struct kit {
     void *workspace;
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
     uint64_t extents_out, allocated_out;
-    uint64_t buffers_gone, events[KVQ__EVENT_DRAINING + 1];
+    uint64_t buffers_gone, tables_gone, events[KVQ__EVENT_DRAINING + 1];
 };
 
 // A client of the kit with a queue and a buffer.
@@ -26,6 +26,7 @@ struct member {
     uint64_t id, bytes;
     uint8_t *memory;
     uint32_t buffer;
+    struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of its next STEP
 };
 
 uint64_t kit_random(struct kit *kit);
@@ -79,6 +80,8 @@ struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // One step of n tokens: K and V of every layer are rows [position, position + n) of the fp32
 // tensors [rows][heads][dim] at offset 0 and at half of the buffer. 0 or the first code.
 int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
+// The same in one STEP. n 0: publishes only.
+int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
 // One entry's request without tensors: truncate, fork, ... 0 or its status; *value its value.
 int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wire entry,
                uint64_t *value);
