@@ -58,6 +58,9 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
         return kvq__fail(text, KVQ_E_BUSY,
                          "the session is being moved to another place; ask again "
                          "when it is there");
+    if (s->move)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "this session is being moved; try again when it is there");
     if (m->layers != s->n_layers)
         return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
                          m->layers, s->n_layers);

@@ -542,7 +542,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     LIST_FOREACH (class, &ns->classes, link)
         TAILQ_FOREACH (e, &class->extents, link)
             used += check_extent(c->core, ns, class, e, &refs, &exempt);
-    MUST(refs == references(ns, NULL) + moves_references(c->core, ns, NULL));
+    MUST(refs == references(c->core, ns, NULL) + moves_references(c->core, ns, NULL));
     MUST(exempt == ns->exempt_bytes);
     MUST(used == ns->used_bytes);
     MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes + exempt);
