@@ -90,5 +90,6 @@ int bench_attend(const struct bench_options *o);
 int bench_pack(const struct bench_options *o);
 int bench_shared(const struct bench_options *o);
 int bench_ring(const struct bench_options *o);
+int hop_main(int argc, char **argv); // has options of its own (hop.h)
 
 #endif

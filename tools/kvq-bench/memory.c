@@ -17,13 +17,6 @@ static const size_t HUGE_PAGE = 2u << 20;
 static const size_t FLOOR_BYTES = 1u << 30, FLOOR_PIECE = 4u << 20;
 enum { FLOOR_READS = 5, VECTORS = 8 };
 
-double bench_seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 long bench_cpus(void)
 {
     cpu_set_t set;

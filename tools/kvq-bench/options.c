@@ -11,7 +11,7 @@
 #include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|shared|pack|ring|quality [OPTION]...\n"
+    "Usage: kvq-bench attend|shared|pack|ring|hop|quality [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
@@ -20,6 +20,8 @@ static const char help[] =
     "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
     "  ring    the round trip of a request that does nothing, checked like any other, to a\n"
     "          kvqd that is started for it and ended after\n"
+    "  hop     what attention on a GPU costs through the daemon; has options of its own, see\n"
+    "          kvq-bench hop --help\n"
     "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
     "          see kvq-bench quality --help\n"
     "\n"

@@ -6,28 +6,21 @@
 // the poller, every handle and position checked, a status for each session handed back. What it
 // leaves out is the work.
 #include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
-#include <poll.h>
 #include <sched.h>
-#include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "client/kvq.h"
 #include "tools/kvq-bench/bench.h"
+#include "tools/kvq-bench/daemon.h"
 
 enum {
     MAX_SESSIONS = 1024,
     WARM_UP = 200,
     MAX_REQUESTS = 100000, // or as many as a second allows
-    START_MS = 10000,
-    REST_NS = 200 * 1000, // in mode sleep, between requests, for the daemon to fall asleep
+    REST_NS = 200 * 1000,  // in mode sleep, between requests, for the daemon to fall asleep
 };
 
 struct mode {
@@ -44,13 +37,10 @@ static const struct mode modes[] = {
 };
 enum { MODES = sizeof modes / sizeof *modes };
 
-extern char **environ;
-
 struct run {
     const struct bench_options *o;
     struct bench_output *out;
-    char folder[64], kvqd[4096];
-    pid_t daemon; // 0: none
+    struct bench_daemon daemon;
     cpu_set_t cpus;
     kvq_client *client;
     kvq_queue *queue;
@@ -64,79 +54,18 @@ static int complain(const char *what, const char *why)
     return -1;
 }
 
-// ---- The daemon ----
-
-static void find_kvqd(struct run *r)
-{
-    if (r->o->kvqd) {
-        snprintf(r->kvqd, sizeof r->kvqd, "%s", r->o->kvqd);
-        return;
-    }
-    ssize_t n = readlink("/proc/self/exe", r->kvqd, sizeof r->kvqd - sizeof "/kvqd");
-    r->kvqd[n > 0 ? n : 0] = '\0';
-    char *slash = strrchr(r->kvqd, '/');
-    memcpy(slash ? slash : r->kvqd, "/kvqd", sizeof "/kvqd");
-}
-
-// Waits for the daemon's line on the descriptor.
-static int wait_ready(int fd)
-{
-    struct pollfd p = {.fd = fd, .events = POLLIN};
-    char line[64];
-    int n = poll(&p, 1, START_MS);
-    if (n == 0)
-        return complain("kvqd", "not ready after 10 seconds");
-    if (n < 0 || read(fd, line, sizeof line) <= 0)
-        return complain("kvqd", "ended before it was ready; its log stands above");
-    return 0;
-}
-
 static int start_daemon(struct run *r, const struct mode *mode)
 {
-    int ready[2], rc = -1;
-    char fd[16];
-    if (pipe(ready))
-        return complain("pipe", strerror(errno));
-    fcntl(ready[0], F_SETFD, FD_CLOEXEC);
-    snprintf(fd, sizeof fd, "%d", ready[1]);
-    char *const argv[] = {r->kvqd,
-                          "--runtime-dir",
-                          r->folder,
-                          "--workers",
-                          "1",
-                          "--pin",
-                          mode->one_core ? "no" : "yes",
-                          "--spin-us",
-                          (char *)mode->daemon_spin_us,
-                          "--pool-bytes",
-                          "256mb",
-                          "--log-level",
-                          "warn",
-                          "--ready-fd",
-                          fd,
-                          NULL};
-    int error = posix_spawn(&r->daemon, r->kvqd, NULL, NULL, argv, environ);
-    close(ready[1]);
-    if (error) {
-        r->daemon = 0;
-        complain(r->kvqd, strerror(error));
-    } else {
-        rc = wait_ready(ready[0]);
-    }
-    close(ready[0]);
-    return rc;
-}
-
-static int stop_daemon(struct run *r)
-{
-    int status = 0;
-    if (!r->daemon)
-        return 0;
-    kill(r->daemon, SIGTERM);
-    while (waitpid(r->daemon, &status, 0) < 0 && errno == EINTR)
-        ;
-    r->daemon = 0;
-    return status ? complain("kvqd", "did not end well; its log stands above") : 0;
+    const char *const options[] = {"--workers",
+                                   "1",
+                                   "--pin",
+                                   mode->one_core ? "no" : "yes",
+                                   "--spin-us",
+                                   mode->daemon_spin_us,
+                                   "--pool-bytes",
+                                   "256mb",
+                                   NULL};
+    return bench_daemon_start(&r->daemon, options);
 }
 
 // ---- CPUs ----
@@ -157,7 +86,7 @@ static void bind_to(const struct run *r, int n)
 static int connect_client(struct run *r, const struct mode *mode)
 {
     struct kvq_connect_options options = {
-        .runtime_dir = r->folder, .name = "kvq-bench", .spin_us = mode->client_spin_us};
+        .runtime_dir = r->daemon.folder, .name = "kvq-bench", .spin_us = mode->client_spin_us};
     if (kvq_connect(&options, &r->client) || kvq_queue_open(r->client, &r->queue))
         return complain("connecting", kvq_error_text());
     struct kvq_layer layer = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .kv_from = -1};
@@ -253,17 +182,9 @@ static int bench_mode(struct run *r, const struct mode *mode)
 out:
     kvq_disconnect(&r->client);
     r->queue = NULL;
-    rc = stop_daemon(r) ? -1 : rc;
+    rc = bench_daemon_stop(&r->daemon) ? -1 : rc;
     sched_setaffinity(0, sizeof r->cpus, &r->cpus);
     return rc;
-}
-
-static int remove_entry(const char *path, const struct stat *s, int kind, struct FTW *at)
-{
-    (void)s;
-    (void)kind;
-    (void)at;
-    return remove(path);
 }
 
 int bench_ring(const struct bench_options *o)
@@ -271,17 +192,18 @@ int bench_ring(const struct bench_options *o)
     static struct run r; // too large for the stack
     struct bench_output out;
     int rc = 0;
-    r = (struct run){.o = o, .out = &out, .folder = "/tmp/kvq-bench-XXXXXX"};
-    if (!mkdtemp(r.folder) || sched_getaffinity(0, sizeof r.cpus, &r.cpus)) {
-        complain(r.folder, strerror(errno));
+    r = (struct run){.o = o, .out = &out};
+    if (sched_getaffinity(0, sizeof r.cpus, &r.cpus)) {
+        complain("CPUs", strerror(errno));
         return 1;
     }
-    find_kvqd(&r);
+    if (bench_daemon_open(&r.daemon, o->kvqd))
+        return 1;
     bench_output_open(&out, o->json);
     bench_note(&out, "%8s %-9s %9s %9s %9s", "sessions", "mode", "p50 us", "p99 us", "requests");
     for (int i = 0; !rc && i < MODES; i++)
         rc = bench_mode(&r, &modes[i]);
     bench_output_close(&out);
-    nftw(r.folder, remove_entry, 16, FTW_DEPTH | FTW_PHYS);
+    bench_daemon_close(&r.daemon);
     return rc ? 1 : 0;
 }

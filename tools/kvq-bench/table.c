@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows for people or for scripts, and the median.
+// Rows for people or for scripts, the clock and the median.
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "tools/kvq-bench/bench.h"
 
@@ -33,6 +34,13 @@ void bench_note(const struct bench_output *out, const char *format, ...)
     va_end(args);
     putchar('\n');
     fflush(stdout);
+}
+
+double bench_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static int ascending(const void *a, const void *b)
