@@ -115,6 +115,18 @@ class Pack(unittest.TestCase):
         for row in rows["figures"].values():
             self.assertRegex(row["not_run"], "^not measured yet")
 
+    def test_hop(self):
+        """By the command itself, from the folder alone, on the software driver."""
+        out = self.scratch / "hop"
+        call(self.folder / "tools" / "gpu-check.sh", "--packed", self.folder, "--out", out,
+             "--emulate", "hop")
+        rows = json.loads((out / "hop.json").read_text())["rows"]
+        self.assertEqual(rows["without MPS"]["attend, 2 x 100, events"],
+                         {"us": None, "host_us": None, "extra_us": None, "vs_local": None,
+                          "MPS": "no"})
+        self.assertIn("software driver", rows["with MPS"]["not_run"])
+        self.assertIn("| without MPS, step, 2 x 100, words |", (out / "gpu-check.md").read_text())
+
     def test_another_folder_is_refused(self):
         said = call(self.folder / "tools" / "gpu-check.sh", "--packed", self.scratch, good=False)
         self.assertIn("is no folder that --pack made", said)

@@ -5,7 +5,8 @@
 # the CUDA toolkit, CMake and a C and C++ compiler; no library of the daemon's), runs their tests on
 # the GPU and under compute-sanitizer, and measures them against PyTorch. Results go to
 # build/gpu-check: a JSON file for each part, then gpu-check.json and gpu-check.md. The part
-# `daemon`, kvqd with its clients, needs a folder that --pack made before on a Debian machine.
+# `daemon`, kvqd with its clients, and `hop`, what the way to it costs, need a folder that --pack
+# made before on a Debian machine.
 #
 #     tools/gpu-check.sh                 all parts that have no result yet; one that was stopped
 #                                        goes on behind its last row
@@ -15,17 +16,17 @@
 #     tools/gpu-check.sh --out FOLDER    results go there
 #     tools/gpu-check.sh --pack [FOLDER]     makes that folder, build/gpu-pack, without a GPU; for
 #                                        fewer GPUs, smaller: KVQ_CUDA_ARCHITECTURES=90a
-#     tools/gpu-check.sh --packed FOLDER     the part `daemon` alone, from there
+#     tools/gpu-check.sh --packed FOLDER     the parts `daemon` and `hop` alone, from there
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 parts=(build probes tests sanitizer points-48 points-1 shapes ablation grids packing prefill
-    steps-qwen3 steps-llama3 batches-qwen3 batches-llama3 daemon)
+    steps-qwen3 steps-llama3 batches-qwen3 batches-llama3 daemon hop)
 out='' emulate='' pack='' packed=$root/build/gpu-pack chosen=()
 while [ $# -gt 0 ]; do
     case $1 in
     --help | -h)
-        sed -n '4,19s/^# \{0,1\}//p' "$0"
+        sed -n '4,20s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     --list)
@@ -42,7 +43,7 @@ while [ $# -gt 0 ]; do
         ;;
     --packed)
         [ $# -gt 1 ] || { echo "gpu-check.sh: --packed needs a folder" >&2; exit 2; }
-        packed=$(realpath -m "$2") parts=(daemon)
+        packed=$(realpath -m "$2") parts=(daemon hop)
         [ -e "$packed/bin/kvqd" ] || {
             echo "gpu-check.sh: $2 is no folder that --pack made" >&2
             exit 2
@@ -79,8 +80,9 @@ make_pack() {
     if ! { cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_PORTABLE=ON -DKVQ_CUDA=ON \
         -DKVQ_EMU=ON "-DKVQ_CUDA_ARCHITECTURES=${KVQ_CUDA_ARCHITECTURES:-80;90a;100;120}" &&
         cmake --build "$build" -j "$(nproc)" --target \
-        kvqd kvqctl kvq kvq_soft_driver example_cuda_engine test_gpu_driver test_gpu_attend \
-        test_gpu_long test_gpu_replay test_gpu_pack test_soft_driver test_soft_peers; } \
+        kvqd kvqctl kvq-hop kvq kvq_soft_driver example_cuda_engine test_gpu_driver \
+        test_gpu_attend test_gpu_long test_gpu_replay test_gpu_pack test_soft_driver \
+        test_soft_peers; } \
         >build/gpu-pack.log 2>&1 </dev/null; then
         tail -n 15 build/gpu-pack.log
         echo "gpu-check.sh: the build failed; the whole log is in build/gpu-pack.log" >&2
@@ -144,13 +146,14 @@ measure() {
     timeout 580 python3 "$root/tools/gpu/check.py" "$1" --library "$library" --out "$out/$1.json"
 }
 
-part_daemon() {
+# packed PART: kvqd's parts, by the script of that name.
+packed() {
     if [ ! -e "$packed/bin/kvqd" ]; then
         echo "not run: there is no $packed; tools/gpu-check.sh --pack makes it on a Debian machine"
         return 0
     fi
-    [ ${#chosen[@]} -eq 0 ] || rm -f "$out/daemon.json"
-    timeout 580 python3 "$root/tools/gpu/daemon.py" "$packed" --out "$out/daemon.json" \
+    [ ${#chosen[@]} -eq 0 ] || rm -f "$out/$1.json"
+    timeout 580 python3 "$root/tools/gpu/$1.py" "$packed" --out "$out/$1.json" \
         ${emulate:+--emulate}
 }
 
@@ -169,9 +172,9 @@ for part in "${chosen[@]:-${parts[@]}}"; do
         rm -f "$out/$part.ok"
         if run "$part" "part_$part"; then touch "$out/$part.ok"; fi
         ;;
-    daemon)
-        run daemon part_daemon || true
-        grep '^not run: ' "$(log daemon)" || true
+    daemon | hop)
+        run "$part" packed "$part" || true
+        grep '^not run: ' "$(log "$part")" || true
         ;;
     *) run "$part" measure "$part" || true ;;
     esac

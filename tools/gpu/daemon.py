@@ -32,9 +32,7 @@ SECONDS = 280  # for one program
 KERNEL_TESTS = ("test_gpu_driver", "test_gpu_attend", "test_gpu_long", "test_gpu_replay",
                 "test_gpu_pack")
 SOFT_TESTS = ("test_soft_driver", "test_soft_peers")
-FIGURES = ("a layer's way to the daemon and back, with and without MPS",
-           "events against timeline words", "in-context mode against a local kernel",
-           "a whole decode step of an 8B shape, daemon mode and in-context mode")
+FIGURES = ("in-context mode against a local kernel",)
 DRIVER, SERVES = ("GPU driver",), ("GPU driver", "memfd seals", "descriptors over sockets")
 IMPORTS = (*SERVES, "memory by legacy IPC handle")
 

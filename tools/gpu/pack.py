@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT = 60_000_000
-PROGRAMS = ["bin/kvqd", "bin/kvqctl", "tests/test_gpu_driver", "tests/test_gpu_attend",
-            "tests/test_gpu_long", "tests/test_gpu_replay", "tests/test_gpu_pack",
-            "tests/test_soft_driver", "tests/test_soft_peers", "tests/example_cuda_engine"]
+PROGRAMS = ["bin/kvqd", "bin/kvqctl", "bin/kvq-hop", "tests/test_gpu_driver",
+            "tests/test_gpu_attend", "tests/test_gpu_long", "tests/test_gpu_replay",
+            "tests/test_gpu_pack", "tests/test_soft_driver", "tests/test_soft_peers",
+            "tests/example_cuda_engine"]
 LIBRARIES = ["lib/libkvq.so.0", "lib/libkvq-emu.so", "lib/libkvq_gpu_images.so"]
 SOURCES = ["client/python/kvq", "client/kvq.h", "examples", "tests/e2e.py", "tests/e2e_*.py",
            "tests/kvqtest.py", "tools/gpu-check.sh", "tools/gpu/*.py"]

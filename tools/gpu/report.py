@@ -3,7 +3,8 @@
 import json
 
 ORDER = ("probes", "points-48", "points-1", "shapes", "ablation", "grids", "packing", "prefill",
-         "steps-qwen3", "steps-llama3", "batches-qwen3", "batches-llama3", "daemon")
+         "steps-qwen3", "steps-llama3", "batches-qwen3", "batches-llama3", "daemon",
+         "hop")
 TITLES = {
     "probes": "What the device gives at best",
     "points-48": "Attention of one layer, 32/8 heads, head_dim 128, 48 sessions",
@@ -19,6 +20,8 @@ TITLES = {
     "batches-llama3":
         "The largest batch of 4,096 tokens that fits, and its step: Llama-3.1-8B's shape",
     "daemon": "kvqd on the GPU, with clients in processes of their own",
+    "hop": "A layer's way to the daemon and back, oscar2, 32/8 heads, head_dim 128, 32 layers: "
+           "microseconds a layer",
 }
 
 
@@ -118,7 +121,7 @@ def section(result, floor):
         return table(("", ""), [[key.replace("_", " "), cell(x)] for key, x in rows.items()])
     if part.startswith(("points", "shapes")):
         return attention_table(rows, floor)
-    nested = part.startswith(("steps", "ablation", "daemon"))
+    nested = part.startswith(("steps", "ablation", "daemon", "hop"))
     return nested_table(rows) if nested else plain_table(rows)
 
 
