@@ -269,8 +269,10 @@ struct kvq_session_info {
     double bits_per_value, bytes_per_token_head, bytes_per_token_head_total, compression;
     uint32_t layers;
     uint8_t created, read_only;
-    char ns[128], name[128], format[64], attention[16], isa[16];
-    char place[48]; /* "host" or a kvq_gpu_info.place */
+    char ns[128], name[128], format[64];
+    char attention[16]; /* "exact" or "fast" on the host, "gpu" on a GPU */
+    char isa[16];       /* whose kernels attend: "c", "avx2", "avx512"; "sm_90" */
+    char place[48];     /* "host" or a kvq_gpu_info.place */
     uint32_t shard, shards;
     uint64_t group_tokens; /* committed by all shards; 0 while one is missing */
 };

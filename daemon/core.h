@@ -265,6 +265,7 @@ struct kvq__session_info {
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     char format[KVQ_FORMAT_NAME]; // the configuration's, if it is one; else of most layers
     char place[48];               // "host" or a GPU's UUID
+    char isa[16];                 // that its kernels are for on a GPU: "sm_90"; else empty
     char layer_formats[256];      // "0-1:k8v4, 2-31:oscar2"; empty if all layers have one
     uint64_t tokens;
     uint32_t layers;

@@ -51,8 +51,10 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->step_open = info->step_open;
     s->idle_ms = info->idle_ms;
     s->keep_ms = info->keep_ms;
-    s->path = kvq_arena_text(arena, info->path == KVQ_PATH_FAST ? "fast" : "exact");
-    s->isa = kvq_arena_text(arena, isa);
+    // The host has two ways to attend, a GPU has one.
+    const char *path = info->path == KVQ_PATH_FAST ? "fast" : "exact";
+    s->path = kvq_arena_text(arena, info->isa[0] ? "gpu" : path);
+    s->isa = kvq_arena_text(arena, info->isa[0] ? info->isa : isa);
     s->max_rollback = info->max_rollback;
     s->created = info->created;
     s->q_heads = info->q_heads;

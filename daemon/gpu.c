@@ -11,6 +11,13 @@
 #include "daemon/order.h"
 #include "kernels/cuda/share.h"
 
+// Device memory that is freed when nothing runs on the GPU: kvq__gpu_sweep.
+struct leftover {
+    LIST_ENTRY(leftover) link;
+    kvq_gpu_ptr memory;
+};
+
+// A copy of codebooks, for all who have the same on the host.
 struct book {
     LIST_ENTRY(book) link;
     struct kvq_book host, copy;
@@ -38,7 +45,8 @@ struct kvq__gpu {
     struct kvq_gpu_uuid uuid;
     char uuid_text[KVQ__GPU_UUID_TEXT], name[KVQ__GPU_NAME];
     char fault[KVQ_TEXT_BYTES];
-    LIST_HEAD(, book) books, released;
+    LIST_HEAD(, book) books;
+    LIST_HEAD(, leftover) leftovers;
     struct slab *slabs;
     struct kvq__gpu_counts *free_counts;
 };
@@ -205,13 +213,13 @@ static int make_piece(struct kvq__gpu *gpu, size_t bytes, struct kvq_gpu_piece *
 // Freed by kvq__gpu_sweep: here it would wait for the whole GPU.
 static void free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
 {
-    struct book *b = calloc(1, sizeof *b);
-    if (!b) {
+    struct leftover *l = calloc(1, sizeof *l);
+    if (!l) {
         gpu->driver->memory_free(memory);
         return;
     }
-    b->memory = memory;
-    LIST_INSERT_HEAD(&gpu->released, b, link);
+    l->memory = memory;
+    LIST_INSERT_HEAD(&gpu->leftovers, l, link);
 }
 
 static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
@@ -409,17 +417,18 @@ void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
     if (--b->uses > 0)
         return;
     LIST_REMOVE(b, link);
-    LIST_INSERT_HEAD(&gpu->released, b, link);
+    free_later(gpu, b->memory);
+    free(b);
 }
 
 void kvq__gpu_sweep(struct kvq__gpu *gpu)
 {
-    struct book *b;
-    while ((b = LIST_FIRST(&gpu->released))) {
-        LIST_REMOVE(b, link);
+    struct leftover *l;
+    while ((l = LIST_FIRST(&gpu->leftovers))) {
+        LIST_REMOVE(l, link);
         kvq__gpu_enter(gpu);
-        gpu->driver->memory_free(b->memory);
-        free(b);
+        gpu->driver->memory_free(l->memory);
+        free(l);
     }
 }
 

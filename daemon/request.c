@@ -396,11 +396,15 @@ static void wave_finish(struct kvq__queue *q)
             pass->finish(q, i);
 }
 
+static bool stores(const struct kvq__queue *q)
+{
+    return q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
+}
+
 // What the GPU found out about appended values, once it is done.
 static void tell_nonfinite(struct kvq__queue *q)
 {
-    bool stored = q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
-    for (uint32_t i = 0; stored && i < q->header.count; i++) {
+    for (uint32_t i = 0; stores(q) && i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
         if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
             !kvq__step_nonfinite(w->session))
@@ -488,6 +492,9 @@ static bool any_failed(const struct kvq__queue *q)
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
     q->gpu_wait = KVQ__GPU_NONE;
+    for (uint32_t i = 0; q->holding && stores(q) && i < q->header.count; i++)
+        if (q->results[i].status < 0)
+            kvq__append_failed(q, i);
     if (is_on_stream(q) && q->timeline.gpu)
         kvq__lane_signal(q);
     if (q->lane)

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/gpu.h"
 #include "daemon/group.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
@@ -262,6 +263,8 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     snprintf(info->format, sizeof info->format, "%s",
              s->own_format[0] ? s->own_format : commonest_format(s));
     snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(s->pool));
+    if (s->pool->gpu)
+        snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(s->pool->gpu)->capability);
     kvq__formats_text(s, info->layer_formats, sizeof info->layer_formats);
     fill_sizes(s, info);
 }

@@ -657,6 +657,8 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 int kvq__append_open(struct kvq__queue *q);
 int kvq__append_check(struct kvq__queue *q, uint32_t i);
 void kvq__append_hold(struct kvq__queue *q, uint32_t i);
+// The request ends and the entry has failed: a layer that it has not come to store is as before.
+void kvq__append_failed(struct kvq__queue *q, uint32_t i);
 // Whether an entry's tensors of a layer are there and can be reached. 0 or a code.
 int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s);
 // Takes memory for the entry's page list, NULL if it is not paged; false if there is no room.

@@ -64,6 +64,16 @@ void kvq__append_hold(struct kvq__queue *q, uint32_t i)
     kvq__hold_tail(q, i);
 }
 
+void kvq__append_failed(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__entry *w = &q->work[i];
+    if (!w->tail_use || q->entries[i].append == 0 || w->session->step_serial != w->step_serial)
+        return;
+    struct kvq__layer *l = &w->session->layers[q->header.layer];
+    if (l->append == KVQ__APPENDING)
+        l->append = KVQ__NOT_APPENDED;
+}
+
 enum kvq__progress kvq__op_append(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_store};
@@ -153,10 +163,8 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
         return false;
     w->store.source = kvq__store_source(q, i, w->store.list);
     int rc = paged ? take_list(q, i) : 0;
-    if (rc < 0) { // nothing of this layer is appended; the step goes on
-        w->session->layers[q->header.layer].append = KVQ__NOT_APPENDED;
+    if (rc < 0) // nothing of this layer is appended; the step goes on
         kvq__entry_fail(q, i, rc, w->past);
-    }
     return true;
 }
 

@@ -179,6 +179,9 @@ static void open_session(struct run *r, const char *place)
     struct kvq_session_info info;
     fine(kvq_session_open(rig.client, &options, &r->entry.session, &info));
     assert_string_equal(info.place, place);
+    bool gpu = strcmp(place, "host") != 0;
+    assert_true(gpu == (strcmp(info.isa, "sm_90") == 0)); // the software driver's capability
+    assert_string_equal(info.attention, gpu ? "gpu" : "exact");
 }
 
 static void begin_step(struct run *r, uint32_t tokens)

@@ -101,6 +101,16 @@ static void stall(struct kvq_gpu_stream *stream, bool held)
     call(stream, held);
 }
 
+// Makes the driver refuse the n-th call of that name from now on.
+static void refuse(const char *name, uint64_t n, int result)
+{
+    int (*call)(const char *, uint64_t, bool, int);
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_fail");
+    assert_non_null(symbol);
+    memcpy(&call, &symbol, sizeof call);
+    assert_int_equal(call(name, n, false, result), 0);
+}
+
 static struct kvq_entry_wire entry_of(struct streamer *s)
 {
     return (struct kvq_entry_wire){
@@ -531,23 +541,38 @@ static void test_no_memory_beside_a_stalled(void **state)
     struct streamer three = {0};
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
-    int (*refuse)(const char *, uint64_t, bool, int);
     struct kvq__session_spec spec = {.format = "f16",
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &row,
                                      .n_layers = 1};
-    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_fail");
     (void)state;
-    assert_non_null(symbol);
-    memcpy(&refuse, &symbol, sizeof refuse);
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
-    assert_int_equal(refuse("memory_alloc", 2, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    refuse("memory_alloc", 2, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
     member_close(&three.m);
     assert_false(kvq__queue_settled(one.m.queue));
+}
+
+// An append that the driver had no room for is as if it had not been asked for: the same step can
+// append that layer after all.
+static void test_append_again(void **state)
+{
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
+    signal_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(append(&one), KVQ_E_INVALID); // once is enough
+    signal_ready(&one);
+    kit_settle(&one.m);
+    struct kvq_request r = end_of();
+    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
 }
 
 // ---- Codebooks ----
@@ -695,6 +720,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_gone_while_packing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_packs_unasked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_append_again, setup, teardown),
         cmocka_unit_test_setup_teardown(test_codebook, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
         cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
