@@ -289,10 +289,12 @@ struct kvq_session_info {
  *   will have. The tokens are committed, on all shards at once, when the last shard has ended its
  *   step. What is asked for through the handle that ended it waits until then (give a deadline if
  *   that may take for ever); readers see the committed tokens.
- * - If a shard leaves the step (abort, close, take-over, death of its client, KVQ_E_NONFINITE,
- *   KVQ_E_INCOMPLETE) no shard has it, whether it had ended it already or not: all stand as before.
- *   The others' next call on that step, or behind its tokens, answers KVQ_E_CANCELLED, or
- *   KVQ_E_NO_STEP where the step has no other session; kvq_error_text names the shard.
+ *   A shard that has ended its step may be closed, and its client may even die.
+ * - If a shard that has not ended the step leaves it (abort, close, take-over, death of its client,
+ *   KVQ_E_NONFINITE, KVQ_E_INCOMPLETE) no shard has it, not those either that had ended it: all
+ *   stand as before. The others' next call on that step, or behind its tokens, answers
+ *   KVQ_E_CANCELLED, or KVQ_E_NO_STEP where the step has no other session; kvq_error_text names the
+ *   shard.
  * - All shards begin the step at the same count and append as many tokens; else the last one's
  *   kvq_step_end answers KVQ_E_POSITION and no shard has it. kvq_truncate and kvq_accept act on
  *   one shard, so do the same on all of them; a step may be begun before all have.
@@ -310,6 +312,16 @@ KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
 KVQ_API int kvq_session_close(kvq_client *client, kvq_session session);
 /* Destroys, with all shards. Readers' handles become stale. */
 KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
+/* Moves the session (of several shards this one) to another place while it is open, and returns
+ * when it is there: the same bytes, so that moving back gives the same bits. It begins when the
+ * session's step and the requests on it have ended, for which it waits 10 s (then KVQ_E_BUSY);
+ * from then on requests of all clients wait for it, and go on at the new place. There tensors must
+ * lie where that place can reach them, and calls .._on_stream need a stream of its GPU. Blocks that
+ * forks share are copied, and stay where they were as well. Nothing has changed if it fails:
+ * KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and KVQ_E_QUOTA (no room there), KVQ_E_BUSY (it is
+ * being moved, or read by a client in its own context), KVQ_E_READ_ONLY, KVQ_E_STALE,
+ * KVQ_E_CANCELLED (it was dropped meanwhile). */
+KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 

@@ -1,10 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions: opening, closing, dropping, asking.
+// Sessions: opening, closing, dropping, moving, asking.
 #include "client/internal.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
+
+enum { MOVE_ASK_NS = 1000000, MOVE_ASK_MOST_NS = 20000000 }; // between two questions about a move
+
+// What is told of a move.
+struct move_answer {
+    uint64_t id;
+    bool finished;
+    int status;
+    char text[KVQ_TEXT_BYTES];
+};
 
 // Texts that could not travel are refused here: the daemon would take them for an attack.
 static int check_text(const char *name, const char *text, size_t size)
@@ -216,6 +227,53 @@ int kvq_session_drop(kvq_client *client, kvq_session session)
         kvq__handle_remove(client, session);
     pthread_mutex_unlock(&client->control);
     return rc;
+}
+
+// One question about a move, whose answer is copied.
+static int ask_move(kvq_client *client, struct kvq__call *call, struct move_answer *answer)
+{
+    call->send_fd = -1;
+    call->want = KVQ__REPLY__RESULT_MOVE;
+    call->what = "moving a session";
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, call);
+    if (rc == KVQ_OK) {
+        const Kvq__Move *m = call->reply->move;
+        *answer = (struct move_answer){.id = m->id, .finished = m->finished, .status = m->status};
+        copy_text(answer->text, sizeof answer->text, m->text);
+    }
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+int kvq_session_move(kvq_client *client, kvq_session session, const char *place)
+{
+    Kvq__MoveSession message = KVQ__MOVE_SESSION__INIT;
+    Kvq__AskMove ask = KVQ__ASK_MOVE__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT};
+    struct timespec pause = {.tv_nsec = MOVE_ASK_NS};
+    struct move_answer answer;
+    if (!client || !place)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_move: an argument is NULL");
+    if (strlen(place) >= KVQ_NAME_BYTES || !kvq_text_valid(place, strlen(place)))
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_move: the place is no short text");
+    message.which_case = KVQ__MOVE_SESSION__WHICH_HANDLE;
+    message.handle = session;
+    message.place = text_of(place);
+    call.request.command_case = KVQ__REQUEST__COMMAND_MOVE_SESSION;
+    call.request.move_session = &message;
+    int rc = ask_move(client, &call, &answer);
+    while (rc == KVQ_OK && !answer.finished) {
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < MOVE_ASK_MOST_NS)
+            pause.tv_nsec *= 2;
+        ask.id = answer.id;
+        call = (struct kvq__call){.request = KVQ__REQUEST__INIT};
+        call.request.command_case = KVQ__REQUEST__COMMAND_ASK_MOVE;
+        call.request.ask_move = &ask;
+        rc = ask_move(client, &call, &answer);
+    }
+    return rc || answer.status == KVQ_OK ? rc : kvq__fail(answer.status, "%s", answer.text);
 }
 
 static bool is_read_only(kvq_client *client, kvq_session session)

@@ -288,7 +288,8 @@ void kvq__handle_detach(struct kvq__handle *h)
     if (!s)
         return;
     if (s->writer == h) {
-        kvq__step_leave(s);
+        if (!s->prepared) // what it has ended stands without it
+            kvq__step_leave(s);
         s->writer = NULL;
     } else {
         s->readers--;

@@ -175,6 +175,25 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }
 
+static Kvq__Move *move_message(struct kvq_arena *arena, const struct kvq__move_info *info)
+{
+    Kvq__Move *m = kvq_arena_alloc(arena, sizeof *m);
+    if (!m)
+        return NULL;
+    kvq__move__init(m);
+    m->id = info->id;
+    m->session = kvq_arena_text(arena, info->name);
+    m->place = kvq_arena_text(arena, info->place);
+    m->phase = kvq_arena_text(arena, info->phase);
+    m->finished = info->finished;
+    m->status = info->status;
+    m->text = kvq_arena_text(arena, info->text);
+    m->bytes = info->bytes;
+    m->moved_bytes = info->moved_bytes;
+    m->shared_bytes = info->shared_bytes;
+    return m;
+}
+
 static int need_client(const struct kvq__dispatch *d, char *text)
 {
     if (d->client)
@@ -200,6 +219,34 @@ static int session_info(const struct kvq__dispatch *d, const Kvq__SessionInfo *a
                                  text);
     int error = need_client(d, text);
     return error ? error : kvq__session_info(d->client, ask->handle, info, text);
+}
+
+static int start_move(const struct kvq__dispatch *d, const Kvq__MoveSession *m,
+                      struct kvq__move_info *info, char *text)
+{
+    struct kvq__move_spec spec = {
+        .place = m->place, .one_shard = m->one_shard, .shard = m->shard, .wait_ms = m->wait_ms};
+    if (m->which_case == KVQ__MOVE_SESSION__WHICH_REF)
+        return kvq__session_move_named(d->core, d->peer, m->ref->namespace_, m->ref->name, &spec,
+                                       info, text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_move(d->client, m->handle, &spec, info, text);
+}
+
+static int run_move(const struct kvq__dispatch *d, const Kvq__Request *request,
+                    struct kvq_arena *arena, Kvq__Reply *reply, char *text)
+{
+    struct kvq__move_info info;
+    int error = request->command_case == KVQ__REQUEST__COMMAND_MOVE_SESSION
+                    ? start_move(d, request->move_session, &info, text)
+                    : kvq__move_info(d->core, d->peer, request->ask_move->id, &info, text);
+    if (error)
+        return error;
+    reply->move = move_message(arena, &info);
+    if (!reply->move)
+        return KVQ_E_NO_MEMORY;
+    reply->result_case = KVQ__REPLY__RESULT_MOVE;
+    return 0;
 }
 
 // ---- Administration ----
@@ -422,7 +469,9 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command)
             command <= KVQ__REQUEST__COMMAND_SESSION_INFO) ||
            (command >= KVQ__REQUEST__COMMAND_PING &&
             command <= KVQ__REQUEST__COMMAND_KICK_CLIENT) ||
-           command == KVQ__REQUEST__COMMAND_LIST_FORMATS;
+           command == KVQ__REQUEST__COMMAND_LIST_FORMATS ||
+           command == KVQ__REQUEST__COMMAND_MOVE_SESSION ||
+           command == KVQ__REQUEST__COMMAND_ASK_MOVE;
 }
 
 // Commands about sessions; true if one was answered with a session.
@@ -463,6 +512,10 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
     case KVQ__REQUEST__COMMAND_SESSION_INFO:
         error = run_session(d, request, arena, reply, text);
         answers = false;
+        break;
+    case KVQ__REQUEST__COMMAND_MOVE_SESSION:
+    case KVQ__REQUEST__COMMAND_ASK_MOVE:
+        error = run_move(d, request, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_PING:
         answer_ping(d, arena, reply);

@@ -167,7 +167,10 @@ void kvq__session_detached(struct kvq__session *s)
     if (!LIST_EMPTY(&s->handles))
         return;
     s->idle_since = s->core->now;
-    if (s->drop_on_detach && !kvq__group_is_open(s))
+    if (kvq__group_is_open(s))
+        return;
+    kvq__step_leave(s); // nobody is left to end the others' part
+    if (s->drop_on_detach)
         kvq__group_end(s);
 }
 

@@ -501,7 +501,7 @@ static void check_group(const struct kvq__session *s)
 {
     uint32_t prepared = 0;
     MUST(!s->group == (s->shards == 1 || s->name[0] == 0) && kvq__group_member(s, s->shard) == s);
-    MUST(!s->prepared || (s->group && s->writer && !s->step));
+    MUST(!s->prepared || (s->group && kvq__group_is_open(s) && !s->step));
     for (uint32_t i = 0; s->group && i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         MUST(!m || (m->group == s->group && m->shard == i && m->shards == s->shards &&

@@ -76,6 +76,39 @@ def stop_at(directory, name, seed, n, layers, where):
         wait()
 
 
+def rank(directory, name, shard, seed, steps):
+    """Writes one of two shards: so many steps of ten tokens, then one more whenever it is told to
+    and another is begun. Says where it stands, or what has become of the step."""
+    tokens = Tokens(seed, 400)
+    with kvq.Client(directory) as client, client.queue() as queue:
+        session = client.session(tokens.rows, "oscar2", name=name, shard=shard, shards=2)
+        say("open")
+        wait()
+        for _ in range(steps):
+            tokens.feed(queue, session, 10, attend=False)
+        say(session.tokens)
+        while sys.stdin.readline():
+            tokens.feed(queue, session, 10, attend=False)
+            say(session.tokens)
+            try:
+                queue.step([session], 10).abort()
+            except kvq.Error as error:
+                say({"code": int(error.code), "text": error.text, "tokens": session.refresh()})
+
+
+def stop_at_shard(directory, name, shard, seed, where):
+    """Takes a shard over, begins a step, and stops behind so many layers."""
+    tokens = Tokens(seed, 400)
+    with kvq.Client(directory) as client, client.queue() as queue:
+        session = client.session(name=name, shard=shard, take_over=True)
+        at = slice(session.tokens, session.tokens + 10)
+        step = queue.step([session], 10)
+        for layer in range(where):
+            step.append(layer, tokens.k[layer, at], tokens.v[layer, at])
+        say("there")
+        wait()
+
+
 def waiter(directory):
     """Waits for an answer; says how it ended and when, on the machine's monotonic clock."""
     with kvq.Client(directory) as client, client.queue() as queue:

@@ -324,6 +324,53 @@ static void test_leaving(void **state)
     step_both(position, N);
 }
 
+// Who has ended its step may go: its part of it stands, and commits with the others'.
+static void test_gone_behind_end(void **state)
+{
+    struct kvq__session_spec spec = spec_of(0);
+    struct kvq__session_info info;
+    (void)state;
+    open_both();
+    for (uint64_t position = 0; position < 3 * N; position += N) {
+        assert_int_equal(fill(&one, position, N), 0);
+        assert_int_equal(fill(&two, position, N), 0);
+        assert_int_equal(end(&one, position), 0);
+        if (position == 0) {
+            assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
+        } else if (position == N) {
+            member_close(&one.m);
+            attach(&one);
+        } else {
+            spec.flags = KVQ__OPEN_TAKE_OVER;
+            assert_int_equal(open_as(&two, &spec, &info), 0);
+        }
+        core_check(kit.core);
+        assert_int_equal(kit.core->n_prepared, 1);
+        if (position < 2 * N)
+            open_shard(&one, 0); // whoever comes waits, too
+        assert_int_equal(end(&two, position), 0);
+        assert_int_equal(tokens(&two), position + N);
+        if (position < 2 * N)
+            assert_int_equal(tokens(&one), position + N);
+    }
+    assert_int_equal(kvq__session_close(two.m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
+    // Not so if the other one goes that has yet to end its step, or to begin it.
+    open_shard(&one, 0);
+    assert_int_equal(fill(&one, 3 * N, N), 0);
+    assert_int_equal(end(&one, 3 * N), 0);
+    assert_int_equal(kvq__session_close(two.m.client, two.handle, text), 0);
+    assert_int_equal(kit.core->n_prepared, 0);
+    assert_int_equal(begin(&one, 4 * N, N), KVQ_E_CANCELLED);
+    // And when nobody has any shard, nobody will end the step.
+    assert_int_equal(fill(&one, 3 * N, N), 0);
+    assert_int_equal(end(&one, 3 * N), 0);
+    assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
+    assert_int_equal(kit.core->n_prepared, 0);
+    open_shard(&one, 0);
+    assert_int_equal(tokens(&one), 3 * N);
+}
+
 // A step with other sessions goes on without the shard, which is told why.
 static void test_told_in_step(void **state)
 {
@@ -627,9 +674,11 @@ static void test_detach(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_commit),       TEST(test_readers),     TEST(test_empty_step), TEST(test_leaving),
-        TEST(test_told_in_step), TEST(test_one_request), TEST(test_one_queue),  TEST(test_counts),
-        TEST(test_open),         TEST(test_alone),       TEST(test_drop),       TEST(test_detach),
+        TEST(test_commit),      TEST(test_readers),         TEST(test_empty_step),
+        TEST(test_leaving),     TEST(test_gone_behind_end), TEST(test_told_in_step),
+        TEST(test_one_request), TEST(test_one_queue),       TEST(test_counts),
+        TEST(test_open),        TEST(test_alone),           TEST(test_drop),
+        TEST(test_detach),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

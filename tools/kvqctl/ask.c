@@ -164,6 +164,14 @@ static int exit_of_status(int status)
     }
 }
 
+int kvq__ctl_refused(int status, const char *text)
+{
+    fprintf(stderr, "kvqctl: %s (%s)\n",
+            kvq__ctl_clean(text && *text ? text : kvq_status_text(status)),
+            kvq_status_name(status));
+    return exit_of_status(status);
+}
+
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply)
 {
@@ -185,8 +193,5 @@ int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__Result
     *reply = NULL;
     if (status == KVQ_OK)
         return explain_nonsense("it is the answer to another command");
-    fprintf(stderr, "kvqctl: %s (%s)\n",
-            kvq__ctl_clean(text && *text ? text : kvq_status_text(status)),
-            kvq_status_name(status));
-    return exit_of_status(status);
+    return kvq__ctl_refused(status, text);
 }

@@ -31,6 +31,8 @@ struct kvq__ctl {
     int timeout_ms;
     double interval;     // top: seconds between two looks
     unsigned long count; // top: looks, 0 for no end
+    int shard;           // move: only this one; -1: all
+    unsigned wait_ms;    // move: for steps to end; 0: the daemon's default
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
@@ -46,6 +48,9 @@ const char *kvq__ctl_runtime_dir(const char *option);
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply);
 
+// Prints what went wrong in words, or the code's own, and returns the exit status for it.
+int kvq__ctl_refused(int status, const char *text);
+
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);
@@ -54,6 +59,7 @@ int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_move(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);

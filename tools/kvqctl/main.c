@@ -8,12 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "proto/limits.h"
 #include "tools/kvqctl/kvqctl.h"
 #include "tools/kvqctl/transport.h"
 
 struct command {
     const char *words[2];
-    const char *argument; // its name, or NULL for none
+    const char *argument; // its name, or several with blanks between, or NULL for none
     int (*run)(struct kvq__ctl *ctl, char **args);
     const char *about;
     const char *more; // for --help
@@ -40,6 +41,14 @@ static const struct command commands[] = {
      "destroys a session and its cache",
      "NAME is a session's name, or #ID of an unnamed one. There is no way back. An engine that\n"
      "has the session open gets KVQ_E_STALE.\n"},
+    {{"session", "move"},
+     "NAME PLACE",
+     kvq__ctl_session_move,
+     "moves a session's memory to another place",
+     "NAME is a session's name, or #ID of an unnamed one; all its shards move, or with --shard\n"
+     "one. PLACE is host, or a GPU as status lists it. The session may be open: the move begins\n"
+     "when its step and its requests have ended (--wait MS, else 10 s), and requests wait for it.\n"
+     "Its engine must be able to hand over tensors there.\n"},
     {{"format", "list"},
      NULL,
      kvq__ctl_format_list,
@@ -71,6 +80,8 @@ static const char options_help[] =
     "  --timeout MS       wait so long for an answer (default 5000)\n"
     "  --interval S       top: seconds between two looks (default 2)\n"
     "  --count N          top: stop after N looks (default 0: never)\n"
+    "  --shard N          session move: only this shard (default: all)\n"
+    "  --wait MS          session move: wait so long for steps to end (default 10000)\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
     "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor found a "
@@ -88,7 +99,7 @@ static void print_help(const struct command *only)
                  c->words[1] ? c->words[1] : "", c->argument ? " " : "",
                  c->argument ? c->argument : "");
         if (!only || only == c)
-            printf("  %-18s %s\n", line, c->about);
+            printf("  %-23s %s\n", line, c->about);
     }
     printf("\n%s%s%s", only ? only->more : "", only && *only->more ? "\n" : "", options_help);
 }
@@ -109,6 +120,15 @@ static double number_option(const char *text, double least, double most)
     if (errno || end == text || *end || !isfinite(value) || value < least || value > most)
         return -1;
     return value;
+}
+
+// Words in a command's `argument`.
+static int count_arguments(const struct command *c)
+{
+    int n = c->argument ? 1 : 0;
+    for (const char *at = c->argument; at && *at; at++)
+        n += *at == ' ';
+    return n;
 }
 
 // The command that the words name, with *used of them taken; NULL if there is none.
@@ -147,6 +167,12 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case 'c':
         ctl->count = (unsigned long)(number = number_option(optarg, 0, 1e9));
         return number < 0 ? bad_usage("--count is 0 to 1000000000, not", optarg) : 0;
+    case 's':
+        ctl->shard = (int)(number = number_option(optarg, 0, KVQ_MAX_SHARDS - 1));
+        return number < 0 ? bad_usage("--shard is 0 to 63, not", optarg) : 0;
+    case 'w':
+        ctl->wait_ms = (unsigned)(number = number_option(optarg, 1, 3600000));
+        return number < 0 ? bad_usage("--wait is 1 to 3600000 milliseconds, not", optarg) : 0;
     default:
         return bad_usage("that option is unknown or lacks its value", NULL);
     }
@@ -162,8 +188,8 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     }
     if (!command)
         return n > 0 ? bad_usage("there is no command", words[0]) : bad_usage("what to do?", NULL);
-    if (n - used != (command->argument ? 1 : 0))
-        return bad_usage(command->argument ? "this command takes one" : "too much behind",
+    if (n - used != count_arguments(command))
+        return bad_usage(command->argument ? "this command takes" : "too much behind",
                          command->argument ? command->argument : words[used - 1]);
     return command->run(ctl, words + used);
 }
@@ -177,11 +203,13 @@ int main(int argc, char **argv)
         {"timeout", required_argument, NULL, 't'},
         {"interval", required_argument, NULL, 'i'},
         {"count", required_argument, NULL, 'c'},
+        {"shard", required_argument, NULL, 's'},
+        {"wait", required_argument, NULL, 'w'},
         {"help", no_argument, NULL, 'h'},
         {"version", no_argument, NULL, 'v'},
         {NULL, 0, NULL, 0},
     };
-    struct kvq__ctl ctl = {.timeout_ms = 5000, .interval = 2};
+    struct kvq__ctl ctl = {.timeout_ms = 5000, .interval = 2, .shard = -1};
     bool help = false;
     int option, result = 0;
     while (result == 0 && (option = getopt_long(argc, argv, "h", options, NULL)) != -1) {

@@ -109,6 +109,7 @@ FUNCTIONS = {
                                  POINTER(SessionInfo)]),
     "kvq_session_close": (c_int, [c_void_p, c_uint64]),
     "kvq_session_drop": (c_int, [c_void_p, c_uint64]),
+    "kvq_session_move": (c_int, [c_void_p, c_uint64, c_char_p]),
     "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),
     "kvq_step_begin": (c_int, [c_void_p, c_void_p, c_uint32, POINTER(c_uint64)]),
     "kvq_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),

@@ -86,8 +86,12 @@ class Session:
             handle, self.handle = self.handle, 0
             check(lib.kvq_session_close(self.client.pointer, handle))
 
+    def move(self, place):
+        """Moves it to "host" or a GPU's place, and returns when it is there."""
+        check(lib.kvq_session_move(self.client.pointer, self.handle, _bytes(place)))
+
     def drop(self):
-        """Destroys the session."""
+        """Destroys the session, with all its shards."""
         handle, self.handle = self.handle, 0
         check(lib.kvq_session_drop(self.client.pointer, handle))
 
