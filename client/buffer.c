@@ -34,8 +34,8 @@ void kvq__buffer_free(kvq_buffer *buffer)
     TAILQ_REMOVE(&client->buffers, buffer, entry);
     pthread_mutex_unlock(&client->table);
     kvq__gpu_buffer_release(buffer);
-    if (buffer->data)
-        munmap(buffer->data, buffer->bytes);
+    if (buffer->host)
+        munmap(buffer->host, buffer->bytes);
     if (buffer->memfd >= 0)
         close(buffer->memfd);
     free(buffer);
@@ -94,8 +94,9 @@ static int create(kvq_buffer *buffer)
     pthread_mutex_unlock(&client->control);
     if (rc)
         return rc;
-    return kvq__map(buffer->memfd, buffer->bytes, PROT_READ | PROT_WRITE, "a buffer",
-                    &buffer->data);
+    rc = kvq__map(buffer->memfd, buffer->bytes, PROT_READ | PROT_WRITE, "a buffer", &buffer->data);
+    buffer->host = buffer->data;
+    return rc;
 }
 
 int kvq__buffer_check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
@@ -157,6 +158,17 @@ static int check_memfd(int memfd, uint64_t offset, size_t bytes)
     return KVQ_OK;
 }
 
+// The library's own mapping, for attention in this process.
+static int map_imported(kvq_buffer *buffer)
+{
+    void *mapping = mmap(NULL, buffer->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, buffer->memfd,
+                         (off_t)buffer->offset);
+    if (mapping == MAP_FAILED)
+        return kvq__fail_errno("cannot map %zu bytes of a memfd", buffer->bytes);
+    buffer->host = mapping;
+    return KVQ_OK;
+}
+
 int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size_t bytes,
                             kvq_buffer **buffer)
 {
@@ -172,6 +184,8 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
     if (made->memfd < 0)
         rc = kvq__fail_errno("cannot duplicate descriptor %d", memfd);
     else
+        rc = map_imported(made);
+    if (rc == KVQ_OK)
         rc = kvq__buffer_register(made);
     if (rc)
         kvq_buffer_close(&made);

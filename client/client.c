@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Connecting, disconnecting, and connecting again after the daemon was lost.
-#include "client/internal.h"
+#include "client/local.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -72,6 +72,8 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
     pthread_mutex_init(&client->table, NULL);
     TAILQ_INIT(&client->queues);
     TAILQ_INIT(&client->buffers);
+    LIST_INIT(&client->pools);
+    LIST_INIT(&client->locals);
     *made = client;
     rc = choose_runtime_dir(client, options->runtime_dir);
     return rc ? rc : choose_name(client, options->name);
@@ -150,6 +152,7 @@ static int say_hello(kvq_client *client)
 
 static void hang_up(kvq_client *client)
 {
+    kvq__pools_leave(client);
     if (client->socket >= 0)
         close(client->socket);
     client->socket = -1;
@@ -168,6 +171,7 @@ static int attach(kvq_client *client)
     pthread_mutex_unlock(&client->control);
     if (rc)
         hang_up(client);
+    client->connection++;
     return rc;
 }
 
@@ -196,6 +200,10 @@ void kvq_disconnect(kvq_client **client)
     struct kvq_queue *queue;
     if (!c)
         return;
+    while (!LIST_EMPTY(&c->locals)) {
+        kvq_local *local = LIST_FIRST(&c->locals);
+        kvq_local_close(&local);
+    }
     TAILQ_FOREACH (queue, &c->queues, entry)
         kvq__timeline_close(queue);
     kvq__watch_stop(c);

@@ -43,7 +43,8 @@ static int check_reply(struct kvq__call *call, uint32_t n_fds)
     if (reply->status < 0)
         return kvq__fail(reply->status, "%s: %s", call->what,
                          *reply->text ? reply->text : kvq_strerror(reply->status));
-    if (reply->status > 0 || reply->result_case != call->want || n_fds != call->want_fds)
+    bool counted = n_fds == call->want_fds || call->want_fds == KVQ__ANY_FDS;
+    if (reply->status > 0 || reply->result_case != call->want || !counted)
         return kvq__fail(KVQ_E_PROTOCOL,
                          "%s: the daemon answered status %d, result %d and %u descriptors; %d "
                          "and %u belong to it",
@@ -106,6 +107,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     if (rc)
         return rc;
     rc = check_reply(call, n_fds);
+    call->n_fds = rc ? 0 : n_fds;
     if (rc)
         kvq__close_fds(call->fds, n_fds);
     return rc;

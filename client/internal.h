@@ -22,6 +22,7 @@
 #include "proto/ring.h"
 #include "proto/shm.h"
 #include "proto/status.h"
+#include "proto/sync.h"
 #include "proto/wire.h"
 
 enum {
@@ -31,6 +32,7 @@ enum {
     KVQ__UUID_BYTES = 16,
     KVQ__PLACE_BYTES = 48,
 };
+#define KVQ__ANY_FDS UINT32_MAX
 
 // ---- Objects ----
 
@@ -72,6 +74,7 @@ struct kvq_buffer {
     uint64_t offset;
     size_t bytes;
     void *data;                 // NULL for an imported one, and on GPUs
+    uint8_t *host;              // where the library itself sees it; NULL on GPUs
     struct kvq__here here;      // on GPUs: where it was made
     kvq_gpu_ptr at;             // likewise: its first byte
     struct kvq_gpu_piece piece; // an arena's mapping
@@ -125,6 +128,8 @@ struct kvq_queue {
 
 TAILQ_HEAD(kvq__queues, kvq_queue);
 TAILQ_HEAD(kvq__buffers, kvq_buffer);
+LIST_HEAD(kvq__pools, kvq__pool);
+LIST_HEAD(kvq__locals, kvq_local);
 
 // A thread that lets streams go when the daemon is gone; see watch.c.
 struct kvq__watch {
@@ -155,6 +160,12 @@ struct kvq_client {
     struct kvq__buffers buffers;
     uint32_t open_handles;
     struct kvq__handle handles[KVQ__HANDLES];
+    // In-context mode (local.h).
+    uint64_t connection;            // how often it was attached
+    struct kvq__pools pools;        // of this connection, under the control lock
+    struct kvq__locals locals;      // under the table lock
+    uint32_t changes[KVQ__HANDLES]; // words: changes of each handle's session that we asked for
+    uint32_t all_changes;           // a word: likewise, of sessions that were not named
     char runtime_dir[KVQ__PATH_BYTES];
     char name[KVQ_NAME_BYTES];
     void *arena_memory;
@@ -194,11 +205,12 @@ int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping
 struct kvq__call {
     Kvq__Request request;        // in: command and its message; id and protocol are filled in
     int send_fd;                 // in: descriptor to travel beside it; -1: none
-    uint32_t want_fds;           // in: how many must come back on success
+    uint32_t want_fds;           // in: how many must come back on success; or KVQ__ANY_FDS
     Kvq__Reply__ResultCase want; // in: what the reply must hold
     const char *what;            // in: for error texts, "opening a queue"
     Kvq__Reply *reply;           // out: in the client's arena, until the next call
     int fds[KVQ_MAX_PACKET_FDS]; // out: the caller's, want_fds of them
+    uint32_t n_fds;              // out: that is
 };
 
 // KVQ_OK, the daemon's refusal with its text, KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL.
@@ -234,6 +246,17 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle);
 uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
+
+// Notes, for in-context mode, that a session was changed or its handle closed. Any thread.
+static inline void kvq__note_change(kvq_client *client, uint64_t handle)
+{
+    kvq_word_add(&client->changes[(uint32_t)handle % KVQ__HANDLES], 1);
+}
+
+// ---- local_pool.c ----
+
+// The connection is gone: pools are those of the kvq_locals that still have them.
+void kvq__pools_leave(kvq_client *client);
 
 // ---- gpu.c: the driver, and GPUs by name ----
 
@@ -296,6 +319,8 @@ int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
 // What travels of a tensor, and whether it may. Nothing for one without a buffer, unless needed.
 int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
                   const struct kvq_tensor *tensor, struct kvq_wire_view *view);
+// The tensors, layer, step and flags of a request whose operation is set.
+int kvq__put_work(const kvq_queue *queue, const struct kvq_work *work, struct kvq_request *request);
 
 // ---- step.c ----
 

@@ -96,7 +96,7 @@ static int put_list(const kvq_queue *queue, unsigned op, bool need, const struct
     return check_buffer(queue, op, "the list", pages->list);
 }
 
-static int put_work(kvq_queue *queue, const struct kvq_work *w, struct kvq_request *r)
+int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_request *r)
 {
     unsigned need = needed(r->op);
     if (w->flags & ~(uint32_t)KVQ_PAST_ONLY)
@@ -219,7 +219,7 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
     if (work) {
         if (op == KVQ_OP_STEP_BEGIN)
             work->step = (uint64_t)queue->id << 32 | ++queue->steps;
-        rc = put_work(queue, work, &p->request);
+        rc = kvq__put_work(queue, work, &p->request);
         if (rc)
             return rc;
     }

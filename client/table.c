@@ -86,6 +86,7 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle)
 static void forget(kvq_client *client, struct kvq__handle *h)
 {
     client->open_handles--;
+    kvq__note_change(client, h->handle);
     kvq__shape_unref(h->shape);
     *h = (struct kvq__handle){0};
 }

@@ -70,6 +70,12 @@ static struct kvq__pending *find_pending(kvq_queue *queue, uint32_t seq)
     return NULL;
 }
 
+static bool changes_session(unsigned op)
+{
+    return op == KVQ_OP_STEP_END || op == KVQ_OP_TRUNCATE || op == KVQ_OP_ACCEPT ||
+           op == KVQ_OP_STEP;
+}
+
 static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
                        const struct kvq_result *result)
 {
@@ -81,6 +87,8 @@ static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
     if (result->status && !p->any_failed)
         p->shard = result->shard;
     p->any_failed |= result->status != KVQ_OK;
+    if (changes_session(p->request.op))
+        kvq__note_change(queue->client, entry->session);
     if (p->request.op == KVQ_OP_FORK && result->status == KVQ_OK)
         return kvq__handle_fork(queue->client, entry->session, result->value);
     return KVQ_OK;
@@ -124,6 +132,8 @@ static int take_one(kvq_queue *queue, uint32_t ready, uint32_t *slots)
     } else {
         fail_entries(p, head.status);
     }
+    if (p->n == 0 && changes_session(p->request.op))
+        kvq_word_add(&queue->client->all_changes, 1);
     p->status = head.status;
     p->done = true;
     return KVQ_OK;

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention in the engine's threads: the daemon's own kernels over the pages that the tables name,
+// with the step's K and V where they lie.
+#include "client/local.h"
+
+#include <sys/mman.h>
+
+enum { ALIGN = 64 };
+
+// ---- Memory, once ----
+
+static void *reserve(size_t bytes)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory != MAP_FAILED)
+        return memory;
+    kvq__fail_errno("no %zu bytes of memory for attention", bytes);
+    return NULL;
+}
+
+static size_t workspace_bytes(void)
+{
+    return (kvq_workspace_bytes() + ALIGN - 1) / ALIGN * ALIGN;
+}
+
+static size_t jobs_bytes(void)
+{
+    return KVQ_MAX_BATCH * sizeof(struct kvq_attend_job);
+}
+
+int kvq__attend_open(struct kvq_local *local)
+{
+    local->jobs = reserve(jobs_bytes());
+    local->partials = local->jobs ? reserve(KVQ__LOCAL_PARTIALS) : NULL;
+    local->workspaces = local->partials ? reserve(local->threads * workspace_bytes()) : NULL;
+    return local->workspaces ? KVQ_OK : KVQ_E_SYSTEM;
+}
+
+void kvq__attend_close(struct kvq_local *local)
+{
+    if (local->jobs)
+        munmap(local->jobs, jobs_bytes());
+    if (local->partials)
+        munmap(local->partials, KVQ__LOCAL_PARTIALS);
+    if (local->workspaces)
+        munmap(local->workspaces, local->threads * workspace_bytes());
+}
+
+// ---- Tensors ----
+
+typedef unsigned __int128 wide;
+
+static uint32_t value_bytes(const struct kvq_tensor *t)
+{
+    return t->dtype == KVQ_DTYPE_F32 ? 4 : 2;
+}
+
+// What does not depend on an entry, as the daemon checks it.
+static int check_tensor(const struct kvq_tensor *t)
+{
+    if (!t->buffer)
+        return KVQ_OK;
+    if (!t->buffer->host)
+        return KVQ_E_BUFFER; // a GPU's
+    if (t->offset > t->buffer->bytes || t->token_stride > KVQ_MAX_BUFFER_BYTES ||
+        t->head_stride > KVQ_MAX_BUFFER_BYTES)
+        return KVQ_E_BOUNDS;
+    return (t->offset | t->token_stride | t->head_stride) % value_bytes(t) ? KVQ_E_INVALID : KVQ_OK;
+}
+
+// Rows [row, row + n) of heads x dim.
+static int check_rows(const struct kvq_tensor *t, uint32_t heads, uint32_t dim, uint64_t row,
+                      uint64_t n)
+{
+    uint64_t width = (uint64_t)dim * value_bytes(t);
+    if (n == 0)
+        return KVQ_OK;
+    if ((heads > 1 && t->head_stride < width) || (n > 1 && t->token_stride < width))
+        return KVQ_E_INVALID;
+    wide end = t->offset + ((wide)row + n - 1) * t->token_stride;
+    end += (wide)(heads - 1) * t->head_stride + width;
+    return end <= t->buffer->bytes ? KVQ_OK : KVQ_E_BOUNDS;
+}
+
+static uint8_t *row_at(const struct kvq_tensor *t, uint64_t row)
+{
+    return t->buffer->host + t->offset + row * t->token_stride;
+}
+
+static struct kvq_view view_at(const struct kvq_tensor *t, uint64_t row)
+{
+    return (struct kvq_view){row_at(t, row), (int64_t)t->token_stride, (int64_t)t->head_stride,
+                             t->dtype};
+}
+
+// ---- One entry ----
+
+// What one entry asks for.
+struct part {
+    const struct kvq_work *work;
+    const struct kvq_entry *entry;
+    const struct kvq__local_session *session;
+    const struct kvq__local_layer *layer, *source;
+    const struct kvq_tensor *k, *v; // of the step; NULL: none are needed
+};
+
+static int check_queries(const struct part *p)
+{
+    const struct kvq_entry *e = p->entry;
+    const struct kvq_shape *s = &p->layer->shape;
+    const struct kvq_work *w = p->work;
+    if (e->queries == 0 || (e->append && e->queries > e->append))
+        return KVQ_E_INVALID;
+    if (e->queries > KVQ_MAX_STEP_QUERIES)
+        return KVQ_E_LIMIT;
+    int rc = check_rows(&w->q, s->q_heads, s->k_dim, e->q_row, e->queries);
+    if (rc == KVQ_OK)
+        rc = check_rows(&w->out, s->q_heads, s->v_dim, e->q_row, e->queries);
+    if (rc || !w->lse.buffer)
+        return rc;
+    if (s->q_heads > 1 && w->lse.head_stride != sizeof(float))
+        return KVQ_E_INVALID;
+    return check_rows(&w->lse, s->q_heads, 1, e->q_row, e->queries);
+}
+
+// The step's K and V: given with this call, or by an earlier one for the layer that is read.
+static int find_tail(const struct kvq_local *local, struct part *p)
+{
+    const struct kvq_entry *e = p->entry;
+    const struct kvq_shape *s = &p->layer->shape;
+    bool owns = p->layer->source == p->work->layer;
+    if (e->append == 0)
+        return KVQ_OK;
+    if (p->work->k.buffer && !owns)
+        return KVQ_E_INVALID;
+    p->k = p->work->k.buffer ? &p->work->k : &local->k[p->layer->source];
+    p->v = p->work->k.buffer ? &p->work->v : &local->v[p->layer->source];
+    if (!p->k->buffer) {
+        p->k = p->v = NULL;
+        return p->work->flags & KVQ_PAST_ONLY ? KVQ_OK : KVQ_E_INCOMPLETE;
+    }
+    int rc = check_rows(p->k, s->kv_heads, s->k_dim, e->row, e->append);
+    return rc ? rc : check_rows(p->v, s->kv_heads, s->v_dim, e->row, e->append);
+}
+
+static int check_part(const struct kvq_local *local, struct part *p)
+{
+    int rc = kvq__local_member(local, p->entry);
+    if (rc)
+        return rc;
+    p->session = kvq__local_find(local, p->entry->session);
+    if (p->work->layer >= p->session->n_layers)
+        return KVQ_E_SHAPE;
+    p->layer = &p->session->layers[p->work->layer];
+    p->source = &p->session->layers[p->layer->source];
+    rc = find_tail(local, p);
+    return rc ? rc : check_queries(p);
+}
+
+static struct kvq_attend call_of(const struct part *p)
+{
+    const struct kvq_work *w = p->work;
+    const struct kvq_entry *e = p->entry;
+    const struct kvq_table_layer *t = p->source->pages;
+    struct kvq_attend a = {
+        .format = p->layer->format,
+        .shape = &p->layer->shape,
+        .pages = (const struct kvq_page *)(const void *)(t + 1),
+        .n_pages = t->n_pages,
+        .flags = w->flags & KVQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0,
+        .path = p->session->path,
+        .extras = (const uint8_t *)(uintptr_t)t->extras,
+        .pool = t->extras && p->source->format->outliers ? t->outliers : NULL,
+        .book = &p->source->book,
+        .past_tokens = p->session->past,
+        .step_tokens = e->append,
+        .q_start = p->session->past + (e->append ? e->append - e->queries : 0),
+        .q_tokens = e->queries,
+        .q = view_at(&w->q, e->q_row),
+        .out = row_at(&w->out, e->q_row),
+        .out_token_stride = (int64_t)w->out.token_stride,
+        .out_head_stride = (int64_t)w->out.head_stride,
+        .out_dtype = w->out.dtype,
+        .lse_token_stride = (int64_t)w->lse.token_stride,
+    };
+    if (w->lse.buffer)
+        a.lse = (float *)(void *)row_at(&w->lse, e->q_row);
+    if (p->k && !(a.flags & KVQ_ATTEND_PAST_ONLY)) {
+        a.fresh_start = p->session->past;
+        a.fresh_tokens = e->append;
+        a.fresh_k = view_at(p->k, e->row);
+        a.fresh_v = view_at(p->v, e->row);
+    }
+    return a;
+}
+
+// ---- Plans ----
+
+// Partial results of jobs that threads share; false if there is no room for another's.
+static bool take_partials(struct kvq_local *local, struct kvq_attend_job *job, size_t *used)
+{
+    size_t bytes = (job->plan.partial_bytes + ALIGN - 1) / ALIGN * ALIGN;
+    if (bytes > KVQ__LOCAL_PARTIALS - *used)
+        return false;
+    job->partials = bytes ? local->partials + *used : NULL;
+    *used += bytes;
+    return true;
+}
+
+// The same bits, whatever the plan.
+static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
+{
+    size_t used = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_attend_job *job = local->sorted[i];
+        kvq_attend_plan(&job->call, items, &job->plan);
+        if (!take_partials(local, job, &used))
+            kvq_attend_plan(&job->call, 1, &job->plan);
+    }
+}
+
+// Blocks that sessions share are unpacked once, if there is room for the partial results.
+static bool share(struct kvq_local *local, uint32_t n)
+{
+    size_t used = 0;
+    if (n < 2 || !kvq_attend_share(local->sorted, n))
+        return true;
+    for (uint32_t i = 0; i < n; i++)
+        if (!take_partials(local, local->sorted[i], &used))
+            return false;
+    return true;
+}
+
+static void plan(struct kvq_local *local, uint32_t n)
+{
+    uint32_t items = local->threads > 1 ? (4 * local->threads + n - 1) / n : 1;
+    plan_all(local, n, items);
+    if (!share(local, n))
+        plan_all(local, n, items);
+}
+
+// ---- Threads ----
+
+// A stage that lanes work on: each has a workspace, and takes the next item until there is none.
+struct stage {
+    const struct kvq_local *local;
+    void (*run)(const struct kvq_kernels *k, const struct kvq_attend_job *job, uint32_t item,
+                void *workspace);
+    uint32_t n_jobs, n_items;
+    uint32_t taken; // a word
+};
+
+static void run_lane(void *arg, uint32_t lane)
+{
+    struct stage *s = arg;
+    const struct kvq_local *local = s->local;
+    uint8_t *workspace = local->workspaces + lane * workspace_bytes();
+    uint32_t item, job = 0;
+    while ((item = kvq_word_add(&s->taken, 1) - 1) < s->n_items) {
+        while (item >= local->first_item[job + 1])
+            job++;
+        s->run(local->kernels, local->sorted[job], item - local->first_item[job], workspace);
+    }
+}
+
+static void run_stage(struct stage *s)
+{
+    const struct kvq_local *local = s->local;
+    uint32_t lanes = local->threads < s->n_items ? local->threads : s->n_items;
+    if (lanes > 1)
+        local->parallel(local->parallel_context, lanes, run_lane, s);
+    else if (lanes == 1)
+        run_lane(s, 0);
+}
+
+static void run(struct kvq_local *local, uint32_t n)
+{
+    struct stage items = {.local = local, .run = kvq_attend_item, .n_jobs = n};
+    struct stage merges = {.local = local, .run = kvq_attend_merge, .n_jobs = n};
+    local->first_item[0] = 0;
+    for (uint32_t i = 0; i < n; i++)
+        local->first_item[i + 1] = items.n_items += local->sorted[i]->plan.items;
+    run_stage(&items);
+    for (uint32_t i = 0; i < n; i++)
+        local->first_item[i + 1] = merges.n_items += kvq_attend_merges(local->sorted[i]);
+    run_stage(&merges);
+}
+
+// ---- The call ----
+
+static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
+{
+    return a->buffer == b->buffer && a->offset == b->offset && a->token_stride == b->token_stride &&
+           a->head_stride == b->head_stride && a->dtype == b->dtype;
+}
+
+// For the step's end, which hands them to the daemon.
+static void note_tensors(struct kvq_local *local, const struct kvq_work *w)
+{
+    struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
+    if (k->buffer && (!same_tensor(k, &w->k) || !same_tensor(v, &w->v)))
+        local->mixed = true;
+    *k = w->k;
+    *v = w->v;
+    if (local->n_layers <= w->layer)
+        local->n_layers = w->layer + 1;
+}
+
+static int check_work(const struct kvq_local *local, const struct kvq_work *w)
+{
+    const struct kvq_tensor *tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    struct kvq_request request = {.op = w->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND};
+    int rc = kvq__put_work(local->queue, w, &request);
+    if (rc == KVQ_OK && w->pages.page_tokens)
+        rc = kvq__fail(KVQ_E_INVALID, "attend: K and V cannot be paged where attention is in the "
+                                      "engine's context");
+    if (rc == KVQ_OK && w->lse.buffer && w->lse.dtype != KVQ_DTYPE_F32)
+        rc = kvq__fail(KVQ_E_DTYPE, "attend: lse is fp32 (3); dtype %u was given", w->lse.dtype);
+    for (int i = 0; i < 5 && rc == KVQ_OK; i++) {
+        static const char *const names[] = {"k", "v", "q", "out", "lse"};
+        rc = check_tensor(tensors[i]);
+        if (rc)
+            kvq__fail(rc, "attend, layer %u: %s (offset %llu, strides %llu and %llu): %s", w->layer,
+                      names[i], (unsigned long long)tensors[i]->offset,
+                      (unsigned long long)tensors[i]->token_stride,
+                      (unsigned long long)tensors[i]->head_stride, kvq_strerror(rc));
+    }
+    return rc;
+}
+
+// Makes a job of each entry that can be; returns how many there are.
+static uint32_t make_jobs(struct kvq_local *local, const struct kvq_work *work,
+                          struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t m = 0;
+    bool appends = false;
+    for (uint32_t i = 0; i < n; i++) {
+        struct part p = {.work = work, .entry = &entries[i]};
+        entries[i].status = check_part(local, &p);
+        entries[i].value = entries[i].position;
+        if (entries[i].status)
+            continue;
+        appends |= entries[i].append > 0;
+        local->jobs[m] = (struct kvq_attend_job){.call = call_of(&p)};
+        local->sorted[m] = &local->jobs[m];
+        m++;
+    }
+    if (appends && work->k.buffer)
+        note_tensors(local, work);
+    return m;
+}
+
+int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_entry *entries,
+                     uint32_t n)
+{
+    int rc = kvq__local_check_attend(local, work, entries, n);
+    if (rc)
+        return rc;
+    if (*local->why)
+        return kvq__through_attend(local, work, entries, n);
+    rc = check_work(local, work);
+    if (rc)
+        return rc;
+    uint32_t m = make_jobs(local, work, entries, n);
+    if (m) {
+        plan(local, m);
+        run(local, m);
+    }
+    if (m < n)
+        kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
+                           entries, n);
+    return KVQ_OK;
+}

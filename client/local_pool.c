@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The daemon's pool of a place in our addresses: extent i lies at pool->at + i * extent_bytes, so
+// that page tables can hold addresses. Addresses are kept for all of it from the start; extents are
+// mapped over them, read-only, as sessions come to use them.
+#include "client/local.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { HUGE_PAGE = 2 << 20 }; // extents may be made of these
+#define MAX_SPAN (UINT64_C(1) << 46)
+
+// ---- Opening ----
+
+static int check_reply(const Kvq__OpenPoolReply *r)
+{
+    if (r->tables < KVQ_TABLE_VERSION_MIN || r->tables > KVQ_TABLE_VERSION_MAX)
+        return kvq__fail(KVQ_E_VERSION,
+                         "the daemon's page tables are of version %u, this library reads %d to %d",
+                         r->tables, KVQ_TABLE_VERSION_MIN, KVQ_TABLE_VERSION_MAX);
+    if (r->layout != KVQ_LAYOUT_ID)
+        return kvq__fail(KVQ_E_VERSION,
+                         "the daemon's blocks are of layout %u, this library reads %d", r->layout,
+                         KVQ_LAYOUT_ID);
+    if (r->span == 0 || r->span > MAX_SPAN || r->extent_bytes == 0 || r->extent_bytes % HUGE_PAGE ||
+        r->span % r->extent_bytes)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon says that its pool has %llu bytes in extents of %llu",
+                         (unsigned long long)r->span, (unsigned long long)r->extent_bytes);
+    return KVQ_OK;
+}
+
+static int reserve(struct kvq__pool *pool)
+{
+    void *mapping = mmap(NULL, pool->span + HUGE_PAGE, PROT_NONE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) {
+        kvq__fail_errno("no addresses for the daemon's pool of %llu bytes (is ulimit -v set?)",
+                        (unsigned long long)pool->span);
+        return KVQ_E_UNSUPPORTED;
+    }
+    uintptr_t start = ((uintptr_t)mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    pool->mapping = mapping;
+    pool->at = (uint8_t *)start;
+    return KVQ_OK;
+}
+
+static int make(kvq_client *client, const char *place, struct kvq__pool *pool)
+{
+    Kvq__OpenPool message = KVQ__OPEN_POOL__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want = KVQ__REPLY__RESULT_OPEN_POOL,
+                             .what = "opening a pool"};
+    message.place = (char *)(uintptr_t)place;
+    message.tables_min = KVQ_TABLE_VERSION_MIN;
+    message.tables_max = KVQ_TABLE_VERSION_MAX;
+    call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
+    call.request.open_pool = &message;
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        rc = check_reply(call.reply->open_pool);
+    if (rc)
+        return rc;
+    pool->span = call.reply->open_pool->span;
+    pool->extent_bytes = call.reply->open_pool->extent_bytes;
+    snprintf(pool->place, sizeof pool->place, "%s", place);
+    return reserve(pool);
+}
+
+static struct kvq__pool *find(kvq_client *client, const char *place)
+{
+    struct kvq__pool *pool;
+    LIST_FOREACH (pool, &client->pools, link)
+        if (strcmp(pool->place, place) == 0)
+            break;
+    return pool;
+}
+
+static int make_new(kvq_client *client, const char *place, struct kvq__pool **out)
+{
+    struct kvq__pool *pool = calloc(1, sizeof *pool);
+    if (!pool)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    int rc = make(client, place, pool);
+    if (rc) {
+        free(pool);
+        return rc;
+    }
+    pool->refs = 1;
+    LIST_INSERT_HEAD(&client->pools, pool, link);
+    *out = pool;
+    return KVQ_OK;
+}
+
+int kvq__pool_get(kvq_client *client, const char *place, struct kvq__pool **out)
+{
+    int rc = KVQ_OK;
+    pthread_mutex_lock(&client->control);
+    struct kvq__pool *pool = find(client, place);
+    if (!pool)
+        rc = make_new(client, place, &pool);
+    if (rc == KVQ_OK)
+        pool->refs++;
+    pthread_mutex_unlock(&client->control);
+    *out = rc ? NULL : pool;
+    return rc;
+}
+
+// ---- Closing ----
+
+static void end(struct kvq__pool *pool)
+{
+    struct kvq__book *book;
+    struct kvq__row *row;
+    while ((book = LIST_FIRST(&pool->books))) {
+        LIST_REMOVE(book, link);
+        munmap(book->values, book->bytes);
+        free(book);
+    }
+    while ((row = LIST_FIRST(&pool->rows))) {
+        LIST_REMOVE(row, link);
+        free(row);
+    }
+    munmap(pool->mapping, pool->span + HUGE_PAGE);
+    free(pool);
+}
+
+static void put(struct kvq__pool *pool)
+{
+    if (--pool->refs == 0)
+        end(pool);
+}
+
+void kvq__pool_put(kvq_client *client, struct kvq__pool *pool)
+{
+    pthread_mutex_lock(&client->control);
+    put(pool);
+    pthread_mutex_unlock(&client->control);
+}
+
+void kvq__pools_leave(kvq_client *client)
+{
+    struct kvq__pool *pool;
+    while ((pool = LIST_FIRST(&client->pools))) {
+        LIST_REMOVE(pool, link);
+        put(pool);
+    }
+}
+
+// ---- Extents ----
+
+int kvq__pool_map(int fd, void *at, const char *what, size_t *bytes, void **mapping)
+{
+    struct stat st;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory is not sealed against shrinking",
+                         what);
+    if (fstat(fd, &st) < 0)
+        return kvq__fail_errno("%s: cannot ask for the size of the daemon's memory", what);
+    if ((uint64_t)st.st_size < *bytes)
+        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory has %llu bytes, %zu are needed",
+                         what, (unsigned long long)st.st_size, *bytes);
+    *bytes = at ? (size_t)st.st_size : *bytes;
+    *mapping = mmap(at, *bytes, PROT_READ, MAP_SHARED | (at ? MAP_FIXED : 0), fd, 0);
+    if (*mapping == MAP_FAILED) {
+        *mapping = NULL;
+        return kvq__fail_errno("%s: cannot map %zu bytes", what, *bytes);
+    }
+    return KVQ_OK;
+}
+
+// An extent may be longer than one number's worth; then it has the numbers that it covers.
+static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
+{
+    struct stat st;
+    uint64_t at = (uint64_t)number * pool->extent_bytes;
+    size_t bytes = pool->extent_bytes;
+    void *mapping;
+    if (fstat(fd, &st) < 0)
+        return kvq__fail_errno("an extent: cannot ask for the size of the daemon's memory");
+    if (at >= pool->span || (uint64_t)st.st_size > pool->span - at)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon gave extent %u of %llu bytes, but its pool has %llu", number,
+                         (unsigned long long)st.st_size, (unsigned long long)pool->span);
+    return kvq__pool_map(fd, pool->at + at, "an extent", &bytes, &mapping);
+}
+
+static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
+{
+    const Kvq__MapExtentsReply *r = call->reply->map_extents;
+    int rc = KVQ_OK;
+    if (r->n_numbers != call->n_fds || (r->more && r->n_numbers == 0))
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave %zu extents and %u descriptors",
+                         r->n_numbers, call->n_fds);
+    for (uint32_t i = 0; i < call->n_fds && rc == KVQ_OK; i++)
+        rc = map_extent(pool, r->numbers[i], call->fds[i]);
+    return rc;
+}
+
+static int extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known,
+                  bool *more)
+{
+    Kvq__MapExtents message = KVQ__MAP_EXTENTS__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = KVQ__ANY_FDS,
+                             .want = KVQ__REPLY__RESULT_MAP_EXTENTS,
+                             .what = "mapping extents"};
+    message.handle = handle;
+    call.request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
+    call.request.map_extents = &message;
+    *more = false;
+    int rc = kvq__exchange(client, &call);
+    if (rc)
+        return rc;
+    rc = map_packet(pool, &call);
+    kvq__close_fds(call.fds, call.n_fds);
+    *known = call.reply->map_extents->known;
+    *more = call.reply->map_extents->more;
+    // The daemon holds us for told, and what we lack will be in no later reply.
+    if (rc)
+        pool->broken = true;
+    return rc;
+}
+
+int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
+{
+    bool more = true;
+    int rc = KVQ_OK;
+    pthread_mutex_lock(&client->control);
+    if (pool->broken)
+        rc = kvq__fail(KVQ_E_SYSTEM, "an extent of the daemon's pool could not be mapped earlier; "
+                                     "kvq_disconnect, or kvq_reattach, to begin anew");
+    while (rc == KVQ_OK && more)
+        rc = extend(client, pool, handle, known, &more);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}

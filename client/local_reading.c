@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the daemon tells of a session's layers: shapes, formats, and the codebooks behind them. The
+// kernels take these for granted, so whatever makes no sense is refused here.
+#include "client/local.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+// ---- Formats ----
+
+// Small numbers travel as 32 bits: those that do not fit make no sense.
+struct narrow {
+    bool wrong;
+};
+
+static uint8_t byte_of(struct narrow *n, uint32_t value, uint32_t most)
+{
+    n->wrong |= value > most;
+    return (uint8_t)value;
+}
+
+static uint16_t short_of(struct narrow *n, uint32_t value)
+{
+    n->wrong |= value > UINT16_MAX;
+    return (uint16_t)value;
+}
+
+// Member by member into zeros: rows are compared whole, gaps included.
+static void fill_side(struct narrow *n, const Kvq__TableSide *m, struct kvq_side *side)
+{
+    n->wrong |= !m;
+    if (!m)
+        return;
+    side->codec = byte_of(n, m->codec, KVQ_CODEC_BOOK);
+    side->bits = byte_of(n, m->bits, 16);
+    side->axis = byte_of(n, m->axis, KVQ_PER_TOKEN);
+    side->zero = byte_of(n, m->zero, KVQ_ZERO_MINIMUM);
+    side->full = byte_of(n, m->full, 1);
+    side->wide = byte_of(n, m->wide, 1);
+    side->vector = byte_of(n, m->vector, 8);
+    side->group = short_of(n, m->group);
+}
+
+static void fill_row(struct narrow *n, const Kvq__TableFormat *m, struct kvq_format *f)
+{
+    memset(f, 0, sizeof *f);
+    snprintf(f->name, sizeof f->name, "as the daemon has it");
+    n->wrong |= !m;
+    if (!m)
+        return;
+    f->source = "";
+    f->k_channel = byte_of(n, m->k_channel, KVQ_CHANNEL_BOOK);
+    f->k_rotation = byte_of(n, m->k_rotation, KVQ_ROTATE_SIGNED);
+    f->k_token_scale = byte_of(n, m->k_token_scale, KVQ_SCALE_MEAN_ABS);
+    f->v_rotation = byte_of(n, m->v_rotation, KVQ_ROTATE_SIGNED);
+    f->raw_dtype = byte_of(n, m->raw_dtype, KVQ_BF16);
+    f->outliers = byte_of(n, m->outliers, KVQ_POOL_ENTRIES);
+    f->extra_outliers = byte_of(n, m->extra_outliers, KVQ_POOL_ENTRIES);
+    f->plain_layers = byte_of(n, m->plain_layers, UINT8_MAX);
+    fill_side(n, m->k, &f->k);
+    fill_side(n, m->v, &f->v);
+    f->unit_tokens = short_of(n, m->unit_tokens);
+    f->recent_tokens = short_of(n, m->recent_tokens);
+    f->sink_tokens = short_of(n, m->sink_tokens);
+}
+
+// Only one side of a raw format is looked at: then both must be raw.
+static bool is_whole(const struct kvq_format *f)
+{
+    return (f->k.codec == KVQ_CODEC_RAW) == (f->v.codec == KVQ_CODEC_RAW) &&
+           (f->unit_tokens == 32 || f->unit_tokens == 64 || f->unit_tokens == 128);
+}
+
+static int keep(struct kvq__pool *pool, const struct kvq_format *f, const struct kvq_format **out)
+{
+    struct kvq__row *row;
+    LIST_FOREACH (row, &pool->rows, link)
+        if (memcmp(&row->format, f, sizeof *f) == 0)
+            break;
+    if (!row) {
+        row = calloc(1, sizeof *row);
+        if (!row)
+            return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        memcpy(&row->format, f, sizeof *f);
+        LIST_INSERT_HEAD(&pool->rows, row, link);
+    }
+    *out = &row->format;
+    return KVQ_OK;
+}
+
+static int take_format(struct kvq__pool *pool, const Kvq__TableFormat *m,
+                       const struct kvq_format **out)
+{
+    struct narrow n = {false};
+    struct kvq_format f;
+    char why[KVQ__TEXT_BYTES / 2] = "a number is out of range";
+    fill_row(&n, m, &f);
+    if (n.wrong || !is_whole(&f) || (!kvq_is_raw(&f) && kvq_format_check(&f, why, sizeof why)))
+        return kvq__fail(KVQ_E_VERSION, "this library does not know a format of the daemon's: %s",
+                         why);
+    return keep(pool, &f, out);
+}
+
+// ---- Layers ----
+
+static int take_layer(struct kvq__pool *pool, const Kvq__TableLayer *m, uint32_t number,
+                      struct kvq__local_layer *layer)
+{
+    struct narrow n = {false};
+    char why[KVQ__TEXT_BYTES / 2] = "a number is out of range";
+    int rc = take_format(pool, m->format, &layer->format);
+    if (rc)
+        return rc;
+    layer->source = m->source_plus1 ? m->source_plus1 - 1 : number;
+    layer->shape = (struct kvq_shape){
+        .q_heads = short_of(&n, m->q_heads),
+        .kv_heads = short_of(&n, m->kv_heads),
+        .k_dim = short_of(&n, m->dim),
+        .v_dim = short_of(&n, m->dim),
+        .dtype = byte_of(&n, m->dtype, KVQ_BF16),
+        .v_rotation = byte_of(&n, m->v_rotation, KVQ_V_ROT_DAEMON),
+        .window = m->window,
+        .softcap = m->softcap,
+        .scale = m->scale,
+    };
+    if (n.wrong || m->kv_heads > KVQ_MAX_HEADS ||
+        kvq_shape_check(&layer->shape, layer->format, why, sizeof why))
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's layer %u makes no sense: %s", number, why);
+    return KVQ_OK;
+}
+
+static int take_layers(struct kvq__pool *pool, const Kvq__OpenTableReply *r,
+                       struct kvq__local_session *s)
+{
+    uint32_t layer = 0;
+    for (size_t i = 0; i < r->n_layers; i++) {
+        if (r->layers[i]->repeat > s->n_layers - layer)
+            return kvq__fail(KVQ_E_PROTOCOL, "the daemon tells of more than %u layers",
+                             s->n_layers);
+        for (uint32_t j = 0; j < r->layers[i]->repeat; j++, layer++) {
+            int rc = take_layer(pool, r->layers[i], layer, &s->layers[layer]);
+            if (rc)
+                return rc;
+        }
+    }
+    if (layer < s->n_layers)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon tells of %u layers, %u were asked for", layer,
+                         s->n_layers);
+    for (uint32_t i = 0; i < layer; i++)
+        if (s->layers[i].source >= layer ||
+            s->layers[s->layers[i].source].source != s->layers[i].source)
+            return kvq__fail(KVQ_E_PROTOCOL, "layer %u of the daemon's reads layer %u", i,
+                             s->layers[i].source);
+    return KVQ_OK;
+}
+
+int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
+                      struct kvq__local_session *s)
+{
+    s->layers = calloc(s->n_layers, sizeof *s->layers);
+    if (!s->layers)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    if (reply->path > KVQ_PATH_FAST)
+        return kvq__fail(KVQ_E_VERSION, "the daemon computes by path %u, 0 and 1 are known",
+                         reply->path);
+    s->path = (uint8_t)reply->path;
+    return take_layers(pool, reply, s);
+}
+
+// ---- Codebooks ----
+
+static struct kvq__book *find_book(struct kvq__pool *pool, uint64_t id)
+{
+    struct kvq__book *book;
+    LIST_FOREACH (book, &pool->books, link)
+        if (book->id == id)
+            break;
+    return book;
+}
+
+static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
+                    struct kvq__book **out)
+{
+    struct kvq__book *book = calloc(1, sizeof *book);
+    size_t bytes = r->bytes;
+    void *mapping;
+    if (!book)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    int rc = r->bytes > 0 && r->bytes <= KVQ_MAX_CODEBOOK_BYTES
+                 ? kvq__pool_map(fd, NULL, "a codebook", &bytes, &mapping)
+                 : kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook has %llu bytes",
+                             (unsigned long long)r->bytes);
+    if (rc) {
+        free(book);
+        return rc;
+    }
+    book->id = r->id;
+    book->bytes = r->bytes;
+    book->values = mapping;
+    LIST_INSERT_HEAD(&pool->books, book, link);
+    *out = book;
+    return KVQ_OK;
+}
+
+// Floats from `at` on that the tables of one side take.
+static bool fits(const struct kvq__book *book, uint64_t at, uint64_t most)
+{
+    uint64_t floats = book->bytes / sizeof(float);
+    return at <= floats && most <= floats - at;
+}
+
+// One side's tables: [kv_heads][dim / vector] of them, 2^bits centroids of `vector` floats each.
+static const float *take_side(const struct kvq__book *book, const struct kvq_side *side,
+                              const struct kvq_shape *s, uint64_t at, uint64_t head, uint64_t sub)
+{
+    const uint64_t most = KVQ_MAX_CODEBOOK_BYTES;
+    if (head > most || sub > most || at > most)
+        return NULL;
+    uint64_t table = ((uint64_t)1 << side->bits) * side->vector;
+    uint64_t subs = s->k_dim / side->vector;
+    uint64_t end = (s->kv_heads - 1u) * head + (subs - 1) * sub + table;
+    return fits(book, at, end) ? book->values + at : NULL;
+}
+
+static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r,
+                        struct kvq__local_layer *layer)
+{
+    const struct kvq_format *f = layer->format;
+    const struct kvq_shape *s = &layer->shape;
+    struct kvq_book *b = &layer->book;
+    bool whole = true;
+    *b = (struct kvq_book){
+        .k_head = r->k_head, .k_sub = r->k_sub, .v_head = r->v_head, .v_sub = r->v_sub};
+    if (f->k_channel == KVQ_CHANNEL_BOOK) {
+        whole = fits(book, r->smooth, (uint64_t)s->kv_heads * s->k_dim);
+        b->smooth = whole ? book->values + r->smooth : NULL;
+    }
+    if (f->k.codec == KVQ_CODEC_BOOK)
+        b->k = take_side(book, &f->k, s, r->k, r->k_head, r->k_sub);
+    if (f->v.codec == KVQ_CODEC_BOOK)
+        b->v = take_side(book, &f->v, s, r->v, r->v_head, r->v_sub);
+    return whole && !b->k == (f->k.codec != KVQ_CODEC_BOOK) &&
+           !b->v == (f->v.codec != KVQ_CODEC_BOOK);
+}
+
+static int ask_book(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint32_t number,
+                    struct kvq__local_layer *layer)
+{
+    Kvq__MapBook message = KVQ__MAP_BOOK__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_MAP_BOOK,
+                             .what = "mapping a codebook"};
+    message.handle = handle;
+    message.layer = number;
+    call.request.command_case = KVQ__REQUEST__COMMAND_MAP_BOOK;
+    call.request.map_book = &message;
+    int rc = kvq__exchange(client, &call);
+    if (rc)
+        return rc;
+    const Kvq__MapBookReply *r = call.reply->map_book;
+    struct kvq__book *book = find_book(pool, r->id);
+    if (!book)
+        rc = map_book(pool, r, call.fds[0], &book);
+    kvq__close_fds(call.fds, call.n_fds);
+    if (rc == KVQ_OK && !take_tables(book, r, layer))
+        rc = kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early", number);
+    return rc;
+}
+
+static bool needs_book(const struct kvq_format *f)
+{
+    return f->k_channel == KVQ_CHANNEL_BOOK || f->k.codec == KVQ_CODEC_BOOK ||
+           f->v.codec == KVQ_CODEC_BOOK;
+}
+
+int kvq__reading_books(kvq_client *client, struct kvq__pool *pool, struct kvq__local_session *s)
+{
+    int rc = KVQ_OK;
+    pthread_mutex_lock(&client->control);
+    for (uint32_t i = 0; i < s->n_layers && rc == KVQ_OK; i++)
+        if (needs_book(s->layers[i].format))
+            rc = ask_book(client, pool, s->handle, i, &s->layers[i]);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}

@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps of in-context mode: beginning without a request, ending with one.
+#include "client/local.h"
+
+#include <string.h>
+
+enum { PENDING = 1 }; // of an entry's status, until its session was looked at
+
+static const struct kvq_tensor no_tensors[KVQ_MAX_LAYERS];
+
+// ---- What calls have in common ----
+
+int kvq__local_check_call(const struct kvq_local *local, const char *what,
+                          const struct kvq_entry *entries, uint32_t n)
+{
+    int rc = kvq__local_check(local);
+    if (rc)
+        return rc;
+    if (n == 0 || n > KVQ_MAX_BATCH)
+        return kvq__fail(n ? KVQ_E_LIMIT : KVQ_E_INVALID, "%s of %u sessions: it can be 1 to %d",
+                         what, n, KVQ_MAX_BATCH);
+    return entries ? KVQ_OK
+                   : kvq__fail(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", what, n);
+}
+
+int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
+                            const struct kvq_entry *entries, uint32_t n)
+{
+    // Without the daemon, too, a step under way may go on to its end.
+    bool lost = local && local->connection == local->client->connection && local->queue->dead &&
+                local->stepping && !*local->why;
+    int rc = lost ? KVQ_OK : kvq__local_check_call(local, "attend", entries, n);
+    if (rc)
+        return rc;
+    if (!work)
+        return kvq__fail(KVQ_E_INVALID, "attend: work is NULL");
+    return n && n <= KVQ_MAX_BATCH && entries
+               ? KVQ_OK
+               : kvq__fail(KVQ_E_INVALID, "attend of %u sessions: it can be 1 to %d", n,
+                           KVQ_MAX_BATCH);
+}
+
+// Of a limit that only this kvq_local has.
+static bool explain_limit(const struct kvq_local *local, const struct kvq_entry *entries,
+                          uint32_t n)
+{
+    uint32_t i = 0;
+    while (i < n && entries[i].status == KVQ_OK)
+        i++;
+    if (i == n || entries[i].status != KVQ_E_LIMIT ||
+        entries[i].position + entries[i].append <= local->max_tokens)
+        return false;
+    kvq__fail(KVQ_E_LIMIT,
+              "step begin, entry %u (session %#llx): %llu and %u more tokens; this kvq_local was "
+              "opened for at most %llu (max_tokens)",
+              i, (unsigned long long)entries[i].session, (unsigned long long)entries[i].position,
+              entries[i].append, (unsigned long long)local->max_tokens);
+    return true;
+}
+
+void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
+                        struct kvq_entry *entries, uint32_t n)
+{
+    struct kvq__pending p = {.request.op = (uint8_t)op, .n = n, .entries = entries};
+    if (work)
+        kvq__put_work(local->queue, work, &p.request);
+    if (!explain_limit(local, entries, n))
+        kvq__explain(local->queue, &p);
+}
+
+int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *e)
+{
+    const struct kvq__local_session *s = kvq__local_find(local, e->session);
+    if (!s)
+        return KVQ_E_STALE;
+    if (s->in_step)
+        return KVQ_E_BUSY; // it stands in two entries
+    if (e->append && s->read_only)
+        return KVQ_E_READ_ONLY;
+    if (e->append > KVQ_MAX_STEP_TOKENS || e->position > KVQ_MAX_SESSION_TOKENS ||
+        e->position + e->append > local->max_tokens)
+        return KVQ_E_LIMIT;
+    return KVQ_OK;
+}
+
+int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *e)
+{
+    const struct kvq__local_session *s = kvq__local_find(local, e->session);
+    if (!s)
+        return KVQ_E_STALE;
+    if (!s->in_step)
+        return KVQ_E_NO_STEP;
+    if (e->position != s->past)
+        return KVQ_E_POSITION;
+    return e->append && e->append != s->append ? KVQ_E_INVALID : KVQ_OK;
+}
+
+void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
+{
+    struct kvq__local_session *s = kvq__local_find(local, e->session);
+    s->in_step = true;
+    s->past = e->position;
+    s->append = e->append;
+    memset(s->appended, 0, sizeof s->appended);
+    local->members[local->n_members++] = s;
+    local->stepping = true;
+}
+
+void kvq__local_over(struct kvq_local *local)
+{
+    for (uint32_t i = 0; i < local->n_members; i++)
+        local->members[i]->in_step = false;
+    memset(local->k, 0, local->n_layers * sizeof local->k[0]);
+    memset(local->v, 0, local->n_layers * sizeof local->v[0]);
+    local->n_members = local->n_layers = 0;
+    local->mixed = local->stepping = false;
+    local->step = 0;
+}
+
+// ---- Looking at sessions anew ----
+
+static bool is_known(const struct kvq_local *local, const struct kvq__local_session *s)
+{
+    const kvq_client *c = local->client;
+    uint32_t changes = kvq_word_load_acquire(&c->changes[(uint32_t)s->handle % KVQ__HANDLES]);
+    return s->table->number && !s->lacking && changes == s->changes &&
+           kvq_word_load_acquire(&c->all_changes) == s->all_changes;
+}
+
+// After a request that published its table: what is new in it.
+static int look_at(struct kvq_local *local, struct kvq__local_session *s, uint32_t extents)
+{
+    const kvq_client *c = local->client;
+    s->changes = kvq_word_load_acquire(&c->changes[(uint32_t)s->handle % KVQ__HANDLES]);
+    s->all_changes = kvq_word_load_acquire(&c->all_changes);
+    s->lacking |= extents > s->known;
+    int rc = s->lacking ? kvq__pool_extend(local->client, local->pool, s->handle, &s->known) : 0;
+    s->lacking = rc != KVQ_OK;
+    return rc ? rc : kvq__table_check(s);
+}
+
+// The next entries of pending sessions that have equally many layers, as a request that only
+// publishes. Returns how many.
+static uint32_t gather(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n,
+                       struct kvq_step_work *work)
+{
+    uint32_t m = 0;
+    *work = (struct kvq_step_work){.k = no_tensors, .v = no_tensors};
+    for (uint32_t i = 0; i < n; i++) {
+        if (entries[i].status != PENDING)
+            continue;
+        const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        work->n_layers = work->n_layers ? work->n_layers : s->n_layers;
+        if (s->n_layers != work->n_layers)
+            continue;
+        local->some[m] =
+            (struct kvq_entry){.session = entries[i].session, .position = entries[i].position};
+        local->extents[m] = 0;
+        local->some_of[m++] = i;
+    }
+    return m;
+}
+
+static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
+{
+    struct kvq__local_session *s = kvq__local_find(local, e->session);
+    e->status = local->some[j].status;
+    e->value = local->some[j].value;
+    if (e->status)
+        return KVQ_OK;
+    int rc = look_at(local, s, local->extents[j]);
+    if (rc == KVQ_OK && s->table->tokens != e->position)
+        rc = kvq__fail(KVQ_E_PROTOCOL,
+                       "the daemon published a page table for %llu tokens of a session with %llu",
+                       (unsigned long long)s->table->tokens, (unsigned long long)e->position);
+    return rc;
+}
+
+static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+{
+    struct kvq_step_work work;
+    uint32_t m;
+    while ((m = gather(local, entries, n, &work))) {
+        int rc = kvq__step_run(local->queue, &work, local->some, m, local->extents);
+        for (uint32_t j = 0; rc == KVQ_OK && j < m; j++)
+            rc = take_one(local, &entries[local->some_of[j]], j);
+        if (rc)
+            return rc;
+    }
+    return KVQ_OK;
+}
+
+// ---- Begin ----
+
+static int begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+{
+    bool failed = false, pending = false;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_entry *e = &entries[i];
+        e->status = kvq__local_judge(local, e);
+        e->value = e->position;
+        if (e->status)
+            continue;
+        const struct kvq__local_session *s = kvq__local_find(local, e->session);
+        if (!is_known(local, s) || s->table->tokens != e->position)
+            e->status = PENDING;
+        pending |= e->status == PENDING;
+    }
+    int rc = pending ? refresh(local, entries, n) : KVQ_OK;
+    if (rc)
+        return rc;
+    for (uint32_t i = 0; i < n; i++) {
+        if (entries[i].status == KVQ_OK)
+            entries[i].status = kvq__local_judge(local, &entries[i]); // for those that come twice
+        if (entries[i].status == KVQ_OK)
+            kvq__local_join(local, &entries[i]);
+        failed |= entries[i].status != KVQ_OK;
+    }
+    if (failed)
+        kvq__local_explain(local, KVQ_OP_STEP_BEGIN, NULL, entries, n);
+    return KVQ_OK;
+}
+
+int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n)
+{
+    int rc = kvq__local_check_call(local, "step begin", entries, n);
+    if (rc)
+        return rc;
+    if (local->stepping)
+        return kvq__fail(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
+                                     "kvq_local_end or kvq_local_abort ends it");
+    if (*local->why)
+        return kvq__through_begin(local, entries, n);
+    rc = begin(local, entries, n);
+    if (rc) // nobody is in
+        for (uint32_t i = 0; i < n; i++)
+            entries[i].status = rc;
+    return rc;
+}
+
+// ---- End ----
+
+// Entries that have something to commit go to local->some; the others have nothing to lose.
+static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t m = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_entry *e = &entries[i];
+        struct kvq__local_session *s = kvq__local_find(local, e->session);
+        e->status = kvq__local_member(local, e);
+        if (e->status == KVQ_OK && e->append != s->append)
+            e->status = KVQ_E_INVALID;
+        e->value = e->position;
+        if (e->status || e->append == 0)
+            continue;
+        local->some[m] = *e;
+        local->extents[m] = 0;
+        local->some_of[m++] = i;
+    }
+    return m;
+}
+
+static bool may_try_again(int code)
+{
+    return code == KVQ_E_NO_MEMORY || code == KVQ_E_QUOTA || code == KVQ_E_DEADLINE;
+}
+
+// What cannot be mapped now is looked for again when the session's next step begins.
+static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_t m)
+{
+    for (uint32_t j = 0; j < m; j++) {
+        struct kvq_entry *e = &entries[local->some_of[j]];
+        struct kvq__local_session *s = kvq__local_find(local, e->session);
+        e->status = local->some[j].status;
+        e->value = local->some[j].value;
+        if (e->status == KVQ_OK && look_at(local, s, local->extents[j]))
+            s->lacking = true;
+    }
+}
+
+// Those that may try again stay in the step, and nobody else does.
+static void keep_some(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < local->n_members; i++)
+        local->members[i]->in_step = false;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (!s || s->in_step || !may_try_again(entries[i].status))
+            continue;
+        s->in_step = true;
+        local->members[kept++] = s;
+    }
+    local->n_members = kept;
+    if (kept == 0)
+        kvq__local_over(local);
+}
+
+// Whether the first failure is the request's, which has been explained.
+static bool failed_there(const struct kvq_local *local, const struct kvq_entry *entries, uint32_t n,
+                         uint32_t m)
+{
+    uint32_t first = 0, j = 0;
+    while (first < n && entries[first].status == KVQ_OK)
+        first++;
+    while (j < m && local->some_of[j] != first)
+        j++;
+    return j < m;
+}
+
+static int end(struct kvq_local *local, const struct kvq_step_work *work, struct kvq_entry *entries,
+               uint32_t n)
+{
+    uint32_t m = gather_end(local, entries, n);
+    struct kvq_step_work own = {.k = local->k, .v = local->v};
+    if (!work && m && local->mixed)
+        return kvq__fail(KVQ_E_INVALID,
+                         "step end: K or V of a layer was given twice, in different tensors; say "
+                         "in `work` which are the step's");
+    if (!work && m)
+        own.n_layers = kvq__local_find(local, local->some[0].session)->n_layers;
+    int rc = m ? kvq__step_run(local->queue, work ? work : &own, local->some, m, local->extents)
+               : KVQ_OK;
+    if (rc) {
+        if (local->queue->dead)
+            kvq__local_over(local);
+        return rc;
+    }
+    take_end(local, entries, m);
+    if (m < n && !failed_there(local, entries, n, m))
+        kvq__local_explain(local, KVQ_OP_STEP_END, NULL, entries, n);
+    keep_some(local, entries, n);
+    return KVQ_OK;
+}
+
+int kvq_local_end(kvq_local *local, const struct kvq_step_work *work, struct kvq_entry *entries,
+                  uint32_t n)
+{
+    int rc = kvq__local_check_call(local, "step end", entries, n);
+    if (rc)
+        return rc;
+    if (!local->stepping)
+        return kvq__fail(KVQ_E_NO_STEP, "step end: no step was begun; kvq_local_begin begins one");
+    if (*local->why)
+        return kvq__through_end(local, work, entries, n);
+    return end(local, work, entries, n);
+}
+
+void kvq_local_abort(kvq_local *local)
+{
+    if (!local || !local->stepping)
+        return;
+    if (local->step && kvq__local_check(local) == KVQ_OK)
+        kvq__through_abort(local);
+    kvq__local_over(local);
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Page tables: opening and closing them, and what of them can be checked before every step.
+#include "client/local.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&
+                  offsetof(struct kvq_table_entry, raw) == offsetof(struct kvq_page, raw) &&
+                  offsetof(struct kvq_table_entry, tokens) == offsetof(struct kvq_page, tokens) &&
+                  offsetof(struct kvq_table_entry, packed_tokens) ==
+                      offsetof(struct kvq_page, packed_tokens),
+              "kernels take a table's entries as pages");
+
+// ---- What it says ----
+
+static int nonsense(const char *what, uint64_t value, uint64_t most)
+{
+    return kvq__fail(KVQ_E_PROTOCOL,
+                     "the daemon's page table makes no sense: %s is %llu, at most %llu can be; "
+                     "kvq_reattach connects again",
+                     what, (unsigned long long)value, (unsigned long long)most);
+}
+
+static uint64_t pages_of(uint64_t tokens)
+{
+    return (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+}
+
+int kvq__table_check(const struct kvq__local_session *s)
+{
+    const struct kvq_table_page *t = s->table;
+    if (t->tokens > (uint64_t)t->pages * KVQ_BLOCK_TOKENS)
+        return nonsense("its count of tokens", t->tokens, (uint64_t)t->pages * KVQ_BLOCK_TOKENS);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].source == i && s->layers[i].pages->n_pages > pages_of(t->tokens))
+            return nonsense("a layer's count of pages", s->layers[i].pages->n_pages,
+                            pages_of(t->tokens));
+    return KVQ_OK;
+}
+
+// What is written once.
+static int check_head(const struct kvq_table_page *t, uint32_t layers, uint64_t tokens)
+{
+    if (t->magic == KVQ_SHM_MAGIC_TABLE && t->version >= KVQ_TABLE_VERSION_MIN &&
+        t->version <= KVQ_TABLE_VERSION_MAX && t->layers == layers &&
+        t->pages == pages_of(tokens) && t->layer_bytes == kvq_table_layer_bytes(t->pages))
+        return KVQ_OK;
+    return kvq__fail(KVQ_E_PROTOCOL,
+                     "the daemon's page table has mark %#x, version %u, %u layers of %u pages and "
+                     "%llu bytes; %#x, %u layers of %llu pages are expected",
+                     t->magic, t->version, t->layers, t->pages, (unsigned long long)t->layer_bytes,
+                     KVQ_SHM_MAGIC_TABLE, layers, (unsigned long long)pages_of(tokens));
+}
+
+// ---- Opening ----
+
+static int map(struct kvq_local *local, struct kvq__local_session *s,
+               const Kvq__OpenTableReply *reply, int fd)
+{
+    uint64_t pages = pages_of(local->max_tokens);
+    size_t bytes = kvq_table_bytes(s->n_layers, pages);
+    void *mapping;
+    if (reply->bytes < bytes)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's page table has %llu bytes, %zu are needed",
+                         (unsigned long long)reply->bytes, bytes);
+    int rc = kvq__pool_map(fd, NULL, "a page table", &bytes, &mapping);
+    if (rc)
+        return rc;
+    s->table = mapping;
+    s->table_bytes = bytes;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const uint8_t *at = (const uint8_t *)mapping + sizeof(struct kvq_table_page);
+        at += s->layers[i].source * kvq_table_layer_bytes(pages);
+        s->layers[i].pages = (const struct kvq_table_layer *)(const void *)at;
+    }
+    return check_head(s->table, s->n_layers, local->max_tokens);
+}
+
+static int open_table(struct kvq_local *local, struct kvq__local_session *s)
+{
+    Kvq__OpenTable message = KVQ__OPEN_TABLE__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_OPEN_TABLE,
+                             .what = "opening a page table"};
+    message.handle = s->handle;
+    message.pool_at = (uintptr_t)local->pool->at;
+    message.tokens = local->max_tokens;
+    call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
+    call.request.open_table = &message;
+    int rc = kvq__exchange(local->client, &call);
+    if (rc)
+        return rc;
+    rc = kvq__reading_take(local->pool, call.reply->open_table, s);
+    if (rc == KVQ_OK)
+        rc = map(local, s, call.reply->open_table, call.fds[0]);
+    kvq__close_fds(call.fds, call.n_fds);
+    if (rc)
+        kvq__give_back(local->client);
+    return rc;
+}
+
+int kvq__table_open(struct kvq_local *local, struct kvq__local_session *s)
+{
+    pthread_mutex_lock(&local->client->control);
+    int rc = open_table(local, s);
+    pthread_mutex_unlock(&local->client->control);
+    return rc;
+}
+
+// ---- Closing ----
+
+static void tell(struct kvq_local *local, uint64_t handle)
+{
+    Kvq__CloseTable message = KVQ__CLOSE_TABLE__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a page table"};
+    message.handle = handle;
+    call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
+    call.request.close_table = &message;
+    pthread_mutex_lock(&local->client->control);
+    kvq__exchange(local->client, &call);
+    pthread_mutex_unlock(&local->client->control);
+}
+
+void kvq__table_close(struct kvq_local *local, struct kvq__local_session *s)
+{
+    if (s->table && local->connection == local->client->connection && !local->queue->dead)
+        tell(local, s->handle);
+    if (s->table)
+        munmap((void *)(uintptr_t)s->table, s->table_bytes);
+    s->table = NULL;
+}
