@@ -89,6 +89,7 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     message.handle = s->handle;
     message.pool_at = (uintptr_t)local->pool->at;
     message.tokens = local->max_tokens;
+    message.layers = s->n_layers;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
     call.request.open_table = &message;
     int rc = kvq__exchange(local->client, &call);

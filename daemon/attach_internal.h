@@ -150,6 +150,7 @@ struct kvq__connection {
     struct kvq__line *line;          // being opened or closed
     struct kvq__region *region;      // being added or removed
     struct kvq__region *table;       // being opened
+    void *book;                      // a hold on the codebook that the reply tells of; NULL: none
     struct kvq__gpu *gpu;            // of the timeline
     struct kvq__pinned timeline;     // being opened
     struct kvq__line_events *events; // the same

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "daemon/attach_internal.h"
+#include "daemon/codebooks.h"
 #include "kernels/layout.h"
 
 // ---- Loop's thread ----
@@ -81,6 +82,17 @@ static int prepare_map_extents(struct kvq__connection *c, char *text)
     return reply->numbers ? 0 : kvq__attach_no_room(text);
 }
 
+static int prepare_map_book(struct kvq__connection *c, char *text)
+{
+    Kvq__MapBookReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
+    if (!reply)
+        return kvq__attach_no_room(text);
+    kvq__map_book_reply__init(reply);
+    c->reply.map_book = reply;
+    c->reply.result_case = KVQ__REPLY__RESULT_MAP_BOOK;
+    return 0;
+}
+
 int kvq__local_prepare(struct kvq__connection *c, char *text)
 {
     switch (c->request->command_case) {
@@ -90,6 +102,8 @@ int kvq__local_prepare(struct kvq__connection *c, char *text)
         return prepare_open_table(c, text);
     case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
         return prepare_map_extents(c, text);
+    case KVQ__REQUEST__COMMAND_MAP_BOOK:
+        return prepare_map_book(c, text);
     default:
         return 0;
     }
@@ -103,8 +117,17 @@ void kvq__local_put_made(struct kvq__connection *c)
     c->n_fds = 1;
 }
 
+// The reply has its descriptor by now, or nobody wants it.
+static void let_book_go(struct kvq__connection *c)
+{
+    if (c->book)
+        kvq__codebooks_release(c->server->codebooks, c->book);
+    c->book = NULL;
+}
+
 void kvq__local_sent(struct kvq__connection *c)
 {
+    let_book_go(c);
     if (c->table)
         kvq__region_close_fd(c->table);
     c->table = NULL;
@@ -264,6 +287,35 @@ static int run_map_extents(struct kvq__connection *c, char *text)
     return 0;
 }
 
+// Where a table of floats stands behind `values`; 0 for none, which nobody looks at.
+static uint64_t place_of(const float *table, const float *values)
+{
+    return table ? (uint64_t)(table - values) : 0;
+}
+
+static int run_map_book(struct kvq__connection *c, char *text)
+{
+    const Kvq__MapBook *map = c->request->map_book;
+    Kvq__MapBookReply *reply = c->reply.map_book;
+    struct kvq_book book;
+    const float *values;
+    size_t n;
+    int error = kvq__session_book(c->client, map->handle, map->layer, &book, &c->book, text);
+    if (error)
+        return error;
+    c->fds[0] = kvq__codebooks_memory(c->book, &values, &n, &reply->id);
+    c->n_fds = 1;
+    reply->bytes = n * sizeof *values;
+    reply->smooth = place_of(book.smooth, values);
+    reply->k = place_of(book.k, values);
+    reply->v = place_of(book.v, values);
+    reply->k_head = book.k_head;
+    reply->k_sub = book.k_sub;
+    reply->v_head = book.v_head;
+    reply->v_sub = book.v_sub;
+    return 0;
+}
+
 bool kvq__local_run(struct kvq__connection *c, int *error, char *text)
 {
     switch (c->request->command_case) {
@@ -278,6 +330,9 @@ bool kvq__local_run(struct kvq__connection *c, int *error, char *text)
         return true;
     case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
         *error = run_map_extents(c, text);
+        return true;
+    case KVQ__REQUEST__COMMAND_MAP_BOOK:
+        *error = run_map_book(c, text);
         return true;
     default:
         return false;

@@ -21,7 +21,8 @@ struct entry {
     TAILQ_ENTRY(entry) link;
     char name[KVQ_FORMAT_NAME];
     struct kvq_codebook *book;
-    uint64_t refs; // layers of sessions
+    uint64_t number; // never used again
+    uint64_t refs;   // layers of sessions, and replies under way
     int error;
     char text[TEXT];
 };
@@ -31,6 +32,7 @@ struct kvq__codebooks {
     char folder[PATH_BYTES];
     pthread_mutex_t lock; // of what follows
     uint32_t n, n_failures;
+    uint64_t last_number;
     struct entries entries;  // last used first
     struct entries failures; // newest first; each is told once
 };
@@ -135,6 +137,7 @@ static int add(struct kvq__codebooks *books, struct entry *e, struct entry **out
         return refuse_room(books, e->name, text);
     }
     TAILQ_INSERT_HEAD(&books->entries, e, link);
+    e->number = ++books->last_number;
     books->n++;
     *out = e;
     return 0;
@@ -284,6 +287,13 @@ void kvq__codebooks_share(struct kvq__codebooks *books, void *hold)
     assert(e->refs > 0);
     e->refs++;
     pthread_mutex_unlock(&books->lock);
+}
+
+int kvq__codebooks_memory(const void *hold, const float **values, size_t *n, uint64_t *id)
+{
+    const struct entry *e = hold;
+    *id = e->number;
+    return kvq_codebook_memory(e->book, values, n);
 }
 
 void kvq__codebooks_release(struct kvq__codebooks *books, void *hold)

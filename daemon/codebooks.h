@@ -28,6 +28,9 @@ int kvq__codebooks_get(struct kvq__codebooks *books, const char *name, uint32_t 
                        const struct kvq_format *format, const struct kvq_shape *shape,
                        struct kvq_book *book, void **hold, char *text);
 void kvq__codebooks_share(struct kvq__codebooks *books, void *hold);
+// The memory that a held codebook's tables lie in, to be sent to others: a memfd (the codebook's)
+// of *n floats from *values on. *id is the same for the same memory.
+int kvq__codebooks_memory(const void *hold, const float **values, size_t *n, uint64_t *id);
 void kvq__codebooks_release(struct kvq__codebooks *books, void *hold);
 
 #endif

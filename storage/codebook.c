@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -49,17 +50,34 @@ static int read_front(int fd, struct kvq_codebook *book, const struct kvq__compl
     return kvq__codebook_check(book, c);
 }
 
+// Memory that other processes can be given to read: nobody can write it but through this mapping,
+// or change its size.
+static int take_memory(struct kvq_codebook *book, const struct kvq__complaint *c)
+{
+    size_t bytes = book->n_values ? book->n_values * sizeof(float) : KVQ_CODEBOOK_ALIGN;
+    void *mapping = MAP_FAILED;
+    book->memory = memfd_create("kvq-codebook", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (book->memory >= 0 && ftruncate(book->memory, (off_t)bytes) == 0)
+        mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, book->memory, 0);
+    if (mapping == MAP_FAILED ||
+        fcntl(book->memory, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE) < 0)
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for its %llu bytes: %s",
+                             (unsigned long long)book->head.bytes, strerror(errno));
+    book->values = mapping;
+    book->mapped = bytes;
+    return KVQ_OK;
+}
+
 static int read_values(int fd, struct kvq_codebook *book, const struct kvq__complaint *c)
 {
     static const uint8_t zeros[KVQ_CODEBOOK_ALIGN];
     uint8_t between[KVQ_CODEBOOK_ALIGN];
     uint64_t front = kvq__codebook_front(book->head.layers);
     uint64_t rows = sizeof book->head + book->head.layers * sizeof book->rows[0];
-    book->values = aligned_alloc(KVQ_CODEBOOK_ALIGN, book->n_values * sizeof(float));
-    if (!book->values)
-        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for its %llu bytes",
-                             (unsigned long long)book->head.bytes);
-    int rc = kvq__read_at(fd, rows, between, front - rows, c);
+    int rc = take_memory(book, c);
+    if (rc)
+        return rc;
+    rc = kvq__read_at(fd, rows, between, front - rows, c);
     if (rc == KVQ_OK)
         rc = kvq__read_at(fd, front, book->values, book->n_values * sizeof(float), c);
     if (rc)
@@ -88,6 +106,8 @@ static int open_book(int fd, const char *name, bool part, struct kvq_codebook **
     const struct kvq__complaint c = {name, text, n};
     struct kvq_codebook *book = calloc(1, sizeof *book);
     int rc = book ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory to open it");
+    if (book)
+        book->memory = -1;
     if (rc == KVQ_OK)
         rc = check_size(fd, book, &c);
     if (rc == KVQ_OK)
@@ -134,7 +154,12 @@ void kvq_codebook_close(struct kvq_codebook **book)
 {
     if (!book || !*book)
         return;
-    free((*book)->values);
+    if ((*book)->mapped)
+        munmap((*book)->values, (*book)->mapped);
+    else
+        free((*book)->values);
+    if ((*book)->memory >= 0)
+        close((*book)->memory);
     free(*book);
     *book = NULL;
 }
@@ -149,6 +174,13 @@ const char *kvq_codebook_format(const struct kvq_codebook *book)
 uint64_t kvq_codebook_id(const struct kvq_codebook *book)
 {
     return book->id;
+}
+
+int kvq_codebook_memory(const struct kvq_codebook *book, const float **values, size_t *n)
+{
+    *values = book->values;
+    *n = book->n_values;
+    return book->memory;
 }
 
 const struct kvq_codebook_header *kvq_codebook_head(const struct kvq_codebook *book)

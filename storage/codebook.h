@@ -94,6 +94,9 @@ const char *kvq_codebook_format(const struct kvq_codebook *book);
 // The same number if and only if all bytes of the file are the same (but for chance, 2^-64).
 // 0 before kvq_codebook_save.
 uint64_t kvq_codebook_id(const struct kvq_codebook *book);
+// The memory that all tables of an opened codebook lie in, as a memfd that cannot be written or
+// change its size: it starts with *values, *n of them. It is the codebook's; -1 while it is made.
+int kvq_codebook_memory(const struct kvq_codebook *book, const float **values, size_t *n);
 const struct kvq_codebook_header *kvq_codebook_head(const struct kvq_codebook *book);
 // layer is below head->layers.
 const struct kvq_codebook_row *kvq_codebook_row(const struct kvq_codebook *book, uint32_t layer);

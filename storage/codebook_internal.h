@@ -19,6 +19,8 @@ struct kvq_codebook {
     uint64_t id;
     float *values;
     size_t n_values;
+    size_t mapped; // bytes of values in `memory`; 0: they are on the heap
+    int memory;    // a memfd, or -1
 };
 
 // Bytes in front of the values: header, rows, zeros.

@@ -86,6 +86,8 @@ int kvq_codebook_new(const struct kvq_codebook_plan *plan, struct kvq_codebook *
     if (rc)
         return rc;
     struct kvq_codebook *book = calloc(1, sizeof *book);
+    if (book)
+        book->memory = -1;
     if (!book)
         return kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     fill_header(&book->head, plan);
