@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The calls of in-context mode through the daemon: a step of its own, with a request for each layer.
+// The calls of in-context mode through the daemon: a step of its own, a request for each layer.
 #include "client/local.h"
 
 // ---- Parts of a batch ----

@@ -89,10 +89,17 @@ void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim)
 
 void local_cleanup(void)
 {
-    char command[128];
-    snprintf(command, sizeof command, "rm -rf %s", rig.directory);
-    if (system(command))
-        fprintf(stderr, "%s stays\n", rig.directory);
+    static const char *const names[] = {"v.kvqbook", "m.kvqbook"};
+    char path[128];
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", rig.codebooks, names[i]);
+        unlink(path);
+    }
+    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
+    unlink(path);
+    rmdir(rig.codebooks);
+    if (rmdir(rig.directory))
+        perror(rig.directory);
 }
 
 // ---- The daemon ----
