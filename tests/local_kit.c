@@ -257,7 +257,7 @@ static struct kvq_tensor tensor(const struct local_model *m, enum part part, uin
     const struct kvq_layer *l = &m->rows[layer];
     bool lse = part >= PART_LSE_HERE, kv = part == PART_K || part == PART_V;
     uint8_t dtype = lse ? KVQ_DTYPE_F32 : part >= PART_HERE ? m->out_dtype : m->dtype;
-    uint64_t at = ((uint64_t)part * LOCAL_LAYERS + layer) * rows * m->stride;
+    uint64_t at = ((uint64_t)part * m->layers + layer) * rows * m->stride;
     assert_true(at + rows * m->stride <= LOCAL_BUFFER);
     return kvq_tensor_make(rig.buffer, at, kv ? l->kv_heads : l->q_heads, lse ? 1 : l->k_dim,
                            dtype);
@@ -318,11 +318,10 @@ static void all_fine(int rc, const struct batch *b)
         local_fine(b->entries[i].status);
 }
 
-static void attend_here(struct batch *b, struct kvq_work *w, bool own, bool same)
+static void attend_here(struct batch *b, struct kvq_work *w, bool own)
 {
     if (!own)
         w->k = w->v = (struct kvq_tensor){0};
-    (void)same;
     all_fine(kvq_local_attend(rig.local, w, b->entries, b->n), b);
 }
 
@@ -362,7 +361,7 @@ static void attend_layer(const struct local_model *m, struct batch *here, struct
     attend_there(there, &w, own, step);
     w.out = tensor(m, PART_HERE, layer, rows);
     w.lse = tensor(m, PART_LSE_HERE, layer, rows);
-    attend_here(here, &w, own, true);
+    attend_here(here, &w, own);
 }
 
 static void fill_all(const struct local_model *m, uint32_t rows)
@@ -413,6 +412,32 @@ void local_step(const struct local_model *m, struct local_pair *pairs, uint32_t 
         pairs[i].tokens += append[i];
         assert_int_equal(here.entries[i].value, pairs[i].tokens);
     }
+}
+
+void local_plain_step(const struct local_model *m, struct local_pair *pair, uint32_t append)
+{
+    struct kvq_tensor k[LOCAL_LAYERS] = {0}, v[LOCAL_LAYERS] = {0};
+    struct kvq_entry here = {.session = pair->here, .position = pair->tokens, .append = append};
+    struct kvq_entry there = {.session = pair->there, .position = pair->tokens, .append = append};
+    uint64_t step;
+    fill_all(m, append);
+    local_fine(kvq_step_begin(rig.queue, &there, 1, &step));
+    for (uint32_t i = 0; i < m->layers; i++) {
+        if (m->rows[i].kv_from >= 0)
+            continue;
+        k[i] = tensor(m, PART_K, i, append);
+        v[i] = tensor(m, PART_V, i, append);
+        const struct kvq_work w = {.step = step, .layer = i, .k = k[i], .v = v[i]};
+        local_fine(kvq_append(rig.queue, &w, &there, 1));
+        local_fine(there.status);
+    }
+    local_fine(kvq_step_end(rig.queue, step, &there, 1));
+    const struct kvq_step_work whole = {.k = k, .v = v, .n_layers = m->layers};
+    local_fine(kvq_step(rig.queue, &whole, &here, 1));
+    local_fine(here.status);
+    local_fine(there.status);
+    pair->tokens += append;
+    assert_int_equal(here.value, pair->tokens);
 }
 
 void local_same_cache(const struct local_model *m, const struct local_pair *pair)

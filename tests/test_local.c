@@ -10,6 +10,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -62,11 +64,506 @@ static void test_300_steps(void **state)
     long_run("oscar2", 8, 200, 300);
 }
 
+static void test_shapes(void **state)
+{
+    static const uint16_t heads[][2] = {{2, 2}, {16, 2}, {3, 1}, {64, 1}};
+    struct kvq_session_options o = {.format = "oscar2", .dtype = KVQ_DTYPE_BF16, .attention = 1};
+    const uint32_t prompt = 140, one = 1;
+    (void)state;
+    open_local(1);
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++) {
+        struct local_model m;
+        struct local_pair pair;
+        local_model(&m, LAYERS, heads[i][0], heads[i][1], DIM);
+        m.dtype = i % 2 ? KVQ_DTYPE_BF16 : KVQ_DTYPE_F16;
+        m.out_dtype = i % 2 ? KVQ_DTYPE_F16 : KVQ_DTYPE_BF16;
+        local_open_pair(&m, &o, &pair);
+        local_step(&m, &pair, 1, &prompt, 0, true);
+        for (uint32_t j = 0; j < 20; j++)
+            local_step(&m, &pair, 1, &one, 0, true);
+        local_close_pair(&pair);
+    }
+}
+
+// Batches of sessions of all lengths, some of which only read, on one thread or several; steps
+// that are given up, and attention to what was there before the step.
+static void ragged(uint32_t threads)
+{
+    enum { N = 5 };
+    struct local_model m;
+    struct local_pair pairs[N];
+    struct kvq_session_options o = {.format = "oscar2", .attention = 1};
+    uint32_t append[N];
+    open_local(threads);
+    local_model(&m, LAYERS, 8, KV_HEADS, DIM);
+    for (uint32_t i = 0; i < N; i++) {
+        local_open_pair(&m, &o, &pairs[i]);
+        append[i] = 1 + 170 * i;
+    }
+    local_step(&m, pairs, N, append, 0, true);
+    for (uint32_t i = 0; i < 24; i++) {
+        for (uint32_t j = 0; j < N; j++)
+            append[j] = local_random(4) ? local_random(3) : 40;
+        local_step(&m, pairs, N, append, i % 4 == 1 ? KVQ_PAST_ONLY : 0, i % 4 != 2);
+    }
+    for (uint32_t i = 0; i < N; i++)
+        local_close_pair(&pairs[i]);
+}
+
+static void test_ragged(void **state)
+{
+    (void)state;
+    ragged(1);
+}
+
+static void test_threads(void **state)
+{
+    (void)state;
+    ragged(4);
+}
+
+// Taken back by ordinary calls between two steps: pages are looked at anew.
+static void truncate_pair(struct local_pair *pair, uint64_t tokens)
+{
+    for (int side = 0; side < 2; side++) {
+        struct kvq_entry e = {.session = side ? pair->there : pair->here, .position = pair->tokens};
+        local_fine(kvq_truncate(rig.queue, &e, &tokens, 1));
+        local_fine(e.status);
+    }
+    pair->tokens = tokens;
+}
+
+static void test_rollback(void **state)
+{
+    struct local_model m;
+    struct local_pair pair;
+    struct kvq_session_options o = {.format = "kvq2", .max_rollback = 8};
+    const uint32_t prompt = 250, draft = 6, one = 1;
+    (void)state;
+    open_local(1);
+    local_model(&m, LAYERS, 4, KV_HEADS, DIM);
+    local_open_pair(&m, &o, &pair);
+    local_step(&m, &pair, 1, &prompt, 0, true);
+    for (uint32_t i = 0; i < 12; i++) {
+        local_step(&m, &pair, 1, &draft, 0, true);
+        truncate_pair(&pair, pair.tokens - local_random(7));
+        local_step(&m, &pair, 1, &one, 0, true);
+        // The same count, but other tokens: only that it was changed tells.
+        truncate_pair(&pair, pair.tokens - 1);
+        local_plain_step(&m, &pair, 1);
+        local_step(&m, &pair, 1, &one, 0, true);
+    }
+    local_same_cache(&m, &pair);
+    local_close_pair(&pair);
+}
+
+// Forks share their blocks, and the one who attends unpacks them once.
+static void test_forks(void **state)
+{
+    enum { N = 4 };
+    struct local_model m;
+    struct local_pair pairs[N];
+    struct kvq_session_options o = {.format = "oscar2", .attention = 1};
+    uint32_t append[N] = {1200, 1, 1, 1};
+    (void)state;
+    open_local(4);
+    local_model(&m, LAYERS, 8, KV_HEADS, DIM);
+    local_open_pair(&m, &o, &pairs[0]);
+    local_step(&m, pairs, 1, append, 0, true);
+    for (uint32_t i = 1; i < N; i++) {
+        struct kvq_entry e[2] = {{.session = pairs[0].here, .position = pairs[0].tokens},
+                                 {.session = pairs[0].there, .position = pairs[0].tokens}};
+        local_fine(kvq_fork(rig.queue, e, 2));
+        pairs[i] = (struct local_pair){e[0].value, e[1].value, pairs[0].tokens};
+        local_fine(kvq_local_add(rig.local, pairs[i].here));
+    }
+    append[0] = 1;
+    for (uint32_t i = 0; i < 70; i++)
+        local_step(&m, pairs, N, append, 0, true);
+    for (uint32_t i = 0; i < N; i++)
+        local_close_pair(&pairs[i]);
+}
+
+// ---- No request ----
+
+static struct kvq_work small_work(const struct local_model *m, uint32_t layer)
+{
+    const struct kvq_layer *l = &m->rows[layer];
+    const uint64_t part = 1 << 18;
+    struct kvq_work w = {.layer = layer};
+    w.k = kvq_tensor_make(rig.buffer, 0, l->kv_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.v = kvq_tensor_make(rig.buffer, part, l->kv_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.q = kvq_tensor_make(rig.buffer, 2 * part, l->q_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.out = kvq_tensor_make(rig.buffer, 3 * part, l->q_heads, l->k_dim, KVQ_DTYPE_F32);
+    return w;
+}
+
+static kvq_session open_small(const char *name, uint32_t flags, uint32_t layers)
+{
+    struct local_model m;
+    kvq_session s;
+    local_model(&m, layers, 4, KV_HEADS, DIM);
+    m.rows[layers - 1].kv_from = -1;
+    struct kvq_session_options o = {.name = name,
+                                    .format = "oscar2",
+                                    .layers = m.rows,
+                                    .n_layers = layers,
+                                    .on_detach = KVQ_ON_DETACH_KEEP,
+                                    .max_rollback = 8,
+                                    .flags = flags};
+    local_fine(kvq_session_open(rig.client, &o, &s, NULL));
+    return s;
+}
+
+static int small_step(kvq_local *local, struct kvq_entry *e, uint32_t layers, uint32_t append)
+{
+    struct local_model m;
+    local_model(&m, layers, 4, KV_HEADS, DIM);
+    e->append = append;
+    e->queries = 1;
+    int rc = kvq_local_begin(local, e, 1);
+    for (uint32_t i = 0; i < layers && rc == 0 && e->status == 0; i++) {
+        struct kvq_work w = small_work(&m, i);
+        rc = kvq_local_attend(local, &w, e, 1);
+    }
+    if (rc == 0 && e->status == 0)
+        rc = kvq_local_end(local, NULL, e, 1);
+    return rc ? rc : e->status;
+}
+
+// Beginning and attending need no daemon; while it is stopped they go on.
+static void test_without_requests(void **state)
+{
+    struct local_model m;
+    (void)state;
+    open_local(1);
+    local_model(&m, 1, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = open_small("quiet", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 200));
+    e.position = e.value;
+    e.append = 1;
+    kill(rig.daemon, SIGSTOP);
+    struct kvq_work w = small_work(&m, 0);
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    for (int i = 0; i < 3; i++)
+        local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    kill(rig.daemon, SIGCONT);
+    local_fine(kvq_local_end(rig.local, NULL, &e, 1));
+    assert_int_equal(e.value, 201);
+}
+
+// ---- Through the daemon ----
+
+static void through(const char *words)
+{
+    struct kvq_local_options o = {.max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
+    struct local_model m;
+    struct local_pair pairs[2];
+    struct kvq_session_options options = {.format = "oscar2"};
+    uint32_t append[2] = {150, 300};
+    local_refused(KVQ_E_UNSUPPORTED, kvq_local_open(rig.queue, &o, &rig.local), words);
+    assert_null(rig.local);
+    o.flags = 0;
+    local_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    assert_non_null(strstr(kvq_local_why(rig.local), words));
+    local_model(&m, LAYERS, 4, KV_HEADS, DIM);
+    local_open_pair(&m, &options, &pairs[0]);
+    local_open_pair(&m, &options, &pairs[1]);
+    for (uint32_t i = 0; i < 12; i++) {
+        local_step(&m, pairs, 2, append, i == 5 ? KVQ_PAST_ONLY : 0, i != 3);
+        append[0] = i % 3;
+        append[1] = 1;
+    }
+    local_close_pair(&pairs[0]);
+    local_close_pair(&pairs[1]);
+}
+
+static void test_through_daemon(void **state)
+{
+    (void)state;
+    setenv("KVQ_LOCAL", "daemon", 1);
+    through("KVQ_LOCAL=daemon");
+    unsetenv("KVQ_LOCAL");
+}
+
+static void test_other_instructions(void **state)
+{
+    struct kvq_daemon_info info;
+    (void)state;
+    local_fine(kvq_daemon_info(rig.client, &info));
+    if (strcmp(info.isa, "c") == 0)
+        skip();
+    const char *mask = getenv("KVQ_CPU_MASK");
+    char before[16];
+    snprintf(before, sizeof before, "%s", mask ? mask : "");
+    setenv("KVQ_CPU_MASK", "c", 1); // for this process, not for the daemon
+    through("this process can use c");
+    setenv("KVQ_CPU_MASK", before, 1);
+}
+
+// ---- What is refused ----
+
+static void test_refusals(void **state)
+{
+    struct local_model m;
+    (void)state;
+    open_local(1);
+    local_model(&m, 2, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1}, twice[2];
+    struct kvq_work w = small_work(&m, 0);
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    local_refused(KVQ_E_STALE, e.status, "step begin, entry 0");
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_refused(KVQ_E_NO_STEP, kvq_local_end(rig.local, NULL, &e, 1), "kvq_local_begin");
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_NO_STEP, e.status, "attend");
+    e.position = 7;
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    local_refused(KVQ_E_POSITION, e.status, "holds 0 tokens");
+    assert_int_equal(e.value, 0);
+    e.position = 0;
+    e.append = 2049;
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    local_refused(KVQ_E_LIMIT, e.status, "max_tokens");
+    e.append = 3;
+    twice[0] = twice[1] = e;
+    local_fine(kvq_local_begin(rig.local, twice, 2));
+    assert_int_equal(twice[0].status, 0);
+    local_refused(KVQ_E_BUSY, twice[1].status, "entry 1");
+    local_refused(KVQ_E_BUSY, kvq_local_begin(rig.local, &e, 1), "kvq_local_abort");
+    local_refused(KVQ_E_BUSY, kvq_local_remove(rig.local, e.session), "step");
+
+    w.layer = 2;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_SHAPE, e.status, "2 layers");
+    w = small_work(&m, 0);
+    e.queries = 4;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_INVALID, e.status, "4 query tokens");
+    e.queries = 1;
+    e.row = 1 << 20;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_BOUNDS, e.status, "k rows 1048576");
+    e.row = 0;
+    w.out.token_stride = 6;
+    e.queries = 3;
+    local_refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "out");
+    e.queries = 1;
+    w = small_work(&m, 0);
+    w.k.buffer = w.v.buffer = NULL;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_INCOMPLETE, e.status, "append every layer");
+    w = small_work(&m, 0);
+    w.pages.page_tokens = 16;
+    w.pages.list = rig.buffer;
+    local_refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "paged");
+    w = small_work(&m, 0);
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_fine(e.status);
+    // A layer is lacking.
+    local_fine(kvq_local_end(rig.local, NULL, &e, 1));
+    assert_int_not_equal(e.status, 0);
+    local_fine(small_step(rig.local, &e, 2, 3));
+    assert_int_equal(e.value, 3);
+    // Given twice, differently.
+    e.position = 3;
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    w.k.offset += 4096;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    w.k.offset = 0;
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    local_refused(KVQ_E_INVALID, kvq_local_end(rig.local, NULL, &e, 1), "given twice");
+    struct kvq_tensor k[2] = {w.k, w.k}, v[2] = {w.v, w.v};
+    const struct kvq_step_work said = {.k = k, .v = v, .n_layers = 2};
+    local_fine(kvq_local_end(rig.local, &said, &e, 1));
+    local_fine(e.status);
+    // What the daemon alone can see, at the end.
+    e.position = e.value;
+    *(uint32_t *)kvq_buffer_data(rig.buffer) = 0x7fc00000;
+    local_refused(KVQ_E_NONFINITE, small_step(rig.local, &e, 2, 1), "NaN");
+    *(uint32_t *)kvq_buffer_data(rig.buffer) = 0;
+    local_fine(small_step(rig.local, &e, 2, 1));
+}
+
+static void test_options(void **state)
+{
+    struct kvq_local_options o = {.flags = 8};
+    (void)state;
+    local_refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "flags 0x8");
+    o = (struct kvq_local_options){.threads = 3};
+    local_refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "parallel NULL");
+    o = (struct kvq_local_options){.max_tokens = UINT64_C(1) << 30};
+    local_refused(KVQ_E_LIMIT, kvq_local_open(rig.queue, &o, &rig.local), "max_tokens");
+    o = (struct kvq_local_options){.max_tokens = 128};
+    local_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    struct kvq_entry e = {.session = open_small("long", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 100));
+    e.position = 100;
+    e.append = 29;
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    local_refused(KVQ_E_LIMIT, e.status, "at most 128");
+    local_fine(kvq_local_remove(rig.local, e.session));
+    local_refused(KVQ_E_STALE, kvq_local_remove(rig.local, e.session), "not in this");
+    local_refused(KVQ_E_STALE, kvq_local_add(rig.local, 12345), "not open");
+}
+
+// An engine's own memfd is read in place, too.
+static void test_imported(void **state)
+{
+    (void)state;
+    kvq_buffer *mine;
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 4 << 20), 0);
+    local_fine(kvq_buffer_import_memfd(rig.client, fd, 4096, 2 << 20, &mine));
+    kvq_buffer *before = rig.buffer;
+    rig.buffer = mine;
+    open_local(1);
+    struct kvq_entry e = {.session = open_small("m", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 10));
+    rig.buffer = before;
+    kvq_buffer_close(&mine);
+    close(fd);
+}
+
+// ---- What others do ----
+
+static kvq_client *second_client(kvq_queue **queue)
+{
+    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .name = "second"};
+    kvq_client *client;
+    local_fine(kvq_connect(&options, &client));
+    local_fine(kvq_queue_open(client, queue));
+    return client;
+}
+
+static kvq_session open_there(kvq_client *client, const char *name, uint32_t flags)
+{
+    struct kvq_session_options o = {.name = name, .flags = flags | KVQ_OPEN_MUST_EXIST};
+    kvq_session s;
+    local_fine(kvq_session_open(client, &o, &s, NULL));
+    return s;
+}
+
+// A reader in another engine follows the writer when it likes, and stands still meanwhile.
+static void test_reader(void **state)
+{
+    kvq_queue *queue;
+    kvq_local *local;
+    kvq_buffer *buffer, *before = rig.buffer;
+    (void)state;
+    open_local(1);
+    struct kvq_entry e = {.session = open_small("book", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 300));
+    kvq_client *client = second_client(&queue);
+    local_fine(kvq_local_open(queue, NULL, &local));
+    local_fine(kvq_buffer_create(client, 2 << 20, &buffer));
+    struct kvq_entry r = {.session = open_there(client, "book", KVQ_OPEN_READ_ONLY),
+                          .position = 300};
+    local_fine(kvq_local_add(local, r.session));
+    rig.buffer = buffer;
+    local_fine(small_step(local, &r, 1, 0));
+    local_refused(KVQ_E_READ_ONLY, small_step(local, &r, 1, 1), "without KVQ_OPEN_READ_ONLY");
+    rig.buffer = before;
+    for (int i = 0; i < 200; i++) {
+        e.position = e.value;
+        local_fine(small_step(rig.local, &e, 1, 1));
+    }
+    rig.buffer = buffer;
+    local_fine(small_step(local, &r, 1, 0)); // still as at 300
+    r.position = 500;
+    local_fine(small_step(local, &r, 1, 0));
+    r.position = 501;
+    local_refused(KVQ_E_POSITION, small_step(local, &r, 1, 0), "holds 500 tokens");
+    r.position = 500;
+    local_fine(small_step(local, &r, 1, 0));
+    rig.buffer = before;
+    local_fine(kvq_session_drop(rig.client, e.session));
+    rig.buffer = buffer;
+    local_fine(small_step(local, &r, 1, 0)); // its blocks stay
+    kvq_disconnect(&client);
+    rig.buffer = before;
+}
+
+static void test_taken_over(void **state)
+{
+    kvq_queue *queue;
+    (void)state;
+    open_local(1);
+    struct kvq_entry e = {.session = open_small("prize", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 50));
+    kvq_client *client = second_client(&queue);
+    open_there(client, "prize", KVQ_OPEN_TAKE_OVER);
+    e.position = 50;
+    local_refused(KVQ_E_TAKEN, small_step(rig.local, &e, 1, 1), "TAKE_OVER");
+    kvq_disconnect(&client);
+    // Closed by its own engine: the handle's place may be another's then.
+    struct kvq_entry f = {.session = open_small("other", 0, 1)};
+    local_fine(kvq_local_add(rig.local, f.session));
+    local_fine(kvq_session_close(rig.client, f.session));
+    local_refused(KVQ_E_STALE, small_step(rig.local, &f, 1, 1), "");
+    f.session = open_small("another", 0, 1);
+    f.position = 0;
+    local_fine(kvq_local_add(rig.local, f.session));
+    local_fine(small_step(rig.local, &f, 1, 1));
+}
+
+// ---- When the daemon dies ----
+
+static void test_daemon_dies(void **state)
+{
+    struct local_model m;
+    uint32_t lost;
+    (void)state;
+    open_local(1);
+    local_model(&m, 1, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = open_small("torn", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 200));
+    e.position = 200;
+    e.append = 1;
+    struct kvq_work w = small_work(&m, 0);
+    local_fine(kvq_local_begin(rig.local, &e, 1));
+    local_end_daemon(SIGKILL);
+    local_fine(kvq_local_attend(rig.local, &w, &e, 1)); // what is mapped stays
+    local_fine(e.status);
+    local_refused(KVQ_E_DISCONNECTED, kvq_local_end(rig.local, NULL, &e, 1), "kvq_reattach");
+    local_refused(KVQ_E_DISCONNECTED, kvq_local_begin(rig.local, &e, 1), "kvq_reattach");
+    local_start_daemon();
+    assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
+    assert_int_equal(lost, 1);
+    local_refused(KVQ_E_CANCELLED, kvq_local_begin(rig.local, &e, 1), "open another");
+    kvq_local_close(&rig.local);
+    open_local(1);
+    e = (struct kvq_entry){.session = open_small("torn", 0, 1)};
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(small_step(rig.local, &e, 1, 200));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_formats, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_300_steps, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_shapes, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ragged, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_threads, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_rollback, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_forks, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_without_requests, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_through_daemon, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_other_instructions, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_refusals, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_options, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_imported, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_reader, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_taken_over, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_daemon_dies, local_setup, local_teardown),
     };
     local_prepare(LAYERS, KV_HEADS, DIM);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
