@@ -11,6 +11,7 @@ import re
 import sys
 import time
 
+import e2e_engine
 from e2e_rig import Tokens, attend64, feed, kvq, np, relative_error
 
 
@@ -268,6 +269,14 @@ def soak_client(directory, seed, sessions, seconds):
             steps += 1
         say({"steps": steps, "error": float(worst), "tokens": sum(s.tokens for s in mine)})
         wait()
+
+
+def gpu_engine(*arguments):
+    e2e_engine.gpu_engine(say, wait, *arguments)
+
+
+def gpu_stuck(*arguments):
+    e2e_engine.gpu_stuck(say, wait, *arguments)
 
 
 if __name__ == "__main__":

@@ -190,11 +190,11 @@ class Daemon:
 
 class Child:
     """A client process: a function of e2e_child.py. It says things line by line, and goes on when
-    it is told to."""
+    it is told to. within: a command that runs it."""
 
-    def __init__(self, function, *arguments):
+    def __init__(self, function, *arguments, within=()):
         self.process = subprocess.Popen(
-            [sys.executable, os.path.join(HERE, "e2e_child.py"), function,
+            [*within, sys.executable, os.path.join(HERE, "e2e_child.py"), function,
              *[json.dumps(a) for a in arguments]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, preexec_fn=die_with_parent)
 

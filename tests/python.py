@@ -16,6 +16,7 @@ import tempfile
 import unittest
 
 import e2e_rig
+from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
 from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
 
 from kvq import _ffi
@@ -292,64 +293,6 @@ class WithoutGpu(Test):
         self.fails(kvq.Code.E_INVALID, self.client.session, rows, "f16", place=place)
         with self.client.session(rows, "f16", place="host") as session:
             self.assertEqual(session.info()["place"], "host")
-
-
-class Cuda:
-    """As much of CUDA and of PyTorch's tensors as the tests below need, from a driver's library."""
-
-    def __init__(self, path):
-        self.lib = ctypes.CDLL(path)
-        self.context = ctypes.c_void_p()
-        self("cuInit", 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
-        self("cuCtxSetCurrent", self.context)
-
-    def __call__(self, name, *arguments):
-        result = getattr(self.lib, name)(*arguments)
-        if result:
-            raise AssertionError(f"{name}: {result}")
-
-    def alloc(self, nbytes):
-        at = ctypes.c_uint64()
-        self("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(nbytes))
-        return at.value
-
-    def put(self, at, array):
-        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(at), ctypes.c_void_p(array.ctypes.data),
-             ctypes.c_size_t(array.nbytes), None)
-
-    def get(self, at, shape):
-        array = np.empty(shape, np.float32)
-        self("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(array.ctypes.data), ctypes.c_uint64(at),
-             ctypes.c_size_t(array.nbytes), None)
-        self("cuStreamSynchronize", None)
-        return array
-
-
-class CudaTensor:
-    """Contiguous floats at a device address, with the methods of PyTorch that are asked for."""
-    dtype = "torch.float32"
-
-    def __init__(self, at, *shape):
-        self.at, self.shape = at, shape
-
-    def data_ptr(self):
-        return self.at
-
-    def element_size(self):
-        return 4
-
-    def numel(self):
-        return int(np.prod(self.shape))
-
-    def stride(self):
-        return tuple(int(np.prod(self.shape[i + 1:])) for i in range(len(self.shape)))
-
-    def is_contiguous(self):
-        return True
-
-
-SOFT_DRIVER = os.path.join(os.path.dirname(e2e_rig.BIN), "lib", "libkvq-emu.so")
 
 
 @unittest.skipUnless(os.path.exists(SOFT_DRIVER), "needs the software driver")

@@ -323,6 +323,26 @@ static void test_handle_used_again(void **state)
     end();
 }
 
+// The handle of memory that was freed opens nothing.
+static void test_handle_of_freed_memory(void **state)
+{
+    (void)state;
+    begin();
+    struct soft_peer engine = soft_start(NULL);
+    uint64_t at;
+    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    soft_ask(&engine, SOFT_FREE, at, 0, 0);
+    struct peer *p = peer_attached();
+    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
+    says(p, "opening a CUDA IPC handle: invalid value");
+    assert_int_equal(soft_counts().imports, before.imports);
+    told = allocate(&engine, SOFT_BLOCK, &at); // and then it works
+    assert_int_equal(import(p, &told, 0, 4096), 0);
+    peer_free(p);
+    assert_int_equal(soft_end(&engine), 0);
+    end();
+}
+
 // A client of another user; NULL where this one may not be anybody else.
 static struct peer *peer_of_nobody(void)
 {
@@ -641,6 +661,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_closed_memory_counts),
         WITH_DAEMON(test_import_by_handle),
         WITH_DAEMON(test_handle_used_again),
+        WITH_DAEMON(test_handle_of_freed_memory),
         WITH_DAEMON(test_handle_of_another_user),
         WITH_DAEMON(test_refused_imports),
         WITH_DAEMON(test_import_by_descriptor),

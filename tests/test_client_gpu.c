@@ -550,6 +550,11 @@ static void test_daemon_killed(void **state)
     refused(KVQ_E_DISCONNECTED,
             kvq_attend_on_stream(rig.queue, &arena.work, &arena.entry, 1, rig.stream), "");
     OK(drv.stream_sync(rig.stream));
+    // The daemon's memory is still here, and is only the engine's now.
+    OK(drv.copy_in(at, inputs(5, 1), 4096, rig.stream));
+    OK(drv.copy_out(gpu_one, at, 4 * DIM, rig.stream));
+    OK(drv.stream_sync(rig.stream));
+    assert_memory_equal(gpu_one, inputs(5, 1), 4 * DIM);
     assert_int_not_equal(kvq_reattach(rig.client, &lost), KVQ_OK); // nobody is there yet
     start_daemon();
     assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
