@@ -334,7 +334,18 @@ static void test_refusals(void **state)
     local_refused(KVQ_E_BUSY, twice[1].status, "entry 1");
     local_refused(KVQ_E_BUSY, kvq_local_begin(rig.local, &e, 1), "kvq_local_abort");
     local_refused(KVQ_E_BUSY, kvq_local_remove(rig.local, e.session), "step");
+}
 
+static void test_refused_attention(void **state)
+{
+    struct local_model m;
+    (void)state;
+    open_local(1);
+    local_model(&m, 2, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1};
+    struct kvq_work w = small_work(&m, 0);
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(kvq_local_begin(rig.local, &e, 1));
     w.layer = 2;
     local_fine(kvq_local_attend(rig.local, &w, &e, 1));
     local_refused(KVQ_E_SHAPE, e.status, "2 layers");
@@ -359,7 +370,18 @@ static void test_refusals(void **state)
     w.pages.page_tokens = 16;
     w.pages.list = rig.buffer;
     local_refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "paged");
-    w = small_work(&m, 0);
+}
+
+static void test_refused_ends(void **state)
+{
+    struct local_model m;
+    (void)state;
+    open_local(1);
+    local_model(&m, 2, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1};
+    struct kvq_work w = small_work(&m, 0);
+    local_fine(kvq_local_add(rig.local, e.session));
+    local_fine(kvq_local_begin(rig.local, &e, 1));
     local_fine(kvq_local_attend(rig.local, &w, &e, 1));
     local_fine(e.status);
     // A layer is lacking.
@@ -559,6 +581,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_through_daemon, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_other_instructions, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_attention, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_ends, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_options, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_imported, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_reader, local_setup, local_teardown),
