@@ -282,15 +282,17 @@ void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read
     LIST_INSERT_HEAD(&s->handles, h, link);
 }
 
-void kvq__handle_detach(struct kvq__handle *h)
+// `settles`: a STEP that was answered comes to its end by itself.
+static void detach(struct kvq__handle *h, bool settles)
 {
     struct kvq__session *s = h->session;
     if (!s)
         return;
     if (s->writer == h) {
-        if (!s->prepared) // what it has ended stands without it
+        if (!s->prepared && !settles) // what it has ended stands without it
             kvq__step_leave(s);
         s->writer = NULL;
+        s->untold = false;
     } else {
         s->readers--;
     }
@@ -298,11 +300,16 @@ void kvq__handle_detach(struct kvq__handle *h)
     h->session = NULL;
 }
 
+void kvq__handle_detach(struct kvq__handle *h)
+{
+    detach(h, false);
+}
+
 void kvq__handle_close(struct kvq__handle *h)
 {
     struct kvq__session *s = h->session;
     uint64_t client = h->client->id;
-    kvq__handle_detach(h);
+    detach(h, s && s->settling && !h->client->gone);
     kvq__handle_free(h);
     if (s) {
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");

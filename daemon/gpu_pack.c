@@ -21,22 +21,23 @@ static uint64_t units_of(const struct kvq__layer *l, uint64_t first, uint64_t en
     return (end - first) / l->format->unit_tokens;
 }
 
-static bool has_lesson(const struct kvq__layer *l)
+static bool has_lesson(const struct kvq__layer *l, uint64_t first)
 {
-    return l->learn && !l->learned;
+    return l->learn && !l->learned && first == 0;
 }
 
 // What a part takes of the arena besides its units, at most.
-static size_t part_room(const struct kvq__layer *l)
+static size_t part_room(const struct kvq__layer *l, uint64_t first)
 {
-    size_t pages = has_lesson(l) ? kvq__pages_of(l->learn) * sizeof(struct kvq_page) + 64 : 0;
+    size_t pages =
+        has_lesson(l, first) ? kvq__pages_of(l->learn) * sizeof(struct kvq_page) + 64 : 0;
     return sizeof(struct kvq__pack_part) + sizeof(struct kvq_gpu_lesson) + sizeof(uint32_t) +
            KVQ__RECIPE_ROOM + 2 * sizeof(void *) + pages;
 }
 
 size_t kvq__packs_room(const struct kvq__layer *l, uint64_t first, uint64_t end)
 {
-    return part_room(l) + units_of(l, first, end) * sizeof(struct kvq_gpu_unit);
+    return part_room(l, first) + units_of(l, first, end) * sizeof(struct kvq_gpu_unit);
 }
 
 void kvq__packs_begin(struct kvq__packs *p, struct kvq__queue *q)
@@ -50,8 +51,9 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
 {
     struct kvq__queue *q = p->queue;
     struct kvq__layer *l = &s->layers[layer];
-    uint64_t first = l->packed, units = units_of(l, first, end);
-    size_t used = q->arena_used + p->room + KVQ__WAVE_ROOM + part_room(l) + 64;
+    uint64_t first = l->enqueued > l->packed ? l->enqueued : l->packed;
+    uint64_t units = end > first ? units_of(l, first, end) : 0;
+    size_t used = q->arena_used + p->room + KVQ__WAVE_ROOM + part_room(l, first) + 64;
     uint64_t left = used < q->arena_bytes ? q->arena_bytes - used : 0;
     uint64_t most = left / sizeof(struct kvq_gpu_unit);
     p->cut |= units > most;
@@ -67,10 +69,23 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
     p->room += kvq__packs_room(l, first, end);
     p->n_parts++;
     p->n_units += (uint32_t)units;
-    p->n_lessons += has_lesson(l);
+    p->n_lessons += has_lesson(l, first);
+    l->enqueued = guard ? end : 0;
     l->pack_lane = q->lane;
     l->pack_number = q->lane->given + 1; // which closing the chunk gives
     return end;
+}
+
+bool kvq__packs_add_all(struct kvq__packs *p, struct kvq__session *s, uint64_t tokens,
+                        kvq_gpu_ptr guard)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        uint64_t due = kvq__layer_owns(s, i) ? kvq__packed_at(s, l, tokens) : 0;
+        if (due > l->packed && due > l->enqueued && kvq__packs_add(p, s, i, due, guard) < due)
+            return false;
+    }
+    return true;
 }
 
 // What is launched.
@@ -104,7 +119,7 @@ static void fill_part(struct packing *p, const struct kvq__pack_part *part)
         .guard = (const uint32_t *)(uintptr_t)part->guard,
         .learned = l->learn,
     };
-    if (has_lesson(l))
+    if (has_lesson(l, part->first))
         fill_lesson(p, part, &unit);
     p->runs[p->n_runs++] = p->n_units;
     for (uint64_t t = part->first; t < part->end; t += l->format->unit_tokens) {
@@ -156,11 +171,21 @@ void kvq__packs_done(const struct kvq__packs *packs)
     const struct kvq__pack_part *part, *next;
     for (part = STAILQ_FIRST(&packs->parts); part; part = next) {
         next = STAILQ_NEXT(part, link);
+        if (part->guard)
+            continue;
         part->layer->packed = part->end;
         part->layer->learned = part->layer->learn > 0;
         if (!next || next->session != part->session)
             kvq__pages_release(part->session);
     }
+}
+
+bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer *l,
+                          const struct kvq__lane *lane)
+{
+    return l->packer || s->settling ||
+           (l->pack_lane != lane && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
+           (l->format->outliers && s->reading > 0);
 }
 
 // ---- In a request ----
@@ -205,15 +230,6 @@ static struct kvq__lane *lane_of(const struct kvq__session *s)
     return NULL;
 }
 
-// Whether something under way has to end first: what is packed elsewhere, and readers of what
-// outliers are added to.
-static bool must_wait(const struct kvq__session *s, const struct kvq__layer *l,
-                      const struct kvq__lane *lane)
-{
-    return l->packer || (l->pack_lane != lane && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
-           (l->format->outliers && s->reading > 0);
-}
-
 enum state { NOTHING_DUE, WAITS, READY };
 
 static enum state state_of(const struct kvq__session *s, const struct kvq__lane *lane)
@@ -221,7 +237,7 @@ static enum state state_of(const struct kvq__session *s, const struct kvq__lane 
     enum state state = NOTHING_DUE;
     for (uint32_t i = 0; state != READY && i < s->n_layers; i++)
         if (kvq__pack_due(s, i) > s->layers[i].packed)
-            state = must_wait(s, &s->layers[i], lane) ? WAITS : READY;
+            state = kvq__packs_must_wait(s, &s->layers[i], lane) ? WAITS : READY;
     return state;
 }
 
@@ -230,7 +246,7 @@ static void add_session(struct kvq__packs *packs, struct kvq__session *s)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         uint64_t due = kvq__pack_due(s, i);
-        if (due > l->packed && !must_wait(s, l, packs->queue->lane))
+        if (due > l->packed && !kvq__packs_must_wait(s, l, packs->queue->lane))
             kvq__packs_add(packs, s, i, due, 0);
     }
 }

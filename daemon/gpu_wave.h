@@ -40,24 +40,26 @@ int kvq__wave_launched(struct kvq__wave *wave, int failed);
 
 // ---- What a wave packs (gpu_pack.c) ----
 
-// Units of any layers and sessions, for one launch (formats that learn or have outliers: a few).
-struct kvq__packs {
-    struct kvq__queue *queue; // with an open chunk
-    STAILQ_HEAD(, kvq__pack_part) parts;
-    uint32_t n_parts, n_units, n_lessons;
-    size_t room; // of the chunk, that launching takes
-    bool cut;    // there was no room for some
-};
+// One launch (formats that learn or have outliers: a few) for units of any layers and sessions.
 void kvq__packs_begin(struct kvq__packs *packs, struct kvq__queue *queue);
 // Adds the layer's units from where it is packed, up to `end` or as far as there is room, and says
 // where that is. Others now have to wait for the lane. `guard` as in struct kvq_gpu_unit; 0: none.
+// Guarded units are packed if their STEP commits (struct kvq__layer, `enqueued`).
 uint64_t kvq__packs_add(struct kvq__packs *packs, struct kvq__session *session, uint32_t layer,
                         uint64_t end, kvq_gpu_ptr guard);
 // Bytes of the chunk that adding [first, end) takes, at most.
 size_t kvq__packs_room(const struct kvq__layer *layer, uint64_t first, uint64_t end);
+// Adds due units of all layers at so many tokens. False if not all were added.
+bool kvq__packs_add_all(struct kvq__packs *packs, struct kvq__session *session, uint64_t tokens,
+                        kvq_gpu_ptr guard);
+// Whether something under way has to end before a layer is packed on this lane: packing elsewhere,
+// and readers of what outliers are added to.
+bool kvq__packs_must_wait(const struct kvq__session *session, const struct kvq__layer *layer,
+                          const struct kvq__lane *lane);
 // 0, KVQ_E_SYSTEM. The layers are as before.
 int kvq__packs_launch(struct kvq__packs *packs);
-// Takes all that was launched for packed, and lets the sessions give back what they no longer need.
+// Takes all that was launched without a guard for packed, and lets those sessions give back what
+// they no longer need.
 void kvq__packs_done(const struct kvq__packs *packs);
 
 // ---- Entries ----

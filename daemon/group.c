@@ -186,7 +186,7 @@ static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__sessi
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
-        bool own = !m->prepared && m->writer && m->writer->client == q->client;
+        bool own = !m->prepared && !m->settling && m->writer && m->writer->client == q->client;
         if (own && (q->client->n_queues == 1 || (m->step && m->step_queue == q->number)))
             return true;
     }

@@ -6,6 +6,8 @@
 #include <assert.h>
 
 #include "daemon/order.h"
+#include "daemon/settle.h"
+#include "daemon/table.h"
 #include "proto/ring.h"
 
 // ---- Life ----
@@ -327,8 +329,10 @@ static void take_holds(struct kvq__lane *lane, struct kvq__queue *q, struct kvq_
             continue;
         uint32_t at = (lane->first_held + lane->n_held++) % KVQ__LANE_HELD;
         assert(!w->exclusive && lane->n_held <= KVQ__LANE_HELD);
-        lane->held[at] = (struct kvq__held){w->session, w->reading, w->tail_use};
-        w->pinned = w->reading = w->tail_use = false;
+        lane->held[at] =
+            (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->settles};
+        w->pinned = w->reading = w->tail_use = w->settles = false;
+        w->table = NULL;
         p->n_held++;
     }
     p->buffers = q->held_buffers;
@@ -401,7 +405,11 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
         struct kvq__held *h = &lane->held[lane->first_held];
         lane->first_held = (lane->first_held + 1) % KVQ__LANE_HELD;
         lane->n_held--;
+        if (h->settles)
+            kvq__settle(h->session, h->table, NULL);
         kvq__hold_end(h->session, h->reading, h->tail_use);
+        if (h->table)
+            kvq__table_unuse(h->table);
     }
     kvq__buffers_unuse(lane->client, &p->buffers);
     lane->head = p->memory;

@@ -24,7 +24,8 @@ enum {
 // What an enqueued request holds of one session.
 struct kvq__held {
     struct kvq__session *session;
-    bool reading, tail_use;
+    struct kvq__table *table; // NULL = none
+    bool reading, tail_use, settles;
 };
 
 // Enqueued work that is let go of together.

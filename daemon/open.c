@@ -414,10 +414,24 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
 
 // ---- Opening ----
 
+// The last step of a writer that is gone may still be under way on a GPU.
+static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" was closed with a step that a GPU has yet to end; open it "
+                         "read-only, again in a moment, or with take_over",
+                         s->name);
+    kvq__step_leave(s);
+    return 0;
+}
+
 static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
 {
-    if ((spec->flags & KVQ__OPEN_READ_ONLY) || !s->writer)
+    if (spec->flags & KVQ__OPEN_READ_ONLY)
         return 0;
+    if (!s->writer)
+        return s->settling ? end_step(s, spec, text) : 0;
     if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" has a writer, client %llu; open it read-only, or with "

@@ -6,6 +6,7 @@
 
 #include "daemon/lane.h"
 #include "daemon/state.h"
+#include "daemon/whole.h"
 
 uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
 {
@@ -228,6 +229,10 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
     // Its group has yet to commit, or was undone.
     if (w->packing_all && !s->pool->gpu && s->tokens < w->past + q->entries[i].append)
         kvq__packing_release(q, w);
+    if (q->gpu && !s->dropped)
+        return kvq__gpu_pack_all_prepare(q, i);
+    if (q->gpu)
+        kvq__gpu_part_none(q, i);
     if (s->dropped || !w->packing_all)
         return true;
     w->packs.packs = kvq__arena_take(q, s->n_owned * sizeof *w->packs.packs);
@@ -255,7 +260,7 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    if (!w->packing_all)
+    if (!w->packing_all || s->pool->gpu)
         return;
     for (uint32_t j = 0; j < w->packs.n; j++)
         note_packed(s, &s->layers[w->packs.packs[j].layer], w->packs.packs[j].end);
@@ -264,8 +269,12 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
         kvq__pages_release(s);
 }
 
-const struct kvq__pass kvq__pass_pack_all = {
-    .prepare = prepare_all, .stages = {{count, run_all}}, .n_stages = 1, .finish = finish_all};
+const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
+                                             .stages = {{count, run_all}},
+                                             .n_stages = 1,
+                                             .finish = finish_all,
+                                             .gpu_wave = kvq__gpu_pack_all_wave,
+                                             .gpu_room = kvq__gpu_part_room};
 
 // ---- In the background ----
 

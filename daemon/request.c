@@ -7,6 +7,7 @@
 
 #include "daemon/group.h"
 #include "daemon/lane.h"
+#include "daemon/settle.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
 
@@ -117,12 +118,25 @@ static int step_lost(struct kvq__queue *q, uint32_t i, int code)
     return kvq__entry_fail(q, i, code, s->tokens);
 }
 
+// Whether the session's writer hears now that values of its last STEP were not finite. It is told
+// once, in a request that may be looked at several times.
+static bool tell_untold(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    w->told |= s->untold && !w->handle->read_only;
+    s->untold &= !w->told;
+    return w->told;
+}
+
 int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
 {
     int rc = kvq__entry_open(q, i, write);
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
+    if (tell_untold(q, i))
+        return kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     if (q->step && s->step != q->step)
         return step_lost(q, i, KVQ_E_NO_STEP);
     if (q->entries[i].position != s->tokens)
@@ -198,7 +212,7 @@ bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
     const struct kvq__session *s = q->work[i].session;
     const struct kvq__layer *l = &s->layers[s->layers[layer].source];
     bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
-    return (s->exclusive && s->exclusive != q) || (due && l->packer) ||
+    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->settling)) ||
            (s->pool->gpu && gpu_must_wait(q, s, l, due));
 }
 
@@ -244,6 +258,9 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
         release_reading(s);
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
         kvq__step_leave(s);
+    if (w->settles)
+        kvq__settle(s, w->table, &(struct kvq_result){0});
+    w->settles = false;
     if (w->tail_use)
         s->tail_use--;
     if (w->exclusive)
@@ -338,7 +355,8 @@ static bool fits(struct kvq__queue *q, uint32_t i)
 static bool wave_next(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
-    uint32_t i = q->wave_to;
+    uint32_t i = q->wave_to -= q->wave_more;
+    q->wave_more = false;
     q->wave_from = i;
     q->wave_room = 0;
     if (!wave_place(q))
@@ -348,8 +366,13 @@ static bool wave_next(struct kvq__queue *q)
         size_t used = q->arena_used, room = q->wave_room;
         if (kvq__entry_alive(q, i) && q->work[i].session->pool->gpu != q->gpu)
             break;
-        if (!kvq__entry_alive(q, i) || fits(q, i))
-            continue;
+        if (!kvq__entry_alive(q, i) || fits(q, i)) {
+            q->wave_more = q->gpu && kvq__entry_alive(q, i) && q->work[i].part.more;
+            if (!q->wave_more)
+                continue;
+            i++;
+            break;
+        }
         q->arena_used = used;
         q->wave_room = room;
         if (i > q->wave_from)
@@ -414,6 +437,25 @@ static void tell_nonfinite(struct kvq__queue *q)
     }
 }
 
+// What has become of STEPs. A shard that was prepared may have been undone by a later entry.
+static void settle(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        struct kvq_result result, *told = &q->results[i];
+        if (!w->settles)
+            continue;
+        w->settles = false;
+        kvq__settle(w->session, w->table, &result);
+        result.extents = told->extents;
+        *told = told->status < 0 ? *told : result;
+    }
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&
+            !q->work[i].session->dropped)
+            kvq__step_recheck(q->work[i].session, &q->results[i]);
+}
+
 // What `late` passes have put off.
 static void finish_late(struct kvq__queue *q)
 {
@@ -426,6 +468,7 @@ static void finish_late(struct kvq__queue *q)
 static enum kvq__progress all_ended(struct kvq__queue *q)
 {
     tell_nonfinite(q);
+    settle(q);
     finish_late(q);
     return kvq__request_end(q, 0);
 }
@@ -472,6 +515,7 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
         q->passes[i] = passes[i];
     q->n_passes = n;
     q->pass = q->wave_from = q->wave_to = 0;
+    q->wave_more = false;
     q->stage = passes[0]->n_stages; // an empty wave has just been done
     q->running = true;
     q->gpu = NULL;
@@ -542,7 +586,7 @@ static void reset_works(struct kvq__queue *q)
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
-        w->packing_all = false;
+        w->packing_all = w->settles = false;
         w->table = NULL;
         w->forked = NULL;
     }
@@ -552,10 +596,11 @@ static void reset_works(struct kvq__queue *q)
 static bool must_wait(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    bool any = q->core->n_prepared + q->core->n_moving > 0;
+    bool any = q->core->n_prepared + q->core->n_moving + q->core->n_settling > 0;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 &&
-            (kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session)))
+            (kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
+             kvq__settle_asks(q, i, h)))
             return true;
     return false;
 }
@@ -593,6 +638,8 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
     assert(!q->busy);
     q->busy = true;
     q->running = q->holding = q->told = false;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        q->work[i].told = q->work[i].part.more = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
     return begin(q);

@@ -176,6 +176,7 @@ struct kvq__layer {
     uint32_t raw_page;           // raw blocks of pages before it are released
     uint64_t base;               // a fork's: tokens below it are only there packed
     uint64_t packed;             // tokens [0, packed) are packed
+    uint64_t enqueued;           // will be so if the STEP under way on a GPU commits; 0 = none
     const void *packer;          // the request or packer whose job is packing it; NULL = none
     struct kvq__lane *pack_lane; // on a GPU: where units were packed last
     uint64_t pack_number;        // and the work's number there
@@ -226,6 +227,8 @@ struct kvq__session {
     uint32_t step_tokens, step_layers; // layers appended
     uint64_t step_serial;              // changes with every beginning and end of a step
     uint64_t step_queue;               // number of the queue that began it
+    bool settling;                     // a STEP's work is under way on a GPU, see settle.h
+    bool untold;                       // its writer has yet to hear that values were not finite
 
     struct kvq__group *group; // of named sessions with several shards; else NULL
     struct kvq__move *move;   // to another place, under way or queued; NULL = none
@@ -412,7 +415,7 @@ struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); /
 // It is in a step, or has ended it and waits for the other shards of its group.
 static inline bool kvq__in_step(const struct kvq__session *s)
 {
-    return s->step || s->prepared;
+    return s->step || s->prepared || s->settling;
 }
 // Takes a session out of its step, as it was before, and all shards of its group out of theirs.
 // Accepts sessions without a step: their groups' steps end all the same.
@@ -478,6 +481,13 @@ struct kvq__entry {
     bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
     bool packing_all;                                   // layers whose packer is the request
     struct kvq__table *table; // of a STEP, used until it ends; NULL = none
+    bool told;                // that values of an earlier STEP were not finite
+    bool settles;             // a STEP of its session is under way on a GPU for it
+    struct {                  // of a STEP on a GPU: layers of the wave, of the pass under way
+        uint32_t from, to;
+        size_t room;
+        bool more; // layers from `to` on are left for the next wave
+    } part;
     uint64_t step_serial;
     uint64_t past; // committed tokens when it started
     uint32_t n_items;
@@ -519,6 +529,15 @@ struct kvq__entry {
         } fork;
     };
     struct kvq__session *forked; // the new session, pinned; else NULL
+};
+
+// Units of any layers and sessions that a wave packs on a GPU (gpu_wave.h).
+struct kvq__packs {
+    struct kvq__queue *queue; // with an open chunk
+    STAILQ_HEAD(, kvq__pack_part) parts;
+    uint32_t n_parts, n_units, n_lessons;
+    size_t room; // of the chunk, that launching takes
+    bool cut;    // there was no room for some
 };
 
 // How the entries of a request are worked on: in waves, as many entries at once as the arena
@@ -577,6 +596,8 @@ struct kvq__queue {
     bool holding;   // of sessions
     uint32_t items; // attend: what each entry is cut into, at least
     const struct kvq__pass *passes[3];
+    struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
+    bool wave_more;          // the wave's last entry goes on in the next one
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;
     size_t arena_used, arena_bytes;
@@ -751,6 +772,7 @@ struct kvq__core {
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
     uint32_t n_prepared; // sessions that wait for their groups
+    uint32_t n_settling; // sessions with a STEP under way on a GPU
     uint32_t n_moving;   // sessions that have a move
     uint32_t n_moves;    // those included that are over
     uint64_t last_move;

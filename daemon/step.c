@@ -4,6 +4,7 @@
 #include <assert.h>
 
 #include "daemon/group.h"
+#include "daemon/settle.h"
 #include "daemon/state.h"
 
 struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
@@ -61,7 +62,7 @@ static void reset_layers(struct kvq__session *s)
 }
 
 // Out of its client's step, which ends with its last session. What it has appended stays.
-static void step_part(struct kvq__session *s)
+void kvq__step_part(struct kvq__session *s)
 {
     struct kvq__step *step = s->step;
     if (!step)
@@ -72,9 +73,9 @@ static void step_part(struct kvq__session *s)
 }
 
 // The step is over for it, whatever has become of its tokens.
-static void step_over(struct kvq__session *s)
+void kvq__step_over(struct kvq__session *s)
 {
-    step_part(s);
+    kvq__step_part(s);
     s->core->n_prepared -= s->prepared;
     s->prepared = false;
     s->step_serial++;
@@ -85,7 +86,10 @@ static void step_over(struct kvq__session *s)
 void kvq__step_undo(struct kvq__session *s)
 {
     assert(kvq__in_step(s));
-    step_over(s);
+    if (s->settling)
+        kvq__settle_cancel(s);
+    else
+        kvq__step_over(s);
 }
 
 void kvq__step_leave(struct kvq__session *s)
@@ -128,7 +132,7 @@ void kvq__step_publish(struct kvq__session *s)
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
     s->idle_since = s->core->now;
-    step_over(s);
+    kvq__step_over(s);
     kvq__pages_release(s);
     kvq__pack_queue(s);
 }
@@ -142,7 +146,7 @@ static int check_commit(const struct kvq__session *s)
 static int prepare(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;
-    step_part(s);
+    kvq__step_part(s);
     s->prepared = true;
     s->core->n_prepared++;
     int rc = kvq__group_commit(s, &other);

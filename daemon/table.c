@@ -279,8 +279,8 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__t
     memcpy(writer->place(writer->context, layer_at(t, layer), sizeof head), &head, sizeof head);
 }
 
-static void write_layer(struct kvq__table *t, uint32_t layer, uint64_t tokens,
-                        const struct kvq__table_writer *writer)
+void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tokens,
+                              const struct kvq__table_writer *writer)
 {
     struct kvq__table_layer *was = &t->layers[layer];
     struct view v = view_of(t, layer, tokens);
@@ -309,11 +309,27 @@ void kvq__table_publish(struct kvq__table *t, uint64_t tokens,
     assert(s && kvq__pages_of(tokens) <= t->memory.pages && kvq__pages_of(tokens) <= s->n_pages);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
-            write_layer(t, i, tokens, writer);
+            kvq__table_publish_layer(t, i, tokens, writer);
+    kvq__table_publish_head(t, tokens, writer);
+}
+
+void kvq__table_publish_head(struct kvq__table *t, uint64_t tokens,
+                             const struct kvq__table_writer *writer)
+{
     t->tokens = tokens;
     uint64_t head[] = {tokens, ++t->number};
     memcpy(writer->place(writer->context, offsetof(struct kvq_table_page, tokens), sizeof head),
            head, sizeof head);
+}
+
+void kvq__table_lost(struct kvq__table *t)
+{
+    for (uint32_t i = 0; i < t->memory.layers; i++) {
+        t->layers[i].settled = 0;
+        t->layers[i].extras_at = UINT64_MAX;
+    }
+    if (t->session)
+        t->tokens = t->session->tokens;
 }
 
 static uint8_t *place_on_host(void *context, uint64_t offset, size_t bytes)

@@ -46,6 +46,13 @@ struct kvq__table_run kvq__table_changes(const struct kvq__table *t, uint32_t la
 // names.
 void kvq__table_publish(struct kvq__table *t, uint64_t tokens,
                         const struct kvq__table_writer *writer);
+// The same in parts: each layer that has pages of its own, then the head.
+void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tokens,
+                              const struct kvq__table_writer *writer);
+void kvq__table_publish_head(struct kvq__table *t, uint64_t tokens,
+                             const struct kvq__table_writer *writer);
+// What was published last has not come to pass: the next time all is written.
+void kvq__table_lost(struct kvq__table *t);
 void kvq__table_publish_on_host(struct kvq__table *t); // at what is committed
 void kvq__table_unuse(struct kvq__table *t);           // a request that used it has ended
 

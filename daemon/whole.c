@@ -5,10 +5,12 @@
 // other request; with append 0 it only packs and publishes.
 #include <assert.h>
 
+#include "daemon/gpu_wave.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
+#include "daemon/whole.h"
 
 // ---- Views of the layers ----
 
@@ -94,13 +96,24 @@ static uint64_t tokens_of(const struct kvq__queue *q, uint32_t i)
     return q->work[i].past + q->entries[i].append;
 }
 
+// On a GPU tables also wait for what another lane packs that they name.
+static bool layer_must_wait(const struct kvq__queue *q, uint32_t i, const struct kvq__layer *l)
+{
+    const struct kvq__session *s = q->work[i].session;
+    bool due = kvq__packed_at(s, l, tokens_of(q, i)) > l->packed;
+    if (!s->pool->gpu)
+        return due && l->packer;
+    bool others = l->pack_lane && l->pack_lane->client != q->client;
+    return due ? kvq__packs_must_wait(s, l, others ? NULL : l->pack_lane)
+               : others && !kvq__lane_ended(l->pack_lane, l->pack_number);
+}
+
 static bool must_wait(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
     bool wait = s->exclusive || (q->entries[i].append > 0 && s->tail_use > 0);
     for (uint32_t l = 0; l < s->n_layers && !wait; l++)
-        wait = kvq__layer_owns(s, l) && s->layers[l].packer &&
-               kvq__packed_at(s, &s->layers[l], tokens_of(q, i)) > s->layers[l].packed;
+        wait = kvq__layer_owns(s, l) && layer_must_wait(q, i, &s->layers[l]);
     return wait;
 }
 
@@ -126,10 +139,26 @@ static void hold_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     kvq__hold(q, i);
+    if (w->session->pool->gpu && q->entries[i].append == 0) // what it publishes stays until then
+        kvq__hold_reading(q, i);
     kvq__hold_packing(q, i, tokens_of(q, i));
     w->table = w->handle->table;
     if (w->table)
         w->table->uses++;
+}
+
+// Work of all entries is enqueued there before any of it has been done, so that a session that
+// stands in several would be published as it never was.
+static void check_once(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    if (!s->pool->gpu || q->entries[i].append > 0)
+        return;
+    for (uint32_t j = 0; j < q->header.count; j++)
+        if (j != i && kvq__entry_alive(q, j) && q->work[j].session == s) {
+            kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
+            return;
+        }
 }
 
 enum kvq__progress kvq__op_step(struct kvq__queue *q)
@@ -144,6 +173,9 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_entry(q, i) == 0 && must_wait(q, i))
             return KVQ__WAIT;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            check_once(q, i);
     for (uint32_t i = 0; i < q->header.layer; i++) {
         kvq__buffer_use(q->client, q->layer_buffers[i][0], &q->held_buffers);
         kvq__buffer_use(q->client, q->layer_buffers[i][1], &q->held_buffers);
@@ -154,6 +186,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
         if (kvq__entry_alive(q, i) && begin_entry(q, i) == 0)
             hold_entry(q, i);
     kvq__step_close_if_empty(&q->own_step);
+    q->packs.queue = NULL;
     return kvq__request_run(q, passes, 3);
 }
 
@@ -176,41 +209,71 @@ static bool take_memory(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
+static int check_list(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    const struct kvq__entry *w = &q->work[i];
+    select_layer(q, layer);
+    return w->all.list
+               ? kvq__paged_check(q, &q->entries[i], &w->session->layers[layer].shape, w->all.list)
+               : 0;
+}
+
+struct kvq__source kvq__whole_source(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    select_layer(q, layer);
+    struct kvq__source source = kvq__store_source(q, i, q->work[i].all.list);
+    source.k_view = &q->layers[layer].k;
+    source.v_view = &q->layers[layer].v;
+    return source;
+}
+
 // Where the layer's tokens come from, and the raw blocks that they go to.
 static int find_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[layer];
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
-    select_layer(q, layer);
-    int rc = w->all.list ? kvq__paged_check(q, &q->entries[i], &l->shape, w->all.list) : 0;
-    w->all.sources[layer] = kvq__store_source(q, i, w->all.list);
-    w->all.sources[layer].k_view = &q->layers[layer].k;
-    w->all.sources[layer].v_view = &q->layers[layer].v;
+    int rc = check_list(q, i, layer);
+    w->all.sources[layer] = kvq__whole_source(q, i, layer);
     for (uint32_t p = 0; p < w->n_pages; p++)
         w->pages[layer * w->n_pages + p] = (struct kvq_page){.raw = l->pages[first + p].raw.data};
     return rc;
+}
+
+static int find_layers(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    int rc = q->work[i].all.list ? kvq__list_copy(q, i, q->work[i].all.list) : 0;
+    for (uint32_t l = 0; l < s->n_layers && rc == 0; l++)
+        if (kvq__layer_owns(s, l))
+            rc = q->gpu ? check_list(q, i, l) : find_layer(q, i, l);
+    return rc;
+}
+
+// A page list is copied and checked anew for each wave, in the chunk that the wave has.
+static bool take_on_gpu(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    w->n_pages = kvq__pages_of(tokens_of(q, i)) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    return kvq__store_list(q, i, &w->all.list) && kvq__gpu_store_all_prepare(q, i);
 }
 
 static bool prepare_store(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    int rc = 0;
     w->n_items = 0;
+    if (q->gpu && (q->entries[i].append == 0 || s->dropped))
+        kvq__gpu_part_none(q, i);
     if (q->entries[i].append == 0)
         return true;
-    if (s->step_serial != w->step_serial) { // dropped, taken over
+    if (s->dropped || s->step_serial != w->step_serial) { // dropped, taken over
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
-    if (!take_memory(q, i))
+    if (!(q->gpu ? take_on_gpu(q, i) : take_memory(q, i)))
         return false;
-    if (q->header.flags & KVQ_REQ_PAGED_KV)
-        rc = kvq__list_copy(q, i, w->all.list);
-    for (uint32_t l = 0; l < s->n_layers && rc == 0; l++)
-        if (kvq__layer_owns(s, l))
-            rc = find_layer(q, i, l);
+    int rc = find_layers(q, i);
     if (rc < 0) {
         kvq__step_leave(s);
         kvq__entry_fail(q, i, rc, w->past);
@@ -247,7 +310,7 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
         sum.nonfinite += w->all.counts[j].nonfinite;
         sum.saturated += w->all.counts[j].saturated;
     }
-    if (q->entries[i].append == 0)
+    if (q->entries[i].append == 0 || s->pool->gpu) // a GPU's end is to come
         return;
     if (s->step_serial != w->step_serial) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
@@ -264,21 +327,33 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
 const struct kvq__pass kvq__pass_store_all = {.prepare = prepare_store,
                                               .stages = {{count_items, run_store}},
                                               .n_stages = 1,
-                                              .finish = finish_store};
+                                              .finish = finish_store,
+                                              .gpu_wave = kvq__gpu_store_all_wave,
+                                              .gpu_room = kvq__gpu_part_room};
 
 // ---- Publishing ----
 
 static bool prepare_publish(struct kvq__queue *q, uint32_t i)
 {
-    (void)q;
-    (void)i;
-    return true;
+    return !q->gpu || kvq__gpu_publish_prepare(q, i);
+}
+
+// What it will be if its values are finite: on a GPU nobody knows yet.
+static void finish_on_gpu(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    q->results[i].value = tokens_of(q, i);
+    q->results[i].extents = s->ns->extents[s->pool - q->core->pools];
 }
 
 static void finish_publish(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
+    if (s->pool->gpu && !s->dropped) {
+        finish_on_gpu(q, i);
+        return;
+    }
     if (s->dropped)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
     else if (q->entries[i].append > 0) // another shard's entry may have undone it
@@ -291,4 +366,7 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
     q->results[i].extents = s->ns->extents[s->pool - q->core->pools];
 }
 
-const struct kvq__pass kvq__pass_publish = {.prepare = prepare_publish, .finish = finish_publish};
+const struct kvq__pass kvq__pass_publish = {.prepare = prepare_publish,
+                                            .finish = finish_publish,
+                                            .gpu_wave = kvq__gpu_publish_wave,
+                                            .gpu_room = kvq__gpu_part_room};
