@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Whole steps in one request, and what a client reads by the page tables that they publish: the
-// same as by requests for each layer, to the bit, and as long as it looks.
+// same as by requests for each layer, to the bit, and as long as it looks. On the host, and, linked
+// with GPUs, on one of them.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,7 +13,8 @@
 #include <cmocka.h>
 
 #include "daemon/table.h"
-#include "tests/core_kit.h"
+#include "kernels/cuda/attend.h"
+#include "tests/sim.h"
 
 enum {
     HEADS = 2,
@@ -39,8 +41,22 @@ static const struct kvq__layer_row rows[LAYERS] = {ROW("oscar2", -1, 0), ROW("f1
                                                    ROW("oscar2", 0, 0), ROW("kivi2", -1, 200),
                                                    ROW("innerq-hybrid", -1, 0)};
 
+static const struct kvq__layer_row raw_rows[] = {ROW("f16", -1, 0)};
+
 static struct kit kit;
 static struct member m;
+
+// The emulator takes its time.
+static uint32_t fewer(uint32_t on_host, uint32_t on_gpu)
+{
+    return kit.core->n_pools > 1 ? on_gpu : on_host;
+}
+
+// Where sessions are.
+static struct kvq__pool *pool(void)
+{
+    return &kit.core->pools[kit.core->n_pools > 1];
+}
 
 static void fill(struct member *member)
 {
@@ -74,8 +90,23 @@ static uint64_t open_named(struct member *member, const char *name, uint32_t rol
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = name,
+                                     .place = kvq__pool_name(pool()),
+                                     .layers = rows,
+                                     .n_layers = LAYERS,
+                                     .max_rollback = rollback,
+                                     .flags = flags};
+    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+// One whose tokens are only copied.
+static uint64_t open_raw(struct member *member)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_info info;
     struct kvq__session_spec spec = {
-        .name = name, .layers = rows, .n_layers = LAYERS, .max_rollback = rollback, .flags = flags};
+        .place = kvq__pool_name(pool()), .layers = raw_rows, .n_layers = 1};
     assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
     return info.handle;
 }
@@ -105,15 +136,33 @@ static void map_extents(struct mapping *map)
     }
 }
 
+static uint8_t *table_new(size_t bytes)
+{
+    void *table = pool()->gpu ? sim_gpus()->memory_new(bytes) : malloc(bytes);
+    return memset(table, 0, bytes);
+}
+
+static void table_free(uint8_t *table)
+{
+    if (pool()->gpu)
+        sim_gpus()->memory_free(table);
+    else
+        free(table);
+}
+
 static int try_map(struct member *member, uint64_t handle, struct mapping *map, uint32_t pages)
 {
     char text[KVQ_TEXT_BYTES];
     *map = (struct mapping){.member = member, .handle = handle};
-    map->table = calloc(1, kvq_table_bytes(LAYERS, pages));
-    struct kvq__table_memory memory = {.host = map->table, .layers = LAYERS, .pages = pages};
+    map->table = table_new(kvq_table_bytes(LAYERS, pages));
+    struct kvq__table_memory memory = {.layers = LAYERS, .pages = pages};
+    if (pool()->gpu)
+        memory.gpu = (uintptr_t)map->table;
+    else
+        memory.host = map->table;
     int rc = kvq__table_open(member->client, handle, POOL_AT, &memory, text);
     if (rc < 0)
-        free(map->table);
+        table_free(map->table);
     return rc;
 }
 
@@ -129,7 +178,7 @@ static void close_map(struct mapping *map)
     uint64_t gone = kit.tables_gone;
     assert_int_equal(kvq__table_close(map->member->client, map->handle, NULL), 0);
     assert_int_equal(kit.tables_gone, gone + 1);
-    free(map->table);
+    table_free(map->table);
 }
 
 static const struct kvq_table_page *head_of(const struct mapping *map)
@@ -150,6 +199,45 @@ static uint8_t *at(const struct mapping *map, uint64_t address)
         return NULL;
     assert_true(offset / extent < 256 && map->extents[offset / extent]);
     return map->extents[offset / extent] + offset % extent;
+}
+
+// As an engine would on its own stream.
+static void attend_on_gpu(const struct kvq_attend *call, const struct kvq_page *pages)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(pool()->gpu);
+    uint8_t *memory = sim_gpus()->memory_new(MIB), *batch = memory + MIB / 2;
+    struct kvq_gpu_attend_limits needs;
+    struct kvq_attend own = *call;
+    char text[KVQ_GPU_TEXT];
+    memset(memory, 0, MIB);
+    own.pages = memcpy(memory, pages, call->n_pages * sizeof *pages);
+    own.out = memory + MIB / 4;
+    own.lse = (float *)(void *)(memory + MIB / 4 + 4 * DIM * sizeof(float));
+    own.pool = NULL;
+    struct kvq_gpu_layer layer = {call->format, call->shape, NULL};
+    assert_int_equal(kvq__gpu_enter(pool()->gpu), 0);
+    assert_int_equal(kvq_gpu_attend_needs(&layer, &own, NULL, 1, &needs, text, sizeof text), 0);
+    assert_true(kvq_gpu_attend_batch_bytes(&needs) <= MIB / 4);
+    assert_true(kvq_gpu_attend_workspace_bytes(&layer, &needs) <= MIB / 4);
+    assert_int_equal(kvq_gpu_attend_fill(&layer, &own, NULL, 1, &needs, batch, text, sizeof text),
+                     0);
+    struct kvq_gpu_attend_launch l = {.layer = layer,
+                                      .limits = needs,
+                                      .batch = (uintptr_t)batch,
+                                      .workspace = (uintptr_t)(memory + 3 * (MIB / 4))};
+    assert_int_equal(kvq_gpu_attend(kvq__gpu_kernels(pool()->gpu), &l, text, sizeof text), 0);
+    assert_int_equal(d->stream_sync(NULL), 0);
+    memcpy(call->out, own.out, 4 * DIM * sizeof(float));
+    memcpy(call->lse, own.lse, 4 * sizeof(float));
+    sim_gpus()->memory_free(memory);
+}
+
+static void attend_on_host(const struct kvq_attend *call)
+{
+    struct kvq_attend_job job = {.call = *call};
+    kvq_attend_plan(&job.call, 1, &job.plan);
+    for (uint32_t i = 0; i < job.plan.items; i++)
+        kvq_attend_item(kit.core->config.kernels, &job, i, kit.workspace);
 }
 
 // One query over the table and `fresh` tokens that only the client has, of rows from `tokens` on.
@@ -191,10 +279,20 @@ static void attend_here(const struct mapping *map, uint32_t layer, uint32_t fres
         .lse = lse,
         .lse_token_stride = 16,
     };
-    struct kvq_attend_job job = {.call = a};
-    kvq_attend_plan(&job.call, 1, &job.plan);
-    for (uint32_t i = 0; i < job.plan.items; i++)
-        kvq_attend_item(kit.core->config.kernels, &job, i, kit.workspace);
+    if (pool()->gpu)
+        attend_on_gpu(&a, pages);
+    else
+        attend_on_host(&a);
+}
+
+// What memory that a table names holds.
+static void look(const struct mapping *map, uint64_t address, uint8_t bytes[64])
+{
+    uint8_t *from = at(map, address);
+    if (pool()->gpu)
+        assert_int_equal(kvq__gpu_take(pool()->gpu, bytes, (uintptr_t)from, 64), 0);
+    else
+        memcpy(bytes, from, 64);
 }
 
 // The same by requests, in a step that is then aborted.
@@ -237,6 +335,8 @@ static void compare(const struct mapping *map, uint64_t twin, uint32_t fresh)
 {
     float here[4 * DIM], there[4 * DIM], lse_here[4], lse_there[4];
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
+        if (kit_chance(&kit, fewer(0, 60)))
+            continue;
         attend_here(map, layer, fresh, here, lse_here);
         attend_there(twin, layer, fresh, there, lse_there);
         assert_memory_equal(here, there, sizeof here);
@@ -253,7 +353,7 @@ static void test_same_as_layer_by_layer(void **state)
     uint64_t one = open_named(&m, "one", 3, 0), twin = open_named(&m, "twin", 3, 0);
     open_map(&m, one, &map);
     uint32_t step = 300;
-    while (kit_of(&m, one)->tokens + step < TOKENS - 8) {
+    while (kit_of(&m, one)->tokens + step < fewer(TOKENS, 750) - 8) {
         assert_int_equal(kit_whole(&m, one, step, HEADS, DIM), 0);
         assert_int_equal(kit_step(&m, twin, step, HEADS, DIM), 0);
         assert_int_equal(kvq__queue_results(m.queue)[0].value, kit_of(&m, one)->tokens);
@@ -264,7 +364,7 @@ static void test_same_as_layer_by_layer(void **state)
         compare(&map, twin, 0);
         if (kit_chance(&kit, 20))
             kit_pack(&kit);
-        step = kit_chance(&kit, 10) ? 150 : 1 + kit_below(&kit, 40);
+        step = kit_chance(&kit, fewer(10, 100)) ? 150 : 1 + kit_below(&kit, 40);
     }
     core_check(kit.core);
     close_map(&map);
@@ -276,7 +376,7 @@ static void test_back_and_forth(void **state)
     struct mapping map;
     uint64_t one = open_named(&m, "one", 40, 0), twin = open_named(&m, "twin", 40, 0);
     open_map(&m, one, &map);
-    for (uint32_t i = 0; i < 40; i++) {
+    for (uint32_t i = 0; i < fewer(40, 4); i++) {
         uint32_t n = 20 + kit_below(&kit, 20), back = kit_below(&kit, n);
         struct kvq_entry_wire e = {.list_token = (uint16_t)back};
         assert_int_equal(kit_whole(&m, one, n, HEADS, DIM), 0);
@@ -299,26 +399,28 @@ static void test_back_and_forth(void **state)
 static void test_leases(void **state)
 {
     (void)state;
+    const uint32_t n = fewer(700, 300);
     struct mapping map;
     struct member other;
     char text[KVQ_TEXT_BYTES];
     assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
     uint64_t one = open_named(&m, "one", 0, 0);
-    assert_int_equal(kit_whole(&m, one, 700, HEADS, DIM), 0);
+    assert_int_equal(kit_whole(&m, one, n, HEADS, DIM), 0);
     open_map(&m, one, &map);
     struct kvq__session copy = *kit_of(&m, one);
     const struct kvq_table_entry *e = (const void *)(layer_of(&map, 0) + 1);
-    uint8_t first[64];
-    memcpy(first, at(&map, e[0].packed), sizeof first);
+    uint8_t first[64], later[64];
+    look(&map, e[0].packed, first);
     assert_int_equal(kvq__session_drop_named(kit.core, &other.client->peer, NULL, "one", text), 0);
     assert_null(kit_of(&m, one));
     core_check(kit.core);
     // Another session takes all there is, but for those blocks.
     fill(&other);
     uint64_t next = open_named(&other, "next", 0, 0);
-    assert_int_equal(kit_whole(&other, next, 700, HEADS, DIM), 0);
-    assert_memory_equal(first, at(&map, e[0].packed), sizeof first);
-    assert_int_equal(copy.tokens, 700);
+    assert_int_equal(kit_whole(&other, next, n, HEADS, DIM), 0);
+    look(&map, e[0].packed, later);
+    assert_memory_equal(first, later, sizeof first);
+    assert_int_equal(copy.tokens, n);
     uint64_t used = copy.ns->used_bytes;
     close_map(&map);
     assert_true(copy.ns->used_bytes < used);
@@ -378,13 +480,13 @@ static void test_extents_stay(void **state)
     kit.now += 3600u * 1000000000ull; // long empty
     kvq__core_clock(kit.core, kit.now);
     kvq__core_tick(kit.core);
-    uint64_t taken = kit.core->pools[0].extents_taken;
+    uint64_t taken = pool()->extents_taken, budget = pool()->budget;
     assert_true(taken > 0); // kept for who may have it mapped
     assert_int_equal(member_open(&kit, &stranger, 1001, BUFFER), 0);
-    uint64_t next = open_named(&stranger, "", 0, 0);
+    uint64_t next = open_raw(&stranger);
     while (kit_whole(&stranger, next, 1000, HEADS, DIM) == 0)
-        next = open_named(&stranger, "", 0, 0);
-    assert_int_equal(kit.core->pools[0].extents_taken, 32 * MIB);
+        next = open_raw(&stranger);
+    assert_int_equal(pool()->extents_taken, budget);
     const struct kvq__class *class;
     const struct kvq__extent *e;
     uint32_t theirs = 0;
@@ -393,7 +495,7 @@ static void test_extents_stay(void **state)
             assert_false(e->told);
             theirs++;
         }
-    assert_true(theirs > 0 && theirs * 2 * MIB + taken <= 32 * MIB);
+    assert_true(theirs > 0 && theirs * 2 * MIB + taken <= budget);
     kvq__client_detach(m.client);
     kvq__queue_close(&m.queue);
     member_free(&m);
@@ -419,6 +521,7 @@ static void test_refusals(void **state)
     assert_int_equal(kit_whole(&m, one, 5, HEADS, DIM), KVQ_E_NONFINITE);
     k[100 * HEADS * DIM] = value;
     assert_int_equal(kit_of(&m, one)->tokens, 100);
+    assert_int_equal(head_of(&map)->tokens, 100);
     assert_null(kit_of(&m, one)->step);
     struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
     struct kvq_entry_wire e = {.handle = one, .position = 100, .row = 100, .append = 1};
@@ -468,6 +571,7 @@ static void test_no_room(void **state)
 
 int main(void)
 {
+    kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_same_as_layer_by_layer, setup, teardown),
         cmocka_unit_test_setup_teardown(test_back_and_forth, setup, teardown),
