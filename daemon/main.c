@@ -128,9 +128,22 @@ static void on_fault(void *context, const char *place, const char *text)
     _exit(EXIT_FAILURE);
 }
 
+// A client's stream that never gets to its signal, where events order it, or that somebody keeps
+// from being let go: as long as it is there the GPU's driver gives nothing back.
+static void on_stuck(uint32_t clients)
+{
+    kvq__log(
+        KVQ_LOG_ERROR, "left_behind",
+        "clients=%u text=\"their work on a GPU does not come to an end; the daemon ends without "
+        "them\" remedy=\"end their processes\"",
+        clients);
+    _exit(EXIT_FAILURE);
+}
+
 static int serve(char *text)
 {
     server.fault = on_fault;
+    server.stuck = on_stuck;
     int error = kvq__server_open(&server, text);
     error = error ? error : watch_signals(text);
     if (error == 0) {

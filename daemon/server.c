@@ -405,16 +405,25 @@ static bool all_back(const struct kvq__server *server)
            !server->drain_asked && kvq__events_idle();
 }
 
+static void on_close_timer(uv_timer_t *timer)
+{
+    struct kvq__server *server = timer->data;
+    server->stuck(kvq__attach_count(server->attach));
+}
+
 void kvq__server_close(struct kvq__server *server)
 {
     uv_timer_stop(&server->drain_timer);
     server->drained = NULL;
+    if (server->stuck && kvq__gpus_count(server->gpus) > 0)
+        uv_timer_start(&server->drain_timer, on_close_timer, KVQ__CLOSE_MS, 0);
     if (server->attach) {
         kvq__attach_refuse(server->attach);
         kvq__attach_end_all(server->attach);
     }
     while (!all_back(server))
         uv_run(&server->loop, UV_RUN_ONCE);
+    uv_timer_stop(&server->drain_timer);
     kvq__poller_close(&server->poller);
     if (server->core)
         kvq__core_close(&server->core);

@@ -39,6 +39,9 @@ struct kvq__server {
     struct kvq__control *control;
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
     void (*fault)(void *context, const char *place, const char *text);
+    // Closing: so many clients have work on GPUs that does not come to an end, and the process has
+    // to end without them. NULL: they are waited for.
+    void (*stuck)(uint32_t clients);
     int lock_fd; // held while the runtime directory is ours
     bool draining;
     // Told once, when draining is over: nothing is in flight, or the time is up.
@@ -59,8 +62,9 @@ int kvq__server_lock(struct kvq__server *server, char *text);
 int kvq__server_open(struct kvq__server *server, char *text);
 // Refuses new work, lets what runs finish within config.drain_ms, then calls server->drained.
 void kvq__server_drain(struct kvq__server *server);
-// Ends every client and closes everything; runs the loop until that is done. Also after a failed
-// open.
+// Ends every client and closes everything; runs the loop until that is done, or, where there are
+// GPUs, calls server->stuck after KVQ__CLOSE_MS. Also after a failed open.
+enum { KVQ__CLOSE_MS = 3000 };
 void kvq__server_close(struct kvq__server *server);
 
 // Whether a user may see and end everything: root, the daemon's own user, config.admin_uids.

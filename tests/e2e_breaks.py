@@ -8,7 +8,7 @@ import time
 import unittest
 from unittest import mock
 
-from e2e_rig import BACKEND, BOUND, LIBC, Child, Daemon, Test, Tokens
+from e2e_rig import BACKEND, BOUND, LIBC, Child, Daemon, Test, Tokens, long_emulated
 
 NEW_MOUNTS, RECURSIVE, PRIVATE, READ_ONLY = 0x20000, 0x4000, 0x40000, 1
 PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -84,6 +84,39 @@ class Breaks(Test):
                 self.kill_with_work(order, session, tokens)
                 self.daemon.wait_fds(fds)
                 self.until(lambda: driver_files(self.daemon), files)
+
+    def test_scribbler_on_its_timeline(self):
+        """It can only keep what is its own, and that no longer than it lives."""
+        tokens = Tokens(2, 100)
+        with self.client.session(tokens.rows, "f16") as session:
+            tokens.feed(self.queue, session, 20)
+            quiet = self.counts()
+            child = Child("gpu_scribbler", self.daemon.directory)
+            said = child.hear()
+            self.daemon.ctl("client", "kick", str(said["client"]))
+            self.daemon.wait_gone(said["client"])
+            tokens.feed(self.queue, session, 5)
+            quiet["tokens"] += 5
+            child.kill()
+            left = self.client.session(name="stuck", must_exist=True)
+            self.assertEqual(left.tokens, 20)
+            left.drop()
+            self.until(self.counts, quiet)
+
+    @long_emulated  # waits for as long as the daemon does
+    def test_stuck_client_does_not_hold_the_daemon(self):
+        """Ordered by events nothing can let the daemon's stream go while that client lives."""
+        daemon = Daemon(drain_ms=1)
+        child = Child("gpu_stuck", daemon.directory, "events")
+        said = child.hear()
+        daemon.ctl("client", "kick", str(said["client"]))
+        daemon.process.terminate()
+        self.assertEqual(daemon.process.wait(BOUND), 1)
+        daemon.wait_log("event=left_behind clients=1 .*remedy=")
+        child.kill()
+        with Daemon(daemon.directory):  # what it left there is no obstacle
+            pass
+        daemon.stop()
 
     def check(self, said, tokens):
         self.assertLess(said["error"], NEAR)

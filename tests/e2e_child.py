@@ -275,6 +275,10 @@ def gpu_engine(*arguments):
     e2e_engine.gpu_engine(say, wait, *arguments)
 
 
+def gpu_scribbler(*arguments):
+    e2e_engine.gpu_scribbler(say, wait, *arguments)
+
+
 def gpu_stuck(*arguments):
     e2e_engine.gpu_stuck(say, wait, *arguments)
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client processes of the end-to-end tests that are engines on a GPU, with streams of their own;
 run by e2e_child.py."""
+import ctypes
 import os
 
 from e2e_cuda import DRIVER, Cuda, CudaTensor
 from e2e_rig import Tokens, attend64, kvq, np, relative_error
 
 LAYERS, PIECE = 2, 1 << 18  # of memory, for each tensor
+READY = 128  # where that word stands in a timeline page
 
 
 class Engine:
@@ -57,7 +59,7 @@ class Engine:
         return float(worst)
 
 
-def gpu_stuck(say, wait, directory, order):
+def stuck(directory, order):
     """Has committed some tokens, then has work in flight that waits for its stream, which does not
     go on; K, V and Q lie in memory of the daemon's and in imported memory."""
     engine = Engine(directory, order)
@@ -68,9 +70,25 @@ def gpu_stuck(say, wait, directory, order):
     step = engine.queue.step([session], 20)
     for layer, at in enumerate((engine.arena.address, own)):
         engine.layer(step, layer, at, 20, 20)
-    say({"client": engine.client.info()["client_id"], "error": error,
-         "order": engine.queue.order()})
+    return engine, {"client": engine.client.info()["client_id"], "error": error,
+                    "order": engine.queue.order()}
+
+
+def gpu_stuck(say, wait, directory, order):
+    _engine, what = stuck(directory, order)
+    say(what)
     wait()
+
+
+def gpu_scribbler(say, _wait, directory):
+    """The same, and takes back for ever what the daemon writes to let its stream go."""
+    _engine, what = stuck(directory, "words")
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        page = next(int(line.split("-")[0], 16) for line in maps if "kvq-timeline" in line)
+    ready = ctypes.c_uint64.from_address(page + READY)
+    say(what)
+    while True:
+        ready.value = 0
 
 
 def gpu_engine(say, wait, directory, order):

@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 # For tests that an emulated GPU takes a minute or more for.
 long_emulated = unittest.skipIf(BACKEND == "emu" and os.environ.get("KVQ_FULL") != "1",
-                                "takes the software GPU a minute or more; KVQ_FULL=1 runs it")
+                                "takes long on the software GPU; KVQ_FULL=1 runs it")
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
