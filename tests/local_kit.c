@@ -414,30 +414,32 @@ void local_step(const struct local_model *m, struct local_pair *pairs, uint32_t 
     }
 }
 
-void local_plain_step(const struct local_model *m, struct local_pair *pair, uint32_t append)
+void local_plain_step(const struct local_model *m, struct local_pair *pair, uint32_t append,
+                      bool whole_here)
 {
     struct kvq_tensor k[LOCAL_LAYERS] = {0}, v[LOCAL_LAYERS] = {0};
-    struct kvq_entry here = {.session = pair->here, .position = pair->tokens, .append = append};
-    struct kvq_entry there = {.session = pair->there, .position = pair->tokens, .append = append};
+    struct kvq_entry whole = {.position = pair->tokens, .append = append}, parts = whole;
+    whole.session = whole_here ? pair->here : pair->there;
+    parts.session = whole_here ? pair->there : pair->here;
     uint64_t step;
     fill_all(m, append);
-    local_fine(kvq_step_begin(rig.queue, &there, 1, &step));
+    local_fine(kvq_step_begin(rig.queue, &parts, 1, &step));
     for (uint32_t i = 0; i < m->layers; i++) {
         if (m->rows[i].kv_from >= 0)
             continue;
         k[i] = tensor(m, PART_K, i, append);
         v[i] = tensor(m, PART_V, i, append);
         const struct kvq_work w = {.step = step, .layer = i, .k = k[i], .v = v[i]};
-        local_fine(kvq_append(rig.queue, &w, &there, 1));
-        local_fine(there.status);
+        local_fine(kvq_append(rig.queue, &w, &parts, 1));
+        local_fine(parts.status);
     }
-    local_fine(kvq_step_end(rig.queue, step, &there, 1));
-    const struct kvq_step_work whole = {.k = k, .v = v, .n_layers = m->layers};
-    local_fine(kvq_step(rig.queue, &whole, &here, 1));
-    local_fine(here.status);
-    local_fine(there.status);
+    local_fine(kvq_step_end(rig.queue, step, &parts, 1));
+    const struct kvq_step_work work = {.k = k, .v = v, .n_layers = m->layers};
+    local_fine(kvq_step(rig.queue, &work, &whole, 1));
+    local_fine(whole.status);
+    local_fine(parts.status);
     pair->tokens += append;
-    assert_int_equal(here.value, pair->tokens);
+    assert_int_equal(whole.value, pair->tokens);
 }
 
 void local_same_cache(const struct local_model *m, const struct local_pair *pair)

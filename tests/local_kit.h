@@ -71,7 +71,8 @@ void local_close_pair(struct local_pair *pair);
 void local_step(const struct local_model *m, struct local_pair *pairs, uint32_t n,
                 const uint32_t *append, uint32_t flags, bool commit);
 // A step without attention: of the one by kvq_step, of the other by requests for each layer.
-void local_plain_step(const struct local_model *m, struct local_pair *pair, uint32_t append);
+void local_plain_step(const struct local_model *m, struct local_pair *pair, uint32_t append,
+                      bool whole_here);
 // K and V of all of a pair's tokens are the same.
 void local_same_cache(const struct local_model *m, const struct local_pair *pair);
 

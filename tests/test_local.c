@@ -148,10 +148,31 @@ static void test_rollback(void **state)
         local_step(&m, &pair, 1, &draft, 0, true);
         truncate_pair(&pair, pair.tokens - local_random(7));
         local_step(&m, &pair, 1, &one, 0, true);
-        // The same count, but other tokens: only that it was changed tells.
         truncate_pair(&pair, pair.tokens - 1);
-        local_plain_step(&m, &pair, 1);
+        local_plain_step(&m, &pair, 1, i % 2);
         local_step(&m, &pair, 1, &one, 0, true);
+    }
+    local_same_cache(&m, &pair);
+    local_close_pair(&pair);
+}
+
+// The same count as before, but other tokens, in another block: only that something was asked of the
+// daemon meanwhile tells.
+static void test_changed_between(void **state)
+{
+    struct local_model m;
+    struct local_pair pair;
+    struct kvq_session_options o = {.format = "oscar2", .max_rollback = 8};
+    const uint32_t prompt = 258, one = 1;
+    (void)state;
+    open_local(1);
+    local_model(&m, LAYERS, 4, KV_HEADS, DIM);
+    local_open_pair(&m, &o, &pair);
+    local_step(&m, &pair, 1, &prompt, 0, true);
+    for (int whole_here = 0; whole_here < 2; whole_here++) {
+        truncate_pair(&pair, 254);
+        local_plain_step(&m, &pair, 4, whole_here);
+        local_step(&m, &pair, 1, &one, 0, false);
     }
     local_same_cache(&m, &pair);
     local_close_pair(&pair);
@@ -576,6 +597,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_ragged, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_threads, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_rollback, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_changed_between, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_forks, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_without_requests, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, local_setup, local_teardown),
