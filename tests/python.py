@@ -39,7 +39,8 @@ class Header(unittest.TestCase):
         names = {"ConnectOptions": "connect_options", "DaemonInfo": "daemon_info",
                  "GpuInfo": "gpu_info", "Tensor": "tensor", "LayerRow": "layer",
                  "SessionOptions": "session_options", "SessionInfo": "session_info",
-                 "Pages": "pages", "Work": "work", "CaptureOptions": "capture_options"}
+                 "Pages": "pages", "Work": "work", "CaptureOptions": "capture_options",
+                 "StepWork": "step_work", "LocalOptions": "local_options"}
         ours = {n for n, s in vars(_ffi).items()
                 if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
         self.assertEqual(set(names), ours)
@@ -148,6 +149,44 @@ class Package(Test):
         with self.queue.step([self.session], 10) as step:  # nothing is left open
             step.abort()
         self.assertEqual(self.session.refresh(), 10)
+
+    def test_in_context(self):
+        """The same outputs here as from the daemon, and the same session afterwards."""
+        here, there = (self.client.session(self.tokens.rows, "oscar2") for _ in range(2))
+        k, v, q = (self.client.array((100, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
+        for view, x in zip((k, v, q), "kvq"):
+            view[...] = getattr(self.tokens, x)[0]
+        with self.queue.local(require=True, max_tokens=1024) as local:
+            self.assertIsNone(local.why)
+            local.add(here)
+            for _ in range(3):
+                with local.step([here], 100) as mine, self.queue.step([there], 100) as step:
+                    for layer in range(2):
+                        out, lse = mine.attend(layer, q, k, v)
+                        want, want_lse = step.append_attend(layer, k, v, q)
+                        np.testing.assert_array_equal(out, want)
+                        np.testing.assert_array_equal(lse, want_lse)
+            with local.step([here], 0) as step:
+                out, _ = step.attend(0, q[:1])
+            np.testing.assert_array_equal(out, self.queue.attend([there], 0, q[:1])[0])
+            self.assertEqual(here.tokens, 300)
+            self.queue.step_whole([here], 100, [k, k], [v, v])
+            self.assertEqual(here.refresh(), 400)
+            with self.assertRaises(ValueError):
+                with local.step([here], 1) as step:
+                    step.attend(0, np.zeros((1, *q.shape[1:]), np.float32), k[:1].copy(), v[:1])
+            self.fails(kvq.Code.E_LIMIT, local.step, [here], 1000)
+            here.tokens = 5
+            self.fails(kvq.Code.E_POSITION, local.step, [here], 1)
+            here.tokens = 400
+            local.remove(here)
+        os.environ["KVQ_LOCAL"] = "daemon"
+        try:
+            self.fails(kvq.Code.E_UNSUPPORTED, self.queue.local, require=True)
+            with self.queue.local() as local:
+                self.assertIn("KVQ_LOCAL", local.why)
+        finally:
+            del os.environ["KVQ_LOCAL"]
 
     def test_failed_begin_leaves_nothing_open(self):
         other = self.client.session(self.tokens.rows, "f16")

@@ -4,6 +4,7 @@
 #include "tools/kvq-run/cache.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,6 +30,9 @@ static int make_areas(struct engine *e, const struct config *c, struct problem *
     uint64_t q = place(&end, e->step_tokens, c->q_heads, c->head_dim);
     uint64_t k = place(&end, e->step_tokens, c->kv_heads, c->head_dim);
     uint64_t v = place(&end, e->step_tokens, c->kv_heads, c->head_dim);
+    e->layer_bytes = e->local ? end - k : 0;
+    for (uint32_t i = 1; i < c->layers; i++)
+        end += e->layer_bytes;
     uint64_t out = place(&end, e->step_tokens, c->q_heads, c->head_dim);
     int rc = kvq_buffer_create(e->client, end, &e->buffer);
     if (rc)
@@ -45,7 +49,15 @@ static int make_areas(struct engine *e, const struct config *c, struct problem *
     return 0;
 }
 
-int engine_open(struct engine *e, const struct config *c, const char *runtime_dir,
+void engine_layer(struct engine *e, uint32_t layer)
+{
+    char *base = kvq_buffer_data(e->buffer);
+    uint64_t at = layer * e->layer_bytes;
+    e->k = (float *)(base + e->tk.offset + at);
+    e->v = (float *)(base + e->tv.offset + at);
+}
+
+int engine_open(struct engine *e, const struct config *c, const char *runtime_dir, bool in_context,
                 uint32_t step_tokens, struct problem *p)
 {
     memset(e, 0, sizeof *e);
@@ -60,11 +72,18 @@ int engine_open(struct engine *e, const struct config *c, const char *runtime_di
     rc = kvq_daemon_info(e->client, &e->daemon);
     if (rc)
         return refused(rc, "cannot ask the daemon about itself", p);
+    rc = in_context ? kvq_local_open(e->queue, NULL, &e->local) : 0;
+    if (rc)
+        return refused(rc, "cannot attend in this process", p);
+    if (e->local && kvq_local_why(e->local))
+        fprintf(stderr, "kvq-run: attention goes through the daemon: %s\n",
+                kvq_local_why(e->local));
     return make_areas(e, c, p);
 }
 
 void engine_close(struct engine *e)
 {
+    kvq_local_close(&e->local);
     kvq_buffer_close(&e->buffer);
     kvq_queue_close(&e->queue);
     kvq_disconnect(&e->client);
@@ -121,11 +140,14 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
     if (rc)
         return refused(rc, "cannot open a session", p);
     k->tokens = info.tokens;
-    return 0;
+    rc = e->local ? kvq_local_add(e->local, k->session) : 0;
+    return rc ? refused(rc, "cannot map the session", p) : 0;
 }
 
 void cache_close(struct cache *k)
 {
+    if (k->session && k->engine->local)
+        kvq_local_remove(k->engine->local, k->session);
     if (k->session)
         kvq_session_close(k->engine->client, k->session);
     k->session = 0;
@@ -134,7 +156,9 @@ void cache_close(struct cache *k)
 int cache_begin(struct cache *k, uint32_t tokens, struct problem *p)
 {
     struct kvq_entry entry = {.session = k->session, .position = k->tokens, .append = tokens};
-    int rc = kvq_step_begin(k->engine->queue, &entry, 1, &k->step);
+    struct engine *e = k->engine;
+    int rc = e->local ? kvq_local_begin(e->local, &entry, 1)
+                      : kvq_step_begin(e->queue, &entry, 1, &k->step);
     if (!rc)
         rc = entry.status;
     k->step_tokens = tokens;
@@ -152,7 +176,10 @@ int cache_attend(struct cache *k, uint32_t layer, struct problem *p)
         .append = k->step_tokens,
         .queries = (uint16_t)k->step_tokens,
     };
-    int rc = kvq_append_attend(e->queue, &work, &entry, 1);
+    work.k.offset += layer * e->layer_bytes;
+    work.v.offset += layer * e->layer_bytes;
+    int rc = e->local ? kvq_local_attend(e->local, &work, &entry, 1)
+                      : kvq_append_attend(e->queue, &work, &entry, 1);
     if (!rc)
         rc = entry.status;
     if (rc)
@@ -185,8 +212,11 @@ int capture_close(kvq_capture **capture, struct problem *p)
 
 int cache_end(struct cache *k, struct problem *p)
 {
-    struct kvq_entry entry = {.session = k->session, .position = k->tokens};
-    int rc = kvq_step_end(k->engine->queue, k->step, &entry, 1);
+    struct kvq_entry entry = {
+        .session = k->session, .position = k->tokens, .append = k->step_tokens};
+    struct engine *e = k->engine;
+    int rc = e->local ? kvq_local_end(e->local, NULL, &entry, 1)
+                      : kvq_step_end(e->queue, k->step, &entry, 1);
     if (!rc)
         rc = entry.status;
     if (rc)
@@ -197,6 +227,10 @@ int cache_end(struct cache *k, struct problem *p)
 
 void cache_abort(struct cache *k)
 {
+    if (k->engine->local) {
+        kvq_local_abort(k->engine->local);
+        return;
+    }
     // A failure here changes nothing: the daemon aborts the step when the session is closed.
     int rc = kvq_step_abort(k->engine->queue, k->step, NULL, 0);
     (void)rc;

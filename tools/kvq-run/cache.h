@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The engine's KV cache and attention: all of it in kvqd, through libkvq.
+// With in_context attention runs in this process, over the daemon's memory.
 //
 // An engine is one connection, one queue and one shared buffer in which q, k, v and the attention
 // output of a step travel. A cache is one session. Not thread-safe.
@@ -19,10 +20,12 @@ enum { CACHE_STEP_TOKENS = 512 }; // query tokens of one call, as kvqd takes the
 struct engine {
     kvq_client *client;
     kvq_queue *queue;
+    kvq_local *local; // NULL: the daemon attends
     kvq_buffer *buffer;
     struct kvq_tensor tq, tk, tv, tout;
     float *q, *k, *v, *out; // [tokens][heads][head_dim] in the buffer
     uint32_t step_tokens;   // rows of each
+    uint64_t layer_bytes;   // of one layer's k and v, if each has its own
     struct kvq_daemon_info daemon;
 };
 
@@ -50,8 +53,10 @@ struct cache {
 };
 
 // runtime_dir NULL: the usual place. Release with engine_close, also after a failure.
-int engine_open(struct engine *e, const struct config *c, const char *runtime_dir,
+int engine_open(struct engine *e, const struct config *c, const char *runtime_dir, bool in_context,
                 uint32_t step_tokens, struct problem *p);
+// Where a layer's k and v go: they must stay until the step's end where attention is in_context.
+void engine_layer(struct engine *e, uint32_t layer);
 void engine_close(struct engine *e);
 
 int cache_open(struct cache *k, struct engine *e, const struct config *c,

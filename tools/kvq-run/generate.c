@@ -148,7 +148,8 @@ static int open_all(struct generation *g, struct problem *p)
         return -1;
     co.capture = g->capture;
     if (ids_from_options(o, &g->model.config, &g->prompt, p) ||
-        engine_open(&g->engine, &g->model.config, o->runtime_dir, CACHE_STEP_TOKENS, p))
+        engine_open(&g->engine, &g->model.config, o->runtime_dir, o->in_context, CACHE_STEP_TOKENS,
+                    p))
         return -1;
     co.prompt_tokens = g->prompt.count;
     if (cache_open(&g->cache, &g->engine, &g->model.config, &co, p) ||

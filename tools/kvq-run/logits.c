@@ -51,7 +51,7 @@ int run_logits(const struct options *o, struct problem *p)
     int rc = -1;
     if (model_open(&model, o->model, CACHE_STEP_TOKENS, p) ||
         ids_from_options(o, &model.config, &ids, p) ||
-        engine_open(&engine, &model.config, o->runtime_dir, CACHE_STEP_TOKENS, p) ||
+        engine_open(&engine, &model.config, o->runtime_dir, o->in_context, CACHE_STEP_TOKENS, p) ||
         cache_open(&cache, &engine, &model.config, &co, p))
         goto out;
     logits = malloc(model.config.vocab * sizeof *logits);

@@ -183,6 +183,7 @@ static int attention(struct model *m, struct cache *cache, uint32_t i, uint32_t 
     const struct config *c = &m->config;
     const struct layer_weights *w = &m->layers[i];
     struct engine *e = cache->engine;
+    engine_layer(e, i);
     rms_norm(m, m->x, w->norm_in, n, c->hidden, m->h);
     linear(&m->scratch, w->q, w->q_bias, m->h, n, e->q);
     linear(&m->scratch, w->k, w->k_bias, m->h, n, e->k);

@@ -32,6 +32,8 @@ static const struct option_row rows[] = {
      AT(attention), 0, 0},
     {"v-rotation", "KIND", "none or daemon: rotate V before it is quantized (none)", G | P | L,
      ROTATION, AT(v_rotation), 0, 0},
+    {"in-context", NULL, "attend in this process, over the daemon's memory", G | P | L, FLAG,
+     AT(in_context), 0, 0},
     {"runtime-dir", "DIR", "where kvqd listens ($KVQ_RUNTIME_DIR)", G | P | L, STRING,
      AT(runtime_dir), 0, 0},
     {"prompt", "TEXT", "text to go on from", G | L, STRING, AT(prompt), 0, 0},

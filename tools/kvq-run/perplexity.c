@@ -268,7 +268,7 @@ static int open_all(struct comparison *c, struct problem *p)
     if (capture_open(&captured, &c->model.config, &c->capture, p))
         return -1;
     if (file_read(o->text, o->bytes, &c->text, &c->bytes, p) ||
-        engine_open(&c->engine, &c->model.config, o->runtime_dir, o->step, p))
+        engine_open(&c->engine, &c->model.config, o->runtime_dir, o->in_context, o->step, p))
         return -1;
     c->kl = malloc(c->bytes * sizeof *c->kl);
     for (int s = 0; s < SIDES; s++) {

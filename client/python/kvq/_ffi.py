@@ -6,7 +6,7 @@ interpreter's lock.
 """
 import ctypes
 import os
-from ctypes import (POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32,
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32,
                     c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
 
 import numpy as np
@@ -72,6 +72,20 @@ class Work(Structure):
                 ("out", Tensor), ("lse", Tensor), ("pages", Pages)]
 
 
+class StepWork(Structure):
+    _fields_ = [("k", POINTER(Tensor)), ("v", POINTER(Tensor)), ("n_layers", c_uint32),
+                ("deadline_ns", c_uint64), ("pages", Pages)]
+
+
+# Runs item(arg, i) for every i below n.
+PARALLEL = CFUNCTYPE(None, c_void_p, c_uint32, c_void_p, c_void_p)
+
+
+class LocalOptions(Structure):
+    _fields_ = [("place", c_char_p), ("max_tokens", c_uint64), ("flags", c_uint32),
+                ("threads", c_uint32), ("parallel", PARALLEL), ("parallel_context", c_void_p)]
+
+
 class CaptureOptions(Structure):
     _fields_ = [("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("model", c_char_p),
                 ("max_tokens", c_uint64), ("queries", c_uint8)]
@@ -121,6 +135,16 @@ FUNCTIONS = {
     "kvq_fork": (c_int, [c_void_p, c_void_p, c_uint32]),
     "kvq_accept": (c_int, [c_void_p, c_void_p, c_uint64, c_void_p, c_uint32]),
     "kvq_read": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_step": (c_int, [c_void_p, POINTER(StepWork), c_void_p, c_uint32]),
+    "kvq_local_open": (c_int, [c_void_p, POINTER(LocalOptions), POINTER(c_void_p)]),
+    "kvq_local_close": (None, [POINTER(c_void_p)]),
+    "kvq_local_why": (c_char_p, [c_void_p]),
+    "kvq_local_add": (c_int, [c_void_p, c_uint64]),
+    "kvq_local_remove": (c_int, [c_void_p, c_uint64]),
+    "kvq_local_begin": (c_int, [c_void_p, c_void_p, c_uint32]),
+    "kvq_local_attend": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
+    "kvq_local_end": (c_int, [c_void_p, POINTER(StepWork), c_void_p, c_uint32]),
+    "kvq_local_abort": (None, [c_void_p]),
     "kvq_nop": (c_int, [c_void_p, c_void_p, c_uint32]),
     "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
                            POINTER(c_uint64)]),

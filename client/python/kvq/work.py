@@ -149,6 +149,23 @@ class Queue:
         as a context manager: it commits at the end, and aborts if the body raises."""
         return Step(self, sessions, tokens)
 
+    def step_whole(self, sessions, tokens, k, v):
+        """A whole step in one request: for each layer an array of K and one of V, in buffers (None
+        for layers that read another layer's cache)."""
+        entries = make_entries(sessions, append=tokens)
+        work = step_work(self.client, k, v)
+        code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
+        for session, entry in zip(sessions, entries):
+            if code == 0 and entry["status"] == 0:
+                session.tokens = int(entry["value"])
+        check(code, entries)
+
+    def local(self, place=None, max_tokens=0, require=False):
+        """Attention in this process instead of the daemon's: a Local. require: fail where that
+        cannot be."""
+        from .local import Local
+        return Local(self, place, max_tokens, require)
+
     def attend(self, sessions, layer, q, queries=1, **options):
         """Attention over committed tokens, without a step. Queries stand behind all tokens."""
         entries = make_entries(sessions, queries=queries)
@@ -229,6 +246,23 @@ def make_entries(sessions, append=0, queries=0):
     entries["row"] = np.cumsum(entries["append"]) - entries["append"]
     entries["q_row"] = np.cumsum(entries["queries"].astype(np.uint32)) - entries["queries"]
     return entries
+
+
+def step_work(client, k, v):
+    """struct kvq_step_work of K and V of each layer."""
+    def tensors(arrays):
+        made = (_ffi.Tensor * len(arrays))()
+        for i, array in enumerate(arrays):
+            if array is None:
+                continue
+            buffer = client.find_buffer(array)
+            if buffer is None:
+                raise ValueError(f"k or v of layer {i} lies in no buffer")
+            made[i] = buffer.tensor(array)
+        return made
+    work = _ffi.StepWork(n_layers=len(k))
+    work.k, work.v = tensors(k), tensors(v)
+    return work
 
 
 def _page_fields(queue, pages, entries):
