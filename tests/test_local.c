@@ -156,8 +156,8 @@ static void test_rollback(void **state)
     local_close_pair(&pair);
 }
 
-// The same count as before, but other tokens, in another block: only that something was asked of the
-// daemon meanwhile tells.
+// The same count as before, but other tokens, in another block: only that something was asked of
+// the daemon meanwhile tells.
 static void test_changed_between(void **state)
 {
     struct local_model m;

@@ -6,8 +6,8 @@ interpreter's lock.
 """
 import ctypes
 import os
-from ctypes import (CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int, c_int32,
-                    c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
+from ctypes import (CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int,
+                    c_int32, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
 
 import numpy as np
 
