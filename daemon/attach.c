@@ -255,6 +255,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     LIST_INIT(&a->clients);
     STAILQ_INIT(&a->returns);
     uv_timer_init(&server->loop, &a->pause);
+    kvq__local_open(a);
     uv_poll_start(&a->poll, UV_READABLE, on_connect);
     *out = a;
     return 0;
@@ -298,6 +299,8 @@ void kvq__attach_kick(struct kvq__attach *a, uint64_t client)
 void kvq__attach_free(struct kvq__attach **attach)
 {
     assert(!*attach || (*attach)->count == 0);
+    if (*attach)
+        kvq__local_close(*attach);
     free(*attach);
     *attach = NULL;
 }

@@ -387,8 +387,11 @@ static int prepare_buffer(struct kvq__connection *c, struct kvq__packet *packet,
 static void make_on_gpu(uv_work_t *work)
 {
     struct kvq__connection *c = work->data;
+    c->error = 0;
     if (c->region)
         kvq__region_make(c->region);
+    else if (c->table)
+        kvq__local_make(c);
     else
         kvq__order_make(c);
 }
@@ -410,7 +413,7 @@ static bool needs_gpu(const struct kvq__connection *c)
 {
     return c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_TIMELINE ||
            c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_EVENTS ||
-           (c->region && kvq__gpus_count(c->server->gpus) > 0);
+           (c->region && kvq__gpus_count(c->server->gpus) > 0) || (c->table && c->table->gpu);
 }
 
 // What can be told of a buffer or timeline once it is made.

@@ -182,9 +182,10 @@ struct kvq__attach {
     bool returning;
     struct kvq__connections connections;
     uint32_t count;
-    uint64_t buffer_bytes;                // of all clients
-    LIST_HEAD(, kvq__connection) clients; // poller's
-    struct kvq__packet packet;            // the one being looked at
+    uint64_t buffer_bytes;                 // of all clients
+    struct kvq__shm bundles[KVQ_MAX_GPUS]; // kernels of each GPU; fd -1: none that are handed over
+    LIST_HEAD(, kvq__connection) clients;  // poller's
+    struct kvq__packet packet;             // the one being looked at
     uint8_t out[KVQ_MAX_MESSAGE];
 };
 
@@ -238,8 +239,13 @@ void kvq__region_close_fd(struct kvq__region *region);
 
 // ---- attach_local.c ----
 
-// The parts of its commands; loop's thread but for _run, which says whether the command is one.
+// The parts of its commands; loop's thread but for _make (a thread of libuv's; sets the
+// connection's error and text) and _run (the poller's, which says whether the command is one).
+void kvq__local_make(struct kvq__connection *connection);
 int kvq__local_prepare(struct kvq__connection *connection, char *text);
+// What clients need of each GPU's kernels, for all of them.
+void kvq__local_open(struct kvq__attach *attach);
+void kvq__local_close(struct kvq__attach *attach);
 bool kvq__local_run(struct kvq__connection *connection, int *error, char *text);
 void kvq__local_put_made(struct kvq__connection *connection);
 void kvq__local_sent(struct kvq__connection *connection);

@@ -7,7 +7,32 @@
 
 #include "daemon/attach_internal.h"
 #include "daemon/codebooks.h"
+#include "kernels/cuda/bundle.h"
 #include "kernels/layout.h"
+
+// ---- Kernels that clients launch ----
+
+static void make_bundle(struct kvq__shm *shm, const struct kvq_gpu *kernels)
+{
+    char text[KVQ_TEXT_BYTES];
+    size_t bytes = kvq_gpu_bundle_bytes(kvq_gpu_images(), kernels->image_capability);
+    if (bytes && kvq__shm_create(shm, "kvq-kernels", bytes, true, text) == 0)
+        kvq_gpu_bundle_write(kvq_gpu_images(), kernels->image_capability, shm->map);
+}
+
+void kvq__local_open(struct kvq__attach *a)
+{
+    for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
+        a->bundles[i].fd = -1;
+    for (uint32_t i = 0; i < kvq__gpus_count(a->server->gpus); i++)
+        make_bundle(&a->bundles[i], kvq__gpu_kernels(kvq__gpus_get(a->server->gpus, i)));
+}
+
+void kvq__local_close(struct kvq__attach *a)
+{
+    for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
+        kvq__shm_close(&a->bundles[i]);
+}
 
 // ---- Loop's thread ----
 
@@ -44,6 +69,17 @@ static uint32_t pages_of(const Kvq__OpenTable *open)
     return (uint32_t)((open->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
 }
 
+static struct kvq_table_page head_of(const Kvq__OpenTable *open)
+{
+    return (struct kvq_table_page){
+        .magic = KVQ_SHM_MAGIC_TABLE,
+        .version = KVQ_TABLE_VERSION_MAX,
+        .layers = open->layers,
+        .pages = pages_of(open),
+        .layer_bytes = kvq_table_layer_bytes(pages_of(open)),
+    };
+}
+
 static int prepare_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
@@ -52,16 +88,12 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
     if (error)
         return error;
     uint64_t bytes = kvq_table_bytes(open->layers, pages_of(open));
-    c->table = kvq__region_new_table(c, bytes, &error, text);
+    c->table = open->gpu.len ? kvq__region_new_on(c, bytes, &open->gpu, &error, text)
+                             : kvq__region_new_table(c, bytes, &error, text);
     if (!c->table)
         return error;
-    *(struct kvq_table_page *)c->table->host.shm.map = (struct kvq_table_page){
-        .magic = KVQ_SHM_MAGIC_TABLE,
-        .version = KVQ_TABLE_VERSION_MAX,
-        .layers = open->layers,
-        .pages = pages_of(open),
-        .layer_bytes = kvq_table_layer_bytes(pages_of(open)),
-    };
+    if (!c->table->gpu)
+        *(struct kvq_table_page *)c->table->host.shm.map = head_of(open);
     kvq__region_count(c->table);
     kvq__open_table_reply__init(reply);
     reply->bytes = bytes;
@@ -109,13 +141,49 @@ int kvq__local_prepare(struct kvq__connection *c, char *text)
     }
 }
 
+static void put_kernels(struct kvq__connection *c)
+{
+    const struct kvq__gpus *gpus = c->server->gpus;
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
+        const char *place = kvq__gpu_uuid_text(kvq__gpus_get(gpus, i));
+        const struct kvq__shm *bundle = &c->attach->bundles[i];
+        if (strcmp(place, c->request->open_pool->place) != 0 || bundle->fd < 0)
+            continue;
+        c->reply.open_pool->kernels_bytes = bundle->bytes;
+        c->fds[0] = bundle->fd;
+        c->n_fds = 1;
+    }
+}
+
 void kvq__local_put_made(struct kvq__connection *c)
 {
+    if (c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_POOL)
+        put_kernels(c);
     if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_TABLE)
         return;
-    c->fds[0] = c->table->host.shm.fd;
+    c->reply.open_table->allocation_bytes = c->table->piece.bytes;
+    c->fds[0] = c->table->gpu ? c->table->fd : c->table->host.shm.fd;
     c->n_fds = 1;
 }
+
+// ---- A thread of libuv's ----
+
+void kvq__local_make(struct kvq__connection *c)
+{
+    struct kvq_table_page head = head_of(c->request->open_table);
+    const struct kvq_gpu_driver *driver = kvq__gpu_driver(c->table->gpu);
+    kvq__region_make(c->table);
+    if (c->error)
+        return;
+    int result = driver->copy_in(c->table->at, &head, sizeof head, NULL);
+    result = result ? result : driver->stream_sync(NULL);
+    if (result == KVQ_GPU_OK)
+        return;
+    kvq_gpu_fault(driver, result, "writing a page table", c->text, sizeof c->text);
+    c->error = KVQ_E_SYSTEM;
+}
+
+// ---- Loop's thread ----
 
 // The reply has its descriptor by now, or nobody wants it.
 static void let_book_go(struct kvq__connection *c)
@@ -142,16 +210,30 @@ void kvq__local_undo(struct kvq__connection *c)
 
 // ---- Poller's thread ----
 
+static int describe_kernels(struct kvq__connection *c, const struct kvq__gpu *gpu, char *text)
+{
+    char *kernels = kvq_arena_alloc(&c->arena, KVQ_GPU_KERNELS_TEXT);
+    if (!kernels)
+        return kvq__attach_no_room(text);
+    if (!kvq__gpu_exports(gpu)) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "memory of %s cannot be handed to other processes as file descriptors",
+                 kvq__gpu_uuid_text(gpu));
+        return KVQ_E_UNSUPPORTED;
+    }
+    kvq_gpu_kernels_text(kernels);
+    c->reply.open_pool->kernels = kernels;
+    return 0;
+}
+
 static int run_open_pool(struct kvq__connection *c, char *text)
 {
     struct kvq__pool_span span;
     int error = kvq__pool_span(c->server->core, c->request->open_pool->place, &span, text);
     if (error)
         return error;
-    if (span.gpu) {
-        snprintf(text, KVQ_TEXT_BYTES, "this daemon does not export the pools of GPUs");
-        return KVQ_E_UNSUPPORTED;
-    }
+    if (span.gpu && (error = describe_kernels(c, span.gpu, text)))
+        return error;
     c->reply.open_pool->span = span.span;
     c->reply.open_pool->extent_bytes = span.extent_bytes;
     return 0;
@@ -259,8 +341,10 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
 static int run_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
-    struct kvq__table_memory memory = {
-        .host = c->table->host.shm.map, .layers = open->layers, .pages = pages_of(open)};
+    struct kvq__table_memory memory = {.host = c->table->host.shm.map,
+                                       .gpu = c->table->gpu ? c->table->at : 0,
+                                       .layers = open->layers,
+                                       .pages = pages_of(open)};
     int error = describe_table(c, open->handle, text);
     error = error ? error : kvq__table_open(c->client, open->handle, open->pool_at, &memory, text);
     if (error == 0)
@@ -354,7 +438,7 @@ void kvq__attach_table_gone(struct kvq__attach *attach, uint64_t client,
             break;
     if (c)
         LIST_FOREACH (table, &c->tables, link)
-            if (table->host.shm.map == memory->host)
+            if (memory->host ? table->host.shm.map == memory->host : table->at == memory->gpu)
                 break;
     assert(table);
     LIST_REMOVE(table, link);

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
+#include <unistd.h>
 
 #include "daemon/order.h"
 #include "kernels/cuda/share.h"
@@ -39,7 +40,7 @@ struct kvq__gpu {
     int device;
     struct kvq_gpu_context *context;
     struct kvq_gpu kernels;
-    bool kernels_open, memory_ops, shared_events, mapping;
+    bool kernels_open, memory_ops, shared_events, mapping, exports;
     struct kvq_gpu_stream *stream;
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
@@ -120,6 +121,11 @@ bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu)
 bool kvq__gpu_has_events(const struct kvq__gpu *gpu)
 {
     return gpu->shared_events;
+}
+
+bool kvq__gpu_exports(const struct kvq__gpu *gpu)
+{
+    return gpu->exports;
 }
 
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
@@ -230,6 +236,13 @@ static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
         free_later(gpu, piece->at);
 }
 
+// Here and not when a client asks, for the driver may take its time.
+static int export_piece(struct kvq__gpu *gpu, const struct kvq_gpu_piece *piece, int *fd)
+{
+    char text[KVQ_GPU_TEXT];
+    return kvq_gpu_piece_export(gpu->driver, piece, fd, text, sizeof text);
+}
+
 static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
@@ -247,6 +260,10 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
                                    .bytes = piece.bytes,
                                    .fd = -1,
                                    .handle = piece.memory};
+    if (gpu->exports && export_piece(gpu, &piece, &memory->fd)) {
+        release_piece(gpu, &piece);
+        return KVQ_E_SYSTEM;
+    }
     return 0;
 }
 
@@ -264,6 +281,8 @@ static void release(void *context, struct kvq__memory *memory)
     struct kvq__gpu *gpu = context;
     struct kvq_gpu_piece piece = {KVQ_GPU_PIECE_MADE, (uintptr_t)memory->base, memory->bytes,
                                   memory->handle};
+    if (memory->fd >= 0)
+        close(memory->fd);
     kvq__gpu_enter(gpu);
     release_piece(gpu, &piece);
 }
@@ -456,10 +475,13 @@ static bool is_named(const char *list, const char *uuid)
 static int ask(struct kvq__gpu *gpu)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
-    int mapping = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
+    int mapping = 0, fds = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
     result = result ? result : d->device_name(gpu->name, sizeof gpu->name, gpu->device);
     result = result ? result : d->device_attribute(&mapping, KVQ_GPU_HAS_MAPPING, gpu->device);
+    if (result == KVQ_GPU_OK && mapping)
+        result = d->device_attribute(&fds, KVQ_GPU_HAS_HANDLE_FD, gpu->device);
     gpu->mapping = mapping != 0;
+    gpu->exports = fds != 0;
     write_uuid(&gpu->uuid, gpu->uuid_text);
     return result;
 }

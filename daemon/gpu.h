@@ -45,6 +45,7 @@ const uint8_t *kvq__gpu_uuid(const struct kvq__gpu *gpu);
 const char *kvq__gpu_uuid_text(const struct kvq__gpu *gpu); // "GPU-..."
 const char *kvq__gpu_name(const struct kvq__gpu *gpu);
 bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu); // stream_wait64 and stream_write64 work
+bool kvq__gpu_exports(const struct kvq__gpu *gpu);        // memory for caches has descriptors
 bool kvq__gpu_has_events(const struct kvq__gpu *gpu);     // that other processes can open
 
 // Makes its context the calling thread's current one; 0 or a result of the driver. Any thread, and

@@ -19,6 +19,7 @@
 
 #include <cmocka.h>
 
+#include "kernels/cuda/bundle.h"
 #include "kernels/cuda/share.h"
 #include "proto/shm.h"
 #include "proto/status.h"
@@ -652,6 +653,90 @@ static void test_slow_driver(void **state)
     end();
 }
 
+// ---- In-context mode ----
+
+static int open_pool(struct peer *p, const char *place)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenPool open = KVQ__OPEN_POOL__INIT;
+    open.place = (char *)(uintptr_t)place;
+    open.tables_min = KVQ_TABLE_VERSION_MIN;
+    open.tables_max = KVQ_TABLE_VERSION_MAX;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
+    request.open_pool = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t layers)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
+    open.handle = handle;
+    open.pool_at = 1ull << 40;
+    open.tokens = 100000;
+    open.layers = layers;
+    open.gpu = bytes_of(&uuid, on_gpu ? sizeof uuid : 0);
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
+    request.open_table = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static int close_table(struct peer *p, uint64_t handle)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__CloseTable close = {PROTOBUF_C_MESSAGE_INIT(&kvq__close_table__descriptor), handle};
+    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
+    request.close_table = &close;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+// A page table lies in the GPU's memory, where its client maps it; what is refused leaves nothing.
+static void test_tables(void **state)
+{
+    (void)state;
+    struct peer *first = peer_attached(); // with a session the daemon takes what it keeps for all
+    assert_int_equal(peer_open_session(first, "first"), 0);
+    peer_free(first);
+    begin();
+    char text[KVQ_TEXT_BYTES], ours[KVQ_GPU_KERNELS_TEXT];
+    struct kvq_gpu_piece piece;
+    struct kvq_table_page head;
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_session(p, "one"), 0);
+    const uint64_t handle = p->reply->session->handle;
+    char place[64];
+    snprintf(place, sizeof place, "%s", p->reply->session->place);
+    assert_memory_equal(place, "GPU-", 4);
+    assert_int_equal(open_pool(p, "GPU-none"), KVQ_E_INVALID);
+    assert_int_equal(open_pool(p, place), 0);
+    kvq_gpu_kernels_text(ours);
+    assert_string_equal(p->reply->open_pool->kernels, ours);
+    assert_int_equal(p->reply->open_pool->kernels_bytes, 0); // its driver has them inside
+    assert_int_equal(p->n_fds, 0);
+    assert_true(p->reply->open_pool->span >= p->reply->open_pool->extent_bytes);
+    assert_int_equal(open_table(p, handle, false, 1), KVQ_E_INVALID);
+    says(p, place);
+    assert_int_equal(open_table(p, handle, true, 2), KVQ_E_SHAPE);
+    assert_int_equal(open_table(p, handle + 1, true, 1), KVQ_E_STALE);
+    assert_int_equal(open_table(p, handle, true, 1), 0);
+    assert_int_equal(p->n_fds, 1);
+    const uint64_t bytes = p->reply->open_table->allocation_bytes;
+    assert_true(bytes >= p->reply->open_table->bytes && bytes % SOFT_BLOCK == 0);
+    OK(kvq_gpu_piece_map(&drv, 0, p->fds[0], bytes, true, &piece, text, sizeof text));
+    OK(drv.copy_out(&head, piece.at, sizeof head, NULL));
+    OK(drv.stream_sync(NULL));
+    assert_int_equal(head.magic, KVQ_SHM_MAGIC_TABLE);
+    assert_int_equal(head.pages, (100000 + 127) / 128);
+    assert_int_equal(head.tokens, 0);
+    kvq_gpu_piece_release(&drv, &piece);
+    assert_int_equal(open_table(p, handle, true, 1), KVQ_E_EXISTS);
+    assert_int_equal(close_table(p, handle), 0);
+    assert_int_equal(close_table(p, handle), KVQ_E_STALE);
+    assert_int_equal(open_table(p, handle, true, 1), 0); // goes with its client
+    peer_free(p);
+    end();
+}
+
 int main(int argc, char **argv)
 {
 #define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, attach_start, attach_stop)
@@ -670,6 +755,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_host_memory),
         WITH_DAEMON(test_failing_driver),
         WITH_DAEMON(test_slow_driver),
+        WITH_DAEMON(test_tables),
     };
     soft_serve_if_peer(argc, argv);
     soft_open();
