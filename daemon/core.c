@@ -218,6 +218,17 @@ static void drop_expired(struct kvq__namespace *ns)
     }
 }
 
+// Names a session that others wait for because of it, if there is one.
+static void tell_stalled(struct kvq__core *core, const struct kvq__lane *lane)
+{
+    const struct kvq__session *s = kvq__lane_withholds(lane);
+    kvq__event(core, KVQ__EVENT_CLIENT_STALLED, s ? s->ns->name : "", s ? s->name : "",
+               lane->client->id,
+               s ? "its stream does not signal, so its work on the GPU waits, and so do all others "
+                   "who read the session that it packs; end the client"
+                 : "its stream does not signal, so its work on the GPU waits; nobody else's does");
+}
+
 // A fault is told once; a client whose stream a lane waits for, once each time that it stalls.
 static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
 {
@@ -234,10 +245,7 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
         kvq__gpu_sweep(gpu);
     LIST_FOREACH (lane, &core->lanes, link)
         if (lane->gpu == gpu && lane->client && kvq__lane_stalls(lane))
-            kvq__event(core, KVQ__EVENT_CLIENT_STALLED, "", "", lane->client->id,
-                       "its stream does not signal, so its work on the GPU waits; end the client "
-                       "if others "
-                       "need its sessions");
+            tell_stalled(core, lane);
 }
 
 void kvq__core_tick(struct kvq__core *core)

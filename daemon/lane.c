@@ -462,6 +462,34 @@ bool kvq__lane_stalls(struct kvq__lane *lane)
     return true;
 }
 
+static bool is_shared(const struct kvq__session *s, const struct kvq__client *client)
+{
+    const struct kvq__handle *h;
+    LIST_FOREACH (h, &s->handles, link)
+        if (h->client != client)
+            return true;
+    return false;
+}
+
+static bool packs(const struct kvq__lane *lane, const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].pack_lane == lane && !kvq__lane_ended(lane, s->layers[i].pack_number))
+            return true;
+    return false;
+}
+
+const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (is_shared(s, lane->client) && packs(lane, s))
+                return s;
+    return NULL;
+}
+
 // ---- Waking ----
 
 // A thread of the driver's. The word is written last: the lane may be gone right behind it.

@@ -108,6 +108,7 @@ static void on_event(void *context, const struct kvq__event *event)
     struct kit *kit = context;
     MUST(event->ns && event->session && event->text);
     kit->events[event->kind]++;
+    snprintf(kit->event_session, sizeof kit->event_session, "%s", event->session);
 }
 
 static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)

@@ -16,6 +16,7 @@ struct kit {
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
     uint64_t extents_out, allocated_out;
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENT_DRAINING + 1];
+    char event_session[KVQ_NAME_BYTES]; // of the last one
 };
 
 // A client of the kit with a queue and a buffer.

@@ -480,6 +480,35 @@ static void test_fork_waits_for_packing(void **state)
     assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
 }
 
+// Others who read the session do wait, and the log names who keeps them waiting, and with what.
+static void test_stalled_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_null(kvq__lane_withholds(one.m.client->lanes[0])); // nobody else has it
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    r.q = kit_view(&two.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&two.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_request(&two.m, &r, &e), 1); // waits
+    kvq__core_clock(kit.core, kit.now += 3000000000);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.events[KVQ__EVENT_CLIENT_STALLED], 1);
+    assert_string_equal(kit.event_session, "packed");
+    stall(stream, false);
+    settle_lane(&one);
+    assert_null(kvq__lane_withholds(one.m.client->lanes[0]));
+    assert_int_equal(kvq__request_continue(two.m.queue), KVQ__GPU);
+    kit_settle(&two.m);
+    assert_int_equal(kvq__request_continue(two.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(two.m.queue)[0].status, 0);
+    assert_int_equal(kvq__session_close(two.m.client, info.handle, text), 0);
+}
+
 // Nobody waits for packing, so its client can go: the lane stays until it has ended, and what it
 // reads and writes stays as well.
 static void test_gone_while_packing(void **state)
@@ -717,6 +746,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
         cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
         cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_while_packing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_gone_while_packing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_packs_unasked, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
