@@ -91,6 +91,15 @@ class KvqRun(unittest.TestCase):
         done = self.kvq_run("generate", "--prompt", "The ", "--tokens", 5, "--in-context")
         self.assertNotIn(b"through the daemon", done.stderr)
 
+    def test_bench_of_steps(self):
+        """kvq-bench step compares the outputs of both ways itself."""
+        done = subprocess.run([kvqtest.program("kvq-bench"), "step", "--format", "kvq2", "--tokens",
+                               "300", "--reps", "2", "--path", "fast", "--json"],
+                              capture_output=True, check=True)
+        row, = json.loads(done.stdout)
+        self.assertEqual((row["tokens"], row["path"]), (300, "fast"))
+        self.assertGreater(row["context_us"], row["end_us"])
+
     def test_in_context_through_the_daemon(self):
         os.environ["KVQ_LOCAL"] = "daemon"
         try:

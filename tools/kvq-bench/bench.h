@@ -41,6 +41,8 @@ struct bench_options {
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program
 };
 
+const char *bench_format_name(const struct bench_options *o, uint32_t i);
+
 // Reads the command line. 0: go on; 1: help or version was printed, end well; -1: complained.
 int bench_options_read(struct bench_options *o, int argc, char **argv);
 
@@ -90,6 +92,7 @@ int bench_attend(const struct bench_options *o);
 int bench_pack(const struct bench_options *o);
 int bench_shared(const struct bench_options *o);
 int bench_ring(const struct bench_options *o);
+int bench_step(const struct bench_options *o);
 int hop_main(int argc, char **argv); // has options of its own (hop.h)
 
 #endif

@@ -22,5 +22,7 @@ int main(int argc, char **argv)
         return bench_pack(&o);
     if (strcmp(o.command, "shared") == 0)
         return bench_shared(&o);
+    if (strcmp(o.command, "step") == 0)
+        return bench_step(&o);
     return bench_ring(&o);
 }

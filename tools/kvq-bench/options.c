@@ -11,7 +11,7 @@
 #include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|shared|pack|ring|hop|quality [OPTION]...\n"
+    "Usage: kvq-bench attend|shared|pack|ring|step|hop|quality [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
@@ -20,6 +20,9 @@ static const char help[] =
     "  pack    storing and packing 128 tokens of one layer; needs no daemon\n"
     "  ring    the round trip of a request that does nothing, checked like any other, to a\n"
     "          kvqd that is started for it and ended after\n"
+    "  step    attention of a decode step of 32 layers, through a kvqd that is started for it, "
+    "and\n"
+    "          in this program's own context over the same kvqd's memory; one thread each\n"
     "  hop     what attention on a GPU costs through the daemon; has options of its own, see\n"
     "          kvq-bench hop --help\n"
     "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
@@ -37,7 +40,7 @@ static const char help[] =
     "  --sessions S,..   ring: sessions in a request (default 1,64); shared: in a batch (16)\n"
     "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
     "                    and libggml-cpu.so, or a folder that holds them; default none)\n"
-    "  --kvqd PATH       ring: the daemon to start (default the one beside this program)\n"
+    "  --kvqd PATH       ring, step: the daemon to start (default the one beside this program)\n"
     "  --json            an array of objects instead of the table\n"
     "  --help            this text\n"
     "  --version         the version\n"
@@ -253,18 +256,18 @@ static int check_shape(const struct bench_options *o)
 
 static int read_command(struct bench_options *o, int argc, char **argv)
 {
-    static const char *const commands[] = {"attend", "shared", "pack", "ring"};
+    static const char *const commands[] = {"attend", "shared", "pack", "ring", "step"};
     if (optind + 1 != argc) {
-        fprintf(
-            stderr,
-            "kvq-bench: give one command, attend, shared, pack or ring; see kvq-bench --help\n");
+        fprintf(stderr, "kvq-bench: give one command, attend, shared, pack, ring or step; see "
+                        "kvq-bench --help\n");
         return -1;
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
         if (strcmp(argv[optind], commands[i]) == 0)
             o->command = commands[i];
     if (!o->command) {
-        fprintf(stderr, "kvq-bench: \"%s\" is no command; give attend, shared, pack or ring\n",
+        fprintf(stderr,
+                "kvq-bench: \"%s\" is no command; give attend, shared, pack, ring or step\n",
                 argv[optind]);
         return -1;
     }
@@ -281,6 +284,11 @@ static int fill_in(struct bench_options *o)
     if (!error && o->sessions.n == 0)
         error = read_list("sessions", shared ? "16" : "1,64", 1, 1024, &o->sessions);
     return error;
+}
+
+const char *bench_format_name(const struct bench_options *o, uint32_t i)
+{
+    return o->format[i]->name;
 }
 
 int bench_options_read(struct bench_options *o, int argc, char **argv)
