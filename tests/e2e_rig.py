@@ -35,7 +35,7 @@ ROUNDING = 1 if BACKEND == "cpu" else 20  # GPUs multiply in fp16, the CPU's exa
 MIB = 1 << 20
 
 
-# For tests that an emulated GPU takes a minute or more for.
+# For tests that take long there, most of them because its GPU is emulated.
 long_emulated = unittest.skipIf(BACKEND == "emu" and os.environ.get("KVQ_FULL") != "1",
                                 "takes long on the software GPU; KVQ_FULL=1 runs it")
 
