@@ -70,7 +70,7 @@ enum {
 
     // Stores.
     KVQ_MAX_STORE_META = 1 << 20,     // opaque bytes of a session
-    KVQ_MAX_STORE_BLOCK_LOG2 = 32,    // bytes of a block
+    KVQ_MAX_STORE_BLOCK_LOG2 = 30,    // bytes of a block
     KVQ_MAX_STORE_SESSIONS = 1 << 10, // in one save
     KVQ_MAX_STORE_FOLDER = 1 << 10,   // bytes of a folder's path
 };

@@ -3,6 +3,7 @@
 // Reading manifests, which are foreign bytes in a file that was exported elsewhere.
 #include "storage/manifest.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "proto/status.h"
@@ -84,4 +85,24 @@ int kvq_manifest_read(const void *data, uint64_t n, struct kvq_manifest *m,
             return kvq__complain(c, KVQ_E_INVALID, "entry %u is not behind the one before it", i);
     }
     return KVQ_OK;
+}
+
+static uint8_t *add(uint8_t *to, const void *from, size_t n)
+{
+    if (n)
+        memcpy(to, from, n);
+    return to + n;
+}
+
+void *kvq_manifest_make(const struct kvq_manifest *m)
+{
+    const struct kvq_manifest_head *h = m->head;
+    uint8_t *bytes = malloc(kvq_manifest_bytes(h)), *at = bytes;
+    if (!bytes)
+        return NULL;
+    at = add(at, h, sizeof *h);
+    at = add(at, m->entries, h->entries * sizeof *m->entries);
+    at = add(at, m->prefixes, (size_t)h->prefixes * KVQ_PREFIX_BYTES);
+    (void)add(at, m->opaque, h->opaque_bytes);
+    return bytes;
 }

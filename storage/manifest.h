@@ -68,6 +68,9 @@ uint64_t kvq_manifest_bytes(const struct kvq_manifest_head *head);
 int kvq_manifest_read(const void *data, uint64_t n, struct kvq_manifest *m,
                       const struct kvq__complaint *c);
 
+// The bytes of a manifest made of parts, to be freed. NULL: no memory.
+void *kvq_manifest_make(const struct kvq_manifest *m);
+
 // -1, 0, 1: layer, then page, then kind.
 int kvq_manifest_order(const struct kvq_manifest_entry *a, const struct kvq_manifest_entry *b);
 

@@ -26,12 +26,12 @@
 // The salt keeps bytes that a client chose (a block's payload may be any bytes) from being taken
 // for records when a damaged file is searched for the next good one.
 //
-// Kinds            id                          payload
-//   BLOCK     2    block                       opaque
-//   MANIFEST  3    block (it is one, too)      a session as it was saved, see manifest.h
-//   DROP      4    block (it is one, too)      8 bytes: the session that was deleted
-//   COMMIT    5    transaction                 struct kvq_commit below
-//   PAD       6    0                           zeros; fills up to a multiple of 4096 bytes
+// Kinds            id       payload
+//   BLOCK     2    its own  opaque
+//   MANIFEST  3    its own  a session as it was saved, see manifest.h
+//   DROP      4    its own  8 bytes: the session that was deleted
+//   COMMIT    5    its own  struct kvq_commit below
+//   PAD       6    0        zeros; fills up to a multiple of 4096 bytes
 //
 // A transaction's records count only if its COMMIT record is there, in this segment or a later one.
 // It names the transaction before it, so that a catalog which has lost transactions is noticed.
@@ -39,6 +39,10 @@
 // so and is never written again; everything behind it belongs to no session and is cut off.
 // After a COMMIT the file is padded to a multiple of 4096 bytes: the next transaction writes
 // whole pages and never a page again that holds committed bytes.
+//
+// Compaction copies records that are alive to the end, under the same id and a new transaction. It
+// copies DROP records, and COMMIT records of transactions that reach over several segments, for as
+// long as there is a segment before theirs.
 #ifndef KVQ_STORAGE_SEGMENT_H
 #define KVQ_STORAGE_SEGMENT_H
 
@@ -99,12 +103,13 @@ static_assert(sizeof(struct kvq_file_head) == 4032, "data starts at byte 4096");
 static_assert(offsetof(struct kvq_file_head, number) == 16, "number");
 static_assert(offsetof(struct kvq_file_head, salt) == 24, "salt");
 
-// `before` is the transaction that the catalog had last when this one was made, 0 for none.
+// The transaction that is committed (a copy's header names the one that copied it), the one that
+// the catalog had last when it was made (0: none), and how many sessions and blocks it has.
 struct kvq_commit {
-    uint64_t before, sessions, blocks;
+    uint64_t transaction, before, sessions, blocks;
 };
 
-static_assert(sizeof(struct kvq_commit) == 24, "payload of COMMIT");
+static_assert(sizeof(struct kvq_commit) == 32, "payload of COMMIT");
 
 // Bytes that a record with such a payload takes in a file.
 static inline uint64_t kvq_record_bytes(uint64_t payload)

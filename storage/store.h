@@ -180,7 +180,8 @@ int kvq_store_prefixes(struct kvq_store *store, const struct kvq_store_session *
 
 // Reads block->bytes bytes into out and checks them. Fastest in the order of segment and offset.
 // Blocks that compaction has moved meanwhile are found. KVQ_E_DAMAGED: the block is marked from
-// now on, and out holds nothing of use. KVQ_E_NO_SESSION: it was deleted meanwhile.
+// now on, and out holds nothing of use. KVQ_E_NO_SESSION: it was deleted meanwhile,
+// and its segment is gone; until then its bytes are given as they were.
 int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
                    size_t n);
 
@@ -205,9 +206,9 @@ struct kvq_store_freed {
 
 // Removes segments in which nothing is alive. Needs no space.
 int kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *text, size_t n);
-// Copies what is alive out of segments of which at least `dead_percent` is dead, the worst first,
-// at most about `budget` bytes in one call (a record at least), and removes those that are empty
-// then. A crash at any moment loses nothing.
+// Copies what is alive out of segments of which at least `dead_percent` is dead, and more than an
+// eighth of a full segment's size, the worst first, at most about `budget` bytes in one call (a
+// record at least), and removes those that are empty then. A crash at any moment loses nothing.
 int kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
                       struct kvq_store_freed *freed, char *text, size_t n);
 
@@ -237,8 +238,8 @@ struct kvq_store_verified {
     char text[KVQ_TEXT_BYTES];
 };
 // Reads every segment, each record's header and payload, and marks blocks that are damaged. May
-// run beside readers and a writer; sees what was committed when it came to a segment. progress() (may be
-// NULL) is told bytes done and all; something else than 0 from it ends the call with
+// run beside readers and a writer; sees what was committed when it came to a segment. progress()
+// (may be NULL) is told bytes done and all; something else than 0 from it ends the call with
 // KVQ_E_CANCELLED. Returns 0 also where it finds damage: look at *verified.
 int kvq_store_verify(struct kvq_store *store,
                      int (*progress)(void *context, uint64_t done, uint64_t all), void *context,

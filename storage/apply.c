@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A session's rows in the catalog: only what differs from its last save is changed, so that saving
+// a few new blocks of a long session costs a few rows.
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/save.h"
+
+static int reference(struct kvq_store *s, uint64_t block, int64_t change)
+{
+    return kvq__run(&s->catalog, KVQ_Q_BLOCK_REF, "ii", change, (int64_t)block);
+}
+
+// ---- Entries ----
+
+// The session's entries as they stand in the catalog, *entries to be freed.
+static int old_entries(struct kvq_store *s, uint64_t session, struct kvq_manifest_entry **entries,
+                       size_t *count)
+{
+    struct kvq__catalog *k = &s->catalog;
+    size_t room = 0;
+    *entries = NULL;
+    *count = 0;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_ENTRY_ALL, "i", (int64_t)session);
+    int rc = kvq__next(k, rows);
+    while (rc == 1) {
+        if (!kvq__grow((void **)entries, &room, *count, sizeof **entries)) {
+            (void)sqlite3_reset(rows);
+            return KVQ_E_NO_MEMORY;
+        }
+        (*entries)[(*count)++] = (struct kvq_manifest_entry){
+            .layer = (uint32_t)sqlite3_column_int64(rows, 0),
+            .page = (uint32_t)sqlite3_column_int64(rows, 1),
+            .kind = (uint32_t)sqlite3_column_int64(rows, 2),
+            .block = (uint64_t)sqlite3_column_int64(rows, 3),
+            .from = (uint64_t)sqlite3_column_int64(rows, 4),
+        };
+        rc = kvq__next(k, rows);
+    }
+    return rc;
+}
+
+static int drop_entry(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry *e)
+{
+    int rc = reference(s, e->block, -1);
+    return rc ? rc
+              : kvq__run(&s->catalog, KVQ_Q_ENTRY_DROP, "iiii", (int64_t)session, (int64_t)e->layer,
+                         (int64_t)e->page, (int64_t)e->kind);
+}
+
+static int put_entry(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry *e)
+{
+    int rc = reference(s, e->block, 1);
+    return rc ? rc
+              : kvq__run(&s->catalog, KVQ_Q_ENTRY_PUT, "iiiiii", (int64_t)session,
+                         (int64_t)e->layer, (int64_t)e->page, (int64_t)e->kind, (int64_t)e->block,
+                         (int64_t)e->from);
+}
+
+// One step of merging two ascending lists; both were ascending when they came.
+static int merge_one(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry **was,
+                     const struct kvq_manifest_entry **is, int order)
+{
+    if (order < 0)
+        return drop_entry(s, session, (*was)++);
+    if (order > 0)
+        return put_entry(s, session, (*is)++);
+    const struct kvq_manifest_entry *a = (*was)++, *b = (*is)++;
+    if (a->block == b->block && a->from == b->from)
+        return KVQ_OK;
+    int rc = drop_entry(s, session, a);
+    return rc ? rc : put_entry(s, session, b);
+}
+
+static int merge_entries(struct kvq_store *s, const struct kvq__save_session *session)
+{
+    struct kvq_manifest_entry *old = NULL;
+    size_t n_old = 0;
+    int rc = session->known ? old_entries(s, session->head.session, &old, &n_old) : KVQ_OK;
+    const struct kvq_manifest_entry *was = old, *is = session->entries;
+    const struct kvq_manifest_entry *end_was = was + n_old, *end_is = is + session->head.entries;
+    while (rc == KVQ_OK && (was != end_was || is != end_is)) {
+        int order = was == end_was ? 1 : is == end_is ? -1 : kvq_manifest_order(was, is);
+        rc = merge_one(s, session->head.session, &was, &is, order);
+    }
+    free(old);
+    return rc;
+}
+
+// ---- Prefixes ----
+
+// How many of the hashes in the catalog are the first ones of the new list.
+static int same_prefixes(struct kvq_store *s, const struct kvq__save_session *session,
+                         uint32_t *same)
+{
+    struct kvq__catalog *k = &s->catalog;
+    *same = 0;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_PREFIX_ALL, "i", (int64_t)session->head.session);
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && *same < session->head.prefixes &&
+           sqlite3_column_bytes(rows, 0) == KVQ_PREFIX_BYTES &&
+           memcmp(sqlite3_column_blob(rows, 0), session->prefixes[*same], KVQ_PREFIX_BYTES) == 0) {
+        ++*same;
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+static int merge_prefixes(struct kvq_store *s, const struct kvq__save_session *session)
+{
+    uint32_t same = 0;
+    int64_t id = (int64_t)session->head.session;
+    int rc = session->known ? same_prefixes(s, session, &same) : KVQ_OK;
+    if (rc == KVQ_OK && session->known)
+        rc = kvq__run(&s->catalog, KVQ_Q_PREFIX_CUT, "ii", id, (int64_t)same);
+    for (uint32_t i = same; i < session->head.prefixes && rc == KVQ_OK; i++)
+        rc = kvq__run(&s->catalog, KVQ_Q_PREFIX_PUT, "tbii", session->head.space,
+                      (const void *)session->prefixes[i], (size_t)KVQ_PREFIX_BYTES, id, (int64_t)i);
+    return rc;
+}
+
+// ---- Sessions ----
+
+static int put_session(struct kvq_store *s, const struct kvq__save_session *session)
+{
+    const struct kvq_manifest_head *h = &session->head;
+    return kvq__run(&s->catalog, KVQ_Q_SESSION_PUT, "iittiittiiiiiibi", (int64_t)h->session,
+                    (int64_t)s->next_transaction, h->space, h->name, (int64_t)h->shard,
+                    (int64_t)h->shards, h->model, h->formats, (int64_t)h->tokens,
+                    (int64_t)h->entries, (int64_t)session->bytes, h->saved_at, h->saved_at,
+                    (int64_t)h->opaque_version, (const void *)session->opaque,
+                    (size_t)h->opaque_bytes, (int64_t)session->manifest);
+}
+
+int kvq__apply_session(struct kvq_store *s, struct kvq__save_session *session)
+{
+    int rc = merge_entries(s, session);
+    if (rc == KVQ_OK)
+        rc = merge_prefixes(s, session);
+    if (rc == KVQ_OK && session->known)
+        rc = reference(s, session->old_manifest, -1);
+    if (rc == KVQ_OK)
+        rc = reference(s, session->manifest, 1);
+    return rc ? rc : put_session(s, session);
+}
+
+int kvq__apply_drop(struct kvq_store *s, uint64_t session, uint64_t manifest)
+{
+    struct kvq__catalog *k = &s->catalog;
+    struct kvq_manifest_entry *old;
+    size_t n_old;
+    int rc = old_entries(s, session, &old, &n_old);
+    for (size_t i = 0; i < n_old && rc == KVQ_OK; i++)
+        rc = reference(s, old[i].block, -1);
+    free(old);
+    if (rc == KVQ_OK)
+        rc = kvq__run(k, KVQ_Q_ENTRY_CLEAR, "i", (int64_t)session);
+    if (rc == KVQ_OK)
+        rc = kvq__run(k, KVQ_Q_PREFIX_CUT, "ii", (int64_t)session, (int64_t)0);
+    if (rc == KVQ_OK)
+        rc = reference(s, manifest, -1);
+    return rc ? rc : kvq__run(k, KVQ_Q_SESSION_DROP, "i", (int64_t)session);
+}

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The catalog: an SQLite database in WAL mode that says what in the segments counts. Here are its
+// schema and queries; what they are for is in the files that use them.
+//
+// One connection, used under the store's catalog lock. Functions return 0 or a negative KVQ_E code
+// and leave a sentence in k->error.
+#ifndef KVQ_STORAGE_CATALOG_H
+#define KVQ_STORAGE_CATALOG_H
+
+#include "proto/limits.h"
+#include "storage/complain.h"
+#include "storage/segment.h"
+#include "storage/vfs.h"
+
+enum { KVQ_CATALOG_VERSION = 1 };
+
+// Tables. A block with segment 0 is lost. refs: how many entries of sessions name it, plus one for
+// the manifest of a session and for a DROP record. live: bytes of a segment's records that stand in
+// `blocks`. prefixes.page counts from 0.
+#define KVQ_CATALOG_SCHEMA                                                                         \
+    "CREATE TABLE store(one INTEGER PRIMARY KEY CHECK(one=1), id BLOB, last_transaction INT,"      \
+    " next_block INT, next_session INT, next_segment INT);"                                        \
+    "CREATE TABLE segments(number INTEGER PRIMARY KEY, salt INT, bytes INT, live INT,"             \
+    " sealed INT);"                                                                                \
+    "CREATE TABLE blocks(id INTEGER PRIMARY KEY, segment INT, offset INT, length INT, kind INT,"   \
+    " refs INT, bad INT, checksum BLOB);"                                                          \
+    "CREATE INDEX blocks_place ON blocks(segment, offset);"                                        \
+    "CREATE INDEX blocks_free ON blocks(refs) WHERE refs=0;"                                       \
+    "CREATE INDEX blocks_bad ON blocks(bad) WHERE bad=1;"                                          \
+    "CREATE TABLE sessions(id INTEGER PRIMARY KEY, save INT, space TEXT, name TEXT, shard INT,"    \
+    " shards INT, model TEXT, formats TEXT, tokens INT, blocks INT, bytes INT, saved_at INT,"      \
+    " used_at INT, version INT, meta BLOB, manifest INT, UNIQUE(space, name, shard));"             \
+    "CREATE TABLE entries(session INT, layer INT, page INT, kind INT, block INT, first INT,"       \
+    " PRIMARY KEY(session, layer, page, kind)) WITHOUT ROWID;"                                     \
+    "CREATE TABLE prefixes(space TEXT, hash BLOB, session INT, page INT,"                          \
+    " PRIMARY KEY(space, hash, session)) WITHOUT ROWID;"                                           \
+    "CREATE INDEX prefixes_session ON prefixes(session, page);"
+
+// X(name, SQL)
+#define KVQ_QUERIES(X)                                                                             \
+    X(BEGIN, "BEGIN IMMEDIATE")                                                                    \
+    X(COMMIT, "COMMIT")                                                                            \
+    X(ROLLBACK, "ROLLBACK")                                                                        \
+    X(STORE_GET, "SELECT id,last_transaction,next_block,next_session,next_segment FROM store")     \
+    X(STORE_PUT, "REPLACE INTO store VALUES(1,?,?,?,?,?)")                                         \
+    X(SEGMENT_ALL, "SELECT number,salt,bytes,sealed FROM segments ORDER BY number")                \
+    X(SEGMENT_PUT, "INSERT INTO segments VALUES(?,?,?,0,?) ON CONFLICT(number) DO UPDATE SET "     \
+                   "bytes=excluded.bytes, sealed=excluded.sealed")                                 \
+    X(SEGMENT_LIVE, "UPDATE segments SET live=live+? WHERE number=?")                              \
+    X(SEGMENT_DROP, "DELETE FROM segments WHERE number=?")                                         \
+    X(SEGMENT_EMPTY, "SELECT number FROM segments WHERE live=0 AND number<>? ORDER BY number")     \
+    X(SEGMENT_WORST,                                                                               \
+      "SELECT number FROM segments WHERE number<>? AND live>0 AND (bytes-live)*100>=bytes*? AND "  \
+      "bytes-live>=? ORDER BY live*1.0/bytes, number LIMIT 1")                                     \
+    X(SEGMENT_DEAD, "SELECT number FROM segments WHERE number=? AND (bytes-live)*100>=bytes*? "    \
+                    "AND bytes-live>=?")                                                           \
+    X(SEGMENT_SUMS, "SELECT count(*), total(bytes), total(live) FROM segments")                    \
+    X(BLOCK_PUT, "INSERT INTO blocks VALUES(?,?,?,?,?,?,?,?)")                                     \
+    X(BLOCK_GET, "SELECT segment,offset,length,kind,bad,checksum FROM blocks WHERE id=?")          \
+    X(BLOCK_REF, "UPDATE blocks SET refs=refs+? WHERE id=?")                                       \
+    X(BLOCK_FREE, "SELECT segment,length FROM blocks WHERE refs=0")                                \
+    X(BLOCK_SWEEP, "DELETE FROM blocks WHERE refs=0")                                              \
+    X(BLOCK_MOVE, "UPDATE blocks SET segment=?,offset=?,bad=? WHERE id=?")                         \
+    X(BLOCK_BAD, "UPDATE blocks SET bad=1 WHERE id=? AND segment=? AND offset=? AND bad=0")        \
+    X(BLOCK_CUT, "UPDATE blocks SET bad=1 WHERE segment=? AND offset+length+64>? AND bad=0")       \
+    X(BLOCK_AT, "SELECT min(offset) FROM blocks WHERE segment=? AND offset>=?")                    \
+    X(BLOCK_IN, "SELECT id,offset,length,kind,bad,checksum FROM blocks WHERE segment=? AND "       \
+                "offset>=? ORDER BY offset LIMIT ?")                                               \
+    X(BLOCK_COUNT, "SELECT (SELECT count(*) FROM blocks WHERE kind=2), (SELECT count(*) FROM "     \
+                   "blocks WHERE bad=1)")                                                          \
+    X(SESSION_PUT, "REPLACE INTO sessions VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)")                \
+    X(SESSION_FIND, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"    \
+                    "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE space=? "  \
+                    "AND name=? AND shard=?")                                                      \
+    X(SESSION_SHARDS, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"  \
+                      "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE "        \
+                      "space=? AND name=? ORDER BY shard")                                         \
+    X(SESSION_LIST, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"    \
+                    "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id>? "     \
+                    "AND (space=?2 OR ?2 IS NULL) ORDER BY id LIMIT ?3")                           \
+    X(SESSION_META, "SELECT meta FROM sessions WHERE id=?")                                        \
+    X(SESSION_SAVE, "SELECT save,tokens FROM sessions WHERE id=?")                                 \
+    X(SESSION_DROP, "DELETE FROM sessions WHERE id=?")                                             \
+    X(SESSION_TOUCH, "UPDATE sessions SET used_at=? WHERE id=?")                                   \
+    X(SESSION_LARGEST, "SELECT sum(blocks) FROM sessions GROUP BY space,name ORDER BY 1 DESC "     \
+                       "LIMIT 1")                                                                  \
+    X(SESSION_COUNT, "SELECT count(*) FROM sessions")                                              \
+    X(SESSION_CUT, "SELECT count(DISTINCT session) FROM entries WHERE block IN (SELECT id FROM "   \
+                   "blocks WHERE bad=1)")                                                          \
+    X(ENTRY_PUT, "REPLACE INTO entries VALUES(?,?,?,?,?,?)")                                       \
+    X(ENTRY_DROP, "DELETE FROM entries WHERE session=? AND layer=? AND page=? AND kind=?")         \
+    X(ENTRY_CLEAR, "DELETE FROM entries WHERE session=?")                                          \
+    X(ENTRY_ALL, "SELECT layer,page,kind,block,first FROM entries WHERE session=? ORDER BY "       \
+                 "layer,page,kind")                                                                \
+    X(ENTRY_BLOCKS, "SELECT layer,page,e.kind,block,first,segment,offset,length,bad,checksum "     \
+                    "FROM entries e JOIN blocks b ON b.id=e.block WHERE session=? ORDER BY "       \
+                    "layer,page,e.kind")                                                           \
+    X(ENTRY_BAD, "SELECT min(first) FROM entries WHERE session=? AND block IN (SELECT id FROM "    \
+                 "blocks WHERE bad=1)")                                                            \
+    X(PREFIX_PUT, "REPLACE INTO prefixes VALUES(?,?,?,?)")                                         \
+    X(PREFIX_CUT, "DELETE FROM prefixes WHERE session=? AND page>=?")                              \
+    X(PREFIX_ALL, "SELECT hash FROM prefixes WHERE session=? ORDER BY page")                       \
+    X(PREFIX_FIND, "SELECT session FROM prefixes WHERE space=? AND hash=? ORDER BY session "       \
+                   "LIMIT 1")                                                                      \
+    X(SESSION_ID, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"      \
+                  "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id=?")
+
+enum kvq__query {
+#define X(name, sql) KVQ_Q_##name,
+    KVQ_QUERIES(X)
+#undef X
+        KVQ__QUERIES
+};
+
+struct kvq__catalog {
+    struct kvq__vfs vfs;
+    sqlite3 *db;
+    sqlite3_stmt *query[KVQ__QUERIES];
+    int last; // SQLite's code of the last failure
+    char error[200];
+};
+
+// Opens catalog.db. 0, or: KVQ_E_NO_SESSION, there is none, or none that was finished;
+// KVQ_E_DAMAGED; KVQ_E_VERSION; or what else went wrong. In any case it is closed with
+// kvq__catalog_close.
+int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path);
+void kvq__catalog_close(struct kvq__catalog *k);
+// Whether SQLite finds the whole of it in order: 0, KVQ_E_DAMAGED, or what went wrong.
+int kvq__catalog_check(struct kvq__catalog *k);
+// Makes the tables, within a transaction that the caller began.
+int kvq__catalog_create(struct kvq__catalog *k);
+
+// A query with its parameters: i int64_t, t const char * (NULL allowed), b const void * and size_t.
+// Run: to its end, without rows. Rows: the statement to be stepped; NULL: failed, as k->error says.
+int kvq__run(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
+sqlite3_stmt *kvq__rows(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
+// 1: a row, 0: no more, or negative.
+int kvq__next(struct kvq__catalog *k, sqlite3_stmt *rows);
+// The first column of the first row as a number, `none` where there is no row or it is NULL.
+int kvq__number(struct kvq__catalog *k, sqlite3_stmt *rows, int64_t none, int64_t *value);
+
+struct kvq_checksum kvq__column_checksum(sqlite3_stmt *rows, int column);
+
+#endif

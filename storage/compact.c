@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Deleting sessions, and getting back the space of what nothing refers to.
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/save.h"
+
+enum { MOVES = 256 }; // records that one call moves at most
+
+// What has to be dead in a segment for it to be worth copying the rest: much more than the copy
+// adds, a COMMIT and what fills its page, or compaction would never end.
+static int64_t worthwhile(const struct kvq_store *s)
+{
+    return (int64_t)(s->segment_bytes / 8 + 2 * KVQ_IO_PAGE);
+}
+
+static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
+{
+    return (struct kvq__complaint){s->folder, text, n};
+}
+
+// ---- Deleting ----
+
+struct shard {
+    uint64_t session, manifest, blocks;
+    struct kvq__written drop; // its DROP record
+};
+
+static int find_shards(struct kvq_store *s, const char *space, const char *name,
+                       struct shard shards[KVQ_MAX_SHARDS], size_t *count,
+                       const struct kvq__complaint *c)
+{
+    struct kvq__catalog *k = &s->catalog;
+    *count = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SESSION_SHARDS, "tt", space, name);
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && *count < KVQ_MAX_SHARDS) {
+        struct kvq_store_session session;
+        struct shard *d = &shards[(*count)++];
+        kvq__session_row(rows, &session, &d->manifest);
+        d->session = session.id;
+        d->blocks = session.blocks;
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    if (rc < 0)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    if (rc == KVQ_OK && *count == 0)
+        return kvq__complain(c, KVQ_E_NO_SESSION, "holds no session %s of %s", name, space);
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+static int write_drops(struct kvq_store *s, struct shard *shards, size_t n,
+                       const struct kvq__complaint *c)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < n && rc == KVQ_OK; i++)
+        rc = kvq__append(s, KVQ_RECORD_DROP, s->next_block++, &shards[i].session,
+                         sizeof shards[i].session, &shards[i].drop, c);
+    return rc ? rc : kvq__writer_sync(s, n, 0, c);
+}
+
+static int catalog_drops(struct kvq_store *s, const struct shard *shards, size_t n, bool written,
+                         const struct kvq__complaint *c)
+{
+    int rc = kvq__catalog_begin(s, c);
+    if (rc)
+        return rc;
+    if (written)
+        rc = kvq__catalog_segments(s);
+    for (size_t i = 0; i < n && rc == KVQ_OK; i++) {
+        if (written)
+            rc = kvq__catalog_own(s, &shards[i].drop);
+        if (rc == KVQ_OK)
+            rc = kvq__apply_drop(s, shards[i].session, shards[i].manifest);
+    }
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_free_blocks(s);
+    if (rc == KVQ_OK && !written)
+        rc = kvq__catalog_counters(s, s->next_transaction);
+    return kvq__catalog_end(s, rc, c);
+}
+
+static int delete (struct kvq_store *s, struct shard *shards, size_t n,
+                   const struct kvq__complaint *c)
+{
+    uint64_t rows = 0;
+    for (size_t i = 0; i < n; i++)
+        rows += 2 * shards[i].blocks;
+    int rc = kvq__writer_begin(s, true, rows, c);
+    if (rc)
+        return rc;
+    rc = write_drops(s, shards, n, c);
+    bool written = rc == KVQ_OK;
+    if (rc == KVQ_E_NO_SPACE) {
+        // Who deletes wants space. Without the record a catalog that is made anew from the segments
+        // would have the session again; that is the lesser evil.
+        kvq__writer_undo(s);
+        rc = kvq__writer_begin(s, true, rows, c);
+    }
+    if (rc == KVQ_OK)
+        rc = catalog_drops(s, shards, n, written, c);
+    if (rc)
+        kvq__writer_undo(s);
+    return rc;
+}
+
+int kvq_store_delete(struct kvq_store *store, const char *space, const char *name, char *text,
+                     size_t n)
+{
+    const struct kvq__complaint c = complaint(store, text, n);
+    size_t count;
+    int rc = kvq__write_begin(store, &c);
+    if (rc)
+        return rc;
+    struct shard *shards = calloc(KVQ_MAX_SHARDS, sizeof *shards);
+    rc = shards ? find_shards(store, space, name, shards, &count, &c)
+                : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK)
+        rc = delete (store, shards, count, &c);
+    free(shards);
+    kvq__write_end(store);
+    return rc;
+}
+
+// ---- Empty segments ----
+
+// The segment that is written to is left alone, unless so much of it is dead that it ends here.
+static int retire_dead(struct kvq_store *s, uint32_t dead_percent, const struct kvq__complaint *c)
+{
+    int64_t found = 0;
+    uint64_t last = s->n_segments ? s->segments[s->n_segments - 1]->number : 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__number(&s->catalog,
+                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_DEAD, "iii", (int64_t)last,
+                                   (int64_t)dead_percent, worthwhile(s)),
+                         0, &found);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    if (rc == KVQ_OK && found)
+        kvq__writer_retire(s);
+    return rc;
+}
+
+// Has the catalog forget segments in which nothing is alive, but for the one that is written to.
+// *numbers, to be freed, says which.
+static int drop_empty(struct kvq_store *s, uint64_t **numbers, size_t *count,
+                      const struct kvq__complaint *c)
+{
+    struct kvq__catalog *k = &s->catalog;
+    size_t room = 0;
+    int64_t open = s->writer.segment ? (int64_t)s->writer.segment->number : 0;
+    *numbers = NULL;
+    *count = 0;
+    int rc = kvq__catalog_begin(s, c);
+    if (rc)
+        return rc;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open);
+    while ((rc = kvq__next(k, rows)) == 1) {
+        if (!kvq__grow((void **)numbers, &room, *count, sizeof **numbers)) {
+            (void)sqlite3_reset(rows);
+            rc = KVQ_E_NO_MEMORY;
+            break;
+        }
+        (*numbers)[(*count)++] = (uint64_t)sqlite3_column_int64(rows, 0);
+    }
+    for (size_t i = 0; i < *count && rc == KVQ_OK; i++)
+        rc = kvq__run(k, KVQ_Q_SEGMENT_DROP, "i", (int64_t)(*numbers)[i]);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_counters(s, s->next_transaction);
+    return kvq__catalog_end(s, rc, c);
+}
+
+// The files go after the catalog has forgotten them: a crash in between leaves files that the next
+// open removes.
+static int remove_empty(struct kvq_store *s, struct kvq_store_freed *freed,
+                        const struct kvq__complaint *c)
+{
+    uint64_t *numbers = NULL, before = kvq__physical(s);
+    size_t count = 0;
+    int rc = kvq__writer_begin(s, true, 0, c);
+    if (rc == KVQ_OK)
+        rc = drop_empty(s, &numbers, &count, c);
+    for (size_t i = 0; i < count && rc == KVQ_OK; i++)
+        kvq__segment_remove(s, numbers[i]);
+    free(numbers);
+    if (rc)
+        return rc;
+    uint64_t after = kvq__physical(s);
+    freed->segments += (uint32_t)count;
+    freed->bytes += after < before ? before - after : 0;
+    return KVQ_OK;
+}
+
+int kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint(store, text, n);
+    memset(freed, 0, sizeof *freed);
+    int rc = kvq__write_begin(store, &c);
+    if (rc)
+        return rc;
+    rc = retire_dead(store, 100, &c);
+    if (rc == KVQ_OK)
+        rc = remove_empty(store, freed, &c);
+    kvq__write_end(store);
+    return rc;
+}
+
+// ---- Compaction ----
+
+struct move {
+    struct kvq_stored from;
+    enum kvq_record_kind kind;
+    struct kvq__written to; // segment 0: it is lost, or not needed any more
+    bool needless;
+};
+
+// The segment with most that is dead, 0: none with enough.
+static int worst_segment(struct kvq_store *s, uint32_t dead_percent, uint64_t *number,
+                         const struct kvq__complaint *c)
+{
+    int64_t found = 0;
+    int64_t open = s->writer.segment ? (int64_t)s->writer.segment->number : 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__number(&s->catalog,
+                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii", open,
+                                   (int64_t)dead_percent, worthwhile(s)),
+                         0, &found);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    *number = (uint64_t)found;
+    return rc;
+}
+
+// The first records that are alive in a segment, up to the budget.
+static int choose(struct kvq_store *s, uint64_t segment, uint64_t budget, struct move *moves,
+                  size_t *count, const struct kvq__complaint *c)
+{
+    struct kvq__catalog *k = &s->catalog;
+    uint64_t bytes = 0;
+    *count = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    sqlite3_stmt *rows =
+        kvq__rows(k, KVQ_Q_BLOCK_IN, "iii", (int64_t)segment, (int64_t)0, (int64_t)MOVES);
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && *count < MOVES && (*count == 0 || bytes < budget)) {
+        struct move *m = &moves[(*count)++];
+        *m = (struct move){
+            .from = {.id = (uint64_t)sqlite3_column_int64(rows, 0),
+                     .segment = segment,
+                     .offset = (uint64_t)sqlite3_column_int64(rows, 1),
+                     .bytes = (uint64_t)sqlite3_column_int64(rows, 2),
+                     .bad = sqlite3_column_int64(rows, 4) != 0,
+                     .checksum = kvq__column_checksum(rows, 5)},
+            .kind = (enum kvq_record_kind)sqlite3_column_int64(rows, 3),
+        };
+        bytes += kvq_record_bytes(m->from.bytes);
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    if (rc < 0)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_freed *freed,
+                       const struct kvq__complaint *c)
+{
+    bool own = m->kind == KVQ_RECORD_DROP || m->kind == KVQ_RECORD_COMMIT;
+    m->needless = own && kvq__segment_after(s, 0) == m->from.segment;
+    if (m->needless || m->from.bad)
+        return KVQ_OK;
+    void *bytes = malloc(m->from.bytes + 1);
+    if (!bytes)
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for a block of %llu bytes",
+                             (unsigned long long)m->from.bytes);
+    int rc = kvq_store_read(s, &m->from, bytes, c->text, c->size);
+    if (rc == KVQ_E_DAMAGED)
+        m->from.bad = true;
+    else if (rc == KVQ_OK)
+        rc = kvq__append(s, m->kind, m->from.id, bytes, m->from.bytes, &m->to, c);
+    if (rc == KVQ_OK)
+        freed->moved += kvq_record_bytes(m->from.bytes);
+    free(bytes);
+    return rc == KVQ_E_DAMAGED ? KVQ_OK : rc;
+}
+
+// What is known of a block that is damaged stays, so that its sessions are cut and not whole.
+static int catalog_move(struct kvq_store *s, const struct move *m)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t bytes = (int64_t)kvq_record_bytes(m->from.bytes), id = (int64_t)m->from.id;
+    int rc = kvq__run(k, KVQ_Q_SEGMENT_LIVE, "ii", (int64_t)-bytes, (int64_t)m->from.segment);
+    if (rc == KVQ_OK && m->to.segment)
+        rc = kvq__run(k, KVQ_Q_SEGMENT_LIVE, "ii", bytes, (int64_t)m->to.segment);
+    if (rc == KVQ_OK)
+        rc = kvq__run(k, KVQ_Q_BLOCK_MOVE, "iiii", (int64_t)m->to.segment, (int64_t)m->to.offset,
+                      (int64_t)m->from.bad, id);
+    if (rc == KVQ_OK && m->needless)
+        rc = kvq__run(k, KVQ_Q_BLOCK_REF, "ii", (int64_t)-1, id);
+    return rc;
+}
+
+static int move_records(struct kvq_store *s, struct move *moves, size_t n,
+                        struct kvq_store_freed *freed, const struct kvq__complaint *c)
+{
+    int rc = kvq__writer_begin(s, true, 2 * n, c);
+    for (size_t i = 0; i < n && rc == KVQ_OK; i++)
+        rc = copy_record(s, &moves[i], freed, c);
+    if (rc == KVQ_OK)
+        rc = kvq__writer_sync(s, 0, n, c);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_begin(s, c);
+    if (rc) {
+        kvq__writer_undo(s);
+        return rc;
+    }
+    rc = kvq__catalog_segments(s);
+    for (size_t i = 0; i < n && rc == KVQ_OK; i++)
+        rc = catalog_move(s, &moves[i]);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_free_blocks(s);
+    rc = kvq__catalog_end(s, rc, c);
+    if (rc)
+        kvq__writer_undo(s);
+    return rc;
+}
+
+static int compact(struct kvq_store *s, uint64_t budget, uint32_t dead_percent,
+                   struct kvq_store_freed *freed, const struct kvq__complaint *c)
+{
+    uint64_t number;
+    size_t count = 0;
+    struct move *moves = NULL;
+    int rc = worst_segment(s, dead_percent, &number, c);
+    if (rc == KVQ_OK && number) {
+        moves = malloc(MOVES * sizeof *moves);
+        rc = moves ? choose(s, number, budget, moves, &count, c)
+                   : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    }
+    if (rc == KVQ_OK && count)
+        rc = move_records(s, moves, count, freed, c);
+    free(moves);
+    if (rc == KVQ_OK)
+        rc = remove_empty(s, freed, c);
+    if (rc == KVQ_OK)
+        rc = worst_segment(s, dead_percent, &number, c);
+    freed->more = rc == KVQ_OK && number && count;
+    return rc;
+}
+
+int kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
+                      struct kvq_store_freed *freed, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint(store, text, n);
+    memset(freed, 0, sizeof *freed);
+    int rc = kvq__write_begin(store, &c);
+    if (rc)
+        return rc;
+    dead_percent = dead_percent ? dead_percent : 1;
+    rc = retire_dead(store, dead_percent, &c);
+    if (rc == KVQ_OK)
+        rc = compact(store, budget, dead_percent, freed, &c);
+    kvq__write_end(store);
+    return rc;
+}

@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Making a catalog from segments alone. Records count if the COMMIT of the transaction that wrote
+// them is there. The newest manifest of a session is the session, unless a DROP names it; an entry
+// whose block is damaged or missing makes a block that is marked as bad.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/save.h"
+
+// A record of any kind but FILE.
+struct found {
+    struct kvq__written w;
+    uint64_t transaction;
+    bool bad; // its payload is not as it was written
+};
+
+// A manifest or a DROP, by session.
+struct claim {
+    uint64_t session, transaction;
+    size_t found;
+    bool drop;
+};
+
+struct rebuild {
+    struct kvq_store *s;
+    struct kvq_store_report *report;
+    const struct kvq__complaint *c;
+    uint8_t *buffer;
+    struct found *found;
+    size_t n_found, room_found;
+    uint64_t *committed; // transactions
+    size_t n_committed, room_committed;
+    struct claim *claims;
+    size_t n_claims, room_claims;
+    uint64_t last_seen; // transaction, committed or not
+};
+
+static int no_memory(const struct rebuild *r)
+{
+    return kvq__complain(r->c, KVQ_E_NO_MEMORY, "no memory to make the catalog anew");
+}
+
+// ---- Reading segments ----
+
+static int take_commit(struct rebuild *r, const struct kvq_walk *w)
+{
+    struct kvq_commit commit;
+    if (w->record.length != sizeof commit)
+        return KVQ_OK;
+    int rc = kvq_io_read(w->io, w->file, &commit, sizeof commit, w->at + KVQ_RECORD_HEAD, NULL);
+    if (rc)
+        return kvq__io_complain(r->c, rc, "a segment", "read");
+    if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
+                   sizeof *r->committed))
+        return no_memory(r);
+    r->committed[r->n_committed++] = commit.transaction;
+    return KVQ_OK;
+}
+
+static int take_record(struct rebuild *r, const struct kvq__segment *g, const struct kvq_walk *w,
+                       bool bad)
+{
+    const struct kvq_record *h = &w->record;
+    if (h->transaction > r->last_seen)
+        r->last_seen = h->transaction;
+    if (h->kind == KVQ_RECORD_COMMIT && !bad) {
+        int rc = take_commit(r, w);
+        if (rc)
+            return rc;
+    }
+    if (!kvq__grow((void **)&r->found, &r->room_found, r->n_found, sizeof *r->found))
+        return no_memory(r);
+    r->found[r->n_found++] = (struct found){
+        .w = {h->id, g->number, w->at, h->length, (enum kvq_record_kind)h->kind, h->payload},
+        .transaction = h->transaction,
+        .bad = bad};
+    return KVQ_OK;
+}
+
+static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
+{
+    struct kvq_walk w = {.io = r->s->io,
+                         .file = file,
+                         .salt = g->salt,
+                         .next = KVQ_SEGMENT_FRONT,
+                         .end = g->length,
+                         .buffer = r->buffer,
+                         .buffer_bytes = KVQ__WALK_BYTES};
+    int find, rc = KVQ_OK;
+    while (rc == KVQ_OK && (find = kvq_walk_next(&w)) != KVQ_WALK_END) {
+        if (find < 0)
+            return kvq__io_complain(r->c, find, "a segment", "read");
+        if (find != KVQ_WALK_RECORD)
+            r->report->damaged_bytes += w.bytes;
+        if (find != KVQ_WALK_DAMAGE)
+            rc = take_record(r, g, &w, find == KVQ_WALK_PAYLOAD);
+    }
+    return rc;
+}
+
+// What is no segment of this store, or has lost its front, is kept under another name.
+static int set_aside(struct rebuild *r, const char *name, const char *path)
+{
+    char to[KVQ__PATH_BYTES + 8];
+    snprintf(to, sizeof to, "%s.bad", path);
+    int rc = kvq_io_rename(r->s->io, path, to);
+    return rc ? kvq__io_complain(r->c, rc, name, "set aside") : KVQ_OK;
+}
+
+static int read_segment(struct rebuild *r, uint64_t number, bool first)
+{
+    struct kvq_store *s = r->s;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq_file_head head;
+    struct kvq_io_status status;
+    uint16_t version;
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    if (file < 0)
+        return kvq__io_complain(r->c, file, name, "opened");
+    int rc = kvq_io_status(s->io, file, &status);
+    int front = rc ? rc : kvq_segment_front(s->io, file, &head, &version);
+    if (front < 0) {
+        rc = kvq__io_complain(r->c, front, name, "read");
+    } else if (version > KVQ_RECORD_VERSION) {
+        rc = kvq__complain(r->c, KVQ_E_VERSION, "%s is of version %u; this program knows up to %d",
+                           name, version, KVQ_RECORD_VERSION);
+    } else if (front || (!first && memcmp(head.store, s->id, sizeof s->id) != 0)) {
+        r->report->damaged_bytes += status.bytes;
+        rc = status.bytes ? set_aside(r, name, path) : KVQ_OK;
+    } else {
+        memcpy(s->id, head.store, sizeof s->id);
+        struct kvq__segment *g = kvq__segment_add(s, number, head.salt);
+        if (g) {
+            g->sealed = true;
+            g->length = status.bytes;
+            g->physical = status.physical;
+        }
+        rc = g ? walk_segment(r, g, file) : no_memory(r);
+    }
+    s->io->close(s->io, file);
+    return rc;
+}
+
+// From the last to the first, so that the newest says whose store it is.
+static int read_segments(struct rebuild *r, const uint64_t *numbers, size_t n)
+{
+    int rc = r->s->io->random(r->s->io, r->s->id, sizeof r->s->id);
+    if (rc)
+        return kvq__io_complain(r->c, rc, "a random number", "had");
+    for (size_t i = n; i-- > 0 && rc == KVQ_OK;)
+        rc = read_segment(r, numbers[i], r->s->n_segments == 0);
+    return rc;
+}
+
+// ---- What counts ----
+
+static int by_number(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static bool is_committed(const struct rebuild *r, uint64_t transaction)
+{
+    return r->n_committed &&
+           bsearch(&transaction, r->committed, r->n_committed, sizeof transaction, by_number);
+}
+
+// By id; of the copies of one, the best comes first: sound, and then the latest.
+static int by_id(const void *a, const void *b)
+{
+    const struct found *x = a, *y = b;
+    if (x->w.id != y->w.id)
+        return x->w.id < y->w.id ? -1 : 1;
+    if (x->bad != y->bad)
+        return x->bad ? 1 : -1;
+    return (x->transaction < y->transaction) - (x->transaction > y->transaction);
+}
+
+static int by_place(const void *a, const void *b)
+{
+    const struct found *x = a, *y = b;
+    if (x->w.segment != y->w.segment)
+        return x->w.segment < y->w.segment ? -1 : 1;
+    return (x->w.offset > y->w.offset) - (x->w.offset < y->w.offset);
+}
+
+static void note_end(struct kvq_store *s, const struct found *f)
+{
+    for (size_t i = 0; i < s->n_segments; i++) {
+        struct kvq__segment *g = s->segments[i];
+        uint64_t end = f->w.offset + kvq_record_bytes(f->w.length);
+        if (g->number == f->w.segment && g->bytes < end)
+            g->bytes = end;
+    }
+}
+
+// Leaves one record for each id in r->found, in the order of their places.
+static void select_records(struct rebuild *r)
+{
+    size_t kept = 0;
+    if (r->n_committed)
+        qsort(r->committed, r->n_committed, sizeof *r->committed, by_number);
+    if (r->n_found)
+        qsort(r->found, r->n_found, sizeof *r->found, by_id);
+    for (size_t i = 0; i < r->n_found; i++) {
+        const struct found *f = &r->found[i];
+        if (!is_committed(r, f->transaction))
+            continue;
+        note_end(r->s, f);
+        if (f->w.id == 0) // a PAD
+            continue;
+        if (kept == 0 || r->found[kept - 1].w.id != f->w.id)
+            r->found[kept++] = *f;
+    }
+    r->n_found = kept;
+    if (kept)
+        qsort(r->found, kept, sizeof *r->found, by_place);
+}
+
+// ---- Sessions ----
+
+// Reads the payload of a record, or its first n bytes.
+static int payload(struct rebuild *r, const struct found *f, void *out, uint64_t n)
+{
+    struct kvq__segment *g;
+    size_t got = 0;
+    int rc = kvq__segment_pin(r->s, f->w.segment, &g, r->c);
+    if (rc)
+        return rc;
+    int error = kvq_io_read(r->s->io, g->file, out, n, f->w.offset + KVQ_RECORD_HEAD, &got);
+    kvq__segment_unpin(r->s, g);
+    if (error || got != n)
+        return kvq__io_complain(r->c, error ? error : -EIO, "a segment", "read");
+    return KVQ_OK;
+}
+
+static int claim(struct rebuild *r, size_t i)
+{
+    const struct found *f = &r->found[i];
+    struct kvq_manifest_head h;
+    bool drop = f->w.kind == KVQ_RECORD_DROP;
+    uint64_t n = drop ? sizeof h.session : sizeof h;
+    if (!drop && f->w.kind != KVQ_RECORD_MANIFEST)
+        return KVQ_OK;
+    if (f->bad || f->w.length < n) {
+        r->report->lost_sessions += !drop;
+        return KVQ_OK;
+    }
+    int rc = payload(r, f, drop ? (void *)&h.session : &h, n);
+    if (rc)
+        return rc;
+    if (!kvq__grow((void **)&r->claims, &r->room_claims, r->n_claims, sizeof *r->claims))
+        return no_memory(r);
+    r->claims[r->n_claims++] = (struct claim){h.session, f->transaction, i, drop};
+    return KVQ_OK;
+}
+
+// By session: a DROP first, then the newest.
+static int by_session(const void *a, const void *b)
+{
+    const struct claim *x = a, *y = b;
+    if (x->session != y->session)
+        return x->session < y->session ? -1 : 1;
+    if (x->drop != y->drop)
+        return x->drop ? -1 : 1;
+    return (x->transaction < y->transaction) - (x->transaction > y->transaction);
+}
+
+static int by_transaction(const void *a, const void *b)
+{
+    const struct claim *x = a, *y = b;
+    return (x->transaction > y->transaction) - (x->transaction < y->transaction);
+}
+
+// Leaves in r->claims what is to be in the catalog, oldest first: one of each session.
+static int select_claims(struct rebuild *r)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < r->n_found && rc == KVQ_OK; i++)
+        rc = claim(r, i);
+    if (rc || r->n_claims == 0)
+        return rc;
+    qsort(r->claims, r->n_claims, sizeof *r->claims, by_session);
+    size_t kept = 0;
+    for (size_t i = 0; i < r->n_claims; i++)
+        if (i == 0 || r->claims[i].session != r->claims[i - 1].session)
+            r->claims[kept++] = r->claims[i];
+    r->n_claims = kept;
+    qsort(r->claims, kept, sizeof *r->claims, by_transaction);
+    return KVQ_OK;
+}
+
+// Entries whose blocks nobody has found get a block that is marked as bad.
+static int fill_gaps(struct rebuild *r, struct kvq__save_session *v)
+{
+    struct kvq_store *s = r->s;
+    int rc = KVQ_OK;
+    for (uint32_t i = 0; i < v->head.entries && rc == KVQ_OK; i++) {
+        struct kvq_stored block;
+        enum kvq_record_kind kind;
+        rc = kvq__block_find(s, v->entries[i].block, &block, &kind);
+        if (rc == KVQ_OK)
+            v->bytes += block.bytes;
+        if (rc != KVQ_E_NO_SESSION)
+            continue;
+        struct kvq_checksum none = {0};
+        rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_PUT, "iiiiiiib", (int64_t)v->entries[i].block,
+                      (int64_t)0, (int64_t)0, (int64_t)0, (int64_t)KVQ_RECORD_BLOCK, (int64_t)0,
+                      (int64_t)1, (const void *)&none, sizeof none);
+        r->report->bad_blocks++;
+    }
+    return rc;
+}
+
+// If two sessions have one name, the one that comes later counts.
+static int replace_namesake(struct rebuild *r, const struct kvq_manifest_head *h)
+{
+    struct kvq__catalog *k = &r->s->catalog;
+    struct kvq_store_session old;
+    uint64_t manifest = 0;
+    sqlite3_stmt *rows =
+        kvq__rows(k, KVQ_Q_SESSION_FIND, "tti", h->space, h->name, (int64_t)h->shard);
+    int rc = kvq__next(k, rows);
+    if (rc != 1)
+        return rc;
+    kvq__session_row(rows, &old, &manifest);
+    (void)sqlite3_reset(rows);
+    return kvq__apply_drop(r->s, old.id, manifest);
+}
+
+static int apply_manifest(struct rebuild *r, const struct claim *claim, const void *bytes,
+                          const struct found *f)
+{
+    struct kvq_manifest m;
+    const struct kvq__complaint quiet = {0};
+    if (kvq_manifest_read(bytes, f->w.length, &m, &quiet)) {
+        r->report->lost_sessions++;
+        return KVQ_OK;
+    }
+    struct kvq__save_session v = {.head = *m.head,
+                                  .entries = (struct kvq_manifest_entry *)m.entries,
+                                  .prefixes = (uint8_t(*)[KVQ_PREFIX_BYTES])m.prefixes,
+                                  .opaque = (uint8_t *)m.opaque,
+                                  .manifest = f->w.id};
+    r->s->next_transaction = claim->transaction;
+    int rc = replace_namesake(r, m.head);
+    if (rc == KVQ_OK)
+        rc = fill_gaps(r, &v);
+    return rc ? rc : kvq__apply_session(r->s, &v);
+}
+
+static int apply(struct rebuild *r, const struct claim *claim)
+{
+    const struct found *f = &r->found[claim->found];
+    if (claim->session >= r->s->next_session)
+        r->s->next_session = claim->session + 1;
+    if (claim->drop)
+        return kvq__run(&r->s->catalog, KVQ_Q_BLOCK_REF, "ii", (int64_t)1, (int64_t)f->w.id);
+    void *bytes = malloc(f->w.length);
+    if (!bytes)
+        return KVQ_E_NO_MEMORY;
+    int rc = payload(r, f, bytes, f->w.length);
+    if (rc == KVQ_OK)
+        rc = apply_manifest(r, claim, bytes, f);
+    free(bytes);
+    return rc;
+}
+
+// ---- The catalog ----
+
+static int put_records(struct rebuild *r)
+{
+    struct kvq_store *s = r->s;
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < s->n_segments && rc == KVQ_OK; i++) {
+        const struct kvq__segment *g = s->segments[i];
+        if (g->bytes > 0)
+            rc = kvq__run(&s->catalog, KVQ_Q_SEGMENT_PUT, "iiii", (int64_t)g->number,
+                          (int64_t)g->salt, (int64_t)g->bytes, (int64_t)1);
+    }
+    for (size_t i = 0; i < r->n_found && rc == KVQ_OK; i++) {
+        const struct found *f = &r->found[i];
+        if (f->w.id >= s->next_block)
+            s->next_block = f->w.id + 1;
+        rc = f->w.kind == KVQ_RECORD_COMMIT ? kvq__catalog_own(s, &f->w)
+                                            : kvq__catalog_blocks(s, &f->w, 1);
+        if (rc == KVQ_OK && f->bad)
+            rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_BAD, "iii", (int64_t)f->w.id,
+                          (int64_t)f->w.segment, (int64_t)f->w.offset);
+        r->report->bad_blocks += f->bad && f->w.kind == KVQ_RECORD_BLOCK;
+    }
+    return rc;
+}
+
+static int fill_catalog(struct rebuild *r)
+{
+    struct kvq_store *s = r->s;
+    int rc = kvq__catalog_create(&s->catalog);
+    if (rc == KVQ_OK)
+        rc = put_records(r);
+    for (size_t i = 0; i < r->n_claims && rc == KVQ_OK; i++)
+        rc = apply(r, &r->claims[i]);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_free_blocks(s);
+    s->last_transaction = r->n_committed ? r->committed[r->n_committed - 1] : 0;
+    s->next_transaction = r->last_seen + 1;
+    return rc ? rc : kvq__catalog_counters(s, s->last_transaction);
+}
+
+// Segments in which nothing was committed are none of this store's.
+static void forget_segments(struct kvq_store *s)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < s->n_segments; i++) {
+        struct kvq__segment *g = s->segments[i];
+        if (g->bytes > 0) {
+            s->segments[kept++] = g;
+            continue;
+        }
+        if (g->file >= 0)
+            s->io->close(s->io, g->file);
+        free(g);
+    }
+    s->n_segments = kept;
+}
+
+static int make_catalog(struct rebuild *r)
+{
+    struct kvq__catalog *k = &r->s->catalog;
+    int rc = kvq__run(k, KVQ_Q_BEGIN, "");
+    if (rc == KVQ_OK)
+        rc = fill_catalog(r);
+    if (rc == KVQ_OK)
+        rc = kvq__run(k, KVQ_Q_COMMIT, "");
+    return rc ? kvq__catalog_complain(r->s, rc, r->c) : KVQ_OK;
+}
+
+int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
+                 struct kvq_store_report *report, const struct kvq__complaint *c)
+{
+    struct rebuild r = {.s = s, .report = report, .c = c, .buffer = malloc(KVQ__WALK_BYTES)};
+    s->next_block = s->next_session = 1;
+    s->next_segment = n ? numbers[n - 1] + 1 : 1;
+    int rc = r.buffer ? read_segments(&r, numbers, n) : no_memory(&r);
+    if (rc == KVQ_OK) {
+        select_records(&r);
+        rc = select_claims(&r);
+    }
+    if (rc == KVQ_OK)
+        rc = make_catalog(&r);
+    if (rc == KVQ_OK)
+        forget_segments(s);
+    free(r.claims);
+    free(r.committed);
+    free(r.found);
+    free(r.buffer);
+    return rc;
+}

@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What open does before anything else: makes catalog and segments agree.
+//
+//   1. The catalog is opened and checked. If it is damaged or missing it is made anew (rebuild.c).
+//   2. Behind what the catalog has committed in a segment, and in segments that it does not name,
+//      there may be COMMIT records. One that names a transaction before it which the catalog does
+//      not have means that the catalog has lost transactions: it is made anew as well.
+//   3. Otherwise all of that was never acknowledged. It is cut off, and the files are removed.
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/store_internal.h"
+
+static const char *const catalog_files[] = {"catalog.db", "catalog.db-wal", "catalog.db-journal"};
+
+// Adds a sentence to the report's text.
+__attribute__((format(printf, 2, 3))) static void tell(struct kvq_store_report *report,
+                                                       const char *format, ...)
+{
+    size_t used = strlen(report->text);
+    va_list args;
+    va_start(args, format);
+    if (used + 2 < sizeof report->text) {
+        if (used)
+            report->text[used++] = ' ';
+        vsnprintf(report->text + used, sizeof report->text - used, format, args);
+    }
+    va_end(args);
+}
+
+// ---- The files of the folder ----
+
+struct files {
+    struct kvq_store *s;
+    uint64_t *numbers; // of segments
+    size_t n, room;
+};
+
+static int note_file(void *context, const char *name)
+{
+    struct files *f = context;
+    uint64_t number = kvq__segment_number(name);
+    if (number == 0)
+        return 0;
+    if (f->n == f->room) {
+        size_t room = f->room ? 2 * f->room : 64;
+        uint64_t *more = realloc(f->numbers, room * sizeof *more);
+        if (!more)
+            return -ENOMEM;
+        f->numbers = more;
+        f->room = room;
+    }
+    f->numbers[f->n++] = number;
+    return 0;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+static int list_files(struct kvq_store *s, struct files *f, const struct kvq__complaint *c)
+{
+    *f = (struct files){.s = s};
+    int rc = s->io->list(s->io, s->folder, note_file, f);
+    if (rc)
+        return kvq__io_complain(c, rc, "the folder", "listed");
+    if (f->n)
+        qsort(f->numbers, f->n, sizeof *f->numbers, ascending);
+    return KVQ_OK;
+}
+
+static bool has_file(const struct files *f, uint64_t number)
+{
+    return f->n && bsearch(&number, f->numbers, f->n, sizeof number, ascending);
+}
+
+static struct kvq__segment *known_segment(struct kvq_store *s, uint64_t number)
+{
+    for (size_t i = 0; i < s->n_segments; i++)
+        if (s->segments[i]->number == number)
+            return s->segments[i];
+    return NULL;
+}
+
+// ---- The catalog ----
+
+static int load_counters(struct kvq_store *s)
+{
+    struct kvq__catalog *k = &s->catalog;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_STORE_GET, "");
+    int rc = kvq__next(k, rows);
+    if (rc != 1 || sqlite3_column_bytes(rows, 0) != (int)sizeof s->id) {
+        (void)sqlite3_reset(rows);
+        return rc < 0 ? rc : KVQ_E_DAMAGED;
+    }
+    memcpy(s->id, sqlite3_column_blob(rows, 0), sizeof s->id);
+    s->last_transaction = (uint64_t)sqlite3_column_int64(rows, 1);
+    s->next_transaction = s->last_transaction + 1;
+    s->next_block = (uint64_t)sqlite3_column_int64(rows, 2);
+    s->next_session = (uint64_t)sqlite3_column_int64(rows, 3);
+    s->next_segment = (uint64_t)sqlite3_column_int64(rows, 4);
+    (void)sqlite3_reset(rows);
+    return KVQ_OK;
+}
+
+static int load_segments(struct kvq_store *s)
+{
+    struct kvq__catalog *k = &s->catalog;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_ALL, "");
+    int rc = kvq__next(k, rows);
+    while (rc == 1) {
+        struct kvq__segment *g = kvq__segment_add(s, (uint64_t)sqlite3_column_int64(rows, 0),
+                                                  (uint64_t)sqlite3_column_int64(rows, 1));
+        if (!g) {
+            (void)sqlite3_reset(rows);
+            return KVQ_E_NO_MEMORY;
+        }
+        g->bytes = (uint64_t)sqlite3_column_int64(rows, 2);
+        g->sealed = sqlite3_column_int64(rows, 3) != 0;
+        rc = kvq__next(k, rows);
+    }
+    return rc;
+}
+
+static int load_catalog(struct kvq_store *s)
+{
+    char path[KVQ__PATH_BYTES];
+    kvq__path(s, catalog_files[0], path);
+    int rc = kvq__catalog_open(&s->catalog, s->io, path);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_check(&s->catalog);
+    if (rc == KVQ_OK)
+        rc = load_counters(s);
+    return rc ? rc : load_segments(s);
+}
+
+// Renames the catalog to catalog.db.bad, over one that was set aside before, and its WAL likewise.
+static int set_aside(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    int rc = 0;
+    kvq__catalog_close(&s->catalog);
+    kvq__segments_free(s);
+    for (int i = 0; i < 3 && (rc == 0 || rc == -ENOENT); i++) {
+        char from[KVQ__PATH_BYTES], to[KVQ__PATH_BYTES], name[KVQ__NAME_BYTES];
+        snprintf(name, sizeof name, "catalog.db.bad%s", catalog_files[i] + 10);
+        kvq__path(s, catalog_files[i], from);
+        kvq__path(s, name, to);
+        rc = kvq_io_rename(s->io, from, to);
+    }
+    if (rc == 0 || rc == -ENOENT)
+        rc = kvq_io_sync_dir(s->io, s->folder);
+    return rc ? kvq__io_complain(c, rc, "the damaged catalog", "set aside") : KVQ_OK;
+}
+
+static int rebuild(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
+                   const struct kvq__complaint *c)
+{
+    char path[KVQ__PATH_BYTES];
+    kvq__path(s, catalog_files[0], path);
+    kvq__catalog_close(&s->catalog);
+    int rc = kvq__catalog_open(&s->catalog, s->io, path);
+    if (rc != KVQ_E_NO_SESSION)
+        return rc ? kvq__catalog_complain(s, rc, c)
+                  : kvq__complain(c, KVQ_E_INTERNAL, "the catalog is there after all");
+    report->rebuilt = !report->created;
+    return kvq__rebuild(s, f->numbers, f->n, report, c);
+}
+
+// ---- What lies behind the commits ----
+
+// Whether [from, end) of a segment has a COMMIT behind one that the catalog lacks: 1, 0, negative.
+static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t from, uint64_t end,
+                       uint8_t *buffer)
+{
+    struct kvq_walk w = {.io = s->io,
+                         .file = file,
+                         .salt = salt,
+                         .next = from,
+                         .end = end,
+                         .buffer = buffer,
+                         .buffer_bytes = KVQ__WALK_BYTES};
+    int find;
+    while ((find = kvq_walk_next(&w)) > KVQ_WALK_END) {
+        struct kvq_commit commit;
+        if (find != KVQ_WALK_RECORD || w.record.kind != KVQ_RECORD_COMMIT ||
+            w.record.length != sizeof commit)
+            continue;
+        int rc = kvq_io_read(s->io, file, &commit, sizeof commit, w.at + KVQ_RECORD_HEAD, NULL);
+        if (rc)
+            return rc;
+        if (commit.before > s->last_transaction)
+            return 1;
+    }
+    return find < 0 ? find : 0;
+}
+
+// One file: known to the catalog or not. *behind gets the bytes that do not count.
+static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8_t *buffer,
+                   const struct kvq__complaint *c)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq__segment *g = known_segment(s, number);
+    struct kvq_file_head head;
+    struct kvq_io_status status = {0};
+    uint16_t version;
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    if (file < 0)
+        return kvq__io_complain(c, file, name, "opened");
+    int rc = kvq_io_status(s->io, file, &status);
+    int front = rc ? rc : kvq_segment_front(s->io, file, &head, &version);
+    uint64_t from = g ? g->bytes : KVQ_SEGMENT_FRONT;
+    uint64_t salt = g ? g->salt : head.salt;
+    *behind = status.bytes > from ? status.bytes - from : 0;
+    rc = front < 0 ? front : 0;
+    if (front > 0 && version > KVQ_RECORD_VERSION) {
+        rc = kvq__complain(c, KVQ_E_VERSION, "%s is of version %u; this program knows up to %d",
+                           name, version, KVQ_RECORD_VERSION);
+        goto out;
+    }
+    if (rc == 0 && (g || front == 0) && *behind)
+        rc = look_behind(s, file, salt, from, status.bytes, buffer);
+    if (rc < 0)
+        rc = kvq__io_complain(c, rc, name, "read");
+    if (g) {
+        g->physical = status.physical;
+        g->length = status.bytes;
+    }
+out:
+    s->io->close(s->io, file);
+    return rc;
+}
+
+static int cut(struct kvq_store *s, struct kvq__segment *g, const struct kvq__complaint *c)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq_io_status status;
+    kvq__segment_name(g->number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_WRITE);
+    int rc = file < 0 ? file : kvq_io_truncate(s->io, file, g->bytes);
+    if (rc == 0)
+        rc = kvq_io_sync(s->io, file);
+    if (rc == 0)
+        rc = kvq_io_status(s->io, file, &status);
+    if (rc == 0)
+        g->physical = status.physical;
+    if (file >= 0)
+        s->io->close(s->io, file);
+    return rc ? kvq__io_complain(c, rc, name, "cut") : KVQ_OK;
+}
+
+static int remove_unknown(struct kvq_store *s, uint64_t number, const struct kvq__complaint *c)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    int rc = kvq_io_unlink(s->io, path);
+    return rc ? kvq__io_complain(c, rc, name, "removed") : KVQ_OK;
+}
+
+// Cuts tails and removes files: only after nothing was found that the catalog lacks.
+static int drop_behind(struct kvq_store *s, const struct files *f, const uint64_t *behind,
+                       struct kvq_store_report *report, const struct kvq__complaint *c)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < f->n && rc == KVQ_OK; i++) {
+        struct kvq__segment *g = known_segment(s, f->numbers[i]);
+        if (g && behind[i] == 0)
+            continue;
+        rc = g ? cut(s, g, c) : remove_unknown(s, f->numbers[i], c);
+        report->tails += g != NULL;
+        report->tail_bytes += g ? behind[i] : 0;
+        report->removed += g == NULL;
+    }
+    if (rc == KVQ_OK && report->removed) {
+        rc = kvq_io_sync_dir(s->io, s->folder);
+        rc = rc ? kvq__io_complain(c, rc, "the folder", "synced") : KVQ_OK;
+    }
+    return rc;
+}
+
+// 1: the catalog has lost transactions; 0: all that does not count was dropped; negative.
+static int check_segments(struct kvq_store *s, const struct files *f,
+                          struct kvq_store_report *report, const struct kvq__complaint *c)
+{
+    uint8_t *buffer = malloc(KVQ__WALK_BYTES);
+    uint64_t *behind = calloc(f->n + 1, sizeof *behind);
+    int rc = buffer && behind ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    for (size_t i = 0; i < f->n && rc == KVQ_OK; i++)
+        rc = look_at(s, f->numbers[i], &behind[i], buffer, c);
+    if (rc == KVQ_OK)
+        rc = drop_behind(s, f, behind, report, c);
+    free(behind);
+    free(buffer);
+    return rc;
+}
+
+// Marks the blocks of segments that are missing or too short.
+static int mark_missing(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
+                        const struct kvq__complaint *c)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < s->n_segments && rc == KVQ_OK; i++) {
+        const struct kvq__segment *g = s->segments[i];
+        if (has_file(f, g->number) && g->length >= g->bytes)
+            continue;
+        report->missing++;
+        rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_CUT, "ii", (int64_t)g->number, (int64_t)g->length);
+        report->bad_blocks += rc ? 0 : (uint64_t)sqlite3_changes64(s->catalog.db);
+    }
+    return rc ? kvq__catalog_complain(s, rc, c) : KVQ_OK;
+}
+
+// ---- All of it ----
+
+// Adds up what neither is a segment nor belongs to the catalog in use.
+static int measure_other(void *context, const char *name)
+{
+    struct kvq_store *s = context;
+    char path[KVQ__PATH_BYTES];
+    struct kvq_io_status status;
+    bool ours = kvq__segment_number(name) != 0;
+    for (int i = 0; i < 3; i++)
+        ours |= strcmp(name, catalog_files[i]) == 0;
+    if (ours || strlen(name) >= KVQ__NAME_BYTES)
+        return 0;
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    if (file < 0)
+        return 0;
+    if (kvq_io_status(s->io, file, &status) == 0)
+        s->other_bytes += status.physical;
+    s->io->close(s->io, file);
+    return 0;
+}
+
+// Makes the catalog anew and drops what no transaction had committed.
+static int start_over(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
+                      const struct kvq__complaint *c)
+{
+    int rc = rebuild(s, f, report, c);
+    rc = rc ? rc : check_segments(s, f, report, c);
+    return rc == 1 ? kvq__complain(c, KVQ_E_INTERNAL, "the new catalog lacks transactions") : rc;
+}
+
+static int recover(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
+                   const struct kvq__complaint *c)
+{
+    int rc = load_catalog(s);
+    if (rc == KVQ_E_NO_SESSION) {
+        report->created = f->n == 0;
+        if (f->n)
+            tell(report, "The catalog was missing.");
+        return start_over(s, f, report, c);
+    }
+    if (rc != KVQ_OK && rc != KVQ_E_DAMAGED)
+        return kvq__catalog_complain(s, rc, c);
+    if (rc == KVQ_E_DAMAGED) {
+        tell(report, "The catalog was damaged: %s.", s->catalog.error);
+    } else {
+        rc = check_segments(s, f, report, c);
+        if (rc <= KVQ_OK)
+            return rc ? rc : mark_missing(s, f, report, c);
+        tell(report, "The catalog was older than the segments.");
+    }
+    rc = set_aside(s, c);
+    return rc ? rc : start_over(s, f, report, c);
+}
+
+static void summarize(struct kvq_store_report *r)
+{
+    if (r->rebuilt)
+        tell(r,
+             "It was made anew from the segments: %llu blocks and %llu sessions are lost or "
+             "damaged, %llu bytes made no sense.",
+             (unsigned long long)r->bad_blocks, (unsigned long long)r->lost_sessions,
+             (unsigned long long)r->damaged_bytes);
+    else if (r->missing)
+        tell(r, "%u segments are missing or too short; %llu blocks are lost.", r->missing,
+             (unsigned long long)r->bad_blocks);
+    if (r->tails || r->removed)
+        tell(r,
+             "%llu bytes at the end of %u segments, and %u whole segments, had not been "
+             "committed and were removed.",
+             (unsigned long long)r->tail_bytes, r->tails, r->removed);
+}
+
+int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
+                 const struct kvq__complaint *c)
+{
+    struct files f;
+    int rc = list_files(s, &f, c);
+    if (rc == KVQ_OK)
+        rc = recover(s, &f, report, c);
+    if (rc == KVQ_OK) {
+        summarize(report);
+        rc = s->io->list(s->io, s->folder, measure_other, s);
+        rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;
+    }
+    free(f.numbers);
+    return rc;
+}

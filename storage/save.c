@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saving: blocks are written as they come; manifests, the sync and the catalog come at the end.
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/save.h"
+
+bool kvq__grow(void **array, size_t *room, size_t n, size_t size)
+{
+    if (n < *room)
+        return true;
+    size_t more = *room ? 2 * *room : 16;
+    void *moved = realloc(*array, more * size);
+    if (!moved)
+        return false;
+    *array = moved;
+    *room = more;
+    return true;
+}
+
+static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
+{
+    return (struct kvq__complaint){s->folder, text, n};
+}
+
+// ---- Beginning ----
+
+// Rows that deleting the largest session will change: space is kept for that.
+static int largest_session(struct kvq_store *s, uint64_t *rows, const struct kvq__complaint *c)
+{
+    int64_t most = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__number(&s->catalog, kvq__rows(&s->catalog, KVQ_Q_SESSION_LARGEST, ""), 0, &most);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    *rows = (uint64_t)most / 2; // they take half of what a new row does
+    return rc;
+}
+
+int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint(store, text, n);
+    uint64_t rows = 0;
+    *save = NULL;
+    int rc = kvq__write_begin(store, &c);
+    if (rc)
+        return rc;
+    struct kvq_save *v = calloc(1, sizeof *v);
+    rc = v ? largest_session(store, &rows, &c) : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK)
+        rc = kvq__writer_begin(store, false, rows, &c);
+    if (rc) {
+        free(v);
+        kvq__write_end(store);
+        return rc;
+    }
+    v->store = store;
+    v->first_block = store->next_block;
+    *save = v;
+    return KVQ_OK;
+}
+
+static void release(struct kvq_save **save)
+{
+    struct kvq_save *v = *save;
+    for (size_t i = 0; i < v->n; i++) {
+        free(v->sessions[i].entries);
+        free(v->sessions[i].prefixes);
+        free(v->sessions[i].opaque);
+    }
+    free(v->sessions);
+    free(v->written);
+    kvq__write_end(v->store);
+    free(v);
+    *save = NULL;
+}
+
+void kvq_save_abort(struct kvq_save **save)
+{
+    if (!save || !*save)
+        return;
+    kvq__writer_undo((*save)->store);
+    release(save);
+}
+
+// ---- Sessions ----
+
+// Copies a string of less than n bytes that is to be shown and searched.
+static int copy_text(char *to, size_t n, const char *what, const char *from, bool needed,
+                     const struct kvq__complaint *c)
+{
+    size_t used = from ? strlen(from) : 0;
+    if (used >= n)
+        return kvq__complain(c, KVQ_E_LIMIT, "the %s has %zu bytes; at most %zu are allowed", what,
+                             used, n - 1);
+    if (used == 0 && needed)
+        return kvq__complain(c, KVQ_E_INVALID, "the %s is empty", what);
+    for (size_t i = 0; i < used; i++)
+        if ((unsigned char)from[i] < 0x20 || from[i] == 0x7f)
+            return kvq__complain(c, KVQ_E_INVALID, "the %s has byte %d in it, no character", what,
+                                 (unsigned char)from[i]);
+    memset(to, 0, n);
+    if (used)
+        memcpy(to, from, used);
+    return KVQ_OK;
+}
+
+static int make_head(struct kvq_manifest_head *h, const struct kvq_store_meta *meta,
+                     const struct kvq__complaint *c)
+{
+    *h = (struct kvq_manifest_head){.version = KVQ_MANIFEST_VERSION,
+                                    .opaque_version = meta->version,
+                                    .tokens = meta->tokens,
+                                    .saved_at = meta->saved_at,
+                                    .shard = meta->shard,
+                                    .shards = meta->shards,
+                                    .opaque_bytes = (uint32_t)meta->n_bytes};
+    if (meta->n_bytes > KVQ_MAX_STORE_META)
+        return kvq__complain(c, KVQ_E_LIMIT, "%zu opaque bytes; at most %d are allowed",
+                             meta->n_bytes, KVQ_MAX_STORE_META);
+    if (meta->shards == 0 || meta->shards > KVQ_MAX_SHARDS || meta->shard >= meta->shards)
+        return kvq__complain(c, KVQ_E_INVALID, "shard %u of %u: at most %d are allowed",
+                             meta->shard, meta->shards, KVQ_MAX_SHARDS);
+    if (meta->tokens > INT64_MAX)
+        return kvq__complain(c, KVQ_E_LIMIT, "%llu tokens", (unsigned long long)meta->tokens);
+    int rc = copy_text(h->space, sizeof h->space, "namespace", meta->space, true, c);
+    if (rc == KVQ_OK)
+        rc = copy_text(h->name, sizeof h->name, "name", meta->name, true, c);
+    if (rc == KVQ_OK)
+        rc = copy_text(h->model, sizeof h->model, "model", meta->model, false, c);
+    if (rc == KVQ_OK)
+        rc = copy_text(h->formats, sizeof h->formats, "list of formats", meta->formats, false, c);
+    return rc;
+}
+
+static bool same_session(const struct kvq_manifest_head *a, const struct kvq_manifest_head *b)
+{
+    return a->shard == b->shard && strcmp(a->space, b->space) == 0 && strcmp(a->name, b->name) == 0;
+}
+
+static int add_session(struct kvq_save *v, const struct kvq_store_meta *meta,
+                       const struct kvq__complaint *c)
+{
+    struct kvq__save_session session = {0};
+    int rc = make_head(&session.head, meta, c);
+    if (rc)
+        return rc;
+    for (size_t i = 0; i < v->n; i++)
+        if (same_session(&v->sessions[i].head, &session.head))
+            return kvq__complain(c, KVQ_E_INVALID, "shard %u of %s is in this save already",
+                                 meta->shard, meta->name);
+    if (v->n == KVQ_MAX_STORE_SESSIONS)
+        return kvq__complain(c, KVQ_E_LIMIT, "a save has at most %d sessions",
+                             KVQ_MAX_STORE_SESSIONS);
+    session.opaque = malloc(meta->n_bytes + 1);
+    if (!session.opaque || !kvq__grow((void **)&v->sessions, &v->room, v->n, sizeof session)) {
+        free(session.opaque);
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    }
+    if (meta->n_bytes)
+        memcpy(session.opaque, meta->bytes, meta->n_bytes);
+    v->sessions[v->n++] = session;
+    return KVQ_OK;
+}
+
+int kvq_save_session(struct kvq_save *save, const struct kvq_store_meta *meta, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint(save->store, text, n);
+    int rc = add_session(save, meta, &c);
+    save->failure = save->failure ? save->failure : rc;
+    return rc;
+}
+
+// ---- Blocks ----
+
+static int add_entry(struct kvq_save *v, const struct kvq_place *place, uint64_t id, uint64_t bytes,
+                     const struct kvq__complaint *c)
+{
+    if (v->n == 0)
+        return kvq__complain(c, KVQ_E_INVALID, "no session was named yet");
+    if (place->from > INT64_MAX)
+        return kvq__complain(c, KVQ_E_LIMIT, "token %llu", (unsigned long long)place->from);
+    struct kvq__save_session *session = &v->sessions[v->n - 1];
+    if (session->head.entries == UINT32_MAX ||
+        !kvq__grow((void **)&session->entries, &session->room_entries, session->head.entries,
+                   sizeof *session->entries))
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    session->entries[session->head.entries++] = (struct kvq_manifest_entry){.block = id,
+                                                                            .from = place->from,
+                                                                            .layer = place->layer,
+                                                                            .page = place->page,
+                                                                            .kind = place->kind};
+    session->bytes += bytes;
+    v->store->writer.rows++;
+    return KVQ_OK;
+}
+
+int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t *id,
+                    const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    if (bytes >> KVQ_MAX_STORE_BLOCK_LOG2)
+        return kvq__complain(c, KVQ_E_LIMIT, "a block of %zu bytes; fewer than 2^%d are allowed",
+                             bytes, KVQ_MAX_STORE_BLOCK_LOG2);
+    if (!kvq__grow((void **)&v->written, &v->room_written, v->n_written, sizeof *v->written))
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    int rc =
+        kvq__append(s, KVQ_RECORD_BLOCK, s->next_block, data, bytes, &v->written[v->n_written], c);
+    if (rc)
+        return rc;
+    v->n_written++;
+    *id = s->next_block++;
+    return KVQ_OK;
+}
+
+int kvq_save_put(struct kvq_save *save, const struct kvq_place *place, const void *data,
+                 size_t bytes, uint64_t *id, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint(save->store, text, n);
+    *id = 0;
+    int rc = kvq__save_block(save, data, bytes, id, &c);
+    if (rc == KVQ_OK)
+        rc = add_entry(save, place, *id, bytes, &c);
+    save->failure = save->failure ? save->failure : rc;
+    return rc;
+}
+
+// Looks among the blocks of this save, then in the catalog.
+static int find_block(struct kvq_save *v, uint64_t id, uint64_t *bytes,
+                      const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    struct kvq_stored block;
+    enum kvq_record_kind kind = KVQ_RECORD_BLOCK;
+    if (id >= v->first_block && id < s->next_block) {
+        *bytes = v->written[id - v->first_block].length; // one after the other since the beginning
+        return KVQ_OK;
+    }
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__block_find(s, id, &block, &kind);
+    pthread_mutex_unlock(&s->catalog_lock);
+    if (rc == KVQ_E_NO_SESSION || (rc == KVQ_OK && kind != KVQ_RECORD_BLOCK))
+        return kvq__complain(c, KVQ_E_NO_SESSION, "there is no block %llu (any more); put it again",
+                             (unsigned long long)id);
+    if (rc)
+        return kvq__catalog_complain(s, rc, c);
+    if (block.bad)
+        return kvq__complain(c, KVQ_E_DAMAGED, "block %llu is damaged; put it again",
+                             (unsigned long long)id);
+    *bytes = block.bytes;
+    return KVQ_OK;
+}
+
+int kvq_save_keep(struct kvq_save *save, const struct kvq_place *place, uint64_t id, char *text,
+                  size_t n)
+{
+    const struct kvq__complaint c = complaint(save->store, text, n);
+    uint64_t bytes = 0;
+    int rc = find_block(save, id, &bytes, &c);
+    if (rc == KVQ_OK) {
+        rc = add_entry(save, place, id, bytes, &c);
+        save->failure = save->failure ? save->failure : rc;
+    }
+    return rc;
+}
+
+int kvq_save_prefix(struct kvq_save *save, const uint8_t hash[KVQ_PREFIX_BYTES], char *text,
+                    size_t n)
+{
+    const struct kvq__complaint c = complaint(save->store, text, n);
+    struct kvq__save_session *session = save->n ? &save->sessions[save->n - 1] : NULL;
+    int rc = KVQ_OK;
+    if (!session)
+        rc = kvq__complain(&c, KVQ_E_INVALID, "no session was named yet");
+    else if (!kvq__grow((void **)&session->prefixes, &session->room_prefixes,
+                        session->head.prefixes, KVQ_PREFIX_BYTES))
+        rc = kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    else
+        memcpy(session->prefixes[session->head.prefixes++], hash, KVQ_PREFIX_BYTES);
+    save->store->writer.rows++;
+    save->failure = save->failure ? save->failure : rc;
+    return rc;
+}
+
+// ---- Committing ----
+
+static int by_place(const void *a, const void *b)
+{
+    return kvq_manifest_order(a, b);
+}
+
+static int sort_entries(struct kvq__save_session *session, const struct kvq__complaint *c)
+{
+    uint32_t n = session->head.entries;
+    if (n > 1)
+        qsort(session->entries, n, sizeof *session->entries, by_place);
+    for (uint32_t i = 1; i < n; i++)
+        if (by_place(&session->entries[i - 1], &session->entries[i]) == 0)
+            return kvq__complain(c, KVQ_E_INVALID,
+                                 "%s has two blocks at layer %u, page %u, kind %u",
+                                 session->head.name, session->entries[i].layer,
+                                 session->entries[i].page, session->entries[i].kind);
+    return KVQ_OK;
+}
+
+// A session that replaces one has its id; another one gets the next.
+static int name_session(struct kvq_store *s, struct kvq__save_session *session,
+                        const struct kvq__complaint *c)
+{
+    struct kvq_store_session old;
+    pthread_mutex_lock(&s->catalog_lock);
+    sqlite3_stmt *rows = kvq__rows(&s->catalog, KVQ_Q_SESSION_FIND, "tti", session->head.space,
+                                   session->head.name, (int64_t)session->head.shard);
+    int rc = kvq__next(&s->catalog, rows);
+    session->known = rc == 1;
+    if (rc == 1) {
+        kvq__session_row(rows, &old, &session->old_manifest);
+        (void)sqlite3_reset(rows);
+    }
+    if (rc < 0)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    session->head.session = session->known ? old.id : s->next_session++;
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+static int write_manifest(struct kvq_save *v, struct kvq__save_session *session,
+                          const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    const struct kvq_manifest parts = {&session->head, session->entries,
+                                       (const uint8_t(*)[KVQ_PREFIX_BYTES])session->prefixes,
+                                       session->opaque};
+    void *bytes = kvq_manifest_make(&parts);
+    if (!bytes ||
+        !kvq__grow((void **)&v->written, &v->room_written, v->n_written, sizeof *v->written)) {
+        free(bytes);
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for the manifest of %s",
+                             session->head.name);
+    }
+    session->manifest = s->next_block++;
+    int rc = kvq__append(s, KVQ_RECORD_MANIFEST, session->manifest, bytes,
+                         kvq_manifest_bytes(&session->head), &v->written[v->n_written], c);
+    v->n_written += rc == KVQ_OK;
+    free(bytes);
+    return rc;
+}
+
+static int write_all(struct kvq_save *v, const struct kvq__complaint *c)
+{
+    int rc = v->failure;
+    if (rc)
+        return kvq__complain(c, rc, "a part of the save had failed before");
+    if (v->n == 0)
+        return kvq__complain(c, KVQ_E_INVALID, "the save has no session in it");
+    for (size_t i = 0; i < v->n && rc == KVQ_OK; i++) {
+        rc = sort_entries(&v->sessions[i], c);
+        if (rc == KVQ_OK)
+            rc = name_session(v->store, &v->sessions[i], c);
+        if (rc == KVQ_OK)
+            rc = write_manifest(v, &v->sessions[i], c);
+    }
+    return rc ? rc : kvq__writer_sync(v->store, v->n, v->n_written, c);
+}
+
+static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    int rc = kvq__catalog_begin(s, c);
+    if (rc)
+        return rc;
+    rc = kvq__catalog_segments(s);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_blocks(s, v->written, v->n_written);
+    for (size_t i = 0; i < v->n && rc == KVQ_OK; i++)
+        rc = kvq__apply_session(s, &v->sessions[i]);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_free_blocks(s);
+    return kvq__catalog_end(s, rc, c);
+}
+
+int kvq_save_commit(struct kvq_save **save, char *text, size_t n)
+{
+    const struct kvq__complaint c = complaint((*save)->store, text, n);
+    int rc = write_all(*save, &c);
+    if (rc == KVQ_OK)
+        rc = catalog_all(*save, &c);
+    if (rc)
+        kvq__writer_undo((*save)->store);
+    release(save);
+    return rc;
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A save that is being put together: its sessions, and what is known of their blocks.
+#ifndef KVQ_STORAGE_SAVE_H
+#define KVQ_STORAGE_SAVE_H
+
+#include "storage/store_internal.h"
+
+// A session as it is to be. The strings of head are zero behind their ends, as in a file.
+struct kvq__save_session {
+    struct kvq_manifest_head head;
+    struct kvq_manifest_entry *entries;
+    size_t room_entries;
+    uint8_t (*prefixes)[KVQ_PREFIX_BYTES];
+    size_t room_prefixes;
+    uint8_t *opaque;
+    uint64_t bytes; // of its blocks
+    bool known;     // it replaces one, and has its id
+    uint64_t old_manifest;
+    uint64_t manifest; // block id of the new one
+};
+
+struct kvq_save {
+    struct kvq_store *store;
+    struct kvq__save_session *sessions;
+    size_t n, room;
+    struct kvq__written *written;
+    size_t n_written, room_written;
+    uint64_t first_block; // blocks from here on were put in this save
+    int failure;          // of a put or a session; 0: none
+};
+
+// Has room for one more element of `size` bytes. False: no memory.
+bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
+
+// Writes a block that no session of the save has yet.
+int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t *id,
+                    const struct kvq__complaint *c);
+
+// The catalog's part: apply.c. The caller is within a transaction of the catalog.
+int kvq__apply_session(struct kvq_store *s, struct kvq__save_session *session);
+// Takes a session out: its entries, prefixes and row, and the references that they held.
+int kvq__apply_drop(struct kvq_store *s, uint64_t session, uint64_t manifest);
+
+#endif

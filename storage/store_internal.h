@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files of the store share. store.h is for the others.
+//
+// Who may touch what
+//   lock          the table of segments, `writing`, `why`; held for moments, never over a sync
+//   catalog_lock  the catalog; held over its transactions. Taken before `lock`, never inside it
+//   the writer    everything below "the writer's": whoever set `writing`
+#ifndef KVQ_STORAGE_STORE_INTERNAL_H
+#define KVQ_STORAGE_STORE_INTERNAL_H
+
+#include <pthread.h>
+
+#include "storage/catalog.h"
+#include "storage/complain.h"
+#include "storage/manifest.h"
+#include "storage/store.h"
+
+enum {
+    KVQ__NAME_BYTES = 40,        // of files in the folder
+    KVQ__OPEN_FILES = 64,        // segments open for reading at a time
+    KVQ__STEP_BYTES = 64 << 20,  // space of a segment is taken in advance in such steps
+    KVQ__RESERVE = 4 << 20,      // of the cap, for the catalog and for deleting,
+    KVQ__RESERVE_ROW = 512,      // and for each row that a save will write into the catalog
+    KVQ__RESERVE_FREE = 1 << 20, // the same for what frees space
+    KVQ__RESERVE_FREE_ROW = 256,
+    KVQ__READ_AHEAD = 16 << 20,
+    KVQ__WALK_BYTES = 1 << 20, // buffer to walk through segments with
+};
+
+#define KVQ__PATH_BYTES (KVQ_MAX_STORE_FOLDER + KVQ__NAME_BYTES)
+
+// A segment that exists. `number` and `salt` never change.
+struct kvq__segment {
+    uint64_t number, salt;
+    uint64_t bytes;    // committed; what stands behind them does not count
+    uint64_t end;      // the writer's: of what it wrote to a segment that it has finished; else 0
+    uint64_t physical; // on disk
+    uint64_t length;   // of its file when the store was opened
+    bool sealed;       // nothing is written to it any more
+    uint32_t pins;     // readers
+    bool gone;         // removed; freed with the last pin
+    int file;          // for reading, -1: not open
+    uint64_t ahead;    // up to where the system was told that it will be read
+};
+
+// Writes one buffer while the next is filled. Its thread starts with the first full buffer.
+struct kvq__flusher {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    bool made, started, busy, stop;
+    struct kvq_io *io;
+    int file;
+    const uint8_t *data;
+    size_t n;
+    uint64_t at;
+    int error; // the first since the last kvq__flush_wait, a negative errno
+};
+
+// A record that was written and is to be in the catalog.
+struct kvq__written {
+    uint64_t id, segment, offset, length;
+    enum kvq_record_kind kind;
+    struct kvq_checksum checksum;
+};
+
+// Where records are appended. Offsets of writes, their sizes and memory are multiples of a page.
+struct kvq__writer {
+    struct kvq__segment *segment; // NULL: none is open for writing
+    int file;
+    uint64_t at;        // where the next record goes
+    uint64_t allocated; // space taken for the file
+    uint8_t *buffer[2];
+    unsigned current;
+    size_t used; // buffer[current] holds [at - used, at)
+    struct kvq__flusher flusher;
+    // Of the transaction that is being written.
+    struct kvq__segment *begun; // the one that it found open, NULL: none
+    uint64_t first_new;         // the number of the first segment that it makes
+    struct kvq__written commit; // its COMMIT record
+    uint64_t rows;              // of the catalog that it will change, about
+    bool frees;                 // it is to free space: it may use what is kept for that
+    bool broken;                // a write or sync failed: nobody knows what is on disk
+};
+
+struct kvq_store {
+    struct kvq_io *io;
+    char folder[KVQ_MAX_STORE_FOLDER];
+    uint64_t segment_bytes, cap_bytes;
+    uint32_t buffer_bytes;
+    int lock_file;
+    uint8_t id[KVQ_STORE_ID_BYTES];
+    uint64_t other_bytes; // physical, of files that are neither segments nor the catalog
+
+    pthread_mutex_t lock;
+    struct kvq__segment **segments; // by number
+    size_t n_segments, room_segments;
+    bool writing;
+    bool read_only;
+    char why[KVQ_TEXT_BYTES];
+
+    pthread_mutex_t catalog_lock;
+    struct kvq__catalog catalog;
+
+    // The writer's.
+    struct kvq__writer writer;
+    uint64_t last_transaction; // in the catalog
+    uint64_t next_transaction, next_block, next_session, next_segment;
+};
+
+// ---- store.c: names, errors, who writes ----
+
+void kvq__path(const struct kvq_store *s, const char *name, char path[KVQ__PATH_BYTES]);
+void kvq__segment_name(uint64_t number, char name[KVQ__NAME_BYTES]);
+// The number in a segment's name, 0 if it is none.
+uint64_t kvq__segment_number(const char *name);
+
+// Complains about a call of the table of I/O functions: "NAME cannot be VERBED: why".
+int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name, const char *verb);
+// Complains about a failure of the catalog with what SQLite said.
+int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__complaint *c);
+
+// Makes the caller the writer, until kvq__write_end. KVQ_E_BUSY, KVQ_E_READ_ONLY.
+int kvq__write_begin(struct kvq_store *s, const struct kvq__complaint *c);
+void kvq__write_end(struct kvq_store *s);
+// Nothing is written any more before the store is opened again.
+void kvq__set_read_only(struct kvq_store *s, const char *why);
+
+// ---- segments.c: the table of segments ----
+
+// Adds one; bytes and salt are known. NULL: no memory.
+struct kvq__segment *kvq__segment_add(struct kvq_store *s, uint64_t number, uint64_t salt);
+// Takes it out of the table and removes its file. Readers that have it pinned may finish.
+// A file that cannot be removed stays until the store is opened again.
+void kvq__segment_remove(struct kvq_store *s, uint64_t number);
+// Pins one and opens it for reading. KVQ_E_NO_SESSION: there is none (any more).
+int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment **out,
+                     const struct kvq__complaint *c);
+void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment);
+// The first with a number above, 0 if there is none.
+uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number);
+void kvq__segments_free(struct kvq_store *s);
+// Physical bytes of all files.
+uint64_t kvq__physical(struct kvq_store *s);
+uint64_t kvq__physical_catalog(struct kvq_store *s);
+
+// ---- writer.c: appending records ----
+
+int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c);
+void kvq__writer_free(struct kvq_store *s);
+// Begins a transaction of records. `frees`: it deletes or compacts. `rows`: of the catalog, that
+// will be changed besides those of its records.
+int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
+                      const struct kvq__complaint *c);
+// Appends one; *out says where it is.
+int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
+                uint64_t n, struct kvq__written *out, const struct kvq__complaint *c);
+// COMMIT, and everything written and synced, names of new files included.
+int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, uint64_t blocks,
+                     const struct kvq__complaint *c);
+// After the catalog named what was written: it counts from now on.
+void kvq__writer_done(struct kvq_store *s);
+// Writes no more to the open segment, between transactions.
+void kvq__writer_retire(struct kvq_store *s);
+// Takes back what was written since kvq__writer_begin.
+void kvq__writer_undo(struct kvq_store *s);
+
+// ---- commit.c: one transaction of the catalog ----
+
+// Begins; the caller holds catalog_lock until kvq__catalog_end.
+int kvq__catalog_begin(struct kvq_store *s, const struct kvq__complaint *c);
+// Puts records of the transaction that is being written into `blocks`.
+int kvq__catalog_blocks(struct kvq_store *s, const struct kvq__written *w, size_t n);
+// The same for a record that the store itself refers to: DROP, COMMIT.
+int kvq__catalog_own(struct kvq_store *s, const struct kvq__written *w);
+int kvq__catalog_free_blocks(struct kvq_store *s); // those without references
+int kvq__catalog_segments(struct kvq_store *s);    // as the writer left them, and counters; first
+int kvq__catalog_counters(struct kvq_store *s, uint64_t transaction);
+// Commits if rc is 0, else rolls back; after it the transaction's records count, or do not.
+int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c);
+
+// ---- recover.c, rebuild.c ----
+
+int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
+                 const struct kvq__complaint *c);
+// Makes the catalog, which is open and empty, from the segments of these numbers, ascending, and
+// has those that it could make sense of in the table of segments.
+int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
+                 struct kvq_store_report *report, const struct kvq__complaint *c);
+
+// ---- read.c ----
+
+// Where a block is, and whether it is damaged; kind is that of its record. The caller holds
+// catalog_lock. KVQ_E_NO_SESSION: there is none.
+int kvq__block_find(struct kvq_store *s, uint64_t id, struct kvq_stored *out,
+                    enum kvq_record_kind *kind);
+void kvq__session_row(sqlite3_stmt *rows, struct kvq_store_session *out, uint64_t *manifest);
+// Marks a block, unless it has moved meanwhile. Takes catalog_lock.
+void kvq__block_mark(struct kvq_store *s, uint64_t id, uint64_t segment, uint64_t offset);
+
+#endif

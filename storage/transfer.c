@@ -1,0 +1,550 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Exporting a session to one file, and importing such a file, which is foreign.
+//
+// The file is one of records (segment.h): FILE, a MANIFEST for each shard, the blocks in ascending
+// order of their ids, each once, and a COMMIT that counts them. Nothing stands behind it.
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/save.h"
+
+enum { BUFFER = 4 << 20, PATH = 4096 };
+
+// ---- Exporting ----
+
+// What is written to the file goes through one large buffer.
+struct export
+{
+    struct kvq_store *s;
+    const struct kvq__complaint *c; // about the file
+    int file;
+    uint64_t salt, at;
+    uint8_t *buffer;
+    size_t used;
+    struct kvq_store_session *shards;
+    uint32_t n_shards;
+    struct kvq_stored *blocks; // of all shards, by id, each once
+    size_t n_blocks, room_blocks;
+};
+
+static int write_out(struct export *e)
+{
+    int rc = kvq_io_write(e->s->io, e->file, e->buffer, e->used, e->at);
+    e->at += e->used;
+    e->used = 0;
+    return rc ? kvq__io_complain(e->c, rc, "the file", "written") : KVQ_OK;
+}
+
+static int add_bytes(struct export *e, const void *data, uint64_t n)
+{
+    int rc = KVQ_OK;
+    for (uint64_t done = 0; done < n && rc == KVQ_OK;) {
+        size_t room = BUFFER - e->used, some = n - done < room ? (size_t)(n - done) : room;
+        memcpy(e->buffer + e->used, (const uint8_t *)data + done, some);
+        e->used += some;
+        done += some;
+        if (e->used == BUFFER)
+            rc = write_out(e);
+    }
+    return rc;
+}
+
+static int add_record(struct export *e, enum kvq_record_kind kind, uint64_t id, const void *data,
+                      uint64_t n)
+{
+    static const uint8_t zeros[KVQ_RECORD_HEAD];
+    struct kvq_record r;
+    kvq_record_make(&r, kind, id, 1, n, kvq_checksum(data, (size_t)n),
+                    kind == KVQ_RECORD_FILE ? 0 : e->salt);
+    int rc = add_bytes(e, &r, sizeof r);
+    if (rc == KVQ_OK)
+        rc = add_bytes(e, data, n);
+    return rc ? rc : add_bytes(e, zeros, kvq_record_bytes(n) - sizeof r - n);
+}
+
+static int add_front(struct export *e)
+{
+    struct kvq_file_head head = {0};
+    memcpy(head.store, e->s->id, sizeof head.store);
+    int rc = e->s->io->random(e->s->io, &head.salt, sizeof head.salt);
+    if (rc)
+        return kvq__io_complain(e->c, rc, "a random number", "had");
+    e->salt = head.salt;
+    return add_record(e, KVQ_RECORD_FILE, 0, &head, sizeof head);
+}
+
+static int gather_shards(struct export *e, const char *space, const char *name)
+{
+    struct kvq__catalog *k = &e->s->catalog;
+    pthread_mutex_lock(&e->s->catalog_lock);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SESSION_SHARDS, "tt", space, name);
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && e->n_shards < KVQ_MAX_SHARDS) {
+        kvq__session_row(rows, &e->shards[e->n_shards++], NULL);
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    if (rc < 0)
+        rc = kvq__catalog_complain(e->s, rc, e->c);
+    pthread_mutex_unlock(&e->s->catalog_lock);
+    if (rc >= 0 && e->n_shards == 0)
+        return kvq__complain(e->c, KVQ_E_NO_SESSION, "the store holds no session %s of %s", name,
+                             space);
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+// The entries of a manifest, to be freed; their blocks are noted.
+static int manifest_lists(struct export *e, const struct kvq_stored *blocks, size_t n,
+                          struct kvq_manifest_entry **entries)
+{
+    *entries = calloc(n + 1, sizeof **entries);
+    if (!*entries)
+        return kvq__complain(e->c, KVQ_E_NO_MEMORY, "no memory");
+    for (size_t i = 0; i < n; i++) {
+        const struct kvq_stored *b = &blocks[i];
+        (*entries)[i] = (struct kvq_manifest_entry){b->id,         b->place.from, b->place.layer,
+                                                    b->place.page, b->place.kind, 0};
+        if (!kvq__grow((void **)&e->blocks, &e->room_blocks, e->n_blocks, sizeof *e->blocks))
+            return kvq__complain(e->c, KVQ_E_NO_MEMORY, "no memory");
+        e->blocks[e->n_blocks++] = *b;
+    }
+    return KVQ_OK;
+}
+
+static void manifest_head(const struct kvq_store_session *x, struct kvq_manifest_head *h)
+{
+    *h = (struct kvq_manifest_head){.version = KVQ_MANIFEST_VERSION,
+                                    .opaque_version = x->version,
+                                    .session = x->id,
+                                    .tokens = x->tokens,
+                                    .saved_at = x->saved_at,
+                                    .shard = x->shard,
+                                    .shards = x->shards,
+                                    .opaque_bytes = x->n_bytes};
+    memcpy(h->space, x->space, sizeof h->space);
+    memcpy(h->name, x->name, sizeof h->name);
+    memcpy(h->model, x->model, sizeof h->model);
+    memcpy(h->formats, x->formats, sizeof h->formats);
+}
+
+static int add_manifest(struct export *e, const struct kvq_store_session *shard)
+{
+    const struct kvq__complaint *c = e->c;
+    struct kvq_manifest_head head;
+    struct kvq_stored *blocks = NULL;
+    struct kvq_manifest_entry *entries = NULL;
+    uint8_t(*prefixes)[KVQ_PREFIX_BYTES] = NULL;
+    uint8_t *opaque = malloc(shard->n_bytes + 1);
+    void *bytes = NULL;
+    size_t n = 0;
+    manifest_head(shard, &head);
+    int rc = opaque ? kvq_store_blocks(e->s, shard, &blocks, &n, c->text, c->size)
+                    : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK)
+        rc = kvq_store_prefixes(e->s, shard, &prefixes, &head.prefixes, c->text, c->size);
+    if (rc == KVQ_OK)
+        rc = kvq_store_meta_read(e->s, shard, opaque, c->text, c->size);
+    if (rc == KVQ_OK)
+        rc = manifest_lists(e, blocks, n, &entries);
+    if (rc)
+        goto out;
+    head.entries = (uint32_t)n;
+    const struct kvq_manifest m = {&head, entries, (const uint8_t(*)[KVQ_PREFIX_BYTES])prefixes,
+                                   opaque};
+    bytes = kvq_manifest_make(&m);
+    rc = bytes ? add_record(e, KVQ_RECORD_MANIFEST, shard->id, bytes, kvq_manifest_bytes(&head))
+               : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+out:
+    free(bytes);
+    free(entries);
+    free(prefixes);
+    free(blocks);
+    free(opaque);
+    return rc;
+}
+
+static int by_id(const void *a, const void *b)
+{
+    const struct kvq_stored *x = a, *y = b;
+    return (x->id > y->id) - (x->id < y->id);
+}
+
+static int add_blocks(struct export *e)
+{
+    size_t kept = 0;
+    int rc = KVQ_OK;
+    if (e->n_blocks)
+        qsort(e->blocks, e->n_blocks, sizeof *e->blocks, by_id);
+    for (size_t i = 0; i < e->n_blocks; i++)
+        if (kept == 0 || e->blocks[kept - 1].id != e->blocks[i].id)
+            e->blocks[kept++] = e->blocks[i];
+    e->n_blocks = kept;
+    for (size_t i = 0; i < kept && rc == KVQ_OK; i++) {
+        const struct kvq_stored *b = &e->blocks[i];
+        void *bytes = malloc(b->bytes + 1);
+        rc = bytes ? kvq_store_read(e->s, b, bytes, e->c->text, e->c->size)
+                   : kvq__complain(e->c, KVQ_E_NO_MEMORY, "no memory");
+        if (rc == KVQ_OK)
+            rc = add_record(e, KVQ_RECORD_BLOCK, b->id, bytes, b->bytes);
+        free(bytes);
+    }
+    return rc;
+}
+
+static int write_file(struct export *e, const char *space, const char *name)
+{
+    int rc = gather_shards(e, space, name);
+    if (rc == KVQ_OK)
+        rc = add_front(e);
+    for (uint32_t i = 0; i < e->n_shards && rc == KVQ_OK; i++)
+        rc = add_manifest(e, &e->shards[i]);
+    if (rc == KVQ_OK)
+        rc = add_blocks(e);
+    const struct kvq_commit commit = {1, 0, e->n_shards, e->n_blocks};
+    if (rc == KVQ_OK)
+        rc = add_record(e, KVQ_RECORD_COMMIT, 1, &commit, sizeof commit);
+    if (rc == KVQ_OK)
+        rc = write_out(e);
+    if (rc)
+        return rc;
+    rc = kvq_io_sync(e->s->io, e->file);
+    return rc ? kvq__io_complain(e->c, rc, "the file", "synced") : KVQ_OK;
+}
+
+// Puts the finished file where it belongs.
+static int place_file(struct kvq_io *io, const char *from, const char *path,
+                      const struct kvq__complaint *c)
+{
+    char folder[PATH];
+    const char *slash = strrchr(path, '/');
+    int n = slash ? (int)(slash - path) : 0;
+    snprintf(folder, sizeof folder, "%.*s", n ? n : 1, n ? path : slash ? "/" : ".");
+    int rc = kvq_io_rename(io, from, path);
+    if (rc == 0)
+        rc = kvq_io_sync_dir(io, folder);
+    return rc ? kvq__io_complain(c, rc, "the file", "renamed") : KVQ_OK;
+}
+
+int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
+                     char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    char unfinished[PATH];
+    struct export e = {.s = store, .c = &c, .file = -1};
+    int used = snprintf(unfinished, sizeof unfinished, "%s.tmp", path);
+    if (used < 0 || (size_t)used >= sizeof unfinished)
+        return kvq__complain(&c, KVQ_E_LIMIT, "the path is too long");
+    e.buffer = malloc(BUFFER);
+    e.shards = calloc(KVQ_MAX_SHARDS, sizeof *e.shards);
+    int rc = e.buffer && e.shards ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc)
+        goto out;
+    (void)kvq_io_unlink(store->io, unfinished); // of an export that was cut off
+    e.file = kvq_io_open(store->io, unfinished, KVQ_IO_WRITE | KVQ_IO_NEW);
+    rc =
+        e.file < 0 ? kvq__io_complain(&c, e.file, "the file", "made") : write_file(&e, space, name);
+    if (e.file >= 0)
+        store->io->close(store->io, e.file);
+    if (rc == KVQ_OK)
+        rc = place_file(store->io, unfinished, path, &c);
+    if (rc && e.file >= 0)
+        (void)kvq_io_unlink(store->io, unfinished);
+out:
+    free(e.blocks);
+    free(e.shards);
+    free(e.buffer);
+    return rc;
+}
+
+// ---- Importing ----
+
+struct pair {
+    uint64_t theirs, ours; // block ids
+};
+
+struct import {
+    struct kvq_store *s;
+    const struct kvq__complaint *c;
+    const char *space, *name; // NULL: as in the file
+    bool replace;
+    struct kvq_walk walk;
+    struct kvq_save *save;
+    void **manifests; // bytes of each, checked
+    struct kvq_manifest *parts;
+    size_t n, room_manifests, room_parts;
+    struct pair *pairs; // ascending
+    size_t n_pairs, room_pairs;
+    bool ended; // COMMIT was there
+};
+
+static int spoiled(const struct import *m, const char *what)
+{
+    return kvq__complain(m->c, KVQ_E_DAMAGED, "at byte %llu: %s", (unsigned long long)m->walk.at,
+                         what);
+}
+
+// The payload of the record that the walk is at, to be freed. The walk has checked it; it is
+// checked again, since the file may change under us.
+static int load(struct import *m, void **bytes)
+{
+    const struct kvq_record *r = &m->walk.record;
+    size_t got = 0;
+    *bytes = NULL;
+    if (r->length >> KVQ_MAX_STORE_BLOCK_LOG2)
+        return kvq__complain(m->c, KVQ_E_LIMIT,
+                             "at byte %llu: a record of %llu bytes; fewer than "
+                             "2^%d are allowed",
+                             (unsigned long long)m->walk.at, (unsigned long long)r->length,
+                             KVQ_MAX_STORE_BLOCK_LOG2);
+    *bytes = malloc(r->length + 1);
+    if (!*bytes)
+        return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory for a record of %llu bytes",
+                             (unsigned long long)r->length);
+    int rc = kvq_io_read(m->walk.io, m->walk.file, *bytes, r->length, m->walk.at + KVQ_RECORD_HEAD,
+                         &got);
+    if (rc)
+        rc = kvq__io_complain(m->c, rc, "the file", "read");
+    else if (got != r->length || !kvq_checksum_equal(kvq_checksum(*bytes, got), r->payload))
+        rc = spoiled(m, "the record changed while it was read");
+    if (rc) {
+        free(*bytes);
+        *bytes = NULL;
+    }
+    return rc;
+}
+
+static int take_manifest(struct import *m)
+{
+    struct kvq_manifest parts;
+    void *bytes;
+    if (m->n_pairs || m->n == KVQ_MAX_SHARDS)
+        return spoiled(m, m->n_pairs ? "a session behind blocks" : "too many sessions");
+    int rc = load(m, &bytes);
+    if (rc == KVQ_OK)
+        rc = kvq_manifest_read(bytes, m->walk.record.length, &parts, m->c);
+    if (rc == KVQ_OK && m->n > 0 &&
+        (strcmp(parts.head->space, m->parts[0].head->space) != 0 ||
+         strcmp(parts.head->name, m->parts[0].head->name) != 0 ||
+         parts.head->shards != m->parts[0].head->shards))
+        rc = spoiled(m, "it holds shards of more than one session");
+    if (rc == KVQ_OK &&
+        (!kvq__grow((void **)&m->manifests, &m->room_manifests, m->n, sizeof *m->manifests) ||
+         !kvq__grow((void **)&m->parts, &m->room_parts, m->n, sizeof *m->parts)))
+        rc = kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc) {
+        free(bytes);
+        return rc;
+    }
+    m->manifests[m->n] = bytes;
+    m->parts[m->n++] = parts;
+    return KVQ_OK;
+}
+
+static int take_block(struct import *m)
+{
+    uint64_t id = m->walk.record.id;
+    void *bytes;
+    if (m->n == 0)
+        return spoiled(m, "a block before any session");
+    if (m->n_pairs && id <= m->pairs[m->n_pairs - 1].theirs)
+        return spoiled(m, "blocks are not in the order of their ids");
+    if (!kvq__grow((void **)&m->pairs, &m->room_pairs, m->n_pairs, sizeof *m->pairs))
+        return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
+    int rc = load(m, &bytes);
+    if (rc)
+        return rc;
+    struct pair *p = &m->pairs[m->n_pairs];
+    p->theirs = id;
+    rc = kvq__save_block(m->save, bytes, m->walk.record.length, &p->ours, m->c);
+    m->n_pairs += rc == KVQ_OK;
+    free(bytes);
+    return rc;
+}
+
+static int take_commit(struct import *m)
+{
+    struct kvq_commit commit;
+    void *bytes;
+    int rc = load(m, &bytes);
+    if (rc)
+        return rc;
+    bool whole = m->walk.record.length == sizeof commit;
+    if (whole)
+        memcpy(&commit, bytes, sizeof commit);
+    free(bytes);
+    if (!whole || commit.sessions != m->n || commit.blocks != m->n_pairs || m->n == 0)
+        return spoiled(m, "its end counts other sessions and blocks than there are");
+    m->ended = true;
+    return KVQ_OK;
+}
+
+static int take_record(struct import *m)
+{
+    if (m->ended)
+        return spoiled(m, "something stands behind its end");
+    if (m->walk.record.version != KVQ_RECORD_VERSION)
+        return kvq__complain(m->c, KVQ_E_VERSION, "a record of version %u; this program knows %d",
+                             m->walk.record.version, KVQ_RECORD_VERSION);
+    switch (m->walk.record.kind) {
+    case KVQ_RECORD_MANIFEST:
+        return take_manifest(m);
+    case KVQ_RECORD_BLOCK:
+        return take_block(m);
+    case KVQ_RECORD_COMMIT:
+        return take_commit(m);
+    default:
+        return spoiled(m, "a record that does not belong there");
+    }
+}
+
+static int take_records(struct import *m)
+{
+    int find, rc = KVQ_OK;
+    while (rc == KVQ_OK && (find = kvq_walk_next(&m->walk)) != KVQ_WALK_END) {
+        if (find < 0)
+            rc = kvq__io_complain(m->c, find, "the file", "read");
+        else if (find != KVQ_WALK_RECORD)
+            rc = spoiled(m, "it is damaged or cut off here");
+        else
+            rc = take_record(m);
+    }
+    return rc ? rc : m->ended ? KVQ_OK : spoiled(m, "it is cut off here");
+}
+
+static int by_theirs(const void *a, const void *b)
+{
+    const struct pair *x = a, *y = b;
+    return (x->theirs > y->theirs) - (x->theirs < y->theirs);
+}
+
+static int save_entries(struct import *m, const struct kvq_manifest *parts)
+{
+    int rc = KVQ_OK;
+    for (uint32_t i = 0; i < parts->head->entries && rc == KVQ_OK; i++) {
+        const struct kvq_manifest_entry *e = &parts->entries[i];
+        const struct pair key = {.theirs = e->block};
+        const struct pair *p =
+            m->n_pairs ? bsearch(&key, m->pairs, m->n_pairs, sizeof key, by_theirs) : NULL;
+        const struct kvq_place place = {e->layer, e->page, e->kind, e->from};
+        if (!p)
+            return kvq__complain(m->c, KVQ_E_DAMAGED, "block %llu of layer %u is not in it",
+                                 (unsigned long long)e->block, e->layer);
+        rc = kvq_save_keep(m->save, &place, p->ours, m->c->text, m->c->size);
+    }
+    return rc;
+}
+
+static int save_shard(struct import *m, const struct kvq_manifest *parts)
+{
+    const struct kvq_manifest_head *h = parts->head;
+    const struct kvq_store_meta meta = {.space = m->space ? m->space : h->space,
+                                        .name = m->name ? m->name : h->name,
+                                        .model = h->model,
+                                        .formats = h->formats,
+                                        .shard = h->shard,
+                                        .shards = h->shards,
+                                        .tokens = h->tokens,
+                                        .saved_at = h->saved_at,
+                                        .version = h->opaque_version,
+                                        .bytes = parts->opaque,
+                                        .n_bytes = h->opaque_bytes};
+    int rc = kvq_save_session(m->save, &meta, m->c->text, m->c->size);
+    if (rc == KVQ_OK)
+        rc = save_entries(m, parts);
+    for (uint32_t i = 0; i < h->prefixes && rc == KVQ_OK; i++)
+        rc = kvq_save_prefix(m->save, parts->prefixes[i], m->c->text, m->c->size);
+    return rc;
+}
+
+// Whether there is such a session already.
+static int check_name(struct import *m)
+{
+    const struct kvq_manifest_head *h = m->parts[0].head;
+    const char *space = m->space ? m->space : h->space, *name = m->name ? m->name : h->name;
+    for (uint32_t i = 0; i < KVQ_MAX_SHARDS; i++) {
+        struct kvq_store_session there;
+        int rc = kvq_store_find(m->s, space, name, i, &there, m->c->text, m->c->size);
+        if (rc == KVQ_E_NO_SESSION)
+            continue;
+        if (rc)
+            return rc;
+        if (!m->replace)
+            return kvq__complain(m->c, KVQ_E_EXISTS,
+                                 "there is a session %s of %s; give another "
+                                 "name, or replace it",
+                                 name, space);
+        if (there.shards != h->shards)
+            return kvq__complain(m->c, KVQ_E_EXISTS,
+                                 "the session %s of %s has %u shards, this "
+                                 "one %u; delete it first",
+                                 name, space, there.shards, h->shards);
+    }
+    return KVQ_OK;
+}
+
+static int import(struct import *m)
+{
+    int rc = take_records(m);
+    if (rc == KVQ_OK)
+        rc = check_name(m);
+    for (size_t i = 0; i < m->n && rc == KVQ_OK; i++)
+        rc = save_shard(m, &m->parts[i]);
+    return rc ? rc : kvq_save_commit(&m->save, m->c->text, m->c->size);
+}
+
+// Front and length of the file.
+static int open_walk(struct import *m)
+{
+    struct kvq_file_head head;
+    struct kvq_io_status status;
+    uint16_t version;
+    int rc = kvq_io_status(m->s->io, m->walk.file, &status);
+    if (rc)
+        return kvq__io_complain(m->c, rc, "the file", "looked at");
+    rc = kvq_segment_front(m->s->io, m->walk.file, &head, &version);
+    if (rc < 0)
+        return kvq__io_complain(m->c, rc, "the file", "read");
+    if (version > KVQ_RECORD_VERSION)
+        return kvq__complain(m->c, KVQ_E_VERSION, "is of version %u; this program knows up to %d",
+                             version, KVQ_RECORD_VERSION);
+    if (rc || head.number != 0)
+        return kvq__complain(m->c, KVQ_E_INVALID, "is no session that was exported");
+    m->walk.salt = head.salt;
+    m->walk.end = status.bytes;
+    m->walk.next = KVQ_SEGMENT_FRONT;
+    return KVQ_OK;
+}
+
+int kvq_store_import(struct kvq_store *store, const char *path, const char *space, const char *name,
+                     bool replace, char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    struct import m = {.s = store, .c = &c, .space = space, .name = name, .replace = replace};
+    m.walk = (struct kvq_walk){.io = store->io, .file = -1, .buffer_bytes = KVQ__WALK_BYTES};
+    m.walk.buffer = malloc(KVQ__WALK_BYTES);
+    int rc = m.walk.buffer ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK) {
+        m.walk.file = kvq_io_open(store->io, path, KVQ_IO_READ);
+        rc = m.walk.file < 0 ? kvq__io_complain(&c, m.walk.file, "the file", "opened")
+                             : open_walk(&m);
+    }
+    if (rc == KVQ_OK)
+        rc = kvq_save_begin(store, &m.save, text, n);
+    if (rc == KVQ_OK)
+        rc = import(&m);
+    kvq_save_abort(&m.save);
+    for (size_t i = 0; i < m.n; i++)
+        free(m.manifests[i]);
+    free(m.manifests);
+    free(m.parts);
+    free(m.pairs);
+    if (m.walk.file >= 0)
+        store->io->close(store->io, m.walk.file);
+    free(m.walk.buffer);
+    return rc;
+}

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Reading all of a store to see whether it is as it was written, and its figures.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/store_internal.h"
+
+enum { BATCH = 64 }; // blocks of a damaged piece that are looked up at a time
+
+struct verify {
+    struct kvq_store *s;
+    const struct kvq__complaint *c;
+    struct kvq_store_verified *v;
+    int (*progress)(void *context, uint64_t done, uint64_t all);
+    void *context;
+    uint64_t all;
+    uint8_t *buffer;
+    uint64_t segment;
+    int failure; // of the catalog while a walk is under way
+};
+
+// The first record at or behind an offset that the catalog knows.
+static uint64_t known_record(void *context, uint64_t from)
+{
+    struct verify *f = context;
+    struct kvq__catalog *k = &f->s->catalog;
+    int64_t at = -1;
+    pthread_mutex_lock(&f->s->catalog_lock);
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_BLOCK_AT, "ii", (int64_t)f->segment, (int64_t)from),
+                         -1, &at);
+    if (rc)
+        f->failure = kvq__catalog_complain(f->s, rc, f->c);
+    pthread_mutex_unlock(&f->s->catalog_lock);
+    return at < 0 ? UINT64_MAX : (uint64_t)at;
+}
+
+// Blocks of the catalog from an offset of the segment on.
+static int blocks_from(struct verify *f, uint64_t from, struct kvq_stored blocks[BATCH],
+                       size_t *count)
+{
+    struct kvq__catalog *k = &f->s->catalog;
+    *count = 0;
+    pthread_mutex_lock(&f->s->catalog_lock);
+    sqlite3_stmt *rows =
+        kvq__rows(k, KVQ_Q_BLOCK_IN, "iii", (int64_t)f->segment, (int64_t)from, (int64_t)BATCH);
+    int rc;
+    while ((rc = kvq__next(k, rows)) == 1 && *count < BATCH)
+        blocks[(*count)++] = (struct kvq_stored){
+            .id = (uint64_t)sqlite3_column_int64(rows, 0),
+            .segment = f->segment,
+            .offset = (uint64_t)sqlite3_column_int64(rows, 1),
+            .bytes = (uint64_t)sqlite3_column_int64(rows, 2),
+            .bad = sqlite3_column_int64(rows, 4) != 0,
+            .checksum = kvq__column_checksum(rows, 5),
+        };
+    (void)sqlite3_reset(rows);
+    if (rc < 0)
+        rc = kvq__catalog_complain(f->s, rc, f->c);
+    pthread_mutex_unlock(&f->s->catalog_lock);
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+// Whether a block can still be read although its record is damaged; if not, it is marked by that.
+static int try_block(struct verify *f, const struct kvq_stored *block)
+{
+    if (block->bad)
+        return KVQ_OK;
+    void *bytes = malloc(block->bytes + 1);
+    if (!bytes)
+        return kvq__complain(f->c, KVQ_E_NO_MEMORY, "no memory for a block of %llu bytes",
+                             (unsigned long long)block->bytes);
+    int rc = kvq_store_read(f->s, block, bytes, f->c->text, f->c->size);
+    free(bytes);
+    f->v->bad_blocks += rc == KVQ_E_DAMAGED;
+    return rc == KVQ_E_DAMAGED || rc == KVQ_E_NO_SESSION ? KVQ_OK : rc;
+}
+
+// A piece of the segment is not as it was written: which blocks does that concern?
+static int look_at_damage(struct verify *f, uint64_t at, uint64_t end)
+{
+    struct kvq_stored blocks[BATCH];
+    size_t count = BATCH;
+    int rc = KVQ_OK;
+    while (rc == KVQ_OK && count == BATCH && at < end) {
+        rc = blocks_from(f, at, blocks, &count);
+        for (size_t i = 0; i < count && rc == KVQ_OK && blocks[i].offset < end; i++)
+            rc = try_block(f, &blocks[i]);
+        if (count)
+            at = blocks[count - 1].offset + 1;
+    }
+    return rc;
+}
+
+static int tell(struct verify *f)
+{
+    if (f->progress && f->progress(f->context, f->v->bytes, f->all))
+        return kvq__complain(f->c, KVQ_E_CANCELLED, "verifying was stopped");
+    return KVQ_OK;
+}
+
+// Whether the front is as it was written; if not the damage is the front alone, for the catalog has
+// the salt.
+static int check_front(struct verify *f, const struct kvq__segment *g)
+{
+    struct kvq_file_head head;
+    uint16_t version;
+    int rc = kvq_segment_front(f->s->io, g->file, &head, &version);
+    if (rc < 0)
+        return kvq__io_complain(f->c, rc, "a segment", "read");
+    if (rc || head.number != g->number || head.salt != g->salt)
+        f->v->damaged_bytes += KVQ_SEGMENT_FRONT;
+    f->v->bytes += KVQ_SEGMENT_FRONT;
+    return KVQ_OK;
+}
+
+static int walk(struct verify *f, const struct kvq__segment *g, uint64_t end)
+{
+    struct kvq_walk w = {.io = f->s->io,
+                         .file = g->file,
+                         .salt = g->salt,
+                         .next = KVQ_SEGMENT_FRONT,
+                         .end = end,
+                         .known = known_record,
+                         .context = f,
+                         .buffer = f->buffer,
+                         .buffer_bytes = KVQ__WALK_BYTES};
+    int find, rc = check_front(f, g);
+    while (rc == KVQ_OK && (find = kvq_walk_next(&w)) != KVQ_WALK_END) {
+        if (find < 0)
+            return kvq__io_complain(f->c, find, "a segment", "read");
+        f->v->bytes += w.bytes;
+        if (find != KVQ_WALK_RECORD) {
+            f->v->damaged_bytes += w.bytes;
+            rc = f->failure ? f->failure : look_at_damage(f, w.at, w.at + w.bytes);
+        }
+        if (rc == KVQ_OK)
+            rc = tell(f);
+    }
+    return rc;
+}
+
+static int verify_segment(struct verify *f)
+{
+    struct kvq_store *s = f->s;
+    struct kvq__segment *g;
+    struct kvq_io_status status = {0};
+    int rc = kvq__segment_pin(s, f->segment, &g, f->c);
+    if (rc == KVQ_E_NO_SESSION) // compaction has removed it meanwhile
+        return KVQ_OK;
+    if (rc) { // it cannot be opened: all of it is lost
+        f->v->missing++;
+        return look_at_damage(f, 0, UINT64_MAX);
+    }
+    pthread_mutex_lock(&s->lock);
+    uint64_t end = g->bytes;
+    pthread_mutex_unlock(&s->lock);
+    int error = kvq_io_status(s->io, g->file, &status);
+    f->v->segments++;
+    if (error) {
+        rc = kvq__io_complain(f->c, error, "a segment", "looked at");
+    } else if (end > 0) { // else nothing is committed in it yet
+        f->v->missing += status.bytes < end;
+        rc = walk(f, g, end);
+    }
+    kvq__segment_unpin(s, g);
+    return rc;
+}
+
+static uint64_t all_bytes(struct kvq_store *s)
+{
+    uint64_t sum = 0;
+    pthread_mutex_lock(&s->lock);
+    for (size_t i = 0; i < s->n_segments; i++)
+        sum += s->segments[i]->bytes;
+    pthread_mutex_unlock(&s->lock);
+    return sum;
+}
+
+// The catalog itself, and how many sessions bad blocks cut.
+static int verify_catalog(struct verify *f)
+{
+    struct kvq_store *s = f->s;
+    struct kvq__catalog *k = &s->catalog;
+    int64_t cut = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__catalog_check(k);
+    f->v->catalog_bad = rc == KVQ_E_DAMAGED;
+    if (f->v->catalog_bad)
+        rc = KVQ_OK;
+    else if (rc == KVQ_OK)
+        rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_CUT, ""), 0, &cut);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, f->c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    f->v->sessions = (uint64_t)cut;
+    return rc;
+}
+
+static void summarize(struct kvq_store_verified *v)
+{
+    if (v->damaged_bytes == 0 && v->missing == 0 && v->sessions == 0 && !v->catalog_bad)
+        return;
+    snprintf(v->text, sizeof v->text,
+             "%llu bytes are not as they were written, %u segments are missing or too short; %llu "
+             "blocks were newly found bad, and %llu sessions are cut.%s",
+             (unsigned long long)v->damaged_bytes, v->missing, (unsigned long long)v->bad_blocks,
+             (unsigned long long)v->sessions,
+             v->catalog_bad ? " The catalog is damaged; opening the store anew makes it anew."
+                            : "");
+}
+
+int kvq_store_verify(struct kvq_store *store,
+                     int (*progress)(void *context, uint64_t done, uint64_t all), void *context,
+                     struct kvq_store_verified *verified, char *text, size_t n)
+{
+    const struct kvq__complaint c = {store->folder, text, n};
+    struct verify f = {.s = store,
+                       .c = &c,
+                       .v = verified,
+                       .progress = progress,
+                       .context = context,
+                       .all = all_bytes(store),
+                       .buffer = malloc(KVQ__WALK_BYTES)};
+    memset(verified, 0, sizeof *verified);
+    int rc = f.buffer ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    for (f.segment = kvq__segment_after(store, 0); f.segment && rc == KVQ_OK;
+         f.segment = kvq__segment_after(store, f.segment))
+        rc = verify_segment(&f);
+    if (rc == KVQ_OK)
+        rc = verify_catalog(&f);
+    if (rc == KVQ_OK)
+        summarize(verified);
+    free(f.buffer);
+    return rc;
+}
+
+// ---- Status ----
+
+static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t sessions = 0;
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_COUNT, ""), 0, &sessions);
+    status->sessions = (uint64_t)sessions;
+    sqlite3_stmt *rows = rc ? NULL : kvq__rows(k, KVQ_Q_BLOCK_COUNT, "");
+    rc = rc ? rc : kvq__next(k, rows);
+    if (rc == 1) {
+        status->blocks = (uint64_t)sqlite3_column_int64(rows, 0);
+        status->bad_blocks = (uint64_t)sqlite3_column_int64(rows, 1);
+        (void)sqlite3_reset(rows);
+    }
+    rows = rc < 0 ? NULL : kvq__rows(k, KVQ_Q_SEGMENT_SUMS, "");
+    rc = rc < 0 ? rc : kvq__next(k, rows);
+    if (rc == 1) {
+        status->segments = (uint32_t)sqlite3_column_int64(rows, 0);
+        status->live_bytes = (uint64_t)sqlite3_column_int64(rows, 2);
+        status->dead_bytes = (uint64_t)sqlite3_column_int64(rows, 1) - status->live_bytes;
+        (void)sqlite3_reset(rows);
+    }
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)
+{
+    const struct kvq__complaint c = {store->folder, text, n};
+    memset(status, 0, sizeof *status);
+    pthread_mutex_lock(&store->catalog_lock);
+    int rc = catalog_figures(store, status);
+    if (rc)
+        rc = kvq__catalog_complain(store, rc, &c);
+    pthread_mutex_unlock(&store->catalog_lock);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&store->lock);
+    status->read_only = store->read_only;
+    memcpy(status->why, store->why, sizeof status->why);
+    pthread_mutex_unlock(&store->lock);
+    status->cap_bytes = store->cap_bytes;
+    status->catalog_bytes = kvq__physical_catalog(store);
+    status->physical_bytes = kvq__physical(store);
+    rc = store->io->space(store->io, store->folder, &status->free_bytes);
+    return rc ? kvq__io_complain(&c, rc, "free space", "asked for") : KVQ_OK;
+}

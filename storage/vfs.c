@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The methods that SQLite calls, each a few lines over the table of I/O functions.
+#include "storage/vfs.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+struct vfs_file {
+    sqlite3_file base; // first: SQLite knows only this
+    struct kvq_io *io;
+    int file;
+    bool created;     // its name is not durable before the folder is synced
+    const char *path; // SQLite keeps the memory until the file is closed
+    bool remove;      // when it is closed
+};
+
+static struct vfs_file *file_of(sqlite3_file *base)
+{
+    return (struct vfs_file *)base;
+}
+
+static struct kvq_io *io_of(sqlite3_vfs *vfs)
+{
+    return ((struct kvq__vfs *)vfs->pAppData)->io;
+}
+
+// Syncs the folder that a file is in.
+static int sync_folder(struct kvq_io *io, const char *path)
+{
+    char folder[4096];
+    const char *slash = strrchr(path, '/');
+    int n = slash ? (int)(slash - path) : 0;
+    snprintf(folder, sizeof folder, "%.*s", n ? n : 1, n ? path : slash ? "/" : ".");
+    return kvq_io_sync_dir(io, folder);
+}
+
+// ---- Files ----
+
+static int file_close(sqlite3_file *base)
+{
+    struct vfs_file *f = file_of(base);
+    f->io->close(f->io, f->file);
+    if (f->remove)
+        (void)kvq_io_unlink(f->io, f->path);
+    return SQLITE_OK;
+}
+
+static int file_read(sqlite3_file *base, void *data, int n, sqlite3_int64 at)
+{
+    struct vfs_file *f = file_of(base);
+    size_t got;
+    int rc = kvq_io_read(f->io, f->file, data, (size_t)n, (uint64_t)at, &got);
+    if (rc)
+        return SQLITE_IOERR_READ;
+    if (got == (size_t)n)
+        return SQLITE_OK;
+    memset((char *)data + got, 0, (size_t)n - got); // SQLite relies on it
+    return SQLITE_IOERR_SHORT_READ;
+}
+
+static int file_write(sqlite3_file *base, const void *data, int n, sqlite3_int64 at)
+{
+    struct vfs_file *f = file_of(base);
+    int rc = kvq_io_write(f->io, f->file, data, (size_t)n, (uint64_t)at);
+    return rc == 0 ? SQLITE_OK : rc == -ENOSPC || rc == -EDQUOT ? SQLITE_FULL : SQLITE_IOERR_WRITE;
+}
+
+static int file_truncate(sqlite3_file *base, sqlite3_int64 bytes)
+{
+    struct vfs_file *f = file_of(base);
+    return kvq_io_truncate(f->io, f->file, (uint64_t)bytes) ? SQLITE_IOERR_TRUNCATE : SQLITE_OK;
+}
+
+static int file_sync(sqlite3_file *base, int flags)
+{
+    (void)flags;
+    struct vfs_file *f = file_of(base);
+    if (kvq_io_sync(f->io, f->file))
+        return SQLITE_IOERR_FSYNC;
+    if (f->created && sync_folder(f->io, f->path))
+        return SQLITE_IOERR_DIR_FSYNC;
+    f->created = false;
+    return SQLITE_OK;
+}
+
+static int file_size(sqlite3_file *base, sqlite3_int64 *bytes)
+{
+    struct vfs_file *f = file_of(base);
+    struct kvq_io_status status;
+    if (kvq_io_status(f->io, f->file, &status))
+        return SQLITE_IOERR_FSTAT;
+    *bytes = (sqlite3_int64)status.bytes;
+    return SQLITE_OK;
+}
+
+// The store's own lock stands for all of SQLite's.
+static int file_lock(sqlite3_file *base, int level)
+{
+    (void)base;
+    (void)level;
+    return SQLITE_OK;
+}
+
+static int file_reserved(sqlite3_file *base, int *held)
+{
+    (void)base;
+    *held = 0;
+    return SQLITE_OK;
+}
+
+static int file_control(sqlite3_file *base, int operation, void *argument)
+{
+    (void)base;
+    (void)operation;
+    (void)argument;
+    return SQLITE_NOTFOUND;
+}
+
+static int file_sector(sqlite3_file *base)
+{
+    (void)base;
+    return KVQ_IO_PAGE;
+}
+
+// A write that is cut short leaves the bytes around it alone. Without that promise SQLite pads a
+// commit with more frames behind it, and a disk that is full just then leaves a commit in the WAL
+// that SQLite has reported as failed.
+static int file_traits(sqlite3_file *base)
+{
+    (void)base;
+    return SQLITE_IOCAP_POWERSAFE_OVERWRITE;
+}
+
+static const sqlite3_io_methods methods = {
+    .iVersion = 1,
+    .xClose = file_close,
+    .xRead = file_read,
+    .xWrite = file_write,
+    .xTruncate = file_truncate,
+    .xSync = file_sync,
+    .xFileSize = file_size,
+    .xLock = file_lock,
+    .xUnlock = file_lock,
+    .xCheckReservedLock = file_reserved,
+    .xFileControl = file_control,
+    .xSectorSize = file_sector,
+    .xDeviceCharacteristics = file_traits,
+};
+
+// ---- Names ----
+
+static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int flags, int *given)
+{
+    struct vfs_file *f = file_of(base);
+    memset(f, 0, sizeof *f);
+    if (!path) // a temporary file; the connection keeps these in memory
+        return SQLITE_CANTOPEN;
+    f->io = io_of(vfs);
+    f->path = path;
+    f->remove = flags & SQLITE_OPEN_DELETEONCLOSE;
+    unsigned how = flags & SQLITE_OPEN_READWRITE ? KVQ_IO_WRITE : KVQ_IO_READ;
+    f->file = kvq_io_open(f->io, path, how);
+    if (f->file == -ENOENT && flags & SQLITE_OPEN_CREATE) {
+        f->file = kvq_io_open(f->io, path, how | KVQ_IO_CREATE);
+        f->created = true;
+    }
+    if (f->file < 0)
+        return f->file == -ENOSPC ? SQLITE_FULL : SQLITE_CANTOPEN;
+    f->base.pMethods = &methods;
+    if (given)
+        *given = flags;
+    return SQLITE_OK;
+}
+
+static int vfs_delete(sqlite3_vfs *vfs, const char *path, int sync)
+{
+    int rc = kvq_io_unlink(io_of(vfs), path);
+    if (rc == -ENOENT)
+        return SQLITE_IOERR_DELETE_NOENT;
+    if (rc)
+        return SQLITE_IOERR_DELETE;
+    return sync && sync_folder(io_of(vfs), path) ? SQLITE_IOERR_DIR_FSYNC : SQLITE_OK;
+}
+
+static int vfs_access(sqlite3_vfs *vfs, const char *path, int flags, int *yes)
+{
+    (void)flags;
+    struct kvq_io *io = io_of(vfs);
+    struct kvq_io_status status = {0};
+    int file = kvq_io_open(io, path, KVQ_IO_READ), rc = file < 0 ? file : 0;
+    if (file >= 0) {
+        rc = kvq_io_status(io, file, &status);
+        io->close(io, file);
+    }
+    *yes = status.bytes > 0; // an empty file is none, as for SQLite's own
+    return rc && rc != -ENOENT ? SQLITE_IOERR_ACCESS : SQLITE_OK;
+}
+
+static int vfs_path(sqlite3_vfs *vfs, const char *path, int room, char *out)
+{
+    (void)vfs;
+    int n = snprintf(out, (size_t)room, "%s", path);
+    return n < 0 || n >= room ? SQLITE_CANTOPEN : SQLITE_OK;
+}
+
+static int vfs_random(sqlite3_vfs *vfs, int n, char *out)
+{
+    struct kvq_io *io = io_of(vfs);
+    return io->random(io, out, (size_t)n) ? 0 : n;
+}
+
+static int vfs_sleep(sqlite3_vfs *vfs, int microseconds)
+{
+    (void)vfs;
+    return microseconds; // only who waits for another connection sleeps, and there is none
+}
+
+static int vfs_time(sqlite3_vfs *vfs, double *days)
+{
+    (void)vfs;
+    *days = 2440587.5; // 1970: no query asks for the time
+    return SQLITE_OK;
+}
+
+static int vfs_error(sqlite3_vfs *vfs, int n, char *out)
+{
+    (void)vfs;
+    (void)n;
+    (void)out;
+    return 0;
+}
+
+int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
+{
+    snprintf(v->name, sizeof v->name, "kvq-%p", (void *)v);
+    v->io = io;
+    v->vfs = (sqlite3_vfs){
+        .iVersion = 1,
+        .szOsFile = sizeof(struct vfs_file),
+        .mxPathname = 2048,
+        .zName = v->name,
+        .pAppData = v,
+        .xOpen = vfs_open,
+        .xDelete = vfs_delete,
+        .xAccess = vfs_access,
+        .xFullPathname = vfs_path,
+        .xRandomness = vfs_random,
+        .xSleep = vfs_sleep,
+        .xCurrentTime = vfs_time,
+        .xGetLastError = vfs_error,
+    };
+    return sqlite3_vfs_register(&v->vfs, 0);
+}
+
+void kvq__vfs_remove(struct kvq__vfs *v)
+{
+    if (v->vfs.zName)
+        (void)sqlite3_vfs_unregister(&v->vfs);
+    v->vfs.zName = NULL;
+}

@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Appending records to the last segment: large writes of whole pages, past the page cache, one
+// buffer being filled while the one before it is written.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/store_internal.h"
+
+// ---- The flusher ----
+
+static void *flusher_main(void *argument)
+{
+    struct kvq__flusher *f = argument;
+    pthread_mutex_lock(&f->lock);
+    for (;;) {
+        while (!f->busy && !f->stop)
+            pthread_cond_wait(&f->moved, &f->lock);
+        if (!f->busy)
+            break;
+        pthread_mutex_unlock(&f->lock);
+        int rc = kvq_io_write(f->io, f->file, f->data, f->n, f->at);
+        pthread_mutex_lock(&f->lock);
+        f->error = f->error ? f->error : rc;
+        f->busy = false;
+        pthread_cond_broadcast(&f->moved);
+    }
+    pthread_mutex_unlock(&f->lock);
+    return NULL;
+}
+
+// Waits until nothing is being written; gives the first failure since the last time, once.
+static int flush_wait(struct kvq__flusher *f)
+{
+    pthread_mutex_lock(&f->lock);
+    while (f->busy)
+        pthread_cond_wait(&f->moved, &f->lock);
+    int rc = f->error;
+    f->error = 0;
+    pthread_mutex_unlock(&f->lock);
+    return rc;
+}
+
+// Hands a buffer over; it is free again after the next flush_wait.
+static int flush(struct kvq__flusher *f, int file, const uint8_t *data, size_t n, uint64_t at)
+{
+    int rc = flush_wait(f);
+    if (rc)
+        return rc;
+    if (!f->started)
+        f->started = pthread_create(&f->thread, NULL, flusher_main, f) == 0;
+    if (!f->started) // no thread to be had: slower
+        return kvq_io_write(f->io, file, data, n, at);
+    pthread_mutex_lock(&f->lock);
+    f->file = file;
+    f->data = data;
+    f->n = n;
+    f->at = at;
+    f->busy = true;
+    pthread_cond_broadcast(&f->moved);
+    pthread_mutex_unlock(&f->lock);
+    return 0;
+}
+
+// ---- Making and freeing ----
+
+int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    w->file = -1;
+    pthread_mutex_init(&w->flusher.lock, NULL);
+    pthread_cond_init(&w->flusher.moved, NULL);
+    w->flusher.made = true;
+    w->flusher.io = s->io;
+    for (int i = 0; i < 2; i++) {
+        w->buffer[i] = aligned_alloc(KVQ_IO_PAGE, s->buffer_bytes);
+        if (!w->buffer[i])
+            return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for two buffers of %u bytes",
+                                 s->buffer_bytes);
+    }
+    return KVQ_OK;
+}
+
+static void close_file(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    if (w->file >= 0)
+        s->io->close(s->io, w->file);
+    w->file = -1;
+    w->segment = NULL;
+    w->used = 0;
+}
+
+void kvq__writer_free(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    struct kvq__flusher *f = &w->flusher;
+    if (!f->made)
+        return;
+    (void)flush_wait(f);
+    if (f->started) {
+        pthread_mutex_lock(&f->lock);
+        f->stop = true;
+        pthread_cond_broadcast(&f->moved);
+        pthread_mutex_unlock(&f->lock);
+        pthread_join(f->thread, NULL);
+    }
+    if (w->segment && !s->read_only) // give back the space that was taken in advance
+        (void)kvq_io_truncate(s->io, w->file, w->segment->bytes);
+    close_file(s);
+    pthread_cond_destroy(&f->moved);
+    pthread_mutex_destroy(&f->lock);
+    free(w->buffer[0]);
+    free(w->buffer[1]);
+    memset(w, 0, sizeof *w);
+}
+
+// A failed write leaves nobody knowing what is on disk, but for one that found no room.
+static int broke(struct kvq_store *s, int error, const char *verb, const struct kvq__complaint *c)
+{
+    if (error != -ENOSPC && error != -EDQUOT)
+        s->writer.broken = true;
+    return kvq__io_complain(c, error, "a segment", verb);
+}
+
+// ---- Space ----
+
+// What the segment takes on disk now, as the system says.
+static void measure(struct kvq_store *s)
+{
+    struct kvq_io_status status;
+    if (kvq_io_status(s->io, s->writer.file, &status))
+        return;
+    uint64_t least = s->writer.allocated;
+    pthread_mutex_lock(&s->lock);
+    s->writer.segment->physical = status.physical > least ? status.physical : least;
+    pthread_mutex_unlock(&s->lock);
+}
+
+// Whether the cap allows `more` bytes, the catalog's needs included.
+static int admit(struct kvq_store *s, uint64_t more, const struct kvq__complaint *c)
+{
+    const struct kvq__writer *w = &s->writer;
+    uint64_t catalog = w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
+                                : KVQ__RESERVE + w->rows * KVQ__RESERVE_ROW;
+    uint64_t used = s->cap_bytes ? kvq__physical(s) : 0;
+    if (s->cap_bytes == 0 || used + catalog + more <= s->cap_bytes)
+        return KVQ_OK;
+    return kvq__complain(c, KVQ_E_NO_SPACE,
+                         "the cap is %llu bytes, %llu are used, and this needs %llu more and %llu "
+                         "for the catalog: delete sessions and compact, or raise the cap",
+                         (unsigned long long)s->cap_bytes, (unsigned long long)used,
+                         (unsigned long long)more, (unsigned long long)catalog);
+}
+
+static int allocate(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = admit(s, bytes - w->allocated, c);
+    if (rc)
+        return rc;
+    rc = kvq_io_allocate(s->io, w->file, bytes);
+    if (rc && rc != -EOPNOTSUPP) {
+        measure(s);
+        return kvq__io_complain(c, rc, "a segment", "made longer");
+    }
+    w->allocated = bytes;
+    measure(s);
+    return KVQ_OK;
+}
+
+// Has space for the segment's first `upto` bytes: a large step if there is room for it.
+static int take_room(struct kvq_store *s, uint64_t upto, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    if (upto <= w->allocated)
+        return KVQ_OK;
+    uint64_t least = (upto + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
+    uint64_t step = w->allocated + KVQ__STEP_BYTES;
+    uint64_t most = step < s->segment_bytes ? step : s->segment_bytes;
+    int rc = KVQ_E_NO_SPACE;
+    if (most > least)
+        rc = allocate(s, most, c);
+    return rc == KVQ_E_NO_SPACE ? allocate(s, least, c) : rc;
+}
+
+// ---- Bytes ----
+
+static int write_buffer(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    if (w->used == 0)
+        return KVQ_OK;
+    assert(w->used % KVQ_IO_PAGE == 0 && (w->at - w->used) % KVQ_IO_PAGE == 0);
+    int rc = flush(&w->flusher, w->file, w->buffer[w->current], w->used, w->at - w->used);
+    w->current ^= 1;
+    w->used = 0;
+    return rc ? broke(s, rc, "written", c) : KVQ_OK;
+}
+
+// Appends n bytes, or n zeros.
+static int put_bytes(struct kvq_store *s, const uint8_t *data, uint64_t n,
+                     const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = KVQ_OK;
+    while (n > 0 && rc == KVQ_OK) {
+        size_t room = s->buffer_bytes - w->used, some = n < room ? (size_t)n : room;
+        uint8_t *to = w->buffer[w->current] + w->used;
+        if (data)
+            memcpy(to, data, some);
+        else
+            memset(to, 0, some);
+        w->used += some;
+        w->at += some;
+        data = data ? data + some : NULL;
+        n -= some;
+        if (w->used == s->buffer_bytes)
+            rc = write_buffer(s, c);
+    }
+    return rc;
+}
+
+static int put_record(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, uint64_t salt,
+                      const void *data, uint64_t n, struct kvq_checksum sum,
+                      const struct kvq__complaint *c)
+{
+    struct kvq_record r;
+    kvq_record_make(&r, kind, id, s->next_transaction, n, sum, salt);
+    uint64_t behind = kvq_record_bytes(n) - sizeof r - n;
+    int rc = put_bytes(s, (const uint8_t *)&r, sizeof r, c);
+    if (rc == KVQ_OK)
+        rc = put_bytes(s, data, n, c);
+    return rc ? rc : put_bytes(s, NULL, behind, c);
+}
+
+// Fills up to a whole page and writes what is in the buffer.
+static int pad(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    static const uint8_t zeros[KVQ_IO_PAGE];
+    struct kvq__writer *w = &s->writer;
+    uint64_t gap = (KVQ_IO_PAGE - w->at % KVQ_IO_PAGE) % KVQ_IO_PAGE;
+    int rc = KVQ_OK;
+    if (gap > 0) {
+        uint64_t n = gap - KVQ_RECORD_HEAD;
+        rc =
+            put_record(s, KVQ_RECORD_PAD, 0, w->segment->salt, zeros, n, kvq_checksum(zeros, n), c);
+    }
+    return rc ? rc : write_buffer(s, c);
+}
+
+// ---- Segments ----
+
+// Writes and syncs everything of the segment, and ends it with its last byte.
+static int finish_segment(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = pad(s, c);
+    if (rc)
+        return rc;
+    rc = flush_wait(&w->flusher);
+    if (rc == 0)
+        rc = kvq_io_truncate(s->io, w->file, w->at);
+    if (rc == 0)
+        rc = kvq_io_sync(s->io, w->file);
+    if (rc)
+        return broke(s, rc, "written", c);
+    w->allocated = w->at;
+    measure(s);
+    pthread_mutex_lock(&s->lock);
+    w->segment->sealed = true;
+    w->segment->end = w->at;
+    pthread_mutex_unlock(&s->lock);
+    close_file(s);
+    return KVQ_OK;
+}
+
+static int make_segment(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    struct kvq_file_head head = {.number = s->next_segment};
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    memcpy(head.store, s->id, sizeof head.store);
+    int rc = s->io->random(s->io, &head.salt, sizeof head.salt);
+    if (rc)
+        return kvq__io_complain(c, rc, "a random number", "had");
+    kvq__segment_name(head.number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_WRITE | KVQ_IO_NEW | KVQ_IO_DIRECT);
+    s->next_segment++;
+    if (file < 0)
+        return kvq__io_complain(c, file, name, "made");
+    struct kvq__segment *segment = kvq__segment_add(s, head.number, head.salt);
+    if (!segment) {
+        s->io->close(s->io, file);
+        (void)kvq_io_unlink(s->io, path);
+        return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for another segment");
+    }
+    w->segment = segment;
+    w->file = file;
+    w->at = w->allocated = w->used = 0;
+    rc = take_room(s, KVQ_SEGMENT_FRONT, c);
+    return rc ? rc
+              : put_record(s, KVQ_RECORD_FILE, head.number, 0, &head, sizeof head,
+                           kvq_checksum(&head, sizeof head), c);
+}
+
+// The last segment, if it can take more.
+static int reopen_segment(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq__segment *last = s->n_segments ? s->segments[s->n_segments - 1] : NULL;
+    if (!last || last->sealed || last->bytes % KVQ_IO_PAGE || last->bytes >= s->segment_bytes)
+        return KVQ_OK;
+    kvq__segment_name(last->number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_WRITE | KVQ_IO_DIRECT);
+    if (file < 0)
+        return kvq__io_complain(c, file, name, "opened");
+    w->segment = last;
+    w->file = file;
+    w->at = w->allocated = last->bytes;
+    w->used = 0;
+    return KVQ_OK;
+}
+
+// ---- Transactions ----
+
+int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
+                      const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    w->first_new = s->next_segment;
+    w->rows = rows;
+    w->frees = frees;
+    w->broken = false;
+    int rc = w->segment ? KVQ_OK : reopen_segment(s, c);
+    w->begun = w->segment;
+    return rc;
+}
+
+// A segment that the record fits in. A record larger than a segment has one for itself.
+static int fit(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = KVQ_OK;
+    if (w->segment && w->at > KVQ_SEGMENT_FRONT && w->at + bytes > s->segment_bytes)
+        rc = finish_segment(s, c);
+    if (rc == KVQ_OK && !w->segment)
+        rc = make_segment(s, c);
+    return rc ? rc : take_room(s, w->at + bytes, c);
+}
+
+int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
+                uint64_t n, struct kvq__written *out, const struct kvq__complaint *c)
+{
+    int rc = fit(s, kvq_record_bytes(n) + KVQ_IO_PAGE, c); // a page more: what pads it
+    if (rc)
+        return rc;
+    *out = (struct kvq__written){.id = id,
+                                 .segment = s->writer.segment->number,
+                                 .offset = s->writer.at,
+                                 .length = n,
+                                 .kind = kind,
+                                 .checksum = kvq_checksum(data, (size_t)n)};
+    s->writer.rows += 2;
+    return put_record(s, kind, id, s->writer.segment->salt, data, n, out->checksum, c);
+}
+
+int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, uint64_t blocks,
+                     const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    struct kvq_commit commit = {s->next_transaction, s->last_transaction, sessions, blocks};
+    int rc =
+        kvq__append(s, KVQ_RECORD_COMMIT, s->next_block++, &commit, sizeof commit, &w->commit, c);
+    if (rc == KVQ_OK)
+        rc = pad(s, c);
+    if (rc)
+        return rc;
+    rc = flush_wait(&w->flusher);
+    if (rc == 0)
+        rc = kvq_io_sync(s->io, w->file);
+    if (rc == 0 && s->next_segment != w->first_new)
+        rc = kvq_io_sync_dir(s->io, s->folder);
+    if (rc)
+        return broke(s, rc, "synced", c);
+    measure(s);
+    return KVQ_OK;
+}
+
+void kvq__writer_done(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    pthread_mutex_lock(&s->lock);
+    for (size_t i = s->n_segments; i-- > 0;) {
+        struct kvq__segment *g = s->segments[i];
+        if (g->number < w->first_new && g != w->begun)
+            break;
+        g->bytes = g == w->segment ? w->at : g->end;
+        g->end = 0;
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+void kvq__writer_retire(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    struct kvq__segment *last = s->n_segments ? s->segments[s->n_segments - 1] : NULL;
+    if (w->segment) { // the space that was taken in advance
+        (void)kvq_io_truncate(s->io, w->file, w->segment->bytes);
+        w->allocated = w->segment->bytes;
+        measure(s);
+    }
+    close_file(s);
+    pthread_mutex_lock(&s->lock);
+    if (last)
+        last->sealed = true;
+    pthread_mutex_unlock(&s->lock);
+}
+
+// Cuts the segment that the transaction found open back to what is committed. It is written to
+// again only if that worked and nothing else failed.
+static void cut_begun(struct kvq_store *s)
+{
+    struct kvq__segment *begun = s->writer.begun;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    kvq__segment_name(begun->number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_WRITE);
+    int rc = file < 0 ? file : kvq_io_truncate(s->io, file, begun->bytes);
+    struct kvq_io_status status = {.physical = begun->physical};
+    if (file >= 0) {
+        (void)kvq_io_status(s->io, file, &status);
+        s->io->close(s->io, file);
+    }
+    pthread_mutex_lock(&s->lock);
+    begun->sealed = rc < 0 || s->writer.broken;
+    begun->physical = status.physical;
+    begun->end = 0;
+    pthread_mutex_unlock(&s->lock);
+}
+
+void kvq__writer_undo(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    if (flush_wait(&w->flusher))
+        w->broken = true;
+    close_file(s);
+    if (s->read_only) // the catalog may name what was written; the next open sees to it
+        return;
+    for (uint64_t n = kvq__segment_after(s, w->first_new - 1); n > 0; n = kvq__segment_after(s, n))
+        kvq__segment_remove(s, n);
+    if (w->begun)
+        cut_begun(s);
+    w->begun = NULL;
+}

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The store on a disk that does not break: what is saved is what is read, through random changes,
+// reopenings and compactions; caps, locks, prefixes, and what is refused.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "tests/store_kit.h"
+
+static struct fault_io disk;
+
+static int set_up(void **state)
+{
+    (void)state;
+    fault_open(&disk, 7);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    fault_close(&disk);
+    return 0;
+}
+
+static void check(struct kit *k, const struct world *w)
+{
+    char why[256];
+    struct kvq_store_verified v;
+    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
+        fail_msg("%s", why);
+    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    assert_string_equal(v.text, "");
+}
+
+static void random_changes(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1}, after;
+    // EINTR and short transfers everywhere are nothing that anybody should notice.
+    disk.interrupt_percent = disk.short_percent = 20;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.created);
+    for (int i = 0; i < 150; i++) {
+        if (kit_change(&k, &w, &after))
+            fail_msg("change %d: %s", i, k.text);
+        w = after;
+        if (i % 10 == 0)
+            check(&k, &w);
+    }
+    check(&k, &w);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_string_equal(k.report.text, "");
+    check(&k, &w);
+    kvq_store_close(&k.store);
+}
+
+// Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
+static void space_comes_back(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 2}, after;
+    struct kvq_store_freed freed;
+    struct kvq_store_status status;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 60; i++) {
+        assert_int_equal(kit_change(&k, &w, &after), 0);
+        w = after;
+    }
+    for (int i = 0; i < WORLD_SESSIONS; i++)
+        if (w.sessions[i].used && w.sessions[i].shard == 0)
+            assert_int_equal(
+                kvq_store_delete(k.store, "uid-1", w.sessions[i].name, k.text, sizeof k.text), 0);
+    do
+        assert_int_equal(kvq_store_compact(k.store, 1 << 20, 1, &freed, k.text, sizeof k.text), 0);
+    while (freed.more);
+    assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_status(k.store, &status, k.text, sizeof k.text), 0);
+    assert_int_equal(status.sessions, 0);
+    assert_int_equal(status.blocks, 0);
+    assert_true(status.segments <= 2); // records of what was deleted
+    assert_int_equal(status.physical_bytes, fault_physical(&disk));
+    kvq_store_close(&k.store);
+}
+
+// A chain of hashes: sessions that share a part of it are found by the longest part.
+static void prefixes(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 3};
+    uint8_t hashes[6][KVQ_PREFIX_BYTES];
+    struct kvq_store_session found;
+    uint32_t matched;
+    struct world_session *s = &w.sessions[0];
+    *s = (struct world_session){.used = true, .name = "a", .shards = 1, .seed = 5, .pages = 4};
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    for (uint64_t i = 0; i < 6; i++)
+        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    for (uint32_t n = 0; n <= 6; n++) {
+        assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, n, &matched,
+                                         &found, k.text, sizeof k.text),
+                         0);
+        assert_int_equal(matched, n < 4 ? n : 4);
+        assert_string_equal(found.name, n ? "a" : "");
+    }
+    assert_int_equal(kvq_store_match(k.store, "uid-2", (const void *)hashes, 6, &matched, &found,
+                                     k.text, sizeof k.text),
+                     0);
+    assert_int_equal(matched, 0); // another namespace
+    s->pages = 2;                 // saved again with fewer
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, 6, &matched, &found,
+                                     k.text, sizeof k.text),
+                     0);
+    assert_int_equal(matched, 2);
+    kvq_store_close(&k.store);
+}
+
+static void save_blocks(struct kit *k, struct world *w, const char *name, int n, int *rc)
+{
+    struct world_session *s = &w->sessions[0];
+    *s = (struct world_session){.used = true, .shards = 1, .tokens = 10};
+    snprintf(s->name, sizeof s->name, "%s", name);
+    for (int i = 0; i < n; i++)
+        s->blocks[s->n++] = (struct world_block){
+            .place = {0, (uint32_t)i, 1, 0}, .seed = (uint64_t)i, .bytes = WORLD_MAX_BYTES};
+    *rc = kit_save(k, w, name);
+}
+
+// The cap counts every byte of every file, and is refused before it is reached.
+static void cap(void **state)
+{
+    (void)state;
+    struct kit k = {.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}};
+    struct world w = {.random = 4};
+    char name[16];
+    int rc = 0, saved = 0, i;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (i = 0; i < 100 && rc == 0; i++) {
+        snprintf(name, sizeof name, "s%d", i);
+        save_blocks(&k, &w, name, 40, &rc);
+        saved += rc == 0;
+    }
+    assert_int_equal(rc, KVQ_E_NO_SPACE);
+    assert_non_null(strstr(k.text, "the cap is 16777216 bytes"));
+    assert_true(saved > 20);
+    assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
+    struct kvq_store_session none;
+    assert_int_equal(kvq_store_find(k.store, "uid-1", name, 0, &none, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    // Deleting works at the cap, compaction too, and then there is room again.
+    struct kvq_store_freed freed;
+    for (i = 0; i < 8; i++) {
+        snprintf(name, sizeof name, "s%d", i);
+        assert_int_equal(kvq_store_delete(k.store, "uid-1", name, k.text, sizeof k.text), 0);
+    }
+    do
+        assert_int_equal(kvq_store_compact(k.store, 1 << 18, 20, &freed, k.text, sizeof k.text), 0);
+    while (freed.more);
+    save_blocks(&k, &w, "again", 40, &rc);
+    assert_int_equal(rc, 0);
+    assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
+    kvq_store_close(&k.store);
+}
+
+static void one_writer(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct kvq_save *save, *second = NULL;
+    struct kvq_store_freed freed;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &disk.io), KVQ_E_BUSY);
+    assert_non_null(strstr(other.text, "another process has it open, pid "));
+    assert_null(other.store);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &second, k.text, sizeof k.text), KVQ_E_BUSY);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text), KVQ_E_BUSY);
+    assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), KVQ_E_BUSY);
+    kvq_save_abort(&save);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    kvq_store_close(&k.store);
+}
+
+// What is found belongs together: whoever has found a session that was saved again is told so.
+static void stale(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 5};
+    struct kvq_store_session found;
+    struct kvq_stored *blocks;
+    size_t n;
+    int rc;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    save_blocks(&k, &w, "a", 3, &rc);
+    assert_int_equal(rc, 0);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0); // keeps all
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text),
+                     KVQ_E_STALE);
+    assert_null(blocks);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 3);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    // A block that was deleted can be read for as long as its bytes are there, and then is gone.
+    struct kvq_store_freed freed;
+    uint8_t bytes[WORLD_MAX_BYTES], want[WORLD_MAX_BYTES];
+    world_fill(0, want, sizeof want);
+    assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text), 0);
+    assert_memory_equal(bytes, want, sizeof want);
+    assert_int_equal(kvq_store_compact(k.store, 1 << 20, 10, &freed, k.text, sizeof k.text), 0);
+    assert_int_equal(freed.segments, 1);
+    assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    free(blocks);
+    kvq_store_close(&k.store);
+}
+
+static void refusals(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct kvq_save *save;
+    struct kvq_store_meta m = {.space = "s", .name = "n", .shards = 1};
+    const struct kvq_place place = {0};
+    uint64_t id;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_put(save, &place, "x", 1, &id, k.text, sizeof k.text),
+                     KVQ_E_INVALID); // no session yet
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_INVALID);
+    assert_null(save);
+    char longer[KVQ_NAME_BYTES + 1];
+    memset(longer, 'a', KVQ_NAME_BYTES);
+    longer[KVQ_NAME_BYTES] = '\0';
+    const struct {
+        struct kvq_store_meta m;
+        int rc;
+    } bad[] = {
+        {{.space = "", .name = "n", .shards = 1}, KVQ_E_INVALID},
+        {{.space = "s", .name = longer, .shards = 1}, KVQ_E_LIMIT},
+        {{.space = "s", .name = "a\nb", .shards = 1}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shards = 0}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shard = 2, .shards = 2}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shards = 1, .n_bytes = KVQ_MAX_STORE_META + 1}, KVQ_E_LIMIT}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_save_session(save, &bad[i].m, k.text, sizeof k.text), bad[i].rc);
+        assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), bad[i].rc);
+    }
+    // A block that is not there may be put instead, and the save goes on.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_session(save, &m, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, 12345, k.text, sizeof k.text), KVQ_E_NO_SESSION);
+    assert_int_equal(kvq_save_put(save, &place, "x", 1, &id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    // Two blocks at one place.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_session(save, &m, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_INVALID);
+    kvq_store_close(&k.store);
+    k.options.cap_bytes = 1000;
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(random_changes, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(space_comes_back, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

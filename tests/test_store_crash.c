@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Power fails at every sync of a seeded workload of saves, incremental saves, groups of shards,
+// forks, deletes, gc and compactions, on a disk that then loses, tears or keeps what was not synced.
+// The workload is run again and again, up to sync 1, 2, 3, ..., until it ends before the crash.
+//
+// After each crash the store is opened and compared with what it had acknowledged: all of it must be
+// there, byte for byte. What was under way when the power failed is there as a whole or not at all.
+// References in the catalog must be sound, verify must find nothing, and the store must go on.
+//
+// KVQ_FULL=1 takes more seeds, and crashes at every change of the disk, not at syncs alone.
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "tests/store_kit.h"
+
+enum { CHANGES = 26 };
+
+static bool full(void)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    return wanted && strcmp(wanted, "1") == 0;
+}
+
+static struct fault_io disk;
+
+// Runs changes until one fails. *before is acknowledged, *after what the last change would make.
+static int run(struct kit *k, struct world *before, struct world *after, int changes)
+{
+    int rc = kit_open(k, &disk.io);
+    *after = *before;
+    for (int i = 0; i < changes && rc == 0; i++) {
+        rc = kit_change(k, before, after);
+        if (rc == 0)
+            *before = *after;
+    }
+    return rc;
+}
+
+// The store holds one world or the other; which is copied to *now.
+static void one_of(struct kit *k, struct world *now, const struct world *after, const char *when)
+{
+    char why[256], neither[256];
+    struct kvq_store_verified v;
+    if (!kit_same(k, now, false, why)) {
+        if (!kit_same(k, after, false, neither))
+            fail_msg("%s: not as before (%s), nor as after (%s)", when, why, neither);
+        *now = *after;
+    }
+    if (!kit_sound(k, why))
+        fail_msg("%s: %s", when, why);
+    if (kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text) || v.text[0])
+        fail_msg("%s: verify: %s%s", when, k->text, v.text);
+}
+
+// One run that crashes. False: it ended before.
+static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool lose_catalog)
+{
+    struct kit k = {0};
+    struct world now = {.random = seed}, after;
+    char when[80];
+    snprintf(when, sizeof when, "seed %" PRIu64 ", %s %" PRIu64 "%s", seed,
+             changes ? "change" : "sync", at, lose_catalog ? ", catalog lost" : "");
+    fault_open(&disk, seed * 1000003 + at);
+    *(changes ? &disk.crash_at_change : &disk.crash_at_sync) = at;
+    int rc = run(&k, &now, &after, CHANGES);
+    bool crashed = disk.crashed;
+    if (rc && !crashed)
+        fail_msg("%s: it failed without a crash: %s", when, k.text);
+    kvq_store_close(&k.store);
+    fault_crash(&disk);
+    if (lose_catalog) {
+        (void)disk.io.unlink(&disk.io, "/store/catalog.db");
+        (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    }
+    if (kit_open(&k, &disk.io))
+        fail_msg("%s: it does not open: %s", when, k.text);
+    one_of(&k, &now, &after, when);
+    kvq_store_close(&k.store);
+    // It goes on, and what came after the crash is kept as well.
+    rc = run(&k, &now, &after, 4);
+    if (rc)
+        fail_msg("%s: it does not go on: %s", when, k.text);
+    one_of(&k, &now, &now, when);
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+    return crashed;
+}
+
+static void every_sync(void **state)
+{
+    (void)state;
+    uint64_t at = 0, runs = 0;
+    for (uint64_t seed = 1; seed <= (full() ? 60 : 3); seed++)
+        for (at = 1; crash_once(seed, at, false, false); at++)
+            runs++;
+    print_message("%" PRIu64 " crashes\n", runs);
+    assert_true(runs > 100);
+}
+
+static void every_change(void **state)
+{
+    (void)state;
+    uint64_t runs = 0, step = full() ? 1 : 17;
+    for (uint64_t seed = 101; seed <= (full() ? 110 : 101); seed++)
+        for (uint64_t at = 1; crash_once(seed, at, true, false); at += step)
+            runs++;
+    print_message("%" PRIu64 " crashes\n", runs);
+}
+
+// The catalog is lost with the crash: all that was acknowledged is in the segments.
+static void catalog_lost(void **state)
+{
+    (void)state;
+    uint64_t runs = 0, step = full() ? 1 : 3;
+    for (uint64_t seed = 201; seed <= (full() ? 230 : 202); seed++)
+        for (uint64_t at = 1; crash_once(seed, at, false, true); at += step)
+            runs++;
+    print_message("%" PRIu64 " crashes\n", runs);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_sync),
+        cmocka_unit_test(every_change),
+        cmocka_unit_test(catalog_lost),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
