@@ -62,7 +62,7 @@ static int write_drops(struct kvq_store *s, struct shard *shards, size_t n,
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = kvq__append(s, KVQ_RECORD_DROP, s->next_block++, &shards[i].session,
                          sizeof shards[i].session, &shards[i].drop, c);
-    return rc ? rc : kvq__writer_sync(s, n, 0, c);
+    return rc ? rc : kvq__writer_sync(s, n, c);
 }
 
 static int catalog_drops(struct kvq_store *s, const struct shard *shards, size_t n, bool written,
@@ -317,7 +317,7 @@ static int move_records(struct kvq_store *s, struct move *moves, size_t n,
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = copy_record(s, &moves[i], freed, c);
     if (rc == KVQ_OK)
-        rc = kvq__writer_sync(s, 0, n, c);
+        rc = kvq__writer_sync(s, 0, c);
     if (rc == KVQ_OK)
         rc = kvq__catalog_begin(s, c);
     if (rc) {

@@ -34,6 +34,9 @@ struct rebuild {
     size_t n_found, room_found;
     uint64_t *committed; // transactions
     size_t n_committed, room_committed;
+    uint64_t proven; // a later one was begun after this one was acknowledged, so it was synced
+    struct kvq_commit *unproven; // those that were not proven when they were found
+    size_t n_unproven, room_unproven;
     struct claim *claims;
     size_t n_claims, room_claims;
     uint64_t last_seen; // transaction, committed or not
@@ -54,10 +57,16 @@ static int take_commit(struct rebuild *r, const struct kvq_walk *w)
     int rc = kvq_io_read(w->io, w->file, &commit, sizeof commit, w->at + KVQ_RECORD_HEAD, NULL);
     if (rc)
         return kvq__io_complain(r->c, rc, "a segment", "read");
+    if (commit.before > r->proven)
+        r->proven = commit.before;
     if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
-                   sizeof *r->committed))
+                   sizeof *r->committed) ||
+        !kvq__grow((void **)&r->unproven, &r->room_unproven, r->n_unproven, sizeof *r->unproven))
         return no_memory(r);
-    r->committed[r->n_committed++] = commit.transaction;
+    if (commit.transaction <= r->proven)
+        r->committed[r->n_committed++] = commit.transaction;
+    else
+        r->unproven[r->n_unproven++] = commit;
     return KVQ_OK;
 }
 
@@ -170,6 +179,29 @@ static bool is_committed(const struct rebuild *r, uint64_t transaction)
 {
     return r->n_committed &&
            bsearch(&transaction, r->committed, r->n_committed, sizeof transaction, by_number);
+}
+
+// A COMMIT may have reached the disk before what it commits did, when the power failed before the
+// sync had ended. So the last transaction, which nothing proves to have been synced, counts only if
+// all of its records are there and sound.
+static int judge_unproven(struct rebuild *r)
+{
+    for (size_t i = 0; i < r->n_unproven; i++) {
+        const struct kvq_commit *commit = &r->unproven[i];
+        uint64_t sound = 0;
+        for (size_t j = 0; j < r->n_found && commit->transaction > r->proven; j++) {
+            const struct found *f = &r->found[j];
+            sound += f->transaction == commit->transaction && !f->bad && f->w.id != 0 &&
+                     f->w.kind != KVQ_RECORD_COMMIT;
+        }
+        if (commit->transaction > r->proven && sound != commit->records)
+            continue;
+        if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
+                       sizeof *r->committed))
+            return no_memory(r);
+        r->committed[r->n_committed++] = commit->transaction;
+    }
+    return KVQ_OK;
 }
 
 // By id; of the copies of one, the best comes first: sound, and then the latest.
@@ -449,6 +481,8 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
     s->next_block = s->next_session = 1;
     s->next_segment = n ? numbers[n - 1] + 1 : 1;
     int rc = r.buffer ? read_segments(&r, numbers, n) : no_memory(&r);
+    if (rc == KVQ_OK)
+        rc = judge_unproven(&r);
     if (rc == KVQ_OK) {
         select_records(&r);
         rc = select_claims(&r);
@@ -458,6 +492,7 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
     if (rc == KVQ_OK)
         forget_segments(s);
     free(r.claims);
+    free(r.unproven);
     free(r.committed);
     free(r.found);
     free(r.buffer);

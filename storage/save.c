@@ -363,7 +363,7 @@ static int write_all(struct kvq_save *v, const struct kvq__complaint *c)
         if (rc == KVQ_OK)
             rc = write_manifest(v, &v->sessions[i], c);
     }
-    return rc ? rc : kvq__writer_sync(v->store, v->n, v->n_written, c);
+    return rc ? rc : kvq__writer_sync(v->store, v->n, c);
 }
 
 static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)

@@ -104,9 +104,10 @@ static_assert(offsetof(struct kvq_file_head, number) == 16, "number");
 static_assert(offsetof(struct kvq_file_head, salt) == 24, "salt");
 
 // The transaction that is committed (a copy's header names the one that copied it), the one that
-// the catalog had last when it was made (0: none), and how many sessions and blocks it has.
+// the catalog had last when it was made (0: none), how many sessions it is about, and how many
+// records of other kinds than PAD it has besides this one.
 struct kvq_commit {
-    uint64_t transaction, before, sessions, blocks;
+    uint64_t transaction, before, sessions, records;
 };
 
 static_assert(sizeof(struct kvq_commit) == 32, "payload of COMMIT");

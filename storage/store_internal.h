@@ -80,6 +80,7 @@ struct kvq__writer {
     uint64_t first_new;         // the number of the first segment that it makes
     struct kvq__written commit; // its COMMIT record
     uint64_t rows;              // of the catalog that it will change, about
+    uint64_t records;           // appended
     bool frees;                 // it is to free space: it may use what is kept for that
     bool broken;                // a write or sync failed: nobody knows what is on disk
 };
@@ -157,8 +158,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
 int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
                 uint64_t n, struct kvq__written *out, const struct kvq__complaint *c);
 // COMMIT, and everything written and synced, names of new files included.
-int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, uint64_t blocks,
-                     const struct kvq__complaint *c);
+int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c);
 // After the catalog named what was written: it counts from now on.
 void kvq__writer_done(struct kvq_store *s);
 // Writes no more to the open segment, between transactions.

@@ -205,7 +205,7 @@ static int write_file(struct export *e, const char *space, const char *name)
         rc = add_manifest(e, &e->shards[i]);
     if (rc == KVQ_OK)
         rc = add_blocks(e);
-    const struct kvq_commit commit = {1, 0, e->n_shards, e->n_blocks};
+    const struct kvq_commit commit = {1, 0, e->n_shards, e->n_shards + e->n_blocks};
     if (rc == KVQ_OK)
         rc = add_record(e, KVQ_RECORD_COMMIT, 1, &commit, sizeof commit);
     if (rc == KVQ_OK)
@@ -377,8 +377,8 @@ static int take_commit(struct import *m)
     if (whole)
         memcpy(&commit, bytes, sizeof commit);
     free(bytes);
-    if (!whole || commit.sessions != m->n || commit.blocks != m->n_pairs || m->n == 0)
-        return spoiled(m, "its end counts other sessions and blocks than there are");
+    if (!whole || commit.sessions != m->n || commit.records != m->n + m->n_pairs || m->n == 0)
+        return spoiled(m, "its end counts other sessions and records than there are");
     m->ended = true;
     return KVQ_OK;
 }

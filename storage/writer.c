@@ -335,6 +335,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
     struct kvq__writer *w = &s->writer;
     w->first_new = s->next_segment;
     w->rows = rows;
+    w->records = 0;
     w->frees = frees;
     w->broken = false;
     int rc = w->segment ? KVQ_OK : reopen_segment(s, c);
@@ -367,14 +368,15 @@ int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, con
                                  .kind = kind,
                                  .checksum = kvq_checksum(data, (size_t)n)};
     s->writer.rows += 2;
+    s->writer.records++;
     return put_record(s, kind, id, s->writer.segment->salt, data, n, out->checksum, c);
 }
 
-int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, uint64_t blocks,
-                     const struct kvq__complaint *c)
+int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
-    struct kvq_commit commit = {s->next_transaction, s->last_transaction, sessions, blocks};
+    const struct kvq_commit commit = {s->next_transaction, s->last_transaction, sessions,
+                                      w->records};
     int rc =
         kvq__append(s, KVQ_RECORD_COMMIT, s->next_block++, &commit, sizeof commit, &w->commit, c);
     if (rc == KVQ_OK)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Power fails at every sync of a seeded workload of saves, incremental saves, groups of shards,
-// forks, deletes, gc and compactions, on a disk that then loses, tears or keeps what was not synced.
+// Power fails at every sync of a seeded workload of saves, incremental saves, groups of shards,
 // The workload is run again and again, up to sync 1, 2, 3, ..., until it ends before the crash.
 //
-// After each crash the store is opened and compared with what it had acknowledged: all of it must be
-// there, byte for byte. What was under way when the power failed is there as a whole or not at all.
-// References in the catalog must be sound, verify must find nothing, and the store must go on.
+// After each crash the store is opened and compared with what it had acknowledged: all of it must
+// be there, byte for byte. What was under way when the power failed is there as a whole or not at
+// all. References in the catalog must be sound, verify must find nothing, and the store must go on.
 //
 // KVQ_FULL=1 takes more seeds, and crashes at every change of the disk, not at syncs alone.
 #include <inttypes.h>
