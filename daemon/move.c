@@ -30,9 +30,9 @@ static uint64_t refs_of_layer(const struct kvq__moved *m)
 struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref)
 {
     uint64_t layer = ref / refs_of_layer(m), i = ref % refs_of_layer(m);
-    struct kvq__pageref *page = m->table + layer * m->capacity + i / 2;
     if (i == refs_of_layer(m) - 1)
         return &m->extras[m->owned[layer]];
+    struct kvq__pageref *page = m->table + layer * m->capacity + i / 2;
     return i % 2 ? &page->packed : &page->raw;
 }
 

@@ -316,16 +316,16 @@ static size_t plan_all(struct kvq_pool *pool, const struct kvq_attend *const *at
 // Numbers items and merges, and hands out the memory for partials.
 static void number_all(struct kvq_pool *pool, uint32_t n, uint32_t *items, uint32_t *merges)
 {
-    uint8_t *partials = (uint8_t *)pool->partials;
+    size_t at = 0; // in the memory for partials, of which there may be none
     *items = *merges = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct seat *s = &pool->seats[i];
         s->first_item = *items;
         s->first_merge = *merges;
-        s->job.partials = partials;
+        s->job.partials = pool->partials ? (uint8_t *)pool->partials + at : NULL;
         *items += s->job.plan.items;
         *merges += kvq_attend_merges(&s->job);
-        partials += partial_room(&s->job);
+        at += partial_room(&s->job);
     }
 }
 

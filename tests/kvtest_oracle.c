@@ -363,6 +363,8 @@ static struct rest rest_of(const struct kvq_attend *a, uint32_t head)
         pool = (4 + 4 + 8 + 64 * (8 + 4) + 63) / 64 * 64;
     }
     size_t bytes = factors + pool + 2 * row * (entries + f->sink_tokens);
+    if (bytes == 0)
+        return (struct rest){0};
     struct rest r = {.factors = a->extras + bytes * head};
     r.pool = r.factors + factors;
     r.pool_k = r.pool + pool;

@@ -179,22 +179,24 @@ part_tsan() {
     TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp" run_ctest tsan 500 -L threads
 }
 
-# Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked.
+# Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked. As
+# many at a time as there are jobs.
 part_fuzz() {
-    local program name ran=0 fuzzers
+    local fuzzers name status ran=0
     fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
     # shellcheck disable=SC2086
     build fuzz $fuzzers || return
-    for program in build/fuzz/tests/fuzz_*; do
-        [ -x "$program" ] || continue
-        name=${program##*/}
-        mkdir -p "build/fuzz-finds/$name"
-        check "$name" $((fuzz_seconds + 60)) "$program" -max_total_time="$fuzz_seconds" \
-            -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
-            -artifact_prefix="build/fuzz-finds/" \
-            "build/fuzz-finds/$name" "tests/corpus/$name"
+    while read -r name status; do
+        cat "build/log/$name.log" >>"$(log_file)"
+        if [ "$status" = 0 ]; then count_pass; else count_fail "$name"; fi
         ran=$((ran + 1))
-    done
+    done < <(printf '%s\n' $fuzzers | SECONDS_EACH=$fuzz_seconds xargs -P "$jobs" -I{} bash -c '
+        mkdir -p build/fuzz-finds/{}
+        timeout -k 10 $((SECONDS_EACH + 60)) build/fuzz/tests/{} -max_total_time="$SECONDS_EACH" \
+            -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+            -artifact_prefix=build/fuzz-finds/ build/fuzz-finds/{} tests/corpus/{} \
+            >build/log/{}.log 2>&1
+        echo "{} $?"')
     [ $ran -gt 0 ] || count_fail "no fuzzer was built"
 }
 

@@ -23,15 +23,14 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() { sed -n '3,18s/^# \{0,1\}//p' tools/test.sh; }
 
-parts=(tidy format release planted kernels clang asan tsan fuzz e2e python install docs lint)
+parts=(tidy format release planted kernels asan tsan fuzz e2e python install docs lint clang)
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
     [release]="gcc build, every test, and what the libraries export"
     [planted]="errors planted into the GPU kernels are caught; all of them under --full"
     [kernels]="the kernel checks at every CPU mask (c, avx2, avx512)"
-    [clang]="the same build with clang 14"
-    [asan]="AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"
+    [asan]="clang build; AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"
     [tsan]="ThreadSanitizer: tests labelled threads"
     [fuzz]="every fuzzer from its committed corpus"
     [e2e]="real processes, kill -9 and all; kvq-run against NumPy and PyTorch"
@@ -39,6 +38,7 @@ declare -A part_about=(
     [install]="install to a folder, compile README's client against it, run it"
     [docs]="links, and that manual pages and --help agree"
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
+    [clang]="the optimized build with clang 14; under --full alone"
 )
 
 full=0 jobs=$(nproc) fuzz_seconds= seeds=20
@@ -68,6 +68,7 @@ for part in "${only[@]}"; do
         exit 2
     fi
 done
+[ $full = 0 ] && unset 'parts[-1]' # clang
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
 [ -z "$fuzz_seconds" ] && fuzz_seconds=$((full ? 3600 : 10))
 

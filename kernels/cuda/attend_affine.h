@@ -532,11 +532,11 @@ template <int LEAST, int MOST>
 KVQ_DEVICE void kvq_gpu_fetch(gpu::smem to, gpu::u32x2 address, bool wanted, int bytes)
 {
     const int own = gpu::lane() * 16, step = 16 * gpu::WARP;
-    const uint64_t at = address.v[0] | (uint64_t)address.v[1] << 32;
-    const uint8_t *from = (const uint8_t *)(uintptr_t)(at + (uint64_t)own);
+    const uint64_t from = (address.v[0] | (uint64_t)address.v[1] << 32) + (uint64_t)own;
     KVQ_UNROLL
     for (int i = 0; i < MOST; i += step)
-        gpu::copy16(to + own + i, from + i, wanted && (i + step <= LEAST || own < bytes - i));
+        gpu::copy16(to + own + i, (const uint8_t *)(uintptr_t)(from + (uint64_t)i),
+                    wanted && (i + step <= LEAST || own < bytes - i));
     gpu::copy_commit();
 }
 
