@@ -169,7 +169,8 @@ void kvq__session_detached(struct kvq__session *s)
     s->idle_since = s->core->now;
     if (kvq__group_is_open(s))
         return;
-    kvq__step_leave(s); // nobody is left to end the others' part
+    if (!s->settling) // nobody is left to end the others' part
+        kvq__step_leave(s);
     if (s->drop_on_detach)
         kvq__group_end(s);
 }

@@ -13,103 +13,10 @@
 
 #include <cmocka.h>
 
-#include "daemon/lane.h"
 #include "proto/ring.h"
-#include "tests/sim.h"
-
-enum {
-    HEADS = 2,
-    DIM = 64,
-    TOKENS = 4,
-    MANY = 400, // so many that units are due
-    MIB = 1 << 20,
-    BUFFER = MIB,
-    Q_AT = BUFFER / 4,
-    OUT_AT = 3 * (BUFFER / 8),
-};
-
-static struct kit kit;
-
-// A client with a session on the first GPU and a timeline there.
-struct streamer {
-    struct member m;
-    uint64_t *words; // ready, done
-    uint64_t session, signal;
-};
-static struct streamer one, two;
+#include "tests/stream_kit.h"
 
 // ---- What the tests do ----
-
-static const struct kvq__layer_row row = {
-    .q_heads = 2 * HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1};
-
-static void open_session_of(struct streamer *s, const char *name, const char *format)
-{
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
-    struct kvq__session_spec spec = {.name = name,
-                                     .format = format,
-                                     .place = kvq__pool_name(&kit.core->pools[1]),
-                                     .layers = &row,
-                                     .n_layers = 1};
-    assert_int_equal(kvq__session_open(s->m.client, &spec, &info, text), 0);
-    s->session = info.handle;
-}
-
-static void open_streamer(struct streamer *s, const char *name)
-{
-    char text[KVQ_TEXT_BYTES];
-    *s = (struct streamer){0};
-    assert_int_equal(member_open(&kit, &s->m, 1000, BUFFER), 0);
-    s->words = sim_gpus()->memory_new(4096);
-    memset(s->words, 0, 4096);
-    assert_int_equal(kvq__queue_timeline(s->m.queue, kit.core->pools[1].gpu, (uintptr_t)s->words,
-                                         (uintptr_t)(s->words + 1), text),
-                     0);
-    float *memory = (float *)(void *)s->m.memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)
-        memory[i] = kit_float(&kit);
-    open_session_of(s, name, "f16");
-}
-
-static void close_streamer(struct streamer *s)
-{
-    kvq__client_detach(s->m.client);
-    kvq__queue_ending(s->m.queue);
-    kit_settle(&s->m);
-    kvq__queue_close(&s->m.queue);
-    member_free(&s->m);
-    sim_gpus()->memory_free(s->words);
-}
-
-// After a detach: what is left of the client, and another in its place.
-static void reopen(struct streamer *s, const char *name)
-{
-    kvq__queue_close(&s->m.queue);
-    member_free(&s->m);
-    sim_gpus()->memory_free(s->words);
-    open_streamer(s, name);
-}
-
-// Holds a stream back, or lets it go on.
-static void stall(struct kvq_gpu_stream *stream, bool held)
-{
-    void (*call)(struct kvq_gpu_stream *, bool);
-    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_stall");
-    assert_non_null(symbol);
-    memcpy(&call, &symbol, sizeof call);
-    call(stream, held);
-}
-
-// Makes the driver refuse the n-th call of that name from now on.
-static void refuse(const char *name, uint64_t n, int result)
-{
-    int (*call)(const char *, uint64_t, bool, int);
-    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_fail");
-    assert_non_null(symbol);
-    memcpy(&call, &symbol, sizeof call);
-    assert_int_equal(call(name, n, false, result), 0);
-}
 
 static struct kvq_entry_wire entry_of(struct streamer *s)
 {
@@ -164,47 +71,9 @@ static struct kvq_request end_of(void)
     return r;
 }
 
-static uint64_t done_of(const struct streamer *s)
-{
-    return kvq_word64_load_acquire(&s->words[1]);
-}
-
-// Until nothing of the client's lane is under way, what nobody waits for included.
-static void settle_lane(struct streamer *s)
-{
-    while (kvq__lane_busy(s->m.client->lanes[0]))
-        kvq__core_poll(kit.core);
-}
-
-static void signal_ready(struct streamer *s)
-{
-    kvq_word64_store_release(&s->words[0], s->signal);
-}
-
 static uint32_t buffer_uses(const struct streamer *s)
 {
     return kvq__buffer_get(s->m.client, s->m.buffer)->uses;
-}
-
-static int setup(void **state)
-{
-    (void)state;
-    sim_begin(0);
-    kit_open(&kit, 7, 32 * MIB, 0);
-    open_streamer(&one, "one");
-    open_streamer(&two, "two");
-    return 0;
-}
-
-static int teardown(void **state)
-{
-    (void)state;
-    close_streamer(&one);
-    close_streamer(&two);
-    core_check(kit.core);
-    assert_true(kvq__core_idle(kit.core));
-    kit_close(&kit);
-    return 0;
 }
 
 // ---- What is held ----
@@ -224,8 +93,8 @@ static void test_append_is_held(void **state)
     assert_false(kvq__core_idle(kit.core));
     struct kvq_request r = end_of();
     assert_int_equal(kit_request(&one.m, &r, NULL), 1); // waits
-    assert_int_equal(done_of(&one), 0);
-    signal_ready(&one);
+    assert_int_equal(stream_done(&one), 0);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(s->tail_use, 0);
     assert_int_equal(s->pins, 0);
@@ -233,7 +102,7 @@ static void test_append_is_held(void **state)
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(one.m.queue)->status, 0);
     assert_int_equal(s->tokens, TOKENS);
-    assert_int_equal(done_of(&one), 1);
+    assert_int_equal(stream_done(&one), 1);
 }
 
 // A session that is dropped meanwhile keeps its blocks from others until the GPU is done with them.
@@ -247,7 +116,7 @@ static void test_dropped_while_under_way(void **state)
     const uint64_t used = kit.core->pools[1].used_bytes;
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(kit.core->pools[1].used_bytes, 0);
 }
@@ -265,7 +134,7 @@ static void test_nan_on_a_stream(void **state)
     k[5] = NAN;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
     assert_int_equal(s->tokens, 0);
@@ -273,7 +142,7 @@ static void test_nan_on_a_stream(void **state)
     k[5] = 1;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(kit_request(&one.m, &r, NULL), 0);
     assert_int_equal(s->tokens, TOKENS);
@@ -290,7 +159,7 @@ static void test_very_many_nan(void **state)
     for (int i = 0; i < 16; i++)
         k[i] = NAN;
     assert_int_equal(append(&one), 0);
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
 }
@@ -312,10 +181,10 @@ static void test_refused_are_done_in_order(void **state)
     r = append_of(&one);
     r.op = KVQ_OP_TRUNCATE; // which takes no streams
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
-    assert_int_equal(done_of(&one), 0);
+    assert_int_equal(stream_done(&one), 0);
     kvq_word64_store_release(&one.words[0], 1);
     kit_settle(&one.m);
-    assert_int_equal(done_of(&one), 3);
+    assert_int_equal(stream_done(&one), 3);
 }
 
 // A queue whose lane has yet to write `done` is not settled: its timeline cannot go.
@@ -325,15 +194,15 @@ static void test_done_is_under_way(void **state)
     struct kvq_entry_wire e = entry_of(&one);
     struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
     (void)state;
-    stall(stream, true);
+    stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
     kvq__core_poll(kit.core);
     assert_false(kvq__queue_settled(one.m.queue));
-    assert_int_equal(done_of(&one), 0);
-    stall(stream, false);
+    assert_int_equal(stream_done(&one), 0);
+    stream_stall(stream, false);
     kit_settle(&one.m);
-    assert_int_equal(done_of(&one), 1);
+    assert_int_equal(stream_done(&one), 1);
 }
 
 // However many are refused, a client fills no more than its lane.
@@ -345,7 +214,7 @@ static void test_many_refused(void **state)
     enum kvq__progress p = KVQ__DONE;
     uint32_t n = 0;
     (void)state;
-    stall(stream, true);
+    stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
     for (; n < 2 * KVQ_MAX_GPU_PENDING && p == KVQ__DONE; n++) {
         kit_load(&one.m, &r, &e);
@@ -353,7 +222,7 @@ static void test_many_refused(void **state)
     }
     assert_int_equal(p, KVQ__GPU);
     assert_int_equal(n, KVQ_MAX_GPU_PENDING + 1);
-    stall(stream, false);
+    stream_stall(stream, false);
     kit_settle(&one.m);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_INVALID);
@@ -400,11 +269,11 @@ static void test_stalled_alone(void **state)
     assert_int_equal(append(&one), 0);
     assert_int_equal(begin(&two), 0);
     assert_int_equal(append(&two), 0);
-    signal_ready(&two);
+    stream_ready(&two);
     kit_settle(&two.m);
     assert_int_equal(kit_request(&two.m, &r, NULL), 0);
     assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
-    assert_int_equal(done_of(&one), 0);
+    assert_int_equal(stream_done(&one), 0);
 }
 
 // A client that goes while some of its request is on the host and some on a GPU: what is held there
@@ -414,7 +283,7 @@ static void test_gone_with_work_on_a_gpu(void **state)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {
-        .format = "f16", .place = "host", .layers = &row, .n_layers = 1};
+        .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
     struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
     (void)state;
     assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
@@ -426,7 +295,7 @@ static void test_gone_with_work_on_a_gpu(void **state)
     r.count = 2;
     r.flags = 0;
     r.signal = 0;
-    stall(stream, true);
+    stream_stall(stream, true);
     kit_load(&one.m, &r, e);
     assert_int_equal(kvq__request_start(one.m.queue), KVQ__RUN);
     const uint64_t used = kit.core->pools[1].used_bytes;
@@ -435,12 +304,12 @@ static void test_gone_with_work_on_a_gpu(void **state)
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
     kvq__core_poll(kit.core);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
-    stall(stream, false);
+    stream_stall(stream, false);
     kit_settle(&one.m);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_CANCELLED);
     assert_int_equal(kit.core->pools[1].used_bytes, 0);
-    reopen(&one, "one");
+    stream_reopen(&one, "one");
 }
 
 // A step of a new session, ended while the stream is held back: units of it are due, and their
@@ -450,14 +319,14 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
     struct kvq_gpu_stream *stream = s->m.client->lanes[0]->stream;
     struct kvq_request r = append_of(s);
     struct kvq_entry_wire e = {.append = MANY};
-    open_session_of(s, "packed", "oscar2");
+    stream_session(s, "packed", "oscar2");
     e.handle = s->session;
     assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
     assert_int_equal(kit_request(&s->m, &r, &e), 0);
     assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
-    signal_ready(s);
+    stream_ready(s);
     kit_settle(&s->m);
-    stall(stream, true);
+    stream_stall(stream, true);
     r = end_of();
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
     assert_true(kit_of(&s->m, s->session)->layers[0].packed > 0);
@@ -472,8 +341,8 @@ static void test_fork_waits_for_packing(void **state)
     struct kvq_entry_wire e = {.handle = one.session, .position = MANY};
     (void)state;
     assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, NULL), 1); // waits
-    stall(stream, false);
-    settle_lane(&one);
+    stream_stall(stream, false);
+    stream_settle(&one);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
     kit_settle(&one.m);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
@@ -499,8 +368,8 @@ static void test_stalled_while_packing(void **state)
     kvq__core_tick(kit.core);
     assert_int_equal(kit.events[KVQ__EVENT_CLIENT_STALLED], 1);
     assert_string_equal(kit.event_session, "packed");
-    stall(stream, false);
-    settle_lane(&one);
+    stream_stall(stream, false);
+    stream_settle(&one);
     assert_null(kvq__lane_withholds(one.m.client->lanes[0]));
     assert_int_equal(kvq__request_continue(two.m.queue), KVQ__GPU);
     kit_settle(&two.m);
@@ -520,10 +389,10 @@ static void test_gone_while_packing(void **state)
     kvq__client_detach(one.m.client);
     kvq__queue_ending(one.m.queue);
     assert_true(kvq__queue_settled(one.m.queue));
-    reopen(&one, "one");
+    stream_reopen(&one, "one");
     assert_ptr_not_equal(one.m.client->lanes[0], lane);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
-    stall(stream, false);
+    stream_stall(stream, false);
     while (kvq__lane_busy(lane))
         kvq__core_poll(kit.core);
     assert_null(lane->client);
@@ -544,7 +413,7 @@ static void test_packs_unasked(void **state)
     (void)state;
     kit.core->config.lane_bytes = 20 << 10;
     struct streamer three;
-    open_streamer(&three, "three");
+    stream_open(&three, "three");
     struct kvq__session_spec spec = {.format = "ott2",
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &rows,
@@ -554,13 +423,13 @@ static void test_packs_unasked(void **state)
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
     assert_int_equal(kit_step(&three.m, info.handle, MORE, OWN_HEADS, DIM), 0);
     const struct kvq__session *s = kit_of(&three.m, info.handle);
-    settle_lane(&three);
+    stream_settle(&three);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         assert_int_equal(s->layers[i].packed, kvq__packed_at(s, &s->layers[i], MORE));
         assert_true(s->layers[i].packed > MORE / 2);
         assert_null(s->layers[i].pages[0].raw.data);
     }
-    close_streamer(&three);
+    stream_close(&three);
 }
 
 // A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
@@ -572,13 +441,13 @@ static void test_no_memory_beside_a_stalled(void **state)
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.format = "f16",
                                      .place = kvq__pool_name(&kit.core->pools[1]),
-                                     .layers = &row,
+                                     .layers = &stream_row,
                                      .n_layers = 1};
     (void)state;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
-    refuse("memory_alloc", 2, KVQ_GPU_OUT_OF_MEMORY);
+    stream_refuse("memory_alloc", 2, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
     member_close(&three.m);
@@ -591,13 +460,13 @@ static void test_append_again(void **state)
 {
     (void)state;
     assert_int_equal(begin(&one), 0);
-    refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
+    stream_refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(append(&one), 0);
     assert_int_equal(append(&one), KVQ_E_INVALID); // once is enough
-    signal_ready(&one);
+    stream_ready(&one);
     kit_settle(&one.m);
     struct kvq_request r = end_of();
     assert_int_equal(kit_request(&one.m, &r, NULL), 0);
@@ -642,7 +511,7 @@ static void attend_by_book(const char *place, float *out)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES] = "";
     struct kvq__session_spec spec = {
-        .format = "vecinfer-2@book", .place = place, .layers = &row, .n_layers = 1};
+        .format = "vecinfer-2@book", .place = place, .layers = &stream_row, .n_layers = 1};
     assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
     assert_int_equal(kit_step(&one.m, info.handle, MANY, HEADS, DIM), 0);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
@@ -680,8 +549,8 @@ static int setup_small(void **state)
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
     kit.core->config.lane_bytes = 32 << 10;
-    open_streamer(&one, "one");
-    open_streamer(&two, "two");
+    stream_open(&one, "one");
+    stream_open(&two, "two");
     return 0;
 }
 
@@ -690,7 +559,7 @@ static void commit(struct streamer *s)
     struct kvq_request r = end_of();
     assert_int_equal(begin(s), 0);
     assert_int_equal(append(s), 0);
-    signal_ready(s);
+    stream_ready(s);
     kit_settle(&s->m);
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
 }
@@ -734,26 +603,31 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_append_is_held, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_dropped_while_under_way, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_nan_on_a_stream, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_refused_are_done_in_order, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_done_is_under_way, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_many_refused, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_signals_out_of_reach, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_stalled_alone, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_very_many_nan, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_stalled_while_packing, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_gone_while_packing, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_packs_unasked, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_append_again, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_codebook, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, teardown),
-        cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, teardown),
+        cmocka_unit_test_setup_teardown(test_append_is_held, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_while_under_way, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_nan_on_a_stream, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_are_done_in_order, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_done_is_under_way, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_many_refused, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_signals_out_of_reach, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_very_many_nan, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_packs_unasked, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_append_again, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_codebook, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, stream_teardown),
     };
     return cmocka_run_group_tests_name("core_gpu", tests, NULL, NULL);
 }
