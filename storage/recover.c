@@ -347,8 +347,13 @@ static int measure_other(void *context, const char *name)
 static int start_over(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
                       const struct kvq__complaint *c)
 {
+    struct files left = {0}; // some may have been set aside
     int rc = rebuild(s, f, report, c);
-    rc = rc ? rc : check_segments(s, f, report, c);
+    if (rc == KVQ_OK)
+        rc = list_files(s, &left, c);
+    if (rc == KVQ_OK)
+        rc = check_segments(s, &left, report, c);
+    free(left.numbers);
     return rc == 1 ? kvq__complain(c, KVQ_E_INTERNAL, "the new catalog lacks transactions") : rc;
 }
 

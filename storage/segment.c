@@ -22,7 +22,7 @@ bool kvq_checksum_equal(struct kvq_checksum a, struct kvq_checksum b)
     return a.low == b.low && a.high == b.high;
 }
 
-static struct kvq_checksum head_checksum(const struct kvq_record *r, uint64_t salt)
+struct kvq_checksum kvq_record_checksum(const struct kvq_record *r, uint64_t salt)
 {
     return of_hash(XXH3_128bits_withSeed(r, offsetof(struct kvq_record, head), salt));
 }
@@ -38,13 +38,13 @@ void kvq_record_make(struct kvq_record *r, enum kvq_record_kind kind, uint64_t i
     r->id = id;
     r->transaction = transaction;
     r->payload = payload;
-    r->head = head_checksum(r, salt);
+    r->head = kvq_record_checksum(r, salt);
 }
 
 bool kvq_record_sound(const struct kvq_record *r, uint64_t salt)
 {
     return memcmp(r->magic, KVQ_RECORD_MAGIC, sizeof r->magic) == 0 &&
-           kvq_checksum_equal(r->head, head_checksum(r, salt));
+           kvq_checksum_equal(r->head, kvq_record_checksum(r, salt));
 }
 
 // ---- Walking ----

@@ -121,6 +121,8 @@ static inline uint64_t kvq_record_bytes(uint64_t payload)
 struct kvq_checksum kvq_checksum(const void *data, size_t n);
 bool kvq_checksum_equal(struct kvq_checksum a, struct kvq_checksum b);
 
+// The checksum that a header has to have.
+struct kvq_checksum kvq_record_checksum(const struct kvq_record *r, uint64_t salt);
 // Fills in everything but the payload's bytes.
 void kvq_record_make(struct kvq_record *r, enum kvq_record_kind kind, uint64_t id,
                      uint64_t transaction, uint64_t length, struct kvq_checksum payload,

@@ -434,7 +434,7 @@ static int fault_unlink(struct kvq_io *io, const char *path)
 static int fault_make_dir(struct kvq_io *io, const char *path)
 {
     (void)path;
-    return self(io)->crashed ? -EIO : self(io)->read_only ? -EROFS : -EEXIST;
+    return self(io)->crashed ? -EIO : -EEXIST;
 }
 
 static int fault_sync_dir(struct kvq_io *io, const char *path)

@@ -1,0 +1,474 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The store on a disk that is full, broken, read-only or damaged: a clear error, nothing that was
+// acknowledged is lost or served wrong, and the store goes on or says that it does not.
+//
+// KVQ_FULL=1 flips every byte of the segments, and fails at every write and sync of more seeds.
+#include <errno.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "storage/store_internal.h"
+#include "tests/store_kit.h"
+
+static struct fault_io disk;
+static const char *const catalog = "/store/catalog.db";
+
+static bool full(void)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    return wanted && strcmp(wanted, "1") == 0;
+}
+
+static void change(struct kit *k, struct world *w, int n)
+{
+    struct world after;
+    for (int i = 0; i < n; i++) {
+        int rc = kit_change(k, w, &after);
+        if (rc)
+            fail_msg("a change failed with %d: %s", rc, k->text);
+        *w = after;
+    }
+}
+
+static void check(struct kit *k, const struct world *w, const char *when)
+{
+    char why[256];
+    struct kvq_store_verified v;
+    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
+        fail_msg("%s: %s", when, why);
+    if (kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text) || v.text[0])
+        fail_msg("%s: verify: %s%s", when, k->text, v.text);
+}
+
+// ---- A disk that fails ----
+
+struct fault {
+    const char *name;
+    int error, code; // errno; what the store says
+    bool sync;       // else a write
+    uint64_t count;  // how many fail; 0: all from then on
+};
+
+static bool store_read_only(struct kit *k)
+{
+    struct kvq_store_status status;
+    if (!k->store || kvq_store_status(k->store, &status, k->text, sizeof k->text))
+        return false;
+    assert_true(!status.read_only || status.why[0]);
+    return status.read_only;
+}
+
+// The change failed. What was acknowledged must be there, at once and after opening again.
+static void after_failure(struct kit *k, struct world *now, const struct world *after,
+                          const char *when)
+{
+    char why[256], neither[256];
+    bool stopped = store_read_only(k);
+    if (k->store && !kit_same(k, now, false, why))
+        fail_msg("%s: at once: %s", when, why);
+    fault_reset_counts(&disk);
+    if (stopped) {
+        struct kvq_save *save;
+        assert_int_equal(kvq_save_begin(k->store, &save, k->text, sizeof k->text), KVQ_E_READ_ONLY);
+    }
+    if (stopped || !k->store) { // only opening tells what the catalog has
+        kvq_store_close(&k->store);
+        if (kit_open(k, &disk.io))
+            fail_msg("%s: it does not open again: %s", when, k->text);
+        if (!kit_same(k, now, false, why)) {
+            if (!kit_same(k, after, false, neither))
+                fail_msg("%s: opened again: not as before (%s), nor as after (%s)", when, why,
+                         neither);
+            *now = *after;
+        }
+    }
+}
+
+// A run in which write or sync number `at` fails. False: it ended before.
+static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
+{
+    struct kit k = {0};
+    struct world now = {.random = seed}, after;
+    char when[100];
+    int rc = 0;
+    snprintf(when, sizeof when, "%s, seed %" PRIu64 ", number %" PRIu64, fault->name, seed, at);
+    fault_open(&disk, seed);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    fault_reset_counts(&disk);
+    *(fault->sync ? &disk.fail_sync : &disk.fail_write) = at;
+    disk.fail_count = fault->count;
+    disk.fail_with = fault->error;
+    after = now;
+    for (int i = 0; i < 20 && rc == 0; i++) {
+        rc = kit_change(&k, &now, &after);
+        now = rc ? now : after;
+    }
+    // SQLite does not tell why a sync failed.
+    if (rc && rc != fault->code && !(fault->sync && rc == KVQ_E_SYSTEM))
+        fail_msg("%s: it says %d: %s", when, rc, k.text);
+    if (rc && !k.text[0])
+        fail_msg("%s: it says nothing", when);
+    if (rc)
+        after_failure(&k, &now, &after, when);
+    fault_reset_counts(&disk);
+    change(&k, &now, 5);
+    check(&k, &now, when);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    check(&k, &now, when);
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+    return rc != 0;
+}
+
+static void disk_fails(void **state)
+{
+    (void)state;
+    static const struct fault faults[] = {
+        {"full", ENOSPC, KVQ_E_NO_SPACE, false, 0},
+        {"full for a moment", ENOSPC, KVQ_E_NO_SPACE, false, 1},
+        {"write fails", EIO, KVQ_E_SYSTEM, false, 1},
+        {"writes fail", EIO, KVQ_E_SYSTEM, false, 0},
+        {"sync fails", EIO, KVQ_E_SYSTEM, true, 1},
+        {"syncs fail", EIO, KVQ_E_SYSTEM, true, 0},
+        {"full at a sync", ENOSPC, KVQ_E_NO_SPACE, true, 1},
+    };
+    uint64_t runs = 0;
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        for (uint64_t seed = 1; seed <= (full() ? 20 : 1); seed++)
+            for (uint64_t at = 1, step = full() ? 1 : 1 + at / 8; fail_once(seed, at, &faults[i]);
+                 at += step, step = full() ? 1 : 1 + at / 8)
+                runs++;
+    print_message("%" PRIu64 " failures\n", runs);
+    assert_true(runs > 50);
+}
+
+static void read_only_disk(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 4};
+    fault_open(&disk, 4);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 20);
+    struct world after = w;
+    disk.read_only = true;
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "none", k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    after.sessions[0] = (struct world_session){.used = true, .name = "x", .shards = 1, .n = 1};
+    assert_int_equal(kit_save(&k, &after, "x"), KVQ_E_READ_ONLY);
+    check(&k, &w, "read-only");
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_READ_ONLY);
+    assert_non_null(strstr(k.text, "lock cannot be opened: Read-only file system"));
+    disk.read_only = false;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    check(&k, &w, "writable again");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// A failed read is an error of that read alone, and no reason to mark a block.
+static void read_fails(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 5};
+    struct kvq_store_session found;
+    struct kvq_stored *blocks;
+    uint8_t bytes[WORLD_MAX_BYTES];
+    size_t n;
+    fault_open(&disk, 5);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    struct world_session *s = &w.sessions[0];
+    *s = (struct world_session){.used = true, .name = "x", .shards = 1, .n = 1};
+    s->blocks[0] = (struct world_block){.seed = 1, .bytes = 5000};
+    assert_int_equal(kit_save(&k, &w, "x"), 0);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "x", 0, &found, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    fault_reset_counts(&disk);
+    disk.fail_read = 1;
+    disk.fail_with = EIO;
+    assert_int_equal(kvq_store_read(k.store, blocks, bytes, k.text, sizeof k.text), KVQ_E_SYSTEM);
+    fault_reset_counts(&disk);
+    check(&k, &w, "read again");
+    free(blocks);
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// ---- Damage ----
+
+static void forget_marks(struct kit *k)
+{
+    assert_int_equal(
+        sqlite3_exec(k->store->catalog.db, "UPDATE blocks SET bad=0", NULL, NULL, NULL), SQLITE_OK);
+}
+
+// Whether a session has a block (or its record's header) at an offset of a segment.
+static bool has_byte(struct kit *k, const struct kvq_store_session *s, uint64_t segment,
+                     uint64_t at)
+{
+    struct kvq_stored *blocks;
+    size_t n;
+    bool has = false;
+    assert_int_equal(kvq_store_blocks(k->store, s, &blocks, &n, k->text, sizeof k->text), 0);
+    for (size_t i = 0; i < n; i++)
+        has |= blocks[i].segment == segment && at >= blocks[i].offset &&
+               at < blocks[i].offset + kvq_record_bytes(blocks[i].bytes);
+    free(blocks);
+    return has;
+}
+
+static void flip_at(struct kit *k, const struct world *w, uint64_t segment, struct fault_file *file,
+                    uint64_t at)
+{
+    char why[256], when[80];
+    struct kvq_store_verified v;
+    struct kvq_store_session all[WORLD_SESSIONS];
+    uint32_t n;
+    uint8_t bit = (uint8_t)(1u << (at * 7 % 8));
+    snprintf(when, sizeof when, "segment %" PRIu64 ", byte %" PRIu64, segment, at);
+    file->data[at] ^= bit;
+    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    if (v.damaged_bytes == 0 || !v.text[0])
+        fail_msg("%s: verify did not find it", when);
+    if (!kit_same(k, w, true, why) || !kit_sound(k, why))
+        fail_msg("%s: %s", when, why);
+    assert_int_equal(
+        kvq_store_list(k->store, NULL, 0, all, WORLD_SESSIONS, &n, k->text, sizeof k->text), 0);
+    uint64_t cut = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t good;
+        assert_int_equal(kvq_store_good_tokens(k->store, &all[i], &good, k->text, sizeof k->text),
+                         0);
+        bool concerned = has_byte(k, &all[i], segment, at);
+        if (good < all[i].tokens && !concerned)
+            fail_msg("%s: session %s is cut, which has nothing there", when, all[i].name);
+        cut += good < all[i].tokens;
+    }
+    if (cut > v.sessions)
+        fail_msg("%s: verify tells of fewer sessions than are cut", when);
+    file->data[at] ^= bit;
+    forget_marks(k);
+}
+
+static void flipped_bits(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 6};
+    uint64_t step = full() ? 1 : 911, flips = 0;
+    fault_open(&disk, 6);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, full() ? 12 : 40);
+    for (uint64_t number = kvq__segment_after(k.store, 0); number;
+         number = kvq__segment_after(k.store, number)) {
+        char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+        struct kvq__segment *g;
+        const struct kvq__complaint quiet = {0};
+        kvq__segment_name(number, name);
+        kvq__path(k.store, name, path);
+        assert_int_equal(kvq__segment_pin(k.store, number, &g, &quiet), 0);
+        for (uint64_t at = number % step; at < g->bytes; at += step, flips++)
+            flip_at(&k, &w, number, fault_find(&disk, path), at);
+        kvq__segment_unpin(k.store, g);
+    }
+    print_message("%" PRIu64 " bits\n", flips);
+    assert_true(flips > 100);
+    check(&k, &w, "all bits as they were");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// A segment is gone: the sessions that had nothing in it do not notice.
+static void missing_segment(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 7};
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    fault_open(&disk, 7);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 40);
+    kvq__segment_name(kvq__segment_after(k.store, 0), name);
+    kvq__path(k.store, name, path);
+    kvq_store_close(&k.store);
+    assert_int_equal(disk.io.unlink(&disk.io, path), 0);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(k.report.missing, 1);
+    assert_non_null(strstr(k.report.text, "1 segments are missing"));
+    if (!kit_same(&k, &w, true, why))
+        fail_msg("%s", why);
+    change(&k, &w, 0);
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// ---- The catalog ----
+
+struct spoil {
+    const char *name, *says;
+    void (*spoil)(struct fault_file *db, struct fault_file *wal);
+};
+
+static void spoil_head(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    memset(db->data, 0x5a, 100);
+}
+
+static void spoil_root(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    memset(db->data + 100, 0xff, 2000);
+}
+
+static void spoil_inside(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    for (uint64_t page = 1; page < db->bytes / 4096; page++)
+        memset(db->data + page * 4096, 0xee, 64);
+}
+
+static void cut_short(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    db->bytes = db->bytes / 2 / 4096 * 4096;
+}
+
+static void empty(struct fault_file *db, struct fault_file *wal)
+{
+    db->bytes = 0;
+    if (wal)
+        wal->bytes = 0;
+}
+
+static void spoiled_catalog(void **state)
+{
+    (void)state;
+    static const struct spoil spoils[] = {
+        {"head", "damaged", spoil_head},     {"schema", "damaged", spoil_root},
+        {"inside", "damaged", spoil_inside}, {"cut short", "damaged", cut_short},
+        {"empty", "missing", empty},
+    };
+    for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
+        struct kit k = {0};
+        struct world w = {.random = 20 + i};
+        fault_open(&disk, i);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        change(&k, &w, 40);
+        kvq_store_close(&k.store);
+        spoils[i].spoil(fault_find(&disk, catalog), fault_find(&disk, "/store/catalog.db-wal"));
+        if (kit_open(&k, &disk.io))
+            fail_msg("%s: %s", spoils[i].name, k.text);
+        assert_true(k.report.rebuilt);
+        assert_non_null(strstr(k.report.text, spoils[i].says));
+        assert_int_equal(k.report.bad_blocks, 0);
+        check(&k, &w, spoils[i].name);
+        if (strcmp(spoils[i].says, "damaged") == 0)
+            assert_non_null(fault_find(&disk, "/store/catalog.db.bad"));
+        change(&k, &w, 10);
+        check(&k, &w, spoils[i].name);
+        kvq_store_close(&k.store);
+        fault_close(&disk);
+    }
+}
+
+// Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
+static void older_catalog(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 30};
+    fault_open(&disk, 30);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 15);
+    kvq_store_close(&k.store);
+    struct fault_file *db = fault_find(&disk, catalog);
+    uint64_t bytes = db->bytes;
+    uint8_t *copy = malloc(bytes);
+    assert_non_null(copy);
+    memcpy(copy, db->data, bytes);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 25);
+    kvq_store_close(&k.store);
+    db = fault_find(&disk, catalog);
+    memcpy(db->data, copy, bytes < db->bytes ? bytes : db->bytes);
+    db->bytes = bytes;
+    free(copy);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.rebuilt);
+    assert_non_null(strstr(k.report.text, "older than the segments"));
+    check(&k, &w, "older catalog");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// ---- Versions ----
+
+static void newer_catalog(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 40};
+    fault_open(&disk, 40);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 10);
+    assert_int_equal(sqlite3_exec(k.store->catalog.db, "PRAGMA user_version=99", NULL, NULL, NULL),
+                     SQLITE_OK);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(strstr(k.text, "is of version 99, and this program knows up to 1"));
+    assert_null(fault_find(&disk, "/store/catalog.db.bad"));
+    fault_close(&disk);
+}
+
+static void newer_segment(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 41};
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq_record front;
+    fault_open(&disk, 41);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 20);
+    kvq__segment_name(kvq__segment_after(k.store, 0), name);
+    kvq__path(k.store, name, path);
+    kvq_store_close(&k.store);
+    struct fault_file *file = fault_find(&disk, path);
+    memcpy(&front, file->data, sizeof front);
+    front.version = 2;
+    front.head = kvq_record_checksum(&front, 0);
+    memcpy(file->data, &front, sizeof front);
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(strstr(k.text, "is of version 2; this program knows up to 1"));
+    // The same without the catalog.
+    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(fault_find(&disk, path));
+    fault_close(&disk);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(disk_fails),      cmocka_unit_test(read_only_disk),
+        cmocka_unit_test(read_fails),      cmocka_unit_test(flipped_bits),
+        cmocka_unit_test(missing_segment), cmocka_unit_test(spoiled_catalog),
+        cmocka_unit_test(older_catalog),   cmocka_unit_test(newer_catalog),
+        cmocka_unit_test(newer_segment),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
