@@ -279,6 +279,8 @@ void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read
         s->readers++;
     else
         s->writer = h;
+    if (!read_only)
+        s->undone_by = 0; // that was another writer's step
     LIST_INSERT_HEAD(&s->handles, h, link);
 }
 

@@ -130,12 +130,6 @@ static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
     return rc;
 }
 
-// All memory was there to take part.
-static bool is_whole(const struct kvq__moved *m)
-{
-    return m->owned && m->table && m->extras && m->books;
-}
-
 static void free_part(struct kvq__core *core, struct kvq__moved *m)
 {
     kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
@@ -182,7 +176,7 @@ static int take_part(struct kvq__move *move, struct kvq__moved *m)
     m->table = kvq__allocate(core, (size_t)m->n_owned * m->capacity * sizeof *m->table);
     m->extras = kvq__allocate(core, m->n_layers * sizeof *m->extras);
     m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
-    if (!is_whole(m))
+    if (!m->owned || !m->table || !m->extras || !m->books)
         return KVQ_E_NO_MEMORY;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
@@ -218,7 +212,7 @@ static void let_go(struct kvq__move *move, struct kvq__moved *m)
 // The move has failed: of each pair it is the new block that goes.
 static void exempt_new(struct kvq__moved *m)
 {
-    for (uint64_t ref = 0; is_whole(m) && ref < kvq__moved_refs(m); ref++) {
+    for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {
         struct kvq__block *here = kvq__moved_here(m, ref)->block;
         struct kvq__block *there = kvq__moved_there(m, ref)->block;
         if (!here || !here->exempt)
@@ -425,8 +419,7 @@ static void copy(struct kvq__move *move, bool *any)
 static void release(struct kvq__move *move)
 {
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && next_ref(move); i++, move->ref++)
-        if (is_whole(&move->moved[move->at]))
-            kvq__block_drop(move->core, kvq__moved_there(&move->moved[move->at], move->ref));
+        kvq__block_drop(move->core, kvq__moved_there(&move->moved[move->at], move->ref));
     if (next_ref(move))
         return;
     for (uint32_t i = 0; i < move->n; i++)

@@ -66,9 +66,11 @@ struct kvq__move {
     char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
 };
 
+// How many there are: none before all memory was there to take part.
 static inline uint64_t kvq__moved_refs(const struct kvq__moved *m)
 {
-    return (uint64_t)m->n_owned * (2 * (uint64_t)m->n_pages + 1);
+    bool whole = m->owned && m->table && m->extras && m->books;
+    return whole ? (uint64_t)m->n_owned * (2 * (uint64_t)m->n_pages + 1) : 0;
 }
 // A reference of the move's, and the session's own in its place; and the bytes of such a block.
 struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref);

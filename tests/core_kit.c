@@ -443,7 +443,7 @@ static uint64_t moves_references(const struct kvq__core *core, const struct kvq_
     TAILQ_FOREACH (move, &core->moves, link)
         for (uint32_t i = 0; move->ns == ns && i < move->n; i++) {
             const struct kvq__moved *m = &move->moved[i];
-            for (uint64_t ref = 0; m->books && ref < kvq__moved_refs(m); ref++) {
+            for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {
                 const struct kvq__block *b = kvq__moved_there(m, ref)->block;
                 n += block ? b == block : b != NULL;
             }

@@ -17,17 +17,6 @@ enum { DEFAULT_EVENTS = 600, MIB = 1 << 20 };
 
 // ---- Tracks against the core ----
 
-static struct kvq__session *find_session(const struct sim *sim, uint64_t id)
-{
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &sim->kit.core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->id == id)
-                return s;
-    return NULL;
-}
-
 static bool is_forking(const struct sim *sim)
 {
     for (uint32_t i = 0; i < SIM_ACTORS; i++)
@@ -47,6 +36,7 @@ static void check_tracks(const struct sim *sim)
         MUST(s);
         MUST(s->tokens == t->model.tokens && s->floor == t->model.floor);
         MUST((s->step != NULL) == (t->stepper != NULL));
+        MUST(s->prepared == t->prepared && s->step_tokens == t->step_tokens);
         MUST((s->writer != NULL) == (t->writer != NULL) && s->readers == t->readers);
         for (uint32_t l = 0; l < MODEL_LAYERS; l++)
             MUST(!kvq__layer_owns(s, l) || s->layers[l].base == t->model.layers[l].base);
@@ -82,18 +72,26 @@ static struct hold *free_hold(struct actor *a)
     return NULL;
 }
 
-static struct track *named_track(struct sim *sim, const char *name)
+static struct track *named_track(struct sim *sim, const char *name, uint32_t shard)
 {
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
-        if (sim->tracks[i].used && sim->tracks[i].alive && strcmp(sim->tracks[i].name, name) == 0)
+        if (sim->tracks[i].used && sim->tracks[i].alive && sim->tracks[i].shard == shard &&
+            strcmp(sim->tracks[i].name, name) == 0)
             return &sim->tracks[i];
     return NULL;
 }
 
-static void take_over(struct track *t)
+// A shard that has ended its step needs nobody for it any more.
+static void writer_goes(struct sim *sim, struct track *t)
+{
+    if (!t->prepared)
+        track_leave(sim, t);
+    t->writer = NULL;
+}
+
+static void take_over(struct sim *sim, struct track *t)
 {
     struct actor *old = t->writer;
-    track_leave_step(t);
     for (uint32_t i = 0; i < SIM_HANDLES; i++) {
         struct hold *h = &old->holds[i];
         if (h->used && h->track == t && !h->read_only) {
@@ -101,7 +99,7 @@ static void take_over(struct track *t)
             h->track = NULL;
         }
     }
-    t->writer = NULL;
+    writer_goes(sim, t);
 }
 
 static int predict_open(const struct track *t, uint32_t flags)
@@ -127,18 +125,31 @@ static void opened(struct sim *sim, struct actor *a, struct hold *h, struct trac
         t = track_new(sim, spec->name[0] != 0, (uint32_t)spec->prompt_tokens, spec->max_rollback);
         MUST(t);
         snprintf(t->name, sizeof t->name, "%s", spec->name);
+        t->shard = spec->shard;
+        t->shards = spec->shards ? spec->shards : 1;
         t->on_gpu = strcmp(info->place, "host") != 0;
         t->streams = t->on_gpu && strcmp(info->place, first_gpu(sim)) == 0;
         t->id = info->id;
         t->alive = true;
     }
     if (!read_only && t->writer)
-        take_over(t);
+        take_over(sim, t);
     *h = (struct hold){.used = true, .read_only = read_only, .track = t, .handle = info->handle};
     if (read_only)
         t->readers++;
     else
         t->writer = a;
+    if (!read_only)
+        t->undone_by = 0;
+}
+
+// What both shards of a session have alike.
+static void agree(const struct track *other, struct kvq__session_spec *spec)
+{
+    if (!other)
+        return;
+    spec->prompt_tokens = other->variant;
+    spec->max_rollback = other->model.max_rollback;
 }
 
 static void open_session(struct sim *sim, struct actor *a)
@@ -150,17 +161,23 @@ static void open_session(struct sim *sim, struct actor *a)
     struct hold *h = free_hold(a);
     if (!h)
         return;
-    if (kit_chance(&sim->kit, 60))
+    bool sharded = kit_chance(&sim->kit, 35);
+    uint32_t shard = sharded ? kit_below(&sim->kit, 2) : 0;
+    if (sharded)
+        snprintf(name, sizeof name, "group");
+    else if (kit_chance(&sim->kit, 60))
         snprintf(name, sizeof name, "s%u", kit_below(&sim->kit, 5));
-    struct track *t = name[0] ? named_track(sim, name) : NULL;
-    uint32_t variant = kit_below(&sim->kit, SIM_VARIANTS);
-    track_rows(variant, rows);
+    struct track *t = name[0] ? named_track(sim, name, shard) : NULL;
     struct kvq__session_spec spec = {.name = name,
-                                     .format = track_format(variant),
                                      .layers = rows,
                                      .n_layers = t ? 0 : MODEL_LAYERS,
+                                     .shard = shard,
+                                     .shards = sharded ? 2 : 0,
                                      .max_rollback = rollbacks[kit_below(&sim->kit, 5)],
-                                     .prompt_tokens = variant};
+                                     .prompt_tokens = kit_below(&sim->kit, SIM_VARIANTS)};
+    agree(sharded ? named_track(sim, name, 1 - shard) : NULL, &spec);
+    track_rows((uint32_t)spec.prompt_tokens, rows);
+    spec.format = track_format((uint32_t)spec.prompt_tokens);
     if (!t && sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 40))
         spec.place = "host";
     if (name[0] && kit_chance(&sim->kit, 40))
@@ -184,13 +201,14 @@ static void let_go(struct sim *sim, struct hold *h)
     *h = (struct hold){0};
     if (!t)
         return;
-    if (read_only) {
+    if (read_only)
         t->readers--;
-    } else {
-        track_leave_step(t);
-        t->writer = NULL;
-    }
+    else
+        writer_goes(sim, t);
     t->detached_at = sim->kit.now;
+    const struct track *other = track_sibling(sim, t);
+    if (!t->writer && !t->readers && (!other || (!other->writer && !other->readers)))
+        track_leave(sim, t); // nobody is left to end the step
     if (!t->named && !t->writer && !t->readers)
         track_die(sim, t);
 }
@@ -202,8 +220,11 @@ static void close_session(struct sim *sim, struct actor *a)
     if (!h->used)
         return;
     if (h->track && !h->read_only && kit_chance(&sim->kit, 20)) {
+        struct track *t = h->track, *other = track_sibling(sim, t);
         MUST(kvq__session_drop(a->member.client, h->handle, text) == 0);
-        track_die(sim, h->track);
+        track_die(sim, t);
+        if (other)
+            track_die(sim, other);
         return;
     }
     MUST(kvq__session_close(a->member.client, h->handle, text) == 0);
@@ -302,7 +323,7 @@ static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
     if (a->phase != RUNNING && a->phase != ON_GPU && p != KVQ__WAIT)
         op_acquired(sim, a);
     if (p != KVQ__WAIT && !a->gone)
-        op_went_on(a);
+        op_went_on(sim, a);
     a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : p == KVQ__GPU ? ON_GPU : IDLE;
     if (p == KVQ__DONE)
         answered(sim, a);
@@ -379,6 +400,35 @@ static void pack(struct sim *sim)
     kvq__background_done(sim->kit.core);
 }
 
+// ---- Moves ----
+
+static bool is_moving(struct sim *sim, const struct track *t)
+{
+    const struct track *other = track_sibling(sim, t);
+    return find_session(sim, t->id)->move || (other && find_session(sim, other->id)->move);
+}
+
+static void move(struct sim *sim)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    const struct track *t = &sim->tracks[kit_below(&sim->kit, SIM_TRACKS)];
+    struct kvq__move_info info;
+    char text[KVQ_TEXT_BYTES] = "", id[24];
+    struct kvq__move_spec spec = {
+        .place =
+            kvq__pool_name(&sim->kit.core->pools[kit_below(&sim->kit, sim->kit.core->n_pools)]),
+        .one_shard = kit_chance(&sim->kit, 30),
+        .wait_ms = 1 + kit_below(&sim->kit, 3000)};
+    if (!t->used || !t->alive)
+        return;
+    spec.shard = t->shard;
+    bool moving = is_moving(sim, t);
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
+    int rc = kvq__session_move_named(sim->kit.core, &admin, NULL, id, &spec, &info, text);
+    MUST(rc == 0 || text[0]);
+    MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT || (rc == KVQ_E_BUSY && moving));
+}
+
 // ---- One run ----
 
 static void happen(struct sim *sim)
@@ -387,8 +437,9 @@ static void happen(struct sim *sim)
     uint32_t what = kit_below(&sim->kit, 100);
     bool here = a->present && !a->gone;
     collect_tracks(sim);
-    if (kit_chance(&sim->kit, 20))
+    if (kit_chance(&sim->kit, kvq__core_moves(sim->kit.core) ? 70 : 20))
         kvq__core_poll(sim->kit.core);
+    track_places(sim);
     if (what < 78)
         act(sim, a);
     else if (what < 88)
@@ -399,6 +450,9 @@ static void happen(struct sim *sim)
         close_session(sim, a);
     else if (what < 96 && here && kit_chance(&sim->kit, 35))
         die(sim, a);
+    else if (what == 96)
+        for (uint32_t i = 0; sim->kit.core->n_pools > 1 && i < 8; i++)
+            move(sim);
     else if (what >= 97)
         pass_time(sim);
 }
@@ -414,7 +468,8 @@ static void end(struct sim *sim)
     for (uint32_t i = 0; i < SIM_ACTORS; i++)
         while (sim->actors[i].present)
             act(sim, &sim->actors[i]);
-    while (!kvq__core_idle(sim->kit.core)) // packing that nobody waits for
+    // Moves, and packing that nobody waits for.
+    while (kvq__core_moves(sim->kit.core) || !kvq__core_idle(sim->kit.core))
         kvq__core_poll(sim->kit.core);
     core_check(sim->kit.core);
     kit_close(&sim->kit);
@@ -447,6 +502,9 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->failed_memory += sim->failed_memory;
     total->deaths += sim->deaths;
     total->forks += sim->forks;
+    total->pairs += sim->pairs;
+    total->undone += sim->undone;
+    total->moved += sim->moved;
     free(sim->workspace);
     free(sim);
 }
@@ -465,15 +523,17 @@ int main(int argc, char **argv)
     printf("%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
            "committed, %llu refusals "
            "as predicted, "
-           "%llu times out of memory, %llu clients died, %llu forks\n",
+           "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
+           "committed and %llu undone, %llu sessions moved\n",
            (unsigned long long)count, (unsigned long long)total.checked,
            (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
            (unsigned long long)total.committed, (unsigned long long)total.refused,
            (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
-           (unsigned long long)total.forks);
+           (unsigned long long)total.forks, (unsigned long long)total.pairs,
+           (unsigned long long)total.undone, (unsigned long long)total.moved);
     // A simulation in which nothing happened proves nothing.
     bool busy = total.checked && !total.checked_gpu == !gpus && !total.streamed == !gpus &&
                 total.committed && total.refused && total.failed_memory && total.deaths &&
-                total.forks;
+                total.forks && (gpus ? total.moved : total.pairs && total.undone);
     return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -35,12 +35,16 @@ struct track {
     bool streams; // on the first GPU, where timelines are
     uint64_t id;
     char name[32];
+    uint32_t shard, shards, variant;
     struct model model;
     struct actor *writer; // who has it open for writing
     uint32_t readers;
     struct actor *stepper; // whose step it is in; NULL = none
     uint64_t step_serial;  // changes with every beginning and end of a step
     uint32_t step_tokens;
+    uint64_t joined;    // sessions stand in a step in the order of this, the last one first
+    bool prepared;      // has ended its step, and waits for the other shard
+    uint32_t undone_by; // as the session's
     uint8_t appended[MODEL_LAYERS]; // 0 not, 1 under way, 2 done
     uint64_t detached_at;
 };
@@ -59,6 +63,8 @@ struct part {
     uint64_t value;      // predicted value, where there is one
     bool any_value;
     uint64_t past, serial;
+    bool on_gpu;          // where it was when the core took hold of it
+    bool torn;            // the end of a step that the other shard ends elsewhere
     bool poisoned;        // its K or V holds a NaN or an infinity
     bool refused;         // and the core has seen it
     struct track *forked; // not alive until the fork is done
@@ -92,8 +98,9 @@ struct sim {
     void *workspace;
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
-    uint64_t checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
-        forks; // that it did something
+    uint64_t joins;
+    uint64_t checked, checked_gpu, streamed, committed, refused, failed_memory, deaths, forks,
+        pairs, undone, moved; // that it did something
 };
 
 // ---- sim_host.c, sim_gpu.c, sim_soft.c ----
@@ -119,6 +126,13 @@ void order_close(struct actor *a);
 struct track *track_new(struct sim *sim, bool named, uint32_t variant, uint32_t max_rollback);
 void track_die(struct sim *sim, struct track *t);
 void track_leave_step(struct track *t); // as it was before the step
+// The other shard, if it is there; NULL for sessions of one.
+struct track *track_sibling(struct sim *sim, const struct track *t);
+// Leaves its step, and the other shard with it.
+void track_leave(struct sim *sim, struct track *t);
+// Where tracks are by now: moves end when they end.
+void track_places(struct sim *sim);
+struct kvq__session *find_session(const struct sim *sim, uint64_t id);
 // The layers of a variant, as the core is asked for them.
 void track_rows(uint32_t variant, struct kvq__layer_row *rows);
 // The session's format of a variant, or NULL; and the configuration's only one.
@@ -132,7 +146,7 @@ bool op_build(struct sim *sim, struct actor *a);
 // Predicts each entry's outcome; called when the core has taken hold of what it needs.
 void op_acquired(struct sim *sim, struct actor *a);
 // Storing refuses tokens before the request as a whole is done; looks whether it did.
-void op_went_on(struct actor *a);
+void op_went_on(struct sim *sim, struct actor *a);
 // Compares and applies to the tracks.
 void op_done(struct sim *sim, struct actor *a);
 

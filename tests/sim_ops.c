@@ -85,6 +85,23 @@ static bool is_complete(const struct track *t)
     return true;
 }
 
+static bool ends_alike(const struct track *t, const struct track *other)
+{
+    return t->model.tokens == other->model.tokens && t->step_tokens == other->step_tokens;
+}
+
+// Whether ending all of the step would end the step of a group whose shards differ.
+static bool any_torn(struct sim *sim, const struct actor *a)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        const struct track *t = &sim->tracks[i];
+        const struct track *other = t->stepper == a ? track_sibling(sim, t) : NULL;
+        if (other && (other->prepared || other->stepper == a) && !ends_alike(t, other))
+            return true;
+    }
+    return false;
+}
+
 static bool all_complete(const struct sim *sim, const struct actor *a)
 {
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
@@ -136,18 +153,23 @@ static uint32_t choose_holds(struct sim *sim, struct actor *a, uint8_t op)
         struct hold *h = &a->holds[(start + i) % SIM_HANDLES];
         bool fits = h->used && (!of_step(op) || kit_chance(&sim->kit, 3) ||
                                 (h->track && h->track->stepper == a));
+        // Nor both shards of one to the end of a step: what becomes of one is the other's fate.
+        const struct track *other = of_step(op) && h->track ? track_sibling(sim, h->track) : NULL;
         for (uint32_t j = 0; j < n; j++)
-            fits = fits && (!h->track || a->parts[j].hold->track != h->track);
+            fits = fits && (!h->track || a->parts[j].hold->track != h->track) &&
+                   (!other || is_append(op) || a->parts[j].hold->track != other);
         if (fits)
             a->parts[n++] = (struct part){.hold = h};
     }
     return n;
 }
 
-static uint32_t choose_append(struct sim *sim, uint64_t tokens)
+static uint32_t choose_append(struct sim *sim, const struct track *t, uint64_t tokens)
 {
     static const uint32_t most[] = {1, 1, 1, 4, 17, 40, 128, SIM_MAX_STEP};
     uint32_t n = 1 + kit_below(&sim->kit, most[kit_below(&sim->kit, 8)]);
+    if (t && t->shards > 1 && kit_chance(&sim->kit, 95)) // as many as the other shard's writer
+        n = 1 + (uint32_t)((tokens * 2654435761u >> 9) % 90);
     if (tokens + n > SIM_MAX_TOKENS)
         n = 0;
     return n;
@@ -184,18 +206,27 @@ static void fill_list(struct sim *sim, struct actor *a, uint32_t i)
     memcpy(actor_list(a) + e->row, a->lists[i], e->list_token * sizeof(int32_t));
 }
 
+// Tokens that it has more than the other shard.
+static uint32_t ahead_of_sibling(struct sim *sim, const struct track *t)
+{
+    const struct track *other = t ? track_sibling(sim, t) : NULL;
+    return other && other->model.tokens < t->model.tokens
+               ? (uint32_t)(t->model.tokens - other->model.tokens)
+               : 0;
+}
+
 static void fill_entry(struct sim *sim, struct actor *a, uint32_t i)
 {
     struct kvq_entry_wire *e = &a->entries[i];
     const struct track *t = a->parts[i].hold->track;
-    uint64_t tokens = t ? t->model.tokens : 0;
+    uint64_t tokens = t ? t->model.tokens + (t->prepared ? t->step_tokens : 0) : 0;
     uint32_t back = t ? t->model.max_rollback + 1 : 1;
     uint8_t op = a->header.op;
     *e = (struct kvq_entry_wire){.handle = a->parts[i].hold->handle, .position = tokens};
     e->row = i * SIM_MAX_STEP;
     e->q_row = i * SIM_MAX_QUERIES;
     if (op == KVQ_OP_STEP_BEGIN)
-        e->append = choose_append(sim, tokens);
+        e->append = choose_append(sim, t, tokens);
     if (t && a->header.step &&
         (is_append(op) || (op == KVQ_OP_ATTEND && kit_chance(&sim->kit, 80))))
         e->append = t->step_tokens;
@@ -205,10 +236,12 @@ static void fill_entry(struct sim *sim, struct actor *a, uint32_t i)
     }
     if (is_append(op))
         fill_append(sim, a, i);
+    uint32_t ahead = ahead_of_sibling(sim, t);
+    bool even = t && t->shards > 1 && kit_chance(&sim->kit, 80);
     if (op == KVQ_OP_TRUNCATE)
-        e->list_token = (uint16_t)kit_below(&sim->kit, back + back / 4 + 1);
+        e->list_token = (uint16_t)(even ? ahead : kit_below(&sim->kit, back + back / 4 + 1));
     if (op == KVQ_OP_ACCEPT) {
-        e->append = kit_below(&sim->kit, back + back / 8);
+        e->append = even ? 0 : kit_below(&sim->kit, back + back / 8);
         fill_list(sim, a, i);
     }
     if (op == KVQ_OP_READ) {
@@ -268,8 +301,12 @@ bool op_build(struct sim *sim, struct actor *a)
         a->header.signal = ++a->signal;
     }
     fill_floats(sim, actor_q(a), is_attend(op) ? QUERIES : 0);
-    for (uint32_t i = 0; i < n; i++)
+    for (uint32_t i = 0; i < n; i++) {
+        const struct track *t = a->parts[i].hold->track;
         fill_entry(sim, a, i);
+        if (t && t->prepared && kit_chance(&sim->kit, 60))
+            a->header.deadline_ns = sim->kit.now + 1000000ull * kit_below(&sim->kit, 3000);
+    }
     return true;
 }
 
@@ -292,7 +329,9 @@ static int predict_open(struct actor *a, uint32_t i, bool write)
     p->track = h->track;
     p->past = p->value = h->track->model.tokens;
     p->serial = h->track->step_serial;
-    return 0;
+    p->on_gpu = h->track->on_gpu;
+    // Others have waited: this actor's one queue would have to end the other shard's step.
+    return h->track->prepared && !h->read_only ? KVQ_E_BUSY : 0;
 }
 
 static int predict_open_at(struct actor *a, uint32_t i, bool write)
@@ -301,9 +340,12 @@ static int predict_open_at(struct actor *a, uint32_t i, bool write)
     bool in_step = a->header.step && a->header.op != KVQ_OP_STEP_BEGIN;
     if (rc < 0)
         return rc;
+    bool told = a->parts[i].track->undone_by && !a->parts[i].hold->read_only;
     if (in_step && a->parts[i].track->stepper != a)
-        return KVQ_E_NO_STEP;
-    return a->entries[i].position == a->parts[i].past ? 0 : KVQ_E_POSITION;
+        return told ? KVQ_E_CANCELLED : KVQ_E_NO_STEP;
+    if (a->entries[i].position != a->parts[i].past)
+        return told ? KVQ_E_CANCELLED : KVQ_E_POSITION;
+    return 0;
 }
 
 static int predict_append(struct actor *a, uint32_t i)
@@ -360,7 +402,7 @@ static int predict_fork(struct sim *sim, struct actor *a, uint32_t i)
     int rc = predict_open(a, i, false);
     if (rc < 0)
         return rc;
-    if (p->track->stepper)
+    if (p->track->stepper || p->track->prepared)
         return KVQ_E_BUSY;
     if (at > p->past)
         return KVQ_E_POSITION;
@@ -370,6 +412,7 @@ static int predict_fork(struct sim *sim, struct actor *a, uint32_t i)
     p->forked = track_new(sim, false, 0, 0);
     MUST(p->forked);
     p->forked->on_gpu = p->track->on_gpu;
+    p->forked->shard = p->track->shard; // which it keeps, though it is in no group
     p->forked->streams = p->track->streams;
     model_fork(&p->track->model, &p->forked->model, at);
     return 0;
@@ -391,13 +434,32 @@ static int predict_read(struct actor *a, uint32_t i)
     return 0;
 }
 
+static int predict_begin(struct sim *sim, const struct track *t)
+{
+    if (t->stepper)
+        return KVQ_E_BUSY;
+    return t->shards > 1 && !track_sibling(sim, t) ? KVQ_E_NO_SESSION : 0;
+}
+
+static int predict_end(struct sim *sim, struct part *p)
+{
+    const struct track *t = p->track, *other = track_sibling(sim, t);
+    if (!is_complete(t))
+        return KVQ_E_INCOMPLETE;
+    p->torn = other && other->prepared && !ends_alike(t, other);
+    if (!p->torn)
+        return 0;
+    p->value = other->model.tokens + other->step_tokens;
+    return KVQ_E_POSITION;
+}
+
 static int predict(struct sim *sim, struct actor *a, uint32_t i)
 {
     int rc;
     switch (a->header.op) {
     case KVQ_OP_STEP_BEGIN:
         rc = predict_open_at(a, i, true);
-        return rc == 0 && a->parts[i].track->stepper ? KVQ_E_BUSY : rc;
+        return rc ? rc : predict_begin(sim, a->parts[i].track);
     case KVQ_OP_APPEND:
         rc = predict_open_at(a, i, true);
         return rc ? rc : predict_append(a, i);
@@ -408,7 +470,7 @@ static int predict(struct sim *sim, struct actor *a, uint32_t i)
         return rc || a->header.op == KVQ_OP_ATTEND ? rc : predict_append(a, i);
     case KVQ_OP_STEP_END:
         rc = predict_open_at(a, i, true);
-        return rc ? rc : is_complete(a->parts[i].track) ? 0 : KVQ_E_INCOMPLETE;
+        return rc ? rc : predict_end(sim, &a->parts[i]);
     case KVQ_OP_STEP_ABORT:
         return predict_open_at(a, i, true);
     case KVQ_OP_TRUNCATE:
@@ -426,9 +488,11 @@ static int predict(struct sim *sim, struct actor *a, uint32_t i)
 
 void op_acquired(struct sim *sim, struct actor *a)
 {
+    track_places(sim);
     for (uint32_t i = 0; i < a->header.count; i++) {
         struct part *p = &a->parts[i];
         p->forked = NULL;
+        p->torn = false;
         p->expect = predict(sim, a, i);
         if (p->expect == 0 && is_append(a->header.op) && a->entries[i].append)
             p->track->appended[a->header.layer] = 1;
@@ -437,7 +501,7 @@ void op_acquired(struct sim *sim, struct actor *a)
 
 // ---- Whether it did ----
 
-void op_went_on(struct actor *a)
+void op_went_on(struct sim *sim, struct actor *a)
 {
     const struct kvq_result *results = kvq__queue_results(a->member.queue);
     for (uint32_t i = 0; is_append(a->header.op) && i < a->header.count; i++) {
@@ -445,7 +509,7 @@ void op_went_on(struct actor *a)
         if (p->expect < 0 || p->refused || results[i].status != KVQ_E_NONFINITE)
             continue;
         MUST(p->poisoned && p->track->step_serial == p->serial);
-        track_leave_step(p->track);
+        track_leave(sim, p->track);
         p->refused = true;
     }
 }
@@ -455,6 +519,25 @@ static void commit(struct sim *sim, struct track *t)
     model_commit(&t->model, t->step_tokens);
     sim->committed += t->step_tokens;
     track_leave_step(t);
+}
+
+// The end of a complete step: with that of the other shard, if there are two.
+static void end_step(struct sim *sim, struct track *t)
+{
+    struct track *other = track_sibling(sim, t);
+    if (t->shards == 1) {
+        commit(sim, t);
+        return;
+    }
+    MUST(other);
+    t->stepper = NULL;
+    t->prepared = true;
+    if (!other->prepared)
+        return;
+    MUST(ends_alike(t, other));
+    commit(sim, t);
+    commit(sim, other);
+    sim->pairs++;
 }
 
 // One row of one head: to the bit, or to what a GPU's rounding allows.
@@ -470,13 +553,13 @@ static bool same_row(const float *got, const float *want, uint32_t n, float slac
     return sqrt(error) <= slack * (sqrt(size) + (n == 1 ? 1.0 : 0.05));
 }
 
-static void check_rows(const struct track *t, const float *got, uint32_t got_row, const float *want,
+static void check_rows(const struct part *p, const float *got, uint32_t got_row, const float *want,
                        uint32_t heads, uint32_t dim, uint32_t rows)
 {
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t h = 0; h < heads; h++)
             MUST(same_row(got + (size_t)r * got_row + (size_t)h * dim,
-                          want + ((size_t)r * heads + h) * dim, dim, t->on_gpu ? 4e-3f : 0.0f));
+                          want + ((size_t)r * heads + h) * dim, dim, p->on_gpu ? 4e-3f : 0.0f));
 }
 
 static void check_attend(struct sim *sim, struct actor *a, uint32_t i)
@@ -490,12 +573,12 @@ static void check_attend(struct sim *sim, struct actor *a, uint32_t i)
     uint32_t flags = a->header.flags & KVQ_REQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0;
     model_attend(&p->track->model, a->header.layer, p->past, e->append, flags, &q, e->queries, out,
                  lse);
-    check_rows(p->track, actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads,
-               SIM_DIM, e->queries);
-    check_rows(p->track, actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
+    check_rows(p, actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads, SIM_DIM,
+               e->queries);
+    check_rows(p, actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
                e->queries);
     sim->checked++;
-    sim->checked_gpu += p->track->on_gpu;
+    sim->checked_gpu += p->on_gpu;
 }
 
 static void check_read(struct sim *sim, struct actor *a, uint32_t i)
@@ -508,11 +591,11 @@ static void check_read(struct sim *sim, struct actor *a, uint32_t i)
     size_t row = e->row + (p->from - e->position);
     for (uint32_t h = 0; n && h < heads; h++) {
         model_read(&p->track->model, a->header.layer, p->past, p->from, n, h, k, v);
-        check_rows(p->track, actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
-        check_rows(p->track, actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
+        check_rows(p, actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
+        check_rows(p, actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
     }
     sim->checked++;
-    sim->checked_gpu += p->track->on_gpu;
+    sim->checked_gpu += p->on_gpu;
 }
 
 static void apply_append(struct actor *a, uint32_t i)
@@ -559,12 +642,15 @@ static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq
         t->stepper = a;
         t->step_serial++;
         t->step_tokens = a->entries[i].append;
+        t->joined = ++sim->joins;
+        t->undone_by = 0;
         break;
     case KVQ_OP_STEP_END:
-        commit(sim, t);
-        break;
+        MUST(r->value == a->parts[i].past + t->step_tokens);
+        end_step(sim, t);
+        return;
     case KVQ_OP_STEP_ABORT:
-        track_leave_step(t);
+        track_leave(sim, t);
         break;
     case KVQ_OP_TRUNCATE:
         t->model.tokens -= a->entries[i].list_token;
@@ -585,8 +671,7 @@ static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq
         if (is_attend(a->header.op))
             check_attend(sim, a, i);
     }
-    bool changes = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_TRUNCATE ||
-                   a->header.op == KVQ_OP_ACCEPT;
+    bool changes = a->header.op == KVQ_OP_TRUNCATE || a->header.op == KVQ_OP_ACCEPT;
     MUST(r->value == (changes ? t->model.tokens : a->parts[i].past));
 }
 
@@ -616,7 +701,7 @@ static void check_failed(struct sim *sim, struct actor *a, uint32_t i, int statu
 static void check_entry(struct sim *sim, struct actor *a, uint32_t i, const struct kvq_result *r)
 {
     struct part *p = &a->parts[i];
-    bool ended = a->header.op == KVQ_OP_STEP_END && p->expect == KVQ_E_INCOMPLETE;
+    bool ended = a->header.op == KVQ_OP_STEP_END && (p->expect == KVQ_E_INCOMPLETE || p->torn);
     if (p->expect == 0 && r->status == 0) {
         apply(sim, a, i, r);
     } else if (p->expect == 0) {
@@ -625,7 +710,7 @@ static void check_entry(struct sim *sim, struct actor *a, uint32_t i, const stru
         MUST(r->status == p->expect && r->value == p->value);
         sim->refused++;
         if (ended)
-            track_leave_step(p->track);
+            track_leave(sim, p->track);
     }
     if (p->forked && !p->forked->alive) {
         model_free(&p->forked->model);
@@ -633,21 +718,33 @@ static void check_entry(struct sim *sim, struct actor *a, uint32_t i, const stru
     }
 }
 
+static struct track *last_joined(struct sim *sim, const struct actor *a)
+{
+    struct track *last = NULL;
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        struct track *t = &sim->tracks[i];
+        if (t->stepper == a && (!last || t->joined > last->joined))
+            last = t;
+    }
+    return last;
+}
+
 // Without entries: every session of the step.
 static void check_all(struct sim *sim, struct actor *a, int status)
 {
-    if (a->header.op == KVQ_OP_STEP_END && !all_complete(sim, a)) {
-        MUST(status == KVQ_E_INCOMPLETE);
+    bool ends = a->header.op == KVQ_OP_STEP_END, torn = ends && any_torn(sim, a);
+    struct track *t;
+    if (ends && (torn || !all_complete(sim, a))) {
+        MUST((torn && status == KVQ_E_POSITION) ||
+             (!all_complete(sim, a) && status == KVQ_E_INCOMPLETE));
         return;
     }
     MUST(status == 0);
-    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
-        if (sim->tracks[i].stepper != a)
-            continue;
-        if (a->header.op == KVQ_OP_STEP_END)
-            commit(sim, &sim->tracks[i]);
+    while ((t = last_joined(sim, a))) {
+        if (ends)
+            end_step(sim, t);
         else
-            track_leave_step(&sim->tracks[i]);
+            track_leave(sim, t);
     }
 }
 
@@ -658,6 +755,8 @@ static void check_refused(struct sim *sim, struct actor *a, int status)
     MUST(kvq__queue_completion(a->member.queue)->count == 0);
     if (status == KVQ_E_CANCELLED)
         MUST(a->gone);
+    else if (status == KVQ_E_DEADLINE)
+        MUST(a->header.deadline_ns && sim->kit.now > a->header.deadline_ns);
     else if (a->header.op == KVQ_OP_STEP_BEGIN)
         MUST(status == KVQ_E_BUSY && open);
     else

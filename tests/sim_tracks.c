@@ -136,7 +136,7 @@ struct track *track_new(struct sim *sim, bool named, uint32_t variant, uint32_t 
         t++;
     if (t == sim->tracks + SIM_TRACKS)
         return NULL;
-    *t = (struct track){.used = true, .named = named};
+    *t = (struct track){.used = true, .named = named, .shards = 1, .variant = variant};
     t->model.kernels = kvq_kernels_get(KVQ_ISA_C);
     t->model.workspace = sim->workspace;
     t->model.max_rollback = max_rollback;
@@ -148,12 +148,59 @@ struct track *track_new(struct sim *sim, bool named, uint32_t variant, uint32_t 
 
 void track_leave_step(struct track *t)
 {
-    if (!t->stepper)
+    if (!t->stepper && !t->prepared)
         return;
     t->stepper = NULL;
+    t->prepared = false;
     t->step_tokens = 0;
     t->step_serial++;
     memset(t->appended, 0, sizeof t->appended);
+}
+
+struct track *track_sibling(struct sim *sim, const struct track *t)
+{
+    for (uint32_t i = 0; t->shards > 1 && i < SIM_TRACKS; i++) {
+        struct track *other = &sim->tracks[i];
+        if (other != t && other->used && other->alive && strcmp(other->name, t->name) == 0)
+            return other;
+    }
+    return NULL;
+}
+
+void track_leave(struct sim *sim, struct track *t)
+{
+    struct track *other = track_sibling(sim, t);
+    track_leave_step(t);
+    if (!other || (!other->stepper && !other->prepared))
+        return;
+    track_leave_step(other);
+    other->undone_by = t->shard + 1;
+    sim->undone++;
+}
+
+struct kvq__session *find_session(const struct sim *sim, uint64_t id)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &sim->kit.core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == id)
+                return s;
+    return NULL;
+}
+
+void track_places(struct sim *sim)
+{
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        struct track *t = &sim->tracks[i];
+        const struct kvq__session *s = t->used && t->alive ? find_session(sim, t->id) : NULL;
+        if (!s)
+            continue;
+        bool on_gpu = s->pool->gpu, streams = s->pool == &sim->kit.core->pools[1];
+        sim->moved += t->on_gpu != on_gpu || t->streams != streams;
+        t->on_gpu = on_gpu;
+        t->streams = streams;
+    }
 }
 
 void track_die(struct sim *sim, struct track *t)
