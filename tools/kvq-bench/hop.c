@@ -4,7 +4,8 @@
 //
 // All modes of a request take turns, round by round, so that what else the machine does falls on
 // all of them. A round goes over all layers, as a decode step does; layers have caches of their
-// own, so that no round finds the last one's in the GPU's cache.
+// own, so that no round finds the last one's in the GPU's cache. Each round of steps makes the
+// daemon's sessions a token longer, which the local ones are not: a few in thousands.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -227,9 +228,7 @@ static void print_row(struct hop *h, enum request request, uint32_t mode, const 
     char figures[64] = "         -         -         -        -";
     unsigned sessions = request == LEAST ? 1 : h->c.sessions;
     unsigned long long tokens = request == LEAST ? 1 : h->c.tokens;
-    if (!h->gpu.software && mode == 0)
-        snprintf(figures, sizeof figures, "%10.2f%10.2f         -        -", x[0], x[1]);
-    else if (!h->gpu.software && request == LEAST)
+    if (!h->gpu.software && (mode == 0 || request == LEAST)) // there is nothing to compare with
         snprintf(figures, sizeof figures, "%10.2f%10.2f         -        -", x[0], x[1]);
     else if (!h->gpu.software)
         snprintf(figures, sizeof figures, "%10.2f%10.2f%10.2f%9.2f", x[0], x[1], x[2], x[3]);

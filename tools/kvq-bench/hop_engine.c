@@ -9,6 +9,9 @@
 #include "client/kvq.h"
 #include "tools/kvq-bench/hop.h"
 
+// Tokens of a step while caches are filled: they stand in 16 bits until they are packed.
+enum { AT_ONCE = 2048 };
+
 struct hop_engine {
     const struct hop_gpu *gpu;
     const struct hop_options *o;
@@ -44,8 +47,8 @@ static int fault_of(int code, const struct kvq_entry *entries, uint32_t n, const
 
 static uint64_t most(const struct bench_list *list)
 {
-    uint64_t m = 0;
-    for (uint32_t i = 0; i < list->n; i++)
+    uint64_t m = list->value[0]; // there is one
+    for (uint32_t i = 1; i < list->n; i++)
         m = list->value[i] > m ? list->value[i] : m;
     return m;
 }
@@ -209,27 +212,27 @@ int hop_engine_fill(struct hop_engine *e, struct hop_case *c, char *text)
     const struct kvq_layer layer = {(uint16_t)o->q_heads,  (uint16_t)o->kv_heads,
                                     (uint16_t)o->head_dim, (uint16_t)o->head_dim,
                                     .kv_from = -1,         .repeat = o->layers};
-    const kvq_gpu_ptr at = (uintptr_t)kvq_buffer_device(e->buffer);
+    const kvq_gpu_ptr memory = (uintptr_t)kvq_buffer_device(e->buffer);
     const uint64_t row = 2ull * o->kv_heads * o->head_dim;
     int rc = 0;
     c->k = e->tokens;
     c->v = e->tokens + e->v_at / 2;
-    c->fresh_k = at + e->fresh_at;
+    c->fresh_k = memory + e->fresh_at;
     c->fresh_v = c->fresh_k + row;
-    c->q = at + e->q_at;
-    c->out = at + e->out_at;
+    c->q = memory + e->q_at;
+    c->out = memory + e->out_at;
     for (e->n_entries = 0; rc == 0 && e->n_entries < c->sessions; e->n_entries++) {
         rc = open_session(e, layer, o->format, &e->entries[e->n_entries], text);
         e->entries[e->n_entries].q_row = e->n_entries;
     }
-    if (rc)
-        return rc;
-    take_tokens(e, 0, e->v_at);
-    if (append(e, &e->work, e->entries, c->sessions, o->layers, (uint32_t)c->tokens, text) ||
-        find_packed(e, c, text))
-        return -1;
+    for (uint64_t at = 0; rc == 0 && at < c->tokens; at += AT_ONCE) {
+        uint64_t n = c->tokens - at < AT_ONCE ? c->tokens - at : AT_ONCE;
+        take_tokens(e, at * row, e->v_at + at * row);
+        rc = append(e, &e->work, e->entries, c->sessions, o->layers, (uint32_t)n, text);
+    }
+    rc = rc ? rc : find_packed(e, c, text);
     take_tokens(e, e->fresh_at, e->fresh_at + row);
-    return 0;
+    return rc;
 }
 
 void hop_engine_empty(struct hop_engine *e)
