@@ -35,6 +35,10 @@ class Hop(unittest.TestCase):
             self.assertIsNone(row["us"])  # not a GPU's
             self.assertIn(row["mps"], ("yes", "no"))
 
+    def test_scales_over_heads(self):
+        done = hop(*SMALL, "--tokens", "300", "--sessions", "1", "--format", "oscar2-xh")
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_without_words(self):
         done = hop(*SMALL, "--tokens", "40", "--sessions", "1", "--format", "f16",
                    KVQ_EMU_LACKS="memory_ops")

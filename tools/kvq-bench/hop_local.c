@@ -77,37 +77,43 @@ int hop_local_open(struct hop_local **out, const struct hop_gpu *gpu, const stru
 
 // ---- Caches ----
 
-// Writes the blocks of the tokens: packed ones to `at`, and those that are not, in whole or in
-// part, behind them.
-static void fill_image(const struct hop_local *l, const struct hop_case *c, uint8_t *at,
-                       uint8_t *scratch)
+// Writes a page's tokens: into its raw block, and those that are packed into the other as well. The
+// scales of some formats span heads, so all are stored before any is packed.
+static void fill_page(const struct hop_local *l, const struct hop_case *c, uint32_t page,
+                      uint8_t *raw, uint8_t *packed, void *workspace)
 {
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
     const struct kvq_shape *s = &l->shape;
     const size_t row = (size_t)s->kv_heads * s->k_dim;
     const uint32_t record = kvq_layout_raw(s).record_bytes;
+    const uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS, left = c->tokens - start;
+    const uint32_t n = left < KVQ_BLOCK_TOKENS ? (uint32_t)left : KVQ_BLOCK_TOKENS;
+    struct kvq_view vk = {c->k + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
+    struct kvq_view vv = {c->v + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
     struct kvq_store_counts counts = {0};
-    void *workspace = scratch + l->raw_bytes;
-    for (uint32_t page = 0; page < l->n_pages; page++) {
-        uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
-        uint32_t n =
-            c->tokens - start < KVQ_BLOCK_TOKENS ? (uint32_t)(c->tokens - start) : KVQ_BLOCK_TOKENS;
-        uint8_t *raw = page < l->first_raw ? scratch
-                                           : at + l->packed_pages * l->packed_bytes +
-                                                 (page - l->first_raw) * l->raw_bytes;
-        struct kvq_view vk = {c->k + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
-        struct kvq_view vv = {c->v + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
-        for (uint32_t h = 0; h < s->kv_heads; h++) {
-            struct kvq_unit unit = {.raw_block = raw,
-                                    .packed_block = at + page * l->packed_bytes,
-                                    .head = h,
-                                    .block_start = start};
-            kvq_store(k, s, &vk, &vv, h, 0, n, raw + h * record, &counts);
-            for (; start + unit.first < c->packed && unit.first < n;
-                 unit.first += l->format->unit_tokens)
-                kvq_pack(k, l->format, s, &unit, workspace);
-        }
-    }
+    for (uint32_t h = 0; h < s->kv_heads; h++)
+        kvq_store(k, s, &vk, &vv, h, 0, n, raw + h * record, &counts);
+    for (uint32_t t = 0; t < n && start + t < c->packed; t += l->format->unit_tokens)
+        for (uint32_t h = 0; h < s->kv_heads; h++)
+            kvq_pack(k, l->format, s,
+                     &(struct kvq_unit){.raw_block = raw,
+                                        .packed_block = packed,
+                                        .head = h,
+                                        .first = t,
+                                        .block_start = start},
+                     workspace);
+}
+
+// Writes the blocks of the tokens: packed ones to `at`, and those that are not, in whole or in
+// part, behind them.
+static void fill_image(const struct hop_local *l, const struct hop_case *c, uint8_t *at,
+                       uint8_t *scratch)
+{
+    uint8_t *raw = at + l->packed_pages * l->packed_bytes;
+    for (uint32_t page = 0; page < l->n_pages; page++)
+        fill_page(l, c, page,
+                  page < l->first_raw ? scratch : raw + (page - l->first_raw) * l->raw_bytes,
+                  at + page * l->packed_bytes, scratch + l->raw_bytes);
 }
 
 static void lay_out(struct hop_local *l, const struct hop_case *c)
