@@ -167,6 +167,19 @@ class Breaks(Test):
             child.tell()
             child.end()
 
+    @unittest.skipUnless(BACKEND == "emu", "only the software driver lacks what it is told to")
+    def test_orders_are_told(self):
+        """What streams can be ordered by is tried at the start, and kvqctl doctor tells it."""
+        for lacks, texts in (("", ["other by timeline words;", "events between processes work"]),
+                             ("memory_ops", ["other by events;", "timeline words do not work"]),
+                             ("memory_ops,ipc_events", ["wait on the host", "processes do not"])):
+            with mock.patch.dict(os.environ, {"KVQ_EMU_LACKS": lacks}), Daemon() as daemon:
+                found = [f for f in daemon.ctl("doctor") if f["check"] == "gpu_order"]
+                self.assertEqual(len(found), 1)
+                self.assertEqual(found[0]["level"], 1 if lacks else 0)
+                for text in texts:
+                    self.assertIn(text, found[0]["text"])
+
     def test_without_mps(self):
         """It is said, with what to do; all tests here run without."""
         for folder, level, text in (("/nonexistent", 1, "does not seem to run"),
