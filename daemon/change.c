@@ -62,6 +62,7 @@ enum kvq__progress kvq__op_truncate(struct kvq__queue *q)
             continue;
         struct kvq__session *s = q->work[i].session;
         s->tokens -= q->entries[i].list_token;
+        s->commits++;
         kvq__pages_trim(s, s->tokens);
         q->results[i].value = s->tokens;
     }
@@ -180,6 +181,7 @@ static void finish(struct kvq__queue *q, uint32_t i)
     }
     assert(s->tokens == w->past);
     s->tokens = w->past - e->append + e->list_token;
+    s->commits++;
     kvq__pages_trim(s, s->tokens);
     q->results[i].value = s->tokens;
 }

@@ -222,7 +222,7 @@ int kvq__handle_get(struct kvq__client *client, uint64_t value, struct kvq__hand
     if (!h->used || h->generation != generation)
         return KVQ_E_STALE;
     *out = h;
-    return h->taken ? KVQ_E_TAKEN : 0;
+    return !h->taken ? 0 : h->lost ? h->lost : KVQ_E_TAKEN;
 }
 
 static int add_chunk(struct kvq__client *client)
@@ -265,6 +265,7 @@ void kvq__handle_free(struct kvq__handle *h)
     assert(h->used && !h->session);
     h->used = h->taken = h->read_only = false;
     h->table = NULL;
+    h->lost = 0;
     h->generation = h->generation == UINT32_MAX ? 1 : h->generation + 1;
     h->client->n_handles--;
     LIST_INSERT_HEAD(&h->client->free_handles, h, link);

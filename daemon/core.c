@@ -10,6 +10,7 @@
 
 #include "daemon/group.h"
 #include "daemon/lane.h"
+#include "daemon/move.h"
 #include "daemon/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
@@ -193,6 +194,8 @@ void kvq__core_close(struct kvq__core **pointer)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
     kvq__lanes_close(core);
+    assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
+    kvq__ferries_close(core);
     kvq__pools_trim(core, 0);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);

@@ -106,6 +106,7 @@ struct kvq__core_config {
     uint64_t keep_ns;      // how long named sessions stay when nobody has them open; 0 = for ever
     uint32_t workers;      // threads that run jobs: decides how finely attention is cut
     uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
+    bool saves;            // somebody saves sessions (saved.h)
     uint64_t stall_ns;     // a client is told of that stalls for so long; 0 = 2 s
     uint64_t default_limit_bytes;    // for namespaces not configured; 0 = the pool's
     uint32_t default_limit_sessions; // likewise; 0 = no limit
@@ -232,10 +233,11 @@ int kvq__queue_events(struct kvq__queue *queue, struct kvq__gpu *gpu,
 struct kvq__layer_row {
     uint16_t q_heads, kv_heads, k_dim, v_dim;
     uint32_t window;
-    float softcap, scale; // scale 0 = 1/sqrt(k_dim)
-    const char *format;   // NULL or empty = the session's
-    int32_t kv_from;      // layer whose cache this one reads; -1 = its own
-    uint32_t repeat;      // this row stands for so many layers; 0 = 1
+    float softcap, scale;           // scale 0 = 1/sqrt(k_dim)
+    const char *format;             // NULL or empty = the session's
+    int32_t kv_from;                // layer whose cache this one reads; -1 = its own
+    uint32_t repeat;                // this row stands for so many layers; 0 = 1
+    const struct kvq_format *exact; // NULL = what the format's name stands for; else that
 };
 
 enum kvq__open_flag {
@@ -244,7 +246,13 @@ enum kvq__open_flag {
     KVQ__OPEN_MUST_EXIST = 4,
     KVQ__OPEN_MUST_CREATE = 8,
 };
-enum kvq__on_detach { KVQ__DETACH_DEFAULT = 0, KVQ__DETACH_DROP = 1, KVQ__DETACH_KEEP = 2 };
+enum kvq__on_detach {
+    KVQ__DETACH_DEFAULT = 0,
+    KVQ__DETACH_DROP = 1,
+    KVQ__DETACH_KEEP = 2,
+    KVQ__DETACH_SAVE =
+        3, // keep, and save: only where struct kvq__core_config says that somebody does
+};
 
 // Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.
 struct kvq__session_spec {
@@ -275,6 +283,8 @@ struct kvq__session_info {
     uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
     uint32_t shard, shards;
     uint64_t group_tokens;    // committed by all shards; 0 while one is missing
+    uint32_t loading;         // layers that are yet to be read from a store
+    bool saved;               // what is committed is in a store
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
     bool step_open, created, read_only;
 };

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "daemon/lane.h"
+#include "daemon/open.h"
 #include "daemon/state.h"
 
 // ---- Where a session can be forked ----
@@ -27,8 +28,8 @@ static bool has_learned(const struct kvq__session *s, const struct kvq__layer *l
 
 // The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
 // whose raw rows are gone, or into the tokens that the format has learned from.
-static bool fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
-                      uint64_t *base)
+bool kvq__fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
+                    uint64_t *base)
 {
     uint64_t start = raw_start(s, l);
     *base = 0;
@@ -41,7 +42,7 @@ static bool fork_base(const struct kvq__session *s, const struct kvq__layer *l, 
 }
 
 // The new session's floor: what its views need must be there.
-static uint64_t fork_floor(const struct kvq__session *s, uint64_t at)
+uint64_t kvq__fork_floor(const struct kvq__session *s, uint64_t at)
 {
     uint64_t floor = at > s->max_rollback ? at - s->max_rollback : 0, base;
     if (at == 0) // nothing is needed
@@ -53,25 +54,25 @@ static uint64_t fork_floor(const struct kvq__session *s, uint64_t at)
         uint64_t kept = kvq__first_kept(l, s->floor);
         if (kept && kept + l->keep - 1 > floor)
             floor = kept + l->keep - 1;
-        if (fork_base(s, l, at, &base) && base > floor)
+        if (kvq__fork_base(s, l, at, &base) && base > floor)
             floor = base;
     }
     return floor;
 }
 
 // The highest count at or below `at` where the session can be forked; 0 always can be.
-static uint64_t possible_at(const struct kvq__session *s, uint64_t at)
+uint64_t kvq__fork_possible(const struct kvq__session *s, uint64_t at)
 {
     uint64_t lower = at, base;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
-        if (kvq__layer_owns(s, i) && !fork_base(s, l, at, &base)) {
+        if (kvq__layer_owns(s, i) && !kvq__fork_base(s, l, at, &base)) {
             uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
             whole = has_learned(s, l) && whole < l->learn ? 0 : whole;
             lower = whole < lower ? whole : lower;
         }
     }
-    return fork_floor(s, lower) <= lower ? lower : 0;
+    return kvq__fork_floor(s, lower) <= lower ? lower : 0;
 }
 
 static int check_entry(struct kvq__queue *q, uint32_t i)
@@ -85,8 +86,8 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (at > s->tokens)
         return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
-    if (possible_at(s, at) != at)
-        return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, possible_at(s, at));
+    if (kvq__fork_possible(s, at) != at)
+        return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, kvq__fork_possible(s, at));
     return 0;
 }
 
@@ -198,7 +199,7 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     int rc;
     if (c->at == 0)
         return 0;
-    fork_base(from, a, c->at, &b->base);
+    kvq__fork_base(from, a, c->at, &b->base);
     b->packed = final < a->packed ? final : a->packed;
     rc = clone_extras(c, a, b);
     if (a->learn == 0 || a->learned)
@@ -266,7 +267,7 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct cloning c = {.at = q->entries[i].position};
     struct kvq__handle *h;
-    c.floor = fork_floor(w->session, c.at);
+    c.floor = kvq__fork_floor(w->session, c.at);
     int rc = kvq__handle_new(q->client, &h);
     if (rc == 0 && (rc = clone(&c, w->session)) < 0)
         kvq__handle_free(h);
@@ -357,15 +358,19 @@ static void copy_raw(const struct kvq__layer *l, const struct kvq__copy *c)
     }
 }
 
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+void kvq__copy_tokens(const struct kvq__layer *l, const struct kvq__copy *c)
 {
-    const struct kvq__copy *c = &q->work[i].fork.copies[item];
-    const struct kvq__layer *l = &q->work[i].session->layers[c->layer];
-    (void)workspace;
     if (c->packed)
         copy_packed(l, c);
     else
         copy_raw(l, c);
+}
+
+static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__copy *c = &q->work[i].fork.copies[item];
+    (void)workspace;
+    kvq__copy_tokens(&q->work[i].session->layers[c->layer], c);
 }
 
 static void finish(struct kvq__queue *q, uint32_t i)

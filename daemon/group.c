@@ -88,6 +88,7 @@ bool kvq__group_expired(const struct kvq__session *s)
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m && (!LIST_EMPTY(&m->handles) || m->pins > 0 || m->keep_ns == 0 ||
+                  (m->save_on_detach && kvq__is_unsaved(m)) ||
                   m->core->now - m->idle_since < m->keep_ns))
             return false;
     }
@@ -116,8 +117,10 @@ static const char *difference(const struct kvq__session *a, const struct kvq__se
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
            : a->v_rotation != b->v_rotation       ? "v_rotation"
            : a->dtype != b->dtype                 ? "dtype"
-           : a->drop_on_detach != b->drop_on_detach || a->keep_ns != b->keep_ns ? "on_detach"
-                                                                                : NULL;
+           : a->drop_on_detach != b->drop_on_detach || a->save_on_detach != b->save_on_detach ||
+                   a->keep_ns != b->keep_ns
+               ? "on_detach"
+               : NULL;
 }
 
 int kvq__group_agrees(const struct kvq__session *s, const struct kvq__session *other, char *text)

@@ -326,7 +326,11 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
         move->shared_bytes += bytes;
     else
         kvq__block_exempt(here->block, true);
-    return kvq__block_new(move->core, move->ns, move->to, bytes, kvq__moved_there(m, ref));
+    struct kvq__ref *there = kvq__moved_there(m, ref);
+    int rc = kvq__block_new(move->core, move->ns, move->to, bytes, there);
+    if (rc == 0)
+        there->block->saved = here->block->saved;
+    return rc;
 }
 
 static void reserve(struct kvq__move *move)

@@ -77,6 +77,24 @@ struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref);
 struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref);
 uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref);
 
+// ---- For the rest of the core (move.c) ----
+
+// Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
+int kvq__session_movable(const struct kvq__session *session, char *text);
+// Begins to move the session, or all its shards.
+int kvq__move_start(struct kvq__session *session, const struct kvq__move_spec *spec,
+                    struct kvq__move_info *info, char *text);
+// The session is about to end: its move does.
+void kvq__move_lost(struct kvq__session *session);
+// Whether requests on the session are to wait for its move.
+bool kvq__move_asks(const struct kvq__session *session);
+// Where it is being moved to; NULL = nowhere.
+struct kvq__pool *kvq__move_place(const struct kvq__session *session);
+// Takes moves further; true if there was something to do.
+bool kvq__moves_poll(struct kvq__core *core);
+void kvq__moves_tick(struct kvq__core *core); // forgets those that ended long ago
+void kvq__moves_close(struct kvq__core *core);
+
 // ---- Copying (move_copy.c) ----
 
 // What copies: made at the first move, for all that follow. 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.

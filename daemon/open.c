@@ -9,6 +9,8 @@
 
 #include "daemon/group.h"
 #include "daemon/lane.h"
+#include "daemon/move.h"
+#include "daemon/open.h"
 #include "daemon/state.h"
 
 #define NS_PER_SECOND 1000000000ull
@@ -52,9 +54,9 @@ static int check_numbers(const struct kvq__session_spec *spec, char *text)
         return kvq__fail(text, KVQ_E_LIMIT, "prompt_tokens is %llu; a session holds %d at most",
                          (unsigned long long)spec->prompt_tokens, KVQ_MAX_SESSION_TOKENS);
     if (spec->v_rotation > KVQ_V_ROT_DAEMON || spec->path > 2 ||
-        spec->on_detach > KVQ__DETACH_KEEP || spec->dtype > KVQ_BF16)
+        spec->on_detach > KVQ__DETACH_SAVE || spec->dtype > KVQ_BF16)
         return kvq__fail(text, KVQ_E_INVALID,
-                         "v_rotation %u (0 to 2), path %u (0 to 2), on_detach %u (0 to 2) or "
+                         "v_rotation %u (0 to 2), path %u (0 to 2), on_detach %u (0 to 3) or "
                          "dtype %u (0 to 2) is none that this daemon knows",
                          spec->v_rotation, spec->path, spec->on_detach, spec->dtype);
     return 0;
@@ -69,14 +71,14 @@ static int check_flags(const struct kvq__session_spec *spec, char *text)
     if ((spec->flags & KVQ__OPEN_READ_ONLY) && (spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_INVALID,
                          "read_only and take_over exclude each other; a reader needs no hold");
-    if (is_empty(spec->name) && spec->on_detach == KVQ__DETACH_KEEP)
+    if (is_empty(spec->name) && spec->on_detach >= KVQ__DETACH_KEEP)
         return kvq__fail(text, KVQ_E_INVALID,
                          "an unnamed session cannot be kept, for nobody could open it again; give "
                          "it a name");
     return 0;
 }
 
-static int check_spec(const struct kvq__session_spec *spec, char *text)
+int kvq__spec_check(const struct kvq__session_spec *spec, char *text)
 {
     int rc = check_name("session's name", spec->name, KVQ_NAME_BYTES, text);
     if (rc == 0)
@@ -108,6 +110,19 @@ static int refuse_format(const struct kvq__core *core, uint32_t layer, const cha
     return rc;
 }
 
+// A row that was saved with a session. Its name may stand for nothing here, but for nothing else.
+static int take_exact(const struct kvq_format *exact, struct kvq_format *found, char *why, size_t n)
+{
+    const struct kvq_format *known = kvq_format_by_name(exact->name);
+    if (known && !kvq__format_same(known, exact)) {
+        snprintf(why, n, "format %s was saved with other stages than it has in this version",
+                 exact->name);
+        return KVQ_E_FORMAT;
+    }
+    *found = *exact;
+    return kvq_format_check(exact, why, n) ? KVQ_E_FORMAT : 0;
+}
+
 static int find_format(struct kvq__session *s, const struct kvq__session_spec *spec,
                        const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
@@ -118,7 +133,8 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
     uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     if (is_empty(name))
         return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
-    int rc = kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
+    int rc = row->exact ? take_exact(row->exact, &found, why, sizeof why)
+                        : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
     if (rc < 0)
         return refuse_format(s->core, layer, why, rc, text);
     s->layers[layer].format = kvq__format_keep(s, &found);
@@ -289,8 +305,9 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
     s->drop_on_detach = is_empty(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
+    s->save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
     s->keep_ns = s->drop_on_detach ? 0 : s->core->config.keep_ns;
-    if (spec->on_detach == KVQ__DETACH_KEEP && spec->keep_seconds)
+    if (spec->on_detach >= KVQ__DETACH_KEEP && spec->keep_seconds)
         s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
@@ -322,9 +339,8 @@ static int find_place(struct kvq__session *s, const char *place, char *text)
     return pool ? 0 : KVQ_E_INVALID;
 }
 
-static int build_session(struct kvq__core *core, struct kvq__namespace *ns,
-                         const struct kvq__session_spec *spec, struct kvq__session **out,
-                         char *text)
+int kvq__session_build(struct kvq__core *core, struct kvq__namespace *ns,
+                       const struct kvq__session_spec *spec, struct kvq__session **out, char *text)
 {
     uint32_t n_layers = 0;
     int rc = count_layers(spec, &n_layers, text);
@@ -401,7 +417,7 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
         return differs(s, "model fingerprint", text);
     if (spec->n_layers == 0)
         return 0;
-    int rc = build_session(s->core, s->ns, spec, &wanted, text);
+    int rc = kvq__session_build(s->core, s->ns, spec, &wanted, text);
     if (rc < 0)
         return rc;
     if (!is_empty(spec->place) && wanted->pool != s->pool)
@@ -468,12 +484,15 @@ static int open_existing(struct kvq__client *client, struct kvq__session *s,
     return rc == 0 ? take_hold(s, spec, text) : rc;
 }
 
-// Another shard of `first`, if there is one, or the first session of its name.
-static int join_group(struct kvq__session *s, const struct kvq__session *first, char *text)
+// As another shard of the session of its name, if there is one.
+int kvq__session_enter(struct kvq__session *s, char *text)
 {
+    const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
     int rc = first ? kvq__group_agrees(s, first, text) : 0;
     if (rc == 0 && (rc = kvq__group_join(s)) < 0)
         kvq__fail(text, rc, "no memory for a session of %u shards", s->shards);
+    if (rc == 0)
+        kvq__session_publish(s);
     return rc;
 }
 
@@ -486,23 +505,25 @@ static int create(struct kvq__client *client, struct kvq__namespace *ns,
                          "namespace \"%s\" has no session \"%s\"%s; to create it give its layers, "
                          "and neither read_only nor must_exist",
                          ns->name, spec->name ? spec->name : "", first ? " with this shard" : "");
+    if (spec->on_detach == KVQ__DETACH_SAVE && !client->core->config.saves)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "on_detach = save, but this daemon saves no sessions; set storage_dir in "
+                         "its configuration, or keep them instead");
     int rc = kvq__namespace_room(ns, text);
     if (rc == 0)
-        rc = build_session(client->core, ns, spec, s, text);
+        rc = kvq__session_build(client->core, ns, spec, s, text);
     if (rc < 0)
         return rc;
     rc = need_lane(client, *s, text);
-    rc = rc ? rc : join_group(*s, first, text);
-    if (rc == 0)
-        kvq__session_publish(*s);
-    else
+    rc = rc ? rc : kvq__session_enter(*s, text);
+    if (rc < 0)
         kvq__session_free(*s);
     return rc;
 }
 
 // How many shards a session has cannot be changed by opening more of it.
-static int check_shards(const struct kvq__session *first, const struct kvq__session_spec *spec,
-                        char *text)
+int kvq__shards_check(const struct kvq__session *first, const struct kvq__session_spec *spec,
+                      char *text)
 {
     uint32_t asked = spec->shards ? spec->shards : 1;
     if ((spec->shards == 0 && spec->n_layers == 0) || asked == first->shards)
@@ -519,7 +540,7 @@ static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,
 {
     const struct kvq__session *first =
         is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
-    int rc = first ? check_shards(first, spec, text) : 0;
+    int rc = first ? kvq__shards_check(first, spec, text) : 0;
     if (rc < 0)
         return rc;
     *s = first ? kvq__group_member(first, spec->shard) : NULL;
@@ -537,7 +558,7 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     bool created;
     if (core->draining)
         return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; no session is opened");
-    int rc = check_spec(spec, text);
+    int rc = kvq__spec_check(spec, text);
     if (rc == 0)
         rc = kvq__namespace_get(core, &client->peer, spec->ns, &ns, text);
     if (rc < 0)

@@ -234,6 +234,7 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
         TAILQ_INSERT_TAIL(&e->owner->extents, e, link);
     }
     b->refs = 1;
+    b->saved = 0;
     e->used++;
     pool->used_bytes += bytes;
     ns->used_bytes += bytes;

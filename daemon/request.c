@@ -7,6 +7,7 @@
 
 #include "daemon/group.h"
 #include "daemon/lane.h"
+#include "daemon/move.h"
 #include "daemon/settle.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
@@ -596,11 +597,12 @@ static void reset_works(struct kvq__queue *q)
 static bool must_wait(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    bool any = q->core->n_prepared + q->core->n_moving + q->core->n_settling > 0;
+    const struct kvq__core *core = q->core;
+    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading > 0;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 &&
             (kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
-             kvq__settle_asks(q, i, h)))
+             kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session)))
             return true;
     return false;
 }

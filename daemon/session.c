@@ -8,6 +8,8 @@
 
 #include "daemon/gpu.h"
 #include "daemon/group.h"
+#include "daemon/move.h"
+#include "daemon/saved.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
 
@@ -28,6 +30,7 @@ struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namesp
     s->ns = ns;
     s->n_layers = n_layers;
     s->idle_since = core->now;
+    s->commits = 1;
     LIST_INIT(&s->handles);
     LIST_INIT(&s->tables);
     return s;
@@ -131,6 +134,7 @@ void kvq__session_end(struct kvq__session *s)
     struct kvq__handle *h;
     assert(!s->dropped);
     kvq__move_lost(s);
+    kvq__restore_drop(s);
     s->dropped = true;
     kvq__step_leave(s);
     while ((h = LIST_FIRST(&s->handles))) {
@@ -258,6 +262,8 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .shard = s->shard,
         .shards = s->shards,
         .group_tokens = kvq__group_tokens(s),
+        .loading = s->n_loading,
+        .saved = !kvq__is_unsaved(s),
     };
     if (!kvq__group_is_open(s) && s->keep_ns)
         info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
@@ -283,11 +289,15 @@ static int get_attached(struct kvq__client *client, uint64_t value, struct kvq__
         return kvq__fail(text, rc,
                          "another writer took this session over; close the handle, and open the "
                          "session again when it is free");
-    if (rc < 0)
+    if (rc == KVQ_E_STALE)
         kvq__fail(text, rc,
                   "handle %#llx is none of this client's: its session was closed or dropped; "
                   "open the session again",
                   (unsigned long long)value);
+    else if (rc < 0)
+        kvq__fail(text, rc,
+                  "what was stored of this session could not be read; close the handle and open "
+                  "the session again: it comes back with the tokens that are good");
     return rc;
 }
 
@@ -295,7 +305,7 @@ int kvq__session_close(struct kvq__client *client, uint64_t value, char *text)
 {
     struct kvq__handle *h;
     int rc = get_attached(client, value, &h, text);
-    if (rc < 0 && rc != KVQ_E_TAKEN)
+    if (rc == KVQ_E_STALE)
         return rc;
     kvq__table_close(client, value, NULL);
     kvq__handle_close(h);
@@ -382,8 +392,8 @@ struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *n
     return NULL;
 }
 
-static int find_session(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
-                        const char *name, struct kvq__session **s, char *text)
+int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
+                     const char *name, struct kvq__session **s, char *text)
 {
     struct kvq__namespace *ns;
     *s = NULL;
@@ -406,11 +416,21 @@ static int find_session(struct kvq__core *core, const struct kvq__peer *peer, co
                      KVQ_NAME_BYTES, name, peer->uid);
 }
 
+int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
+                         char *name, char *text)
+{
+    struct kvq__namespace *ns;
+    int rc = kvq__namespace_get(core, peer, ns_name, &ns, text);
+    if (rc == 0)
+        snprintf(name, KVQ_NAME_BYTES, "%s", ns->name);
+    return rc;
+}
+
 int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                       const char *name, struct kvq__session_info *info, char *text)
 {
     struct kvq__session *s;
-    int rc = find_session(core, peer, ns, name, &s, text);
+    int rc = kvq__session_get(core, peer, ns, name, &s, text);
     if (rc == 0)
         kvq__session_fill_info(s, info);
     return rc;
@@ -439,7 +459,7 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
                             const char *name, char *text)
 {
     struct kvq__session *s;
-    int rc = find_session(core, peer, ns, name, &s, text);
+    int rc = kvq__session_get(core, peer, ns, name, &s, text);
     if (rc == 0)
         kvq__group_end(s);
     return rc;
@@ -450,6 +470,6 @@ int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer
                             struct kvq__move_info *info, char *text)
 {
     struct kvq__session *s;
-    int rc = find_session(core, peer, ns, name, &s, text);
+    int rc = kvq__session_get(core, peer, ns, name, &s, text);
     return rc ? rc : kvq__move_start(s, spec, info, text);
 }

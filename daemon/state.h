@@ -28,7 +28,8 @@ enum {
 
 struct kvq__block {
     uint32_t refs;
-    bool exempt; // its namespace's limit does not count it: a move has copied it, or is about to
+    bool exempt;    // its namespace's limit does not count it: a move has copied it, or is about to
+    uint64_t saved; // the store's id of its bytes, which do not change any more; 0 = none
     struct kvq__extent *extent;
     uint64_t retired_at;           // last flight that may still look at it
     STAILQ_ENTRY(kvq__block) link; // in its extent's free list, or in limbo
@@ -181,6 +182,7 @@ struct kvq__layer {
     struct kvq__lane *pack_lane; // on a GPU: where units were packed last
     uint64_t pack_number;        // and the work's number there
     uint8_t append;              // enum kvq__append_state, in the open step
+    bool loading;                // its blocks are yet to be read from a store
 };
 
 struct kvq__handle {
@@ -188,6 +190,7 @@ struct kvq__handle {
     struct kvq__session *session; // NULL if free or taken
     uint32_t index, generation;
     bool used, taken, read_only;
+    int lost; // taken because its session could not be read from a store: why; else 0
     struct kvq__table *table;     // NULL = none
     LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
 };
@@ -208,11 +211,14 @@ struct kvq__session {
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
     uint8_t path, v_rotation, dtype;
-    bool drop_on_detach, dropped;
+    bool drop_on_detach, save_on_detach, dropped;
 
     uint64_t tokens; // committed
     uint64_t floor;  // truncation cannot go below
     uint64_t saturated;
+    uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
+    uint32_t n_loading;              // layers
+    struct kvq__restore *restore;    // that reads them; NULL = none
     uint32_t n_pages, page_capacity; // of every layer's table
     struct kvq__pageref *table;      // memory of all layers' tables
 
@@ -259,6 +265,9 @@ int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
 // The first of that name, whichever shard it is; NULL = none.
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
+// As kvq__session_find.
+int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                     const char *name, struct kvq__session **s, char *text);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back.
 void kvq__session_end(struct kvq__session *session);
 void kvq__session_pin(struct kvq__session *session);
@@ -309,23 +318,16 @@ static inline uint32_t kvq__pages_of(uint64_t tokens)
 // The pool of a place. NULL with a text if there is none of that name.
 struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
 
-// ---- Moves between places (move.c; see move.h) ----
+// ---- Saving and restoring (save.c, restore.c; see saved.h) ----
 
-// Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
-int kvq__session_movable(const struct kvq__session *session, char *text);
-// Begins to move the session, or all its shards.
-int kvq__move_start(struct kvq__session *session, const struct kvq__move_spec *spec,
-                    struct kvq__move_info *info, char *text);
-// The session is about to end: its move does.
-void kvq__move_lost(struct kvq__session *session);
-// Whether requests on the session are to wait for its move.
-bool kvq__move_asks(const struct kvq__session *session);
-// Where it is being moved to; NULL = nowhere.
-struct kvq__pool *kvq__move_place(const struct kvq__session *session);
-// Takes moves further; true if there was something to do.
-bool kvq__moves_poll(struct kvq__core *core);
-void kvq__moves_tick(struct kvq__core *core); // forgets those that ended long ago
-void kvq__moves_close(struct kvq__core *core);
+// The session is about to end: what reads its blocks may stop.
+void kvq__restore_drop(struct kvq__session *session);
+// Whether what the request asks of the session waits for layers that are yet to be read.
+bool kvq__is_loading(const struct kvq__queue *queue, const struct kvq__session *session);
+static inline bool kvq__is_unsaved(const struct kvq__session *s)
+{
+    return s->commits != s->saved_commits;
+}
 
 // ---- Formats (formats.c) ----
 
@@ -338,6 +340,8 @@ int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_
 // one name are one row. NULL without memory.
 const struct kvq_format *kvq__format_keep(struct kvq__session *session,
                                           const struct kvq_format *row);
+// Whether they mean the same; wherever they were found.
+bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b);
 // Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
 size_t kvq__formats_bytes(const struct kvq__session *session);
@@ -754,6 +758,7 @@ TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__move_list, kvq__move);
+struct kvq__ferry;
 
 struct kvq__core {
     struct kvq__core_config config;
@@ -778,6 +783,10 @@ struct kvq__core {
     uint64_t last_move;
     struct kvq__move_list moves;
     struct kvq__mover *mover; // made at the first move
+    uint32_t n_loading;       // sessions with layers that are yet to be read
+    LIST_HEAD(, kvq__save) saves;
+    LIST_HEAD(, kvq__restore) restores;
+    LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

@@ -127,6 +127,7 @@ void kvq__step_publish(struct kvq__session *s)
 {
     assert(is_complete(s));
     s->tokens += s->step_tokens;
+    s->commits += s->step_tokens > 0;
     s->saturated += s->counts ? s->counts->host->saturated : 0;
     s->core->appended_tokens += s->step_tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)

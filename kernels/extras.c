@@ -84,6 +84,16 @@ uint32_t kvq_outliers_published(const struct kvq_format *f, const struct kvq_sha
     return pool ? pool->published : 0;
 }
 
+int kvq_extras_check(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *extras)
+{
+    bool good = true;
+    for (uint32_t h = 0; h < s->kv_heads && f->outliers && !kvq_is_raw(f); h++) {
+        const struct kvq_outliers *pool = kvq__extras_of(f, s, extras, NULL, h).pool;
+        good &= pool->count <= pool_room(f) && pool->published <= pool->count;
+    }
+    return good ? 0 : -1;
+}
+
 // Leaves out the entries at positions from `at` on.
 static void forget(const struct kvq__extras *e, uint32_t dim, uint64_t at)
 {

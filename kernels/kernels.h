@@ -232,6 +232,9 @@ void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const st
                const struct kvq_page *pages, uint32_t learn_tokens, uint32_t head, uint8_t *extras,
                void *workspace);
 
+// Whether foreign bytes can be extras: 0, or -1 if kernels would read elsewhere because of them.
+int kvq_extras_check(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *extras);
+
 // Copies extras for a fork that keeps the tokens below `at`. `to` may be `from`.
 void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
                      uint8_t *to, uint64_t at);

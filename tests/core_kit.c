@@ -9,6 +9,7 @@
 
 #include "daemon/group.h"
 #include "daemon/move.h"
+#include "daemon/saved_internal.h"
 #include "daemon/table.h"
 
 char kit_context[256];
@@ -416,6 +417,23 @@ static uint64_t table_references(const struct kvq__core *core, const struct kvq_
     return n;
 }
 
+// Blocks that saves and restores hold.
+static uint64_t saves_references(const struct kvq__core *core, const struct kvq__namespace *ns,
+                                 const struct kvq__block *block)
+{
+    const struct kvq__save *save;
+    const struct kvq__restore *restore;
+    uint64_t n = 0;
+    LIST_FOREACH (save, &core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            for (uint32_t j = 0; j < save->shards[i].n; j++)
+                n += names(ns, save->shards[i].held[j].ref.block, block);
+    LIST_FOREACH (restore, &core->restores, link)
+        for (uint32_t i = 0; i < restore->n; i++)
+            n += names(ns, restore->arriving[i].ref.block, block);
+    return n;
+}
+
 static uint64_t references(const struct kvq__core *core, const struct kvq__namespace *ns,
                            const struct kvq__block *block)
 {
@@ -431,7 +449,7 @@ static uint64_t references(const struct kvq__core *core, const struct kvq__names
                 n += block ? (raw == block) + (packed == block) : (raw != NULL) + (packed != NULL);
             }
         }
-    return n + table_references(core, ns, block);
+    return n + table_references(core, ns, block) + saves_references(core, ns, block);
 }
 
 // Blocks that moves have taken, or have yet to give back.

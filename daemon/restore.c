@@ -1,0 +1,490 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Restores; see saved.h. What was saved is foreign: a session is built as if a client had asked for
+// it, and where it stands is checked against what its counts allow.
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/group.h"
+#include "daemon/lane.h"
+#include "daemon/open.h"
+#include "daemon/saved_internal.h"
+#include "proto/sync.h"
+
+#define NS_PER_SECOND 1000000000ull
+
+// ---- The session as it was ----
+
+static int build(struct kvq__core *core, struct kvq__namespace *ns,
+                 const struct kvq__restore_spec *spec, struct kvq__session **out, char *text)
+{
+    const struct kvq__saved *saved = spec->saved;
+    size_t bytes = saved->n_layers * sizeof(struct kvq__layer_row);
+    struct kvq__layer_row *rows = kvq__allocate(core, bytes);
+    struct kvq__session_spec as = {
+        .name = saved->name,
+        .model = saved->model,
+        .place = spec->place,
+        .layers = rows,
+        .n_layers = saved->n_layers,
+        .shard = saved->shard,
+        .shards = saved->shards,
+        .dtype = saved->dtype,
+        .v_rotation = saved->v_rotation,
+        .path = saved->path,
+        .max_rollback = saved->max_rollback,
+        .on_detach = saved->on_detach,
+        .prompt_tokens = saved->prompt_tokens,
+    };
+    const struct kvq__session *first = kvq__session_named(ns, saved->name);
+    if (!rows)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", saved->name);
+    for (uint32_t i = 0; i < saved->n_layers; i++) {
+        rows[i] = saved->layers[i].row;
+        rows[i].format = saved->layers[i].format.name;
+        rows[i].exact = &saved->layers[i].format;
+    }
+    int rc = kvq__spec_check(&as, text);
+    rc = rc || !first ? rc : kvq__shards_check(first, &as, text);
+    rc = rc ? rc : kvq__namespace_room(ns, text);
+    rc = rc ? rc : kvq__session_build(core, ns, &as, out, text);
+    kvq__deallocate(core, rows, bytes);
+    return rc;
+}
+
+// What a view at any count that is still possible may ask for must be there, and nothing must be
+// there that the counts rule out.
+static const char *layer_fault(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    uint64_t first = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
+    uint64_t raw = (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS;
+    uint64_t unit = l->format->unit_tokens;
+    if (l->first_page > l->raw_page || l->raw_page > s->n_pages)
+        return "pages that it cannot have";
+    if (first > kvq__first_kept(l, s->floor) || (l->learn && !l->learned && first > 0))
+        return "no pages that it needs";
+    if (l->packed_bytes == 0)
+        return l->raw_page != l->first_page || l->base || l->packed > first || l->learned
+                   ? "packed tokens that its format does not have"
+                   : NULL;
+    if (l->base > s->floor || l->base % unit || l->packed % unit || l->packed < l->base)
+        return "a base that it cannot have";
+    uint64_t due = kvq__packed_at(s, l, s->tokens);
+    if (l->packed > (due > first ? due : first) || l->packed > s->tokens)
+        return "more packed tokens than are due";
+    if (raw > first && (raw > l->packed || raw > kvq__packed_at(s, l, s->floor)))
+        return "no raw tokens where it needs them";
+    return l->learned && !l->learn ? "something learned, which its format does not" : NULL;
+}
+
+static int refuse(const struct kvq__session *s, uint32_t layer, const char *why, char *text)
+{
+    return kvq__fail(text, KVQ_E_DAMAGED,
+                     "what was stored of session \"%s\" makes no sense: layer %u has %s; drop it, "
+                     "or restore it from an export",
+                     s->name, layer, why);
+}
+
+static int check_counts(const struct kvq__session *s, char *text)
+{
+    if (s->tokens <= KVQ_MAX_SESSION_TOKENS && s->floor <= s->tokens &&
+        s->tokens - s->floor <= s->max_rollback)
+        return 0;
+    return kvq__fail(text, KVQ_E_DAMAGED,
+                     "what was stored of session \"%s\" makes no sense: %llu tokens (%d at most) "
+                     "that can go back to %llu with a max_rollback of %u",
+                     s->name, (unsigned long long)s->tokens, KVQ_MAX_SESSION_TOKENS,
+                     (unsigned long long)s->floor, s->max_rollback);
+}
+
+static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
+{
+    uint64_t most = UINT64_MAX / NS_PER_SECOND;
+    const char *why;
+    s->tokens = saved->tokens;
+    s->floor = saved->floor;
+    s->saturated = saved->saturated;
+    s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
+    snprintf(s->own_format, sizeof s->own_format, "%s", saved->own_format);
+    int rc = check_counts(s, text);
+    if (rc < 0)
+        return rc;
+    s->n_pages = kvq__pages_of(s->tokens);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__saved_layer *from = &saved->layers[i];
+        struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        l->first_page = from->first_page;
+        l->raw_page = from->raw_page;
+        l->base = from->base;
+        l->packed = from->packed;
+        l->learned = from->learned;
+        if ((why = layer_fault(s, l)))
+            return refuse(s, i, why, text);
+    }
+    return 0;
+}
+
+// ---- Less of it, if not all is good ----
+
+static void cut_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t at, uint64_t floor)
+{
+    uint64_t final = floor / l->format->unit_tokens * l->format->unit_tokens, base = 0;
+    uint32_t whole = (uint32_t)(at / KVQ_BLOCK_TOKENS);
+    kvq__fork_base(s, l, at, &base);
+    l->base = base;
+    l->packed = final < l->packed ? final : l->packed;
+    l->learned = l->learned && l->packed > 0;
+    l->raw_page = l->raw_page < whole ? l->raw_page : whole;
+    if (at == 0)
+        l->first_page = l->raw_page = 0;
+}
+
+// Makes it what a fork of it would be there.
+static void cut(struct kvq__session *s, uint64_t good)
+{
+    uint64_t at = kvq__fork_possible(s, good), floor = kvq__fork_floor(s, at);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            cut_layer(s, &s->layers[i], at, floor);
+    s->tokens = at;
+    s->floor = floor;
+    s->n_pages = kvq__pages_of(at);
+}
+
+// ---- Its blocks ----
+
+static int reserve_layer(struct kvq__session *s, struct kvq__layer *l)
+{
+    uint64_t extras = kvq_extras_bytes(l->format, &l->shape);
+    int rc = 0;
+    if (extras && s->n_pages)
+        rc = kvq__block_new(s->core, s->ns, s->pool, extras, &l->extras);
+    for (uint32_t p = l->first_page; p < s->n_pages && rc == 0; p++) {
+        if (l->packed_bytes)
+            rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &l->pages[p].packed);
+        if (rc == 0 && p >= l->raw_page)
+            rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &l->pages[p].raw);
+    }
+    return rc;
+}
+
+static int reserve(struct kvq__session *s, char *text)
+{
+    uint32_t pages = s->n_pages;
+    s->n_pages = 0; // the table has none yet
+    int rc = kvq__pages_grow(s, pages);
+    s->n_pages = rc ? 0 : pages;
+    for (uint32_t i = 0; i < s->n_layers && rc == 0; i++)
+        if (kvq__layer_owns(s, i))
+            rc = reserve_layer(s, &s->layers[i]);
+    if (rc < 0) {
+        kvq__namespace_full(s->core, s->ns, rc);
+        kvq__fail(text, rc, "no room on %s for session \"%s\" of %llu tokens; %s",
+                  kvq__pool_name(s->pool), s->name, (unsigned long long)s->tokens,
+                  rc == KVQ_E_QUOTA ? "its namespace is at its limit: drop others or raise it"
+                                    : "drop others, or give the pool more memory");
+    }
+    return rc;
+}
+
+// ---- What is to be read ----
+
+struct matching {
+    struct kvq__restore *restore;
+    const struct kvq__restore_spec *spec;
+    uint32_t at; // in the spec's parts
+    bool missing;
+    struct kvq__part wanted; // that is missing
+};
+
+static bool comes_before(const struct kvq__part *a, const struct kvq__part *b)
+{
+    return a->layer != b->layer ? a->layer < b->layer
+           : a->page != b->page ? a->page < b->page
+                                : a->kind < b->kind;
+}
+
+static int count_part(void *context, const struct kvq__part_of *p)
+{
+    (void)p;
+    ++*(uint32_t *)context;
+    return 0;
+}
+
+// Both lists have one order, so one pass finds all.
+static int match(void *context, const struct kvq__part_of *p)
+{
+    struct matching *m = context;
+    const struct kvq__part *parts = m->spec->parts;
+    while (m->at < m->spec->n_parts && comes_before(&parts[m->at], &p->part))
+        m->at++;
+    const struct kvq__part *found = &parts[m->at];
+    m->wanted = p->part;
+    m->missing =
+        m->at == m->spec->n_parts || comes_before(&p->part, found) || found->bytes != p->part.bytes;
+    if (m->missing)
+        return KVQ_E_DAMAGED;
+    m->restore->arriving[m->restore->n++] = (struct kvq__arriving){
+        .ref = kvq__block_share(*p->ref),
+        .bytes = p->part.bytes,
+        .id = found->id,
+        .part = m->at,
+        .layer = p->part.layer,
+        .kind = p->part.kind,
+        .final = p->final,
+    };
+    return 0;
+}
+
+static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *spec, char *text)
+{
+    static const char *const kinds[] = {"", "packed block", "raw block", "extras"};
+    struct matching m = {.restore = r, .spec = spec};
+    kvq__parts_walk(r->session, count_part, &r->room);
+    r->arriving = kvq__allocate(r->core, r->room * sizeof *r->arriving);
+    if (!r->arriving)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"",
+                         r->session->name);
+    if (kvq__parts_walk(r->session, match, &m) == 0)
+        return 0;
+    return kvq__fail(text, KVQ_E_DAMAGED,
+                     "what was stored of session \"%s\" has no %s of %llu bytes for page %u of "
+                     "layer %u; drop it, or restore it from an export",
+                     r->session->name, kinds[m.wanted.kind], (unsigned long long)m.wanted.bytes,
+                     m.wanted.page, m.wanted.layer);
+}
+
+// ---- Beginning ----
+
+static void hold(struct kvq__restore *r)
+{
+    struct kvq__session *s = r->session;
+    LIST_INSERT_HEAD(&r->core->restores, r, link);
+    kvq__session_pin(s);
+    s->restore = r;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i)) {
+            s->layers[i].loading = true;
+            s->layers[i].packer = r; // nobody packs what is not there
+            s->n_loading++;
+        }
+    r->core->n_loading++;
+}
+
+static void restore_free(struct kvq__restore *r)
+{
+    for (uint32_t i = 0; i < r->n; i++)
+        kvq__block_drop(r->core, &r->arriving[i].ref);
+    kvq__ferry_give(r->core, &r->ferry);
+    kvq__deallocate(r->core, r->arriving, r->room * sizeof *r->arriving);
+    kvq__deallocate(r->core, r, sizeof *r);
+}
+
+// All that can fail; the session is the caller's to free then.
+static int prepare(struct kvq__restore *r, const struct kvq__restore_spec *spec, char *text)
+{
+    struct kvq__session *s = r->session;
+    int rc = set_counts(s, spec->saved, text);
+    if (rc < 0) {
+        s->n_pages = 0;
+        return rc;
+    }
+    r->cut = spec->good_tokens < s->tokens;
+    if (r->cut)
+        cut(s, spec->good_tokens);
+    rc = reserve(s, text);
+    rc = rc ? rc : list_parts(r, spec, text);
+    if (rc == 0 && s->pool->gpu && !(r->ferry = kvq__ferry_take(r->core, s->pool->gpu)))
+        rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
+    return rc ? rc : kvq__session_enter(s, text);
+}
+
+static int begin(struct kvq__core *core, struct kvq__namespace *ns,
+                 const struct kvq__restore_spec *spec, struct kvq__restore **out, char *text)
+{
+    struct kvq__restore *r = kvq__allocate(core, sizeof *r);
+    if (!r)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore a session");
+    r->core = core;
+    int rc = build(core, ns, spec, &r->session, text);
+    if (rc == 0 && (rc = prepare(r, spec, text)) < 0)
+        kvq__session_free(r->session);
+    if (rc < 0) {
+        restore_free(r);
+        return rc;
+    }
+    hold(r);
+    if (!r->cut)
+        r->session->saved_commits = r->session->commits;
+    *out = r;
+    return 0;
+}
+
+int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                       const struct kvq__restore_spec *spec, struct kvq__restore **restore,
+                       char *text)
+{
+    struct kvq__namespace *ns;
+    const struct kvq__saved *saved = spec->saved;
+    *restore = NULL;
+    if (core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nothing is restored");
+    int rc = kvq__namespace_get(core, peer, spec->ns, &ns, text);
+    if (rc < 0)
+        return rc;
+    if (!saved->name[0] || saved->n_layers == 0 || saved->n_layers > KVQ_MAX_LAYERS)
+        return kvq__fail(text, KVQ_E_DAMAGED,
+                         "what was stored has no name, or %u layers; a session has 1 to %d",
+                         saved->n_layers, KVQ_MAX_LAYERS);
+    const struct kvq__session *first = kvq__session_named(ns, saved->name);
+    if (first && kvq__group_member(first, saved->shard))
+        return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", saved->name);
+    return begin(core, ns, spec, restore, text);
+}
+
+uint64_t kvq__restore_tokens(const struct kvq__restore *r)
+{
+    return r->session->tokens;
+}
+
+bool kvq__is_loading(const struct kvq__queue *q, const struct kvq__session *s)
+{
+    uint32_t layer = q->header.layer;
+    if (s->n_loading == 0)
+        return false;
+    switch (q->header.op) {
+    case KVQ_OP_NOP:
+    case KVQ_OP_STEP_BEGIN:
+    case KVQ_OP_STEP_END:
+    case KVQ_OP_STEP_ABORT:
+        return false;
+    case KVQ_OP_APPEND:
+    case KVQ_OP_ATTEND:
+    case KVQ_OP_APPEND_ATTEND:
+    case KVQ_OP_READ:
+        return layer < s->n_layers && s->layers[s->layers[layer].source].loading;
+    default: // all layers
+        return true;
+    }
+}
+
+// ---- Reading, on any thread ----
+
+bool kvq__restore_wanted(const struct kvq__restore *r, uint32_t i, struct kvq__wanted *out)
+{
+    if (i >= r->n)
+        return false;
+    *out = (struct kvq__wanted){r->arriving[i].part, r->arriving[i].layer, r->arriving[i].bytes};
+    return true;
+}
+
+void *kvq__restore_room(struct kvq__restore *r, uint32_t i)
+{
+    const struct kvq__arriving *a = &r->arriving[i];
+    return r->ferry ? kvq__ferry_memory(r->ferry, a->bytes) : a->ref.data;
+}
+
+// Extras hold numbers of tokens, which kernels believe.
+static int check_extras(const struct kvq__restore *r, const struct kvq__arriving *a,
+                        uint8_t *extras)
+{
+    const struct kvq__session *s = r->session;
+    const struct kvq__layer *l = &s->layers[a->layer];
+    if (kvq_extras_check(l->format, &l->shape, extras))
+        return KVQ_E_DAMAGED;
+    if (r->cut && l->packed == 0)
+        kvq_extras_init(l->format, &l->shape, extras);
+    else if (r->cut)
+        kvq_extras_fork(l->format, &l->shape, extras, extras, l->packed);
+    return 0;
+}
+
+int kvq__restore_fill(struct kvq__restore *r, uint32_t i)
+{
+    const struct kvq__arriving *a = &r->arriving[i];
+    uint8_t *memory = kvq__restore_room(r, i);
+    int rc = a->kind == KVQ__PART_EXTRAS ? check_extras(r, a, memory) : 0;
+    return rc || !r->ferry ? rc : kvq__ferry_bring(r->ferry, a->ref.data, a->bytes);
+}
+
+bool kvq__restore_lost(const struct kvq__restore *r)
+{
+    return kvq_word_load(&r->lost) != 0;
+}
+
+// ---- Arriving ----
+
+static void let_go(struct kvq__restore *r, struct kvq__layer *l)
+{
+    l->loading = false;
+    l->packer = NULL;
+    if (--r->session->n_loading == 0)
+        r->core->n_loading--;
+}
+
+void kvq__restore_layer(struct kvq__restore *r, uint32_t layer)
+{
+    struct kvq__session *s = r->session;
+    if (s->dropped)
+        return;
+    struct kvq__layer *l = &s->layers[layer];
+    assert(l->loading);
+    for (; r->at < r->n && r->arriving[r->at].layer <= layer; r->at++)
+        if (r->arriving[r->at].final)
+            r->arriving[r->at].ref.block->saved = r->arriving[r->at].id;
+    if (l->extras.data && l->packed && !s->pool->gpu)
+        kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+    let_go(r, l);
+    kvq__pack_queue(s);
+}
+
+void kvq__restore_drop(struct kvq__session *s)
+{
+    struct kvq__restore *r = s->restore;
+    if (!r)
+        return;
+    kvq_word_store_release(&r->lost, 1);
+    s->restore = NULL;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].loading)
+            let_go(r, &s->layers[i]);
+}
+
+// Nothing was committed since, so that nothing is lost with it.
+static void give_up(struct kvq__session *s, int status)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        struct kvq__handle *h;
+        while (m && (h = LIST_FIRST(&m->handles))) {
+            kvq__handle_detach(h);
+            h->taken = true;
+            h->lost = status;
+        }
+    }
+    kvq__group_end(s);
+}
+
+void kvq__restore_end(struct kvq__restore **pointer, int status)
+{
+    struct kvq__restore *r = *pointer;
+    if (!r)
+        return;
+    *pointer = NULL;
+    struct kvq__session *s = r->session;
+    bool whole = s->n_loading == 0;
+    assert(s->dropped || whole || status < 0);
+    if (!s->dropped && !whole)
+        give_up(s, status);
+    if (!s->dropped) {
+        s->restore = NULL;
+        kvq__pages_release(s);
+        kvq__pack_queue(s);
+    }
+    LIST_REMOVE(r, link);
+    kvq__session_unpin(s);
+    restore_free(r);
+}

@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves; see saved.h. What holds a session while its changing blocks are copied is what holds it
+// for readers, and that all its layers seem to be packed by somebody: so nothing is packed,
+// truncated or moved, and requests that need that wait.
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/group.h"
+#include "daemon/lane.h"
+#include "daemon/move.h"
+#include "daemon/open.h"
+#include "daemon/saved_internal.h"
+
+// ---- Parts ----
+
+static uint32_t tokens_in(uint64_t tokens, uint32_t page)
+{
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    uint64_t n = tokens > start ? tokens - start : 0;
+    return n < KVQ_BLOCK_TOKENS ? (uint32_t)n : KVQ_BLOCK_TOKENS;
+}
+
+struct walking {
+    struct kvq__session *session;
+    uint32_t layer;
+    int (*each)(void *context, const struct kvq__part_of *p);
+    void *context;
+};
+
+static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
+{
+    const struct kvq__session *s = w->session;
+    struct kvq__layer *l = &s->layers[w->layer];
+    bool packed = kind == KVQ__PART_PACKED;
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    struct kvq__part_of p = {
+        .part = {w->layer, page, kind, packed ? l->packed_bytes : l->raw_bytes, start, 0},
+        .ref = packed ? &l->pages[page].packed : &l->pages[page].raw,
+        .tokens = tokens_in(packed ? l->packed : s->tokens, page),
+        .final = start + KVQ_BLOCK_TOKENS <= (packed ? l->packed : s->floor),
+    };
+    return p.tokens ? w->each(w->context, &p) : 0;
+}
+
+static int tell_extras(struct walking *w)
+{
+    struct kvq__layer *l = &w->session->layers[w->layer];
+    uint64_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    struct kvq__part_of p = {
+        .part = {w->layer, UINT32_MAX, KVQ__PART_EXTRAS, bytes, 0, 0},
+        .ref = &l->extras,
+    };
+    return bytes && w->session->tokens ? w->each(w->context, &p) : 0;
+}
+
+int kvq__parts_walk(struct kvq__session *s,
+                    int (*each)(void *context, const struct kvq__part_of *p), void *context)
+{
+    struct walking w = {.session = s, .each = each, .context = context};
+    uint32_t pages = kvq__pages_of(s->tokens);
+    int rc = 0;
+    for (; w.layer < s->n_layers && rc == 0; w.layer++) {
+        const struct kvq__layer *l = &s->layers[w.layer];
+        if (!kvq__layer_owns(s, w.layer))
+            continue;
+        for (uint32_t p = l->first_page; p < pages && rc == 0; p++) {
+            rc = l->packed_bytes ? tell_page(&w, p, KVQ__PART_PACKED) : 0;
+            if (rc == 0 && p >= l->raw_page)
+                rc = tell_page(&w, p, KVQ__PART_RAW);
+        }
+        rc = rc ? rc : tell_extras(&w);
+    }
+    return rc;
+}
+
+// ---- What a session is ----
+
+static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_t i)
+{
+    const struct kvq__layer *l = &s->layers[i];
+    const struct kvq_shape *shape = &l->shape;
+    return (struct kvq__saved_layer){
+        .row = {.q_heads = shape->q_heads,
+                .kv_heads = shape->kv_heads,
+                .k_dim = shape->k_dim,
+                .v_dim = shape->v_dim,
+                .window = shape->window,
+                .softcap = shape->softcap,
+                .scale = shape->scale,
+                .kv_from = kvq__layer_owns(s, i) ? -1 : (int32_t)l->source,
+                .repeat = 1},
+        .format = *l->format,
+        .first_page = l->first_page,
+        .raw_page = l->raw_page,
+        .base = l->base,
+        .packed = l->packed,
+        .learned = l->learned,
+    };
+}
+
+static int describe(const struct kvq__session *s, struct kvq__saved *out)
+{
+    *out = (struct kvq__saved){
+        .shard = s->shard,
+        .shards = s->shards,
+        .dtype = s->dtype,
+        .v_rotation = s->v_rotation,
+        .path = s->path,
+        .max_rollback = s->max_rollback,
+        .on_detach = s->drop_on_detach   ? KVQ__DETACH_DROP
+                     : s->save_on_detach ? KVQ__DETACH_SAVE
+                                         : KVQ__DETACH_KEEP,
+        .prompt_tokens = s->prompt_tokens,
+        .keep_seconds = s->keep_ns / 1000000000,
+        .tokens = s->tokens,
+        .floor = s->floor,
+        .saturated = s->saturated,
+        .n_layers = s->n_layers,
+        .layers = kvq__allocate(s->core, s->n_layers * sizeof *out->layers),
+    };
+    if (!out->layers)
+        return KVQ_E_NO_MEMORY;
+    snprintf(out->name, sizeof out->name, "%s", s->name);
+    snprintf(out->model, sizeof out->model, "%s", s->model);
+    snprintf(out->own_format, sizeof out->own_format, "%s", s->own_format);
+    snprintf(out->isa, sizeof out->isa, "%s", kvq_kernels_isa(s->core->config.kernels));
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        out->layers[i] = saved_layer(s, i);
+        out->layers[i].row.format = out->layers[i].format.name;
+    }
+    return 0;
+}
+
+// ---- Holding ----
+
+static int count_part(void *context, const struct kvq__part_of *p)
+{
+    (void)p;
+    ++*(uint32_t *)context;
+    return 0;
+}
+
+static int take_part(void *context, const struct kvq__part_of *p)
+{
+    struct kvq__save_shard *shard = context;
+    struct kvq__kept *held = &shard->held[shard->n];
+    shard->parts[shard->n] = p->part;
+    shard->parts[shard->n].id = p->final ? p->ref->block->saved : 0;
+    *held = (struct kvq__kept){
+        .ref = kvq__block_share(*p->ref), .tokens = p->tokens, .final = p->final};
+    shard->n++;
+    return 0;
+}
+
+static int take_shard(struct kvq__save *save, struct kvq__session *s)
+{
+    struct kvq__save_shard *shard = &save->shards[save->n_shards];
+    struct kvq__core *core = save->core;
+    int rc = describe(s, &shard->saved);
+    if (rc < 0)
+        return rc;
+    save->ids[save->n_shards] = s->id;
+    save->commits[save->n_shards++] = s->commits;
+    kvq__parts_walk(s, count_part, &shard->room);
+    shard->parts = kvq__allocate(core, shard->room * sizeof *shard->parts);
+    shard->held = kvq__allocate(core, shard->room * sizeof *shard->held);
+    if (s->pool->gpu)
+        shard->ferry = kvq__ferry_take(core, s->pool->gpu);
+    if (!shard->parts || !shard->held || (s->pool->gpu && !shard->ferry))
+        return KVQ_E_NO_MEMORY;
+    shard->session = s;
+    return kvq__parts_walk(s, take_part, shard);
+}
+
+static void hold(struct kvq__save *save, struct kvq__session *s)
+{
+    s->pins++; // not a use that would end its idle time
+    if (s->reading++ == 0)
+        s->reading_floor = s->floor;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            s->layers[i].packer = save;
+}
+
+static void let_go(const struct kvq__save *save, struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (s->layers[i].packer == save)
+            s->layers[i].packer = NULL;
+    kvq__pack_queue(s);
+    kvq__hold_end(s, true, false);
+}
+
+// Something under way changes what is committed, or the form that it is in.
+static bool is_busy(const struct kvq__session *s)
+{
+    bool busy = s->exclusive || s->n_loading || s->settling || kvq__move_asks(s);
+    for (uint32_t i = 0; i < s->n_layers && !busy; i++)
+        busy = s->layers[i].packer ||
+               !kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
+    return busy;
+}
+
+// ---- Beginning ----
+
+// 1 if shards have something to end first.
+static int check_shards(const struct kvq__session *s, char *text)
+{
+    uint32_t missing;
+    int rc = 0;
+    if (kvq__group_missing(s, &missing))
+        return kvq__fail(text, KVQ_E_INCOMPLETE,
+                         "shard %u of session \"%s\" is not there; a session is saved with all its "
+                         "%u shards: open that shard first",
+                         missing, s->name, s->shards);
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m && (is_busy(m) || m->tokens != s->tokens)) // shards are truncated one by one
+            rc = 1;
+    }
+    return rc;
+}
+
+static bool is_unsaved(const struct kvq__session *s)
+{
+    bool unsaved = false;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        unsaved |= m && kvq__is_unsaved(m);
+    }
+    return unsaved;
+}
+
+static void save_free(struct kvq__save *save)
+{
+    struct kvq__core *core = save->core;
+    for (uint32_t i = 0; i < save->n_shards; i++) {
+        struct kvq__save_shard *shard = &save->shards[i];
+        for (uint32_t j = 0; j < shard->n; j++) {
+            kvq__block_drop(core, &shard->held[j].ref);
+            free(shard->held[j].copy);
+        }
+        kvq__ferry_give(core, &shard->ferry);
+        kvq__deallocate(core, shard->held, shard->room * sizeof *shard->held);
+        kvq__deallocate(core, shard->parts, shard->room * sizeof *shard->parts);
+        kvq__deallocate(core, shard->saved.layers,
+                        shard->saved.n_layers * sizeof *shard->saved.layers);
+    }
+    kvq__deallocate(core, save, sizeof *save);
+}
+
+static int begin(struct kvq__session *s, struct kvq__save **out, char *text)
+{
+    struct kvq__save *save = kvq__allocate(s->core, sizeof *save);
+    int rc = save ? 0 : KVQ_E_NO_MEMORY;
+    if (save) {
+        save->core = s->core;
+        save->ns = s->ns;
+    }
+    for (uint32_t i = 0; i < s->shards && rc == 0; i++)
+        if (kvq__group_member(s, i))
+            rc = take_shard(save, kvq__group_member(s, i));
+    if (rc < 0) {
+        if (save)
+            save_free(save);
+        return kvq__fail(text, rc, "no memory to save session \"%s\"", s->name);
+    }
+    for (uint32_t i = 0; i < save->n_shards; i++)
+        hold(save, save->shards[i].session);
+    save->holding = true;
+    LIST_INSERT_HEAD(&s->core->saves, save, link);
+    *out = save;
+    return 0;
+}
+
+int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                    const struct kvq__save_spec *spec, struct kvq__save **save, char *text)
+{
+    struct kvq__session *s;
+    *save = NULL;
+    int rc = kvq__session_get(core, peer, spec->ns, spec->name, &s, text);
+    if (rc < 0)
+        return rc;
+    if (!s->name[0] && !spec->unnamed)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "session #%llu has no name, by which it could be found again; only "
+                         "sessions with names are saved",
+                         (unsigned long long)s->id);
+    rc = check_shards(s, text);
+    if (rc || (!spec->again && !is_unsaved(s)))
+        return rc;
+    return begin(s, save, text);
+}
+
+// ---- What is there ----
+
+uint32_t kvq__save_shards(const struct kvq__save *save)
+{
+    return save->n_shards;
+}
+
+const char *kvq__save_namespace(const struct kvq__save *save)
+{
+    return save->ns->name;
+}
+
+const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t shard,
+                                         struct kvq__part **parts, uint32_t *n_parts)
+{
+    const struct kvq__save_shard *s = &save->shards[shard];
+    *parts = s->parts;
+    *n_parts = s->n;
+    return &s->saved;
+}
+
+// ---- Copying, on any thread ----
+
+// A part's bytes where this process sees them. NULL if they could not be fetched.
+static const uint8_t *see(struct kvq__save_shard *shard, uint32_t i)
+{
+    const struct kvq__kept *held = &shard->held[i];
+    if (!shard->ferry)
+        return held->ref.data;
+    uint8_t *memory = kvq__ferry_memory(shard->ferry, shard->parts[i].bytes);
+    if (!memory || kvq__ferry_fetch(shard->ferry, held->ref.data, shard->parts[i].bytes) < 0)
+        return NULL;
+    return memory;
+}
+
+// Only what is committed, and packed: what stands behind it may be written just now.
+static int copy_part(struct kvq__save_shard *shard, uint32_t i)
+{
+    const struct kvq__part *part = &shard->parts[i];
+    struct kvq__kept *held = &shard->held[i];
+    const uint8_t *from = see(shard, i);
+    held->copy = from ? calloc(1, part->bytes) : NULL;
+    if (!held->copy)
+        return from ? KVQ_E_NO_MEMORY : KVQ_E_SYSTEM;
+    if (part->kind == KVQ__PART_EXTRAS) {
+        memcpy(held->copy, from, part->bytes);
+        return 0;
+    }
+    struct kvq__copy copy = {.from = from,
+                             .to = held->copy,
+                             .tokens = held->tokens,
+                             .packed = part->kind == KVQ__PART_PACKED};
+    kvq__copy_tokens(&shard->session->layers[part->layer], &copy);
+    return 0;
+}
+
+int kvq__save_copy(struct kvq__save *save)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < save->n_shards; i++)
+        for (uint32_t j = 0; j < save->shards[i].n && rc == 0; j++)
+            if (!save->shards[i].held[j].final)
+                rc = copy_part(&save->shards[i], j);
+    return rc;
+}
+
+const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part)
+{
+    struct kvq__save_shard *s = &save->shards[shard];
+    return s->held[part].copy ? s->held[part].copy : see(s, part);
+}
+
+// ---- Ending ----
+
+void kvq__save_copied(struct kvq__save *save)
+{
+    assert(save->holding);
+    save->holding = false;
+    for (uint32_t i = 0; i < save->n_shards; i++) {
+        struct kvq__save_shard *shard = &save->shards[i];
+        for (uint32_t j = 0; j < shard->n; j++)
+            if (!shard->held[j].final)
+                kvq__block_drop(save->core, &shard->held[j].ref);
+        let_go(save, shard->session);
+        shard->session = NULL; // it may end
+    }
+}
+
+// The session that it was, if it is still there.
+static struct kvq__session *still_there(const struct kvq__save *save, uint32_t shard)
+{
+    const struct kvq__saved *saved = &save->shards[shard].saved;
+    struct kvq__session *s = saved->name[0] ? kvq__session_named(save->ns, saved->name) : NULL;
+    return s ? kvq__group_member(s, saved->shard) : NULL;
+}
+
+void kvq__save_end(struct kvq__save **pointer, bool saved)
+{
+    struct kvq__save *save = pointer ? *pointer : NULL;
+    if (!save)
+        return;
+    *pointer = NULL;
+    if (save->holding)
+        kvq__save_copied(save);
+    for (uint32_t i = 0; i < save->n_shards && saved; i++) {
+        struct kvq__save_shard *shard = &save->shards[i];
+        struct kvq__session *s = still_there(save, i);
+        for (uint32_t j = 0; j < shard->n; j++)
+            if (shard->held[j].final)
+                shard->held[j].ref.block->saved = shard->parts[j].id;
+        if (s && s->id == save->ids[i])
+            s->saved_commits = save->commits[i];
+    }
+    LIST_REMOVE(save, link);
+    save_free(save);
+}
+
+// ---- Who is to be saved ----
+
+static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
+{
+    const struct kvq__core *core = s->core;
+    bool left = s->save_on_detach && !kvq__group_is_open(s);
+    bool idle = !kvq__in_step(s) && s->pins == 0 && core->now - s->idle_since >= idle_ns;
+    uint32_t missing;
+    if (!s->name[0] || kvq__group_missing(s, &missing) || !is_unsaved(s))
+        return false;
+    return which == KVQ__UNSAVED_ALL || ((which & KVQ__UNSAVED_LEFT) && left) ||
+           ((which & KVQ__UNSAVED_IDLE) && idle);
+}
+
+uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
+                           struct kvq__unsaved *out, uint32_t max)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link) {
+            if (s->shard > 0 || !is_wanted(s, which, idle_ns))
+                continue;
+            if (n < max) {
+                snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
+                snprintf(out[n].name, sizeof out[n].name, "%s", s->name);
+                out[n].tokens = s->tokens;
+            }
+            n++;
+        }
+    return n;
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions that are written down and made again: the core's half, which knows no files.
+//
+// A save takes hold of a session, or of all shards of one, at what is committed. Blocks that can
+// never change again are held by reference; what still can change is copied by whoever runs
+// kvq__save_copy, and only for that long nothing is packed, truncated or moved. Reading the bytes
+// and writing them somewhere then takes as long as it takes, while the session is used as ever.
+//
+// A restore makes a session with all its blocks, none of which holds anything yet. Its layers come
+// one by one; requests on a layer that is not there yet wait. Nothing can be committed before all
+// layers are there, so a session in which damage is found meanwhile is ended and nothing is lost:
+// what is stored of it up to the damage can be restored.
+//
+// Threads: the poller's, but for kvq__save_copy, kvq__save_bytes, kvq__restore_room and
+// kvq__restore_fill, which any one thread may call, and which may block.
+#ifndef KVQ_DAEMON_SAVED_H
+#define KVQ_DAEMON_SAVED_H
+
+#include "daemon/core.h"
+
+// One layer as it stands. Layers that read another's cache have a row alone.
+struct kvq__saved_layer {
+    struct kvq__layer_row row; // repeat is 1, format is row_format.name
+    struct kvq_format format;
+    uint32_t first_page, raw_page; // pages before these are gone; and have no raw block any more
+    uint64_t base;                 // a fork's: tokens below are only there packed
+    uint64_t packed;               // so many tokens are packed
+    bool learned;                  // the extras hold what the format learns
+};
+
+// A session as it stands, but for the bytes of its blocks.
+struct kvq__saved {
+    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char own_format[KVQ_FORMAT_NAME]; // of the configuration, that it was opened with, or empty
+    char isa[16];                     // that it was computed on, for people
+    uint32_t shard, shards, dtype, v_rotation, path, max_rollback, on_detach;
+    uint64_t prompt_tokens, keep_seconds;
+    uint64_t tokens, floor, saturated;
+    uint32_t n_layers;
+    struct kvq__saved_layer *layers;
+};
+
+// The bytes of one block. Packed and raw blocks are those of a page; a layer has one of extras.
+enum kvq__part_kind { KVQ__PART_PACKED = 1, KVQ__PART_RAW = 2, KVQ__PART_EXTRAS = 3 };
+struct kvq__part {
+    uint32_t layer, page, kind; // enum kvq__part_kind
+    uint64_t bytes;
+    uint64_t from; // the first token that cannot be had without it; 0: none can
+    uint64_t id;   // that the saver gave it; 0: not saved before, or it may have changed since
+};
+
+// ---- Saving ----
+
+struct kvq__save;
+
+// Whom to save, and what is refused.
+struct kvq__save_spec {
+    const char *ns, *name; // as for kvq__session_find
+    bool again;            // also if nothing has changed since it was saved
+    bool unnamed;          // sessions without a name, too
+};
+
+// Takes hold of the session with all its shards. *save is NULL if nothing has changed since it was
+// saved. Returns 1 if something has to end first: ask again soon. KVQ_E_NO_SESSION, KVQ_E_INVALID,
+// KVQ_E_INCOMPLETE (not all its shards are there), KVQ_E_NO_MEMORY, and what kvq__session_find
+// gives.
+int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                    const struct kvq__save_spec *spec, struct kvq__save **save, char *text);
+
+// What is there to be saved: shards, and of each the session and its parts. They stay until the
+// save is ended; the saver may set their ids.
+uint32_t kvq__save_shards(const struct kvq__save *save);
+const char *kvq__save_namespace(const struct kvq__save *save);
+const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t shard,
+                                         struct kvq__part **parts, uint32_t *n_parts);
+
+// Copies what may change. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__save_copy(struct kvq__save *save);
+// Lets the session go on; after kvq__save_copy, whatever came of it, and once.
+void kvq__save_copied(struct kvq__save *save);
+// The bytes of a part, valid until the next call. NULL if a GPU has failed.
+const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part);
+// Ends it and frees it. With `saved`, blocks that cannot change keep the ids that their parts have,
+// and the session counts as saved. Accepts NULL and pointers to NULL.
+void kvq__save_end(struct kvq__save **save, bool saved);
+
+// Sessions with names whose last change is not saved, of any namespace.
+struct kvq__unsaved {
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    uint64_t tokens;
+};
+enum kvq__unsaved_which {
+    KVQ__UNSAVED_ALL,
+    KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then
+    KVQ__UNSAVED_IDLE = 2, // not used for idle_ns
+};
+// At most `max` of those that are one or the other (a group once). Returns how many were found.
+uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
+                           struct kvq__unsaved *out, uint32_t max);
+
+// Whether the peer may use a namespace, and its name (KVQ_NAME_BYTES) if it was empty. 0 or a code
+// of kvq__session_find's.
+int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                         char *name, char *text);
+
+// ---- Restoring ----
+
+struct kvq__restore;
+
+struct kvq__restore_spec {
+    const char *ns;
+    const char *place;              // as for opening a session; NULL or empty: the daemon's choice
+    const struct kvq__saved *saved; // foreign: everything is checked
+    const struct kvq__part *parts;  // that there are, in any order
+    uint32_t n_parts;
+    uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
+};
+
+// Makes the session, which nobody has open yet. KVQ_E_EXISTS if there is one of that name and
+// shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY, KVQ_E_QUOTA,
+// KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
+int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                       const struct kvq__restore_spec *spec, struct kvq__restore **restore,
+                       char *text);
+// The tokens it has: less than were saved if it was cut.
+uint64_t kvq__restore_tokens(const struct kvq__restore *restore);
+
+// What is to be read, in this order: all of a layer, then all of the next. `part` counts in the
+// spec's parts. Returns false behind the last.
+struct kvq__wanted {
+    uint32_t part, layer;
+    uint64_t bytes;
+};
+bool kvq__restore_wanted(const struct kvq__restore *restore, uint32_t i, struct kvq__wanted *out);
+// Where the bytes of the i-th go, until kvq__restore_fill takes them from there.
+void *kvq__restore_room(struct kvq__restore *restore, uint32_t i);
+// 0, KVQ_E_SYSTEM, or KVQ_E_DAMAGED if the bytes cannot be right.
+int kvq__restore_fill(struct kvq__restore *restore, uint32_t i);
+// Whether the session has been dropped meanwhile: then there is no need to go on. Any thread.
+bool kvq__restore_lost(const struct kvq__restore *restore);
+
+// All of a layer is there, and its requests go on. Layers in order, each once.
+void kvq__restore_layer(struct kvq__restore *restore, uint32_t layer);
+// Ends it and frees it. With a status below 0 before all layers are there the session ends, with
+// all its shards, and its handles answer with that status. Accepts pointers to NULL.
+void kvq__restore_end(struct kvq__restore **restore, int status);
+
+#endif

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What save.c and restore.c share, and the tests that count references.
+#ifndef KVQ_DAEMON_SAVED_INTERNAL_H
+#define KVQ_DAEMON_SAVED_INTERNAL_H
+
+#include "daemon/saved.h"
+#include "daemon/state.h"
+
+// ---- Ways to and from a GPU (ferry.c) ----
+
+// A stream and pinned memory that one thread at a time uses. It is kept for the next one, since
+// freeing such memory waits for the whole GPU.
+struct kvq__ferry;
+
+// Poller's thread. NULL without memory. For sessions on the host it is plain memory.
+struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu);
+void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry);
+void kvq__ferries_close(struct kvq__core *core); // nobody uses one
+// Any thread. At least `bytes` of its memory; NULL if there is none.
+void *kvq__ferry_memory(struct kvq__ferry *ferry, size_t bytes);
+// Copies to and from its memory, and waits for that. 0 or KVQ_E_SYSTEM.
+int kvq__ferry_fetch(struct kvq__ferry *ferry, const uint8_t *from, size_t bytes);
+int kvq__ferry_bring(struct kvq__ferry *ferry, uint8_t *to, size_t bytes);
+
+// ---- Parts (save.c) ----
+
+// The parts that a session at its committed count has: in the order of layers, of each its pages',
+// packed before raw, and then its extras. Calls each() for every one; stops when it returns < 0.
+struct kvq__part_of {
+    struct kvq__part part; // id is 0
+    struct kvq__ref *ref;  // the session's
+    uint32_t tokens;       // that it holds, of a page's
+    bool final;            // it cannot change any more
+};
+int kvq__parts_walk(struct kvq__session *s,
+                    int (*each)(void *context, const struct kvq__part_of *p), void *context);
+
+// ---- Saves ----
+
+// One part's memory.
+struct kvq__kept {
+    struct kvq__ref ref; // of a final one, or of any before it is copied
+    uint8_t *copy;       // of one that may change
+    uint32_t tokens;
+    bool final;
+};
+struct kvq__save_shard {
+    struct kvq__session *session; // held, until it is copied; then only if it is still there
+    struct kvq__saved saved;
+    struct kvq__part *parts;
+    struct kvq__kept *held;
+    uint32_t n, room;
+    struct kvq__ferry *ferry; // NULL on the host
+};
+struct kvq__save {
+    LIST_ENTRY(kvq__save) link;
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    bool holding;
+    uint32_t n_shards;
+    uint64_t ids[KVQ_MAX_SHARDS]; // of the sessions
+    uint64_t commits[KVQ_MAX_SHARDS];
+    struct kvq__save_shard shards[KVQ_MAX_SHARDS];
+};
+
+// ---- Restores ----
+
+struct kvq__arriving {
+    struct kvq__ref ref; // a share of the session's block
+    uint64_t bytes, id;
+    uint32_t part, layer, kind;
+    bool final;
+};
+struct kvq__restore {
+    LIST_ENTRY(kvq__restore) link;
+    struct kvq__core *core;
+    struct kvq__session *session; // pinned
+    struct kvq__arriving *arriving;
+    uint32_t n, room;
+    uint32_t at;   // the first of the layers that are yet to come
+    uint32_t lost; // a word: the session was dropped
+    bool cut;      // it has less tokens than were saved
+    struct kvq__ferry *ferry;
+};
+
+#endif

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See vault.h.
+#include "tests/vault.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct kvq__peer admin = {.uid = 1000, .admin = true};
+
+static void forget(struct vault_session *s)
+{
+    free(s->saved.layers);
+    free(s->parts);
+    *s = (struct vault_session){0};
+}
+
+void vault_close(struct vault *v)
+{
+    for (uint32_t i = 0; i < v->n_blocks; i++)
+        free(v->blocks[i].data);
+    for (uint32_t i = 0; i < v->n_sessions; i++)
+        forget(&v->sessions[i]);
+    free(v->blocks);
+    *v = (struct vault){0};
+}
+
+static struct vault_block *block_of(const struct vault *v, uint64_t id)
+{
+    for (uint32_t i = 0; i < v->n_blocks; i++)
+        if (v->blocks[i].id == id)
+            return &v->blocks[i];
+    return NULL;
+}
+
+static uint64_t put(struct vault *v, const void *bytes, uint64_t n)
+{
+    v->blocks = realloc(v->blocks, (v->n_blocks + 1) * sizeof *v->blocks);
+    struct vault_block *b = &v->blocks[v->n_blocks++];
+    *b = (struct vault_block){++v->last_id, n, malloc(n)};
+    MUST(b->data && bytes);
+    memcpy(b->data, bytes, n);
+    v->put++;
+    return b->id;
+}
+
+struct vault_session *vault_find(struct vault *v, const char *name, uint32_t shard)
+{
+    for (uint32_t i = 0; i < v->n_sessions; i++)
+        if (strcmp(v->sessions[i].saved.name, name) == 0 && v->sessions[i].saved.shard == shard)
+            return &v->sessions[i];
+    return NULL;
+}
+
+static void *copy_of(const void *from, size_t bytes)
+{
+    void *copy = malloc(bytes ? bytes : 1);
+    MUST(copy);
+    memcpy(copy, from, bytes);
+    return copy;
+}
+
+static void write_shard(struct vault *v, struct kvq__save *save, uint32_t shard)
+{
+    struct kvq__part *parts;
+    uint32_t n;
+    const struct kvq__saved *saved = kvq__save_shard(save, shard, &parts, &n);
+    struct vault_session *s = vault_find(v, saved->name, saved->shard);
+    for (uint32_t i = 0; i < n; i++) {
+        struct vault_block *b = parts[i].id ? block_of(v, parts[i].id) : NULL;
+        MUST(!parts[i].id || (b && b->bytes == parts[i].bytes));
+        // What was saved before has not changed since.
+        MUST(!b || memcmp(b->data, kvq__save_bytes(save, shard, i), b->bytes) == 0);
+        v->kept += b != NULL;
+        if (!b)
+            parts[i].id = put(v, kvq__save_bytes(save, shard, i), parts[i].bytes);
+    }
+    if (!s) {
+        MUST(v->n_sessions < 64);
+        s = &v->sessions[v->n_sessions++];
+    }
+    forget(s);
+    snprintf(s->ns, sizeof s->ns, "%s", kvq__save_namespace(save));
+    s->saved = *saved;
+    s->saved.layers = copy_of(saved->layers, saved->n_layers * sizeof *saved->layers);
+    s->parts = copy_of(parts, n * sizeof *parts);
+    s->n = n;
+}
+
+void vault_write(struct vault *v, struct kvq__save **save)
+{
+    for (uint32_t i = 0; i < kvq__save_shards(*save); i++)
+        write_shard(v, *save, i);
+    kvq__save_end(save, true);
+}
+
+int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_spec *spec,
+               bool *stored)
+{
+    struct kvq__save *save;
+    char text[KVQ_TEXT_BYTES] = "";
+    int rc = kvq__save_begin(core, &admin, spec, &save, text);
+    MUST(rc >= 0 || text[0]);
+    if (stored)
+        *stored = save != NULL;
+    if (rc || !save)
+        return rc;
+    MUST(kvq__save_copy(save) == 0);
+    core_check(core);
+    kvq__save_copied(save);
+    core_check(core);
+    vault_write(v, &save);
+    return 0;
+}
+
+int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
+                  const char *place, uint64_t good, struct kvq__restore **restore, char *text)
+{
+    const struct vault_session *s = vault_find(v, name, shard);
+    MUST(s);
+    struct kvq__restore_spec spec = {.ns = s->ns,
+                                     .place = place,
+                                     .saved = &s->saved,
+                                     .parts = s->parts,
+                                     .n_parts = s->n,
+                                     .good_tokens = good};
+    return kvq__restore_begin(core, &admin, &spec, restore, text);
+}
+
+int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
+                uint32_t layer)
+{
+    struct kvq__wanted w;
+    for (uint32_t i = 0; kvq__restore_wanted(restore, i, &w); i++) {
+        if (w.layer != layer)
+            continue;
+        const struct vault_block *b = block_of(v, from->parts[w.part].id);
+        void *room = kvq__restore_room(restore, i);
+        MUST(b && b->bytes == w.bytes && room);
+        memcpy(room, b->data, b->bytes);
+        int rc = kvq__restore_fill(restore, i);
+        if (rc < 0)
+            return rc;
+    }
+    kvq__restore_layer(restore, layer);
+    return 0;
+}
+
+int vault_rest(struct vault *v, struct kvq__restore **restore, const struct vault_session *from)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < from->saved.n_layers && rc == 0; i++)
+        if (from->saved.layers[i].row.kv_from < 0)
+            rc = vault_layer(v, *restore, from, i);
+    kvq__restore_end(restore, rc);
+    return rc;
+}

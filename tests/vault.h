@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A store in memory, for tests of the core's saves and restores: what it was given it gives back,
+// and it counts. Bytes can be spoilt.
+#ifndef KVQ_TESTS_VAULT_H
+#define KVQ_TESTS_VAULT_H
+
+#include "daemon/saved.h"
+#include "tests/core_kit.h"
+
+struct vault_block {
+    uint64_t id, bytes;
+    uint8_t *data;
+};
+
+// A session's shard as it was saved last.
+struct vault_session {
+    char ns[KVQ_NAME_BYTES];
+    struct kvq__saved saved;
+    struct kvq__part *parts;
+    uint32_t n;
+};
+
+struct vault {
+    struct vault_block *blocks;
+    uint32_t n_blocks;
+    struct vault_session sessions[64];
+    uint32_t n_sessions;
+    uint64_t last_id;
+    uint64_t put, kept; // blocks that were written, and that were there already
+};
+
+void vault_close(struct vault *v);
+
+// Saves it to the end. 1: something has to end first. *stored may be NULL: whether anything was.
+int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_spec *spec,
+               bool *stored);
+// Writes what was copied and ends the save.
+void vault_write(struct vault *v, struct kvq__save **save);
+struct vault_session *vault_find(struct vault *v, const char *name, uint32_t shard);
+// Begins a restore of it, up to so many tokens.
+int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
+                  const char *place, uint64_t good, struct kvq__restore **restore, char *text);
+// Reads the layer and lets its requests go on. 0, or the code that it failed with.
+int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
+                uint32_t layer);
+// All layers, and the end.
+int vault_rest(struct vault *v, struct kvq__restore **restore, const struct vault_session *from);
+
+#endif
