@@ -11,6 +11,7 @@
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
+#include "daemon/saved_internal.h"
 #include "daemon/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
