@@ -286,6 +286,10 @@ int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, si
 // Waits until the GPU has done what this process gave it, and gives the timeline back. Nothing if
 // there is none.
 void kvq__timeline_close(kvq_queue *queue);
+// As kvq__step_run, in the order of a stream: returns when the daemon has enqueued the work.
+int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
+                       struct kvq_entry *entries, uint32_t n, uint32_t *extents,
+                       struct kvq_gpu_stream *stream);
 // Opens it again where it was open last; for kvq_reattach.
 int kvq__timeline_again(kvq_queue *queue);
 // Lets every stream go that waits for the daemon. Under the table lock.

@@ -27,15 +27,30 @@ static int find_context(struct kvq_local *local, const char *place)
     const char *wish = getenv("KVQ_LOCAL");
     if (wish && strcmp(wish, "daemon") == 0)
         return kvq__fail(KVQ_E_UNSUPPORTED, "KVQ_LOCAL=daemon in the environment asks for it");
-    if (strcmp(place, "host") != 0)
-        return kvq__fail(KVQ_E_UNSUPPORTED,
-                         "attention in the engine's own context is for sessions on the host; "
-                         "these are on %s",
-                         place);
+    if (local->here.driver)
+        return kvq__pool_get(local->client, place, &local->here, &local->pool);
     int rc = find_kernels(local->client, &local->kernels);
     if (rc == KVQ_OK)
-        rc = kvq__pool_get(local->client, place, &local->pool);
+        rc = kvq__pool_get(local->client, place, NULL, &local->pool);
     return rc ? rc : kvq__attend_open(local);
+}
+
+// Which GPU it is that the place names: the current context's.
+static int find_gpu(struct kvq_local *local)
+{
+    char place[KVQ__PLACE_BYTES];
+    if (strcmp(local->place, "host") == 0)
+        return KVQ_OK;
+    int rc = kvq__gpu_here(local->client, "kvq_local_open", &local->here);
+    if (rc)
+        return rc;
+    kvq__gpu_place(local->here.uuid, place);
+    return strcmp(place, local->place) == 0
+               ? KVQ_OK
+               : kvq__fail(KVQ_E_INVALID,
+                           "kvq_local_open for %s: the current context is of %s; make one of that "
+                           "GPU current first",
+                           local->place, place);
 }
 
 static bool is_refusal(int code)
@@ -120,6 +135,11 @@ int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kv
     struct kvq_local *made = make(queue, o);
     if (!made)
         return KVQ_E_SYSTEM;
+    rc = find_gpu(made);
+    if (rc) {
+        kvq_local_close(&made);
+        return rc;
+    }
     rc = find_context(made, made->place);
     if (is_refusal(rc))
         rc = kvq__local_give_up(made, kvq_error_text());
@@ -268,6 +288,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     s->handle = session;
     s->read_only = read_only;
     s->n_layers = info.layers;
+    s->published = UINT64_MAX;
     local->sessions[index_of(session)] = s;
     rc = take_in(local, s);
     if (rc)

@@ -8,6 +8,9 @@
 //   local_table.c   page tables
 //   local_step.c    steps: begin, end, abort
 //   local_attend.c  attention in the engine's threads
+//   local_gpu.c     pools, tables and codebooks in a GPU's memory
+//   bucket.c        device memory for the attentions of a step
+//   local_stream.c  steps and attention in the order of a stream
 //   local_daemon.c  the same calls through the daemon, where attention cannot be here
 //
 // A kvq_local belongs to its queue's thread. Pools, with what they hold, are the client's; they
@@ -16,6 +19,7 @@
 #define KVQ_CLIENT_LOCAL_H
 
 #include "client/internal.h"
+#include "kernels/cuda/attend.h"
 #include "kernels/kernels.h"
 
 enum {
@@ -31,6 +35,7 @@ struct kvq__book {
     LIST_ENTRY(kvq__book) link;
     uint64_t id, bytes;
     float *values;
+    kvq_gpu_ptr there; // a copy in the GPU's memory; 0: none
 };
 
 // A format, once: sessions of one format point to one row.
@@ -47,13 +52,19 @@ struct kvq__pool {
     uint8_t *at;   // the addresses that are kept for it; never NULL
     void *mapping; // what is to be unmapped, at most one huge page before `at`
     bool broken;   // an extent could not be mapped
+    // On a GPU: `at` is an address there.
+    struct kvq__here here; // driver NULL: the host
+    struct kvq_gpu kernels;
+    bool *mapped; // extents, by number
     LIST_HEAD(, kvq__book) books;
     LIST_HEAD(, kvq__row) rows;
 };
 
 // Finds or makes it. KVQ_E_UNSUPPORTED and KVQ_E_VERSION with a text if this cannot be; other codes
 // as for any control call. Give it back with kvq__pool_put.
-int kvq__pool_get(kvq_client *client, const char *place, struct kvq__pool **pool);
+// `here`: the GPU's context, which is current; NULL: the host.
+int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here *here,
+                  struct kvq__pool **pool);
 void kvq__pool_put(kvq_client *client, struct kvq__pool *pool);
 // Maps the extents of the session's namespace that are not mapped yet. *known: how many the daemon
 // counts that we have.
@@ -70,6 +81,7 @@ struct kvq__local_layer {
     struct kvq_book book;
     uint32_t source; // layer whose pages it reads
     const struct kvq_table_layer *pages;
+    kvq_gpu_ptr pages_there, extras_there; // on a GPU
 };
 
 struct kvq__local_session {
@@ -84,8 +96,11 @@ struct kvq__local_session {
     // Attention here.
     const struct kvq_table_page *table; // NULL: through the daemon
     size_t table_bytes;
-    uint64_t known; // extents
-    bool lacking;   // there are more, which could not be mapped when it was looked at
+    struct kvq_gpu_piece piece; // a GPU's table
+    uint64_t published;         // on a GPU: at so many tokens; UINT64_MAX: it is not known
+    bool extras_known;          // likewise: where the layers' extras are
+    uint64_t known;             // extents
+    bool lacking;               // there are more, which could not be mapped when it was looked at
     uint8_t path;
     uint32_t n_layers;
     struct kvq__local_layer *layers;
@@ -102,6 +117,9 @@ struct kvq_local {
     char why[KVQ__TEXT_BYTES]; // not empty: through the daemon
     uint64_t max_tokens;
     uint32_t flags, threads;
+    struct kvq__here here;         // of a GPU's sessions; driver NULL: the host's
+    struct kvq_bucket *bucket;     // of the step under way, on a GPU
+    struct kvq_gpu_stream *stream; // likewise
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);
     void *parallel_context;
     struct kvq__local_session *sessions[KVQ__HANDLES]; // by the handle's index
@@ -164,6 +182,8 @@ int kvq__local_check_call(const struct kvq_local *local, const char *what,
                           const struct kvq_entry *entries, uint32_t n);
 int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
                             const struct kvq_entry *entries, uint32_t n);
+// Whether its calls are those with a stream: KVQ_OK or KVQ_E_INVALID.
+int kvq__local_check_place(const struct kvq_local *local, bool on_stream);
 // Why an entry cannot be in a step that begins: a code, whoever attends.
 int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *entry);
 // Why an entry is not what was begun: a code.
@@ -171,12 +191,81 @@ int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *ent
 void kvq__local_join(struct kvq_local *local, const struct kvq_entry *entry);
 // The step is over for all that are still in it.
 void kvq__local_over(struct kvq_local *local);
+// As kvq_local_begin and _end, once the call was checked; on local->stream if there is a bucket.
+int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n);
+int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
+                   struct kvq_entry *entries, uint32_t n);
 
 // ---- local_attend.c ----
 
 // Takes the memory that attention needs, so that no call of a step has to.
 int kvq__attend_open(struct kvq_local *local);
 void kvq__attend_close(struct kvq_local *local);
+
+// Why an entry's part in a call cannot be: a code.
+int kvq__local_check_part(const struct kvq_local *local, const struct kvq_work *work,
+                          const struct kvq_entry *entry);
+// What it asks of the kernels, if it can be.
+struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kvq_work *work,
+                                  const struct kvq_entry *entry);
+// What all entries of a call have in common: tensors. A code and a text.
+int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *work);
+// Keeps K and V for the step's end.
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
+
+// ---- local_gpu.c ----
+
+// The parts of opening a pool, mapping an extent, ending a pool and having a codebook that differ.
+int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *reply, int fd);
+int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd);
+void kvq__pool_gpu_close(struct kvq__pool *pool);
+int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book);
+int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
+                       const Kvq__OpenTableReply *reply, int fd);
+// When the GPU has done what this process gave it.
+void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
+// Reads where its layers' extras are, when the stream has come here. The host waits.
+int kvq__table_gpu_extras(struct kvq_local *local, struct kvq__local_session *session,
+                          struct kvq_gpu_stream *stream);
+// A code and a text for a result of the driver.
+int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
+
+// ---- bucket.c ----
+
+struct kvq_bucket {
+    kvq_local *local;
+    uint64_t max_tokens;
+    uint32_t max_sessions, max_queries;
+    uint32_t n_layers;
+    struct kvq__local_layer *layers; // what sessions must have, too
+    struct kvq_gpu_attend_limits *limits;
+    size_t *batch_at; // of each layer, in bytes; one more: all of them
+    kvq_gpu_ptr batch, workspace;
+    // Pinned memory that batches are copied from, used by turns.
+    struct {
+        uint8_t *memory;
+        struct kvq_gpu_event *passed;
+        bool used;
+    } slots[3];
+    uint32_t slot;
+    struct kvq_gpu_stream *stream; // that it was used on last
+    bool used;
+    // Noted while a graph was captured.
+    bool noted[KVQ_MAX_LAYERS];
+    struct kvq_work works[KVQ_MAX_LAYERS];
+    struct kvq_attend *calls; // max_sessions of them
+};
+
+// Whether an entry can be in its steps: KVQ_OK, KVQ_E_SHAPE or KVQ_E_LIMIT.
+int kvq__bucket_takes(const struct kvq_bucket *bucket, const struct kvq__local_session *session,
+                      const struct kvq_entry *entry);
+// The next slot, once the stream has passed what was copied from it.
+int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
+// Writes a layer's batch of the first n of bucket->calls to the slot, and copies it there; several
+// layers [layer, to) at once when all are written.
+int kvq__bucket_fill(struct kvq_bucket *bucket, uint32_t layer, uint32_t n);
+int kvq__bucket_copy(struct kvq_bucket *bucket, uint32_t layer, uint32_t to);
+int kvq__bucket_launch(struct kvq_bucket *bucket, uint32_t layer, struct kvq_gpu_stream *stream);
 
 // ---- local_daemon.c ----
 

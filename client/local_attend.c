@@ -4,6 +4,7 @@
 // with the step's K and V where they lie.
 #include "client/local.h"
 
+#include <assert.h>
 #include <sys/mman.h>
 
 enum { ALIGN = 64 };
@@ -58,12 +59,15 @@ static uint32_t value_bytes(const struct kvq_tensor *t)
 }
 
 // What does not depend on an entry, as the daemon checks it.
-static int check_tensor(const struct kvq_tensor *t)
+static int check_tensor(const struct kvq_local *local, const struct kvq_tensor *t)
 {
     if (!t->buffer)
         return KVQ_OK;
-    if (!t->buffer->host)
-        return KVQ_E_BUFFER; // a GPU's
+    bool gpu = local->here.driver != NULL;
+    if (gpu ? !t->buffer->at || t->buffer->here.context != local->here.context : !t->buffer->host)
+        return KVQ_E_BUFFER; // of another place
+    if (gpu && t->buffer->at % value_bytes(t))
+        return KVQ_E_INVALID;
     if (t->offset > t->buffer->bytes || t->token_stride > KVQ_MAX_BUFFER_BYTES ||
         t->head_stride > KVQ_MAX_BUFFER_BYTES)
         return KVQ_E_BOUNDS;
@@ -86,7 +90,8 @@ static int check_rows(const struct kvq_tensor *t, uint32_t heads, uint32_t dim, 
 
 static uint8_t *row_at(const struct kvq_tensor *t, uint64_t row)
 {
-    return t->buffer->host + t->offset + row * t->token_stride;
+    uint8_t *base = t->buffer->host ? t->buffer->host : (uint8_t *)(uintptr_t)t->buffer->at;
+    return base + t->offset + row * t->token_stride;
 }
 
 static struct kvq_view view_at(const struct kvq_tensor *t, uint64_t row)
@@ -159,20 +164,32 @@ static int check_part(const struct kvq_local *local, struct part *p)
     return rc ? rc : check_queries(p);
 }
 
+// The pages of what is committed: here by the table, on a GPU by its address and the count alone.
+static void put_pages(const struct part *p, struct kvq_attend *a)
+{
+    const struct kvq_table_layer *t = p->source->pages;
+    uint64_t past = p->session->past;
+    if (t) {
+        a->pages = (const struct kvq_page *)(const void *)(t + 1);
+        a->n_pages = t->n_pages;
+        a->extras = (const uint8_t *)(uintptr_t)t->extras;
+        a->pool = t->extras && p->source->format->outliers ? t->outliers : NULL;
+    } else {
+        a->pages = (const struct kvq_page *)(uintptr_t)p->source->pages_there;
+        a->n_pages = (uint32_t)((past + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+        a->extras = past ? (const uint8_t *)(uintptr_t)p->source->extras_there : NULL;
+    }
+}
+
 static struct kvq_attend call_of(const struct part *p)
 {
     const struct kvq_work *w = p->work;
     const struct kvq_entry *e = p->entry;
-    const struct kvq_table_layer *t = p->source->pages;
     struct kvq_attend a = {
         .format = p->layer->format,
         .shape = &p->layer->shape,
-        .pages = (const struct kvq_page *)(const void *)(t + 1),
-        .n_pages = t->n_pages,
         .flags = w->flags & KVQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0,
         .path = p->session->path,
-        .extras = (const uint8_t *)(uintptr_t)t->extras,
-        .pool = t->extras && p->source->format->outliers ? t->outliers : NULL,
         .book = &p->source->book,
         .past_tokens = p->session->past,
         .step_tokens = e->append,
@@ -185,6 +202,7 @@ static struct kvq_attend call_of(const struct part *p)
         .out_dtype = w->out.dtype,
         .lse_token_stride = (int64_t)w->lse.token_stride,
     };
+    put_pages(p, &a);
     if (w->lse.buffer)
         a.lse = (float *)(void *)row_at(&w->lse, e->q_row);
     if (p->k && !(a.flags & KVQ_ATTEND_PAST_ONLY)) {
@@ -194,6 +212,23 @@ static struct kvq_attend call_of(const struct part *p)
         a.fresh_v = view_at(p->v, e->row);
     }
     return a;
+}
+
+int kvq__local_check_part(const struct kvq_local *local, const struct kvq_work *work,
+                          const struct kvq_entry *entry)
+{
+    struct part p = {.work = work, .entry = entry};
+    return check_part(local, &p);
+}
+
+struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kvq_work *work,
+                                  const struct kvq_entry *entry)
+{
+    struct part p = {.work = work, .entry = entry};
+    int rc = check_part(local, &p);
+    assert(rc == KVQ_OK);
+    (void)rc;
+    return call_of(&p);
 }
 
 // ---- Plans ----
@@ -297,7 +332,7 @@ static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
 }
 
 // For the step's end, which hands them to the daemon.
-static void note_tensors(struct kvq_local *local, const struct kvq_work *w)
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *w)
 {
     struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
     if (k->buffer && (!same_tensor(k, &w->k) || !same_tensor(v, &w->v)))
@@ -308,7 +343,7 @@ static void note_tensors(struct kvq_local *local, const struct kvq_work *w)
         local->n_layers = w->layer + 1;
 }
 
-static int check_work(const struct kvq_local *local, const struct kvq_work *w)
+int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *w)
 {
     const struct kvq_tensor *tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
     struct kvq_request request = {.op = w->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND};
@@ -320,7 +355,7 @@ static int check_work(const struct kvq_local *local, const struct kvq_work *w)
         rc = kvq__fail(KVQ_E_DTYPE, "attend: lse is fp32 (3); dtype %u was given", w->lse.dtype);
     for (int i = 0; i < 5 && rc == KVQ_OK; i++) {
         static const char *const names[] = {"k", "v", "q", "out", "lse"};
-        rc = check_tensor(tensors[i]);
+        rc = check_tensor(local, tensors[i]);
         if (rc)
             kvq__fail(rc, "attend, layer %u: %s (offset %llu, strides %llu and %llu): %s", w->layer,
                       names[i], (unsigned long long)tensors[i]->offset,
@@ -348,7 +383,7 @@ static uint32_t make_jobs(struct kvq_local *local, const struct kvq_work *work,
         m++;
     }
     if (appends && work->k.buffer)
-        note_tensors(local, work);
+        kvq__local_note(local, work);
     return m;
 }
 
@@ -358,9 +393,12 @@ int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_e
     int rc = kvq__local_check_attend(local, work, entries, n);
     if (rc)
         return rc;
+    rc = kvq__local_check_place(local, false);
+    if (rc)
+        return rc;
     if (*local->why)
         return kvq__through_attend(local, work, entries, n);
-    rc = check_work(local, work);
+    rc = kvq__local_check_work(local, work);
     if (rc)
         return rc;
     uint32_t m = make_jobs(local, work, entries, n);

@@ -83,7 +83,13 @@ static int run(struct kvq_local *local, unsigned op, const struct kvq_work *work
     w.step = b->entries[0].append ? local->step : 0;
     if (op == KVQ_OP_ATTEND)
         w.k = w.v = (struct kvq_tensor){0};
-    int rc = op == KVQ_OP_ATTEND ? kvq_attend(local->queue, &w, b->entries, b->n)
+    int rc;
+    if (local->here.driver)
+        rc = op == KVQ_OP_ATTEND
+                 ? kvq_attend_on_stream(local->queue, &w, b->entries, b->n, local->stream)
+                 : kvq_append_attend_on_stream(local->queue, &w, b->entries, b->n, local->stream);
+    else
+        rc = op == KVQ_OP_ATTEND ? kvq_attend(local->queue, &w, b->entries, b->n)
                                  : kvq_append_attend(local->queue, &w, b->entries, b->n);
     if (rc == KVQ_OK)
         take(b, entries);
@@ -156,7 +162,11 @@ static int append_layer(struct kvq_local *local, const struct kvq_step_work *wor
         if (entries[i].status == KVQ_OK && entries[i].append &&
             !kvq__local_find(local, entries[i].session)->appended[layer])
             put(&b, entries, i);
-    int rc = b.n ? kvq_append(local->queue, &w, b.entries, b.n) : KVQ_OK;
+    int rc = KVQ_OK;
+    if (b.n && local->here.driver)
+        rc = kvq_append_on_stream(local->queue, &w, b.entries, b.n, local->stream);
+    else if (b.n)
+        rc = kvq_append(local->queue, &w, b.entries, b.n);
     if (rc == KVQ_OK)
         take(&b, entries);
     for (uint32_t j = 0; rc == KVQ_OK && j < b.n; j++)

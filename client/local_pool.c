@@ -51,11 +51,29 @@ static int reserve(struct kvq__pool *pool)
     return KVQ_OK;
 }
 
+static int take(struct kvq__pool *pool, const struct kvq__call *call)
+{
+    const Kvq__OpenPoolReply *r = call->reply->open_pool;
+    int rc = check_reply(r);
+    if (rc)
+        return rc;
+    pool->span = r->span;
+    pool->extent_bytes = r->extent_bytes;
+    if (!pool->here.driver)
+        return call->n_fds ? kvq__fail(KVQ_E_PROTOCOL, "the daemon gave a descriptor with its pool")
+                           : reserve(pool);
+    if (call->n_fds > 1)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave %u descriptors with its pool",
+                         call->n_fds);
+    return kvq__pool_gpu_open(pool, r, call->n_fds ? call->fds[0] : -1);
+}
+
 static int make(kvq_client *client, const char *place, struct kvq__pool *pool)
 {
     Kvq__OpenPool message = KVQ__OPEN_POOL__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
+                             .want_fds = KVQ__ANY_FDS,
                              .want = KVQ__REPLY__RESULT_OPEN_POOL,
                              .what = "opening a pool"};
     message.place = (char *)(uintptr_t)place;
@@ -63,15 +81,13 @@ static int make(kvq_client *client, const char *place, struct kvq__pool *pool)
     message.tables_max = KVQ_TABLE_VERSION_MAX;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
     call.request.open_pool = &message;
+    snprintf(pool->place, sizeof pool->place, "%s", place);
     int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        rc = check_reply(call.reply->open_pool);
     if (rc)
         return rc;
-    pool->span = call.reply->open_pool->span;
-    pool->extent_bytes = call.reply->open_pool->extent_bytes;
-    snprintf(pool->place, sizeof pool->place, "%s", place);
-    return reserve(pool);
+    rc = take(pool, &call);
+    kvq__close_fds(call.fds, call.n_fds);
+    return rc;
 }
 
 static struct kvq__pool *find(kvq_client *client, const char *place)
@@ -83,11 +99,14 @@ static struct kvq__pool *find(kvq_client *client, const char *place)
     return pool;
 }
 
-static int make_new(kvq_client *client, const char *place, struct kvq__pool **out)
+static int make_new(kvq_client *client, const char *place, const struct kvq__here *here,
+                    struct kvq__pool **out)
 {
     struct kvq__pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    if (here)
+        pool->here = *here;
     int rc = make(client, place, pool);
     if (rc) {
         free(pool);
@@ -99,13 +118,17 @@ static int make_new(kvq_client *client, const char *place, struct kvq__pool **ou
     return KVQ_OK;
 }
 
-int kvq__pool_get(kvq_client *client, const char *place, struct kvq__pool **out)
+int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here *here,
+                  struct kvq__pool **out)
 {
     int rc = KVQ_OK;
     pthread_mutex_lock(&client->control);
     struct kvq__pool *pool = find(client, place);
     if (!pool)
-        rc = make_new(client, place, &pool);
+        rc = make_new(client, place, here, &pool);
+    else if (here && pool->here.context != here->context)
+        rc = kvq__fail(KVQ_E_INVALID, "this client attends on %s in another CUDA context already",
+                       place);
     if (rc == KVQ_OK)
         pool->refs++;
     pthread_mutex_unlock(&client->control);
@@ -119,16 +142,24 @@ static void end(struct kvq__pool *pool)
 {
     struct kvq__book *book;
     struct kvq__row *row;
+    struct kvq_gpu_context *before = pool->here.driver ? kvq__gpu_enter(&pool->here) : NULL;
     while ((book = LIST_FIRST(&pool->books))) {
         LIST_REMOVE(book, link);
         munmap(book->values, book->bytes);
+        if (book->there)
+            pool->here.driver->memory_free(book->there);
         free(book);
     }
     while ((row = LIST_FIRST(&pool->rows))) {
         LIST_REMOVE(row, link);
         free(row);
     }
-    munmap(pool->mapping, pool->span + HUGE_PAGE);
+    if (pool->here.driver)
+        kvq__pool_gpu_close(pool);
+    else
+        munmap(pool->mapping, pool->span + HUGE_PAGE);
+    if (pool->here.driver)
+        kvq__gpu_leave(&pool->here, before);
     free(pool);
 }
 
@@ -201,7 +232,8 @@ static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
         return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave %zu extents and %u descriptors",
                          r->n_numbers, call->n_fds);
     for (uint32_t i = 0; i < call->n_fds && rc == KVQ_OK; i++)
-        rc = map_extent(pool, r->numbers[i], call->fds[i]);
+        rc = pool->here.driver ? kvq__pool_gpu_extent(pool, r->numbers[i], call->fds[i])
+                               : map_extent(pool, r->numbers[i], call->fds[i]);
     return rc;
 }
 

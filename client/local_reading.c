@@ -201,6 +201,12 @@ static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
     book->id = r->id;
     book->bytes = r->bytes;
     book->values = mapping;
+    rc = pool->here.driver ? kvq__pool_gpu_book(pool, book) : KVQ_OK;
+    if (rc) {
+        munmap(mapping, bytes);
+        free(book);
+        return rc;
+    }
     LIST_INSERT_HEAD(&pool->books, book, link);
     *out = book;
     return KVQ_OK;
@@ -213,6 +219,11 @@ static bool fits(const struct kvq__book *book, uint64_t at, uint64_t most)
     return at <= floats && most <= floats - at;
 }
 
+static const float *tables_of(const struct kvq__book *book)
+{
+    return book->there ? (const float *)(uintptr_t)book->there : book->values;
+}
+
 // One side's tables: [kv_heads][dim / vector] of them, 2^bits centroids of `vector` floats each.
 static const float *take_side(const struct kvq__book *book, const struct kvq_side *side,
                               const struct kvq_shape *s, uint64_t at, uint64_t head, uint64_t sub)
@@ -223,7 +234,7 @@ static const float *take_side(const struct kvq__book *book, const struct kvq_sid
     uint64_t table = ((uint64_t)1 << side->bits) * side->vector;
     uint64_t subs = s->k_dim / side->vector;
     uint64_t end = (s->kv_heads - 1u) * head + (subs - 1) * sub + table;
-    return fits(book, at, end) ? book->values + at : NULL;
+    return fits(book, at, end) ? tables_of(book) + at : NULL;
 }
 
 static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r,
@@ -237,7 +248,7 @@ static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r
         .k_head = r->k_head, .k_sub = r->k_sub, .v_head = r->v_head, .v_sub = r->v_sub};
     if (f->k_channel == KVQ_CHANNEL_BOOK) {
         whole = fits(book, r->smooth, (uint64_t)s->kv_heads * s->k_dim);
-        b->smooth = whole ? book->values + r->smooth : NULL;
+        b->smooth = whole ? tables_of(book) + r->smooth : NULL;
     }
     if (f->k.codec == KVQ_CODEC_BOOK)
         b->k = take_side(book, &f->k, s, r->k, r->k_head, r->k_sub);

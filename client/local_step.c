@@ -24,6 +24,18 @@ int kvq__local_check_call(const struct kvq_local *local, const char *what,
                    : kvq__fail(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", what, n);
 }
 
+int kvq__local_check_place(const struct kvq_local *local, bool on_stream)
+{
+    bool gpu = local->here.driver != NULL;
+    if (gpu == on_stream)
+        return KVQ_OK;
+    return kvq__fail(KVQ_E_INVALID,
+                     gpu ? "this kvq_local is for sessions on a GPU: its calls have a "
+                           "stream (kvq_local_begin_on_stream, ..)"
+                         : "this kvq_local is for sessions on the host: its calls "
+                           "have no stream");
+}
+
 int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
                             const struct kvq_entry *entries, uint32_t n)
 {
@@ -78,6 +90,9 @@ int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *e)
         return KVQ_E_BUSY; // it stands in two entries
     if (e->append && s->read_only)
         return KVQ_E_READ_ONLY;
+    int rc = local->bucket ? kvq__bucket_takes(local->bucket, s, e) : KVQ_OK;
+    if (rc)
+        return rc;
     if (e->append > KVQ_MAX_STEP_TOKENS || e->position > KVQ_MAX_SESSION_TOKENS ||
         e->position + e->append > local->max_tokens)
         return KVQ_E_LIMIT;
@@ -115,16 +130,25 @@ void kvq__local_over(struct kvq_local *local)
     memset(local->v, 0, local->n_layers * sizeof local->v[0]);
     local->n_members = local->n_layers = 0;
     local->mixed = local->stepping = false;
+    local->bucket = NULL;
     local->step = 0;
 }
 
 // ---- Looking at sessions anew ----
 
+// The count that its table was published at; UINT64_MAX if that is not known.
+static uint64_t published_at(const struct kvq__local_session *s)
+{
+    if (!s->table)
+        return s->published;
+    return s->table->number ? s->table->tokens : UINT64_MAX;
+}
+
 static bool is_known(const struct kvq_local *local, const struct kvq__local_session *s)
 {
     const kvq_client *c = local->client;
     uint32_t changes = kvq_word_load_acquire(&c->changes[(uint32_t)s->handle % KVQ__HANDLES]);
-    return s->table->number && !s->lacking && changes == s->changes &&
+    return published_at(s) != UINT64_MAX && !s->lacking && changes == s->changes &&
            kvq_word_load_acquire(&c->all_changes) == s->all_changes;
 }
 
@@ -137,7 +161,7 @@ static int look_at(struct kvq_local *local, struct kvq__local_session *s, uint32
     s->lacking |= extents > s->known;
     int rc = s->lacking ? kvq__pool_extend(local->client, local->pool, s->handle, &s->known) : 0;
     s->lacking = rc != KVQ_OK;
-    return rc ? rc : kvq__table_check(s);
+    return rc || !s->table ? rc : kvq__table_check(s);
 }
 
 // The next entries of pending sessions that have equally many layers, as a request that only
@@ -167,13 +191,16 @@ static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
     struct kvq__local_session *s = kvq__local_find(local, e->session);
     e->status = local->some[j].status;
     e->value = local->some[j].value;
+    s->published = UINT64_MAX;
     if (e->status)
         return KVQ_OK;
     int rc = look_at(local, s, local->extents[j]);
-    if (rc == KVQ_OK && s->table->tokens != e->position)
+    s->published = e->value;
+    s->extras_known = false;
+    if (rc == KVQ_OK && published_at(s) != e->position)
         rc = kvq__fail(KVQ_E_PROTOCOL,
                        "the daemon published a page table for %llu tokens of a session with %llu",
-                       (unsigned long long)s->table->tokens, (unsigned long long)e->position);
+                       (unsigned long long)published_at(s), (unsigned long long)e->position);
     return rc;
 }
 
@@ -181,6 +208,10 @@ static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t 
 {
     struct kvq_step_work work;
     uint32_t m;
+    // What the stream still reads is about to be written.
+    int result = local->bucket ? local->here.driver->stream_sync(local->stream) : KVQ_GPU_OK;
+    if (result != KVQ_GPU_OK)
+        return kvq__local_fault(local, result, "waiting for the stream");
     while ((m = gather(local, entries, n, &work))) {
         int rc = kvq__step_run(local->queue, &work, local->some, m, local->extents);
         for (uint32_t j = 0; rc == KVQ_OK && j < m; j++)
@@ -193,7 +224,7 @@ static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t 
 
 // ---- Begin ----
 
-static int begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     bool failed = false, pending = false;
     for (uint32_t i = 0; i < n; i++) {
@@ -203,7 +234,7 @@ static int begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
         if (e->status)
             continue;
         const struct kvq__local_session *s = kvq__local_find(local, e->session);
-        if (!is_known(local, s) || s->table->tokens != e->position)
+        if (!is_known(local, s) || published_at(s) != e->position)
             e->status = PENDING;
         pending |= e->status == PENDING;
     }
@@ -230,9 +261,12 @@ int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n)
     if (local->stepping)
         return kvq__fail(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
                                      "kvq_local_end or kvq_local_abort ends it");
+    rc = kvq__local_check_place(local, false);
+    if (rc)
+        return rc;
     if (*local->why)
         return kvq__through_begin(local, entries, n);
-    rc = begin(local, entries, n);
+    rc = kvq__local_begin(local, entries, n);
     if (rc) // nobody is in
         for (uint32_t i = 0; i < n; i++)
             entries[i].status = rc;
@@ -274,6 +308,7 @@ static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_
         struct kvq__local_session *s = kvq__local_find(local, e->session);
         e->status = local->some[j].status;
         e->value = local->some[j].value;
+        s->published = e->status ? UINT64_MAX : e->value;
         if (e->status == KVQ_OK && look_at(local, s, local->extents[j]))
             s->lacking = true;
     }
@@ -309,8 +344,15 @@ static bool failed_there(const struct kvq_local *local, const struct kvq_entry *
     return j < m;
 }
 
-static int end(struct kvq_local *local, const struct kvq_step_work *work, struct kvq_entry *entries,
-               uint32_t n)
+static int commit(struct kvq_local *local, const struct kvq_step_work *work, uint32_t m)
+{
+    if (!local->bucket)
+        return kvq__step_run(local->queue, work, local->some, m, local->extents);
+    return kvq__timeline_step(local->queue, work, local->some, m, local->extents, local->stream);
+}
+
+int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
+                   struct kvq_entry *entries, uint32_t n)
 {
     uint32_t m = gather_end(local, entries, n);
     struct kvq_step_work own = {.k = local->k, .v = local->v};
@@ -320,8 +362,7 @@ static int end(struct kvq_local *local, const struct kvq_step_work *work, struct
                          "in `work` which are the step's");
     if (!work && m)
         own.n_layers = kvq__local_find(local, local->some[0].session)->n_layers;
-    int rc = m ? kvq__step_run(local->queue, work ? work : &own, local->some, m, local->extents)
-               : KVQ_OK;
+    int rc = m ? commit(local, work ? work : &own, m) : KVQ_OK;
     if (rc) {
         if (local->queue->dead)
             kvq__local_over(local);
@@ -342,9 +383,11 @@ int kvq_local_end(kvq_local *local, const struct kvq_step_work *work, struct kvq
         return rc;
     if (!local->stepping)
         return kvq__fail(KVQ_E_NO_STEP, "step end: no step was begun; kvq_local_begin begins one");
-    if (*local->why)
-        return kvq__through_end(local, work, entries, n);
-    return end(local, work, entries, n);
+    rc = kvq__local_check_place(local, false);
+    if (rc)
+        return rc;
+    return *local->why ? kvq__through_end(local, work, entries, n)
+                       : kvq__local_end(local, work, entries, n);
 }
 
 void kvq_local_abort(kvq_local *local)

@@ -92,12 +92,15 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     message.layers = s->n_layers;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
     call.request.open_table = &message;
+    if (local->here.driver)
+        message.gpu = (ProtobufCBinaryData){sizeof local->here.uuid, local->here.uuid};
     int rc = kvq__exchange(local->client, &call);
     if (rc)
         return rc;
     rc = kvq__reading_take(local->pool, call.reply->open_table, s);
     if (rc == KVQ_OK)
-        rc = map(local, s, call.reply->open_table, call.fds[0]);
+        rc = local->here.driver ? kvq__table_gpu_map(local, s, call.reply->open_table, call.fds[0])
+                                : map(local, s, call.reply->open_table, call.fds[0]);
     kvq__close_fds(call.fds, call.n_fds);
     if (rc)
         kvq__give_back(local->client);
@@ -129,7 +132,10 @@ static void tell(struct kvq_local *local, uint64_t handle)
 
 void kvq__table_close(struct kvq_local *local, struct kvq__local_session *s)
 {
-    if (s->table && local->connection == local->client->connection && !local->queue->dead)
+    bool there = s->table || s->piece.at;
+    if (s->piece.at)
+        kvq__table_gpu_unmap(local, s);
+    if (there && local->connection == local->client->connection && !local->queue->dead)
         tell(local, s->handle);
     if (s->table)
         munmap((void *)(uintptr_t)s->table, s->table_bytes);

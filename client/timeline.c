@@ -254,10 +254,6 @@ static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *st
     int status = KVQ_GPU_CAPTURE_NONE;
     if (!queue)
         return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
-    if (!has_stream_variant(op))
-        return kvq__fail(KVQ_E_INVALID,
-                         "%s cannot run on a stream; append, attend, both and read can",
-                         kvq__op_name(op));
     int rc = kvq_queue_prepare_streams(queue);
     if (rc)
         return rc;
@@ -318,22 +314,44 @@ static int send_by_host(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu
     return rc;
 }
 
+static int send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
+{
+    static int (*const ways[])(kvq_queue *, struct kvq__pending *,
+                               struct kvq_gpu_stream *) = {[KVQ_ORDER_WORDS] = send_in_words,
+                                                           [KVQ_ORDER_EVENTS] = kvq__events_send,
+                                                           [KVQ_ORDER_HOST] = send_by_host};
+    return ways[queue->timeline.order](queue, p, stream);
+}
+
 static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct kvq_entry *entries,
                   uint32_t n, struct kvq_gpu_stream *stream, kvq_ticket *ticket)
 {
-    struct kvq__pending *p;
+    struct kvq__pending *p = NULL;
+    if (!has_stream_variant(op))
+        return kvq__fail(KVQ_E_INVALID,
+                         "%s cannot run on a stream; append, attend, both and read can",
+                         kvq__op_name(op));
     int rc = check_stream(queue, op, stream);
     if (rc == KVQ_OK)
         rc = kvq__submit_make(queue, op, work, entries, n, &p);
     if (rc)
         return rc;
-    static int (*const send[])(kvq_queue *, struct kvq__pending *,
-                               struct kvq_gpu_stream *) = {[KVQ_ORDER_WORDS] = send_in_words,
-                                                           [KVQ_ORDER_EVENTS] = kvq__events_send,
-                                                           [KVQ_ORDER_HOST] = send_by_host};
-    rc = send[queue->timeline.order](queue, p, stream);
+    rc = send(queue, p, stream);
     *ticket = p->ticket;
     return rc;
+}
+
+int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
+                       struct kvq_entry *entries, uint32_t n, uint32_t *extents,
+                       struct kvq_gpu_stream *stream)
+{
+    struct kvq__pending *p = NULL;
+    int rc = check_stream(queue, KVQ_OP_STEP, stream);
+    if (rc == KVQ_OK)
+        rc = kvq__step_make(queue, work, entries, n, extents, &p);
+    if (rc == KVQ_OK)
+        rc = send(queue, p, stream);
+    return rc ? rc : kvq_wait(queue, p->ticket, UINT64_MAX);
 }
 
 int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
@@ -347,7 +365,7 @@ int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op, struct kvq_wor
 static int run(kvq_queue *queue, unsigned op, const struct kvq_work *work,
                struct kvq_entry *entries, uint32_t n, void *stream)
 {
-    kvq_ticket ticket;
+    kvq_ticket ticket = 0;
     if (!work)
         return kvq__fail(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
     struct kvq_work copy = *work;

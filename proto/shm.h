@@ -151,7 +151,7 @@ static_assert(sizeof(struct kvq_table_page) == 256, "layout");
 static_assert(offsetof(struct kvq_table_page, tokens) == 128, "layout");
 
 struct kvq_table_layer {
-    uint64_t extras;  // 0 = none, or nothing is packed yet
+    uint64_t extras;  // 0 = none, or (on the host) nothing is packed yet; on a GPU it stays
     uint32_t n_pages; // of `tokens` tokens
     uint32_t pad;
     uint8_t outliers[KVQ_MAX_HEADS]; // that count, for each KV head; on a GPU all do that are there

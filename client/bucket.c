@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Buckets: device memory for the attentions of a step, as large as any within its limits needs. Each
+// layer has a place of its own for its batch, so that launches are the same in every step.
+#include "client/local.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { SLOTS = 3, ALIGN = 256 };
+
+static int failed(const struct kvq_bucket *b, const char *text)
+{
+    (void)b;
+    return kvq__fail(KVQ_E_LIMIT, "attention on a stream: %s", text);
+}
+
+// ---- How large ----
+
+static void raise(uint32_t *to, uint32_t from)
+{
+    *to = from > *to ? from : *to;
+}
+
+static struct kvq_gpu_layer gpu_layer(const struct kvq__local_layer *l)
+{
+    return (struct kvq_gpu_layer){l->format, &l->shape, &l->book};
+}
+
+// What one session of so many tokens and queries needs, if that is more.
+static int count_one(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_t queries,
+                     struct kvq_gpu_attend_limits *most)
+{
+    char text[256];
+    struct kvq_gpu_attend_limits needs;
+    const struct kvq_attend call = {
+        .past_tokens = tokens, .q_start = tokens, .q_tokens = queries, .step_tokens = 0};
+    if (kvq_gpu_attend_needs(layer, &call, NULL, 1, &needs, text, sizeof text))
+        return kvq__fail(KVQ_E_LIMIT, "%s", text);
+    raise(&most->tiles, needs.tiles);
+    raise(&most->narrow_items, needs.narrow_items);
+    raise(&most->wide_items, needs.wide_items);
+    raise(&most->narrow_rows, needs.narrow_rows);
+    if (needs.partial_rows > most->partial_rows)
+        most->partial_rows = needs.partial_rows;
+    return KVQ_OK;
+}
+
+// Splits grow with a session's tokens, so the most of them come just before they do.
+static int count_queries(const struct kvq_gpu_layer *layer, const struct kvq_bucket *b,
+                         uint32_t queries, struct kvq_gpu_attend_limits *most)
+{
+    int rc = count_one(layer, b->max_tokens, queries, most);
+    for (uint64_t split = KVQ_GPU_SPLIT_MIN; rc == KVQ_OK && split < KVQ_GPU_SPLIT_MAX; split *= 2)
+        if (split * KVQ_GPU_SPLITS < b->max_tokens)
+            rc = count_one(layer, split * KVQ_GPU_SPLITS, queries, most);
+    return rc;
+}
+
+// A session may have any number of queries, of which few and many go to different kernels.
+static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer *l,
+                       struct kvq_gpu_attend_limits *limits)
+{
+    struct kvq_shape shape = l->shape;
+    struct kvq_gpu_layer layer = {l->format, &shape, &l->book};
+    uint32_t few = KVQ_GPU_NARROW_ROWS / (l->shape.q_heads / l->shape.kv_heads);
+    struct kvq_gpu_attend_limits most = {0};
+    shape.window = 0; // sees most
+    int rc = count_queries(&layer, b, b->max_queries, &most);
+    if (rc == KVQ_OK && few > 0 && few < b->max_queries)
+        rc = count_queries(&layer, b, few, &most);
+    *limits = (struct kvq_gpu_attend_limits){.sessions = b->max_sessions,
+                                             .tiles = most.tiles * b->max_sessions,
+                                             .narrow_items = most.narrow_items * b->max_sessions,
+                                             .wide_items = most.wide_items * b->max_sessions,
+                                             .narrow_rows = most.narrow_rows,
+                                             .partial_rows = most.partial_rows * b->max_sessions};
+    return rc;
+}
+
+static int count(struct kvq_bucket *b, size_t *workspace)
+{
+    int rc = KVQ_OK;
+    *workspace = 0;
+    for (uint32_t i = 0; i < b->n_layers && rc == KVQ_OK; i++) {
+        const struct kvq_gpu_layer layer = gpu_layer(&b->layers[i]);
+        rc = count_layer(b, &b->layers[i], &b->limits[i]);
+        size_t bytes = kvq_gpu_attend_batch_bytes(&b->limits[i]);
+        size_t work = kvq_gpu_attend_workspace_bytes(&layer, &b->limits[i]);
+        b->batch_at[i + 1] = b->batch_at[i] + (bytes + ALIGN - 1) / ALIGN * ALIGN;
+        *workspace = work > *workspace ? work : *workspace;
+    }
+    return rc;
+}
+
+// ---- Opening and closing ----
+
+static int take_host(struct kvq_bucket *b, const struct kvq__local_session *s)
+{
+    b->layers = calloc(s->n_layers, sizeof *b->layers);
+    b->limits = calloc(s->n_layers, sizeof *b->limits);
+    b->batch_at = calloc(s->n_layers + 1u, sizeof *b->batch_at);
+    b->calls = calloc(b->max_sessions, sizeof *b->calls);
+    if (!b->layers || !b->limits || !b->batch_at || !b->calls)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    b->n_layers = s->n_layers;
+    memcpy(b->layers, s->layers, s->n_layers * sizeof *b->layers);
+    return KVQ_OK;
+}
+
+static int take_device(struct kvq_bucket *b, size_t workspace)
+{
+    const struct kvq_gpu_driver *d = b->local->here.driver;
+    size_t bytes = b->batch_at[b->n_layers];
+    int result = d->memory_alloc(&b->batch, bytes);
+    result = result ? result : d->fill8(b->batch, 0, bytes, NULL);
+    result = result ? result : d->memory_alloc(&b->workspace, workspace);
+    result = result ? result : d->fill8(b->workspace, 0, workspace, NULL);
+    for (int i = 0; i < SLOTS && result == KVQ_GPU_OK; i++) {
+        void *memory = NULL;
+        result = d->host_alloc(&memory, bytes, KVQ_GPU_HOST_PORTABLE);
+        b->slots[i].memory = memory;
+        result = result ? result : d->event_create(&b->slots[i].passed, KVQ_GPU_EVENT_UNTIMED);
+    }
+    result = result ? result : d->stream_sync(NULL);
+    return result ? kvq__local_fault(b->local, result, "taking memory for a bucket") : KVQ_OK;
+}
+
+static int open_here(struct kvq_bucket *b, kvq_session session)
+{
+    size_t workspace;
+    const struct kvq__local_session *s = kvq__local_find(b->local, session);
+    if (!s)
+        return kvq__fail(KVQ_E_STALE, "kvq_bucket_open: session %#llx is not in this kvq_local",
+                         (unsigned long long)session);
+    int rc = take_host(b, s);
+    if (rc == KVQ_OK)
+        rc = count(b, &workspace);
+    return rc ? rc : take_device(b, workspace);
+}
+
+int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *o, kvq_bucket **bucket)
+{
+    if (bucket)
+        *bucket = NULL;
+    if (!o || !bucket)
+        return kvq__fail(KVQ_E_INVALID, "kvq_bucket_open: an argument is NULL");
+    int rc = kvq__local_check(local);
+    if (rc == KVQ_OK)
+        rc = kvq__local_check_place(local, true);
+    if (rc)
+        return rc;
+    if (o->max_tokens > local->max_tokens || o->max_sessions > KVQ_MAX_BATCH ||
+        o->max_queries > KVQ_MAX_STEP_QUERIES)
+        return kvq__fail(KVQ_E_LIMIT,
+                         "kvq_bucket_open: %llu tokens, %u sessions, %u queries; at most %llu, %d "
+                         "and %d can be",
+                         (unsigned long long)o->max_tokens, o->max_sessions, o->max_queries,
+                         (unsigned long long)local->max_tokens, KVQ_MAX_BATCH,
+                         KVQ_MAX_STEP_QUERIES);
+    kvq_bucket *b = calloc(1, sizeof *b);
+    if (!b)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    b->local = local;
+    b->max_tokens = o->max_tokens ? o->max_tokens : local->max_tokens;
+    b->max_sessions = o->max_sessions ? o->max_sessions : 1;
+    b->max_queries = o->max_queries ? o->max_queries : 1;
+    rc = *local->why ? KVQ_OK : open_here(b, o->session);
+    if (rc)
+        kvq_bucket_close(&b);
+    *bucket = b;
+    return rc;
+}
+
+void kvq_bucket_close(kvq_bucket **bucket)
+{
+    kvq_bucket *b = bucket ? *bucket : NULL;
+    if (!b)
+        return;
+    const struct kvq_gpu_driver *d = b->local->here.driver;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&b->local->here);
+    if (b->local->bucket == b)
+        kvq_local_abort(b->local);
+    if (b->used)
+        d->stream_sync(b->stream);
+    for (int i = 0; i < SLOTS; i++) {
+        if (b->slots[i].memory)
+            d->host_free(b->slots[i].memory);
+        if (b->slots[i].passed)
+            d->event_destroy(b->slots[i].passed);
+    }
+    if (b->batch)
+        d->memory_free(b->batch);
+    if (b->workspace)
+        d->memory_free(b->workspace);
+    kvq__gpu_leave(&b->local->here, before);
+    free(b->layers);
+    free(b->limits);
+    free(b->batch_at);
+    free(b->calls);
+    free(b);
+    *bucket = NULL;
+}
+
+// ---- Steps ----
+
+static bool is_alike(const struct kvq__local_layer *a, const struct kvq__local_layer *b)
+{
+    return a->format == b->format && memcmp(&a->shape, &b->shape, sizeof a->shape) == 0 &&
+           memcmp(&a->book, &b->book, sizeof a->book) == 0 && a->source == b->source;
+}
+
+int kvq__bucket_takes(const struct kvq_bucket *b, const struct kvq__local_session *s,
+                      const struct kvq_entry *e)
+{
+    if (e->position + e->append > b->max_tokens || e->queries > b->max_queries)
+        return KVQ_E_LIMIT;
+    if (*b->local->why)
+        return KVQ_OK;
+    if (s->n_layers != b->n_layers)
+        return KVQ_E_SHAPE;
+    for (uint32_t i = 0; i < b->n_layers; i++)
+        if (!is_alike(&s->layers[i], &b->layers[i]))
+            return KVQ_E_SHAPE;
+    return KVQ_OK;
+}
+
+int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
+{
+    const struct kvq_gpu_driver *d = b->local->here.driver;
+    int result = KVQ_GPU_OK;
+    if (b->slots[b->slot].used)
+        result = d->event_record(b->slots[b->slot].passed, b->stream);
+    b->slot = (b->slot + 1) % SLOTS;
+    if (result == KVQ_GPU_OK && b->slots[b->slot].used)
+        result = d->event_sync(b->slots[b->slot].passed);
+    b->slots[b->slot].used = true;
+    b->stream = stream;
+    b->used = true;
+    return result ? kvq__local_fault(b->local, result, "waiting for an earlier step") : KVQ_OK;
+}
+
+int kvq__bucket_fill(struct kvq_bucket *b, uint32_t layer, uint32_t n)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    const struct kvq_gpu_layer l = gpu_layer(&b->layers[layer]);
+    uint8_t *batch = b->slots[b->slot].memory + b->batch_at[layer];
+    if (n == 0) {
+        memset(batch, 0, ALIGN); // no items
+        return KVQ_OK;
+    }
+    return kvq_gpu_attend_fill(&l, b->calls, NULL, n, &b->limits[layer], batch, text, sizeof text)
+               ? failed(b, text)
+               : KVQ_OK;
+}
+
+int kvq__bucket_copy(struct kvq_bucket *b, uint32_t layer, uint32_t to)
+{
+    const uint8_t *from = b->slots[b->slot].memory + b->batch_at[layer];
+    int result = b->local->here.driver->copy_in(b->batch + b->batch_at[layer], from,
+                                                b->batch_at[to] - b->batch_at[layer], b->stream);
+    return result ? kvq__local_fault(b->local, result, "copying a batch to the GPU") : KVQ_OK;
+}
+
+int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, struct kvq_gpu_stream *stream)
+{
+    char text[KVQ_GPU_TEXT];
+    const struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(&b->layers[layer]),
+                                                 .limits = b->limits[layer],
+                                                 .batch = b->batch + b->batch_at[layer],
+                                                 .workspace = b->workspace,
+                                                 .stream = stream};
+    if (kvq_gpu_attend(&b->local->pool->kernels, &launch, text, sizeof text))
+        return kvq__fail(KVQ_E_SYSTEM, "launching attention: %.600s", text);
+    return KVQ_OK;
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What in-context mode has in a GPU's memory: the daemon's pool, mapped read-only at addresses that
+// are kept for it, page tables, codebooks, and the daemon's own kernels.
+#include "client/local.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "kernels/cuda/bundle.h"
+
+static int fault(const struct kvq__here *here, int result, const char *what)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
+    return kvq__fail(kvq__gpu_code(result), "%s", text);
+}
+
+int kvq__local_fault(const struct kvq_local *local, int result, const char *what)
+{
+    return fault(&local->here, result, what);
+}
+
+// ---- Pools ----
+
+// The daemon's kernels, which must take what this library gives them.
+static int open_kernels(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int fd)
+{
+    char ours[KVQ_GPU_KERNELS_TEXT], text[KVQ_GPU_TEXT];
+    size_t bytes = r->kernels_bytes;
+    void *bundle = NULL;
+    kvq_gpu_kernels_text(ours);
+    if (strcmp(ours, r->kernels) != 0)
+        return kvq__fail(KVQ_E_VERSION,
+                         "the daemon's kernels take other arguments than this library gives (%s; "
+                         "%s): install matching versions",
+                         r->kernels, ours);
+    if ((fd < 0) != (bytes == 0))
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's kernels have %zu bytes and %s descriptor",
+                         bytes, fd < 0 ? "no" : "a");
+    int rc = fd < 0 ? KVQ_OK : kvq__pool_map(fd, NULL, "the kernels", &bytes, &bundle);
+    if (rc)
+        return rc;
+    if (kvq_gpu_open_bundle(&pool->kernels, pool->here.driver, bundle, bytes, text, sizeof text))
+        rc = kvq__fail(KVQ_E_UNSUPPORTED, "the daemon's kernels cannot be loaded here: %.600s",
+                       text);
+    if (bundle)
+        munmap(bundle, bytes);
+    return rc;
+}
+
+int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int fd)
+{
+    const struct kvq_gpu_driver *driver = pool->here.driver;
+    kvq_gpu_ptr at = 0;
+    pool->mapped = calloc(pool->span / pool->extent_bytes, sizeof *pool->mapped);
+    if (!pool->mapped)
+        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+    int result = driver->address_reserve(&at, pool->span, 0, 0, 0);
+    int rc = result ? fault(&pool->here, result, "reserving addresses for the daemon's pool")
+                    : open_kernels(pool, r, fd);
+    if (rc && result == KVQ_GPU_OK)
+        driver->address_free(at, pool->span);
+    if (rc) {
+        free(pool->mapped);
+        return rc == KVQ_E_NO_MEMORY ? KVQ_E_UNSUPPORTED : rc;
+    }
+    pool->at = (uint8_t *)(uintptr_t)at;
+    return KVQ_OK;
+}
+
+// Maps memory read-only over [at, at + bytes).
+static int map_at(const struct kvq__here *here, kvq_gpu_ptr at, size_t bytes, int fd)
+{
+    const struct kvq_gpu_access access = {{KVQ_GPU_LOCATION_DEVICE, here->device},
+                                          KVQ_GPU_ACCESS_READ};
+    kvq_gpu_memory memory;
+    int result = here->driver->memory_import(&memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
+    if (result != KVQ_GPU_OK)
+        return result;
+    result = here->driver->memory_map(at, bytes, 0, memory, 0);
+    here->driver->memory_release(memory); // the mapping holds it
+    if (result != KVQ_GPU_OK)
+        return result;
+    result = here->driver->memory_access(at, bytes, &access, 1);
+    if (result != KVQ_GPU_OK)
+        here->driver->memory_unmap(at, bytes);
+    return result;
+}
+
+int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
+{
+    uint64_t at = (uint64_t)number * pool->extent_bytes;
+    if (at >= pool->span)
+        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu", number,
+                         (unsigned long long)(pool->span / pool->extent_bytes));
+    struct kvq_gpu_context *before = kvq__gpu_enter(&pool->here);
+    kvq_gpu_ptr there = (uintptr_t)pool->at + at;
+    // Other memory may have the number by now: what was there is nobody's any more.
+    if (pool->mapped[number])
+        pool->here.driver->memory_unmap(there, pool->extent_bytes);
+    int result = map_at(&pool->here, there, pool->extent_bytes, fd);
+    pool->mapped[number] = result == KVQ_GPU_OK;
+    kvq__gpu_leave(&pool->here, before);
+    return result ? fault(&pool->here, result, "mapping an extent of the daemon's pool") : KVQ_OK;
+}
+
+void kvq__pool_gpu_close(struct kvq__pool *pool)
+{
+    const struct kvq_gpu_driver *driver = pool->here.driver;
+    kvq_gpu_ptr at = (uintptr_t)pool->at;
+    kvq_gpu_close(&pool->kernels);
+    for (uint64_t i = 0; i < pool->span / pool->extent_bytes; i++)
+        if (pool->mapped[i])
+            driver->memory_unmap(at + i * pool->extent_bytes, pool->extent_bytes);
+    driver->address_free(at, pool->span);
+    free(pool->mapped);
+}
+
+int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book)
+{
+    const struct kvq_gpu_driver *driver = pool->here.driver;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&pool->here);
+    int result = driver->memory_alloc(&book->there, book->bytes);
+    if (result == KVQ_GPU_OK) {
+        result = driver->copy_in(book->there, book->values, book->bytes, NULL);
+        result = result ? result : driver->stream_sync(NULL);
+        if (result)
+            driver->memory_free(book->there);
+    }
+    kvq__gpu_leave(&pool->here, before);
+    return result ? fault(&pool->here, result, "copying a codebook to the GPU") : KVQ_OK;
+}
+
+// ---- Tables ----
+
+static uint64_t layer_at(const struct kvq_local *local, uint32_t layer)
+{
+    uint64_t pages = (local->max_tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+    return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(pages);
+}
+
+int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *s,
+                       const Kvq__OpenTableReply *r, int fd)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    if (r->bytes < layer_at(local, s->n_layers) || r->allocation_bytes < r->bytes)
+        return kvq__fail(KVQ_E_PROTOCOL,
+                         "the daemon's page table has %llu bytes of %llu, %llu are needed",
+                         (unsigned long long)r->bytes, (unsigned long long)r->allocation_bytes,
+                         (unsigned long long)layer_at(local, s->n_layers));
+    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    int result = kvq_gpu_piece_map(local->here.driver, local->here.device, fd,
+                                   (size_t)r->allocation_bytes, true, &s->piece, text, sizeof text);
+    kvq__gpu_leave(&local->here, before);
+    if (result)
+        return kvq__fail(kvq__gpu_code(result), "mapping a page table: %s", text);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        s->layers[i].pages_there =
+            s->piece.at + layer_at(local, s->layers[i].source) + sizeof(struct kvq_table_layer);
+    return KVQ_OK;
+}
+
+void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *s)
+{
+    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    local->here.driver->context_sync();
+    kvq_gpu_piece_release(local->here.driver, &s->piece);
+    kvq__gpu_leave(&local->here, before);
+}
+
+int kvq__table_gpu_extras(struct kvq_local *local, struct kvq__local_session *s,
+                          struct kvq_gpu_stream *stream)
+{
+    const struct kvq_gpu_driver *driver = local->here.driver;
+    int result = KVQ_GPU_OK;
+    bool any = false;
+    static_assert(offsetof(struct kvq_table_layer, extras) == 0, "it is read alone");
+    for (uint32_t i = 0; i < s->n_layers && result == KVQ_GPU_OK; i++) {
+        struct kvq__local_layer *l = &s->layers[i];
+        if (l->source != i || kvq_extras_bytes(l->format, &l->shape) == 0)
+            continue;
+        any = true;
+        result = driver->copy_out(&l->extras_there, s->piece.at + layer_at(local, i),
+                                  sizeof l->extras_there, stream);
+    }
+    if (any && result == KVQ_GPU_OK)
+        result = driver->stream_sync(stream);
+    s->extras_known = result == KVQ_GPU_OK;
+    return result ? fault(&local->here, result, "reading a page table") : KVQ_OK;
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// In-context mode in the order of a stream. What changes from step to step lies in the bucket's
+// device memory, so launches that were captured into a graph replay for any entries that the bucket
+// was set up for.
+#include "client/local.h"
+
+static int check(const struct kvq_local *local, const struct kvq_bucket *bucket, const char *what,
+                 const struct kvq_entry *entries, uint32_t n)
+{
+    int rc = kvq__local_check_call(local, what, entries, n);
+    if (rc == KVQ_OK)
+        rc = kvq__local_check_place(local, true);
+    if (rc)
+        return rc;
+    if (!bucket || bucket->local != local)
+        return kvq__fail(KVQ_E_INVALID, "%s: the bucket is %s", what,
+                         bucket ? "of another kvq_local" : "NULL");
+    if (n > bucket->max_sessions)
+        return kvq__fail(KVQ_E_LIMIT, "%s of %u sessions: the bucket is for at most %u", what, n,
+                         bucket->max_sessions);
+    return KVQ_OK;
+}
+
+// ---- Begin ----
+
+// Entries that cannot be attended to with the tensors that were noted are not in the step.
+static void check_noted(struct kvq_local *local, const struct kvq_bucket *b,
+                        struct kvq_entry *entries, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t l = 0; l < b->n_layers && entries[i].status == KVQ_OK; l++)
+            if (b->noted[l])
+                entries[i].status = kvq__local_check_part(local, &b->works[l], &entries[i]);
+}
+
+static int fill_noted(struct kvq_local *local, struct kvq_bucket *b,
+                      const struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t from = b->n_layers, to = 0;
+    int rc = KVQ_OK;
+    for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++) {
+        uint32_t m = 0;
+        if (!b->noted[l])
+            continue;
+        for (uint32_t i = 0; i < n; i++)
+            if (entries[i].status == KVQ_OK)
+                b->calls[m++] = kvq__local_call(local, &b->works[l], &entries[i]);
+        rc = kvq__bucket_fill(b, l, m);
+        from = from < l ? from : l;
+        to = l + 1;
+    }
+    return rc || from >= to ? rc : kvq__bucket_copy(b, from, to);
+}
+
+static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
+                  uint32_t n)
+{
+    int rc = KVQ_OK;
+    for (uint32_t i = 0; i < local->n_members && rc == KVQ_OK; i++)
+        if (local->members[i]->past && !local->members[i]->extras_known)
+            rc = kvq__table_gpu_extras(local, local->members[i], b->stream);
+    for (uint32_t l = 0; l < b->n_layers; l++)
+        if (b->noted[l] && b->works[l].k.buffer)
+            kvq__local_note(local, &b->works[l]);
+    check_noted(local, b, entries, n);
+    return rc ? rc : fill_noted(local, b, entries, n);
+}
+
+static int begin(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
+                 uint32_t n, struct kvq_gpu_stream *stream)
+{
+    local->bucket = b;
+    local->stream = stream;
+    if (*local->why)
+        return kvq__through_begin(local, entries, n);
+    int rc = kvq__local_begin(local, entries, n);
+    if (rc == KVQ_OK)
+        rc = kvq__bucket_turn(b, stream);
+    return rc ? rc : set_up(local, b, entries, n);
+}
+
+int kvq_local_begin_on_stream(kvq_local *local, kvq_bucket *bucket, struct kvq_entry *entries,
+                              uint32_t n, void *stream)
+{
+    int rc = check(local, bucket, "step begin", entries, n);
+    if (rc)
+        return rc;
+    if (local->stepping)
+        return kvq__fail(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
+                                     "kvq_local_end_on_stream or kvq_local_abort ends it");
+    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    rc = begin(local, bucket, entries, n, stream);
+    kvq__gpu_leave(&local->here, before);
+    if (rc || !local->stepping)
+        kvq__local_over(local);
+    for (uint32_t i = 0; rc && i < n; i++)
+        entries[i].status = rc;
+    return rc;
+}
+
+// ---- Attend ----
+
+static int is_capturing(const struct kvq_local *local, struct kvq_gpu_stream *stream, bool *yes)
+{
+    int status, result = local->here.driver->stream_capturing(stream, &status);
+    *yes = result == KVQ_GPU_OK && status != KVQ_GPU_CAPTURE_NONE;
+    return result ? kvq__local_fault(local, result, "looking at the stream that was given")
+                  : KVQ_OK;
+}
+
+static int capture(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
+                   struct kvq_entry *entries, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        entries[i].status = KVQ_OK;
+    if (*local->why)
+        return kvq__fail(KVQ_E_UNSUPPORTED,
+                         "attend: the stream is being captured into a graph, but "
+                         "attention goes through the daemon (%s)",
+                         local->why);
+    b->noted[work->layer] = true;
+    b->works[work->layer] = *work;
+    return KVQ_OK;
+}
+
+static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
+                      struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t m = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_entry *e = &entries[i];
+        e->status = kvq__local_check_part(local, work, e);
+        if (e->status == KVQ_OK && e->queries > b->max_queries)
+            e->status = KVQ_E_LIMIT;
+        e->value = e->position;
+        if (e->status == KVQ_OK)
+            b->calls[m++] = kvq__local_call(local, work, e);
+    }
+    int rc = kvq__bucket_fill(b, work->layer, m);
+    if (rc == KVQ_OK)
+        rc = kvq__bucket_copy(b, work->layer, work->layer + 1);
+    if (rc == KVQ_OK && work->k.buffer)
+        kvq__local_note(local, work);
+    if (rc == KVQ_OK && m < n)
+        kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
+                           entries, n);
+    return rc;
+}
+
+static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
+                  struct kvq_entry *entries, uint32_t n, struct kvq_gpu_stream *stream)
+{
+    bool capturing;
+    int rc = is_capturing(local, stream, &capturing);
+    if (rc)
+        return rc;
+    if (!capturing && (!local->stepping || local->bucket != b))
+        return kvq__fail(KVQ_E_NO_STEP, "attend: no step was begun with this bucket; "
+                                        "kvq_local_begin_on_stream begins one");
+    if (*local->why && !capturing)
+        return kvq__through_attend(local, work, entries, n);
+    if (!*local->why && work->layer >= b->n_layers)
+        return kvq__fail(KVQ_E_SHAPE, "attend, layer %u: the bucket's sessions have %u",
+                         work->layer, b->n_layers);
+    rc = kvq__local_check_work(local, work);
+    if (rc == KVQ_OK)
+        rc = capturing ? capture(local, b, work, entries, n)
+                       : attend_now(local, b, work, entries, n);
+    return rc ? rc : kvq__bucket_launch(b, work->layer, stream);
+}
+
+int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struct kvq_work *work,
+                               struct kvq_entry *entries, uint32_t n, void *stream)
+{
+    int rc = check(local, bucket, "attend", entries, n);
+    if (rc)
+        return rc;
+    if (!work)
+        return kvq__fail(KVQ_E_INVALID, "attend: work is NULL");
+    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    rc = attend(local, bucket, work, entries, n, stream);
+    kvq__gpu_leave(&local->here, before);
+    return rc;
+}
+
+// ---- End ----
+
+int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
+                            struct kvq_entry *entries, uint32_t n, void *stream)
+{
+    int rc = kvq__local_check_call(local, "step end", entries, n);
+    if (rc == KVQ_OK)
+        rc = kvq__local_check_place(local, true);
+    if (rc)
+        return rc;
+    if (!local->stepping)
+        return kvq__fail(KVQ_E_NO_STEP,
+                         "step end: no step was begun; kvq_local_begin_on_stream begins one");
+    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    local->stream = stream;
+    rc = *local->why ? kvq__through_end(local, work, entries, n)
+                     : kvq__local_end(local, work, entries, n);
+    kvq__gpu_leave(&local->here, before);
+    return rc;
+}
