@@ -333,13 +333,13 @@ static void test_300_replays(void **state)
 static void test_extras(void **state)
 {
     (void)state;
-    replay("ott2", 60);
+    replay("innerq-hybrid", 40);
 }
 
 static void test_raw(void **state)
 {
     (void)state;
-    replay("f16", 20);
+    replay("f16", 10);
 }
 
 static void test_through_daemon(void **state)
