@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Buckets: device memory for the attentions of a step, as large as any within its limits needs. Each
-// layer has a place of its own for its batch, so that launches are the same in every step.
+// Buckets: device memory for the attentions of a step, as large as any within its limits needs.
+// Each layer has a place of its own for its batch, so that launches are the same in every step.
 #include "client/local.h"
 
 #include <stdlib.h>

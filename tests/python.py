@@ -40,7 +40,8 @@ class Header(unittest.TestCase):
                  "GpuInfo": "gpu_info", "Tensor": "tensor", "LayerRow": "layer",
                  "SessionOptions": "session_options", "SessionInfo": "session_info",
                  "Pages": "pages", "Work": "work", "CaptureOptions": "capture_options",
-                 "StepWork": "step_work", "LocalOptions": "local_options"}
+                 "StepWork": "step_work", "LocalOptions": "local_options",
+                 "BucketOptions": "bucket_options"}
         ours = {n for n, s in vars(_ffi).items()
                 if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
         self.assertEqual(set(names), ours)

@@ -86,6 +86,11 @@ class LocalOptions(Structure):
                 ("threads", c_uint32), ("parallel", PARALLEL), ("parallel_context", c_void_p)]
 
 
+class BucketOptions(Structure):
+    _fields_ = [("session", c_uint64), ("max_tokens", c_uint64), ("max_sessions", c_uint32),
+                ("max_queries", c_uint32)]
+
+
 class CaptureOptions(Structure):
     _fields_ = [("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("model", c_char_p),
                 ("max_tokens", c_uint64), ("queries", c_uint8)]
@@ -145,6 +150,13 @@ FUNCTIONS = {
     "kvq_local_attend": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
     "kvq_local_end": (c_int, [c_void_p, POINTER(StepWork), c_void_p, c_uint32]),
     "kvq_local_abort": (None, [c_void_p]),
+    "kvq_bucket_open": (c_int, [c_void_p, POINTER(BucketOptions), POINTER(c_void_p)]),
+    "kvq_bucket_close": (None, [POINTER(c_void_p)]),
+    "kvq_local_begin_on_stream": (c_int, [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p]),
+    "kvq_local_attend_on_stream": (c_int, [c_void_p, c_void_p, POINTER(Work), c_void_p, c_uint32,
+                                           c_void_p]),
+    "kvq_local_end_on_stream": (c_int, [c_void_p, POINTER(StepWork), c_void_p, c_uint32,
+                                        c_void_p]),
     "kvq_nop": (c_int, [c_void_p, c_void_p, c_uint32]),
     "kvq_submit": (c_int, [c_void_p, c_int, POINTER(Work), c_void_p, c_uint32,
                            POINTER(c_uint64)]),
