@@ -191,10 +191,9 @@ static int judge_unproven(struct rebuild *r)
         uint64_t sound = 0;
         for (size_t j = 0; j < r->n_found && commit->transaction > r->proven; j++) {
             const struct found *f = &r->found[j];
-            sound += f->transaction == commit->transaction && !f->bad && f->w.id != 0 &&
-                     f->w.kind != KVQ_RECORD_COMMIT;
+            sound += f->transaction == commit->transaction && !f->bad && f->w.id != 0;
         }
-        if (commit->transaction > r->proven && sound != commit->records)
+        if (commit->transaction > r->proven && sound != commit->records + 1) // and itself
             continue;
         if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
                        sizeof *r->committed))
@@ -441,7 +440,10 @@ static int fill_catalog(struct rebuild *r)
         rc = apply(r, &r->claims[i]);
     if (rc == KVQ_OK)
         rc = kvq__catalog_free_blocks(s);
+    // Not every transaction writes records: the last one may be known only by who came after it.
     s->last_transaction = r->n_committed ? r->committed[r->n_committed - 1] : 0;
+    if (s->last_transaction < r->proven)
+        s->last_transaction = r->proven;
     s->next_transaction = r->last_seen + 1;
     return rc ? rc : kvq__catalog_counters(s, s->last_transaction);
 }

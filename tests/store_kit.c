@@ -247,6 +247,8 @@ int kit_change(struct kit *k, const struct world *before, struct world *after)
     case 10:
         return change_space(k, after);
     default:
+        if (k->stays_open)
+            return change_grow(k, after);
         kvq_store_close(&k->store);
         return kit_open(k, k->io);
     }

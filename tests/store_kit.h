@@ -37,6 +37,7 @@ struct kit {
     struct kvq_store *store;
     struct kvq_store_options options;
     struct kvq_store_report report;
+    bool stays_open; // kit_change does not reopen it
     char text[KVQ_TEXT_BYTES];
 };
 

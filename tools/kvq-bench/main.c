@@ -12,6 +12,8 @@ int main(int argc, char **argv)
         return quality_main(argc - 1, argv + 1);
     if (argc > 1 && strcmp(argv[1], "hop") == 0)
         return hop_main(argc - 1, argv + 1);
+    if (argc > 1 && strcmp(argv[1], "storage") == 0)
+        return storage_main(argc - 1, argv + 1);
     struct bench_options o;
     int status = bench_options_read(&o, argc, argv);
     if (status)

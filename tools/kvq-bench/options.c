@@ -11,7 +11,7 @@
 #include "tools/kvq-bench/cache.h"
 
 static const char help[] =
-    "Usage: kvq-bench attend|shared|pack|ring|step|hop|quality [OPTION]...\n"
+    "Usage: kvq-bench attend|shared|pack|ring|step|hop|storage|quality [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
@@ -25,6 +25,8 @@ static const char help[] =
     "          in this program's own context over the same kvqd's memory; one thread each\n"
     "  hop     what attention on a GPU costs through the daemon; has options of its own, see\n"
     "          kvq-bench hop --help\n"
+    "  storage saving and restoring a session against dd; has options of its own, see\n"
+    "          kvq-bench storage --help\n"
     "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
     "          see kvq-bench quality --help\n"
     "\n"
