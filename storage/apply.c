@@ -59,31 +59,32 @@ static int put_entry(struct kvq_store *s, uint64_t session, const struct kvq_man
                          (int64_t)e->from);
 }
 
-// One step of merging two ascending lists; both were ascending when they came.
-static int merge_one(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry **was,
-                     const struct kvq_manifest_entry **is, int order)
+// Both entries are at the same place.
+static int replace_entry(struct kvq_store *s, uint64_t session,
+                         const struct kvq_manifest_entry *was, const struct kvq_manifest_entry *is)
 {
-    if (order < 0)
-        return drop_entry(s, session, (*was)++);
-    if (order > 0)
-        return put_entry(s, session, (*is)++);
-    const struct kvq_manifest_entry *a = (*was)++, *b = (*is)++;
-    if (a->block == b->block && a->from == b->from)
+    if (was->block == is->block && was->from == is->from)
         return KVQ_OK;
-    int rc = drop_entry(s, session, a);
-    return rc ? rc : put_entry(s, session, b);
+    int rc = drop_entry(s, session, was);
+    return rc ? rc : put_entry(s, session, is);
 }
 
+// Walks along the old entries and the new ones, both ascending, and changes what differs.
 static int merge_entries(struct kvq_store *s, const struct kvq__save_session *session)
 {
     struct kvq_manifest_entry *old = NULL;
-    size_t n_old = 0;
-    int rc = session->known ? old_entries(s, session->head.session, &old, &n_old) : KVQ_OK;
-    const struct kvq_manifest_entry *was = old, *is = session->entries;
-    const struct kvq_manifest_entry *end_was = was + n_old, *end_is = is + session->head.entries;
-    while (rc == KVQ_OK && (was != end_was || is != end_is)) {
-        int order = was == end_was ? 1 : is == end_is ? -1 : kvq_manifest_order(was, is);
-        rc = merge_one(s, session->head.session, &was, &is, order);
+    const struct kvq_manifest_entry *new = session->entries;
+    size_t n_old = 0, i = 0, j = 0, n_new = session->head.entries;
+    uint64_t id = session->head.session;
+    int rc = session->known ? old_entries(s, id, &old, &n_old) : KVQ_OK;
+    while (rc == KVQ_OK && (i < n_old || j < n_new)) {
+        int order = i == n_old ? 1 : j == n_new ? -1 : kvq_manifest_order(&old[i], &new[j]);
+        if (order < 0)
+            rc = drop_entry(s, id, &old[i++]);
+        else if (order > 0)
+            rc = put_entry(s, id, &new[j++]);
+        else
+            rc = replace_entry(s, id, &old[i++], &new[j++]);
     }
     free(old);
     return rc;

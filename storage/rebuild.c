@@ -139,7 +139,8 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
     } else if (version > KVQ_RECORD_VERSION) {
         rc = kvq__complain(r->c, KVQ_E_VERSION, "%s is of version %u; this program knows up to %d",
                            name, version, KVQ_RECORD_VERSION);
-    } else if (front || (!first && memcmp(head.store, s->id, sizeof s->id) != 0)) {
+    } else if (front || head.number != number ||
+               (!first && memcmp(head.store, s->id, sizeof s->id) != 0)) {
         r->report->damaged_bytes += status.bytes;
         rc = status.bytes ? set_aside(r, name, path) : KVQ_OK;
     } else {
@@ -328,7 +329,8 @@ static int select_claims(struct rebuild *r)
     return KVQ_OK;
 }
 
-// Entries whose blocks nobody has found get a block that is marked as bad.
+// Entries whose blocks nobody has found get a block that is marked as bad. KVQ_E_INVALID: an entry
+// names what is no block.
 static int fill_gaps(struct rebuild *r, struct kvq__save_session *v)
 {
     struct kvq_store *s = r->s;
@@ -337,6 +339,8 @@ static int fill_gaps(struct rebuild *r, struct kvq__save_session *v)
         struct kvq_stored block;
         enum kvq_record_kind kind;
         rc = kvq__block_find(s, v->entries[i].block, &block, &kind);
+        if (rc == KVQ_OK && kind != KVQ_RECORD_BLOCK)
+            return KVQ_E_INVALID;
         if (rc == KVQ_OK)
             v->bytes += block.bytes;
         if (rc != KVQ_E_NO_SESSION)
@@ -381,9 +385,13 @@ static int apply_manifest(struct rebuild *r, const struct claim *claim, const vo
                                   .opaque = (uint8_t *)m.opaque,
                                   .manifest = f->w.id};
     r->s->next_transaction = claim->transaction;
-    int rc = replace_namesake(r, m.head);
+    int rc = fill_gaps(r, &v);
+    if (rc == KVQ_E_INVALID) {
+        r->report->lost_sessions++;
+        return KVQ_OK;
+    }
     if (rc == KVQ_OK)
-        rc = fill_gaps(r, &v);
+        rc = replace_namesake(r, m.head);
     return rc ? rc : kvq__apply_session(r->s, &v);
 }
 

@@ -42,6 +42,7 @@ CONFINED = {
     r"cJSON\.h|cjson/cJSON\.h": ("tools/", "tests/"),
     r"cblas\.h|cblas-openblas\.h|openblas.*\.h|lapacke?\.h": ("tools/kvq-run/", "tests/"),
     r"cmocka\.h": ("tests/",),
+    r"sqlite3\.h": ("storage/", "tests/"),
     r"(imm|x86|[a-z]mm)intrin\.h|cpuid\.h": ("kernels/", "proto/"),
     r"cuda.*\.h": ("kernels/cuda/",),
 }
