@@ -82,7 +82,8 @@ enum {
     KVQ_E_INTERNAL = -33,
     KVQ_E_NO_CLIENT = -34,
     KVQ_E_NO_SPACE = -35,
-    KVQ_E_DAMAGED = -36
+    KVQ_E_DAMAGED = -36,
+    KVQ_E_REMOTE = -37
 };
 
 /* One sentence for a code; never NULL. Thread-safe. */

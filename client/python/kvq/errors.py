@@ -44,6 +44,7 @@ class Code(enum.IntEnum):
     E_NO_CLIENT = -34
     E_NO_SPACE = -35
     E_DAMAGED = -36
+    E_REMOTE = -37
 
 
 def strerror(code):

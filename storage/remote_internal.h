@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files of the remote tier share: the remote, and one request to it.
+#ifndef KVQ_STORAGE_REMOTE_INTERNAL_H
+#define KVQ_STORAGE_REMOTE_INTERNAL_H
+
+#include <curl/curl.h>
+
+#include "proto/limits.h"
+#include "proto/status.h"
+#include "storage/remote.h"
+#include "storage/remote_parts.h"
+#include "storage/remote_reply.h"
+
+struct kvq_remote {
+    CURLM *multi;
+    CURL *easy;
+    char *base;    // http://HOST[:PORT]/BUCKET or http://BUCKET.HOST[:PORT]
+    char *prefix;  // empty, or with a slash at its end
+    char *ca_file; // may be NULL
+    char sigv4[96];
+    struct kvq_remote_keys keys;
+    uint32_t connect_ms, stall_ms, retries, part_bytes;
+    struct kvq_remote_clock *clock;
+    struct kvq_io *io;
+};
+
+// Where a call's complaints go, and who looks on.
+struct kvq__call {
+    struct kvq_remote *remote;
+    const struct kvq_remote_watch *watch; // may be NULL
+    uint64_t done, all;                   // what the watcher is told, less what moves now
+    char *text;
+    size_t n;
+};
+
+struct kvq__request {
+    const char *method; // GET, HEAD, PUT, POST, DELETE
+    const char *key;    // behind the prefix; NULL: the bucket itself
+    const char *query;  // sorted and encoded as it is to be signed, or NULL
+    const void *body;
+    size_t body_bytes;
+    const uint8_t *sha;  // of the body; NULL: it is made here
+    const char *range;   // "FROM-LAST", or NULL
+    uint32_t patience;   // 0: 1; times stall_ms
+    size_t max;          // bytes of a successful reply's body
+    bool watched;        // what moves counts as progress
+    bool absent_is_fine; // 404 to an object is no complaint, only KVQ_E_NO_SESSION
+};
+
+struct kvq__answer {
+    long status;
+    char *body; // by malloc, with a NUL behind; never NULL after success
+    size_t bytes;
+    uint64_t length; // Content-Length, UINT64_MAX: not said
+    bool chunked;    // the body says by itself where it ends
+    char etag[KVQ__ETAG_BYTES];
+    char range[80]; // Content-Range
+};
+
+// Writes "METHOD URL: sentence" and returns code.
+int kvq__remote_say(struct kvq__call *call, int code, const char *method, const char *key,
+                    const char *format, ...) __attribute__((format(printf, 5, 6)));
+
+// Sends a request, again for as long as that may help. 0 with an answer of status 200 to 206, or a
+// code with a sentence. The answer's body is freed by kvq__answer_free in any case.
+int kvq__request(struct kvq__call *call, const struct kvq__request *request,
+                 struct kvq__answer *answer);
+void kvq__answer_free(struct kvq__answer *answer);
+
+// Tells the watcher. KVQ_E_CANCELLED if it has had enough.
+int kvq__remote_tell(struct kvq__call *call, uint64_t moved);
+// Waits before try number `tries` (1: the first repetition). 0 or KVQ_E_CANCELLED.
+int kvq__remote_wait(struct kvq__call *call, uint32_t tries, uint32_t at_least_ms);
+
+// Whether a key is one that we write, and of no more than the length that is left to it.
+int kvq__remote_key_check(struct kvq__call *call, const char *key);
+
+// Reads an answer that should be a document whose root's name starts so (servers differ in the
+// rest). 0, what each() gave, or a code with a sentence.
+int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request,
+                      const struct kvq__answer *answer, const char *root, struct kvq__reply *reply,
+                      int (*each)(void *context, const struct kvq__reply_item *item),
+                      void *context);
+
+// Gets bytes [from, from + n) of an object that is `all` bytes long. What is not exactly that is
+// refused. The answer's body is freed by kvq__answer_free in any case.
+int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,
+                      uint64_t all, struct kvq__answer *answer);
+
+// Uploads an open file whose parts are known as an object, with parts that are there already left
+// out. *sent is increased by the bytes that were sent.
+int kvq__remote_upload(struct kvq__call *call, const char *key, int file,
+                       const struct kvq__parts *parts, uint64_t *sent);
+// Gives up all uploads of objects whose keys start so.
+int kvq__remote_abort_uploads(struct kvq__call *call, const char *start);
+
+#endif

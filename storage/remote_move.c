@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions between a store and the remote: export and push, pull and import.
+//
+// Files in between are named by what they hold, so that a later call finds what an earlier one has
+// left: push-WHAT-VERSION.kvq and pull-WHAT.kvq. WHAT is of the namespace and name, VERSION of the
+// saves of all shards.
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "storage/remote_internal.h"
+#include "storage/store.h"
+
+enum { HEX_KEPT = 24 }; // digits of a SHA-256 that tell files apart
+
+static int say(char *text, size_t n, int code, const char *path, const char *what, int error)
+{
+    if (n)
+        snprintf(text, n, "%.300s: %s%s%s", path, what, error ? ": " : "",
+                 error ? strerror(error) : "");
+    return code;
+}
+
+static int name_hash(const char *space, const char *name, char out[KVQ__SHA_HEX], char *text,
+                     size_t n)
+{
+    char both[KVQ_REMOTE_KEY_BYTES];
+    uint8_t sha[KVQ__SHA_BYTES];
+    int rc = kvq_remote_session_key(space, name, both);
+    if (rc == 0)
+        rc = kvq__sha256(both, strlen(both), sha);
+    if (rc != 0)
+        return say(text, n, rc, name, "no name for a session", 0);
+    kvq__sha_hex(sha, out);
+    out[HEX_KEPT] = '\0';
+    return 0;
+}
+
+// A digest of the saves that all shards of a session are at.
+static int saves_hash(struct kvq_store *store, const char *space, const char *name,
+                      char out[KVQ__SHA_HEX], char *text, size_t n)
+{
+    uint64_t saves[KVQ_MAX_SHARDS] = {0};
+    uint8_t sha[KVQ__SHA_BYTES];
+    uint32_t shards = 1;
+    for (uint32_t i = 0; i < shards; i++) {
+        struct kvq_store_session session;
+        int rc = kvq_store_find(store, space, name, i, &session, text, n);
+        if (rc != 0)
+            return rc;
+        shards = session.shards <= KVQ_MAX_SHARDS ? session.shards : KVQ_MAX_SHARDS;
+        saves[i] = session.save;
+    }
+    int rc = kvq__sha256(saves, shards * sizeof *saves, sha);
+    kvq__sha_hex(sha, out);
+    out[HEX_KEPT] = '\0';
+    return rc;
+}
+
+static int make_folder(struct kvq_io *io, const char *folder, char *text, size_t n)
+{
+    int rc;
+    do
+        rc = io->make_dir(io, folder);
+    while (rc == -EINTR);
+    return rc == 0 || rc == -EEXIST
+               ? 0
+               : say(text, n, KVQ_E_SYSTEM, folder, "making the folder for transfers", -rc);
+}
+
+static bool is_there(struct kvq_io *io, const char *path)
+{
+    int file = kvq_io_open(io, path, KVQ_IO_READ);
+    if (file >= 0)
+        io->close(io, file);
+    return file >= 0;
+}
+
+// ---- Push ----
+
+// Files of earlier saves of the same session.
+struct stale {
+    struct kvq_io *io;
+    const char *folder, *start, *keep;
+};
+
+static int remove_stale(void *context, const char *name)
+{
+    const struct stale *s = context;
+    char *path = NULL;
+    if (strncmp(name, s->start, strlen(s->start)) == 0 && strcmp(name, s->keep) != 0 &&
+        asprintf(&path, "%s/%s", s->folder, name) >= 0) {
+        (void)kvq_io_unlink(s->io, path);
+        free(path);
+    }
+    return 0;
+}
+
+int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
+                    const char *space, const char *name, const struct kvq_remote_watch *watch,
+                    struct kvq_remote_moved *moved, char *text, size_t n)
+{
+    struct kvq_io *io = remote->io;
+    char what[KVQ__SHA_HEX], version[KVQ__SHA_HEX], start[64], file[128];
+    char *path = NULL;
+    memset(moved, 0, sizeof *moved);
+    int rc = name_hash(space, name, what, text, n);
+    if (rc == 0)
+        rc = saves_hash(store, space, name, version, text, n);
+    if (rc == 0)
+        rc = make_folder(io, folder, text, n);
+    if (rc != 0)
+        return rc;
+    snprintf(start, sizeof start, "push-%.*s-", HEX_KEPT, what);
+    snprintf(file, sizeof file, "%s%.*s.kvq", start, HEX_KEPT, version);
+    if (asprintf(&path, "%s/%s", folder, file) < 0)
+        return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
+    struct stale stale = {io, folder, start, file};
+    (void)io->list(io, folder, remove_stale, &stale);
+    if (!is_there(io, path))
+        rc = kvq_store_export(store, space, name, path, text, n);
+    if (rc == 0)
+        rc = kvq_remote_push_file(remote, path, space, name, watch, moved, text, n);
+    if (rc == 0 || rc == KVQ_E_DAMAGED)
+        (void)kvq_io_unlink(io, path);
+    free(path);
+    return rc;
+}
+
+// ---- Pull ----
+
+int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
+                    const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
+                    struct kvq_remote_moved *moved, char *text, size_t n)
+{
+    struct kvq_io *io = remote->io;
+    const char *space = what->as_space ? what->as_space : what->space;
+    const char *name = what->as_name ? what->as_name : what->name;
+    char hash[KVQ__SHA_HEX];
+    char *path = NULL;
+    struct kvq_store_session session;
+    memset(moved, 0, sizeof *moved);
+    // Before anything is transferred. The import looks again.
+    if (!what->replace && kvq_store_find(store, space, name, 0, &session, NULL, 0) == 0) {
+        if (n)
+            snprintf(text, n,
+                     "the store has a session \"%.120s\" in \"%.120s\" already: delete it, "
+                     "replace it, or pull under another name",
+                     name, space);
+        return KVQ_E_EXISTS;
+    }
+    int rc = name_hash(what->space, what->name, hash, text, n);
+    if (rc == 0)
+        rc = make_folder(io, folder, text, n);
+    if (rc != 0)
+        return rc;
+    if (asprintf(&path, "%s/pull-%.*s.kvq", folder, HEX_KEPT, hash) < 0)
+        return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
+    rc = kvq_remote_pull_file(remote, what->space, what->name, path, watch, moved, text, n);
+    if (rc == 0) {
+        rc = kvq_store_import(store, path, space, name, what->replace, text, n);
+        // Kept where a later try may go better.
+        if (rc != KVQ_E_NO_SPACE && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
+            (void)kvq_io_unlink(io, path);
+    }
+    free(path);
+    return rc;
+}

@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The remote tier against a real S3-compatible server: rclone's, which checks signatures, on
+// loopback. Skipped where there is none, see remote_kit.h.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "proto/status.h"
+#include "tests/remote_kit.h"
+
+enum { PART = KVQ_REMOTE_PART_MIN, FILE_BYTES = 5 * PART + 4321 };
+
+static struct s3 s3;
+static struct test_clock test_clock;
+static struct kvq_remote *remote;
+static char text[512];
+static char folder[] = "/tmp/kvq-remote-XXXXXX";
+static char source[64], target[64], part[64];
+
+static void good(int rc)
+{
+    if (rc != 0)
+        fail_msg("%s: %s", kvq_status_name(rc), text);
+}
+
+static void reopen(void)
+{
+    kvq_remote_close(&remote);
+    struct kvq_remote_options o = remote_options(s3.port, &test_clock);
+    o.prefix = "team/kv";
+    good(kvq_remote_open(&o, &remote, text, sizeof text));
+}
+
+static int before_each(void **state)
+{
+    (void)state;
+    test_clock_init(&test_clock);
+    reopen();
+    unlink(target);
+    unlink(part);
+    return 0;
+}
+
+static int after_each(void **state)
+{
+    (void)state;
+    kvq_remote_close(&remote);
+    return 0;
+}
+
+// ---- Who looks on ----
+
+// Ends a transfer when that many bytes are done, by cancelling it or by killing the server.
+struct breaker {
+    uint64_t at;
+    bool kill_server, done;
+};
+
+static int break_it(void *context, uint64_t done, uint64_t all)
+{
+    struct breaker *b = context;
+    if (b->done || done < b->at || all == 0)
+        return 0;
+    b->done = true;
+    if (b->kill_server)
+        s3_kill(&s3);
+    return b->kill_server ? 0 : 1;
+}
+
+// ---- Objects ----
+
+static int count_object(void *context, const struct kvq_remote_object *object)
+{
+    (void)object;
+    ++*(int *)context;
+    return 0;
+}
+
+static int count_objects(const char *start)
+{
+    int n = 0;
+    good(kvq_remote_list(remote, start, count_object, &n, text, sizeof text));
+    return n;
+}
+
+static void objects_come_back(void **state)
+{
+    (void)state;
+    char *big = malloc(300 * 1024);
+    void *data = NULL;
+    size_t n = 0;
+    struct kvq_remote_object object;
+    memset(big, 'b', 300 * 1024);
+    good(kvq_remote_put(remote, "a/small", "hello", 5, NULL, text, sizeof text));
+    good(kvq_remote_put(remote, "a/empty", NULL, 0, NULL, text, sizeof text));
+    good(kvq_remote_put(remote, "a/big-1_2.x", big, 300 * 1024, NULL, text, sizeof text));
+    good(kvq_remote_get(remote, "a/small", 5, &data, &n, NULL, text, sizeof text));
+    assert_int_equal(n, 5);
+    assert_memory_equal(data, "hello", 6); // with a NUL behind
+    free(data);
+    good(kvq_remote_get(remote, "a/empty", 5, &data, &n, NULL, text, sizeof text));
+    assert_int_equal(n, 0);
+    free(data);
+    good(kvq_remote_get(remote, "a/big-1_2.x", 1 << 20, &data, &n, NULL, text, sizeof text));
+    assert_int_equal(n, 300 * 1024);
+    assert_memory_equal(data, big, n);
+    free(data);
+    good(kvq_remote_head(remote, "a/big-1_2.x", &object, text, sizeof text));
+    assert_int_equal(object.bytes, 300 * 1024);
+    assert_int_equal(count_objects("a/"), 3);
+    good(kvq_remote_delete(remote, "a/big-1_2.x", text, sizeof text));
+    good(kvq_remote_delete(remote, "a/big-1_2.x", text, sizeof text)); // is gone, as was asked for
+    assert_int_equal(count_objects("a/"), 2);
+    assert_int_equal(kvq_remote_head(remote, "a/big-1_2.x", &object, text, sizeof text),
+                     KVQ_E_NO_SESSION);
+    assert_int_equal(kvq_remote_get(remote, "a/small", 4, &data, &n, NULL, text, sizeof text),
+                     KVQ_E_REMOTE); // larger than was allowed
+    assert_null(data);
+    free(big);
+}
+
+static void wrong_keys_and_buckets_are_named(void **state)
+{
+    (void)state;
+    struct kvq_remote_options o = remote_options(s3.port, &test_clock);
+    struct kvq_remote *other;
+    snprintf(o.keys.secret, sizeof o.keys.secret, "another-secret-that-is-wrong");
+    good(kvq_remote_open(&o, &other, text, sizeof text));
+    assert_int_equal(kvq_remote_put(other, "x", "y", 1, NULL, text, sizeof text), KVQ_E_PERMISSION);
+    assert_non_null(strstr(text, "403"));
+    assert_non_null(strstr(text, "check the secret key"));
+    assert_null(strstr(text, "another-secret"));
+    kvq_remote_close(&other);
+
+    o = remote_options(s3.port, &test_clock);
+    o.bucket = "no-such-bucket";
+    good(kvq_remote_open(&o, &other, text, sizeof text));
+    assert_int_equal(kvq_remote_put(other, "x", "y", 1, NULL, text, sizeof text), KVQ_E_REMOTE);
+    assert_non_null(strstr(text, "no-such-bucket"));
+    assert_non_null(strstr(text, "make the bucket"));
+    kvq_remote_close(&other);
+    assert_int_equal(test_clock.waits, 0); // neither is worth another try
+}
+
+// ---- Sessions ----
+
+static uint64_t push_some(const char *name)
+{
+    struct kvq_remote_moved moved;
+    good(kvq_remote_push_file(remote, source, "team a", name, NULL, &moved, text, sizeof text));
+    assert_int_equal(moved.bytes, FILE_BYTES);
+    return moved.transferred;
+}
+
+static void push(const char *name, uint64_t transferred)
+{
+    assert_int_equal(push_some(name), transferred);
+}
+
+static void pull(const char *name, uint64_t transferred)
+{
+    struct kvq_remote_moved moved;
+    good(kvq_remote_pull_file(remote, "team a", name, target, NULL, &moved, text, sizeof text));
+    assert_int_equal(moved.transferred, transferred);
+    assert_true(same_file(source, target));
+    assert_int_not_equal(access(part, F_OK), 0);
+}
+
+static void a_session_goes_there_and_back(void **state)
+{
+    (void)state;
+    make_file(source, FILE_BYTES, 1);
+    push("chat", FILE_BYTES);
+    pull("chat", FILE_BYTES);
+    pull("chat", 0); // the file is there, and every part of it is right
+    push("chat", 0);
+    assert_int_equal(count_objects("team_20a/chat/"), 2);
+    make_file(source, FILE_BYTES, 2);
+    push("chat", FILE_BYTES);
+    assert_int_equal(count_objects("team_20a/chat/"), 2); // the old data is gone
+    pull("chat", FILE_BYTES);
+}
+
+static void a_session_of_one_part(void **state)
+{
+    (void)state;
+    struct kvq_remote_moved moved;
+    make_file(source, 1000, 3);
+    good(kvq_remote_push_file(remote, source, "s", "tiny", NULL, &moved, text, sizeof text));
+    good(kvq_remote_pull_file(remote, "s", "tiny", target, NULL, &moved, text, sizeof text));
+    assert_true(same_file(source, target));
+}
+
+static void a_push_goes_on_where_it_broke(void **state)
+{
+    (void)state;
+    struct kvq_remote_moved moved;
+    make_file(source, FILE_BYTES, 4);
+    push("broken", FILE_BYTES);
+    make_file(source, FILE_BYTES, 5);
+    struct breaker b = {.at = 2 * PART + 1};
+    struct kvq_remote_watch watch = {break_it, &b};
+    assert_int_equal(
+        kvq_remote_push_file(remote, source, "team a", "broken", &watch, &moved, text, sizeof text),
+        KVQ_E_CANCELLED);
+    assert_int_equal(moved.transferred, 2 * PART);
+    make_file(source, FILE_BYTES, 4);
+    pull("broken", FILE_BYTES); // what was there before is still there, as a whole
+    make_file(source, FILE_BYTES, 5);
+    reopen();                            // as another process would
+    uint64_t sent = push_some("broken"); // the part that broke may have arrived as a whole
+    assert_true(sent == FILE_BYTES - 2 * PART || sent == FILE_BYTES - 3 * PART);
+    unlink(target);
+    pull("broken", FILE_BYTES);
+}
+
+static void a_pull_goes_on_where_it_broke(void **state)
+{
+    (void)state;
+    struct kvq_remote_moved moved;
+    make_file(source, FILE_BYTES, 6);
+    push("long", FILE_BYTES);
+    struct breaker b = {.at = 3 * PART};
+    struct kvq_remote_watch watch = {break_it, &b};
+    assert_int_equal(
+        kvq_remote_pull_file(remote, "team a", "long", target, &watch, &moved, text, sizeof text),
+        KVQ_E_CANCELLED);
+    assert_int_not_equal(access(target, F_OK), 0); // nothing that is partial has the name
+    assert_int_equal(access(part, F_OK), 0);
+    // A part that is spoilt while it lies there is fetched again, too.
+    FILE *file = fopen(part, "r+b");
+    assert_non_null(file);
+    fseek(file, 100, SEEK_SET);
+    putc('!', file);
+    fclose(file);
+    reopen();
+    pull("long", FILE_BYTES - 2 * PART);
+}
+
+static void a_server_that_dies_is_survived(void **state)
+{
+    (void)state;
+    struct kvq_remote_moved moved;
+    make_file(source, FILE_BYTES, 7);
+    struct breaker b = {.at = 2 * PART, .kill_server = true};
+    struct kvq_remote_watch watch = {break_it, &b};
+    assert_int_equal(
+        kvq_remote_push_file(remote, source, "team a", "dies", &watch, &moved, text, sizeof text),
+        KVQ_E_REMOTE);
+    assert_non_null(strstr(text, "after 4 tries"));
+    assert_int_equal(test_clock.waits, 3);
+    s3_again(&s3); // it has forgotten the parts, which it had in memory
+    push("dies", FILE_BYTES);
+    b = (struct breaker){.at = 2 * PART, .kill_server = true};
+    assert_int_equal(
+        kvq_remote_pull_file(remote, "team a", "dies", target, &watch, &moved, text, sizeof text),
+        KVQ_E_REMOTE);
+    uint64_t had = moved.transferred;
+    assert_true(had >= 2 * PART && had < FILE_BYTES);
+    s3_again(&s3);
+    pull("dies", FILE_BYTES - had);
+}
+
+// ---- Damage ----
+
+// The path of a session's data, a file of the server's.
+static void data_path(const char *name, char *out, size_t size)
+{
+    char where[512];
+    snprintf(where, sizeof where, "%s/" REMOTE_BUCKET "/team/kv/team_20a/%s/data", s3.folder, name);
+    DIR *dir = opendir(where);
+    assert_non_null(dir);
+    struct dirent *entry;
+    *out = '\0';
+    while ((entry = readdir(dir))) {
+        if (entry->d_name[0] != '.')
+            snprintf(out, size, "%s/%s", where, entry->d_name);
+    }
+    closedir(dir);
+    assert_true(*out);
+}
+
+// After files of the server's have been changed behind its back.
+static int try_pull(const char *name)
+{
+    struct kvq_remote_moved moved;
+    s3_kill(&s3);
+    s3_again(&s3);
+    unlink(target);
+    unlink(part);
+    return kvq_remote_pull_file(remote, "team a", name, target, NULL, &moved, text, sizeof text);
+}
+
+static void damage_is_found(void **state)
+{
+    (void)state;
+    char path[1024], head[1024];
+    make_file(source, FILE_BYTES, 8);
+    push("hurt", FILE_BYTES);
+    data_path("hurt", path, sizeof path);
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    fseek(file, 4 * PART + 7, SEEK_SET);
+    int was = getc(file);
+    fseek(file, -1, SEEK_CUR);
+    putc(was ^ 1, file);
+    fclose(file);
+    assert_int_equal(try_pull("hurt"), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "wrong checksum"));
+    assert_int_not_equal(access(target, F_OK), 0);
+    assert_int_equal(truncate(path, FILE_BYTES - 1), 0);
+    assert_int_equal(try_pull("hurt"), KVQ_E_DAMAGED);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(try_pull("hurt"), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "push it again"));
+    snprintf(head, sizeof head, "%s/" REMOTE_BUCKET "/team/kv/team_20a/hurt/head", s3.folder);
+    make_file(head, 100, 1);
+    assert_int_equal(try_pull("hurt"), KVQ_E_DAMAGED);
+    push("hurt", FILE_BYTES); // makes all of it good
+    assert_int_equal(try_pull("hurt"), 0);
+}
+
+// ---- Names ----
+
+static int note_name(void *context, const char *space, const char *name)
+{
+    char *all = context;
+    size_t used = strlen(all);
+    snprintf(all + used, 256 - used, "[%s|%s]", space, name);
+    return 0;
+}
+
+static void names_of_all_kinds(void **state)
+{
+    (void)state;
+    struct kvq_remote_moved moved;
+    char all[256] = "";
+    make_file(source, 100, 9);
+    good(kvq_remote_push_file(remote, source, "odd", "../a b/\xc3\xa9%_?", NULL, &moved, text,
+                              sizeof text));
+    good(kvq_remote_push_file(remote, source, "odd", "..", NULL, &moved, text, sizeof text));
+    good(kvq_remote_sessions(remote, "odd", note_name, all, text, sizeof text));
+    assert_non_null(strstr(all, "[odd|../a b/\xc3\xa9%_?]"));
+    assert_non_null(strstr(all, "[odd|..]"));
+    good(kvq_remote_pull_file(remote, "odd", "..", target, NULL, &moved, text, sizeof text));
+    good(kvq_remote_forget(remote, "odd", "..", text, sizeof text));
+    assert_int_equal(kvq_remote_forget(remote, "odd", "..", text, sizeof text), KVQ_E_NO_SESSION);
+    assert_int_equal(
+        kvq_remote_pull_file(remote, "odd", "..", target, NULL, &moved, text, sizeof text),
+        KVQ_E_NO_SESSION);
+    assert_int_equal(count_objects("odd/_2E./"), 0);
+    assert_int_equal(count_objects("odd/"), 2);
+}
+
+// More parts than a server lists at a time, and more bytes than it likes to have in memory.
+static void large_sessions(void **state)
+{
+    (void)state;
+    const size_t bytes = 1100ul * PART;
+    struct kvq_remote_moved moved;
+    if (!getenv("KVQ_FULL"))
+        skip();
+    make_file(source, bytes, 10);
+    struct breaker b = {.at = 1050ul * PART + 1};
+    struct kvq_remote_watch watch = {break_it, &b};
+    assert_int_equal(
+        kvq_remote_push_file(remote, source, "s", "large", &watch, &moved, text, sizeof text),
+        KVQ_E_CANCELLED);
+    reopen();
+    good(kvq_remote_push_file(remote, source, "s", "large", NULL, &moved, text, sizeof text));
+    assert_int_equal(moved.transferred, 50ul * PART);
+    good(kvq_remote_pull_file(remote, "s", "large", target, NULL, &moved, text, sizeof text));
+    assert_true(same_file(source, target));
+}
+
+static int start(void **state)
+{
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    snprintf(source, sizeof source, "%s/source", folder);
+    snprintf(target, sizeof target, "%s/target", folder);
+    snprintf(part, sizeof part, "%s/target.part", folder);
+    return 0;
+}
+
+static int stop(void **state)
+{
+    (void)state;
+    unlink(source);
+    unlink(target);
+    unlink(part);
+    rmdir(folder);
+    s3_stop(&s3);
+    return 0;
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, before_each, after_each)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(objects_come_back),
+        TEST(wrong_keys_and_buckets_are_named),
+        TEST(a_session_goes_there_and_back),
+        TEST(a_session_of_one_part),
+        TEST(a_push_goes_on_where_it_broke),
+        TEST(a_pull_goes_on_where_it_broke),
+        TEST(a_server_that_dies_is_survived),
+        TEST(damage_is_found),
+        TEST(names_of_all_kinds),
+        TEST(large_sessions),
+    };
+    if (!kvq_remote_built()) {
+        printf("skipped: this build has no remote tier\n");
+        return 77;
+    }
+    if (!s3_start(&s3))
+        return 77;
+    return cmocka_run_group_tests(tests, start, stop);
+}
