@@ -26,10 +26,12 @@ class Hop(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         rows = json.loads(done.stdout)
         through = ["words", "events", "host"]
+        attend = ["local", *through, "in-context"]
         self.assertEqual([(r["request"], r["tokens"], r["mode"]) for r in rows],
                          [("least", 1, m) for m in through] +
                          [(request, tokens, m) for tokens in (90, 200)
-                          for request in ("attend", "step") for m in ["local", *through]])
+                          for request, modes in (("attend", attend),
+                                                 ("step", [*attend, "replayed"])) for m in modes])
         for row in rows:
             self.assertNotIn("not_run", row)
             self.assertIsNone(row["us"])  # not a GPU's

@@ -32,7 +32,6 @@ SECONDS = 280  # for one program
 KERNEL_TESTS = ("test_gpu_driver", "test_gpu_attend", "test_gpu_long", "test_gpu_replay",
                 "test_gpu_pack")
 SOFT_TESTS = ("test_soft_driver", "test_soft_peers")
-FIGURES = ("in-context mode against a local kernel",)
 DRIVER, SERVES = ("GPU driver",), ("GPU driver", "memfd seals", "descriptors over sockets")
 IMPORTS = (*SERVES, "memory by legacy IPC handle")
 
@@ -185,10 +184,6 @@ def example(machine, name):
     return {"says": last} if good else {"wrong": f"exit status {done.returncode}: {last}"}
 
 
-def figure(_machine, _name):
-    raise NotRun("not measured yet: there is no program for it")
-
-
 def suites(folder):
     return re.findall(r"\be2e_\w+\.[A-Z]\w+", (folder / "tests" / "e2e.py").read_text())
 
@@ -199,7 +194,7 @@ def plan(folder):
             ("doctor", ("what kvqd finds",), doctor), ("kernel tests", KERNEL_TESTS, kernels),
             ("end to end", suites(folder), end_to_end),
             ("examples", ("minimal.py", "cuda_engine.c", "pytorch_engine.py"), example),
-            ("software driver", SOFT_TESTS, soft), ("figures", FIGURES, figure)):
+            ("software driver", SOFT_TESTS, soft)):
         for name in names:
             yield group, name, function
 

@@ -14,19 +14,20 @@
 #include "tools/kvq-bench/daemon.h"
 #include "tools/kvq-bench/hop.h"
 
-enum { NO_GPU = 77, MODES = 1 + HOP_ORDERS, WARM_UP = 2 };
+enum { NO_GPU = 77, CONTEXT = 1 + HOP_ORDERS, MODES = CONTEXT + 2, WARM_UP = 2 };
 
 struct hop;
 
-// How attention comes about. Functions enqueue on the stream.
+// How attention comes about. Functions enqueue on the stream. NULL: of open, begin and end that
+// nothing is to be done, of the others that the mode has no such request.
 struct mode {
     const char *name;
-    int (*open)(struct hop *h, uint32_t i); // NULL: nothing is to be done
+    int (*open)(struct hop *h, uint32_t i);
     int (*least)(struct hop *h, uint32_t i);
     int (*attend)(struct hop *h, uint32_t i, uint32_t layer);
-    int (*begin)(struct hop *h, uint32_t i); // of a step; NULL: nothing
+    int (*begin)(struct hop *h, uint32_t i, bool append); // before the layers; append: of a step
     int (*layer)(struct hop *h, uint32_t i, uint32_t layer);
-    int (*end)(struct hop *h, uint32_t i);
+    int (*end)(struct hop *h, uint32_t i, bool append);
 };
 
 struct hop {
@@ -77,9 +78,9 @@ static int queue_least(struct hop *h, uint32_t i)
     return hop_engine_least(h->engine, i - 1, h->text);
 }
 
-static int queue_begin(struct hop *h, uint32_t i)
+static int queue_begin(struct hop *h, uint32_t i, bool append)
 {
-    return hop_engine_begin(h->engine, i - 1, h->text);
+    return append ? hop_engine_begin(h->engine, i - 1, h->text) : 0;
 }
 
 static int queue_layer(struct hop *h, uint32_t i, uint32_t layer)
@@ -87,9 +88,46 @@ static int queue_layer(struct hop *h, uint32_t i, uint32_t layer)
     return hop_engine_append(h->engine, i - 1, layer, h->text);
 }
 
-static int queue_end(struct hop *h, uint32_t i)
+static int queue_end(struct hop *h, uint32_t i, bool append)
 {
-    return hop_engine_end(h->engine, i - 1, h->text);
+    return append ? hop_engine_end(h->engine, i - 1, h->text) : 0;
+}
+
+static int context_open(struct hop *h, uint32_t i)
+{
+    (void)i;
+    return hop_context_open(h->engine, h->text);
+}
+
+static int context_attend(struct hop *h, uint32_t i, uint32_t layer)
+{
+    (void)i;
+    return hop_context_attend(h->engine, layer, false, h->text);
+}
+
+static int context_begin(struct hop *h, uint32_t i, bool append)
+{
+    (void)i;
+    return hop_context_begin(h->engine, append, h->text);
+}
+
+static int context_layer(struct hop *h, uint32_t i, uint32_t layer)
+{
+    (void)i;
+    return hop_context_attend(h->engine, layer, true, h->text);
+}
+
+// All layers at once.
+static int replay_layer(struct hop *h, uint32_t i, uint32_t layer)
+{
+    (void)i;
+    return layer == 0 ? hop_context_replay(h->engine, h->text) : 0;
+}
+
+static int context_end(struct hop *h, uint32_t i, bool append)
+{
+    (void)i;
+    return hop_context_end(h->engine, append, h->text);
 }
 
 static int queue_open(struct hop *h, uint32_t i);
@@ -101,6 +139,9 @@ static const struct mode modes[MODES] = {
     {"words", THROUGH_DAEMON},
     {"events", THROUGH_DAEMON},
     {"host", THROUGH_DAEMON},
+    [CONTEXT] = {"in-context", context_open, NULL, context_attend, context_begin, context_layer,
+                 context_end},
+    {"replayed", NULL, NULL, NULL, context_begin, replay_layer, context_end},
 };
 
 static int queue_open(struct hop *h, uint32_t i)
@@ -115,7 +156,8 @@ static const char *const requests[] = {"least", "attend", "step"};
 
 static bool has(const struct hop *h, uint32_t i, enum request request)
 {
-    return !h->why[i][0] && (request != LEAST || modes[i].least);
+    return !h->why[i][0] && (request != LEAST || modes[i].least) &&
+           (request != ATTEND || modes[i].attend);
 }
 
 static int run_layer(struct hop *h, uint32_t i, enum request request, uint32_t layer)
@@ -134,14 +176,14 @@ static int run_round(struct hop *h, uint32_t i, enum request request, double *al
 {
     const struct mode *m = &modes[i];
     double start = bench_seconds();
-    int rc = request == STEP && m->begin ? m->begin(h, i) : 0;
+    int rc = request != LEAST && m->begin ? m->begin(h, i, request == STEP) : 0;
     for (uint32_t l = 0; rc == 0 && l < h->o->layers; l++)
         rc = run_layer(h, i, request, l);
     *host = bench_seconds() - start;
     if (rc == 0)
         rc = driver_failed(h, h->gpu.driver.stream_sync(h->gpu.stream), "waiting for the stream");
-    if (rc == 0 && request == STEP && m->end)
-        rc = m->end(h, i);
+    if (rc == 0 && request != LEAST && m->end)
+        rc = m->end(h, i, request == STEP);
     *all = bench_seconds() - start;
     return rc;
 }
@@ -165,11 +207,13 @@ static int take_output(struct hop *h, uint32_t i, uint32_t layer, float *out, si
 {
     const struct hop_gpu *g = &h->gpu;
     int result = g->driver.fill8(h->c.out, 0xff, bytes, g->stream);
-    if (driver_failed(h, result, "clearing outputs") || modes[i].attend(h, i, layer))
+    if (driver_failed(h, result, "clearing outputs") ||
+        (modes[i].begin && modes[i].begin(h, i, false)) || modes[i].attend(h, i, layer))
         return -1;
     result = g->driver.copy_out(out, h->c.out, bytes, g->stream);
     result = result ? result : g->driver.stream_sync(g->stream);
-    return driver_failed(h, result, "taking outputs");
+    int rc = driver_failed(h, result, "taking outputs");
+    return rc || !modes[i].end ? rc : modes[i].end(h, i, false);
 }
 
 // All modes' outputs are the first one's, in the first layer and in the last.
@@ -181,7 +225,7 @@ static int compare(struct hop *h)
     for (uint32_t layer = 0; rc == 0 && layer < h->o->layers; layer += h->o->layers - 1) {
         rc = take_output(h, 0, layer, first, n * sizeof(float));
         for (uint32_t i = 1; rc == 0 && i < MODES; i++) {
-            if (h->why[i][0])
+            if (!has(h, i, ATTEND))
                 continue;
             rc = take_output(h, i, layer, other, n * sizeof(float));
             if (rc == 0 && memcmp(first, other, n * sizeof(float))) {
@@ -349,7 +393,8 @@ static int open_all(struct hop *h)
     for (uint32_t i = 0; i < MODES; i++) {
         if (!modes[i].open || modes[i].open(h, i) == 0)
             continue;
-        snprintf(h->why[i], HOP_TEXT, "%s", h->text);
+        for (uint32_t j = i; j == i || (i == CONTEXT && j < MODES); j++)
+            snprintf(h->why[j], HOP_TEXT, "%s", h->text);
         bench_note(h->out, "%s: not to be had: %s", modes[i].name, h->text);
     }
     return 0;

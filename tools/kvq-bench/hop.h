@@ -73,4 +73,14 @@ int hop_engine_begin(struct hop_engine *engine, uint32_t i, char *text);
 int hop_engine_append(struct hop_engine *engine, uint32_t i, uint32_t layer, char *text);
 int hop_engine_end(struct hop_engine *engine, uint32_t i, char *text);
 
+// ---- hop_context.c: in this process's own context, over the daemon's memory ----
+
+int hop_context_open(struct hop_engine *engine, char *text); // before sessions are opened
+// A step of the case's sessions; append: with a token for each. Its layers one by one, or all of
+// them replayed (append alone). It has ended when the daemon has published it.
+int hop_context_begin(struct hop_engine *engine, bool append, char *text);
+int hop_context_attend(struct hop_engine *engine, uint32_t layer, bool append, char *text);
+int hop_context_replay(struct hop_engine *engine, char *text);
+int hop_context_end(struct hop_engine *engine, bool append, char *text);
+
 #endif

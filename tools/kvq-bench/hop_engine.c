@@ -6,27 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "client/kvq.h"
-#include "tools/kvq-bench/hop.h"
+#include "tools/kvq-bench/hop_engine.h"
 
 // Tokens of a step while caches are filled: they stand in 16 bits until they are packed.
 enum { AT_ONCE = 2048 };
 
-struct hop_engine {
-    const struct hop_gpu *gpu;
-    const struct hop_options *o;
-    kvq_client *client;
-    char place[48];
-    kvq_buffer *buffer;
-    uint64_t v_at, fresh_at, q_at, out_at; // K stands first
-    uint16_t *tokens;                      // K and V in host memory
-    kvq_queue *queue[HOP_ORDERS], *own;    // own: for what is not timed
-    struct kvq_entry least, *entries;      // [most sessions]
-    uint32_t n_entries;
-    struct kvq_work work, least_work;
-};
-
-static int fault(int code, const char *what, char *text)
+int hop_fault(int code, const char *what, char *text)
 {
     if (code)
         snprintf(text, HOP_TEXT, "%s: %s", what, kvq_error_text());
@@ -34,15 +19,15 @@ static int fault(int code, const char *what, char *text)
 }
 
 // The first of a request's sessions that failed.
-static int fault_of(int code, const struct kvq_entry *entries, uint32_t n, const char *what,
-                    char *text)
+int hop_fault_of(int code, const struct kvq_entry *entries, uint32_t n, const char *what,
+                 char *text)
 {
     for (uint32_t i = 0; code == 0 && i < n; i++)
         if (entries[i].status) {
             snprintf(text, HOP_TEXT, "%s: %s", what, kvq_error_text());
             return -1;
         }
-    return fault(code, what, text);
+    return hop_fault(code, what, text);
 }
 
 static uint64_t most(const struct bench_list *list)
@@ -98,7 +83,7 @@ static int make_tensors(struct hop_engine *e, char *text)
         return -1;
     }
     make_tokens(e->tokens, e->out_at / 2);
-    if (fault(kvq_buffer_create_on(e->client, NULL, bytes, &e->buffer), "a buffer", text))
+    if (hop_fault(kvq_buffer_create_on(e->client, NULL, bytes, &e->buffer), "a buffer", text))
         return -1;
     e->work.q = kvq_tensor_make(e->buffer, e->q_at, o->q_heads, o->head_dim, KVQ_DTYPE_F16);
     e->work.out = kvq_tensor_make(e->buffer, e->out_at, o->q_heads, o->head_dim, KVQ_DTYPE_F32);
@@ -124,7 +109,8 @@ static int open_session(struct hop_engine *e, struct kvq_layer layer, const char
     const struct kvq_session_options options = {
         .layers = &layer, .n_layers = 1, .format = format, .place = e->place};
     *entry = (struct kvq_entry){.queries = 1};
-    return fault(kvq_session_open(e->client, &options, &entry->session, NULL), "a session", text);
+    return hop_fault(kvq_session_open(e->client, &options, &entry->session, NULL), "a session",
+                     text);
 }
 
 // Appends tokens to all layers of the sessions, all of them the same.
@@ -136,9 +122,9 @@ static int append(struct hop_engine *e, struct kvq_work *work, struct kvq_entry 
     int rc = kvq_step_begin(e->own, entries, n, &work->step);
     for (work->layer = 0; rc == 0 && work->layer < layers; work->layer++)
         rc = kvq_append(e->own, work, entries, n);
-    rc = fault_of(rc, entries, n, "appending", text);
+    rc = hop_fault_of(rc, entries, n, "appending", text);
     if (rc == 0)
-        rc = fault_of(kvq_step_end(e->own, work->step, entries, n), entries, n, "a step", text);
+        rc = hop_fault_of(kvq_step_end(e->own, work->step, entries, n), entries, n, "a step", text);
     for (uint32_t i = 0; i < n; i++) {
         entries[i].position = entries[i].value;
         entries[i].append = 0;
@@ -156,7 +142,7 @@ static int find_place(struct hop_engine *e, char *text)
     uint32_t n = 0;
     if (e->gpu->driver.device_uuid(&uuid, e->gpu->device) != KVQ_GPU_OK ||
         kvq_daemon_gpus(e->client, gpus, 16, &n))
-        return fault(-1, "asking for GPUs", text);
+        return hop_fault(-1, "asking for GPUs", text);
     for (int i = 0; i < 16; i++)
         snprintf(hex + 2 * i, 3, "%02x", uuid.bytes[i]);
     for (uint32_t i = 0; i < n && i < 16; i++) {
@@ -185,8 +171,8 @@ int hop_engine_open(struct hop_engine **out, const struct hop_gpu *gpu, const st
     }
     e->gpu = gpu;
     e->o = o;
-    if (fault(kvq_connect(&options, &e->client), "connecting", text) ||
-        fault(kvq_queue_open(e->client, &e->own), "a queue", text) || find_place(e, text) ||
+    if (hop_fault(kvq_connect(&options, &e->client), "connecting", text) ||
+        hop_fault(kvq_queue_open(e->client, &e->own), "a queue", text) || find_place(e, text) ||
         make_tensors(e, text) || open_session(e, least, "f16", &e->least, text))
         return -1;
     return append(e, &e->least_work, &e->least, 1, 1, 1, text);
@@ -199,44 +185,53 @@ static int find_packed(struct hop_engine *e, struct hop_case *c, char *text)
     int rc = 0;
     for (e->work.layer = 0; rc == 0 && e->work.layer < e->o->layers; e->work.layer++)
         rc = kvq_attend(e->own, &e->work, e->entries, c->sessions);
-    rc = fault_of(rc, e->entries, c->sessions, "attending", text);
+    rc = hop_fault_of(rc, e->entries, c->sessions, "attending", text);
     if (rc == 0)
-        rc = fault(kvq_session_info(e->client, e->entries[0].session, &info), "a session", text);
+        rc =
+            hop_fault(kvq_session_info(e->client, e->entries[0].session, &info), "a session", text);
     c->packed = rc == 0 ? c->tokens - info.full_precision_tokens : 0;
     return rc;
 }
 
-int hop_engine_fill(struct hop_engine *e, struct hop_case *c, char *text)
+int hop_open_sessions(struct hop_engine *e, const struct hop_case *c, struct kvq_entry *entries,
+                      uint32_t *n, char *text)
 {
     const struct hop_options *o = e->o;
     const struct kvq_layer layer = {(uint16_t)o->q_heads,  (uint16_t)o->kv_heads,
                                     (uint16_t)o->head_dim, (uint16_t)o->head_dim,
                                     .kv_from = -1,         .repeat = o->layers};
-    const kvq_gpu_ptr memory = (uintptr_t)kvq_buffer_device(e->buffer);
     const uint64_t row = 2ull * o->kv_heads * o->head_dim;
     int rc = 0;
-    c->k = e->tokens;
-    c->v = e->tokens + e->v_at / 2;
-    c->fresh_k = memory + e->fresh_at;
-    c->fresh_v = c->fresh_k + row;
-    c->q = memory + e->q_at;
-    c->out = memory + e->out_at;
-    for (e->n_entries = 0; rc == 0 && e->n_entries < c->sessions; e->n_entries++) {
-        rc = open_session(e, layer, o->format, &e->entries[e->n_entries], text);
-        e->entries[e->n_entries].q_row = e->n_entries;
+    for (*n = 0; rc == 0 && *n < c->sessions; ++*n) {
+        rc = open_session(e, layer, o->format, &entries[*n], text);
+        entries[*n].q_row = *n;
     }
     for (uint64_t at = 0; rc == 0 && at < c->tokens; at += AT_ONCE) {
-        uint64_t n = c->tokens - at < AT_ONCE ? c->tokens - at : AT_ONCE;
+        uint64_t some = c->tokens - at < AT_ONCE ? c->tokens - at : AT_ONCE;
         take_tokens(e, at * row, e->v_at + at * row);
-        rc = append(e, &e->work, e->entries, c->sessions, o->layers, (uint32_t)n, text);
+        rc = append(e, &e->work, entries, c->sessions, o->layers, (uint32_t)some, text);
     }
-    rc = rc ? rc : find_packed(e, c, text);
     take_tokens(e, e->fresh_at, e->fresh_at + row);
     return rc;
 }
 
+int hop_engine_fill(struct hop_engine *e, struct hop_case *c, char *text)
+{
+    const kvq_gpu_ptr memory = (uintptr_t)kvq_buffer_device(e->buffer);
+    c->k = e->tokens;
+    c->v = e->tokens + e->v_at / 2;
+    c->fresh_k = memory + e->fresh_at;
+    c->fresh_v = c->fresh_k + 2ull * e->o->kv_heads * e->o->head_dim;
+    c->q = memory + e->q_at;
+    c->out = memory + e->out_at;
+    int rc = hop_open_sessions(e, c, e->entries, &e->n_entries, text);
+    rc = rc ? rc : find_packed(e, c, text);
+    return rc ? rc : hop_context_fill(e, c, text);
+}
+
 void hop_engine_empty(struct hop_engine *e)
 {
+    hop_context_empty(e);
     while (e->n_entries > 0)
         kvq_session_close(e->client, e->entries[--e->n_entries].session);
 }
@@ -247,6 +242,7 @@ void hop_engine_close(struct hop_engine **engine)
     *engine = NULL;
     if (!e)
         return;
+    hop_context_close(e);
     kvq_buffer_close(&e->buffer);
     kvq_disconnect(&e->client); // with its queues
     free(e->tokens);
@@ -262,20 +258,20 @@ int hop_engine_order(struct hop_engine *e, uint32_t i, const char *order, char *
     int rc = kvq_queue_open(e->client, &e->queue[i]);
     rc = rc ? rc : kvq_queue_prepare_streams(e->queue[i]);
     unsetenv("KVQ_GPU_ORDER");
-    return fault(rc, "a queue", text);
+    return hop_fault(rc, "a queue", text);
 }
 
 int hop_engine_attend(struct hop_engine *e, uint32_t i, uint32_t layer, char *text)
 {
     e->work.layer = layer;
     int rc = kvq_attend_on_stream(e->queue[i], &e->work, e->entries, e->n_entries, e->gpu->stream);
-    return fault_of(rc, e->entries, e->n_entries, "attending", text);
+    return hop_fault_of(rc, e->entries, e->n_entries, "attending", text);
 }
 
 int hop_engine_least(struct hop_engine *e, uint32_t i, char *text)
 {
     int rc = kvq_attend_on_stream(e->queue[i], &e->least_work, &e->least, 1, e->gpu->stream);
-    return fault_of(rc, &e->least, 1, "attending to one token", text);
+    return hop_fault_of(rc, &e->least, 1, "attending to one token", text);
 }
 
 int hop_engine_begin(struct hop_engine *e, uint32_t i, char *text)
@@ -283,7 +279,7 @@ int hop_engine_begin(struct hop_engine *e, uint32_t i, char *text)
     for (uint32_t j = 0; j < e->n_entries; j++)
         e->entries[j].append = 1;
     int rc = kvq_step_begin(e->queue[i], e->entries, e->n_entries, &e->work.step);
-    return fault_of(rc, e->entries, e->n_entries, "beginning a step", text);
+    return hop_fault_of(rc, e->entries, e->n_entries, "beginning a step", text);
 }
 
 int hop_engine_append(struct hop_engine *e, uint32_t i, uint32_t layer, char *text)
@@ -291,13 +287,13 @@ int hop_engine_append(struct hop_engine *e, uint32_t i, uint32_t layer, char *te
     e->work.layer = layer;
     int rc = kvq_append_attend_on_stream(e->queue[i], &e->work, e->entries, e->n_entries,
                                          e->gpu->stream);
-    return fault_of(rc, e->entries, e->n_entries, "a layer of a step", text);
+    return hop_fault_of(rc, e->entries, e->n_entries, "a layer of a step", text);
 }
 
 int hop_engine_end(struct hop_engine *e, uint32_t i, char *text)
 {
     int rc = kvq_step_end(e->queue[i], e->work.step, e->entries, e->n_entries);
-    rc = fault_of(rc, e->entries, e->n_entries, "ending a step", text);
+    rc = hop_fault_of(rc, e->entries, e->n_entries, "ending a step", text);
     for (uint32_t j = 0; rc == 0 && j < e->n_entries; j++) {
         e->entries[j].position = e->entries[j].value;
         e->entries[j].append = 0;
