@@ -180,6 +180,7 @@ static void finish(struct kvq__queue *q, uint32_t i)
         return;
     }
     assert(s->tokens == w->past);
+    kvq__ids_accept(s, e->append, w->accept.list, e->list_token);
     s->tokens = w->past - e->append + e->list_token;
     s->commits++;
     kvq__pages_trim(s, s->tokens);

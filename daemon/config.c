@@ -53,6 +53,8 @@ const struct kvq__option kvq__options[] = {
      .help = "longest time the poller spins before it sleeps; 0: never spins"},
     {FIELD(keep_seconds), KVQ_OPTION_NUMBER, "N", .initial = 600, .max = 1ull << 32,
      .help = "how long a named session outlives its last user"},
+    {FIELD(prefix_keep_seconds), KVQ_OPTION_NUMBER, "N", .initial = 3600, .max = 1ull << 32,
+     .help = "how long a prefix outlives its last use, while there is room; 0: for ever"},
     {FIELD(drain_ms), KVQ_OPTION_NUMBER, "N", .initial = 5000, .max = 600000,
      .help = "how long running requests may take to finish after SIGTERM"},
     {FIELD(max_clients), KVQ_OPTION_NUMBER, "N", .initial = 256, .min = 1, .max = KVQ_MAX_CLIENTS,

@@ -79,6 +79,7 @@ struct kvq_config {
     bool pin;
     uint64_t spin_us;
     uint64_t keep_seconds;
+    uint64_t prefix_keep_seconds; // 0: as long as there is room
     uint64_t drain_ms;
     uint64_t max_clients;
     uint64_t limit_bytes, max_sessions; // of namespaces that are not configured; 0: none

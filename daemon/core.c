@@ -194,6 +194,8 @@ void kvq__core_close(struct kvq__core **pointer)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s);
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        kvq__prefixes_close(core, ns);
     kvq__lanes_close(core);
     assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
     kvq__ferries_close(core);
@@ -257,6 +259,7 @@ void kvq__core_tick(struct kvq__core *core)
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         drop_expired(ns);
+    kvq__prefixes_tick(core);
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
     kvq__moves_tick(core);

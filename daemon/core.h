@@ -118,6 +118,8 @@ struct kvq__core_config {
     uint64_t lane_workspace;      // likewise, for partial results; 0 = 64 MiB
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
+    uint8_t prefix_key[32];  // random: what hashes of prefixes are keyed with
+    uint64_t prefix_keep_ns; // how long prefixes stay that no session has; 0 = while there is room
     struct kvq__memory_ops memory;
     void *context; // for the callbacks below; they run on the poller thread
     // Any may be NULL.
@@ -140,6 +142,8 @@ struct kvq__core_config {
                     struct kvq_book *book, void **hold, char *text);
     void (*codebook_share)(void *context, void *hold);
     void (*codebook_release)(void *context, void *hold);
+    // Two codebooks with the same number have the same tables. May be NULL with the three.
+    uint64_t (*codebook_id)(void *context, void *hold);
 };
 
 // Who asks.
@@ -157,6 +161,8 @@ struct kvq__namespace_config {
     uint32_t limit_sessions;     // 0 = no limit
     const uint32_t *uids, *gids; // who may use it; admins always may
     uint32_t n_uids, n_gids;
+    const char *const *share_with; // namespaces that may share its prefixes; "*": all
+    uint32_t n_share_with;
 };
 
 // ---- The core ----
@@ -254,6 +260,22 @@ enum kvq__on_detach {
         3, // keep, and save: only where struct kvq__core_config says that somebody does
 };
 
+// Tokens that stand for an image or for audio: the same ids mean something else with another one.
+struct kvq__span {
+    uint64_t first;
+    uint32_t tokens;
+    uint8_t digest[32]; // of what they stand for
+};
+
+// The beginning of a session: ids of its tokens, as int32 in a buffer of the client's in the host's
+// memory, and spans among these and the tokens that follow.
+struct kvq__prefix_spec {
+    uint32_t buffer;
+    uint64_t offset, tokens; // tokens 0: no ids
+    const struct kvq__span *spans;
+    uint32_t n_spans;
+};
+
 // Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.
 struct kvq__session_spec {
     const char *ns, *name, *model, *format;
@@ -264,7 +286,9 @@ struct kvq__session_spec {
     uint32_t dtype, v_rotation, path; // path: 0 exact, 1 fast, 2 the daemon's choice
     uint32_t max_rollback, on_detach;
     uint64_t prompt_tokens, keep_seconds;
-    uint32_t flags; // enum kvq__open_flag
+    uint32_t flags;                 // enum kvq__open_flag
+    const char *salt, *adapter;     // sessions share prefixes only if these are equal
+    struct kvq__prefix_spec prefix; // a session that is created begins with what is there of it
 };
 
 // What kvq.proto calls Session, field by field.
@@ -282,9 +306,11 @@ struct kvq__session_info {
     uint64_t writer_client, idle_ms, keep_ms, saturated_values;
     uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
     uint32_t shard, shards;
-    uint64_t group_tokens;    // committed by all shards; 0 while one is missing
-    uint32_t loading;         // layers that are yet to be read from a store
-    bool saved;               // what is committed is in a store
+    uint64_t group_tokens;  // committed by all shards; 0 while one is missing
+    uint32_t loading;       // layers that are yet to be read from a store
+    bool saved;             // what is committed is in a store
+    uint64_t prefix_tokens; // that it began with
+    uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well; not in listings
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
     bool step_open, created, read_only;
 };
@@ -316,6 +342,30 @@ uint32_t kvq__session_shards(struct kvq__core *core, const struct kvq__peer *pee
 // With all its shards.
 int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             const char *name, char *text);
+
+// ---- Prefixes (prefix.h) ----
+
+// How many tokens of spec->prefix a session of this spec would begin with: a multiple of 128, and
+// of a session of several shards what all of them have. Nothing is held: it may be less a moment
+// later. What kvq__session_open answers to a spec that creates, and KVQ_E_BUFFER, KVQ_E_BOUNDS,
+// KVQ_E_UNSUPPORTED (sessions of this spec share by forks only).
+int kvq__prefix_lookup(struct kvq__client *client, const struct kvq__session_spec *spec,
+                       uint64_t *tokens, char *text);
+// Says what tokens to come stand for; spans take the place of those that they overlap. KVQ_E_STALE,
+// KVQ_E_READ_ONLY, KVQ_E_POSITION, KVQ_E_INVALID, KVQ_E_LIMIT, KVQ_E_NO_MEMORY.
+int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct kvq__span *spans,
+                       uint32_t n, char *text);
+
+// A namespace's.
+struct kvq__prefix_info {
+    char ns[KVQ_NAME_BYTES];
+    uint64_t pages;                              // of 128 tokens
+    uint64_t bytes, idle_bytes;                  // of their blocks; idle: that no session has
+    uint64_t lookups, hits, hit_tokens, evicted; // hit_tokens: that sessions began with
+};
+// Fills up to `max` elements with what the peer may see and returns how many there are.
+uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
+                            struct kvq__prefix_info *out, uint32_t max);
 
 // ---- Attention in a client's own context (table.c, export.c) ----
 //

@@ -114,6 +114,9 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
             config->codebook_share(config->context, l->book_hold);
     }
     snprintf(to->model, sizeof to->model, "%s", from->model);
+    snprintf(to->salt, sizeof to->salt, "%s", from->salt);
+    snprintf(to->adapter, sizeof to->adapter, "%s", from->adapter);
+    to->foreign = from->foreign;
     to->pool = from->pool;
     to->n_owned = from->n_owned;
     to->shard = from->shard;
@@ -226,6 +229,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
 {
     struct kvq__core *core = from->core;
     int rc = kvq__pages_grow(c->to, kvq__pages_of(c->at));
+    rc = rc ? rc : kvq__ids_fork(c->to, from, c->at);
     if (rc < 0)
         return rc;
     c->room = most_copies(c);

@@ -38,6 +38,7 @@ static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
 {
     kvq__deallocate(core, ns->uids, ns->n_uids * sizeof *ns->uids);
     kvq__deallocate(core, ns->gids, ns->n_gids * sizeof *ns->gids);
+    kvq__deallocate(core, ns->share_with, ns->n_share_with * sizeof *ns->share_with);
     kvq__deallocate(core, ns, sizeof *ns);
 }
 
@@ -54,6 +55,28 @@ static bool copy_ids(struct kvq__core *core, const uint32_t *from, uint32_t n, u
     return true;
 }
 
+static bool copy_names(struct kvq__core *core, const struct kvq__namespace_config *c,
+                       struct kvq__namespace *ns)
+{
+    if (c->n_share_with == 0)
+        return true;
+    ns->share_with = kvq__allocate(core, c->n_share_with * sizeof *ns->share_with);
+    if (!ns->share_with)
+        return false;
+    ns->n_share_with = c->n_share_with;
+    for (uint32_t i = 0; i < c->n_share_with; i++)
+        snprintf(ns->share_with[i], sizeof ns->share_with[i], "%s", c->share_with[i]);
+    return true;
+}
+
+bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with)
+{
+    for (uint32_t i = 0; i < ns->n_share_with; i++)
+        if (strcmp(ns->share_with[i], "*") == 0 || strcmp(ns->share_with[i], with) == 0)
+            return true;
+    return false;
+}
+
 static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__namespace_config *c)
 {
     struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
@@ -65,8 +88,9 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     LIST_INIT(&ns->classes);
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
+    kvq__prefixes_init(&ns->prefixes);
     if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
-        !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids)) {
+        !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) || !copy_names(core, c, ns)) {
         namespace_free(core, ns);
         return NULL;
     }

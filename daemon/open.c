@@ -84,6 +84,10 @@ int kvq__spec_check(const struct kvq__session_spec *spec, char *text)
     if (rc == 0)
         rc = check_name("model fingerprint", spec->model, KVQ_FINGERPRINT_BYTES, text);
     if (rc == 0)
+        rc = check_name("salt", spec->salt, KVQ_NAME_BYTES, text);
+    if (rc == 0)
+        rc = check_name("adapter", spec->adapter, KVQ_NAME_BYTES, text);
+    if (rc == 0)
         rc = check_numbers(spec, text);
     return rc == 0 ? check_flags(spec, text) : rc;
 }
@@ -360,6 +364,8 @@ int kvq__session_build(struct kvq__core *core, struct kvq__namespace *ns,
     }
     snprintf(s->name, sizeof s->name, "%s", spec->name ? spec->name : "");
     snprintf(s->model, sizeof s->model, "%s", spec->model ? spec->model : "");
+    snprintf(s->salt, sizeof s->salt, "%s", spec->salt ? spec->salt : "");
+    snprintf(s->adapter, sizeof s->adapter, "%s", spec->adapter ? spec->adapter : "");
     s->shard = spec->shard;
     s->shards = spec->shards ? spec->shards : 1;
     s->max_rollback = spec->max_rollback;
@@ -415,6 +421,10 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
     struct kvq__session *wanted;
     if (!is_empty(spec->model) && strcmp(s->model, spec->model) != 0)
         return differs(s, "model fingerprint", text);
+    if (!is_empty(spec->salt) && strcmp(s->salt, spec->salt) != 0)
+        return differs(s, "salt", text);
+    if (!is_empty(spec->adapter) && strcmp(s->adapter, spec->adapter) != 0)
+        return differs(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
     int rc = kvq__session_build(s->core, s->ns, spec, &wanted, text);
@@ -515,6 +525,7 @@ static int create(struct kvq__client *client, struct kvq__namespace *ns,
     if (rc < 0)
         return rc;
     rc = need_lane(client, *s, text);
+    rc = rc ? rc : kvq__prefix_adopt(client, *s, &spec->prefix, text);
     rc = rc ? rc : kvq__session_enter(*s, text);
     if (rc < 0)
         kvq__session_free(*s);

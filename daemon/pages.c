@@ -115,6 +115,7 @@ static void page_drop(struct kvq__session *s, struct kvq__pageref *p)
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t keep = kvq__pages_of(tokens);
+    kvq__ids_cut(s, tokens);
     if (s->n_pages > keep)
         kvq__tables_dirty(s, keep);
     while (s->n_pages > keep) {
@@ -154,6 +155,7 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
 void kvq__pages_release(struct kvq__session *s)
 {
     uint64_t floor = s->floor;
+    kvq__prefix_seal(s); // before anything of it goes
     s->release_due = s->reading > 0 && s->reading_floor < floor;
     if (s->release_due)
         floor = s->reading_floor;

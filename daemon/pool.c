@@ -217,8 +217,8 @@ static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, struc
 
 // ---- Blocks ----
 
-int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                   uint64_t bytes, struct kvq__ref *ref)
+static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                      uint64_t bytes, struct kvq__ref *ref)
 {
     struct kvq__extent *e = NULL;
     assert(bytes > 0 && bytes <= pool->extent_bytes && !ref->block);
@@ -241,6 +241,16 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
     ref->block = b;
     ref->data = e->memory.base + (size_t)(b - e->blocks) * bytes;
     return 0;
+}
+
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                   uint64_t bytes, struct kvq__ref *ref)
+{
+    int rc;
+    do
+        rc = block_take(core, ns, pool, bytes, ref);
+    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) && kvq__prefix_reclaim(core, ns, pool, rc));
+    return rc;
 }
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)
@@ -283,14 +293,32 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (!b)
         return;
     assert(b->refs > 0);
+    b->retired_at = core->last_flight;
     if (--b->refs > 0)
         return;
     if (TAILQ_EMPTY(&core->flights)) {
         block_free(core, b);
         return;
     }
-    b->retired_at = core->last_flight;
     STAILQ_INSERT_TAIL(&core->limbo, b, link);
+}
+
+bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b)
+{
+    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    return b->refs == 1 && (!oldest || oldest->number > b->retired_at);
+}
+
+void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
+{
+    struct kvq__block *b = ref->block;
+    if (!b || !kvq__block_is_idle(core, b)) {
+        kvq__block_drop(core, ref);
+        return;
+    }
+    *ref = (struct kvq__ref){0};
+    b->refs = 0;
+    block_free(core, b);
 }
 
 // ---- Flights ----

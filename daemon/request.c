@@ -24,17 +24,19 @@ static kvq__operation op_nop;
 
 static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_NOP] = {op_nop, 0, 0},
-    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, 0, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, KVQ_REQ_TOKEN_IDS, NEED_COUNT | NEW_WORK},
     [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
     [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend, KVQ_REQ_FLAGS, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend,
+                              KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
     [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
     [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
     [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
     [KVQ_OP_FORK] = {kvq__op_fork, 0, NEED_COUNT | NEW_WORK},
     [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
     [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_STEP] = {kvq__op_step, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_STEP] = {kvq__op_step, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM | KVQ_REQ_TOKEN_IDS,
+                     NEED_COUNT | NEW_WORK},
 };
 
 // ---- What the poller sees ----

@@ -197,6 +197,16 @@ static void release_codebook(void *context, void *hold)
     kvq__codebooks_release(server->codebooks, hold);
 }
 
+static uint64_t id_of_codebook(void *context, void *hold)
+{
+    const float *values;
+    size_t n;
+    uint64_t id;
+    (void)context;
+    kvq__codebooks_memory(hold, &values, &n, &id);
+    return id;
+}
+
 // The software driver's library, beside the folder of this program.
 static void emulator_path(char *path, size_t size)
 {
@@ -247,6 +257,7 @@ static int open_core(struct kvq__server *server, char *text)
     struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
                                       .extent_bytes = c->extent_bytes,
                                       .keep_ns = c->keep_seconds * 1000000000,
+                                      .prefix_keep_ns = c->prefix_keep_seconds * 1000000000,
                                       .workers = (uint32_t)c->workers,
                                       .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
                                       .default_limit_bytes = c->limit_bytes,
@@ -264,7 +275,12 @@ static int open_core(struct kvq__server *server, char *text)
                                       .table_gone = on_table_gone,
                                       .codebook = find_codebook,
                                       .codebook_share = share_codebook,
-                                      .codebook_release = release_codebook};
+                                      .codebook_release = release_codebook,
+                                      .codebook_id = id_of_codebook};
+    if (getrandom(config.prefix_key, sizeof config.prefix_key, 0) != sizeof config.prefix_key) {
+        snprintf(text, KVQ_TEXT_BYTES, "no random bytes for the key of prefixes");
+        return KVQ_E_SYSTEM;
+    }
     struct kvq__huge_counts counts = kvq__huge_counts();
     server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
                                                  .transparent = counts.transparent,

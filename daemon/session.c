@@ -100,6 +100,7 @@ void kvq__session_free(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
     kvq__pages_trim(s, 0);
+    kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
             config->codebook_release(config->context, s->layers[i].book_hold);
@@ -231,7 +232,8 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
 {
     struct sums sums = add_layers(s, info);
     info->table_bytes = (uint64_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref) +
-                        s->n_layers * sizeof *s->layers + kvq__formats_bytes(s) + sizeof *s;
+                        s->n_layers * sizeof *s->layers + kvq__formats_bytes(s) +
+                        kvq__ids_bytes(s) + sizeof *s;
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
@@ -264,6 +266,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .group_tokens = kvq__group_tokens(s),
         .loading = s->n_loading,
         .saved = !kvq__is_unsaved(s),
+        .prefix_tokens = s->prefix_tokens,
     };
     if (!kvq__group_is_open(s) && s->keep_ns)
         info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
@@ -277,6 +280,27 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(s->pool->gpu)->capability);
     kvq__formats_text(s, info->layer_formats, sizeof info->layer_formats);
     fill_sizes(s, info);
+}
+
+// Of what packed_bytes counts. It looks at every block, so listings go without.
+static uint64_t shared_bytes(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        for (uint32_t p = l->first_page; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
+            const struct kvq__ref *ref = l->packed_bytes ? &l->pages[p].packed : &l->pages[p].raw;
+            if (ref->block && ref->block->refs > 1)
+                bytes += ref->block->extent->owner->block_bytes;
+        }
+    }
+    return bytes;
+}
+
+static void fill_whole_info(const struct kvq__session *s, struct kvq__session_info *info)
+{
+    kvq__session_fill_info(s, info);
+    info->shared_bytes = shared_bytes(s);
 }
 
 // ---- By handle ----
@@ -351,7 +375,7 @@ int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__se
     int rc = get_attached(client, value, &h, text);
     if (rc < 0)
         return rc;
-    kvq__session_fill_info(h->session, info);
+    fill_whole_info(h->session, info);
     info->handle = value;
     info->read_only = h->read_only;
     return 0;
@@ -432,7 +456,7 @@ int kvq__session_find(struct kvq__core *core, const struct kvq__peer *peer, cons
     struct kvq__session *s;
     int rc = kvq__session_get(core, peer, ns, name, &s, text);
     if (rc == 0)
-        kvq__session_fill_info(s, info);
+        fill_whole_info(s, info);
     return rc;
 }
 

@@ -15,7 +15,9 @@
 #include <sys/queue.h>
 
 #include "daemon/core.h"
+#include "daemon/formats.h"
 #include "daemon/gpu.h"
+#include "daemon/prefix.h"
 
 enum {
     KVQ__HANDLE_CHUNK = 64, // handles allocated at a time
@@ -31,7 +33,7 @@ struct kvq__block {
     bool exempt;    // its namespace's limit does not count it: a move has copied it, or is about to
     uint64_t saved; // the store's id of its bytes, which do not change any more; 0 = none
     struct kvq__extent *extent;
-    uint64_t retired_at;           // last flight that may still look at it
+    uint64_t retired_at; // when it last lost a reference: the last flight that may look at it
     STAILQ_ENTRY(kvq__block) link; // in its extent's free list, or in limbo
 };
 STAILQ_HEAD(kvq__block_list, kvq__block);
@@ -123,6 +125,9 @@ struct kvq__namespace {
     LIST_HEAD(, kvq__telling) tellings;
     struct kvq__class_list classes;
     struct kvq__session_list sessions;
+    struct kvq__prefixes prefixes;
+    char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
+    uint32_t n_share_with;
 };
 
 bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer);
@@ -203,6 +208,7 @@ struct kvq__session {
     struct kvq__pool *pool; // where all its blocks lie
     uint64_t id;
     char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
     struct kvq__layer *layers;
     uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
     struct kvq_format *formats;       // composed ones, each once; NULL = none
@@ -219,6 +225,9 @@ struct kvq__session {
     uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
     uint32_t n_loading;              // layers
     struct kvq__restore *restore;    // that reads them; NULL = none
+    struct kvq__ids ids;             // of its tokens, as far as they are known
+    uint64_t prefix_tokens;          // that it began with
+    bool foreign;                    // some of its blocks are another namespace's
     uint32_t n_pages, page_capacity; // of every layer's table
     struct kvq__pageref *table;      // memory of all layers' tables
 
@@ -328,28 +337,6 @@ static inline bool kvq__is_unsaved(const struct kvq__session *s)
 {
     return s->commits != s->saved_commits;
 }
-
-// ---- Formats (formats.c) ----
-
-// The format of the configuration of that name, maybe with "@CODEBOOK" behind it; NULL = none.
-const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, const char *name);
-// What a layer's row is under the name of a format. 0 or KVQ_E_FORMAT with a sentence in why.
-int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_t layer,
-                         struct kvq_format *row, char *why, size_t n);
-// The row as the session's layers may point to it: in the table, or the session's copy. Rows of
-// one name are one row. NULL without memory.
-const struct kvq_format *kvq__format_keep(struct kvq__session *session,
-                                          const struct kvq_format *row);
-// Whether they mean the same; wherever they were found.
-bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b);
-// Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.
-int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
-size_t kvq__formats_bytes(const struct kvq__session *session);
-void kvq__formats_free(struct kvq__session *session);
-// What formats there are, for a refusal, with ".." if not all of them fit.
-void kvq__formats_known(const struct kvq__core *core, char *out, size_t room);
-// As layer_formats of struct kvq__session_info.
-void kvq__formats_text(const struct kvq__session *session, char *out, size_t room);
 
 // ---- Clients (client.c) ----
 

@@ -126,6 +126,7 @@ static bool is_complete(const struct kvq__session *s)
 void kvq__step_publish(struct kvq__session *s)
 {
     assert(is_complete(s));
+    kvq__ids_commit(s, s->tokens, s->step_tokens);
     s->tokens += s->step_tokens;
     s->commits += s->step_tokens > 0;
     s->saturated += s->counts ? s->counts->host->saturated : 0;
@@ -195,7 +196,8 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
     if (e->append > KVQ_MAX_STEP_TOKENS || s->tokens + e->append > KVQ_MAX_SESSION_TOKENS)
         return kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
-    return 0;
+    rc = kvq__ids_check(q, i);
+    return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
 // Something under way still uses what the step would write.
@@ -209,7 +211,8 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
     struct kvq__session *s = q->work[i].session;
     if (check_begin(q, i) < 0) // again, for a session may stand in two entries
         return false;
-    int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+    int rc = kvq__ids_take(q, i);
+    rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;
@@ -225,6 +228,9 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_INVALID);
     if (kvq__step_find(q->client, number))
         return kvq__request_end(q, KVQ_E_BUSY);
+    int rc = kvq__ids_open(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_begin(q, i) == 0 && must_wait(q->work[i].session))
             return KVQ__WAIT;

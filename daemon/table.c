@@ -61,6 +61,10 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
     if (s->move)
         return kvq__fail(text, KVQ_E_BUSY,
                          "this session is being moved; try again when it is there");
+    if (s->foreign)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "the session began with another namespace's prefix, whose memory this "
+                         "client cannot map; attend through the daemon");
     if (m->layers != s->n_layers)
         return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
                          m->layers, s->n_layers);

@@ -87,6 +87,8 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
     if (rc == 0 && write)
         rc = check_tensors(q, i);
+    if (rc == 0)
+        rc = kvq__ids_check(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
@@ -126,7 +128,8 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
         return 0;
     if (s->step) // it stands in two entries
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
-    int rc = kvq__pages_reserve(s, tokens_of(q, i));
+    int rc = kvq__ids_take(q, i);
+    rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
     if (rc < 0)
         return kvq__entry_fail(q, i, rc, s->tokens);
     kvq__step_join(&q->own_step, s, q->entries[i].append, q->number);
@@ -168,6 +171,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     if (q->header.step || q->header.layer == 0)
         return kvq__request_end(q, KVQ_E_INVALID);
     int rc = open_layers(q);
+    rc = rc ? rc : kvq__ids_open(q);
     if (rc < 0)
         return kvq__request_end(q, rc);
     for (uint32_t i = 0; i < q->header.count; i++)

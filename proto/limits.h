@@ -18,6 +18,7 @@ enum {
     KVQ_MAX_SHARDS = 64,
     KVQ_MAX_SESSION_TOKENS = 1 << 24,
     KVQ_MAX_STEP_TOKENS = 1 << 16, // appended to one session in one step
+    KVQ_MAX_SPANS = 1024,          // of images and audio among a session's tokens
     KVQ_MAX_STEP_QUERIES = 512,    // query tokens of one session in one call
     KVQ_MAX_ROLLBACK = 1024,
 

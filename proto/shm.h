@@ -202,7 +202,9 @@ enum kvq_req_flag {
     KVQ_REQ_ON_STREAM = 4, // in the order of the client's stream, by the queue's timeline: APPEND,
     // ATTEND, APPEND_ATTEND, READ, STEP. Completed when the work is enqueued.
     // `done` is written in any case, also if the request is refused.
-    KVQ_REQ_FLAGS = 7
+    KVQ_REQ_TOKEN_IDS = 8, // STEP_BEGIN, STEP: the ids of an entry's tokens stand in `list`, as
+                           // int32 from element q_row on
+    KVQ_REQ_FLAGS = 15
 };
 
 // A strided tensor [rows][heads][head_dim] in a registered buffer; strides in bytes, may not
@@ -237,7 +239,7 @@ struct kvq_request {
     struct kvq_wire_view k, v; // APPEND: sources. READ: destinations.
     struct kvq_wire_view q, out;
     struct kvq_wire_view lse;  // fp32, head_stride 4 is usual; optional
-    struct kvq_wire_view list; // int32 lists: pages (PAGED_KV), indices (ACCEPT)
+    struct kvq_wire_view list; // int32 lists: pages (PAGED_KV), indices (ACCEPT), token ids
 };
 static_assert(sizeof(struct kvq_request) == 256, "layout");
 static_assert(offsetof(struct kvq_request, seq) == 8, "layout");
@@ -253,7 +255,7 @@ struct kvq_entry_wire {
     uint64_t handle;     // low 32 bits index, high 32 bits generation; of this client's table
     uint64_t position;   // the session's committed token count, as the client believes
     uint32_t row;        // first row of this session in k and v (PAGED_KV, ACCEPT: in list)
-    uint32_t q_row;      // first row in q, out and lse
+    uint32_t q_row;      // first row in q, out and lse (TOKEN_IDS: in list)
     uint32_t append;     // tokens
     uint16_t queries;    // query tokens
     uint16_t list_token; // PAGED_KV: tokens to skip in the first page; ACCEPT: indices listed;

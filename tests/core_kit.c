@@ -174,6 +174,8 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .lane_workspace = 1 << 20,
         .formats = own_formats,
         .n_formats = n_own_formats,
+        .prefix_key = {1, 2, 3},
+        .prefix_keep_ns = 20000000000u,
         .memory = {kit, acquire, zero, release, allocate, deallocate},
         .context = kit,
         .event = on_event,
@@ -344,12 +346,31 @@ int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wir
     return rc;
 }
 
+// Ids of a step's tokens, if the member tells any: that of token t is element t.
+static void put_ids(const struct member *m, struct kvq_request *r, struct kvq_entry_wire *e)
+{
+    if (!m->ids_at)
+        return;
+    r->flags |= KVQ_REQ_TOKEN_IDS;
+    r->list = (struct kvq_wire_view){.offset = m->ids_at, .buffer = m->buffer};
+    e->q_row = (uint32_t)e->position;
+}
+
+static int begin_step(struct member *m, struct kvq_entry_wire e)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    r.step = 99;
+    put_ids(m, &r, &e);
+    int rc = kit_request(m, &r, &e);
+    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+}
+
 int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
 {
     const struct kvq__session *s = kit_of(m, handle);
     struct kvq_entry_wire e = {
         .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
-    int rc = kit_simple(m, KVQ_OP_STEP_BEGIN, 99, e, NULL);
+    int rc = begin_step(m, e);
     for (uint32_t layer = 0; rc == 0 && layer < s->n_layers; layer++) {
         struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
         r.step = 99;
@@ -379,6 +400,7 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
         if (!kvq__layer_owns(s, i))
             m->layers[i] = (struct kvq_step_layer){0};
     }
+    put_ids(m, &r, &e);
     int rc = kit_request(m, &r, &e);
     return rc ? rc : kvq__queue_results(m->queue)[0].status;
 }
@@ -434,21 +456,45 @@ static uint64_t saves_references(const struct kvq__core *core, const struct kvq_
     return n;
 }
 
+// Of the pages that a namespace's index of prefixes has.
+static uint64_t prefix_references(const struct kvq__prefixes *prefixes,
+                                  const struct kvq__namespace *ns, const struct kvq__block *block)
+{
+    const struct kvq__node *node;
+    uint64_t n = 0;
+    for (uint32_t b = 0; b < prefixes->n_buckets; b++)
+        LIST_FOREACH (node, &prefixes->buckets[b], link)
+            for (uint32_t i = 0; i < node->n_layers; i++)
+                n += names(ns, node->pages[i].raw.block, block) +
+                     names(ns, node->pages[i].packed.block, block);
+    return n;
+}
+
+static uint64_t session_references(const struct kvq__session *s, const struct kvq__namespace *ns,
+                                   const struct kvq__block *block)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        n += names(ns, s->layers[i].extras.block, block);
+        for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++)
+            n += names(ns, s->layers[i].pages[p].raw.block, block) +
+                 names(ns, s->layers[i].pages[p].packed.block, block);
+    }
+    return n;
+}
+
+// Sessions may have blocks of a namespace that shares its prefixes with theirs.
 static uint64_t references(const struct kvq__core *core, const struct kvq__namespace *ns,
                            const struct kvq__block *block)
 {
+    const struct kvq__namespace *other;
     const struct kvq__session *s;
     uint64_t n = 0;
-    TAILQ_FOREACH (s, &ns->sessions, link)
-        for (uint32_t i = 0; i < s->n_layers; i++) {
-            const struct kvq__block *extras = s->layers[i].extras.block;
-            n += block ? extras == block : extras != NULL;
-            for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
-                const struct kvq__block *raw = s->layers[i].pages[p].raw.block;
-                const struct kvq__block *packed = s->layers[i].pages[p].packed.block;
-                n += block ? (raw == block) + (packed == block) : (raw != NULL) + (packed != NULL);
-            }
-        }
+    TAILQ_FOREACH (other, &core->namespaces, link) {
+        TAILQ_FOREACH (s, &other->sessions, link)
+            n += session_references(s, ns, block);
+        n += prefix_references(&other->prefixes, ns, block);
+    }
     return n + table_references(core, ns, block) + saves_references(core, ns, block);
 }
 
@@ -551,6 +597,46 @@ static void check_session(const struct kvq__session *s)
     MUST(owned == s->n_owned);
 }
 
+static uint64_t check_node(const struct kvq__node *node)
+{
+    uint64_t bytes = 0;
+    MUST(node->page == (node->parent ? node->parent->page + 1 : 0));
+    MUST(!node->parent || (node->parent->children > 0 && node->parent->pool == node->pool &&
+                           memcmp(node->parent->layers, node->layers, KVQ__HASH_BYTES) == 0));
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        const struct kvq__pageref *page = &node->pages[i];
+        const struct kvq__block *b = page->packed.block ? page->packed.block : page->raw.block;
+        MUST(!page->packed.block || !page->raw.block);
+        MUST(!b || b->extent->owner->pool == node->pool);
+        bytes += b ? b->extent->owner->block_bytes : 0;
+    }
+    MUST(bytes == node->bytes);
+    return bytes;
+}
+
+// Every node is in the table and, without children, among the leaves in the order of their use.
+static void check_prefixes(const struct kvq__prefixes *p)
+{
+    const struct kvq__node *node;
+    uint64_t bytes = 0, last = 0;
+    uint32_t n = 0, children = 0, with_parent = 0, leaves = 0, childless = 0;
+    for (uint32_t b = 0; b < p->n_buckets; b++)
+        LIST_FOREACH (node, &p->buckets[b], link) {
+            bytes += check_node(node);
+            children += node->children;
+            with_parent += node->parent != NULL;
+            childless += node->children == 0;
+            n++;
+        }
+    TAILQ_FOREACH (node, &p->leaves, leaf) {
+        MUST(node->children == 0 && node->used_at >= last);
+        last = node->used_at;
+        leaves++;
+    }
+    MUST(n == p->n_nodes && bytes == p->bytes);
+    MUST(children == with_parent && leaves == childless);
+}
+
 static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
 {
     const struct kvq__class *class;
@@ -571,6 +657,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
         sessions++;
     }
     MUST(sessions == ns->n_sessions);
+    check_prefixes(&ns->prefixes);
     c->used += used;
     c->sessions += sessions;
 }

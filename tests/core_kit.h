@@ -28,6 +28,7 @@ struct member {
     uint8_t *memory;
     uint32_t buffer;
     struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of its next STEP
+    uint64_t ids_at; // where ids of tokens stand in its buffer, for kit_step; 0: it tells none
 };
 
 uint64_t kit_random(struct kit *kit);

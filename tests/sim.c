@@ -116,8 +116,40 @@ static const char *first_gpu(const struct sim *sim)
     return kvq__pool_name(&sim->kit.core->pools[1]);
 }
 
+// Whether all formats of a variant can share prefixes.
+static bool can_share(uint32_t variant)
+{
+    return variant < 3;
+}
+
+// Ids of a story, as they stand in the actor's buffer.
+static void ask_prefix(struct sim *sim, struct actor *a, uint32_t story,
+                       struct kvq__session_spec *spec)
+{
+    uint32_t n = kit_below(&sim->kit, SIM_MAX_TOKENS);
+    if (kit_chance(&sim->kit, 30))
+        return;
+    for (uint32_t t = 0; t < n; t++)
+        actor_ids(a)[t] = story_id(story, t);
+    spec->prefix = (struct kvq__prefix_spec){
+        .buffer = a->member.buffer,
+        .offset = (uint64_t)((const uint8_t *)actor_ids(a) - a->member.memory),
+        .tokens = n};
+}
+
+static void begin_story(struct sim *sim, struct track *t, uint32_t story, uint64_t tokens,
+                        uint64_t most)
+{
+    t->story = story;
+    MUST(tokens % KVQ_BLOCK_TOKENS == 0 && tokens <= most);
+    sim->prefixes += tokens > 0;
+    sim->shared += tokens;
+    ids_begin(t, tokens);
+}
+
 static void opened(struct sim *sim, struct actor *a, struct hold *h, struct track *t,
-                   const struct kvq__session_spec *spec, const struct kvq__session_info *info)
+                   const struct kvq__session_spec *spec, const struct kvq__session_info *info,
+                   uint32_t story)
 {
     bool read_only = spec->flags & KVQ__OPEN_READ_ONLY;
     MUST(info->created == !t && info->read_only == read_only);
@@ -131,6 +163,7 @@ static void opened(struct sim *sim, struct actor *a, struct hold *h, struct trac
         t->streams = t->on_gpu && strcmp(info->place, first_gpu(sim)) == 0;
         t->id = info->id;
         t->alive = true;
+        begin_story(sim, t, story, info->tokens, spec->prefix.tokens);
     }
     if (!read_only && t->writer)
         take_over(sim, t);
@@ -174,10 +207,17 @@ static void open_session(struct sim *sim, struct actor *a)
                                      .shard = shard,
                                      .shards = sharded ? 2 : 0,
                                      .max_rollback = rollbacks[kit_below(&sim->kit, 5)],
-                                     .prompt_tokens = kit_below(&sim->kit, SIM_VARIANTS)};
+                                     .model = t ? NULL : "m"};
+    // Half of them alike, so that they meet in the index.
+    spec.prompt_tokens = kit_chance(&sim->kit, 50) ? 0 : kit_below(&sim->kit, SIM_VARIANTS);
     agree(sharded ? named_track(sim, name, 1 - shard) : NULL, &spec);
-    track_rows((uint32_t)spec.prompt_tokens, rows);
-    spec.format = track_format((uint32_t)spec.prompt_tokens);
+    uint32_t variant = (uint32_t)spec.prompt_tokens;
+    track_rows(variant, rows);
+    spec.format = track_format(variant);
+    uint32_t story = kit_chance(&sim->kit, 50) ? 0 : kit_below(&sim->kit, SIM_STORIES);
+    spec.salt = t ? NULL : story_salt(story);
+    if (!sharded) // its shards would begin with different counts
+        ask_prefix(sim, a, story, &spec);
     if (!t && sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 40))
         spec.place = "host";
     if (name[0] && kit_chance(&sim->kit, 40))
@@ -185,13 +225,15 @@ static void open_session(struct sim *sim, struct actor *a)
     else if (kit_chance(&sim->kit, 20))
         spec.flags |= KVQ__OPEN_TAKE_OVER;
     int expect = predict_open(t, spec.flags);
+    if (expect == 0 && !t && spec.prefix.tokens && !can_share(variant))
+        expect = KVQ_E_UNSUPPORTED;
     int rc = kvq__session_open(a->member.client, &spec, &info, text);
     if (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in)
         return;
     MUST(rc == expect);
     MUST(rc == 0 || text[0]);
     if (rc == 0)
-        opened(sim, a, h, t, &spec, &info);
+        opened(sim, a, h, t, &spec, &info, story);
 }
 
 static void let_go(struct sim *sim, struct hold *h)
@@ -505,6 +547,8 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->pairs += sim->pairs;
     total->undone += sim->undone;
     total->moved += sim->moved;
+    total->prefixes += sim->prefixes;
+    total->shared += sim->shared;
     free(sim->workspace);
     free(sim);
 }
@@ -520,20 +564,23 @@ int main(int argc, char **argv)
     kit_gpus(gpus);
     for (uint64_t seed = first; seed < first + count; seed++)
         run_seed(seed, events, &total);
-    printf("%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
-           "committed, %llu refusals "
-           "as predicted, "
-           "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
-           "committed and %llu undone, %llu sessions moved\n",
-           (unsigned long long)count, (unsigned long long)total.checked,
-           (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
-           (unsigned long long)total.committed, (unsigned long long)total.refused,
-           (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
-           (unsigned long long)total.forks, (unsigned long long)total.pairs,
-           (unsigned long long)total.undone, (unsigned long long)total.moved);
+    printf(
+        "%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
+        "committed, %llu refusals "
+        "as predicted, "
+        "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
+        "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
+        "others\n",
+        (unsigned long long)count, (unsigned long long)total.checked,
+        (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
+        (unsigned long long)total.committed, (unsigned long long)total.refused,
+        (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
+        (unsigned long long)total.forks, (unsigned long long)total.pairs,
+        (unsigned long long)total.undone, (unsigned long long)total.moved,
+        (unsigned long long)total.prefixes, (unsigned long long)total.shared);
     // A simulation in which nothing happened proves nothing.
     bool busy = total.checked && !total.checked_gpu == !gpus && !total.streamed == !gpus &&
                 total.committed && total.refused && total.failed_memory && total.deaths &&
-                total.forks && (gpus ? total.moved : total.pairs && total.undone);
+                total.forks && (gpus ? total.moved : total.pairs && total.undone && total.prefixes);
     return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -47,6 +47,10 @@ struct track {
     uint32_t undone_by; // as the session's
     uint8_t appended[MODEL_LAYERS]; // 0 not, 1 under way, 2 done
     uint64_t detached_at;
+    uint32_t story;              // whose ids its steps bring, mostly
+    uint64_t known;              // of its ids; the core may know less
+    bool step_told;              // those of the open step, and all before
+    int32_t ids[SIM_MAX_TOKENS]; // the open step's included
 };
 
 struct hold {
@@ -100,7 +104,8 @@ struct sim {
     struct kvq__job *background;
     uint64_t joins;
     uint64_t checked, checked_gpu, streamed, committed, refused, failed_memory, deaths, forks,
-        pairs, undone, moved; // that it did something
+        pairs, undone, moved;
+    uint64_t prefixes, shared; // that it did something; shared: tokens that sessions began with
 };
 
 // ---- sim_host.c, sim_gpu.c, sim_soft.c ----
@@ -139,6 +144,27 @@ void track_rows(uint32_t variant, struct kvq__layer_row *rows);
 const char *track_format(uint32_t variant);
 const struct kvq__own_format *track_formats(void);
 
+// ---- sim_ids.c ----
+//
+// Where ids are told, K and V are a function of the ids up to their token and of the story's salt,
+// and of nothing else: whoever has the same prefix must see the same.
+
+enum { SIM_STORIES = 6 };
+int32_t story_id(uint32_t story, uint64_t token);
+const char *story_salt(uint32_t story);
+// K (side 0) or V of one layer, of tokens [from, from + n) of a track: rows of SIM_ROW floats.
+void ids_rows(const struct track *t, uint32_t layer, uint32_t side, uint64_t from, uint32_t n,
+              float *rows);
+// The track begins with the first tokens of its story, which another one stored.
+void ids_begin(struct track *t, uint64_t tokens);
+void ids_shorten(struct track *t); // the model has
+
+// ---- sim_check.c ----
+
+// What an entry got is what its track says.
+void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i);
+void sim_check_read(struct sim *sim, struct actor *a, uint32_t i);
+
 // ---- sim_ops.c ----
 
 // Builds a random operation for an idle actor; false if it has nothing to do.
@@ -156,6 +182,7 @@ float *actor_v(struct actor *a);
 float *actor_q(struct actor *a);
 float *actor_out(struct actor *a);
 float *actor_lse(struct actor *a);
+int32_t *actor_ids(struct actor *a); // SIM_MAX_TOKENS
 uint64_t actor_bytes(void);
 
 #endif

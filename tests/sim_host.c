@@ -10,7 +10,7 @@ const struct kit_gpus *sim_gpus(void)
 
 uint32_t sim_seeds(void)
 {
-    return 200;
+    return 500;
 }
 
 bool sim_runs_late(void)

@@ -18,7 +18,7 @@ enum {
 
 uint64_t actor_bytes(void)
 {
-    return sizeof(float) * (2 * TENSOR + 2 * QUERIES + LSES + LISTS);
+    return sizeof(float) * (2 * TENSOR + 2 * QUERIES + LSES + LISTS + SIM_MAX_TOKENS);
 }
 
 float *actor_k(struct actor *a)
@@ -49,6 +49,11 @@ float *actor_lse(struct actor *a)
 static int32_t *actor_list(struct actor *a)
 {
     return (int32_t *)(void *)(actor_lse(a) + LSES);
+}
+
+int32_t *actor_ids(struct actor *a)
+{
+    return actor_list(a) + LISTS;
 }
 
 static struct kvq_wire_view view_of(struct actor *a, const void *at, uint32_t heads, uint32_t dim)
@@ -181,12 +186,23 @@ static void fill_floats(struct sim *sim, float *at, size_t n)
         at[i] = kit_float(&sim->kit);
 }
 
+static void fill_side(struct sim *sim, struct actor *a, uint32_t i, uint32_t side)
+{
+    const struct kvq_entry_wire *e = &a->entries[i];
+    const struct track *t = a->parts[i].hold->track;
+    float *rows = (side ? actor_v(a) : actor_k(a)) + (size_t)e->row * SIM_ROW;
+    if (t && t->stepper == a && t->step_told && e->append == t->step_tokens)
+        ids_rows(t, a->header.layer, side, t->model.tokens, e->append, rows);
+    else
+        fill_floats(sim, rows, (size_t)e->append * SIM_ROW);
+}
+
 static void fill_append(struct sim *sim, struct actor *a, uint32_t i)
 {
     struct kvq_entry_wire *e = &a->entries[i];
     struct part *p = &a->parts[i];
-    fill_floats(sim, actor_k(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
-    fill_floats(sim, actor_v(a) + (size_t)e->row * SIM_ROW, (size_t)e->append * SIM_ROW);
+    fill_side(sim, a, i, 0);
+    fill_side(sim, a, i, 1);
     // On a stream only the step's end tells: test_core_gpu looks at that.
     p->poisoned = e->append && !(a->header.flags & KVQ_REQ_ON_STREAM) && kit_chance(&sim->kit, 2);
     if (p->poisoned) {
@@ -200,8 +216,14 @@ static void fill_append(struct sim *sim, struct actor *a, uint32_t i)
 static void fill_list(struct sim *sim, struct actor *a, uint32_t i)
 {
     struct kvq_entry_wire *e = &a->entries[i];
-    for (uint32_t t = 0; t < e->append; t++)
-        if (kit_chance(&sim->kit, 60))
+    const struct track *track = a->parts[i].hold->track;
+    uint64_t start = track ? track->model.tokens - e->append : 0;
+    // What moves has been computed behind other tokens, and is no longer what its ids say: where
+    // they are known only the last ones go.
+    bool known = track && track->model.tokens >= e->append && track->known > start;
+    uint32_t most = known ? kit_below(&sim->kit, e->append + 1) : e->append;
+    for (uint32_t t = 0; t < most; t++)
+        if (known || kit_chance(&sim->kit, 60))
             a->lists[i][e->list_token++] = (int32_t)t;
     memcpy(actor_list(a) + e->row, a->lists[i], e->list_token * sizeof(int32_t));
 }
@@ -213,6 +235,22 @@ static uint32_t ahead_of_sibling(struct sim *sim, const struct track *t)
     return other && other->model.tokens < t->model.tokens
                ? (uint32_t)(t->model.tokens - other->model.tokens)
                : 0;
+}
+
+// Those of the story, with a slip now and then.
+static void fill_ids(struct sim *sim, struct actor *a, uint32_t i)
+{
+    struct kvq_entry_wire *e = &a->entries[i];
+    const struct track *t = a->parts[i].hold->track;
+    uint64_t from = t ? t->model.tokens : 0;
+    int32_t *to = actor_ids(a) + (size_t)i * SIM_MAX_STEP;
+    if (!(a->header.flags & KVQ_REQ_TOKEN_IDS))
+        return;
+    e->q_row = i * SIM_MAX_STEP;
+    for (uint32_t n = 0; n < e->append; n++)
+        to[n] = story_id(t ? t->story : 0, from + n);
+    if (e->append && kit_chance(&sim->kit, 4))
+        to[kit_below(&sim->kit, e->append)] = -1;
 }
 
 static void fill_entry(struct sim *sim, struct actor *a, uint32_t i)
@@ -227,6 +265,7 @@ static void fill_entry(struct sim *sim, struct actor *a, uint32_t i)
     e->q_row = i * SIM_MAX_QUERIES;
     if (op == KVQ_OP_STEP_BEGIN)
         e->append = choose_append(sim, t, tokens);
+    fill_ids(sim, a, i);
     if (t && a->header.step &&
         (is_append(op) || (op == KVQ_OP_ATTEND && kit_chance(&sim->kit, 80))))
         e->append = t->step_tokens;
@@ -299,6 +338,10 @@ bool op_build(struct sim *sim, struct actor *a)
     if (a->timeline && can_stream(op) && kit_chance(&sim->kit, 60)) {
         a->header.flags |= KVQ_REQ_ON_STREAM;
         a->header.signal = ++a->signal;
+    }
+    if (op == KVQ_OP_STEP_BEGIN && kit_chance(&sim->kit, 90)) {
+        a->header.flags |= KVQ_REQ_TOKEN_IDS;
+        a->header.list = view_of(a, actor_ids(a), 1, 1);
     }
     fill_floats(sim, actor_q(a), is_attend(op) ? QUERIES : 0);
     for (uint32_t i = 0; i < n; i++) {
@@ -415,6 +458,10 @@ static int predict_fork(struct sim *sim, struct actor *a, uint32_t i)
     p->forked->shard = p->track->shard; // which it keeps, though it is in no group
     p->forked->streams = p->track->streams;
     model_fork(&p->track->model, &p->forked->model, at);
+    p->forked->story = p->track->story;
+    p->forked->known = p->track->known;
+    ids_shorten(p->forked);
+    memcpy(p->forked->ids, p->track->ids, sizeof p->track->ids);
     return 0;
 }
 
@@ -516,6 +563,7 @@ void op_went_on(struct sim *sim, struct actor *a)
 
 static void commit(struct sim *sim, struct track *t)
 {
+    t->known += t->step_told ? t->step_tokens : 0;
     model_commit(&t->model, t->step_tokens);
     sim->committed += t->step_tokens;
     track_leave_step(t);
@@ -538,64 +586,6 @@ static void end_step(struct sim *sim, struct track *t)
     commit(sim, t);
     commit(sim, other);
     sim->pairs++;
-}
-
-// One row of one head: to the bit, or to what a GPU's rounding allows.
-static bool same_row(const float *got, const float *want, uint32_t n, float slack)
-{
-    double error = 0, size = 0;
-    if (slack == 0.0f || memcmp(got, want, n * sizeof *got) == 0)
-        return memcmp(got, want, n * sizeof *got) == 0;
-    for (uint32_t i = 0; i < n; i++) {
-        error += ((double)got[i] - want[i]) * ((double)got[i] - want[i]);
-        size += (double)want[i] * want[i];
-    }
-    return sqrt(error) <= slack * (sqrt(size) + (n == 1 ? 1.0 : 0.05));
-}
-
-static void check_rows(const struct part *p, const float *got, uint32_t got_row, const float *want,
-                       uint32_t heads, uint32_t dim, uint32_t rows)
-{
-    for (uint32_t r = 0; r < rows; r++)
-        for (uint32_t h = 0; h < heads; h++)
-            MUST(same_row(got + (size_t)r * got_row + (size_t)h * dim,
-                          want + ((size_t)r * heads + h) * dim, dim, p->on_gpu ? 4e-3f : 0.0f));
-}
-
-static void check_attend(struct sim *sim, struct actor *a, uint32_t i)
-{
-    static float out[QUERIES], lse[LSES];
-    const struct kvq_entry_wire *e = &a->entries[i];
-    const struct part *p = &a->parts[i];
-    const struct kvq_shape *s = &p->track->model.layers[a->header.layer].shape;
-    struct kvq_view q = {actor_q(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW * sizeof(float),
-                         SIM_DIM * sizeof(float), KVQ_F32};
-    uint32_t flags = a->header.flags & KVQ_REQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0;
-    model_attend(&p->track->model, a->header.layer, p->past, e->append, flags, &q, e->queries, out,
-                 lse);
-    check_rows(p, actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads, SIM_DIM,
-               e->queries);
-    check_rows(p, actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
-               e->queries);
-    sim->checked++;
-    sim->checked_gpu += p->on_gpu;
-}
-
-static void check_read(struct sim *sim, struct actor *a, uint32_t i)
-{
-    static float k[SIM_MAX_STEP * SIM_DIM], v[SIM_MAX_STEP * SIM_DIM];
-    const struct part *p = &a->parts[i];
-    const struct kvq_entry_wire *e = &a->entries[i];
-    uint32_t heads = p->track->model.layers[a->header.layer].shape.kv_heads;
-    uint32_t n = (uint32_t)p->value;
-    size_t row = e->row + (p->from - e->position);
-    for (uint32_t h = 0; n && h < heads; h++) {
-        model_read(&p->track->model, a->header.layer, p->past, p->from, n, h, k, v);
-        check_rows(p, actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
-        check_rows(p, actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
-    }
-    sim->checked++;
-    sim->checked_gpu += p->on_gpu;
 }
 
 static void apply_append(struct actor *a, uint32_t i)
@@ -631,6 +621,20 @@ static void apply_fork(struct sim *sim, struct actor *a, uint32_t i, uint64_t ha
     sim->forks++;
 }
 
+static void apply_begin(struct sim *sim, struct actor *a, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &a->entries[i];
+    struct track *t = a->parts[i].track;
+    t->stepper = a;
+    t->step_serial++;
+    t->step_tokens = e->append;
+    t->joined = ++sim->joins;
+    t->undone_by = 0;
+    t->step_told = (a->header.flags & KVQ_REQ_TOKEN_IDS) && t->known == t->model.tokens;
+    if (t->step_told)
+        memcpy(t->ids + t->known, actor_ids(a) + e->q_row, e->append * sizeof(int32_t));
+}
+
 static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq_result *r)
 {
     struct track *t = a->parts[i].track;
@@ -639,11 +643,7 @@ static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq
         return;
     switch (a->header.op) {
     case KVQ_OP_STEP_BEGIN:
-        t->stepper = a;
-        t->step_serial++;
-        t->step_tokens = a->entries[i].append;
-        t->joined = ++sim->joins;
-        t->undone_by = 0;
+        apply_begin(sim, a, i);
         break;
     case KVQ_OP_STEP_END:
         MUST(r->value == a->parts[i].past + t->step_tokens);
@@ -654,22 +654,24 @@ static void apply(struct sim *sim, struct actor *a, uint32_t i, const struct kvq
         break;
     case KVQ_OP_TRUNCATE:
         t->model.tokens -= a->entries[i].list_token;
+        ids_shorten(t);
         break;
     case KVQ_OP_ACCEPT:
         model_accept(&t->model, a->entries[i].append, a->lists[i], a->entries[i].list_token);
+        ids_shorten(t);
         break;
     case KVQ_OP_FORK:
         apply_fork(sim, a, i, r->value);
         return;
     case KVQ_OP_READ:
         MUST(r->value == a->parts[i].value);
-        check_read(sim, a, i);
+        sim_check_read(sim, a, i);
         return;
     default:
         if (is_append(a->header.op))
             apply_append(a, i);
         if (is_attend(a->header.op))
-            check_attend(sim, a, i);
+            sim_check_attend(sim, a, i);
     }
     bool changes = a->header.op == KVQ_OP_TRUNCATE || a->header.op == KVQ_OP_ACCEPT;
     MUST(r->value == (changes ? t->model.tokens : a->parts[i].past));

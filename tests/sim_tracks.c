@@ -153,6 +153,7 @@ void track_leave_step(struct track *t)
     t->stepper = NULL;
     t->prepared = false;
     t->step_tokens = 0;
+    t->step_told = false;
     t->step_serial++;
     memset(t->appended, 0, sizeof t->appended);
 }

@@ -46,6 +46,7 @@ CONFINED = {
     r"cblas\.h|cblas-openblas\.h|openblas.*\.h|lapacke?\.h": ("tools/kvq-run/", "tests/"),
     r"cmocka\.h": ("tests/",),
     r"sqlite3\.h": ("storage/", "tests/"),
+    r"sodium.*\.h": ("daemon/",),
     r"(imm|x86|[a-z]mm)intrin\.h|cpuid\.h": ("kernels/", "proto/"),
     r"cuda.*\.h": ("kernels/cuda/",),
 }
@@ -318,7 +319,8 @@ def check_words(tree):
 
 
 def pkg_config_flags():
-    modules = ["libuv", "libzmq", "libprotobuf-c", "inih", "libcjson", "libxxhash", "openblas"]
+    modules = ["libuv", "libzmq", "libprotobuf-c", "inih", "libcjson", "libxxhash", "openblas",
+               "libsodium"]
     flags = set()
     for module in modules:
         done = subprocess.run(["pkg-config", "--cflags", module], capture_output=True, text=True)

@@ -11,7 +11,7 @@
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
     libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
-    libxxhash-dev libsqlite3-dev libopenblas-dev libcmocka-dev
+    libxxhash-dev libsodium-dev libsqlite3-dev libopenblas-dev libcmocka-dev
     libcurl4-openssl-dev libssl-dev libexpat1-dev
 )
 kvq_test_packages=(

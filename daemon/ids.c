@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The token ids of a session, as far as its writer tells them: at a step's beginning, of the tokens
+// that the step appends. They are only of use without a gap from the first token on.
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/prefix.h"
+#include "daemon/state.h"
+
+enum { FIRST_ROOM = 512 };
+
+static bool brings_ids(const struct kvq__queue *q)
+{
+    return q->header.flags & KVQ_REQ_TOKEN_IDS;
+}
+
+int kvq__ids_open(struct kvq__queue *q)
+{
+    return brings_ids(q) ? kvq__list_open(q) : 0;
+}
+
+int kvq__ids_check(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    return brings_ids(q) && !kvq__list_at(q, e->q_row, e->append) ? KVQ_E_BOUNDS : 0;
+}
+
+int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
+{
+    struct kvq__ids *ids = &s->ids;
+    uint64_t room = ids->room ? ids->room : FIRST_ROOM;
+    if (tokens <= ids->room)
+        return 0;
+    while (room < tokens)
+        room *= 2;
+    int32_t *at = kvq__allocate(s->core, room * sizeof *at);
+    if (!at)
+        return KVQ_E_NO_MEMORY;
+    if (ids->at)
+        memcpy(at, ids->at, ids->known * sizeof *at);
+    kvq__deallocate(s->core, ids->at, ids->room * sizeof *at);
+    ids->at = at;
+    ids->room = (uint32_t)room;
+    return 0;
+}
+
+int kvq__ids_take(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    const struct kvq_entry_wire *e = &q->entries[i];
+    s->ids.pending = false;
+    if (!brings_ids(q) || s->ids.known < s->tokens) // behind a gap they are of no use
+        return 0;
+    int rc = kvq__ids_grow(s, s->tokens + e->append);
+    if (rc < 0)
+        return rc;
+    const volatile int32_t *from = kvq__list_at(q, e->q_row, e->append);
+    for (uint32_t t = 0; t < e->append; t++)
+        s->ids.at[s->tokens + t] = from[t];
+    s->ids.pending = true;
+    return 0;
+}
+
+void kvq__ids_commit(struct kvq__session *s, uint64_t had, uint64_t tokens)
+{
+    if (s->ids.pending && s->ids.known == had)
+        s->ids.known += tokens;
+    s->ids.pending = false;
+}
+
+void kvq__ids_cut(struct kvq__session *s, uint64_t tokens)
+{
+    struct kvq__ids *ids = &s->ids;
+    if (ids->known > tokens)
+        ids->known = tokens;
+    if ((uint64_t)ids->sealed * KVQ_BLOCK_TOKENS > ids->known)
+        ids->sealed = 0;
+}
+
+void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *list, uint32_t n)
+{
+    uint64_t start = s->tokens - append;
+    if (s->ids.known < s->tokens) { // of those that move some are not known
+        kvq__ids_cut(s, start);
+        return;
+    }
+    for (uint32_t j = 0; j < n; j++)
+        s->ids.at[start + j] = s->ids.at[start + (uint64_t)list[j]];
+}
+
+int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint64_t at)
+{
+    const struct kvq__ids *a = &from->ids;
+    struct kvq__ids *b = &to->ids;
+    uint64_t known = a->known < at ? a->known : at;
+    int rc = known ? kvq__ids_grow(to, known) : 0;
+    if (rc == 0 && a->n_spans)
+        rc = kvq__ids_spans(to, a->spans, a->n_spans, NULL);
+    if (rc < 0)
+        return rc;
+    if (known)
+        memcpy(b->at, a->at, known * sizeof *b->at);
+    b->known = known;
+    if ((uint64_t)a->sealed * KVQ_BLOCK_TOKENS <= known) { // else it starts anew
+        b->sealed = a->sealed;
+        memcpy(b->chain, a->chain, sizeof b->chain);
+    }
+    return 0;
+}
+
+// ---- Images and audio ----
+
+static int check_spans(const struct kvq__span *spans, uint32_t n, char *text)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (spans[i].tokens == 0 || spans[i].first >= KVQ_MAX_SESSION_TOKENS ||
+            spans[i].tokens > KVQ_MAX_SESSION_TOKENS - spans[i].first)
+            return kvq__fail(text, KVQ_E_INVALID,
+                             "span %u has %u tokens from token %llu on; it can have 1 or more, "
+                             "within the %d that a session holds",
+                             i, spans[i].tokens, (unsigned long long)spans[i].first,
+                             KVQ_MAX_SESSION_TOKENS);
+    return 0;
+}
+
+static bool overlaps(const struct kvq__span *a, const struct kvq__span *b)
+{
+    return a->first < b->first + b->tokens && b->first < a->first + a->tokens;
+}
+
+static bool is_replaced(const struct kvq__span *old, const struct kvq__span *spans, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (overlaps(old, &spans[i]))
+            return true;
+    return false;
+}
+
+// In one order, whatever order they were told in.
+static int compare(const void *left, const void *right)
+{
+    const struct kvq__span *a = left, *b = right;
+    return a->first != b->first ? (a->first > b->first) - (a->first < b->first)
+                                : (a->tokens > b->tokens) - (a->tokens < b->tokens);
+}
+
+int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32_t n, char *text)
+{
+    struct kvq__ids *ids = &s->ids;
+    uint32_t kept = 0;
+    int rc = check_spans(spans, n, text);
+    if (rc < 0 || n == 0)
+        return rc;
+    for (uint32_t i = 0; i < ids->n_spans; i++)
+        kept += !is_replaced(&ids->spans[i], spans, n);
+    if (kept + n > KVQ_MAX_SPANS)
+        return kvq__fail(text, KVQ_E_LIMIT, "%u spans of images or audio; a session has %d at most",
+                         kept + n, KVQ_MAX_SPANS);
+    struct kvq__span *all = kvq__allocate(s->core, (kept + n) * sizeof *all);
+    if (!all)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for %u spans", kept + n);
+    uint32_t at = 0;
+    for (uint32_t i = 0; i < ids->n_spans; i++)
+        if (!is_replaced(&ids->spans[i], spans, n))
+            all[at++] = ids->spans[i];
+    memcpy(all + at, spans, n * sizeof *all);
+    qsort(all, kept + n, sizeof *all, compare);
+    kvq__deallocate(s->core, ids->spans, ids->n_spans * sizeof *all);
+    ids->spans = all;
+    ids->n_spans = kept + n;
+    return 0;
+}
+
+// ---- Memory ----
+
+uint64_t kvq__ids_bytes(const struct kvq__session *s)
+{
+    return s->ids.room * sizeof *s->ids.at + s->ids.n_spans * sizeof *s->ids.spans;
+}
+
+void kvq__ids_free(struct kvq__session *s)
+{
+    kvq__deallocate(s->core, s->ids.at, s->ids.room * sizeof *s->ids.at);
+    kvq__deallocate(s->core, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
+    s->ids = (struct kvq__ids){0};
+}

@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The index of prefixes: what a page is known by, the nodes, and who gives way when memory is
+// short. See prefix.h.
+#include "daemon/prefix.h"
+
+#include <assert.h>
+#include <sodium.h>
+#include <string.h>
+
+#include "daemon/lane.h"
+#include "daemon/state.h"
+
+static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
+
+enum { FIRST_BUCKETS = 64 };
+
+void kvq__prefixes_init(struct kvq__prefixes *prefixes)
+{
+    *prefixes = (struct kvq__prefixes){0};
+    TAILQ_INIT(&prefixes->leaves);
+}
+
+// ---- Hashes ----
+
+typedef crypto_generichash_state hash_state;
+
+static void begin(hash_state *state, const struct kvq__core *core)
+{
+    crypto_generichash_init(state, core->config.prefix_key, sizeof core->config.prefix_key,
+                            KVQ__HASH_BYTES);
+}
+
+static void put(hash_state *state, const void *bytes, size_t n)
+{
+    crypto_generichash_update(state, bytes, n);
+}
+
+static void put_number(hash_state *state, uint64_t value)
+{
+    put(state, &value, sizeof value);
+}
+
+// With its length before it, so that no two rows of texts look alike.
+static void put_text(hash_state *state, const char *text)
+{
+    put_number(state, strlen(text));
+    put(state, text, strlen(text));
+}
+
+void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *root)
+{
+    hash_state state;
+    begin(&state, s->core);
+    put_text(&state, "kvq prefix 1");
+    put_text(&state, ns);
+    put_text(&state, s->model);
+    put_text(&state, s->salt);
+    put_text(&state, s->adapter);
+    put_number(&state, s->shards);
+    put_number(&state, s->dtype);
+    put_number(&state, s->v_rotation);
+    put_number(&state, s->path);
+    crypto_generichash_final(&state, root, KVQ__HASH_BYTES);
+}
+
+static void put_float(hash_state *state, float value)
+{
+    put(state, &value, sizeof value);
+}
+
+static void put_layer(hash_state *state, const struct kvq__session *s, const struct kvq__layer *l)
+{
+    const struct kvq__core_config *config = &s->core->config;
+    const struct kvq_shape *shape = &l->shape;
+    put_number(state, shape->q_heads);
+    put_number(state, shape->kv_heads);
+    put_number(state, shape->k_dim);
+    put_number(state, shape->v_dim);
+    put_number(state, shape->dtype);
+    put_number(state, shape->v_rotation);
+    put_number(state, shape->window);
+    put_float(state, shape->softcap);
+    put_float(state, shape->scale);
+    put_number(state, l->source);
+    put_text(state, l->format->name); // with the codebook's
+    put_number(state, l->book_hold && config->codebook_id
+                          ? config->codebook_id(config->context, l->book_hold)
+                          : 0);
+}
+
+static void hash_layers(struct kvq__session *s)
+{
+    hash_state state;
+    begin(&state, s->core);
+    put_text(&state, "kvq layers 1");
+    put_number(&state, s->n_layers);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        put_layer(&state, s, &s->layers[i]);
+    crypto_generichash_final(&state, s->ids.layers, KVQ__HASH_BYTES);
+}
+
+int kvq__ids_identify(struct kvq__session *s, char *text)
+{
+    if (s->model[0] == '\0')
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "a session without a model's fingerprint shares no prefix, since nothing "
+                         "would tell two models apart; give it one");
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq_extras_bytes(s->layers[i].format, &s->layers[i].shape) > 0)
+            return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                             "layer %u: format %s keeps sinks, outliers or factors of the prompt, "
+                             "which are one session's own; share its beginning by a fork",
+                             i, s->layers[i].format->name);
+    if (!s->ids.identified) {
+        kvq__prefix_root(s, s->ns->name, s->ids.root);
+        hash_layers(s);
+        s->ids.identified = true;
+    }
+    return 0;
+}
+
+// What of a span lies in a page: where, how much, and which of the span's own tokens come first.
+static void put_span(hash_state *state, const struct kvq__span *span, uint64_t start)
+{
+    uint64_t end = start + KVQ_BLOCK_TOKENS, last = span->first + span->tokens;
+    uint64_t from = span->first > start ? span->first : start, to = last < end ? last : end;
+    if (from >= to)
+        return;
+    put_number(state, from - start);
+    put_number(state, to - from);
+    put_number(state, from - span->first);
+    put(state, span->digest, sizeof span->digest);
+}
+
+void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
+                       const struct kvq__span *spans, uint32_t n_spans, uint32_t page)
+{
+    hash_state state;
+    begin(&state, core);
+    put(&state, chain, KVQ__HASH_BYTES);
+    put(&state, ids, KVQ_BLOCK_TOKENS * sizeof *ids);
+    for (uint32_t i = 0; i < n_spans; i++)
+        put_span(&state, &spans[i], (uint64_t)page * KVQ_BLOCK_TOKENS);
+    crypto_generichash_final(&state, chain, KVQ__HASH_BYTES);
+}
+
+// ---- The table ----
+
+static struct kvq__node_list *bucket(const struct kvq__prefixes *p, const uint8_t *chain)
+{
+    uint32_t hash;
+    memcpy(&hash, chain, sizeof hash); // no hash of a hash: it is as good as random
+    return &p->buckets[hash & (p->n_buckets - 1)];
+}
+
+struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *p, const uint8_t *chain,
+                                   const uint8_t *layers, uint32_t shard,
+                                   const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    if (!p->buckets)
+        return NULL;
+    LIST_FOREACH (node, bucket(p, chain), link)
+        if (node->shard == shard && node->pool == pool &&
+            memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0 &&
+            memcmp(node->layers, layers, KVQ__HASH_BYTES) == 0)
+            return node;
+    return NULL;
+}
+
+bool kvq__prefix_has_shard(const struct kvq__prefixes *p, const uint8_t *chain, uint32_t shard)
+{
+    const struct kvq__node *node;
+    if (p->buckets)
+        LIST_FOREACH (node, bucket(p, chain), link)
+            if (node->shard == shard && memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0)
+                return true;
+    return false;
+}
+
+static int table_grow(struct kvq__core *core, struct kvq__prefixes *p)
+{
+    struct kvq__prefixes old = *p;
+    struct kvq__node *node;
+    uint32_t n = p->buckets ? 2 * p->n_buckets : FIRST_BUCKETS;
+    if (p->n_nodes < p->n_buckets)
+        return 0;
+    struct kvq__node_list *buckets = kvq__allocate(core, n * sizeof *buckets);
+    if (!buckets)
+        return p->buckets ? 0 : KVQ_E_NO_MEMORY; // it works as it is, only slower
+    p->buckets = buckets;
+    p->n_buckets = n;
+    for (uint32_t i = 0; i < old.n_buckets; i++)
+        while ((node = LIST_FIRST(&old.buckets[i]))) {
+            LIST_REMOVE(node, link);
+            LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+        }
+    kvq__deallocate(core, old.buckets, old.n_buckets * sizeof *old.buckets);
+    return 0;
+}
+
+// ---- Nodes ----
+
+static void node_free(struct kvq__core *core, struct kvq__node *node)
+{
+    kvq__deallocate(core, node->pages, node->n_layers * sizeof *node->pages);
+    kvq__deallocate(core, node, sizeof *node);
+}
+
+static struct kvq__node *node_new(struct kvq__core *core, uint32_t n_layers)
+{
+    struct kvq__node *node = kvq__allocate(core, sizeof *node);
+    if (!node)
+        return NULL;
+    node->n_layers = n_layers;
+    node->pages = kvq__allocate(core, n_layers * sizeof *node->pages);
+    if (!node->pages) {
+        node_free(core, node);
+        return NULL;
+    }
+    return node;
+}
+
+static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
+{
+    if (to->block || !from->block)
+        return 0;
+    *to = kvq__block_share(*from);
+    return from->block->extent->owner->block_bytes;
+}
+
+// References to the blocks that the node lacks: of what is packed, or stored for good.
+static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const struct kvq__session *s)
+{
+    struct kvq__pageref *to = node->pages;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        uint64_t bytes = 0;
+        if (!kvq__layer_owns(s, i))
+            continue;
+        if (node->page >= l->first_page && l->packed_bytes)
+            bytes = share(&to->packed, &l->pages[node->page].packed);
+        else if (node->page >= l->first_page)
+            bytes = share(&to->raw, &l->pages[node->page].raw);
+        node->bytes += bytes;
+        p->bytes += bytes;
+        to++;
+    }
+}
+
+// Leaves stand in the order of their last use.
+static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
+{
+    struct kvq__node *after = TAILQ_LAST(&p->leaves, kvq__leaf_list);
+    while (after && after->used_at > node->used_at)
+        after = TAILQ_PREV(after, kvq__leaf_list, leaf);
+    if (after)
+        TAILQ_INSERT_AFTER(&p->leaves, after, node, leaf);
+    else
+        TAILQ_INSERT_HEAD(&p->leaves, node, leaf);
+}
+
+static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
+{
+    LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+    p->n_nodes++;
+    if (node->parent && node->parent->children++ == 0)
+        TAILQ_REMOVE(&p->leaves, node->parent, leaf);
+    leaf_insert(p, node);
+}
+
+// Takes it out of the index. Its blocks are free at once where no request looks at them.
+static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+{
+    assert(node->children == 0);
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        kvq__block_drop_idle(core, &node->pages[i].raw);
+        kvq__block_drop_idle(core, &node->pages[i].packed);
+    }
+    LIST_REMOVE(node, link);
+    TAILQ_REMOVE(&p->leaves, node, leaf);
+    p->n_nodes--;
+    p->bytes -= node->bytes;
+    p->evicted++;
+    if (node->parent && --node->parent->children == 0)
+        leaf_insert(p, node->parent);
+    node_free(core, node);
+}
+
+void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+{
+    if (node && node->children == 0) {
+        TAILQ_REMOVE(&p->leaves, node, leaf);
+        TAILQ_INSERT_TAIL(&p->leaves, node, leaf);
+    }
+    for (; node; node = node->parent)
+        node->used_at = core->now;
+}
+
+// ---- Giving pages to the index ----
+
+// No unit of the page is yet to be packed, or under way on a GPU.
+static bool is_final(const struct kvq__session *s, uint32_t page)
+{
+    uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
+    if (end > s->ids.known || end > s->floor)
+        return false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i) || l->packed_bytes == 0)
+            continue;
+        if (l->packed < end || !kvq__lane_ended(l->pack_lane, l->pack_number))
+            return false;
+    }
+    return true;
+}
+
+static const int32_t *page_ids(const struct kvq__session *s, uint32_t page)
+{
+    return s->ids.at + (size_t)page * KVQ_BLOCK_TOKENS;
+}
+
+// A node of the page that the index does not have yet. 0 or KVQ_E_NO_MEMORY.
+static int add_node(struct kvq__session *s, const uint8_t *chain, struct kvq__node *parent,
+                    struct kvq__node **out)
+{
+    struct kvq__prefixes *p = &s->ns->prefixes;
+    struct kvq__node *node;
+    if (table_grow(s->core, p) < 0 || !(node = node_new(s->core, s->n_owned)))
+        return KVQ_E_NO_MEMORY;
+    node->parent = parent;
+    node->page = s->ids.sealed;
+    node->shard = s->shard;
+    node->pool = s->pool;
+    node->used_at = s->core->now;
+    memcpy(node->chain, chain, KVQ__HASH_BYTES);
+    memcpy(node->layers, s->ids.layers, KVQ__HASH_BYTES);
+    memcpy(node->ids, page_ids(s, node->page), sizeof node->ids);
+    node_insert(p, node);
+    *out = node;
+    return 0;
+}
+
+static struct kvq__node *find_own(const struct kvq__session *s, const uint8_t *chain)
+{
+    return kvq__prefix_find(&s->ns->prefixes, chain, s->ids.layers, s->shard, s->pool);
+}
+
+// The next page; *parent is the node before it, and becomes this one. False if it must wait.
+static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
+{
+    struct kvq__ids *ids = &s->ids;
+    uint8_t chain[KVQ__HASH_BYTES];
+    memcpy(chain, ids->chain, sizeof chain);
+    kvq__prefix_chain(s->core, chain, page_ids(s, ids->sealed), ids->spans, ids->n_spans,
+                      ids->sealed);
+    struct kvq__node *node = find_own(s, chain);
+    if (!node && add_node(s, chain, *parent, &node) < 0)
+        return false;
+    node_fill(&s->ns->prefixes, node, s);
+    memcpy(ids->chain, chain, sizeof chain);
+    ids->sealed++;
+    *parent = node;
+    return true;
+}
+
+// Nodes may be gone since, or those of another place needed: then it starts from the first page.
+static struct kvq__node *last_sealed(struct kvq__session *s)
+{
+    struct kvq__node *node = s->ids.sealed ? find_own(s, s->ids.chain) : NULL;
+    if (!node) {
+        s->ids.sealed = 0;
+        memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
+    }
+    return node;
+}
+
+void kvq__prefix_seal(struct kvq__session *s)
+{
+    bool under_way = s->pool->gpu && s->tail_use > 0;
+    if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed))
+        return;
+    if (kvq__ids_identify(s, NULL) < 0)
+        return;
+    struct kvq__node *parent = last_sealed(s);
+    while (is_final(s, s->ids.sealed) && seal_page(s, &parent))
+        ;
+}
+
+void kvq__prefix_seal_all(struct kvq__namespace *ns)
+{
+    struct kvq__session *s;
+    TAILQ_FOREACH (s, &ns->sessions, link)
+        kvq__prefix_seal(s);
+}
+
+// ---- Giving way ----
+
+// Whether giving the reference up frees memory, at once: of the namespace (if not NULL) and in the
+// pool (likewise).
+static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref,
+                        const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    const struct kvq__class *class = ref->block ? ref->block->extent->owner : NULL;
+    return class && (!ns || class->ns == ns) && (!pool || class->pool == pool) &&
+           kvq__block_is_idle(core, ref->block);
+}
+
+static bool frees(const struct kvq__core *core, const struct kvq__node *node,
+                  const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    for (uint32_t i = 0; i < node->n_layers; i++)
+        if (frees_block(core, &node->pages[i].raw, ns, pool) ||
+            frees_block(core, &node->pages[i].packed, ns, pool))
+            return true;
+    return false;
+}
+
+static bool is_empty(const struct kvq__node *node)
+{
+    return node->bytes == 0;
+}
+
+static struct kvq__node *oldest(const struct kvq__core *core, const struct kvq__prefixes *p,
+                                const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    TAILQ_FOREACH (node, &p->leaves, leaf)
+        if (is_empty(node) || frees(core, node, ns, pool))
+            return node;
+    return NULL;
+}
+
+static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                     struct kvq__ref *ref)
+{
+    uint64_t bytes = ref->block->extent->owner->block_bytes;
+    node->bytes -= bytes;
+    p->bytes -= bytes;
+    kvq__block_drop_idle(core, ref);
+}
+
+// Blocks of pages before those in use that only the index has: behind a sliding window.
+static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct kvq__namespace *ns,
+                 const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    for (uint32_t b = 0; b < p->n_buckets; b++)
+        LIST_FOREACH (node, &p->buckets[b], link) {
+            bool any = false;
+            for (uint32_t i = 0; i < node->n_layers; i++) {
+                struct kvq__pageref *page = &node->pages[i];
+                struct kvq__ref *ref = page->packed.block ? &page->packed : &page->raw;
+                if (!frees_block(core, ref, ns, pool))
+                    continue;
+                shed_ref(core, p, node, ref);
+                any = true;
+            }
+            if (any)
+                return true;
+        }
+    return false;
+}
+
+// A quota asks for blocks of the namespace, whoever's index has them; a pool for any in it.
+bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, int code)
+{
+    const struct kvq__namespace *whose = code == KVQ_E_QUOTA ? ns : NULL;
+    const struct kvq__pool *where = code == KVQ_E_QUOTA ? NULL : pool;
+    struct kvq__namespace *at;
+    struct kvq__prefixes *of = NULL;
+    struct kvq__node *first = NULL;
+    TAILQ_FOREACH (at, &core->namespaces, link) {
+        struct kvq__node *node = oldest(core, &at->prefixes, whose, where);
+        if (node && (!first || node->used_at < first->used_at)) {
+            first = node;
+            of = &at->prefixes;
+        }
+    }
+    if (first) {
+        node_evict(core, of, first);
+        return true;
+    }
+    TAILQ_FOREACH (at, &core->namespaces, link)
+        if (shed(core, &at->prefixes, whose, where))
+            return true;
+    return false;
+}
+
+// What sessions use counts as used now; the rest goes when its time is over.
+static void expire(struct kvq__core *core, struct kvq__prefixes *p)
+{
+    struct kvq__node *node;
+    uint64_t keep = core->config.prefix_keep_ns;
+    while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
+        if (is_empty(node) || frees(core, node, NULL, NULL))
+            node_evict(core, p, node);
+        else
+            kvq__prefix_touch(core, p, node);
+    }
+}
+
+void kvq__prefixes_tick(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        kvq__prefix_seal_all(ns);
+        expire(core, &ns->prefixes);
+    }
+}
+
+void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    struct kvq__node *node;
+    while ((node = TAILQ_FIRST(&p->leaves)))
+        node_evict(core, p, node);
+    kvq__deallocate(core, p->buckets, p->n_buckets * sizeof *p->buckets);
+    kvq__prefixes_init(p);
+}
