@@ -3,6 +3,7 @@
 // Moves of sessions between the host and two GPUs of the software driver: the same bytes at the
 // other place, the same bits when back, memory accounted for to the byte, and nothing changed when
 // something fails, whenever that is.
+#include <math.h>
 #include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -241,6 +242,85 @@ static void test_round_trip(void **state)
     assert_memory_equal(bits, again, sizeof bits);
 }
 
+static int holds;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float numbers[1 << 14], ones[HEADS * DIM];
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)format;
+    (void)shape;
+    (void)why;
+    for (uint32_t i = 0; i < 1 << 14; i++)
+        numbers[i] = sinf((float)(i * i % 1013));
+    for (uint32_t i = 0; i < HEADS * DIM; i++)
+        ones[i] = 1.0f;
+    *book = (struct kvq_book){.smooth = ones, .k = numbers, .v = numbers};
+    *hold = &holds;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    holds++;
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    holds--;
+}
+
+static void open_with_codebook(void)
+{
+    static const struct kvq__layer_row row = {
+        4, HEADS, DIM, DIM, .format = "vecinfer-2@a", .kv_from = -1, .repeat = LAYERS};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "chat", .place = "host", .layers = &row, .n_layers = 1};
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    assert_int_equal(kvq__session_drop(m.client, session, text), 0);
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    session = info.handle;
+}
+
+// Codebooks go along: the GPU computes with its own copy, and the host with its own again.
+static void test_codebooks(void **state)
+{
+    (void)state;
+    open_with_codebook();
+    for (uint32_t i = 0; i < 3; i++)
+        assert_int_equal(kit_step(&m, session, 200, HEADS, DIM), 0);
+    attend(session, bits);
+    const struct kvq__layer *l = &it()->layers[0];
+    assert_true(l->packed > 256);
+    for (uint32_t to = 2; to > 0; to--) {
+        assert_int_equal(move_to(to).status, 0);
+        assert_true(l->gpu_book.k && l->gpu_book.k != l->book.k);
+        attend(session, again);
+        const float *host = (const float *)(const void *)bits;
+        const float *gpu = (const float *)(const void *)again;
+        for (uint32_t i = 0; i < sizeof bits / sizeof *host; i++)
+            assert_true(fabsf(host[i] - gpu[i]) < 0.02f);
+    }
+    assert_int_equal(move_to(0).status, 0);
+    assert_null(l->gpu_book.k);
+    attend(session, again);
+    assert_memory_equal(bits, again, sizeof bits);
+    assert_int_equal(kvq__session_drop(m.client, session, text), 0);
+    assert_int_equal(holds, 0);
+}
+
 // What a fork shares is copied, and stays where it is as well.
 static void test_shared(void **state)
 {
@@ -347,7 +427,7 @@ static void test_no_room(void **state)
     for (uint32_t i = 1; i < 30; i += 3) { // of bookkeeping memory
         kit.fail_one_in = i;
         int rc = start(1, &info);
-        for (uint32_t j = 0; rc == 0 && kvq__core_moves(kit.core) && j < 1000; j++)
+        while (rc == 0 && kvq__core_moves(kit.core))
             poll();
         kit.fail_one_in = 0;
         if (rc == 0 && info_of(&info).status == 0)
@@ -479,9 +559,15 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        TEST(test_round_trip), TEST(test_shared),  TEST(test_waits),
-        TEST(test_no_room),    TEST(test_dropped), cmocka_unit_test_setup(test_close, setup),
-        TEST(test_shards),     TEST(test_others),
+        TEST(test_round_trip),
+        TEST(test_codebooks),
+        TEST(test_shared),
+        TEST(test_waits),
+        TEST(test_no_room),
+        TEST(test_dropped),
+        cmocka_unit_test_setup(test_close, setup),
+        TEST(test_shards),
+        TEST(test_others),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
