@@ -3,6 +3,7 @@
 // Moves of sessions between the host and two GPUs of the software driver: the same bytes at the
 // other place, the same bits when back, memory accounted for to the byte, and nothing changed when
 // something fails, whenever that is.
+#include <dlfcn.h>
 #include <math.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -14,6 +15,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/lane.h"
 #include "daemon/move.h"
 #include "tests/sim.h"
 
@@ -24,7 +26,7 @@ enum {
     LAYERS = 4,
     QUERIES = 4,
     MIB = 1 << 20,
-    BUFFER = 2 * MIB,
+    BUFFER = 4 * MIB,
     Q_AT = BUFFER / 4,
     OUT_AT = Q_AT + 64 * 1024,
     OUT_BYTES = QUERIES * 2 * HEADS * DIM * 4,
@@ -233,10 +235,54 @@ static void test_round_trip(void **state)
     struct kvq__move_info info = move_to(0); // where it is: nothing to do
     assert_true(info.finished && info.bytes == 0 && info.status == 0);
     // It goes on at either place as if it had never moved.
+    static const uint32_t there[] = {1, 0, 0};
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(move_to(there[i]).status, 0);
+        assert_int_equal(kit_step(&m, session, 150, HEADS, DIM), 0);
+        rest();
+        assert_int_equal(move_to(0).status, 0);
+        attend(session, bits); // what a GPU has packed, before the host packs anything
+        uint64_t same = fed("same", TOKENS + (i + 1) * 150);
+        attend(same, again);
+        assert_memory_equal(bits, again, sizeof bits);
+        assert_int_equal(kvq__session_drop(m.client, same, text), 0);
+    }
+}
+
+// Holds a client's stream on the first GPU back, or lets it go on.
+static void stall(struct member *member, bool held)
+{
+    void (*call)(struct kvq_gpu_stream *, bool);
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_stall");
+    assert_non_null(symbol);
+    memcpy(&call, &symbol, sizeof call);
+    call(member->client->lanes[0]->stream, held);
+}
+
+// What a GPU packs before anybody asks is waited for, too.
+static void test_packing(void **state)
+{
+    struct kvq__move_info info;
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 300};
+    (void)state;
     assert_int_equal(move_to(1).status, 0);
-    assert_int_equal(kit_step(&m, session, 150, HEADS, DIM), 0);
-    assert_int_equal(move_to(0).status, 0);
-    assert_int_equal(kit_step(&m, session, 150, HEADS, DIM), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    r.step = 5;
+    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    for (r.layer = 0; r.layer < LAYERS; r.layer++)
+        assert_int_equal(kit_request(&m, &r, &e), 0);
+    stall(&m, true);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 5, e, NULL), 0);
+    assert_true(it()->layers[0].packed > TOKENS); // or is about to be
+    assert_int_equal(start(0, &info), 0);
+    for (uint32_t i = 0; i < 50; i++)
+        poll();
+    assert_string_equal(info_of(&info).phase, "waiting");
+    stall(&m, false);
+    rest();
+    assert_int_equal(info_of(&info).status, 0);
     attend(session, bits);
     attend(fed("same", TOKENS + 300), again);
     assert_memory_equal(bits, again, sizeof bits);
@@ -559,15 +605,11 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        TEST(test_round_trip),
-        TEST(test_codebooks),
-        TEST(test_shared),
-        TEST(test_waits),
-        TEST(test_no_room),
-        TEST(test_dropped),
-        cmocka_unit_test_setup(test_close, setup),
-        TEST(test_shards),
-        TEST(test_others),
+        TEST(test_round_trip), TEST(test_packing),
+        TEST(test_codebooks),  TEST(test_shared),
+        TEST(test_waits),      TEST(test_no_room),
+        TEST(test_dropped),    cmocka_unit_test_setup(test_close, setup),
+        TEST(test_shards),     TEST(test_others),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
