@@ -309,11 +309,11 @@ static int get_parts(struct pull *p)
         rc = say_file(p->call, p->path, "making room for the session", -ENOSPC);
     free(folder);
     for (uint32_t i = 0; rc == 0 && i < p->parts->count; i++) {
-        if (part_is_there(p, i))
-            rc = kvq__remote_tell(p->call, 0);
-        else
+        if (!part_is_there(p, i))
             rc = get_part(p, i);
         p->call->done += kvq__part_size(p->parts, i);
+        if (rc == 0)
+            rc = kvq__remote_tell(p->call, 0);
     }
     if (rc != 0)
         return rc;
@@ -380,6 +380,8 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
     struct kvq__call call = {.remote = remote, .watch = watch, .text = text, .n = n};
     struct kvq_io *io = remote->io;
     struct session_keys keys;
+    struct kvq_io_status status;
+    bool ours = false;
     char *part = NULL, *folder = folder_of(path);
     int file = -1, rc = make_keys(&call, space, name, &keys);
     memset(moved, 0, sizeof *moved);
@@ -396,6 +398,7 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
         rc = say_file(&call, part, "opening it for this transfer alone", rc);
         goto out;
     }
+    ours = true;
     rc = pull_newest(&call, &keys, part, file, moved);
     if (rc != 0)
         goto out;
@@ -405,6 +408,8 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
     if (rc != 0)
         rc = say_file(&call, path, "giving it its name", rc);
 out:
+    if (rc != 0 && ours && kvq_io_status(io, file, &status) == 0 && status.bytes == 0)
+        (void)kvq_io_unlink(io, part); // nothing in it to go on with
     if (file >= 0)
         io->close(io, file);
     free(part);

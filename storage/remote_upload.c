@@ -227,6 +227,8 @@ static int send_parts(struct upload *u)
         if (!u->etags[i][0])
             rc = send_part(u, i);
         u->call->done += kvq__part_size(u->parts, i);
+        if (rc == 0)
+            rc = kvq__remote_tell(u->call, 0);
     }
     return rc;
 }

@@ -253,10 +253,15 @@ static int remove_one(const char *path, const struct stat *st, int kind, struct 
     return remove(path);
 }
 
+void remove_folder(const char *path)
+{
+    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
 void s3_stop(struct s3 *s)
 {
     s3_kill(s);
-    nftw(s->folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    remove_folder(s->folder);
 }
 
 // ---- Both ----
