@@ -20,6 +20,8 @@ struct upload {
     const struct kvq__parts *parts;
     uint64_t *sent;
     char id[KVQ__UPLOAD_BYTES];
+    bool resumed;                   // some of it is from before
+    uint32_t after;                 // the number behind which parts are being listed
     char (*etags)[KVQ__ETAG_BYTES]; // of parts that are there; else empty
     uint8_t *buffer;
 };
@@ -131,7 +133,8 @@ static int on_part(void *context, const struct kvq__reply_item *item)
     struct upload *u = context;
     if (strcmp(item->kind, "Part") != 0)
         return 0;
-    if (item->number >= 1 && item->number <= u->parts->count && etag_is_plain(item->etag) &&
+    // Some servers count from 1 again on a list's next page: such a part is sent once more.
+    if (item->number > u->after && item->number <= u->parts->count && etag_is_plain(item->etag) &&
         item->bytes == kvq__part_size(u->parts, item->number - 1))
         memcpy(u->etags[item->number - 1], item->etag, KVQ__ETAG_BYTES);
     return 0;
@@ -140,14 +143,13 @@ static int on_part(void *context, const struct kvq__reply_item *item)
 // Notes the parts that are there. KVQ_E_NO_SESSION: the server has forgotten the upload.
 static int list_parts(struct upload *u)
 {
-    uint32_t after = 0;
     bool more = true;
     int rc = 0;
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     while (rc == 0 && more && reply) {
         char before[48] = "";
-        if (after)
-            snprintf(before, sizeof before, "part-number-marker=%" PRIu32 "&", after);
+        if (u->after)
+            snprintf(before, sizeof before, "part-number-marker=%" PRIu32 "&", u->after);
         char *query = upload_query(u->call, before, u->id);
         struct kvq__request q = {.method = "GET",
                                  .key = u->key,
@@ -159,8 +161,8 @@ static int list_parts(struct upload *u)
         if (rc == 0)
             rc = kvq__remote_parse(u->call, &q, &answer, "ListPartsResult", reply, on_part, u);
         // Markers must grow, so that a list has an end.
-        more = rc == 0 && reply->more && reply->next_number > after;
-        after = reply->next_number;
+        more = rc == 0 && reply->more && reply->next_number > u->after;
+        u->after = reply->next_number;
         kvq__answer_free(&answer);
         free(query);
     }
@@ -268,6 +270,13 @@ static int complete_upload(struct upload *u)
         list && query && reply ? kvq__request(u->call, &q, &answer) : no_memory(u->call, u->key);
     if (rc == 0)
         rc = kvq__remote_parse(u->call, &q, &answer, "CompleteMultipartUpload", reply, NULL, NULL);
+    if (rc == KVQ_E_REMOTE && answer.status == 400) {
+        // It will not do with these parts, now or later: the next try must not find them.
+        struct kvq__call quiet = *u->call;
+        quiet.n = 0;
+        (void)abort_upload(&quiet, u->key, u->id);
+        rc = u->resumed ? KVQ_E_NO_SESSION : rc;
+    }
     kvq__answer_free(&answer);
     free(reply);
     free(query);
@@ -291,6 +300,8 @@ static int check_object(struct kvq__call *call, const char *key, uint64_t bytes)
 static int upload_once(struct upload *u, const char *id)
 {
     snprintf(u->id, sizeof u->id, "%s", id);
+    u->resumed = *id != '\0';
+    u->after = 0;
     int rc = *id ? list_parts(u) : begin_upload(u);
     if (rc == 0)
         rc = send_parts(u);

@@ -363,6 +363,59 @@ static void a_lost_reply_is_no_failure(void **state)
     assert_non_null(strstr(server.asked[9], "PUT /sessions/s/n/head"));
 }
 
+// Parts that a server has from before, and does not like in the end, are sent again.
+static void a_refused_upload_is_begun_anew(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT},
+        {.bytes = ABSENT},
+        {.bytes = XML "<ListMultipartUploadsResult><Upload><Key>other</Key><UploadId>z</UploadId>"
+                      "</Upload><Upload><Key>KEY</Key><UploadId>old</UploadId></Upload>"
+                      "</ListMultipartUploadsResult>"},
+        {.bytes = XML "<ListPartsResult><Part><PartNumber>1</PartNumber><Size>65536</Size>"
+                      "<ETag>\"a\"</ETag></Part><Part><PartNumber>2</PartNumber><Size>9</Size>"
+                      "<ETag>\"b\"</ETag></Part></ListPartsResult>"},
+        {.bytes = PART_DONE}, // of part 2, whose size was wrong
+        {.bytes = "HTTP/1.1 400 No\r\n\r\n<Error><Code>InvalidPart</Code></Error>"},
+        {.bytes = "HTTP/1.1 204 Gone\r\n\r\n"},
+        {.bytes = ABSENT},
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = XML "<CompleteMultipartUploadResult/>"},
+        {.bytes = OK "Content-Length: 65546\r\n\r\n"},
+        {.bytes = PART_DONE},
+        {.bytes = NO_UPLOADS},
+    };
+    enum { COUNT = sizeof replies / sizeof *replies };
+    // The key is known once a push has asked for it.
+    char uploads[1024], key[256];
+    struct script_reply filled[COUNT];
+    make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
+    begin(replies, 2);
+    assert_int_not_equal(push(), 0);
+    end();
+    assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/%255s ", key), 1);
+    const char *hole = strstr(replies[2].bytes, "KEY");
+    snprintf(uploads, sizeof uploads, "%.*s%s%s", (int)(hole - replies[2].bytes), replies[2].bytes,
+             key, hole + 3);
+    memcpy(filled, replies, sizeof replies);
+    filled[2].bytes = uploads;
+    begin(filled, COUNT);
+    int rc = push();
+    end();
+    if (rc != 0)
+        fail_msg("%s", text);
+    assert_non_null(strstr(server.asked[3], "?uploadId=old"));
+    assert_non_null(strstr(server.asked[4], "?partNumber=2&uploadId=old"));
+    assert_non_null(strstr(server.asked[5], "<ETag>\"a\"</ETag>"));
+    assert_non_null(strstr(server.asked[6], "DELETE /sessions/s/n/data/"));
+    assert_non_null(strstr(server.asked[9], "?partNumber=1&uploadId=id%2F1"));
+    assert_int_equal(server.n_asked, COUNT);
+    assert_int_equal(moved.bytes, KVQ_REMOTE_PART_MIN + 10);
+}
+
 // ---- Downloads ----
 
 #define HEX32 "0123456789abcdef0123456789abcdef"
@@ -536,6 +589,7 @@ int main(void)
         cmocka_unit_test(the_bucket_may_be_in_the_name),
         cmocka_unit_test(bad_uploads_end_in_errors),
         cmocka_unit_test(a_lost_reply_is_no_failure),
+        cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
         cmocka_unit_test(lists_have_an_end),
         cmocka_unit_test(bad_options_are_named),
