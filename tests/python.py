@@ -379,6 +379,38 @@ class OnGpu(Test):
         self.cuda("cuMemFree_v2", ctypes.c_uint64(at))
         self.fails(kvq.Code.E_BUFFER, self.client.import_tensor, CudaTensor(4096, 16))
 
+    def test_in_context(self):
+        """The same bits on the engine's own stream as from the daemon."""
+        tokens = Tokens(1, 20)
+        place = self.client.gpus()[0]["place"]
+        arrays = {x: np.ascontiguousarray(getattr(tokens, x)[0, :20], np.float32) for x in "kvq"}
+        with self.client.buffer_on(4 << 20) as buffer:
+            at = buffer.address
+            tensors = {}
+            for name, where in {"k": at, "v": at + (1 << 18), "q": at + (1 << 19)}.items():
+                self.cuda.put(where, arrays[name])
+                tensors[name] = CudaTensor(where, *arrays[name].shape)
+            outs = [CudaTensor(at + (i << 20), *arrays["q"].shape) for i in (1, 2)]
+            here, there = (self.client.session(tokens.rows, "oscar2", place=place)
+                           for _ in range(2))
+            local = self.queue.local(place, max_tokens=1024, require=True)
+            local.add(here)
+            bucket = kvq.Bucket(local, here, max_queries=20)
+            for _ in range(8):
+                with self.queue.step([there], 20) as step:
+                    for layer in range(2):
+                        step.on_stream("append_attend", layer, 0, out=outs[0], **tensors)
+                entries = kvq.make_entries([here], append=20, queries=20)
+                bucket.begin(entries, 0)
+                for layer in range(2):
+                    bucket.attend(entries, layer, 0, out=outs[1], **tensors)
+                bucket.end(entries, 0)
+                here.tokens = int(entries["value"][0])
+                np.testing.assert_array_equal(*(self.cuda.get(o.at, o.shape) for o in outs))
+            self.assertEqual(here.refresh(), 160)
+            bucket.close()
+            local.close()
+
     def test_made_by_the_daemon(self):
         with self.client.buffer_on(4 << 20) as buffer:
             self.run_at(buffer, buffer.address)

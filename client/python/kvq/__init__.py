@@ -19,12 +19,12 @@ from .capture import Capture
 from .client import Client, Layer, Session
 from .errors import Code, Error, strerror, version
 from .gpu import DeviceBuffer
-from .local import Local, LocalStep
+from .local import Bucket, Local, LocalStep
 from .work import PAST_ONLY, Pages, Queue, Step, Ticket, make_entries
 
-__all__ = ["BF16", "Buffer", "Capture", "Client", "Code", "DeviceBuffer", "ENTRY", "Error", "F16",
-           "F32", "Layer", "Local", "LocalStep", "PAST_ONLY", "Pages", "Queue", "Session", "Step",
-           "Ticket", "make_entries", "merge_states", "strerror", "version"]
+__all__ = ["BF16", "Bucket", "Buffer", "Capture", "Client", "Code", "DeviceBuffer", "ENTRY",
+           "Error", "F16", "F32", "Layer", "Local", "LocalStep", "PAST_ONLY", "Pages", "Queue",
+           "Session", "Step", "Ticket", "make_entries", "merge_states", "strerror", "version"]
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):

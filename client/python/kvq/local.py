@@ -61,6 +61,43 @@ class Local:
         return _Done(entries)
 
 
+class Bucket:
+    """Device memory for the attentions of a step on a GPU (kvq.h, kvq_bucket). For a Local whose
+    place is a GPU; its calls take entries (make_entries) and the number of a CUDA stream. attend()
+    may be captured into a graph, which replays for whatever entries begin() was given last."""
+
+    def __init__(self, local, session, max_tokens=0, max_sessions=1, max_queries=1):
+        self.local = local
+        self.pointer = c_void_p()
+        options = _ffi.BucketOptions(session=session.handle, max_tokens=max_tokens,
+                                     max_sessions=max_sessions, max_queries=max_queries)
+        check(lib.kvq_bucket_open(local.pointer, byref(options), byref(self.pointer)))
+
+    def begin(self, entries, stream):
+        check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer, entries.ctypes.data,
+                                            len(entries), stream), entries)
+
+    def attend(self, entries, layer, stream, **tensors):
+        """k, v, q, out and lse: CUDA tensors in buffers of Client.import_tensor or buffer_on."""
+        work = _ffi.Work(layer=layer)
+        for name, tensor in tensors.items():
+            buffer = self.local.client.find_device_buffer(tensor)
+            if buffer is None:
+                raise ValueError(f"{name} lies in no buffer; see Client.import_tensor")
+            setattr(work, name, buffer.tensor(tensor))
+        check(lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
+                                             entries.ctypes.data, len(entries), stream), entries)
+
+    def end(self, entries, stream):
+        """Commits; the entries' values are the sessions' new counts."""
+        check(lib.kvq_local_end_on_stream(self.local.pointer, None, entries.ctypes.data,
+                                          len(entries), stream), entries)
+
+    def close(self):
+        """When its stream has passed its last work."""
+        lib.kvq_bucket_close(byref(self.pointer))
+
+
 class _Done:
     def __init__(self, entries):
         self.entries = entries

@@ -17,7 +17,8 @@ from .buffers import Buffer, dtype_code, numpy_dtype
 from .errors import check
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
-              "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10}
+              "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10,
+              "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
 
