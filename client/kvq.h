@@ -318,10 +318,10 @@ KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
  * session's step and the requests on it have ended, for which it waits 10 s (then KVQ_E_BUSY);
  * from then on requests of all clients wait for it, and go on at the new place. There tensors must
  * lie where that place can reach them, and calls .._on_stream need a stream of its GPU. Blocks that
- * forks share are copied, and stay where they were as well. Nothing has changed if it fails:
- * KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and KVQ_E_QUOTA (no room there), KVQ_E_BUSY (it is
- * being moved, or read by a client in its own context), KVQ_E_READ_ONLY, KVQ_E_STALE,
- * KVQ_E_CANCELLED (it was dropped meanwhile). */
+ * forks or a kept prefix share are copied, and stay where they were as well. Nothing has changed if
+ * it fails: KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and KVQ_E_QUOTA (no room there),
+ * KVQ_E_BUSY (it is being moved, or read by a client in its own context), KVQ_E_READ_ONLY,
+ * KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile). */
 KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);

@@ -438,7 +438,7 @@ struct kvq__move_info {
     int status;            // once it has finished: 0, or why nothing was moved, and text says more
     uint64_t bytes;        // to be copied
     uint64_t moved_bytes;  // of these, that are there
-    uint64_t shared_bytes; // of these, that forks share and that stay where they were as well
+    uint64_t shared_bytes; // of these, that forks or prefixes share, and that stay there as well
 };
 
 // Begins to move a session, which goes on in kvq__core_poll; its requests wait from when its step

@@ -82,26 +82,25 @@ static int refuse_room(const struct kvq__move *move, int rc, char *text)
 {
     const struct kvq__pool *to = move->to;
     if (rc == KVQ_E_QUOTA)
-        return kvq__fail(text, rc,
-                         "session \"%s\" shares blocks with forks, which keep theirs; with copies "
-                         "of these namespace \"%s\" would have more than its limit of %llu bytes; "
-                         "drop the forks or raise the limit",
-                         move->name, move->ns->name, (unsigned long long)move->ns->limit_bytes);
+        return kvq__fail(
+            text, rc,
+            "session \"%s\" shares blocks with forks or with a prefix that is kept, and "
+            "these stay; with copies of them namespace \"%s\" would have more than "
+            "its limit of %llu bytes; drop the forks or raise the limit",
+            move->name, move->ns->name, (unsigned long long)move->ns->limit_bytes);
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
                      "free (in extents of %llu, each for blocks of one size and namespace); move "
                      "or drop others there, or give it more memory",
                      kvq__pool_name(to), move->name, (unsigned long long)need_of_all(move),
-                     (unsigned long long)(to->budget - to->used_bytes),
+                     (unsigned long long)(to->budget - to->used_bytes + move->reserved_bytes),
                      (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
 }
 
+// Whether it could ever fit. What is free depends on what is given up for it: reserving tells.
 static int check_room(const struct kvq__move *move, char *text)
 {
-    const struct kvq__pool *to = move->to;
-    return need_of_all(move) > to->budget - to->used_bytes
-               ? refuse_room(move, KVQ_E_NO_MEMORY, text)
-               : 0;
+    return need_of_all(move) > move->to->budget ? refuse_room(move, KVQ_E_NO_MEMORY, text) : 0;
 }
 
 int kvq__session_movable(const struct kvq__session *s, char *text)
@@ -262,7 +261,7 @@ static bool is_idle(const struct kvq__move *move)
 {
     for (uint32_t i = 0; i < move->n; i++) {
         const struct kvq__session *s = move->moved[i].session;
-        if (kvq__in_step(s) || s->pins > 0 || s->exclusive || !is_packed(s))
+        if (kvq__in_step(s) || s->pins > 0 || s->exclusive || s->n_loading || !is_packed(s))
             return false;
     }
     return true;
@@ -328,8 +327,10 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
         kvq__block_exempt(here->block, true);
     struct kvq__ref *there = kvq__moved_there(m, ref);
     int rc = kvq__block_new(move->core, move->ns, move->to, bytes, there);
-    if (rc == 0)
+    if (rc == 0) {
         there->block->saved = here->block->saved;
+        move->reserved_bytes += bytes;
+    }
     return rc;
 }
 

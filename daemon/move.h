@@ -62,7 +62,7 @@ struct kvq__move {
     bool finished; // and is kept to be asked about
     uint64_t finished_at;
     int status;
-    uint64_t bytes, moved_bytes, shared_bytes;
+    uint64_t bytes, reserved_bytes, moved_bytes, shared_bytes;
     char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
 };
 

@@ -3,12 +3,14 @@
 // The index of prefixes: what a page is known by, the nodes, and who gives way when memory is
 // short. See prefix.h.
 #include "daemon/prefix.h"
+#include "daemon/move.h"
 
 #include <assert.h>
 #include <sodium.h>
 #include <string.h>
 
 #include "daemon/lane.h"
+#include "daemon/move.h"
 #include "daemon/state.h"
 
 static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
@@ -379,7 +381,8 @@ static struct kvq__node *last_sealed(struct kvq__session *s)
 void kvq__prefix_seal(struct kvq__session *s)
 {
     bool under_way = s->pool->gpu && s->tail_use > 0;
-    if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed))
+    if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
+        kvq__move_asks(s)) // whose blocks are about to be others
         return;
     if (kvq__ids_identify(s, NULL) < 0)
         return;

@@ -51,7 +51,7 @@ static void print_moved(const Kvq__Move *m)
     printf("moved %s to %s: %s", kvq__ctl_clean(m->session), kvq__ctl_clean(m->place),
            kvq__ctl_bytes(m->moved_bytes));
     if (m->shared_bytes)
-        printf(", of which %s are shared with forks and stay where they were as well",
+        printf(", of which %s are shared with forks or a prefix and stay where they were as well",
                kvq__ctl_bytes(m->shared_bytes));
     printf("\n");
 }
