@@ -318,6 +318,17 @@ static int64_t fault_write(struct kvq_io *io, int handle, const void *data, size
     return rc;
 }
 
+static void survive(struct fault_io *f, struct fault_file *file, const struct fault_write *w,
+                    uint32_t keep);
+
+// A sync that failed: some of what was to be written is lost, and no later sync writes it.
+static void lose_writes(struct fault_io *f, struct fault_file *file)
+{
+    for (struct fault_write *w = file->writes; w; w = w->next)
+        survive(f, file, w, 30);
+    forget_writes(file);
+}
+
 // Whether a sync may happen.
 static int before_sync(struct fault_io *f)
 {
@@ -337,6 +348,8 @@ static int fault_sync(struct kvq_io *io, int handle)
     int rc = before_sync(f);
     if (rc == 0)
         sync_file(f->handles[handle]);
+    else if (rc != -EINTR && !f->crashed)
+        lose_writes(f, f->handles[handle]);
     pthread_mutex_unlock(&f->lock);
     return rc;
 }

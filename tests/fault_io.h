@@ -7,6 +7,9 @@
 // a loss of power may leave: each write that was not synced survives, is lost, or is torn at
 // sectors of 512 bytes, whatever became of those before it; names likewise.
 //
+// A sync that fails loses some of what it was to write for good, as on Linux: the file shows it
+// until the next crash, and no later sync brings it to the disk.
+//
 // To crash at a moment, set crash_at_sync or crash_at_change and run the program on: from then on
 // every call fails with EIO and changes nothing. Then close the program's objects, call
 // fault_crash(), and open them again.
