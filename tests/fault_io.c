@@ -565,7 +565,7 @@ static void survive(struct fault_io *f, struct fault_file *file, const struct fa
         apply_write(file, w);
         return;
     }
-    if (w->truncate || chance(f, 50))
+    if (w->truncate || f->lose_all || chance(f, 50))
         return;
     for (uint64_t done = 0; done < w->n;) {
         uint64_t at = w->at + done, to = (at / FAULT_SECTOR + 1) * FAULT_SECTOR;
@@ -592,7 +592,7 @@ void fault_crash(struct fault_io *f)
 {
     // Some crashes lose everything that was not synced, some nothing, most this and that.
     static const uint32_t keeps[] = {0, 50, 50, 90, 100};
-    uint32_t keep = keeps[fault_number(f, 5)];
+    uint32_t keep = f->lose_all ? 0 : keeps[fault_number(f, 5)];
     uint32_t decided = 0;
     bool survives = false;
     for (struct fault_change *change = f->changes; change; change = change->next) {

@@ -76,6 +76,7 @@ struct fault_io {
     int fail_with;                             // errno
     uint32_t interrupt_percent, short_percent; // EINTR, and transfers of a part
     bool read_only;                            // EROFS for all that changes anything
+    bool lose_all;                             // a crash keeps nothing that was not synced
     uint64_t peak;                             // physical bytes, the most there were
 };
 

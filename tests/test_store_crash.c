@@ -61,14 +61,20 @@ static void one_of(struct kit *k, struct world *now, const struct world *after, 
         fail_msg("%s: verify: %s%s", when, k->text, v.text);
 }
 
+static void lose_catalog(void)
+{
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db");
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+}
+
 // One run that crashes. False: it ended before.
-static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool lose_catalog)
+static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_too)
 {
     struct kit k = {0};
     struct world now = {.random = seed}, after;
     char when[80];
     snprintf(when, sizeof when, "seed %" PRIu64 ", %s %" PRIu64 "%s", seed,
-             changes ? "change" : "sync", at, lose_catalog ? ", catalog lost" : "");
+             changes ? "change" : "sync", at, catalog_too ? ", catalog lost" : "");
     fault_open(&disk, seed * 1000003 + at);
     *(changes ? &disk.crash_at_change : &disk.crash_at_sync) = at;
     int rc = run(&k, &now, &after, CHANGES);
@@ -77,10 +83,8 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool lose_catal
         fail_msg("%s: it failed without a crash: %s", when, k.text);
     kvq_store_close(&k.store);
     fault_crash(&disk);
-    if (lose_catalog) {
-        (void)disk.io.unlink(&disk.io, "/store/catalog.db");
-        (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
-    }
+    if (catalog_too)
+        lose_catalog();
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it does not open: %s", when, k.text);
     one_of(&k, &now, &after, when);
@@ -89,6 +93,12 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool lose_catal
     rc = run(&k, &now, &after, 4);
     if (rc)
         fail_msg("%s: it does not go on: %s", when, k.text);
+    one_of(&k, &now, &now, when);
+    kvq_store_close(&k.store);
+    // Nothing of what was cut off comes back, even if all there is are the segments.
+    lose_catalog();
+    if (kit_open(&k, &disk.io))
+        fail_msg("%s: it cannot be made anew: %s", when, k.text);
     one_of(&k, &now, &now, when);
     kvq_store_close(&k.store);
     fault_close(&disk);
@@ -127,12 +137,45 @@ static void catalog_lost(void **state)
     print_message("%" PRIu64 " crashes\n", runs);
 }
 
+// Power fails between two changes, and nothing at all survives that was not synced.
+static void between_changes(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 301; seed <= (full() ? 340 : 302); seed++) {
+        struct kit k = {0};
+        struct world w = {.random = seed}, after;
+        fault_open(&disk, seed);
+        disk.lose_all = true;
+        for (int i = 0; i < 40; i++) {
+            char when[80];
+            snprintf(when, sizeof when, "seed %" PRIu64 ", change %d", seed, i);
+            int rc = k.store ? 0 : kit_open(&k, &disk.io);
+            if (rc == 0)
+                rc = kit_change(&k, &w, &after);
+            if (rc)
+                fail_msg("%s: %s", when, k.text);
+            w = after;
+            if (i % 2 == 0)
+                continue;
+            disk.crashed = true;
+            kvq_store_close(&k.store);
+            fault_crash(&disk);
+            if (kit_open(&k, &disk.io))
+                fail_msg("%s: it does not open: %s", when, k.text);
+            one_of(&k, &w, &w, when);
+        }
+        kvq_store_close(&k.store);
+        fault_close(&disk);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_sync),
         cmocka_unit_test(every_change),
         cmocka_unit_test(catalog_lost),
+        cmocka_unit_test(between_changes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

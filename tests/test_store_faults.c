@@ -55,6 +55,7 @@ struct fault {
     const char *name;
     int error, code; // errno; what the store says
     bool sync;       // else a write
+    bool crash;      // power fails right after
     uint64_t count;  // how many fail; 0: all from then on
 };
 
@@ -68,7 +69,7 @@ static bool store_read_only(struct kit *k)
 }
 
 // The change failed. What was acknowledged must be there, at once and after opening again.
-static void after_failure(struct kit *k, struct world *now, const struct world *after,
+static void after_failure(struct kit *k, struct world *now, const struct world *after, bool crash,
                           const char *when)
 {
     char why[256], neither[256];
@@ -80,8 +81,11 @@ static void after_failure(struct kit *k, struct world *now, const struct world *
         struct kvq_save *save;
         assert_int_equal(kvq_save_begin(k->store, &save, k->text, sizeof k->text), KVQ_E_READ_ONLY);
     }
-    if (stopped || !k->store) { // only opening tells what the catalog has
+    if (stopped || crash || !k->store) { // only opening tells what the catalog has
+        disk.crashed = crash;
         kvq_store_close(&k->store);
+        if (crash)
+            fault_crash(&disk);
         if (kit_open(k, &disk.io))
             fail_msg("%s: it does not open again: %s", when, k->text);
         if (!kit_same(k, now, false, why)) {
@@ -118,7 +122,7 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
     if (rc && !k.text[0])
         fail_msg("%s: it says nothing", when);
     if (rc)
-        after_failure(&k, &now, &after, when);
+        after_failure(&k, &now, &after, fault->crash, when);
     fault_reset_counts(&disk);
     change(&k, &now, 5);
     check(&k, &now, when);
@@ -126,6 +130,13 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
     fault_crash(&disk); // what the failure lost must not be missed now
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it does not open after all: %s", when, k.text);
+    check(&k, &now, when);
+    kvq_store_close(&k.store);
+    // Nothing of what failed comes back, even if all there is are the segments.
+    (void)disk.io.unlink(&disk.io, catalog);
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    if (kit_open(&k, &disk.io))
+        fail_msg("%s: it cannot be made anew: %s", when, k.text);
     check(&k, &now, when);
     kvq_store_close(&k.store);
     fault_close(&disk);
@@ -136,13 +147,15 @@ static void disk_fails(void **state)
 {
     (void)state;
     static const struct fault faults[] = {
-        {"full", ENOSPC, KVQ_E_NO_SPACE, false, 0},
-        {"full for a moment", ENOSPC, KVQ_E_NO_SPACE, false, 1},
-        {"write fails", EIO, KVQ_E_SYSTEM, false, 1},
-        {"writes fail", EIO, KVQ_E_SYSTEM, false, 0},
-        {"sync fails", EIO, KVQ_E_SYSTEM, true, 1},
-        {"syncs fail", EIO, KVQ_E_SYSTEM, true, 0},
-        {"full at a sync", ENOSPC, KVQ_E_NO_SPACE, true, 1},
+        {"full", ENOSPC, KVQ_E_NO_SPACE, false, false, 0},
+        {"full for a moment", ENOSPC, KVQ_E_NO_SPACE, false, false, 1},
+        {"write fails", EIO, KVQ_E_SYSTEM, false, false, 1},
+        {"writes fail", EIO, KVQ_E_SYSTEM, false, false, 0},
+        {"sync fails", EIO, KVQ_E_SYSTEM, true, false, 1},
+        {"syncs fail", EIO, KVQ_E_SYSTEM, true, false, 0},
+        {"write fails, then power", EIO, KVQ_E_SYSTEM, false, true, 1},
+        {"sync fails, then power", EIO, KVQ_E_SYSTEM, true, true, 1},
+        {"full at a sync", ENOSPC, KVQ_E_NO_SPACE, true, false, 1},
     };
     uint64_t runs = 0;
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
@@ -307,8 +320,12 @@ static void planted_records(void **state)
     uint64_t id;
     fault_open(&disk, 8);
     assert_int_equal(kit_open(&k, &disk.io), 0);
-    w.sessions[0] = (struct world_session){.used = true, .name = "evil", .shards = 1};
-    assert_int_equal(kit_save(&k, &w, "evil"), 0);
+    static const char *const names[] = {"a", "b", "c", "evil"};
+    for (int i = 0; i < 4; i++) {
+        w.sessions[i] = (struct world_session){.used = true, .shards = 1};
+        snprintf(w.sessions[i].name, sizeof w.sessions[i].name, "%s", names[i]);
+        assert_int_equal(kit_save(&k, &w, names[i]), 0);
+    }
     kvq_store_close(&k.store);
     struct fault_file *file = fault_find(&disk, path);
     uint64_t n = file->bytes - KVQ_SEGMENT_FRONT;
