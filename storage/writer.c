@@ -188,13 +188,20 @@ static int take_room(struct kvq_store *s, uint64_t upto, const struct kvq__compl
 
 // ---- Bytes ----
 
-static int write_buffer(struct kvq_store *s, const struct kvq__complaint *c)
+// The last one of a transaction is waited for anyway, so no other thread writes it.
+static int write_buffer(struct kvq_store *s, bool last, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
-    if (w->used == 0)
-        return KVQ_OK;
-    assert(w->used % KVQ_IO_PAGE == 0 && (w->at - w->used) % KVQ_IO_PAGE == 0);
-    int rc = flush(&w->flusher, w->file, w->buffer[w->current], w->used, w->at - w->used);
+    const uint8_t *data = w->buffer[w->current];
+    uint64_t at = w->at - w->used;
+    size_t n = w->used;
+    int rc = KVQ_OK;
+    assert(n % KVQ_IO_PAGE == 0 && at % KVQ_IO_PAGE == 0);
+    if (last)
+        rc = flush_wait(&w->flusher);
+    if (rc == 0 && n > 0)
+        rc = last ? kvq_io_write(s->io, w->file, data, n, at)
+                  : flush(&w->flusher, w->file, data, n, at);
     w->current ^= 1;
     w->used = 0;
     return rc ? broke(s, rc, "written", c) : KVQ_OK;
@@ -218,7 +225,7 @@ static int put_bytes(struct kvq_store *s, const uint8_t *data, uint64_t n,
         data = data ? data + some : NULL;
         n -= some;
         if (w->used == s->buffer_bytes)
-            rc = write_buffer(s, c);
+            rc = write_buffer(s, false, c);
     }
     return rc;
 }
@@ -236,7 +243,7 @@ static int put_record(struct kvq_store *s, enum kvq_record_kind kind, uint64_t i
     return rc ? rc : put_bytes(s, NULL, behind, c);
 }
 
-// Fills up to a whole page and writes what is in the buffer.
+// Fills up to a whole page; everything is written when it returns.
 static int pad(struct kvq_store *s, const struct kvq__complaint *c)
 {
     static const uint8_t zeros[KVQ_IO_PAGE];
@@ -248,7 +255,7 @@ static int pad(struct kvq_store *s, const struct kvq__complaint *c)
         rc =
             put_record(s, KVQ_RECORD_PAD, 0, w->segment->salt, zeros, n, kvq_checksum(zeros, n), c);
     }
-    return rc ? rc : write_buffer(s, c);
+    return rc ? rc : write_buffer(s, true, c);
 }
 
 // ---- Segments ----
@@ -260,9 +267,7 @@ static int finish_segment(struct kvq_store *s, const struct kvq__complaint *c)
     int rc = pad(s, c);
     if (rc)
         return rc;
-    rc = flush_wait(&w->flusher);
-    if (rc == 0)
-        rc = kvq_io_truncate(s->io, w->file, w->at);
+    rc = kvq_io_truncate(s->io, w->file, w->at);
     if (rc == 0)
         rc = kvq_io_sync(s->io, w->file);
     if (rc)
@@ -383,9 +388,7 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
         rc = pad(s, c);
     if (rc)
         return rc;
-    rc = flush_wait(&w->flusher);
-    if (rc == 0)
-        rc = kvq_io_sync(s->io, w->file);
+    rc = kvq_io_sync(s->io, w->file);
     if (rc == 0 && s->next_segment != w->first_new)
         rc = kvq_io_sync_dir(s->io, s->folder);
     if (rc)

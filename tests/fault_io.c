@@ -321,11 +321,14 @@ static int64_t fault_write(struct kvq_io *io, int handle, const void *data, size
 static void survive(struct fault_io *f, struct fault_file *file, const struct fault_write *w,
                     uint32_t keep);
 
-// A sync that failed: some of what was to be written is lost, and no later sync writes it.
+// A sync that failed: some of what was to be written, or all or nothing of it, is lost, and no
+// later sync writes it.
 static void lose_writes(struct fault_io *f, struct fault_file *file)
 {
+    static const uint32_t keeps[] = {0, 30, 100};
+    uint32_t keep = keeps[fault_number(f, 3)];
     for (struct fault_write *w = file->writes; w; w = w->next)
-        survive(f, file, w, 30);
+        survive(f, file, w, keep);
     forget_writes(file);
 }
 
