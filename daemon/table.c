@@ -56,10 +56,6 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
         return kvq__fail(text, KVQ_E_EXISTS, "this session has a page table already");
     if (s->move)
         return kvq__fail(text, KVQ_E_BUSY,
-                         "the session is being moved to another place; ask again "
-                         "when it is there");
-    if (s->move)
-        return kvq__fail(text, KVQ_E_BUSY,
                          "this session is being moved; try again when it is there");
     if (s->foreign)
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
@@ -124,6 +120,7 @@ static void drop_pages(struct kvq__table *t, struct kvq__table_layer *l)
 static void end_table(struct kvq__table *t)
 {
     const struct kvq__core_config *config = &t->client->core->config;
+    LIST_REMOVE(t, client_link);
     for (uint32_t i = 0; i < t->memory.layers; i++)
         drop_pages(t, &t->layers[i]);
     if (config->table_gone)
@@ -142,6 +139,7 @@ static void close_table(struct kvq__table *t)
     kvq__handle_get(t->client, t->handle, &h);
     if (h && h->table == t)
         h->table = NULL;
+    LIST_INSERT_HEAD(&t->client->core->closed_tables, t, client_link);
     if (t->uses == 0)
         end_table(t);
 }

@@ -124,6 +124,8 @@ static void on_table_gone(void *context, uint64_t client, const struct kvq__tabl
     struct kit *kit = context;
     MUST(client && (memory->host || memory->gpu));
     kit->tables_gone++;
+    if (kit->table_gone)
+        kit->table_gone(kit, memory);
 }
 
 static const struct kvq__own_format *own_formats;
@@ -420,6 +422,19 @@ static bool names(const struct kvq__namespace *ns, const struct kvq__block *at,
     return block ? at == block : at && at->extent->owner->ns == ns;
 }
 
+static uint64_t references_of(const struct kvq__table *t, const struct kvq__namespace *ns,
+                              const struct kvq__block *block)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < t->memory.layers; i++) {
+        n += names(ns, t->layers[i].extras.block, block);
+        for (uint32_t p = 0; p < t->memory.pages; p++)
+            n += names(ns, t->layers[i].pages[p].raw.block, block) +
+                 names(ns, t->layers[i].pages[p].packed.block, block);
+    }
+    return n;
+}
+
 // Table entries that name the block; NULL: that name any.
 static uint64_t table_references(const struct kvq__core *core, const struct kvq__namespace *ns,
                                  const struct kvq__block *block)
@@ -429,13 +444,9 @@ static uint64_t table_references(const struct kvq__core *core, const struct kvq_
     uint64_t n = 0;
     TAILQ_FOREACH (c, &core->clients, link)
         LIST_FOREACH (t, &c->tables, client_link)
-            for (uint32_t i = 0; i < t->memory.layers; i++) {
-                const struct kvq__block *extras = t->layers[i].extras.block;
-                n += names(ns, extras, block);
-                for (uint32_t p = 0; p < t->memory.pages; p++)
-                    n += names(ns, t->layers[i].pages[p].raw.block, block) +
-                         names(ns, t->layers[i].pages[p].packed.block, block);
-            }
+            n += references_of(t, ns, block);
+    LIST_FOREACH (t, &core->closed_tables, client_link)
+        n += references_of(t, ns, block);
     return n;
 }
 
@@ -701,15 +712,18 @@ static void check_clients(const struct kvq__core *core)
     const struct kvq__session *s;
     uint32_t clients = 0, steps = 0;
     TAILQ_FOREACH (c, &core->clients, link) {
+        uint32_t named = 0;
         clients++;
         for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
             if (!c->steps[i].number)
                 continue;
-            steps++;
+            named++;
             MUST(!LIST_EMPTY(&c->steps[i].sessions));
             LIST_FOREACH (s, &c->steps[i].sessions, step_link)
                 MUST(s->step == &c->steps[i] && s->writer && s->writer->client == c);
         }
+        MUST(named <= c->n_steps && c->n_steps <= named + c->n_queues); // STEPs of queues
+        steps += c->n_steps;
     }
     MUST(clients == core->n_clients && steps == core->n_steps);
 }

@@ -24,7 +24,7 @@ static const struct kvq_gpu_driver *driver(void)
 
 // Memory is kept for the next who asks: to free it is to wait for every stream, and so for clients
 // whose signals are late.
-enum { KEPT = 64 };
+enum { KEPT = 256 };
 static struct {
     void *at;
     size_t bytes;

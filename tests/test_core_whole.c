@@ -136,13 +136,13 @@ static void map_extents(struct mapping *map)
     }
 }
 
-static uint8_t *table_new(size_t bytes)
+static uint8_t *new_page(size_t bytes)
 {
     void *table = pool()->gpu ? sim_gpus()->memory_new(bytes) : malloc(bytes);
     return memset(table, 0, bytes);
 }
 
-static void table_free(uint8_t *table)
+static void free_page(uint8_t *table)
 {
     if (pool()->gpu)
         sim_gpus()->memory_free(table);
@@ -154,7 +154,7 @@ static int try_map(struct member *member, uint64_t handle, struct mapping *map, 
 {
     char text[KVQ_TEXT_BYTES];
     *map = (struct mapping){.member = member, .handle = handle};
-    map->table = table_new(kvq_table_bytes(LAYERS, pages));
+    map->table = new_page(kvq_table_bytes(LAYERS, pages));
     struct kvq__table_memory memory = {.layers = LAYERS, .pages = pages};
     if (pool()->gpu)
         memory.gpu = (uintptr_t)map->table;
@@ -162,7 +162,7 @@ static int try_map(struct member *member, uint64_t handle, struct mapping *map, 
         memory.host = map->table;
     int rc = kvq__table_open(member->client, handle, POOL_AT, &memory, text);
     if (rc < 0)
-        table_free(map->table);
+        free_page(map->table);
     return rc;
 }
 
@@ -178,7 +178,7 @@ static void close_map(struct mapping *map)
     uint64_t gone = kit.tables_gone;
     assert_int_equal(kvq__table_close(map->member->client, map->handle, NULL), 0);
     assert_int_equal(kit.tables_gone, gone + 1);
-    table_free(map->table);
+    free_page(map->table);
 }
 
 static const struct kvq_table_page *head_of(const struct mapping *map)
