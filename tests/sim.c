@@ -35,8 +35,9 @@ static void check_tracks(const struct sim *sim)
         const struct kvq__session *s = find_session(sim, t->id);
         MUST(s);
         MUST(s->tokens == t->model.tokens && s->floor == t->model.floor);
-        MUST((s->step != NULL) == (t->stepper != NULL));
-        MUST(s->prepared == t->prepared && s->step_tokens == t->step_tokens);
+        MUST(s->settling || kvq__in_step(s) == (t->stepper || t->prepared));
+        MUST(s->prepared == t->prepared);
+        MUST(s->settling || s->step_tokens == t->step_tokens);
         MUST((s->writer != NULL) == (t->writer != NULL) && s->readers == t->readers);
         for (uint32_t l = 0; l < MODEL_LAYERS; l++)
             MUST(!kvq__layer_owns(s, l) || s->layers[l].base == t->model.layers[l].base);
@@ -87,6 +88,7 @@ static void writer_goes(struct sim *sim, struct track *t)
     if (!t->prepared)
         track_leave(sim, t);
     t->writer = NULL;
+    t->untold = false;
 }
 
 static void take_over(struct sim *sim, struct track *t)
@@ -174,6 +176,8 @@ static void opened(struct sim *sim, struct actor *a, struct hold *h, struct trac
         t->writer = a;
     if (!read_only)
         t->undone_by = 0;
+    if (kit_chance(&sim->kit, 30))
+        table_open(sim, a, h);
 }
 
 // What both shards of a session have alike.
@@ -273,6 +277,15 @@ static void close_session(struct sim *sim, struct actor *a)
     let_go(sim, h);
 }
 
+static void toggle_table(struct sim *sim, struct actor *a)
+{
+    struct hold *h = &a->holds[kit_below(&sim->kit, SIM_HANDLES)];
+    if (h->used && h->table && kit_chance(&sim->kit, 30))
+        table_close(a, h);
+    else if (h->used && !h->taken)
+        table_open(sim, a, h);
+}
+
 static void pass_time(struct sim *sim)
 {
     sim->kit.now += kit_below(&sim->kit, 900) * 1000000ull;
@@ -364,7 +377,7 @@ static void went(struct sim *sim, struct actor *a, enum kvq__progress p)
 {
     if (a->phase != RUNNING && a->phase != ON_GPU && p != KVQ__WAIT)
         op_acquired(sim, a);
-    if (p != KVQ__WAIT && !a->gone)
+    if (p != KVQ__WAIT)
         op_went_on(sim, a);
     a->phase = p == KVQ__RUN ? RUNNING : p == KVQ__WAIT ? WAITING : p == KVQ__GPU ? ON_GPU : IDLE;
     if (p == KVQ__DONE)
@@ -450,6 +463,14 @@ static bool is_moving(struct sim *sim, const struct track *t)
     return find_session(sim, t->id)->move || (other && find_session(sim, other->id)->move);
 }
 
+// Whether a client maps it where it is, or its other shard.
+static bool is_mapped(struct sim *sim, const struct track *t)
+{
+    const struct track *other = track_sibling(sim, t);
+    return !LIST_EMPTY(&find_session(sim, t->id)->tables) ||
+           (other && !LIST_EMPTY(&find_session(sim, other->id)->tables));
+}
+
 static void move(struct sim *sim)
 {
     static const struct kvq__peer admin = {.admin = true};
@@ -468,7 +489,8 @@ static void move(struct sim *sim)
     snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
     int rc = kvq__session_move_named(sim->kit.core, &admin, NULL, id, &spec, &info, text);
     MUST(rc == 0 || text[0]);
-    MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT || (rc == KVQ_E_BUSY && moving));
+    MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT ||
+         (rc == KVQ_E_BUSY && (moving || is_mapped(sim, t))));
 }
 
 // ---- One run ----
@@ -492,6 +514,8 @@ static void happen(struct sim *sim)
         close_session(sim, a);
     else if (what < 96 && here && kit_chance(&sim->kit, 35))
         die(sim, a);
+    else if (what == 96 && here && kit_chance(&sim->kit, 50))
+        toggle_table(sim, a);
     else if (what == 96)
         for (uint32_t i = 0; sim->kit.core->n_pools > 1 && i < 8; i++)
             move(sim);
@@ -528,6 +552,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     sim_begin(seed);
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
+    sim->kit.table_gone = table_free;
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
     sim->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     for (uint32_t i = 0; i < events; i++) {
@@ -536,6 +561,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
         check_tracks(sim);
     }
     end(sim);
+    total->tables += sim->tables;
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
     total->streamed += sim->streamed;
@@ -570,17 +596,19 @@ int main(int argc, char **argv)
         "as predicted, "
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
-        "others\n",
+        "others, %llu page tables compared\n",
         (unsigned long long)count, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
         (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
         (unsigned long long)total.forks, (unsigned long long)total.pairs,
         (unsigned long long)total.undone, (unsigned long long)total.moved,
-        (unsigned long long)total.prefixes, (unsigned long long)total.shared);
+        (unsigned long long)total.prefixes, (unsigned long long)total.shared,
+        (unsigned long long)total.tables);
     // A simulation in which nothing happened proves nothing.
     bool busy = total.checked && !total.checked_gpu == !gpus && !total.streamed == !gpus &&
                 total.committed && total.refused && total.failed_memory && total.deaths &&
-                total.forks && (gpus ? total.moved : total.pairs && total.undone && total.prefixes);
+                total.forks && total.tables &&
+                (gpus ? total.moved : total.pairs && total.undone && total.prefixes);
     return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -27,6 +27,15 @@ enum {
     SIM_ROWS = SIM_BATCH * SIM_MAX_STEP,
 };
 
+// Floats of the regions of an actor's buffer, and numbers of its lists.
+enum {
+    SIM_TENSOR = SIM_ROWS * SIM_ROW,
+    SIM_QUERY_ROWS = SIM_BATCH * SIM_MAX_QUERIES,
+    SIM_QUERIES = SIM_QUERY_ROWS * SIM_ROW,
+    SIM_LSES = SIM_QUERY_ROWS * SIM_HEADS,
+    SIM_LISTS = SIM_BATCH * SIM_MAX_STEP,
+};
+
 struct actor;
 
 struct track {
@@ -47,9 +56,10 @@ struct track {
     uint32_t undone_by; // as the session's
     uint8_t appended[MODEL_LAYERS]; // 0 not, 1 under way, 2 done
     uint64_t detached_at;
-    uint32_t story;              // whose ids its steps bring, mostly
-    uint64_t known;              // of its ids; the core may know less
-    bool step_told;              // those of the open step, and all before
+    bool untold;    // its writer has yet to hear that values of its last step were not finite
+    uint32_t story; // whose ids its steps bring, mostly
+    uint64_t known; // of its ids; the core may know less
+    bool step_told; // those of the open step, and all before
     int32_t ids[SIM_MAX_TOKENS]; // the open step's included
 };
 
@@ -57,6 +67,7 @@ struct hold {
     bool used, read_only, taken;
     struct track *track; // NULL if taken
     uint64_t handle;
+    struct kvq_table_page *table; // NULL = none
 };
 
 // One entry of the operation under way.
@@ -67,12 +78,16 @@ struct part {
     uint64_t value;      // predicted value, where there is one
     bool any_value;
     uint64_t past, serial;
-    bool on_gpu;          // where it was when the core took hold of it
-    bool torn;            // the end of a step that the other shard ends elsewhere
-    bool poisoned;        // its K or V holds a NaN or an infinity
-    bool refused;         // and the core has seen it
-    struct track *forked; // not alive until the fork is done
-    uint64_t from;        // read: the first token that is there
+    bool on_gpu;                        // where it was when the core took hold of it
+    bool torn;                          // the end of a step that the other shard ends elsewhere
+    bool poisoned;                      // its K or V holds a NaN or an infinity
+    bool refused;                       // and the core has seen it
+    bool whole;                         // a whole step that has yet to commit
+    bool committed;                     // it has
+    bool heard;                         // that an earlier one had values that were not finite
+    const struct kvq_table_page *table; // that it publishes; NULL = none
+    struct track *forked;               // not alive until the fork is done
+    uint64_t from;                      // read: the first token that is there
 };
 
 // OWED: answered, but the GPU waits for the client's signal, which has yet to be given.
@@ -103,8 +118,8 @@ struct sim {
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
     uint64_t joins;
-    uint64_t checked, checked_gpu, streamed, committed, refused, failed_memory, deaths, forks,
-        pairs, undone, moved;
+    uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
+        forks, pairs, undone, moved;
     uint64_t prefixes, shared; // that it did something; shared: tokens that sessions began with
 };
 
@@ -165,16 +180,39 @@ void ids_shorten(struct track *t); // the model has
 void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i);
 void sim_check_read(struct sim *sim, struct actor *a, uint32_t i);
 
-// ---- sim_ops.c ----
+// ---- sim_build.c ----
 
 // Builds a random operation for an idle actor; false if it has nothing to do.
 bool op_build(struct sim *sim, struct actor *a);
+
+// ---- sim_ops.c ----
+
+bool actor_has_step(const struct sim *sim, const struct actor *a);
+bool track_is_complete(const struct track *t);
+bool actor_all_complete(const struct sim *sim, const struct actor *a);
+bool op_appends(uint8_t op);
+bool op_attends(uint8_t op);
+bool op_on_stream(const struct actor *a);
 // Predicts each entry's outcome; called when the core has taken hold of what it needs.
 void op_acquired(struct sim *sim, struct actor *a);
-// Storing refuses tokens before the request as a whole is done; looks whether it did.
+// Storing refuses tokens, and commits whole steps, before the request as a whole is done; looks
+// whether it did. Also when its client is gone.
 void op_went_on(struct sim *sim, struct actor *a);
 // Compares and applies to the tracks.
 void op_done(struct sim *sim, struct actor *a);
+
+// ---- sim_whole.c ----
+
+// Whole steps: tensors of all layers; what becomes of entry i; that it has begun; which of them
+// have committed by now; and what the answer must be then.
+void whole_fill(struct actor *a);
+int whole_predict(struct actor *a, uint32_t i);
+void whole_began(struct actor *a, uint32_t i);
+void whole_follow(struct sim *sim, struct actor *a);
+void whole_done(struct sim *sim, struct actor *a, uint32_t i, const struct kvq_result *r);
+void table_open(struct sim *sim, struct actor *a, struct hold *h);
+void table_close(struct actor *a, struct hold *h);
+void table_free(void *context, const struct kvq__table_memory *memory); // when it is gone
 
 // Floats of the actor's buffer, by region.
 float *actor_k(struct actor *a);

@@ -6,12 +6,6 @@
 
 #include "tests/sim.h"
 
-enum {
-    QUERY_ROWS = SIM_BATCH * SIM_MAX_QUERIES,
-    QUERIES = QUERY_ROWS * SIM_ROW,
-    LSES = QUERY_ROWS * SIM_HEADS,
-};
-
 // One row of one head: to the bit, or to what a GPU's rounding allows.
 static bool same_row(const float *got, const float *want, uint32_t n, float slack)
 {
@@ -36,7 +30,7 @@ static void check_rows(const struct part *p, const float *got, uint32_t got_row,
 
 void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i)
 {
-    static float out[QUERIES], lse[LSES];
+    static float out[SIM_QUERIES], lse[SIM_LSES];
     const struct kvq_entry_wire *e = &a->entries[i];
     const struct part *p = &a->parts[i];
     const struct kvq_shape *s = &p->track->model.layers[a->header.layer].shape;
