@@ -451,6 +451,7 @@ class Examples(Test):
             self.skipTest("example_minimal was not built")
         out = self.run_example(program)
         self.assertRegex(out, r"^304 and 305 tokens, output -?\d")
+        self.assertEqual(self.run_example(program.replace("minimal", "in_context")), out)
         # The values of rows of the first session: five in the first step, then one each.
         i = np.arange(1 << 15)
 
