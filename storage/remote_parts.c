@@ -119,12 +119,10 @@ static bool next_sha(struct lines *r, uint8_t out[KVQ__SHA_BYTES])
     if (!next_line(r) || strlen(r->line) != KVQ__SHA_HEX - 1)
         return false;
     for (int i = 0; i < KVQ__SHA_BYTES; i++) {
-        unsigned value = 0;
-        if (sscanf(r->line + 2 * i, "%2x", &value) != 1)
-            return false;
-        out[i] = (uint8_t)value;
+        const char pair[3] = {r->line[2 * i], r->line[2 * i + 1], '\0'};
+        out[i] = (uint8_t)strtoul(pair, NULL, 16);
     }
-    kvq__sha_hex(out, again); // one text for one file: no capitals, no spaces
+    kvq__sha_hex(out, again); // what is no digit comes out different, and so do capitals
     return strcmp(again, r->line) == 0;
 }
 

@@ -178,13 +178,14 @@ static int begin_upload(struct upload *u)
         .method = "POST", .key = u->key, .query = "uploads=", .body = "", .max = KVQ__REPLY_MAX};
     struct kvq__answer answer = {0};
     struct kvq__reply *reply = calloc(1, sizeof *reply);
-    int rc = reply ? kvq__request(u->call, &q, &answer) : no_memory(u->call, u->key);
+    if (!reply)
+        return no_memory(u->call, u->key);
+    int rc = kvq__request(u->call, &q, &answer);
     if (rc == 0)
         rc = kvq__remote_parse(u->call, &q, &answer, "InitiateMultipartUpload", reply, NULL, NULL);
     if (rc == 0 && !reply->upload[0])
         rc = kvq__remote_say(u->call, KVQ_E_REMOTE, q.method, u->key, "the reply names no upload");
-    if (rc == 0)
-        memcpy(u->id, reply->upload, sizeof u->id);
+    memcpy(u->id, reply->upload, sizeof u->id);
     memset(u->etags, 0, u->parts->count * sizeof *u->etags);
     kvq__answer_free(&answer);
     free(reply);

@@ -43,7 +43,6 @@ static void begin(const struct script_reply *replies, int count)
     script_start(&server, replies, count);
     test_clock_init(&test_clock);
     struct kvq_remote_options o = remote_options(server.port, &test_clock);
-    o.stall_ms = 300;
     open_with(&o);
     text[0] = '\0';
 }

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A build without a remote tier says so, whatever it is asked.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+#include <string.h>
+
+#include "proto/status.h"
+#include "storage/remote.h"
+
+static void every_call_says_so(void **state)
+{
+    (void)state;
+    char text[512] = "";
+    struct kvq_remote *remote = (struct kvq_remote *)text;
+    struct kvq_remote_options options = {.endpoint = "http://127.0.0.1"};
+    struct kvq_remote_pull what = {.space = "s", .name = "n"};
+    struct kvq_remote_moved moved;
+    assert_false(kvq_remote_built());
+    assert_int_equal(kvq_remote_open(&options, &remote, text, sizeof text), KVQ_E_UNSUPPORTED);
+    assert_null(remote);
+    assert_non_null(strstr(text, "-DKVQ_REMOTE=ON"));
+    kvq_remote_close(&remote);
+    assert_int_equal(kvq_remote_push(NULL, NULL, "f", "s", "n", NULL, &moved, NULL, 0),
+                     KVQ_E_UNSUPPORTED);
+    assert_int_equal(kvq_remote_pull(NULL, NULL, "f", &what, NULL, &moved, text, sizeof text),
+                     KVQ_E_UNSUPPORTED);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(every_call_says_so)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
