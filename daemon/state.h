@@ -760,7 +760,7 @@ struct kvq__core {
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
     uint64_t last_flight, last_client, last_session, last_queue;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
-    LIST_HEAD(, kvq__table) closed_tables; // that requests under way still use
+    LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
     struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;

@@ -43,7 +43,7 @@
     X(E_INTERNAL, -33, "internal error: please report it with the daemon's log")                   \
     X(E_NO_CLIENT, -34, "no such client is attached")                                              \
     X(E_NO_SPACE, -35, "the disk, or the cap of the store on it, is full")                         \
-    X(E_DAMAGED, -36, "what was stored is damaged; the damaged part is never given out")     \
+    X(E_DAMAGED, -36, "what was stored is damaged; the damaged part is never given out")           \
     X(E_REMOTE, -37, "the remote store was not reached, or failed; the text says why")
 
 // kvq.h, the installed header, spells the same list; whoever includes both includes it first

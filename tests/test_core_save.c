@@ -432,7 +432,7 @@ static void test_cut(void **state)
     check_cut("kivi2", 896, 896);
     check_cut("ott2", 256, 256);
     check_cut("ott2", 64, 0); // in what it has learned from
-    set_rows("oscar2");        // with a window whose first pages are gone
+    set_rows("oscar2");       // with a window whose first pages are gone
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 1000);
     save("it");

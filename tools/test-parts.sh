@@ -99,7 +99,7 @@ run_ctest() {
 }
 
 sources() {
-    find proto kernels client daemon tools tests -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' |
+    find proto kernels client daemon storage tools tests examples -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' |
         LC_ALL=C sort
 }
 

@@ -93,7 +93,7 @@ int bench_pack(const struct bench_options *o);
 int bench_shared(const struct bench_options *o);
 int bench_ring(const struct bench_options *o);
 int bench_step(const struct bench_options *o);
-int hop_main(int argc, char **argv); // has options of its own (hop.h)
+int hop_main(int argc, char **argv);     // has options of its own (hop.h)
 int storage_main(int argc, char **argv); // and so has this (storage.c)
 
 #endif
