@@ -112,7 +112,8 @@ void kvq__group_end(struct kvq__session *s)
 
 static const char *difference(const struct kvq__session *a, const struct kvq__session *b)
 {
-    return strcmp(a->model, b->model) != 0        ? "model fingerprint"
+    return a->shards != b->shards                 ? "number of shards"
+           : strcmp(a->model, b->model) != 0      ? "model fingerprint"
            : a->max_rollback != b->max_rollback   ? "max_rollback"
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
            : a->v_rotation != b->v_rotation       ? "v_rotation"

@@ -262,6 +262,7 @@ static int predict(struct sim *sim, struct actor *a, uint32_t i)
 
 void op_acquired(struct sim *sim, struct actor *a)
 {
+    int status = kvq__queue_completion(a->member.queue)->status; // < 0: it has not come so far
     track_places(sim);
     for (uint32_t i = 0; i < a->header.count; i++) {
         struct part *p = &a->parts[i];
@@ -269,6 +270,10 @@ void op_acquired(struct sim *sim, struct actor *a)
         p->torn = false;
         p->heard = p->whole = p->committed = false;
         p->expect = predict(sim, a, i);
+        // What waits for the other shard is refused only if this actor has to end it.
+        const struct track *other = p->track ? track_sibling(sim, p->track) : NULL;
+        if (p->expect == KVQ_E_BUSY && p->track->prepared && !p->hold->read_only)
+            MUST((other && other->writer == a) || a->gone || status < 0);
         if (p->expect == 0 && a->header.op == KVQ_OP_STEP)
             whole_began(a, i);
         if (p->expect == 0 && op_appends(a->header.op) && a->entries[i].append)
