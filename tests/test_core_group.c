@@ -525,6 +525,13 @@ static void test_counts(void **state)
     struct kvq__session_info info;
     assert_int_equal(kvq__session_info(two.m.client, two.handle, &info, text), 0);
     assert_int_equal(info.group_tokens, 2 * N - 2);
+    // Nor if both append as many.
+    assert_int_equal(fill(&one, 2 * N - 2, 4), 0);
+    assert_int_equal(fill(&two, 2 * N + 1, 4), 0);
+    assert_int_equal(end(&one, 2 * N - 2), 0);
+    assert_int_equal(end(&two, 2 * N + 1), KVQ_E_POSITION);
+    assert_int_equal(result(&two)->value, 2 * N + 2); // where the other one ends
+    assert_int_equal(tokens(&one), 2 * N - 2);
 }
 
 // ---- Opening ----
