@@ -99,8 +99,8 @@ run_ctest() {
 }
 
 sources() {
-    find proto kernels client daemon storage tools tests examples -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' |
-        LC_ALL=C sort
+    find proto kernels client daemon storage tools tests examples \
+        -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' | LC_ALL=C sort
 }
 
 part_tidy() {
