@@ -178,12 +178,18 @@ int kvq_store_blocks(struct kvq_store *store, const struct kvq_store_session *se
 int kvq_store_prefixes(struct kvq_store *store, const struct kvq_store_session *session,
                        uint8_t (**hashes)[KVQ_PREFIX_BYTES], uint32_t *pages, char *text, size_t n);
 
-// Reads block->bytes bytes into out and checks them. Fastest in the order of segment and offset.
+// Reads block->bytes bytes into out and checks them.
 // Blocks that compaction has moved meanwhile are found. KVQ_E_DAMAGED: the block is marked from
 // now on, and out holds nothing of use. KVQ_E_NO_SESSION: it was deleted meanwhile,
 // and its segment is gone; until then its bytes are given as they were.
 int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
                    size_t n);
+
+// The same for many blocks, each into its own out[i], much faster where they lie one after the other:
+// sort them by segment and offset. *done says how many of the first were read; if that is not all,
+// the next one is what the error is about.
+int kvq_store_read_many(struct kvq_store *store, const struct kvq_stored *blocks, void *const *out,
+                        size_t n, size_t *done, char *text, size_t text_bytes);
 
 // Tokens that can be had with the blocks that are not marked as bad: `tokens` of the session, or
 // the lowest `from` of a bad block. Marks come from reads and kvq_store_verify.

@@ -37,7 +37,7 @@ static const char help[] =
 
 extern char **environ;
 
-enum { SOURCE_BYTES = 256 << 20, MAX_REPS = 101, PATH = 1024 };
+enum { BATCH = 1024, SOURCE_BYTES = 256 << 20, MAX_REPS = 101, PATH = 1024 };
 
 struct run {
     char dir[PATH];
@@ -197,8 +197,13 @@ static int restore(struct run *r, struct kvq_store *store)
         rc = kvq_store_blocks(store, &session, &blocks, &n, r->text, sizeof r->text);
     if (n)
         qsort(blocks, n, sizeof *blocks, by_place);
-    for (size_t i = 0; i < n && rc == 0; i++)
-        rc = kvq_store_read(store, &blocks[i], block_bytes(r, i), r->text, sizeof r->text);
+    for (size_t i = 0, done = 0; i < n && rc == 0; i += done) {
+        void *out[BATCH];
+        size_t some = n - i < BATCH ? n - i : BATCH;
+        for (size_t j = 0; j < some; j++)
+            out[j] = block_bytes(r, i + j);
+        rc = kvq_store_read_many(store, blocks + i, out, some, &done, r->text, sizeof r->text);
+    }
     free(blocks);
     return rc;
 }
