@@ -52,7 +52,7 @@ size_t kvq__gpu_part_room(const struct kvq__queue *q, uint32_t i)
     return q->work[i].part.room;
 }
 
-static void take_nothing(struct kvq__queue *q, uint32_t i)
+void kvq__gpu_part_none(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     w->part.from = w->part.to = 0;
@@ -77,11 +77,6 @@ static size_t store_room(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 bool kvq__gpu_store_all_prepare(struct kvq__queue *q, uint32_t i)
 {
     return take_layers(q, i, store_room);
-}
-
-void kvq__gpu_part_none(struct kvq__queue *q, uint32_t i)
-{
-    take_nothing(q, i);
 }
 
 // Jobs of one layer.
@@ -168,7 +163,7 @@ bool kvq__gpu_pack_all_prepare(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     if (!q->packs.queue)
         kvq__packs_begin(&q->packs, q);
-    take_nothing(q, i);
+    kvq__gpu_part_none(q, i);
     if (waits_for_group(q, i))
         return true;
     uint32_t had = q->packs.n_parts;
@@ -219,7 +214,7 @@ bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
 {
     if (table_of(q, i))
         return take_layers(q, i, publish_room);
-    take_nothing(q, i);
+    kvq__gpu_part_none(q, i);
     return true;
 }
 

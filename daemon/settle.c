@@ -41,11 +41,12 @@ static void note_packs(struct kvq__session *s, bool done)
 static int status_of(const struct kvq__session *s)
 {
     const struct kvq_gpu_store_counts *counts = s->counts->host;
-    if (s->dropped || counts->cancelled)
-        return s->dropped || s->group || counts->nonfinite ? KVQ_E_CANCELLED : 0;
-    if (counts->nonfinite)
+    bool partial = s->step_layers < s->n_owned;
+    if (counts->nonfinite && !counts->cancelled && !s->dropped)
         return KVQ_E_NONFINITE;
-    return s->step_layers < s->n_owned ? KVQ_E_CANCELLED : 0;
+    return s->dropped || counts->nonfinite || partial || (s->group && counts->cancelled)
+               ? KVQ_E_CANCELLED
+               : 0;
 }
 
 static void undo(struct kvq__session *s, struct kvq__table *table)

@@ -355,6 +355,71 @@ static void test_dropped(void **state)
     stream_reopen(&one, "one");
 }
 
+// Leaves room in a chunk for one layer at a time.
+static void shrink_lane(struct streamer *s)
+{
+    kit.core->config.lane_bytes = KVQ__WAVE_ROOM + 2048;
+    stream_open(s, "small");
+}
+
+// A step that asks for more than a chunk goes through several, and is one step all the same.
+static void test_cut(void **state)
+{
+    struct streamer small;
+    (void)state;
+    shrink_lane(&small);
+    open_layers(&small, "packed", "oscar2");
+    struct table t = open_table(&small);
+    for (uint32_t i = 1; i <= 3; i++) {
+        small.words[0] = small.signal + 1; // it comes to its signal before it asks
+        assert_int_equal(step(&small, 300), 0);
+        stream_settle(&small);
+        assert_int_equal(tokens_of(&small), 300 * i);
+        check_table(&t);
+        const struct kvq__session *s = kit_of(&small.m, small.session);
+        for (uint32_t l = 0; l < s->n_layers; l++)
+            assert_int_equal(s->layers[l].packed, kvq__packed_at(s, &s->layers[l], 300 * i));
+    }
+    close_table(&t);
+    stream_close(&small);
+}
+
+// Its client dies between two chunks: what has been stored of it is nothing.
+static void test_dies_between_chunks(void **state)
+{
+    struct streamer small;
+    (void)state;
+    shrink_lane(&small);
+    open_layers(&small, "packed", "oscar2");
+    const uint64_t id = kit_of(&small.m, small.session)->id;
+    struct kvq_entry_wire e = {.handle = small.session, .append = 300};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    r.layer = 3;
+    r.slots = (uint16_t)(r.slots + r.layer);
+    for (uint32_t i = 0; i < r.layer; i++)
+        small.m.layers[i] =
+            (struct kvq_step_layer){kit_view(&small.m, 0, HEADS, DIM, KVQ_F32),
+                                    kit_view(&small.m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    kit_load(&small.m, &r, &e);
+    assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
+    const struct kvq__session *s = kit_of(&small.m, small.session);
+    assert_true(s->settling && s->step_layers > 0 && s->step_layers < 3);
+    kvq__client_detach(small.m.client);
+    kit_settle(&small.m);
+    enum kvq__progress p = kvq__request_continue(small.m.queue);
+    while (p == KVQ__GPU) {
+        kit_settle(&small.m);
+        p = kvq__request_continue(small.m.queue);
+    }
+    assert_int_equal(kvq__queue_completion(small.m.queue)->status, KVQ_E_CANCELLED);
+    assert_true(s->id == id && s->tokens == 0 && !kvq__in_step(s) && s->n_pages == 0);
+    stream_reopen(&small, "small");
+    stream_session(&small, "packed", NULL);
+    assert_int_equal(request(&small, 0, 10, false), 0);
+    assert_int_equal(tokens_of(&small), 10);
+    stream_close(&small);
+}
+
 // A closed table is no one's to free while a GPU writes it.
 static void test_table_closed(void **state)
 {
@@ -381,6 +446,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_closes, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_taken_over, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_dropped, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_cut, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dies_between_chunks, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_table_closed, stream_setup, stream_teardown),
     };
     return cmocka_run_group_tests_name("gpu_step", tests, NULL, NULL);
