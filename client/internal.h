@@ -357,4 +357,13 @@ const char *kvq__op_name(unsigned op);
 // about its first failed entry. Leaves the text alone if neither failed.
 void kvq__explain(kvq_queue *queue, const struct kvq__pending *pending);
 
+// ---- Spans (spans.c) ----
+
+// As a message has them. They point to the digests that were given.
+struct kvq__spans {
+    Kvq__Span *spans, **pointers;
+};
+int kvq__spans_put(struct kvq__spans *s, const struct kvq_span *spans, uint32_t n);
+void kvq__spans_free(struct kvq__spans *s);
+
 #endif

@@ -244,6 +244,22 @@ enum {
 };
 
 /* Zero-initialize; only layers, n_layers and format are needed for a new unnamed session. */
+/* Tokens that stand for an image or for audio: the same ids mean something else with another. */
+struct kvq_span {
+    uint64_t first;
+    uint32_t tokens;
+    uint8_t digest[32]; /* of what they stand for, e.g. its SHA-256 */
+};
+
+/* The beginning of a session's tokens: int32 ids in a buffer in the host's memory. */
+struct kvq_prefix {
+    const kvq_buffer *buffer;     /* NULL: none */
+    uint64_t offset;              /* a multiple of 4 */
+    uint64_t tokens;              /* ids from there on */
+    const struct kvq_span *spans; /* among these and the tokens that follow; at most 1,024 */
+    uint32_t n_spans;
+};
+
 struct kvq_session_options {
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
     const char *name;  /* NULL: unnamed, private to this client, dropped with it */
@@ -260,8 +276,11 @@ struct kvq_session_options {
     uint32_t max_rollback;
     uint64_t prompt_tokens;
     uint64_t keep_seconds;
-    const char *place; /* where it lives: "host", a kvq_gpu_info.place, or NULL: the daemon's
+    const char *place;   /* where it lives: "host", a kvq_gpu_info.place, or NULL: the daemon's
                           choice. Opened again: NULL, or where it is. */
+    const char *salt;    /* sessions share prefixes only where these two are equal; NULL: "". */
+    const char *adapter; /* what changes the weights: a LoRA's name and version */
+    struct kvq_prefix prefix; /* a session that is created begins with what is there of it */
 };
 
 struct kvq_session_info {
@@ -275,7 +294,10 @@ struct kvq_session_info {
     char isa[16];       /* whose kernels attend: "c", "avx2", "avx512"; "sm_90" */
     char place[48];     /* "host" or a kvq_gpu_info.place */
     uint32_t shard, shards;
-    uint64_t group_tokens; /* committed by all shards; 0 while one is missing */
+    uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
+    uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
+    uint64_t shared_bytes;  /* of packed_bytes, in blocks that others have as well; of
+                               kvq_session_info alone */
 };
 
 /* Sharded sessions. A model that runs as several shards, by KV heads or by layers, has one session
@@ -326,6 +348,36 @@ KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, 
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 
+/* ---- Prefixes: what sessions have in common --------------------------------------------------*/
+
+/* Sessions that begin with the same tokens share the blocks of these, whichever client or engine
+ * appended them, and after it has closed its session as well, for a while and as long as there is
+ * room. The ids of tokens are told with the step that appends them (kvq_step_begin_ids,
+ * kvq_step_work.ids), without a gap from the first token on. A session that is created with
+ * kvq_session_options.prefix then has as many of these tokens as are there, as if it had been
+ * forked there (info.tokens: its position); append the others.
+ *
+ * Shared are whole pages of 128 tokens that cannot change any more: behind max_rollback, and packed
+ * in all layers. Nothing is shared that means something else: namespace (unless the configuration
+ * says so), model, salt, adapter, layers, formats, dtype, v_rotation, attention and shard must be
+ * equal, and the digests of images and audio among the tokens. `model` must be given. Layers with a
+ * sliding window let a prefix end only where all is there that the window still sees. Sessions of
+ * formats that keep sinks, outliers or factors of the prompt share by kvq_fork alone.
+ *
+ * Of a sharded session the shortest count of its shards is answered. Ranks that must begin alike
+ * ask first, open with prefix.tokens set to that count, and look at info.tokens. */
+
+/* How many tokens of options->prefix a session created with these options would begin with: 0 or a
+ * multiple of 128. Holds nothing: it may be less a moment later. KVQ_E_UNSUPPORTED where sessions
+ * of these options share by forks alone, KVQ_E_BUFFER, KVQ_E_BOUNDS, or as kvq_session_open. */
+KVQ_API KVQ_CHECK int kvq_lookup(kvq_client *client, const struct kvq_session_options *options,
+                                 uint64_t *tokens);
+
+/* Says what tokens stand for that are yet to be appended. Each span takes the place of those that
+ * it overlaps. KVQ_E_POSITION (they are there already), KVQ_E_INVALID, KVQ_E_LIMIT. */
+KVQ_API KVQ_CHECK int kvq_session_spans(kvq_client *client, kvq_session session,
+                                        const struct kvq_span *spans, uint32_t n);
+
 /* ---- Work ---------------------------------------------------------------------------------- */
 
 /* One session's part in a request. Tensors are ragged: this session's tokens stand in rows
@@ -355,6 +407,13 @@ struct kvq_pages {
     uint64_t list_offset;
 };
 
+/* Ids of the tokens that a step appends, int32 in a buffer in the host's memory: an entry's start
+ * at element `q_row`. */
+struct kvq_ids {
+    const kvq_buffer *buffer; /* NULL: none are told */
+    uint64_t offset;          /* a multiple of 4 */
+};
+
 struct kvq_work {
     uint64_t step; /* from kvq_step_begin */
     uint32_t layer;
@@ -363,6 +422,7 @@ struct kvq_work {
     struct kvq_tensor k, v, q, out;
     struct kvq_tensor lse;  /* fp32 [rows][query heads]; optional */
     struct kvq_pages pages; /* page_tokens 0: not paged */
+    struct kvq_ids ids;     /* of KVQ_DO_STEP_BEGIN */
 };
 
 /* Begins a step for n sessions (at most 1,024): checks positions, reserves memory for all layers,
@@ -370,6 +430,10 @@ struct kvq_work {
  * *step is its number. KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY, KVQ_E_LIMIT, ... per entry. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
+
+/* The same, and says which tokens they are. */
+KVQ_API KVQ_CHECK int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
+                                         const struct kvq_ids *ids, uint64_t *step);
 
 /* Hands over K and V of one layer for sessions of the step (all tokens of an entry at once;
  * fp32 is rounded to the window's dtype, saturating and counted; NaN and infinity fail that
@@ -431,6 +495,7 @@ struct kvq_step_work {
     uint32_t n_layers;
     uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
     struct kvq_pages pages;
+    struct kvq_ids ids; /* with pages: the same buffer and offset as their list */
 };
 KVQ_API KVQ_CHECK int kvq_step(kvq_queue *queue, const struct kvq_step_work *work,
                                struct kvq_entry *entries, uint32_t n);

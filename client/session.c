@@ -4,6 +4,7 @@
 #include "client/internal.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -43,6 +44,10 @@ static int check_options(const struct kvq_session_options *o)
         rc = check_text("format", o->format, KVQ_NAME_BYTES);
     if (rc == KVQ_OK)
         rc = check_text("place", o->place, KVQ__PLACE_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("salt", o->salt, KVQ_NAME_BYTES);
+    if (rc == KVQ_OK)
+        rc = check_text("adapter", o->adapter, KVQ_NAME_BYTES);
     if (rc)
         return rc;
     if (o->n_layers > KVQ_MAX_LAYERS || (o->n_layers && !o->layers))
@@ -104,6 +109,8 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->must_exist = o->flags & KVQ_OPEN_MUST_EXIST;
     m->must_create = o->flags & KVQ_OPEN_MUST_CREATE;
     m->place = text_of(o->place);
+    m->salt = text_of(o->salt);
+    m->adapter = text_of(o->adapter);
 }
 
 static void copy_text(char *to, size_t size, const char *from)
@@ -129,7 +136,9 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                       .read_only = read_only,
                                       .shard = s->shard,
                                       .shards = s->shards,
-                                      .group_tokens = s->group_tokens};
+                                      .group_tokens = s->group_tokens,
+                                      .prefix_tokens = s->prefix_tokens,
+                                      .shared_bytes = s->shared_bytes};
     copy_text(info->ns, sizeof info->ns, s->namespace_);
     copy_text(info->name, sizeof info->name, s->name);
     copy_text(info->format, sizeof info->format, s->format);
@@ -153,33 +162,121 @@ static int take_session(kvq_client *client, const struct kvq_session_options *o,
     return KVQ_OK;
 }
 
+// All that an open says, with the memory that the message points to.
+struct opening {
+    Kvq__OpenSession message;
+    Kvq__Layer rows[KVQ_MAX_LAYERS], *pointers[KVQ_MAX_LAYERS];
+    Kvq__Prefix prefix;
+    struct kvq__spans spans;
+};
+
+static int put_prefix(kvq_client *client, const struct kvq_prefix *p, struct opening *o)
+{
+    if (!p->buffer && !p->n_spans)
+        return KVQ_OK;
+    kvq__prefix__init(&o->prefix);
+    o->message.prefix = &o->prefix;
+    if (p->buffer && p->buffer->client != client)
+        return kvq__fail(KVQ_E_BUFFER, "a prefix in a buffer of another connection");
+    if (p->buffer) {
+        o->prefix.buffer = p->buffer->id;
+        o->prefix.offset = p->offset;
+        o->prefix.tokens = p->tokens;
+    }
+    int rc = kvq__spans_put(&o->spans, p->spans, p->n_spans);
+    o->prefix.n_spans = p->n_spans;
+    o->prefix.spans = o->spans.pointers;
+    return rc;
+}
+
+static int opening_make(kvq_client *client, const struct kvq_session_options *options,
+                        struct opening **out)
+{
+    struct opening *o = calloc(1, sizeof *o);
+    if (!o)
+        return kvq__fail(KVQ_E_NO_MEMORY, "no memory for a message");
+    put_options(options, &o->message);
+    for (uint32_t i = 0; i < options->n_layers; i++) {
+        put_layer(&options->layers[i], &o->rows[i]);
+        o->pointers[i] = &o->rows[i];
+    }
+    o->message.n_layers = options->n_layers;
+    o->message.layers = o->pointers;
+    int rc = put_prefix(client, &options->prefix, o);
+    if (rc) {
+        kvq__spans_free(&o->spans);
+        free(o);
+        return rc;
+    }
+    *out = o;
+    return KVQ_OK;
+}
+
+static void opening_free(struct opening *o)
+{
+    kvq__spans_free(&o->spans);
+    free(o);
+}
+
 static int open_session(kvq_client *client, const struct kvq_session_options *o,
                         kvq_session *session, struct kvq_session_info *info)
 {
-    Kvq__Layer rows[KVQ_MAX_LAYERS], *pointers[KVQ_MAX_LAYERS];
-    Kvq__OpenSession message;
+    struct opening *opening;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_SESSION,
                              .what = "opening a session"};
-    put_options(o, &message);
-    for (uint32_t i = 0; i < o->n_layers; i++) {
-        put_layer(&o->layers[i], &rows[i]);
-        pointers[i] = &rows[i];
-    }
-    message.n_layers = o->n_layers;
-    message.layers = pointers;
+    int rc = opening_make(client, o, &opening);
+    if (rc)
+        return rc;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
-    call.request.open_session = &message;
+    call.request.open_session = &opening->message;
     pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
+    rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK) {
         rc = take_session(client, o, call.reply->session, session, info);
         if (rc)
             kvq__give_back(client);
     }
     pthread_mutex_unlock(&client->control);
+    opening_free(opening);
     return rc;
+}
+
+static int lookup(kvq_client *client, const struct kvq_session_options *o, uint64_t *tokens)
+{
+    struct opening *opening;
+    Kvq__LookupPrefix message = KVQ__LOOKUP_PREFIX__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want = KVQ__REPLY__RESULT_LOOKUP_PREFIX,
+                             .what = "looking up a prefix"};
+    int rc = opening_make(client, o, &opening);
+    if (rc)
+        return rc;
+    message.session = &opening->message;
+    call.request.command_case = KVQ__REQUEST__COMMAND_LOOKUP_PREFIX;
+    call.request.lookup_prefix = &message;
+    pthread_mutex_lock(&client->control);
+    rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        *tokens = call.reply->lookup_prefix->tokens;
+    pthread_mutex_unlock(&client->control);
+    opening_free(opening);
+    return rc;
+}
+
+int kvq_lookup(kvq_client *client, const struct kvq_session_options *options, uint64_t *tokens)
+{
+    if (!client || !options || !tokens)
+        return kvq__fail(KVQ_E_INVALID, "kvq_lookup: an argument is NULL");
+    *tokens = 0;
+    if (!options->prefix.buffer)
+        return kvq__fail(KVQ_E_BUFFER,
+                         "kvq_lookup: no token ids to look up: options->prefix.buffer "
+                         "is NULL");
+    int rc = check_options(options);
+    return rc ? rc : lookup(client, options, tokens);
 }
 
 int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,

@@ -58,7 +58,8 @@ int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *w, struct kvq_e
     int rc = check_work(w);
     if (rc)
         return rc;
-    struct kvq_work work = {.layer = w->n_layers, .deadline_ns = w->deadline_ns, .pages = w->pages};
+    struct kvq_work work = {
+        .layer = w->n_layers, .deadline_ns = w->deadline_ns, .pages = w->pages, .ids = w->ids};
     rc = kvq__submit_make(queue, KVQ_OP_STEP, &work, entries, n, &p);
     if (rc == KVQ_OK)
         rc = check_layers(queue, w);

@@ -96,6 +96,26 @@ static int put_list(const kvq_queue *queue, unsigned op, bool need, const struct
     return check_buffer(queue, op, "the list", pages->list);
 }
 
+// Ids and pages are lists both, and a request has one.
+static int put_ids(const kvq_queue *queue, unsigned op, const struct kvq_ids *ids,
+                   const struct kvq_pages *pages, struct kvq_request *r)
+{
+    if (!ids->buffer)
+        return KVQ_OK;
+    if (op != KVQ_OP_STEP_BEGIN && op != KVQ_OP_STEP)
+        return kvq__fail(KVQ_E_INVALID, "%s takes no token ids; they go with a step's beginning",
+                         kvq__op_name(op));
+    if (pages->list && (pages->list != ids->buffer || pages->list_offset != ids->offset))
+        return kvq__fail(KVQ_E_INVALID,
+                         "%s: token ids must stand in the same buffer as the lists of pages, and "
+                         "be counted from the same offset",
+                         kvq__op_name(op));
+    r->list = (struct kvq_wire_view){
+        .offset = ids->offset, .token_stride = sizeof(int32_t), .buffer = ids->buffer->id};
+    r->flags |= KVQ_REQ_TOKEN_IDS;
+    return check_buffer(queue, op, "token ids", ids->buffer);
+}
+
 int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_request *r)
 {
     unsigned need = needed(r->op);
@@ -115,7 +135,9 @@ int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_r
         rc = kvq__put_view(queue, r->op, "out", need & 8, &w->out, &r->out);
     if (rc == KVQ_OK)
         rc = kvq__put_view(queue, r->op, "lse", false, &w->lse, &r->lse);
-    return rc ? rc : put_list(queue, r->op, need & 16, &w->pages, r);
+    if (rc == KVQ_OK)
+        rc = put_list(queue, r->op, need & 16, &w->pages, r);
+    return rc ? rc : put_ids(queue, r->op, &w->ids, &w->pages, r);
 }
 
 static int check_call(const kvq_queue *queue, unsigned op, const struct kvq_work *work,

@@ -23,9 +23,16 @@ static int run_work(kvq_queue *queue, enum kvq_operation op, const struct kvq_wo
 
 int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n, uint64_t *step)
 {
+    return kvq_step_begin_ids(queue, entries, n, &(struct kvq_ids){0}, step);
+}
+
+int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
+                       const struct kvq_ids *ids, uint64_t *step)
+{
     struct kvq_work work = {0};
-    if (!step)
-        return kvq__fail(KVQ_E_INVALID, "kvq_step_begin: step is NULL");
+    if (!step || !ids)
+        return kvq__fail(KVQ_E_INVALID, "kvq_step_begin: step or ids is NULL");
+    work.ids = *ids;
     int rc = run(queue, KVQ_DO_STEP_BEGIN, &work, entries, n);
     *step = work.step;
     return rc;

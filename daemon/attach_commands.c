@@ -615,11 +615,20 @@ static void read_codebooks_of(const struct kvq__server *server, const char *form
             kvq__codebooks_load(server->codebooks, at + 1);
 }
 
+// The session that a command describes; NULL = none.
+static const Kvq__OpenSession *described(const struct kvq__connection *c)
+{
+    return c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_SESSION ? c->request->open_session
+           : c->request->command_case == KVQ__REQUEST__COMMAND_LOOKUP_PREFIX
+               ? c->request->lookup_prefix->session
+               : NULL;
+}
+
 // A thread of libuv's.
 static void read_codebooks(uv_work_t *work)
 {
     const struct kvq__connection *c = work->data;
-    const Kvq__OpenSession *open = c->request->open_session;
+    const Kvq__OpenSession *open = described(c);
     read_codebooks_of(c->server, open->format);
     for (size_t i = 0; i < open->n_layers; i++) {
         const char *format = open->layers[i]->format;
@@ -641,9 +650,8 @@ static void to_poller(uv_work_t *work, int status)
 // Whether any file may have to be read before the session can be opened.
 static bool needs_reading(const struct kvq__connection *c)
 {
-    const Kvq__OpenSession *open = c->request->open_session;
-    if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_SESSION || open->n_layers == 0 ||
-        !c->server->config.codebook_dir[0])
+    const Kvq__OpenSession *open = described(c);
+    if (!open || open->n_layers == 0 || !c->server->config.codebook_dir[0])
         return false;
     bool any =
         strchr(open->format, '@') || kvq__config_own_format(&c->server->config, open->format);

@@ -34,7 +34,9 @@ struct kvq_config_namespace {
     struct kvq_config_ids uids, gids;
     uint64_t limit_bytes;  // 0: the pool's
     uint64_t max_sessions; // 0: no limit of its own
-    uint64_t set;          // which keys the section held
+    uint32_t n_share_with; // namespaces that may share its prefixes; "*": all
+    char share_with[KVQ_MAX_SHARE_WITH][KVQ_NAME_BYTES];
+    uint64_t set; // which keys the section held
 };
 
 // What a [format NAME] section says, as text; what it means is in own_formats.

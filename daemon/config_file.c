@@ -33,7 +33,7 @@ static int refuse_key(struct parse *p, const char *section, const char *name)
     if (*section)
         p->error = kvq__config_refuse(p->text, nowhere,
                                       "%.64s is not known in [%.64s]; known are uids, gids, "
-                                      "limit_bytes, max_sessions",
+                                      "limit_bytes, max_sessions, share_prefixes_with",
                                       name, section);
     else
         p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
@@ -87,14 +87,37 @@ static struct kvq_config_namespace *find_namespace(struct parse *p, const char *
     return ns;
 }
 
+// Names with commas between.
+static int parse_share_with(struct parse *p, const char *value, struct kvq_config_namespace *ns)
+{
+    for (const char *at = value; *at;) {
+        at += strspn(at, " ,");
+        int n = (int)strcspn(at, ",");
+        int length = n;
+        while (length && at[length - 1] == ' ')
+            length--;
+        if (length == 0)
+            break;
+        if (length >= KVQ_NAME_BYTES || ns->n_share_with == KVQ_MAX_SHARE_WITH)
+            return kvq__config_refuse(p->text, nowhere,
+                                      "share_prefixes_with is \"%.64s\"; allowed are %d names of "
+                                      "namespaces with commas between, or *",
+                                      value, KVQ_MAX_SHARE_WITH);
+        snprintf(ns->share_with[ns->n_share_with++], KVQ_NAME_BYTES, "%.*s", length, at);
+        at += n;
+    }
+    return 0;
+}
+
 static int handle_namespace(struct parse *p, const char *section, const char *name,
                             const char *value)
 {
-    static const char *const keys[] = {"uids", "gids", "limit_bytes", "max_sessions"};
+    static const char *const keys[] = {"uids", "gids", "limit_bytes", "max_sessions",
+                                       "share_prefixes_with"};
     unsigned key = 0;
-    while (key < 4 && !kvq__same_name(keys[key], name))
+    while (key < 5 && !kvq__same_name(keys[key], name))
         key++;
-    if (key == 4)
+    if (key == 5)
         return refuse_key(p, section, name);
     struct kvq_config_namespace *ns = find_namespace(p, section + strlen("namespace "));
     if (!ns)
@@ -104,6 +127,8 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     ns->set |= 1u << key;
     if (key < 2) {
         p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
+    } else if (key == 4) {
+        p->error = parse_share_with(p, value, ns);
     } else {
         uint64_t *number = key == 2 ? &ns->limit_bytes : &ns->max_sessions;
         p->error = kvq__parse_size(nowhere, name, value, number, p->text);

@@ -172,7 +172,7 @@ void kvq__config_help(char *text, size_t size)
     put(&out, "\nIn the file, a section says who may use a namespace besides administrators, and\n"
               "how much of it; other users have the namespace uid-N of their own.\n\n"
               "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  limit_bytes = 10gb\n"
-              "  max_sessions = 100\n\n"
+              "  max_sessions = 100\n  share_prefixes_with = team-b\n\n"
               "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
               "and V as in another (or both as in `base`), with single stages changed, and\n"
               "others for some layers. `kvqctl format list` shows them.\n\n"
@@ -252,6 +252,9 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
         kvq__size_text(value, sizeof value, ns->limit_bytes, KVQ_OPTION_SIZE);
         put(&out, "limit_bytes = %s\nmax_sessions = %llu\n", value,
             (unsigned long long)ns->max_sessions);
+        for (uint32_t j = 0; j < ns->n_share_with; j++)
+            put(&out, "%s%s%s", j ? ", " : "share_prefixes_with = ", ns->share_with[j],
+                j + 1 < ns->n_share_with ? "" : "\n");
     }
     for (uint32_t i = 0; i < config->n_formats; i++)
         put_format(&out, config, i);

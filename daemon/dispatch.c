@@ -67,6 +67,8 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->shard = info->shard;
     s->shards = info->shards;
     s->group_tokens = info->group_tokens;
+    s->prefix_tokens = info->prefix_tokens;
+    s->shared_bytes = info->shared_bytes;
     return s;
 }
 
@@ -148,15 +150,53 @@ static int layer_rows(const Kvq__OpenSession *open, struct kvq_arena *arena,
     return error;
 }
 
-static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *open,
-                        struct kvq_arena *arena, struct kvq__session_info *info, char *text)
+static int spans_of(Kvq__Span *const *from, size_t n, struct kvq_arena *arena,
+                    const struct kvq__span **out, uint32_t *n_out, char *text)
 {
-    struct kvq__session_spec spec = {
+    if (n > KVQ_MAX_SPANS) {
+        snprintf(text, KVQ_TEXT_BYTES, "%zu spans of images or audio; a session has %d at most", n,
+                 KVQ_MAX_SPANS);
+        return KVQ_E_LIMIT;
+    }
+    struct kvq__span *spans = kvq_arena_alloc(arena, (n + 1) * sizeof *spans);
+    if (!spans)
+        return KVQ_E_NO_MEMORY;
+    for (size_t i = 0; i < n; i++) {
+        if (from[i]->digest.len != sizeof spans->digest) {
+            snprintf(text, KVQ_TEXT_BYTES, "span %zu has a digest of %zu bytes; it must have %zu",
+                     i, from[i]->digest.len, sizeof spans->digest);
+            return KVQ_E_INVALID;
+        }
+        spans[i] = (struct kvq__span){.first = from[i]->first, .tokens = from[i]->tokens};
+        memcpy(spans[i].digest, from[i]->digest.data, sizeof spans->digest);
+    }
+    *out = spans;
+    *n_out = (uint32_t)n;
+    return 0;
+}
+
+static int prefix_of(const Kvq__Prefix *from, struct kvq_arena *arena,
+                     struct kvq__prefix_spec *prefix, char *text)
+{
+    if (!from)
+        return 0;
+    prefix->buffer = from->buffer;
+    prefix->offset = from->offset;
+    prefix->tokens = from->tokens;
+    return spans_of(from->spans, from->n_spans, arena, &prefix->spans, &prefix->n_spans, text);
+}
+
+static int spec_of(const Kvq__OpenSession *open, struct kvq_arena *arena,
+                   struct kvq__session_spec *spec, char *text)
+{
+    *spec = (struct kvq__session_spec){
         .ns = open->namespace_,
         .name = open->name,
         .model = open->model,
         .format = open->format,
         .place = open->place,
+        .salt = open->salt,
+        .adapter = open->adapter,
         .shard = open->shard,
         .shards = open->shards,
         .dtype = open->dtype,
@@ -171,7 +211,15 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
                  (open->must_exist ? KVQ__OPEN_MUST_EXIST : 0) |
                  (open->must_create ? KVQ__OPEN_MUST_CREATE : 0),
     };
-    int error = layer_rows(open, arena, &spec, text);
+    int error = layer_rows(open, arena, spec, text);
+    return error ? error : prefix_of(open->prefix, arena, &spec->prefix, text);
+}
+
+static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *open,
+                        struct kvq_arena *arena, struct kvq__session_info *info, char *text)
+{
+    struct kvq__session_spec spec;
+    int error = spec_of(open, arena, &spec, text);
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }
 
@@ -247,6 +295,83 @@ static int run_move(const struct kvq__dispatch *d, const Kvq__Request *request,
         return KVQ_E_NO_MEMORY;
     reply->result_case = KVQ__REPLY__RESULT_MOVE;
     return 0;
+}
+
+// ---- Prefixes ----
+
+static int lookup_prefix(const struct kvq__dispatch *d, const Kvq__LookupPrefix *lookup,
+                         struct kvq_arena *arena, Kvq__Reply *reply, char *text)
+{
+    struct kvq__session_spec spec;
+    Kvq__LookupPrefixReply *answer = kvq_arena_alloc(arena, sizeof *answer);
+    int error = need_client(d, text);
+    if (error == 0 && !lookup->session) {
+        snprintf(text, KVQ_TEXT_BYTES, "no session described whose prefix to look up");
+        error = KVQ_E_INVALID;
+    }
+    error = error ? error : answer ? 0 : KVQ_E_NO_MEMORY;
+    error = error ? error : spec_of(lookup->session, arena, &spec, text);
+    if (error)
+        return error;
+    kvq__lookup_prefix_reply__init(answer);
+    error = kvq__prefix_lookup(d->client, &spec, &answer->tokens, text);
+    if (error)
+        return error;
+    reply->lookup_prefix = answer;
+    reply->result_case = KVQ__REPLY__RESULT_LOOKUP_PREFIX;
+    return 0;
+}
+
+static int tell_spans(const struct kvq__dispatch *d, const Kvq__TellSpans *tell,
+                      struct kvq_arena *arena, char *text)
+{
+    const struct kvq__span *spans;
+    uint32_t n;
+    int error = need_client(d, text);
+    error = error ? error : spans_of(tell->spans, tell->n_spans, arena, &spans, &n, text);
+    return error ? error : kvq__session_spans(d->client, tell->handle, spans, n, text);
+}
+
+static Kvq__PrefixStatus *prefix_message(struct kvq_arena *arena,
+                                         const struct kvq__prefix_info *info)
+{
+    Kvq__PrefixStatus *p = kvq_arena_alloc(arena, sizeof *p);
+    if (!p)
+        return NULL;
+    kvq__prefix_status__init(p);
+    p->namespace_ = kvq_arena_text(arena, info->ns);
+    p->pages = info->pages;
+    p->bytes = info->bytes;
+    p->idle_bytes = info->idle_bytes;
+    p->lookups = info->lookups;
+    p->hits = info->hits;
+    p->hit_tokens = info->hit_tokens;
+    p->evicted = info->evicted;
+    return p;
+}
+
+static void answer_prefixes(const struct kvq__dispatch *d, struct kvq_arena *arena,
+                            Kvq__Reply *reply)
+{
+    Kvq__PrefixList *list = kvq_arena_alloc(arena, sizeof *list);
+    struct kvq__prefix_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
+    Kvq__PrefixStatus **prefixes = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *prefixes);
+    if (!list || !infos || !prefixes)
+        return;
+    kvq__prefix_list__init(list);
+    list->prefixes = prefixes;
+    uint32_t n = kvq__core_prefixes(d->core, d->peer, infos, KVQ_MAX_LIST);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
+        Kvq__PrefixStatus *p = prefix_message(arena, &infos[i]);
+        bytes += p ? kvq__prefix_status__get_packed_size(p) + 4 : 0;
+        if (!p || arena->full || bytes > LIST_BYTES)
+            break;
+        prefixes[list->n_prefixes++] = p;
+    }
+    list->truncated = list->n_prefixes < n;
+    reply->prefixes = list;
+    reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
 }
 
 // ---- Administration ----
@@ -470,6 +595,8 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command)
            (command >= KVQ__REQUEST__COMMAND_PING &&
             command <= KVQ__REQUEST__COMMAND_KICK_CLIENT) ||
            command == KVQ__REQUEST__COMMAND_LIST_FORMATS ||
+           (command >= KVQ__REQUEST__COMMAND_LOOKUP_PREFIX &&
+            command <= KVQ__REQUEST__COMMAND_LIST_PREFIXES) ||
            command == KVQ__REQUEST__COMMAND_MOVE_SESSION ||
            command == KVQ__REQUEST__COMMAND_ASK_MOVE;
 }
@@ -531,6 +658,17 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         break;
     case KVQ__REQUEST__COMMAND_LIST_FORMATS:
         answer_formats(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
+        error = lookup_prefix(d, request->lookup_prefix, arena, reply, text);
+        answers = false;
+        break;
+    case KVQ__REQUEST__COMMAND_TELL_SPANS:
+        error = tell_spans(d, request->tell_spans, arena, text);
+        answers = false;
+        break;
+    case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
+        answer_prefixes(d, arena, reply);
         break;
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);

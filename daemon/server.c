@@ -161,6 +161,7 @@ static void on_table_gone(void *context, uint64_t client, const struct kvq__tabl
 
 static int open_namespaces(struct kvq__server *server, char *text)
 {
+    const char *share_with[KVQ_MAX_SHARE_WITH];
     for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
         const struct kvq_config_namespace *ns = &server->config.namespaces[i];
         struct kvq__namespace_config config = {.name = ns->name,
@@ -169,7 +170,11 @@ static int open_namespaces(struct kvq__server *server, char *text)
                                                .uids = ns->uids.id,
                                                .n_uids = ns->uids.n,
                                                .gids = ns->gids.id,
-                                               .n_gids = ns->gids.n};
+                                               .n_gids = ns->gids.n,
+                                               .share_with = share_with,
+                                               .n_share_with = ns->n_share_with};
+        for (uint32_t j = 0; j < ns->n_share_with; j++)
+            share_with[j] = ns->share_with[j];
         int error = kvq__core_namespace(server->core, &config, text);
         if (error)
             return error;

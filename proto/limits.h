@@ -42,6 +42,7 @@ enum {
     KVQ_MAX_NAMESPACES = 128,
     KVQ_MAX_OWN_FORMATS = 32,   // [format NAME] sections
     KVQ_MAX_FORMAT_RANGES = 32, // ranges of layers in one of them
+    KVQ_MAX_SHARE_WITH = 32,    // names that a namespace shares its prefixes with
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,

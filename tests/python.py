@@ -41,7 +41,8 @@ class Header(unittest.TestCase):
                  "SessionOptions": "session_options", "SessionInfo": "session_info",
                  "Pages": "pages", "Work": "work", "CaptureOptions": "capture_options",
                  "StepWork": "step_work", "LocalOptions": "local_options",
-                 "BucketOptions": "bucket_options"}
+                 "BucketOptions": "bucket_options", "Span": "span", "Prefix": "prefix",
+                 "Ids": "ids"}
         ours = {n for n, s in vars(_ffi).items()
                 if isinstance(s, type) and issubclass(s, ctypes.Structure)} - {"Structure"}
         self.assertEqual(set(names), ours)

@@ -34,6 +34,7 @@ static int make_areas(struct engine *e, const struct config *c, struct problem *
     for (uint32_t i = 1; i < c->layers; i++)
         end += e->layer_bytes;
     uint64_t out = place(&end, e->step_tokens, c->q_heads, c->head_dim);
+    e->ids_offset = place(&end, e->step_tokens, 1, 1);
     int rc = kvq_buffer_create(e->client, end, &e->buffer);
     if (rc)
         return refused(rc, "cannot get shared memory from kvqd", p);
@@ -42,6 +43,7 @@ static int make_areas(struct engine *e, const struct config *c, struct problem *
     e->k = (float *)(base + k);
     e->v = (float *)(base + v);
     e->out = (float *)(base + out);
+    e->ids = (int32_t *)(base + e->ids_offset);
     e->tq = kvq_tensor_make(e->buffer, q, c->q_heads, c->head_dim, KVQ_DTYPE_F32);
     e->tk = kvq_tensor_make(e->buffer, k, c->kv_heads, c->head_dim, KVQ_DTYPE_F32);
     e->tv = kvq_tensor_make(e->buffer, v, c->kv_heads, c->head_dim, KVQ_DTYPE_F32);
@@ -114,6 +116,20 @@ static uint32_t layer_rows(const struct config *c, struct kvq_layer rows[2])
     return n;
 }
 
+// A buffer with the prompt's ids, for the daemon to look them up. The last one stays out: its
+// logits must be computed.
+static int put_prompt(struct engine *e, const struct cache_options *o, kvq_buffer **buffer,
+                      struct kvq_session_options *so)
+{
+    uint64_t n = o->prompt && o->prompt_ids ? o->prompt_ids - 1 : 0;
+    int rc = n ? kvq_buffer_create(e->client, n * sizeof(int32_t), buffer) : 0;
+    if (rc || n == 0)
+        return rc;
+    memcpy(kvq_buffer_data(*buffer), o->prompt, n * sizeof(int32_t));
+    so->prefix = (struct kvq_prefix){.buffer = *buffer, .tokens = n};
+    return 0;
+}
+
 int cache_open(struct cache *k, struct engine *e, const struct config *c,
                const struct cache_options *o, struct problem *p)
 {
@@ -136,10 +152,15 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
         .prompt_tokens = o->prompt_tokens,
     };
     struct kvq_session_info info;
-    int rc = kvq_session_open(e->client, &so, &k->session, &info);
+    kvq_buffer *prompt = NULL;
+    int rc = put_prompt(e, o, &prompt, &so);
+    rc = rc ? rc : kvq_session_open(e->client, &so, &k->session, &info);
+    kvq_buffer_close(&prompt);
     if (rc)
         return refused(rc, "cannot open a session", p);
     k->tokens = info.tokens;
+    k->prefix = info.created ? info.prefix_tokens : 0;
+    k->tells_ids = o->prompt != NULL;
     rc = e->local ? kvq_local_add(e->local, k->session) : 0;
     return rc ? refused(rc, "cannot map the session", p) : 0;
 }
@@ -153,12 +174,14 @@ void cache_close(struct cache *k)
     k->session = 0;
 }
 
-int cache_begin(struct cache *k, uint32_t tokens, struct problem *p)
+int cache_begin(struct cache *k, const uint32_t *ids, uint32_t tokens, struct problem *p)
 {
     struct kvq_entry entry = {.session = k->session, .position = k->tokens, .append = tokens};
     struct engine *e = k->engine;
+    const struct kvq_ids told = {k->tells_ids ? e->buffer : NULL, e->ids_offset};
+    memcpy(e->ids, ids, tokens * sizeof *e->ids);
     int rc = e->local ? kvq_local_begin(e->local, &entry, 1)
-                      : kvq_step_begin(e->queue, &entry, 1, &k->step);
+                      : kvq_step_begin_ids(e->queue, &entry, 1, &told, &k->step);
     if (!rc)
         rc = entry.status;
     k->step_tokens = tokens;

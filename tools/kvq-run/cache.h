@@ -24,8 +24,10 @@ struct engine {
     kvq_buffer *buffer;
     struct kvq_tensor tq, tk, tv, tout;
     float *q, *k, *v, *out; // [tokens][heads][head_dim] in the buffer
-    uint32_t step_tokens;   // rows of each
-    uint64_t layer_bytes;   // of one layer's k and v, if each has its own
+    int32_t *ids;           // of the step's tokens, likewise
+    uint64_t ids_offset;
+    uint32_t step_tokens; // rows of each
+    uint64_t layer_bytes; // of one layer's k and v, if each has its own
     struct kvq_daemon_info daemon;
 };
 
@@ -40,6 +42,8 @@ struct cache_options {
     uint8_t attention, v_rotation;
     uint64_t prompt_tokens;
     bool keep;
+    const uint32_t *prompt; // begin with what is there of it, and tell ids; NULL: neither
+    uint64_t prompt_ids;
     kvq_capture *capture; // NULL: not captured
 };
 
@@ -47,6 +51,8 @@ struct cache {
     struct engine *engine;
     kvq_session session;
     uint64_t tokens; // committed
+    uint64_t prefix; // that a new session began with
+    bool tells_ids;
     uint64_t step;
     uint32_t step_tokens;
     kvq_capture *capture; // not owned
@@ -65,7 +71,7 @@ void cache_close(struct cache *k);
 
 // One step: begin, attend for every layer (q, k, v of the step lie in the engine's areas, the
 // output comes to engine->out), end.
-int cache_begin(struct cache *k, uint32_t tokens, struct problem *p);
+int cache_begin(struct cache *k, const uint32_t *ids, uint32_t tokens, struct problem *p);
 int cache_attend(struct cache *k, uint32_t layer, struct problem *p);
 int cache_end(struct cache *k, struct problem *p);
 void cache_abort(struct cache *k); // leaves the session as it was before the step

@@ -38,7 +38,7 @@ static void progress(const struct generation *g, uint64_t done)
 static int prefill(struct generation *g, struct problem *p)
 {
     double start = run_seconds();
-    for (uint64_t at = 0; at < g->prompt.count;) {
+    for (uint64_t at = g->cache.prefix; at < g->prompt.count;) {
         uint64_t rest = g->prompt.count - at;
         uint32_t n = rest < g->model.step_tokens ? (uint32_t)rest : g->model.step_tokens;
         if (model_step(&g->model, &g->cache, g->prompt.list + at, n, at + n == g->prompt.count,
@@ -83,6 +83,11 @@ static double rate(uint64_t n, double seconds)
     return seconds > 0 ? (double)n / seconds : 0;
 }
 
+static uint64_t prefilled(const struct generation *g)
+{
+    return g->prompt.count - g->cache.prefix;
+}
+
 static void report_json(const struct generation *g, const struct kvq_session_info *info)
 {
     cJSON *j = cJSON_CreateObject();
@@ -94,7 +99,9 @@ static void report_json(const struct generation *g, const struct kvq_session_inf
     cJSON_AddNumberToObject(j, "bytes_per_token_head", info->bytes_per_token_head);
     cJSON_AddNumberToObject(j, "bytes_per_token_head_total", info->bytes_per_token_head_total);
     cJSON_AddNumberToObject(j, "prompt_tokens", (double)g->prompt.count);
-    cJSON_AddNumberToObject(j, "prefill_tokens_per_s", rate(g->prompt.count, g->prefill_seconds));
+    cJSON_AddNumberToObject(j, "prefix_tokens", (double)g->cache.prefix);
+    cJSON_AddNumberToObject(j, "prefill_seconds", g->prefill_seconds);
+    cJSON_AddNumberToObject(j, "prefill_tokens_per_s", rate(prefilled(g), g->prefill_seconds));
     cJSON_AddNumberToObject(j, "generated_tokens", g->n);
     cJSON_AddNumberToObject(j, "tokens_per_s", rate(g->n, g->decode_seconds));
     cJSON *ids = cJSON_AddArrayToObject(j, "ids");
@@ -118,12 +125,16 @@ static int report(struct generation *g, struct problem *p)
     }
     putchar('\n');
     fflush(stdout);
+    if (!g->o->quiet && g->o->prefix)
+        fprintf(stderr, "%llu of %llu prompt tokens were there; the others took %.2f s\n",
+                (unsigned long long)g->cache.prefix, (unsigned long long)g->prompt.count,
+                g->prefill_seconds);
     if (!g->o->quiet)
         fprintf(stderr,
                 "%llu prompt tokens, %.0f tokens/s; %u generated, %.1f tokens/s; %s (%.2f bits "
                 "per value), %.0f bytes per token and KV head with windows\n",
-                (unsigned long long)g->prompt.count, rate(g->prompt.count, g->prefill_seconds),
-                g->n, rate(g->n, g->decode_seconds), info.format, info.bits_per_value,
+                (unsigned long long)g->prompt.count, rate(prefilled(g), g->prefill_seconds), g->n,
+                rate(g->n, g->decode_seconds), info.format, info.bits_per_value,
                 info.bytes_per_token_head_total);
     return 0;
 }
@@ -152,10 +163,14 @@ static int open_all(struct generation *g, struct problem *p)
                     p))
         return -1;
     co.prompt_tokens = g->prompt.count;
+    if (o->prefix) {
+        co.prompt = g->prompt.list;
+        co.prompt_ids = g->prompt.count;
+    }
     if (cache_open(&g->cache, &g->engine, &g->model.config, &co, p) ||
         sampler_open(&g->sampler, g->model.config.vocab, o->temperature, o->top_p, o->seed, p))
         return -1;
-    g->restored = g->cache.tokens;
+    g->restored = g->cache.tokens - g->cache.prefix;
     g->logits = malloc(g->model.config.vocab * sizeof *g->logits);
     g->produced = malloc(((size_t)o->tokens + 1) * sizeof *g->produced);
     if (!g->logits || !g->produced)

@@ -228,7 +228,7 @@ int model_step(struct model *m, struct cache *cache, const uint32_t *ids, uint32
                      m->x + (uint64_t)t * c->hidden);
     }
     rope_tables(&c->rope, m->freq, c->head_dim / 2, cache->tokens, n, m->cos, m->sin);
-    if (cache_begin(cache, n, p))
+    if (cache_begin(cache, ids, n, p))
         return -1;
     for (uint32_t i = 0; i < c->layers; i++) {
         if (attention(m, cache, i, n, p)) {

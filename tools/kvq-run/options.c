@@ -47,6 +47,8 @@ static const struct option_row rows[] = {
     {"session", "NAME", "a named session: goes on where it stands if it is there", G, STRING,
      AT(session), 0, 0},
     {"namespace", "NS", "namespace of the session (uid-N)", G, STRING, AT(ns), 0, 0},
+    {"prefix", NULL, "begin with what the daemon has of the prompt, and leave it there for others",
+     G, FLAG, AT(prefix), 0, 0},
     {"keep", NULL, "keep the named session when this program ends", G, FLAG, AT(keep), 0, 0},
     {"against", "F", "reference format (f16)", P, STRING, AT(against), 0, 0},
     {"text", "FILE", "held-out text", P, STRING, AT(text), 0, 0},

@@ -25,7 +25,7 @@ struct options {
     uint32_t tokens, step, context, top;
     uint64_t bytes, seed, capture_tokens;
     double temperature, top_p;
-    bool json, quiet, keep, in_context;
+    bool json, quiet, keep, prefix, in_context;
 };
 
 // Fills o from the arguments; -1 with a sentence and the way to the help.

@@ -60,6 +60,7 @@ int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_move(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);

@@ -49,6 +49,13 @@ static const struct command commands[] = {
      "one. PLACE is host, or a GPU as status lists it. The session may be open: the move begins\n"
      "when its step and its requests have ended (--wait MS, else 10 s), and requests wait for it.\n"
      "Its engine must be able to hand over tensors there.\n"},
+    {{"prefix", "status"},
+     NULL,
+     kvq__ctl_prefix_status,
+     "what is kept of prefixes that sessions can begin with",
+     "For each namespace: tokens and their bytes, how many of these no session has (idle: they go\n"
+     "when room is needed), lookups and how many found something, tokens that sessions began\n"
+     "with, and tokens that were given up.\n"},
     {{"format", "list"},
      NULL,
      kvq__ctl_format_list,

@@ -114,6 +114,11 @@ static void print_session(const Kvq__Session *s)
            s->tokens, s->full_precision_tokens, s->max_rollback);
     printf("memory      %s packed, %s windows, %s tables\n", kvq__ctl_bytes(s->packed_bytes),
            kvq__ctl_bytes(s->window_bytes), kvq__ctl_bytes(s->table_bytes));
+    if (s->shared_bytes)
+        printf("shared      %s of the packed bytes are there once for several, %s are its own\n",
+               kvq__ctl_bytes(s->shared_bytes), kvq__ctl_bytes(s->packed_bytes - s->shared_bytes));
+    if (s->prefix_tokens)
+        printf("prefix      it began with %" PRIu64 " tokens that were there\n", s->prefix_tokens);
     printf("a token     %.1f bytes per KV head packed, %.1f with everything; %.2f times smaller "
            "than 16 bits\n",
            s->bytes_per_token_head, s->bytes_per_token_head_total, s->compression);

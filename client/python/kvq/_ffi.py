@@ -40,13 +40,27 @@ class LayerRow(Structure):
                 ("repeat", c_uint32)]
 
 
+class Span(Structure):
+    _fields_ = [("first", c_uint64), ("tokens", c_uint32), ("digest", c_uint8 * 32)]
+
+
+class Prefix(Structure):
+    _fields_ = [("buffer", c_void_p), ("offset", c_uint64), ("tokens", c_uint64),
+                ("spans", POINTER(Span)), ("n_spans", c_uint32)]
+
+
+class Ids(Structure):
+    _fields_ = [("buffer", c_void_p), ("offset", c_uint64)]
+
+
 class SessionOptions(Structure):
     _fields_ = [("ns", c_char_p), ("name", c_char_p), ("model", c_char_p),
                 ("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("format", c_char_p),
                 ("dtype", c_uint8), ("v_rotation", c_uint8), ("attention", c_uint8),
                 ("on_detach", c_uint8), ("shard", c_uint16), ("shards", c_uint16),
                 ("flags", c_uint32), ("max_rollback", c_uint32), ("prompt_tokens", c_uint64),
-                ("keep_seconds", c_uint64), ("place", c_char_p)]
+                ("keep_seconds", c_uint64), ("place", c_char_p), ("salt", c_char_p),
+                ("adapter", c_char_p), ("prefix", Prefix)]
 
 
 class SessionInfo(Structure):
@@ -58,7 +72,8 @@ class SessionInfo(Structure):
                 ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
                 ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
                 ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48),
-                ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64)]
+                ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64),
+                ("prefix_tokens", c_uint64), ("shared_bytes", c_uint64)]
 
 
 class Pages(Structure):
@@ -69,12 +84,12 @@ class Pages(Structure):
 class Work(Structure):
     _fields_ = [("step", c_uint64), ("layer", c_uint32), ("flags", c_uint32),
                 ("deadline_ns", c_uint64), ("k", Tensor), ("v", Tensor), ("q", Tensor),
-                ("out", Tensor), ("lse", Tensor), ("pages", Pages)]
+                ("out", Tensor), ("lse", Tensor), ("pages", Pages), ("ids", Ids)]
 
 
 class StepWork(Structure):
     _fields_ = [("k", POINTER(Tensor)), ("v", POINTER(Tensor)), ("n_layers", c_uint32),
-                ("deadline_ns", c_uint64), ("pages", Pages)]
+                ("deadline_ns", c_uint64), ("pages", Pages), ("ids", Ids)]
 
 
 # Runs item(arg, i) for every i below n.
@@ -130,6 +145,10 @@ FUNCTIONS = {
     "kvq_session_drop": (c_int, [c_void_p, c_uint64]),
     "kvq_session_move": (c_int, [c_void_p, c_uint64, c_char_p]),
     "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),
+    "kvq_lookup": (c_int, [c_void_p, POINTER(SessionOptions), POINTER(c_uint64)]),
+    "kvq_session_spans": (c_int, [c_void_p, c_uint64, POINTER(Span), c_uint32]),
+    "kvq_step_begin_ids": (c_int, [c_void_p, c_void_p, c_uint32, POINTER(Ids),
+                                   POINTER(c_uint64)]),
     "kvq_step_begin": (c_int, [c_void_p, c_void_p, c_uint32, POINTER(c_uint64)]),
     "kvq_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
     "kvq_attend": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),

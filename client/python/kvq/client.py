@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection and its sessions."""
-from ctypes import byref, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Optional
 
@@ -86,6 +86,11 @@ class Session:
             handle, self.handle = self.handle, 0
             check(lib.kvq_session_close(self.client.pointer, handle))
 
+    def tell_spans(self, spans):
+        """Says what tokens to come stand for: (first, tokens, digest) of each image or audio."""
+        check(lib.kvq_session_spans(self.client.pointer, self.handle, make_spans(spans),
+                                    len(spans)))
+
     def move(self, place):
         """Moves it to "host" or a GPU's place, and returns when it is there."""
         check(lib.kvq_session_move(self.client.pointer, self.handle, _bytes(place)))
@@ -105,6 +110,16 @@ class Session:
             # Its daemon is gone, or it was dropped meanwhile: closed either way.
             if error.code not in (Code.E_DISCONNECTED, Code.E_STALE):
                 raise
+
+
+def make_spans(spans):
+    """struct kvq_span of (first, tokens, digest of 32 bytes) each."""
+    made = (_ffi.Span * max(len(spans), 1))()
+    for i, (first, tokens, digest) in enumerate(spans):
+        if len(digest) != 32:
+            raise ValueError(f"span {i} has a digest of {len(digest)} bytes; it must have 32")
+        made[i] = _ffi.Span(first, tokens, (c_uint8 * 32)(*digest))
+    return made
 
 
 class Client:
@@ -167,25 +182,53 @@ class Client:
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
         return next((b for b in self._device_buffers if b.contains(tensor)), None)
 
-    def session(self, layers=(), format=None, *, ns=None, name=None, model=None, dtype="f16",
-                v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
-                max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, **flags):
-        """Opens or creates a session. layers: of Layer. Flags, all False by default: read_only,
-        take_over, must_exist, must_create. The rest is as in struct kvq_session_options."""
+    def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
+                  v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
+                  max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, salt=None,
+                  adapter=None, prefix=None, spans=(), **flags):
+        """struct kvq_session_options, and the buffer of the prefix's ids, to be closed."""
         unknown = set(flags) - set(_FLAGS)
         if unknown:
             raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
-        layers = list(layers)
         rows = (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
-        options = _ffi.SessionOptions(
+        ids = np.asarray([] if prefix is None else prefix, np.int32).ravel()
+        buffer = self.buffer(ids.nbytes) if ids.size else None
+        if buffer:
+            buffer.array(ids.shape, np.int32)[:] = ids
+        told = _ffi.Prefix(buffer and buffer.pointer, 0, ids.size, make_spans(spans), len(spans))
+        return _ffi.SessionOptions(
             _bytes(ns), _bytes(name), _bytes(model), rows if layers else None, len(layers),
             _bytes(format), dtype_code(dtype), _ROTATIONS[v_rotation], _ATTENTION[attention],
             _DETACH[on_detach], shard, shards, sum(_FLAGS[f] for f in flags if flags[f]),
-            max_rollback, prompt_tokens, keep_seconds, _bytes(place))
+            max_rollback, prompt_tokens, keep_seconds, _bytes(place), _bytes(salt),
+            _bytes(adapter), told), buffer
+
+    def session(self, layers=(), format=None, **options):
+        """Opens or creates a session. layers: of Layer. prefix: ids of its first tokens, of which a
+        new session has as many as are there (session.tokens). spans: (first, tokens, digest) of
+        images and audio. Flags, all False by default: read_only, take_over, must_exist,
+        must_create. The rest is as in struct kvq_session_options."""
+        layers = list(layers)
+        described, ids = self._describe(layers, format, **options)
         handle, info = c_uint64(), _ffi.SessionInfo()
-        check(lib.kvq_session_open(self.pointer, byref(options), byref(handle), byref(info)))
+        try:
+            check(lib.kvq_session_open(self.pointer, byref(described), byref(handle), byref(info)))
+        finally:
+            if ids:
+                ids.close()
         table = [layer for layer in layers for _ in range(max(layer.repeat, 1))]
         return Session(self, handle.value, info.tokens, table, bool(info.read_only))
+
+    def lookup(self, layers, format=None, *, prefix, **options):
+        """How many tokens of the prefix a new session of these options would begin with."""
+        described, ids = self._describe(list(layers), format, prefix=prefix, **options)
+        tokens = c_uint64()
+        try:
+            check(lib.kvq_lookup(self.pointer, byref(described), byref(tokens)))
+        finally:
+            if ids:
+                ids.close()
+        return tokens.value
 
     def reattach(self):
         """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was

@@ -145,21 +145,34 @@ class Queue:
 
     # ---- Steps ----
 
-    def step(self, sessions, tokens):
+    def step(self, sessions, tokens, ids=None):
         """Begins a step over sessions with so many tokens each (a number, or one for each). Use it
-        as a context manager: it commits at the end, and aborts if the body raises."""
-        return Step(self, sessions, tokens)
+        as a context manager: it commits at the end, and aborts if the body raises. ids: of the
+        tokens of all sessions, one after the other."""
+        return Step(self, sessions, tokens, ids)
 
-    def step_whole(self, sessions, tokens, k, v):
+    def step_whole(self, sessions, tokens, k, v, ids=None):
         """A whole step in one request: for each layer an array of K and one of V, in buffers (None
-        for layers that read another layer's cache)."""
+        for layers that read another layer's cache). ids: as in step."""
         entries = make_entries(sessions, append=tokens)
         work = step_work(self.client, k, v)
+        work.ids = self._place_ids(entries, ids)
         code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
         for session, entry in zip(sessions, entries):
             if code == 0 and entry["status"] == 0:
                 session.tokens = int(entry["value"])
         check(code, entries)
+
+    def _place_ids(self, entries, ids):
+        """struct kvq_ids; sets where each entry's ids start."""
+        if ids is None:
+            return _ffi.Ids()
+        ids = np.ascontiguousarray(ids, np.int32).ravel()
+        if ids.size != entries["append"].sum():
+            raise ValueError(f"{ids.size} ids of {entries['append'].sum()} tokens")
+        (array, buffer, _), = self._place([ids])
+        entries["q_row"] = np.cumsum(entries["append"]) - entries["append"]
+        return _ffi.Ids(buffer.pointer, array.ctypes.data - buffer.address)
 
     def local(self, place=None, max_tokens=0, require=False):
         """Attention in this process instead of the daemon's: a Local. require: fail where that
@@ -327,14 +340,16 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
 class Step:
     """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
 
-    def __init__(self, queue, sessions, tokens):
+    def __init__(self, queue, sessions, tokens, ids=None):
         self.queue = queue
         self.sessions = list(sessions)
         self.entries = make_entries(self.sessions, append=tokens)
         self.number = None
         step = c_uint64()
-        code = lib.kvq_step_begin(queue.pointer, self.entries.ctypes.data, len(self.entries),
-                                  byref(step))
+        told = queue._place_ids(self.entries, ids)
+        begin = (queue.pointer, self.entries.ctypes.data, len(self.entries))
+        code = (lib.kvq_step_begin(*begin, byref(step)) if ids is None else
+                lib.kvq_step_begin_ids(*begin, byref(told), byref(step)))
         failed = code == 0 and (self.entries["status"] != 0).any()
         if code == 0:
             self.number = step.value

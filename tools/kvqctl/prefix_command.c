@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What namespaces keep of prefixes, and what it was good for.
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+static void print_prefixes(const Kvq__PrefixList *list)
+{
+    printf("%-24s %10s %11s %11s %9s %9s %12s %9s\n", "NAMESPACE", "TOKENS", "BYTES", "IDLE",
+           "LOOKUPS", "HITS", "HIT TOKENS", "EVICTED");
+    for (size_t i = 0; i < list->n_prefixes; i++) {
+        const Kvq__PrefixStatus *p = list->prefixes[i];
+        printf("%-24s %10" PRIu64 " %11s %11s %9" PRIu64 " %9" PRIu64 " %12" PRIu64 " %9" PRIu64
+               "\n",
+               kvq__ctl_clean(p->namespace_), p->pages * 128, kvq__ctl_bytes(p->bytes),
+               kvq__ctl_bytes(p->idle_bytes), p->lookups, p->hits, p->hit_tokens, p->evicted * 128);
+    }
+    if (list->truncated)
+        printf("(there are more)\n");
+}
+
+int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListPrefixes command = KVQ__LIST_PREFIXES__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_PREFIXES;
+    request.list_prefixes = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_PREFIXES, &reply);
+    if (result)
+        return result;
+    const Kvq__PrefixList *list = reply->prefixes;
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->prefixes, list->n_prefixes);
+    else if (list->n_prefixes == 0)
+        printf("no prefixes: no engine has told token ids\n");
+    else
+        print_prefixes(list);
+    return KVQ_EXIT_OK;
+}
