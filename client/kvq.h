@@ -598,11 +598,17 @@ KVQ_API KVQ_CHECK int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation 
  *
  * Where this cannot be (the daemon has another version of the blocks' layout or of page tables, the
  * CPU lacks its instruction set, ..) the same calls go through the daemon, with the same results,
- * and kvq_local_why says why. Policy stays with the daemon: while a session is in a kvq_local its
- * blocks stay as the last step left them for this engine, whoever drops or truncates it.
+ * and kvq_local_why says why. KVQ_LOCAL=daemon in the environment asks for that. Policy stays with
+ * the daemon: while a session is in a kvq_local its blocks stay as the last step left them for this
+ * engine, whoever drops or truncates it.
  *
  * Unlike a step of the daemon's, this one takes memory at its end: with KVQ_E_NO_MEMORY or
- * KVQ_E_QUOTA there nothing of that session's step is kept, and the engine may end it again. */
+ * KVQ_E_QUOTA there nothing of that session's step is kept, and the engine may end it again. And K
+ * and V that are not finite (KVQ_E_NONFINITE) are found there, when attention has read them.
+ *
+ * If the daemon dies, what is mapped stays: kvq_local_attend goes on for the step under way, and
+ * its end answers KVQ_E_DISCONNECTED. After kvq_reattach all calls answer KVQ_E_CANCELLED: close
+ * the kvq_local and open another. */
 typedef struct kvq_local kvq_local;
 
 /* Fail with KVQ_E_UNSUPPORTED where it would go through the daemon. */
@@ -629,7 +635,8 @@ KVQ_API void kvq_local_close(kvq_local **local);
 KVQ_API const char *kvq_local_why(const kvq_local *local);
 
 /* Takes an open session in: maps what is not mapped yet. System calls; not for every step.
- * KVQ_E_LIMIT: it is longer than max_tokens. Closing the session takes it out. */
+ * KVQ_E_LIMIT: it is longer than max_tokens. KVQ_E_EXISTS: another kvq_local of this client has it.
+ * Closing the session takes it out. */
 KVQ_API KVQ_CHECK int kvq_local_add(kvq_local *local, kvq_session session);
 KVQ_API int kvq_local_remove(kvq_local *local, kvq_session session);
 
@@ -639,7 +646,8 @@ KVQ_API int kvq_local_remove(kvq_local *local, kvq_session session);
 KVQ_API KVQ_CHECK int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n);
 
 /* As kvq_append_attend, or kvq_attend for entries with append 0; work->step is not looked at. k and
- * v must stay as they are until kvq_local_end. KVQ_E_INVALID for paged K and V. */
+ * v must stay as they are until kvq_local_end; without a buffer they are those that were given
+ * before, for this layer or the one whose cache it reads. KVQ_E_INVALID for paged K and V. */
 KVQ_API KVQ_CHECK int kvq_local_attend(kvq_local *local, const struct kvq_work *work,
                                        struct kvq_entry *entries, uint32_t n);
 

@@ -289,6 +289,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     s->read_only = read_only;
     s->n_layers = info.layers;
     s->published = UINT64_MAX;
+    s->changes = kvq_word_load(&local->client->changes[index_of(session)]) - 1; // look at it first
     local->sessions[index_of(session)] = s;
     rc = take_in(local, s);
     if (rc)

@@ -55,6 +55,18 @@ struct fake_script fake_good(void)
                                 .page_bytes = sizeof(struct kvq_daemon_page),
                                 .queue_fds = 4,
                                 .ring_magic = KVQ_SHM_MAGIC_REQUEST,
+                                .isa = "c",
+                                .tables = KVQ_TABLE_VERSION_MAX,
+                                .layout = 1,
+                                .span = 8 << 21,
+                                .extent_bytes = 1 << 21,
+                                .table_magic = KVQ_SHM_MAGIC_TABLE,
+                                .table_version = KVQ_TABLE_VERSION_MAX,
+                                .table_layers = 1,
+                                .table_pages = 8,
+                                .table_tokens = 77,
+                                .layer_pages = 1,
+                                .repeat = 1,
                                 .epoch = 4711};
 }
 
@@ -147,6 +159,8 @@ static void answer_hello(struct fake_daemon *d, Kvq__Reply *reply)
         fds[i] = d->page_fd;
     hello.protocol = s->protocol;
     hello.client_id = 7;
+    if (s->isa)
+        hello.isa = (char *)(uintptr_t)s->isa;
     hello.daemon_version = (char *)(uintptr_t) "fake";
     if (!s->hello_only && s->hello_status == 0) {
         reply->result_case = KVQ__REPLY__RESULT_HELLO;
@@ -187,6 +201,124 @@ static void answer_open_queue(struct fake_daemon *d, Kvq__Reply *reply)
     close(fds[0]);
     close(fds[1]);
     close(pair[1]);
+}
+
+// ---- In-context mode ----
+
+static void answer_open_pool(struct fake_daemon *d, Kvq__Reply *reply)
+{
+    Kvq__OpenPoolReply result = KVQ__OPEN_POOL_REPLY__INIT;
+    const struct fake_script *s = &d->script;
+    result.span = s->span;
+    result.extent_bytes = s->extent_bytes;
+    result.tables = s->tables;
+    result.layout = s->layout;
+    reply->status = s->pool_status;
+    if (s->pool_status == 0) {
+        reply->result_case = KVQ__REPLY__RESULT_OPEN_POOL;
+        reply->open_pool = &result;
+    }
+    send_reply(d, reply, &d->listener, s->pool_fds);
+}
+
+static void answer_session(struct fake_daemon *d, Kvq__Reply *reply)
+{
+    Kvq__Session session = KVQ__SESSION__INIT;
+    session.handle = UINT64_C(1) << 32;
+    session.layers = 1;
+    session.tokens = 77;
+    session.place = (char *)(uintptr_t) "host";
+    reply->result_case = KVQ__REPLY__RESULT_SESSION;
+    reply->session = &session;
+    send_reply(d, reply, NULL, 0);
+}
+
+static int make_table(const struct fake_script *s, size_t bytes)
+{
+    void *map;
+    int fd = make_memory(bytes, true, &map);
+    const struct kvq_table_page page = {.magic = s->table_magic,
+                                        .version = s->table_version,
+                                        .layers = s->table_layers,
+                                        .pages = s->table_pages,
+                                        .layer_bytes = kvq_table_layer_bytes(s->table_pages),
+                                        .tokens = s->table_tokens,
+                                        .number = 1};
+    const struct kvq_table_layer layer = {.n_pages = s->layer_pages};
+    memcpy(map, &page, sizeof page);
+    memcpy((char *)map + sizeof page, &layer, sizeof layer);
+    munmap(map, bytes);
+    return fd;
+}
+
+static void answer_open_table(struct fake_daemon *d, Kvq__Reply *reply)
+{
+    Kvq__OpenTableReply result = KVQ__OPEN_TABLE_REPLY__INIT;
+    Kvq__TableLayer layer = KVQ__TABLE_LAYER__INIT, *rows[1] = {&layer};
+    Kvq__TableFormat format = KVQ__TABLE_FORMAT__INIT;
+    Kvq__TableSide side = KVQ__TABLE_SIDE__INIT;
+    const struct fake_script *s = &d->script;
+    size_t bytes = s->table_bytes ? s->table_bytes : kvq_table_bytes(1, 8);
+    side.codec = s->codec; // 0 is raw
+    side.bits = 16;
+    format.unit_tokens = 128;
+    format.k = format.v = &side;
+    layer.repeat = s->repeat;
+    layer.source_plus1 = s->source;
+    layer.q_heads = layer.kv_heads = 1;
+    layer.dim = 64;
+    layer.dtype = 1;
+    layer.scale = 1;
+    layer.format = &format;
+    result.bytes = bytes;
+    result.layers = rows;
+    result.n_layers = 1;
+    int fd = make_table(s, bytes);
+    reply->result_case = KVQ__REPLY__RESULT_OPEN_TABLE;
+    reply->open_table = &result;
+    send_reply(d, reply, &fd, 1);
+    close(fd);
+}
+
+static void answer_map_extents(struct fake_daemon *d, Kvq__Reply *reply)
+{
+    Kvq__MapExtentsReply result = KVQ__MAP_EXTENTS_REPLY__INIT;
+    uint32_t numbers[KVQ_MAX_PACKET_FDS] = {0, 99};
+    int fds[KVQ_MAX_PACKET_FDS];
+    void *map;
+    for (uint32_t i = 0; i < d->script.extent_fds; i++) {
+        fds[i] = make_memory(d->script.extent_bytes, true, &map);
+        munmap(map, d->script.extent_bytes);
+    }
+    result.numbers = numbers;
+    result.n_numbers = d->script.extents;
+    result.known = 2;
+    reply->result_case = KVQ__REPLY__RESULT_MAP_EXTENTS;
+    reply->map_extents = &result;
+    send_reply(d, reply, fds, d->script.extent_fds);
+    for (uint32_t i = 0; i < d->script.extent_fds; i++)
+        close(fds[i]);
+}
+
+static bool answer_local(struct fake_daemon *d, const Kvq__Request *request, Kvq__Reply *reply)
+{
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_OPEN_POOL:
+        answer_open_pool(d, reply);
+        return true;
+    case KVQ__REQUEST__COMMAND_OPEN_SESSION:
+    case KVQ__REQUEST__COMMAND_SESSION_INFO:
+        answer_session(d, reply);
+        return true;
+    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
+        answer_open_table(d, reply);
+        return true;
+    case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
+        answer_map_extents(d, reply);
+        return true;
+    default:
+        return false;
+    }
 }
 
 static void answer(struct fake_daemon *d, const Kvq__Request *request);
@@ -237,7 +369,7 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
         hang_up(d);
     } else if (request->command_case == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
         answer_open_queue(d, &reply);
-    } else {
+    } else if (!answer_local(d, request, &reply)) {
         send_reply(d, &reply, NULL, 0);
     }
 }

@@ -46,7 +46,18 @@ struct fake_script {
     uint32_t queue_fds; // the right number is 4
     uint32_t ring_magic;
     enum fake_ring ring;
-    uint32_t cpus; // shown in the page: enough of them let clients spin
+    // In-context mode: one session of one layer, with 77 tokens.
+    const char *isa;   // that it names; NULL: none
+    int pool_status;   // of OpenPool
+    uint32_t pool_fds; // descriptors beside its reply; the right number is 0
+    uint32_t tables, layout;
+    uint64_t span, extent_bytes;
+    uint32_t table_magic, table_version, table_layers, table_pages;
+    uint64_t table_tokens, table_bytes;
+    uint32_t layer_pages;           // of the layer in the table; the right number is 1
+    uint32_t repeat, source, codec; // of the layer's row
+    uint32_t extents, extent_fds;   // numbers and descriptors that MapExtents answers
+    uint32_t cpus;                  // shown in the page: enough of them let clients spin
     uint64_t epoch;
 };
 

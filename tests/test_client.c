@@ -574,6 +574,121 @@ static void test_reattach(void **unused)
 
 // ---- Without a daemon ----
 
+// ---- In-context mode ----
+
+struct local_rig {
+    struct rig r;
+    kvq_local *local;
+    kvq_session session;
+};
+
+// What kvq_local_open says of a daemon with this script; the rest of the way, if it says nothing.
+static int local_up(struct local_rig *l, struct fake_script script, uint32_t flags)
+{
+    const struct kvq_local_options o = {.max_tokens = 1024, .flags = flags};
+    const struct kvq_session_options so = {.format = "f16"};
+    assert_int_equal(connect_to(script, 2000, &l->r.daemon, &l->r.client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(l->r.client, &l->r.queue), KVQ_OK);
+    int rc = kvq_local_open(l->r.queue, &o, &l->local);
+    if (rc)
+        return rc;
+    assert_int_equal(kvq_session_open(l->r.client, &so, &l->session, NULL), KVQ_OK);
+    rc = kvq_local_add(l->local, l->session);
+    if (rc || kvq_local_why(l->local))
+        return rc;
+    struct kvq_entry entry = {.session = l->session, .position = 77};
+    return kvq_local_begin(l->local, &entry, 1);
+}
+
+static void local_down(struct local_rig *l)
+{
+    kvq_local_close(&l->local);
+    kvq_disconnect(&l->r.client);
+    fake_stop(&l->r.daemon);
+}
+
+// It goes through the daemon and says so, or is refused if that was not wanted.
+static void expect_through(struct fake_script s, const char *words)
+{
+    static struct local_rig l;
+    int before = count_fds();
+    assert_int_equal(local_up(&l, s, 0), KVQ_OK);
+    assert_non_null(kvq_local_why(l.local));
+    if (!strstr(kvq_local_why(l.local), words))
+        fail_msg("\"%s\" lacks \"%s\"", kvq_local_why(l.local), words);
+    local_down(&l);
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_E_UNSUPPORTED);
+    expect_text(words);
+    local_down(&l);
+    assert_int_equal(count_fds(), before);
+}
+
+static void test_other_versions(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    struct fake_script s = fake_good();
+    unsetenv("KVQ_LOCAL");
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_OK);
+    local_down(&l);
+    s.isa = "sve2";
+    expect_through(s, "sve2");
+    s = fake_good();
+    s.layout = 2;
+    expect_through(s, "layout 2");
+    s = fake_good();
+    s.tables = 9;
+    expect_through(s, "version 9");
+    s = fake_good();
+    s.pool_status = KVQ_E_UNSUPPORTED;
+    expect_through(s, "opening a pool");
+    s = fake_good();
+    s.codec = 77; // a format of a later version
+    expect_through(s, "does not know a format");
+}
+
+static void expect_nonsense(struct fake_script s, const char *words)
+{
+    static struct local_rig l;
+    int before = count_fds();
+    assert_int_equal(local_up(&l, s, 0), KVQ_E_PROTOCOL);
+    expect_text(words);
+    local_down(&l);
+    assert_int_equal(count_fds(), before);
+}
+
+// Pools, tables and extents that make no sense are errors, and nothing else.
+static void test_local_nonsense(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+#define NONSENSE(field, value, words)                                                              \
+    s = fake_good();                                                                               \
+    s.field = value;                                                                               \
+    expect_nonsense(s, words)
+    NONSENSE(span, 0, "0 bytes");
+    NONSENSE(span, (8 << 21) + 1, "extents of");
+    NONSENSE(span, UINT64_MAX / 2, "its pool has");
+    NONSENSE(extent_bytes, 4096, "extents of 4096");
+    NONSENSE(pool_fds, 1, "descriptor");
+    NONSENSE(table_magic, 1, "mark 0x1");
+    NONSENSE(table_version, 7, "version 7");
+    NONSENSE(table_layers, 2, "2 layers");
+    NONSENSE(table_pages, 9, "9 pages");
+    NONSENSE(table_bytes, 512, "512 bytes");
+    NONSENSE(table_tokens, 1025, "count of tokens is 1025");
+    NONSENSE(table_tokens, 76, "for 76 tokens");
+    NONSENSE(layer_pages, 2, "count of pages is 2");
+    NONSENSE(repeat, 2, "more than 1 layers");
+    NONSENSE(repeat, 0, "tells of 0 layers");
+    NONSENSE(source, 5, "reads layer 4");
+    NONSENSE(extents, 1, "1 extents and 0 descriptors");
+    s = fake_good();
+    s.extents = s.extent_fds = 2;
+    expect_nonsense(s, "extent 99");
+#undef NONSENSE
+}
+
 static void test_merge(void **unused)
 {
     (void)unused;
@@ -644,6 +759,8 @@ int main(void)
         cmocka_unit_test(test_tickets),
         cmocka_unit_test(test_completions_out_of_order),
         cmocka_unit_test(test_reattach),
+        cmocka_unit_test(test_other_versions),
+        cmocka_unit_test(test_local_nonsense),
         cmocka_unit_test(test_merge),
         cmocka_unit_test(test_texts),
         cmocka_unit_test(test_text_is_of_the_thread),

@@ -448,6 +448,10 @@ static void test_options(void **state)
     e.append = 29;
     local_fine(kvq_local_begin(rig.local, &e, 1));
     local_refused(KVQ_E_LIMIT, e.status, "at most 128");
+    kvq_local *second;
+    local_fine(kvq_local_open(rig.queue, NULL, &second));
+    local_refused(KVQ_E_EXISTS, kvq_local_add(second, e.session), "already");
+    kvq_local_close(&second);
     local_fine(kvq_local_remove(rig.local, e.session));
     local_refused(KVQ_E_STALE, kvq_local_remove(rig.local, e.session), "not in this");
     local_refused(KVQ_E_STALE, kvq_local_add(rig.local, 12345), "not open");
