@@ -17,6 +17,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+enum { DRIP_MS = 20 };
+
 static void need(bool good, const char *what)
 {
     if (good)
@@ -70,15 +72,19 @@ static bool serve(struct script *s, int fd, const struct script_reply *reply)
         dprintf(fd, "HTTP/1.1 200 OK\r\nContent-Length: %zu\r\n\r\n", n);
     if (send(fd, reply->bytes, n, MSG_NOSIGNAL) < 0)
         return false;
-    if (reply->end == SCRIPT_DRIP)
-        (void)!send(fd, "x", 1, MSG_NOSIGNAL);
     while (!over && reply->end == SCRIPT_ENDLESS) {
         over = wait_for(s, fd, POLLOUT);
         if (!over && send(fd, filler, sizeof filler, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
             errno != EAGAIN)
             return false;
     }
-    while (!over && (reply->end == SCRIPT_HANG || reply->end == SCRIPT_DRIP)) {
+    while (!over && reply->end == SCRIPT_DRIP) {
+        struct pollfd p = {.fd = s->wake[0], .events = POLLIN};
+        over = poll(&p, 1, DRIP_MS) > 0;
+        if (!over && send(fd, "x", 1, MSG_NOSIGNAL) < 0)
+            return false;
+    }
+    while (!over && reply->end == SCRIPT_HANG) {
         over = wait_for(s, fd, POLLIN);
         if (!over && recv(fd, &byte, 1, 0) <= 0)
             return false;

@@ -24,7 +24,7 @@ enum script_end {
     SCRIPT_BODY,    // the same, and headers of a good answer come before them
     SCRIPT_HANG,    // nothing follows, the connection stays
     SCRIPT_ENDLESS, // 64 KiB of 'x' follow again and again, for as long as somebody reads
-    SCRIPT_DRIP,    // one byte follows, then nothing
+    SCRIPT_DRIP,    // one byte follows, and one more every 20 ms
 };
 
 struct script_reply {

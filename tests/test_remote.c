@@ -492,6 +492,37 @@ static void lists_have_an_end(void **state)
     assert_int_equal(n, 2);
 }
 
+// ---- Documents ----
+
+static void documents_without_sense_are_refused(void **state)
+{
+    (void)state;
+    static const char *const bad[] = {
+        "",
+        "<a>",
+        "<!DOCTYPE a><a></a>",
+        "<!DOCTYPE a [<!ENTITY b \"c\">]><Error><Code>&b;</Code></Error>",
+        "<ListPartsResult><Part><PartNumber>-1</PartNumber></Part></ListPartsResult>",
+        "<ListPartsResult><Part><Size>9223372036854775808</Size></Part></ListPartsResult>",
+        "<a><a><a><a><a><a><a><a><a><a><a><a><a><a><a><a><a></a></a></a></a></a></a></a></a></a></"
+        "a>"
+        "</a></a></a></a></a></a></a>",
+    };
+    struct kvq__reply reply;
+    const char *why;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        why = NULL;
+        if (kvq__reply_parse(bad[i], strlen(bad[i]), &reply, NULL, NULL, &why) != KVQ_E_REMOTE ||
+            !why)
+            fail_msg("document %zu was taken", i);
+    }
+    char longer[2000] = "<Error><UploadId>";
+    memset(longer + 17, 'u', KVQ__UPLOAD_BYTES);
+    snprintf(longer + 17 + KVQ__UPLOAD_BYTES, 100, "</UploadId></Error>");
+    assert_int_equal(kvq__reply_parse(longer, strlen(longer), &reply, NULL, NULL, &why),
+                     KVQ_E_REMOTE);
+}
+
 // ---- Options and keys ----
 
 static void bad_options_are_named(void **state)
@@ -591,6 +622,7 @@ int main(void)
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
         cmocka_unit_test(lists_have_an_end),
+        cmocka_unit_test(documents_without_sense_are_refused),
         cmocka_unit_test(bad_options_are_named),
         cmocka_unit_test(keys_come_from_files_and_variables),
     };
