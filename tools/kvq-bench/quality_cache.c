@@ -88,8 +88,9 @@ static struct quality_cache *mine(struct cache *k)
 }
 
 // Units become packed at the first step that finds them behind the recent window.
-int cache_begin(struct cache *k, uint32_t tokens, struct problem *p)
+int cache_begin(struct cache *k, const uint32_t *ids, uint32_t tokens, struct problem *p)
 {
+    (void)ids;
     struct quality_cache *q = mine(k);
     if (k->tokens + tokens > q->room)
         return problem_set(p, RUN_FAILED, "the cache has room for %llu tokens",
