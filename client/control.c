@@ -84,7 +84,8 @@ void kvq__give_back(kvq_client *client)
 
 int kvq__exchange(kvq_client *client, struct kvq__call *call)
 {
-    uint64_t deadline = kvq__now_ns() + (uint64_t)client->timeout_ms * 1000000u;
+    uint32_t timeout_ms = call->patience_ms ? call->patience_ms : client->timeout_ms;
+    uint64_t deadline = kvq__now_ns() + (uint64_t)timeout_ms * 1000000u;
     uint32_t n_fds = 0;
     if (client->socket < 0)
         return kvq__fail(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
@@ -95,7 +96,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
                          "%s: the daemon took no requests for %u ms and earlier ones fill the "
                          "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
                          "connects again",
-                         call->what, client->timeout_ms);
+                         call->what, timeout_ms);
     if (rc)
         return rc;
     rc = receive_reply(client, call, &n_fds, deadline);

@@ -208,6 +208,7 @@ struct kvq__call {
     uint32_t want_fds;           // in: how many must come back on success; or KVQ__ANY_FDS
     Kvq__Reply__ResultCase want; // in: what the reply must hold
     const char *what;            // in: for error texts, "opening a queue"
+    uint32_t patience_ms;        // in: wait so long for it; 0: the client's timeout_ms
     Kvq__Reply *reply;           // out: in the client's arena, until the next call
     int fds[KVQ_MAX_PACKET_FDS]; // out: the caller's, want_fds of them
     uint32_t n_fds;              // out: that is

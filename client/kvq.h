@@ -235,7 +235,12 @@ struct kvq_layer {
 
 enum { KVQ_V_ROTATION_NONE = 0, KVQ_V_ROTATION_ENGINE = 1, KVQ_V_ROTATION_DAEMON = 2 };
 enum { KVQ_ATTENTION_EXACT = 0, KVQ_ATTENTION_FAST = 1, KVQ_ATTENTION_DEFAULT = 2 };
-enum { KVQ_ON_DETACH_DEFAULT = 0, KVQ_ON_DETACH_DROP = 1, KVQ_ON_DETACH_KEEP = 2 };
+enum {
+    KVQ_ON_DETACH_DEFAULT = 0,
+    KVQ_ON_DETACH_DROP = 1,
+    KVQ_ON_DETACH_KEEP = 2,
+    KVQ_ON_DETACH_SAVE = 3, /* keep, and save when nobody has it open; needs storage_dir */
+};
 enum {
     KVQ_OPEN_READ_ONLY = 1,
     KVQ_OPEN_TAKE_OVER = 2, /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
@@ -345,6 +350,22 @@ KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
  * KVQ_E_BUSY (it is being moved, or read by a client in its own context), KVQ_E_READ_ONLY,
  * KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile). */
 KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
+/* Saves the session with all its shards, at what is committed, to the daemon's storage_dir, and
+ * returns when that is durable: it then survives a kill -9 of the daemon and a loss of power. Only
+ * blocks that are new since the last save are written; nothing if nothing has changed. Other
+ * threads may go on with it meanwhile, in the middle of a step as well. Waits for as long as it
+ * takes. KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INVALID (it has no name),
+ * KVQ_E_INCOMPLETE (not all shards are open), KVQ_E_NO_SPACE, KVQ_E_BUSY (it was changed for 10 s
+ * without a break), KVQ_E_STALE, KVQ_E_SYSTEM. */
+KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
+/* Reads a saved session (of several shards that one) into the daemon's memory, and returns when all
+ * of it is there, or was already. Not needed: opening a saved session by its name restores it, and
+ * does not wait for all of it; requests wait for the layers that they need. ns NULL: the user's
+ * own.
+ * KVQ_E_NO_SESSION, KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT,
+ * KVQ_E_VERSION (saved by another version), KVQ_E_PERMISSION. */
+KVQ_API KVQ_CHECK int kvq_session_restore(kvq_client *client, const char *ns, const char *name,
+                                          uint32_t shard);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 

@@ -686,12 +686,39 @@ static int prepare(struct kvq__connection *c, struct kvq__packet *packet, char *
     }
 }
 
+static void before_open(struct kvq__task *task)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)task - offsetof(struct kvq__connection, task));
+    if (needs_reading(c))
+        read_codebooks(&c->work);
+}
+
+static void kept(struct kvq__task *task)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)task - offsetof(struct kvq__connection, task));
+    finish(&c->mail);
+}
+
 // Sends a command that was prepared on its way.
 static void start(struct kvq__connection *c)
 {
     int error = -1;
     c->state = KVQ__CONNECTION_BUSY;
     c->work.data = c;
+    if (kvq__keeper_takes(c->server->keeper, c->request)) {
+        bool opens = c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_SESSION;
+        c->task = (struct kvq__task){.request = c->request,
+                                     .arena = &c->arena,
+                                     .reply = &c->reply,
+                                     .peer = &c->peer,
+                                     .client = c->client,
+                                     .before = opens ? before_open : NULL,
+                                     .done = kept};
+        kvq__keeper_start(c->server->keeper, &c->task);
+        return;
+    }
     if (needs_gpu(c))
         error = uv_queue_work(&c->server->loop, &c->work, make_on_gpu, made_on_gpu);
     else if (needs_reading(c))

@@ -17,6 +17,7 @@
 #include <sys/queue.h>
 
 #include "daemon/gpu.h"
+#include "daemon/keeper.h"
 #include "daemon/log.h"
 #include "daemon/packet.h"
 #include "daemon/server.h"
@@ -140,7 +141,8 @@ struct kvq__connection {
     // With the command.
     struct kvq__mail mail;
     uv_work_t work; // what takes long
-    int error;      // of it, with the next
+    struct kvq__task task;
+    int error; // of it, with the next
     char text[KVQ_TEXT_BYTES];
     Kvq__Request *request;
     Kvq__Reply reply;

@@ -7,6 +7,7 @@
 
 #include "daemon/attach_internal.h"
 #include "daemon/codebooks.h"
+#include "daemon/saved_wire.h"
 #include "kernels/cuda/bundle.h"
 #include "kernels/layout.h"
 
@@ -239,45 +240,6 @@ static int run_open_pool(struct kvq__connection *c, char *text)
     return 0;
 }
 
-static Kvq__TableSide *side_of(struct kvq_arena *arena, const struct kvq_side *from)
-{
-    Kvq__TableSide *side = kvq_arena_alloc(arena, sizeof *side);
-    if (!side)
-        return NULL;
-    kvq__table_side__init(side);
-    side->codec = from->codec;
-    side->bits = from->bits;
-    side->axis = from->axis;
-    side->zero = from->zero;
-    side->full = from->full;
-    side->wide = from->wide;
-    side->vector = from->vector;
-    side->group = from->group;
-    return side;
-}
-
-static Kvq__TableFormat *format_of(struct kvq_arena *arena, const struct kvq_format *from)
-{
-    Kvq__TableFormat *format = kvq_arena_alloc(arena, sizeof *format);
-    if (!format)
-        return NULL;
-    kvq__table_format__init(format);
-    format->k_channel = from->k_channel;
-    format->k_rotation = from->k_rotation;
-    format->k_token_scale = from->k_token_scale;
-    format->v_rotation = from->v_rotation;
-    format->raw_dtype = from->raw_dtype;
-    format->outliers = from->outliers;
-    format->extra_outliers = from->extra_outliers;
-    format->plain_layers = from->plain_layers;
-    format->unit_tokens = from->unit_tokens;
-    format->recent_tokens = from->recent_tokens;
-    format->sink_tokens = from->sink_tokens;
-    format->k = side_of(arena, &from->k);
-    format->v = side_of(arena, &from->v);
-    return format->k && format->v ? format : NULL;
-}
-
 static Kvq__TableLayer *layer_of(struct kvq_arena *arena, const struct kvq__layer_reading *from,
                                  uint32_t number)
 {
@@ -295,7 +257,7 @@ static Kvq__TableLayer *layer_of(struct kvq_arena *arena, const struct kvq__laye
     layer->window = from->shape.window;
     layer->softcap = from->shape.softcap;
     layer->scale = from->shape.scale;
-    layer->format = format_of(arena, &from->format);
+    layer->format = kvq__format_message(arena, &from->format);
     return layer->format ? layer : NULL;
 }
 

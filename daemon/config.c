@@ -71,6 +71,14 @@ const struct kvq__option kvq__options[] = {
      .help = "path of sessions that leave it to the daemon"},
     {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
      .help = "folder of codebooks, NAME.kvqbook for formats FORMAT@NAME; empty: none"},
+    {FIELD(storage_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "folder that sessions are saved in; empty: nothing is saved"},
+    {FIELD(storage_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 50,
+     .help = "what its files may take on disk; 0: no cap"},
+    {FIELD(save_idle_seconds), KVQ_OPTION_NUMBER, "N", .max = 1ull << 32,
+     .help = "named sessions that are idle for so long are saved; 0: they are not"},
+    {FIELD(save_on_drain), KVQ_OPTION_WORD, "WORD", .words = bool_words, .initial = 1,
+     .help = "save named sessions before the daemon ends"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
      .help = "users besides root and the daemon's who may see and end everything"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,
@@ -316,6 +324,8 @@ void kvq__config_defaults(struct kvq_config *config, char *const *environment)
         char *field = (char *)config + o->offset;
         if (o->type == KVQ_OPTION_TEXT)
             snprintf(field, o->size, "%s", o->initial_text);
+        else if (o->type != KVQ_OPTION_IDS && o->size == sizeof(bool))
+            *(bool *)field = o->initial;
         else if (o->type != KVQ_OPTION_IDS && o->size == sizeof(uint64_t))
             *(uint64_t *)field = o->initial;
     }

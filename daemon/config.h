@@ -89,6 +89,10 @@ struct kvq_config {
     uint64_t buffer_bytes; // of all clients; 0: resolved to half of the machine's memory
     uint64_t fast;         // 1: sessions that leave the path to the daemon get the fast one
     char codebook_dir[KVQ_CONFIG_PATH]; // "": no codebooks
+    char storage_dir[KVQ_CONFIG_PATH];  // "": nothing is saved
+    uint64_t storage_bytes;             // of all its files; 0: no cap
+    uint64_t save_idle_seconds;         // 0: sessions are not saved for being idle
+    bool save_on_drain;
     struct kvq_config_ids admin_uids;
     uint64_t log_level; // enum kvq_log_level
     char log_file[KVQ_CONFIG_PATH];

@@ -16,6 +16,7 @@
 #include <unistd.h>
 #include <zmq.h>
 
+#include "daemon/keeper.h"
 #include "daemon/log.h"
 #include "daemon/packet.h"
 #include "daemon/server.h"
@@ -24,6 +25,14 @@
 enum {
     DRAIN = 32, // messages looked at before others get a turn
     ENVELOPE = 512,
+    MOST_ERRANDS = 16, // each has an arena
+};
+
+// The way back to a ZeroMQ peer.
+struct sender {
+    uint8_t identity[ENVELOPE];
+    size_t bytes;
+    bool delimiter; // a REQ socket's empty frame
 };
 
 struct kvq__control {
@@ -40,9 +49,8 @@ struct kvq__control {
     bool busy; // at the poller
     struct kvq__mail mail;
     struct kvq__peer peer;
-    uint8_t identity[ENVELOPE]; // of the ZeroMQ peer, for the way back
-    size_t identity_bytes;
-    bool delimiter; // a REQ socket's empty frame
+    struct sender sender;
+    uint32_t errands;
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;
@@ -50,23 +58,41 @@ struct kvq__control {
     uint8_t arena_memory[KVQ_WIRE_ARENA];
 };
 
+// A request that the keeper has: others go on meanwhile.
+struct errand {
+    struct kvq__task task;
+    struct kvq__control *control;
+    struct kvq__peer peer;
+    struct sender sender;
+    Kvq__Request *request;
+    Kvq__Reply reply;
+    struct kvq_arena arena;
+    uint8_t arena_memory[KVQ_WIRE_ARENA]; // last: most of it is never touched
+};
+
 static void drain(struct kvq__control *c);
 
 // ---- Replies ----
 
-static void send_reply(struct kvq__control *c)
+static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply *reply,
+                    struct kvq_arena *arena)
 {
     size_t length;
-    if (kvq_reply_pack(&c->reply, c->out, sizeof c->out, &length) != 0) {
-        kvq__reply_status(&c->reply, &c->arena, KVQ_E_LIMIT, "the reply is longer than a message");
-        kvq_reply_pack(&c->reply, c->out, sizeof c->out, &length);
+    if (kvq_reply_pack(reply, c->out, sizeof c->out, &length) != 0) {
+        kvq__reply_status(reply, arena, KVQ_E_LIMIT, "the reply is longer than a message");
+        kvq_reply_pack(reply, c->out, sizeof c->out, &length);
     }
     // A peer that is gone or does not read is nobody's loss: ROUTER drops what it cannot send.
-    if (zmq_send(c->router, c->identity, c->identity_bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
+    if (zmq_send(c->router, to->identity, to->bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
         return;
-    if (c->delimiter)
+    if (to->delimiter)
         zmq_send(c->router, "", 0, ZMQ_SNDMORE | ZMQ_DONTWAIT);
     zmq_send(c->router, c->out, length, ZMQ_DONTWAIT);
+}
+
+static void send_reply(struct kvq__control *c)
+{
+    send_to(c, &c->sender, &c->reply, &c->arena);
 }
 
 static void refuse(struct kvq__control *c, int status, const char *text)
@@ -132,6 +158,48 @@ static bool peer_of(const struct kvq__control *c, zmq_msg_t *message, struct kvq
     return true;
 }
 
+static void errand_done(struct kvq__task *task)
+{
+    struct errand *e = (struct errand *)task; // its first member
+    struct kvq__control *c = e->control;
+    c->errands--;
+    if (c->open)
+        send_to(c, &e->sender, &e->reply, &e->arena);
+    free(e);
+}
+
+// The message was unpacked before, so it can be again.
+static void start_errand(struct kvq__control *c, zmq_msg_t *body)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    struct errand *e = c->errands < MOST_ERRANDS ? calloc(1, sizeof *e) : NULL;
+    if (!e) {
+        refuse(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
+        return;
+    }
+    e->control = c;
+    e->peer = c->peer;
+    e->sender = c->sender;
+    kvq_arena_init(&e->arena, e->arena_memory, sizeof e->arena_memory);
+    kvq__reply__init(&e->reply);
+    e->reply.epoch = c->reply.epoch;
+    e->reply.id = c->reply.id;
+    int error =
+        kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &e->arena, &e->request, text);
+    if (error) {
+        refuse(c, error, text);
+        free(e);
+        return;
+    }
+    e->task = (struct kvq__task){.request = e->request,
+                                 .arena = &e->arena,
+                                 .reply = &e->reply,
+                                 .peer = &e->peer,
+                                 .done = errand_done};
+    c->errands++;
+    kvq__keeper_start(c->server->keeper, &e->task);
+}
+
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -160,6 +228,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);
         send_reply(c);
+    } else if (kvq__keeper_takes(c->server->keeper, c->request)) {
+        start_errand(c, body);
     } else if (!kvq__dispatch_knows(c->request->command_case)) {
         refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else {
@@ -174,8 +244,8 @@ static bool receive(struct kvq__control *c)
     zmq_msg_t frame, body;
     int parts = 0;
     bool more = true, have_body = false;
-    c->delimiter = false;
-    c->identity_bytes = 0;
+    c->sender.delimiter = false;
+    c->sender.bytes = 0;
     zmq_msg_init(&body);
     while (more) {
         zmq_msg_init(&frame);
@@ -186,11 +256,11 @@ static bool receive(struct kvq__control *c)
         }
         more = zmq_msg_more(&frame);
         size_t size = zmq_msg_size(&frame);
-        if (parts == 0 && size <= sizeof c->identity) {
-            memcpy(c->identity, zmq_msg_data(&frame), size);
-            c->identity_bytes = size;
+        if (parts == 0 && size <= sizeof c->sender.identity) {
+            memcpy(c->sender.identity, zmq_msg_data(&frame), size);
+            c->sender.bytes = size;
         } else if (parts == 1 && size == 0 && more) {
-            c->delimiter = true;
+            c->sender.delimiter = true;
         } else if (parts > 0 && !have_body) {
             zmq_msg_move(&body, &frame);
             have_body = true;
@@ -198,8 +268,8 @@ static bool receive(struct kvq__control *c)
         parts++;
         zmq_msg_close(&frame);
     }
-    if (have_body && c->identity_bytes)
-        take_request(c, &body, parts > 2 + c->delimiter);
+    if (have_body && c->sender.bytes)
+        take_request(c, &body, parts > 2 + c->sender.delimiter);
     zmq_msg_close(&body);
     return true;
 }
@@ -351,7 +421,7 @@ void kvq__control_end(struct kvq__control *c)
 
 bool kvq__control_idle(const struct kvq__control *c)
 {
-    return !c || !c->busy;
+    return !c || (!c->busy && c->errands == 0);
 }
 
 void kvq__control_free(struct kvq__control **control)

@@ -90,6 +90,12 @@ enum kvq__event_kind {
     KVQ__EVENT_SESSION_MOVED,  // to another place, or why not
     KVQ__EVENT_CLIENT_STALLED, // a GPU waits for the client's stream; once for each time
     KVQ__EVENT_DRAINING,
+    // Of the daemon's edges, for sessions that are saved:
+    KVQ__EVENT_SESSION_SAVED,
+    KVQ__EVENT_SESSION_RESTORED,
+    KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
+    KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
+    KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
 };
 
 // Pointers are valid during the call only; never NULL, but maybe empty.

@@ -69,6 +69,8 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->group_tokens = info->group_tokens;
     s->prefix_tokens = info->prefix_tokens;
     s->shared_bytes = info->shared_bytes;
+    s->loading_layers = info->loading;
+    s->saved = info->saved;
     return s;
 }
 

@@ -37,6 +37,11 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_SESSION_MOVED] = "session_moved",
         [KVQ__EVENT_CLIENT_STALLED] = "client_stalled",
         [KVQ__EVENT_DRAINING] = "draining",
+        [KVQ__EVENT_SESSION_SAVED] = "session_saved",
+        [KVQ__EVENT_SESSION_RESTORED] = "session_restored",
+        [KVQ__EVENT_STORAGE_FULL] = "storage_full",
+        [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
+        [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
     };
     return names[kind];
 }
@@ -44,7 +49,8 @@ static const char *kind_name(enum kvq__event_kind kind)
 static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
-    bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED;
+    bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
+               e->kind >= KVQ__EVENT_STORAGE_FULL;
     enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
     kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",
              (unsigned long long)e->client, kvq__log_quote(ns, sizeof ns, e->ns),
@@ -58,9 +64,8 @@ static void log_event(const struct event_mail *e)
 }
 
 // Loop's thread.
-static void deliver(struct kvq__mail *mail)
+static void tell(const struct event_mail *e)
 {
-    struct event_mail *e = (struct event_mail *)mail; // its first member
     struct timespec now;
     Kvq__Event message;
     log_event(e);
@@ -68,12 +73,36 @@ static void deliver(struct kvq__mail *mail)
     kvq__event__init(&message);
     message.kind = (char *)(uintptr_t)kind_name(e->kind);
     message.unix_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
-    message.namespace_ = e->ns;
-    message.session = e->session;
+    message.namespace_ = (char *)(uintptr_t)e->ns; // packing only reads
+    message.session = (char *)(uintptr_t)e->session;
     message.client = e->client;
-    message.text = e->text;
+    message.text = (char *)(uintptr_t)e->text;
     kvq__control_publish(e->server->control, &message);
+}
+
+// Loop's thread.
+static void deliver(struct kvq__mail *mail)
+{
+    struct event_mail *e = (struct event_mail *)mail; // its first member
+    tell(e);
     kvq_word_store_release(&e->taken, 0);
+}
+
+static void fill(struct event_mail *e, struct kvq__server *server, const struct kvq__event *event)
+{
+    e->server = server;
+    e->kind = event->kind;
+    e->client = event->client;
+    snprintf(e->ns, sizeof e->ns, "%s", event->ns);
+    snprintf(e->session, sizeof e->session, "%s", event->session);
+    snprintf(e->text, sizeof e->text, "%s", event->text);
+}
+
+void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event)
+{
+    struct event_mail e;
+    fill(&e, server, event);
+    tell(&e);
 }
 
 void kvq__event_from_core(void *context, const struct kvq__event *event)
@@ -86,12 +115,7 @@ void kvq__event_from_core(void *context, const struct kvq__event *event)
     }
     next++;
     kvq_word_store(&e->taken, 1);
-    e->server = context;
-    e->kind = event->kind;
-    e->client = event->client;
-    snprintf(e->ns, sizeof e->ns, "%s", event->ns);
-    snprintf(e->session, sizeof e->session, "%s", event->session);
-    snprintf(e->text, sizeof e->text, "%s", event->text);
+    fill(e, context, event);
     kvq__mailbox_post(&e->server->box, &e->mail, deliver);
 }
 

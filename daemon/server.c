@@ -18,6 +18,7 @@
 #include "daemon/codebooks.h"
 #include "daemon/events.h"
 #include "daemon/gpu.h"
+#include "daemon/keeper.h"
 #include "daemon/log.h"
 #include "daemon/workers.h"
 #include "proto/ring.h"
@@ -268,6 +269,7 @@ static int open_core(struct kvq__server *server, char *text)
                                       .default_limit_bytes = c->limit_bytes,
                                       .default_limit_sessions = (uint32_t)c->max_sessions,
                                       .kernels = kernels,
+                                      .saves = c->storage_dir[0] != 0,
                                       .gpus = kvq__gpus_list(server->gpus),
                                       .n_gpus = kvq__gpus_count(server->gpus),
                                       .formats = c->own_formats,
@@ -350,7 +352,8 @@ int kvq__server_open(struct kvq__server *server, char *text)
                                         .workers = (uint32_t)server->config.workers,
                                         .spin_ns = server->config.spin_us * 1000,
                                         .pin = server->config.pin};
-    error = kvq__poller_open(&config, &server->poller, text);
+    error = kvq__keeper_open(server, &server->keeper, text);
+    error = error ? error : kvq__poller_open(&config, &server->poller, text);
     error = error ? error : kvq__control_open(server, &server->control, text);
     return error ? error : kvq__attach_open(server, &server->attach, text);
 }
@@ -359,17 +362,25 @@ int kvq__server_open(struct kvq__server *server, char *text)
 
 static void drain_look(struct kvq__server *server);
 
+// Sessions are saved, too; however long that takes, a second signal ends it.
+static void drain_end(struct kvq__server *server)
+{
+    if (server->drained)
+        server->drained(server);
+    server->drained = NULL;
+}
+
 static void drain_answer(struct kvq__mail *mail)
 {
     struct kvq__server *server =
         (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
     server->drain_asked = false;
-    if (!server->core_idle || !server->drained)
+    if (!server->core_idle || !server->drained ||
+        !uv_is_active((uv_handle_t *)&server->drain_timer))
         return;
     uv_timer_stop(&server->drain_timer);
     kvq__log(KVQ_LOG_INFO, "drained", "complete=yes");
-    server->drained(server);
-    server->drained = NULL;
+    kvq__keeper_drain(server->keeper, drain_end);
 }
 
 // Poller's thread.
@@ -393,8 +404,7 @@ static void drain_look(struct kvq__server *server)
         uv_timer_stop(&server->drain_timer);
         kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
                  (unsigned long long)server->config.drain_ms);
-        server->drained(server);
-        server->drained = NULL;
+        kvq__keeper_drain(server->keeper, drain_end);
     } else if (!server->drain_asked) {
         server->drain_asked = true;
         kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);
@@ -423,7 +433,7 @@ static void close_handle(uv_handle_t *handle, void *context)
 static bool all_back(const struct kvq__server *server)
 {
     return kvq__attach_count(server->attach) == 0 && kvq__control_idle(server->control) &&
-           !server->drain_asked && kvq__events_idle();
+           !server->drain_asked && kvq__keeper_idle(server->keeper) && kvq__events_idle();
 }
 
 static void on_close_timer(uv_timer_t *timer)
@@ -442,6 +452,7 @@ void kvq__server_close(struct kvq__server *server)
         kvq__attach_refuse(server->attach);
         kvq__attach_end_all(server->attach);
     }
+    kvq__keeper_end(server->keeper);
     while (!all_back(server))
         uv_run(&server->loop, UV_RUN_ONCE);
     uv_timer_stop(&server->drain_timer);
@@ -461,6 +472,7 @@ void kvq__server_close(struct kvq__server *server)
         assert(error == 0);
         (void)error;
     }
+    kvq__keeper_close(&server->keeper);
     kvq__attach_free(&server->attach);
     kvq__control_free(&server->control);
     kvq__shm_close(&server->page);

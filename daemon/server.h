@@ -20,6 +20,7 @@
 struct kvq__attach;
 struct kvq__control;
 struct kvq__gpus;
+struct kvq__keeper;
 
 struct kvq__server {
     struct kvq_config config;
@@ -35,6 +36,7 @@ struct kvq__server {
     struct kvq__codebooks *codebooks; // any thread
     struct kvq__poller *poller;
     struct kvq__shm page; // struct kvq_daemon_page
+    struct kvq__keeper *keeper;
     struct kvq__attach *attach;
     struct kvq__control *control;
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).

@@ -334,6 +334,11 @@ int kvq_event_pack(const Kvq__Event *message, void *buffer, size_t size, size_t 
     return pack(&message->base, buffer, size, length);
 }
 
+int kvq_saved_pack(const Kvq__SavedSession *message, void *buffer, size_t size, size_t *length)
+{
+    return pack(&message->base, buffer, size, length);
+}
+
 int kvq_request_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                        Kvq__Request **message, char *text)
 {
@@ -362,5 +367,14 @@ int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
     ProtobufCMessage *base;
     int error = unpack(&kvq__event__descriptor, bytes, length, arena, &base, text);
     *message = (Kvq__Event *)base;
+    return error;
+}
+
+int kvq_saved_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
+                     Kvq__SavedSession **message, char *text)
+{
+    ProtobufCMessage *base;
+    int error = unpack(&kvq__saved_session__descriptor, bytes, length, arena, &base, text);
+    *message = (Kvq__SavedSession *)base;
     return error;
 }

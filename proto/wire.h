@@ -39,6 +39,8 @@ int kvq_request_pack(const Kvq__Request *message, void *buffer, size_t size, siz
 int kvq_reply_pack(const Kvq__Reply *message, void *buffer, size_t size, size_t *length);
 int kvq_event_pack(const Kvq__Event *message, void *buffer, size_t size, size_t *length);
 
+int kvq_saved_pack(const Kvq__SavedSession *message, void *buffer, size_t size, size_t *length);
+
 // Unpacks bytes into the arena. 0, or KVQ_E_PROTOCOL (KVQ_E_LIMIT for a message that is too long
 // or a full arena) with a sentence in text that names the field. text is KVQ_TEXT_BYTES long. A
 // Request holds exactly one command. The message lives as long as the arena's contents.
@@ -48,6 +50,9 @@ int kvq_reply_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                      Kvq__Reply **message, char *text);
 int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                      Kvq__Event **message, char *text);
+
+int kvq_saved_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
+                     Kvq__SavedSession **message, char *text);
 
 // Whether a text may travel: valid UTF-8, no control characters, no NUL among the bytes.
 int kvq_text_valid(const char *bytes, size_t length);

@@ -16,7 +16,7 @@ struct kit {
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
     uint64_t extents_out, allocated_out;
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
-    uint64_t buffers_gone, tables_gone, events[KVQ__EVENT_DRAINING + 1];
+    uint64_t buffers_gone, tables_gone, events[KVQ__EVENT_STORAGE_DAMAGED + 1];
     char event_session[KVQ_NAME_BYTES]; // of the last one
 };
 

@@ -29,10 +29,15 @@ struct kvq__ctl {
     const char *ns; // NULL: the caller's own, or all of them in listings
     bool json;
     int timeout_ms;
+    bool timeout_given;
     double interval;     // top: seconds between two looks
     unsigned long count; // top: looks, 0 for no end
     int shard;           // move: only this one; -1: all
     unsigned wait_ms;    // move: for steps to end; 0: the daemon's default
+    bool again;          // save: also what has not changed
+    bool replace;        // import: what is saved under that name
+    const char *as;      // import: another name; NULL: the file's
+    const char *offline; // verify: a folder that no daemon has; NULL: the daemon's
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
@@ -61,6 +66,15 @@ int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_move(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_storage_gc(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_storage_compact(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);

@@ -39,8 +39,8 @@ static const struct command commands[] = {
      "NAME",
      kvq__ctl_session_drop,
      "destroys a session and its cache",
-     "NAME is a session's name, or #ID of an unnamed one. There is no way back. An engine that\n"
-     "has the session open gets KVQ_E_STALE.\n"},
+     "NAME is a session's name, or #ID of an unnamed one. What is saved of it goes, too. There is\n"
+     "no way back. An engine that has the session open gets KVQ_E_STALE.\n"},
     {{"session", "move"},
      "NAME PLACE",
      kvq__ctl_session_move,
@@ -56,6 +56,44 @@ static const struct command commands[] = {
      "For each namespace: tokens and their bytes, how many of these no session has (idle: they go\n"
      "when room is needed), lookups and how many found something, tokens that sessions began\n"
      "with, and tokens that were given up.\n"},
+    {{"session", "save"},
+     "NAME",
+     kvq__ctl_session_save,
+     "writes a session to the daemon's storage_dir",
+     "All its shards, at what is committed; only what is new since the last time. It may be open\n"
+     "and in a step. Ends when it is durable. --again writes it also if nothing has changed.\n"},
+    {{"session", "restore"},
+     "NAME",
+     kvq__ctl_session_restore,
+     "reads a saved session into memory",
+     "Ends when all of it is there. Opening a saved session does the same, and does not wait.\n"
+     "--shard N restores that shard (default 0).\n"},
+    {{"session", "export"},
+     "NAME FILE",
+     kvq__ctl_session_export,
+     "writes a saved session to one file, for another machine",
+     "What was saved of it: save it first. The daemon writes the file. Only root and the daemon's\n"
+     "own user may do this.\n"},
+    {{"session", "import"},
+     "FILE",
+     kvq__ctl_session_import,
+     "takes an exported session into the storage",
+     "Under the names in the file, or --namespace NAME and --as NAME; --replace takes the place\n"
+     "of one that is saved under them. Only root and the daemon's own user may do this.\n"},
+    {{"storage", "status"}, NULL, kvq__ctl_storage_status, "what the storage holds and takes", ""},
+    {{"storage", "list"}, NULL, kvq__ctl_storage_list, "the sessions that are saved", ""},
+    {{"storage", "verify"},
+     NULL,
+     kvq__ctl_storage_verify,
+     "reads all that is saved and checks it",
+     "Beside a running daemon, or with --offline DIR in a storage that no daemon has. Ends with 7\n"
+     "if it found damage.\n"},
+    {{"storage", "gc"}, NULL, kvq__ctl_storage_gc, "removes segments that hold nothing", ""},
+    {{"storage", "compact"},
+     NULL,
+     kvq__ctl_storage_compact,
+     "moves what is in use together, and frees the rest",
+     ""},
     {{"format", "list"},
      NULL,
      kvq__ctl_format_list,
@@ -89,10 +127,14 @@ static const char options_help[] =
     "  --count N          top: stop after N looks (default 0: never)\n"
     "  --shard N          session move: only this shard (default: all)\n"
     "  --wait MS          session move: wait so long for steps to end (default 10000)\n"
+    "  --again            session save: also what has not changed\n"
+    "  --as NAME          session import: under this name\n"
+    "  --replace          session import: what is saved under that name\n"
+    "  --offline DIR      storage verify: a storage that no daemon has\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
-    "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor found a "
-    "problem.\n";
+    "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
+    "a problem.\n";
 
 static void print_help(const struct command *only)
 {
@@ -165,7 +207,20 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case 'j':
         ctl->json = true;
         return 0;
+    case 'a':
+        ctl->again = true;
+        return 0;
+    case 'A':
+        ctl->as = optarg;
+        return 0;
+    case 'r':
+        ctl->replace = true;
+        return 0;
+    case 'o':
+        ctl->offline = optarg;
+        return 0;
     case 't':
+        ctl->timeout_given = true;
         ctl->timeout_ms = (int)(number = number_option(optarg, 1, 3600000));
         return number < 0 ? bad_usage("--timeout is 1 to 3600000 milliseconds, not", optarg) : 0;
     case 'i':
@@ -212,6 +267,10 @@ int main(int argc, char **argv)
         {"count", required_argument, NULL, 'c'},
         {"shard", required_argument, NULL, 's'},
         {"wait", required_argument, NULL, 'w'},
+        {"again", no_argument, NULL, 'a'},
+        {"as", required_argument, NULL, 'A'},
+        {"replace", no_argument, NULL, 'r'},
+        {"offline", required_argument, NULL, 'o'},
         {"help", no_argument, NULL, 'h'},
         {"version", no_argument, NULL, 'v'},
         {NULL, 0, NULL, 0},

@@ -15,7 +15,7 @@ from .work import Queue
 
 _ROTATIONS = {"none": 0, "engine": 1, "daemon": 2}
 _ATTENTION = {"exact": 0, "fast": 1, "default": 2}
-_DETACH = {"default": 0, "drop": 1, "keep": 2}
+_DETACH = {"default": 0, "drop": 1, "keep": 2, "save": 3}
 _FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8}
 
 
@@ -94,6 +94,10 @@ class Session:
     def move(self, place):
         """Moves it to "host" or a GPU's place, and returns when it is there."""
         check(lib.kvq_session_move(self.client.pointer, self.handle, _bytes(place)))
+
+    def save(self):
+        """Saves it with all its shards, and returns when that is durable."""
+        check(lib.kvq_session_save(self.client.pointer, self.handle))
 
     def drop(self):
         """Destroys the session, with all its shards."""
@@ -181,6 +185,10 @@ class Client:
     def find_device_buffer(self, tensor):
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
         return next((b for b in self._device_buffers if b.contains(tensor)), None)
+
+    def restore(self, name, ns=None, shard=0):
+        """Reads a saved session into the daemon's memory, and returns when all of it is there."""
+        check(lib.kvq_session_restore(self.pointer, _bytes(ns), _bytes(name), shard))
 
     def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
                   v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,

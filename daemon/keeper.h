@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The keeper: owns the store of saved sessions (storage/store.h) and brings it and the core
+// together. Whatever reads or writes files runs on libuv's threads; one task at a time writes, the
+// others queue. Everything here belongs to the loop's thread.
+#ifndef KVQ_DAEMON_KEEPER_H
+#define KVQ_DAEMON_KEEPER_H
+
+#include <sys/queue.h>
+#include <uv.h>
+
+#include "daemon/core.h"
+#include "daemon/mailbox.h"
+#include "proto/wire.h"
+
+struct kvq__server;
+struct kvq__keeper;
+struct kvq__save;
+struct kvq__found;
+struct kvq__loading;
+
+// A command that has to do with the store, embedded by who gives it; or the keeper's own save.
+struct kvq__task {
+    // The giver's, who keeps what they point to until `done` is called on the loop's thread.
+    const Kvq__Request *request;
+    struct kvq_arena *arena;
+    Kvq__Reply *reply;
+    const struct kvq__peer *peer;
+    struct kvq__client *client;             // NULL: not attached
+    void (*before)(struct kvq__task *task); // on one of libuv's threads, before an open; or NULL
+    void (*done)(struct kvq__task *task);
+
+    // The keeper's.
+    struct kvq__keeper *keeper;
+    TAILQ_ENTRY(kvq__task) link;
+    struct kvq__mail mail, copied_mail;
+    uv_work_t work;
+    void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to
+    bool writes, again, unchanged, own;
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+    int rc;
+    uint64_t begun, deadline;
+    uint64_t tokens, written_blocks, written_bytes, kept_blocks;
+    struct kvq__save *save;
+    struct kvq__found *found;
+    struct kvq__loading *loading;
+};
+
+// Opens the store, if the configuration has one. 0, or a code with a text.
+int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **keeper, char *text);
+// Nothing is under way. NULL is fine.
+void kvq__keeper_close(struct kvq__keeper **keeper);
+// True once nothing is under way. Before it, nothing new is begun: see kvq__keeper_end.
+bool kvq__keeper_idle(const struct kvq__keeper *keeper);
+void kvq__keeper_end(struct kvq__keeper *keeper);
+
+// Whether a command is for the keeper.
+bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *request);
+// Takes it; task->done follows, maybe at once.
+void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *task);
+// Saves all named sessions that are not saved, if the configuration says so; then calls done.
+void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server));
+
+#endif

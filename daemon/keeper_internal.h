@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the keeper's files share.
+#ifndef KVQ_DAEMON_KEEPER_INTERNAL_H
+#define KVQ_DAEMON_KEEPER_INTERNAL_H
+
+#include "daemon/keeper.h"
+#include "daemon/saved_wire.h"
+#include "daemon/server.h"
+#include "storage/store.h"
+
+TAILQ_HEAD(kvq__tasks, kvq__task);
+TAILQ_HEAD(kvq__loadings, kvq__loading);
+
+enum { KVQ__KEEPER_UNSAVED = 64 }; // sessions that are asked for at a time
+
+struct kvq__keeper {
+    struct kvq__server *server;
+    struct kvq_store *store; // NULL: nothing is saved
+    struct kvq__tasks queue; // those that write; the first is under way
+    uint32_t n_tasks, n_own; // n_own: of these, saves of the keeper's
+    uv_timer_t retry, tick;
+    bool timers, ended;
+
+    struct kvq__mail unsaved_mail; // at the poller while asking
+    bool asking, draining;
+    uint32_t n_unsaved, drain_failed;
+    struct kvq__unsaved unsaved[KVQ__KEEPER_UNSAVED];
+    uint32_t which;
+    void (*drained)(struct kvq__server *server);
+
+    struct kvq__loadings loadings;
+    uint32_t n_loading; // of these, under way
+};
+
+// Sends a task on: to the poller's thread, back to the loop's, or to one of libuv's and then back.
+void kvq__task_to_poller(struct kvq__task *task, void (*step)(struct kvq__task *task));
+void kvq__task_to_loop(struct kvq__task *task, void (*step)(struct kvq__task *task));
+void kvq__task_to_work(struct kvq__task *task, void (*work)(struct kvq__task *task),
+                       uv_after_work_cb after);
+static inline struct kvq__task *kvq__task_of(uv_work_t *work)
+{
+    return work->data;
+}
+// Waits for its turn to write.
+void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));
+// Ends it with task->rc and its text.
+void kvq__task_end(struct kvq__task *task);
+void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
+                      const char *name, const char *text);
+
+// ---- keeper_save.c ----
+
+void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its request's, are set
+
+// ---- keeper_restore.c ----
+
+void kvq__keeper_open_session(struct kvq__task *task);
+void kvq__keeper_restore(struct kvq__task *task);
+
+#endif

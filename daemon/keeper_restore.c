@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Restoring a session: a thread of libuv's looks what the store has, the poller makes the session,
+// and while whoever opened it goes on, another thread reads its layers one after the other.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/codebooks.h"
+#include "daemon/dispatch.h"
+#include "daemon/keeper_internal.h"
+#include "daemon/workers.h"
+
+enum { AT_ONCE = 2, TRIES = 3 }; // restores that read side by side; looks at what changes meanwhile
+
+// What the store has of one shard.
+struct kvq__found {
+    struct kvq__saved saved;
+    struct kvq_stored *blocks;
+    struct kvq__part *parts; // in the same order
+    uint32_t n;
+    uint64_t good; // tokens that can be had, of all shards
+};
+
+struct layer_mail {
+    struct kvq__mail mail;
+    struct kvq__restore *restore;
+    uint32_t layer;
+};
+
+struct kvq__loading {
+    TAILQ_ENTRY(kvq__loading) link;
+    struct kvq__keeper *keeper;
+    struct kvq__restore *restore;
+    struct kvq__found *found;
+    struct kvq__task *task; // that waits for the end; NULL = none
+    bool reading;
+    uv_work_t work;
+    struct kvq__mail mail;
+    struct layer_mail layers[KVQ_MAX_LAYERS];
+    char ns[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+    int rc;
+    uint64_t tokens, begun, first_ns, bytes;
+};
+
+static void found_free(struct kvq__found **found)
+{
+    struct kvq__found *f = *found;
+    *found = NULL;
+    if (!f)
+        return;
+    free(f->saved.layers);
+    free(f->blocks);
+    free(f->parts);
+    free(f);
+}
+
+// ---- Looking, on a thread of libuv's ----
+
+static int read_meta(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+{
+    struct kvq_arena arena;
+    if (s->n_bytes > KVQ__SAVED_BYTES || s->version != KVQ__SAVED_VERSION) {
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" was saved as version %u with %u bytes; this daemon reads version "
+                 "%d: use the version that saved it, or drop it",
+                 t->name, s->version, s->n_bytes, KVQ__SAVED_VERSION);
+        return KVQ_E_VERSION;
+    }
+    uint8_t *scratch = malloc(KVQ__SAVED_BYTES + KVQ_WIRE_ARENA);
+    if (!scratch)
+        return KVQ_E_NO_MEMORY;
+    kvq_arena_init(&arena, scratch + KVQ__SAVED_BYTES, KVQ_WIRE_ARENA);
+    int rc = kvq_store_meta_read(t->keeper->store, s, scratch, t->text, sizeof t->text);
+    if (rc == 0)
+        rc = kvq__saved_unpack(scratch, s->n_bytes, &arena, &f->saved, t->text);
+    free(scratch);
+    // An import may have given it another name.
+    if (rc == 0)
+        snprintf(f->saved.name, sizeof f->saved.name, "%s", s->name);
+    if (rc == 0 && (f->saved.shard != s->shard || f->saved.shards != s->shards)) {
+        snprintf(t->text, sizeof t->text, "what was stored of session \"%s\" is another shard's",
+                 t->name);
+        rc = KVQ_E_DAMAGED;
+    }
+    return rc;
+}
+
+static int read_blocks(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+{
+    size_t n;
+    int rc = kvq_store_blocks(t->keeper->store, s, &f->blocks, &n, t->text, sizeof t->text);
+    if (rc < 0)
+        return rc;
+    f->parts = calloc(n + 1, sizeof *f->parts);
+    if (!f->parts || n > UINT32_MAX)
+        return KVQ_E_NO_MEMORY;
+    f->n = (uint32_t)n;
+    for (uint32_t i = 0; i < f->n; i++) {
+        const struct kvq_stored *b = &f->blocks[i];
+        f->parts[i] = (struct kvq__part){.layer = b->place.layer,
+                                         .page = b->place.page,
+                                         .kind = b->place.kind,
+                                         .bytes = b->bytes,
+                                         .from = b->place.from,
+                                         .id = b->id};
+    }
+    return 0;
+}
+
+// All shards come back at one count.
+static int read_good(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+{
+    int rc = 0;
+    f->good = UINT64_MAX;
+    for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
+        struct kvq_store_session shard = *s;
+        uint64_t good = 0;
+        if (i != s->shard)
+            rc = kvq_store_find(t->keeper->store, t->ns, t->name, i, &shard, t->text,
+                                sizeof t->text);
+        if (rc == 0)
+            rc = kvq_store_good_tokens(t->keeper->store, &shard, &good, t->text, sizeof t->text);
+        f->good = good < f->good ? good : f->good;
+    }
+    return rc;
+}
+
+static int find_once(struct kvq__task *t, uint32_t shard)
+{
+    struct kvq_store_session s;
+    int rc = kvq_store_find(t->keeper->store, t->ns, t->name, shard, &s, t->text, sizeof t->text);
+    if (rc == KVQ_E_NO_SESSION)
+        return 0;
+    if (rc < 0)
+        return rc;
+    t->found = calloc(1, sizeof *t->found);
+    if (!t->found)
+        return KVQ_E_NO_MEMORY;
+    rc = read_meta(t, &s, t->found);
+    rc = rc ? rc : read_blocks(t, &s, t->found);
+    rc = rc ? rc : read_good(t, &s, t->found);
+    if (rc < 0)
+        found_free(&t->found);
+    return rc;
+}
+
+static void read_books(struct kvq__task *t)
+{
+    const struct kvq__saved *saved = &t->found->saved;
+    const char *last = "";
+    for (uint32_t i = 0; i < saved->n_layers; i++) {
+        const char *at = strchr(saved->layers[i].format.name, '@');
+        if (at && strcmp(at, last) != 0)
+            kvq__codebooks_load(t->keeper->server->codebooks, at + 1);
+        last = at ? at : last;
+    }
+}
+
+static void find(struct kvq__task *t, uint32_t shard)
+{
+    t->rc = KVQ_E_STALE;
+    for (int i = 0; i < TRIES && t->rc == KVQ_E_STALE; i++) // saved again meanwhile
+        t->rc = find_once(t, shard);
+    if (t->rc == KVQ_E_NO_MEMORY)
+        snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
+    if (t->found)
+        read_books(t);
+}
+
+// ---- Reading, on a thread of libuv's ----
+
+static void layer_there(struct kvq__mail *mail)
+{
+    struct layer_mail *m = (struct layer_mail *)mail; // its first member
+    kvq__restore_layer(m->restore, m->layer);
+}
+
+static int read_one(struct kvq__loading *l, uint32_t i)
+{
+    struct kvq__wanted w;
+    kvq__restore_wanted(l->restore, i, &w);
+    void *room = kvq__restore_room(l->restore, i);
+    if (!room) {
+        snprintf(l->text, sizeof l->text, "no memory to copy to a GPU");
+        return KVQ_E_NO_MEMORY;
+    }
+    int rc =
+        kvq_store_read(l->keeper->store, &l->found->blocks[w.part], room, l->text, sizeof l->text);
+    if (rc == 0 && (rc = kvq__restore_fill(l->restore, i)) < 0)
+        snprintf(l->text, sizeof l->text, "layer %u: %s", w.layer,
+                 rc == KVQ_E_DAMAGED ? "the outliers that were stored make no sense"
+                                     : "a GPU failed");
+    l->bytes += w.bytes;
+    return rc;
+}
+
+// The parts of one layer, from the i-th on; *i is then the next layer's first.
+static int read_layer(struct kvq__loading *l, uint32_t layer, uint32_t *i)
+{
+    struct kvq__wanted w;
+    int rc = 0;
+    for (; rc == 0 && kvq__restore_wanted(l->restore, *i, &w) && w.layer == layer; ++*i)
+        rc = kvq__restore_lost(l->restore) ? KVQ_E_CANCELLED : read_one(l, *i);
+    return rc;
+}
+
+static void read_all(uv_work_t *work)
+{
+    struct kvq__loading *l = work->data;
+    const struct kvq__saved *saved = &l->found->saved;
+    uint32_t i = 0;
+    for (uint32_t layer = 0; layer < saved->n_layers && l->rc == 0; layer++) {
+        if (saved->layers[layer].row.kv_from >= 0)
+            continue;
+        l->rc = read_layer(l, layer, &i);
+        if (l->rc < 0)
+            return;
+        l->layers[layer].restore = l->restore;
+        l->layers[layer].layer = layer;
+        kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->layers[layer].mail,
+                          layer_there);
+        if (l->first_ns == 0)
+            l->first_ns = kvq__now_ns();
+    }
+}
+
+// ---- From queue to end ----
+
+static void start_reading(struct kvq__keeper *keeper);
+
+static void tell(const struct kvq__loading *l)
+{
+    char text[256];
+    uint64_t now = kvq__now_ns();
+    const char *name = l->found->saved.name;
+    if (l->rc == KVQ_E_CANCELLED)
+        return;
+    if (l->rc < 0) {
+        snprintf(text, sizeof text, "not restored: %.200s", l->text);
+        kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+        return;
+    }
+    if (l->tokens < l->found->saved.tokens) {
+        snprintf(text, sizeof text, "%llu of %llu tokens are good and were restored",
+                 (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
+        kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+    }
+    snprintf(text, sizeof text,
+             "%llu tokens, %llu bytes, first layer after %.1f ms, all after %.1f",
+             (unsigned long long)l->tokens, (unsigned long long)l->bytes,
+             (double)((l->first_ns ? l->first_ns : now) - l->begun) / 1e6,
+             (double)(now - l->begun) / 1e6);
+    kvq__keeper_tell(l->keeper, KVQ__EVENT_SESSION_RESTORED, l->ns, name, text);
+}
+
+static void ended_on_loop(struct kvq__mail *mail)
+{
+    struct kvq__loading *l =
+        (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
+    struct kvq__keeper *keeper = l->keeper;
+    struct kvq__task *t = l->task;
+    tell(l);
+    if (t) {
+        t->rc = l->rc;
+        snprintf(t->text, sizeof t->text, "%s", l->text);
+    }
+    TAILQ_REMOVE(&keeper->loadings, l, link);
+    keeper->n_loading--;
+    found_free(&l->found);
+    free(l);
+    if (t)
+        kvq__task_end(t);
+    start_reading(keeper);
+}
+
+// Poller's thread.
+static void end_restore(struct kvq__mail *mail)
+{
+    struct kvq__loading *l =
+        (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
+    kvq__restore_end(&l->restore, l->rc);
+    kvq__mailbox_post(&l->keeper->server->box, &l->mail, ended_on_loop);
+}
+
+static void all_read(uv_work_t *work, int status)
+{
+    struct kvq__loading *l = work->data;
+    if (status < 0)
+        l->rc = KVQ_E_CANCELLED;
+    // Whatever kept it from being read, what is in memory now is not the session.
+    kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->mail, end_restore);
+}
+
+static void start_reading(struct kvq__keeper *keeper)
+{
+    struct kvq__loading *l;
+    TAILQ_FOREACH (l, &keeper->loadings, link) {
+        if (l->reading || keeper->n_loading == AT_ONCE)
+            continue;
+        l->reading = true;
+        keeper->n_loading++;
+        l->work.data = l;
+        if (uv_queue_work(&keeper->server->loop, &l->work, read_all, all_read) != 0) {
+            l->rc = KVQ_E_SYSTEM;
+            all_read(&l->work, 0);
+        }
+    }
+}
+
+static void load(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    if (!t->loading)
+        return;
+    TAILQ_INSERT_TAIL(&keeper->loadings, t->loading, link);
+    t->loading = NULL;
+    start_reading(keeper);
+}
+
+// ---- At the poller ----
+
+// Makes the session that was found, if it is not there.
+static int begin(struct kvq__task *t, const char *place)
+{
+    struct kvq__found *f = t->found;
+    struct kvq__restore_spec spec = {.ns = t->ns,
+                                     .place = place,
+                                     .saved = &f->saved,
+                                     .parts = f->parts,
+                                     .n_parts = f->n,
+                                     .good_tokens = f->good};
+    struct kvq__loading *l = calloc(1, sizeof *l);
+    if (!l) {
+        snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
+        return KVQ_E_NO_MEMORY;
+    }
+    int rc = kvq__restore_begin(t->keeper->server->core, t->peer, &spec, &l->restore, t->text);
+    if (rc < 0) {
+        free(l);
+        return rc == KVQ_E_EXISTS ? 0 : rc;
+    }
+    l->keeper = t->keeper;
+    l->tokens = kvq__restore_tokens(l->restore);
+    l->begun = kvq__now_ns();
+    l->found = f;
+    snprintf(l->ns, sizeof l->ns, "%s", t->ns);
+    t->found = NULL;
+    t->loading = l;
+    return 0;
+}
+
+static void opened(struct kvq__task *t)
+{
+    found_free(&t->found);
+    load(t);
+    kvq__task_end(t);
+}
+
+// Poller's thread.
+static void open_session(struct kvq__task *t)
+{
+    const Kvq__OpenSession *open = t->request->open_session;
+    struct kvq__server *server = t->keeper->server;
+    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
+    if (t->rc == 0 && t->found && open->must_create) {
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" exists already, on disk; drop it, or open it without must_create",
+                 t->name);
+        t->rc = KVQ_E_EXISTS;
+    }
+    if (t->rc == 0 && t->found)
+        t->rc = begin(t, open->place);
+    if (t->rc == 0)
+        kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    kvq__task_to_loop(t, opened);
+}
+
+static void look_and_read(struct kvq__task *t)
+{
+    if (t->before)
+        t->before(t);
+    find(t, t->request->open_session->shard);
+}
+
+static void looked(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), open_session);
+}
+
+void kvq__keeper_open_session(struct kvq__task *t)
+{
+    const Kvq__OpenSession *open = t->request->open_session;
+    snprintf(t->name, sizeof t->name, "%s", open->name);
+    if (open->namespace_[0])
+        snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
+    else
+        snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
+    kvq__task_to_work(t, look_and_read, looked);
+}
+
+// ---- By command ----
+
+static void restored(struct kvq__task *t)
+{
+    found_free(&t->found);
+    if (!t->loading) {
+        kvq__task_end(t);
+        return;
+    }
+    t->loading->task = t;
+    load(t);
+}
+
+// Poller's thread.
+static void restore_now(struct kvq__task *t)
+{
+    struct kvq__session_info info;
+    if (t->rc == 0 && t->found)
+        t->rc = begin(t, t->request->restore_session->place);
+    else if (t->rc == 0) // it may be in memory alone
+        t->rc = kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, t->text);
+    kvq__task_to_loop(t, restored);
+}
+
+static void look(struct kvq__task *t)
+{
+    find(t, t->request->restore_session->shard);
+}
+
+static void looked_for_restore(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), restore_now);
+}
+
+void kvq__keeper_restore(struct kvq__task *t)
+{
+    kvq__task_to_work(t, look, looked_for_restore);
+}

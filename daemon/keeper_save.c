@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saving a session: the poller takes hold of it, a thread of libuv's copies what may change, lets
+// it go on, and writes, and the poller then notes what is saved.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "daemon/keeper_internal.h"
+#include "daemon/workers.h"
+
+enum { RETRY_MS = 3, PATIENCE_MS = 10000 };
+
+// ---- On a thread of libuv's ----
+
+static void let_go(struct kvq__mail *mail)
+{
+    struct kvq__task *task =
+        (struct kvq__task *)((char *)mail - offsetof(struct kvq__task, copied_mail));
+    kvq__save_copied(task->save);
+}
+
+static int write_part(struct kvq__task *t, struct kvq_save *out, uint32_t shard, uint32_t i,
+                      struct kvq__part *part)
+{
+    struct kvq_place place = {part->layer, part->page, part->kind, part->from};
+    int rc = KVQ_E_NO_SESSION;
+    if (part->id)
+        rc = kvq_save_keep(out, &place, part->id, t->text, sizeof t->text);
+    t->kept_blocks += rc == 0;
+    if (rc != KVQ_E_NO_SESSION && rc != KVQ_E_DAMAGED)
+        return rc;
+    const void *bytes = kvq__save_bytes(t->save, shard, i);
+    if (!bytes) {
+        snprintf(t->text, sizeof t->text, "a GPU failed while its session was read");
+        return KVQ_E_SYSTEM;
+    }
+    t->written_blocks++;
+    t->written_bytes += part->bytes;
+    return kvq_save_put(out, &place, bytes, part->bytes, &part->id, t->text, sizeof t->text);
+}
+
+// The formats of a session, each once, for people.
+static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
+{
+    size_t used = 0;
+    out[0] = 0;
+    for (uint32_t i = 0; i < saved->n_layers; i++) {
+        const char *name = saved->layers[i].format.name;
+        size_t n = strlen(name);
+        if (strstr(out, name) || used + n + 3 > room)
+            continue;
+        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", name);
+    }
+}
+
+static int write_shard(struct kvq__task *t, struct kvq_save *out, uint32_t shard, uint8_t *scratch)
+{
+    struct kvq__part *parts;
+    uint32_t n;
+    size_t length;
+    struct kvq_arena arena;
+    char formats[KVQ_FINGERPRINT_BYTES];
+    const struct kvq__saved *saved = kvq__save_shard(t->save, shard, &parts, &n);
+    kvq_arena_init(&arena, scratch + KVQ__SAVED_BYTES, KVQ_WIRE_ARENA);
+    int rc = kvq__saved_pack(saved, &arena, scratch, &length, t->text);
+    if (rc < 0)
+        return rc;
+    list_formats(saved, formats, sizeof formats);
+    struct kvq_store_meta meta = {.space = kvq__save_namespace(t->save),
+                                  .name = saved->name,
+                                  .model = saved->model,
+                                  .formats = formats,
+                                  .shard = saved->shard,
+                                  .shards = saved->shards,
+                                  .tokens = saved->tokens,
+                                  .saved_at = time(NULL),
+                                  .version = KVQ__SAVED_VERSION,
+                                  .bytes = scratch,
+                                  .n_bytes = length};
+    t->tokens = saved->tokens;
+    rc = kvq_save_session(out, &meta, t->text, sizeof t->text);
+    for (uint32_t i = 0; i < n && rc == 0; i++)
+        rc = write_part(t, out, shard, i, &parts[i]);
+    return rc;
+}
+
+static int write_all(struct kvq__task *t, uint8_t *scratch)
+{
+    struct kvq_save *out = NULL;
+    t->written_blocks = t->written_bytes = t->kept_blocks = 0;
+    int rc = kvq_save_begin(t->keeper->store, &out, t->text, sizeof t->text);
+    for (uint32_t i = 0; i < kvq__save_shards(t->save) && rc == 0; i++)
+        rc = write_shard(t, out, i, scratch);
+    if (rc == 0)
+        rc = kvq_save_commit(&out, t->text, sizeof t->text);
+    kvq_save_abort(&out);
+    return rc;
+}
+
+static void write_save(struct kvq__task *t)
+{
+    struct kvq_store_freed freed;
+    uint8_t *scratch = NULL;
+    t->rc = kvq__save_copy(t->save);
+    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
+    if (t->rc == 0 && !(scratch = malloc(KVQ__SAVED_BYTES + KVQ_WIRE_ARENA)))
+        t->rc = KVQ_E_NO_MEMORY;
+    if (t->rc < 0)
+        snprintf(t->text, sizeof t->text, "no memory to copy what changes of session \"%s\"",
+                 t->name);
+    else
+        t->rc = write_all(t, scratch);
+    // Segments that nothing is alive in any more may make room.
+    if (t->rc == KVQ_E_NO_SPACE && kvq_store_gc(t->keeper->store, &freed, NULL, 0) == 0 &&
+        freed.bytes > 0)
+        t->rc = write_all(t, scratch);
+    free(scratch);
+}
+
+// ---- Back on the loop's ----
+
+static void tell(struct kvq__task *t)
+{
+    char text[192];
+    struct kvq__keeper *keeper = t->keeper;
+    if (t->rc == KVQ_E_NO_SPACE) {
+        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
+    } else if (t->rc == 0) {
+        snprintf(text, sizeof text, "%llu tokens, %llu blocks and %llu bytes written, %llu kept",
+                 (unsigned long long)t->tokens, (unsigned long long)t->written_blocks,
+                 (unsigned long long)t->written_bytes, (unsigned long long)t->kept_blocks);
+        kvq__keeper_tell(keeper, KVQ__EVENT_SESSION_SAVED, t->ns, t->name, text);
+    } else if (t->own) {
+        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FAILED, t->ns, t->name, t->text);
+    }
+}
+
+static void answer(struct kvq__task *t)
+{
+    if (t->rc == 0 && t->reply) {
+        Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+        if (r) {
+            kvq__save_reply__init(r);
+            r->namespace_ = kvq_arena_text(t->arena, t->ns);
+            r->name = kvq_arena_text(t->arena, t->name);
+            r->tokens = t->tokens;
+            r->written_blocks = t->written_blocks;
+            r->written_bytes = t->written_bytes;
+            r->kept_blocks = t->kept_blocks;
+            r->unchanged = t->unchanged;
+            r->ms = (kvq__now_ns() - t->begun) / 1000000;
+            t->reply->save = r;
+            t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
+        }
+    }
+    kvq__task_end(t);
+}
+
+static void saved(struct kvq__task *t)
+{
+    tell(t);
+    answer(t);
+}
+
+// Poller's thread.
+static void end_save(struct kvq__task *t)
+{
+    kvq__save_end(&t->save, t->rc == 0);
+    kvq__task_to_loop(t, saved);
+}
+
+static void written(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), end_save);
+}
+
+// ---- Taking hold ----
+
+static void try_save(struct kvq__task *t);
+
+static void try_again(uv_timer_t *timer)
+{
+    struct kvq__keeper *keeper = timer->data;
+    kvq__task_to_poller(TAILQ_FIRST(&keeper->queue), try_save);
+}
+
+static void tried(struct kvq__task *t)
+{
+    if (t->rc == 1 && kvq__now_ns() < t->deadline) {
+        uv_timer_start(&t->keeper->retry, try_again, RETRY_MS, 0);
+        return;
+    }
+    if (t->rc == 1) {
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" was changed, packed or moved for %d s without a break, or its "
+                 "shards stand at different counts; try again",
+                 t->name, PATIENCE_MS / 1000);
+        t->rc = KVQ_E_BUSY;
+    }
+    t->unchanged = t->rc == 0 && !t->save;
+    if (t->save)
+        kvq__task_to_work(t, write_save, written);
+    else
+        answer(t);
+}
+
+// Who it is, by the handle of a client. Poller's thread.
+static int find_by_handle(struct kvq__task *t, uint64_t handle)
+{
+    struct kvq__session_info info;
+    if (!t->client) {
+        snprintf(t->text, sizeof t->text,
+                 "handles belong to attached clients; name the session instead");
+        return KVQ_E_INVALID;
+    }
+    int rc = kvq__session_info(t->client, handle, &info, t->text);
+    if (rc == 0 && !info.name[0]) {
+        snprintf(t->text, sizeof t->text,
+                 "the session has no name, by which it could be found again; only sessions with "
+                 "names are saved");
+        return KVQ_E_INVALID;
+    }
+    snprintf(t->ns, sizeof t->ns, "%s", info.ns);
+    snprintf(t->name, sizeof t->name, "%s", info.name);
+    t->tokens = info.tokens;
+    return rc;
+}
+
+// The same by what a request calls it, "#ID" included.
+static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
+{
+    struct kvq__session_info info;
+    int rc = kvq__session_find(t->keeper->server->core, t->peer, ref->namespace_, ref->name, &info,
+                               t->text);
+    if (rc < 0)
+        return rc;
+    snprintf(t->ns, sizeof t->ns, "%s", info.ns);
+    snprintf(t->name, sizeof t->name, "%s", info.name[0] ? info.name : ref->name);
+    t->tokens = info.tokens;
+    return 0;
+}
+
+// Poller's thread.
+static void try_save(struct kvq__task *t)
+{
+    struct kvq__save_spec spec = {.ns = t->ns, .name = t->name, .again = t->again};
+    const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
+    t->rc = 0;
+    if (ask && !t->name[0])
+        t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
+                                                                : find_by_handle(t, ask->handle);
+    if (t->rc == 0)
+        t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
+    kvq__task_to_loop(t, tried);
+}
+
+static void go(struct kvq__task *t)
+{
+    t->begun = kvq__now_ns();
+    t->deadline = t->begun + PATIENCE_MS * 1000000ull;
+    kvq__task_to_poller(t, try_save);
+}
+
+void kvq__keeper_save(struct kvq__task *t)
+{
+    kvq__task_queue(t, go);
+}

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that outlive their daemon: saved, killed with it, restored, to the bit."""
+import os
+import random
+import shutil
+import tempfile
+import threading
+
+from e2e_rig import BACKEND, BIN, Daemon, Test, Tokens, feed, kvq, read_all
+
+FULL = os.environ.get("KVQ_FULL") == "1"
+KILLS = int(os.environ.get("KVQ_KILLS") or (200 if FULL else 20 if BACKEND == "cpu" else 4))
+
+
+class Stored(Test):
+    """A test with a folder of its own for what is saved."""
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="kvq-store-")
+        self.daemon = self.start()
+        super().setUp()
+
+    def tearDown(self):
+        self.client.close()
+        self.daemon.stop()
+        shutil.rmtree(self.folder)
+
+    def start(self, **options):
+        return Daemon(storage_dir=os.path.join(self.folder, "store"), **options)
+
+    def again(self, kill=True, **options):
+        """Another daemon on what the one before has saved."""
+        self.client.close()
+        if kill:
+            self.daemon.kill()
+            self.daemon.process.stderr.close()
+            shutil.rmtree(self.daemon.directory, ignore_errors=True)
+        else:
+            self.daemon.stop()
+        self.daemon = self.start(**options)
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+
+    def same(self, a, b, tokens):
+        """Two sessions hold the same, and go on alike."""
+        self.assertEqual(a.tokens, b.tokens)
+        self.assertTrue(read_all(self.queue, a, 2) == read_all(self.queue, b, 2))
+        for n in (1, 130):
+            x, y = (tokens.feed(self.queue, s, n) for s in (a, b))
+            for (out, lse), (out2, lse2) in zip(x, y):
+                self.assertTrue(out.tobytes() == out2.tobytes() and lse.tobytes() == lse2.tobytes())
+
+
+class Saves(Stored):
+    def test_survives(self):
+        """Saved, the daemon killed with -9, restored: as if it had never stopped."""
+        tokens = Tokens(1, 1500)
+        for format in ("f16", "oscar2", "ott2", "innerq-hybrid"):
+            session = self.client.session(tokens.rows, format, name=format)
+            tokens.feed(self.queue, session, 1000, attend=False)
+            session.save()
+        self.again()
+        self.assertEqual(self.daemon.status()["sessions"], 0)
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 4)
+        for format in ("f16", "oscar2", "ott2", "innerq-hybrid"):
+            session = self.client.session(tokens.rows, format, name=format)
+            with self.client.session(tokens.rows, format) as twin:
+                tokens.feed(self.queue, twin, 1000, attend=False)
+                self.same(session, twin, tokens)
+            session.drop()
+        self.assertEqual(self.daemon.ctl("storage", "list"), [])
+
+    def test_only_what_is_new(self):
+        tokens = Tokens(2, 1500)
+        session = self.client.session(tokens.rows, "oscar2", name="it")
+        tokens.feed(self.queue, session, 1200, attend=False)
+        first = self.daemon.ctl("session", "save", "it")
+        self.assertEqual(first["kept_blocks"], 0)
+        self.assertTrue(self.daemon.ctl("session", "save", "it")["unchanged"])
+        tokens.feed(self.queue, session, 1, attend=False)
+        second = self.daemon.ctl("session", "save", "it")
+        self.assertLess(second["written_bytes"], first["written_bytes"] / 2)
+        self.assertGreater(second["kept_blocks"], second["written_blocks"])
+        self.assertEqual(second["tokens"], 1201)
+
+    def test_without_being_asked(self):
+        """By on_detach, when idle, and when the daemon ends."""
+        tokens = Tokens(3, 400)
+        with self.client.session(tokens.rows, "oscar2", name="left", on_detach="save") as session:
+            tokens.feed(self.queue, session, 300, attend=False)
+        self.daemon.wait_log('event=session_saved .*session="?left')
+        kept = self.client.session(tokens.rows, "oscar2", name="kept")
+        tokens.feed(self.queue, kept, 200, attend=False)
+        self.again(kill=False, save_idle_seconds=1)
+        self.assertEqual(self.client.session(name="left").tokens, 300)
+        kept = self.client.session(name="kept")
+        self.assertEqual(kept.tokens, 200)
+        kept = self.client.session(tokens.rows, "oscar2", name="idle")
+        tokens.feed(self.queue, kept, 100, attend=False)
+        self.daemon.wait_log('event=session_saved .*session="?idle')
+        self.again()
+        self.assertEqual(self.client.session(name="idle").tokens, 100)
+
+    def test_export_and_import(self):
+        tokens = Tokens(4, 900)
+        session = self.client.session(tokens.rows, "kivi2", name="it")
+        tokens.feed(self.queue, session, 700, attend=False)
+        session.save()
+        path = os.path.join(self.folder, "it.kvq")
+        self.daemon.ctl("session", "export", "it", path)
+        self.daemon.ctl("session", "import", path, "--as", "twin")
+        status, _, complaint = self.daemon.ctl("session", "import", path, check=False)
+        self.assertEqual(status, 1, complaint)
+        self.client.restore("twin")
+        self.daemon.wait_log('event=session_restored .*session="?twin')
+        self.same(session, self.client.session(name="twin", layers=tokens.rows, format="kivi2"),
+                  tokens)
+
+    def test_shards(self):
+        """Both shards of a session are saved at one count, and come back one by one."""
+        tokens = Tokens(5, 600)
+        shards = [self.client.session(tokens.rows, "oscar2", name="two", shard=i, shards=2)
+                  for i in range(2)]
+        feed(self.queue, [tokens, tokens], shards, [400, 400], attend=False)
+        for s in shards:
+            s.refresh()
+        shards[0].save()
+        feed(self.queue, [tokens, tokens], shards, [1, 1], attend=False)
+        self.again()
+        shards = [self.client.session(tokens.rows, "oscar2", name="two", shard=i, shards=2)
+                  for i in range(2)]
+        self.assertEqual([s.tokens for s in shards], [400, 400])
+        feed(self.queue, [tokens, tokens], shards, [50, 50], attend=False)
+
+
+class Killed(Stored):
+    def test_while_it_saves(self):
+        """kill -9 of a daemon that saves all the time: what it acknowledged is there, and right."""
+        tokens = Tokens(6, 8000)
+        chance = random.Random(7)
+        session = self.client.session(tokens.rows, "oscar2", name="it")
+        acknowledged = 0
+        for _ in range(KILLS):
+            kill = threading.Timer(chance.uniform(0.005, 0.12), self.daemon.process.kill)
+            kill.start()
+            tried = acknowledged
+            try:
+                while True:
+                    tokens.feed(self.queue, session, 37 if session.tokens < 7000 else 1,
+                                attend=False)
+                    tried = session.tokens
+                    session.save()
+                    acknowledged = tried
+            except kvq.Error as error:
+                self.assertIn(error.code, (kvq.Code.E_DISCONNECTED, kvq.Code.E_PROTOCOL))
+            kill.join()
+            self.again()
+            session = self.client.session(tokens.rows, "oscar2", name="it")
+            self.assertGreaterEqual(session.tokens, acknowledged)
+            self.assertLessEqual(session.tokens, tried)
+            acknowledged = session.tokens
+        self.assertGreater(acknowledged, 0)
+        with self.client.session(tokens.rows, "oscar2") as twin:
+            tokens.feed(self.queue, twin, acknowledged, attend=False)
+            self.same(session, twin, tokens)
+        self.assertEqual(self.daemon.ctl("storage", "verify")["damaged_bytes"], 0)
+
+
+class Trouble(Stored):
+    def segments(self):
+        folder = os.path.join(self.folder, "store")
+        return sorted(os.path.join(folder, x) for x in os.listdir(folder) if "seg" in x)
+
+    def spoil(self, path, at):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def test_a_flipped_bit(self):
+        """A session comes back up to what is good, and says so."""
+        tokens = Tokens(7, 1500)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 1280, attend=False)
+        before = read_all(self.queue, session, 2)
+        session.save()
+        other = self.client.session(tokens.rows, "oscar2", name="other")
+        tokens.feed(self.queue, other, 300, attend=False)
+        other.save()
+        self.again()
+        path = self.segments()[-1]
+        with open(path, "rb") as file:  # the last but one page of layer 1
+            data = file.read()
+        block = tokens.k[1, 1100].astype("float16")[0].tobytes()
+        self.assertGreater(data.find(block), 0)
+        self.spoil(path, data.find(block))
+        session = self.client.session(tokens.rows, "f16", name="it")
+        if session.tokens == 1280:  # it is found when layer 1 is read
+            with self.assertRaises(kvq.Error) as caught:
+                read_all(self.queue, session, 2)
+            self.assertEqual(caught.exception.code, kvq.Code.E_DAMAGED)
+            session.close()
+            session = self.client.session(tokens.rows, "f16", name="it")
+        self.daemon.wait_log("event=storage_damaged")
+        self.assertEqual(session.tokens, 1024)
+        row = len(before) // 4 // 1280
+        got = read_all(self.queue, session, 2)
+        for i in range(4):
+            self.assertTrue(got[i * row * 1024:(i + 1) * row * 1024] ==
+                            before[i * row * 1280:i * row * 1280 + row * 1024])
+        self.assertEqual(self.client.session(name="other").tokens, 300)
+        status, out, _ = self.daemon.ctl("storage", "verify", check=False)
+        self.assertEqual(status, 7)
+        self.assertIn('"bad_blocks"', out)
+
+    def test_catalog(self):
+        tokens = Tokens(8, 400)
+        session = self.client.session(tokens.rows, "oscar2", name="it")
+        tokens.feed(self.queue, session, 300, attend=False)
+        session.save()
+        self.client.close()
+        self.daemon.stop()
+        catalog = os.path.join(self.folder, "store", "catalog.db")
+        with open(catalog, "r+b") as file:
+            file.write(b"nonsense" * 100)
+        self.daemon = self.start()
+        self.daemon.wait_log("event=storage .*catalog")
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        self.assertEqual(self.client.session(name="it").tokens, 300)
+
+    def test_full(self):
+        """A full store stops saving and says so; nothing is lost, the daemon goes on."""
+        self.again(storage_bytes="20mb")
+        tokens = Tokens(9, 9000)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        saved = 0
+        with self.assertRaises(kvq.Error) as caught:
+            while session.tokens < 9000:
+                tokens.feed(self.queue, session, 500, attend=False)
+                session.save()
+                saved = session.tokens
+        self.assertEqual(caught.exception.code, kvq.Code.E_NO_SPACE)
+        self.daemon.wait_log("event=storage_full")
+        self.assertGreater(saved, 0)
+        tokens.feed(self.queue, session, 1, attend=False)
+        self.assertLessEqual(self.daemon.ctl("storage", "status")["physical_bytes"], 20 << 20)
+        self.again(storage_bytes="20mb")
+        self.assertEqual(self.client.session(name="it").tokens, saved)
+
+    def test_refusals(self):
+        tokens = Tokens(10, 10)
+        self.fails(kvq.Code.E_NO_SESSION, self.client.restore, "none")
+        unnamed = self.client.session(tokens.rows, "f16")
+        self.fails(kvq.Code.E_INVALID, unnamed.save)
+        status, _, _ = self.daemon.ctl("session", "save", "none", check=False)
+        self.assertEqual(status, 5)
+        self.client.close()
+        self.daemon.stop()
+        blocked = os.path.join(self.folder, "store", "catalog.db")
+        shutil.rmtree(os.path.join(self.folder, "store"))
+        os.makedirs(blocked)  # a folder where a file must be
+        daemon = Daemon(ready=False, storage_dir=os.path.join(self.folder, "store"))
+        self.assertEqual(daemon.process.wait(60), 1)
+        daemon.reader.join(60)
+        self.assertIn("storage_dir", "\n".join(daemon.lines))
+        daemon.process.stderr.close()
+        shutil.rmtree(daemon.directory, ignore_errors=True)
+        self.daemon = Daemon()
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        named = self.client.session(tokens.rows, "f16", name="it")
+        self.fails(kvq.Code.E_UNSUPPORTED, named.save)
+        self.fails(kvq.Code.E_UNSUPPORTED, self.client.session, tokens.rows, "f16", name="x",
+                   on_detach="save")
+
+    def test_offline(self):
+        tokens = Tokens(11, 400)
+        session = self.client.session(tokens.rows, "oscar2", name="it")
+        tokens.feed(self.queue, session, 300, attend=False)
+        session.save()
+        self.client.close()
+        self.daemon.stop()
+        where = os.path.join(self.folder, "store")
+        code = os.spawnv(os.P_WAIT, os.path.join(BIN, "kvqctl"),
+                         ["kvqctl", "storage", "verify", "--json", "--offline", where])
+        self.assertEqual(code, 0)
+        self.daemon = self.start()
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()

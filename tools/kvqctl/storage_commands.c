@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands about sessions on disk: save, restore, export, import, and the store they are in.
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "proto/status.h"
+#include "storage/store.h"
+#include "tools/kvqctl/kvqctl.h"
+
+enum { LONG_MS = 3600000 }; // gigabytes take their time
+
+// As long as it takes, unless --timeout says otherwise.
+static int ask_long(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
+                    Kvq__Reply **reply)
+{
+    if (!ctl->timeout_given)
+        ctl->timeout_ms = LONG_MS;
+    return kvq__ctl_ask(ctl, request, expected, reply);
+}
+
+static Kvq__SessionRef ref_of(const struct kvq__ctl *ctl, char *name)
+{
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    ref.name = name;
+    if (ctl->ns)
+        ref.namespace_ = (char *)ctl->ns;
+    return ref;
+}
+
+// ---- Sessions ----
+
+static int print_save(const struct kvq__ctl *ctl, const Kvq__SaveReply *r)
+{
+    if (ctl->json) {
+        kvq__ctl_print_json(&r->base);
+    } else if (r->unchanged) {
+        printf("%s is saved already, with %" PRIu64 " tokens\n", kvq__ctl_clean(r->name),
+               r->tokens);
+    } else {
+        printf("saved %s: %" PRIu64 " tokens, %s written in %" PRIu64 " blocks, %" PRIu64
+               " were there, %s\n",
+               kvq__ctl_clean(r->name), r->tokens, kvq__ctl_bytes(r->written_bytes),
+               r->written_blocks, r->kept_blocks, kvq__ctl_duration(r->ms));
+    }
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__SaveSession command = KVQ__SAVE_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_SAVE_SESSION;
+    request.save_session = &command;
+    command.which_case = KVQ__SAVE_SESSION__WHICH_REF;
+    command.ref = &ref;
+    command.again = ctl->again;
+    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
+    return result ? result : print_save(ctl, reply->save);
+}
+
+int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__RestoreSession command = KVQ__RESTORE_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_RESTORE_SESSION;
+    request.restore_session = &command;
+    command.ref = &ref;
+    command.shard = ctl->shard > 0 ? (uint32_t)ctl->shard : 0;
+    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_print_done(ctl, "restored", args[0]);
+    return result;
+}
+
+// The daemon has another working directory.
+static char *absolute(const char *path, char out[PATH_MAX])
+{
+    char folder[PATH_MAX];
+    if (path[0] == '/')
+        return (char *)path;
+    if (!realpath(".", folder) || snprintf(out, PATH_MAX, "%s/%s", folder, path) >= PATH_MAX)
+        return (char *)path;
+    return out;
+}
+
+int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
+{
+    char path[PATH_MAX];
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ExportSession command = KVQ__EXPORT_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_EXPORT_SESSION;
+    request.export_session = &command;
+    command.ref = &ref;
+    command.path = absolute(args[1], path);
+    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->save->base);
+    else
+        printf("exported %s, as it was saved with %" PRIu64 " tokens, to %s\n",
+               kvq__ctl_clean(args[0]), reply->save->tokens, kvq__ctl_clean(command.path));
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
+{
+    char path[PATH_MAX];
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ImportSession command = KVQ__IMPORT_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl, ctl->as ? (char *)ctl->as : "");
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_SESSION;
+    request.import_session = &command;
+    command.ref = &ref;
+    command.path = absolute(args[0], path);
+    command.replace = ctl->replace;
+    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_print_done(ctl, "imported", args[0]);
+    return result;
+}
+
+// ---- The store ----
+
+static void print_entries(const Kvq__SavedList *list)
+{
+    char when[32], label[160];
+    printf("%-14s %-20s %9s %11s  %-16s  %s\n", "NAMESPACE", "NAME", "TOKENS", "BYTES", "SAVED",
+           "FORMATS");
+    for (size_t i = 0; i < list->n_sessions; i++) {
+        const Kvq__SavedEntry *e = list->sessions[i];
+        time_t at = (time_t)e->saved_at;
+        struct tm tm;
+        strftime(when, sizeof when, "%Y-%m-%d %H:%M", localtime_r(&at, &tm));
+        snprintf(label, sizeof label, "%s", kvq__ctl_clean(e->name));
+        if (e->shards > 1)
+            snprintf(label, sizeof label, "%s %" PRIu32 "/%" PRIu32, kvq__ctl_clean(e->name),
+                     e->shard, e->shards);
+        printf("%-14s %-20s %9" PRIu64 " %11s  %-16s  %s\n", kvq__ctl_clean(e->namespace_), label,
+               e->tokens, kvq__ctl_bytes(e->bytes), when, kvq__ctl_clean(e->formats));
+    }
+    if (list->truncated)
+        printf("(there are more; narrow it with --namespace NAME)\n");
+}
+
+int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListSaved command = KVQ__LIST_SAVED__INIT;
+    Kvq__Reply *reply;
+    (void)args;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_SAVED;
+    request.list_saved = &command;
+    if (ctl->ns)
+        command.namespace_ = (char *)ctl->ns;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SAVED, &reply);
+    if (result)
+        return result;
+    const Kvq__SavedList *list = reply->saved;
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
+    else if (list->n_sessions == 0)
+        printf("nothing is saved%s\n", ctl->ns ? " of that namespace" : "");
+    else
+        print_entries(list);
+    return KVQ_EXIT_OK;
+}
+
+static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Storage command = KVQ__STORAGE__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_STORAGE;
+    request.storage = &command;
+    command.action = action;
+    return ask_long(ctl, &request, KVQ__REPLY__RESULT_STORAGE, reply);
+}
+
+static void print_storage(const Kvq__StorageReply *r)
+{
+    printf("folder      %s\n", kvq__ctl_clean(r->folder));
+    printf("sessions    %" PRIu64 " (each shard counts)\n", r->sessions);
+    printf("blocks      %" PRIu64 ", %" PRIu64 " of them damaged\n", r->blocks, r->bad_blocks);
+    printf("on disk     %s", kvq__ctl_bytes(r->physical_bytes));
+    if (r->cap_bytes)
+        printf(" of %s", kvq__ctl_bytes(r->cap_bytes));
+    printf(", %s free on the file system\n", kvq__ctl_bytes(r->free_bytes));
+    printf("segments    %" PRIu32 ": %s in use, %s to be had back by compacting\n", r->segments,
+           kvq__ctl_bytes(r->live_bytes), kvq__ctl_bytes(r->dead_bytes));
+    if (r->read_only)
+        printf("READ ONLY   %s\n", kvq__ctl_clean(r->why));
+}
+
+int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Reply *reply;
+    (void)args;
+    int result = ask_storage(ctl, KVQ__STORAGE_ACTION__STORAGE_STATUS, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->storage->base);
+    else
+        print_storage(reply->storage);
+    return KVQ_EXIT_OK;
+}
+
+static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r)
+{
+    bool bad = r->damaged_bytes || r->missing_segments || r->bad_blocks || r->catalog_bad;
+    if (ctl->json)
+        kvq__ctl_print_json(&r->base);
+    else if (!bad)
+        printf("%s read in %" PRIu32 " segments: all is good\n", kvq__ctl_bytes(r->verified_bytes),
+               r->segments);
+    else
+        printf("%s read: %s\n%" PRIu64 " sessions have lost tokens; opening one brings back what "
+               "is good of it\n",
+               kvq__ctl_bytes(r->verified_bytes), kvq__ctl_clean(r->text), r->cut_sessions);
+    return bad ? KVQ_EXIT_PROBLEM : KVQ_EXIT_OK;
+}
+
+// Without a daemon.
+static int verify_offline(struct kvq__ctl *ctl)
+{
+    struct kvq_store *store;
+    struct kvq_store_report report;
+    struct kvq_store_verified v;
+    struct kvq_store_status s;
+    char text[KVQ_TEXT_BYTES] = "";
+    Kvq__StorageReply r = KVQ__STORAGE_REPLY__INIT;
+    const struct kvq_store_options options = {0};
+    int rc = kvq_store_open(ctl->offline, &options, &store, &report, text, sizeof text);
+    if (rc < 0)
+        return kvq__ctl_refused(rc, text);
+    if (report.text[0])
+        fprintf(stderr, "kvqctl: %s\n", report.text);
+    rc = kvq_store_verify(store, NULL, NULL, &v, text, sizeof text);
+    rc = rc ? rc : kvq_store_status(store, &s, text, sizeof text);
+    kvq_store_close(&store);
+    if (rc < 0)
+        return kvq__ctl_refused(rc, text);
+    r.folder = (char *)ctl->offline;
+    r.sessions = s.sessions;
+    r.blocks = s.blocks;
+    r.bad_blocks = s.bad_blocks;
+    r.segments = s.segments;
+    r.verified_bytes = v.bytes;
+    r.damaged_bytes = v.damaged_bytes;
+    r.missing_segments = v.missing;
+    r.cut_sessions = v.sessions;
+    r.catalog_bad = v.catalog_bad;
+    r.text = v.text;
+    return print_verified(ctl, &r);
+}
+
+int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Reply *reply;
+    (void)args;
+    if (ctl->offline)
+        return verify_offline(ctl);
+    int result = ask_storage(ctl, KVQ__STORAGE_ACTION__STORAGE_VERIFY, &reply);
+    return result ? result : print_verified(ctl, reply->storage);
+}
+
+static int tidy(struct kvq__ctl *ctl, Kvq__StorageAction action)
+{
+    Kvq__Reply *reply;
+    int result = ask_storage(ctl, action, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->storage->base);
+    else
+        printf("%s freed in %" PRIu32 " segments, %s moved together; %s on disk\n",
+               kvq__ctl_bytes(reply->storage->freed_bytes), reply->storage->freed_segments,
+               kvq__ctl_bytes(reply->storage->moved_bytes),
+               kvq__ctl_bytes(reply->storage->physical_bytes));
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_storage_gc(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    return tidy(ctl, KVQ__STORAGE_ACTION__STORAGE_GC);
+}
+
+int kvq__ctl_storage_compact(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    return tidy(ctl, KVQ__STORAGE_ACTION__STORAGE_COMPACT);
+}
