@@ -185,9 +185,9 @@ int kvq_store_prefixes(struct kvq_store *store, const struct kvq_store_session *
 int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
                    size_t n);
 
-// The same for many blocks, each into its own out[i], much faster where they lie one after the other:
-// sort them by segment and offset. *done says how many of the first were read; if that is not all,
-// the next one is what the error is about.
+// The same for many blocks, each into its own out[i], much faster where they lie one after the
+// other: sort them by segment and offset. *done says how many of the first were read; if that is
+// not all, the next one is what the error is about.
 int kvq_store_read_many(struct kvq_store *store, const struct kvq_stored *blocks, void *const *out,
                         size_t n, size_t *done, char *text, size_t text_bytes);
 

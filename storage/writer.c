@@ -455,7 +455,8 @@ void kvq__writer_undo(struct kvq_store *s)
     if (flush_wait(&w->flusher))
         w->broken = true;
     close_file(s);
-    if (s->read_only) // the catalog may name what was written; the next open sees to it
+    s->next_transaction++; // its records may stay where they are, if they cannot be cut off
+    if (s->read_only)      // the catalog may name what was written; the next open sees to it
         return;
     for (uint64_t n = kvq__segment_after(s, w->first_new - 1); n > 0; n = kvq__segment_after(s, n))
         kvq__segment_remove(s, n);
