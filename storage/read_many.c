@@ -13,14 +13,24 @@ enum {
     GAP = 1 << 20,    // of what nobody asked for between two blocks
 };
 
+// Blocks [first, first + count), read in one piece: pages [from, to) of `file`.
+struct window {
+    struct kvq_io *io;
+    int file;
+    uint8_t *bytes;
+    size_t first, count;
+    uint64_t from, to;
+    bool whole; // it was read
+};
+
 struct many {
     struct kvq_store *s;
     const struct kvq_stored *blocks;
     void *const *out;
     size_t n;
-    uint8_t *window;  // NULL: no memory, each block is read by itself
     uint64_t segment; // that `file` is of
     int file;         // -1: cannot be had, its blocks are read one by one
+    struct window window[2];
 };
 
 static void open_segment(struct many *m, uint64_t segment)
@@ -36,49 +46,78 @@ static void open_segment(struct many *m, uint64_t segment)
     m->file = kvq_io_open(m->s->io, path, KVQ_IO_READ | KVQ_IO_DIRECT);
 }
 
-// How many blocks from i on one window can hold, and the pages that they are on.
-static size_t choose(const struct many *m, size_t i, uint64_t *from, uint64_t *to)
+// The blocks from `first` on that one window can hold, at least one.
+static void choose(struct many *m, struct window *w, size_t first)
 {
     const struct kvq_stored *b = m->blocks;
-    size_t j = i;
-    *from = b[i].offset / KVQ_IO_PAGE * KVQ_IO_PAGE;
-    *to = *from;
-    for (; j < m->n && b[j].segment == b[i].segment && !b[j].bad; j++) {
+    size_t j = first;
+    w->first = first;
+    w->from = w->to = first < m->n ? b[first].offset / KVQ_IO_PAGE * KVQ_IO_PAGE : 0;
+    for (; j < m->n && b[j].segment == b[first].segment && !b[j].bad; j++) {
         uint64_t end = b[j].offset + kvq_record_bytes(b[j].bytes);
         end = (end + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
-        if (b[j].offset < *from || end - *from > WINDOW || b[j].offset > *to + GAP)
+        if (b[j].offset < w->from || end - w->from > WINDOW || b[j].offset > w->to + GAP)
             break;
-        *to = end > *to ? end : *to;
+        w->to = end > w->to ? end : w->to;
     }
-    return j - i;
+    w->count = j > first ? j - first : first < m->n;
+    if (w->count)
+        open_segment(m, b[first].segment);
+    w->file = j > first && w->bytes ? m->file : -1; // else they are read one by one
 }
 
-// Copies a block out of the window. False: it is not there as it should be.
-static bool take(const struct many *m, size_t i, uint64_t from)
+static void *fetch(void *argument)
+{
+    struct window *w = argument;
+    size_t got = 0;
+    w->whole = w->file >= 0 &&
+               kvq_io_read(w->io, w->file, w->bytes, w->to - w->from, w->from, &got) == 0 &&
+               got == w->to - w->from;
+    return NULL;
+}
+
+// Copies a block out of a window. False: it is not there as it should be.
+static bool take(const struct many *m, const struct window *w, size_t i)
 {
     const struct kvq_stored *b = &m->blocks[i];
-    memcpy(m->out[i], m->window + (b->offset + KVQ_RECORD_HEAD - from), b->bytes);
+    memcpy(m->out[i], w->bytes + (b->offset + KVQ_RECORD_HEAD - w->from), b->bytes);
     return kvq_checksum_equal(kvq_checksum(m->out[i], b->bytes), b->checksum);
 }
 
-// Blocks [i, i + count) lie in a window. Those that cannot be had from it are read by themselves,
-// which finds what was moved, and tells what is wrong.
-static int read_window(struct many *m, size_t i, size_t count, uint64_t from, uint64_t to,
-                       size_t *done, char *text, size_t n)
+// What cannot be had from the window is read by itself, which finds what was moved and tells what
+// is wrong.
+static int take_all(const struct many *m, const struct window *w, size_t *done, char *text,
+                    size_t n)
 {
-    size_t got = 0;
     int rc = KVQ_OK;
-    bool whole = false;
-    if (count > 0) {
-        open_segment(m, m->blocks[i].segment);
-        whole = m->file >= 0 &&
-                kvq_io_read(m->s->io, m->file, m->window, to - from, from, &got) == 0 &&
-                got == to - from;
-    }
-    for (size_t j = i; j < i + (count ? count : 1) && rc == KVQ_OK; j++) {
-        if (!whole || !take(m, j, from))
-            rc = kvq_store_read(m->s, &m->blocks[j], m->out[j], text, n);
+    for (size_t i = w->first; i < w->first + w->count && rc == KVQ_OK; i++) {
+        if (!w->whole || !take(m, w, i))
+            rc = kvq_store_read(m->s, &m->blocks[i], m->out[i], text, n);
         *done += rc == KVQ_OK;
+    }
+    return rc;
+}
+
+// Copies from one window while the next one is read by a thread of its own: some microseconds
+// for milliseconds of reading.
+static int read_windows(struct many *m, size_t *done, char *text, size_t n)
+{
+    struct window *now = &m->window[0], *next = &m->window[1];
+    int rc = KVQ_OK;
+    choose(m, now, 0);
+    (void)fetch(now);
+    while (now->count > 0 && rc == KVQ_OK) {
+        pthread_t thread;
+        choose(m, next, now->first + now->count);
+        bool beside = next->file >= 0 && pthread_create(&thread, NULL, fetch, next) == 0;
+        rc = take_all(m, now, done, text, n);
+        if (beside)
+            pthread_join(thread, NULL);
+        else
+            (void)fetch(next);
+        struct window *free = now;
+        now = next;
+        next = free;
     }
     return rc;
 }
@@ -87,15 +126,15 @@ int kvq_store_read_many(struct kvq_store *store, const struct kvq_stored *blocks
                         size_t n, size_t *done, char *text, size_t text_bytes)
 {
     struct many m = {.s = store, .blocks = blocks, .out = out, .n = n, .file = -1};
-    int rc = KVQ_OK;
-    m.window = aligned_alloc(KVQ_IO_PAGE, WINDOW);
-    for (*done = 0; *done < n && rc == KVQ_OK;) {
-        uint64_t from = 0, to = 0;
-        size_t count = m.window ? choose(&m, *done, &from, &to) : 0;
-        rc = read_window(&m, *done, count, from, to, done, text, text_bytes);
+    for (int i = 0; i < 2; i++) {
+        m.window[i].io = store->io;
+        m.window[i].bytes = aligned_alloc(KVQ_IO_PAGE, WINDOW);
     }
+    *done = 0;
+    int rc = read_windows(&m, done, text, text_bytes);
     if (m.file >= 0)
         store->io->close(store->io, m.file);
-    free(m.window);
+    free(m.window[0].bytes);
+    free(m.window[1].bytes);
     return rc;
 }
