@@ -6,8 +6,10 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -166,6 +168,18 @@ static int posix_random(struct kvq_io *io, void *data, size_t n)
     (void)io;
     ssize_t got = getrandom(data, n, 0);
     return got == (ssize_t)n ? 0 : got < 0 ? -errno : -EINTR;
+}
+
+void *kvq_io_memory(size_t n)
+{
+    enum { HUGE = 2 << 20 };
+    if (n < HUGE)
+        return aligned_alloc(KVQ_IO_PAGE, n);
+    n = (n + HUGE - 1) / HUGE * HUGE;
+    void *memory = aligned_alloc(HUGE, n);
+    if (memory)
+        (void)madvise(memory, n, MADV_HUGEPAGE);
+    return memory;
 }
 
 struct kvq_io *kvq_io_posix(void)

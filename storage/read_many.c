@@ -128,7 +128,7 @@ int kvq_store_read_many(struct kvq_store *store, const struct kvq_stored *blocks
     struct many m = {.s = store, .blocks = blocks, .out = out, .n = n, .file = -1};
     for (int i = 0; i < 2; i++) {
         m.window[i].io = store->io;
-        m.window[i].bytes = aligned_alloc(KVQ_IO_PAGE, WINDOW);
+        m.window[i].bytes = kvq_io_memory(WINDOW);
     }
     *done = 0;
     int rc = read_windows(&m, done, text, text_bytes);

@@ -75,7 +75,7 @@ int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c)
     w->flusher.made = true;
     w->flusher.io = s->io;
     for (int i = 0; i < 2; i++) {
-        w->buffer[i] = aligned_alloc(KVQ_IO_PAGE, s->buffer_bytes);
+        w->buffer[i] = kvq_io_memory(s->buffer_bytes);
         if (!w->buffer[i])
             return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for two buffers of %u bytes",
                                  s->buffer_bytes);
