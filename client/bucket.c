@@ -9,12 +9,6 @@
 
 enum { SLOTS = 3, ALIGN = 256 };
 
-static int failed(const struct kvq_bucket *b, const char *text)
-{
-    (void)b;
-    return kvq__fail(KVQ_E_LIMIT, "attention on a stream: %s", text);
-}
-
 // ---- How large ----
 
 static void raise(uint32_t *to, uint32_t from)
@@ -250,7 +244,7 @@ int kvq__bucket_fill(struct kvq_bucket *b, uint32_t layer, uint32_t n)
         return KVQ_OK;
     }
     return kvq_gpu_attend_fill(&l, b->calls, NULL, n, &b->limits[layer], batch, text, sizeof text)
-               ? failed(b, text)
+               ? kvq__fail(KVQ_E_LIMIT, "attention on a stream: %s", text)
                : KVQ_OK;
 }
 

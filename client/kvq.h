@@ -702,7 +702,7 @@ struct kvq_bucket_options {
 
 KVQ_API KVQ_CHECK int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options,
                                       kvq_bucket **bucket);
-/* When its stream has passed its last work. */
+/* When its stream has passed its last work. Before its kvq_local is closed. */
 KVQ_API void kvq_bucket_close(kvq_bucket **bucket);
 
 KVQ_API KVQ_CHECK int kvq_local_begin_on_stream(kvq_local *local, kvq_bucket *bucket,
