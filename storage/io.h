@@ -72,8 +72,8 @@ struct kvq_io {
 // The operating system's. Never NULL, stateless, for any number of threads.
 struct kvq_io *kvq_io_posix(void);
 
-// Memory for direct transfers, freed with free(). In huge pages where there are some: a device takes
-// only so many pieces of memory at a time, and small pages make many.
+// Memory for direct transfers, freed with free(). In huge pages where there are some: a device
+// takes only so many pieces of memory at a time, and small pages make many.
 void *kvq_io_memory(size_t n);
 
 // ---- Wrappers: the same, with interruptions and short transfers dealt with ----
