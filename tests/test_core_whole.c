@@ -353,7 +353,7 @@ static void test_same_as_layer_by_layer(void **state)
     uint64_t one = open_named(&m, "one", 3, 0), twin = open_named(&m, "twin", 3, 0);
     open_map(&m, one, &map);
     uint32_t step = 300;
-    while (kit_of(&m, one)->tokens + step < fewer(TOKENS, 750) - 8) {
+    while (kit_of(&m, one)->tokens + step < fewer(TOKENS, 560) - 8) {
         assert_int_equal(kit_whole(&m, one, step, HEADS, DIM), 0);
         assert_int_equal(kit_step(&m, twin, step, HEADS, DIM), 0);
         assert_int_equal(kvq__queue_results(m.queue)[0].value, kit_of(&m, one)->tokens);
@@ -460,6 +460,12 @@ static void test_readers(void **state)
     member_close(&reader);
 }
 
+static int begin_long(struct member *member, uint64_t handle, uint64_t step)
+{
+    struct kvq_entry_wire e = {.handle = handle, .append = 4000};
+    return kit_simple(member, KVQ_OP_STEP_BEGIN, step, e, NULL);
+}
+
 // An extent that a client was told of is never another namespace's; when nobody is left to look,
 // its memory makes room for others.
 static void test_extents_stay(void **state)
@@ -483,8 +489,8 @@ static void test_extents_stay(void **state)
     uint64_t taken = pool()->extents_taken, budget = pool()->budget;
     assert_true(taken > 0); // kept for who may have it mapped
     assert_int_equal(member_open(&kit, &stranger, 1001, BUFFER), 0);
-    uint64_t next = open_raw(&stranger);
-    while (kit_whole(&stranger, next, 1000, HEADS, DIM) == 0)
+    uint64_t next = open_raw(&stranger), step = 1;
+    while (begin_long(&stranger, next, step++) == 0) // which takes the memory of its tokens
         next = open_raw(&stranger);
     assert_int_equal(pool()->extents_taken, budget);
     const struct kvq__class *class;
@@ -556,7 +562,7 @@ static void test_no_room(void **state)
     struct mapping map;
     open_map(&m, one, &map);
     kit.fail_one_in = 3;
-    for (uint32_t i = 0; i < 200 && kit_of(&m, one)->tokens < TOKENS - 40; i++) {
+    for (uint32_t i = 0; i < fewer(200, 80) && kit_of(&m, one)->tokens < TOKENS - 40; i++) {
         uint64_t before = kit_of(&m, one)->tokens;
         int rc = kit_whole(&m, one, 20, HEADS, DIM);
         assert_true(rc == 0 || rc == KVQ_E_NO_MEMORY);
