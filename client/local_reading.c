@@ -29,7 +29,6 @@ static uint16_t short_of(struct narrow *n, uint32_t value)
     return (uint16_t)value;
 }
 
-// Member by member into zeros: rows are compared whole, gaps included.
 static void fill_side(struct narrow *n, const Kvq__TableSide *m, struct kvq_side *side)
 {
     n->wrong |= !m;
@@ -75,17 +74,34 @@ static bool is_whole(const struct kvq_format *f)
            (f->unit_tokens == 32 || f->unit_tokens == 64 || f->unit_tokens == 128);
 }
 
+static bool same_side(const struct kvq_side *a, const struct kvq_side *b)
+{
+    return a->codec == b->codec && a->bits == b->bits && a->axis == b->axis && a->zero == b->zero &&
+           a->full == b->full && a->wide == b->wide && a->vector == b->vector &&
+           a->group == b->group;
+}
+
+static bool same_row(const struct kvq_format *a, const struct kvq_format *b)
+{
+    return a->k_channel == b->k_channel && a->k_rotation == b->k_rotation &&
+           a->k_token_scale == b->k_token_scale && a->v_rotation == b->v_rotation &&
+           a->raw_dtype == b->raw_dtype && a->outliers == b->outliers &&
+           a->extra_outliers == b->extra_outliers && a->plain_layers == b->plain_layers &&
+           a->unit_tokens == b->unit_tokens && a->recent_tokens == b->recent_tokens &&
+           a->sink_tokens == b->sink_tokens && same_side(&a->k, &b->k) && same_side(&a->v, &b->v);
+}
+
 static int keep(struct kvq__pool *pool, const struct kvq_format *f, const struct kvq_format **out)
 {
     struct kvq__row *row;
     LIST_FOREACH (row, &pool->rows, link)
-        if (memcmp(&row->format, f, sizeof *f) == 0)
+        if (same_row(&row->format, f))
             break;
     if (!row) {
         row = calloc(1, sizeof *row);
         if (!row)
             return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
-        memcpy(&row->format, f, sizeof *f);
+        row->format = *f;
         LIST_INSERT_HEAD(&pool->rows, row, link);
     }
     *out = &row->format;
