@@ -119,6 +119,16 @@ class KvqRun(unittest.TestCase):
         self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
         self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
 
+    def test_second_engine_skips_its_prefill(self):
+        """Another process begins with the tokens that the first has left, and says the same."""
+        ids = ",".join(str((7 * i + 3) % 250) for i in range(700))
+        runs = [self.json("generate", "--ids", ids, "--tokens", 40, "--temperature", 0, "--prefix")
+                for _ in range(2)]
+        self.assertEqual([r["prefix_tokens"] for r in runs], [0, 640])
+        self.assertEqual(runs[0]["ids"], runs[1]["ids"])
+        done = self.kvq_run("generate", "--ids", ids, "--tokens", 1, "--prefix")
+        self.assertIn(b"640 of 700 prompt tokens were there", done.stderr)
+
     def test_capture(self):
         """A capture holds what the cache was given, up to its limit, and no more."""
         with tempfile.TemporaryDirectory() as folder:

@@ -139,6 +139,25 @@ class Demo:
         first.send_signal(signal.SIGINT)
         first.wait(LIMIT)
 
+    def one_prefix(self):
+        """A second engine begins with the prompt that the first has left, and says the same."""
+        title("Two engines, one prompt of 3,000 tokens")
+        prompt = os.path.join(self.folder, "prompt.txt")
+        with open(HELDOUT, "rb") as source, open(prompt, "wb") as out:
+            out.write(source.read(3000))
+        runs = [json.loads(self.ask("kvq-run", "generate", "--model", MODEL, "--runtime-dir",
+                                    self.runtime, "--prompt-file", prompt, "--tokens", 64,
+                                    "--temperature", 0, "--prefix", "--json"))
+                for _ in range(2)]
+        for name, run in zip(("first", "second"), runs):
+            print(f"{name:>6} engine: {run['prefix_tokens']:,} of {run['prompt_tokens']:,} prompt "
+                  f"tokens were there, prefill of the others took {run['prefill_seconds']:.2f} s")
+        same = runs[0]["ids"] == runs[1]["ids"]
+        print(f"their texts are {'the same' if same else 'DIFFERENT'}")
+        print("\n$ kvqctl prefix status\n" + self.ctl("prefix", "status"))
+        if not same or runs[1]["prefix_tokens"] == 0:
+            raise Trouble("the second engine was to begin with the first one's prefix")
+
     def show_text(self, fmt, path):
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()[:240].replace("\n", " ")
@@ -223,6 +242,7 @@ class Demo:
     def show(self):
         daemon = self.start_daemon()
         self.two_engines()
+        self.one_prefix()
         self.table()
         self.stop_daemon(daemon)
         self.real_shape()
