@@ -114,7 +114,7 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
                      size_t n)
 {
     const struct kvq__complaint c = complaint(store, text, n);
-    size_t count;
+    size_t count = 0;
     int rc = kvq__write_begin(store, &c);
     if (rc)
         return rc;

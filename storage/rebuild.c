@@ -124,9 +124,9 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
 {
     struct kvq_store *s = r->s;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
-    struct kvq_file_head head;
+    struct kvq_file_head head = {0};
     struct kvq_io_status status;
-    uint16_t version;
+    uint16_t version = 0;
     kvq__segment_name(number, name);
     kvq__path(s, name, path);
     int file = kvq_io_open(s->io, path, KVQ_IO_READ);

@@ -207,9 +207,9 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     struct kvq__segment *g = known_segment(s, number);
-    struct kvq_file_head head;
+    struct kvq_file_head head = {0};
     struct kvq_io_status status = {0};
-    uint16_t version;
+    uint16_t version = 0;
     kvq__segment_name(number, name);
     kvq__path(s, name, path);
     int file = kvq_io_open(s->io, path, KVQ_IO_READ);

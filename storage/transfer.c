@@ -241,9 +241,11 @@ int kvq_store_export(struct kvq_store *store, const char *space, const char *nam
         return kvq__complain(&c, KVQ_E_LIMIT, "the path is too long");
     e.buffer = malloc(BUFFER);
     e.shards = calloc(KVQ_MAX_SHARDS, sizeof *e.shards);
-    int rc = e.buffer && e.shards ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
-    if (rc)
+    int rc = KVQ_E_NO_MEMORY;
+    if (!e.buffer || !e.shards) {
+        (void)kvq__complain(&c, rc, "no memory");
         goto out;
+    }
     (void)kvq_io_unlink(store->io, unfinished); // of an export that was cut off
     e.file = kvq_io_open(store->io, unfinished, KVQ_IO_WRITE | KVQ_IO_NEW);
     rc =
