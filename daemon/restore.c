@@ -70,7 +70,7 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
                    : NULL;
     if (l->base > s->floor || l->base % unit || l->packed % unit || l->packed < l->base)
         return "a base that it cannot have";
-    uint64_t due = kvq__packed_at(s, l, s->tokens);
+    uint64_t due = kvq__packed_at(s, l, s->floor + s->max_rollback); // before it was truncated
     if (l->packed > (due > first ? due : first) || l->packed > s->tokens)
         return "more packed tokens than are due";
     if (raw > first && (raw > l->packed || raw > kvq__packed_at(s, l, s->floor)))

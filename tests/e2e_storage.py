@@ -6,10 +6,10 @@ import shutil
 import tempfile
 import threading
 
-from e2e_rig import BACKEND, BIN, Daemon, Test, Tokens, feed, kvq, read_all
+from e2e_rig import BIN, Daemon, Test, Tokens, feed, kvq, long_emulated, read_all
 
 FULL = os.environ.get("KVQ_FULL") == "1"
-KILLS = int(os.environ.get("KVQ_KILLS") or (200 if FULL else 20 if BACKEND == "cpu" else 4))
+KILLS = int(os.environ.get("KVQ_KILLS") or (200 if FULL else 20))
 
 
 class Stored(Test):
@@ -52,6 +52,7 @@ class Stored(Test):
 
 
 class Saves(Stored):
+    @long_emulated
     def test_survives(self):
         """Saved, the daemon killed with -9, restored: as if it had never stopped."""
         tokens = Tokens(1, 1500)
@@ -134,6 +135,7 @@ class Saves(Stored):
 
 
 class Killed(Stored):
+    @long_emulated
     def test_while_it_saves(self):
         """kill -9 of a daemon that saves all the time: what it acknowledged is there, and right."""
         tokens = Tokens(6, 8000)
@@ -230,6 +232,7 @@ class Trouble(Stored):
         self.queue = self.client.queue()
         self.assertEqual(self.client.session(name="it").tokens, 300)
 
+    @long_emulated
     def test_full(self):
         """A full store stops saving and says so; nothing is lost, the daemon goes on."""
         self.again(storage_bytes="20mb")

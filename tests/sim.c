@@ -504,6 +504,8 @@ static void happen(struct sim *sim)
     if (kit_chance(&sim->kit, kvq__core_moves(sim->kit.core) ? 70 : 20))
         kvq__core_poll(sim->kit.core);
     track_places(sim);
+    if (kit_chance(&sim->kit, sim->keep.save || sim->keep.restore ? 15 : 8))
+        keep_happen(sim);
     if (what < 78)
         act(sim, a);
     else if (what < 88)
@@ -526,6 +528,7 @@ static void happen(struct sim *sim)
 static void end(struct sim *sim)
 {
     sim->kit.fail_one_in = 0;
+    keep_end(sim);
     while (sim->background)
         pack(sim);
     for (uint32_t i = 0; i < SIM_ACTORS; i++)
@@ -562,6 +565,8 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     }
     end(sim);
     total->tables += sim->tables;
+    total->keep.saves += sim->keep.saves;
+    total->keep.restores += sim->keep.restores;
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
     total->streamed += sim->streamed;
@@ -596,7 +601,7 @@ int main(int argc, char **argv)
         "as predicted, "
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
-        "others, %llu page tables compared\n",
+        "others, %llu page tables compared, %llu sessions saved, %llu restored\n",
         (unsigned long long)count, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
@@ -604,11 +609,12 @@ int main(int argc, char **argv)
         (unsigned long long)total.forks, (unsigned long long)total.pairs,
         (unsigned long long)total.undone, (unsigned long long)total.moved,
         (unsigned long long)total.prefixes, (unsigned long long)total.shared,
-        (unsigned long long)total.tables);
+        (unsigned long long)total.tables, (unsigned long long)total.keep.saves,
+        (unsigned long long)total.keep.restores);
     // A simulation in which nothing happened proves nothing.
     bool busy = total.checked && !total.checked_gpu == !gpus && !total.streamed == !gpus &&
                 total.committed && total.refused && total.failed_memory && total.deaths &&
-                total.forks && total.tables &&
+                total.forks && total.tables && total.keep.saves && total.keep.restores &&
                 (gpus ? total.moved : total.pairs && total.undone && total.prefixes);
     return count < sim_seeds() || events < DEFAULT_EVENTS || busy ? 0 : 1;
 }

@@ -11,6 +11,7 @@
 
 #include "tests/core_kit.h"
 #include "tests/core_model.h"
+#include "tests/vault.h"
 
 enum {
     SIM_ACTORS = 4,
@@ -110,6 +111,17 @@ struct actor {
     uint32_t *order, n_items, next_item; // items still to run
 };
 
+// One save and one restore at a time.
+struct keep {
+    struct vault vault;
+    struct kvq__save *save;
+    bool copied;
+    struct kvq__restore *restore;
+    const struct vault_session *from;
+    uint32_t layer; // that comes next
+    uint64_t saves, restores;
+};
+
 struct sim {
     struct kit kit;
     struct actor actors[SIM_ACTORS];
@@ -117,6 +129,7 @@ struct sim {
     void *workspace;
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
+    struct keep keep;
     uint64_t joins;
     uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
         forks, pairs, undone, moved;
@@ -184,6 +197,11 @@ void sim_check_read(struct sim *sim, struct actor *a, uint32_t i);
 
 // Builds a random operation for an idle actor; false if it has nothing to do.
 bool op_build(struct sim *sim, struct actor *a);
+
+// ---- sim_keep.c ----
+
+void keep_happen(struct sim *sim);
+void keep_end(struct sim *sim); // ends what is under way
 
 // ---- sim_ops.c ----
 

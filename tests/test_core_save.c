@@ -226,6 +226,22 @@ static void test_nothing_and_little(void **state)
         check_format("oscar2", tokens, 0);
 }
 
+// More may be packed than would be due at the count that it was truncated to.
+static void test_after_a_truncate(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 150), b = open_as("", LAYERS, 150);
+    feed(a, 800);
+    feed(b, 800);
+    kit_pack(&kit);
+    truncate_by(a, 150);
+    truncate_by(b, 150);
+    save("it");
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, 0);
+}
+
 // A fork's first tokens are only there packed.
 static void test_forks(void **state)
 {
@@ -709,6 +725,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(test_all_formats),
         TEST(test_nothing_and_little),
+        TEST(test_after_a_truncate),
         TEST(test_forks),
         TEST(test_incremental),
         TEST(test_beside_a_step),

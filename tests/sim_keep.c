@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The simulation's sessions go to a store in memory and come back: saves begin at any moment, and
+// are copied and written while everything else goes on; sessions that nobody has open are saved,
+// dropped, and restored layer by layer while clients open them and ask.
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/saved_internal.h"
+#include "tests/sim.h"
+
+static const struct kvq__peer admin = {.uid = 1000, .admin = true};
+
+// ---- Saves beside everything else ----
+
+static void begin_save(struct sim *sim)
+{
+    const struct track *t = &sim->tracks[kit_below(&sim->kit, SIM_TRACKS)];
+    char id[24], text[KVQ_TEXT_BYTES] = "";
+    for (uint32_t i = 0; i < 8 && !(t->used && t->alive); i++)
+        t = &sim->tracks[kit_below(&sim->kit, SIM_TRACKS)];
+    if (!t->used || !t->alive)
+        return;
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
+    struct kvq__save_spec spec = {.name = id, .unnamed = true, .again = kit_chance(&sim->kit, 20)};
+    int rc = kvq__save_begin(sim->kit.core, &admin, &spec, &sim->keep.save, text);
+    MUST(rc == 1 || rc == 0 || rc == KVQ_E_INCOMPLETE || rc == KVQ_E_NO_MEMORY);
+    MUST(rc >= 0 || text[0]);
+}
+
+// Saves of sessions without a name would all be one: their blocks alone are looked at.
+static void go_on_saving(struct sim *sim)
+{
+    struct keep *k = &sim->keep;
+    if (!k->copied) {
+        int rc = kvq__save_copy(k->save);
+        MUST(rc == 0 || rc == KVQ_E_NO_MEMORY); // of pinned memory
+        kvq__save_copied(k->save);
+        k->copied = rc == 0;
+        if (rc)
+            kvq__save_end(&k->save, false);
+        return;
+    }
+    k->copied = false;
+    if (kit_chance(&sim->kit, 20)) { // the disk is full
+        kvq__save_end(&k->save, false);
+        return;
+    }
+    vault_write(&k->vault, &k->save);
+    k->saves++;
+}
+
+// ---- Away and back ----
+
+// Nobody has it open, nothing uses it, and it is whole by itself.
+static struct kvq__session *idle_session(struct sim *sim, struct track *t)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    if (!t->used || !t->alive || !t->named || t->shards > 1)
+        return NULL;
+    TAILQ_FOREACH (ns, &sim->kit.core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == t->id)
+                return LIST_EMPTY(&s->handles) && !s->group && !s->move && s->pins == 0 ? s : NULL;
+    return NULL;
+}
+
+static void come_back(struct sim *sim, struct track *t, const char *place)
+{
+    struct keep *k = &sim->keep;
+    char text[KVQ_TEXT_BYTES];
+    int rc =
+        vault_restore(&k->vault, sim->kit.core, t->name, 0, place, UINT64_MAX, &k->restore, text);
+    MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_QUOTA);
+    if (rc) {
+        track_die(sim, t);
+        return;
+    }
+    t->id = k->restore->session->id;
+    t->detached_at = sim->kit.now;
+    t->known = 0; // ids are not saved
+    k->from = vault_find(&k->vault, t->name, 0);
+    k->layer = 0;
+    k->restores++;
+}
+
+static void go_away(struct sim *sim)
+{
+    uint32_t first = kit_below(&sim->kit, SIM_TRACKS);
+    const struct kvq__session *s = NULL;
+    struct track *t = NULL;
+    char text[KVQ_TEXT_BYTES], id[24];
+    for (uint32_t i = 0; i < SIM_TRACKS && !s; i++) {
+        t = &sim->tracks[(first + i) % SIM_TRACKS];
+        s = idle_session(sim, t);
+    }
+    if (!s)
+        return;
+    const char *place = kvq__pool_name(s->pool);
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
+    struct kvq__save_spec spec = {.name = id, .again = true};
+    int rc = vault_save(&sim->keep.vault, sim->kit.core, &spec, NULL);
+    MUST(rc == 1 || rc == 0 || rc == KVQ_E_NO_MEMORY);
+    if (rc)
+        return;
+    MUST(kvq__session_drop_named(sim->kit.core, &admin, NULL, id, text) == 0);
+    come_back(sim, t, place);
+}
+
+static void go_on_loading(struct sim *sim)
+{
+    struct keep *k = &sim->keep;
+    if (k->layer == k->from->saved.n_layers) {
+        kvq__restore_end(&k->restore, 0);
+        return;
+    }
+    if (k->from->saved.layers[k->layer].row.kv_from < 0)
+        MUST(vault_layer(&k->vault, k->restore, k->from, k->layer) == 0);
+    k->layer++;
+}
+
+// ---- What happens ----
+
+void keep_happen(struct sim *sim)
+{
+    struct keep *k = &sim->keep;
+    if (k->restore)
+        go_on_loading(sim);
+    else if (k->save)
+        go_on_saving(sim);
+    else if (kit_chance(&sim->kit, 40))
+        begin_save(sim);
+    else
+        go_away(sim);
+}
+
+void keep_end(struct sim *sim)
+{
+    while (sim->keep.restore || sim->keep.save)
+        keep_happen(sim);
+    vault_close(&sim->keep.vault);
+}
