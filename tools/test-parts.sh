@@ -109,14 +109,18 @@ part_tidy() {
 }
 
 part_format() {
-    local file
-    for file in $(sources); do
-        if step 20 clang-format-14 --dry-run -Werror "$file"; then
+    local file status
+    while read -r file status; do
+        if [ "$status" = 0 ]; then
             count_pass
         else
             count_fail "$file: clang-format-14 -i $file" 0
         fi
-    done
+    done < <(sources | xargs -P "$jobs" -n 32 bash -c '
+        for file; do
+            clang-format-14 --dry-run -Werror "$file" >/dev/null 2>&1
+            echo "$file $?"
+        done' format)
 }
 
 part_release() {
