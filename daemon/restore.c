@@ -25,6 +25,8 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
     struct kvq__session_spec as = {
         .name = saved->name,
         .model = saved->model,
+        .salt = saved->salt,
+        .adapter = saved->adapter,
         .place = spec->place,
         .layers = rows,
         .n_layers = saved->n_layers,

@@ -125,6 +125,8 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
         return KVQ_E_NO_MEMORY;
     snprintf(out->name, sizeof out->name, "%s", s->name);
     snprintf(out->model, sizeof out->model, "%s", s->model);
+    snprintf(out->salt, sizeof out->salt, "%s", s->salt);
+    snprintf(out->adapter, sizeof out->adapter, "%s", s->adapter);
     snprintf(out->own_format, sizeof out->own_format, "%s", s->own_format);
     snprintf(out->isa, sizeof out->isa, "%s", kvq_kernels_isa(s->core->config.kernels));
     for (uint32_t i = 0; i < s->n_layers; i++) {

@@ -32,6 +32,7 @@ struct kvq__saved_layer {
 // A session as it stands, but for the bytes of its blocks.
 struct kvq__saved {
     char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
     char own_format[KVQ_FORMAT_NAME]; // of the configuration, that it was opened with, or empty
     char isa[16];                     // that it was computed on, for people
     uint32_t shard, shards, dtype, v_rotation, path, max_rollback, on_detach;

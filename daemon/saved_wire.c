@@ -146,6 +146,8 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->layout = KVQ_LAYOUT_ID;
     s->name = kvq_arena_text(arena, from->name);
     s->model = kvq_arena_text(arena, from->model);
+    s->salt = kvq_arena_text(arena, from->salt);
+    s->adapter = kvq_arena_text(arena, from->adapter);
     s->own_format = kvq_arena_text(arena, from->own_format);
     s->isa = kvq_arena_text(arena, from->isa);
     s->shard = from->shard;
@@ -244,6 +246,8 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
     };
     n.wrong = !copy_text(saved->name, sizeof saved->name, m->name) ||
               !copy_text(saved->model, sizeof saved->model, m->model) ||
+              !copy_text(saved->salt, sizeof saved->salt, m->salt) ||
+              !copy_text(saved->adapter, sizeof saved->adapter, m->adapter) ||
               !copy_text(saved->own_format, sizeof saved->own_format, m->own_format) ||
               !copy_text(saved->isa, sizeof saved->isa, m->isa);
     for (uint32_t i = 0; i < saved->n_layers && !n.wrong; i++)

@@ -718,6 +718,43 @@ static void test_unsaved(void **state)
     assert_int_equal(kit.core->n_sessions, 1);
 }
 
+static uint64_t open_salted(const char *name, const char *salt, uint64_t prefix)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = name,
+        .model = "m",
+        .salt = salt,
+        .adapter = "lora",
+        .layers = rows,
+        .n_layers = LAYERS,
+        .prefix = {.buffer = m.buffer, .offset = m.ids_at, .tokens = prefix}};
+    int rc = kvq__session_open(m.client, &spec, &info, text);
+    assert_true(rc == 0 || rc == KVQ_E_EXISTS);
+    return rc ? 0 : info.handle;
+}
+
+// A session that began with another's tokens is saved like any, and has its salt and adapter again.
+static void test_prefix(void **state)
+{
+    (void)state;
+    set_rows("oscar2");
+    m.ids_at = 64; // any numbers will do
+    uint64_t first = open_salted("", "salt", 0);
+    feed(first, 512); // all that a window of 300 still sees there is still there, too
+    kit_pack(&kit);
+    uint64_t a = open_salted("it", "salt", 600), b = open_salted("", "salt", 600);
+    assert_int_equal(kit_of(&m, a)->prefix_tokens, 4 * KVQ_BLOCK_TOKENS);
+    save("it"); // though nothing was appended
+    drop(a);
+    a = restore("it");
+    assert_int_equal(kit_of(&m, a)->tokens, 4 * KVQ_BLOCK_TOKENS);
+    go_on_alike(a, b, 0);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    assert_int_equal(open_salted("it", "pepper", 0), 0);
+    assert_true(open_salted("it", "salt", 0) != 0);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -739,6 +776,7 @@ int main(void)
         TEST(test_hostile),
         TEST(test_no_room),
         TEST(test_unsaved),
+        TEST(test_prefix),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
