@@ -132,6 +132,25 @@ bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b)
            a->sink_tokens == b->sink_tokens && same_side(&a->k, &b->k) && same_side(&a->v, &b->v);
 }
 
+// Of a format of the configuration, the row that has this name. NULL = none.
+static const struct kvq_format *own_row_named(const struct kvq__own_format *own, const char *name)
+{
+    if (own->has_rest && strcmp(own->rest.name, name) == 0)
+        return &own->rest;
+    for (uint32_t i = 0; i < own->n_ranges; i++)
+        if (strcmp(own->ranges[i].row.name, name) == 0)
+            return &own->ranges[i].row;
+    return NULL;
+}
+
+const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name)
+{
+    const struct kvq_format *row = kvq_format_by_name(name);
+    for (uint32_t i = 0; i < core->config.n_formats && !row; i++)
+        row = own_row_named(&core->config.formats[i], name);
+    return row;
+}
+
 // ---- Of a session ----
 
 const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct kvq_format *row)

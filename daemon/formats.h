@@ -17,6 +17,8 @@ int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_
 // one name are one row. NULL without memory.
 const struct kvq_format *kvq__format_keep(struct kvq__session *session,
                                           const struct kvq_format *row);
+// The row of that name in the table or the configuration. NULL = none.
+const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name);
 // Whether they mean the same; wherever they were found.
 bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b);
 // Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.

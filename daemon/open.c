@@ -115,12 +115,15 @@ static int refuse_format(const struct kvq__core *core, uint32_t layer, const cha
 }
 
 // A row that was saved with a session. Its name may stand for nothing here, but for nothing else.
-static int take_exact(const struct kvq_format *exact, struct kvq_format *found, char *why, size_t n)
+static int take_exact(const struct kvq__core *core, const struct kvq_format *exact,
+                      struct kvq_format *found, char *why, size_t n)
 {
-    const struct kvq_format *known = kvq_format_by_name(exact->name);
+    const struct kvq_format *known = kvq__format_named(core, exact->name);
     if (known && !kvq__format_same(known, exact)) {
-        snprintf(why, n, "format %s was saved with other stages than it has in this version",
-                 exact->name);
+        snprintf(
+            why, n,
+            "format %s was saved with other stages than it has in this version or configuration",
+            exact->name);
         return KVQ_E_FORMAT;
     }
     *found = *exact;
@@ -137,7 +140,7 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
     uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     if (is_empty(name))
         return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
-    int rc = row->exact ? take_exact(row->exact, &found, why, sizeof why)
+    int rc = row->exact ? take_exact(s->core, row->exact, &found, why, sizeof why)
                         : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
     if (rc < 0)
         return refuse_format(s->core, layer, why, rc, text);

@@ -598,6 +598,41 @@ static void test_refusals(void **state)
     assert_non_null(strstr(text, "storage_dir"));
 }
 
+static void configure(struct kvq__own_format *own, const char *row)
+{
+    char why[256];
+    *own = (struct kvq__own_format){.name = "mine", .has_rest = true};
+    assert_int_equal(kvq_format_parse(row, &own->rest, why, sizeof why), 0);
+    snprintf(own->rest.name, sizeof own->rest.name, "mine");
+    close_kit();
+    kit_formats(own, 1);
+    open_kit();
+}
+
+// What the configuration says of a format now must be what it said then, or nothing.
+static void test_formats_of_the_configuration(void **state)
+{
+    struct kvq__own_format own;
+    struct kvq__restore *r;
+    (void)state;
+    configure(&own, "kivi2");
+    set_rows("mine");
+    feed(open_as("it", LAYERS, 0), 600);
+    kit_pack(&kit);
+    save("it");
+    configure(&own, "kivi4");
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "mine"));
+    close_kit();
+    kit_formats(NULL, 0);
+    open_kit();
+    uint64_t a = restore("it");
+    assert_int_equal(kit_of(&m, a)->tokens, 600);
+    assert_int_equal(kit_of(&m, a)->layers[0].format->k.bits, 2);
+    feed(a, 900);
+}
+
 // Whatever stands in a store: refused, or a session that can be read.
 static void test_hostile(void **state)
 {
@@ -773,6 +808,7 @@ int main(void)
         TEST(test_damage_is_told),
         TEST(test_groups),
         TEST(test_refusals),
+        TEST(test_formats_of_the_configuration),
         TEST(test_hostile),
         TEST(test_no_room),
         TEST(test_unsaved),
