@@ -35,6 +35,7 @@ static struct member m;
 static struct vault vault;
 static struct kvq__layer_row rows[LAYERS];
 static char text[KVQ_TEXT_BYTES];
+static const struct kvq__peer admin = {.admin = true};
 
 static void set_rows(const char *format)
 {
@@ -160,8 +161,6 @@ static void truncate_by(uint64_t handle, uint32_t n)
     assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
 }
 
-// ---- To the bit ----
-
 static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
 {
     const uint64_t at = kit_of(&m, a)->tokens;
@@ -214,16 +213,11 @@ static void test_all_formats(void **state)
         n++;
     }
     assert_true(n > 10);
+    for (uint32_t tokens = 0; tokens < 3; tokens++)
+        check_format("oscar2", tokens, 0);
     check_format("ott2", 700, 0);
     check_format("innerq-hybrid", 700, 150);
     check_format("kivi2:sink=32", 700, 3);
-}
-
-static void test_nothing_and_little(void **state)
-{
-    (void)state;
-    for (uint32_t tokens = 0; tokens < 3; tokens++)
-        check_format("oscar2", tokens, 0);
 }
 
 // More may be packed than would be due at the count that it was truncated to.
@@ -305,7 +299,6 @@ static void test_beside_a_step(void **state)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
-    const struct kvq__peer admin = {.admin = true};
     uint64_t a = open_as("it", LAYERS, 20), b = open_as("", LAYERS, 20);
     (void)state;
     feed(a, 700);
@@ -336,7 +329,6 @@ static void test_dropped_meanwhile(void **state)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
-    const struct kvq__peer admin = {.admin = true};
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
     (void)state;
     feed(a, 700);
@@ -352,8 +344,6 @@ static void test_dropped_meanwhile(void **state)
     a = restore("it");
     go_on_alike(a, b, 0);
 }
-
-// ---- Layer by layer ----
 
 static void test_layers_answer_as_they_come(void **state)
 {
@@ -489,8 +479,6 @@ static void test_damage_is_told(void **state)
     (void)out;
 }
 
-// ---- Groups ----
-
 static uint64_t open_shard(uint32_t shard, uint32_t n_layers)
 {
     struct kvq__session_info info;
@@ -529,7 +517,6 @@ static void test_groups(void **state)
     struct kvq__save *save;
     struct kvq__restore *r;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
-    const struct kvq__peer admin = {.admin = true};
     uint64_t handles[2] = {open_shard(0, LAYERS)};
     (void)state;
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
@@ -562,13 +549,11 @@ static void test_groups(void **state)
     core_check(kit.core);
 }
 
-// ---- Refusals ----
-
 static void test_refusals(void **state)
 {
     struct kvq__save *save;
     struct kvq__restore *r;
-    const struct kvq__peer admin = {.admin = true}, other = {.uid = 2000};
+    const struct kvq__peer other = {.uid = 2000};
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "none"};
     (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
@@ -724,8 +709,6 @@ static void test_no_room(void **state)
     }
 }
 
-// ---- Who is to be saved ----
-
 static void test_unsaved(void **state)
 {
     struct kvq__unsaved list[4];
@@ -796,7 +779,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         TEST(test_all_formats),
-        TEST(test_nothing_and_little),
         TEST(test_after_a_truncate),
         TEST(test_forks),
         TEST(test_incremental),
