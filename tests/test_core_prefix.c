@@ -491,6 +491,28 @@ static void raw_formats(void **state)
     assert_memory_equal(want, got, sizeof want);
 }
 
+// What can still be taken back is nobody else's yet, though it fills a page.
+static void behind_the_rollback(void **state)
+{
+    static const char *const formats[] = {"f16", "oscar2"};
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    spec.max_rollback = 200;
+    for (uint32_t i = 0; i < 2; i++) {
+        spec.format = formats[i];
+        uint64_t a = feed(&one, &spec, 2 * PAGE);
+        assert_int_equal(lookup(&one, &spec), 0);
+        struct kvq_entry_wire e = {.handle = a, .position = 2 * PAGE, .list_token = 200};
+        assert_int_equal(kit_simple(&one, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+        ids(&one)[100]++; // another token in its place
+        assert_int_equal(kit_step(&one, a, 300, HEADS, DIM), 0);
+        kit_pack(&kit);
+        assert_int_equal(lookup(&one, &spec), PAGE);
+        ids(&one)[100]--;
+        assert_int_equal(lookup(&one, &spec), 0);
+    }
+}
+
 // ---- Memory ----
 
 // Nothing fails for room as long as the index has some that nobody uses.
@@ -522,6 +544,46 @@ static void gives_way(void **state)
     assert_int_equal(lookup(&one, &spec), 4 * PAGE);
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 0);
     drop(&one, held);
+}
+
+// What a request under way reads stays as it is, though only the index has it by now, and others
+// are refused for want of memory.
+static void under_way(void **state)
+{
+    static struct member third;
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS), other;
+    float want[4 * DIM];
+    spec.ns = NULL;
+    uint64_t a = feed(&one, &spec, 12 * PAGE), b;
+    attend(&one, a, 2, want);
+    memset(one.memory + OUT, 0, sizeof want);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = a, .position = 12 * PAGE, .queries = 1};
+    r.layer = 2; // whose blocks would be given out first
+    r.q = kit_view(&one, 0, 4, DIM, KVQ_F32);
+    r.out = kit_view(&one, OUT, 4, DIM, KVQ_F32);
+    kit_load(&one, &r, &e);
+    assert_int_equal(kvq__request_start(one.queue), KVQ__RUN);
+    drop(&one, a);
+    attach(&third, 1000);
+    other = spec_of(&third, 0);
+    other.ns = NULL;
+    other.salt = "other";
+    b = open_as(&third, &other, NULL);
+    int rc = 0;
+    for (uint32_t i = 0; i < 40 && rc == 0; i++) {
+        rc = kit_step(&third, b, 40, HEADS, DIM);
+        kit_pack(&kit);
+        core_check(kit.core);
+    }
+    assert_int_equal(rc, KVQ_E_QUOTA);
+    kit_run_job(&kit, kvq__queue_job(one.queue));
+    while (kvq__request_continue(one.queue) == KVQ__RUN)
+        kit_run_job(&kit, kvq__queue_job(one.queue));
+    assert_memory_equal(one.memory + OUT, want, sizeof want);
+    assert_int_equal(kit_step(&third, b, 40, HEADS, DIM), 0); // and now there is room
+    member_close(&third);
 }
 
 static int setup_small(void **state)
@@ -671,7 +733,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(changes_of_course, setup, teardown),
         cmocka_unit_test_setup_teardown(windows, setup, teardown),
         cmocka_unit_test_setup_teardown(raw_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(behind_the_rollback, setup, teardown),
         cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
+        cmocka_unit_test_setup_teardown(under_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(pool_is_small, setup_pool, teardown),
         cmocka_unit_test_setup_teardown(across_namespaces, setup, teardown),
         cmocka_unit_test_setup_teardown(all_shards, setup, teardown),
