@@ -36,6 +36,7 @@ struct kvq__task {
     struct kvq__mail mail, copied_mail;
     uv_work_t work;
     void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to
+    void (*then)(struct kvq__task *task); // and once memory is there
     bool writes, again, unchanged, own;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     int rc;

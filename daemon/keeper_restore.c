@@ -341,13 +341,32 @@ static int begin(struct kvq__task *t, const char *place)
         return rc == KVQ_E_EXISTS ? 0 : rc;
     }
     l->keeper = t->keeper;
-    l->tokens = kvq__restore_tokens(l->restore);
     l->begun = kvq__now_ns();
-    l->found = f;
     snprintf(l->ns, sizeof l->ns, "%s", t->ns);
-    t->found = NULL;
     t->loading = l;
     return 0;
+}
+
+// Takes memory for it, bit by bit: others have their turn in between. Then goes on.
+static void reserve(struct kvq__task *t)
+{
+    struct kvq__loading *l = t->loading;
+    int rc = l ? kvq__restore_reserve(l->restore, t->text) : 0;
+    if (rc == 1) {
+        kvq__task_to_poller(t, reserve);
+        return;
+    }
+    if (rc < 0) { // also if somebody else has restored it meanwhile
+        kvq__restore_end(&l->restore, rc);
+        free(l);
+        t->loading = NULL;
+        t->rc = rc == KVQ_E_EXISTS ? 0 : rc;
+    } else if (l) {
+        l->tokens = kvq__restore_tokens(l->restore);
+        l->found = t->found;
+        t->found = NULL;
+    }
+    t->then(t);
 }
 
 static void opened(struct kvq__task *t)
@@ -357,12 +376,19 @@ static void opened(struct kvq__task *t)
     kvq__task_end(t);
 }
 
+static void open_now(struct kvq__task *t)
+{
+    struct kvq__server *server = t->keeper->server;
+    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
+    if (t->rc == 0)
+        kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    kvq__task_to_loop(t, opened);
+}
+
 // Poller's thread.
 static void open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
-    struct kvq__server *server = t->keeper->server;
-    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
     if (t->rc == 0 && t->found && open->must_create) {
         snprintf(t->text, sizeof t->text,
                  "session \"%s\" exists already, on disk; drop it, or open it without must_create",
@@ -371,9 +397,8 @@ static void open_session(struct kvq__task *t)
     }
     if (t->rc == 0 && t->found)
         t->rc = begin(t, open->place);
-    if (t->rc == 0)
-        kvq__dispatch_run(&d, t->request, t->arena, t->reply);
-    kvq__task_to_loop(t, opened);
+    t->then = open_now;
+    reserve(t);
 }
 
 static void look_and_read(struct kvq__task *t)
@@ -413,6 +438,11 @@ static void restored(struct kvq__task *t)
     load(t);
 }
 
+static void back_to_loop(struct kvq__task *t)
+{
+    kvq__task_to_loop(t, restored);
+}
+
 // Poller's thread.
 static void restore_now(struct kvq__task *t)
 {
@@ -421,7 +451,8 @@ static void restore_now(struct kvq__task *t)
         t->rc = begin(t, t->request->restore_session->place);
     else if (t->rc == 0) // it may be in memory alone
         t->rc = kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, t->text);
-    kvq__task_to_loop(t, restored);
+    t->then = back_to_loop;
+    reserve(t);
 }
 
 static void look(struct kvq__task *t)

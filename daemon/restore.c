@@ -158,38 +158,59 @@ static void cut(struct kvq__session *s, uint64_t good)
 
 // ---- Its blocks ----
 
-static int reserve_layer(struct kvq__session *s, struct kvq__layer *l)
+static int reserve_page(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
 {
-    uint64_t extras = kvq_extras_bytes(l->format, &l->shape);
+    struct kvq__pageref *p = &l->pages[page];
     int rc = 0;
-    if (extras && s->n_pages)
-        rc = kvq__block_new(s->core, s->ns, s->pool, extras, &l->extras);
-    for (uint32_t p = l->first_page; p < s->n_pages && rc == 0; p++) {
-        if (l->packed_bytes)
-            rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &l->pages[p].packed);
-        if (rc == 0 && p >= l->raw_page)
-            rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &l->pages[p].raw);
+    if (l->packed_bytes)
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &p->packed);
+    if (rc == 0 && page >= l->raw_page)
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
+    return rc;
+}
+
+static int reserve_extras(struct kvq__session *s, struct kvq__layer *l)
+{
+    uint64_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    return bytes && s->n_pages ? kvq__block_new(s->core, s->ns, s->pool, bytes, &l->extras) : 0;
+}
+
+// Takes blocks until that has needed another extent, whose memory takes a while to be had. 1 if
+// there are more to be taken.
+static int reserve_some(struct kvq__restore *r)
+{
+    struct kvq__session *s = r->session;
+    uint64_t extents = s->pool->extents_taken;
+    int rc = 0;
+    for (; rc == 0 && r->layer < s->n_layers; r->layer += rc == 0, r->page = rc ? r->page : 0) {
+        struct kvq__layer *l = &s->layers[r->layer];
+        if (!kvq__layer_owns(s, r->layer))
+            continue;
+        r->page = r->page > l->first_page ? r->page : l->first_page;
+        for (; rc == 0 && r->page < s->n_pages; r->page += rc == 0)
+            rc = s->pool->extents_taken != extents ? 1 : reserve_page(s, l, r->page);
+        rc = rc ? rc : reserve_extras(s, l);
     }
     return rc;
 }
 
-static int reserve(struct kvq__session *s, char *text)
+static int refuse_room(const struct kvq__session *s, int rc, char *text)
+{
+    kvq__namespace_full(s->core, s->ns, rc);
+    return kvq__fail(text, rc, "no room on %s for session \"%s\" of %llu tokens; %s",
+                     kvq__pool_name(s->pool), s->name, (unsigned long long)s->tokens,
+                     rc == KVQ_E_QUOTA ? "its namespace is at its limit: drop others or raise it"
+                                       : "drop others, or give the pool more memory");
+}
+
+// Its page table, empty as yet.
+static int make_table(struct kvq__session *s, char *text)
 {
     uint32_t pages = s->n_pages;
-    s->n_pages = 0; // the table has none yet
+    s->n_pages = 0;
     int rc = kvq__pages_grow(s, pages);
     s->n_pages = rc ? 0 : pages;
-    for (uint32_t i = 0; i < s->n_layers && rc == 0; i++)
-        if (kvq__layer_owns(s, i))
-            rc = reserve_layer(s, &s->layers[i]);
-    if (rc < 0) {
-        kvq__namespace_full(s->core, s->ns, rc);
-        kvq__fail(text, rc, "no room on %s for session \"%s\" of %llu tokens; %s",
-                  kvq__pool_name(s->pool), s->name, (unsigned long long)s->tokens,
-                  rc == KVQ_E_QUOTA ? "its namespace is at its limit: drop others or raise it"
-                                    : "drop others, or give the pool more memory");
-    }
-    return rc;
+    return rc ? kvq__fail(text, rc, "no memory to restore session \"%s\"", s->name) : 0;
 }
 
 // ---- What is to be read ----
@@ -264,7 +285,6 @@ static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *sp
 static void hold(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    LIST_INSERT_HEAD(&r->core->restores, r, link);
     kvq__session_pin(s);
     s->restore = r;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -285,23 +305,19 @@ static void restore_free(struct kvq__restore *r)
     kvq__deallocate(r->core, r, sizeof *r);
 }
 
-// All that can fail; the session is the caller's to free then.
-static int prepare(struct kvq__restore *r, const struct kvq__restore_spec *spec, char *text)
+// The session's counts, cut if need be, and its table.
+static int prepare(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
-    int rc = set_counts(s, spec->saved, text);
+    int rc = set_counts(s, r->spec.saved, text);
     if (rc < 0) {
         s->n_pages = 0;
         return rc;
     }
-    r->cut = spec->good_tokens < s->tokens;
+    r->cut = r->spec.good_tokens < s->tokens;
     if (r->cut)
-        cut(s, spec->good_tokens);
-    rc = reserve(s, text);
-    rc = rc ? rc : list_parts(r, spec, text);
-    if (rc == 0 && s->pool->gpu && !(r->ferry = kvq__ferry_take(r->core, s->pool->gpu)))
-        rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
-    return rc ? rc : kvq__session_enter(s, text);
+        cut(s, r->spec.good_tokens);
+    return make_table(s, text);
 }
 
 static int begin(struct kvq__core *core, struct kvq__namespace *ns,
@@ -311,18 +327,51 @@ static int begin(struct kvq__core *core, struct kvq__namespace *ns,
     if (!r)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore a session");
     r->core = core;
+    r->spec = *spec;
     int rc = build(core, ns, spec, &r->session, text);
-    if (rc == 0 && (rc = prepare(r, spec, text)) < 0)
+    if (rc == 0 && (rc = prepare(r, text)) < 0)
         kvq__session_free(r->session);
     if (rc < 0) {
         restore_free(r);
         return rc;
     }
-    hold(r);
-    if (!r->cut)
-        r->session->saved_commits = r->session->commits;
+    LIST_INSERT_HEAD(&core->restores, r, link);
     *out = r;
     return 0;
+}
+
+// Somebody may have made one of its name meanwhile.
+static int check_name(const struct kvq__session *s, char *text)
+{
+    const struct kvq__session_spec as = {.shards = s->shards, .n_layers = 1};
+    const struct kvq__session *first = kvq__session_named(s->ns, s->name);
+    if (first && kvq__group_member(first, s->shard))
+        return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", s->name);
+    int rc = first ? kvq__shards_check(first, &as, text) : 0;
+    return rc ? rc : kvq__namespace_room(s->ns, text);
+}
+
+static int enter(struct kvq__restore *r, char *text)
+{
+    struct kvq__session *s = r->session;
+    int rc = check_name(s, text);
+    rc = rc ? rc : list_parts(r, &r->spec, text);
+    if (rc == 0 && s->pool->gpu && !(r->ferry = kvq__ferry_take(r->core, s->pool->gpu)))
+        rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
+    rc = rc ? rc : kvq__session_enter(s, text);
+    if (rc < 0)
+        return rc;
+    r->entered = true;
+    hold(r);
+    if (!r->cut)
+        s->saved_commits = s->commits;
+    return 0;
+}
+
+int kvq__restore_reserve(struct kvq__restore *r, char *text)
+{
+    int rc = reserve_some(r);
+    return rc < 0 ? refuse_room(r->session, rc, text) : rc ? rc : enter(r, text);
 }
 
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
@@ -477,6 +526,12 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         return;
     *pointer = NULL;
     struct kvq__session *s = r->session;
+    if (!r->entered) { // nobody has seen it
+        LIST_REMOVE(r, link);
+        kvq__session_free(s);
+        restore_free(r);
+        return;
+    }
     bool whole = s->n_loading == 0;
     assert(s->dropped || whole || status < 0);
     if (!s->dropped && !whole)

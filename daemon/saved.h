@@ -118,12 +118,17 @@ struct kvq__restore_spec {
     uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
 };
 
-// Makes the session, which nobody has open yet. KVQ_E_EXISTS if there is one of that name and
+// Begins to make the session, which nobody sees yet. What the spec points to stays until
+// kvq__restore_reserve has returned 0, or kvq__restore_end was called. KVQ_E_EXISTS if there is one of that name and
 // shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY, KVQ_E_QUOTA,
 // KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
                        const struct kvq__restore_spec *spec, struct kvq__restore **restore,
                        char *text);
+// Takes some of its memory, as much as can be had without keeping others waiting for long. 1: call
+// it again soon. 0: the session is there, and nobody has it open yet. Below 0, the codes above:
+// nothing but kvq__restore_end is left to do. Until it has returned 0, nothing but that is called.
+int kvq__restore_reserve(struct kvq__restore *restore, char *text);
 // The tokens it has: less than were saved if it was cut.
 uint64_t kvq__restore_tokens(const struct kvq__restore *restore);
 

@@ -81,6 +81,9 @@ struct kvq__restore {
     uint32_t at;   // the first of the layers that are yet to come
     uint32_t lost; // a word: the session was dropped
     bool cut;      // it has less tokens than were saved
+    bool entered;  // the session is there for others
+    struct kvq__restore_spec spec;
+    uint32_t layer, page; // of the block that is reserved next
     struct kvq__ferry *ferry;
 };
 

@@ -125,7 +125,14 @@ int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uin
                                      .parts = s->parts,
                                      .n_parts = s->n,
                                      .good_tokens = good};
-    return kvq__restore_begin(core, &admin, &spec, restore, text);
+    int rc = kvq__restore_begin(core, &admin, &spec, restore, text);
+    if (rc < 0)
+        return rc;
+    while ((rc = kvq__restore_reserve(*restore, text)) > 0)
+        continue;
+    if (rc < 0)
+        kvq__restore_end(restore, rc);
+    return rc;
 }
 
 int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
