@@ -113,15 +113,15 @@ struct kvq__restore_spec {
     const char *ns;
     const char *place;              // as for opening a session; NULL or empty: the daemon's choice
     const struct kvq__saved *saved; // foreign: everything is checked
-    const struct kvq__part *parts;  // that there are, in any order
+    const struct kvq__part *parts;  // that there are, by layer, page and kind
     uint32_t n_parts;
     uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
 };
 
 // Begins to make the session, which nobody sees yet. What the spec points to stays until
-// kvq__restore_reserve has returned 0, or kvq__restore_end was called. KVQ_E_EXISTS if there is one of that name and
-// shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY, KVQ_E_QUOTA,
-// KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
+// kvq__restore_reserve has returned 0, or kvq__restore_end was called. KVQ_E_EXISTS if there is one
+// of that name and shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY,
+// KVQ_E_QUOTA, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
                        const struct kvq__restore_spec *spec, struct kvq__restore **restore,
                        char *text);
