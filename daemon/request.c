@@ -8,6 +8,7 @@
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
+#include "daemon/prefix.h"
 #include "daemon/settle.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
@@ -236,12 +237,19 @@ static void release_reading(struct kvq__session *s)
         kvq__pages_release(s);
 }
 
+// On a GPU what the step has made is only now there for others.
+static void release_tail(struct kvq__session *s)
+{
+    if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
+        kvq__prefix_seal(s);
+}
+
 void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
 {
     if (reading)
         release_reading(s);
     if (tail_use)
-        s->tail_use--;
+        release_tail(s);
     kvq__session_unpin(s);
 }
 
@@ -265,7 +273,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
         kvq__settle(s, w->table, &(struct kvq_result){0});
     w->settles = false;
     if (w->tail_use)
-        s->tail_use--;
+        release_tail(s);
     if (w->exclusive)
         s->exclusive = NULL;
     if (w->packing)

@@ -83,7 +83,7 @@ class Breaks(Test):
                 files, fds = driver_files(self.daemon), self.daemon.settled_fds()
                 self.kill_with_work(order, session, tokens)
                 self.daemon.wait_fds(fds)
-                self.until(lambda: driver_files(self.daemon), files)
+                self.until(lambda: driver_files(self.daemon) <= files, True)
 
     def test_scribbler_on_its_timeline(self):
         """It can only keep what is its own, and that no longer than it lives."""
