@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -184,6 +185,36 @@ class KvqRun(unittest.TestCase):
                                   capture_output=True, timeout=60, check=False)
         self.assertEqual(done.returncode, 1)
         self.assertIn(b"config.json", done.stderr)
+
+
+class Restart(unittest.TestCase):
+    """The daemon is killed and started again; what was saved goes on as if nothing had been."""
+
+    kvq_run, json = KvqRun.kvq_run, KvqRun.json
+
+    def start(self, folder):
+        self.daemon = kvqtest.Daemon("--pool-bytes", "1gb", "--storage-dir", folder)
+
+    def test_text_goes_on_after_a_kill(self):
+        ids = ",".join(str((7 * i + 3) % 250) for i in range(700))
+        folder = tempfile.mkdtemp(prefix="kvq-store-")
+        try:
+            self.start(folder)
+            whole = self.json("generate", "--ids", ids, "--tokens", 80, "--temperature", 0)
+            half = self.json("generate", "--ids", ids, "--tokens", 40, "--temperature", 0,
+                             "--session", "chat", "--keep")
+            subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", self.daemon.runtime_dir,
+                            "session", "save", "chat"], check=True, capture_output=True)
+            self.daemon.kill()
+            self.daemon.stop()
+            self.start(folder)
+            rest = self.json("generate", "--ids", whole["ids"][40], "--tokens", 39,
+                             "--temperature", 0, "--session", "chat")
+            self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
+            self.assertEqual(half["ids"] + [whole["ids"][40]] + rest["ids"], whole["ids"])
+        finally:
+            self.daemon.stop()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Codebooks(unittest.TestCase):

@@ -4,9 +4,10 @@
 
     tools/demo.py BIN [--quick]
 
-Starts a kvqd in a folder of its own, lets two engines generate at once, kills one, and prints what
-is measured on the way. Every figure comes from a program's own JSON; lines that are computed
-say so. Exit status 0, or 1 with what went wrong.
+Starts a kvqd in a folder of its own, lets two engines generate at once, kills one, lets two share a
+prompt, kills the daemon itself and goes on; and prints what is measured on the way. Every figure
+comes from a program's own JSON; lines that are computed say so. Exit status 0, or 1 with what went
+wrong.
 """
 import json
 import os
@@ -45,9 +46,11 @@ class Demo:
         self.folder = tempfile.mkdtemp(prefix="kvq-demo-")
         self.runtime = os.path.join(self.folder, "run")
         self.books = os.path.join(self.folder, "codebooks")
+        self.store = os.path.join(self.folder, "sessions")
         os.mkdir(self.books)
         self.log = os.path.join(self.folder, "kvqd.log")
         self.processes = []
+        self.daemon = None
 
     def program(self, name):
         return os.path.join(self.binaries, name)
@@ -79,16 +82,15 @@ class Demo:
 
     def start_daemon(self):
         reader, writer = os.pipe()
-        with open(self.log, "wb") as log:
-            daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes",
-                                "512mb", "--codebook-dir", self.books, "--ready-fd", writer,
-                                pass_fds=[writer])
+        with open(self.log, "ab") as log:
+            self.daemon = self.start("kvqd", log, "--runtime-dir", self.runtime, "--pool-bytes",
+                                     "512mb", "--codebook-dir", self.books, "--storage-dir",
+                                     self.store, "--ready-fd", writer, pass_fds=[writer])
         os.close(writer)
         ready, _, _ = select.select([reader], [], [], 30)
         if not ready or not os.read(reader, 64):
             raise Trouble("kvqd did not start:\n" + self.log_tail())
         os.close(reader)
-        return daemon
 
     def start_engine(self, fmt):
         path = os.path.join(self.folder, f"{fmt}.txt")
@@ -102,9 +104,8 @@ class Demo:
         """Looks again and again until the daemon's answers fulfil the condition."""
         end = time.monotonic() + 60
         while True:
-            daemon = self.processes[0].poll()
-            if daemon is not None:
-                raise Trouble(f"kvqd ended with {daemon}:\n{self.log_tail()}")
+            if self.daemon.poll() is not None:
+                raise Trouble(f"kvqd ended with {self.daemon.returncode}:\n{self.log_tail()}")
             if condition():
                 return
             if time.monotonic() > end:
@@ -157,6 +158,33 @@ class Demo:
         print("\n$ kvqctl prefix status\n" + self.ctl("prefix", "status"))
         if not same or runs[1]["prefix_tokens"] == 0:
             raise Trouble("the second engine was to begin with the first one's prefix")
+
+    def turn(self, session, prompt):
+        return json.loads(self.ask("kvq-run", "generate", "--model", MODEL, "--runtime-dir",
+                                   self.runtime, "--session", session, "--keep", "--prompt",
+                                   prompt, "--tokens", 120, "--temperature", 0, "--json"))
+
+    def restart(self):
+        """A chat is saved, the daemon killed and started again; the chat goes on where it was."""
+        title("kill -9 of the daemon")
+        with open(HELDOUT, encoding="utf-8") as file:
+            turns = file.read(1500), " After that, "
+        unbroken = [self.turn("unbroken", prompt) for prompt in turns][1]
+        self.turn("chat", turns[0])
+        print("$ kvqctl session save chat\n" + self.ctl("session", "save", "chat"))
+        self.daemon.kill()
+        self.daemon.wait()
+        self.start_daemon()
+        print("(killed, and started again)\n\n$ kvqctl storage list\n" +
+              self.ctl("storage", "list"))
+        resumed = self.turn("chat", turns[1])
+        same = unbroken["ids"] == resumed["ids"]
+        print(f"chat goes on with {resumed['tokens_found']:,} tokens:{turns[1]}"
+              f"{bytes(resumed['ids']).decode(errors='replace')!r}\nThe text is "
+              f"{'the same as' if same else 'ANOTHER than'} that of a chat that nothing broke.")
+        self.ctl("session", "drop", "chat")
+        if not same or resumed["tokens_found"] == 0:
+            raise Trouble("the chat was to go on as if nothing had been")
 
     def show_text(self, fmt, path):
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -223,11 +251,11 @@ class Demo:
                   f"fast as f16\n{'':<14} {sessions} such sessions of {layers} layers: "
                   f"{packed / 2**30:.1f} GiB packed (computed)")
 
-    def stop_daemon(self, daemon):
+    def stop_daemon(self):
         left = self.status()
-        daemon.terminate()
-        if daemon.wait(30):
-            raise Trouble(f"kvqd ended with {daemon.returncode}")
+        self.daemon.terminate()
+        if self.daemon.wait(30):
+            raise Trouble(f"kvqd ended with {self.daemon.returncode}")
         title("The end")
         print(f"kvqd served {left['steps']:,} steps and {left['attends']:,} attentions, held "
               f"{left['pool_used_bytes']:,} bytes when the last engine had gone, and has ended.")
@@ -240,11 +268,12 @@ class Demo:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def show(self):
-        daemon = self.start_daemon()
+        self.start_daemon()
         self.two_engines()
         self.one_prefix()
+        self.restart()
         self.table()
-        self.stop_daemon(daemon)
+        self.stop_daemon()
         self.real_shape()
 
 

@@ -1,7 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Shows what kvqd does: two engines on one daemon, one of which is killed; then what each format
-# costs and how well it does on the shipped model, and attention at the shape of a real one.
+# Shows what kvqd does: two engines on one daemon, one of which is killed; a prompt that two engines
+# share; a chat that outlives the daemon; then what each format costs and how well it does on the
+# shipped model, and attention at the shape of a real one.
 #
 #   tools/demo.sh [--quick]
 #
@@ -13,7 +14,7 @@ set -eu
 cd "$(dirname "$0")/.."
 case "${1:-}" in
 -h | --help)
-    sed -n '3,11s/^# \{0,1\}//p' tools/demo.sh
+    sed -n '3,12s/^# \{0,1\}//p' tools/demo.sh
     exit 0
     ;;
 '' | --quick) ;;
