@@ -650,7 +650,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
     assert(!q->busy);
     q->busy = true;
     q->running = q->holding = q->told = false;
-    for (uint32_t i = 0; i < q->header.count; i++)
+    for (uint32_t i = 0; i < q->header.count && i < KVQ_MAX_BATCH; i++)
         q->work[i].told = q->work[i].part.more = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
