@@ -198,16 +198,9 @@ void kvq_bucket_close(kvq_bucket **bucket)
 
 // ---- Steps ----
 
-static bool same_shape(const struct kvq_shape *a, const struct kvq_shape *b)
-{
-    return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
-           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
-           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
-}
-
 static bool is_alike(const struct kvq__local_layer *a, const struct kvq__local_layer *b)
 {
-    return a->format == b->format && same_shape(&a->shape, &b->shape) &&
+    return a->format == b->format && kvq_shape_same(&a->shape, &b->shape) &&
            memcmp(&a->book, &b->book, sizeof a->book) == 0 && a->source == b->source;
 }
 

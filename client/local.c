@@ -3,6 +3,7 @@
 // In-context mode: opening and closing, whether attention can be here, and taking sessions in.
 #include "client/local.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -132,6 +133,7 @@ int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kv
     int rc = check_options(queue, o, local);
     if (rc)
         return rc;
+    assert(local);
     struct kvq_local *made = make(queue, o);
     if (!made)
         return KVQ_E_SYSTEM;

@@ -5,6 +5,7 @@
 // mapped over them, read-only, as sessions come to use them.
 #include "client/local.h"
 
+#include <assert.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -129,8 +130,10 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here 
     else if (here && pool->here.context != here->context)
         rc = kvq__fail(KVQ_E_INVALID, "this client attends on %s in another CUDA context already",
                        place);
-    if (rc == KVQ_OK)
+    if (rc == KVQ_OK) {
+        assert(pool);
         pool->refs++;
+    }
     pthread_mutex_unlock(&client->control);
     *out = rc ? NULL : pool;
     return rc;
@@ -146,7 +149,7 @@ static void end(struct kvq__pool *pool)
     while ((book = LIST_FIRST(&pool->books))) {
         LIST_REMOVE(book, link);
         munmap(book->values, book->bytes);
-        if (book->there)
+        if (pool->here.driver && book->there)
             pool->here.driver->memory_free(book->there);
         free(book);
     }

@@ -4,6 +4,7 @@
 // kernels take these for granted, so whatever makes no sense is refused here.
 #include "client/local.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -74,28 +75,11 @@ static bool is_whole(const struct kvq_format *f)
            (f->unit_tokens == 32 || f->unit_tokens == 64 || f->unit_tokens == 128);
 }
 
-static bool same_side(const struct kvq_side *a, const struct kvq_side *b)
-{
-    return a->codec == b->codec && a->bits == b->bits && a->axis == b->axis && a->zero == b->zero &&
-           a->full == b->full && a->wide == b->wide && a->vector == b->vector &&
-           a->group == b->group;
-}
-
-static bool same_row(const struct kvq_format *a, const struct kvq_format *b)
-{
-    return a->k_channel == b->k_channel && a->k_rotation == b->k_rotation &&
-           a->k_token_scale == b->k_token_scale && a->v_rotation == b->v_rotation &&
-           a->raw_dtype == b->raw_dtype && a->outliers == b->outliers &&
-           a->extra_outliers == b->extra_outliers && a->plain_layers == b->plain_layers &&
-           a->unit_tokens == b->unit_tokens && a->recent_tokens == b->recent_tokens &&
-           a->sink_tokens == b->sink_tokens && same_side(&a->k, &b->k) && same_side(&a->v, &b->v);
-}
-
 static int keep(struct kvq__pool *pool, const struct kvq_format *f, const struct kvq_format **out)
 {
     struct kvq__row *row;
     LIST_FOREACH (row, &pool->rows, link)
-        if (same_row(&row->format, f))
+        if (kvq_format_same(&row->format, f))
             break;
     if (!row) {
         row = calloc(1, sizeof *row);
@@ -203,7 +187,7 @@ static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
 {
     struct kvq__book *book = calloc(1, sizeof *book);
     size_t bytes = r->bytes;
-    void *mapping;
+    void *mapping = NULL;
     if (!book)
         return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
     int rc = r->bytes > 0 && r->bytes <= KVQ_MAX_CODEBOOK_BYTES
@@ -295,6 +279,7 @@ static int ask_book(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
     if (!book)
         rc = map_book(pool, r, call.fds[0], &book);
     kvq__close_fds(call.fds, call.n_fds);
+    assert(rc || book);
     if (rc == KVQ_OK && !take_tables(book, r, layer))
         rc = kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early", number);
     return rc;

@@ -3,6 +3,7 @@
 // Sessions: opening, closing, dropping, moving, asking.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -221,7 +222,7 @@ static void opening_free(struct opening *o)
 static int open_session(kvq_client *client, const struct kvq_session_options *o,
                         kvq_session *session, struct kvq_session_info *info)
 {
-    struct opening *opening;
+    struct opening *opening = NULL;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_SESSION,
@@ -229,6 +230,7 @@ static int open_session(kvq_client *client, const struct kvq_session_options *o,
     int rc = opening_make(client, o, &opening);
     if (rc)
         return rc;
+    assert(opening);
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
     call.request.open_session = &opening->message;
     pthread_mutex_lock(&client->control);
@@ -245,7 +247,7 @@ static int open_session(kvq_client *client, const struct kvq_session_options *o,
 
 static int lookup(kvq_client *client, const struct kvq_session_options *o, uint64_t *tokens)
 {
-    struct opening *opening;
+    struct opening *opening = NULL;
     Kvq__LookupPrefix message = KVQ__LOOKUP_PREFIX__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
@@ -254,6 +256,7 @@ static int lookup(kvq_client *client, const struct kvq_session_options *o, uint6
     int rc = opening_make(client, o, &opening);
     if (rc)
         return rc;
+    assert(opening);
     message.session = &opening->message;
     call.request.command_case = KVQ__REQUEST__COMMAND_LOOKUP_PREFIX;
     call.request.lookup_prefix = &message;

@@ -85,7 +85,9 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
     Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
-    int error = reply ? check_table(open, text) : kvq__attach_no_room(text);
+    if (!reply)
+        return kvq__attach_no_room(text);
+    int error = check_table(open, text);
     if (error)
         return error;
     uint64_t bytes = kvq_table_bytes(open->layers, pages_of(open));
@@ -265,8 +267,8 @@ static Kvq__TableLayer *layer_of(struct kvq_arena *arena, const struct kvq__laye
 static bool is_alike(const struct kvq__layer_reading *a, uint32_t i,
                      const struct kvq__layer_reading *b, uint32_t j)
 {
-    return memcmp(&a->format, &b->format, sizeof a->format) == 0 &&
-           memcmp(&a->shape, &b->shape, sizeof a->shape) == 0 && a->source == i && b->source == j;
+    return kvq_format_same(&a->format, &b->format) && kvq_shape_same(&a->shape, &b->shape) &&
+           a->source == i && b->source == j;
 }
 
 static int put_layers(struct kvq__connection *c, const struct kvq__layer_reading *layers,

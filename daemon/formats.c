@@ -115,23 +115,6 @@ int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_
     return rc;
 }
 
-static bool same_side(const struct kvq_side *a, const struct kvq_side *b)
-{
-    return a->codec == b->codec && a->bits == b->bits && a->axis == b->axis && a->zero == b->zero &&
-           a->full == b->full && a->wide == b->wide && a->vector == b->vector &&
-           a->group == b->group;
-}
-
-bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b)
-{
-    return a->k_channel == b->k_channel && a->k_rotation == b->k_rotation &&
-           a->k_token_scale == b->k_token_scale && a->v_rotation == b->v_rotation &&
-           a->raw_dtype == b->raw_dtype && a->outliers == b->outliers &&
-           a->extra_outliers == b->extra_outliers && a->plain_layers == b->plain_layers &&
-           a->unit_tokens == b->unit_tokens && a->recent_tokens == b->recent_tokens &&
-           a->sink_tokens == b->sink_tokens && same_side(&a->k, &b->k) && same_side(&a->v, &b->v);
-}
-
 // Of a format of the configuration, the row that has this name. NULL = none.
 static const struct kvq_format *own_row_named(const struct kvq__own_format *own, const char *name)
 {

@@ -19,8 +19,6 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *session,
                                           const struct kvq_format *row);
 // The row of that name in the table or the configuration. NULL = none.
 const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name);
-// Whether they mean the same; wherever they were found.
-bool kvq__format_same(const struct kvq_format *a, const struct kvq_format *b);
 // Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
 size_t kvq__formats_bytes(const struct kvq__session *session);

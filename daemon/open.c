@@ -119,7 +119,7 @@ static int take_exact(const struct kvq__core *core, const struct kvq_format *exa
                       struct kvq_format *found, char *why, size_t n)
 {
     const struct kvq_format *known = kvq__format_named(core, exact->name);
-    if (known && !kvq__format_same(known, exact)) {
+    if (known && !kvq_format_same(known, exact)) {
         snprintf(
             why, n,
             "format %s was saved with other stages than it has in this version or configuration",
@@ -391,13 +391,6 @@ static int differs(const struct kvq__session *s, const char *what, char *text)
                      s->name, what);
 }
 
-static bool same_shape(const struct kvq_shape *a, const struct kvq_shape *b)
-{
-    return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
-           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
-           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
-}
-
 static int compare_layers(const struct kvq__session *s, const struct kvq__session *wanted,
                           char *text)
 {
@@ -406,7 +399,7 @@ static int compare_layers(const struct kvq__session *s, const struct kvq__sessio
         return differs(s, "number of layers", text);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
-        bool shape = same_shape(&a->shape, &b->shape) && a->source == b->source;
+        bool shape = kvq_shape_same(&a->shape, &b->shape) && a->source == b->source;
         if (strcmp(a->format->name, b->format->name) == 0 && shape)
             continue;
         if (shape)

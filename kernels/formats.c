@@ -259,6 +259,30 @@ static int check_kinds(const struct kvq_shape *s, const struct kvq_format *f, ch
     return -1;
 }
 
+static bool same_side(const struct kvq_side *a, const struct kvq_side *b)
+{
+    return a->codec == b->codec && a->bits == b->bits && a->axis == b->axis && a->zero == b->zero &&
+           a->full == b->full && a->wide == b->wide && a->vector == b->vector &&
+           a->group == b->group;
+}
+
+bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b)
+{
+    return a->k_channel == b->k_channel && a->k_rotation == b->k_rotation &&
+           a->k_token_scale == b->k_token_scale && a->v_rotation == b->v_rotation &&
+           a->raw_dtype == b->raw_dtype && a->outliers == b->outliers &&
+           a->extra_outliers == b->extra_outliers && a->plain_layers == b->plain_layers &&
+           a->unit_tokens == b->unit_tokens && a->recent_tokens == b->recent_tokens &&
+           a->sink_tokens == b->sink_tokens && same_side(&a->k, &b->k) && same_side(&a->v, &b->v);
+}
+
+bool kvq_shape_same(const struct kvq_shape *a, const struct kvq_shape *b)
+{
+    return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
+           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
+           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
+}
+
 int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n)
 {
     if (check_heads(s, text, n) || check_dims(s, text, n) || check_numbers(s, text, n))

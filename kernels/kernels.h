@@ -158,6 +158,10 @@ struct kvq_shape {
     float scale;                // softmax scale, usually 1/sqrt(k_dim)
 };
 
+// Whether they are the same, but for a format's name and source.
+bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b);
+bool kvq_shape_same(const struct kvq_shape *a, const struct kvq_shape *b);
+
 // 0, or -1 with a plain sentence in text (what is wrong, the value, what is allowed).
 int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n);
 

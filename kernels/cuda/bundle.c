@@ -142,7 +142,7 @@ int kvq_gpu_open_bundle(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver
     struct entry entries[KVQ_GPU_MAX_MODULES];
     struct head head;
     if (driver->kernels_inside && bytes == 0)
-        return kvq_gpu_open(gpu, driver, text, n);
+        return kvq_gpu_open_images(gpu, driver, NULL, text, n);
     memset(gpu, 0, sizeof *gpu);
     if (driver->kernels_inside || bytes < sizeof head)
         return refuse("the driver has others, or there are none", text, n);

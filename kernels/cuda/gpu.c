@@ -106,9 +106,8 @@ static int find_kernel(struct kvq_gpu *gpu, int kernel, char *text, size_t n)
     return 0;
 }
 
-// images NULL: those inside the driver.
-static int open_with(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
-                     const struct kvq_gpu_image *images, char *text, size_t n)
+int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
+                        const struct kvq_gpu_image *images, char *text, size_t n)
 {
     memset(gpu, 0, sizeof *gpu);
     gpu->driver = driver;
@@ -123,17 +122,6 @@ static int open_with(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
 error:
     kvq_gpu_close(gpu);
     return -1;
-}
-
-int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n)
-{
-    return open_with(gpu, driver, driver->kernels_inside ? NULL : kvq_gpu_images(), text, n);
-}
-
-int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
-                        const struct kvq_gpu_image *images, char *text, size_t n)
-{
-    return open_with(gpu, driver, images, text, n);
 }
 
 void kvq_gpu_close(struct kvq_gpu *gpu)

@@ -49,8 +49,8 @@ struct kvq_gpu {
 // sentence in text; nothing is left behind then.
 int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n);
 
-// The same with these images, ended by one whose name is NULL, and with no kernels of the driver's.
-// All must be whole.
+// The same with these images, ended by one whose name is NULL, all of them whole; NULL: with the
+// kernels inside the driver.
 int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
                         const struct kvq_gpu_image *images, char *text, size_t n);
 
