@@ -169,14 +169,6 @@ void kvq__pages_release(struct kvq__session *s)
 
 // ---- Views ----
 
-static uint16_t part(uint64_t tokens, uint32_t page)
-{
-    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
-    if (tokens <= start)
-        return 0;
-    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
-}
-
 uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
                          uint64_t tokens, struct kvq_page *pages)
 {
@@ -188,8 +180,8 @@ uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t 
     for (uint32_t i = l->first_page; i < n; i++) {
         pages[i].packed = l->pages[i].packed.data;
         pages[i].raw = l->pages[i].raw.data;
-        pages[i].tokens = part(tokens, i);
-        pages[i].packed_tokens = part(packed, i);
+        pages[i].tokens = kvq__page_part(tokens, i);
+        pages[i].packed_tokens = kvq__page_part(packed, i);
         assert(pages[i].raw || pages[i].packed_tokens == pages[i].tokens);
     }
     return n;

@@ -319,6 +319,14 @@ void kvq__pages_release(struct kvq__session *s);
 // The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
 uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
                          uint64_t tokens, struct kvq_page *pages);
+// How many of the first `tokens` tokens the page holds.
+static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
+{
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    if (tokens <= start)
+        return 0;
+    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
+}
 static inline uint32_t kvq__pages_of(uint64_t tokens)
 {
     return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);

@@ -235,14 +235,6 @@ static void hold(struct kvq__core *core, struct kvq__ref *mine, const struct kvq
     *mine = kvq__block_share(*ref);
 }
 
-static uint16_t part(uint64_t tokens, uint32_t page)
-{
-    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
-    if (tokens <= start)
-        return 0;
-    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
-}
-
 static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)
 {
     static const struct kvq__pageref none;
@@ -254,8 +246,8 @@ static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)
     hold(core, &was->pages[page].raw, &p->raw);
     return (struct kvq_table_entry){.packed = address(v->table, &p->packed),
                                     .raw = address(v->table, &p->raw),
-                                    .tokens = there ? part(v->tokens, page) : 0,
-                                    .packed_tokens = there ? part(v->packed, page) : 0};
+                                    .tokens = there ? kvq__page_part(v->tokens, page) : 0,
+                                    .packed_tokens = there ? kvq__page_part(v->packed, page) : 0};
 }
 
 static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
