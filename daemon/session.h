@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions, their layers and their pages; see session.c and pages.c. Part of state.h.
+#ifndef KVQ_DAEMON_SESSION_H
+#define KVQ_DAEMON_SESSION_H
+
+#include <sys/queue.h>
+
+#include "daemon/formats.h"
+#include "daemon/gpu.h"
+#include "daemon/pool.h"
+#include "daemon/prefix.h"
+
+// Blocks of 128 positions of one layer.
+struct kvq__pageref {
+    struct kvq__ref packed, raw;
+};
+
+enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
+
+struct kvq__layer {
+    const struct kvq_format *format; // a row of the table, or one of the session's own
+    struct kvq_shape shape;
+    struct kvq_layout layout, raw_layout;
+    struct kvq_book book;             // codebook formats
+    struct kvq_book gpu_book;         // its copy on the session's GPU; zeros without
+    void *book_hold;                  // keeps its tables; NULL = none
+    uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
+    uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
+    uint32_t learn;                   // tokens the format learns from; 0 = none
+    uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
+    // The rest is meaningful for layers that have their own pages.
+    struct kvq__pageref *pages;
+    struct kvq__ref extras;      // formats that keep some; from the first page on
+    bool learned;                // its extras know what the format learns
+    uint32_t first_page;         // pages before it are behind the window and freed
+    uint32_t raw_page;           // raw blocks of pages before it are released
+    uint64_t base;               // a fork's: tokens below it are only there packed
+    uint64_t packed;             // tokens [0, packed) are packed
+    uint64_t enqueued;           // will be so if the STEP under way on a GPU commits; 0 = none
+    const void *packer;          // the request or packer whose job is packing it; NULL = none
+    struct kvq__lane *pack_lane; // on a GPU: where units were packed last
+    uint64_t pack_number;        // and the work's number there
+    uint8_t append;              // enum kvq__append_state, in the open step
+    bool loading;                // its blocks are yet to be read from a store
+};
+
+struct kvq__handle {
+    struct kvq__client *client;
+    struct kvq__session *session; // NULL if free or taken
+    uint32_t index, generation;
+    bool used, taken, read_only;
+    int lost; // taken because its session could not be read from a store: why; else 0
+    struct kvq__table *table;     // NULL = none
+    LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
+};
+LIST_HEAD(kvq__handle_list, kvq__handle);
+
+struct kvq__session {
+    TAILQ_ENTRY(kvq__session) link; // in its namespace
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    struct kvq__pool *pool; // where all its blocks lie
+    uint64_t id;
+    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
+    struct kvq__layer *layers;
+    uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
+    struct kvq_format *formats;       // composed ones, each once; NULL = none
+    uint32_t n_formats;               // of n_layers that there is room for
+    char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
+    uint32_t shard, shards, max_rollback;
+    uint64_t prompt_tokens, keep_ns;
+    uint8_t path, v_rotation, dtype;
+    bool drop_on_detach, save_on_detach, dropped;
+
+    uint64_t tokens; // committed
+    uint64_t floor;  // truncation cannot go below
+    uint64_t saturated;
+    uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
+    uint32_t n_loading;              // layers
+    struct kvq__restore *restore;    // that reads them; NULL = none
+    struct kvq__ids ids;             // of its tokens, as far as they are known
+    uint64_t prefix_tokens;          // that it began with
+    bool foreign;                    // some of its blocks are another namespace's
+    uint32_t n_pages, page_capacity; // of every layer's table
+    struct kvq__pageref *table;      // memory of all layers' tables
+
+    struct kvq__handle_list handles;
+    LIST_HEAD(, kvq__table) tables;
+    struct kvq__handle *writer;
+    uint32_t readers;
+    uint64_t idle_since; // last use; while nobody has it open, the keep time counts from here
+
+    struct kvq__step *step; // the open step it is in
+    LIST_ENTRY(kvq__session) step_link;
+    uint32_t step_tokens, step_layers; // layers appended
+    uint64_t step_serial;              // changes with every beginning and end of a step
+    uint64_t step_queue;               // number of the queue that began it
+    bool settling;                     // a STEP's work is under way on a GPU, see settle.h
+    bool untold;                       // its writer has yet to hear that values were not finite
+
+    struct kvq__group *group; // of named sessions with several shards; else NULL
+    struct kvq__move *move;   // to another place, under way or queued; NULL = none
+    bool prepared;            // its step has ended and waits for those of the other shards
+    uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
+
+    // Held by requests under way.
+    uint32_t pins;
+    struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
+    uint32_t reading;               // entries that read committed tokens
+    uint64_t reading_floor;         // lowest count they may stand at; meaningless if reading is 0
+    bool release_due;               // pages were kept for them
+    uint32_t tail_use;              // entries that write or read the open step's tokens
+    struct kvq__queue *exclusive;   // the request that changes what is committed
+
+    bool pack_queued;
+    TAILQ_ENTRY(kvq__session) pack_link;
+};
+
+// A session with zeroed layers that nobody sees yet; NULL without memory. End it by
+// kvq__session_free before and by kvq__session_end after it was published.
+struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
+                                      uint32_t n_layers);
+void kvq__session_free(struct kvq__session *session);
+// Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
+// 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__session_place(struct kvq__session *session);
+void kvq__session_publish(struct kvq__session *session);
+// The first of that name, whichever shard it is; NULL = none.
+struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
+// As kvq__session_find.
+int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                     const char *name, struct kvq__session **s, char *text);
+// Takes it out of its namespace, makes its handles stale, gives its blocks back.
+void kvq__session_end(struct kvq__session *session);
+void kvq__session_pin(struct kvq__session *session);
+void kvq__session_unpin(struct kvq__session *session);
+// Nobody has it open any more: drops it or starts its keep time.
+void kvq__session_detached(struct kvq__session *session);
+int kvq__namespace_room(struct kvq__namespace *ns, char *text); // for one more session
+void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
+
+static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
+{
+    return s->layers[layer].source == layer;
+}
+
+// Tokens that a view at `past` tokens reads packed: a function of counts alone.
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
+                        uint64_t past);
+// The first token that a view at or above `floor` may still need: what is behind is freed.
+uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor);
+// What a view at `past` tokens needs of the layer besides pages: NULL while nothing is packed.
+const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
+                                uint64_t past);
+// Outliers that count for each KV head, in the queue's arena; NULL into *counts if the format has
+// none. False if there is no room left in this wave.
+bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
+                        const uint8_t **counts);
+// What a layer's extras block holds at first, and what of another's a fork keeps below
+// to->packed. On a GPU these wait for copies (session.c). 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
+int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
+                     const struct kvq__layer *to);
+// Makes the tables long enough for so many pages.
+int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
+// Makes room for `tokens` tokens in all layers, or changes nothing.
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
+// Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
+void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
+// Releases what no view at or above the floor can read any more.
+void kvq__pages_release(struct kvq__session *s);
+// The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
+uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
+                         uint64_t tokens, struct kvq_page *pages);
+// How many of the first `tokens` tokens the page holds.
+static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
+{
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    if (tokens <= start)
+        return 0;
+    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
+}
+static inline uint32_t kvq__pages_of(uint64_t tokens)
+{
+    return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+}
+
+// The pool of a place. NULL with a text if there is none of that name.
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
+
+// ---- Saving and restoring (save.c, restore.c; see saved.h) ----
+
+// The session is about to end: what reads its blocks may stop.
+void kvq__restore_drop(struct kvq__session *session);
+// Whether what the request asks of the session waits for layers that are yet to be read.
+bool kvq__is_loading(const struct kvq__queue *queue, const struct kvq__session *session);
+static inline bool kvq__is_unsaved(const struct kvq__session *s)
+{
+    return s->commits != s->saved_commits;
+}
+
+#endif
