@@ -79,6 +79,26 @@ const struct kvq__option kvq__options[] = {
      .help = "named sessions that are idle for so long are saved; 0: they are not"},
     {FIELD(save_on_drain), KVQ_OPTION_WORD, "WORD", .words = bool_words, .initial = 1,
      .help = "save named sessions before the daemon ends"},
+    {FIELD(remote_endpoint), KVQ_OPTION_TEXT, "URL", .initial_text = "",
+     .help = "S3-compatible store that sessions are pushed to, https://HOST[:PORT]; empty: none"},
+    {FIELD(remote_bucket), KVQ_OPTION_TEXT, "NAME", .initial_text = "", .help = "its bucket"},
+    {FIELD(remote_prefix), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "what all keys in it begin with"},
+    {FIELD(remote_region), KVQ_OPTION_TEXT, "NAME", .initial_text = "",
+     .help = "its region; empty: us-east-1, which most makes take"},
+    {FIELD(remote_ca_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "certificates to trust for it; empty: the system's"},
+    {FIELD(remote_virtual_host), KVQ_OPTION_WORD, "WORD", .words = bool_words,
+     .help = "the bucket is part of the host's name, not of the path"},
+    {FIELD(remote_keys_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "keys to it, as AWS's tools have them; empty: AWS_ACCESS_KEY_ID and so on"},
+    {FIELD(remote_keys_section), KVQ_OPTION_TEXT, "NAME", .initial_text = "",
+     .help = "the section there; empty: default"},
+    {FIELD(remote_part_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 16 << 20, .min = 64 << 10,
+     .max = 256 << 20,
+     .help = "piece that is transferred at a time; each transfer has it in memory"},
+    {FIELD(remote_stall_seconds), KVQ_OPTION_NUMBER, "N", .initial = 60, .min = 1, .max = 3600,
+     .help = "a request that hardly moves for so long is given up, and tried again"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
      .help = "users besides root and the daemon's who may see and end everything"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,
@@ -88,6 +108,7 @@ const struct kvq__option kvq__options[] = {
     {.name = NULL},
 };
 _Static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
+_Static_assert(KVQ_CONFIG_OPTIONS <= 64, "bits of what the file has set");
 
 const char *kvq__option_name(const struct kvq__option *option)
 {
@@ -413,6 +434,36 @@ uint32_t kvq__usable_cpus(void)
     return 1;
 }
 
+// What can be told without opening it; see kvq__keeper_remote_open.
+static int check_remote(const struct kvq_config *config, char *text)
+{
+    const char *const others[][2] = {{"remote_bucket", config->remote_bucket},
+                                     {"remote_prefix", config->remote_prefix},
+                                     {"remote_region", config->remote_region},
+                                     {"remote_ca_file", config->remote_ca_file},
+                                     {"remote_keys_file", config->remote_keys_file},
+                                     {"remote_keys_section", config->remote_keys_section}};
+    if (!config->remote_endpoint[0]) {
+        for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+            if (others[i][1][0])
+                return kvq__config_refuse(text, others[i][0],
+                                          "is set, but remote_endpoint, which says where the "
+                                          "store is, is not");
+        return 0;
+    }
+    if (strchr(config->remote_endpoint, '@')) // not repeated: it may hold a password
+        return kvq__config_refuse(text, "remote_endpoint",
+                                  "holds a user's name; keys come from remote_keys_file or the "
+                                  "environment");
+    if (!config->remote_bucket[0])
+        return kvq__config_refuse(text, "remote_bucket", "is empty; remote_endpoint needs one");
+    if (!config->storage_dir[0])
+        return kvq__config_refuse(text, "storage_dir",
+                                  "is empty; what goes to and from remote_endpoint is saved "
+                                  "there first");
+    return 0;
+}
+
 int kvq__config_resolve(struct kvq_config *config, char *text)
 {
     if (config->extent_bytes % (2 << 20))
@@ -440,5 +491,5 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
         return kvq__config_refuse(text, "runtime_dir",
                                   "%zu bytes long; allowed is %d, for socket paths are short",
                                   strlen(config->runtime_dir), KVQ_MAX_RUNTIME_DIR);
-    return 0;
+    return check_remote(config, text);
 }

@@ -53,7 +53,7 @@ struct kvq_config_format {
     char composition[768]; // k, v and stages as one name, the row's source
 };
 
-enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 32, KVQ_CONFIG_GPUS = 1024 };
+enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 64, KVQ_CONFIG_GPUS = 1024 };
 
 // The option backend, in the order of its words.
 enum kvq__backend {
@@ -93,6 +93,15 @@ struct kvq_config {
     uint64_t storage_bytes;             // of all its files; 0: no cap
     uint64_t save_idle_seconds;         // 0: sessions are not saved for being idle
     bool save_on_drain;
+    char remote_endpoint[KVQ_CONFIG_PATH]; // "": no remote store; then the others are empty, too
+    char remote_bucket[64];
+    char remote_prefix[KVQ_CONFIG_PATH];
+    char remote_region[64];
+    char remote_ca_file[KVQ_CONFIG_PATH]; // "": the system's
+    bool remote_virtual_host;
+    char remote_keys_file[KVQ_CONFIG_PATH]; // "": AWS_* of the environment
+    char remote_keys_section[64];
+    uint64_t remote_part_bytes, remote_stall_seconds;
     struct kvq_config_ids admin_uids;
     uint64_t log_level; // enum kvq_log_level
     char log_file[KVQ_CONFIG_PATH];

@@ -150,6 +150,39 @@ static void test_wrong_values(void **state)
     flags_refused("--max-clients", "0", "allowed is 1 to 1024");
 }
 
+static void remote_refused(const char *const *flags, const char *words)
+{
+    char *arguments[] = {"kvqd",           "--runtime-dir=/r", (char *)flags[0],
+                         (char *)flags[1], (char *)flags[2],   NULL};
+    assert_int_equal(load(arguments, no_environment), KVQ_E_INVALID);
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+static void test_remote(void **state)
+{
+    (void)state;
+    char *good[] = {"kvqd",
+                    "--runtime-dir=/r",
+                    "--remote-endpoint=https://host:1",
+                    "--remote-bucket=bucket",
+                    "--storage-dir=/s",
+                    NULL};
+    assert_int_equal(load(good, no_environment), 0);
+    remote_refused((const char *[3]){"--remote-bucket=b"}, "remote_bucket: is set, but");
+    remote_refused((const char *[3]){"--remote-keys-file=k"}, "remote_keys_file: is set, but");
+    remote_refused((const char *[3]){"--remote-endpoint=http://h", "--storage-dir=/s"},
+                   "remote_bucket: is empty");
+    remote_refused((const char *[3]){"--remote-endpoint=http://h", "--remote-bucket=bucket"},
+                   "storage_dir: is empty");
+    remote_refused((const char *[3]){"--remote-endpoint=http://me:hidden@h",
+                                     "--remote-bucket=bucket", "--storage-dir=/s"},
+                   "holds a user's name");
+    assert_null(strstr(text, "hidden"));
+    flags_refused("--remote-part-bytes", "1kb", "allowed is 64kb to 256mb");
+    flags_refused("--remote-stall-seconds", "0", "allowed is 1 to 3600");
+}
+
 static void test_unknown_names(void **state)
 {
     (void)state;
@@ -367,12 +400,19 @@ static void test_texts_for_people(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_precedence),       cmocka_unit_test(test_values),
-        cmocka_unit_test(test_runtime_dir),      cmocka_unit_test(test_wrong_values),
-        cmocka_unit_test(test_unknown_names),    cmocka_unit_test(test_file),
-        cmocka_unit_test(test_wrong_files),      cmocka_unit_test(test_too_many_namespaces),
-        cmocka_unit_test(test_formats),          cmocka_unit_test(test_wrong_formats),
-        cmocka_unit_test(test_too_many_formats), cmocka_unit_test(test_texts_for_people),
+        cmocka_unit_test(test_precedence),
+        cmocka_unit_test(test_values),
+        cmocka_unit_test(test_runtime_dir),
+        cmocka_unit_test(test_wrong_values),
+        cmocka_unit_test(test_unknown_names),
+        cmocka_unit_test(test_remote),
+        cmocka_unit_test(test_file),
+        cmocka_unit_test(test_wrong_files),
+        cmocka_unit_test(test_too_many_namespaces),
+        cmocka_unit_test(test_formats),
+        cmocka_unit_test(test_wrong_formats),
+        cmocka_unit_test(test_too_many_formats),
+        cmocka_unit_test(test_texts_for_people),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
