@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "proto/status.h"
-#include "storage/save.h"
+#include "storage/quota.h"
 
 static int reference(struct kvq_store *s, uint64_t block, int64_t change)
 {
@@ -42,31 +42,36 @@ static int old_entries(struct kvq_store *s, uint64_t session, struct kvq_manifes
     return rc;
 }
 
-static int drop_entry(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry *e)
+// A session whose entries change, and by how much its namespace grows.
+struct change {
+    struct kvq_store *s;
+    int64_t session, space, bytes;
+};
+
+static int drop_entry(struct change *c, const struct kvq_manifest_entry *e)
 {
-    int rc = reference(s, e->block, -1);
+    int rc = kvq__space_use(c->s, c->space, e->block, -1, &c->bytes);
     return rc ? rc
-              : kvq__run(&s->catalog, KVQ_Q_ENTRY_DROP, "iiii", (int64_t)session, (int64_t)e->layer,
+              : kvq__run(&c->s->catalog, KVQ_Q_ENTRY_DROP, "iiii", c->session, (int64_t)e->layer,
                          (int64_t)e->page, (int64_t)e->kind);
 }
 
-static int put_entry(struct kvq_store *s, uint64_t session, const struct kvq_manifest_entry *e)
+static int put_entry(struct change *c, const struct kvq_manifest_entry *e)
 {
-    int rc = reference(s, e->block, 1);
+    int rc = kvq__space_use(c->s, c->space, e->block, 1, &c->bytes);
     return rc ? rc
-              : kvq__run(&s->catalog, KVQ_Q_ENTRY_PUT, "iiiiii", (int64_t)session,
-                         (int64_t)e->layer, (int64_t)e->page, (int64_t)e->kind, (int64_t)e->block,
-                         (int64_t)e->from);
+              : kvq__run(&c->s->catalog, KVQ_Q_ENTRY_PUT, "iiiiii", c->session, (int64_t)e->layer,
+                         (int64_t)e->page, (int64_t)e->kind, (int64_t)e->block, (int64_t)e->from);
 }
 
 // Both entries are at the same place.
-static int replace_entry(struct kvq_store *s, uint64_t session,
-                         const struct kvq_manifest_entry *was, const struct kvq_manifest_entry *is)
+static int replace_entry(struct change *c, const struct kvq_manifest_entry *was,
+                         const struct kvq_manifest_entry *is)
 {
     if (was->block == is->block && was->from == is->from)
         return KVQ_OK;
-    int rc = drop_entry(s, session, was);
-    return rc ? rc : put_entry(s, session, is);
+    int rc = drop_entry(c, was);
+    return rc ? rc : put_entry(c, is);
 }
 
 // Walks along the old entries and the new ones, both ascending, and changes what differs.
@@ -75,19 +80,21 @@ static int merge_entries(struct kvq_store *s, const struct kvq__save_session *se
     struct kvq_manifest_entry *old = NULL;
     const struct kvq_manifest_entry *new = session->entries;
     size_t n_old = 0, i = 0, j = 0, n_new = session->head.entries;
-    uint64_t id = session->head.session;
-    int rc = session->known ? old_entries(s, id, &old, &n_old) : KVQ_OK;
+    struct change c = {.s = s, .session = (int64_t)session->head.session};
+    int rc = kvq__space_id(s, session->head.space, &c.space);
+    if (rc == KVQ_OK && session->known)
+        rc = old_entries(s, session->head.session, &old, &n_old);
     while (rc == KVQ_OK && (i < n_old || j < n_new)) {
         int order = i == n_old ? 1 : j == n_new ? -1 : kvq_manifest_order(&old[i], &new[j]);
         if (order < 0)
-            rc = drop_entry(s, id, &old[i++]);
+            rc = drop_entry(&c, &old[i++]);
         else if (order > 0)
-            rc = put_entry(s, id, &new[j++]);
+            rc = put_entry(&c, &new[j++]);
         else
-            rc = replace_entry(s, id, &old[i++], &new[j++]);
+            rc = replace_entry(&c, &old[i++], &new[j++]);
     }
     free(old);
-    return rc;
+    return rc ? rc : kvq__space_add(s, c.space, c.bytes);
 }
 
 // ---- Prefixes ----
@@ -154,10 +161,15 @@ int kvq__apply_drop(struct kvq_store *s, uint64_t session, uint64_t manifest)
     struct kvq__catalog *k = &s->catalog;
     struct kvq_manifest_entry *old;
     size_t n_old;
+    int64_t space = 0, bytes = 0;
     int rc = old_entries(s, session, &old, &n_old);
+    if (rc == KVQ_OK)
+        rc = kvq__space_of(s, session, &space);
     for (size_t i = 0; i < n_old && rc == KVQ_OK; i++)
-        rc = reference(s, old[i].block, -1);
+        rc = kvq__space_use(s, space, old[i].block, -1, &bytes);
     free(old);
+    if (rc == KVQ_OK)
+        rc = kvq__space_add(s, space, bytes);
     if (rc == KVQ_OK)
         rc = kvq__run(k, KVQ_Q_ENTRY_CLEAR, "i", (int64_t)session);
     if (rc == KVQ_OK)

@@ -112,6 +112,8 @@ int kvq__run(struct kvq__catalog *k, enum kvq__query q, const char *types, ...)
     sqlite3_stmt *s = prepared(k, q, types, args);
     va_end(args);
     int rc = kvq__next(k, s);
+    if (rc == 1)
+        (void)sqlite3_reset(s);
     return rc < 0 ? rc : KVQ_OK;
 }
 
@@ -179,7 +181,7 @@ static int check_version(struct kvq__catalog *k)
                  KVQ_CATALOG_VERSION);
         return KVQ_E_VERSION;
     }
-    return KVQ_OK;
+    return version == 1 ? execute(k, KVQ_CATALOG_FROM_1) : KVQ_OK;
 }
 
 int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path)

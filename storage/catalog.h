@@ -13,11 +13,12 @@
 #include "storage/segment.h"
 #include "storage/vfs.h"
 
-enum { KVQ_CATALOG_VERSION = 1 };
+enum { KVQ_CATALOG_VERSION = 2 };
 
 // Tables. A block with segment 0 is lost. refs: how many entries of sessions name it, plus one for
 // the manifest of a session and for a DROP record. live: bytes of a segment's records that stand in
-// `blocks`. prefixes.page counts from 0.
+// `blocks`. prefixes.page counts from 0. spaces.bytes: of the blocks that its sessions have, each
+// once; uses.n: how many of their entries name the block.
 #define KVQ_CATALOG_SCHEMA                                                                         \
     "CREATE TABLE store(one INTEGER PRIMARY KEY CHECK(one=1), id BLOB, last_transaction INT,"      \
     " next_block INT, next_session INT, next_segment INT);"                                        \
@@ -35,7 +36,20 @@ enum { KVQ_CATALOG_VERSION = 1 };
     " PRIMARY KEY(session, layer, page, kind)) WITHOUT ROWID;"                                     \
     "CREATE TABLE prefixes(space TEXT, hash BLOB, session INT, page INT,"                          \
     " PRIMARY KEY(space, hash, session)) WITHOUT ROWID;"                                           \
-    "CREATE INDEX prefixes_session ON prefixes(session, page);"
+    "CREATE INDEX prefixes_session ON prefixes(session, page);" KVQ_CATALOG_USAGE
+
+// Since version 2, and how these tables are made of what version 1 has.
+#define KVQ_CATALOG_USAGE                                                                          \
+    "CREATE TABLE spaces(id INTEGER PRIMARY KEY, space TEXT UNIQUE, bytes INT);"                   \
+    "CREATE TABLE uses(space INT, block INT, n INT, PRIMARY KEY(space, block)) WITHOUT ROWID;"
+#define KVQ_CATALOG_FROM_1                                                                         \
+    "BEGIN IMMEDIATE;" KVQ_CATALOG_USAGE                                                           \
+    "INSERT INTO spaces(space, bytes) SELECT DISTINCT space, 0 FROM sessions;"                     \
+    "INSERT INTO uses SELECT p.id, e.block, count(*) FROM entries e JOIN sessions s ON "           \
+    "s.id=e.session JOIN spaces p ON p.space=s.space GROUP BY 1, 2;"                               \
+    "UPDATE spaces SET bytes=(SELECT coalesce(sum(length),0) FROM uses u JOIN blocks b ON "        \
+    "b.id=u.block WHERE u.space=spaces.id);"                                                       \
+    "PRAGMA user_version=2; COMMIT"
 
 // X(name, SQL)
 #define KVQ_QUERIES(X)                                                                             \
@@ -58,7 +72,7 @@ enum { KVQ_CATALOG_VERSION = 1 };
     X(SEGMENT_SUMS, "SELECT count(*), total(bytes), total(live) FROM segments")                    \
     X(BLOCK_PUT, "INSERT INTO blocks VALUES(?,?,?,?,?,?,?,?)")                                     \
     X(BLOCK_GET, "SELECT segment,offset,length,kind,bad,checksum FROM blocks WHERE id=?")          \
-    X(BLOCK_REF, "UPDATE blocks SET refs=refs+? WHERE id=?")                                       \
+    X(BLOCK_REF, "UPDATE blocks SET refs=refs+? WHERE id=? RETURNING length")                      \
     X(BLOCK_FREE, "SELECT segment,length FROM blocks WHERE refs=0")                                \
     X(BLOCK_SWEEP, "DELETE FROM blocks WHERE refs=0")                                              \
     X(BLOCK_MOVE, "UPDATE blocks SET segment=?,offset=?,bad=? WHERE id=?")                         \
@@ -88,6 +102,15 @@ enum { KVQ_CATALOG_VERSION = 1 };
     X(SESSION_COUNT, "SELECT count(*) FROM sessions")                                              \
     X(SESSION_CUT, "SELECT count(DISTINCT session) FROM entries WHERE block IN (SELECT id FROM "   \
                    "blocks WHERE bad=1)")                                                          \
+    X(SESSION_NAMES, "SELECT count(DISTINCT name) FROM sessions WHERE space=?")                    \
+    X(SESSION_BYTES, "SELECT sum(bytes) FROM sessions WHERE space=? AND name=?")                   \
+    X(SPACE_ADD, "INSERT INTO spaces(space,bytes) VALUES(?,0) ON CONFLICT DO NOTHING")             \
+    X(SPACE_ID, "SELECT id FROM spaces WHERE space=?")                                             \
+    X(SPACE_OF, "SELECT p.id FROM sessions s JOIN spaces p ON p.space=s.space WHERE s.id=?")       \
+    X(SPACE_GET, "SELECT bytes FROM spaces WHERE space=?")                                         \
+    X(SPACE_BYTES, "UPDATE spaces SET bytes=bytes+? WHERE id=?")                                   \
+    X(USE, "INSERT INTO uses VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n RETURNING n")  \
+    X(USE_DROP, "DELETE FROM uses WHERE space=? AND block=?")                                      \
     X(ENTRY_PUT, "REPLACE INTO entries VALUES(?,?,?,?,?,?)")                                       \
     X(ENTRY_DROP, "DELETE FROM entries WHERE session=? AND layer=? AND page=? AND kind=?")         \
     X(ENTRY_CLEAR, "DELETE FROM entries WHERE session=?")                                          \
@@ -132,7 +155,7 @@ int kvq__catalog_check(struct kvq__catalog *k);
 int kvq__catalog_create(struct kvq__catalog *k);
 
 // A query with its parameters: i int64_t, t const char * (NULL allowed), b const void * and size_t.
-// Run: to its end, without rows. Rows: the statement to be stepped; NULL: failed, as k->error says.
+// Run: rows that it gives are not looked at. Rows: the statement to be stepped; NULL: failed, as k->error says.
 int kvq__run(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
 sqlite3_stmt *kvq__rows(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
 // 1: a row, 0: no more, or negative.

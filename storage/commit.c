@@ -102,10 +102,11 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
         pthread_mutex_unlock(&s->catalog_lock);
         return KVQ_OK;
     }
-    rc = kvq__catalog_complain(s, rc, c);
+    if (rc != KVQ_E_QUOTA) // that has said what is wrong, and nothing is unclear
+        rc = kvq__catalog_complain(s, rc, c);
     // A full disk is found before the commit is written. After anything else the commit may be on
     // disk or not: only opening the store again tells, and nothing may be undone before that.
-    bool unclear = rc != KVQ_E_NO_SPACE && rc != KVQ_E_NO_MEMORY;
+    bool unclear = rc != KVQ_E_NO_SPACE && rc != KVQ_E_NO_MEMORY && rc != KVQ_E_QUOTA;
     char why[sizeof k->error];
     snprintf(why, sizeof why, "%s", k->error);
     if (sqlite3_get_autocommit(k->db) == 0)

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "proto/status.h"
-#include "storage/save.h"
+#include "storage/quota.h"
 
 bool kvq__grow(void **array, size_t *room, size_t n, size_t size)
 {
@@ -155,6 +155,9 @@ static int add_session(struct kvq_save *v, const struct kvq_store_meta *meta,
     if (v->n == KVQ_MAX_STORE_SESSIONS)
         return kvq__complain(c, KVQ_E_LIMIT, "a save has at most %d sessions",
                              KVQ_MAX_STORE_SESSIONS);
+    rc = kvq__quota_begin(v, &session, c);
+    if (rc)
+        return rc;
     session.opaque = malloc(meta->n_bytes + 1);
     if (!session.opaque || !kvq__grow((void **)&v->sessions, &v->room, v->n, sizeof session)) {
         free(session.opaque);
@@ -221,7 +224,11 @@ int kvq_save_put(struct kvq_save *save, const struct kvq_place *place, const voi
 {
     const struct kvq__complaint c = complaint(save->store, text, n);
     *id = 0;
-    int rc = kvq__save_block(save, data, bytes, id, &c);
+    if (save->n)
+        save->sessions[save->n - 1].put += bytes;
+    int rc = save->n ? kvq__quota_put(save, &c) : KVQ_OK;
+    if (rc == KVQ_OK)
+        rc = kvq__save_block(save, data, bytes, id, &c);
     if (rc == KVQ_OK)
         rc = add_entry(save, place, *id, bytes, &c);
     save->failure = save->failure ? save->failure : rc;
@@ -377,6 +384,8 @@ static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
         rc = kvq__catalog_blocks(s, v->written, v->n_written);
     for (size_t i = 0; i < v->n && rc == KVQ_OK; i++)
         rc = kvq__apply_session(s, &v->sessions[i]);
+    if (rc == KVQ_OK)
+        rc = kvq__quota_end(v, c);
     if (rc == KVQ_OK)
         rc = kvq__catalog_free_blocks(s);
     return kvq__catalog_end(s, rc, c);

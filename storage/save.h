@@ -15,7 +15,10 @@ struct kvq__save_session {
     size_t room_prefixes;
     uint8_t *opaque;
     uint64_t bytes; // of its blocks
-    bool known;     // it replaces one, and has its id
+    // Of its namespace's limit (0: none), what was used before the save, what all shards of the
+    // session had, and what was put.
+    uint64_t limit, used, old_bytes, put;
+    bool known; // it replaces one, and has its id
     uint64_t old_manifest;
     uint64_t manifest; // block id of the new one
 };

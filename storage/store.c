@@ -196,6 +196,7 @@ void kvq_store_close(struct kvq_store **store)
         s->io->close(s->io, s->lock_file);
     pthread_mutex_destroy(&s->catalog_lock);
     pthread_mutex_destroy(&s->lock);
+    free(s->limits);
     free(s);
     *store = NULL;
 }

@@ -29,6 +29,7 @@
 //   E_READ_ONLY   the store or file system is  E_VERSION    made by a newer version
 //   E_SYSTEM      a call of the system failed  E_NO_MEMORY  no memory
 //   E_STALE       saved again since it was found
+//   E_QUOTA       the namespace would have more than it may
 //   E_EXISTS, E_INVALID, E_LIMIT               the caller's fault, or of the file it imports
 #ifndef KVQ_STORAGE_STORE_H
 #define KVQ_STORAGE_STORE_H
@@ -250,6 +251,18 @@ struct kvq_store_verified {
 int kvq_store_verify(struct kvq_store *store,
                      int (*progress)(void *context, uint64_t done, uint64_t all), void *context,
                      struct kvq_store_verified *verified, char *text, size_t n);
+
+// ---- Namespaces ----
+
+// What a namespace has: bytes of the blocks of its sessions (payload, each block once, however many
+// of its sessions share it), and how many sessions (a group of shards once).
+int kvq_store_usage(struct kvq_store *store, const char *space, uint64_t *bytes, uint64_t *sessions,
+                    char *text, size_t n);
+// Saves and imports that begin from now on and would bring these bytes above `bytes` (0: no limit)
+// fail with KVQ_E_QUOTA and the figures, and what was saved before stays. Where it is above
+// already, saves that add nothing go through. Not kept on disk. Any thread.
+int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, char *text,
+                    size_t n);
 
 // ---- Moving sessions between stores ----
 

@@ -3,7 +3,7 @@
 // What the files of the store share. store.h is for the others.
 //
 // Who may touch what
-//   lock          the table of segments, `writing`, `why`; held for moments, never over a sync
+//   lock          the table of segments, limits, `writing`, `why`; held for moments, never over a sync
 //   catalog_lock  the catalog; held over its transactions. Taken before `lock`, never inside it
 //   the writer    everything below "the writer's": whoever set `writing`
 #ifndef KVQ_STORAGE_STORE_INTERNAL_H
@@ -65,6 +65,12 @@ struct kvq__written {
     struct kvq_checksum checksum;
 };
 
+// What a namespace may have in blocks, 0: any number.
+struct kvq__limit {
+    char space[KVQ_NAME_BYTES];
+    uint64_t bytes;
+};
+
 // Where records are appended. Offsets of writes, their sizes and memory are multiples of a page.
 struct kvq__writer {
     struct kvq__segment *segment; // NULL: none is open for writing
@@ -97,6 +103,8 @@ struct kvq_store {
     pthread_mutex_t lock;
     struct kvq__segment **segments; // by number
     size_t n_segments, room_segments;
+    struct kvq__limit *limits;
+    size_t n_limits, room_limits;
     bool writing;
     bool read_only;
     char why[KVQ_TEXT_BYTES];

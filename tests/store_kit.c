@@ -395,6 +395,11 @@ bool kit_sound(struct kit *k, char why[256])
         "blocks WHERE segment=g.number) OR live>bytes",
         "SELECT count(*) FROM sessions s WHERE blocks<>(SELECT count(*) FROM entries e WHERE "
         "e.session=s.id)",
+        "SELECT count(*) FROM uses u WHERE n<>(SELECT count(*) FROM entries e JOIN sessions s ON "
+        "s.id=e.session JOIN spaces p ON p.space=s.space WHERE p.id=u.space AND e.block=u.block)",
+        "SELECT count(*) FROM spaces p WHERE bytes<>(SELECT total(length) FROM blocks WHERE id IN "
+        "(SELECT block FROM entries e JOIN sessions s ON s.id=e.session WHERE s.space=p.space))",
+        "SELECT count(*) FROM sessions WHERE space NOT IN (SELECT space FROM spaces)",
     };
     for (size_t i = 0; i < sizeof queries / sizeof *queries; i++) {
         sqlite3_stmt *s = NULL;

@@ -175,6 +175,83 @@ static void cap(void **state)
     kvq_store_close(&k.store);
 }
 
+static uint64_t usage(struct kit *k, const char *space, uint64_t sessions)
+{
+    uint64_t bytes, count;
+    assert_int_equal(kvq_store_usage(k->store, space, &bytes, &count, k->text, sizeof k->text), 0);
+    assert_int_equal(count, sessions);
+    return bytes;
+}
+
+// Adds a session with `n` blocks of its own and all blocks of another one, and saves it.
+static int save_fork(struct kit *k, struct world *w, int at, const char *name, int n,
+                     const struct world_session *of)
+{
+    struct world_session *s = &w->sessions[at];
+    *s = (struct world_session){.used = true, .shards = 1, .tokens = 10};
+    snprintf(s->name, sizeof s->name, "%s", name);
+    for (size_t i = 0; of && i < of->n; i++)
+        s->blocks[s->n++] = of->blocks[i];
+    for (int i = 0; i < n; i++, s->n++)
+        s->blocks[s->n] =
+            (struct world_block){.place = {1, (uint32_t)s->n, 1, 0}, .seed = s->n, .bytes = 1000};
+    return kit_save(k, w, name);
+}
+
+// What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
+// refused before a byte of it counts.
+static void limits(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 6}, before;
+    struct kvq_store_session none;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 20000, k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 0), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 10, NULL), 0);
+    assert_int_equal(usage(&k, "uid-1", 1), 10000);
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 4, &w.sessions[0]), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 14000);
+    before = w;
+    uint64_t written = disk.n_writes; // 40 blocks would fill five buffers
+    assert_int_equal(save_fork(&k, &w, 2, "b", 40, NULL), KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "namespace uid-1 may keep 20000 bytes, 14000 are used, and this "
+                                   "save needs 7000 more"));
+    assert_int_equal(disk.n_writes, written);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "b", 0, &none, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    w = before;
+    check(&k, &w);
+    assert_int_equal(usage(&k, "uid-1", 2), 14000);
+    // What replaces a session has its room, to the byte; a shared block's does not come back.
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 20, NULL), KVQ_E_QUOTA);
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 10, NULL), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 20000);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "a", "/a", k.text, sizeof k.text), 0);
+    assert_int_equal(
+        kvq_store_import(k.store, "/a", NULL, "imported", false, k.text, sizeof k.text),
+        KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "20000 are used, and this save needs 10000 more"));
+    // Other namespaces are none of its business.
+    assert_int_equal(kvq_store_import(k.store, "/a", "uid-2", NULL, false, k.text, sizeof k.text),
+                     0);
+    assert_int_equal(usage(&k, "uid-2", 1), 10000);
+    assert_int_equal(kvq_store_delete(k.store, "uid-2", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-2", 0), 0);
+    // Above a limit that is lowered: what adds nothing is saved, what adds a byte is not.
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 5, k.text, sizeof k.text), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 1, &before.sessions[0]), KVQ_E_QUOTA);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 11, NULL), 0);
+    check(&k, &w);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "fork", k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 0), 0);
+    kvq_store_close(&k.store);
+}
+
 static void one_writer(void **state)
 {
     (void)state;
@@ -287,6 +364,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(space_comes_back, set_up, tear_down),
         cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(limits, set_up, tear_down),
         cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
         cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
         cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),

@@ -490,8 +490,36 @@ static void newer_catalog(void **state)
                      SQLITE_OK);
     kvq_store_close(&k.store);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
-    assert_non_null(strstr(k.text, "is of version 99, and this program knows up to 1"));
+    assert_non_null(strstr(k.text, "is of version 99, and this program knows up to 2"));
     assert_null(fault_find(&disk, "/store/catalog.db.bad"));
+    fault_close(&disk);
+}
+
+// A catalog as the first version made it is brought up to date, with what namespaces use.
+static void first_version(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 42};
+    uint64_t before, after, sessions;
+    fault_open(&disk, 42);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 30);
+    assert_int_equal(kvq_store_usage(k.store, "uid-1", &before, &sessions, NULL, 0), 0);
+    assert_true(before > 0 && sessions > 0);
+    assert_int_equal(sqlite3_exec(k.store->catalog.db,
+                                  "DROP TABLE spaces; DROP TABLE uses; PRAGMA user_version=1", NULL,
+                                  NULL, NULL),
+                     SQLITE_OK);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_false(k.report.rebuilt);
+    check(&k, &w, "first version");
+    assert_int_equal(kvq_store_usage(k.store, "uid-1", &after, &sessions, NULL, 0), 0);
+    assert_int_equal(after, before);
+    change(&k, &w, 10);
+    check(&k, &w, "changed since");
+    kvq_store_close(&k.store);
     fault_close(&disk);
 }
 
@@ -531,6 +559,7 @@ int main(void)
         cmocka_unit_test(missing_segment), cmocka_unit_test(spoiled_catalog),
         cmocka_unit_test(older_catalog),   cmocka_unit_test(newer_catalog),
         cmocka_unit_test(newer_segment),   cmocka_unit_test(planted_records),
+        cmocka_unit_test(first_version),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the sessions of a namespace take, and the limits on it. The catalog counts how many entries
+// of a namespace's sessions name a block: the first adds the block's bytes, the last takes them
+// away. So a block that sessions of one namespace share counts once, and one that two namespaces
+// share counts in both.
+#include "storage/quota.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/status.h"
+
+// ---- The catalog's part, within a transaction ----
+
+int kvq__space_id(struct kvq_store *s, const char *space, int64_t *id)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int rc = kvq__run(k, KVQ_Q_SPACE_ADD, "t", space);
+    return rc ? rc : kvq__number(k, kvq__rows(k, KVQ_Q_SPACE_ID, "t", space), 0, id);
+}
+
+int kvq__space_of(struct kvq_store *s, uint64_t session, int64_t *id)
+{
+    struct kvq__catalog *k = &s->catalog;
+    return kvq__number(k, kvq__rows(k, KVQ_Q_SPACE_OF, "i", (int64_t)session), 0, id);
+}
+
+int kvq__space_use(struct kvq_store *s, int64_t space, uint64_t block, int64_t change,
+                   int64_t *bytes)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t length, uses;
+    int rc =
+        kvq__number(k, kvq__rows(k, KVQ_Q_BLOCK_REF, "ii", change, (int64_t)block), 0, &length);
+    if (rc == KVQ_OK)
+        rc =
+            kvq__number(k, kvq__rows(k, KVQ_Q_USE, "iii", space, (int64_t)block, change), 0, &uses);
+    if (rc)
+        return rc;
+    if (change > 0 && uses == change)
+        *bytes += length;
+    if (uses > 0)
+        return KVQ_OK;
+    *bytes -= length;
+    return kvq__run(k, KVQ_Q_USE_DROP, "ii", space, (int64_t)block);
+}
+
+int kvq__space_add(struct kvq_store *s, int64_t space, int64_t bytes)
+{
+    return bytes == 0 ? KVQ_OK : kvq__run(&s->catalog, KVQ_Q_SPACE_BYTES, "ii", bytes, space);
+}
+
+// ---- Limits ----
+
+// The caller holds the lock. NULL: the namespace has none.
+static struct kvq__limit *find_limit(struct kvq_store *s, const char *space)
+{
+    for (size_t i = 0; i < s->n_limits; i++)
+        if (strcmp(s->limits[i].space, space) == 0)
+            return &s->limits[i];
+    return NULL;
+}
+
+static uint64_t limit_of(struct kvq_store *s, const char *space)
+{
+    pthread_mutex_lock(&s->lock);
+    const struct kvq__limit *limit = find_limit(s, space);
+    uint64_t bytes = limit ? limit->bytes : 0;
+    pthread_mutex_unlock(&s->lock);
+    return bytes;
+}
+
+int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, char *text,
+                    size_t n)
+{
+    const struct kvq__complaint c = {store->folder, text, n};
+    size_t used = strlen(space);
+    if (used == 0 || used >= KVQ_NAME_BYTES)
+        return kvq__complain(&c, KVQ_E_LIMIT, "a namespace of %zu bytes; 1 to %d are allowed", used,
+                             KVQ_NAME_BYTES - 1);
+    int rc = KVQ_OK;
+    pthread_mutex_lock(&store->lock);
+    struct kvq__limit *limit = find_limit(store, space);
+    if (!limit && bytes > 0) {
+        if (kvq__grow((void **)&store->limits, &store->room_limits, store->n_limits,
+                      sizeof *limit)) {
+            limit = &store->limits[store->n_limits++];
+            memcpy(limit->space, space, used + 1);
+        } else {
+            rc = kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+        }
+    }
+    if (limit)
+        limit->bytes = bytes;
+    pthread_mutex_unlock(&store->lock);
+    return rc;
+}
+
+// ---- Usage ----
+
+int kvq__space_bytes(struct kvq_store *s, const char *space, uint64_t *bytes)
+{
+    int64_t sum;
+    struct kvq__catalog *k = &s->catalog;
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SPACE_GET, "t", space), 0, &sum);
+    *bytes = (uint64_t)sum;
+    return rc;
+}
+
+int kvq_store_usage(struct kvq_store *store, const char *space, uint64_t *bytes, uint64_t *sessions,
+                    char *text, size_t n)
+{
+    const struct kvq__complaint c = {store->folder, text, n};
+    struct kvq__catalog *k = &store->catalog;
+    int64_t count = 0;
+    pthread_mutex_lock(&store->catalog_lock);
+    int rc = kvq__space_bytes(store, space, bytes);
+    if (rc == KVQ_OK)
+        rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_NAMES, "t", space), 0, &count);
+    if (rc)
+        rc = kvq__catalog_complain(store, rc, &c);
+    pthread_mutex_unlock(&store->catalog_lock);
+    *sessions = (uint64_t)count;
+    return rc;
+}
+
+// ---- Saves ----
+
+static int refuse(const char *space, uint64_t limit, uint64_t used, uint64_t more,
+                  const struct kvq__complaint *c)
+{
+    return kvq__complain(c, KVQ_E_QUOTA,
+                         "namespace %s may keep %llu bytes, %llu are used, and this save needs "
+                         "%llu more: drop saved sessions of it, or raise its limit",
+                         space, (unsigned long long)limit, (unsigned long long)used,
+                         (unsigned long long)more);
+}
+
+int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
+                     const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    const struct kvq_manifest_head *h = &session->head;
+    int64_t old = 0;
+    session->limit = limit_of(s, h->space);
+    if (session->limit == 0)
+        return KVQ_OK;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__space_bytes(s, h->space, &session->used);
+    if (rc == KVQ_OK)
+        rc = kvq__number(&s->catalog,
+                         kvq__rows(&s->catalog, KVQ_Q_SESSION_BYTES, "tt", h->space, h->name), 0,
+                         &old);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    session->old_bytes = (uint64_t)old;
+    return rc;
+}
+
+int kvq__quota_put(const struct kvq_save *v, const struct kvq__complaint *c)
+{
+    const struct kvq__save_session *last = &v->sessions[v->n - 1];
+    uint64_t put = 0, freed = last->old_bytes < last->used ? last->old_bytes : last->used;
+    if (last->limit == 0)
+        return KVQ_OK;
+    for (size_t i = 0; i < v->n; i++)
+        if (strcmp(v->sessions[i].head.space, last->head.space) == 0)
+            put += v->sessions[i].put;
+    uint64_t after = last->used - freed + put;
+    return after <= last->limit || after <= last->used
+               ? KVQ_OK
+               : refuse(last->head.space, last->limit, last->used, after - last->used, c);
+}
+
+int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < v->n && rc == KVQ_OK; i++) {
+        const struct kvq__save_session *session = &v->sessions[i];
+        const char *space = session->head.space;
+        uint64_t after = 0;
+        if (session->limit)
+            rc = kvq__space_bytes(v->store, space, &after);
+        if (rc == KVQ_OK && after > session->limit && after > session->used)
+            rc = refuse(space, session->limit, session->used, after - session->used, c);
+    }
+    return rc;
+}
