@@ -155,7 +155,8 @@ int kvq__catalog_check(struct kvq__catalog *k);
 int kvq__catalog_create(struct kvq__catalog *k);
 
 // A query with its parameters: i int64_t, t const char * (NULL allowed), b const void * and size_t.
-// Run: rows that it gives are not looked at. Rows: the statement to be stepped; NULL: failed, as k->error says.
+// Run: rows that it gives are not looked at. Rows: the statement to be stepped; NULL: failed, as
+// k->error says.
 int kvq__run(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
 sqlite3_stmt *kvq__rows(struct kvq__catalog *k, enum kvq__query q, const char *types, ...);
 // 1: a row, 0: no more, or negative.
