@@ -324,6 +324,7 @@ int kvq_remote_open(const struct kvq_remote_options *o, struct kvq_remote **remo
     r->part_bytes = or_default(o->part_bytes, 16 << 20);
     r->clock = o->clock ? o->clock : kvq_remote_clock_real();
     r->io = o->io ? o->io : kvq_io_posix();
+    r->watch = o->watch;
     snprintf(r->sigv4, sizeof r->sigv4, "aws:amz:%s:s3", o->region ? o->region : "us-east-1");
     rc = make_base(r, o, text, n);
     if (rc != 0)

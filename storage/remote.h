@@ -69,6 +69,15 @@ struct kvq_remote_keys {
 int kvq_remote_keys_load(const char *file, const char *section, struct kvq_remote_keys *keys,
                          char *text, size_t n);
 
+// Who looks on: told bytes done and all of the transfer that runs (0 of 0 while there is none),
+// several times a second, also while nothing moves and between tries (done may go back then).
+// Something else than 0 from it ends the call within a quarter of a second. May be NULL wherever it
+// is taken.
+struct kvq_remote_watch {
+    int (*tell)(void *context, uint64_t done, uint64_t all);
+    void *context;
+};
+
 // 0 and NULL stand for defaults.
 struct kvq_remote_options {
     const char *endpoint; // http[s]://HOST[:PORT]; http carries the data as it is, for all to read
@@ -85,6 +94,7 @@ struct kvq_remote_options {
                          // A transfer has that much in memory. Doubled where there were too many
     struct kvq_remote_clock *clock;
     struct kvq_io *io;
+    struct kvq_remote_watch watch; // of all calls that are given none
 };
 
 bool kvq_remote_built(void); // whether this build can do any of it
@@ -93,14 +103,6 @@ bool kvq_remote_built(void); // whether this build can do any of it
 int kvq_remote_open(const struct kvq_remote_options *options, struct kvq_remote **remote,
                     char *text, size_t n);
 void kvq_remote_close(struct kvq_remote **remote); // accepts NULL and pointers to NULL
-
-// Who looks on: told bytes done and all of the transfer that runs, several times a second, also
-// while nothing moves and between tries (done may go back then). Something else than 0 from it ends
-// the call within a quarter of a second. May be NULL wherever it is taken.
-struct kvq_remote_watch {
-    int (*tell)(void *context, uint64_t done, uint64_t all);
-    void *context;
-};
 
 // ---- Objects ----
 // Keys are made of letters, digits and . _ - / and come behind the prefix.
@@ -175,5 +177,19 @@ struct kvq_remote_pull {
 int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n);
+
+// The same in two steps, for who must not write to the store for as long as a transfer takes: the
+// session comes to a file in the folder, *path, which is freed by the caller with free(), and is
+// imported from there. kvq_remote_take removes the file, unless it may go better later.
+int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
+                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
+                     struct kvq_remote_moved *moved, char **path, char *text, size_t n);
+int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
+                    char *text, size_t n);
+
+// What is in the folder of transfers that failed is there to go on with. Removes what is older than
+// max_age_s seconds, then the oldest until at most `most` files are left, and unfinished exports.
+// Nothing may use the folder meanwhile. It need not be there.
+void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most);
 
 #endif

@@ -66,8 +66,8 @@ int kvq__remote_say(struct kvq__call *call, int code, const char *method, const 
 
 int kvq__remote_tell(struct kvq__call *call, uint64_t moved)
 {
-    const struct kvq_remote_watch *w = call->watch;
-    if (!w || w->tell(w->context, call->done + moved, call->all) == 0)
+    const struct kvq_remote_watch *w = call->watch ? call->watch : &call->remote->watch;
+    if (!w->tell || w->tell(w->context, call->done + moved, call->all) == 0)
         return 0;
     if (call->n)
         snprintf(call->text, call->n,

@@ -23,6 +23,7 @@ struct kvq_remote {
     uint32_t connect_ms, stall_ms, retries, part_bytes;
     struct kvq_remote_clock *clock;
     struct kvq_io *io;
+    struct kvq_remote_watch watch; // of calls that are given none
 };
 
 // Where a call's complaints go, and who looks on.

@@ -132,40 +132,69 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
 
 // ---- Pull ----
 
+// Before anything is transferred. The import looks again.
+static int check_absent(struct kvq_store *store, const struct kvq_remote_pull *what, char *text,
+                        size_t n)
+{
+    const char *space = what->as_space ? what->as_space : what->space;
+    const char *name = what->as_name ? what->as_name : what->name;
+    struct kvq_store_session session;
+    if (what->replace || kvq_store_find(store, space, name, 0, &session, NULL, 0) != 0)
+        return 0;
+    if (n)
+        snprintf(text, n,
+                 "the store has a session \"%.120s\" in \"%.120s\" already: delete it, "
+                 "replace it, or pull under another name",
+                 name, space);
+    return KVQ_E_EXISTS;
+}
+
+int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
+                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
+                     struct kvq_remote_moved *moved, char **path, char *text, size_t n)
+{
+    char hash[KVQ__SHA_HEX];
+    memset(moved, 0, sizeof *moved);
+    *path = NULL;
+    int rc = check_absent(store, what, text, n);
+    if (rc == 0)
+        rc = name_hash(what->space, what->name, hash, text, n);
+    if (rc == 0)
+        rc = make_folder(remote->io, folder, text, n);
+    if (rc != 0)
+        return rc;
+    if (asprintf(path, "%s/pull-%.*s.kvq", folder, HEX_KEPT, hash) < 0) {
+        *path = NULL;
+        return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
+    }
+    rc = kvq_remote_pull_file(remote, what->space, what->name, *path, watch, moved, text, n);
+    if (rc != 0) {
+        free(*path);
+        *path = NULL;
+    }
+    return rc;
+}
+
+int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
+                    char *text, size_t n)
+{
+    const char *space = what->as_space ? what->as_space : what->space;
+    const char *name = what->as_name ? what->as_name : what->name;
+    int rc = kvq_store_import(store, path, space, name, what->replace, text, n);
+    // Kept where a later try may go better.
+    if (rc != KVQ_E_NO_SPACE && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
+        (void)kvq_io_unlink(kvq_io_posix(), path);
+    return rc;
+}
+
 int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n)
 {
-    struct kvq_io *io = remote->io;
-    const char *space = what->as_space ? what->as_space : what->space;
-    const char *name = what->as_name ? what->as_name : what->name;
-    char hash[KVQ__SHA_HEX];
     char *path = NULL;
-    struct kvq_store_session session;
-    memset(moved, 0, sizeof *moved);
-    // Before anything is transferred. The import looks again.
-    if (!what->replace && kvq_store_find(store, space, name, 0, &session, NULL, 0) == 0) {
-        if (n)
-            snprintf(text, n,
-                     "the store has a session \"%.120s\" in \"%.120s\" already: delete it, "
-                     "replace it, or pull under another name",
-                     name, space);
-        return KVQ_E_EXISTS;
-    }
-    int rc = name_hash(what->space, what->name, hash, text, n);
+    int rc = kvq_remote_fetch(remote, store, folder, what, watch, moved, &path, text, n);
     if (rc == 0)
-        rc = make_folder(io, folder, text, n);
-    if (rc != 0)
-        return rc;
-    if (asprintf(&path, "%s/pull-%.*s.kvq", folder, HEX_KEPT, hash) < 0)
-        return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
-    rc = kvq_remote_pull_file(remote, what->space, what->name, path, watch, moved, text, n);
-    if (rc == 0) {
-        rc = kvq_store_import(store, path, space, name, what->replace, text, n);
-        // Kept where a later try may go better.
-        if (rc != KVQ_E_NO_SPACE && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
-            (void)kvq_io_unlink(io, path);
-    }
+        rc = kvq_remote_take(store, what, path, text, n);
     free(path);
     return rc;
 }

@@ -128,6 +128,27 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
     return none(text, n);
 }
 
+int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
+                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
+                     struct kvq_remote_moved *moved, char **path, char *text, size_t n)
+{
+    (void)remote, (void)store, (void)folder, (void)what, (void)watch, (void)moved;
+    *path = NULL;
+    return none(text, n);
+}
+
+int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
+                    char *text, size_t n)
+{
+    (void)store, (void)what, (void)path;
+    return none(text, n);
+}
+
+void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
+{
+    (void)folder, (void)max_age_s, (void)most;
+}
+
 int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n)

@@ -8,10 +8,12 @@
 #include <stdint.h>
 
 #include <cmocka.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "proto/status.h"
@@ -211,6 +213,14 @@ static void a_call_can_be_cancelled(void **state)
     assert_int_equal(kvq_remote_put(remote, "x", "y", 1, &watch, text, sizeof text),
                      KVQ_E_CANCELLED);
     says("cancelled");
+    end();
+    // Calls that take no watcher have the remote's.
+    script_start(&server, &hang, 1);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    o.watch = watch;
+    open_with(&o);
+    assert_int_equal(kvq_remote_forget(remote, "u", "s", text, sizeof text), KVQ_E_CANCELLED);
+    assert_int_equal(kvq_remote_delete(remote, "x", text, sizeof text), KVQ_E_CANCELLED);
     end();
 }
 
@@ -598,6 +608,47 @@ static int start(void **state)
     return 0;
 }
 
+// ---- Leftovers ----
+
+static void make_old(const char *name, int64_t seconds)
+{
+    char path[128];
+    struct timespec times[2] = {{.tv_sec = time(NULL) - seconds}};
+    times[1] = times[0];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fclose(file);
+    assert_int_equal(utimensat(AT_FDCWD, path, times, 0), 0);
+}
+
+// Whether it is there; it is not, after.
+static bool take_away(const char *name)
+{
+    char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return unlink(path) == 0;
+}
+
+static void leftovers_have_an_end(void **state)
+{
+    (void)state;
+    make_old("push-1-2.kvq", 1000);
+    make_old("pull-2.kvq.part", 10);
+    make_old("pull-3.kvq", 30);
+    make_old("push-4-5.kvq", 20);
+    make_old("push-6-7.kvq.tmp", 0);
+    make_old("keep.kvq", 5000);
+    kvq_remote_sweep("/nowhere/at/all", 100, 2);
+    kvq_remote_sweep(folder, 100, 2);
+    assert_false(take_away("push-1-2.kvq")); // too old
+    assert_false(take_away("pull-3.kvq"));   // one too many
+    assert_false(take_away("push-6-7.kvq.tmp"));
+    assert_true(take_away("pull-2.kvq.part"));
+    assert_true(take_away("push-4-5.kvq"));
+    assert_true(take_away("keep.kvq")); // not ours
+}
+
 static int stop(void **state)
 {
     (void)state;
@@ -615,6 +666,7 @@ int main(void)
         cmocka_unit_test(nobody_listens),
         cmocka_unit_test(tries_are_spread_in_time),
         cmocka_unit_test(a_call_can_be_cancelled),
+        cmocka_unit_test(leftovers_have_an_end),
         cmocka_unit_test(requests_are_signed),
         cmocka_unit_test(the_bucket_may_be_in_the_name),
         cmocka_unit_test(bad_uploads_end_in_errors),

@@ -27,6 +27,13 @@ static void every_call_says_so(void **state)
     kvq_remote_close(&remote);
     assert_int_equal(kvq_remote_push(NULL, NULL, "f", "s", "n", NULL, &moved, NULL, 0),
                      KVQ_E_UNSUPPORTED);
+    char *path = text;
+    assert_int_equal(
+        kvq_remote_fetch(NULL, NULL, "f", &what, NULL, &moved, &path, text, sizeof text),
+        KVQ_E_UNSUPPORTED);
+    assert_null(path);
+    assert_int_equal(kvq_remote_take(NULL, &what, "p", text, sizeof text), KVQ_E_UNSUPPORTED);
+    kvq_remote_sweep("f", 0, 0);
     assert_int_equal(kvq_remote_pull(NULL, NULL, "f", &what, NULL, &moved, text, sizeof text),
                      KVQ_E_UNSUPPORTED);
 }
