@@ -72,6 +72,7 @@ static void release(struct kvq_save **save)
         free(v->sessions[i].opaque);
     }
     free(v->sessions);
+    free(v->gone);
     free(v->written);
     kvq__write_end(v->store);
     free(v);
@@ -356,6 +357,67 @@ static int write_manifest(struct kvq_save *v, struct kvq__save_session *session,
     return rc;
 }
 
+static bool is_saved_here(const struct kvq_save *v, const struct kvq_store_session *s)
+{
+    for (size_t i = 0; i < v->n; i++)
+        if (v->sessions[i].known && v->sessions[i].head.session == s->id)
+            return true;
+    return false;
+}
+
+// Notes the shards of a session that are there from a save with another number of shards.
+static int find_gone(struct kvq_save *v, const struct kvq_manifest_head *h,
+                     const struct kvq__complaint *c)
+{
+    struct kvq_store *s = v->store;
+    pthread_mutex_lock(&s->catalog_lock);
+    sqlite3_stmt *rows = kvq__rows(&s->catalog, KVQ_Q_SESSION_SHARDS, "tt", h->space, h->name);
+    int rc = kvq__next(&s->catalog, rows);
+    while (rc == 1) {
+        struct kvq_store_session old;
+        struct kvq__save_gone gone = {0};
+        kvq__session_row(rows, &old, &gone.manifest);
+        if (old.shards != h->shards && !is_saved_here(v, &old)) {
+            if (!kvq__grow((void **)&v->gone, &v->room_gone, v->n_gone, sizeof gone)) {
+                (void)sqlite3_reset(rows);
+                rc = KVQ_E_NO_MEMORY;
+                break;
+            }
+            gone.session = old.id;
+            v->gone[v->n_gone++] = gone;
+            s->writer.rows += old.blocks;
+        }
+        rc = kvq__next(&s->catalog, rows);
+    }
+    if (rc < 0)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    return rc;
+}
+
+static bool is_first_shard(const struct kvq_save *v, size_t i)
+{
+    const struct kvq_manifest_head *h = &v->sessions[i].head;
+    for (size_t j = 0; j < i; j++)
+        if (strcmp(v->sessions[j].head.space, h->space) == 0 &&
+            strcmp(v->sessions[j].head.name, h->name) == 0)
+            return false;
+    return true;
+}
+
+// What a catalog that is made anew must know not to count any more.
+static int write_gone(struct kvq_save *v, const struct kvq__complaint *c)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < v->n && rc == KVQ_OK; i++)
+        if (is_first_shard(v, i))
+            rc = find_gone(v, &v->sessions[i].head, c);
+    for (size_t i = 0; i < v->n_gone && rc == KVQ_OK; i++)
+        rc = kvq__append(v->store, KVQ_RECORD_DROP, v->store->next_block++, &v->gone[i].session,
+                         sizeof v->gone[i].session, &v->gone[i].drop, c);
+    return rc;
+}
+
 static int write_all(struct kvq_save *v, const struct kvq__complaint *c)
 {
     int rc = v->failure;
@@ -370,7 +432,20 @@ static int write_all(struct kvq_save *v, const struct kvq__complaint *c)
         if (rc == KVQ_OK)
             rc = write_manifest(v, &v->sessions[i], c);
     }
-    return rc ? rc : kvq__writer_sync(v->store, v->n, c);
+    if (rc == KVQ_OK)
+        rc = write_gone(v, c);
+    return rc ? rc : kvq__writer_sync(v->store, v->n + v->n_gone, c);
+}
+
+static int catalog_gone(struct kvq_save *v)
+{
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < v->n_gone && rc == KVQ_OK; i++) {
+        rc = kvq__catalog_own(v->store, &v->gone[i].drop);
+        if (rc == KVQ_OK)
+            rc = kvq__apply_drop(v->store, v->gone[i].session, v->gone[i].manifest);
+    }
+    return rc;
 }
 
 static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
@@ -384,6 +459,8 @@ static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
         rc = kvq__catalog_blocks(s, v->written, v->n_written);
     for (size_t i = 0; i < v->n && rc == KVQ_OK; i++)
         rc = kvq__apply_session(s, &v->sessions[i]);
+    if (rc == KVQ_OK)
+        rc = catalog_gone(v);
     if (rc == KVQ_OK)
         rc = kvq__quota_end(v, c);
     if (rc == KVQ_OK)

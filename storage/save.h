@@ -23,10 +23,18 @@ struct kvq__save_session {
     uint64_t manifest; // block id of the new one
 };
 
+// A shard of a session that is replaced by one with another number of shards.
+struct kvq__save_gone {
+    uint64_t session, manifest;
+    struct kvq__written drop; // its DROP record
+};
+
 struct kvq_save {
     struct kvq_store *store;
     struct kvq__save_session *sessions;
     size_t n, room;
+    struct kvq__save_gone *gone;
+    size_t n_gone, room_gone;
     struct kvq__written *written;
     size_t n_written, room_written;
     uint64_t first_block; // blocks from here on were put in this save

@@ -103,7 +103,8 @@ struct kvq_store_meta {
 // Begins a save of one or more sessions. *save is ended by commit or abort.
 int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, size_t n);
 // The blocks that follow belong to this session. It replaces the session of that namespace, name
-// and shard, if there is one; nothing of it is taken over but what is named by kvq_save_keep.
+// and shard, if there is one; nothing of it is taken over but what is named by kvq_save_keep. What
+// is there of that name with another number of shards goes as a whole, whichever shards it has.
 int kvq_save_session(struct kvq_save *save, const struct kvq_store_meta *meta, char *text,
                      size_t n);
 // Writes a block, and gives it an id (never 0, never used again in this store). The bytes are

@@ -205,6 +205,31 @@ static int change_fork(struct kit *k, struct world *after)
     return kit_save(k, after, name);
 }
 
+// The same name with another number of shards: the first has the old first one's blocks.
+static int change_shards(struct kit *k, struct world *after)
+{
+    const struct world_session *of = some_session(after, true);
+    if (!of)
+        return KVQ_OK;
+    struct world_session old = *of;
+    uint32_t shards = 1 + (old.shards + (uint32_t)world_random(after, 2)) % 3; // another one
+    for (int i = 0; i < WORLD_SESSIONS; i++)
+        if (strcmp(after->sessions[i].name, old.name) == 0)
+            after->sessions[i] = (struct world_session){0};
+    for (uint32_t i = 0; i < shards; i++) {
+        struct world_session *s = make_session(after, old.name, i, shards);
+        if (s && i == 0) {
+            memcpy(s->blocks, old.blocks, sizeof s->blocks);
+            s->n = old.n;
+            s->pages = old.pages;
+            s->seed = old.seed;
+        }
+        if (s)
+            grow(after, s, (uint32_t)world_random(after, 2));
+    }
+    return kit_save(k, after, old.name);
+}
+
 static int change_delete(struct kit *k, struct world *after)
 {
     struct world_session *s = some_session(after, true);
@@ -229,7 +254,7 @@ static int change_space(struct kit *k, struct world *after)
 int kit_change(struct kit *k, const struct world *before, struct world *after)
 {
     *after = *before;
-    switch (world_random(after, 12)) {
+    switch (world_random(after, 13)) {
     case 0:
     case 1:
     case 2:
@@ -246,6 +271,8 @@ int kit_change(struct kit *k, const struct world *before, struct world *after)
     case 9:
     case 10:
         return change_space(k, after);
+    case 11:
+        return change_shards(k, after);
     default:
         if (k->stays_open)
             return change_grow(k, after);
