@@ -67,11 +67,12 @@ int kvq__ferry_fetch(struct kvq__ferry *f, const uint8_t *from, size_t bytes)
     return wait(f, result);
 }
 
-int kvq__ferry_bring(struct kvq__ferry *f, uint8_t *to, size_t bytes)
+int kvq__ferry_bring(struct kvq__ferry *f, uint8_t *to, size_t at, size_t bytes)
 {
+    const uint8_t *from = (const uint8_t *)f->memory + at;
     int result = kvq__gpu_enter(f->gpu);
     if (result == 0)
-        result = kvq__gpu_driver(f->gpu)->copy_in((uintptr_t)to, f->memory, bytes, f->stream);
+        result = kvq__gpu_driver(f->gpu)->copy_in((uintptr_t)to, from, bytes, f->stream);
     return wait(f, result);
 }
 

@@ -432,10 +432,34 @@ bool kvq__restore_wanted(const struct kvq__restore *r, uint32_t i, struct kvq__w
     return true;
 }
 
-void *kvq__restore_room(struct kvq__restore *r, uint32_t i)
+// On a GPU, where the first of them go in the ferry's memory, which is as large for all batches:
+// to make it larger would wait for the whole GPU.
+static uint32_t place_in_ferry(struct kvq__restore *r, const uint32_t *which, uint32_t n)
 {
-    const struct kvq__arriving *a = &r->arriving[i];
-    return r->ferry ? kvq__ferry_memory(r->ferry, a->bytes) : a->ref.data;
+    enum { BATCH = 8 << 20, LINE = 64 };
+    uint64_t bytes = 0;
+    uint32_t count = 0;
+    for (; count < n; count++) {
+        struct kvq__arriving *a = &r->arriving[which[count]];
+        if (count > 0 && bytes + a->bytes > BATCH)
+            break;
+        a->at = bytes;
+        bytes += (a->bytes + LINE - 1) / LINE * LINE;
+    }
+    return kvq__ferry_memory(r->ferry, bytes > BATCH ? bytes : BATCH) ? count : 0;
+}
+
+static uint8_t *room_of(struct kvq__restore *r, const struct kvq__arriving *a)
+{
+    return r->ferry ? (uint8_t *)kvq__ferry_memory(r->ferry, 0) + a->at : a->ref.data;
+}
+
+uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint32_t n, void **rooms)
+{
+    uint32_t count = r->ferry ? place_in_ferry(r, which, n) : n;
+    for (uint32_t i = 0; i < count; i++)
+        rooms[i] = room_of(r, &r->arriving[which[i]]);
+    return count;
 }
 
 // Extras hold numbers of tokens, which kernels believe.
@@ -456,9 +480,9 @@ static int check_extras(const struct kvq__restore *r, const struct kvq__arriving
 int kvq__restore_fill(struct kvq__restore *r, uint32_t i)
 {
     const struct kvq__arriving *a = &r->arriving[i];
-    uint8_t *memory = kvq__restore_room(r, i);
+    uint8_t *memory = room_of(r, a);
     int rc = a->kind == KVQ__PART_EXTRAS ? check_extras(r, a, memory) : 0;
-    return rc || !r->ferry ? rc : kvq__ferry_bring(r->ferry, a->ref.data, a->bytes);
+    return rc || !r->ferry ? rc : kvq__ferry_bring(r->ferry, a->ref.data, a->at, a->bytes);
 }
 
 bool kvq__restore_lost(const struct kvq__restore *r)

@@ -12,7 +12,7 @@
 // layers are there, so a session in which damage is found meanwhile is ended and nothing is lost:
 // what is stored of it up to the damage can be restored.
 //
-// Threads: the poller's, but for kvq__save_copy, kvq__save_bytes, kvq__restore_room and
+// Threads: the poller's, but for kvq__save_copy, kvq__save_bytes, kvq__restore_rooms and
 // kvq__restore_fill, which any one thread may call, and which may block.
 #ifndef KVQ_DAEMON_SAVED_H
 #define KVQ_DAEMON_SAVED_H
@@ -139,8 +139,11 @@ struct kvq__wanted {
     uint64_t bytes;
 };
 bool kvq__restore_wanted(const struct kvq__restore *restore, uint32_t i, struct kvq__wanted *out);
-// Where the bytes of the i-th go, until kvq__restore_fill takes them from there.
-void *kvq__restore_room(struct kvq__restore *restore, uint32_t i);
+// Where the bytes of n of these (which[0], ...) go until kvq__restore_fill has taken them from there,
+// one by one. There may be room for the first few of them only: returns for how many, 0 without
+// memory. Asking again forgets where those before went.
+uint32_t kvq__restore_rooms(struct kvq__restore *restore, const uint32_t *which, uint32_t n,
+                            void **rooms);
 // 0, KVQ_E_SYSTEM, or KVQ_E_DAMAGED if the bytes cannot be right.
 int kvq__restore_fill(struct kvq__restore *restore, uint32_t i);
 // Whether the session has been dropped meanwhile: then there is no need to go on. Any thread.

@@ -19,9 +19,9 @@ void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry);
 void kvq__ferries_close(struct kvq__core *core); // nobody uses one
 // Any thread. At least `bytes` of its memory; NULL if there is none.
 void *kvq__ferry_memory(struct kvq__ferry *ferry, size_t bytes);
-// Copies to and from its memory, and waits for that. 0 or KVQ_E_SYSTEM.
+// Copies to and from its memory (`at` bytes into it), and waits for that. 0 or KVQ_E_SYSTEM.
 int kvq__ferry_fetch(struct kvq__ferry *ferry, const uint8_t *from, size_t bytes);
-int kvq__ferry_bring(struct kvq__ferry *ferry, uint8_t *to, size_t bytes);
+int kvq__ferry_bring(struct kvq__ferry *ferry, uint8_t *to, size_t at, size_t bytes);
 
 // ---- Parts (save.c) ----
 
@@ -69,6 +69,7 @@ struct kvq__save {
 struct kvq__arriving {
     struct kvq__ref ref; // a share of the session's block
     uint64_t bytes, id;
+    uint64_t at; // in the ferry's memory
     uint32_t part, layer, kind;
     bool final;
 };

@@ -3,7 +3,7 @@
 // What the files of the store share. store.h is for the others.
 //
 // Who may touch what
-//   lock          the table of segments, limits, `writing`, `why`; held for moments, not over a sync
+//   lock          the table of segments, limits, `writing`, `why`; held for moments, no sync
 //   catalog_lock  the catalog; held over its transactions. Taken before `lock`, never inside it
 //   the writer    everything below "the writer's": whoever set `writing`
 #ifndef KVQ_STORAGE_STORE_INTERNAL_H

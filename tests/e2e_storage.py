@@ -216,6 +216,25 @@ class Trouble(Stored):
         self.assertEqual(status, 7)
         self.assertIn('"bad_blocks"', out)
 
+    def test_damage_is_mended(self):
+        """What is damaged on disk and still in memory is written again, behind the others."""
+        tokens = Tokens(10, 1500)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 1280, attend=False)
+        before = read_all(self.queue, session, 2)
+        session.save()
+        path = self.segments()[-1]
+        with open(path, "rb") as file:  # page 1 of layer 1
+            at = file.read().find(tokens.k[1, 200].astype("float16")[0].tobytes())
+        self.assertGreater(at, 0)
+        self.spoil(path, at)
+        self.assertEqual(self.daemon.ctl("storage", "verify", check=False)[0], 7)
+        self.daemon.ctl("session", "save", "it", "--again")
+        self.again()
+        session = self.client.session(tokens.rows, "f16", name="it")
+        self.assertEqual(session.tokens, 1280)
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+
     def test_catalog(self):
         tokens = Tokens(8, 400)
         session = self.client.session(tokens.rows, "oscar2", name="it")

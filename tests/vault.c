@@ -143,8 +143,8 @@ int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vaul
         if (w.layer != layer)
             continue;
         const struct vault_block *b = block_of(v, from->parts[w.part].id);
-        void *room = kvq__restore_room(restore, i);
-        MUST(b && b->bytes == w.bytes && room);
+        void *room;
+        MUST(b && b->bytes == w.bytes && kvq__restore_rooms(restore, &i, 1, &room) == 1);
         memcpy(room, b->data, b->bytes);
         int rc = kvq__restore_fill(restore, i);
         if (rc < 0)
