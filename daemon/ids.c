@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "daemon/prefix.h"
+#include "daemon/saved.h"
 #include "daemon/state.h"
 
 enum { FIRST_ROOM = 512 };
@@ -26,6 +27,18 @@ int kvq__ids_check(const struct kvq__queue *q, uint32_t i)
     return brings_ids(q) && !kvq__list_at(q, e->q_row, e->append) ? KVQ_E_BOUNDS : 0;
 }
 
+static uint64_t parts_in(uint64_t tokens)
+{
+    return (tokens + KVQ__IDS_PART - 1) / KVQ__IDS_PART;
+}
+
+static void free_room(struct kvq__session *s)
+{
+    struct kvq__ids *ids = &s->ids;
+    kvq__deallocate(s->core, ids->at, ids->room * sizeof *ids->at);
+    kvq__deallocate(s->core, ids->stored, parts_in(ids->room) * sizeof *ids->stored);
+}
+
 int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
 {
     struct kvq__ids *ids = &s->ids;
@@ -35,12 +48,19 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
     while (room < tokens)
         room *= 2;
     int32_t *at = kvq__allocate(s->core, room * sizeof *at);
-    if (!at)
+    uint64_t *stored = kvq__allocate(s->core, parts_in(room) * sizeof *stored);
+    if (!at || !stored) {
+        kvq__deallocate(s->core, at, room * sizeof *at);
+        kvq__deallocate(s->core, stored, parts_in(room) * sizeof *stored);
         return KVQ_E_NO_MEMORY;
-    if (ids->at)
+    }
+    if (ids->at) {
         memcpy(at, ids->at, ids->known * sizeof *at);
-    kvq__deallocate(s->core, ids->at, ids->room * sizeof *at);
+        memcpy(stored, ids->stored, parts_in(ids->room) * sizeof *stored);
+    }
+    free_room(s);
     ids->at = at;
+    ids->stored = stored;
     ids->room = (uint32_t)room;
     return 0;
 }
@@ -99,8 +119,10 @@ int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint
         rc = kvq__ids_spans(to, a->spans, a->n_spans, NULL);
     if (rc < 0)
         return rc;
-    if (known)
+    if (known) {
         memcpy(b->at, a->at, known * sizeof *b->at);
+        memcpy(b->stored, a->stored, known / KVQ__IDS_PART * sizeof *b->stored);
+    }
     b->known = known;
     if ((uint64_t)a->sealed * KVQ_BLOCK_TOKENS <= known) { // else it starts anew
         b->sealed = a->sealed;
@@ -172,16 +194,58 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
     return 0;
 }
 
+// ---- Restoring ----
+
+// What of them is in the store as it will stay.
+static void note_stored(struct kvq__session *s, const struct kvq__part *parts, uint32_t n)
+{
+    for (uint32_t i = n; i > 0 && parts[i - 1].layer == KVQ__IDS_LAYER; i--) {
+        const struct kvq__part *part = &parts[i - 1];
+        uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
+        if (part->kind == KVQ__PART_IDS && end <= s->ids.known && end <= s->floor)
+            s->ids.stored[part->page] = part->id;
+    }
+}
+
+int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
+                     const struct kvq__part *parts, uint32_t n, char *text)
+{
+    uint64_t known = saved->known < s->tokens ? saved->known : s->tokens;
+    char why[KVQ_TEXT_BYTES] = "";
+    if (!saved->ids && !saved->spans)
+        return 0;
+    int rc = saved->known > saved->tokens || saved->n_spans > KVQ_MAX_SPANS ? KVQ_E_LIMIT : 0;
+    rc = rc ? rc : kvq__ids_spans(s, saved->spans, saved->n_spans, why);
+    if (rc == 0 && known > 0)
+        rc = kvq__ids_grow(s, known);
+    if (rc < 0)
+        return kvq__fail(text, rc == KVQ_E_NO_MEMORY ? rc : KVQ_E_DAMAGED,
+                         "the token ids of session \"%s\" cannot be restored, %llu of %llu: %.200s",
+                         s->name, (unsigned long long)saved->known,
+                         (unsigned long long)saved->tokens,
+                         why[0]                  ? why
+                         : rc == KVQ_E_NO_MEMORY ? "no memory"
+                                                 : "too many");
+    if (known > 0) {
+        memcpy(s->ids.at, saved->ids, known * sizeof *s->ids.at);
+        s->ids.known = known;
+        note_stored(s, parts, n);
+    }
+    return 0;
+}
+
 // ---- Memory ----
 
 uint64_t kvq__ids_bytes(const struct kvq__session *s)
 {
-    return s->ids.room * sizeof *s->ids.at + s->ids.n_spans * sizeof *s->ids.spans;
+    const struct kvq__ids *ids = &s->ids;
+    return ids->room * sizeof *ids->at + parts_in(ids->room) * sizeof *ids->stored +
+           ids->n_spans * sizeof *ids->spans;
 }
 
 void kvq__ids_free(struct kvq__session *s)
 {
-    kvq__deallocate(s->core, s->ids.at, s->ids.room * sizeof *s->ids.at);
+    free_room(s);
     kvq__deallocate(s->core, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
     s->ids = (struct kvq__ids){0};
 }

@@ -53,6 +53,7 @@ static void found_free(struct kvq__found **found)
     *found = NULL;
     if (!f)
         return;
+    kvq__saved_ids_free(&f->saved);
     free(f->saved.layers);
     free(f->blocks);
     free(f->parts);
@@ -130,6 +131,26 @@ static int read_good(struct kvq__task *t, const struct kvq_store_session *s, str
     return rc;
 }
 
+struct ids_of {
+    struct kvq__task *task;
+    const struct kvq__found *found;
+};
+
+static int read_ids_part(void *context, uint32_t part, void *out)
+{
+    const struct ids_of *of = context;
+    return kvq_store_read(of->task->keeper->store, &of->found->blocks[part], out, NULL, 0);
+}
+
+// Here and now, since whoever opens the session next may go on to tell more. They are a hundredth
+// of its blocks, or less.
+static int read_ids(struct kvq__task *t, struct kvq__found *f)
+{
+    struct ids_of of = {t, f};
+    struct kvq__ids_reader reader = {f->parts, f->n, f->good, read_ids_part, &of};
+    return kvq__saved_ids_read(&f->saved, &reader);
+}
+
 static int find_once(struct kvq__task *t, uint32_t shard)
 {
     struct kvq_store_session s;
@@ -144,6 +165,7 @@ static int find_once(struct kvq__task *t, uint32_t shard)
     rc = read_meta(t, &s, t->found);
     rc = rc ? rc : read_blocks(t, &s, t->found);
     rc = rc ? rc : read_good(t, &s, t->found);
+    rc = rc ? rc : read_ids(t, t->found);
     if (rc < 0)
         found_free(&t->found);
     return rc;

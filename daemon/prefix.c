@@ -302,11 +302,11 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct k
 
 // ---- Giving pages to the index ----
 
-// No unit of the page is yet to be packed, or under way on a GPU.
+// No unit of the page is yet to be read, to be packed, or under way on a GPU.
 static bool is_final(const struct kvq__session *s, uint32_t page)
 {
     uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
-    if (end > s->ids.known || end > s->floor)
+    if (end > s->ids.known || end > s->floor || s->n_loading > 0)
         return false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];

@@ -26,8 +26,10 @@
 struct kvq__block;
 struct kvq__namespace;
 struct kvq__pageref;
+struct kvq__part;
 struct kvq__pool;
 struct kvq__ref;
+struct kvq__saved;
 struct kvq__session;
 
 enum { KVQ__HASH_BYTES = 32 };
@@ -35,11 +37,12 @@ enum { KVQ__HASH_BYTES = 32 };
 // ---- What a session's tokens are (ids.c) ----
 
 struct kvq__ids {
-    int32_t *at;     // NULL until somebody has told some
-    uint32_t room;   // of at
-    uint64_t known;  // those of tokens [0, known) are there
-    bool pending;    // those of the open step stand behind the committed ones'
-    bool identified; // root and layers are known
+    int32_t *at;      // NULL until somebody has told some
+    uint64_t *stored; // of each KVQ__IDS_PART of them the store's id, 0 = none; below the floor
+    uint32_t room;    // of at
+    uint64_t known;   // those of tokens [0, known) are there
+    bool pending;     // those of the open step stand behind the committed ones'
+    bool identified;  // root and layers are known
     struct kvq__span *spans;
     uint32_t n_spans;
     uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
@@ -62,6 +65,10 @@ void kvq__ids_accept(struct kvq__session *session, uint32_t append, const int32_
                      uint32_t n);
 // A new session with the first `at` tokens of another. 0 or KVQ_E_NO_MEMORY.
 int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint64_t at);
+// A session that is restored: the first of those that were saved with it, and of the list those
+// parts that hold them. 0, KVQ_E_NO_MEMORY, or KVQ_E_DAMAGED with a text.
+int kvq__ids_restore(struct kvq__session *session, const struct kvq__saved *saved,
+                     const struct kvq__part *parts, uint32_t n, char *text);
 // Makes room for so many. 0 or KVQ_E_NO_MEMORY.
 int kvq__ids_grow(struct kvq__session *session, uint64_t tokens);
 // Adds spans; each takes the place of those that it overlaps. 0, KVQ_E_INVALID, KVQ_E_LIMIT or

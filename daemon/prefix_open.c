@@ -261,7 +261,9 @@ int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct
                              "spans before their tokens are appended",
                              i, (unsigned long long)spans[i].first,
                              (unsigned long long)h->session->tokens);
-    return kvq__ids_spans(h->session, spans, n, text);
+    rc = kvq__ids_spans(h->session, spans, n, text);
+    h->session->commits += rc == 0 && n > 0; // to be saved before the tokens themselves
+    return rc;
 }
 
 // ---- Telling ----

@@ -309,7 +309,8 @@ static void restore_free(struct kvq__restore *r)
 static int prepare(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
-    int rc = set_counts(s, r->spec.saved, text);
+    const struct kvq__saved *saved = r->spec.saved;
+    int rc = set_counts(s, saved, text);
     if (rc < 0) {
         s->n_pages = 0;
         return rc;
@@ -317,7 +318,8 @@ static int prepare(struct kvq__restore *r, char *text)
     r->cut = r->spec.good_tokens < s->tokens;
     if (r->cut)
         cut(s, r->spec.good_tokens);
-    return make_table(s, text);
+    rc = make_table(s, text);
+    return rc ? rc : kvq__ids_restore(s, saved, r->spec.parts, r->spec.n_parts, text);
 }
 
 static int begin(struct kvq__core *core, struct kvq__namespace *ns,

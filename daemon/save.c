@@ -120,6 +120,8 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
         .saturated = s->saturated,
         .n_layers = s->n_layers,
         .layers = kvq__allocate(s->core, s->n_layers * sizeof *out->layers),
+        .known = s->ids.known,
+        .n_spans = s->ids.n_spans,
     };
     if (!out->layers)
         return KVQ_E_NO_MEMORY;
@@ -157,6 +159,41 @@ static int take_part(void *context, const struct kvq__part_of *p)
     return 0;
 }
 
+static void copy_spans(struct kvq__save_shard *shard, const struct kvq__ids *ids)
+{
+    for (uint32_t i = 0; i < ids->n_spans; i++) {
+        shard->spans[i] =
+            (struct kvq__saved_span){.first = ids->spans[i].first, .tokens = ids->spans[i].tokens};
+        memcpy(shard->spans[i].digest, ids->spans[i].digest, sizeof shard->spans[i].digest);
+    }
+}
+
+// Copied here and now: a step that begins may move them elsewhere in memory. They are few bytes
+// beside the list of parts.
+static int take_ids(struct kvq__save_shard *shard, const struct kvq__session *s)
+{
+    const struct kvq__ids *ids = &s->ids;
+    if (ids->known) {
+        shard->ids = kvq__allocate(s->core, ids->known * sizeof *shard->ids);
+        if (!shard->ids)
+            return KVQ_E_NO_MEMORY;
+        memcpy(shard->ids, ids->at, ids->known * sizeof *shard->ids);
+    }
+    if (ids->n_spans) {
+        shard->spans = kvq__allocate(s->core, ids->n_spans * sizeof *shard->spans);
+        if (!shard->spans)
+            return KVQ_E_NO_MEMORY;
+        copy_spans(shard, ids);
+    }
+    for (uint32_t i = 0; i < shard->n_ids; i++) {
+        struct kvq__part *part = &shard->parts[shard->n + i];
+        *part = kvq__saved_ids_part(&shard->saved, i);
+        if (part->kind == KVQ__PART_IDS)
+            part->id = ids->stored[i];
+    }
+    return 0;
+}
+
 static int take_shard(struct kvq__save *save, struct kvq__session *s)
 {
     struct kvq__save_shard *shard = &save->shards[save->n_shards];
@@ -167,14 +204,16 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     save->ids[save->n_shards] = s->id;
     save->commits[save->n_shards++] = s->commits;
     kvq__parts_walk(s, count_part, &shard->room);
-    shard->parts = kvq__allocate(core, shard->room * sizeof *shard->parts);
+    shard->n_ids = kvq__saved_ids_parts(&shard->saved);
+    shard->parts = kvq__allocate(core, (shard->room + shard->n_ids) * sizeof *shard->parts);
     shard->held = kvq__allocate(core, shard->room * sizeof *shard->held);
     if (s->pool->gpu)
         shard->ferry = kvq__ferry_take(core, s->pool->gpu);
     if (!shard->parts || !shard->held || (s->pool->gpu && !shard->ferry))
         return KVQ_E_NO_MEMORY;
     shard->session = s;
-    return kvq__parts_walk(s, take_part, shard);
+    rc = kvq__parts_walk(s, take_part, shard);
+    return rc ? rc : take_ids(shard, s);
 }
 
 static void hold(struct kvq__save *save, struct kvq__session *s)
@@ -247,7 +286,9 @@ static void save_free(struct kvq__save *save)
         }
         kvq__ferry_give(core, &shard->ferry);
         kvq__deallocate(core, shard->held, shard->room * sizeof *shard->held);
-        kvq__deallocate(core, shard->parts, shard->room * sizeof *shard->parts);
+        kvq__deallocate(core, shard->parts, (shard->room + shard->n_ids) * sizeof *shard->parts);
+        kvq__deallocate(core, shard->ids, shard->saved.known * sizeof *shard->ids);
+        kvq__deallocate(core, shard->spans, shard->saved.n_spans * sizeof *shard->spans);
         kvq__deallocate(core, shard->saved.layers,
                         shard->saved.n_layers * sizeof *shard->saved.layers);
     }
@@ -314,7 +355,7 @@ const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t 
 {
     const struct kvq__save_shard *s = &save->shards[shard];
     *parts = s->parts;
-    *n_parts = s->n;
+    *n_parts = s->n + s->n_ids;
     return &s->saved;
 }
 
@@ -366,6 +407,11 @@ int kvq__save_copy(struct kvq__save *save)
 const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part)
 {
     struct kvq__save_shard *s = &save->shards[shard];
+    const struct kvq__part *p = &s->parts[part];
+    if (p->kind == KVQ__PART_IDS)
+        return s->ids + (size_t)p->page * KVQ__IDS_PART;
+    if (p->kind == KVQ__PART_SPANS)
+        return s->spans;
     return s->held[part].copy ? s->held[part].copy : see(s, part);
 }
 
@@ -393,6 +439,17 @@ static struct kvq__session *still_there(const struct kvq__save *save, uint32_t s
     return s ? kvq__group_member(s, saved->shard) : NULL;
 }
 
+// Ids below the floor stay as they are.
+static void note_ids(const struct kvq__save_shard *shard, struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < shard->n_ids; i++) {
+        const struct kvq__part *part = &shard->parts[shard->n + i];
+        uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
+        if (part->kind == KVQ__PART_IDS && end <= shard->saved.known && end <= shard->saved.floor)
+            s->ids.stored[part->page] = part->id;
+    }
+}
+
 void kvq__save_end(struct kvq__save **pointer, bool saved)
 {
     struct kvq__save *save = pointer ? *pointer : NULL;
@@ -407,8 +464,10 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
         for (uint32_t j = 0; j < shard->n; j++)
             if (shard->held[j].final)
                 shard->held[j].ref.block->saved = shard->parts[j].id;
-        if (s && s->id == save->ids[i])
+        if (s && s->id == save->ids[i]) {
             s->saved_commits = save->commits[i];
+            note_ids(shard, s);
+        }
     }
     LIST_REMOVE(save, link);
     save_free(save);

@@ -40,12 +40,26 @@ struct kvq__saved {
     uint64_t tokens, floor, saturated;
     uint32_t n_layers;
     struct kvq__saved_layer *layers;
+    uint64_t known;                // ids of tokens [0, known) are there
+    const int32_t *ids;            // these
+    uint32_t n_spans;              // of images or audio among its tokens
+    const struct kvq__span *spans; // these
 };
 
 // The bytes of one block. Packed and raw blocks are those of a page; a layer has one of extras.
-enum kvq__part_kind { KVQ__PART_PACKED = 1, KVQ__PART_RAW = 2, KVQ__PART_EXTRAS = 3 };
+// Ids of tokens come in parts of KVQ__IDS_PART tokens, the last one may have fewer; spans in one.
+// Both belong to no layer: theirs is KVQ__IDS_LAYER, and their `from` is so high that without them
+// no token is lost.
+enum kvq__part_kind {
+    KVQ__PART_PACKED = 1,
+    KVQ__PART_RAW = 2,
+    KVQ__PART_EXTRAS = 3,
+    KVQ__PART_IDS = 4,
+    KVQ__PART_SPANS = 5,
+};
+enum { KVQ__IDS_PART = 1024, KVQ__IDS_LAYER = KVQ_MAX_LAYERS };
 struct kvq__part {
-    uint32_t layer, page, kind; // enum kvq__part_kind
+    uint32_t layer, page, kind; // enum kvq__part_kind; of ids page is the part's number
     uint64_t bytes;
     uint64_t from; // the first token that cannot be had without it; 0: none can
     uint64_t id;   // that the saver gave it; 0: not saved before, or it may have changed since
@@ -104,6 +118,34 @@ uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_
 // of kvq__session_find's.
 int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                          char *name, char *text);
+
+// ---- Ids of tokens, as they are stored (saved_ids.c) ----
+
+// A span, without what a compiler may put between.
+struct kvq__saved_span {
+    uint64_t first;
+    uint32_t tokens, zero;
+    uint8_t digest[32];
+};
+static_assert(sizeof(struct kvq__saved_span) == 48, "no holes");
+
+// How many parts ids and spans have, and the i-th of them, whose id is 0.
+uint32_t kvq__saved_ids_parts(const struct kvq__saved *saved);
+struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i);
+// Reads those of a session up to `most` tokens by calling read(), which puts the bytes of the part
+// at that place of the list into out, and returns 0 or a code. saved->ids and spans are then the
+// caller's, until kvq__saved_ids_free. Parts that are missing, damaged, or of a wrong size end what
+// is known: saved->known is lower then, and 0 if spans are lost, without which ids mean nothing.
+// 0, or KVQ_E_NO_MEMORY or KVQ_E_STALE, which read() may give to have it all end.
+struct kvq__ids_reader {
+    const struct kvq__part *parts; // by layer, page and kind
+    uint32_t n;
+    uint64_t most;
+    int (*read)(void *context, uint32_t part, void *out);
+    void *context;
+};
+int kvq__saved_ids_read(struct kvq__saved *saved, const struct kvq__ids_reader *reader);
+void kvq__saved_ids_free(struct kvq__saved *saved);
 
 // ---- Restoring ----
 

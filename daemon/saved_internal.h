@@ -48,9 +48,11 @@ struct kvq__kept {
 struct kvq__save_shard {
     struct kvq__session *session; // held, until it is copied; then only if it is still there
     struct kvq__saved saved;
-    struct kvq__part *parts;
-    struct kvq__kept *held;
-    uint32_t n, room;
+    struct kvq__part *parts; // those of blocks, then those of ids
+    struct kvq__kept *held;  // of blocks
+    uint32_t n, room, n_ids; // blocks, and parts of ids
+    int32_t *ids;            // saved.known of them
+    struct kvq__saved_span *spans;
     struct kvq__ferry *ferry; // NULL on the host
 };
 struct kvq__save {

@@ -162,6 +162,8 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->tokens = from->tokens;
     s->floor = from->floor;
     s->saturated = from->saturated;
+    s->known = from->known;
+    s->spans = from->n_spans;
     s->layers = layers;
     for (; s->n_layers < from->n_layers; s->n_layers++)
         if (!(layers[s->n_layers] = layer_message(arena, &from->layers[s->n_layers])))
@@ -241,6 +243,8 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
         .tokens = m->tokens,
         .floor = m->floor,
         .saturated = m->saturated,
+        .known = m->known,
+        .n_spans = m->spans,
         .n_layers = (uint32_t)m->n_layers,
         .layers = saved->layers,
     };

@@ -66,7 +66,7 @@ static struct kvq__session *idle_session(struct sim *sim, struct track *t)
     return NULL;
 }
 
-static void come_back(struct sim *sim, struct track *t, const char *place)
+static void come_back(struct sim *sim, struct track *t, const char *place, uint64_t known)
 {
     struct keep *k = &sim->keep;
     char text[KVQ_TEXT_BYTES];
@@ -77,9 +77,9 @@ static void come_back(struct sim *sim, struct track *t, const char *place)
         track_die(sim, t);
         return;
     }
+    MUST(k->restore->session->ids.known == known);
     t->id = k->restore->session->id;
     t->detached_at = sim->kit.now;
-    t->known = 0; // ids are not saved
     k->from = vault_find(&k->vault, t->name, 0);
     k->layer = 0;
     k->restores++;
@@ -98,6 +98,7 @@ static void go_away(struct sim *sim)
     if (!s)
         return;
     const char *place = kvq__pool_name(s->pool);
+    uint64_t known = s->ids.known;
     snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
     struct kvq__save_spec spec = {.name = id, .again = true};
     int rc = vault_save(&sim->keep.vault, sim->kit.core, &spec, NULL);
@@ -105,7 +106,7 @@ static void go_away(struct sim *sim)
     if (rc)
         return;
     MUST(kvq__session_drop_named(sim->kit.core, &admin, NULL, id, text) == 0);
-    come_back(sim, t, place);
+    come_back(sim, t, place, known);
 }
 
 static void go_on_loading(struct sim *sim)

@@ -114,24 +114,43 @@ int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_s
     return 0;
 }
 
+struct reading {
+    struct vault *vault;
+    const struct vault_session *from;
+};
+
+static int read_ids(void *context, uint32_t part, void *out)
+{
+    const struct reading *r = context;
+    const struct vault_block *b = block_of(r->vault, r->from->parts[part].id);
+    if (!b || b->bytes != r->from->parts[part].bytes)
+        return KVQ_E_DAMAGED;
+    memcpy(out, b->data, b->bytes);
+    return 0;
+}
+
 int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
                   const char *place, uint64_t good, struct kvq__restore **restore, char *text)
 {
     const struct vault_session *s = vault_find(v, name, shard);
     MUST(s);
+    struct kvq__saved saved = s->saved;
+    struct reading reading = {v, s};
+    struct kvq__ids_reader ids = {s->parts, s->n, good, read_ids, &reading};
+    MUST(kvq__saved_ids_read(&saved, &ids) == 0);
     struct kvq__restore_spec spec = {.ns = s->ns,
                                      .place = place,
-                                     .saved = &s->saved,
+                                     .saved = &saved,
                                      .parts = s->parts,
                                      .n_parts = s->n,
                                      .good_tokens = good};
     int rc = kvq__restore_begin(core, &admin, &spec, restore, text);
-    if (rc < 0)
-        return rc;
-    while ((rc = kvq__restore_reserve(*restore, text)) > 0)
+    bool begun = rc == 0;
+    while (begun && (rc = kvq__restore_reserve(*restore, text)) > 0)
         continue;
-    if (rc < 0)
+    if (begun && rc < 0)
         kvq__restore_end(restore, rc);
+    kvq__saved_ids_free(&saved);
     return rc;
 }
 
