@@ -181,9 +181,9 @@ struct kvq__wanted {
     uint64_t bytes;
 };
 bool kvq__restore_wanted(const struct kvq__restore *restore, uint32_t i, struct kvq__wanted *out);
-// Where the bytes of n of these (which[0], ...) go until kvq__restore_fill has taken them from there,
-// one by one. There may be room for the first few of them only: returns for how many, 0 without
-// memory. Asking again forgets where those before went.
+// Where the bytes of n of these (which[0], ...) go until kvq__restore_fill has taken them from
+// there, one by one. There may be room for the first few of them only: returns for how many, 0
+// without memory. Asking again forgets where those before went.
 uint32_t kvq__restore_rooms(struct kvq__restore *restore, const uint32_t *which, uint32_t n,
                             void **rooms);
 // 0, KVQ_E_SYSTEM, or KVQ_E_DAMAGED if the bytes cannot be right.
