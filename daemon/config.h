@@ -32,8 +32,7 @@ struct kvq_config_ids {
 struct kvq_config_namespace {
     char name[KVQ_NAME_BYTES];
     struct kvq_config_ids uids, gids;
-    uint64_t limit_bytes;  // 0: the pool's
-    uint64_t max_sessions; // 0: no limit of its own
+    uint64_t host_bytes, device_bytes, disk_bytes, max_sessions; // 0: none but what the place has
     uint32_t n_share_with; // namespaces that may share its prefixes; "*": all
     char share_with[KVQ_MAX_SHARE_WITH][KVQ_NAME_BYTES];
     uint64_t set; // which keys the section held
@@ -84,8 +83,9 @@ struct kvq_config {
     uint64_t prefix_keep_seconds; // 0: as long as there is room
     uint64_t drain_ms;
     uint64_t max_clients;
-    uint64_t limit_bytes, max_sessions; // of namespaces that are not configured; 0: none
-    uint64_t client_bytes;              // buffers of one client
+    // Limits of namespaces that are not configured; 0: none.
+    uint64_t host_bytes, device_bytes, disk_bytes, max_sessions;
+    uint64_t client_bytes; // buffers of one client
     uint64_t buffer_bytes; // of all clients; 0: resolved to half of the machine's memory
     uint64_t fast;         // 1: sessions that leave the path to the daemon get the fast one
     char codebook_dir[KVQ_CONFIG_PATH]; // "": no codebooks

@@ -33,7 +33,8 @@ static int refuse_key(struct parse *p, const char *section, const char *name)
     if (*section)
         p->error = kvq__config_refuse(p->text, nowhere,
                                       "%.64s is not known in [%.64s]; known are uids, gids, "
-                                      "limit_bytes, max_sessions, share_prefixes_with",
+                                      "host_bytes, device_bytes, disk_bytes, max_sessions, "
+                                      "share_prefixes_with",
                                       name, section);
     else
         p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
@@ -112,12 +113,14 @@ static int parse_share_with(struct parse *p, const char *value, struct kvq_confi
 static int handle_namespace(struct parse *p, const char *section, const char *name,
                             const char *value)
 {
-    static const char *const keys[] = {"uids", "gids", "limit_bytes", "max_sessions",
-                                       "share_prefixes_with"};
+    static const char *const keys[] = {"uids",         "gids",       "share_prefixes_with",
+                                       "max_sessions", "host_bytes", "device_bytes",
+                                       "disk_bytes"};
+    enum { SHARE = 2, SESSIONS, N = sizeof keys / sizeof *keys };
     unsigned key = 0;
-    while (key < 5 && !kvq__same_name(keys[key], name))
+    while (key < N && !kvq__same_name(keys[key], name))
         key++;
-    if (key == 5)
+    if (key == N)
         return refuse_key(p, section, name);
     struct kvq_config_namespace *ns = find_namespace(p, section + strlen("namespace "));
     if (!ns)
@@ -127,14 +130,21 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     ns->set |= 1u << key;
     if (key < 2) {
         p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
-    } else if (key == 4) {
+    } else if (key == SHARE) {
         p->error = parse_share_with(p, value, ns);
     } else {
-        uint64_t *number = key == 2 ? &ns->limit_bytes : &ns->max_sessions;
+        uint64_t *const numbers[] = {&ns->max_sessions, &ns->host_bytes, &ns->device_bytes,
+                                     &ns->disk_bytes};
+        uint64_t *number = numbers[key - SESSIONS];
         p->error = kvq__parse_size(nowhere, name, value, number, p->text);
-        if (p->error == 0 && key == 3 && *number > UINT32_MAX)
+        if (p->error == 0 && key == SESSIONS && *number > UINT32_MAX)
             p->error = kvq__config_refuse(
                 p->text, nowhere, "max_sessions is \"%.64s\"; allowed is 0 to 4294967295", value);
+        else if (p->error == 0 && *number > KVQ_MAX_QUOTA_BYTES)
+            p->error = kvq__config_refuse(p->text, nowhere,
+                                          "%.32s is \"%.64s\"; allowed is 0 to "
+                                          "1024tb",
+                                          name, value);
     }
     return p->error == 0;
 }

@@ -171,8 +171,9 @@ void kvq__config_help(char *text, size_t size)
     }
     put(&out, "\nIn the file, a section says who may use a namespace besides administrators, and\n"
               "how much of it; other users have the namespace uid-N of their own.\n\n"
-              "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  limit_bytes = 10gb\n"
-              "  max_sessions = 100\n  share_prefixes_with = team-b\n\n"
+              "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  host_bytes = 10gb\n"
+              "  device_bytes = 4gb\n  disk_bytes = 100gb\n  max_sessions = 100\n"
+              "  share_prefixes_with = team-b\n\n"
               "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
               "and V as in another (or both as in `base`), with single stages changed, and\n"
               "others for some layers. `kvqctl format list` shows them.\n\n"
@@ -234,11 +235,22 @@ static void put_format(struct out *out, const struct kvq_config *config, uint32_
     }
 }
 
+static void put_limits(struct out *out, const struct kvq_config_namespace *ns)
+{
+    static const char *const keys[] = {"host_bytes", "device_bytes", "disk_bytes"};
+    const uint64_t bytes[] = {ns->host_bytes, ns->device_bytes, ns->disk_bytes};
+    char value[32];
+    for (int i = 0; i < 3; i++) {
+        kvq__size_text(value, sizeof value, bytes[i], KVQ_OPTION_SIZE);
+        put(out, "%s = %s\n", keys[i], value);
+    }
+    put(out, "max_sessions = %llu\n", (unsigned long long)ns->max_sessions);
+}
+
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
 {
     static const char *const sources[] = {"default", "file", "environment", "flag"};
     struct out out = {text, size};
-    char value[32];
     for (const struct kvq__option *o = kvq__options; o->name; o++) {
         put(&out, "# %s\n%s = ", sources[config->source[o - kvq__options]], kvq__option_name(o));
         put_value(&out, config, o);
@@ -249,9 +261,7 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
         put_ids(&out, &ns->uids);
         put(&out, "gids = ");
         put_ids(&out, &ns->gids);
-        kvq__size_text(value, sizeof value, ns->limit_bytes, KVQ_OPTION_SIZE);
-        put(&out, "limit_bytes = %s\nmax_sessions = %llu\n", value,
-            (unsigned long long)ns->max_sessions);
+        put_limits(&out, ns);
         for (uint32_t j = 0; j < ns->n_share_with; j++)
             put(&out, "%s%s%s", j ? ", " : "share_prefixes_with = ", ns->share_with[j],
                 j + 1 < ns->n_share_with ? "" : "\n");

@@ -260,6 +260,7 @@ void kvq__core_tick(struct kvq__core *core)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         drop_expired(ns);
     kvq__prefixes_tick(core);
+    kvq__quotas_tick(core);
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
     kvq__moves_tick(core);

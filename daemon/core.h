@@ -86,7 +86,7 @@ enum kvq__event_kind {
     KVQ__EVENT_SESSION_DROPPED,
     KVQ__EVENT_CLIENT_ATTACHED,
     KVQ__EVENT_CLIENT_GONE,
-    KVQ__EVENT_MEMORY_FULL,    // pool or namespace; at most once a second for each namespace
+    KVQ__EVENT_MEMORY_FULL,    // a pool; at most once a second for each namespace
     KVQ__EVENT_SESSION_MOVED,  // to another place, or why not
     KVQ__EVENT_CLIENT_STALLED, // a GPU waits for the client's stream; once for each time
     KVQ__EVENT_DRAINING,
@@ -96,6 +96,8 @@ enum kvq__event_kind {
     KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
     KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
     KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
+    KVQ__EVENT_QUOTA_REACHED,   // a limit of a namespace; as often as MEMORY_FULL
+    KVQ__EVENTS
 };
 
 // Pointers are valid during the call only; never NULL, but maybe empty.
@@ -106,17 +108,25 @@ struct kvq__event {
     const char *text;
 };
 
+// Hard limits of a namespace. Its blocks in the host's memory and in that of GPUs (of all of them
+// together) count by their bytes, each once however many sessions share it; what it has on disk
+// counts by the bytes of the blocks there. Sessions are those in memory, each shard by itself, and
+// parked ones; what is on disk alone is none.
+enum kvq__limit { KVQ__HOST_BYTES, KVQ__DEVICE_BYTES, KVQ__DISK_BYTES, KVQ__SESSIONS, KVQ__LIMITS };
+struct kvq__quota {
+    uint64_t limit[KVQ__LIMITS]; // 0 = none but what the place has
+};
+
 struct kvq__core_config {
-    uint64_t pool_bytes;   // budget of all extents
-    uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB
-    uint64_t keep_ns;      // how long named sessions stay when nobody has them open; 0 = for ever
-    uint32_t workers;      // threads that run jobs: decides how finely attention is cut
-    uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
-    bool saves;            // somebody saves sessions (saved.h)
-    uint64_t stall_ns;     // a client is told of that stalls for so long; 0 = 2 s
-    uint64_t default_limit_bytes;    // for namespaces not configured; 0 = the pool's
-    uint32_t default_limit_sessions; // likewise; 0 = no limit
-    uint64_t partial_bytes;          // scratch of one queue for partial results; 0 = 8 MiB
+    uint64_t pool_bytes;     // budget of all extents
+    uint64_t extent_bytes;   // multiple of 2 MiB; 0 = 64 MiB
+    uint64_t keep_ns;        // how long named sessions stay when nobody has them open; 0 = for ever
+    uint32_t workers;        // threads that run jobs: decides how finely attention is cut
+    uint8_t path;            // enum kvq_path for sessions that leave it to the daemon
+    bool saves;              // somebody saves sessions (saved.h)
+    uint64_t stall_ns;       // a client is told of that stalls for so long; 0 = 2 s
+    struct kvq__quota quota; // of namespaces that are not configured
+    uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 8 MiB
     const struct kvq_kernels *kernels;
     struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
     uint32_t n_gpus;              // at most KVQ_MAX_GPUS
@@ -163,8 +173,7 @@ struct kvq__peer {
 // A namespace of the configuration. Others come into being as "uid-N" for user N.
 struct kvq__namespace_config {
     const char *name;
-    uint64_t limit_bytes;        // of blocks; 0 = the pool's
-    uint32_t limit_sessions;     // 0 = no limit
+    struct kvq__quota quota;
     const uint32_t *uids, *gids; // who may use it; admins always may
     uint32_t n_uids, n_gids;
     const char *const *share_with; // namespaces that may share its prefixes; "*": all
@@ -449,9 +458,9 @@ struct kvq__move_info {
 
 // Begins to move a session, which goes on in kvq__core_poll; its requests wait from when its step
 // and the requests under way have ended until it is there. All shards move, or none. KVQ_E_INVALID
-// (no such place), KVQ_E_NO_MEMORY (no room there), KVQ_E_BUSY (it is moved already, or cannot be
-// moved now), KVQ_E_LIMIT, KVQ_E_DRAINING. How it ends the info says: 0, these codes,
-// KVQ_E_QUOTA, KVQ_E_SYSTEM, or KVQ_E_CANCELLED if the session was dropped.
+// (no such place), KVQ_E_NO_MEMORY (no room there), KVQ_E_QUOTA (nor by its namespace's limit),
+// KVQ_E_BUSY (it is moved already, or cannot be moved now), KVQ_E_LIMIT, KVQ_E_DRAINING. How it
+// ends the info says: 0, these codes, KVQ_E_SYSTEM, or KVQ_E_CANCELLED if the session was dropped.
 int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             const char *name, const struct kvq__move_spec *spec,
                             struct kvq__move_info *info, char *text);
@@ -486,8 +495,8 @@ uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *
 
 struct kvq__namespace_info {
     char name[KVQ_NAME_BYTES];
-    uint32_t sessions;
-    uint64_t used_bytes, limit_bytes; // limit 0 = the pool's
+    struct kvq__quota quota;
+    uint64_t used[KVQ__LIMITS];
 };
 struct kvq__client_info {
     uint64_t id;

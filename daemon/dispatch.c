@@ -391,6 +391,19 @@ static void answer_ping(const struct kvq__dispatch *d, struct kvq_arena *arena, 
     reply->result_case = KVQ__REPLY__RESULT_PONG;
 }
 
+static Kvq__Quota *quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS])
+{
+    Kvq__Quota *q = kvq_arena_alloc(arena, sizeof *q);
+    if (!q)
+        return NULL;
+    kvq__quota__init(q);
+    q->host_bytes = limits[KVQ__HOST_BYTES];
+    q->device_bytes = limits[KVQ__DEVICE_BYTES];
+    q->disk_bytes = limits[KVQ__DISK_BYTES];
+    q->sessions = limits[KVQ__SESSIONS];
+    return q;
+}
+
 static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *arena,
                            Kvq__StatusReply *s)
 {
@@ -406,9 +419,8 @@ static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *aren
             break;
         kvq__namespace_status__init(ns);
         ns->name = kvq_arena_text(arena, infos[i].name);
-        ns->sessions = infos[i].sessions;
-        ns->used_bytes = infos[i].used_bytes;
-        ns->limit_bytes = infos[i].limit_bytes;
+        ns->limit = quota_message(arena, infos[i].quota.limit);
+        ns->used = quota_message(arena, infos[i].used);
         bytes += kvq__namespace_status__get_packed_size(ns) + 4;
         if (arena->full || bytes > LIST_BYTES)
             break;

@@ -42,6 +42,7 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_STORAGE_FULL] = "storage_full",
         [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
         [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
+        [KVQ__EVENT_QUOTA_REACHED] = "quota_reached",
     };
     return names[kind];
 }
@@ -50,7 +51,8 @@ static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
     bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
-               e->kind >= KVQ__EVENT_STORAGE_FULL;
+               e->kind == KVQ__EVENT_QUOTA_REACHED ||
+               (e->kind >= KVQ__EVENT_STORAGE_FULL && e->kind <= KVQ__EVENT_STORAGE_DAMAGED);
     enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
     kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",
              (unsigned long long)e->client, kvq__log_quote(ns, sizeof ns, e->ns),

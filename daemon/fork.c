@@ -136,6 +136,7 @@ struct cloning {
     struct kvq__copy *copies;
     uint32_t n_copies, room;
     uint64_t at, floor;
+    uint64_t bytes; // of blocks that it has needed so far
 };
 
 static void add_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
@@ -144,6 +145,12 @@ static void add_copy(struct cloning *c, uint32_t layer, bool packed, const uint8
     uint32_t n = tokens < KVQ_BLOCK_TOKENS ? (uint32_t)tokens : KVQ_BLOCK_TOKENS;
     assert(c->n_copies < c->room && from);
     c->copies[c->n_copies++] = (struct kvq__copy){from, to, layer, n, packed};
+}
+
+static int take_block(struct cloning *c, uint64_t bytes, struct kvq__ref *ref)
+{
+    c->bytes += bytes;
+    return kvq__block_new(c->to->core, c->to->ns, c->to->pool, bytes, ref);
 }
 
 static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pageref *from,
@@ -156,7 +163,7 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
         to->packed = kvq__block_share(from->packed);
         return 0;
     }
-    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, l->packed_bytes, &to->packed);
+    int rc = take_block(c, l->packed_bytes, &to->packed);
     if (rc == 0 && l->packed > start)
         add_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
     return rc;
@@ -172,8 +179,7 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
         to->raw = kvq__block_share(from->raw);
         return 0;
     }
-    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, c->to->layers[layer].raw_bytes,
-                            &to->raw);
+    int rc = take_block(c, c->to->layers[layer].raw_bytes, &to->raw);
     if (rc == 0 && from->raw.data)
         add_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
     return rc;
@@ -185,7 +191,7 @@ static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct
     size_t bytes = kvq_extras_bytes(from->format, &from->shape);
     if (bytes == 0 || !from->extras.data)
         return 0;
-    int rc = kvq__block_new(c->to->core, c->to->ns, c->to->pool, bytes, &to->extras);
+    int rc = take_block(c, bytes, &to->extras);
     if (rc < 0)
         return rc;
     to->learned = from->learned && to->packed > 0;
@@ -259,7 +265,7 @@ static int clone(struct cloning *c, struct kvq__session *from)
     if (rc < 0) {
         kvq__deallocate(from->core, c->copies, c->room * sizeof *c->copies);
         kvq__session_free(c->to);
-        kvq__namespace_full(from->core, from->ns, rc);
+        kvq__namespace_full(from->core, from->ns, from->pool, c->bytes, rc);
     }
     return rc;
 }

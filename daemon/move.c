@@ -81,13 +81,18 @@ static uint64_t need_of_all(const struct kvq__move *move)
 static int refuse_room(const struct kvq__move *move, int rc, char *text)
 {
     const struct kvq__pool *to = move->to;
+    enum kvq__limit which = kvq__pool_limit(to);
     if (rc == KVQ_E_QUOTA)
+        kvq__quota_refuse(move->ns, which, need_of_all(move), text);
+    if (rc == KVQ_E_QUOTA && which == KVQ__DEVICE_BYTES && move->shared_bytes)
         return kvq__fail(
             text, rc,
             "session \"%s\" shares blocks with forks or with a prefix that is kept, and "
             "these stay; with copies of them namespace \"%s\" would have more than "
-            "its limit of %llu bytes; drop the forks or raise the limit",
-            move->name, move->ns->name, (unsigned long long)move->ns->limit_bytes);
+            "its limit of %llu bytes in the memory of GPUs; drop the forks or raise the limit",
+            move->name, move->ns->name, (unsigned long long)move->ns->quota.limit[which]);
+    if (rc == KVQ_E_QUOTA)
+        return rc;
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
                      "free (in extents of %llu, each for blocks of one size and namespace); move "
@@ -97,10 +102,22 @@ static int refuse_room(const struct kvq__move *move, int rc, char *text)
                      (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
 }
 
+// Whether none of it counts under the limit that is asked there.
+static bool changes_tier(const struct kvq__move *move)
+{
+    bool changes = true;
+    for (uint32_t i = 0; i < move->n; i++)
+        changes &= kvq__pool_limit(move->moved[i].session->pool) != kvq__pool_limit(move->to);
+    return changes;
+}
+
 // Whether it could ever fit. What is free depends on what is given up for it: reserving tells.
 static int check_room(const struct kvq__move *move, char *text)
 {
-    return need_of_all(move) > move->to->budget ? refuse_room(move, KVQ_E_NO_MEMORY, text) : 0;
+    uint64_t need = need_of_all(move), limit = move->ns->quota.limit[kvq__pool_limit(move->to)];
+    if (need > move->to->budget)
+        return refuse_room(move, KVQ_E_NO_MEMORY, text);
+    return limit && need > limit && changes_tier(move) ? refuse_room(move, KVQ_E_QUOTA, text) : 0;
 }
 
 int kvq__session_movable(const struct kvq__session *s, char *text)
@@ -321,12 +338,9 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (!here->block)
         return 0;
     // What a fork shares stays as well; the rest only changes its place.
-    if (here->block->refs > 1)
-        move->shared_bytes += bytes;
-    else
-        kvq__block_exempt(here->block, true);
+    move->shared_bytes += here->block->refs > 1 ? bytes : 0;
     struct kvq__ref *there = kvq__moved_there(m, ref);
-    int rc = kvq__block_new(move->core, move->ns, move->to, bytes, there);
+    int rc = kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
     if (rc == 0) {
         there->block->saved = here->block->saved;
         move->reserved_bytes += bytes;
@@ -341,7 +355,7 @@ static void reserve(struct kvq__move *move)
         rc = reserve_one(move, &move->moved[move->at], move->ref++);
     if (rc < 0) {
         refuse_room(move, rc, move->text);
-        kvq__namespace_full(move->core, move->ns, rc);
+        kvq__namespace_full(move->core, move->ns, move->to, need_of_all(move), rc);
         fail(move, rc);
     } else if (!next_ref(move)) {
         move->phase = KVQ__MOVE_COPYING;

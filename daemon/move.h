@@ -12,8 +12,9 @@
 // it looks at between two looks at the rings: no client's lane waits for it, and the poller never
 // does. All of it happens in kvq__moves_poll, a little at a time.
 //
-// While both copies are there the namespace's limit counts one: of each pair the old block is
-// exempt (struct kvq__block), unless a fork shares it and so keeps it.
+// While both copies are there a limit that counts both (from one GPU to another) counts one: of
+// each pair the old block is exempt (struct kvq__block), unless a fork shares it and so keeps it.
+// Between the host and a GPU each counts where it is, and the move is held to the limit there.
 #ifndef KVQ_DAEMON_MOVE_H
 #define KVQ_DAEMON_MOVE_H
 

@@ -82,9 +82,9 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
     if (!ns)
         return NULL;
+    ns->core = core;
     snprintf(ns->name, sizeof ns->name, "%s", c->name);
-    ns->limit_bytes = c->limit_bytes;
-    ns->limit_sessions = c->limit_sessions;
+    ns->quota = c->quota;
     LIST_INIT(&ns->classes);
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
@@ -134,8 +134,7 @@ static int make_default(struct kvq__core *core, const struct kvq__peer *peer, co
 {
     struct kvq__namespace_config config = {
         .name = name,
-        .limit_bytes = core->config.default_limit_bytes,
-        .limit_sessions = core->config.default_limit_sessions,
+        .quota = core->config.quota,
         .uids = &uid,
         .n_uids = 1,
     };
@@ -177,18 +176,17 @@ void kvq__namespaces_close(struct kvq__core *core)
     }
 }
 
-void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns, int code)
+void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, uint64_t bytes, int code)
 {
-    char text[KVQ_TEXT_BYTES];
-    if (ns->told_full_at && core->now - ns->told_full_at < 1000000000u)
+    char text[KVQ_TEXT_BYTES / 2];
+    if (code == KVQ_E_QUOTA)
+        kvq__quota_refuse(ns, kvq__pool_limit(pool), bytes, NULL);
+    if (code != KVQ_E_NO_MEMORY || (ns->told_full_at && core->now - ns->told_full_at < 1000000000u))
         return;
     ns->told_full_at = core->now ? core->now : 1;
-    if (code == KVQ_E_QUOTA)
-        snprintf(text, sizeof text, "namespace uses %llu of its %llu bytes",
-                 (unsigned long long)ns->used_bytes, (unsigned long long)ns->limit_bytes);
-    else
-        snprintf(text, sizeof text, "the pool uses %llu of its %llu bytes",
-                 (unsigned long long)core->pools[0].used_bytes,
-                 (unsigned long long)core->pools[0].budget);
+    snprintf(text, sizeof text, "%llu of %llu bytes on %s are used, %llu more were asked for",
+             (unsigned long long)pool->used_bytes, (unsigned long long)pool->budget,
+             kvq__pool_name(pool), (unsigned long long)bytes);
     kvq__event(core, KVQ__EVENT_MEMORY_FULL, ns->name, "", 0, text);
 }

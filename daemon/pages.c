@@ -89,6 +89,20 @@ static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page
     return rc;
 }
 
+// Of so many pages behind those that it has.
+static uint64_t bytes_of(const struct kvq__session *s, uint32_t pages)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        bytes += pages * (l->raw_bytes + l->packed_bytes);
+        bytes += l->extras.data ? 0 : kvq_extras_bytes(l->format, &l->shape);
+    }
+    return bytes;
+}
+
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
@@ -101,7 +115,7 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
     }
     if (rc < 0) {
         kvq__pages_trim(s, (uint64_t)had * KVQ_BLOCK_TOKENS);
-        kvq__namespace_full(s->core, s->ns, rc);
+        kvq__namespace_full(s->core, s->ns, s->pool, bytes_of(s, want - had), rc);
     }
     return rc;
 }

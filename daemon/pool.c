@@ -222,8 +222,6 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
 {
     struct kvq__extent *e = NULL;
     assert(bytes > 0 && bytes <= pool->extent_bytes && !ref->block);
-    if (ns->limit_bytes && ns->used_bytes + bytes > ns->limit_bytes + ns->exempt_bytes)
-        return KVQ_E_QUOTA;
     int rc = class_extent(core, ns, pool, bytes, &e);
     if (rc < 0)
         return rc;
@@ -237,7 +235,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     b->saved = 0;
     e->used++;
     pool->used_bytes += bytes;
-    ns->used_bytes += bytes;
+    ns->used[kvq__pool_limit(pool)] += bytes;
     ref->block = b;
     ref->data = e->memory.base + (size_t)(b - e->blocks) * bytes;
     return 0;
@@ -246,10 +244,28 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref)
 {
+    enum kvq__limit which = kvq__pool_limit(pool);
+    int rc;
+    do
+        rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, bytes, ref)
+                                                 : KVQ_E_QUOTA;
+    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) && kvq__prefix_reclaim(core, ns, pool, rc));
+    return rc;
+}
+
+int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                       uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
+{
+    const struct kvq__class *class = old->extent->owner;
+    if (old->refs > 1 || class->ns != ns || class->block_bytes != bytes ||
+        kvq__pool_limit(class->pool) != kvq__pool_limit(pool))
+        return kvq__block_new(core, ns, pool, bytes, ref);
     int rc;
     do
         rc = block_take(core, ns, pool, bytes, ref);
-    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) && kvq__prefix_reclaim(core, ns, pool, rc));
+    while (rc == KVQ_E_NO_MEMORY && kvq__prefix_reclaim(core, ns, pool, rc));
+    if (rc == 0)
+        kvq__block_exempt(old, true);
     return rc;
 }
 
@@ -262,11 +278,12 @@ struct kvq__ref kvq__block_share(struct kvq__ref ref)
 
 void kvq__block_exempt(struct kvq__block *b, bool exempt)
 {
-    struct kvq__class *class = b->extent->owner;
+    const struct kvq__class *class = b->extent->owner;
+    uint64_t *bytes = &class->ns->exempt[kvq__pool_limit(class->pool)];
     if (exempt && !b->exempt)
-        class->ns->exempt_bytes += class->block_bytes;
+        *bytes += class->block_bytes;
     else if (!exempt && b->exempt)
-        class->ns->exempt_bytes -= class->block_bytes;
+        *bytes -= class->block_bytes;
     b->exempt = exempt;
 }
 
@@ -281,7 +298,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
     STAILQ_INSERT_HEAD(&e->free, b, link);
     kvq__block_exempt(b, false);
     class->pool->used_bytes -= class->block_bytes;
-    class->ns->used_bytes -= class->block_bytes;
+    class->ns->used[kvq__pool_limit(class->pool)] -= class->block_bytes;
     if (--e->used == 0)
         extent_empty(core, e);
 }

@@ -73,8 +73,18 @@ static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that i
 {
     return (uint32_t)(pool->budget / pool->extent_bytes);
 }
+// Which of a namespace's limits counts the pool's blocks.
+static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
+{
+    return pool->gpu ? KVQ__DEVICE_BYTES : KVQ__HOST_BYTES;
+}
+// 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
+// One that is to take the place of another, whose last reference goes once it has: where the same
+// limit counts both it counts one of them, and asks nothing.
+int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                       uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
 // Says whether the limit of the block's namespace is to count it; until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);

@@ -400,14 +400,17 @@ void kvq__prefix_seal_all(struct kvq__namespace *ns)
 
 // ---- Giving way ----
 
-// Whether giving the reference up frees memory, at once: of the namespace (if not NULL) and in the
-// pool (likewise).
+// Whether giving the reference up frees memory, at once: of the namespace under the limit that the
+// pool has there, or, without a namespace, in the pool (if not NULL).
 static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref,
                         const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     const struct kvq__class *class = ref->block ? ref->block->extent->owner : NULL;
-    return class && (!ns || class->ns == ns) && (!pool || class->pool == pool) &&
-           kvq__block_is_idle(core, ref->block);
+    if (!class || (ns && class->ns != ns))
+        return false;
+    bool helps =
+        ns ? kvq__pool_limit(class->pool) == kvq__pool_limit(pool) : !pool || class->pool == pool;
+    return helps && kvq__block_is_idle(core, ref->block);
 }
 
 static bool frees(const struct kvq__core *core, const struct kvq__node *node,
@@ -466,17 +469,17 @@ static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct k
     return false;
 }
 
-// A quota asks for blocks of the namespace, whoever's index has them; a pool for any in it.
+// A quota asks for blocks of the namespace that it counts, whoever's index has them; a pool for any
+// in it.
 bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
                          const struct kvq__pool *pool, int code)
 {
     const struct kvq__namespace *whose = code == KVQ_E_QUOTA ? ns : NULL;
-    const struct kvq__pool *where = code == KVQ_E_QUOTA ? NULL : pool;
     struct kvq__namespace *at;
     struct kvq__prefixes *of = NULL;
     struct kvq__node *first = NULL;
     TAILQ_FOREACH (at, &core->namespaces, link) {
-        struct kvq__node *node = oldest(core, &at->prefixes, whose, where);
+        struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
         if (node && (!first || node->used_at < first->used_at)) {
             first = node;
             of = &at->prefixes;
@@ -487,7 +490,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
         return true;
     }
     TAILQ_FOREACH (at, &core->namespaces, link)
-        if (shed(core, &at->prefixes, whose, where))
+        if (shed(core, &at->prefixes, whose, pool))
             return true;
     return false;
 }

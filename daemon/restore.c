@@ -194,13 +194,33 @@ static int reserve_some(struct kvq__restore *r)
     return rc;
 }
 
-static int refuse_room(const struct kvq__session *s, int rc, char *text)
+static uint64_t need_of(const struct kvq__session *s)
 {
-    kvq__namespace_full(s->core, s->ns, rc);
-    return kvq__fail(text, rc, "no room on %s for session \"%s\" of %llu tokens; %s",
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i) || s->n_pages == 0)
+            continue;
+        bytes += (s->n_pages - l->first_page) * l->packed_bytes;
+        bytes += (s->n_pages - l->raw_page) * l->raw_bytes;
+        bytes += kvq_extras_bytes(l->format, &l->shape);
+    }
+    return bytes;
+}
+
+// It still has the blocks that it got, and gives them back now: what is refused is all of it.
+static int refuse_room(struct kvq__session *s, int rc, char *text)
+{
+    uint64_t need = need_of(s);
+    kvq__pages_trim(s, 0);
+    if (rc == KVQ_E_QUOTA)
+        return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
+    kvq__namespace_full(s->core, s->ns, s->pool, need, rc);
+    return kvq__fail(text, rc,
+                     "no room on %s for session \"%s\" of %llu tokens and %llu bytes; drop "
+                     "others, or give the pool more memory",
                      kvq__pool_name(s->pool), s->name, (unsigned long long)s->tokens,
-                     rc == KVQ_E_QUOTA ? "its namespace is at its limit: drop others or raise it"
-                                       : "drop others, or give the pool more memory");
+                     (unsigned long long)need);
 }
 
 // Its page table, empty as yet.

@@ -115,19 +115,9 @@ void kvq__session_free(struct kvq__session *s)
 void kvq__session_publish(struct kvq__session *s)
 {
     s->id = ++s->core->last_session;
-    s->ns->n_sessions++;
+    s->ns->used[KVQ__SESSIONS]++;
     s->core->n_sessions++;
     TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
-}
-
-int kvq__namespace_room(struct kvq__namespace *ns, char *text)
-{
-    if (ns->limit_sessions && ns->n_sessions >= ns->limit_sessions)
-        return kvq__fail(text, KVQ_E_QUOTA,
-                         "namespace \"%s\" has %u sessions, its limit; close or drop some, or "
-                         "raise the limit in the configuration",
-                         ns->name, ns->n_sessions);
-    return 0;
 }
 
 void kvq__session_end(struct kvq__session *s)
@@ -146,7 +136,7 @@ void kvq__session_end(struct kvq__session *s)
     kvq__pack_unqueue(s);
     kvq__tables_orphan(s);
     TAILQ_REMOVE(&s->ns->sessions, s, link);
-    s->ns->n_sessions--;
+    s->ns->used[KVQ__SESSIONS]--;
     s->core->n_sessions--;
     kvq__event(s->core, KVQ__EVENT_SESSION_DROPPED, s->ns->name, s->name, 0, "");
     kvq__pages_trim(s, 0);

@@ -138,7 +138,6 @@ void kvq__session_pin(struct kvq__session *session);
 void kvq__session_unpin(struct kvq__session *session);
 // Nobody has it open any more: drops it or starts its keep time.
 void kvq__session_detached(struct kvq__session *session);
-int kvq__namespace_room(struct kvq__namespace *ns, char *text); // for one more session
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
 
 static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)

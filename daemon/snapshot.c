@@ -94,9 +94,8 @@ uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__pe
             continue;
         struct kvq__namespace_info *info = &out[n - 1];
         snprintf(info->name, sizeof info->name, "%s", ns->name);
-        info->sessions = ns->n_sessions;
-        info->used_bytes = ns->used_bytes;
-        info->limit_bytes = ns->limit_bytes;
+        info->quota = ns->quota;
+        memcpy(info->used, ns->used, sizeof info->used);
     }
     return n;
 }

@@ -19,6 +19,7 @@
 #include "daemon/core.h"
 #include "daemon/pool.h"
 #include "daemon/prefix.h"
+#include "daemon/quota.h"
 #include "daemon/request.h"
 #include "daemon/session.h"
 
@@ -29,13 +30,15 @@ TAILQ_HEAD(kvq__session_list, kvq__session);
 
 struct kvq__namespace {
     TAILQ_ENTRY(kvq__namespace) link;
+    struct kvq__core *core;
     char name[KVQ_NAME_BYTES];
-    uint64_t limit_bytes, used_bytes;
-    uint64_t exempt_bytes; // of used_bytes, that the limit does not count
-    uint32_t limit_sessions, n_sessions;
+    struct kvq__quota quota;
+    uint64_t used[KVQ__LIMITS];
+    uint64_t exempt[KVQ__LIMITS]; // of these, what the limit does not count
+    struct kvq__refusals refused[KVQ__LIMITS];
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
-    uint64_t told_full_at; // when its last KVQ__EVENT_MEMORY_FULL was sent
+    uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     uint32_t extents[1 + KVQ_MAX_GPUS]; // that it ever had of each pool
     LIST_HEAD(, kvq__telling) tellings;
@@ -52,8 +55,10 @@ bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__pe
 int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__namespace **ns, char *text);
 void kvq__namespaces_close(struct kvq__core *core);
-// Tells that memory ran out, at most once a second for each namespace.
-void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns, int code);
+// Tells that so many bytes more were refused in a pool, by KVQ_E_NO_MEMORY or KVQ_E_QUOTA, at most
+// once a second for each namespace. Nothing for other codes.
+void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, uint64_t bytes, int code);
 
 // ---- Exports (export.c) ----
 

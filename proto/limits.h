@@ -77,6 +77,8 @@ enum {
     KVQ_MAX_STORE_FOLDER = 1 << 10,   // bytes of a folder's path
 };
 
+// Of a limit that a namespace has.
+#define KVQ_MAX_QUOTA_BYTES  (1ull << 50)
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)
 
 #endif

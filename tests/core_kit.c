@@ -157,9 +157,15 @@ static void memory_free(void *memory)
         free(memory);
 }
 
+// What each namespace had under each limit when it was last looked at: by its place in the list.
+static struct {
+    uint64_t counted[KVQ__LIMITS];
+} seen[64];
+
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
     char text[KVQ_TEXT_BYTES] = "";
+    memset(seen, 0, sizeof seen);
     *kit = (struct kit){.random = seed, .now = 1};
     kit->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     struct kvq__core_config config = {
@@ -167,7 +173,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .extent_bytes = 2 << 20,
         .keep_ns = 5000000000u,
         .workers = 2,
-        .default_limit_bytes = limit_bytes,
+        .quota = {.limit = {[KVQ__HOST_BYTES] = limit_bytes, [KVQ__DEVICE_BYTES] = limit_bytes}},
         .partial_bytes = 1 << 20,
         .kernels = kvq_kernels_get(KVQ_ISA_C),
         .gpus = own_gpus->gpus,
@@ -412,7 +418,7 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
 struct counting {
     const struct kvq__core *core;
     uint64_t used;
-    uint32_t sessions, prepared;
+    uint32_t sessions, prepared, namespaces;
 };
 
 // Whether a reference is to the block; NULL: to any of the namespace's.
@@ -648,28 +654,41 @@ static void check_prefixes(const struct kvq__prefixes *p)
     MUST(children == with_parent && leaves == childless);
 }
 
+// No limit is ever exceeded, and what is above one that was lowered never grows.
+static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
+{
+    for (int i = 0; i < KVQ__LIMITS; i++) {
+        uint64_t limit = ns->quota.limit[i], counted = ns->used[i] - ns->exempt[i];
+        MUST(ns->exempt[i] <= ns->used[i]);
+        MUST(limit == 0 || counted <= limit || counted <= had[i]);
+        had[i] = counted;
+    }
+}
+
 static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
 {
     const struct kvq__class *class;
     const struct kvq__extent *e;
     const struct kvq__session *s;
-    uint64_t used = 0, refs = 0, exempt = 0;
+    uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0;
     uint32_t sessions = 0;
     LIST_FOREACH (class, &ns->classes, link)
         TAILQ_FOREACH (e, &class->extents, link)
-            used += check_extent(c->core, ns, class, e, &refs, &exempt);
+            used[kvq__pool_limit(class->pool)] +=
+                check_extent(c->core, ns, class, e, &refs, &exempt[kvq__pool_limit(class->pool)]);
     MUST(refs == references(c->core, ns, NULL) + moves_references(c->core, ns, NULL));
-    MUST(exempt == ns->exempt_bytes);
-    MUST(used == ns->used_bytes);
-    MUST(ns->limit_bytes == 0 || used <= ns->limit_bytes + exempt);
+    for (int i = KVQ__HOST_BYTES; i <= KVQ__DEVICE_BYTES; i++)
+        MUST(exempt[i] == ns->exempt[i] && used[i] == ns->used[i]);
+    MUST(c->namespaces < sizeof seen / sizeof *seen);
+    check_limits(ns, seen[c->namespaces++].counted);
     TAILQ_FOREACH (s, &ns->sessions, link) {
         check_session(s);
         c->prepared += s->prepared;
         sessions++;
     }
-    MUST(sessions == ns->n_sessions);
+    MUST(sessions == ns->used[KVQ__SESSIONS]);
     check_prefixes(&ns->prefixes);
-    c->used += used;
+    c->used += used[KVQ__HOST_BYTES] + used[KVQ__DEVICE_BYTES];
     c->sessions += sessions;
 }
 

@@ -16,7 +16,7 @@ struct kit {
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
     uint64_t extents_out, allocated_out;
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
-    uint64_t buffers_gone, tables_gone, events[KVQ__EVENT_STORAGE_DAMAGED + 1];
+    uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
     char event_session[KVQ_NAME_BYTES]; // of the last one
 };
 
@@ -89,7 +89,8 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
 int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wire entry,
                uint64_t *value);
 
-// Walks the core: references, bytes, counters, limits. Aborts with a message if anything is off.
+// Walks the core: references, bytes, counters, limits (what is above one must not be more than when
+// it was last looked at). Aborts with a message if anything is off.
 void core_check(const struct kvq__core *core);
 // Aborts with the text if the condition does not hold.
 #define MUST(condition) ((condition) ? (void)0 : kit_die(__FILE__, __LINE__, #condition))

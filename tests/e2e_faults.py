@@ -324,7 +324,7 @@ class Memory(Test):
         """A namespace's limit is told as one."""
         path = os.path.join(self.daemon.directory, "quota.conf")
         with open(path, "w", encoding="ascii") as file:
-            file.write("[namespace small]\nuids = %d\nlimit_bytes = 2mb\nmax_sessions = 2\n"
+            file.write("[namespace small]\nuids = %d\nhost_bytes = 2mb\nmax_sessions = 2\n"
                        % os.getuid())
         tokens = Tokens(1, 6000)
         with Daemon(config=path) as daemon, daemon.client() as client, client.queue() as queue:

@@ -204,7 +204,7 @@ static void test_file(void **state)
     (void)state;
     kvq__config_defaults(&config, no_environment);
     const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
-                       "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nlimit_bytes = 10gb ; ok\n"
+                       "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
                        "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n";
     assert_int_equal(kvq__config_parse(&config, "f", good, text), 0);
     assert_int_equal(config.workers, 3);
@@ -212,7 +212,7 @@ static void test_file(void **state)
     assert_string_equal(config.namespaces[0].name, "team-a");
     assert_int_equal(config.namespaces[0].uids.id[1], 1001);
     assert_int_equal(config.namespaces[0].gids.n, 1);
-    assert_true(config.namespaces[0].limit_bytes == 10ull << 30);
+    assert_true(config.namespaces[0].host_bytes == 10ull << 30);
     assert_int_equal(config.namespaces[0].max_sessions, 9);
     assert_int_equal(config.namespaces[1].max_sessions, 4);
 }
@@ -380,7 +380,7 @@ static void test_texts_for_people(void **state)
     char *arguments[] = {"kvqd", "--pool-bytes", "96mb", "--admin-uids", "3,4", NULL};
     assert_int_equal(load(arguments, no_environment), 0);
     memcpy(config.namespaces[0].name, "n", 2);
-    config.namespaces[0].limit_bytes = 3 << 20;
+    config.namespaces[0].host_bytes = 3 << 20;
     config.n_namespaces = 1;
     kvq__config_help(help, sizeof help);
     assert_non_null(strstr(help, "--pool-bytes SIZE"));
@@ -392,7 +392,7 @@ static void test_texts_for_people(void **state)
     assert_int_equal(kvq__config_parse(&config, "printed", printed, text), 0);
     assert_true(config.pool_bytes == before.pool_bytes);
     assert_int_equal(config.admin_uids.n, 2);
-    assert_int_equal(config.namespaces[0].limit_bytes, 3 << 20);
+    assert_int_equal(config.namespaces[0].host_bytes, 3 << 20);
     kvq__config_help(help, 64); // cut, not overrun
     assert_true(strlen(help) < 64);
 }

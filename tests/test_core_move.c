@@ -118,6 +118,12 @@ static uint64_t used(uint32_t pool)
     return kit.core->pools[pool].used_bytes;
 }
 
+static void limit(enum kvq__limit which, uint64_t to)
+{
+    core_check(kit.core);
+    it()->ns->quota.limit[which] = to;
+}
+
 static int start(uint32_t pool, struct kvq__move_info *info)
 {
     struct kvq__move_spec spec = {.place = place(pool)};
@@ -385,17 +391,17 @@ static void test_shared(void **state)
     attend(fork, again);
     assert_memory_equal(bits, again, sizeof bits);
     // The limit counts a block that only changes its place once, and one that is doubled twice.
-    it()->ns->limit_bytes = it()->ns->used_bytes;
-    assert_int_equal(move_to(0).status, 0);
-    it()->ns->limit_bytes = 0;
+    limit(KVQ__DEVICE_BYTES, bytes);
+    assert_int_equal(move_to(2).status, 0);
+    assert_int_equal(used(2), bytes);
+    limit(KVQ__DEVICE_BYTES, 0);
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
-    it()->ns->limit_bytes = it()->ns->used_bytes;
-    info = move_to(2);
+    limit(KVQ__DEVICE_BYTES, used(2));
+    info = move_to(1);
     assert_int_equal(info.status, KVQ_E_QUOTA);
     assert_non_null(strstr(info.text, "forks"));
-    assert_int_equal(used(2), 0);
-    it()->ns->limit_bytes = 0;
-    assert_int_equal(it()->ns->exempt_bytes, 0);
+    assert_int_equal(used(1), 0);
+    assert_int_equal(it()->ns->exempt[KVQ__DEVICE_BYTES], 0);
 }
 
 // ---- Waiting ----

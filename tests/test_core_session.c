@@ -50,7 +50,10 @@ static int setup(void **state)
 {
     static const uint32_t uids[] = {1000, 1001};
     const struct kvq__namespace_config team = {
-        .name = "team", .limit_bytes = 4 * MIB, .limit_sessions = 2, .uids = uids, .n_uids = 2};
+        .name = "team",
+        .quota = {.limit = {[KVQ__HOST_BYTES] = 4 * MIB, [KVQ__SESSIONS] = 2}},
+        .uids = uids,
+        .n_uids = 2};
     (void)state;
     kit_formats(own_formats(), 2);
     kit_open(&kit, 3, 64 * MIB, 0);
@@ -264,8 +267,9 @@ static void test_quota(void **state)
     assert_int_equal(open_as(&other, &spec, &info), KVQ_E_QUOTA); // the third session
     struct kvq__namespace_info ns[4];
     assert_int_equal(kvq__core_namespaces(kit.core, &m.client->peer, ns, 4), 1);
-    assert_int_equal(ns[0].sessions, 2);
-    assert_int_equal(ns[0].used_bytes, 4 * MIB);
+    assert_int_equal(ns[0].used[KVQ__SESSIONS], 2);
+    assert_int_equal(ns[0].used[KVQ__HOST_BYTES], 4 * MIB);
+    assert_int_equal(ns[0].quota.limit[KVQ__HOST_BYTES], 4 * MIB);
 }
 
 static void test_keep(void **state)

@@ -421,9 +421,9 @@ static void test_leases(void **state)
     look(&map, e[0].packed, later);
     assert_memory_equal(first, later, sizeof first);
     assert_int_equal(copy.tokens, n);
-    uint64_t used = copy.ns->used_bytes;
+    uint64_t used = copy.ns->used[KVQ__HOST_BYTES];
     close_map(&map);
-    assert_true(copy.ns->used_bytes < used);
+    assert_true(copy.ns->used[KVQ__HOST_BYTES] < used);
     core_check(kit.core);
     member_close(&other);
 }

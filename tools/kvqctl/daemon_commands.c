@@ -9,12 +9,16 @@
 
 static void print_namespaces(const Kvq__StatusReply *s)
 {
-    printf("\n%-24s %9s %12s %12s\n", "NAMESPACE", "SESSIONS", "USED", "LIMIT");
+    printf("\n%-20s %13s %20s %20s %20s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK");
     for (size_t i = 0; i < s->n_namespaces; i++) {
         const Kvq__NamespaceStatus *n = s->namespaces[i];
-        printf("%-24s %9" PRIu32 " %12s %12s\n", kvq__ctl_clean(n->name), n->sessions,
-               kvq__ctl_bytes(n->used_bytes),
-               n->limit_bytes ? kvq__ctl_bytes(n->limit_bytes) : "the pool");
+        const Kvq__Quota *used = n->used, *limit = n->limit;
+        if (used && limit)
+            printf("%-20s %13s %20s %20s %20s\n", kvq__ctl_clean(n->name),
+                   kvq__ctl_of(used->sessions, limit->sessions),
+                   kvq__ctl_of_bytes(used->host_bytes, limit->host_bytes),
+                   kvq__ctl_of_bytes(used->device_bytes, limit->device_bytes),
+                   kvq__ctl_of_bytes(used->disk_bytes, limit->disk_bytes));
     }
 }
 

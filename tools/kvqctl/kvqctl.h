@@ -102,6 +102,9 @@ void kvq__ctl_print_json_line(const ProtobufCMessage *status, const ProtobufCMes
 // Short forms for people, in one of a few static buffers: "1.5 GiB", "3 h 12 min".
 const char *kvq__ctl_bytes(uint64_t bytes);
 const char *kvq__ctl_duration(uint64_t ms);
+// "512.0 MiB of 1.0 GiB" and "2 of 10", or without a limit (0) what is used alone.
+const char *kvq__ctl_of_bytes(uint64_t used, uint64_t limit);
+const char *kvq__ctl_of(uint64_t used, uint64_t limit);
 
 // Foreign text that goes to a terminal: control characters become '?'. Static buffers as above.
 const char *kvq__ctl_clean(const char *text);

@@ -30,6 +30,28 @@ const char *kvq__ctl_bytes(uint64_t bytes)
     return text;
 }
 
+const char *kvq__ctl_of_bytes(uint64_t used, uint64_t limit)
+{
+    size_t size;
+    char is[32], most[32];
+    snprintf(is, sizeof is, "%s", kvq__ctl_bytes(used));
+    snprintf(most, sizeof most, "%s", kvq__ctl_bytes(limit));
+    char *text = short_buffer(&size);
+    snprintf(text, size, limit ? "%s of %s" : "%s", is, most);
+    return text;
+}
+
+const char *kvq__ctl_of(uint64_t used, uint64_t limit)
+{
+    size_t size;
+    char *text = short_buffer(&size);
+    if (limit)
+        snprintf(text, size, "%llu of %llu", (unsigned long long)used, (unsigned long long)limit);
+    else
+        snprintf(text, size, "%llu", (unsigned long long)used);
+    return text;
+}
+
 const char *kvq__ctl_duration(uint64_t ms)
 {
     size_t size;

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Hard limits of namespaces: the host's memory, that of GPUs, disk, and sessions. What a limit
+// counts never grows beyond it. One that was lowered below what is used takes nothing away: nothing
+// more is had until enough was given up. Part of state.h.
+#ifndef KVQ_DAEMON_QUOTA_H
+#define KVQ_DAEMON_QUOTA_H
+
+#include "daemon/core.h"
+
+struct kvq__namespace;
+
+// Of one limit, since the daemon has started.
+struct kvq__refusals {
+    uint64_t times;
+    uint64_t last_at, last_more; // when, and how much was asked for
+};
+
+// Whether there may be so much more.
+bool kvq__quota_allows(const struct kvq__namespace *ns, enum kvq__limit which, uint64_t more);
+// What is used beyond the limit; 0 unless that was lowered.
+uint64_t kvq__quota_excess(const struct kvq__namespace *ns, enum kvq__limit which);
+// So much more was refused: notes it, tells of it at most once a second for each namespace, says in
+// text (NULL is accepted) which limit, what is used, what was asked for and what to do, and returns
+// KVQ_E_QUOTA.
+int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more, char *text);
+// Whether there is room for one more session: 0 or KVQ_E_QUOTA, as above.
+int kvq__namespace_room(struct kvq__namespace *ns, char *text);
+// Gives up prefixes that no session has where more is used than may be.
+void kvq__quotas_tick(struct kvq__core *core);
+
+#endif
