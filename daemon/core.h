@@ -93,10 +93,13 @@ enum kvq__event_kind {
     // Of the daemon's edges, for sessions that are saved:
     KVQ__EVENT_SESSION_SAVED,
     KVQ__EVENT_SESSION_RESTORED,
+    KVQ__EVENT_SESSION_PUSHED, // to the remote store
+    KVQ__EVENT_SESSION_PULLED,
     KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
     KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
     KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
     KVQ__EVENT_QUOTA_REACHED,   // a limit of a namespace; as often as MEMORY_FULL
+    KVQ__EVENT_REMOTE_FAILED,   // a push or pull
     KVQ__EVENTS
 };
 

@@ -39,10 +39,13 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_DRAINING] = "draining",
         [KVQ__EVENT_SESSION_SAVED] = "session_saved",
         [KVQ__EVENT_SESSION_RESTORED] = "session_restored",
+        [KVQ__EVENT_SESSION_PUSHED] = "session_pushed",
+        [KVQ__EVENT_SESSION_PULLED] = "session_pulled",
         [KVQ__EVENT_STORAGE_FULL] = "storage_full",
         [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
         [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
         [KVQ__EVENT_QUOTA_REACHED] = "quota_reached",
+        [KVQ__EVENT_REMOTE_FAILED] = "remote_failed",
     };
     return names[kind];
 }
@@ -51,7 +54,7 @@ static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
     bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
-               e->kind == KVQ__EVENT_QUOTA_REACHED ||
+               e->kind == KVQ__EVENT_QUOTA_REACHED || e->kind == KVQ__EVENT_REMOTE_FAILED ||
                (e->kind >= KVQ__EVENT_STORAGE_FULL && e->kind <= KVQ__EVENT_STORAGE_DAMAGED);
     enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
     kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",

@@ -79,6 +79,8 @@ void kvq__task_end(struct kvq__task *t)
         TAILQ_REMOVE(&keeper->queue, t, link);
         next = TAILQ_FIRST(&keeper->queue);
     }
+    if (t->opens)
+        kvq__transfers_opened(t);
     keeper->n_tasks--;
     if (t->reply && t->rc < 0)
         kvq__reply_status(t->reply, t->arena, t->rc, t->text);
@@ -355,7 +357,7 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         return keeper->store != NULL;
     default:
-        return false;
+        return kvq__keeper_remote_takes(r);
     }
 }
 
@@ -464,9 +466,13 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->save = NULL;
     t->found = NULL;
     t->loading = NULL;
+    t->transfer = NULL;
+    t->opens = KVQ__OPEN_NONE;
     keeper->n_tasks++;
     if (keeper->ended)
         refuse(t, KVQ_E_DRAINING, "the daemon is shutting down");
+    else if (kvq__keeper_remote_takes(t->request))
+        kvq__keeper_remote(t);
     else if (!keeper->store)
         refuse(t, KVQ_E_UNSUPPORTED,
                "this daemon saves no sessions; set storage_dir in its configuration");
@@ -578,6 +584,7 @@ static void drain_on(struct kvq__keeper *keeper)
 
 void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server))
 {
+    kvq__transfers_stop(keeper);
     if (!keeper->store || !keeper->server->config.save_on_drain) {
         done(keeper->server);
         return;
@@ -623,9 +630,11 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     keeper->server = server;
     TAILQ_INIT(&keeper->queue);
     TAILQ_INIT(&keeper->loadings);
+    TAILQ_INIT(&keeper->opens);
     if (!server->config.storage_dir[0])
         return 0;
     int rc = open_store(keeper, text);
+    rc = rc ? rc : kvq__keeper_remote_open(keeper, text);
     if (rc < 0)
         return rc;
     uv_timer_init(&server->loop, &keeper->retry);
@@ -646,6 +655,7 @@ void kvq__keeper_end(struct kvq__keeper *keeper)
     if (!keeper || keeper->ended)
         return;
     keeper->ended = true;
+    kvq__transfers_stop(keeper);
     if (keeper->timers)
         uv_timer_stop(&keeper->tick);
 }
@@ -657,6 +667,7 @@ void kvq__keeper_close(struct kvq__keeper **pointer)
     if (!keeper)
         return;
     assert(kvq__keeper_idle(keeper));
+    kvq__keeper_remote_close(keeper);
     kvq_store_close(&keeper->store);
     free(keeper);
 }

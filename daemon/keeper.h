@@ -18,6 +18,7 @@ struct kvq__keeper;
 struct kvq__save;
 struct kvq__found;
 struct kvq__loading;
+struct kvq__transfer;
 
 // A command that has to do with the store, embedded by who gives it; or the keeper's own save.
 struct kvq__task {
@@ -38,6 +39,7 @@ struct kvq__task {
     void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to
     void (*then)(struct kvq__task *task); // and once memory is there
     bool writes, again, unchanged, own;
+    enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     int rc;
     uint64_t begun, deadline;
@@ -45,6 +47,7 @@ struct kvq__task {
     struct kvq__save *save;
     struct kvq__found *found;
     struct kvq__loading *loading;
+    struct kvq__transfer *transfer; // that is being asked for
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.

@@ -12,6 +12,8 @@
 TAILQ_HEAD(kvq__tasks, kvq__task);
 TAILQ_HEAD(kvq__loadings, kvq__loading);
 
+struct kvq__desk;
+
 enum { KVQ__KEEPER_UNSAVED = 64 }; // sessions that are asked for at a time
 
 struct kvq__keeper {
@@ -28,6 +30,10 @@ struct kvq__keeper {
     struct kvq__unsaved unsaved[KVQ__KEEPER_UNSAVED];
     uint32_t which;
     void (*drained)(struct kvq__server *server);
+
+    struct kvq__tasks
+        opens;              // sessions that are being opened or restored, until the poller has them
+    struct kvq__desk *desk; // NULL: there is no remote store
 
     struct kvq__loadings loadings;
     uint32_t n_loading; // of these, under way
@@ -57,5 +63,23 @@ void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its requ
 
 void kvq__keeper_open_session(struct kvq__task *task);
 void kvq__keeper_restore(struct kvq__task *task);
+
+// ---- keeper_remote.c: commands ----
+
+// Checks what the configuration says of a remote store. 0, or a code with a text.
+int kvq__keeper_remote_open(struct kvq__keeper *keeper, char *text);
+void kvq__keeper_remote_close(struct kvq__keeper *keeper);
+bool kvq__keeper_remote_takes(const Kvq__Request *request);
+void kvq__keeper_remote(struct kvq__task *task);
+
+// ---- keeper_transfer.c ----
+
+// A session, task->ns and name, is about to be looked for in the store, to be opened or restored.
+// True: what is there is being replaced by a pull, and again() is called when that has ended.
+bool kvq__transfers_opens(struct kvq__task *task, void (*again)(struct kvq__task *task));
+// It is in memory now, or not, and the task ends.
+void kvq__transfers_opened(struct kvq__task *task);
+// All end soon, and no new ones begin.
+void kvq__transfers_stop(struct kvq__keeper *keeper);
 
 #endif

@@ -521,7 +521,8 @@ void kvq__keeper_open_session(struct kvq__task *t)
         snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
-    kvq__task_to_work(t, look_and_read, looked);
+    if (!kvq__transfers_opens(t, kvq__keeper_open_session))
+        kvq__task_to_work(t, look_and_read, looked);
 }
 
 // ---- By command ----
@@ -567,5 +568,6 @@ static void looked_for_restore(uv_work_t *work, int status)
 
 void kvq__keeper_restore(struct kvq__task *t)
 {
-    kvq__task_to_work(t, look, looked_for_restore);
+    if (!kvq__transfers_opens(t, kvq__keeper_restore))
+        kvq__task_to_work(t, look, looked_for_restore);
 }

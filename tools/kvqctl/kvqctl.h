@@ -35,8 +35,9 @@ struct kvq__ctl {
     int shard;           // move: only this one; -1: all
     unsigned wait_ms;    // move: for steps to end; 0: the daemon's default
     bool again;          // save: also what has not changed
-    bool replace;        // import: what is saved under that name
-    const char *as;      // import: another name; NULL: the file's
+    bool replace;        // import, pull: what is saved under that name
+    const char *as;      // import, pull: another name; NULL: the file's, or the same
+    const char *from;    // pull: the namespace on the remote store; NULL: the same
     const char *offline; // verify: a folder that no daemon has; NULL: the daemon's
     struct kvq__transport *transport;
     uint32_t next_id;
@@ -70,6 +71,12 @@ int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_session_pull(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_remote_cancel(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args);

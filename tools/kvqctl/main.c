@@ -80,6 +80,37 @@ static const struct command commands[] = {
      "takes an exported session into the storage",
      "Under the names in the file, or --namespace NAME and --as NAME; --replace takes the place\n"
      "of one that is saved under them. Only root and the daemon's own user may do this.\n"},
+    {{"session", "push"},
+     "NAME",
+     kvq__ctl_session_push,
+     "sends a session to the remote store",
+     "What is saved of it; if it is in memory and has changed it is saved first. It may be open.\n"
+     "Shows how far it is, and goes on without this command: remote cancel ID ends it. Pushed\n"
+     "again after it broke, only what is missing is sent.\n"},
+    {{"session", "pull"},
+     "NAME",
+     kvq__ctl_session_pull,
+     "brings a session from the remote store into the storage",
+     "Opening it then restores it. --as NAME, --namespace NAME: where to; --from NAME: the\n"
+     "namespace that it was pushed from, if another. --replace takes the place of one that is\n"
+     "saved, never of one in memory. Goes on without this command, like push.\n"},
+    {{"remote", "status"},
+     NULL,
+     kvq__ctl_remote_status,
+     "the remote store, and pushes and pulls of late",
+     "Your own; administrators see all.\n"},
+    {{"remote", "list"}, NULL, kvq__ctl_remote_list, "the sessions on the remote store", ""},
+    {{"remote", "remove"},
+     "NAME",
+     kvq__ctl_remote_remove,
+     "deletes a session from the remote store",
+     "What is saved of it here, or in memory, stays. There is no way back.\n"},
+    {{"remote", "cancel"},
+     "ID",
+     kvq__ctl_remote_cancel,
+     "ends a push or pull",
+     "ID is its number as remote status shows it. What was transferred is kept for the next "
+     "try.\n"},
     {{"storage", "status"}, NULL, kvq__ctl_storage_status, "what the storage holds and takes", ""},
     {{"storage", "list"}, NULL, kvq__ctl_storage_list, "the sessions that are saved", ""},
     {{"storage", "verify"},
@@ -128,8 +159,9 @@ static const char options_help[] =
     "  --shard N          session move: only this shard (default: all)\n"
     "  --wait MS          session move: wait so long for steps to end (default 10000)\n"
     "  --again            session save: also what has not changed\n"
-    "  --as NAME          session import: under this name\n"
-    "  --replace          session import: what is saved under that name\n"
+    "  --as NAME          session import, pull: under this name\n"
+    "  --from NAME        session pull: of this namespace there (else the same as here)\n"
+    "  --replace          session import, pull: what is saved under that name\n"
     "  --offline DIR      storage verify: a storage that no daemon has\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
@@ -213,6 +245,9 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case 'A':
         ctl->as = optarg;
         return 0;
+    case 'f':
+        ctl->from = optarg;
+        return 0;
     case 'r':
         ctl->replace = true;
         return 0;
@@ -269,6 +304,7 @@ int main(int argc, char **argv)
         {"wait", required_argument, NULL, 'w'},
         {"again", no_argument, NULL, 'a'},
         {"as", required_argument, NULL, 'A'},
+        {"from", required_argument, NULL, 'f'},
         {"replace", no_argument, NULL, 'r'},
         {"offline", required_argument, NULL, 'o'},
         {"help", no_argument, NULL, 'h'},

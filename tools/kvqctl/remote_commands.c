@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands about the remote store: push, pull, list, remove, and what is under way.
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/status.h"
+#include "tools/kvqctl/kvqctl.h"
+
+enum { SHORTEST_NS = 1000000, LONGEST_NS = 100000000 }; // between two looks
+
+static Kvq__SessionRef ref_of(const char *ns, char *name)
+{
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    ref.name = name;
+    if (ns)
+        ref.namespace_ = (char *)ns;
+    return ref;
+}
+
+// ---- Transfers ----
+
+static int ask_transfer(struct kvq__ctl *ctl, uint64_t id, Kvq__Reply **reply)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__AskTransfer command = KVQ__ASK_TRANSFER__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_ASK_TRANSFER;
+    request.ask_transfer = &command;
+    command.id = id;
+    return kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_TRANSFER, reply);
+}
+
+// On a terminal, one line that is written over.
+static void show_progress(const Kvq__Transfer *x)
+{
+    fprintf(stderr, "\r%-10s %s", kvq__ctl_clean(x->phase), kvq__ctl_bytes(x->moved_bytes));
+    if (x->bytes)
+        fprintf(stderr, " of %s", kvq__ctl_bytes(x->bytes));
+    fprintf(stderr, " (transfer %" PRIu64 ")    ", x->id);
+}
+
+static void print_done(const Kvq__Transfer *x, const char *done)
+{
+    printf("%s %s: %s, %s of them transferred, %s\n", done, kvq__ctl_clean(x->name),
+           kvq__ctl_bytes(x->bytes), kvq__ctl_bytes(x->sent_bytes), kvq__ctl_duration(x->ms));
+}
+
+// Sends the request and follows what it began to its end.
+static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
+{
+    struct timespec pause = {.tv_nsec = SHORTEST_NS};
+    bool terminal = !ctl->json && isatty(STDERR_FILENO);
+    Kvq__Reply *reply;
+    int result = kvq__ctl_ask(ctl, request, KVQ__REPLY__RESULT_TRANSFER, &reply);
+    while (result == KVQ_EXIT_OK && !reply->transfer->finished) {
+        if (terminal)
+            show_progress(reply->transfer);
+        nanosleep(&pause, NULL);
+        pause.tv_nsec = pause.tv_nsec < LONGEST_NS / 2 ? 2 * pause.tv_nsec : LONGEST_NS;
+        result = ask_transfer(ctl, reply->transfer->id, &reply);
+    }
+    if (terminal)
+        fprintf(stderr, "\r%76s\r", "");
+    if (result)
+        return result;
+    const Kvq__Transfer *x = reply->transfer;
+    if (ctl->json)
+        kvq__ctl_print_json(&x->base);
+    else if (x->status == KVQ_OK)
+        print_done(x, done);
+    return x->status ? kvq__ctl_refused(x->status, x->text) : KVQ_EXIT_OK;
+}
+
+int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__PushSession command = KVQ__PUSH_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl->ns, args[0]);
+    request.command_case = KVQ__REQUEST__COMMAND_PUSH_SESSION;
+    request.push_session = &command;
+    command.ref = &ref;
+    return follow(ctl, &request, "pushed");
+}
+
+int kvq__ctl_session_pull(struct kvq__ctl *ctl, char **args)
+{
+    char own[32];
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__PullSession command = KVQ__PULL_SESSION__INIT;
+    Kvq__SessionRef ref = ref_of(ctl->from ? ctl->from : ctl->ns, args[0]);
+    Kvq__SessionRef into = ref_of(ctl->ns, ctl->as ? (char *)ctl->as : args[0]);
+    request.command_case = KVQ__REQUEST__COMMAND_PULL_SESSION;
+    request.pull_session = &command;
+    snprintf(own, sizeof own, "uid-%u", (unsigned)geteuid());
+    if (ctl->from && !ctl->ns)
+        into.namespace_ = own;
+    command.ref = &ref;
+    command.into = &into;
+    command.replace = ctl->replace;
+    return follow(ctl, &request, "pulled");
+}
+
+// ---- What is there ----
+
+static int ask_patiently(struct kvq__ctl *ctl, Kvq__Request *request,
+                         Kvq__Reply__ResultCase expected, Kvq__Reply **reply)
+{
+    enum { LONG_MS = 600000 }; // a remote store that hardly answers is asked several times
+    if (!ctl->timeout_given)
+        ctl->timeout_ms = LONG_MS;
+    return kvq__ctl_ask(ctl, request, expected, reply);
+}
+
+int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListRemote command = KVQ__LIST_REMOTE__INIT;
+    Kvq__Reply *reply;
+    (void)args;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_REMOTE;
+    request.list_remote = &command;
+    if (ctl->ns)
+        command.namespace_ = (char *)ctl->ns;
+    int result = ask_patiently(ctl, &request, KVQ__REPLY__RESULT_REMOTE_LIST, &reply);
+    if (result)
+        return result;
+    const Kvq__RemoteList *list = reply->remote_list;
+    if (ctl->json) {
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
+        return KVQ_EXIT_OK;
+    }
+    if (list->n_sessions == 0)
+        printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
+    else
+        printf("%-20s %s\n", "NAMESPACE", "NAME");
+    for (size_t i = 0; i < list->n_sessions; i++)
+        printf("%-20s %s\n", kvq__ctl_clean(list->sessions[i]->namespace_),
+               kvq__ctl_clean(list->sessions[i]->name));
+    if (list->truncated)
+        printf("(there are more; narrow it with --namespace NAME)\n");
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__RemoveRemote command = KVQ__REMOVE_REMOTE__INIT;
+    Kvq__SessionRef ref = ref_of(ctl->ns, args[0]);
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_REMOVE_REMOTE;
+    request.remove_remote = &command;
+    command.ref = &ref;
+    int result = ask_patiently(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_print_done(ctl, "removed", args[0]);
+    return result;
+}
+
+// ---- What is under way ----
+
+static void print_transfer(const Kvq__Transfer *x)
+{
+    printf("%5" PRIu64 "  %-5s %-14s %-20s %-10s %11s of %-11s %s\n", x->id,
+           kvq__ctl_clean(x->kind), kvq__ctl_clean(x->namespace_), kvq__ctl_clean(x->name),
+           kvq__ctl_clean(x->phase), kvq__ctl_bytes(x->moved_bytes), kvq__ctl_bytes(x->bytes),
+           kvq__ctl_duration(x->ms));
+    if (x->status)
+        printf("       %s (%s)\n", kvq__ctl_clean(x->text), kvq_status_name(x->status));
+}
+
+int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__RemoteStatus command = KVQ__REMOTE_STATUS__INIT;
+    Kvq__Reply *reply;
+    (void)args;
+    request.command_case = KVQ__REQUEST__COMMAND_REMOTE_STATUS;
+    request.remote_status = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_REMOTE_STATUS, &reply);
+    if (result)
+        return result;
+    const Kvq__RemoteStatusReply *r = reply->remote_status;
+    if (ctl->json) {
+        kvq__ctl_print_json(&r->base);
+        return KVQ_EXIT_OK;
+    }
+    printf("endpoint    %s\nbucket      %s\nprefix      %s\n", kvq__ctl_clean(r->endpoint),
+           kvq__ctl_clean(r->bucket), kvq__ctl_clean(r->prefix));
+    if (r->n_transfers)
+        printf("transfers   of the last ten minutes and under way:\n");
+    else
+        printf("transfers   none\n");
+    for (size_t i = 0; i < r->n_transfers; i++)
+        print_transfer(r->transfers[i]);
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_remote_cancel(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__CancelTransfer command = KVQ__CANCEL_TRANSFER__INIT;
+    Kvq__Reply *reply;
+    char *end;
+    errno = 0;
+    command.id = strtoull(args[0], &end, 10);
+    if (errno || *end || end == args[0] || args[0][0] == '-') {
+        fprintf(stderr, "kvqctl: '%s' is no transfer's number; kvqctl remote status lists them\n",
+                kvq__ctl_clean(args[0]));
+        return KVQ_EXIT_USAGE;
+    }
+    request.command_case = KVQ__REQUEST__COMMAND_CANCEL_TRANSFER;
+    request.cancel_transfer = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_TRANSFER, &reply);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&reply->transfer->base);
+    else
+        printf("transfer %s ends: what was transferred is kept\n", args[0]);
+    return KVQ_EXIT_OK;
+}
