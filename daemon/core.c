@@ -11,6 +11,7 @@
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
+#include "daemon/park.h"
 #include "daemon/saved_internal.h"
 #include "daemon/state.h"
 
@@ -168,6 +169,10 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
     TAILQ_INIT(&core->moves);
+    TAILQ_INIT(&core->parks);
+    TAILQ_INIT(&core->forgets);
+    TAILQ_INIT(&core->fetches);
+    core->last_stamp = c.run;
     TAILQ_INIT(&core->gpu_packs);
     if (open_memory(core) < 0) {
         close_memory(core);
@@ -186,7 +191,9 @@ void kvq__core_close(struct kvq__core **pointer)
     if (!core)
         return;
     *pointer = NULL;
+    core->closing = true; // what is stored stays: the next run sees to it
     kvq__moves_close(core);
+    kvq__parks_close(core);
     while ((client = TAILQ_FIRST(&core->clients)))
         kvq__client_detach(client);
     kvq__lanes_drain(core);
@@ -264,6 +271,7 @@ void kvq__core_tick(struct kvq__core *core)
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
     kvq__moves_tick(core);
+    kvq__parks_tick(core);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }
 
@@ -283,6 +291,7 @@ bool kvq__core_poll(struct kvq__core *core)
         any |= kvq__lane_poll(lane);
     }
     any |= kvq__moves_poll(core);
+    any |= kvq__parks_poll(core);
     if (any)
         kvq__pack_on_gpus(core);
     return any;

@@ -100,6 +100,9 @@ enum kvq__event_kind {
     KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
     KVQ__EVENT_QUOTA_REACHED,   // a limit of a namespace; as often as MEMORY_FULL
     KVQ__EVENT_REMOTE_FAILED,   // a push or pull
+    // Of the core again:
+    KVQ__EVENT_SESSION_PARKED,  // its memory is free, and all of it on disk; or why not
+    KVQ__EVENT_SESSION_FETCHED, // it is back; or why not
     KVQ__EVENTS
 };
 
@@ -126,7 +129,8 @@ struct kvq__core_config {
     uint64_t keep_ns;        // how long named sessions stay when nobody has them open; 0 = for ever
     uint32_t workers;        // threads that run jobs: decides how finely attention is cut
     uint8_t path;            // enum kvq_path for sessions that leave it to the daemon
-    bool saves;              // somebody saves sessions (saved.h)
+    bool saves;              // somebody saves sessions (saved.h), and fetches what is parked
+    uint64_t run;            // another number for each run: what is saved is told apart by it
     uint64_t stall_ns;       // a client is told of that stalls for so long; 0 = 2 s
     struct kvq__quota quota; // of namespaces that are not configured
     uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 8 MiB
@@ -143,6 +147,8 @@ struct kvq__core_config {
     void *context; // for the callbacks below; they run on the poller thread
     // Any may be NULL.
     void (*event)(void *context, const struct kvq__event *event);
+    // There is something for whoever saves sessions: kvq__park_next (saved.h) has it.
+    void (*wants)(void *context);
     // A GPU has faulted: nothing on it can be trusted or ended any more. Called once; what it does
     // is the caller's, and ending the process is what there is to do.
     void (*fault)(void *context, const char *place, const char *text);
@@ -327,6 +333,8 @@ struct kvq__session_info {
     uint64_t group_tokens;  // committed by all shards; 0 while one is missing
     uint32_t loading;       // layers that are yet to be read from a store
     bool saved;             // what is committed is in a store
+    bool away;              // parked: it has no memory, and comes back when it is used
+    bool stays;             // pinned: it is never parked
     uint64_t prefix_tokens; // that it began with
     uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well; not in listings
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
@@ -475,6 +483,48 @@ int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_
                    struct kvq__move_info *info, char *text);
 // Whether moves are under way: then kvq__core_poll should be called again soon.
 bool kvq__core_moves(const struct kvq__core *core);
+
+// ---- Parking: sessions that go to disk and come back when they are used (park.h) ----
+//
+// Tickets are those of moves, with "disk" as the place of a session that is parked.
+
+enum kvq__park_reason {
+    KVQ__PARK_ASKED, // by somebody
+    KVQ__PARK_ROOM,  // its pool was full
+    KVQ__PARK_QUOTA, // its namespace was at its limit
+    KVQ__PARK_IDLE,  // nobody had used it for long
+    KVQ__PARK_REASONS,
+};
+
+// Parks a session with all its shards: writes what is not saved yet, and then frees its memory,
+// if nobody uses it meanwhile. Its handles stay valid; requests bring it back, and wait for that.
+// KVQ_E_BUSY (in use, pinned, or was used meanwhile), KVQ_E_UNSUPPORTED (nothing is saved here),
+// KVQ_E_INCOMPLETE (a shard is missing), KVQ_E_DRAINING, KVQ_E_LIMIT, KVQ_E_NO_MEMORY; at its end
+// also KVQ_E_NO_SPACE, KVQ_E_SYSTEM, KVQ_E_CANCELLED.
+int kvq__session_park_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, struct kvq__move_info *info, char *text);
+int kvq__session_park(struct kvq__client *client, uint64_t handle, struct kvq__move_info *info,
+                      char *text);
+// Brings it back before anybody asks. KVQ_E_BUSY while it is being parked; at its end also
+// KVQ_E_QUOTA, KVQ_E_DAMAGED.
+int kvq__session_prefetch_named(struct kvq__core *core, const struct kvq__peer *peer,
+                                const char *ns, const char *name, struct kvq__move_info *info,
+                                char *text);
+int kvq__session_prefetch(struct kvq__client *client, uint64_t handle, struct kvq__move_info *info,
+                          char *text);
+// With `stay`, it is never parked from now on, and comes back if it is.
+int kvq__session_stay_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, bool stay, char *text);
+int kvq__session_stay(struct kvq__client *client, uint64_t handle, bool stay, char *text);
+
+struct kvq__park_stats {
+    uint64_t parked[KVQ__PARK_REASONS], freed_bytes[KVQ__PARK_REASONS];
+    uint64_t fetched, fetched_bytes, fetch_failed;
+    uint64_t fetch_ns;    // from when the first was asked for, of all together
+    uint64_t fetch_ms[2]; // how long the last and the longest took
+    uint32_t away;        // sessions
+};
+void kvq__core_parks(const struct kvq__core *core, struct kvq__park_stats *stats);
 
 // ---- Snapshots ----
 

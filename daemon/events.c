@@ -46,6 +46,8 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
         [KVQ__EVENT_QUOTA_REACHED] = "quota_reached",
         [KVQ__EVENT_REMOTE_FAILED] = "remote_failed",
+        [KVQ__EVENT_SESSION_PARKED] = "session_parked",
+        [KVQ__EVENT_SESSION_FETCHED] = "session_fetched",
     };
     return names[kind];
 }

@@ -10,6 +10,7 @@
 
 #include "daemon/group.h"
 #include "daemon/lane.h"
+#include "daemon/park.h"
 
 enum {
     RESERVE_AT_ONCE = 256, // blocks between two looks at the rings
@@ -126,6 +127,10 @@ int kvq__session_movable(const struct kvq__session *s, char *text)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being moved already, to %s; wait until it is there",
                          s->name, kvq__pool_name(s->move->to));
+    if (s->park || (s->away && s->fetch))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is on its way to disk or back; wait until it is there",
+                         s->name);
     if (!LIST_EMPTY(&s->tables))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is read by a client in its own context, which has its "
@@ -540,7 +545,7 @@ bool kvq__core_moves(const struct kvq__core *core)
     TAILQ_FOREACH (move, &core->moves, link)
         if (move->phase != KVQ__MOVE_OVER)
             return true;
-    return false;
+    return kvq__parks_busy(core);
 }
 
 void kvq__moves_close(struct kvq__core *core)
@@ -600,12 +605,25 @@ static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s
     return move;
 }
 
+// It has nothing to be copied: it will come back there.
+static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *text)
+{
+    int rc = take_lanes(s, move->to);
+    rc = rc ? rc : kvq__session_replace(s, move->to);
+    return rc ? kvq__fail(text, rc, "no memory on %s for a session or a client's stream",
+                          kvq__pool_name(move->to))
+              : 0;
+}
+
 static int add_session(struct kvq__move *move, struct kvq__session *s, char *text)
 {
     int rc = s->pool == move->to ? 0 : kvq__session_movable(s, text);
-    if (rc == 0 && s->pool != move->to)
-        move->moved[move->n++].session = s;
-    return rc;
+    if (rc || s->pool == move->to)
+        return rc;
+    if (s->away)
+        return send_back_to(move, s, text);
+    move->moved[move->n++].session = s;
+    return 0;
 }
 
 // The session's shards that are elsewhere, or the one of them that was named.
@@ -711,6 +729,8 @@ int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_
             fill_info(move, info);
             return 0;
         }
+    if (kvq__park_info(core, peer, id, info))
+        return 0;
     return kvq__fail(text, KVQ_E_NO_SESSION,
                      "no move %llu that user %u may see; what became of one is told for a minute",
                      (unsigned long long)id, peer->uid);

@@ -11,6 +11,7 @@
 #include "daemon/lane.h"
 #include "daemon/move.h"
 #include "daemon/open.h"
+#include "daemon/park.h"
 #include "daemon/state.h"
 
 #define NS_PER_SECOND 1000000000ull
@@ -580,6 +581,7 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
         return rc;
     }
     kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
+    kvq__fetch_ask(s); // it is about to be used
     kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,
                created        ? "created"
                : h->read_only ? "read-only"

@@ -285,7 +285,7 @@ static struct kvq__session_list *list_of(const struct kvq__session *s)
 
 void kvq__pack_queue(struct kvq__session *s)
 {
-    if (s->pack_queued || s->dropped)
+    if (s->pack_queued || s->dropped || s->away)
         return;
     for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
         s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;

@@ -169,6 +169,8 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
 void kvq__pages_release(struct kvq__session *s)
 {
     uint64_t floor = s->floor;
+    if (s->away)
+        return;
     kvq__prefix_seal(s); // before anything of it goes
     s->release_due = s->reading > 0 && s->reading_floor < floor;
     if (s->release_due)

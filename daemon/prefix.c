@@ -382,7 +382,7 @@ void kvq__prefix_seal(struct kvq__session *s)
 {
     bool under_way = s->pool->gpu && s->tail_use > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
-        kvq__move_asks(s)) // whose blocks are about to be others
+        kvq__move_asks(s) || s->away || s->n_loading) // whose blocks are about to be others
         return;
     if (kvq__ids_identify(s, NULL) < 0)
         return;

@@ -8,6 +8,7 @@
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
+#include "daemon/park.h"
 #include "daemon/prefix.h"
 #include "daemon/settle.h"
 #include "daemon/state.h"
@@ -102,6 +103,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         return kvq__entry_fail(q, i, rc, 0);
     if (is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
+    if (h->session->away)                              // it was to come back, and could not
+        return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
     q->work[i].handle = h;
     q->work[i].session = h->session;
     q->work[i].past = h->session->tokens;
@@ -604,17 +607,17 @@ static void reset_works(struct kvq__queue *q)
 }
 
 // Whether a session of the request is not to be looked at yet.
-static bool must_wait(const struct kvq__queue *q)
+static bool must_wait(struct kvq__queue *q)
 {
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
-    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading > 0;
-    for (uint32_t i = 0; any && i < q->header.count; i++)
-        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 &&
-            (kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
-             kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session)))
-            return true;
-    return false;
+    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading > 0, wait = 0;
+    for (uint32_t i = 0; (any || core->n_away) && i < q->header.count; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            wait |= kvq__park_asks(q, i, h->session) || // all that are away are asked for at once
+                    kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
+                    kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session);
+    return wait;
 }
 
 // From the start: nothing is held but what an earlier attempt holds while it waits.
@@ -651,7 +654,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
     q->busy = true;
     q->running = q->holding = q->told = false;
     for (uint32_t i = 0; i < q->header.count && i < KVQ_MAX_BATCH; i++)
-        q->work[i].told = q->work[i].part.more = false;
+        q->work[i].told = q->work[i].part.more = q->work[i].fetch_asked = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
     return begin(q);

@@ -52,6 +52,8 @@ struct kvq__entry {
     bool packing_all;                                   // layers whose packer is the request
     struct kvq__table *table; // of a STEP, used until it ends; NULL = none
     bool told;                // that values of an earlier STEP were not finite
+    bool fetch_asked;         // the request waits for a session that is parked
+    uint64_t fetch_serial;    // the session's when it began to
     bool settles;             // a STEP of its session is under way on a GPU for it
     struct {                  // of a STEP on a GPU: layers of the wave, of the pass under way
         uint32_t from, to;

@@ -9,6 +9,7 @@
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/open.h"
+#include "daemon/park.h"
 #include "daemon/saved_internal.h"
 #include "proto/sync.h"
 
@@ -100,18 +101,10 @@ static int check_counts(const struct kvq__session *s, char *text)
                      (unsigned long long)s->floor, s->max_rollback);
 }
 
-static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
+// How far its layers are, and how many pages it has.
+static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
-    uint64_t most = UINT64_MAX / NS_PER_SECOND;
     const char *why;
-    s->tokens = saved->tokens;
-    s->floor = saved->floor;
-    s->saturated = saved->saturated;
-    s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
-    snprintf(s->own_format, sizeof s->own_format, "%s", saved->own_format);
-    int rc = check_counts(s, text);
-    if (rc < 0)
-        return rc;
     s->n_pages = kvq__pages_of(s->tokens);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__saved_layer *from = &saved->layers[i];
@@ -127,6 +120,18 @@ static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, ch
             return refuse(s, i, why, text);
     }
     return 0;
+}
+
+static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
+{
+    uint64_t most = UINT64_MAX / NS_PER_SECOND;
+    s->tokens = saved->tokens;
+    s->floor = saved->floor;
+    s->saturated = saved->saturated;
+    s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
+    snprintf(s->own_format, sizeof s->own_format, "%s", saved->own_format);
+    int rc = check_counts(s, text);
+    return rc ? rc : set_layers(s, saved, text);
 }
 
 // ---- Less of it, if not all is good ----
@@ -279,6 +284,7 @@ static int match(void *context, const struct kvq__part_of *p)
         .kind = p->part.kind,
         .final = p->final,
     };
+    m->restore->bytes += p->part.bytes;
     return 0;
 }
 
@@ -302,11 +308,16 @@ static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *sp
 
 // ---- Beginning ----
 
+static void take(struct kvq__restore *r)
+{
+    kvq__session_pin(r->session);
+    r->session->restore = r;
+}
+
+// Requests wait for its layers from here on.
 static void hold(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    kvq__session_pin(s);
-    s->restore = r;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i)) {
             s->layers[i].loading = true;
@@ -373,27 +384,47 @@ static int check_name(const struct kvq__session *s, char *text)
     return rc ? rc : kvq__namespace_room(s->ns, text);
 }
 
+static int publish(struct kvq__restore *r, char *text)
+{
+    struct kvq__session *s = r->session;
+    int rc = kvq__session_enter(s, text);
+    if (rc < 0)
+        return rc;
+    take(r);
+    s->stored = s->kept = true;
+    if (!r->cut) {
+        s->saved_commits = s->commits;
+        s->stamp = r->spec.saved->stamp;
+    }
+    return 0;
+}
+
 static int enter(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
-    int rc = check_name(s, text);
+    int rc = r->fetches ? 0 : check_name(s, text);
     rc = rc ? rc : list_parts(r, &r->spec, text);
     if (rc == 0 && s->pool->gpu && !(r->ferry = kvq__ferry_take(r->core, s->pool->gpu)))
         rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
-    rc = rc ? rc : kvq__session_enter(s, text);
+    rc = rc || r->fetches ? rc : publish(r, text);
     if (rc < 0)
         return rc;
     r->entered = true;
     hold(r);
-    if (!r->cut)
-        s->saved_commits = s->commits;
+    r->core->n_away -= r->fetches;
+    s->away = false;
     return 0;
 }
 
 int kvq__restore_reserve(struct kvq__restore *r, char *text)
 {
+    if (r->fetches && r->session->dropped)
+        return kvq__fail(text, KVQ_E_CANCELLED, "the session was dropped meanwhile");
     int rc = reserve_some(r);
-    return rc < 0 ? refuse_room(r->session, rc, text) : rc ? rc : enter(r, text);
+    rc = rc < 0 ? refuse_room(r->session, rc, text) : rc ? rc : enter(r, text);
+    if (rc < 0)
+        snprintf(r->why, sizeof r->why, "%s", text);
+    return rc;
 }
 
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
@@ -416,6 +447,100 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
     if (first && kvq__group_member(first, saved->shard))
         return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", saved->name);
     return begin(core, ns, spec, restore, text);
+}
+
+// ---- Of a session that is parked ----
+
+static struct kvq__session *find_away(struct kvq__core *core, uint64_t id)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == id)
+                return s->away && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
+    return NULL;
+}
+
+// What is stored must be what was parked.
+static int check_parked(const struct kvq__session *s, const struct kvq__restore_spec *spec,
+                        char *text)
+{
+    const struct kvq__saved *saved = spec->saved;
+    char who[KVQ_NAME_BYTES];
+    kvq__stored_name(s, who);
+    bool same = saved->stamp == s->stamp && saved->n_layers == s->n_layers &&
+                saved->tokens == s->tokens && saved->floor == s->floor;
+    for (uint32_t i = 0; i < s->n_layers && same; i++)
+        same = !kvq__layer_owns(s, i) || saved->layers[i].base == s->layers[i].base;
+    if (!same)
+        return kvq__fail(text, KVQ_E_DAMAGED,
+                         "what is stored of session \"%s\" is not what was parked: %llu tokens, "
+                         "%llu are there; somebody has replaced it",
+                         who, (unsigned long long)s->tokens, (unsigned long long)saved->tokens);
+    if (spec->good_tokens < s->tokens)
+        return kvq__fail(text, KVQ_E_DAMAGED,
+                         "of the %llu tokens of session \"%s\" %llu are good on disk%s",
+                         (unsigned long long)s->tokens, who, (unsigned long long)spec->good_tokens,
+                         s->name[0] ? "; opening it again brings these back" : "");
+    return 0;
+}
+
+int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq__restore_spec *spec,
+                     struct kvq__restore **restore, char *text)
+{
+    struct kvq__session *s = find_away(core, session);
+    *restore = NULL;
+    if (!s)
+        return kvq__fail(text, KVQ_E_CANCELLED, "the session was dropped meanwhile");
+    struct kvq__restore *r = kvq__allocate(core, sizeof *r);
+    if (!r)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to read a session back");
+    r->core = core;
+    r->spec = *spec;
+    r->session = s;
+    r->fetches = true;
+    int rc = check_parked(s, spec, text);
+    rc = rc ? rc : set_layers(s, spec->saved, text);
+    if (rc < 0)
+        s->n_pages = 0;
+    rc = rc ? rc : make_table(s, text);
+    if (rc < 0) {
+        kvq__park_empty(s);
+        restore_free(r);
+        return rc;
+    }
+    take(r);
+    LIST_INSERT_HEAD(&core->restores, r, link);
+    *restore = r;
+    return 0;
+}
+
+// What cannot be read now cannot be read later either.
+static bool is_lost(int status)
+{
+    return status == KVQ_E_DAMAGED || status == KVQ_E_NO_SESSION || status == KVQ_E_VERSION;
+}
+
+// What is stored stays, for whoever opens it again.
+static void lose(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            m->kept |= m->name[0] != 0;
+    }
+    kvq__session_give_up(s, KVQ_E_DAMAGED);
+}
+
+void kvq__fetch_failed(struct kvq__core *core, uint64_t session, int status, const char *text)
+{
+    struct kvq__session *s = find_away(core, session);
+    if (!s)
+        return;
+    kvq__fetch_ended(s, status, 0, text);
+    if (is_lost(status))
+        lose(s);
 }
 
 uint64_t kvq__restore_tokens(const struct kvq__restore *r)
@@ -550,19 +675,39 @@ void kvq__restore_drop(struct kvq__session *s)
             let_go(r, &s->layers[i]);
 }
 
-// Nothing was committed since, so that nothing is lost with it.
-static void give_up(struct kvq__session *s, int status)
+// It is away again, as before.
+static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 {
-    for (uint32_t i = 0; i < s->shards; i++) {
-        struct kvq__session *m = kvq__group_member(s, i);
-        struct kvq__handle *h;
-        while (m && (h = LIST_FIRST(&m->handles))) {
-            kvq__handle_detach(h);
-            h->taken = true;
-            h->lost = status;
-        }
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (s->layers[i].loading)
+            let_go(r, &s->layers[i]);
     }
-    kvq__group_end(s);
+    kvq__park_leave(s);
+    kvq__park_empty(s);
+}
+
+// A fetch that has not come to its end. What keeps it from being read may be gone when somebody
+// asks again, if nobody has done anything with it meanwhile.
+static void fetch_failed(struct kvq__restore *r, struct kvq__session *s, int status)
+{
+    bool untouched = s->pins == 1 && !kvq__in_step(s) && !s->move;
+    if (s->away)
+        kvq__park_empty(s);
+    else if (untouched && !is_lost(status))
+        turn_back(r, s);
+    kvq__fetch_ended(s, status, 0, r->why);
+    if (!s->away || is_lost(status))
+        lose(s);
+}
+
+static void end_whole(struct kvq__restore *r, struct kvq__session *s)
+{
+    s->restore = NULL;
+    s->foreign = false; // all its blocks are its own
+    kvq__pages_release(s);
+    kvq__pack_queue(s);
+    if (r->fetches)
+        kvq__fetch_ended(s, 0, r->bytes, "");
 }
 
 void kvq__restore_end(struct kvq__restore **pointer, int status)
@@ -572,22 +717,22 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         return;
     *pointer = NULL;
     struct kvq__session *s = r->session;
-    if (!r->entered) { // nobody has seen it
-        LIST_REMOVE(r, link);
+    LIST_REMOVE(r, link);
+    if (!r->entered && !r->fetches) { // nobody has seen it
         kvq__session_free(s);
         restore_free(r);
         return;
     }
-    bool whole = s->n_loading == 0;
+    bool whole = s->n_loading == 0 && !s->away;
     assert(s->dropped || whole || status < 0);
-    if (!s->dropped && !whole)
-        give_up(s, status);
-    if (!s->dropped) {
+    if (!s->dropped && whole)
+        end_whole(r, s);
+    else if (!s->dropped && r->fetches)
+        fetch_failed(r, s, status);
+    else if (!s->dropped) // nothing was committed since, so that nothing is lost with it
+        kvq__session_give_up(s, status);
+    if (!s->dropped)
         s->restore = NULL;
-        kvq__pages_release(s);
-        kvq__pack_queue(s);
-    }
-    LIST_REMOVE(r, link);
     kvq__session_unpin(s);
     restore_free(r);
 }

@@ -12,6 +12,7 @@
 #include "daemon/lane.h"
 #include "daemon/move.h"
 #include "daemon/open.h"
+#include "daemon/park.h"
 #include "daemon/saved_internal.h"
 
 // ---- Parts ----
@@ -104,8 +105,8 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
 static int describe(const struct kvq__session *s, struct kvq__saved *out)
 {
     *out = (struct kvq__saved){
-        .shard = s->shard,
-        .shards = s->shards,
+        .shard = s->group ? s->shard : 0, // without a name each is by itself
+        .shards = s->group ? s->shards : 1,
         .dtype = s->dtype,
         .v_rotation = s->v_rotation,
         .path = s->path,
@@ -125,7 +126,7 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
     };
     if (!out->layers)
         return KVQ_E_NO_MEMORY;
-    snprintf(out->name, sizeof out->name, "%s", s->name);
+    kvq__stored_name(s, out->name);
     snprintf(out->model, sizeof out->model, "%s", s->model);
     snprintf(out->salt, sizeof out->salt, "%s", s->salt);
     snprintf(out->adapter, sizeof out->adapter, "%s", s->adapter);
@@ -201,6 +202,8 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     int rc = describe(s, &shard->saved);
     if (rc < 0)
         return rc;
+    shard->saved.stamp = save->stamp;
+    save->kept |= s->kept;
     save->ids[save->n_shards] = s->id;
     save->commits[save->n_shards++] = s->commits;
     kvq__parts_walk(s, count_part, &shard->room);
@@ -275,6 +278,31 @@ static bool is_unsaved(const struct kvq__session *s)
     return unsaved;
 }
 
+static bool any_away(const struct kvq__session *s)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        any |= m && m->away;
+    }
+    return any;
+}
+
+// All of it is stored. 1 if some is not, and the rest has to come back first.
+static int unchanged(struct kvq__session *s, const struct kvq__save_spec *spec)
+{
+    if (is_unsaved(s)) {
+        kvq__fetch_ask(s);
+        return 1;
+    }
+    for (uint32_t i = 0; i < s->shards && !spec->parks; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            m->kept = true;
+    }
+    return 0;
+}
+
 static void save_free(struct kvq__save *save)
 {
     struct kvq__core *core = save->core;
@@ -295,13 +323,15 @@ static void save_free(struct kvq__save *save)
     kvq__deallocate(core, save, sizeof *save);
 }
 
-static int begin(struct kvq__session *s, struct kvq__save **out, char *text)
+static int begin(struct kvq__session *s, bool parks, struct kvq__save **out, char *text)
 {
     struct kvq__save *save = kvq__allocate(s->core, sizeof *save);
     int rc = save ? 0 : KVQ_E_NO_MEMORY;
     if (save) {
         save->core = s->core;
         save->ns = s->ns;
+        save->parks = parks;
+        save->stamp = ++s->core->last_stamp;
     }
     for (uint32_t i = 0; i < s->shards && rc == 0; i++)
         if (kvq__group_member(s, i))
@@ -333,9 +363,11 @@ int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
                          "sessions with names are saved",
                          (unsigned long long)s->id);
     rc = check_shards(s, text);
-    if (rc || (!spec->again && !is_unsaved(s)))
+    if (rc)
         return rc;
-    return begin(s, save, text);
+    if (any_away(s) || (!spec->again && !is_unsaved(s)))
+        return unchanged(s, spec);
+    return begin(s, spec->parks, save, text);
 }
 
 // ---- What is there ----
@@ -434,9 +466,11 @@ void kvq__save_copied(struct kvq__save *save)
 // The session that it was, if it is still there.
 static struct kvq__session *still_there(const struct kvq__save *save, uint32_t shard)
 {
-    const struct kvq__saved *saved = &save->shards[shard].saved;
-    struct kvq__session *s = saved->name[0] ? kvq__session_named(save->ns, saved->name) : NULL;
-    return s ? kvq__group_member(s, saved->shard) : NULL;
+    struct kvq__session *s;
+    TAILQ_FOREACH (s, &save->ns->sessions, link)
+        if (s->id == save->ids[shard])
+            return s;
+    return NULL;
 }
 
 // Ids below the floor stay as they are.
@@ -450,6 +484,21 @@ static void note_ids(const struct kvq__save_shard *shard, struct kvq__session *s
     }
 }
 
+// What it is stored as counts from here on.
+static void note_saved(struct kvq__save *save, uint32_t shard)
+{
+    struct kvq__session *s = still_there(save, shard);
+    if (s) {
+        note_ids(&save->shards[shard], s);
+        s->saved_commits = save->commits[shard];
+        s->stamp = save->stamp;
+        s->stored = true;
+        s->kept |= !save->parks;
+    } else if (save->parks && !save->kept) { // it has ended meanwhile, and nobody wants that
+        kvq__park_forget(save->core, save->ns, save->shards[shard].saved.name, save->stamp);
+    }
+}
+
 void kvq__save_end(struct kvq__save **pointer, bool saved)
 {
     struct kvq__save *save = pointer ? *pointer : NULL;
@@ -460,14 +509,10 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
         kvq__save_copied(save);
     for (uint32_t i = 0; i < save->n_shards && saved; i++) {
         struct kvq__save_shard *shard = &save->shards[i];
-        struct kvq__session *s = still_there(save, i);
+        note_saved(save, i);
         for (uint32_t j = 0; j < shard->n; j++)
             if (shard->held[j].final)
                 shard->held[j].ref.block->saved = shard->parts[j].id;
-        if (s && s->id == save->ids[i]) {
-            s->saved_commits = save->commits[i];
-            note_ids(shard, s);
-        }
     }
     LIST_REMOVE(save, link);
     save_free(save);

@@ -38,6 +38,7 @@ struct kvq__saved {
     uint32_t shard, shards, dtype, v_rotation, path, max_rollback, on_detach;
     uint64_t prompt_tokens, keep_seconds;
     uint64_t tokens, floor, saturated;
+    uint64_t stamp; // of this save, unlike that of any other; 0: of a version that had none
     uint32_t n_layers;
     struct kvq__saved_layer *layers;
     uint64_t known;                // ids of tokens [0, known) are there
@@ -73,7 +74,8 @@ struct kvq__save;
 struct kvq__save_spec {
     const char *ns, *name; // as for kvq__session_find
     bool again;            // also if nothing has changed since it was saved
-    bool unnamed;          // sessions without a name, too
+    bool unnamed;          // sessions without a name, too: as "#ID"
+    bool parks;            // nobody has asked for it to be kept: it is written to be parked
 };
 
 // Takes hold of the session with all its shards. *save is NULL if nothing has changed since it was
@@ -147,6 +149,29 @@ struct kvq__ids_reader {
 int kvq__saved_ids_read(struct kvq__saved *saved, const struct kvq__ids_reader *reader);
 void kvq__saved_ids_free(struct kvq__saved *saved);
 
+// ---- Parking (park.h): what the core wants of whoever saves sessions ----
+
+// SAVE: save it (kvq__save_spec with `parks` and `unnamed`), then say so by kvq__park_saved.
+// FETCH: read it back, by kvq__fetch_begin or kvq__fetch_failed. FORGET: delete what is stored
+// under that name if it has that stamp, then say so by kvq__park_forgot.
+enum kvq__order_kind { KVQ__ORDER_SAVE, KVQ__ORDER_FETCH, KVQ__ORDER_FORGET };
+struct kvq__order {
+    enum kvq__order_kind kind;
+    uint64_t id;                                   // SAVE: the ticket's; FETCH: the session's
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES]; // that it is stored by
+    char session[24];                              // SAVE: "#ID", for kvq__save_begin
+    uint32_t shard;                                // FETCH
+    uint64_t stamp;                                // FETCH, FORGET
+};
+// The next one; false if there is none. Orders of one name come in the order they must be done in.
+bool kvq__park_next(struct kvq__core *core, struct kvq__order *order);
+// How a SAVE has ended; after kvq__save_end. `text` is copied.
+void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
+// A FORGET has been tried. What it was about counts as gone for a while longer.
+void kvq__park_forgot(struct kvq__core *core, uint64_t stamp);
+// Whether what was found in a store is to be forgotten, or was just now: then it is not there.
+bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
+
 // ---- Restoring ----
 
 struct kvq__restore;
@@ -171,6 +196,15 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
 // it again soon. 0: the session is there, and nobody has it open yet. Below 0, the codes above:
 // nothing but kvq__restore_end is left to do. Until it has returned 0, nothing but that is called.
 int kvq__restore_reserve(struct kvq__restore *restore, char *text);
+// The same for a session that is parked, by its id: it is filled again. spec->ns and place are not
+// looked at. KVQ_E_DAMAGED if what is stored is not, to the last token, what was parked;
+// KVQ_E_CANCELLED if it was dropped; KVQ_E_NO_MEMORY. Then kvq__fetch_failed follows. Where
+// kvq__restore_reserve fails, kvq__restore_end is enough.
+int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq__restore_spec *spec,
+                     struct kvq__restore **restore, char *text);
+// A FETCH that kvq__fetch_begin has not begun has failed. With KVQ_E_DAMAGED, KVQ_E_NO_SESSION or
+// KVQ_E_VERSION the session ends; else it stays parked, and those who wait for it are told.
+void kvq__fetch_failed(struct kvq__core *core, uint64_t session, int status, const char *text);
 // The tokens it has: less than were saved if it was cut.
 uint64_t kvq__restore_tokens(const struct kvq__restore *restore);
 

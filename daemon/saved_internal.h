@@ -60,6 +60,8 @@ struct kvq__save {
     struct kvq__core *core;
     struct kvq__namespace *ns;
     bool holding;
+    bool parks, kept; // as of its spec; as of the session when it began
+    uint64_t stamp;
     uint32_t n_shards;
     uint64_t ids[KVQ_MAX_SHARDS]; // of the sessions
     uint64_t commits[KVQ_MAX_SHARDS];
@@ -81,10 +83,13 @@ struct kvq__restore {
     struct kvq__session *session; // pinned
     struct kvq__arriving *arriving;
     uint32_t n, room;
-    uint32_t at;   // the first of the layers that are yet to come
-    uint32_t lost; // a word: the session was dropped
-    bool cut;      // it has less tokens than were saved
-    bool entered;  // the session is there for others
+    uint32_t at;                  // the first of the layers that are yet to come
+    uint32_t lost;                // a word: the session was dropped
+    bool cut;                     // it has less tokens than were saved
+    bool entered;                 // the session is there for others
+    bool fetches;                 // a session that is parked
+    char why[KVQ_TEXT_BYTES / 2]; // it could not be
+    uint64_t bytes;
     struct kvq__restore_spec spec;
     uint32_t layer, page; // of the block that is reserved next
     struct kvq__ferry *ferry;

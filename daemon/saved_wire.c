@@ -162,6 +162,7 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->tokens = from->tokens;
     s->floor = from->floor;
     s->saturated = from->saturated;
+    s->stamp = from->stamp;
     s->known = from->known;
     s->spans = from->n_spans;
     s->layers = layers;
@@ -243,6 +244,7 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
         .tokens = m->tokens,
         .floor = m->floor,
         .saturated = m->saturated,
+        .stamp = m->stamp,
         .known = m->known,
         .n_spans = m->spans,
         .n_layers = (uint32_t)m->n_layers,

@@ -9,6 +9,7 @@
 #include "daemon/gpu.h"
 #include "daemon/group.h"
 #include "daemon/move.h"
+#include "daemon/park.h"
 #include "daemon/saved.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
@@ -75,11 +76,15 @@ int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from
 static void free_gpu(struct kvq__session *s)
 {
     struct kvq__gpu *gpu = s->pool ? s->pool->gpu : NULL;
-    for (uint32_t i = 0; gpu && i < s->n_layers; i++)
-        if (s->layers[i].gpu_book.k || s->layers[i].gpu_book.v)
-            kvq__gpu_book_release(gpu, &s->layers[i].book);
+    for (uint32_t i = 0; gpu && i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        if (l->gpu_book.k || l->gpu_book.v)
+            kvq__gpu_book_release(gpu, &l->book);
+        l->gpu_book = (struct kvq_book){0};
+    }
     if (s->counts)
         kvq__gpu_counts_free(gpu, s->counts);
+    s->counts = NULL;
 }
 
 int kvq__session_place(struct kvq__session *s)
@@ -93,6 +98,32 @@ int kvq__session_place(struct kvq__session *s)
         if (l->book.k || l->book.v)
             rc = kvq__gpu_book(gpu, l->format, &l->shape, &l->book, &l->gpu_book);
     }
+    return rc;
+}
+
+int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
+{
+    struct kvq__session there = *s; // what it has on the other place, in its layers' stead
+    size_t bytes = s->n_layers * sizeof *s->layers;
+    there.layers = kvq__allocate(s->core, bytes);
+    if (!there.layers)
+        return KVQ_E_NO_MEMORY;
+    memcpy(there.layers, s->layers, bytes);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        there.layers[i].gpu_book = (struct kvq_book){0};
+    there.counts = NULL;
+    there.pool = to;
+    int rc = kvq__session_place(&there);
+    if (rc < 0) {
+        free_gpu(&there);
+    } else {
+        free_gpu(s);
+        for (uint32_t i = 0; i < s->n_layers; i++)
+            s->layers[i].gpu_book = there.layers[i].gpu_book;
+        s->counts = there.counts;
+        s->pool = to;
+    }
+    kvq__deallocate(s->core, there.layers, bytes);
     return rc;
 }
 
@@ -126,6 +157,7 @@ void kvq__session_end(struct kvq__session *s)
     assert(!s->dropped);
     kvq__move_lost(s);
     kvq__restore_drop(s);
+    kvq__park_lost(s);
     s->dropped = true;
     kvq__step_leave(s);
     while ((h = LIST_FIRST(&s->handles))) {
@@ -142,6 +174,20 @@ void kvq__session_end(struct kvq__session *s)
     kvq__pages_trim(s, 0);
     if (s->pins == 0)
         kvq__session_free(s);
+}
+
+void kvq__session_give_up(struct kvq__session *s, int status)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        struct kvq__handle *h;
+        while (m && (h = LIST_FIRST(&m->handles))) {
+            kvq__handle_detach(h);
+            h->taken = true;
+            h->lost = status;
+        }
+    }
+    kvq__group_end(s);
 }
 
 void kvq__session_pin(struct kvq__session *s)
@@ -185,8 +231,8 @@ static struct sums add_layers(const struct kvq__session *s, struct kvq__session_
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        uint64_t blocks = s->n_pages - l->first_page;
-        uint64_t raw = (s->n_pages - l->raw_page) * l->raw_bytes;
+        uint64_t blocks = s->away ? 0 : s->n_pages - l->first_page;
+        uint64_t raw = s->away ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
         // A raw format's blocks are both window and cache; they count as the latter.
         info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
@@ -256,6 +302,8 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .group_tokens = kvq__group_tokens(s),
         .loading = s->n_loading,
         .saved = !kvq__is_unsaved(s),
+        .away = s->away,
+        .stays = s->stays,
         .prefix_tokens = s->prefix_tokens,
     };
     if (!kvq__group_is_open(s) && s->keep_ns)
@@ -276,7 +324,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
 static uint64_t shared_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers; i++) {
+    for (uint32_t i = 0; i < s->n_layers && !s->away; i++) {
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = l->first_page; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
             const struct kvq__ref *ref = l->packed_bytes ? &l->pages[p].packed : &l->pages[p].raw;
@@ -295,8 +343,8 @@ static void fill_whole_info(const struct kvq__session *s, struct kvq__session_in
 
 // ---- By handle ----
 
-static int get_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **h,
-                        char *text)
+int kvq__handle_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **h,
+                         char *text)
 {
     int rc = kvq__handle_get(client, value, h);
     if (rc == KVQ_E_TAKEN)
@@ -318,7 +366,7 @@ static int get_attached(struct kvq__client *client, uint64_t value, struct kvq__
 int kvq__session_close(struct kvq__client *client, uint64_t value, char *text)
 {
     struct kvq__handle *h;
-    int rc = get_attached(client, value, &h, text);
+    int rc = kvq__handle_attached(client, value, &h, text);
     if (rc == KVQ_E_STALE)
         return rc;
     kvq__table_close(client, value, NULL);
@@ -329,7 +377,7 @@ int kvq__session_close(struct kvq__client *client, uint64_t value, char *text)
 int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
 {
     struct kvq__handle *h;
-    int rc = get_attached(client, value, &h, text);
+    int rc = kvq__handle_attached(client, value, &h, text);
     if (rc < 0)
         return rc;
     if (h->read_only)
@@ -346,7 +394,7 @@ int kvq__session_move(struct kvq__client *client, uint64_t value, const struct k
 {
     struct kvq__handle *h;
     struct kvq__move_spec own = *spec;
-    int rc = get_attached(client, value, &h, text);
+    int rc = kvq__handle_attached(client, value, &h, text);
     if (rc < 0)
         return rc;
     if (h->read_only)
@@ -362,7 +410,7 @@ int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__se
                       char *text)
 {
     struct kvq__handle *h;
-    int rc = get_attached(client, value, &h, text);
+    int rc = kvq__handle_attached(client, value, &h, text);
     if (rc < 0)
         return rc;
     fill_whole_info(h->session, info);

@@ -78,13 +78,23 @@ struct kvq__session {
     uint64_t floor;  // truncation cannot go below
     uint64_t saturated;
     uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
-    uint32_t n_loading;              // layers
-    struct kvq__restore *restore;    // that reads them; NULL = none
-    struct kvq__ids ids;             // of its tokens, as far as they are known
-    uint64_t prefix_tokens;          // that it began with
-    bool foreign;                    // some of its blocks are another namespace's
-    uint32_t n_pages, page_capacity; // of every layer's table
-    struct kvq__pageref *table;      // memory of all layers' tables
+    uint64_t stamp;                  // of its last save
+    bool stored, kept;               // a form of it is stored; and stays when the session ends
+    bool away;                       // parked (park.h): it has no blocks
+    bool stays;                      // pinned: it is never parked
+    struct kvq__park *park;          // a ticket under way; NULL = none
+    enum kvq__fetch_state { KVQ__FETCH_NONE, KVQ__FETCH_WANTED, KVQ__FETCH_TAKEN } fetch;
+    TAILQ_ENTRY(kvq__session) fetch_link; // while WANTED
+    uint64_t fetch_at;                    // since when
+    uint64_t fetch_serial;                // how many have failed
+    int fetch_error;                      // how the last one did
+    uint32_t n_loading;                   // layers
+    struct kvq__restore *restore;         // that reads them; NULL = none
+    struct kvq__ids ids;                  // of its tokens, as far as they are known
+    uint64_t prefix_tokens;               // that it began with
+    bool foreign;                         // some of its blocks are another namespace's
+    uint32_t n_pages, page_capacity;      // of every layer's table
+    struct kvq__pageref *table;           // memory of all layers' tables
 
     struct kvq__handle_list handles;
     LIST_HEAD(, kvq__table) tables;
@@ -136,6 +146,8 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
 void kvq__session_end(struct kvq__session *session);
 void kvq__session_pin(struct kvq__session *session);
 void kvq__session_unpin(struct kvq__session *session);
+// Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
+int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
 // Nobody has it open any more: drops it or starts its keep time.
 void kvq__session_detached(struct kvq__session *session);
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
@@ -191,6 +203,8 @@ struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, cha
 
 // ---- Saving and restoring (save.c, restore.c; see saved.h) ----
 
+// Ends the session with all its shards; handles answer with the status, and stay.
+void kvq__session_give_up(struct kvq__session *session, int status);
 // The session is about to end: what reads its blocks may stop.
 void kvq__restore_drop(struct kvq__session *session);
 // Whether what the request asks of the session waits for layers that are yet to be read.

@@ -106,6 +106,8 @@ TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__move_list, kvq__move);
 struct kvq__ferry;
+struct kvq__park;
+struct kvq__forget;
 
 struct kvq__core {
     struct kvq__core_config config;
@@ -132,6 +134,13 @@ struct kvq__core {
     struct kvq__move_list moves;
     struct kvq__mover *mover; // made at the first move
     uint32_t n_loading;       // sessions with layers that are yet to be read
+    TAILQ_HEAD(, kvq__park) parks;
+    TAILQ_HEAD(, kvq__forget) forgets;
+    struct kvq__session_list fetches; // sessions that are wanted back
+    uint32_t n_away, n_parks, n_forgets;
+    uint64_t last_stamp;
+    bool closing;
+    struct kvq__park_stats park_stats;
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now

@@ -162,6 +162,13 @@ static struct {
     uint64_t counted[KVQ__LIMITS];
 } seen[64];
 
+static bool own_saves;
+
+void kit_saves(bool saves)
+{
+    own_saves = saves;
+}
+
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -175,6 +182,8 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .workers = 2,
         .quota = {.limit = {[KVQ__HOST_BYTES] = limit_bytes, [KVQ__DEVICE_BYTES] = limit_bytes}},
         .partial_bytes = 1 << 20,
+        .saves = own_saves,
+        .run = 1000000,
         .kernels = kvq_kernels_get(KVQ_ISA_C),
         .gpus = own_gpus->gpus,
         .n_gpus = own_gpus->n,
@@ -418,7 +427,7 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
 struct counting {
     const struct kvq__core *core;
     uint64_t used;
-    uint32_t sessions, prepared, namespaces;
+    uint32_t sessions, prepared, namespaces, away;
 };
 
 // Whether a reference is to the block; NULL: to any of the namespace's.
@@ -564,6 +573,16 @@ static uint64_t check_extent(const struct kvq__core *core, const struct kvq__nam
     return e->used * class->block_bytes;
 }
 
+// A session that is away has blocks only while they go, or before all of them are there.
+static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->stored);
+    MUST(!s->exclusive && !s->pack_queued && !s->move && s->reading == 0 && s->tail_use == 0);
+    MUST(s->pins == (s->restore != NULL));
+    if (!s->park && !s->restore)
+        MUST(s->n_pages == 0 && !s->table && !l->pages && !l->extras.data);
+}
+
 static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
 {
     uint64_t packed = kvq__packed_at(s, l, s->floor);
@@ -603,12 +622,14 @@ static void check_session(const struct kvq__session *s)
         writers += !h->read_only;
     }
     MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
-    MUST(s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    MUST(s->away || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
     check_group(s);
     MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         owned += kvq__layer_owns(s, i);
-        if (kvq__layer_owns(s, i))
+        if (kvq__layer_owns(s, i) && s->away)
+            check_away(s, &s->layers[i]);
+        else if (kvq__layer_owns(s, i))
             check_layer(s, &s->layers[i]);
     }
     MUST(owned == s->n_owned);
@@ -684,6 +705,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     TAILQ_FOREACH (s, &ns->sessions, link) {
         check_session(s);
         c->prepared += s->prepared;
+        c->away += s->away;
         sessions++;
     }
     MUST(sessions == ns->used[KVQ__SESSIONS]);
@@ -758,6 +780,7 @@ void core_check(const struct kvq__core *core)
         all_used += core->pools[i].used_bytes;
     MUST(c.used == all_used);
     MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
+    MUST(c.away == core->n_away);
     check_pools(core);
     MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
     check_clients(core);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What test_core_save.c stands on: one client, sessions of four layers fed from one tensor, a store
-// in memory, and attention of both of two sessions that should be one.
+// What test_core_save.c and test_core_park.c stand on: one client, sessions of four layers fed from
+// one tensor, a store in memory, and attention of both of two sessions that should be one.
 #ifndef KVQ_TESTS_SAVE_RIG_H
 #define KVQ_TESTS_SAVE_RIG_H
 
@@ -146,7 +146,7 @@ static uint64_t restore_up_to(const char *name, uint64_t good)
     return open_as(name, 0, 0);
 }
 
-static uint64_t restore(const char *name)
+static inline uint64_t restore(const char *name)
 {
     return restore_up_to(name, UINT64_MAX);
 }
@@ -161,6 +161,24 @@ static void truncate_by(uint64_t handle, uint32_t n)
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(&m, handle)->tokens, .list_token = n};
     assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+}
+
+static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
+{
+    const uint64_t at = kit_of(&m, a)->tokens;
+    same_bits(a, b);
+    if (rollback && at > rollback) {
+        truncate_by(a, rollback);
+        truncate_by(b, rollback);
+        same_bits(a, b);
+    }
+    feed(a, at + 1);
+    feed(b, at + 1);
+    same_bits(a, b);
+    feed(a, at + 290);
+    feed(b, at + 290);
+    kit_pack(&kit);
+    same_bits(a, b);
 }
 
 #endif

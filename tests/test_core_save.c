@@ -5,24 +5,6 @@
 // and is told, and what makes no sense is refused.
 #include "tests/save_rig.h"
 
-static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
-{
-    const uint64_t at = kit_of(&m, a)->tokens;
-    same_bits(a, b);
-    if (rollback && at > rollback) {
-        truncate_by(a, rollback);
-        truncate_by(b, rollback);
-        same_bits(a, b);
-    }
-    feed(a, at + 1);
-    feed(b, at + 1);
-    same_bits(a, b);
-    feed(a, at + 290);
-    feed(b, at + 290);
-    kit_pack(&kit);
-    same_bits(a, b);
-}
-
 static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
 {
     set_rows(format);

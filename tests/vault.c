@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/park.h"
+
 static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 
 static void forget(struct vault_session *s)
@@ -77,7 +79,7 @@ static void write_shard(struct vault *v, struct kvq__save *save, uint32_t shard)
             parts[i].id = put(v, kvq__save_bytes(save, shard, i), parts[i].bytes);
     }
     if (!s) {
-        MUST(v->n_sessions < 64);
+        MUST(v->n_sessions < sizeof v->sessions / sizeof *v->sessions);
         s = &v->sessions[v->n_sessions++];
     }
     forget(s);
@@ -181,4 +183,80 @@ int vault_rest(struct vault *v, struct kvq__restore **restore, const struct vaul
             rc = vault_layer(v, *restore, from, i);
     kvq__restore_end(restore, rc);
     return rc;
+}
+
+// ---- Parking ----
+
+void vault_forget(struct vault *v, const char *name, uint64_t stamp)
+{
+    for (uint32_t i = 0; i < v->n_sessions; i++) {
+        struct vault_session *s = &v->sessions[i];
+        if (strcmp(s->saved.name, name) != 0 || s->saved.stamp != stamp)
+            continue;
+        forget(s);
+        *s = v->sessions[--v->n_sessions];
+        v->sessions[v->n_sessions] = (struct vault_session){0};
+        i--;
+    }
+}
+
+int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order *order,
+                struct kvq__restore **restore)
+{
+    char text[KVQ_TEXT_BYTES] = "the vault is broken";
+    const struct vault_session *s = vault_find(v, order->name, order->shard);
+    int rc = v->fail ? v->fail : s ? 0 : KVQ_E_NO_SESSION;
+    if (rc == 0) {
+        struct kvq__restore_spec spec = {.saved = &s->saved,
+                                         .parts = s->parts,
+                                         .n_parts = s->n,
+                                         .good_tokens = v->lost_from ? v->lost_from : UINT64_MAX};
+        rc = kvq__fetch_begin(core, order->id, &spec, restore, text);
+    }
+    if (rc < 0) {
+        kvq__fetch_failed(core, order->id, rc, text);
+        return rc;
+    }
+    while ((rc = kvq__restore_reserve(*restore, text)) > 0)
+        core_check(core);
+    if (rc < 0)
+        kvq__restore_end(restore, rc);
+    return rc;
+}
+
+// 1: something else has to end first.
+static int park(struct vault *v, struct kvq__core *core, const struct kvq__order *order)
+{
+    struct kvq__save_spec spec = {.name = order->session, .unnamed = true, .parks = true};
+    int rc = v->fail ? v->fail : vault_save(v, core, &spec, NULL);
+    if (rc <= 0)
+        kvq__park_saved(core, order->id, rc, rc ? "the vault is broken" : "");
+    return rc;
+}
+
+uint32_t vault_serve(struct vault *v, struct kvq__core *core)
+{
+    struct kvq__order order;
+    struct kvq__restore *r;
+    uint32_t n = 0;
+    for (; kvq__park_next(core, &order); n++) {
+        core_check(core);
+        if (order.kind == KVQ__ORDER_FORGET) {
+            vault_forget(v, order.name, order.stamp);
+            kvq__park_forgot(core, order.stamp);
+        } else if (order.kind == KVQ__ORDER_SAVE) {
+            int rc = park(v, core, &order);
+            if (rc == 1)
+                kvq__park_saved(core, order.id, KVQ_E_BUSY, "it was packed all the time");
+        } else if (vault_fetch(v, core, &order, &r) == 0) {
+            core_check(core);
+            MUST(vault_rest(v, &r, vault_find(v, order.name, order.shard)) == 0);
+        }
+        while (kvq__parks_poll(core))
+            core_check(core);
+        core_check(core);
+    }
+    while (kvq__parks_poll(core))
+        core_check(core);
+    return n;
 }

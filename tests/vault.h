@@ -28,6 +28,8 @@ struct vault {
     uint32_t n_sessions;
     uint64_t last_id;
     uint64_t put, kept; // blocks that were written, and that were there already
+    int fail;           // what saves and fetches for parking fail with; 0 = they do not
+    uint64_t lost_from; // tokens from here on are damaged, for those fetches; 0: none are
 };
 
 void vault_close(struct vault *v);
@@ -44,6 +46,14 @@ int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uin
 // Reads the layer and lets its requests go on. 0, or the code that it failed with.
 int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
                 uint32_t layer);
+// The same for a session that is wanted back. 0, or what it failed with: then that was told.
+int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order *order,
+                struct kvq__restore **restore);
+// What a keeper does for sessions that are parked: carries all orders out, to their ends. Returns
+// how many there were.
+uint32_t vault_serve(struct vault *v, struct kvq__core *core);
+// Takes a session out, with all its shards, if it has that stamp.
+void vault_forget(struct vault *v, const char *name, uint64_t stamp);
 // All layers, and the end.
 int vault_rest(struct vault *v, struct kvq__restore **restore, const struct vault_session *from);
 

@@ -1,0 +1,800 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Parking against a store in memory: a session whose memory was freed goes on to the bit as its
+// twin that never left, waits are told apart from failures, and who is in use stays.
+#include "daemon/park.h"
+#include "tests/save_rig.h"
+
+static int setup_saves(void **state)
+{
+    kit_saves(true);
+    return setup(state);
+}
+
+static int teardown_saves(void **state)
+{
+    int rc = teardown(state);
+    kit_saves(false);
+    return rc;
+}
+
+static const struct kvq__session *session_of(uint64_t handle)
+{
+    return kit_of(&m, handle);
+}
+
+static void settle(void)
+{
+    vault_serve(&vault, kit.core);
+    core_check(kit.core);
+}
+
+static struct kvq__move_info ask(uint64_t id)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__move_info(kit.core, &admin, id, &info, text), 0);
+    return info;
+}
+
+// Parks it to the end. Returns how that went.
+static int park(uint64_t handle)
+{
+    struct kvq__move_info info;
+    kit_pack(&kit);
+    int rc = kvq__session_park(m.client, handle, &info, text);
+    if (rc < 0)
+        return rc;
+    assert_string_equal(info.place, "disk");
+    settle();
+    info = ask(info.id);
+    assert_true(info.finished);
+    snprintf(text, sizeof text, "%s", info.text);
+    return info.status;
+}
+
+static void away(uint64_t handle)
+{
+    int rc = park(handle);
+    if (rc)
+        fail_msg("%s", text);
+    assert_true(session_of(handle)->away);
+}
+
+// A request that brings it back.
+static void wake(uint64_t handle)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = session_of(handle)->tokens, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    core_check(kit.core);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__RUN);
+    kit_run_job(&kit, kvq__queue_job(m.queue));
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    while (p == KVQ__RUN) {
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+        p = kvq__request_continue(m.queue);
+    }
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+}
+
+// ---- There and back ----
+
+static void check_format(const char *format, uint64_t tokens, uint32_t rollback, const char *name)
+{
+    set_rows(format);
+    uint64_t a = open_as(name, LAYERS, rollback), b = open_as("", LAYERS, rollback);
+    if (!a || !b)
+        fail_msg("%s: %s", format, text);
+    feed(a, tokens);
+    feed(b, tokens);
+    for (uint32_t round = 0; round < 2; round++) { // once more in another state
+        kit_pack(&kit);
+        uint64_t used = kit.core->pools[0].used_bytes;
+        away(a);
+        assert_true(tokens == 0 || kit.core->pools[0].used_bytes < used);
+        wake(a);
+        go_on_alike(a, b, rollback);
+    }
+    drop(a);
+    drop(b);
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
+}
+
+static void test_all_formats(void **state)
+{
+    static const uint64_t counts[] = {40, 513, 1100};
+    uint32_t n = 0;
+    (void)state;
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        if (f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK)
+            continue;
+        check_format(f->name, counts[n % 3], n % 2 ? 11 : 0, n % 4 < 2 ? "it" : "");
+        n++;
+    }
+    assert_true(n > 10);
+    for (uint32_t tokens = 1; tokens < 3; tokens++)
+        check_format("oscar2", tokens, 0, "");
+    check_format("ott2", 700, 0, "it");
+    check_format("kivi2:sink=32", 700, 3, "");
+}
+
+// All that is counted while it is away, and what it keeps.
+static void test_what_is_away(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__park_stats stats;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 900);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_false(info.away);
+    uint64_t held = kvq__park_frees(session_of(a));
+    assert_int_equal(held, kit.core->pools[0].used_bytes);
+    away(a);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_true(info.away && info.saved);
+    assert_int_equal(info.packed_bytes + info.window_bytes + info.shared_bytes, 0);
+    assert_int_equal(info.tokens, 900);
+    assert_true(info.table_bytes < 16384);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.away, 1);
+    assert_int_equal(stats.parked[KVQ__PARK_ASKED], 1);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 1);
+    wake(a);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.away, 0);
+    assert_int_equal(stats.fetched, 1);
+    assert_true(stats.fetched_bytes > 0);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_FETCHED], 1);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_false(info.away);
+}
+
+// What is saved and unchanged needs no writing; blocks that are stored are not written again.
+static void test_nothing_to_write(void **state)
+{
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 900);
+    kit_pack(&kit);
+    save("it");
+    uint64_t put = vault.put;
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    struct kvq__order order;
+    assert_false(kvq__park_next(kit.core, &order));
+    settle();
+    assert_true(session_of(a)->away);
+    wake(a);
+    feed(a, 901);
+    away(a);
+    assert_true(vault.put - put <= 2 * OWNED); // the page that is being filled, of each layer
+    assert_int_equal(park(a), 0);              // it is away
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    a = open_as("it", 0, 0); // which asks for it
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    assert_false(session_of(a)->away);
+}
+
+// Requests on layers that are there go on, others wait.
+static void test_layers_answer_as_they_come(void **state)
+{
+    static uint8_t x[OUT_BYTES], y[OUT_BYTES];
+    struct kvq__order order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    away(a);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.kind, KVQ__ORDER_FETCH);
+    assert_true(order.name[0] == '#');
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+    core_check(kit.core);
+    const struct vault_session *from = vault_find(&vault, order.name, 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    assert_int_equal(attend(a, 0, x), 0);
+    assert_int_equal(attend(b, 0, y), 0);
+    assert_memory_equal(x, y, OUT_BYTES);
+    assert_int_equal(attend(a, 3, x), 0); // reads layer 0's
+    assert_int_equal(attend(a, 1, x), 1);
+    core_check(kit.core);
+    assert_int_equal(vault_layer(&vault, r, from, 1), 0);
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(vault_layer(&vault, r, from, 2), 0);
+    kvq__restore_end(&r, 0);
+    go_on_alike(a, b, 0);
+}
+
+// ---- Who stays ----
+
+static void refused(uint64_t handle, int code, const char *why)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
+    if (!strstr(text, why))
+        fail_msg("\"%s\" does not say \"%s\"", text, why);
+    assert_false(session_of(handle)->away);
+    core_check(kit.core);
+}
+
+static void test_in_use(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__move_info info;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    struct kvq__session_info read;
+    struct kvq__session_spec reader = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 300);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 300, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    refused(a, KVQ_E_BUSY, "step of client");
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    refused(a, KVQ_E_BUSY, "saves it");
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_end(&save, false);
+    assert_int_equal(kvq__session_stay(m.client, a, true, text), 0);
+    refused(a, KVQ_E_BUSY, "pinned");
+    assert_int_equal(kvq__session_stay_named(kit.core, &admin, "uid-1000", "it", false, text), 0);
+    assert_int_equal(kvq__session_open(m.client, &reader, &read, text), 0);
+    assert_int_equal(kvq__session_park(m.client, read.handle, &info, text), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq__session_stay(m.client, read.handle, true, text), KVQ_E_READ_ONLY);
+    // Both at once: the second is told.
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    refused(a, KVQ_E_BUSY, "already");
+    settle();
+    assert_true(session_of(a)->away);
+    assert_int_equal(kvq__session_prefetch(m.client, read.handle, &info, text), 0);
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
+    settle();
+    assert_false(session_of(a)->away);
+    kvq__core_drain(kit.core);
+    refused(a, KVQ_E_DRAINING, "shutting down");
+}
+
+static void test_without_storage(void **state)
+{
+    (void)state;
+    close_kit();
+    kit_saves(false);
+    open_kit();
+    uint64_t a = open_as("it", LAYERS, 0);
+    refused(a, KVQ_E_UNSUPPORTED, "storage_dir");
+}
+
+// Between the writing and the end somebody uses it: it stays, and is saved.
+static void test_used_meanwhile(void **state)
+{
+    struct kvq__move_info info;
+    struct kvq__order order;
+    struct kvq__save *save;
+    struct kvq__save_spec spec = {.unnamed = true, .parks = true};
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 300);
+    feed(b, 300);
+    for (uint32_t changes = 0; changes < 2; changes++) {
+        kit_pack(&kit);
+        if (!kvq__is_unsaved(session_of(a)))
+            feed(a, 301), feed(b, 301);
+        kit_pack(&kit);
+        assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+        assert_true(kvq__park_next(kit.core, &order));
+        spec.name = order.session;
+        assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+        assert_int_equal(kvq__save_copy(save), 0);
+        kvq__save_copied(save);
+        uint64_t at = session_of(a)->tokens;
+        struct kvq_entry_wire e = {.handle = a, .position = at, .append = 1};
+        if (changes)
+            feed(a, at + 1), feed(b, at + 1);
+        else
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+        vault_write(&vault, &save);
+        kvq__park_saved(kit.core, order.id, 0, "");
+        while (kvq__parks_poll(kit.core))
+            core_check(kit.core);
+        assert_false(session_of(a)->away);
+        info = ask(info.id);
+        assert_int_equal(info.status, KVQ_E_BUSY);
+        assert_true(info.finished && strstr(info.text, changes ? "changed" : "step"));
+        if (!changes)
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    }
+    go_on_alike(a, b, 0);
+}
+
+// The disk is full: it stays as it was, and works on.
+static void test_no_space(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 600);
+    feed(b, 600);
+    vault.fail = KVQ_E_NO_SPACE;
+    assert_int_equal(park(a), KVQ_E_NO_SPACE);
+    assert_non_null(strstr(text, "broken"));
+    assert_false(session_of(a)->away);
+    vault.fail = 0;
+    go_on_alike(a, b, 0);
+    away(a);
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// ---- What keeps it from coming back ----
+
+static int ask_in_vain(uint64_t handle)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = session_of(handle)->tokens, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    return kvq__queue_results(m.queue)[0].status;
+}
+
+// Who waits is told; the session stays where it is, and comes back when there is room.
+static void test_no_room(void **state)
+{
+    struct kvq__park_stats stats;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 1500);
+    feed(b, 1500);
+    away(a);
+    away(b);
+    struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t budget = pool->budget;
+    kvq__pools_trim(kit.core, 0);
+    pool->budget = pool->extent_bytes; // for less than the session
+    assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
+    assert_true(session_of(a)->away);
+    assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY); // asked for anew
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.fetch_failed, 2);
+    assert_int_equal(pool->used_bytes, 0);
+    pool->budget = budget;
+    wake(a);
+    wake(b);
+    go_on_alike(a, b, 0);
+    away(a);
+    struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    ns->quota.limit[KVQ__HOST_BYTES] = ns->used[KVQ__HOST_BYTES];
+    assert_int_equal(ask_in_vain(a), KVQ_E_QUOTA);
+    ns->quota.limit[KVQ__HOST_BYTES] = 0;
+    for (uint32_t i = 1; i < 40; i++) {
+        kit.fail_one_in = i;
+        kvq__fetch_ask(kit_of(&m, a));
+        settle();
+        kit.fail_one_in = 0;
+        if (!session_of(a)->away)
+            away(a);
+    }
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// The disk fails to be read for a while: nothing is lost. What is damaged stays so: handles say
+// so, and opening it again brings back what is good.
+static void test_damage(void **state)
+{
+    struct kvq__session_info info;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    away(a);
+    away(b);
+    vault.fail = KVQ_E_SYSTEM;
+    assert_int_equal(ask_in_vain(a), KVQ_E_SYSTEM);
+    assert_true(session_of(a)->away);
+    vault.fail = 0;
+    vault.lost_from = 600;
+    assert_int_equal(kit.core->n_sessions, 2);
+    struct kvq_entry_wire e = {.handle = a, .position = 700, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_DAMAGED);
+    assert_int_equal(kit.core->n_sessions, 1);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "open the session again"));
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    settle();
+    assert_non_null(vault_find(&vault, "it", 0));
+    a = restore_up_to("it", 600);
+    assert_true(session_of(a)->tokens <= 600);
+    feed(a, 700);
+    // One without a name is gone for good, and so is what was stored of it.
+    e = (struct kvq_entry_wire){.handle = b, .position = 700, .queries = QUERIES};
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_DAMAGED);
+    settle();
+    assert_int_equal(vault.n_sessions, 1);
+}
+
+// Damage that shows while layers come; and a disk that fails then.
+static void test_fails_midway(void **state)
+{
+    struct kvq__order order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    for (uint32_t i = 0; i < 3; i++) {
+        away(a);
+        kvq__fetch_ask(kit_of(&m, a));
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
+        if (i == 0) { // nobody was there: it is away again
+            kvq__restore_end(&r, KVQ_E_SYSTEM);
+            assert_true(session_of(a)->away);
+            core_check(kit.core);
+            wake(a);
+            go_on_alike(a, b, 0);
+            continue;
+        }
+        uint64_t at = session_of(a)->tokens;
+        struct kvq_entry_wire e = {.handle = a, .position = at, .append = 1};
+        if (i == 1) {
+            drop(a);
+            core_check(kit.core);
+            kvq__restore_end(&r, KVQ_E_CANCELLED);
+            settle();
+            assert_int_equal(vault.n_sessions, 0);
+            a = open_as("", LAYERS, 0);
+            feed(a, 700);
+            continue;
+        }
+        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+        kvq__restore_end(&r, KVQ_E_SYSTEM); // a step was begun on what is not there
+        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), KVQ_E_NO_STEP);
+    }
+    core_check(kit.core);
+}
+
+// Somebody has put another session of that name into the store.
+static void test_replaced(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 700);
+    away(a);
+    vault_find(&vault, "it", 0)->saved.stamp++;
+    struct kvq_entry_wire e = {.handle = a, .position = 700, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_DAMAGED);
+    assert_non_null(vault_find(&vault, "it", 0));
+}
+
+// ---- What is stored of it ----
+
+static void test_forgotten(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__move_info moved;
+    struct kvq__order order;
+    (void)state;
+    struct kvq__session_spec dropping = {
+        .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    uint64_t kept = open_as("kept", LAYERS, 0), asked = open_as("asked", LAYERS, 0);
+    assert_int_equal(kvq__session_open(m.client, &dropping, &info, text), 0);
+    uint64_t all[] = {a, b, info.handle, kept, asked};
+    for (uint32_t i = 0; i < 5; i++)
+        feed(all[i], 300);
+    kit_pack(&kit);
+    save("kept");
+    for (uint32_t i = 0; i < 5; i++)
+        away(all[i]);
+    assert_int_equal(vault.n_sessions, 5);
+    save("asked"); // there is nothing to write, but from now on it is to stay
+    uint64_t stamp = vault_find(&vault, "it", 0)->saved.stamp;
+    assert_false(kvq__park_forgotten(kit.core, stamp));
+    drop(a);
+    assert_true(kvq__park_forgotten(kit.core, stamp));
+    drop(kept);
+    drop(asked);
+    assert_int_equal(kvq__session_close(m.client, b, text), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kit.core->n_away, 0);
+    assert_int_equal(vault_serve(&vault, kit.core), 3);
+    assert_int_equal(vault.n_sessions, 2);
+    assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
+    assert_true(kvq__park_forgotten(kit.core, stamp)); // for whoever has found it before
+    kit.now += 100000000000u;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+    assert_false(kvq__park_forgotten(kit.core, stamp));
+    // One that ends while it is written, and one whose time is over.
+    a = open_as("", LAYERS, 0);
+    feed(a, 300);
+    kit_pack(&kit);
+    struct kvq__save_spec spec = {.unnamed = true, .parks = true};
+    struct kvq__save *save;
+    assert_int_equal(kvq__session_park(m.client, a, &moved, text), 0);
+    assert_true(kvq__park_next(kit.core, &order));
+    spec.name = order.session;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    drop(a);
+    vault_write(&vault, &save);
+    kvq__park_saved(kit.core, order.id, 0, "");
+    assert_int_equal(ask(moved.id).status, KVQ_E_CANCELLED);
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    a = open_as("old", LAYERS, 0);
+    feed(a, 300);
+    away(a);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kit.now += 100000000000u;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    settle();
+    assert_int_equal(vault.n_sessions, 2);
+}
+
+// Its client goes while it is away, and while it comes back.
+static void test_client_goes(void **state)
+{
+    struct member other;
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = LAYERS};
+    (void)state;
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
+        memcpy(other.memory, m.memory, BUFFER);
+        assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+        assert_int_equal(kit_step(&other, info.handle, 300, HEADS, DIM), 0);
+        kit_pack(&kit);
+        struct kvq__move_info moved;
+        struct kvq__order order;
+        struct kvq__restore *r = NULL;
+        assert_int_equal(kvq__session_park(other.client, info.handle, &moved, text), 0);
+        settle();
+        assert_int_equal(kit.core->n_away, 1);
+        if (i > 0)
+            assert_int_equal(kvq__session_prefetch(other.client, info.handle, &moved, text), 0);
+        if (i > 1) {
+            assert_true(kvq__park_next(kit.core, &order));
+            assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        }
+        member_close(&other);
+        core_check(kit.core);
+        if (r)
+            kvq__restore_end(&r, KVQ_E_CANCELLED);
+        settle();
+        assert_int_equal(vault.n_sessions, 0);
+        assert_int_equal(kit.core->n_sessions, 0);
+    }
+}
+
+// ---- Shards ----
+
+static uint64_t open_shard(uint32_t shard)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "group", .layers = rows, .n_layers = LAYERS, .shard = shard, .shards = 2};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+static void step_both(const uint64_t handles[2], uint32_t n)
+{
+    struct kvq_entry_wire e[2];
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    uint64_t at = session_of(handles[0])->tokens;
+    for (int i = 0; i < 2; i++)
+        e[i] = (struct kvq_entry_wire){
+            .handle = handles[i], .position = at, .row = (uint32_t)at, .append = n};
+    r.step = 8;
+    int rc = kit_request(&m, &r, e);
+    if (rc == 1) {
+        settle();
+        assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+        assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+    }
+    for (uint32_t layer = 0; layer < OWNED; layer++) {
+        r.op = KVQ_OP_APPEND;
+        r.layer = layer;
+        r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+        r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    }
+    r = kit_header(KVQ_OP_STEP_END, 2);
+    r.step = 8;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+}
+
+static void test_groups(void **state)
+{
+    struct kvq__move_info info;
+    uint64_t h[2] = {open_shard(0)};
+    (void)state;
+    refused(h[0], KVQ_E_INCOMPLETE, "shard 1");
+    h[1] = open_shard(1);
+    step_both(h, 600);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = h[1], .position = 600, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    refused(h[0], KVQ_E_BUSY, "step"); // the other shard is
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    away(h[0]);
+    assert_true(session_of(h[1])->away);
+    assert_int_equal(kit.core->n_away, 2);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    step_both(h, 100); // all are asked for at once
+    assert_int_equal(session_of(h[1])->tokens, 700);
+    away(h[1]);
+    assert_int_equal(kvq__session_prefetch(m.client, h[0], &info, text), 0);
+    struct kvq__order order;
+    struct kvq__restore *r[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(order.shard, i);
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[i]), 0);
+        core_check(kit.core);
+    }
+    assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
+    assert_false(ask(info.id).finished);
+    assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, "group", 1)), 0);
+    assert_true(ask(info.id).finished);
+    away(h[0]); // one shard is damaged: both go
+    vault.lost_from = 100;
+    kvq__fetch_ask(kit_of(&m, h[0]));
+    settle();
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_int_equal(vault.n_sessions, 2);
+}
+
+// ---- With everything else ----
+
+// Blocks that others have stay with them; what comes back has its own.
+static void test_forks(void **state)
+{
+    uint64_t fork;
+    (void)state;
+    rows[1].window = 0;
+    uint64_t a = open_as("", LAYERS, 5), b = open_as("", LAYERS, 5);
+    feed(a, 900);
+    feed(b, 900);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 384};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    assert_true(kvq__park_frees(session_of(a)) < kit.core->pools[0].used_bytes);
+    away(a);
+    feed(fork, 500);
+    away(fork);
+    e.handle = a; // forking what is away brings it back
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+    assert_int_equal(p, KVQ__DONE);
+    uint64_t again = kvq__queue_results(m.queue)[0].value;
+    feed(again, 500);
+    wake(fork);
+    same_bits(fork, again);
+    go_on_alike(a, b, 5);
+}
+
+static uint64_t open_with(uint64_t prefix)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .model = "m",
+        .layers = rows,
+        .n_layers = LAYERS,
+        .prefix = {.buffer = m.buffer, .offset = m.ids_at, .tokens = prefix}};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+static void reclaim(struct kvq__namespace *ns)
+{
+    while (kvq__prefix_reclaim(kit.core, ns, &kit.core->pools[0], KVQ_E_QUOTA))
+        continue;
+}
+
+// A prefix's blocks stay with the index; a session that is away, or whose layers are not there yet,
+// adds nothing to it.
+static void test_prefix(void **state)
+{
+    struct kvq__order order;
+    struct kvq__restore *r;
+    (void)state;
+    set_rows("f16");
+    rows[1].window = 0;
+    m.ids_at = 64; // any numbers will do
+    uint64_t a = open_with(0), b = open_with(0);
+    feed(a, 600);
+    feed(b, 600);
+    struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 4);
+    away(a);
+    drop(b);
+    reclaim(ns);
+    kit_of(&m, a)->ids.sealed = 0; // as if there had been no memory for it
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 0);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 0);
+    assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 4);
+    away(a);
+    b = open_with(600); // its blocks are there all the same
+    assert_int_equal(session_of(b)->tokens, 512);
+    feed(b, 600);
+    wake(a);
+    same_bits(a, b);
+}
+
+static void test_core_closes(void **state)
+{
+    struct kvq__order order;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("it", LAYERS, 0);
+    feed(a, 300);
+    feed(b, 300);
+    away(a);
+    away(b);
+    feed(open_as("", LAYERS, 0), 300);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    close_kit(); // tickets, orders and what is away go; what is stored stays
+    assert_int_equal(vault.n_sessions, 2);
+    open_kit();
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_all_formats),      TEST(test_what_is_away),
+        TEST(test_nothing_to_write), TEST(test_layers_answer_as_they_come),
+        TEST(test_in_use),           TEST(test_without_storage),
+        TEST(test_used_meanwhile),   TEST(test_no_space),
+        TEST(test_no_room),          TEST(test_damage),
+        TEST(test_fails_midway),     TEST(test_replaced),
+        TEST(test_forgotten),        TEST(test_client_goes),
+        TEST(test_groups),           TEST(test_forks),
+        TEST(test_prefix),           TEST(test_core_closes),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
