@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that move between daemons by a remote store: rclone's S3 server, on loopback, behind a
+gate that can be closed in the middle of a transfer."""
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import tempfile
+import threading
+import unittest
+
+from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, feed, kvq, long_emulated,
+                     read_all)
+
+KEY, SECRET = "AKIDEXAMPLE", "wJalrXUtnFEMI-secret-never-shown"
+PART = 64 << 10
+FULL = os.environ.get("KVQ_FULL") == "1"
+
+
+def find_rclone():
+    path = os.environ.get("KVQ_RCLONE") or os.path.join(ROOT, "build", "s3", "rclone", "bin",
+                                                        "rclone-linux-amd64")
+    return path if os.access(path, os.X_OK) else None
+
+
+class Gate:
+    """Passes bytes on to a server, up to a limit for each way, until it is opened again."""
+
+    def __init__(self, port):
+        self.there = ("127.0.0.1", port)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.news = threading.Condition()
+        self.left = {"up": None, "down": None}  # bytes; None: no end
+        self.held = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close_after(self, **left):
+        """close_after(up=1000): so many more bytes pass to the server, then nothing does."""
+        with self.news:
+            self.left.update(left)
+            self.held = False
+
+    def open(self):
+        with self.news:
+            self.left = {"up": None, "down": None}
+            self.news.notify_all()
+
+    def wait_held(self):
+        """Until something stands before the gate."""
+        with self.news:
+            if not self.news.wait_for(lambda: self.held, BOUND):
+                raise AssertionError("nothing came to the gate")
+
+    def end(self):
+        self.open()
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+    def _accept(self):
+        while True:
+            try:
+                near = self.listener.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection(self.there)
+            for s in (near, far):
+                s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for way, a, b in (("up", near, far), ("down", far, near)):
+                threading.Thread(target=self._pass, args=(way, a, b), daemon=True).start()
+
+    def _share(self, way, wanted):
+        """How many of the bytes may pass; waits until some may."""
+        with self.news:
+            while self.left[way] == 0:
+                self.held = True
+                self.news.notify_all()
+                self.news.wait()
+            if self.left[way] is None:
+                return wanted
+            share = min(wanted, self.left[way])
+            self.left[way] -= share
+            return share
+
+    def _pass(self, way, a, b):
+        try:
+            while True:
+                data = a.recv(1 << 16)
+                if not data:
+                    break
+                while data:
+                    n = self._share(way, len(data))
+                    b.sendall(data[:n])
+                    data = data[n:]
+        except OSError:
+            pass
+        for s in (a, b):
+            try:
+                s.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            s.close()
+
+
+@long_emulated
+@unittest.skipUnless(find_rclone(), "there is no rclone to test with; tools/deps.sh s3 gets it")
+class Remote(unittest.TestCase):
+    """A remote store, and daemons that have it."""
+
+    @classmethod
+    def setUpClass(cls):
+        os.environ["no_proxy"] = "127.0.0.1"
+        cls.bucket = tempfile.mkdtemp(prefix="kvq-s3-")
+        os.mkdir(os.path.join(cls.bucket, "sessions"))
+        cls.server = subprocess.Popen(
+            [find_rclone(), "serve", "s3", "--config", "", "--auth-key", f"{KEY},{SECRET}",
+             "--addr", "127.0.0.1:0", cls.bucket], stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, text=True, preexec_fn=die_with_parent)
+        port = None
+        for line in cls.server.stderr:
+            port = re.search(r"http://127\.0\.0\.1:(\d+)/", line)
+            if port:
+                break
+        if not port:
+            raise AssertionError("rclone did not start")
+        cls.port = int(port.group(1))
+        threading.Thread(target=cls.server.stderr.read, daemon=True).start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.kill()
+        cls.server.wait()
+        cls.server.stderr.close()
+        shutil.rmtree(cls.bucket)
+
+    def setUp(self):
+        self.gate = Gate(self.port)
+        self.folder = tempfile.mkdtemp(prefix="kvq-remote-")
+        self.keys = os.path.join(self.folder, "keys")
+        self.write_keys(SECRET)
+        self.daemons = []
+
+    def tearDown(self):
+        for daemon in self.daemons:
+            self.assertNotIn(SECRET, "\n".join(daemon.lines))
+            daemon.stop()
+        self.gate.end()
+        shutil.rmtree(self.folder)
+
+    def write_keys(self, secret, mode=0o600):
+        with open(self.keys, "w", encoding="ascii") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {secret}\n")
+
+    def options(self, name, **more):
+        return {"storage_dir": os.path.join(self.folder, name), "remote_bucket": "sessions",
+                "remote_endpoint": f"http://127.0.0.1:{self.gate.port}",
+                "remote_prefix": self.id().rsplit(".", 1)[1], "remote_keys_file": self.keys,
+                "remote_part_bytes": PART, **more}
+
+    def start(self, name, **more):
+        daemon = Daemon(**self.options(name, **more))
+        self.daemons.append(daemon)
+        return daemon
+
+    def kill(self, daemon):
+        daemon.kill()
+        daemon.process.stderr.close()
+        shutil.rmtree(daemon.directory)
+        self.daemons.remove(daemon)
+
+    def begin(self, daemon, *words):
+        """A kvqctl that follows a transfer."""
+        return subprocess.Popen([os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory,
+                                 "--json", *words], stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
+
+    def broken(self, daemon, *words):
+        """Begins a transfer, which comes to the closed gate; ends kvqctl and kills the daemon."""
+        ctl = self.begin(daemon, *words)
+        self.gate.wait_held()
+        transfer, = daemon.ctl("remote", "status")["transfers"]
+        self.assertFalse(transfer["finished"])
+        self.assertIn(transfer["phase"], ("sending", "receiving"))
+        self.assertGreaterEqual(transfer["moved_bytes"], 2 * PART)
+        self.assertLess(transfer["moved_bytes"], transfer["bytes"])
+        ctl.kill()
+        ctl.communicate()
+        self.kill(daemon)
+        self.gate.open()
+
+    def refused(self, daemon, status, *words, text=""):
+        code, _, complaint = daemon.ctl(*words, check=False)
+        self.assertEqual(code, status, complaint)
+        self.assertIn(text, complaint)
+
+
+class Transfers(Remote):
+    def test_from_machine_to_machine(self):
+        """Both daemons are killed in the middle; what was transferred is not transferred again, and
+        the session goes on at the other as it does at the first, to the bit."""
+        tokens = Tokens(1, 1400)
+        one = self.start("one")
+        with one.client() as client, client.queue() as queue:
+            session = client.session(tokens.rows, "ott2", name="it")
+            tokens.feed(queue, session, 1200, attend=False)
+            session.save()
+        self.gate.close_after(up=5 * PART)
+        self.broken(one, "session", "push", "it")
+        one = self.start("one")
+        pushed = one.ctl("session", "push", "it")
+        self.assertEqual(pushed["phase"], "done")
+        self.assertGreater(pushed["bytes"], 6 * PART)
+        self.assertLessEqual(pushed["sent_bytes"], pushed["bytes"] - 3 * PART)
+        self.assertEqual(os.listdir(os.path.join(self.folder, "one", "remote")), [])
+        one.wait_log('event=session_pushed .*session="it"')
+
+        two = self.start("two")
+        self.gate.close_after(down=5 * PART)
+        self.broken(two, "session", "pull", "it")
+        two = self.start("two")
+        pulled = two.ctl("session", "pull", "it")
+        self.assertEqual(pulled["bytes"], pushed["bytes"])
+        self.assertLessEqual(pulled["sent_bytes"], pulled["bytes"] - 3 * PART)
+        self.assertEqual(os.listdir(os.path.join(self.folder, "two", "remote")), [])
+        two.wait_log('event=session_pulled .*session="it"')
+        answers = []
+        for daemon in (one, two):
+            with daemon.client() as client, client.queue() as queue:
+                session = client.session(tokens.rows, "ott2", name="it")
+                self.assertEqual(session.tokens, 1200)
+                seen = read_all(queue, session, 2)
+                for n in (1, 130):
+                    for out, lse in tokens.feed(queue, session, n):
+                        seen += out.tobytes() + lse.tobytes()
+                answers.append(seen)
+        self.assertTrue(answers[0] == answers[1])
+
+    def test_commands(self):
+        tokens = Tokens(2, 600)
+        one, two = self.start("one"), self.start("two")
+        client = one.client()
+        queue = client.queue()
+        shards = [client.session(tokens.rows, "oscar2", name="a/b ü", shard=i, shards=2)
+                  for i in range(2)]
+        feed(queue, [tokens, tokens], shards, [300, 300], attend=False)
+        one.ctl("session", "push", "a/b ü")  # saves it first
+        self.assertEqual(one.ctl("storage", "list")[0]["tokens"], 300)
+        self.assertEqual(two.ctl("remote", "list"), [{"namespace": "uid-%d" % os.getuid(),
+                                                      "name": "a/b ü"}])
+        self.refused(two, 5, "session", "pull", "b", text="remote list")
+        self.refused(one, 5, "session", "push", "b", text="neither in memory nor saved")
+        two.ctl("session", "pull", "a/b ü")
+        self.refused(two, 1, "session", "pull", "a/b ü", text="E_EXISTS")
+        two.ctl("session", "pull", "a/b ü", "--as", "other")
+        # Newer, and in place of the one that is saved; but not of one in memory.
+        feed(queue, [tokens, tokens], shards, [50, 50], attend=False)
+        one.ctl("session", "push", "a/b ü")
+        two.ctl("session", "pull", "a/b ü", "--replace")
+        with two.client() as there:
+            for i in range(2):
+                session = there.session(tokens.rows, "oscar2", name="a/b ü", shard=i, shards=2)
+                self.assertEqual(session.tokens, 350)
+            self.refused(two, 1, "session", "pull", "a/b ü", "--replace", text="is in memory")
+            self.assertEqual(there.session(name="other", shard=1, shards=2).tokens, 300)
+        two.ctl("remote", "remove", "a/b ü")
+        self.refused(one, 5, "remote", "remove", "a/b ü")
+        self.assertEqual(one.ctl("remote", "list"), [])
+        self.assertEqual(os.listdir(os.path.join(self.bucket, "sessions")), [])
+        client.close()
+
+    def test_opens_beside_a_pull(self):
+        """Who opens a session while a pull replaces it has the old one, and the pull is refused; or
+        the new one. Never is the old one in memory and the new one on disk."""
+        tokens = Tokens(3, 200)
+        one, two = self.start("one"), self.start("two")
+        with one.client() as client, client.queue() as queue:
+            for name, n in (("short", 100), ("long", 200)):
+                session = client.session(tokens.rows, "f16", name=name, on_detach="drop")
+                tokens.feed(queue, session, n, attend=False)
+                one.ctl("session", "push", name)
+        two.ctl("session", "pull", "long", "--as", "it")
+        chance, late = random.Random(1), 0
+        with two.client() as client:
+            for i in range(300 if FULL else 20):
+                name, n = (("short", 100), ("long", 200))[i % 2]
+                pull = self.begin(two, "session", "pull", name, "--as", "it", "--replace")
+                threading.Event().wait(chance.uniform(0, 0.03))
+                session = client.session(name="it")
+                _, complaint = pull.communicate(timeout=BOUND)
+                if pull.returncode:
+                    self.assertIn("is in memory", complaint)
+                    late += 1
+                else:
+                    self.assertEqual(session.tokens, n)
+                session.close()  # and is out of memory
+        self.assertLess(late, i + 1)
+
+
+class Trouble(Remote):
+    def saved(self, daemon, name="it", n=300):
+        tokens = Tokens(4, n)
+        with daemon.client() as client, client.queue() as queue:
+            session = client.session(tokens.rows, "oscar2", name=name)
+            tokens.feed(queue, session, n, attend=False)
+            session.save()
+
+    def test_wrong_keys_and_no_bucket(self):
+        """Clear words, and the daemon goes on; keys are read again for every transfer."""
+        one = self.start("one")
+        self.saved(one)
+        self.write_keys("of-somebody-else")
+        self.refused(one, 1, "session", "push", "it", text="check the secret key")
+        self.refused(one, 1, "remote", "list", text="check the secret key")
+        one.wait_log("event=remote_failed .*push: ")
+        self.write_keys(SECRET, mode=0o644)
+        self.refused(one, 1, "session", "push", "it", text="chmod 600")
+        self.write_keys(SECRET)
+        one.ctl("session", "push", "it")
+        two = self.start("two", remote_bucket="no-such-bucket")
+        self.refused(two, 1, "session", "pull", "it", text="make the bucket")
+        self.assertEqual(two.ctl("remote", "status")["transfers"][0]["phase"], "failed")
+
+    def test_a_store_that_does_not_answer(self):
+        """A transfer is cancelled, or ends with the daemon; one of a session at a time."""
+        one = self.start("one")
+        self.saved(one)
+        self.gate.close_after(up=0)
+        ctl = self.begin(one, "session", "push", "it")
+        self.gate.wait_held()
+        self.refused(one, 1, "session", "push", "it", text="E_BUSY")
+        one.ctl("remote", "cancel", "1")
+        out, complaint = ctl.communicate(timeout=BOUND)
+        self.assertEqual(ctl.returncode, 1)
+        self.assertEqual(json.loads(out)["status"], kvq.Code.E_CANCELLED)
+        self.assertIn("is kept", complaint)
+        self.gate.close_after(up=0)
+        for words in (("session", "push", "it"), ("remote", "list")):
+            ctl = self.begin(one, *words)
+            self.gate.wait_held()
+            self.gate.held = False
+            ctl.kill()
+            ctl.communicate()
+        one.stop()
+        self.daemons.remove(one)
+        one.wait_log("event=remote_failed .*shutting down")
+
+    def test_configuration(self):
+        """What is wrong is said at the start; keys are never shown."""
+        self.write_keys(SECRET, mode=0o644)
+        cases = (({}, "chmod 600"), ({"remote_bucket": "x"}, "bucket"),
+                 ({"remote_endpoint": "nowhere"}, "endpoint"),
+                 ({"remote_ca_file": "/nowhere"}, "remote_ca_file"))
+        for options, words in cases:
+            daemon = Daemon(ready=False, **self.options("one", **options))
+            self.assertEqual(daemon.process.wait(BOUND), 1)
+            daemon.reader.join(BOUND)
+            daemon.process.stderr.close()
+            shutil.rmtree(daemon.directory)
+            self.assertIn(words, daemon.lines[-1])
+            self.assertNotIn(SECRET, "\n".join(daemon.lines))
+            self.write_keys(SECRET)
+        os.environ.update(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET)
+        try:
+            one = self.start("one", remote_keys_file="")
+        finally:
+            del os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+        self.assertEqual(one.ctl("remote", "list"), [])
+        with Daemon(storage_dir=os.path.join(self.folder, "none")) as none:
+            for words in (("session", "push", "it"), ("remote", "status")):
+                self.refused(none, 1, *words, text="E_UNSUPPORTED")
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_others(self):
+        """Users reach their own namespaces there, and no others'."""
+        one = self.start("one", runtime_mode="0755")
+        self.saved(one)
+        one.ctl("session", "push", "it")
+        there = os.path.join(one.directory, "there", "bin")
+        os.chmod(one.directory, 0o755)
+        os.makedirs(there)
+        shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"),
+                        os.path.join(one.directory, "there", "lib"),
+                        ignore=shutil.ignore_patterns("*.a", "libkvq*"))
+        kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), there)
+
+        def ctl(*words):
+            return subprocess.run([kvqctl, "--runtime-dir", one.directory, "--json", *words],
+                                  capture_output=True, text=True, timeout=BOUND, cwd="/",
+                                  user=65534, group=65534, extra_groups=[])
+
+        for words in (("session", "push", "it"), ("session", "pull", "it", "--as", "mine"),
+                      ("remote", "remove", "it"), ("remote", "list")):
+            self.assertEqual(ctl(*words, "--namespace", "uid-0").returncode, 6, words)
+        self.assertEqual(ctl("session", "pull", "it", "--from", "uid-0").returncode, 6)
+        self.assertEqual(ctl("session", "pull", "it").returncode, 5)  # none of its own
+        self.assertEqual(json.loads(ctl("remote", "list").stdout), [])
+        self.assertEqual(ctl("remote", "cancel", "1").returncode, 5)
+        seen = json.loads(ctl("remote", "status").stdout)["transfers"]
+        self.assertEqual([t["name"] for t in seen], ["it"])  # its own pull alone
+        self.assertEqual(seen[0]["namespace"], "uid-65534")
+        self.assertEqual(stat.S_IMODE(os.stat(os.path.join(self.folder, "one", "remote")).st_mode),
+                         0o700)
