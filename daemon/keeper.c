@@ -78,6 +78,7 @@ void kvq__task_end(struct kvq__task *t)
         assert(TAILQ_FIRST(&keeper->queue) == t);
         TAILQ_REMOVE(&keeper->queue, t, link);
         next = TAILQ_FIRST(&keeper->queue);
+        keeper->untidy = true;
     }
     if (t->opens)
         kvq__transfers_opened(t);
@@ -239,6 +240,8 @@ static Kvq__StorageReply *storage_reply(struct kvq__task *t)
     r->cap_bytes = s.cap_bytes;
     r->free_bytes = s.free_bytes;
     r->read_only = s.read_only;
+    r->queued = t->queued;
+    r->working = kvq_arena_text(t->arena, t->working);
     r->why = kvq_arena_text(t->arena, s.why);
     t->reply->storage = r;
     t->reply->result_case = KVQ__REPLY__RESULT_STORAGE;
@@ -295,17 +298,23 @@ static void go_tidy(struct kvq__task *t)
     kvq__task_to_work(t, tidy, finish);
 }
 
+// What the store has of the session, all shards together.
 static Kvq__SaveReply *save_reply(struct kvq__task *t)
 {
     Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
-    struct kvq_store_session s;
+    struct kvq_store_session s = {.shards = 1};
     if (!r)
         return NULL;
     kvq__save_reply__init(r);
     r->namespace_ = kvq_arena_text(t->arena, t->ns);
     r->name = kvq_arena_text(t->arena, t->name);
-    if (t->name[0] && kvq_store_find(t->keeper->store, t->ns, t->name, 0, &s, NULL, 0) == 0)
+    for (uint32_t i = 0; i < s.shards; i++) {
+        if (kvq_store_find(t->keeper->store, t->ns, t->name, i, &s, NULL, 0) < 0)
+            break;
         r->tokens = s.tokens;
+        r->written_blocks += s.blocks;
+        r->written_bytes += s.bytes;
+    }
     r->ms = (kvq__now_ns() - t->begun) / 1000000;
     t->reply->save = r;
     t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
@@ -326,11 +335,14 @@ static void import_session(struct kvq__task *t)
     const Kvq__ImportSession *ask = t->request->import_session;
     const char *ns = ask->ref && ask->ref->namespace_[0] ? ask->ref->namespace_ : NULL;
     const char *name = ask->ref && ask->ref->name[0] ? ask->ref->name : NULL;
+    struct kvq_store_session of;
     t->begun = kvq__now_ns();
-    t->rc = kvq_store_import(t->keeper->store, ask->path, ns, name, ask->replace, t->text,
-                             sizeof t->text);
-    snprintf(t->ns, sizeof t->ns, "%s", ns ? ns : "");
-    snprintf(t->name, sizeof t->name, "%s", name ? name : "");
+    t->rc = kvq_store_exported(t->keeper->store, ask->path, &of, t->text, sizeof t->text);
+    if (t->rc == 0)
+        t->rc = kvq_store_import(t->keeper->store, ask->path, ns, name, ask->replace, t->text,
+                                 sizeof t->text);
+    snprintf(t->ns, sizeof t->ns, "%s", ns ? ns : of.space);
+    snprintf(t->name, sizeof t->name, "%s", name ? name : of.name);
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
 }
@@ -399,6 +411,7 @@ static void name_it(struct kvq__task *t, const Kvq__SessionRef *ref)
 
 static void start_storage(struct kvq__task *t)
 {
+    kvq__keeper_working(t->keeper, t->working, sizeof t->working, &t->queued);
     switch (t->request->storage->action) {
     case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
         kvq__task_to_work(t, verify, finish);
@@ -463,6 +476,10 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->rc = 0;
     t->text[0] = t->ns[0] = t->name[0] = 0;
     t->writes = t->own = t->again = t->unchanged = false;
+    t->doing = NULL;
+    t->working[0] = 0;
+    t->queued = 0;
+    t->stored = 0;
     t->save = NULL;
     t->found = NULL;
     t->loading = NULL;
@@ -561,6 +578,7 @@ static void on_tick(uv_timer_t *timer)
     bool idle = keeper->server->config.save_idle_seconds > 0;
     if (keeper->n_own == 0 && !keeper->draining)
         look(keeper, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
+    kvq__keeper_tidy(keeper);
 }
 
 // ---- Draining ----
@@ -641,7 +659,7 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     uv_timer_init(&server->loop, &keeper->tick);
     keeper->retry.data = keeper->tick.data = keeper;
     uv_timer_start(&keeper->tick, on_tick, TICK_MS, TICK_MS);
-    keeper->timers = true;
+    keeper->timers = keeper->untidy = true;
     return 0;
 }
 
@@ -669,5 +687,6 @@ void kvq__keeper_close(struct kvq__keeper **pointer)
     assert(kvq__keeper_idle(keeper));
     kvq__keeper_remote_close(keeper);
     kvq_store_close(&keeper->store);
+    free(keeper->used);
     free(keeper);
 }

@@ -41,6 +41,10 @@ struct kvq__task {
     bool writes, again, unchanged, own;
     enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+    const char *doing;                     // for people; NULL: what the request says
+    char working[2 * KVQ_NAME_BYTES + 64]; // what was being done, and how many waited, when it came
+    uint32_t queued;
+    uint64_t stored; // the session in the store that it is about; 0: none
     int rc;
     uint64_t begun, deadline;
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;

@@ -16,6 +16,12 @@ struct kvq__desk;
 
 enum { KVQ__KEEPER_UNSAVED = 64 }; // sessions that are asked for at a time
 
+// When a session of the store was used last.
+struct kvq__used {
+    uint64_t session;
+    int64_t at; // seconds since 1970
+};
+
 struct kvq__keeper {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
@@ -37,6 +43,10 @@ struct kvq__keeper {
 
     struct kvq__loadings loadings;
     uint32_t n_loading; // of these, under way
+
+    struct kvq__used *used; // not yet in the store
+    uint32_t n_used, room_used;
+    bool untidy; // something was written since there was nothing to be compacted
 };
 
 // Sends a task on: to the poller's thread, back to the loop's, or to one of libuv's and then back.
@@ -54,6 +64,18 @@ void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task
 void kvq__task_end(struct kvq__task *task);
 void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
                       const char *name, const char *text);
+
+// ---- keeper_tidy.c ----
+
+// A session of the store (0: none) was used just now.
+void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session);
+// Does some of what can wait, if nobody else has anything to do.
+void kvq__keeper_tidy(struct kvq__keeper *keeper);
+// Frees that much on disk if it can. Whether it freed anything. On a thread of libuv's, in the turn
+// of a task that writes.
+bool kvq__keeper_make_room(struct kvq__keeper *keeper, uint64_t bytes);
+// What is being written and read just now, empty: nothing; and how many wait to write.
+void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued);
 
 // ---- keeper_save.c ----
 

@@ -159,6 +159,7 @@ static int find_once(struct kvq__task *t, uint32_t shard)
         return 0;
     if (rc < 0)
         return rc;
+    t->stored = s.id;
     t->found = calloc(1, sizeof *t->found);
     if (!t->found)
         return KVQ_E_NO_MEMORY;
@@ -470,6 +471,8 @@ static void reserve(struct kvq__task *t)
 
 static void opened(struct kvq__task *t)
 {
+    if (t->rc == 0 && t->reply->status == 0)
+        kvq__keeper_used(t->keeper, t->stored);
     found_free(&t->found);
     load(t);
     kvq__task_end(t);
@@ -529,6 +532,8 @@ void kvq__keeper_open_session(struct kvq__task *t)
 
 static void restored(struct kvq__task *t)
 {
+    if (t->rc == 0)
+        kvq__keeper_used(t->keeper, t->stored);
     found_free(&t->found);
     if (!t->loading) {
         kvq__task_end(t);

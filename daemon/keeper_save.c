@@ -99,9 +99,23 @@ static int write_all(struct kvq__task *t, uint8_t *scratch)
     return rc;
 }
 
+// Of the parts that the store does not have, or may not.
+static uint64_t unsaved_bytes(const struct kvq__task *t)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < kvq__save_shards(t->save); i++) {
+        struct kvq__part *parts;
+        uint32_t n;
+        (void)kvq__save_shard(t->save, i, &parts, &n);
+        for (uint32_t k = 0; k < n; k++)
+            bytes += parts[k].id ? 0 : parts[k].bytes;
+    }
+    return bytes;
+}
+
 static void write_save(struct kvq__task *t)
 {
-    struct kvq_store_freed freed;
+    uint64_t needed = unsaved_bytes(t);
     uint8_t *scratch = NULL;
     t->rc = kvq__save_copy(t->save);
     kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
@@ -112,9 +126,7 @@ static void write_save(struct kvq__task *t)
                  t->name);
     else
         t->rc = write_all(t, scratch);
-    // Segments that nothing is alive in any more may make room.
-    if (t->rc == KVQ_E_NO_SPACE && kvq_store_gc(t->keeper->store, &freed, NULL, 0) == 0 &&
-        freed.bytes > 0)
+    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, needed))
         t->rc = write_all(t, scratch);
     free(scratch);
 }

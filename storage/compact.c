@@ -148,6 +148,25 @@ static int retire_dead(struct kvq_store *s, uint32_t dead_percent, const struct 
     return rc;
 }
 
+static int64_t open_segment(const struct kvq_store *s)
+{
+    return s->writer.segment ? (int64_t)s->writer.segment->number : 0;
+}
+
+// Whether there is an empty one: a transaction is more than is needed to find out.
+static int has_empty(struct kvq_store *s, bool *found, const struct kvq__complaint *c)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t number = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open_segment(s)), 0, &number);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    *found = number != 0;
+    return rc;
+}
+
 // Has the catalog forget segments in which nothing is alive, but for the one that is written to.
 // *numbers, to be freed, says which.
 static int drop_empty(struct kvq_store *s, uint64_t **numbers, size_t *count,
@@ -155,13 +174,10 @@ static int drop_empty(struct kvq_store *s, uint64_t **numbers, size_t *count,
 {
     struct kvq__catalog *k = &s->catalog;
     size_t room = 0;
-    int64_t open = s->writer.segment ? (int64_t)s->writer.segment->number : 0;
-    *numbers = NULL;
-    *count = 0;
     int rc = kvq__catalog_begin(s, c);
     if (rc)
         return rc;
-    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open_segment(s));
     while ((rc = kvq__next(k, rows)) == 1) {
         if (!kvq__grow((void **)numbers, &room, *count, sizeof **numbers)) {
             (void)sqlite3_reset(rows);
@@ -184,8 +200,11 @@ static int remove_empty(struct kvq_store *s, struct kvq_store_freed *freed,
 {
     uint64_t *numbers = NULL, before = kvq__physical(s);
     size_t count = 0;
+    bool found = false;
     int rc = kvq__writer_begin(s, true, 0, c);
     if (rc == KVQ_OK)
+        rc = has_empty(s, &found, c);
+    if (rc == KVQ_OK && found)
         rc = drop_empty(s, &numbers, &count, c);
     for (size_t i = 0; i < count && rc == KVQ_OK; i++)
         kvq__segment_remove(s, numbers[i]);
@@ -226,10 +245,9 @@ static int worst_segment(struct kvq_store *s, uint32_t dead_percent, uint64_t *n
                          const struct kvq__complaint *c)
 {
     int64_t found = 0;
-    int64_t open = s->writer.segment ? (int64_t)s->writer.segment->number : 0;
     pthread_mutex_lock(&s->catalog_lock);
     int rc = kvq__number(&s->catalog,
-                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii", open,
+                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii", open_segment(s),
                                    (int64_t)dead_percent, worthwhile(s)),
                          0, &found);
     if (rc)

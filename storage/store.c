@@ -94,18 +94,29 @@ void kvq__set_read_only(struct kvq_store *s, const char *why)
 
 // ---- Opening ----
 
+// Compacting copies a segment before it frees it, so one must be small against the cap.
+static uint64_t default_segment(uint64_t cap)
+{
+    uint64_t most = 1ull << 30, part = cap / 8 / KVQ_IO_PAGE * KVQ_IO_PAGE;
+    return cap && part < most ? part : most;
+}
+
 static int take_options(struct kvq_store *s, const char *folder,
                         const struct kvq_store_options *options, const struct kvq__complaint *c)
 {
     s->io = options->io ? options->io : kvq_io_posix();
-    s->segment_bytes = options->segment_bytes ? options->segment_bytes : 1ull << 30;
     s->cap_bytes = options->cap_bytes;
+    s->segment_bytes =
+        options->segment_bytes ? options->segment_bytes : default_segment(s->cap_bytes);
     s->buffer_bytes = options->buffer_bytes ? options->buffer_bytes : 4u << 20;
     size_t n = strlen(folder);
     if (n == 0 || n >= sizeof s->folder)
         return kvq__complain(c, KVQ_E_LIMIT, "the path has %zu bytes; 1 to %zu are allowed", n,
                              sizeof s->folder - 1);
     memcpy(s->folder, folder, n + 1);
+    if (s->cap_bytes && s->cap_bytes < KVQ_STORE_MIN_CAP)
+        return kvq__complain(c, KVQ_E_INVALID, "a cap of %llu bytes: give at least %d",
+                             (unsigned long long)s->cap_bytes, KVQ_STORE_MIN_CAP);
     if (s->segment_bytes % KVQ_IO_PAGE || s->segment_bytes < 4 * KVQ_IO_PAGE)
         return kvq__complain(c, KVQ_E_INVALID,
                              "segments of %llu bytes: give a multiple of %d, at least %d",
@@ -113,9 +124,6 @@ static int take_options(struct kvq_store *s, const char *folder,
     if (s->buffer_bytes % KVQ_IO_PAGE)
         return kvq__complain(c, KVQ_E_INVALID, "a buffer of %u bytes: give a multiple of %d",
                              s->buffer_bytes, KVQ_IO_PAGE);
-    if (s->cap_bytes && s->cap_bytes < KVQ_STORE_MIN_CAP)
-        return kvq__complain(c, KVQ_E_INVALID, "a cap of %llu bytes: give at least %d",
-                             (unsigned long long)s->cap_bytes, KVQ_STORE_MIN_CAP);
     return KVQ_OK;
 }
 

@@ -49,7 +49,8 @@ struct kvq_save;
 
 struct kvq_store_options {
     struct kvq_io *io;      // NULL: the operating system's
-    uint64_t segment_bytes; // 0: 1 GiB. A segment is sealed when the next record would exceed it
+    uint64_t segment_bytes; // 0: 1 GiB, or an eighth of the cap where that is less. A segment is
+                            // sealed when the next record would exceed it
     uint64_t cap_bytes;     // physical, of all files; 0: none; at least KVQ_STORE_MIN_CAP
     uint32_t buffer_bytes;  // 0: 4 MiB; of one write; a multiple of KVQ_IO_PAGE
 };
@@ -271,6 +272,10 @@ int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, 
 // renamed over path. Refuses a session with damaged blocks (KVQ_E_DAMAGED).
 int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
                      char *text, size_t n);
+// What an exported file is of: the names, shards and tokens of its first session; the rest of *out
+// is zeros. Of what follows in the file nothing is checked.
+int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_store_session *out,
+                       char *text, size_t n);
 // Saves what a file holds, under another namespace and name where they are given (may be NULL).
 // KVQ_E_EXISTS without `replace` if there is such a session. The file is foreign: everything is
 // checked, and nothing is visible unless all of it is good.

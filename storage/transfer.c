@@ -522,31 +522,68 @@ static int open_walk(struct import *m)
     return KVQ_OK;
 }
 
+// Opens the file, with a walk that is to start behind its front. close_file frees what that took.
+static int open_file(struct import *m, const char *path)
+{
+    struct kvq_io *io = m->s->io;
+    m->walk = (struct kvq_walk){.io = io, .file = -1, .buffer_bytes = KVQ__WALK_BYTES};
+    m->walk.buffer = malloc(KVQ__WALK_BYTES);
+    if (!m->walk.buffer)
+        return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
+    m->walk.file = kvq_io_open(io, path, KVQ_IO_READ);
+    return m->walk.file < 0 ? kvq__io_complain(m->c, m->walk.file, "the file", "opened")
+                            : open_walk(m);
+}
+
+static void close_file(struct import *m)
+{
+    for (size_t i = 0; i < m->n; i++)
+        free(m->manifests[i]);
+    free(m->manifests);
+    free(m->parts);
+    free(m->pairs);
+    if (m->walk.file >= 0)
+        m->s->io->close(m->s->io, m->walk.file);
+    free(m->walk.buffer);
+}
+
+int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_store_session *out,
+                       char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    struct import m = {.s = store, .c = &c};
+    memset(out, 0, sizeof *out);
+    int rc = open_file(&m, path);
+    int find = rc ? 0 : kvq_walk_next(&m.walk);
+    if (find < 0)
+        rc = kvq__io_complain(&c, find, "the file", "read");
+    else if (rc == KVQ_OK && (find != KVQ_WALK_RECORD || m.walk.record.kind != KVQ_RECORD_MANIFEST))
+        rc = spoiled(&m, "no session stands there");
+    if (rc == KVQ_OK)
+        rc = take_manifest(&m);
+    if (rc == KVQ_OK) {
+        const struct kvq_manifest_head *h = m.parts[0].head;
+        memcpy(out->space, h->space, sizeof out->space);
+        memcpy(out->name, h->name, sizeof out->name);
+        out->tokens = h->tokens;
+        out->shard = h->shard;
+        out->shards = h->shards;
+    }
+    close_file(&m);
+    return rc;
+}
+
 int kvq_store_import(struct kvq_store *store, const char *path, const char *space, const char *name,
                      bool replace, char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
     struct import m = {.s = store, .c = &c, .space = space, .name = name, .replace = replace};
-    m.walk = (struct kvq_walk){.io = store->io, .file = -1, .buffer_bytes = KVQ__WALK_BYTES};
-    m.walk.buffer = malloc(KVQ__WALK_BYTES);
-    int rc = m.walk.buffer ? KVQ_OK : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
-    if (rc == KVQ_OK) {
-        m.walk.file = kvq_io_open(store->io, path, KVQ_IO_READ);
-        rc = m.walk.file < 0 ? kvq__io_complain(&c, m.walk.file, "the file", "opened")
-                             : open_walk(&m);
-    }
+    int rc = open_file(&m, path);
     if (rc == KVQ_OK)
         rc = kvq_save_begin(store, &m.save, text, n);
     if (rc == KVQ_OK)
         rc = import(&m);
     kvq_save_abort(&m.save);
-    for (size_t i = 0; i < m.n; i++)
-        free(m.manifests[i]);
-    free(m.manifests);
-    free(m.parts);
-    free(m.pairs);
-    if (m.walk.file >= 0)
-        store->io->close(store->io, m.walk.file);
-    free(m.walk.buffer);
+    close_file(&m);
     return rc;
 }

@@ -3,10 +3,12 @@
 import os
 import random
 import shutil
+import sqlite3
 import tempfile
 import threading
+import time
 
-from e2e_rig import BIN, Daemon, Test, Tokens, feed, kvq, long_emulated, read_all
+from e2e_rig import BIN, BOUND, Daemon, Test, Tokens, feed, kvq, long_emulated, read_all
 
 FULL = os.environ.get("KVQ_FULL") == "1"
 KILLS = int(os.environ.get("KVQ_KILLS") or (200 if FULL else 20))
@@ -109,7 +111,12 @@ class Saves(Stored):
         session.save()
         path = os.path.join(self.folder, "it.kvq")
         self.daemon.ctl("session", "export", "it", path)
-        self.daemon.ctl("session", "import", path, "--as", "twin")
+        twin = self.daemon.ctl("session", "import", path, "--as", "twin")
+        self.assertEqual((twin["name"], twin["tokens"]), ("twin", 700))
+        self.assertGreater(twin["written_blocks"], 0)
+        self.assertGreater(twin["written_bytes"], 0)
+        again = self.daemon.ctl("session", "import", path, "--replace")
+        self.assertEqual({**again, "name": "twin", "ms": 0}, {**twin, "ms": 0})
         status, _, complaint = self.daemon.ctl("session", "import", path, check=False)
         self.assertEqual(status, 1, complaint)
         self.client.restore("twin")
@@ -132,6 +139,90 @@ class Saves(Stored):
                   for i in range(2)]
         self.assertEqual([s.tokens for s in shards], [400, 400])
         feed(self.queue, [tokens, tokens], shards, [50, 50], attend=False)
+
+
+class Tidy(Stored):
+    """What the daemon does to what is saved by itself. With a cap of 16 MiB segments are of 2."""
+
+    def alternate(self, tokens):
+        """Sessions of 768 KiB with smaller ones in between, which are dropped again."""
+        for i in range(10):
+            for name, n in ((f"large{i}", 384), (f"small{i}", 128)):
+                with self.client.session(tokens.rows, "f16", name=name) as session:
+                    tokens.feed(self.queue, session, n, attend=False)
+                    session.save()
+        for i in range(10):
+            self.daemon.ctl("session", "drop", f"small{i}")
+
+    @long_emulated
+    def test_room_for_a_save(self):
+        """A save that meets the cap has what is dead between what is alive removed, and goes on."""
+        self.again(storage_bytes="16mb")
+        tokens = Tokens(12, 1500)
+        self.alternate(tokens)
+        before = self.daemon.ctl("storage", "status")
+        self.assertGreater(before["dead_bytes"], 2 << 20)
+        session = self.client.session(tokens.rows, "f16", name="new")
+        tokens.feed(self.queue, session, 1280, attend=False)
+        session.save()
+        after = self.daemon.ctl("storage", "status")
+        self.assertLess(after["dead_bytes"], before["dead_bytes"])
+        self.assertLessEqual(after["physical_bytes"], 16 << 20)
+        self.again(storage_bytes="16mb")
+        a, b = (self.client.session(tokens.rows, "f16", name=f"large{i}") for i in (4, 5))
+        self.same(a, b, tokens)
+        self.assertEqual(self.client.session(name="new").tokens, 1280)
+
+    @long_emulated
+    def test_by_itself(self):
+        self.again(storage_bytes="16mb")
+        self.alternate(Tokens(13, 400))
+        for i in range(0, 10, 2):
+            self.daemon.ctl("session", "drop", f"large{i}")
+        self.daemon.wait_log("event=compacted")
+        self.again()
+        for i in range(1, 10, 2):
+            self.assertEqual(self.client.session(name=f"large{i}").tokens, 384)
+
+    def test_used_at(self):
+        """When a session was opened last is kept."""
+        tokens = Tokens(14, 200)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 100, attend=False)
+        session.save()
+        self.client.close()
+        self.daemon.stop()
+        with sqlite3.connect(os.path.join(self.folder, "store", "catalog.db")) as catalog:
+            catalog.execute("UPDATE sessions SET used_at=1000")
+        catalog.close()
+        self.daemon = self.start()
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        self.assertEqual(self.daemon.ctl("storage", "list")[0]["used_at"], 1000)
+        self.client.session(name="it")
+        end = time.monotonic() + BOUND
+        while self.daemon.ctl("storage", "list")[0]["used_at"] == 1000:
+            self.assertLess(time.monotonic(), end)
+
+    def test_what_it_does(self):
+        """`storage status` tells what is being saved."""
+        tokens = Tokens(15, 1500)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 1500, attend=False)
+        seen = threading.Event()
+
+        def save():
+            while not seen.is_set():
+                self.daemon.ctl("session", "save", "it", "--again")
+        saver = threading.Thread(target=save)
+        saver.start()
+        end = time.monotonic() + BOUND
+        working = ""
+        while not working and time.monotonic() < end:
+            working = self.daemon.ctl("storage", "status")["working"]
+        seen.set()
+        saver.join()
+        self.assertRegex(working, r"^saving \S+/it$")
 
 
 class Killed(Stored):

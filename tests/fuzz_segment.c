@@ -10,6 +10,15 @@
 #include "proto/status.h"
 #include "tests/store_kit.h"
 
+static int look_into(struct kit *k)
+{
+    struct kvq_store_session of;
+    int rc = kvq_store_exported(k->store, "/exported", &of, k->text, sizeof k->text);
+    if (rc == 0 && (!memchr(of.name, '\0', sizeof of.name) || !of.name[0]))
+        abort();
+    return rc;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { MOST = 1 << 16 };
@@ -101,6 +110,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         put_file(&disk, as_segment ? "/store/segment-0000000000000001.kvqs" : "/exported", copy,
                  size);
         int rc = kit_open(&k, &disk.io);
+        if (rc == 0 && !as_segment)
+            rc = look_into(&k);
         if (rc == 0 && !as_segment)
             rc = kvq_store_import(k.store, "/exported", NULL, NULL, false, k.text, sizeof k.text);
         if (rc && !k.text[0])

@@ -112,6 +112,12 @@ static void there_and_back(void **state)
     if (!kit_same(&other, &w, false, why) || !kit_sound(&other, why))
         fail_msg("replaced: %s", why);
     struct kvq_store_session found;
+    assert_int_equal(
+        kvq_store_exported(other.store, file_path, &found, other.text, sizeof other.text), 0);
+    assert_string_equal(found.space, "uid-1");
+    assert_string_equal(found.name, "group");
+    assert_int_equal(found.tokens, 700);
+    assert_int_equal(found.shards, 2);
     assert_int_equal(kvq_store_import(other.store, file_path, "uid-2", "copy", false, other.text,
                                       sizeof other.text),
                      0);
@@ -128,6 +134,9 @@ static void there_and_back(void **state)
 static void refused(struct kit *k, const char *what, uint64_t at)
 {
     struct kvq_store_status status;
+    struct kvq_store_session of; // its first session alone may be good
+    if (kvq_store_exported(k->store, file_path, &of, k->text, sizeof k->text) == 0 && !of.name[0])
+        fail_msg("%s %" PRIu64 ": a session without a name", what, at);
     k->text[0] = '\0';
     int rc = kvq_store_import(k->store, file_path, NULL, NULL, false, k->text, sizeof k->text);
     if (rc == 0 || !k->text[0])
@@ -160,6 +169,49 @@ static void spoiled_files(void **state)
         refused(&other, "spoiled at", at);
         file->data[at] ^= (uint8_t)(1u << (at % 8));
     }
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
+        0);
+    kvq_store_close(&other.store);
+}
+
+// A file whose records are all sound, but whose end counts others than there are: somebody has put
+// it together from parts.
+static void wrong_count(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct kvq_file_head head;
+    struct kvq_record r;
+    struct kvq_commit commit;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    uint8_t *end = file->data + file->bytes - kvq_record_bytes(sizeof commit);
+    memcpy(&head, file->data + sizeof r, sizeof head);
+    for (int field = 0; field < 2; field++)
+        for (int by = -1; by <= 1; by++) {
+            memcpy(&r, end, sizeof r);
+            memcpy(&commit, end + sizeof r, sizeof commit);
+            *(field ? &commit.records : &commit.sessions) += (uint64_t)by;
+            struct kvq_checksum sum = kvq_checksum(&commit, sizeof commit);
+            kvq_record_make(&r, KVQ_RECORD_COMMIT, r.id, r.transaction, r.length, sum, head.salt);
+            uint8_t keep[sizeof r + sizeof commit];
+            memcpy(keep, end, sizeof keep);
+            memcpy(end, &r, sizeof r);
+            memcpy(end + sizeof r, &commit, sizeof commit);
+            if (by) {
+                refused(&other, field ? "records" : "sessions", (uint64_t)by);
+                assert_non_null(strstr(other.text, "its end counts other sessions and records"));
+            }
+            memcpy(end, keep, sizeof keep);
+        }
     assert_int_equal(
         kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
         0);
@@ -267,6 +319,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(there_and_back, set_up, tear_down),
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
         cmocka_unit_test_setup_teardown(readers_beside_a_writer, set_up, tear_down),
     };

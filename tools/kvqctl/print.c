@@ -97,6 +97,8 @@ static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *a
         return cJSON_CreateNumber(*(const int32_t *)at);
     case PROTOBUF_C_TYPE_UINT64:
         return cJSON_CreateNumber((double)*(const uint64_t *)at);
+    case PROTOBUF_C_TYPE_INT64:
+        return cJSON_CreateNumber((double)*(const int64_t *)at);
     case PROTOBUF_C_TYPE_FLOAT:
         return cJSON_CreateNumber(*(const float *)at);
     case PROTOBUF_C_TYPE_DOUBLE:

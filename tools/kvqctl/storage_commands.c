@@ -126,29 +126,42 @@ int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
     command.path = absolute(args[0], path);
     command.replace = ctl->replace;
     int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
-    if (result == KVQ_EXIT_OK)
-        kvq__ctl_print_done(ctl, "imported", args[0]);
-    return result;
+    if (result)
+        return result;
+    const Kvq__SaveReply *r = reply->save;
+    if (ctl->json)
+        kvq__ctl_print_json(&r->base);
+    else
+        printf("imported %s of %s: %" PRIu64 " tokens, %s in %" PRIu64 " blocks, %s\n",
+               kvq__ctl_clean(r->name), kvq__ctl_clean(r->namespace_), r->tokens,
+               kvq__ctl_bytes(r->written_bytes), r->written_blocks, kvq__ctl_duration(r->ms));
+    return KVQ_EXIT_OK;
 }
 
 // ---- The store ----
 
+static void format_time(int64_t seconds, char out[32])
+{
+    time_t at = (time_t)seconds;
+    struct tm tm;
+    strftime(out, 32, "%Y-%m-%d %H:%M", localtime_r(&at, &tm));
+}
+
 static void print_entries(const Kvq__SavedList *list)
 {
-    char when[32], label[160];
-    printf("%-14s %-20s %9s %11s  %-16s  %s\n", "NAMESPACE", "NAME", "TOKENS", "BYTES", "SAVED",
-           "FORMATS");
+    char saved[32], used[32], label[160];
+    printf("%-14s %-20s %9s %11s  %-16s  %-16s  %s\n", "NAMESPACE", "NAME", "TOKENS", "BYTES",
+           "SAVED", "USED", "FORMATS");
     for (size_t i = 0; i < list->n_sessions; i++) {
         const Kvq__SavedEntry *e = list->sessions[i];
-        time_t at = (time_t)e->saved_at;
-        struct tm tm;
-        strftime(when, sizeof when, "%Y-%m-%d %H:%M", localtime_r(&at, &tm));
+        format_time(e->saved_at, saved);
+        format_time(e->used_at, used);
         snprintf(label, sizeof label, "%s", kvq__ctl_clean(e->name));
         if (e->shards > 1)
             snprintf(label, sizeof label, "%s %" PRIu32 "/%" PRIu32, kvq__ctl_clean(e->name),
                      e->shard, e->shards);
-        printf("%-14s %-20s %9" PRIu64 " %11s  %-16s  %s\n", kvq__ctl_clean(e->namespace_), label,
-               e->tokens, kvq__ctl_bytes(e->bytes), when, kvq__ctl_clean(e->formats));
+        printf("%-14s %-20s %9" PRIu64 " %11s  %-16s  %-16s  %s\n", kvq__ctl_clean(e->namespace_),
+               label, e->tokens, kvq__ctl_bytes(e->bytes), saved, used, kvq__ctl_clean(e->formats));
     }
     if (list->truncated)
         printf("(there are more; narrow it with --namespace NAME)\n");
@@ -198,6 +211,9 @@ static void print_storage(const Kvq__StorageReply *r)
     printf(", %s free on the file system\n", kvq__ctl_bytes(r->free_bytes));
     printf("segments    %" PRIu32 ": %s in use, %s to be had back by compacting\n", r->segments,
            kvq__ctl_bytes(r->live_bytes), kvq__ctl_bytes(r->dead_bytes));
+    if (r->working[0])
+        printf("working     %s, %" PRIu32 " more wait to write\n", kvq__ctl_clean(r->working),
+               r->queued);
     if (r->read_only)
         printf("READ ONLY   %s\n", kvq__ctl_clean(r->why));
 }

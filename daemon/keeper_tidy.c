@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the keeper does to the store without being asked, while nothing else is to be done: it notes
+// when sessions were used, and has what is dead on disk copied away bit by bit. And what it does
+// first when there is no room for a save.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "daemon/keeper_internal.h"
+#include "daemon/log.h"
+
+enum {
+    USED_AT_ONCE = 32,       // sessions that are noted in one go
+    USED_MOST = 4096,        // that wait; those after them are not noted
+    DEAD_PERCENT = 50,       // of a segment, to be compacted in the background,
+    DEAD_PERCENT_FULL = 10,  // and for a save that has no room
+    GO_BYTES = 32 << 20,     // copied in one go: what a save that comes then may have to wait for
+    FULL_BYTES = 256 << 20,  // and in one of those that a save waits for anyway
+    SPARE_BYTES = 16u << 20, // what a save needs besides its blocks
+};
+
+// ---- When sessions were used ----
+
+void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
+{
+    struct kvq__used *used = keeper->used;
+    if (session == 0)
+        return;
+    for (uint32_t i = 0; i < keeper->n_used; i++)
+        if (used[i].session == session) {
+            used[i].at = time(NULL);
+            return;
+        }
+    if (keeper->n_used == keeper->room_used) {
+        uint32_t room = keeper->room_used ? 2 * keeper->room_used : USED_AT_ONCE;
+        used = room <= USED_MOST ? realloc(used, room * sizeof *used) : NULL;
+        if (!used)
+            return;
+        keeper->used = used;
+        keeper->room_used = room;
+    }
+    used[keeper->n_used++] = (struct kvq__used){session, time(NULL)};
+}
+
+// ---- A go ----
+
+struct chore {
+    struct kvq__task task;
+    struct kvq__used used[USED_AT_ONCE];
+    uint32_t n_used;
+    bool compact;
+    struct kvq_store_freed freed;
+};
+
+static struct chore *chore_of(struct kvq__task *t)
+{
+    return (struct chore *)((char *)t - offsetof(struct chore, task));
+}
+
+// On a thread of libuv's. A session that was deleted meanwhile needs no note.
+static void do_chore(struct kvq__task *t)
+{
+    struct chore *c = chore_of(t);
+    struct kvq_store *store = t->keeper->store;
+    for (uint32_t i = 0; i < c->n_used; i++)
+        (void)kvq_store_touch(store, c->used[i].session, c->used[i].at, NULL, 0);
+    if (c->compact)
+        t->rc =
+            kvq_store_compact(store, GO_BYTES, DEAD_PERCENT, &c->freed, t->text, sizeof t->text);
+}
+
+static void did_chore(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_end(kvq__task_of(work));
+}
+
+static void go(struct kvq__task *t)
+{
+    kvq__task_to_work(t, do_chore, did_chore);
+}
+
+// Whatever hinders it, it is not tried again before something has been written. A store that is
+// read-only says so itself.
+static void done(struct kvq__task *t)
+{
+    struct chore *c = chore_of(t);
+    char quoted[KVQ_TEXT_BYTES + 16];
+    if (c->compact)
+        t->keeper->untidy = t->rc == 0 && c->freed.more;
+    if (t->rc < 0 && t->rc != KVQ_E_READ_ONLY)
+        kvq__log(KVQ_LOG_WARN, "not_compacted", "text=%s",
+                 kvq__log_quote(quoted, sizeof quoted, t->text));
+    else if (c->freed.segments > 0)
+        kvq__log(KVQ_LOG_INFO, "compacted", "segments=%u freed=%llu moved=%llu", c->freed.segments,
+                 (unsigned long long)c->freed.bytes, (unsigned long long)c->freed.moved);
+    free(c);
+}
+
+void kvq__keeper_tidy(struct kvq__keeper *keeper)
+{
+    if (keeper->ended || keeper->draining || keeper->n_loading > 0 || !TAILQ_EMPTY(&keeper->queue))
+        return;
+    if (keeper->n_used == 0 && !keeper->untidy)
+        return;
+    struct chore *c = calloc(1, sizeof *c);
+    if (!c)
+        return;
+    c->task.keeper = keeper;
+    c->task.done = done;
+    c->task.doing = "compacting";
+    c->compact = keeper->untidy;
+    while (keeper->n_used > 0 && c->n_used < USED_AT_ONCE)
+        c->used[c->n_used++] = keeper->used[--keeper->n_used];
+    keeper->n_tasks++;
+    kvq__task_queue(&c->task, go);
+}
+
+// ---- Room for a save ----
+
+bool kvq__keeper_make_room(struct kvq__keeper *keeper, uint64_t bytes)
+{
+    struct kvq_store_freed freed;
+    uint64_t sum = 0;
+    if (kvq_store_gc(keeper->store, &freed, NULL, 0) < 0)
+        return false;
+    sum = freed.bytes;
+    do {
+        if (sum >= bytes + SPARE_BYTES ||
+            kvq_store_compact(keeper->store, FULL_BYTES, DEAD_PERCENT_FULL, &freed, NULL, 0) < 0)
+            break;
+        sum += freed.bytes > freed.moved ? freed.bytes - freed.moved : 0;
+    } while (freed.more);
+    return sum > 0;
+}
+
+// ---- What it is doing ----
+
+static const char *doing(const struct kvq__task *t)
+{
+    if (t->doing || !t->request)
+        return t->doing ? t->doing : "saving";
+    switch (t->request->command_case) {
+    case KVQ__REQUEST__COMMAND_SAVE_SESSION:
+        return "saving";
+    case KVQ__REQUEST__COMMAND_DROP_SESSION:
+        return "deleting";
+    case KVQ__REQUEST__COMMAND_IMPORT_SESSION:
+        return "importing";
+    case KVQ__REQUEST__COMMAND_STORAGE:
+        return t->request->storage->action == KVQ__STORAGE_ACTION__STORAGE_GC
+                   ? "removing empty segments"
+                   : "compacting";
+    default:
+        return "writing";
+    }
+}
+
+void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued)
+{
+    const struct kvq__task *first = TAILQ_FIRST(&keeper->queue), *t;
+    const char *after = first && keeper->n_loading ? ", " : "";
+    size_t used = 0;
+    *queued = 0;
+    out[0] = '\0';
+    TAILQ_FOREACH (t, &keeper->queue, link)
+        *queued += t != first;
+    if (first && first->name[0])
+        used = (size_t)snprintf(out, n, "%s %s/%s", doing(first), first->ns, first->name);
+    else if (first)
+        used = (size_t)snprintf(out, n, "%s", doing(first));
+    if (keeper->n_loading > 0 && used < n)
+        snprintf(out + used, n - used, "%srestoring %u sessions", after, keeper->n_loading);
+}
