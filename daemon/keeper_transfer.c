@@ -358,9 +358,10 @@ static void finish(uv_work_t *work, int status)
 
 static void import(struct kvq__task *t)
 {
-    const struct kvq__transfer *x = of_task(t);
+    struct kvq__transfer *x = of_task(t);
     struct kvq_remote_pull what = what_of(x);
-    t->rc = kvq_remote_take(t->keeper->store, &what, x->path, t->text, sizeof t->text);
+    const struct kvq_remote_watch looks_on = {watch, x};
+    t->rc = kvq_remote_take(t->keeper->store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 
 static void looked(struct kvq__task *t)

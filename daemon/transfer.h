@@ -87,7 +87,7 @@ void kvq__transfers_run(struct kvq__desk *desk);
 struct kvq__transfer *kvq__transfer_find(struct kvq__desk *desk, uint64_t id,
                                          const struct kvq__peer *peer);
 bool kvq__transfer_visible(const struct kvq__transfer *x, const struct kvq__peer *peer);
-// It ends soon, and what was transferred is kept; but what is being imported is.
+// It ends soon, and what was transferred is kept for the next try.
 void kvq__transfer_cancel(struct kvq__transfer *x);
 // "sending", "done"
 const char *kvq__transfer_phase(const struct kvq__transfer *x);

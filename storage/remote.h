@@ -185,7 +185,7 @@ int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const c
                      const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                      struct kvq_remote_moved *moved, char **path, char *text, size_t n);
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
-                    char *text, size_t n);
+                    const struct kvq_remote_watch *watch, char *text, size_t n);
 
 // What is in the folder of transfers that failed is there to go on with. Removes what is older than
 // max_age_s seconds, then the oldest until at most `most` files are left, and unfinished exports.

@@ -81,6 +81,14 @@ static bool is_there(struct kvq_io *io, const char *path)
 
 // ---- Push ----
 
+// Whoever looks on at the transfer looks on at the export before it, too, of which nothing counts.
+static int tell_export(void *context, uint64_t done, uint64_t all)
+{
+    const struct kvq_remote_watch *w = context;
+    (void)done;
+    return w->tell ? w->tell(w->context, 0, all) : 0;
+}
+
 // Files of earlier saves of the same session.
 struct stale {
     struct kvq_io *io;
@@ -120,8 +128,10 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
         return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
     struct stale stale = {io, folder, start, file};
     (void)io->list(io, folder, remove_stale, &stale);
+    struct kvq_remote_watch looks_on = watch ? *watch : remote->watch;
+    const struct kvq_store_watch on_export = {tell_export, &looks_on};
     if (!is_there(io, path))
-        rc = kvq_store_export(store, space, name, path, text, n);
+        rc = kvq_store_export_watched(store, space, name, path, &on_export, text, n);
     if (rc == 0)
         rc = kvq_remote_push_file(remote, path, space, name, watch, moved, text, n);
     if (rc == 0 || rc == KVQ_E_DAMAGED)
@@ -176,13 +186,18 @@ int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const c
 }
 
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
-                    char *text, size_t n)
+                    const struct kvq_remote_watch *watch, char *text, size_t n)
 {
+    struct kvq_store_watch import = {0};
+    if (watch)
+        import = (struct kvq_store_watch){watch->tell, watch->context};
     const char *space = what->as_space ? what->as_space : what->space;
     const char *name = what->as_name ? what->as_name : what->name;
-    int rc = kvq_store_import(store, path, space, name, what->replace, text, n);
+    int rc = kvq_store_import_watched(store, path, space, name, what->replace,
+                                      watch ? &import : NULL, text, n);
     // Kept where a later try may go better.
-    if (rc != KVQ_E_NO_SPACE && rc != KVQ_E_QUOTA && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
+    if (rc != KVQ_E_CANCELLED && rc != KVQ_E_NO_SPACE && rc != KVQ_E_QUOTA && rc != KVQ_E_BUSY &&
+        rc != KVQ_E_READ_ONLY)
         (void)kvq_io_unlink(kvq_io_posix(), path);
     return rc;
 }
@@ -194,7 +209,7 @@ int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const ch
     char *path = NULL;
     int rc = kvq_remote_fetch(remote, store, folder, what, watch, moved, &path, text, n);
     if (rc == 0)
-        rc = kvq_remote_take(store, what, path, text, n);
+        rc = kvq_remote_take(store, what, path, NULL, text, n);
     free(path);
     return rc;
 }

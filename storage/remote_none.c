@@ -138,9 +138,9 @@ int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const c
 }
 
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
-                    char *text, size_t n)
+                    const struct kvq_remote_watch *watch, char *text, size_t n)
 {
-    (void)store, (void)what, (void)path;
+    (void)store, (void)what, (void)path, (void)watch;
     return none(text, n);
 }
 

@@ -282,4 +282,17 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
 int kvq_store_import(struct kvq_store *store, const char *path, const char *space, const char *name,
                      bool replace, char *text, size_t n);
 
+// The same, told bytes done and all now and then; something else than 0 from tell() ends the call
+// with KVQ_E_CANCELLED, and nothing has changed. NULL: nobody looks on.
+struct kvq_store_watch {
+    int (*tell)(void *context, uint64_t done, uint64_t all);
+    void *context;
+};
+int kvq_store_export_watched(struct kvq_store *store, const char *space, const char *name,
+                             const char *path, const struct kvq_store_watch *watch, char *text,
+                             size_t n);
+int kvq_store_import_watched(struct kvq_store *store, const char *path, const char *space,
+                             const char *name, bool replace, const struct kvq_store_watch *watch,
+                             char *text, size_t n);
+
 #endif

@@ -14,6 +14,14 @@
 
 enum { BUFFER = 4 << 20, PATH = 4096 };
 
+static int tell(const struct kvq_store_watch *watch, uint64_t done, uint64_t all,
+                const struct kvq__complaint *c)
+{
+    if (!watch || watch->tell(watch->context, done, all) == 0)
+        return KVQ_OK;
+    return kvq__complain(c, KVQ_E_CANCELLED, "it was cancelled");
+}
+
 // ---- Exporting ----
 
 // What is written to the file goes through one large buffer.
@@ -29,6 +37,7 @@ struct export
     uint32_t n_shards;
     struct kvq_stored *blocks; // of all shards, by id, each once
     size_t n_blocks, room_blocks;
+    const struct kvq_store_watch *watch;
 };
 
 static int write_out(struct export *e)
@@ -177,6 +186,7 @@ static int by_id(const void *a, const void *b)
 static int add_blocks(struct export *e)
 {
     size_t kept = 0;
+    uint64_t done = 0, all = 0;
     int rc = KVQ_OK;
     if (e->n_blocks)
         qsort(e->blocks, e->n_blocks, sizeof *e->blocks, by_id);
@@ -184,6 +194,8 @@ static int add_blocks(struct export *e)
         if (kept == 0 || e->blocks[kept - 1].id != e->blocks[i].id)
             e->blocks[kept++] = e->blocks[i];
     e->n_blocks = kept;
+    for (size_t i = 0; i < kept; i++)
+        all += e->blocks[i].bytes;
     for (size_t i = 0; i < kept && rc == KVQ_OK; i++) {
         const struct kvq_stored *b = &e->blocks[i];
         void *bytes = malloc(b->bytes + 1);
@@ -192,6 +204,8 @@ static int add_blocks(struct export *e)
         if (rc == KVQ_OK)
             rc = add_record(e, KVQ_RECORD_BLOCK, b->id, bytes, b->bytes);
         free(bytes);
+        done += b->bytes;
+        rc = rc ? rc : tell(e->watch, done, all, e->c);
     }
     return rc;
 }
@@ -233,9 +247,16 @@ static int place_file(struct kvq_io *io, const char *from, const char *path,
 int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
                      char *text, size_t n)
 {
+    return kvq_store_export_watched(store, space, name, path, NULL, text, n);
+}
+
+int kvq_store_export_watched(struct kvq_store *store, const char *space, const char *name,
+                             const char *path, const struct kvq_store_watch *watch, char *text,
+                             size_t n)
+{
     const struct kvq__complaint c = {path, text, n};
     char unfinished[PATH];
-    struct export e = {.s = store, .c = &c, .file = -1};
+    struct export e = {.s = store, .c = &c, .file = -1, .watch = watch};
     int used = snprintf(unfinished, sizeof unfinished, "%s.tmp", path);
     if (used < 0 || (size_t)used >= sizeof unfinished)
         return kvq__complain(&c, KVQ_E_LIMIT, "the path is too long");
@@ -282,6 +303,7 @@ struct import {
     struct pair *pairs; // ascending
     size_t n_pairs, room_pairs;
     bool ended; // COMMIT was there
+    const struct kvq_store_watch *watch;
 };
 
 static int spoiled(const struct import *m, const char *what)
@@ -414,6 +436,7 @@ static int take_records(struct import *m)
             rc = spoiled(m, "it is damaged or cut off here");
         else
             rc = take_record(m);
+        rc = rc ? rc : tell(m->watch, m->walk.next, m->walk.end, m->c);
     }
     return rc ? rc : m->ended ? KVQ_OK : spoiled(m, "it is cut off here");
 }
@@ -576,8 +599,16 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
 int kvq_store_import(struct kvq_store *store, const char *path, const char *space, const char *name,
                      bool replace, char *text, size_t n)
 {
+    return kvq_store_import_watched(store, path, space, name, replace, NULL, text, n);
+}
+
+int kvq_store_import_watched(struct kvq_store *store, const char *path, const char *space,
+                             const char *name, bool replace, const struct kvq_store_watch *watch,
+                             char *text, size_t n)
+{
     const struct kvq__complaint c = {path, text, n};
     struct import m = {.s = store, .c = &c, .space = space, .name = name, .replace = replace};
+    m.watch = watch;
     int rc = open_file(&m, path);
     if (rc == KVQ_OK)
         rc = kvq_save_begin(store, &m.save, text, n);

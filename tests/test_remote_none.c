@@ -32,7 +32,7 @@ static void every_call_says_so(void **state)
         kvq_remote_fetch(NULL, NULL, "f", &what, NULL, &moved, &path, text, sizeof text),
         KVQ_E_UNSUPPORTED);
     assert_null(path);
-    assert_int_equal(kvq_remote_take(NULL, &what, "p", text, sizeof text), KVQ_E_UNSUPPORTED);
+    assert_int_equal(kvq_remote_take(NULL, &what, "p", NULL, text, sizeof text), KVQ_E_UNSUPPORTED);
     kvq_remote_sweep("f", 0, 0);
     assert_int_equal(kvq_remote_pull(NULL, NULL, "f", &what, NULL, &moved, text, sizeof text),
                      KVQ_E_UNSUPPORTED);

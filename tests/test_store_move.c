@@ -234,6 +234,58 @@ static void no_room(void **state)
     kvq_store_close(&k.store);
 }
 
+struct onlooker {
+    uint32_t told, until; // how often it lets the call go on
+    uint64_t done;
+};
+
+static int look_on(void *context, uint64_t done, uint64_t all)
+{
+    struct onlooker *o = context;
+    assert_true(done >= o->done && done <= all && all > 0);
+    o->done = done;
+    return o->told++ == o->until;
+}
+
+// Both can be ended at every step, and nothing has changed then.
+static void cancelled(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct onlooker o;
+    const struct kvq_store_watch watch = {look_on, &o};
+    uint32_t n = 0;
+    int rc;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    do {
+        o = (struct onlooker){.until = n++};
+        rc = kvq_store_export_watched(k.store, "uid-1", "group", file_path, &watch, k.text,
+                                      sizeof k.text);
+        if (rc < 0)
+            assert_null(fault_find(&disk, file_path));
+    } while (rc == KVQ_E_CANCELLED);
+    assert_int_equal(rc, 0);
+    assert_int_equal(n, 10); // blocks, and one more
+    assert_int_equal(o.done, 2 * (100 + 433 + 766 + 1099 + 1432) - 100);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    n = 0;
+    do {
+        struct kvq_store_status status;
+        o = (struct onlooker){.until = n++};
+        rc = kvq_store_import_watched(other.store, file_path, NULL, NULL, false, &watch, other.text,
+                                      sizeof other.text);
+        assert_int_equal(kvq_store_status(other.store, &status, NULL, 0), 0);
+        assert_int_equal(status.sessions, rc < 0 ? 0 : 2);
+    } while (rc == KVQ_E_CANCELLED);
+    assert_int_equal(rc, 0);
+    assert_int_equal(n, 13); // two manifests and the commit, too
+    kvq_store_close(&k.store);
+    kvq_store_close(&other.store);
+}
+
 // ---- Readers beside a writer ----
 
 struct reader {
@@ -321,6 +373,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
         cmocka_unit_test_setup_teardown(readers_beside_a_writer, set_up, tear_down),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
