@@ -411,6 +411,7 @@ static void import_if_free(struct kvq__transfer *x)
         return; // kvq__transfers_opened comes here again
     x->phase = KVQ__TRANSFER_IMPORTING;
     begin_task(x, imported);
+    x->task.doing = "importing";
     kvq__task_queue(&x->task, go_look);
 }
 
