@@ -196,8 +196,11 @@ static void run(struct kvq__mail *mail)
     default: {
         if (kvq__local_run(c, &error, text))
             break;
-        struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, c->client,
-                                  kvq__now_ns()};
+        struct kvq__dispatch d = {.core = c->server->core,
+                                  .identity = &c->server->identity,
+                                  .peer = &c->peer,
+                                  .client = c->client,
+                                  .now_ns = kvq__now_ns()};
         kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
         break;
     }
@@ -708,7 +711,7 @@ static void start(struct kvq__connection *c)
     c->state = KVQ__CONNECTION_BUSY;
     c->work.data = c;
     if (kvq__keeper_takes(c->server->keeper, c->request)) {
-        bool opens = c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_SESSION;
+        bool opens = described(c) != NULL;
         c->task = (struct kvq__task){.request = c->request,
                                      .arena = &c->arena,
                                      .reply = &c->reply,

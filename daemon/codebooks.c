@@ -296,6 +296,11 @@ int kvq__codebooks_memory(const void *hold, const float **values, size_t *n, uin
     return kvq_codebook_memory(e->book, values, n);
 }
 
+uint64_t kvq__codebooks_id(const void *hold)
+{
+    return kvq_codebook_id(((const struct entry *)hold)->book);
+}
+
 void kvq__codebooks_release(struct kvq__codebooks *books, void *hold)
 {
     struct entry *e = hold;

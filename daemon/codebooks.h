@@ -31,6 +31,8 @@ void kvq__codebooks_share(struct kvq__codebooks *books, void *hold);
 // The memory that a held codebook's tables lie in, to be sent to others: a memfd (the codebook's)
 // of *n floats from *values on. *id is the same for the same memory.
 int kvq__codebooks_memory(const void *hold, const float **values, size_t *n, uint64_t *id);
+// What tells its content from any other's, in whatever run of the daemon.
+uint64_t kvq__codebooks_id(const void *hold);
 void kvq__codebooks_release(struct kvq__codebooks *books, void *hold);
 
 #endif

@@ -123,7 +123,10 @@ static void run(struct kvq__mail *mail)
 {
     struct kvq__control *c =
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
-    struct kvq__dispatch d = {c->server->core, &c->server->identity, &c->peer, NULL, kvq__now_ns()};
+    struct kvq__dispatch d = {.core = c->server->core,
+                              .identity = &c->server->identity,
+                              .peer = &c->peer,
+                              .now_ns = kvq__now_ns()};
     kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
     kvq__mailbox_post(&c->server->box, &c->mail, back);
 }

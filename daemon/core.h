@@ -95,6 +95,7 @@ enum kvq__event_kind {
     KVQ__EVENT_SESSION_RESTORED,
     KVQ__EVENT_SESSION_PUSHED, // to the remote store
     KVQ__EVENT_SESSION_PULLED,
+    KVQ__EVENT_PREFIX_RESTORED, // for a session that begins so
     KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
     KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
     KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
@@ -167,7 +168,8 @@ struct kvq__core_config {
                     struct kvq_book *book, void **hold, char *text);
     void (*codebook_share)(void *context, void *hold);
     void (*codebook_release)(void *context, void *hold);
-    // Two codebooks with the same number have the same tables. May be NULL with the three.
+    // Two codebooks with the same number have the same tables, in other runs of the daemon as
+    // well. May be NULL with the three.
     uint64_t (*codebook_id)(void *context, void *hold);
 };
 
@@ -196,6 +198,8 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **cor
 // All queues must be closed. Drops every client and session and gives all memory back.
 void kvq__core_close(struct kvq__core **core);
 
+// Hashes of prefixes are keyed so from now on; before any client attaches.
+void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32]);
 // Configures a namespace; before any client attaches.
 int kvq__core_namespace(struct kvq__core *core, const struct kvq__namespace_config *config,
                         char *text);

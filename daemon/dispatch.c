@@ -3,6 +3,7 @@
 // One function a command; see dispatch.h. Messages have passed proto/wire.c, so strings are
 // bounded and printable; what they mean is checked by the core.
 #include "daemon/dispatch.h"
+#include "daemon/saved.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -222,6 +223,8 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
 {
     struct kvq__session_spec spec;
     int error = spec_of(open, arena, &spec, text);
+    if (error == 0 && d->place && !open->place[0])
+        spec.place = d->place;
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }
 
@@ -322,6 +325,16 @@ static int lookup_prefix(const struct kvq__dispatch *d, const Kvq__LookupPrefix 
     reply->lookup_prefix = answer;
     reply->result_case = KVQ__REPLY__RESULT_LOOKUP_PREFIX;
     return 0;
+}
+
+int kvq__dispatch_ask(const struct kvq__dispatch *d, const Kvq__OpenSession *open,
+                      struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text)
+{
+    struct kvq__session_spec spec;
+    *ask = NULL;
+    int error = need_client(d, text);
+    error = error ? error : spec_of(open, arena, &spec, text);
+    return error ? error : kvq__prefix_ask(d->client, &spec, ask, text);
 }
 
 static int tell_spans(const struct kvq__dispatch *d, const Kvq__TellSpans *tell,

@@ -17,11 +17,14 @@ struct kvq__identity {
     uint32_t workers;
 };
 
+struct kvq__prefix_ask;
+
 struct kvq__dispatch {
     struct kvq__core *core;
     const struct kvq__identity *identity;
     const struct kvq__peer *peer;
     struct kvq__client *client; // NULL: not attached
+    const char *place;          // of sessions that are opened and do not say where; or NULL
     uint64_t now_ns;
 };
 
@@ -32,6 +35,10 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command);
 // they point to is in the arena. The reply was initialized, with id and epoch.
 void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply);
+
+// What a session that is opened or looked up so asks of a store (kvq__prefix_ask).
+int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSession *open,
+                      struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text);
 
 // Makes reply a refusal (or, with status 0, an empty success); the text is copied.
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);

@@ -160,7 +160,11 @@ static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
 static void drop_in_memory(struct kvq__task *t)
 {
     struct kvq__server *server = t->keeper->server;
-    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq__now_ns()};
     name_dropped(t, t->request->drop_session);
     kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     t->rc = t->reply->status;
@@ -365,7 +369,9 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_STORAGE:
         return true;
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
-        return keeper->store && r->open_session->name[0];
+        return keeper->store && (r->open_session->name[0] || r->open_session->prefix);
+    case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
+        return keeper->store != NULL;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         return keeper->store != NULL;
     default:
@@ -440,6 +446,9 @@ static void start(struct kvq__task *t)
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
         kvq__keeper_open_session(t);
         break;
+    case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
+        kvq__keeper_lookup(t);
+        break;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         kvq__task_to_poller(t, drop_in_memory);
         break;
@@ -485,6 +494,9 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->loading = NULL;
     t->transfer = NULL;
     t->opens = KVQ__OPEN_NONE;
+    t->ask = NULL;
+    t->place = NULL;
+    t->pages = 0;
     keeper->n_tasks++;
     if (keeper->ended)
         refuse(t, KVQ_E_DRAINING, "the daemon is shutting down");
@@ -637,6 +649,20 @@ static int open_store(struct kvq__keeper *keeper, char *text)
     return 0;
 }
 
+// Without one that lasts a random one does, until the daemon ends.
+static void use_key(struct kvq__keeper *keeper)
+{
+    const char *folder = keeper->server->config.storage_dir;
+    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16];
+    uint8_t key[KVQ_PREFIX_BYTES];
+    if (kvq__prefix_key(folder, key, text) == 0)
+        kvq__core_prefix_key(keeper->server->core, key);
+    else
+        kvq__log(KVQ_LOG_WARN, "prefix_key",
+                 "dir=%s text=%s effect=\"prefixes that are stored are not found\"", folder,
+                 kvq__log_quote(quoted, sizeof quoted, text));
+}
+
 int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char *text)
 {
     struct kvq__keeper *keeper = calloc(1, sizeof *keeper);
@@ -649,12 +675,14 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     TAILQ_INIT(&keeper->queue);
     TAILQ_INIT(&keeper->loadings);
     TAILQ_INIT(&keeper->opens);
+    TAILQ_INIT(&keeper->waiting);
     if (!server->config.storage_dir[0])
         return 0;
     int rc = open_store(keeper, text);
     rc = rc ? rc : kvq__keeper_remote_open(keeper, text);
     if (rc < 0)
         return rc;
+    use_key(keeper);
     uv_timer_init(&server->loop, &keeper->retry);
     uv_timer_init(&server->loop, &keeper->tick);
     keeper->retry.data = keeper->tick.data = keeper;

@@ -19,6 +19,7 @@ struct kvq__save;
 struct kvq__found;
 struct kvq__loading;
 struct kvq__transfer;
+struct kvq__prefix_ask;
 
 // A command that has to do with the store, embedded by who gives it; or the keeper's own save.
 struct kvq__task {
@@ -38,6 +39,8 @@ struct kvq__task {
     uv_work_t work;
     void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to
     void (*then)(struct kvq__task *task); // and once memory is there
+    void (*read)(struct kvq__task *task); // and once all is read
+    void (*next)(struct kvq__task *task); // and once that is over
     bool writes, again, unchanged, own;
     enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
@@ -52,6 +55,10 @@ struct kvq__task {
     struct kvq__found *found;
     struct kvq__loading *loading;
     struct kvq__transfer *transfer; // that is being asked for
+    const Kvq__OpenSession *open;   // whose prefix is looked for
+    struct kvq__prefix_ask *ask;
+    uint32_t pages;    // that the store has of it
+    const char *place; // where it was read to; lives as long as the core
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.

@@ -47,6 +47,9 @@ struct kvq__keeper {
     struct kvq__used *used; // not yet in the store
     uint32_t n_used, room_used;
     bool untidy; // something was written since there was nothing to be compacted
+
+    struct kvq__tasks waiting; // for a prefix that another one reads, maybe the same
+    bool reading_prefix;
 };
 
 // Sends a task on: to the poller's thread, back to the loop's, or to one of libuv's and then back.
@@ -103,5 +106,43 @@ bool kvq__transfers_opens(struct kvq__task *task, void (*again)(struct kvq__task
 void kvq__transfers_opened(struct kvq__task *task);
 // All end soon, and no new ones begin.
 void kvq__transfers_stop(struct kvq__keeper *keeper);
+
+// What the store has of one shard.
+struct kvq__found {
+    struct kvq__saved saved;
+    struct kvq_stored *blocks;
+    struct kvq__part *parts; // in the same order
+    uint32_t n;
+    uint64_t good; // tokens that can be had, of all shards
+};
+void kvq__found_free(struct kvq__found **found);
+// What the session is; then what blocks it has, and the ids of its tokens, up to found->good. On
+// one of libuv's threads.
+int kvq__found_meta(struct kvq__task *task, const struct kvq_store_session *session,
+                    struct kvq__found *found);
+int kvq__found_blocks(struct kvq__task *task, const struct kvq_store_session *session,
+                      struct kvq__found *found);
+// Reads the codebooks that task->found needs.
+void kvq__found_books(struct kvq__task *task);
+
+// As what it is made: in a namespace and place, and if so many tokens are given as that prefix.
+struct kvq__begin {
+    const char *ns, *place;
+    uint64_t prefix_tokens;
+};
+// Poller's thread. Makes task->found and reads it to the end; read() then follows on the loop's
+// thread, with task->rc.
+void kvq__keeper_load(struct kvq__task *task, const struct kvq__begin *as,
+                      void (*read)(struct kvq__task *task));
+
+// ---- keeper_prefix.c ----
+
+// Poller's thread. If the store has more of the prefix than memory, it is read first; then next()
+// follows, on the poller's thread, whatever came of it.
+void kvq__keeper_prefix(struct kvq__task *task, const Kvq__OpenSession *open,
+                        void (*next)(struct kvq__task *task));
+void kvq__keeper_lookup(struct kvq__task *task);
+// The key that hashes are keyed with: the store's, made if there is none. 0 or a code with a text.
+int kvq__prefix_key(const char *folder, uint8_t key[32], char *text);
 
 #endif

@@ -17,15 +17,6 @@ enum {
     BATCH_BYTES = 64 << 20, // read in one call; a session that is dropped waits for its end
 };
 
-// What the store has of one shard.
-struct kvq__found {
-    struct kvq__saved saved;
-    struct kvq_stored *blocks;
-    struct kvq__part *parts; // in the same order
-    uint32_t n;
-    uint64_t good; // tokens that can be had, of all shards
-};
-
 struct layer_mail {
     struct kvq__mail mail;
     struct kvq__restore *restore;
@@ -38,7 +29,7 @@ struct kvq__loading {
     struct kvq__restore *restore;
     struct kvq__found *found;
     struct kvq__task *task; // that waits for the end; NULL = none
-    bool reading;
+    bool reading, prefix;
     uv_work_t work;
     struct kvq__mail mail;
     struct layer_mail layers[KVQ_MAX_LAYERS];
@@ -47,7 +38,7 @@ struct kvq__loading {
     uint64_t tokens, begun, first_ns, bytes;
 };
 
-static void found_free(struct kvq__found **found)
+void kvq__found_free(struct kvq__found **found)
 {
     struct kvq__found *f = *found;
     *found = NULL;
@@ -62,7 +53,7 @@ static void found_free(struct kvq__found **found)
 
 // ---- Looking, on a thread of libuv's ----
 
-static int read_meta(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+int kvq__found_meta(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
 {
     struct kvq_arena arena;
     if (s->n_bytes > KVQ__SAVED_BYTES || s->version != KVQ__SAVED_VERSION) {
@@ -151,6 +142,12 @@ static int read_ids(struct kvq__task *t, struct kvq__found *f)
     return kvq__saved_ids_read(&f->saved, &reader);
 }
 
+int kvq__found_blocks(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+{
+    int rc = read_blocks(t, s, f);
+    return rc ? rc : read_ids(t, f);
+}
+
 static int find_once(struct kvq__task *t, uint32_t shard)
 {
     struct kvq_store_session s;
@@ -163,16 +160,15 @@ static int find_once(struct kvq__task *t, uint32_t shard)
     t->found = calloc(1, sizeof *t->found);
     if (!t->found)
         return KVQ_E_NO_MEMORY;
-    rc = read_meta(t, &s, t->found);
-    rc = rc ? rc : read_blocks(t, &s, t->found);
+    rc = kvq__found_meta(t, &s, t->found);
     rc = rc ? rc : read_good(t, &s, t->found);
-    rc = rc ? rc : read_ids(t, t->found);
+    rc = rc ? rc : kvq__found_blocks(t, &s, t->found);
     if (rc < 0)
-        found_free(&t->found);
+        kvq__found_free(&t->found);
     return rc;
 }
 
-static void read_books(struct kvq__task *t)
+void kvq__found_books(struct kvq__task *t)
 {
     const struct kvq__saved *saved = &t->found->saved;
     const char *last = "";
@@ -192,7 +188,7 @@ static void find(struct kvq__task *t, uint32_t shard)
     if (t->rc == KVQ_E_NO_MEMORY)
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
     if (t->found)
-        read_books(t);
+        kvq__found_books(t);
 }
 
 // ---- Reading, on a thread of libuv's ----
@@ -341,7 +337,7 @@ static void tell(const struct kvq__loading *l)
         kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
         return;
     }
-    if (l->tokens < l->found->saved.tokens) {
+    if (!l->prefix && l->tokens < l->found->saved.tokens) {
         snprintf(text, sizeof text, "%llu of %llu tokens are good and were restored",
                  (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
         kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
@@ -351,7 +347,9 @@ static void tell(const struct kvq__loading *l)
              (unsigned long long)l->tokens, (unsigned long long)l->bytes,
              (double)((l->first_ns ? l->first_ns : now) - l->begun) / 1e6,
              (double)(now - l->begun) / 1e6);
-    kvq__keeper_tell(l->keeper, KVQ__EVENT_SESSION_RESTORED, l->ns, name, text);
+    kvq__keeper_tell(l->keeper,
+                     l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED, l->ns,
+                     name, text);
 }
 
 static void ended_on_loop(struct kvq__mail *mail)
@@ -367,10 +365,10 @@ static void ended_on_loop(struct kvq__mail *mail)
     }
     TAILQ_REMOVE(&keeper->loadings, l, link);
     keeper->n_loading--;
-    found_free(&l->found);
+    kvq__found_free(&l->found);
     free(l);
     if (t)
-        kvq__task_end(t);
+        t->read(t);
     start_reading(keeper);
 }
 
@@ -408,11 +406,14 @@ static void start_reading(struct kvq__keeper *keeper)
     }
 }
 
-static void load(struct kvq__task *t)
+// Reads what was begun, if anything was; read() then follows, if it is not NULL.
+static void load(struct kvq__task *t, void (*read)(struct kvq__task *task))
 {
     struct kvq__keeper *keeper = t->keeper;
     if (!t->loading)
         return;
+    t->read = read;
+    t->loading->task = read ? t : NULL;
     TAILQ_INSERT_TAIL(&keeper->loadings, t->loading, link);
     t->loading = NULL;
     start_reading(keeper);
@@ -421,11 +422,12 @@ static void load(struct kvq__task *t)
 // ---- At the poller ----
 
 // Makes the session that was found, if it is not there.
-static int begin(struct kvq__task *t, const char *place)
+static int begin(struct kvq__task *t, const struct kvq__begin *as)
 {
     struct kvq__found *f = t->found;
-    struct kvq__restore_spec spec = {.ns = t->ns,
-                                     .place = place,
+    struct kvq__restore_spec spec = {.ns = as->ns,
+                                     .place = as->place,
+                                     .prefix_tokens = as->prefix_tokens,
                                      .saved = &f->saved,
                                      .parts = f->parts,
                                      .n_parts = f->n,
@@ -442,6 +444,7 @@ static int begin(struct kvq__task *t, const char *place)
     }
     l->keeper = t->keeper;
     l->begun = kvq__now_ns();
+    l->prefix = as->prefix_tokens > 0;
     snprintf(l->ns, sizeof l->ns, "%s", t->ns);
     t->loading = l;
     return 0;
@@ -469,36 +472,78 @@ static void reserve(struct kvq__task *t)
     t->then(t);
 }
 
+// For prefixes: read() follows on the loop's thread, whatever comes of it.
+static void go_load(struct kvq__task *t)
+{
+    kvq__found_free(&t->found);
+    if (t->loading)
+        load(t, t->read);
+    else
+        t->read(t);
+}
+
+static void load_next(struct kvq__task *t)
+{
+    kvq__task_to_loop(t, go_load);
+}
+
+void kvq__keeper_load(struct kvq__task *t, const struct kvq__begin *as,
+                      void (*read)(struct kvq__task *task))
+{
+    t->rc = begin(t, as);
+    t->read = read;
+    t->then = load_next;
+    reserve(t);
+}
+
 static void opened(struct kvq__task *t)
 {
     if (t->rc == 0 && t->reply->status == 0)
         kvq__keeper_used(t->keeper, t->stored);
-    found_free(&t->found);
-    load(t);
+    kvq__found_free(&t->found);
+    load(t, NULL);
     kvq__task_end(t);
 }
 
 static void open_now(struct kvq__task *t)
 {
     struct kvq__server *server = t->keeper->server;
-    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .place = t->place,
+                              .now_ns = kvq__now_ns()};
     if (t->rc == 0)
         kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     kvq__task_to_loop(t, opened);
+}
+
+// Nobody learns whether a namespace has a session that may not use it.
+static int refuse_to_create(struct kvq__task *t)
+{
+    char ns[KVQ_NAME_BYTES];
+    int rc = kvq__namespace_check(t->keeper->server->core, t->peer, t->ns, ns, t->text);
+    if (rc == 0)
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" exists already, on disk; drop it, or open it without must_create",
+                 t->name);
+    return rc ? rc : KVQ_E_EXISTS;
 }
 
 // Poller's thread.
 static void open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
-    if (t->rc == 0 && t->found && open->must_create) {
-        snprintf(t->text, sizeof t->text,
-                 "session \"%s\" exists already, on disk; drop it, or open it without must_create",
-                 t->name);
-        t->rc = KVQ_E_EXISTS;
+    const struct kvq__begin as = {.ns = t->ns, .place = open->place};
+    if (t->rc == 0 && t->found && open->must_create)
+        t->rc = refuse_to_create(t);
+    if (t->rc == 0 && !t->found && open->prefix) {
+        kvq__keeper_prefix(t, open, open_now);
+        return;
     }
     if (t->rc == 0 && t->found)
-        t->rc = begin(t, open->place);
+        t->rc = begin(t, &as);
     t->then = open_now;
     reserve(t);
 }
@@ -507,7 +552,8 @@ static void look_and_read(struct kvq__task *t)
 {
     if (t->before)
         t->before(t);
-    find(t, t->request->open_session->shard);
+    if (t->name[0])
+        find(t, t->request->open_session->shard);
 }
 
 static void looked(uv_work_t *work, int status)
@@ -524,7 +570,7 @@ void kvq__keeper_open_session(struct kvq__task *t)
         snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
-    if (!kvq__transfers_opens(t, kvq__keeper_open_session))
+    if (!t->name[0] || !kvq__transfers_opens(t, kvq__keeper_open_session))
         kvq__task_to_work(t, look_and_read, looked);
 }
 
@@ -534,13 +580,12 @@ static void restored(struct kvq__task *t)
 {
     if (t->rc == 0)
         kvq__keeper_used(t->keeper, t->stored);
-    found_free(&t->found);
+    kvq__found_free(&t->found);
     if (!t->loading) {
         kvq__task_end(t);
         return;
     }
-    t->loading->task = t;
-    load(t);
+    load(t, kvq__task_end);
 }
 
 static void back_to_loop(struct kvq__task *t)
@@ -552,8 +597,9 @@ static void back_to_loop(struct kvq__task *t)
 static void restore_now(struct kvq__task *t)
 {
     struct kvq__session_info info;
+    const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
     if (t->rc == 0 && t->found)
-        t->rc = begin(t, t->request->restore_session->place);
+        t->rc = begin(t, &as);
     else if (t->rc == 0) // it may be in memory alone
         t->rc = kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, t->text);
     t->then = back_to_loop;

@@ -55,6 +55,17 @@ static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
     }
 }
 
+struct prefixes {
+    struct kvq__task *task;
+    struct kvq_save *out;
+};
+
+static int write_prefix(void *context, const uint8_t hash[KVQ_PREFIX_BYTES])
+{
+    const struct prefixes *to = context;
+    return kvq_save_prefix(to->out, hash, to->task->text, sizeof to->task->text);
+}
+
 static int write_shard(struct kvq__task *t, struct kvq_save *out, uint32_t shard, uint8_t *scratch)
 {
     struct kvq__part *parts;
@@ -83,7 +94,8 @@ static int write_shard(struct kvq__task *t, struct kvq_save *out, uint32_t shard
     rc = kvq_save_session(out, &meta, t->text, sizeof t->text);
     for (uint32_t i = 0; i < n && rc == 0; i++)
         rc = write_part(t, out, shard, i, &parts[i]);
-    return rc;
+    struct prefixes to = {t, out};
+    return rc ? rc : kvq__save_prefixes(t->save, shard, write_prefix, &to);
 }
 
 static int write_all(struct kvq__task *t, uint8_t *scratch)

@@ -25,12 +25,6 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
     return packed > layer->base ? packed : layer->base;
 }
 
-uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
-{
-    uint64_t behind = layer->keep && floor + 1 > layer->keep ? floor + 1 - layer->keep : 0;
-    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
-}
-
 // ---- Room ----
 
 static size_t table_bytes(const struct kvq__session *s, uint32_t capacity)

@@ -71,9 +71,37 @@ static void put_float(hash_state *state, float value)
     put(state, &value, sizeof value);
 }
 
-static void put_layer(hash_state *state, const struct kvq__session *s, const struct kvq__layer *l)
+static void put_side(hash_state *state, const struct kvq_side *side)
+{
+    const uint8_t bytes[] = {side->codec, side->bits, side->axis,  side->zero,
+                             side->full,  side->wide, side->vector};
+    put(state, bytes, sizeof bytes);
+    put_number(state, side->group);
+}
+
+// By all that it says: a name of the configuration's may mean another one the next time.
+static void put_format(hash_state *state, const struct kvq_format *f)
+{
+    const uint8_t bytes[] = {f->k_channel, f->k_rotation, f->k_token_scale,  f->v_rotation,
+                             f->raw_dtype, f->outliers,   f->extra_outliers, f->plain_layers};
+    put_text(state, f->name); // with the codebook's
+    put(state, bytes, sizeof bytes);
+    put_side(state, &f->k);
+    put_side(state, &f->v);
+    put_number(state, f->unit_tokens);
+    put_number(state, f->recent_tokens);
+    put_number(state, f->sink_tokens);
+}
+
+uint64_t kvq__layer_book(const struct kvq__session *s, const struct kvq__layer *l)
 {
     const struct kvq__core_config *config = &s->core->config;
+    return l->book_hold && config->codebook_id ? config->codebook_id(config->context, l->book_hold)
+                                               : 0;
+}
+
+static void put_layer(hash_state *state, const struct kvq__session *s, const struct kvq__layer *l)
+{
     const struct kvq_shape *shape = &l->shape;
     put_number(state, shape->q_heads);
     put_number(state, shape->kv_heads);
@@ -85,10 +113,8 @@ static void put_layer(hash_state *state, const struct kvq__session *s, const str
     put_float(state, shape->softcap);
     put_float(state, shape->scale);
     put_number(state, l->source);
-    put_text(state, l->format->name); // with the codebook's
-    put_number(state, l->book_hold && config->codebook_id
-                          ? config->codebook_id(config->context, l->book_hold)
-                          : 0);
+    put_format(state, l->format);
+    put_number(state, kvq__layer_book(s, l));
 }
 
 static void hash_layers(struct kvq__session *s)
@@ -145,6 +171,26 @@ void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32
     for (uint32_t i = 0; i < n_spans; i++)
         put_span(&state, &spans[i], (uint64_t)page * KVQ_BLOCK_TOKENS);
     crypto_generichash_final(&state, chain, KVQ__HASH_BYTES);
+}
+
+// Of all that a session must have in common with the one that has the page: in memory nodes are
+// compared by it, in a store by their hash alone.
+void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
+                        uint32_t shard, uint8_t *out)
+{
+    hash_state state;
+    begin(&state, core);
+    put_text(&state, "kvq stored 1");
+    put_number(&state, KVQ_LAYOUT_ID);
+    put(&state, chain, KVQ__HASH_BYTES);
+    put(&state, layers, KVQ__HASH_BYTES);
+    put_number(&state, shard);
+    crypto_generichash_final(&state, out, KVQ__HASH_BYTES);
+}
+
+void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32])
+{
+    memcpy(core->config.prefix_key, key, sizeof core->config.prefix_key);
 }
 
 // ---- The table ----

@@ -24,6 +24,7 @@
 #include "daemon/core.h"
 
 struct kvq__block;
+struct kvq__layer;
 struct kvq__namespace;
 struct kvq__pageref;
 struct kvq__part;
@@ -110,6 +111,11 @@ void kvq__prefix_root(const struct kvq__session *session, const char *ns, uint8_
 // The hash of a page: of its predecessor's, its ids, and what of the spans lies in it.
 void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
                        const struct kvq__span *spans, uint32_t n_spans, uint32_t page);
+// What a store knows the page by.
+void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
+                        uint32_t shard, uint8_t *out);
+// What the layer's codebook is known by; 0: it has none.
+uint64_t kvq__layer_book(const struct kvq__session *s, const struct kvq__layer *l);
 struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *prefixes, const uint8_t *chain,
                                    const uint8_t *layers, uint32_t shard,
                                    const struct kvq__pool *pool);
@@ -140,6 +146,23 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
 bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
 
 // ---- Opening with one (prefix_open.c) ----
+
+// The client's ids. They stay where the client can change them at any time: a page is copied, then
+// looked at.
+struct kvq__id_source {
+    const volatile uint8_t *at;
+    uint32_t pages; // whole ones
+};
+void kvq__ids_copy(const struct kvq__id_source *source, uint32_t page, int32_t *ids);
+
+// A session as it is asked for, to be looked at and freed, and how many pages of its prefix memory
+// has. 0, or what opening it would give; *session is NULL then.
+int kvq__prefix_sketch(struct kvq__client *client, const struct kvq__session_spec *spec,
+                       struct kvq__session **session, struct kvq__id_source *source,
+                       uint32_t *pages, char *text);
+// The session's pages and counts are those of one that has only that many tokens, packed as a
+// session is that begins with them.
+void kvq__prefix_counts(struct kvq__session *session, uint64_t tokens);
 
 // Gives a new session, which nobody sees yet, as many of the tokens as are there. 0, or what is
 // wrong with the ids, or KVQ_E_UNSUPPORTED or KVQ_E_NO_MEMORY.

@@ -11,14 +11,8 @@
 
 // ---- The client's ids ----
 
-// They stay where the client can change them at any time: a page is copied, then looked at.
-struct source {
-    const volatile uint8_t *at;
-    uint32_t pages; // whole ones
-};
-
 static int open_source(struct kvq__client *client, const struct kvq__prefix_spec *spec,
-                       struct source *source, char *text)
+                       struct kvq__id_source *source, char *text)
 {
     if (spec->tokens > KVQ_MAX_SESSION_TOKENS)
         return kvq__fail(text, KVQ_E_LIMIT, "a prefix of %llu tokens; a session holds %d",
@@ -37,12 +31,12 @@ static int open_source(struct kvq__client *client, const struct kvq__prefix_spec
                          "take 4 bytes each and start at a multiple of 4",
                          (unsigned long long)spec->tokens, (unsigned long long)spec->offset,
                          spec->buffer, (unsigned long long)b->memory.bytes);
-    *source =
-        (struct source){b->memory.host + spec->offset, (uint32_t)(spec->tokens / KVQ_BLOCK_TOKENS)};
+    *source = (struct kvq__id_source){b->memory.host + spec->offset,
+                                      (uint32_t)(spec->tokens / KVQ_BLOCK_TOKENS)};
     return 0;
 }
 
-static void copy_page(const struct source *source, uint32_t page, int32_t *ids)
+void kvq__ids_copy(const struct kvq__id_source *source, uint32_t page, int32_t *ids)
 {
     const volatile int32_t *from = (const volatile int32_t *)(const volatile void *)source->at;
     for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t++)
@@ -91,7 +85,7 @@ static bool all_shards(const struct kvq__session *s, const struct kvq__prefixes 
 }
 
 static struct match match_in(const struct kvq__session *s, struct kvq__namespace *ns,
-                             const struct source *source)
+                             const struct kvq__id_source *source)
 {
     const struct kvq__prefixes *p = &ns->prefixes;
     struct match best = {.ns = ns};
@@ -101,7 +95,7 @@ static struct match match_in(const struct kvq__session *s, struct kvq__namespace
     int32_t ids[KVQ_BLOCK_TOKENS];
     kvq__prefix_root(s, ns->name, chain);
     for (uint32_t page = 0; page < source->pages; page++) {
-        copy_page(source, page, ids);
+        kvq__ids_copy(source, page, ids);
         kvq__prefix_chain(s->core, chain, ids, s->ids.spans, s->ids.n_spans, page);
         struct kvq__node *node = kvq__prefix_find(p, chain, s->ids.layers, s->shard, s->pool);
         if (!node || node->parent != parent || memcmp(node->ids, ids, sizeof ids) != 0 ||
@@ -118,7 +112,7 @@ static struct match match_in(const struct kvq__session *s, struct kvq__namespace
 }
 
 // Its own namespace's, and those that share theirs with it.
-static struct match match_all(const struct kvq__session *s, const struct source *source)
+static struct match match_all(const struct kvq__session *s, const struct kvq__id_source *source)
 {
     struct kvq__namespace *ns;
     kvq__prefix_seal_all(s->ns);
@@ -130,8 +124,6 @@ static struct match match_all(const struct kvq__session *s, const struct source 
         struct match other = match_in(s, ns, source);
         best = other.pages > best.pages ? other : best;
     }
-    s->ns->prefixes.lookups++;
-    s->ns->prefixes.hits += best.pages > 0;
     return best;
 }
 
@@ -163,6 +155,15 @@ static void adopt_page(struct kvq__session *s, const struct kvq__node *node)
     memcpy(s->ids.at + (size_t)node->page * KVQ_BLOCK_TOKENS, node->ids, sizeof node->ids);
 }
 
+void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
+{
+    s->n_pages = (uint32_t)(tokens / KVQ_BLOCK_TOKENS);
+    s->tokens = s->floor = tokens;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            adopt_layer(s, &s->layers[i], tokens);
+}
+
 static int adopt(struct kvq__session *s, const struct match *match)
 {
     uint64_t tokens = (uint64_t)match->pages * KVQ_BLOCK_TOKENS;
@@ -170,13 +171,10 @@ static int adopt(struct kvq__session *s, const struct match *match)
     rc = rc ? rc : kvq__ids_grow(s, tokens);
     if (rc < 0)
         return rc;
-    s->n_pages = match->pages;
-    s->tokens = s->floor = s->prefix_tokens = s->ids.known = tokens;
+    kvq__prefix_counts(s, tokens);
+    s->prefix_tokens = s->ids.known = tokens;
     s->foreign = match->ns != s->ns;
     s->commits++; // none of it is saved
-    for (uint32_t i = 0; i < s->n_layers; i++)
-        if (kvq__layer_owns(s, i))
-            adopt_layer(s, &s->layers[i], tokens);
     for (const struct kvq__node *node = match->node; node; node = node->parent)
         adopt_page(s, node);
     if (!s->foreign) {
@@ -188,16 +186,25 @@ static int adopt(struct kvq__session *s, const struct match *match)
     return 0;
 }
 
+static int identify(struct kvq__client *client, struct kvq__session *s,
+                    const struct kvq__prefix_spec *spec, struct kvq__id_source *source, char *text)
+{
+    int rc = open_source(client, spec, source, text);
+    rc = rc ? rc : kvq__ids_spans(s, spec->spans, spec->n_spans, text);
+    return rc ? rc : kvq__ids_identify(s, text);
+}
+
 static int find(struct kvq__client *client, struct kvq__session *s,
                 const struct kvq__prefix_spec *spec, struct match *match, char *text)
 {
-    struct source source;
-    int rc = open_source(client, spec, &source, text);
-    rc = rc ? rc : kvq__ids_spans(s, spec->spans, spec->n_spans, text);
-    rc = rc ? rc : kvq__ids_identify(s, text);
-    if (rc == 0)
-        *match = match_all(s, &source);
-    return rc;
+    struct kvq__id_source source;
+    int rc = identify(client, s, spec, &source, text);
+    if (rc < 0)
+        return rc;
+    *match = match_all(s, &source);
+    s->ns->prefixes.lookups++;
+    s->ns->prefixes.hits += match->pages > 0;
+    return 0;
 }
 
 int kvq__prefix_adopt(struct kvq__client *client, struct kvq__session *s,
@@ -213,7 +220,6 @@ int kvq__prefix_adopt(struct kvq__client *client, struct kvq__session *s,
     return rc < 0 ? kvq__fail(text, rc, "no memory for a session of %u pages", match.pages) : 0;
 }
 
-// A session as it is asked for, to be looked at and freed.
 static int sketch(struct kvq__client *client, const struct kvq__session_spec *spec,
                   struct kvq__session **s, char *text)
 {
@@ -241,6 +247,24 @@ int kvq__prefix_lookup(struct kvq__client *client, const struct kvq__session_spe
         *tokens = (uint64_t)match.pages * KVQ_BLOCK_TOKENS;
     kvq__session_free(s);
     return rc;
+}
+
+int kvq__prefix_sketch(struct kvq__client *client, const struct kvq__session_spec *spec,
+                       struct kvq__session **s, struct kvq__id_source *source, uint32_t *pages,
+                       char *text)
+{
+    *s = NULL;
+    int rc = sketch(client, spec, s, text);
+    if (rc < 0)
+        return rc;
+    rc = identify(client, *s, &spec->prefix, source, text);
+    if (rc < 0) {
+        kvq__session_free(*s);
+        *s = NULL;
+        return rc;
+    }
+    *pages = match_all(*s, source).pages;
+    return 0;
 }
 
 int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct kvq__span *spans,

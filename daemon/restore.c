@@ -17,14 +17,27 @@
 
 // ---- The session as it was ----
 
+// Codes of one codebook mean nothing with another.
+static int check_books(const struct kvq__session *s, const struct kvq__saved *saved, char *text)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (saved->layers[i].book && saved->layers[i].book != kvq__layer_book(s, &s->layers[i]))
+            return kvq__fail(text, KVQ_E_FORMAT,
+                             "session \"%s\" was saved with another codebook of the name that "
+                             "layer %u's format %s has; put that one back, or drop the session",
+                             saved->name, i, saved->layers[i].format.name);
+    return 0;
+}
+
 static int build(struct kvq__core *core, struct kvq__namespace *ns,
                  const struct kvq__restore_spec *spec, struct kvq__session **out, char *text)
 {
     const struct kvq__saved *saved = spec->saved;
     size_t bytes = saved->n_layers * sizeof(struct kvq__layer_row);
     struct kvq__layer_row *rows = kvq__allocate(core, bytes);
+    const char *name = spec->prefix_tokens ? "" : saved->name;
     struct kvq__session_spec as = {
-        .name = saved->name,
+        .name = name,
         .model = saved->model,
         .salt = saved->salt,
         .adapter = saved->adapter,
@@ -37,10 +50,10 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
         .v_rotation = saved->v_rotation,
         .path = saved->path,
         .max_rollback = saved->max_rollback,
-        .on_detach = saved->on_detach,
+        .on_detach = spec->prefix_tokens ? KVQ__DETACH_DROP : saved->on_detach,
         .prompt_tokens = saved->prompt_tokens,
     };
-    const struct kvq__session *first = kvq__session_named(ns, saved->name);
+    const struct kvq__session *first = name[0] ? kvq__session_named(ns, name) : NULL;
     if (!rows)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", saved->name);
     for (uint32_t i = 0; i < saved->n_layers; i++) {
@@ -52,6 +65,8 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
     rc = rc || !first ? rc : kvq__shards_check(first, &as, text);
     rc = rc ? rc : kvq__namespace_room(ns, text);
     rc = rc ? rc : kvq__session_build(core, ns, &as, out, text);
+    if (rc == 0 && (rc = check_books(*out, saved, text)) < 0)
+        kvq__session_free(*out);
     kvq__deallocate(core, rows, bytes);
     return rc;
 }
@@ -336,6 +351,21 @@ static void restore_free(struct kvq__restore *r)
     kvq__deallocate(r->core, r, sizeof *r);
 }
 
+// Makes it what one is that begins with these tokens.
+static int cut_to_prefix(struct kvq__session *s, const struct kvq__saved *saved,
+                         const struct kvq__restore_spec *spec, char *text)
+{
+    uint64_t at = spec->prefix_tokens;
+    if (at % KVQ_BLOCK_TOKENS || at > spec->good_tokens || !kvq__saved_can_begin(saved, at)) {
+        s->n_pages = 0;
+        return kvq__fail(text, KVQ_E_DAMAGED,
+                         "session \"%s\" has no %llu tokens that another can begin with",
+                         saved->name, (unsigned long long)at);
+    }
+    kvq__prefix_counts(s, at);
+    return 0;
+}
+
 // The session's counts, cut if need be, and its table.
 static int prepare(struct kvq__restore *r, char *text)
 {
@@ -347,9 +377,11 @@ static int prepare(struct kvq__restore *r, char *text)
         return rc;
     }
     r->cut = r->spec.good_tokens < s->tokens;
-    if (r->cut)
+    if (r->spec.prefix_tokens)
+        rc = cut_to_prefix(s, saved, &r->spec, text);
+    else if (r->cut)
         cut(s, r->spec.good_tokens);
-    rc = make_table(s, text);
+    rc = rc ? rc : make_table(s, text);
     return rc ? rc : kvq__ids_restore(s, saved, r->spec.parts, r->spec.n_parts, text);
 }
 
@@ -377,7 +409,7 @@ static int begin(struct kvq__core *core, struct kvq__namespace *ns,
 static int check_name(const struct kvq__session *s, char *text)
 {
     const struct kvq__session_spec as = {.shards = s->shards, .n_layers = 1};
-    const struct kvq__session *first = kvq__session_named(s->ns, s->name);
+    const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
     if (first && kvq__group_member(first, s->shard))
         return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", s->name);
     int rc = first ? kvq__shards_check(first, &as, text) : 0;
@@ -443,7 +475,8 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
         return kvq__fail(text, KVQ_E_DAMAGED,
                          "what was stored has no name, or %u layers; a session has 1 to %d",
                          saved->n_layers, KVQ_MAX_LAYERS);
-    const struct kvq__session *first = kvq__session_named(ns, saved->name);
+    const struct kvq__session *first =
+        spec->prefix_tokens ? NULL : kvq__session_named(ns, saved->name);
     if (first && kvq__group_member(first, saved->shard))
         return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", saved->name);
     return begin(core, ns, spec, restore, text);
@@ -733,6 +766,8 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         kvq__session_give_up(s, status);
     if (!s->dropped)
         s->restore = NULL;
+    if (!s->dropped && whole && r->spec.prefix_tokens) // the index has got its pages just now
+        kvq__session_end(s);
     kvq__session_unpin(s);
     restore_free(r);
 }

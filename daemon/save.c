@@ -99,6 +99,7 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
         .base = l->base,
         .packed = l->packed,
         .learned = l->learned,
+        .book = kvq__layer_book(s, l),
     };
 }
 
@@ -171,7 +172,7 @@ static void copy_spans(struct kvq__save_shard *shard, const struct kvq__ids *ids
 
 // Copied here and now: a step that begins may move them elsewhere in memory. They are few bytes
 // beside the list of parts.
-static int take_ids(struct kvq__save_shard *shard, const struct kvq__session *s)
+static int take_ids(struct kvq__save_shard *shard, struct kvq__session *s)
 {
     const struct kvq__ids *ids = &s->ids;
     if (ids->known) {
@@ -192,6 +193,9 @@ static int take_ids(struct kvq__save_shard *shard, const struct kvq__session *s)
         if (part->kind == KVQ__PART_IDS)
             part->id = ids->stored[i];
     }
+    shard->shares = ids->known >= KVQ_BLOCK_TOKENS && kvq__ids_identify(s, NULL) == 0;
+    memcpy(shard->root, ids->root, sizeof shard->root);
+    memcpy(shard->layers, ids->layers, sizeof shard->layers);
     return 0;
 }
 

@@ -27,6 +27,7 @@ struct kvq__saved_layer {
     uint64_t base;                 // a fork's: tokens below are only there packed
     uint64_t packed;               // so many tokens are packed
     bool learned;                  // the extras hold what the format learns
+    uint64_t book;                 // its codebook's id; 0 = it has none, or that was not said
 };
 
 // A session as it stands, but for the bytes of its blocks.
@@ -121,6 +122,14 @@ uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_
 int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                          char *name, char *text);
 
+// What a store knows the shard's pages by that others can begin with (kvq_save_prefix), one after
+// the other. Any thread, until the save is ended; stops when each() returns < 0, and returns that,
+// or KVQ_E_NO_MEMORY.
+int kvq__save_prefixes(const struct kvq__save *save, uint32_t shard,
+                       int (*each)(void *context, const uint8_t hash[32]), void *context);
+// Whether others can begin with that many of its tokens, a multiple of 128, by its counts alone.
+bool kvq__saved_can_begin(const struct kvq__saved *saved, uint64_t tokens);
+
 // ---- Ids of tokens, as they are stored (saved_ids.c) ----
 
 // A span, without what a compiler may put between.
@@ -171,6 +180,35 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 void kvq__park_forgot(struct kvq__core *core, uint64_t stamp);
 // Whether what was found in a store is to be forgotten, or was just now: then it is not there.
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
+// ---- Asking a store for a prefix ----
+
+// What a client asks for, for as long as it is there with its buffers. Its ids are read where the
+// client can change them at any time: nothing is believed of them but what is compared in the end.
+struct kvq__prefix_ask {
+    struct kvq__core *core;
+    const volatile uint8_t *ids;
+    uint32_t pages, here; // whole pages that are asked for, and that memory has
+    uint32_t shard, shards;
+    const char *ns, *place; // where its session will be; they live as long as the core
+    uint8_t layers[32];
+    uint32_t n_spans, n_spaces;
+    struct kvq__span *spans;
+    struct kvq__prefix_space { // namespaces that it may share with, its own first
+        const char *name;
+        uint8_t root[32];
+    } spaces[1 + KVQ_MAX_NAMESPACES];
+};
+
+// Poller's thread. *ask is NULL where no store needs to be asked: memory has it all, or it is there
+// already, or less than a page is asked for. 0, or what is wrong: opening and looking up say so,
+// too.
+int kvq__prefix_ask(struct kvq__client *client, const struct kvq__session_spec *spec,
+                    struct kvq__prefix_ask **ask, char *text);
+// Poller's thread. Accepts pointers to NULL.
+void kvq__prefix_ask_end(struct kvq__prefix_ask **ask);
+// Any thread. What a store knows its pages by in one of its namespaces.
+void kvq__prefix_ask_hashes(const struct kvq__prefix_ask *ask, uint32_t space,
+                            uint8_t (*hashes)[32]);
 
 // ---- Restoring ----
 
@@ -183,6 +221,10 @@ struct kvq__restore_spec {
     const struct kvq__part *parts;  // that there are, by layer, page and kind
     uint32_t n_parts;
     uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
+    // Not 0: what others can begin with is wanted, so many tokens, a multiple of 128. The session
+    // has no name, whatever the saved one's is, and when all layers are there its pages go to the
+    // index of ns, and it ends.
+    uint64_t prefix_tokens;
 };
 
 // Begins to make the session, which nobody sees yet. What the spec points to stays until

@@ -53,6 +53,8 @@ struct kvq__save_shard {
     uint32_t n, room, n_ids; // blocks, and parts of ids
     int32_t *ids;            // saved.known of them
     struct kvq__saved_span *spans;
+    bool shares; // others can begin with its tokens, which are then known by:
+    uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
     struct kvq__ferry *ferry; // NULL on the host
 };
 struct kvq__save {

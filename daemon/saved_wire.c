@@ -132,6 +132,7 @@ static Kvq__SavedLayer *layer_message(struct kvq_arena *arena, const struct kvq_
     layer->packed_base = from->base;
     layer->packed = from->packed;
     layer->learned = from->learned;
+    layer->book = from->book;
     return layer->format ? layer : NULL;
 }
 
@@ -210,6 +211,7 @@ static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, struct kvq__s
     layer->base = m->packed_base;
     layer->packed = m->packed;
     layer->learned = m->learned;
+    layer->book = m->book;
 }
 
 static int check_version(const Kvq__SavedSession *m, char *text)

@@ -213,12 +213,8 @@ static void release_codebook(void *context, void *hold)
 
 static uint64_t id_of_codebook(void *context, void *hold)
 {
-    const float *values;
-    size_t n;
-    uint64_t id;
     (void)context;
-    kvq__codebooks_memory(hold, &values, &n, &id);
-    return id;
+    return kvq__codebooks_id(hold);
 }
 
 // The software driver's library, beside the folder of this program.

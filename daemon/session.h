@@ -160,8 +160,17 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
-// The first token that a view at or above `floor` may still need: what is behind is freed.
-uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor);
+// The first token that a view at or above `floor` may still need of a layer of which `keep` tokens
+// must stay readable behind the newest (0: all): what is behind is freed.
+static inline uint64_t kvq__kept_from(uint32_t keep, uint64_t floor)
+{
+    uint64_t behind = keep && floor + 1 > keep ? floor + 1 - keep : 0;
+    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+}
+static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
+{
+    return kvq__kept_from(layer->keep, floor);
+}
 // What a view at `past` tokens needs of the layer besides pages: NULL while nothing is packed.
 const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
                                 uint64_t past);

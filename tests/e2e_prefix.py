@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes: engines that begin with the same tokens share the blocks of these."""
+import os
+import stat
+import threading
+
+import e2e_storage
 import kvq
 import numpy as np
 
@@ -120,3 +125,147 @@ class Prefixes(Test):
         with self.client.session(rows, "oscar2") as session, self.assertRaises(kvq.Error) as caught:
             session.tell_spans([(1 << 30, 5, bytes(32))])
         self.assertEqual(caught.exception.code, kvq.Code.E_INVALID)
+
+
+class Stored(e2e_storage.Stored):
+    """Prefixes outlive the daemon with the sessions that are saved."""
+    TOKENS = 2048
+
+    def again(self, **options):
+        super().again(**options)
+        self.engine = Engine(self.daemon)
+
+    def save(self, tokens=TOKENS, **options):
+        """A session that is saved, and its daemon killed; what it read before."""
+        with Engine(self.daemon) as engine:
+            session = engine.open(name="it", **options)
+            engine.feed(session, tokens)
+            rows = engine.queue.read(session, 1, 0)
+            session.save()
+        self.again()
+        return rows
+
+    def open_all(self, n):
+        """Engines that open at the same time."""
+        engines, sessions = [Engine(self.daemon) for _ in range(n)], [None] * n
+
+        def run(i):
+            sessions[i] = engines[i].open(self.TOKENS)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        return engines, sessions
+
+    def test_found_after_a_restart(self):
+        rows = self.save()
+        self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
+        self.assertEqual(self.engine.lookup(self.TOKENS - 1), self.TOKENS - 128)
+        self.assertEqual(self.daemon.status()["sessions"], 0)  # to look up reads nothing
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
+        engines, sessions = self.open_all(3)
+        packed = sessions[0].info()["packed_bytes"]
+        for engine, session in zip(engines, sessions):
+            self.assertEqual(session.tokens, self.TOKENS)
+            self.assertEqual(session.info()["prefix_tokens"], self.TOKENS)
+            np.testing.assert_array_equal(engine.queue.read(session, 1, 0), rows)
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], packed)  # once
+        self.assertEqual(len(self.daemon.ctl("session", "list")), 3)
+        self.daemon.wait_log("event=prefix_restored .*2048 tokens")
+        read = [line for line in self.daemon.lines if "event=prefix_restored" in line]
+        self.assertEqual(len(read), 1, read)
+        # They go on, and the longer one is found as well.
+        engines[0].feed(sessions[0], self.TOKENS + 256)
+        self.assertEqual(engines[1].lookup(self.TOKENS + 256), self.TOKENS + 256)
+        for engine in engines:
+            engine.client.close()
+
+    def test_part_of_it(self):
+        self.save()
+        session = self.engine.open(1000)
+        self.assertEqual(session.tokens, 896)
+        # No more was read than that.
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], session.info()["packed_bytes"])
+        self.assertEqual(self.engine.lookup(1000), 896)
+        longer = self.engine.open(self.TOKENS)  # the rest is read, the beginning shared
+        self.assertEqual(longer.tokens, self.TOKENS)
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], longer.info()["packed_bytes"])
+
+    def test_ids_come_back(self):
+        """The session itself is restored: others share its blocks."""
+        self.save()
+        session = self.engine.open(name="it")
+        self.assertEqual(session.tokens, self.TOKENS)
+        self.engine.queue.read(session, 1, 0)
+        self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
+        used = self.daemon.status()["pool_used_bytes"]
+        self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], used)
+        self.engine.feed(session, self.TOKENS + 128)
+        self.assertEqual(self.engine.lookup(self.TOKENS + 128), self.TOKENS + 128)
+
+    def test_other_meanings(self):
+        self.save()
+        others = [{"model": "n"}, {"salt": "s"}, {"adapter": "lora"}]
+        for other in others + [{"ns": "uid-7"}] * (os.getuid() == 0):
+            self.assertEqual(self.engine.lookup(self.TOKENS, **other), 0)
+            self.assertEqual(self.engine.open(self.TOKENS, **other).tokens, 0)
+        self.engine.seed = 1
+        self.assertEqual(self.engine.lookup(self.TOKENS), 0)
+
+    def test_key(self):
+        """A secret of the store's: without it nothing that is stored is found."""
+        path = os.path.join(self.folder, "store", "prefix.key")
+        self.save()
+        self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o600)
+        with open(path, "rb") as file:
+            key = file.read()
+        for spoilt in (None, b"", key[:-1], key[:20] + b"x" + key[21:], key + b"x"):
+            os.remove(path)
+            if spoilt is not None:
+                with open(path, "wb") as file:
+                    file.write(spoilt)
+            self.again()
+            self.assertEqual(self.engine.lookup(self.TOKENS), 0)
+            self.assertEqual(self.engine.open(self.TOKENS).tokens, 0)
+            with open(path, "rb") as file:
+                self.assertEqual(len(file.read()), len(key))
+        with open(path, "wb") as file:
+            file.write(key)
+        os.chmod(path, 0o644)
+        self.again()
+        self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o600)
+        self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
+
+    def test_catalog_made_anew(self):
+        self.save()
+        self.client.close()
+        self.daemon.stop()
+        os.remove(os.path.join(self.folder, "store", "catalog.db"))
+        self.daemon = self.start()
+        self.client = self.daemon.client()
+        with Engine(self.daemon) as engine:
+            self.assertEqual(engine.lookup(self.TOKENS), self.TOKENS)
+            self.assertEqual(engine.open(self.TOKENS).tokens, self.TOKENS)
+
+    def test_damage(self):
+        """What cannot be read is computed anew: the open does not fail."""
+        self.save()
+        self.client.close()
+        self.daemon.stop()
+        folder = os.path.join(self.folder, "store")
+        for name in os.listdir(folder):
+            if not name.startswith(("catalog", "lock", "prefix")):
+                with open(os.path.join(folder, name), "r+b") as file:
+                    file.seek(40000)
+                    file.write(b"spoilt" * 10000)
+        self.daemon = self.start()
+        self.client = self.daemon.client()
+        with Engine(self.daemon) as engine:
+            first = engine.open(self.TOKENS)
+            self.assertLess(first.tokens, self.TOKENS)
+            self.daemon.wait_log("event=storage_damaged")
+            engine.feed(first, self.TOKENS)
+            self.assertEqual(engine.lookup(self.TOKENS), self.TOKENS)

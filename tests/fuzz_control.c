@@ -45,7 +45,8 @@ static void run(const Kvq__Request *request, struct kvq_arena *arena)
     struct kvq_arena second;
     size_t length;
     check(kvq__client_attach(core, &peer, "fuzz", &client, &id, text) == 0, text);
-    struct kvq__dispatch dispatch = {core, &identity, &peer, client, 1};
+    struct kvq__dispatch dispatch = {
+        .core = core, .identity = &identity, .peer = &peer, .client = client, .now_ns = 1};
     const struct kvq_arena unpacked = *arena;
     for (int twice = 0; twice < 2; twice++) { // the second meets what the first left in the core
         *arena = unpacked;

@@ -208,7 +208,279 @@ static void cut(void **state)
     assert_int_equal(lookup(&one, &spec), 9 * PAGE);
 }
 
+// ---- Asking the store ----
+
+// How many pages a client's ask has in common with what is stored of the session.
+static uint32_t matching(struct member *m, const struct kvq__session_spec *spec)
+{
+    const struct vault_session *s = vault_find(&vault, "it", spec->shard);
+    struct kvq__prefix_ask *ask;
+    uint32_t best = 0;
+    text[0] = 0;
+    assert_int_equal(kvq__prefix_ask(m->client, spec, &ask, text), 0);
+    if (!ask)
+        return 0;
+    uint8_t(*hashes)[32] = calloc(ask->pages, sizeof *hashes);
+    for (uint32_t space = 0; space < ask->n_spaces; space++) {
+        uint32_t n = 0;
+        kvq__prefix_ask_hashes(ask, space, hashes);
+        while (n < ask->pages && n < s->pages && memcmp(hashes[n], s->hashes[n], 32) == 0)
+            n++;
+        best = n > best ? n : best;
+        assert_true(n == 0 || strcmp(ask->spaces[space].name, s->ns) == 0);
+    }
+    free(hashes);
+    kvq__prefix_ask_end(&ask);
+    assert_null(ask);
+    return best;
+}
+
+static void known_by(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS), s;
+    spec.prefix.spans = &cat;
+    spec.prefix.n_spans = 1;
+    feed(&one, &spec, 1500);
+    save("it");
+    restart();
+    spec = spec_of(&two, TOKENS);
+    spec.prefix.spans = &cat;
+    spec.prefix.n_spans = 1;
+    assert_int_equal(matching(&two, &spec), 11);
+    assert_true(kvq__saved_can_begin(&vault_find(&vault, "it", 0)->saved, 11 * PAGE));
+    assert_false(kvq__saved_can_begin(&vault_find(&vault, "it", 0)->saved, 12 * PAGE));
+    ids(&two)[5 * PAGE + 3]++;
+    assert_int_equal(matching(&two, &spec), 5);
+    ids(&two)[5 * PAGE + 3]--;
+    static const struct kvq__layer_row others[] = {
+        {.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}};
+#define DIFFERS(field, value, pages)                                                               \
+    s = spec;                                                                                      \
+    s.field = value;                                                                               \
+    assert_int_equal(matching(&two, &s), pages)
+    DIFFERS(model, "llama with another rope", 0);
+    DIFFERS(salt, "pepper", 0);
+    DIFFERS(adapter, "lora-7", 0);
+    DIFFERS(format, "oscar3", 0);
+    DIFFERS(dtype, KVQ_BF16, 0);
+    DIFFERS(v_rotation, KVQ_V_ROT_DAEMON, 0);
+    DIFFERS(layers, others, 0);
+    DIFFERS(ns, NULL, 0);
+    DIFFERS(prefix.n_spans, 0, 1);
+#undef DIFFERS
+    // A store that was copied from a daemon with another key.
+    static const uint8_t key[32] = {9};
+    kvq__core_prefix_key(kit.core, key);
+    assert_int_equal(matching(&two, &spec), 0);
+}
+
+static void nobody_asked(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS);
+    struct kvq__prefix_ask *ask;
+    feed(&one, &spec, 600);
+    spec.prefix.tokens = 4 * PAGE + 100; // memory has it all
+    spec.name = "other";
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    assert_null(ask);
+    spec.prefix.tokens = 5 * PAGE;
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    assert_non_null(ask);
+    assert_int_equal(ask->here, 4);
+    assert_string_equal(ask->ns, "team");
+    kvq__prefix_ask_end(&ask);
+    spec.name = "it"; // it is there already
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    assert_null(ask);
+    spec.name = "other";
+    spec.flags = KVQ__OPEN_READ_ONLY; // it is not made
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    assert_null(ask);
+    spec.flags = 0;
+    spec.format = "ott2";
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), KVQ_E_UNSUPPORTED);
+    assert_null(ask);
+}
+
+// What may be shared across namespaces is asked for there, too, and nowhere else.
+static void spaces(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS);
+    spec.ns = "open";
+    feed(&one, &spec, 600);
+    struct kvq__save_spec how = {.ns = "open", .name = "it"};
+    assert_int_equal(vault_save(&vault, kit.core, &how, NULL), 0);
+    restart();
+    spec = spec_of(&two, TOKENS);
+    assert_int_equal(matching(&two, &spec), 4);
+    spec.ns = NULL;
+    assert_int_equal(matching(&two, &spec), 0);
+    // It is read into the namespace of who asks, and is there as if it had been its own.
+    struct kvq__restore *r;
+    assert_int_equal(
+        vault_prefix(&vault, kit.core, "team", vault_find(&vault, "it", 0), 4 * PAGE, &r, text), 0);
+    assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, "it", 0)), 0);
+    spec = spec_of(&two, TOKENS);
+    uint64_t b = open_as(&two, &spec, NULL);
+    assert_int_equal(kit_of(&two, b)->tokens, 4 * PAGE);
+    assert_false(kit_of(&two, b)->foreign);
+    assert_string_equal(kit_of(&two, b)->layers[0].pages[0].packed.block->extent->owner->ns->name,
+                        "team");
+}
+
+// ---- Reading a prefix alone ----
+
+static void prefix_alone(void **state)
+{
+    static const char *const formats[] = {"oscar2", "f16"};
+    (void)state;
+    for (uint32_t i = 0; i < 2; i++) {
+        struct kvq__session_spec spec = named(&one, TOKENS);
+        struct kvq__session_info info;
+        struct kvq__restore *r;
+        float want[4 * DIM], got[4 * DIM];
+        uint64_t fork;
+        spec.format = formats[i];
+        spec.max_rollback = 30;
+        uint64_t a = feed(&one, &spec, 1500);
+        struct kvq_entry_wire e = {.handle = a, .position = 9 * PAGE};
+        assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
+        attend(&one, fork, 1, want);
+        save("it");
+        restart();
+        spec = spec_of(&two, 10 * PAGE - 1);
+        spec.format = formats[i];
+        struct vault_session *from = vault_find(&vault, "it", 0);
+        assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 9 * PAGE, &r, text), 0);
+        for (uint32_t layer = 0; layer < 3; layer++) {
+            kvq__core_tick(kit.core);
+            assert_int_equal(lookup(&two, &spec), 0);
+            assert_int_equal(vault_layer(&vault, r, from, layer), 0);
+            core_check(kit.core);
+        }
+        kvq__restore_end(&r, 0);
+        core_check(kit.core);
+        assert_int_equal(kit.core->n_sessions, 0);
+        uint64_t used = kit.core->pools[0].used_bytes;
+        assert_int_equal(lookup(&two, &spec), 9 * PAGE);
+        uint64_t b = open_as(&two, &spec, &info);
+        assert_int_equal(info.tokens, 9 * PAGE);
+        assert_int_equal(kit.core->pools[0].used_bytes, used);
+        attend(&two, b, 1, got);
+        assert_memory_equal(want, got, sizeof want);
+        // Nothing more is there than that: 9 pages of 3 layers, whichever they are.
+        uint64_t page = kit_of(&two, b)->layers[0].packed_bytes;
+        page = page ? page : kit_of(&two, b)->layers[0].raw_bytes;
+        assert_int_equal(used, 9 * 3 * page);
+        restart();
+        vault_close(&vault);
+    }
+}
+
+// By a window that lets go of pages a prefix can end only where the session had them.
+static void windows(void **state)
+{
+    static const struct kvq__layer_row sliding[] = {
+        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1},
+        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 200, .kv_from = -1},
+        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 300, .kv_from = 1},
+    };
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS);
+    struct kvq__restore *r;
+    spec.layers = sliding;
+    spec.n_layers = 3;
+    feed(&one, &spec, 10 * PAGE);
+    save("it");
+    restart();
+    spec = spec_of(&one, TOKENS);
+    spec.layers = sliding;
+    spec.n_layers = 3;
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_int_equal(matching(&one, &spec), 10);
+    for (uint32_t pages = 1; pages <= 10; pages++) {
+        bool can = kvq__saved_can_begin(&from->saved, (uint64_t)pages * PAGE);
+        assert_int_equal(can, pages == 10);
+        int rc = vault_prefix(&vault, kit.core, "team", from, (uint64_t)pages * PAGE, &r, text);
+        assert_int_equal(rc, can ? 0 : KVQ_E_DAMAGED);
+    }
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+    assert_int_equal(lookup(&one, &spec), 10 * PAGE);
+}
+
 // ---- Damage and nonsense ----
+
+// Whatever a store says it has: what counts are the ids that come with it.
+static void other_ids(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS);
+    struct kvq__restore *r;
+    feed(&one, &spec, 1500);
+    save("it");
+    restart();
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    for (uint32_t i = 0; i < vault.n_blocks; i++) {
+        int32_t *at = (int32_t *)(void *)vault.blocks[i].data;
+        if (vault.blocks[i].bytes == 4096 && at[300] == 1000 + 7 * 300)
+            at[300]++;
+    }
+    assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 11 * PAGE, &r, text), 0);
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+    spec = spec_of(&one, TOKENS);
+    assert_int_equal(lookup(&one, &spec), 2 * PAGE);
+}
+
+// A prefix that cannot be read to the end leaves nothing behind.
+static void read_fails(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS);
+    struct kvq__restore *r;
+    feed(&one, &spec, 1500);
+    save("it");
+    restart();
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    static const uint64_t wrong[] = {1, PAGE + 1, 12 * PAGE, 1 << 20, UINT64_MAX / PAGE * PAGE};
+    for (uint32_t i = 0; i < 5; i++) {
+        text[0] = 0;
+        assert_int_equal(vault_prefix(&vault, kit.core, "team", from, wrong[i], &r, text),
+                         KVQ_E_DAMAGED);
+        assert_true(text[0]);
+    }
+    assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 11 * PAGE, &r, text), 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    kvq__restore_end(&r, KVQ_E_DAMAGED);
+    spec = spec_of(&one, TOKENS);
+    assert_int_equal(lookup(&one, &spec), 0);
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    // Dropped by somebody meanwhile.
+    assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 11 * PAGE, &r, text), 0);
+    char id[24];
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)r->session->id);
+    assert_int_equal(
+        kvq__session_drop_named(kit.core, &(struct kvq__peer){.admin = true}, "team", id, text), 0);
+    assert_true(kvq__restore_lost(r));
+    kvq__restore_end(&r, KVQ_E_CANCELLED);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    for (uint32_t i = 1; i < 80; i++) {
+        struct kvq__prefix_ask *ask;
+        kit.fail_one_in = 1 + i % 40;
+        int rc = kvq__prefix_ask(one.client, &spec, &ask, text);
+        assert_true(rc == 0 || rc == KVQ_E_NO_MEMORY);
+        kvq__prefix_ask_end(&ask);
+        rc = vault_prefix(&vault, kit.core, "team", from, 11 * PAGE, &r, text);
+        assert_true(rc == 0 || rc == KVQ_E_NO_MEMORY);
+        if (rc == 0)
+            vault_rest(&vault, &r, from);
+        kit.fail_one_in = 0;
+        core_check(kit.core);
+    }
+}
 
 // The session's part of ids or spans, in the vault.
 static struct vault_block *block_of(uint32_t kind, uint32_t page)
@@ -344,6 +616,13 @@ int main(void)
         cmocka_unit_test_setup_teardown(behind_the_floor, setup, teardown),
         cmocka_unit_test_setup_teardown(spans_before_tokens, setup, teardown),
         cmocka_unit_test_setup_teardown(cut, setup, teardown),
+        cmocka_unit_test_setup_teardown(known_by, setup, teardown),
+        cmocka_unit_test_setup_teardown(nobody_asked, setup, teardown),
+        cmocka_unit_test_setup_teardown(spaces, setup, teardown),
+        cmocka_unit_test_setup_teardown(prefix_alone, setup, teardown),
+        cmocka_unit_test_setup_teardown(windows, setup, teardown),
+        cmocka_unit_test_setup_teardown(other_ids, setup, teardown),
+        cmocka_unit_test_setup_teardown(read_fails, setup, teardown),
         cmocka_unit_test_setup_teardown(damage, setup, teardown),
         cmocka_unit_test_setup_teardown(nonsense, setup, teardown),
         cmocka_unit_test_setup_teardown(no_memory, setup, teardown),

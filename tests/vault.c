@@ -15,6 +15,7 @@ static void forget(struct vault_session *s)
 {
     free(s->saved.layers);
     free(s->parts);
+    free(s->hashes);
     *s = (struct vault_session){0};
 }
 
@@ -63,6 +64,15 @@ static void *copy_of(const void *from, size_t bytes)
     return copy;
 }
 
+static int add_hash(void *context, const uint8_t hash[32])
+{
+    struct vault_session *s = context;
+    s->hashes = realloc(s->hashes, (s->pages + 1) * sizeof *s->hashes);
+    MUST(s->hashes);
+    memcpy(s->hashes[s->pages++], hash, sizeof *s->hashes);
+    return 0;
+}
+
 static void write_shard(struct vault *v, struct kvq__save *save, uint32_t shard)
 {
     struct kvq__part *parts;
@@ -88,6 +98,7 @@ static void write_shard(struct vault *v, struct kvq__save *save, uint32_t shard)
     s->saved.layers = copy_of(saved->layers, saved->n_layers * sizeof *saved->layers);
     s->parts = copy_of(parts, n * sizeof *parts);
     s->n = n;
+    MUST(kvq__save_prefixes(save, shard, add_hash, s) == 0);
 }
 
 void vault_write(struct vault *v, struct kvq__save **save)
@@ -131,22 +142,18 @@ static int read_ids(void *context, uint32_t part, void *out)
     return 0;
 }
 
-int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
-                  const char *place, uint64_t good, struct kvq__restore **restore, char *text)
+static int restore_as(struct vault *v, struct kvq__core *core, const struct vault_session *s,
+                      struct kvq__restore_spec *spec, struct kvq__restore **restore, char *text)
 {
-    const struct vault_session *s = vault_find(v, name, shard);
     MUST(s);
     struct kvq__saved saved = s->saved;
     struct reading reading = {v, s};
-    struct kvq__ids_reader ids = {s->parts, s->n, good, read_ids, &reading};
+    struct kvq__ids_reader ids = {s->parts, s->n, spec->good_tokens, read_ids, &reading};
     MUST(kvq__saved_ids_read(&saved, &ids) == 0);
-    struct kvq__restore_spec spec = {.ns = s->ns,
-                                     .place = place,
-                                     .saved = &saved,
-                                     .parts = s->parts,
-                                     .n_parts = s->n,
-                                     .good_tokens = good};
-    int rc = kvq__restore_begin(core, &admin, &spec, restore, text);
+    spec->saved = &saved;
+    spec->parts = s->parts;
+    spec->n_parts = s->n;
+    int rc = kvq__restore_begin(core, &admin, spec, restore, text);
     bool begun = rc == 0;
     while (begun && (rc = kvq__restore_reserve(*restore, text)) > 0)
         continue;
@@ -154,6 +161,22 @@ int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uin
         kvq__restore_end(restore, rc);
     kvq__saved_ids_free(&saved);
     return rc;
+}
+
+int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
+                  const char *place, uint64_t good, struct kvq__restore **restore, char *text)
+{
+    const struct vault_session *s = vault_find(v, name, shard);
+    struct kvq__restore_spec spec = {.ns = s ? s->ns : NULL, .place = place, .good_tokens = good};
+    return restore_as(v, core, s, &spec, restore, text);
+}
+
+int vault_prefix(struct vault *v, struct kvq__core *core, const char *ns,
+                 const struct vault_session *from, uint64_t tokens, struct kvq__restore **restore,
+                 char *text)
+{
+    struct kvq__restore_spec spec = {.ns = ns, .good_tokens = tokens, .prefix_tokens = tokens};
+    return restore_as(v, core, from, &spec, restore, text);
 }
 
 int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,

@@ -19,6 +19,8 @@ struct vault_session {
     struct kvq__saved saved;
     struct kvq__part *parts;
     uint32_t n;
+    uint8_t (*hashes)[32]; // of its pages, for prefixes
+    uint32_t pages;
 };
 
 struct vault {
@@ -43,6 +45,10 @@ struct vault_session *vault_find(struct vault *v, const char *name, uint32_t sha
 // Begins a restore of it, up to so many tokens.
 int vault_restore(struct vault *v, struct kvq__core *core, const char *name, uint32_t shard,
                   const char *place, uint64_t good, struct kvq__restore **restore, char *text);
+// The same of the first tokens alone, for the index of a namespace.
+int vault_prefix(struct vault *v, struct kvq__core *core, const char *ns,
+                 const struct vault_session *from, uint64_t tokens, struct kvq__restore **restore,
+                 char *text);
 // Reads the layer and lets its requests go on. 0, or the code that it failed with.
 int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
                 uint32_t layer);

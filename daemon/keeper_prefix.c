@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Prefixes that only the store has. Before a session is looked up or opened with one, a thread of
+// libuv's asks the store for its pages; if it has more of them than memory, they are read into the
+// index, and the session then begins with them as with any that are there. Nothing fails for want
+// of it: the engine computes what was not to be had.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/dispatch.h"
+#include "daemon/keeper_internal.h"
+#include "daemon/workers.h"
+
+enum { TRIES = 3 }; // looks at what changes meanwhile
+
+static bool only_asks(const struct kvq__task *t)
+{
+    return t->request->command_case == KVQ__REQUEST__COMMAND_LOOKUP_PREFIX;
+}
+
+// ---- Asking the store, on a thread of libuv's ----
+
+// The best that was found in a namespace: whose pages, and how many.
+struct best {
+    struct kvq_store_session session;
+    uint32_t pages;
+};
+
+// Fewer pages if that is all that is good of a shard; 0 if nobody can begin with them.
+static int check_shard(struct kvq__task *t, const struct kvq_store_session *s,
+                       struct kvq__found *found, uint32_t *pages)
+{
+    uint64_t good;
+    int rc = kvq__found_meta(t, s, found);
+    rc = rc ? rc : kvq_store_good_tokens(t->keeper->store, s, &good, t->text, sizeof t->text);
+    if (rc < 0)
+        return rc;
+    if (good / KVQ_BLOCK_TOKENS < *pages)
+        *pages = (uint32_t)(good / KVQ_BLOCK_TOKENS);
+    found->good = (uint64_t)*pages * KVQ_BLOCK_TOKENS;
+    if (!kvq__saved_can_begin(&found->saved, found->good))
+        *pages = 0;
+    return 0;
+}
+
+// All shards that the session had begin at one count.
+static int check_others(struct kvq__task *t, const struct best *best, uint32_t *pages)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < best->session.shards && rc == 0 && *pages > 0; i++) {
+        struct kvq_store_session shard;
+        struct kvq__found *found;
+        if (i == best->session.shard)
+            continue;
+        found = calloc(1, sizeof *found);
+        rc = found ? kvq_store_find(t->keeper->store, t->ns, t->name, i, &shard, t->text,
+                                    sizeof t->text)
+                   : KVQ_E_NO_MEMORY;
+        rc = rc ? rc : check_shard(t, &shard, found, pages);
+        kvq__found_free(&found);
+    }
+    return rc;
+}
+
+// How much of it can be had; task->found is then what it is read from.
+static int find(struct kvq__task *t, const struct best *best, uint32_t *pages)
+{
+    snprintf(t->ns, sizeof t->ns, "%s", best->session.space);
+    snprintf(t->name, sizeof t->name, "%s", best->session.name);
+    *pages = best->pages;
+    int rc = check_others(t, best, pages);
+    t->found = rc ? NULL : calloc(1, sizeof *t->found);
+    if (!t->found)
+        return rc ? rc : KVQ_E_NO_MEMORY;
+    rc = check_shard(t, &best->session, t->found, pages);
+    if (rc == 0 && *pages > t->ask->here && !only_asks(t))
+        rc = kvq__found_blocks(t, &best->session, t->found);
+    return rc;
+}
+
+static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_PREFIX_BYTES])
+{
+    const struct kvq__prefix_ask *ask = t->ask;
+    struct best best;
+    uint32_t pages = 0;
+    kvq__prefix_ask_hashes(ask, space, hashes);
+    int rc = kvq_store_match(t->keeper->store, ask->spaces[space].name,
+                             (const uint8_t(*)[KVQ_PREFIX_BYTES])hashes, ask->pages, &best.pages,
+                             &best.session, t->text, sizeof t->text);
+    if (rc < 0 || best.pages <= ask->here || best.pages <= t->pages)
+        return rc;
+    struct kvq__found *had = t->found;
+    t->found = NULL;
+    rc = find(t, &best, &pages);
+    if (rc < 0 || pages <= t->pages || pages <= ask->here) {
+        kvq__found_free(&t->found);
+        t->found = had;
+        return rc;
+    }
+    kvq__found_free(&had);
+    t->pages = pages;
+    t->stored = best.session.id;
+    return 0;
+}
+
+static void ask_store(struct kvq__task *t)
+{
+    uint8_t(*hashes)[KVQ_PREFIX_BYTES] = calloc(t->ask->pages, sizeof *hashes);
+    for (uint32_t i = 0; i < t->ask->n_spaces && hashes; i++) {
+        int rc = KVQ_E_STALE;
+        for (int tries = 0; tries < TRIES && rc == KVQ_E_STALE; tries++)
+            rc = ask_space(t, i, hashes);
+    }
+    free(hashes);
+    if (t->found)
+        kvq__found_books(t);
+}
+
+// ---- There and back ----
+
+static void ask_memory(struct kvq__task *t);
+
+// Poller's thread.
+static void go_on(struct kvq__task *t)
+{
+    kvq__prefix_ask_end(&t->ask);
+    t->rc = 0;
+    t->text[0] = 0;
+    t->next(t);
+}
+
+// Whoever waited looks anew: what it wants may be in memory by now.
+static void has_read(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    struct kvq__task *other;
+    keeper->reading_prefix = false;
+    while ((other = TAILQ_FIRST(&keeper->waiting))) {
+        TAILQ_REMOVE(&keeper->waiting, other, link);
+        kvq__task_to_poller(other, ask_memory);
+    }
+    kvq__task_to_poller(t, go_on);
+}
+
+// Poller's thread.
+static void read_prefix(struct kvq__task *t)
+{
+    const struct kvq__begin as = {.ns = t->ask->ns,
+                                  .place = t->ask->place,
+                                  .prefix_tokens = (uint64_t)t->pages * KVQ_BLOCK_TOKENS};
+    t->place = t->ask->place;
+    kvq__keeper_load(t, &as, has_read);
+}
+
+static void asked(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    struct kvq__keeper *keeper = t->keeper;
+    (void)status;
+    if (only_asks(t) || !t->found || keeper->reading_prefix)
+        kvq__found_free(&t->found);
+    else {
+        keeper->reading_prefix = true;
+        kvq__task_to_poller(t, read_prefix);
+        return;
+    }
+    if (only_asks(t) || t->pages <= t->ask->here)
+        kvq__task_to_poller(t, go_on);
+    else
+        TAILQ_INSERT_TAIL(&keeper->waiting, t, link);
+}
+
+static void go_ask(struct kvq__task *t)
+{
+    kvq__task_to_work(t, ask_store, asked);
+}
+
+// Poller's thread.
+static void ask_memory(struct kvq__task *t)
+{
+    const struct kvq__server *server = t->keeper->server;
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq__now_ns()};
+    kvq__prefix_ask_end(&t->ask);
+    t->pages = 0;
+    if (kvq__dispatch_ask(&d, t->open, t->arena, &t->ask, t->text) < 0 || !t->ask)
+        go_on(t);
+    else
+        kvq__task_to_loop(t, go_ask);
+}
+
+void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
+                        void (*next)(struct kvq__task *task))
+{
+    t->open = open;
+    t->next = next;
+    ask_memory(t);
+}
+
+// ---- Lookups ----
+
+// Poller's thread.
+static void answer(struct kvq__task *t)
+{
+    const struct kvq__server *server = t->keeper->server;
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq__now_ns()};
+    uint64_t on_disk = (uint64_t)t->pages * KVQ_BLOCK_TOKENS;
+    kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    if (t->reply->status == 0 && t->reply->lookup_prefix->tokens < on_disk)
+        t->reply->lookup_prefix->tokens = on_disk;
+    kvq__task_to_loop(t, kvq__task_end);
+}
+
+static void look_up(struct kvq__task *t)
+{
+    const Kvq__OpenSession *session = t->request->lookup_prefix->session;
+    if (session)
+        kvq__keeper_prefix(t, session, answer);
+    else
+        answer(t);
+}
+
+static void read_before(struct kvq__task *t)
+{
+    if (t->before)
+        t->before(t);
+}
+
+static void has_read_before(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), look_up);
+}
+
+void kvq__keeper_lookup(struct kvq__task *t)
+{
+    kvq__task_to_work(t, read_before, has_read_before);
+}
