@@ -149,54 +149,64 @@ static int pragma_number(struct kvq__catalog *k, const char *sql, int64_t *value
 
 // The order matters: exclusive locking before the first access to the WAL keeps SQLite from
 // asking for shared memory. FULL syncs the WAL with every commit.
-static const char settings[] = "PRAGMA locking_mode=EXCLUSIVE;"
-                               "PRAGMA temp_store=MEMORY;"
-                               "PRAGMA auto_vacuum=INCREMENTAL;"
-                               "PRAGMA journal_mode=WAL;"
-                               "PRAGMA synchronous=FULL;"
-                               "PRAGMA wal_autocheckpoint=256;"
-                               "PRAGMA journal_size_limit=1048576;"
-                               "PRAGMA trusted_schema=OFF;"
-                               "PRAGMA cell_size_check=ON";
+#define SETTINGS_TO_READ                                                                           \
+    "PRAGMA locking_mode=EXCLUSIVE;"                                                               \
+    "PRAGMA temp_store=MEMORY;"                                                                    \
+    "PRAGMA trusted_schema=OFF;"                                                                   \
+    "PRAGMA cell_size_check=ON;"
+static const char settings[] = SETTINGS_TO_READ "PRAGMA auto_vacuum=INCREMENTAL;"
+                                                "PRAGMA journal_mode=WAL;"
+                                                "PRAGMA synchronous=FULL;"
+                                                "PRAGMA wal_autocheckpoint=256;"
+                                                "PRAGMA journal_size_limit=1048576";
 
-static int check_version(struct kvq__catalog *k)
+static int check_version(struct kvq__catalog *k, int64_t *version)
 {
-    int64_t application, version;
+    int64_t application;
     int rc = pragma_number(k, "PRAGMA application_id", &application);
     if (rc == KVQ_OK)
-        rc = pragma_number(k, "PRAGMA user_version", &version);
+        rc = pragma_number(k, "PRAGMA user_version", version);
     if (rc)
         return rc;
-    if (application == 0 && version == 0) {
+    if (application == 0 && *version == 0) {
         snprintf(k->error, sizeof k->error, "it is empty");
         return KVQ_E_NO_SESSION;
     }
-    if (application != APPLICATION_ID || version < 1) {
+    if (application != APPLICATION_ID || *version < 1) {
         snprintf(k->error, sizeof k->error, "it is no catalog of ours");
         return KVQ_E_DAMAGED;
     }
-    if (version > KVQ_CATALOG_VERSION) {
+    if (*version > KVQ_CATALOG_VERSION) {
         snprintf(k->error, sizeof k->error,
-                 "it is of version %lld, and this program knows up to %d", (long long)version,
+                 "it is of version %lld, and this program knows up to %d", (long long)*version,
                  KVQ_CATALOG_VERSION);
         return KVQ_E_VERSION;
     }
-    return version == 1 ? execute(k, KVQ_CATALOG_FROM_1) : KVQ_OK;
+    return KVQ_OK;
 }
 
-int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path)
+int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path, bool read_only)
 {
+    int how = read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE;
     memset(k, 0, sizeof *k);
     int rc = kvq__vfs_add(&k->vfs, io);
     if (rc == SQLITE_OK)
-        rc = sqlite3_open_v2(path, &k->db,
-                             SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE | SQLITE_OPEN_NOMUTEX,
-                             k->vfs.name);
-    if (rc != SQLITE_OK)
-        return failed(k, rc);
+        rc = sqlite3_open_v2(path, &k->db, how | SQLITE_OPEN_NOMUTEX, k->vfs.name);
+    if (rc != SQLITE_OK) {
+        int code = failed(k, rc);
+        return read_only && (rc & 0xff) == SQLITE_CANTOPEN ? KVQ_E_NO_SESSION : code;
+    }
     (void)sqlite3_extended_result_codes(k->db, 1);
-    int code = execute(k, settings);
-    return code ? code : check_version(k);
+    int64_t version = 0;
+    int code = execute(k, read_only ? SETTINGS_TO_READ : settings);
+    if (code == KVQ_OK)
+        code = check_version(k, &version);
+    if (code || version == KVQ_CATALOG_VERSION)
+        return code;
+    if (!read_only)
+        return execute(k, KVQ_CATALOG_FROM_1);
+    snprintf(k->error, sizeof k->error, "it is of version 1, and cannot be brought up to date");
+    return KVQ_E_READ_ONLY;
 }
 
 void kvq__catalog_close(struct kvq__catalog *k)

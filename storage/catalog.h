@@ -146,8 +146,8 @@ struct kvq__catalog {
 
 // Opens catalog.db. 0, or: KVQ_E_NO_SESSION, there is none, or none that was finished;
 // KVQ_E_DAMAGED; KVQ_E_VERSION; or what else went wrong. In any case it is closed with
-// kvq__catalog_close.
-int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path);
+// kvq__catalog_close. read_only: nothing is made and nothing brought up to date (KVQ_E_READ_ONLY).
+int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path, bool read_only);
 void kvq__catalog_close(struct kvq__catalog *k);
 // Whether SQLite finds the whole of it in order: 0, KVQ_E_DAMAGED, or what went wrong.
 int kvq__catalog_check(struct kvq__catalog *k);

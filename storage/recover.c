@@ -133,7 +133,7 @@ static int load_catalog(struct kvq_store *s)
 {
     char path[KVQ__PATH_BYTES];
     kvq__path(s, catalog_files[0], path);
-    int rc = kvq__catalog_open(&s->catalog, s->io, path);
+    int rc = kvq__catalog_open(&s->catalog, s->io, path, s->read_only);
     if (rc == KVQ_OK)
         rc = kvq__catalog_check(&s->catalog);
     if (rc == KVQ_OK)
@@ -165,7 +165,7 @@ static int rebuild(struct kvq_store *s, const struct files *f, struct kvq_store_
     char path[KVQ__PATH_BYTES];
     kvq__path(s, catalog_files[0], path);
     kvq__catalog_close(&s->catalog);
-    int rc = kvq__catalog_open(&s->catalog, s->io, path);
+    int rc = kvq__catalog_open(&s->catalog, s->io, path, false);
     if (rc != KVQ_E_NO_SESSION)
         return rc ? kvq__catalog_complain(s, rc, c)
                   : kvq__complain(c, KVQ_E_INTERNAL, "the catalog is there after all");
@@ -297,7 +297,7 @@ static int check_segments(struct kvq_store *s, const struct files *f,
     int rc = buffer && behind ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
     for (size_t i = 0; i < f->n && rc == KVQ_OK; i++)
         rc = look_at(s, f->numbers[i], &behind[i], buffer, c);
-    if (rc == KVQ_OK)
+    if (rc == KVQ_OK && !s->read_only)
         rc = drop_behind(s, f, behind, report, c);
     free(behind);
     free(buffer);
@@ -314,6 +314,8 @@ static int mark_missing(struct kvq_store *s, const struct files *f, struct kvq_s
         if (has_file(f, g->number) && g->length >= g->bytes)
             continue;
         report->missing++;
+        if (s->read_only) // whoever reads them finds out
+            continue;
         rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_CUT, "ii", (int64_t)g->number, (int64_t)g->length);
         report->bad_blocks += rc ? 0 : (uint64_t)sqlite3_changes64(s->catalog.db);
     }
@@ -355,6 +357,33 @@ static int start_over(struct kvq_store *s, const struct files *f, struct kvq_sto
         rc = check_segments(s, &left, report, c);
     free(left.numbers);
     return rc == 1 ? kvq__complain(c, KVQ_E_INTERNAL, "the new catalog lacks transactions") : rc;
+}
+
+// What a read-only file system rules out.
+static int refuse_anew(const char *what, const struct kvq__complaint *c)
+{
+    return kvq__complain(c, KVQ_E_READ_ONLY,
+                         "%s, and cannot be made anew, since the file system is read-only: mount "
+                         "it so that it can be written, once",
+                         what);
+}
+
+// Without changing anything.
+static int recover_read_only(struct kvq_store *s, const struct files *f,
+                             struct kvq_store_report *report, const struct kvq__complaint *c)
+{
+    int rc = load_catalog(s);
+    if (rc == KVQ_E_NO_SESSION)
+        return refuse_anew("the catalog is missing", c);
+    if (rc == KVQ_E_DAMAGED)
+        return refuse_anew("the catalog is damaged", c);
+    if (rc)
+        return kvq__catalog_complain(s, rc, c);
+    tell(report, "It is read-only: %s.", s->why);
+    rc = check_segments(s, f, report, c);
+    if (rc > KVQ_OK)
+        return refuse_anew("the catalog is older than the segments", c);
+    return rc ? rc : mark_missing(s, f, report, c);
 }
 
 static int recover(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
@@ -405,7 +434,7 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
     struct files f;
     int rc = list_files(s, &f, c);
     if (rc == KVQ_OK)
-        rc = recover(s, &f, report, c);
+        rc = s->read_only ? recover_read_only(s, &f, report, c) : recover(s, &f, report, c);
     if (rc == KVQ_OK) {
         summarize(report);
         rc = s->io->list(s->io, s->folder, measure_other, s);

@@ -147,13 +147,19 @@ static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
         return kvq__io_complain(c, rc, "the folder", "made");
     kvq__path(s, "lock", path);
     s->lock_file = kvq_io_open(s->io, path, KVQ_IO_WRITE | KVQ_IO_CREATE);
+    if (s->lock_file == -EROFS) { // others may have it open where it can be written
+        s->lock_file = kvq_io_open(s->io, path, KVQ_IO_READ);
+        kvq__set_read_only(s, "its file system is read-only");
+        if (s->lock_file == -ENOENT) // a copy, which nobody has ever opened
+            return KVQ_OK;
+    }
     if (s->lock_file < 0)
         return kvq__io_complain(c, s->lock_file, "lock", "opened");
     rc = s->io->lock(s->io, s->lock_file);
     if (rc == -EWOULDBLOCK)
         return complain_locked(s, c);
-    if (rc)
-        return kvq__io_complain(c, rc, "lock", "taken");
+    if (rc || s->read_only)
+        return rc ? kvq__io_complain(c, rc, "lock", "taken") : KVQ_OK;
     int n = snprintf(pid, sizeof pid, "%ld\n", (long)getpid());
     rc = kvq_io_truncate(s->io, s->lock_file, 0);
     if (rc == 0)

@@ -75,6 +75,10 @@ struct kvq_store_report {
 // not committed. A catalog that is missing, damaged, or older than the segments is set aside as
 // catalog.db.bad and made anew from the segments; that reads all of them. *report may be NULL.
 // KVQ_E_BUSY: another process has it. KVQ_E_VERSION: made by a newer version, and left as it is.
+// On a file system that is read-only it is opened read-only and the report says so: what is in it
+// can be found, read, verified and exported, and what would write fails with KVQ_E_READ_ONLY. A
+// catalog that would have to be made anew is refused with that code then. Damage that is found is
+// not kept in mind, so kvq_store_good_tokens knows only of what was marked before.
 int kvq_store_open(const char *folder, const struct kvq_store_options *options,
                    struct kvq_store **store, struct kvq_store_report *report, char *text, size_t n);
 // Aborts a save that is open. Nobody else may be in a call. Accepts NULL and pointers to NULL.
@@ -230,7 +234,7 @@ struct kvq_store_status {
     uint64_t catalog_bytes;          // physical
     uint64_t physical_bytes;         // of all files, what the cap is about
     uint64_t cap_bytes, free_bytes;  // free: of the file system
-    bool read_only;                  // since a failure; `why` says which
+    bool read_only;                  // since a failure, or always; `why` says which
     char why[KVQ_TEXT_BYTES];
 };
 int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text,

@@ -10,7 +10,7 @@
 struct vfs_file {
     sqlite3_file base; // first: SQLite knows only this
     struct kvq_io *io;
-    int file;
+    int file;         // -1: an empty one that cannot be made
     bool created;     // its name is not durable before the folder is synced
     const char *path; // SQLite keeps the memory until the file is closed
     bool remove;      // when it is closed
@@ -41,7 +41,8 @@ static int sync_folder(struct kvq_io *io, const char *path)
 static int file_close(sqlite3_file *base)
 {
     struct vfs_file *f = file_of(base);
-    f->io->close(f->io, f->file);
+    if (f->file >= 0)
+        f->io->close(f->io, f->file);
     if (f->remove)
         (void)kvq_io_unlink(f->io, f->path);
     return SQLITE_OK;
@@ -50,8 +51,8 @@ static int file_close(sqlite3_file *base)
 static int file_read(sqlite3_file *base, void *data, int n, sqlite3_int64 at)
 {
     struct vfs_file *f = file_of(base);
-    size_t got;
-    int rc = kvq_io_read(f->io, f->file, data, (size_t)n, (uint64_t)at, &got);
+    size_t got = 0;
+    int rc = f->file < 0 ? 0 : kvq_io_read(f->io, f->file, data, (size_t)n, (uint64_t)at, &got);
     if (rc)
         return SQLITE_IOERR_READ;
     if (got == (size_t)n)
@@ -88,8 +89,8 @@ static int file_sync(sqlite3_file *base, int flags)
 static int file_size(sqlite3_file *base, sqlite3_int64 *bytes)
 {
     struct vfs_file *f = file_of(base);
-    struct kvq_io_status status;
-    if (kvq_io_status(f->io, f->file, &status))
+    struct kvq_io_status status = {0};
+    if (f->file >= 0 && kvq_io_status(f->io, f->file, &status))
         return SQLITE_IOERR_FSTAT;
     *bytes = (sqlite3_int64)status.bytes;
     return SQLITE_OK;
@@ -151,6 +152,17 @@ static const sqlite3_io_methods methods = {
 
 // ---- Names ----
 
+// What cannot be opened to be written is opened to be read, if the file system says so.
+static bool open_read_only(struct vfs_file *f, const char *path, int *flags)
+{
+    f->created = false;
+    f->file = kvq_io_open(f->io, path, KVQ_IO_READ);
+    if (f->file < 0 && (f->file != -ENOENT || !(*flags & SQLITE_OPEN_WAL)))
+        return false;
+    *flags = (*flags & ~(SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE)) | SQLITE_OPEN_READONLY;
+    return true;
+}
+
 static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int flags, int *given)
 {
     struct vfs_file *f = file_of(base);
@@ -166,7 +178,8 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
         f->file = kvq_io_open(f->io, path, how | KVQ_IO_CREATE);
         f->created = true;
     }
-    if (f->file < 0)
+    bool opened = f->file >= 0 || (f->file == -EROFS && open_read_only(f, path, &flags));
+    if (!opened)
         return f->file == -ENOSPC ? SQLITE_FULL : SQLITE_CANTOPEN;
     f->base.pMethods = &methods;
     if (given)

@@ -167,6 +167,40 @@ static void disk_fails(void **state)
     assert_true(runs > 50);
 }
 
+static void refuse_to_write(struct kit *k, const struct world *w)
+{
+    struct world after = *w;
+    struct kvq_store_freed freed;
+    struct kvq_store_session one;
+    uint64_t bytes, sessions;
+    uint32_t n;
+    const char *name = NULL;
+    char *text = k->text;
+    size_t room = sizeof k->text;
+    for (int i = 0; i < WORLD_SESSIONS; i++)
+        name = w->sessions[i].used ? w->sessions[i].name : name;
+    assert_non_null(name);
+    assert_int_equal(kit_save(k, &after, name), KVQ_E_READ_ONLY);
+    assert_non_null(strstr(k->text, "its file system is read-only"));
+    assert_int_equal(kvq_store_delete(k->store, "uid-1", name, text, room), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq_store_gc(k->store, &freed, text, room), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq_store_compact(k->store, 1 << 20, 1, &freed, text, room), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq_store_list(k->store, NULL, 0, &one, 1, &n, text, room), 0);
+    assert_int_equal(n, 1);
+    assert_int_equal(kvq_store_touch(k->store, one.id, 5, text, room), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq_store_usage(k->store, "uid-1", &bytes, &sessions, text, room), 0);
+    assert_true(bytes > 0);
+    // To where it can be written, which is not this disk, it can be exported.
+    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", text, room),
+                     KVQ_E_READ_ONLY);
+    disk.read_only = false;
+    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", text, room), 0);
+    disk.read_only = true;
+    assert_int_equal(kvq_store_import(k->store, "/file", NULL, "x", false, text, room),
+                     KVQ_E_READ_ONLY);
+    assert_true(store_read_only(k));
+}
+
 static void read_only_disk(void **state)
 {
     (void)state;
@@ -183,8 +217,34 @@ static void read_only_disk(void **state)
     assert_int_equal(kit_save(&k, &after, "x"), KVQ_E_READ_ONLY);
     check(&k, &w, "read-only");
     kvq_store_close(&k.store);
+    // Opened there, it serves what it has, and refuses what would write.
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_non_null(strstr(k.report.text, "read-only: its file system is read-only"));
+    check(&k, &w, "opened read-only");
+    refuse_to_write(&k, &w);
+    check(&k, &w, "still read-only");
+    kvq_store_close(&k.store);
+    // Without a catalog there is nothing to be had, and a store cannot be made.
+    disk.read_only = false;
+    assert_int_equal(disk.io.rename(&disk.io, catalog, "/store/kept"), 0);
+    disk.read_only = true;
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_READ_ONLY);
-    assert_non_null(strstr(k.text, "lock cannot be opened: Read-only file system"));
+    assert_non_null(strstr(k.text, "the catalog is missing, and cannot be made anew"));
+    disk.read_only = false;
+    assert_int_equal(disk.io.rename(&disk.io, "/store/kept", catalog), 0);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    kvq_store_close(&k.store);
+    assert_null(fault_find(&disk, "/store/catalog.db-wal"));
+    disk.read_only = true;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    check(&k, &w, "without a WAL");
+    kvq_store_close(&k.store);
+    disk.read_only = false;
+    struct fault_file *file = fault_find(&disk, catalog);
+    file->data[0] ^= 0xff;
+    disk.read_only = true;
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_READ_ONLY);
+    file->data[0] ^= 0xff;
     disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     check(&k, &w, "writable again");
