@@ -10,7 +10,9 @@
 #include "daemon/keeper_internal.h"
 #include "daemon/workers.h"
 
-enum { RETRY_MS = 3, PATIENCE_MS = 10000 };
+// How long a save tries to take hold of its session. One that nobody waits for is tried again later,
+// and keeps no others waiting.
+enum { RETRY_MS = 3, PATIENCE_MS = 10000, PATIENCE_OWN_MS = 500 };
 
 // ---- On a thread of libuv's ----
 
@@ -149,6 +151,8 @@ static void tell(struct kvq__task *t)
 {
     char text[192];
     struct kvq__keeper *keeper = t->keeper;
+    if (t->quiet)
+        return;
     if (t->rc == KVQ_E_NO_SPACE) {
         kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
     } else if (t->rc == 0) {
@@ -192,6 +196,8 @@ static void saved(struct kvq__task *t)
 static void end_save(struct kvq__task *t)
 {
     kvq__save_end(&t->save, t->rc == 0);
+    if (t->own && t->rc < 0)
+        t->quiet = !kvq__unsaved_failed(t->keeper->server->core, t->ns, t->name);
     kvq__task_to_loop(t, saved);
 }
 
@@ -211,6 +217,11 @@ static void try_again(uv_timer_t *timer)
     kvq__task_to_poller(TAILQ_FIRST(&keeper->queue), try_save);
 }
 
+static int patience_ms(const struct kvq__task *t)
+{
+    return t->own && !t->keeper->draining ? PATIENCE_OWN_MS : PATIENCE_MS;
+}
+
 static void tried(struct kvq__task *t)
 {
     if (t->rc == 1 && kvq__now_ns() < t->deadline) {
@@ -219,14 +230,16 @@ static void tried(struct kvq__task *t)
     }
     if (t->rc == 1) {
         snprintf(t->text, sizeof t->text,
-                 "session \"%s\" was changed, packed or moved for %d s without a break, or its "
+                 "session \"%s\" was changed, packed or moved for %g s without a break, or its "
                  "shards stand at different counts; try again",
-                 t->name, PATIENCE_MS / 1000);
+                 t->name, patience_ms(t) / 1000.0);
         t->rc = KVQ_E_BUSY;
     }
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save)
         kvq__task_to_work(t, write_save, written);
+    else if (t->own && t->rc < 0)
+        kvq__task_to_poller(t, end_save);
     else
         answer(t);
 }
@@ -284,7 +297,7 @@ static void try_save(struct kvq__task *t)
 static void go(struct kvq__task *t)
 {
     t->begun = kvq__now_ns();
-    t->deadline = t->begun + PATIENCE_MS * 1000000ull;
+    t->deadline = t->begun + (uint64_t)patience_ms(t) * 1000000;
     kvq__task_to_poller(t, try_save);
 }
 

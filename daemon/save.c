@@ -495,6 +495,7 @@ static void note_saved(struct kvq__save *save, uint32_t shard)
     if (s) {
         note_ids(&save->shards[shard], s);
         s->saved_commits = save->commits[shard];
+        s->save_after = s->save_wait = 0;
         s->stamp = save->stamp;
         s->stored = true;
         s->kept |= !save->parks;
@@ -524,6 +525,27 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
 
 // ---- Who is to be saved ----
 
+bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *name)
+{
+    const uint64_t first = 1000000000u, minute = 60 * first; // ns
+    struct kvq__namespace *ns;
+    struct kvq__session *s = NULL;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        if (strcmp(ns->name, space) == 0)
+            s = kvq__session_named(ns, name);
+    if (s)
+        s = kvq__group_member(s, 0);
+    if (!s)
+        return false;
+    uint64_t longer = s->save_wait ? 2 * s->save_wait : first;
+    s->save_wait = longer < minute ? longer : minute;
+    s->save_after = core->now + s->save_wait;
+    bool tell = s->save_told == 0 || core->now - s->save_told >= minute;
+    if (tell)
+        s->save_told = core->now;
+    return tell;
+}
+
 static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
 {
     const struct kvq__core *core = s->core;
@@ -532,8 +554,10 @@ static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idl
     uint32_t missing;
     if (!s->name[0] || kvq__group_missing(s, &missing) || !is_unsaved(s))
         return false;
-    return which == KVQ__UNSAVED_ALL || ((which & KVQ__UNSAVED_LEFT) && left) ||
-           ((which & KVQ__UNSAVED_IDLE) && idle);
+    if (which == KVQ__UNSAVED_ALL)
+        return true;
+    return core->now >= s->save_after &&
+           (((which & KVQ__UNSAVED_LEFT) && left) || ((which & KVQ__UNSAVED_IDLE) && idle));
 }
 
 uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,

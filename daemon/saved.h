@@ -113,6 +113,10 @@ enum kvq__unsaved_which {
     KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then
     KVQ__UNSAVED_IDLE = 2, // not used for idle_ns
 };
+// A save that nobody waits for has failed: the session is not among those below for a second, for
+// two after the next failure, and for a minute at most; among ALL it is. Saved, it starts anew.
+// Returns whether to tell somebody: once a minute.
+bool kvq__unsaved_failed(struct kvq__core *core, const char *ns, const char *name);
 // At most `max` of those that are one or the other (a group once). Returns how many were found.
 uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
                            struct kvq__unsaved *out, uint32_t max);

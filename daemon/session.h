@@ -78,6 +78,8 @@ struct kvq__session {
     uint64_t floor;  // truncation cannot go below
     uint64_t saturated;
     uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
+    uint64_t save_after, save_wait;  // not before, since it failed; how long that was put off
+    uint64_t save_told;              // when somebody was told that it fails; 0: never
     uint64_t stamp;                  // of its last save
     bool stored, kept;               // a form of it is stored; and stays when the session ends
     bool away;                       // parked (park.h): it has no blocks

@@ -362,6 +362,23 @@ class Trouble(Stored):
         self.again(storage_bytes="20mb")
         self.assertEqual(self.client.session(name="it").tokens, saved)
 
+    @long_emulated
+    def test_cannot_be_saved(self):
+        """Left to be saved, and too large for the storage: kept, told of once, in nobody's way."""
+        self.again(storage_bytes="16mb")
+        tokens = Tokens(16, 6500)
+        with self.client.session(tokens.rows, "f16", name="large", on_detach="save") as session:
+            tokens.feed(self.queue, session, 6500, attend=False)
+        self.daemon.wait_log("event=storage_full")
+        for i in range(4):  # of which each is found half a second after the one before
+            name = f"small{i}"
+            with self.client.session(tokens.rows, "f16", name=name, on_detach="save") as session:
+                tokens.feed(self.queue, session, 10, attend=False)
+            self.daemon.wait_log(f"event=session_saved .*{name}")
+        self.assertEqual(sum("event=storage_full" in line for line in self.daemon.lines), 1)
+        self.assertEqual(self.client.session(name="large").tokens, 6500)
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 4)
+
     def test_refusals(self):
         tokens = Tokens(10, 10)
         self.fails(kvq.Code.E_NO_SESSION, self.client.restore, "none")

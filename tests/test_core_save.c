@@ -551,6 +551,42 @@ static void test_no_room(void **state)
     }
 }
 
+static uint32_t idle_after(uint64_t seconds)
+{
+    struct kvq__unsaved list[4];
+    kit.now += seconds * 1000000000;
+    kvq__core_clock(kit.core, kit.now);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 1);
+    return kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 0, list, 4);
+}
+
+// What cannot be saved is tried again after 1, 2, 4, .. 60 seconds, and told of once a minute.
+static void test_failing(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0), waited = 0;
+    feed(a, 10);
+    assert_int_equal(idle_after(1), 1);
+    for (uint64_t wait = 1, told = 0, now = 0; now < 600;
+         now += wait, wait = wait < 30 ? 2 * wait : 60) {
+        bool tell = kvq__unsaved_failed(kit.core, "uid-1000", "it");
+        assert_int_equal(tell, now == 0 || now - told >= 60);
+        told = tell ? now : told;
+        assert_int_equal(idle_after(wait - 1), 0);
+        assert_int_equal(idle_after(1), 1);
+        waited = wait;
+    }
+    assert_int_equal(waited, 60);
+    assert_false(kvq__unsaved_failed(kit.core, "uid-1000", "other"));
+    assert_false(kvq__unsaved_failed(kit.core, "nobody", "it"));
+    (void)kvq__unsaved_failed(kit.core, "uid-1000", "it");
+    save("it"); // by whomever: it starts anew
+    feed(a, 20);
+    assert_int_equal(idle_after(0), 1);
+    (void)kvq__unsaved_failed(kit.core, "uid-1000", "it");
+    assert_int_equal(idle_after(1), 1);
+}
+
 static void test_unsaved(void **state)
 {
     struct kvq__unsaved list[4];
@@ -637,6 +673,7 @@ int main(void)
         TEST(test_hostile),
         TEST(test_no_room),
         TEST(test_unsaved),
+        TEST(test_failing),
         TEST(test_prefix),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
