@@ -10,8 +10,8 @@
 #include "daemon/keeper_internal.h"
 #include "daemon/workers.h"
 
-// How long a save tries to take hold of its session. One that nobody waits for is tried again later,
-// and keeps no others waiting.
+// How long a save tries to take hold of its session. One that nobody waits for is tried again
+// later, and keeps no others waiting.
 enum { RETRY_MS = 3, PATIENCE_MS = 10000, PATIENCE_OWN_MS = 500 };
 
 // ---- On a thread of libuv's ----
