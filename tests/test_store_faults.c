@@ -68,6 +68,30 @@ static bool store_read_only(struct kit *k)
     return status.read_only;
 }
 
+// Nothing stands behind what counts of a segment, and there are no other segments: what a save that
+// failed had written is gone.
+static void nothing_behind(struct kit *k, const char *when)
+{
+    uint64_t files = 0, known = 0;
+    for (int i = 0; i < FAULT_FILES; i++) {
+        const struct fault_name *name = &disk.now[i];
+        files += name->file && kvq__segment_number(strrchr(name->path, '/') + 1) != 0;
+    }
+    for (size_t i = 0; i < k->store->n_segments; i++) {
+        const struct kvq__segment *g = k->store->segments[i];
+        char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+        kvq__segment_name(g->number, name);
+        kvq__path(k->store, name, path);
+        const struct fault_file *file = fault_find(&disk, path);
+        known++;
+        if (!file || file->bytes != g->bytes)
+            fail_msg("%s: %s has %" PRIu64 " bytes, of which %" PRIu64 " count", when, name,
+                     file ? file->bytes : 0, g->bytes);
+    }
+    if (files != known)
+        fail_msg("%s: %" PRIu64 " segments, of which %" PRIu64 " count", when, files, known);
+}
+
 // The change failed. What was acknowledged must be there, at once and after opening again.
 static void after_failure(struct kit *k, struct world *now, const struct world *after, bool crash,
                           const char *when)
@@ -76,6 +100,8 @@ static void after_failure(struct kit *k, struct world *now, const struct world *
     bool stopped = store_read_only(k);
     if (k->store && !kit_same(k, now, false, why))
         fail_msg("%s: at once: %s", when, why);
+    if (k->store && !stopped)
+        nothing_behind(k, when);
     fault_reset_counts(&disk);
     if (stopped) {
         struct kvq_save *save;
@@ -165,6 +191,77 @@ static void disk_fails(void **state)
                 runs++;
     print_message("%" PRIu64 " failures\n", runs);
     assert_true(runs > 50);
+}
+
+static uint64_t segment_of(struct kit *k, const char *name)
+{
+    struct kvq_store_session found;
+    struct kvq_stored *blocks;
+    size_t n;
+    assert_int_equal(kvq_store_find(k->store, "uid-1", name, 0, &found, k->text, sizeof k->text),
+                     0);
+    assert_int_equal(kvq_store_blocks(k->store, &found, &blocks, &n, k->text, sizeof k->text), 0);
+    assert_int_equal(n, 1);
+    uint64_t segment = blocks[0].segment;
+    free(blocks);
+    return segment;
+}
+
+static int save_one(struct kit *k, struct world *w, int at, const char *name)
+{
+    w->sessions[at] = (struct world_session){.used = true, .shards = 1, .n = 1};
+    snprintf(w->sessions[at].name, sizeof w->sessions[at].name, "%s", name);
+    w->sessions[at].blocks[0] = (struct world_block){.seed = (uint64_t)at, .bytes = 5000};
+    int rc = kit_save(k, w, name);
+    w->sessions[at].used = rc == 0;
+    return rc;
+}
+
+// Nobody knows what a write or sync that failed has left, so that nothing is written there again: a
+// segment that has failed is never added to, and the next save begins another one. After a disk
+// that was full, and after a save that was given up, the segment goes on.
+static void failed_segment(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        int error;
+        bool sync, abort, again;
+    } cases[] = {{"sync", EIO, true, false, false},
+                 {"write", EIO, false, false, false},
+                 {"full", ENOSPC, false, false, true},
+                 {"abort", 0, false, true, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kit k = {0};
+        struct world w = {.random = 50 + i};
+        struct kvq_save *save;
+        const struct kvq_store_meta meta = {.space = "uid-1", .name = "lost", .shards = 1};
+        const struct kvq_place place = {0};
+        static uint8_t bytes[30000];
+        uint64_t id;
+        fault_open(&disk, 50 + i);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        assert_int_equal(save_one(&k, &w, 0, "before"), 0);
+        fault_reset_counts(&disk);
+        *(cases[i].sync ? &disk.fail_sync : &disk.fail_write) = cases[i].error != 0;
+        disk.fail_count = 1;
+        disk.fail_with = cases[i].error;
+        assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_save_session(save, &meta, k.text, sizeof k.text), 0);
+        (void)kvq_save_put(save, &place, bytes, sizeof bytes, &id, k.text, sizeof k.text);
+        if (cases[i].abort)
+            kvq_save_abort(&save);
+        else
+            assert_true(kvq_save_commit(&save, k.text, sizeof k.text) < 0);
+        fault_reset_counts(&disk);
+        nothing_behind(&k, cases[i].name);
+        assert_int_equal(save_one(&k, &w, 1, "after"), 0);
+        if ((segment_of(&k, "after") == segment_of(&k, "before")) != cases[i].again)
+            fail_msg("%s: the segment was %s", cases[i].name, cases[i].again ? "left" : "reused");
+        check(&k, &w, cases[i].name);
+        kvq_store_close(&k.store);
+        fault_close(&disk);
+    }
 }
 
 static void refuse_to_write(struct kit *k, const struct world *w)
@@ -619,7 +716,7 @@ int main(void)
         cmocka_unit_test(missing_segment), cmocka_unit_test(spoiled_catalog),
         cmocka_unit_test(older_catalog),   cmocka_unit_test(newer_catalog),
         cmocka_unit_test(newer_segment),   cmocka_unit_test(planted_records),
-        cmocka_unit_test(first_version),
+        cmocka_unit_test(first_version),   cmocka_unit_test(failed_segment),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
