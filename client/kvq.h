@@ -329,7 +329,16 @@ struct kvq_session_info {
  * - One queue can write several shards: in one request, or end all before any begins anew (else
  *   KVQ_E_BUSY). Forks are unnamed and therefore sessions of their own.
  * - Dropping one drops all; the time that a named session is kept counts from the last close of
- *   any. With n_layers 0 and shards 0 a shard is opened as it is. */
+ *   any. With n_layers 0 and shards 0 a shard is opened as it is.
+ * - A session that is on disk alone (kvq_session_save) can be opened with another number of shards
+ *   than it was saved with: each shard then holds its equal part of the KV heads of all layers, in
+ *   the order of the shards, or, if the layers that are asked for say so, its equal part of the
+ *   layers. It goes on to the bit as if it had always had so many. The next save has the new
+ *   number, and nothing of the old is left then. KVQ_E_EXISTS, with the reason: a session in memory
+ *   that is open or has changed since it was saved (else it makes way); KV heads or layers that so
+ *   many cannot share equally; by KV heads formats that look across heads (-xh) and those with
+ *   codebooks; by layers formats with codebooks or with other first layers (ott), and a layer that
+ *   would read the cache of one in another shard. */
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */
@@ -361,11 +370,12 @@ KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
 /* Reads a saved session (of several shards that one) into the daemon's memory, and returns when all
  * of it is there, or was already. Not needed: opening a saved session by its name restores it, and
  * does not wait for all of it; requests wait for the layers that they need. ns NULL: the user's
- * own.
- * KVQ_E_NO_SESSION, KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT,
- * KVQ_E_VERSION (saved by another version), KVQ_E_PERMISSION. */
+ * own. shards: how many it is to have, by KV heads (see "Sharded sessions"); 0: as it was saved.
+ * KVQ_E_NO_SESSION, KVQ_E_EXISTS (not with so many shards), KVQ_E_DAMAGED, KVQ_E_NO_MEMORY,
+ * KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION (saved by another version),
+ * KVQ_E_PERMISSION. */
 KVQ_API KVQ_CHECK int kvq_session_restore(kvq_client *client, const char *ns, const char *name,
-                                          uint32_t shard);
+                                          uint32_t shard, uint32_t shards);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 

@@ -409,7 +409,8 @@ static bool is_name(const char *name)
     return strlen(name) < KVQ_NAME_BYTES && kvq_text_valid(name, strlen(name));
 }
 
-int kvq_session_restore(kvq_client *client, const char *ns, const char *name, uint32_t shard)
+int kvq_session_restore(kvq_client *client, const char *ns, const char *name, uint32_t shard,
+                        uint32_t shards)
 {
     Kvq__RestoreSession message = KVQ__RESTORE_SESSION__INIT;
     Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
@@ -424,6 +425,7 @@ int kvq_session_restore(kvq_client *client, const char *ns, const char *name, ui
     ref.namespace_ = text_of(ns ? ns : "");
     message.ref = &ref;
     message.shard = shard;
+    message.shards = shards;
     call.request.command_case = KVQ__REQUEST__COMMAND_RESTORE_SESSION;
     call.request.restore_session = &message;
     return ask_disk(client, &call);

@@ -11,6 +11,7 @@
 
 #include "daemon/core.h"
 #include "daemon/mailbox.h"
+#include "daemon/reshard.h"
 #include "proto/wire.h"
 
 struct kvq__server;
@@ -41,7 +42,8 @@ struct kvq__task {
     void (*then)(struct kvq__task *task); // and once memory is there
     void (*read)(struct kvq__task *task); // and once all is read
     void (*next)(struct kvq__task *task); // and once that is over
-    bool writes, again, unchanged, own, quiet;
+    bool writes, again, unchanged, own, quiet, made_way;
+    struct kvq__reshard_as as; // shards 0: as many as were saved
     enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     const char *doing;                     // for people; NULL: what the request says

@@ -88,6 +88,21 @@ void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its requ
 
 void kvq__keeper_open_session(struct kvq__task *task);
 void kvq__keeper_restore(struct kvq__task *task);
+// All that the store has of a shard, and how far all shards are good. The task says whose.
+int kvq__found_read(struct kvq__task *task, const struct kvq_store_session *s,
+                    struct kvq__found *found);
+
+// ---- keeper_reshard.c ----
+
+// Shard task->as of what was saved with another number of shards, of which s is one.
+int kvq__found_reshard(struct kvq__task *task, const struct kvq_store_session *s,
+                       struct kvq__found *found);
+void kvq__found_clear(struct kvq__found *found);
+// Where a part lies, or the first of several blocks; with the bytes of the part.
+struct kvq_stored kvq__found_block(const struct kvq__found *found, uint32_t part);
+// Reads n parts of one that is put together.
+int kvq__found_gather(struct kvq_store *store, const struct kvq__found *found,
+                      const uint32_t *parts, uint32_t n, void *const *rooms, char *text);
 
 // ---- keeper_remote.c: commands ----
 
@@ -114,6 +129,13 @@ struct kvq__found {
     struct kvq__part *parts; // in the same order
     uint32_t n;
     uint64_t good; // tokens that can be had, of all shards
+    // Of one that is put together of others, as reshard.h has it: all shards that were saved. It
+    // has no blocks of its own then.
+    struct kvq__found *sources;
+    uint32_t n_sources;
+    struct kvq__range *ranges;
+    uint32_t *first;
+    bool ahead;
 };
 void kvq__found_free(struct kvq__found **found);
 // What the session is; then what blocks it has, and the ids of its tokens, up to found->good. On

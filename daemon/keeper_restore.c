@@ -44,10 +44,7 @@ void kvq__found_free(struct kvq__found **found)
     *found = NULL;
     if (!f)
         return;
-    kvq__saved_ids_free(&f->saved);
-    free(f->saved.layers);
-    free(f->blocks);
-    free(f->parts);
+    kvq__found_clear(f);
     free(f);
 }
 
@@ -148,11 +145,22 @@ int kvq__found_blocks(struct kvq__task *t, const struct kvq_store_session *s, st
     return rc ? rc : read_ids(t, f);
 }
 
-static int find_once(struct kvq__task *t, uint32_t shard)
+int kvq__found_read(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
+{
+    int rc = kvq__found_meta(t, s, f);
+    rc = rc ? rc : read_good(t, s, f);
+    return rc ? rc : kvq__found_blocks(t, s, f);
+}
+
+static int find_once(struct kvq__task *t)
 {
     struct kvq_store_session s;
-    int rc = kvq_store_find(t->keeper->store, t->ns, t->name, shard, &s, t->text, sizeof t->text);
-    if (rc == KVQ_E_NO_SESSION)
+    const struct kvq__reshard_as *as = &t->as;
+    struct kvq_store *store = t->keeper->store;
+    int rc = kvq_store_find(store, t->ns, t->name, as->shard, &s, t->text, sizeof t->text);
+    if (rc == KVQ_E_NO_SESSION && as->shards && as->shard) // it may have fewer
+        rc = kvq_store_find(store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
+    if (rc == KVQ_E_NO_SESSION || (rc == 0 && s.shard != as->shard && s.shards == as->shards))
         return 0;
     if (rc < 0)
         return rc;
@@ -160,9 +168,10 @@ static int find_once(struct kvq__task *t, uint32_t shard)
     t->found = calloc(1, sizeof *t->found);
     if (!t->found)
         return KVQ_E_NO_MEMORY;
-    rc = kvq__found_meta(t, &s, t->found);
-    rc = rc ? rc : read_good(t, &s, t->found);
-    rc = rc ? rc : kvq__found_blocks(t, &s, t->found);
+    if (as->shards && as->shards != s.shards)
+        rc = kvq__found_reshard(t, &s, t->found);
+    else
+        rc = kvq__found_read(t, &s, t->found);
     if (rc < 0)
         kvq__found_free(&t->found);
     return rc;
@@ -180,11 +189,13 @@ void kvq__found_books(struct kvq__task *t)
     }
 }
 
-static void find(struct kvq__task *t, uint32_t shard)
+static void find(struct kvq__task *t)
 {
     t->rc = KVQ_E_STALE;
+    if (t->as.shards > KVQ_MAX_SHARDS || (t->as.shards && t->as.shard >= t->as.shards))
+        t->rc = 0;                                          // whoever opens it is told
     for (int i = 0; i < TRIES && t->rc == KVQ_E_STALE; i++) // saved again meanwhile
-        t->rc = find_once(t, shard);
+        t->rc = find_once(t);
     if (t->rc == KVQ_E_NO_MEMORY)
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
     if (t->found)
@@ -242,7 +253,7 @@ static int reading_make(struct reading *r, uint32_t i)
     bool had = all && r->which && r->blocks && r->rooms;
     for (uint32_t k = 0; had && k < r->n; k++) {
         kvq__restore_wanted(l->restore, i + k, &w);
-        all[k] = (struct lying){l->found->blocks[w.part], i + k};
+        all[k] = (struct lying){kvq__found_block(l->found, w.part), i + k};
     }
     if (had && r->n)
         qsort(all, r->n, sizeof *all, by_place);
@@ -269,6 +280,22 @@ static int fill_batch(const struct reading *r, uint32_t from, uint32_t count)
     return rc;
 }
 
+static int read_ranges(const struct reading *r, uint32_t from, uint32_t n)
+{
+    struct kvq__loading *l = r->l;
+    struct kvq__wanted w;
+    uint32_t *parts = calloc(n, sizeof *parts);
+    int rc = parts ? 0 : KVQ_E_NO_MEMORY;
+    for (uint32_t k = 0; k < n && rc == 0; k++) {
+        kvq__restore_wanted(l->restore, r->which[from + k], &w);
+        parts[k] = w.part;
+    }
+    if (rc == 0)
+        rc = kvq__found_gather(l->keeper->store, l->found, parts, n, r->rooms, l->text);
+    free(parts);
+    return rc;
+}
+
 // Reads from *from on as many as make a batch.
 static int read_batch(const struct reading *r, uint32_t *from)
 {
@@ -278,9 +305,12 @@ static int read_batch(const struct reading *r, uint32_t *from)
     for (uint64_t bytes = 0; *from + n < r->n && bytes < BATCH_BYTES; n++)
         bytes += r->blocks[*from + n].bytes;
     n = kvq__restore_rooms(l->restore, r->which + *from, n, r->rooms);
-    int rc = n ? kvq_store_read_many(l->keeper->store, r->blocks + *from, r->rooms, n, &done,
-                                     l->text, sizeof l->text)
-               : KVQ_E_NO_MEMORY;
+    int rc = n ? 0 : KVQ_E_NO_MEMORY;
+    if (rc == 0 && l->found->n_sources)
+        rc = read_ranges(r, *from, n);
+    else if (rc == 0)
+        rc = kvq_store_read_many(l->keeper->store, r->blocks + *from, r->rooms, n, &done, l->text,
+                                 sizeof l->text);
     if (rc == 0)
         rc = fill_batch(r, *from, n);
     *from += n;
@@ -431,7 +461,9 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
                                      .saved = &f->saved,
                                      .parts = f->parts,
                                      .n_parts = f->n,
-                                     .good_tokens = f->good};
+                                     .good_tokens = f->good,
+                                     .resharded = f->n_sources > 0,
+                                     .ahead = f->ahead};
     struct kvq__loading *l = calloc(1, sizeof *l);
     if (!l) {
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
@@ -505,6 +537,20 @@ static void opened(struct kvq__task *t)
     kvq__task_end(t);
 }
 
+// What is in memory with another number of shards may make room for what is stored; then that is
+// looked for anew, since it may have been saved meanwhile. Poller's thread.
+static bool makes_way(struct kvq__task *t, void (*again)(struct kvq__task *t))
+{
+    struct kvq__core *core = t->keeper->server->core;
+    if (t->rc < 0 || !t->found || t->made_way || t->as.shards == 0 ||
+        !kvq__reshard_make_way(core, t->peer, t->ns, t->name, t->as.shards))
+        return false;
+    t->made_way = true;
+    kvq__found_free(&t->found);
+    kvq__task_to_loop(t, again);
+    return true;
+}
+
 static void open_now(struct kvq__task *t)
 {
     struct kvq__server *server = t->keeper->server;
@@ -531,6 +577,8 @@ static int refuse_to_create(struct kvq__task *t)
     return rc ? rc : KVQ_E_EXISTS;
 }
 
+static void look_again(struct kvq__task *t);
+
 // Poller's thread.
 static void open_session(struct kvq__task *t)
 {
@@ -542,6 +590,8 @@ static void open_session(struct kvq__task *t)
         kvq__keeper_prefix(t, open, open_now);
         return;
     }
+    if (makes_way(t, look_again))
+        return;
     if (t->rc == 0 && t->found)
         t->rc = begin(t, &as);
     t->then = open_now;
@@ -550,10 +600,10 @@ static void open_session(struct kvq__task *t)
 
 static void look_and_read(struct kvq__task *t)
 {
-    if (t->before)
+    if (t->before && !t->made_way)
         t->before(t);
     if (t->name[0])
-        find(t, t->request->open_session->shard);
+        find(t);
 }
 
 static void looked(uv_work_t *work, int status)
@@ -562,9 +612,27 @@ static void looked(uv_work_t *work, int status)
     kvq__task_to_poller(kvq__task_of(work), open_session);
 }
 
+static void look_again(struct kvq__task *t)
+{
+    kvq__task_to_work(t, look_and_read, looked);
+}
+
+static struct kvq__reshard_as as_asked(const Kvq__OpenSession *open)
+{
+    struct kvq__reshard_as as = {.shard = open->shard, .shards = open->shards};
+    uint64_t layers = 0;
+    for (size_t i = 0; i < open->n_layers; i++)
+        layers += open->layers[i]->repeat ? open->layers[i]->repeat : 1;
+    as.n_layers = layers < UINT32_MAX ? (uint32_t)layers : UINT32_MAX;
+    if (as.shards == 0 && as.n_layers)
+        as.shards = 1;
+    return as;
+}
+
 void kvq__keeper_open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
+    t->as = as_asked(open);
     snprintf(t->name, sizeof t->name, "%s", open->name);
     if (open->namespace_[0])
         snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
@@ -593,22 +661,31 @@ static void back_to_loop(struct kvq__task *t)
     kvq__task_to_loop(t, restored);
 }
 
+static void look_again_to_restore(struct kvq__task *t);
+
 // Poller's thread.
 static void restore_now(struct kvq__task *t)
 {
     struct kvq__session_info info;
     const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
+    struct kvq__core *core = t->keeper->server->core;
+    if (makes_way(t, look_again_to_restore))
+        return;
+    bool there = t->rc == 0 && t->as.shards &&
+                 kvq__session_find(core, t->peer, t->ns, t->name, &info, NULL) == 0;
+    if (there && info.shards != t->as.shards)
+        t->rc = kvq__shards_refuse(core, t->name, info.shards, t->as.shards, t->text);
     if (t->rc == 0 && t->found)
         t->rc = begin(t, &as);
     else if (t->rc == 0) // it may be in memory alone
-        t->rc = kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, t->text);
+        t->rc = kvq__session_find(core, t->peer, t->ns, t->name, &info, t->text);
     t->then = back_to_loop;
     reserve(t);
 }
 
 static void look(struct kvq__task *t)
 {
-    find(t, t->request->restore_session->shard);
+    find(t);
 }
 
 static void looked_for_restore(uv_work_t *work, int status)
@@ -617,8 +694,22 @@ static void looked_for_restore(uv_work_t *work, int status)
     kvq__task_to_poller(kvq__task_of(work), restore_now);
 }
 
-void kvq__keeper_restore(struct kvq__task *t)
+static void look_again_to_restore(struct kvq__task *t)
 {
     if (!kvq__transfers_opens(t, kvq__keeper_restore))
         kvq__task_to_work(t, look, looked_for_restore);
+}
+
+void kvq__keeper_restore(struct kvq__task *t)
+{
+    const Kvq__RestoreSession *ask = t->request->restore_session;
+    t->as = (struct kvq__reshard_as){.shard = ask->shard, .shards = ask->shards};
+    if (ask->shards > KVQ_MAX_SHARDS || (ask->shards && ask->shard >= ask->shards)) {
+        snprintf(t->text, sizeof t->text, "shard %u of %u; there can be %d, counted from 0",
+                 ask->shard, ask->shards, KVQ_MAX_SHARDS);
+        t->rc = KVQ_E_INVALID;
+        kvq__task_end(t);
+        return;
+    }
+    kvq__task_to_work(t, look, looked_for_restore);
 }

@@ -12,6 +12,7 @@
 #include "daemon/move.h"
 #include "daemon/open.h"
 #include "daemon/park.h"
+#include "daemon/reshard.h"
 #include "daemon/state.h"
 
 #define NS_PER_SECOND 1000000000ull
@@ -536,10 +537,7 @@ int kvq__shards_check(const struct kvq__session *first, const struct kvq__sessio
     uint32_t asked = spec->shards ? spec->shards : 1;
     if ((spec->shards == 0 && spec->n_layers == 0) || asked == first->shards)
         return 0;
-    return kvq__fail(text, KVQ_E_EXISTS,
-                     "session \"%s\" exists with %u shards, %u are asked for; open it with as many "
-                     "as it has, drop it, or use another name",
-                     first->name, first->shards, asked);
+    return kvq__shards_refuse(first->core, first->name, first->shards, asked, text);
 }
 
 static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,

@@ -424,7 +424,7 @@ static int publish(struct kvq__restore *r, char *text)
         return rc;
     take(r);
     s->stored = s->kept = true;
-    if (!r->cut) {
+    if (!r->cut && !r->spec.resharded) {
         s->saved_commits = s->commits;
         s->stamp = r->spec.saved->stamp;
     }
@@ -650,9 +650,10 @@ static int check_extras(const struct kvq__restore *r, const struct kvq__arriving
     const struct kvq__layer *l = &s->layers[a->layer];
     if (kvq_extras_check(l->format, &l->shape, extras))
         return KVQ_E_DAMAGED;
-    if (r->cut && l->packed == 0)
+    bool back = r->cut || r->spec.ahead;
+    if (back && l->packed == 0)
         kvq_extras_init(l->format, &l->shape, extras);
-    else if (r->cut)
+    else if (back)
         kvq_extras_fork(l->format, &l->shape, extras, extras, l->packed);
     return 0;
 }

@@ -254,6 +254,16 @@ static bool is_busy(const struct kvq__session *s)
 
 // ---- Beginning ----
 
+// Units are being packed behind a shard's last step. When all shards have ended that, what is
+// packed of one is packed of all, so that their KV heads can be dealt out anew.
+static bool is_packing(const struct kvq__session *s)
+{
+    bool due = false;
+    for (uint32_t i = 0; i < s->n_layers && !s->pool->gpu; i++)
+        due |= kvq__pack_due(s, i) > s->layers[i].packed;
+    return due && s->pack_queued;
+}
+
 // 1 if shards have something to end first.
 static int check_shards(const struct kvq__session *s, char *text)
 {
@@ -266,7 +276,8 @@ static int check_shards(const struct kvq__session *s, char *text)
                          missing, s->name, s->shards);
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (is_busy(m) || m->tokens != s->tokens)) // shards are truncated one by one
+        // Shards are truncated one by one.
+        if (m && (is_busy(m) || m->tokens != s->tokens || (s->group && is_packing(m))))
             rc = 1;
     }
     return rc;

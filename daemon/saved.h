@@ -229,6 +229,8 @@ struct kvq__restore_spec {
     // has no name, whatever the saved one's is, and when all layers are there its pages go to the
     // index of ns, and it ends.
     uint64_t prefix_tokens;
+    bool resharded; // it is not stored like this: it counts as unsaved (see reshard.h)
+    bool ahead;     // extras may know of tokens that are not packed
 };
 
 // Begins to make the session, which nobody sees yet. What the spec points to stays until

@@ -101,8 +101,24 @@ static void write_shard(struct vault *v, struct kvq__save *save, uint32_t shard)
     MUST(kvq__save_prefixes(save, shard, add_hash, s) == 0);
 }
 
+// What was saved with another number of shards goes, as in a store.
+static void forget_others(struct vault *v, const struct kvq__saved *saved)
+{
+    for (uint32_t i = v->n_sessions; i-- > 0;) {
+        struct vault_session *s = &v->sessions[i];
+        if (strcmp(s->saved.name, saved->name) != 0 || s->saved.shards == saved->shards)
+            continue;
+        forget(s);
+        *s = v->sessions[--v->n_sessions];
+        v->sessions[v->n_sessions] = (struct vault_session){0};
+    }
+}
+
 void vault_write(struct vault *v, struct kvq__save **save)
 {
+    struct kvq__part *parts;
+    uint32_t n;
+    forget_others(v, kvq__save_shard(*save, 0, &parts, &n));
     for (uint32_t i = 0; i < kvq__save_shards(*save); i++)
         write_shard(v, *save, i);
     kvq__save_end(save, true);
@@ -187,7 +203,7 @@ int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vaul
         if (w.layer != layer)
             continue;
         const struct vault_block *b = block_of(v, from->parts[w.part].id);
-        void *room;
+        void *room = NULL;
         MUST(b && b->bytes == w.bytes && kvq__restore_rooms(restore, &i, 1, &room) == 1);
         memcpy(room, b->data, b->bytes);
         int rc = kvq__restore_fill(restore, i);
@@ -282,4 +298,84 @@ uint32_t vault_serve(struct vault *v, struct kvq__core *core)
     while (kvq__parks_poll(core))
         core_check(core);
     return n;
+}
+
+// ---- With another number of shards ----
+
+static int gather_layer(struct vault *v, struct kvq__restore *restore,
+                        const struct kvq__resharded *r, struct vault_session *const *from,
+                        uint32_t layer)
+{
+    struct kvq__wanted w;
+    for (uint32_t i = 0; kvq__restore_wanted(restore, i, &w); i++) {
+        uint64_t filled = 0;
+        void *room;
+        if (w.layer != layer)
+            continue;
+        MUST(kvq__restore_rooms(restore, &i, 1, &room) == 1);
+        for (uint32_t k = r->first[w.part]; k < r->first[w.part + 1]; k++) {
+            const struct kvq__range *g = &r->ranges[k];
+            const struct vault_block *b = block_of(v, from[g->source]->parts[g->part].id);
+            MUST(b && g->from + g->bytes <= b->bytes && g->to == filled);
+            memcpy((uint8_t *)room + g->to, b->data + g->from, g->bytes);
+            filled += g->bytes;
+        }
+        MUST(filled == w.bytes);
+        int rc = kvq__restore_fill(restore, i);
+        if (rc < 0)
+            return rc;
+    }
+    kvq__restore_layer(restore, layer);
+    return 0;
+}
+
+static int restore_made(struct vault *v, struct kvq__core *core, const struct kvq__resharded *r,
+                        struct vault_session *const *from, uint64_t good, char *text)
+{
+    struct kvq__restore *restore;
+    struct kvq__restore_spec spec = {.ns = from[0]->ns,
+                                     .saved = &r->saved,
+                                     .parts = r->parts,
+                                     .n_parts = r->n_parts,
+                                     .good_tokens = good,
+                                     .resharded = true,
+                                     .ahead = r->ahead};
+    int rc = kvq__restore_begin(core, &admin, &spec, &restore, text);
+    if (rc < 0)
+        return rc;
+    while ((rc = kvq__restore_reserve(restore, text)) > 0)
+        continue;
+    for (uint32_t i = 0; i < r->saved.n_layers && rc == 0; i++)
+        if (r->saved.layers[i].row.kv_from < 0)
+            rc = gather_layer(v, restore, r, from, i);
+    kvq__restore_end(&restore, rc);
+    return rc;
+}
+
+int vault_reshard(struct vault *v, struct kvq__core *core, const char *name,
+                  const struct kvq__reshard_as *as, uint64_t good, char *text)
+{
+    struct vault_session *from[KVQ_MAX_SHARDS];
+    struct kvq__saved_shard shards[KVQ_MAX_SHARDS];
+    struct kvq__saved saved[KVQ_MAX_SHARDS];
+    struct kvq__resharded made;
+    uint32_t n = 0;
+    while (n < KVQ_MAX_SHARDS && (from[n] = vault_find(v, name, n)))
+        n++;
+    MUST(n > 0);
+    for (uint32_t i = 0; i < n; i++) {
+        struct reading reading = {v, from[i]};
+        struct kvq__ids_reader ids = {from[i]->parts, from[i]->n, good, read_ids, &reading};
+        saved[i] = from[i]->saved;
+        MUST(kvq__saved_ids_read(&saved[i], &ids) == 0);
+        shards[i] = (struct kvq__saved_shard){&saved[i], from[i]->parts, from[i]->n};
+    }
+    int rc = kvq__reshard(shards, n, as, &made, text);
+    if (rc == 0) {
+        rc = restore_made(v, core, &made, from, good, text);
+        kvq__resharded_free(&made);
+    }
+    for (uint32_t i = 0; i < n; i++)
+        kvq__saved_ids_free(&saved[i]);
+    return rc;
 }

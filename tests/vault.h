@@ -5,6 +5,7 @@
 #ifndef KVQ_TESTS_VAULT_H
 #define KVQ_TESTS_VAULT_H
 
+#include "daemon/reshard.h"
 #include "daemon/saved.h"
 #include "tests/core_kit.h"
 
@@ -62,5 +63,9 @@ uint32_t vault_serve(struct vault *v, struct kvq__core *core);
 void vault_forget(struct vault *v, const char *name, uint64_t stamp);
 // All layers, and the end.
 int vault_rest(struct vault *v, struct kvq__restore **restore, const struct vault_session *from);
+
+// Restores one shard of so many, to its end, of what was saved with another number.
+int vault_reshard(struct vault *v, struct kvq__core *core, const char *name,
+                  const struct kvq__reshard_as *as, uint64_t good, char *text);
 
 #endif

@@ -32,7 +32,8 @@ struct kvq__ctl {
     bool timeout_given;
     double interval;     // top: seconds between two looks
     unsigned long count; // top: looks, 0 for no end
-    int shard;           // move: only this one; -1: all
+    int shard;           // move, restore: only this one; -1: not given
+    unsigned shards;     // restore: so many; 0: as many as were saved
     unsigned wait_ms;    // move: for steps to end; 0: the daemon's default
     bool again;          // save: also what has not changed
     bool replace;        // import, pull: what is saved under that name

@@ -67,7 +67,8 @@ static const struct command commands[] = {
      kvq__ctl_session_restore,
      "reads a saved session into memory",
      "Ends when all of it is there. Opening a saved session does the same, and does not wait.\n"
-     "--shard N restores that shard (default 0).\n"},
+     "--shard N restores that shard (default 0). --shards N: with so many shards instead of as\n"
+     "many as were saved, each with its part of the KV heads; without --shard all of them.\n"},
     {{"session", "export"},
      "NAME FILE",
      kvq__ctl_session_export,
@@ -156,7 +157,8 @@ static const char options_help[] =
     "  --timeout MS       wait so long for an answer (default 5000)\n"
     "  --interval S       top: seconds between two looks (default 2)\n"
     "  --count N          top: stop after N looks (default 0: never)\n"
-    "  --shard N          session move: only this shard (default: all)\n"
+    "  --shard N          session move, restore: only this shard\n"
+    "  --shards N         session restore: with so many shards\n"
     "  --wait MS          session move: wait so long for steps to end (default 10000)\n"
     "  --again            session save: also what has not changed\n"
     "  --as NAME          session import, pull: under this name\n"
@@ -267,6 +269,9 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case 's':
         ctl->shard = (int)(number = number_option(optarg, 0, KVQ_MAX_SHARDS - 1));
         return number < 0 ? bad_usage("--shard is 0 to 63, not", optarg) : 0;
+    case 'S':
+        ctl->shards = (unsigned)(number = number_option(optarg, 1, KVQ_MAX_SHARDS));
+        return number < 0 ? bad_usage("--shards is 1 to 64, not", optarg) : 0;
     case 'w':
         ctl->wait_ms = (unsigned)(number = number_option(optarg, 1, 3600000));
         return number < 0 ? bad_usage("--wait is 1 to 3600000 milliseconds, not", optarg) : 0;
@@ -301,6 +306,7 @@ int main(int argc, char **argv)
         {"interval", required_argument, NULL, 'i'},
         {"count", required_argument, NULL, 'c'},
         {"shard", required_argument, NULL, 's'},
+        {"shards", required_argument, NULL, 'S'},
         {"wait", required_argument, NULL, 'w'},
         {"again", no_argument, NULL, 'a'},
         {"as", required_argument, NULL, 'A'},

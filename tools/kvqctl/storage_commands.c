@@ -64,17 +64,27 @@ int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args)
     return result ? result : print_save(ctl, reply->save);
 }
 
-int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args)
+static int restore_shard(struct kvq__ctl *ctl, char *name, uint32_t shard)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__RestoreSession command = KVQ__RESTORE_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__SessionRef ref = ref_of(ctl, name);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_RESTORE_SESSION;
     request.restore_session = &command;
     command.ref = &ref;
-    command.shard = ctl->shard > 0 ? (uint32_t)ctl->shard : 0;
-    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    command.shard = shard;
+    command.shards = ctl->shards;
+    return ask_long(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+}
+
+int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args)
+{
+    bool all = ctl->shard < 0 && ctl->shards > 0;
+    uint32_t first = ctl->shard > 0 ? (uint32_t)ctl->shard : 0;
+    int result = restore_shard(ctl, args[0], first);
+    for (uint32_t i = 1; all && i < ctl->shards && result == KVQ_EXIT_OK; i++)
+        result = restore_shard(ctl, args[0], i);
     if (result == KVQ_EXIT_OK)
         kvq__ctl_print_done(ctl, "restored", args[0]);
     return result;

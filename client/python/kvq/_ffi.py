@@ -145,7 +145,7 @@ FUNCTIONS = {
     "kvq_session_drop": (c_int, [c_void_p, c_uint64]),
     "kvq_session_move": (c_int, [c_void_p, c_uint64, c_char_p]),
     "kvq_session_save": (c_int, [c_void_p, c_uint64]),
-    "kvq_session_restore": (c_int, [c_void_p, c_char_p, c_char_p, c_uint32]),
+    "kvq_session_restore": (c_int, [c_void_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),
     "kvq_lookup": (c_int, [c_void_p, POINTER(SessionOptions), POINTER(c_uint64)]),
     "kvq_session_spans": (c_int, [c_void_p, c_uint64, POINTER(Span), c_uint32]),

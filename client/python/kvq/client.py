@@ -186,9 +186,10 @@ class Client:
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
         return next((b for b in self._device_buffers if b.contains(tensor)), None)
 
-    def restore(self, name, ns=None, shard=0):
-        """Reads a saved session into the daemon's memory, and returns when all of it is there."""
-        check(lib.kvq_session_restore(self.pointer, _bytes(ns), _bytes(name), shard))
+    def restore(self, name, ns=None, shard=0, shards=0):
+        """Reads a saved session into the daemon's memory, and returns when all of it is there.
+        shards: how many it is to have; 0: as many as it was saved with."""
+        check(lib.kvq_session_restore(self.pointer, _bytes(ns), _bytes(name), shard, shards))
 
     def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
                   v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that are saved with one number of shards and opened with another."""
+import os
+
+from e2e_rig import Tokens, feed, kvq, long_emulated, read_all
+from e2e_storage import Stored
+
+HEADS, RATIO, DIM, LAYERS = 8, 2, 64, 2
+
+
+class Part(Tokens):
+    """One shard's part of a model's tokens, by KV heads."""
+
+    def __init__(self, whole, shard, shards):
+        n = HEADS // shards
+        own = slice(shard * n, (shard + 1) * n)
+        queries = slice(own.start * RATIO, own.stop * RATIO)
+        self.n, self.layers = whole.n, whole.layers
+        self.rows = [kvq.Layer(n * RATIO, n, DIM, repeat=LAYERS)]
+        self.k, self.v, self.q = whole.k[:, :, own], whole.v[:, :, own], whole.q[:, :, queries]
+
+
+class Deal:
+    """All shards of one session."""
+
+    def __init__(self, test, whole, format, name, shards, **options):
+        self.queue = test.queue
+        self.parts = [Part(whole, i, shards) for i in range(shards)]
+        self.sessions = [
+            test.client.session(p.rows, format, name=name, shard=i, shards=shards, **options)
+            for i, p in enumerate(self.parts)]
+
+    @property
+    def tokens(self):
+        return self.sessions[0].tokens
+
+    def feed(self, n):
+        """A step of n tokens. Returns its attention, as bytes."""
+        results = feed(self.queue, self.parts, self.sessions, [n] * len(self.sessions))
+        for s in self.sessions:
+            s.refresh()
+        return b"".join(a.tobytes() for pair in results for a in pair)
+
+    def read(self):
+        """K and V of all shards as attention sees them."""
+        return [read_all(self.queue, s, LAYERS) for s in self.sessions]
+
+    def save(self):
+        self.sessions[0].save()
+
+    def drop(self):
+        self.sessions[0].drop()
+
+    def close(self):
+        for s in self.sessions:
+            s.close()
+
+
+class Shards(Stored):
+    def whole(self, seed, n=800):
+        return Tokens(seed, n, LAYERS, HEADS * RATIO, HEADS, DIM)
+
+    def goes_on(self, a, b):
+        """Two that have as many shards hold the same, and go on alike."""
+        for n in (1, 150):
+            self.assertEqual(a.tokens, b.tokens)
+            self.assertTrue(a.read() == b.read())
+            self.assertTrue(a.feed(n) == b.feed(n))
+
+    def listed(self, name):
+        return [(e["shard"], e["shards"]) for e in self.daemon.ctl("storage", "list")
+                if e["name"] == name]
+
+    @long_emulated
+    def test_numbers(self):
+        """Saved with 2, the daemon killed with -9, opened with 1, 4 and 8."""
+        for number, format in ((1, "oscar2"), (4, "kivi-sink2"), (8, "innerq-hybrid")):
+            whole = self.whole(number)
+            before = Deal(self, whole, format, "it", 2)
+            before.feed(400)
+            before.save()
+            self.again()
+            after = Deal(self, whole, format, "it", number)
+            twin = Deal(self, whole, format, "twin", number)
+            twin.feed(400)
+            self.goes_on(after, twin)
+            self.assertEqual(self.listed("it"), [(0, 2), (1, 2)])
+            after.save()
+            self.assertEqual(self.listed("it"), [(i, number) for i in range(number)])
+            after.drop()
+            twin.drop()
+            self.assertEqual(self.listed("it"), [])
+
+    @long_emulated
+    def test_layers(self):
+        """A pipeline's stages: two of one layer each become one of two."""
+        whole = Tokens(5, 500, 2, 4, 2, DIM)
+        parts = []
+        for i in range(2):
+            part = Tokens(5, 500, 1, 4, 2, DIM)
+            part.k, part.v, part.q = (getattr(whole, x)[i:i + 1] for x in "kvq")
+            parts.append(part)
+        stages = [self.client.session(p.rows, "oscar2", name="it", shard=i, shards=2)
+                  for i, p in enumerate(parts)]
+        feed(self.queue, parts, stages, [400, 400])
+        stages[0].save()
+        self.again()
+        one = self.client.session(whole.rows, "oscar2", name="it")
+        twin = self.client.session(whole.rows, "oscar2")
+        whole.feed(self.queue, twin, 400)
+        self.same(one, twin, whole)
+
+    def test_while_in_memory(self):
+        """It makes way when it is saved and closed, and not before."""
+        whole = self.whole(6)
+        two = Deal(self, whole, "oscar2", "it", 2)
+        two.feed(300)
+        text = ("exists with 2 shards, 1 are asked for", "kvqctl session save")
+        options = {"name": "it", "layers": Part(whole, 0, 1).rows, "format": "oscar2"}
+        self.fails(kvq.Code.E_EXISTS, self.client.session, text=text, **options)
+        two.save()
+        self.fails(kvq.Code.E_EXISTS, self.client.session, text=text, **options)
+        two.close()
+        with Deal(self, whole, "oscar2", "it", 1).sessions[0] as one:
+            self.assertEqual(one.tokens, 300)
+        # Now it is in memory with one, which is not how it is stored.
+        self.fails(kvq.Code.E_EXISTS, self.client.session, text=("1 shards, 8 are asked for",),
+                   **dict(options, shards=8))
+        self.daemon.ctl("session", "save", "it")
+        self.daemon.ctl("session", "restore", "it", "--shards", "4")
+        self.assertEqual(len([s for s in self.daemon.ctl("session", "list")
+                              if s["name"] == "it"]), 4)
+        self.client.restore("it", shard=3, shards=4)
+        self.fails(kvq.Code.E_EXISTS, self.client.restore, "it", shards=2,
+                   text=("4 shards, 2 are asked for",))
+        self.fails(kvq.Code.E_INVALID, self.client.restore, "it", shard=2, shards=2,
+                   text=("shard 2 of 2",))
+        four = Deal(self, whole, "oscar2", "it", 4)
+        four.feed(10)
+        self.assertEqual(four.tokens, 310)
+
+    def test_refusals(self):
+        whole = self.whole(7, 300)
+        two = Deal(self, whole, "oscar2-xh", "xh", 2)
+        two.feed(200)
+        two.save()
+        plain = Deal(self, whole, "oscar2", "plain", 2)
+        plain.feed(200)
+        plain.save()
+        self.again()
+        options = {"name": "xh", "layers": Part(whole, 0, 1).rows, "format": "oscar2-xh"}
+        self.fails(kvq.Code.E_EXISTS, self.client.session,
+                   text=("oscar2-xh", "over all KV heads", "open it with 2"), **options)
+        self.fails(kvq.Code.E_EXISTS, self.client.session, text=("cannot share equally",),
+                   name="plain", layers=options["layers"], format="oscar2", shards=3)
+        self.fails(kvq.Code.E_EXISTS, self.client.session, text=("5 layers are asked for",),
+                   name="plain", layers=[kvq.Layer(2, 1, DIM, repeat=5)], format="oscar2")
+        self.assertEqual(Deal(self, whole, "oscar2-xh", "xh", 2).tokens, 200)
+
+    def test_damage(self):
+        """What is damaged in one shard is lost to all, whatever their number."""
+        whole = self.whole(8)
+        two = Deal(self, whole, "f16", "it", 2)
+        two.feed(300)
+        two.feed(300)
+        two.save()
+        path = os.path.join(self.folder, "store")
+        path = [os.path.join(path, f) for f in sorted(os.listdir(path)) if "seg" in f][-1]
+        with open(path, "r+b") as file:  # page 2 of layer 1 of the second shard
+            at = file.read().find(whole.k[1, 300, HEADS - 1].astype("float16").tobytes())
+            self.assertGreater(at, 0)
+            file.seek(at)
+            file.write(b"\xff\x00")
+        self.again()
+        with self.client.session(name="it", layers=Part(whole, 0, 4).rows, format="f16",
+                                 shards=4) as first:
+            self.assertEqual(first.tokens, 600)  # nobody has looked yet
+            read_all(self.queue, first, LAYERS)  # it has none of those heads
+            options = {"name": "it", "layers": Part(whole, 3, 4).rows, "format": "f16",
+                       "shards": 4, "shard": 3}
+            last = self.client.session(**options)
+            self.fails(kvq.Code.E_DAMAGED, read_all, self.queue, last, LAYERS)
+            last.close()
+        four = Deal(self, whole, "f16", "it", 4)
+        self.assertEqual(four.tokens, 256)
+        twin = Deal(self, whole, "f16", "twin", 4)
+        twin.feed(256)
+        self.assertTrue(four.read() == twin.read())
+        four.feed(20)
