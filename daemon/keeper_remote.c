@@ -380,14 +380,14 @@ int kvq__keeper_remote_open(struct kvq__keeper *keeper, char *text)
     int rc = check_files(c, why);
     rc = rc ? rc : kvq__remote_connect(c, NULL, &remote, why);
     kvq_remote_close(&remote);
-    struct kvq__desk *desk = rc == 0 ? calloc(1, sizeof *desk) : NULL;
-    if (rc == 0 && !desk) {
-        snprintf(why, sizeof why, "no memory");
-        rc = KVQ_E_NO_MEMORY;
-    }
-    if (rc < 0) {
+    if (rc != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "remote store: %.480s", why);
         return rc;
+    }
+    struct kvq__desk *desk = calloc(1, sizeof *desk);
+    if (!desk) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+        return KVQ_E_NO_MEMORY;
     }
     desk->keeper = keeper;
     TAILQ_INIT(&desk->transfers);

@@ -11,9 +11,12 @@
 #include "proto/sync.h"
 
 enum {
-    TALK_AT_ONCE = 2,   // pushes and pulls
-    ASK_AT_ONCE = 2,    // lists and removals
-    MOST = 64,          // under way, queued ones included
+    TALK_AT_ONCE = 2, // pushes and pulls
+    ASK_AT_ONCE = 2,  // lists and removals
+    MOST = 64,        // pushes and pulls under way, queued ones included
+    MOST_OF_ONE = 16, // of one user
+    MOST_ASKS = 6,    // lists and removals: somebody waits for each, and takes up room
+    MOST_ASKS_OF_ONE = 2,
     TOLD = 64,          // of those that have ended
     TOLD_SECONDS = 600, // since then
     TRIES = 3,          // where a session is saved again while it is exported
@@ -145,7 +148,6 @@ static void conclude(struct kvq__transfer *x, int rc)
         x->text[0] = '\0';
     else if (!x->text[0])
         snprintf(x->text, sizeof x->text, "%s", kvq_status_text(rc));
-    desk->n_unfinished--;
     desk->keeper->n_tasks--;
     if (has_ticket(x)) {
         desk->failed += rc < 0;
@@ -553,6 +555,26 @@ static bool clash(const struct kvq__transfer *a, const struct kvq__transfer *b)
     return here || there;
 }
 
+// Whether there is room for one more, so that one user leaves some to the others.
+static int check_room(const struct kvq__desk *desk, const struct kvq__transfer *x, char *text)
+{
+    const struct kvq__transfer *other;
+    uint32_t all = 0, own = 0, most = has_ticket(x) ? MOST : MOST_ASKS;
+    uint32_t most_own = has_ticket(x) ? MOST_OF_ONE : MOST_ASKS_OF_ONE;
+    TAILQ_FOREACH (other, &desk->transfers, link) {
+        bool alike = other->phase != KVQ__TRANSFER_ENDED && has_ticket(other) == has_ticket(x);
+        all += alike;
+        own += alike && other->uid == x->uid;
+    }
+    if (all < most && own < most_own)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "%u requests to the remote store are under way, %u of them of this user; at most %u "
+             "and %u may be: wait until some have ended",
+             all, own, most, most_own);
+    return KVQ_E_LIMIT;
+}
+
 int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *text)
 {
     const struct kvq__transfer *other;
@@ -566,16 +588,13 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
                  kvq__transfer_phase(other));
         return KVQ_E_BUSY;
     }
-    if (desk->n_unfinished >= MOST) {
-        snprintf(text, KVQ_TEXT_BYTES, "%u transfers are under way; wait until some have ended",
-                 desk->n_unfinished);
-        return KVQ_E_LIMIT;
-    }
+    int rc = check_room(desk, x, text);
+    if (rc < 0)
+        return rc;
     x->desk = desk;
     x->id = ++desk->last_id;
     x->phase = KVQ__TRANSFER_QUEUED;
     x->begun = kvq__now_ns();
-    desk->n_unfinished++;
     desk->keeper->n_tasks++;
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
     return 0;

@@ -69,8 +69,8 @@ TAILQ_HEAD(kvq__transfers, kvq__transfer);
 struct kvq__desk {
     struct kvq__keeper *keeper;
     struct kvq__transfers transfers; // in the order of their ids; ended ones stay a while
-    uint32_t n_unfinished, n_talking, n_asking; // of those with and without a ticket
-    uint32_t failed;                            // since the folder was swept
+    uint32_t n_talking, n_asking;    // of those with and without a ticket
+    uint32_t failed;                 // since the folder was swept
     bool sweeping;
     uv_work_t sweep;
     uint32_t stop; // a word: not 0 once all are to end

@@ -36,24 +36,23 @@ class Gate:
         self.port = self.listener.getsockname()[1]
         self.news = threading.Condition()
         self.left = {"up": None, "down": None}  # bytes; None: no end
-        self.held = False
+        self.held = 0  # connections that stand before the gate
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close_after(self, **left):
         """close_after(up=1000): so many more bytes pass to the server, then nothing does."""
         with self.news:
             self.left.update(left)
-            self.held = False
 
     def open(self):
         with self.news:
             self.left = {"up": None, "down": None}
             self.news.notify_all()
 
-    def wait_held(self):
-        """Until something stands before the gate."""
+    def wait_held(self, count=1):
+        """Until so many stand before the gate."""
         with self.news:
-            if not self.news.wait_for(lambda: self.held, BOUND):
+            if not self.news.wait_for(lambda: self.held >= count, BOUND):
                 raise AssertionError("nothing came to the gate")
 
     def end(self):
@@ -76,10 +75,11 @@ class Gate:
     def _share(self, way, wanted):
         """How many of the bytes may pass; waits until some may."""
         with self.news:
-            while self.left[way] == 0:
-                self.held = True
+            if self.left[way] == 0:
+                self.held += 1
                 self.news.notify_all()
-                self.news.wait()
+                self.news.wait_for(lambda: self.left[way] != 0)
+                self.held -= 1
             if self.left[way] is None:
                 return wanted
             share = min(wanted, self.left[way])
@@ -338,13 +338,14 @@ class Trouble(Remote):
         self.assertEqual(ctl.returncode, 1)
         self.assertEqual(json.loads(out)["status"], kvq.Code.E_CANCELLED)
         self.assertIn("is kept", complaint)
-        self.gate.close_after(up=0)
-        for words in (("session", "push", "it"), ("remote", "list")):
+        waits = self.gate.held  # the connection that was given up
+        for words in (("session", "push", "it"), ("remote", "list"), ("remote", "list")):
             ctl = self.begin(one, *words)
-            self.gate.wait_held()
-            self.gate.held = False
+            waits += 1
+            self.gate.wait_held(waits)
             ctl.kill()
             ctl.communicate()
+        self.refused(one, 1, "remote", "list", text="E_LIMIT")
         one.stop()
         self.daemons.remove(one)
         one.wait_log("event=remote_failed .*shutting down")
