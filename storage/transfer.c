@@ -75,13 +75,23 @@ static int add_record(struct export *e, enum kvq_record_kind kind, uint64_t id, 
     return rc ? rc : add_bytes(e, zeros, kvq_record_bytes(n) - sizeof r - n);
 }
 
+// The same saves make the same file, so that who has sent it need not send it again. What its salt
+// is made of no client knows: the store's id is random.
 static int add_front(struct export *e)
 {
     struct kvq_file_head head = {0};
+    struct {
+        uint8_t store[sizeof e->s->id];
+        uint64_t saves[2 * KVQ_MAX_SHARDS];
+    } of = {0};
     memcpy(head.store, e->s->id, sizeof head.store);
-    int rc = e->s->io->random(e->s->io, &head.salt, sizeof head.salt);
-    if (rc)
-        return kvq__io_complain(e->c, rc, "a random number", "had");
+    memcpy(of.store, e->s->id, sizeof of.store);
+    for (uint32_t i = 0; i < e->n_shards; i++) {
+        of.saves[2 * i] = e->shards[i].id;
+        of.saves[2 * i + 1] = e->shards[i].save;
+    }
+    struct kvq_checksum sum = kvq_checksum(&of, sizeof of);
+    memcpy(&head.salt, &sum, sizeof head.salt);
     e->salt = head.salt;
     return add_record(e, KVQ_RECORD_FILE, 0, &head, sizeof head);
 }

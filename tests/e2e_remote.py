@@ -250,6 +250,7 @@ class Transfers(Remote):
         feed(queue, [tokens, tokens], shards, [300, 300], attend=False)
         one.ctl("session", "push", "a/b ü")  # saves it first
         self.assertEqual(one.ctl("storage", "list")[0]["tokens"], 300)
+        self.assertEqual(one.ctl("session", "push", "a/b ü")["sent_bytes"], 0)  # nothing is new
         self.assertEqual(two.ctl("remote", "list"), [{"namespace": "uid-%d" % os.getuid(),
                                                       "name": "a/b ü"}])
         self.refused(two, 5, "session", "pull", "b", text="remote list")

@@ -471,6 +471,9 @@ static void a_session_moves_between_stores(void **state)
     assert_true(moved.bytes > SHARDS * BLOCKS * BLOCK_BYTES);
     assert_true(moved.transferred <= moved.bytes - first);
     assert_int_equal(left_behind("moving"), 0);
+    // What has not changed is not sent again.
+    good(kvq_remote_push(remote, here, moving, "u", "s", NULL, &moved, text, sizeof text));
+    assert_int_equal(moved.transferred, 0);
     // So does a pull, unless the session was pushed anew meanwhile: then that one is pulled.
     b = (struct breaker){.at = 2 * PART};
     assert_int_equal(

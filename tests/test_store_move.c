@@ -234,6 +234,38 @@ static void no_room(void **state)
     kvq_store_close(&k.store);
 }
 
+// What did not change makes the same file, whoever exports it when; anything new makes another.
+static void same_saves_same_file(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1};
+    struct kvq_store_freed freed;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    make_group(&k, &w);
+    uint64_t salts[3], bytes[3];
+    struct kvq_checksum sums[3];
+    for (int i = 0; i < 3; i++) {
+        if (i == 1) {
+            assert_int_equal(kvq_store_compact(k.store, UINT64_MAX, 0, &freed, NULL, 0), 0);
+            kvq_store_close(&k.store);
+            assert_int_equal(kit_open(&k, &disk.io), 0);
+        } else if (i == 2) {
+            assert_int_equal(kit_save(&k, &w, "group"), 0);
+        }
+        assert_int_equal(
+            kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text), 0);
+        const struct fault_file *file = fault_find(&disk, file_path);
+        bytes[i] = file->bytes;
+        sums[i] = kvq_checksum(file->data, file->bytes);
+        memcpy(&salts[i], file->data + KVQ_RECORD_HEAD + 24, sizeof salts[i]);
+    }
+    assert_int_equal(bytes[0], bytes[1]);
+    assert_true(kvq_checksum_equal(sums[0], sums[1]));
+    assert_true(salts[0] != 0 && salts[1] != salts[2]);
+    kvq_store_close(&k.store);
+}
+
 struct onlooker {
     uint32_t told, until; // how often it lets the call go on
     uint64_t done;
@@ -373,6 +405,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
         cmocka_unit_test_setup_teardown(readers_beside_a_writer, set_up, tear_down),
     };
