@@ -303,6 +303,8 @@ struct kvq_session_info {
     uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
     uint64_t shared_bytes;  /* of packed_bytes, in blocks that others have as well; of
                                kvq_session_info alone */
+    char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
+    uint8_t pinned;         /* kvq_session_pin */
 };
 
 /* Sharded sessions. A model that runs as several shards, by KV heads or by layers, has one session
@@ -359,6 +361,23 @@ KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
  * KVQ_E_BUSY (it is being moved, or read by a client in its own context), KVQ_E_READ_ONLY,
  * KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile). */
 KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
+/* Parks the session with all its shards: what is not saved of it is written to the daemon's
+ * storage_dir, then its memory is freed, and the call returns. Handles, also those of others, stay
+ * valid and say the same: whoever uses it next, or opens it, brings it back and only waits for
+ * that. It need not have a name; what is stored of it then goes with it. KVQ_E_BUSY (it is in a
+ * step or in use, pinned, read by a client in its own context, or was used meanwhile: it stays in
+ * memory), KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INCOMPLETE (not all shards are
+ * open), KVQ_E_NO_SPACE, KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile).
+ * Requests that bring it back may fail with KVQ_E_NO_MEMORY or KVQ_E_QUOTA: it then stays on disk,
+ * and comes back once there is room. KVQ_E_DAMAGED, as of any handle of a session that was
+ * restored: close it, and open the session again. */
+KVQ_API KVQ_CHECK int kvq_session_park(kvq_client *client, kvq_session session);
+/* Begins to bring a parked session back, and returns at once: by the time of the next step it may
+ * be there. KVQ_E_BUSY (it is just being parked, or on its way already), KVQ_E_STALE. */
+KVQ_API KVQ_CHECK int kvq_session_prefetch(kvq_client *client, kvq_session session);
+/* With `pin`, the session stays in memory: it is never parked, and comes back if it is. Else it may
+ * be. Of all shards. KVQ_E_READ_ONLY, KVQ_E_STALE. */
+KVQ_API KVQ_CHECK int kvq_session_pin(kvq_client *client, kvq_session session, int pin);
 /* Saves the session with all its shards, at what is committed, to the daemon's storage_dir, and
  * returns when that is durable: it then survives a kill -9 of the daemon and a loss of power. Only
  * blocks that are new since the last save are written; nothing if nothing has changed. Other

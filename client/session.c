@@ -139,13 +139,15 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                       .shards = s->shards,
                                       .group_tokens = s->group_tokens,
                                       .prefix_tokens = s->prefix_tokens,
-                                      .shared_bytes = s->shared_bytes};
+                                      .shared_bytes = s->shared_bytes,
+                                      .pinned = s->pinned};
     copy_text(info->ns, sizeof info->ns, s->namespace_);
     copy_text(info->name, sizeof info->name, s->name);
     copy_text(info->format, sizeof info->format, s->format);
     copy_text(info->attention, sizeof info->attention, s->path);
     copy_text(info->isa, sizeof info->isa, s->isa);
     copy_text(info->place, sizeof info->place, s->place);
+    copy_text(info->tier, sizeof info->tier, s->tier);
 }
 
 static int take_session(kvq_client *client, const struct kvq_session_options *o,
@@ -334,7 +336,6 @@ static int ask_move(kvq_client *client, struct kvq__call *call, struct move_answ
 {
     call->send_fd = -1;
     call->want = KVQ__REPLY__RESULT_MOVE;
-    call->what = "moving a session";
     pthread_mutex_lock(&client->control);
     int rc = kvq__exchange(client, call);
     if (rc == KVQ_OK) {
@@ -346,13 +347,31 @@ static int ask_move(kvq_client *client, struct kvq__call *call, struct move_answ
     return rc;
 }
 
+// Asks until the move that the call has begun is over. 0 or what it ended with.
+static int follow_move(kvq_client *client, struct kvq__call *call)
+{
+    Kvq__AskMove ask = KVQ__ASK_MOVE__INIT;
+    struct timespec pause = {.tv_nsec = MOVE_ASK_NS};
+    struct move_answer answer;
+    const char *what = call->what;
+    int rc = ask_move(client, call, &answer);
+    while (rc == KVQ_OK && !answer.finished) {
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < MOVE_ASK_MOST_NS)
+            pause.tv_nsec *= 2;
+        ask.id = answer.id;
+        *call = (struct kvq__call){.request = KVQ__REQUEST__INIT, .what = what};
+        call->request.command_case = KVQ__REQUEST__COMMAND_ASK_MOVE;
+        call->request.ask_move = &ask;
+        rc = ask_move(client, call, &answer);
+    }
+    return rc || answer.status == KVQ_OK ? rc : kvq__fail(answer.status, "%s", answer.text);
+}
+
 int kvq_session_move(kvq_client *client, kvq_session session, const char *place)
 {
     Kvq__MoveSession message = KVQ__MOVE_SESSION__INIT;
-    Kvq__AskMove ask = KVQ__ASK_MOVE__INIT;
-    struct kvq__call call = {.request = KVQ__REQUEST__INIT};
-    struct timespec pause = {.tv_nsec = MOVE_ASK_NS};
-    struct move_answer answer;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "moving a session"};
     if (!client || !place)
         return kvq__fail(KVQ_E_INVALID, "kvq_session_move: an argument is NULL");
     if (strlen(place) >= KVQ_NAME_BYTES || !kvq_text_valid(place, strlen(place)))
@@ -362,18 +381,52 @@ int kvq_session_move(kvq_client *client, kvq_session session, const char *place)
     message.place = text_of(place);
     call.request.command_case = KVQ__REQUEST__COMMAND_MOVE_SESSION;
     call.request.move_session = &message;
-    int rc = ask_move(client, &call, &answer);
-    while (rc == KVQ_OK && !answer.finished) {
-        nanosleep(&pause, NULL);
-        if (pause.tv_nsec < MOVE_ASK_MOST_NS)
-            pause.tv_nsec *= 2;
-        ask.id = answer.id;
-        call = (struct kvq__call){.request = KVQ__REQUEST__INIT};
-        call.request.command_case = KVQ__REQUEST__COMMAND_ASK_MOVE;
-        call.request.ask_move = &ask;
-        rc = ask_move(client, &call, &answer);
-    }
-    return rc || answer.status == KVQ_OK ? rc : kvq__fail(answer.status, "%s", answer.text);
+    return follow_move(client, &call);
+}
+
+int kvq_session_park(kvq_client *client, kvq_session session)
+{
+    Kvq__ParkSession message = KVQ__PARK_SESSION__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "parking a session"};
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_park: client is NULL");
+    message.which_case = KVQ__PARK_SESSION__WHICH_HANDLE;
+    message.handle = session;
+    call.request.command_case = KVQ__REQUEST__COMMAND_PARK_SESSION;
+    call.request.park_session = &message;
+    return follow_move(client, &call);
+}
+
+int kvq_session_prefetch(kvq_client *client, kvq_session session)
+{
+    Kvq__PrefetchSession message = KVQ__PREFETCH_SESSION__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "bringing a session back"};
+    struct move_answer answer;
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_prefetch: client is NULL");
+    message.which_case = KVQ__PREFETCH_SESSION__WHICH_HANDLE;
+    message.handle = session;
+    call.request.command_case = KVQ__REQUEST__COMMAND_PREFETCH_SESSION;
+    call.request.prefetch_session = &message;
+    return ask_move(client, &call, &answer);
+}
+
+int kvq_session_pin(kvq_client *client, kvq_session session, int pin)
+{
+    Kvq__PinSession message = KVQ__PIN_SESSION__INIT;
+    struct kvq__call call = {
+        .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "pinning a session"};
+    if (!client)
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_pin: client is NULL");
+    message.which_case = KVQ__PIN_SESSION__WHICH_HANDLE;
+    message.handle = session;
+    message.pin = pin != 0;
+    call.request.command_case = KVQ__REQUEST__COMMAND_PIN_SESSION;
+    call.request.pin_session = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    pthread_mutex_unlock(&client->control);
+    return rc;
 }
 
 // ---- On disk ----

@@ -72,6 +72,8 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->shared_bytes = info->shared_bytes;
     s->loading_layers = info->loading;
     s->saved = info->saved;
+    s->tier = kvq_arena_text(arena, info->away ? "disk" : info->isa[0] ? "device" : "host");
+    s->pinned = info->stays;
     return s;
 }
 
@@ -286,13 +288,54 @@ static int start_move(const struct kvq__dispatch *d, const Kvq__MoveSession *m,
     return error ? error : kvq__session_move(d->client, m->handle, &spec, info, text);
 }
 
+static int start_park(const struct kvq__dispatch *d, const Kvq__ParkSession *m,
+                      struct kvq__move_info *info, char *text)
+{
+    if (m->which_case == KVQ__PARK_SESSION__WHICH_REF)
+        return kvq__session_park_named(d->core, d->peer, m->ref->namespace_, m->ref->name, info,
+                                       text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_park(d->client, m->handle, info, text);
+}
+
+static int start_prefetch(const struct kvq__dispatch *d, const Kvq__PrefetchSession *m,
+                          struct kvq__move_info *info, char *text)
+{
+    if (m->which_case == KVQ__PREFETCH_SESSION__WHICH_REF)
+        return kvq__session_prefetch_named(d->core, d->peer, m->ref->namespace_, m->ref->name, info,
+                                           text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_prefetch(d->client, m->handle, info, text);
+}
+
+static int pin_session(const struct kvq__dispatch *d, const Kvq__PinSession *m, char *text)
+{
+    if (m->which_case == KVQ__PIN_SESSION__WHICH_REF)
+        return kvq__session_stay_named(d->core, d->peer, m->ref->namespace_, m->ref->name, m->pin,
+                                       text);
+    int error = need_client(d, text);
+    return error ? error : kvq__session_stay(d->client, m->handle, m->pin, text);
+}
+
 static int run_move(const struct kvq__dispatch *d, const Kvq__Request *request,
                     struct kvq_arena *arena, Kvq__Reply *reply, char *text)
 {
     struct kvq__move_info info;
-    int error = request->command_case == KVQ__REQUEST__COMMAND_MOVE_SESSION
-                    ? start_move(d, request->move_session, &info, text)
-                    : kvq__move_info(d->core, d->peer, request->ask_move->id, &info, text);
+    int error = 0;
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_MOVE_SESSION:
+        error = start_move(d, request->move_session, &info, text);
+        break;
+    case KVQ__REQUEST__COMMAND_PARK_SESSION:
+        error = start_park(d, request->park_session, &info, text);
+        break;
+    case KVQ__REQUEST__COMMAND_PREFETCH_SESSION:
+        error = start_prefetch(d, request->prefetch_session, &info, text);
+        break;
+    default:
+        error = kvq__move_info(d->core, d->peer, request->ask_move->id, &info, text);
+        break;
+    }
     if (error)
         return error;
     reply->move = move_message(arena, &info);
@@ -624,8 +667,8 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command)
            command == KVQ__REQUEST__COMMAND_LIST_FORMATS ||
            (command >= KVQ__REQUEST__COMMAND_LOOKUP_PREFIX &&
             command <= KVQ__REQUEST__COMMAND_LIST_PREFIXES) ||
-           command == KVQ__REQUEST__COMMAND_MOVE_SESSION ||
-           command == KVQ__REQUEST__COMMAND_ASK_MOVE;
+           (command >= KVQ__REQUEST__COMMAND_MOVE_SESSION &&
+            command <= KVQ__REQUEST__COMMAND_PIN_SESSION);
 }
 
 // Commands about sessions; true if one was answered with a session.
@@ -667,8 +710,14 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         error = run_session(d, request, arena, reply, text);
         answers = false;
         break;
+    case KVQ__REQUEST__COMMAND_PIN_SESSION:
+        error = pin_session(d, request->pin_session, text);
+        answers = false;
+        break;
     case KVQ__REQUEST__COMMAND_MOVE_SESSION:
     case KVQ__REQUEST__COMMAND_ASK_MOVE:
+    case KVQ__REQUEST__COMMAND_PARK_SESSION:
+    case KVQ__REQUEST__COMMAND_PREFETCH_SESSION:
         error = run_move(d, request, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_PING:

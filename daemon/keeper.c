@@ -195,32 +195,50 @@ static Kvq__SavedEntry *entry_message(struct kvq_arena *arena, const struct kvq_
     return e;
 }
 
+enum { SAVED_BYTES = KVQ_MAX_MESSAGE - 4096 };
+
+// Adds what was found, but for what is parked and has no name. False once there is no more room.
+static bool add_saved(struct kvq_arena *arena, const struct kvq_store_session *found, uint32_t n,
+                      Kvq__SavedList *list, size_t *bytes)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        if (found[i].name[0] == '#')
+            continue;
+        Kvq__SavedEntry *e = entry_message(arena, &found[i]);
+        *bytes += e ? kvq__saved_entry__get_packed_size(e) + 4 : SAVED_BYTES;
+        if (*bytes > SAVED_BYTES || list->n_sessions == KVQ_MAX_LIST) {
+            list->truncated = true;
+            return false;
+        }
+        list->sessions[list->n_sessions++] = e;
+    }
+    return true;
+}
+
 static void list_saved(struct kvq__task *t)
 {
-    enum { MOST = KVQ_MAX_LIST, BYTES = KVQ_MAX_MESSAGE - 4096 };
-    uint32_t count = 0;
+    enum { MOST = KVQ_MAX_LIST };
+    uint32_t count = MOST;
     size_t bytes = 0;
+    uint64_t after = 0;
     struct kvq_store_session *s = calloc(MOST, sizeof *s);
     Kvq__SavedList *list = kvq_arena_alloc(t->arena, sizeof *list);
     Kvq__SavedEntry **entries = kvq_arena_alloc(t->arena, MOST * sizeof *entries);
     if (!s || !list || !entries) {
+        free(s);
         t->rc = KVQ_E_NO_MEMORY;
-    } else {
-        kvq__saved_list__init(list);
-        t->rc = kvq_store_list(t->keeper->store, t->ns[0] ? t->ns : NULL, 0, s, MOST, &count,
-                               t->text, sizeof t->text);
-        list->sessions = entries;
-        for (uint32_t i = 0; i < count && t->rc == 0; i++) {
-            Kvq__SavedEntry *e = entry_message(t->arena, &s[i]);
-            bytes += e ? kvq__saved_entry__get_packed_size(e) + 4 : BYTES;
-            if (bytes > BYTES)
-                break;
-            entries[list->n_sessions++] = e;
-        }
-        list->truncated = list->n_sessions < count || count == MOST;
-        t->reply->saved = list;
-        t->reply->result_case = KVQ__REPLY__RESULT_SAVED;
+        return;
     }
+    kvq__saved_list__init(list);
+    list->sessions = entries;
+    for (bool more = true; more && count == MOST && t->rc == 0;) {
+        t->rc = kvq_store_list(t->keeper->store, t->ns[0] ? t->ns : NULL, after, s, MOST, &count,
+                               t->text, sizeof t->text);
+        more = t->rc == 0 && add_saved(t->arena, s, count, list, &bytes);
+        after = count ? s[count - 1].id : 0;
+    }
+    t->reply->saved = list;
+    t->reply->result_case = KVQ__REPLY__RESULT_SAVED;
     free(s);
 }
 
@@ -494,6 +512,7 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->found = NULL;
     t->loading = NULL;
     t->transfer = NULL;
+    t->order = NULL;
     t->opens = KVQ__OPEN_NONE;
     t->ask = NULL;
     t->place = NULL;
@@ -647,6 +666,9 @@ static int open_store(struct kvq__keeper *keeper, char *text)
     else
         kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s", c->storage_dir,
                  report.created ? "yes" : "no");
+    if (kvq__keeper_sweep(keeper->store, why) < 0) // they take room, and do no harm
+        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", c->storage_dir,
+                 kvq__log_quote(quoted, sizeof quoted, why));
     return 0;
 }
 
@@ -702,6 +724,7 @@ void kvq__keeper_end(struct kvq__keeper *keeper)
     if (!keeper || keeper->ended)
         return;
     keeper->ended = true;
+    kvq__keeper_stop_orders(keeper);
     kvq__transfers_stop(keeper);
     if (keeper->timers)
         uv_timer_stop(&keeper->tick);

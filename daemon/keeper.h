@@ -59,8 +59,9 @@ struct kvq__task {
     struct kvq__transfer *transfer; // that is being asked for
     const Kvq__OpenSession *open;   // whose prefix is looked for
     struct kvq__prefix_ask *ask;
-    uint32_t pages;    // that the store has of it
-    const char *place; // where it was read to; lives as long as the core
+    uint32_t pages;                 // that the store has of it
+    const char *place;              // where it was read to; lives as long as the core
+    const struct kvq__order *order; // of the core's, so that a session is parked; else NULL
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.
@@ -75,6 +76,8 @@ void kvq__keeper_end(struct kvq__keeper *keeper);
 bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *request);
 // Takes it; task->done follows, maybe at once.
 void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *task);
+// Poller's thread: the core has orders (saved.h).
+void kvq__keeper_wants(struct kvq__keeper *keeper);
 // Saves all named sessions that are not saved, if the configuration says so; then calls done.
 void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server));
 

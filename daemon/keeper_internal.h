@@ -41,6 +41,9 @@ struct kvq__keeper {
         opens;              // sessions that are being opened or restored, until the poller has them
     struct kvq__desk *desk; // NULL: there is no remote store
 
+    struct kvq__mail wants_mail, stop_mail;
+    bool wanted, deaf; // poller's thread: the mail is on its way; no orders are taken any more
+
     struct kvq__loadings loadings;
     uint32_t n_loading; // of these, under way
 
@@ -103,6 +106,20 @@ struct kvq_stored kvq__found_block(const struct kvq__found *found, uint32_t part
 // Reads n parts of one that is put together.
 int kvq__found_gather(struct kvq_store *store, const struct kvq__found *found,
                       const uint32_t *parts, uint32_t n, void *const *rooms, char *text);
+
+// A FETCH.
+void kvq__keeper_fetch(struct kvq__task *task);
+// The stamp of what is stored as task->ns and name. 0 or a code with a text; any thread of libuv's.
+int kvq__keeper_stamp(struct kvq__task *task, uint64_t *stamp);
+// Whether all of that is there, as far as is known, with this stamp. Likewise.
+bool kvq__keeper_is_whole(struct kvq__task *task, uint64_t stamp);
+
+// ---- keeper_park.c ----
+
+// No more orders are taken; those that were end.
+void kvq__keeper_stop_orders(struct kvq__keeper *keeper);
+// Deletes sessions without a name that a run before has left. 0 or a code with a text.
+int kvq__keeper_sweep(struct kvq_store *store, char *text);
 
 // ---- keeper_remote.c: commands ----
 

@@ -29,7 +29,7 @@ struct kvq__loading {
     struct kvq__restore *restore;
     struct kvq__found *found;
     struct kvq__task *task; // that waits for the end; NULL = none
-    bool reading, prefix;
+    bool reading, fetches, prefix;
     uv_work_t work;
     struct kvq__mail mail;
     struct layer_mail layers[KVQ_MAX_LAYERS];
@@ -150,6 +150,29 @@ int kvq__found_read(struct kvq__task *t, const struct kvq_store_session *s, stru
     int rc = kvq__found_meta(t, s, f);
     rc = rc ? rc : read_good(t, s, f);
     return rc ? rc : kvq__found_blocks(t, s, f);
+}
+
+int kvq__keeper_stamp(struct kvq__task *t, uint64_t *stamp)
+{
+    struct kvq_store_session s;
+    struct kvq__found *f = calloc(1, sizeof *f);
+    int rc = f ? kvq_store_find(t->keeper->store, t->ns, t->name, 0, &s, t->text, sizeof t->text)
+               : KVQ_E_NO_MEMORY;
+    rc = rc ? rc : kvq__found_meta(t, &s, f);
+    *stamp = rc ? 0 : f->saved.stamp;
+    kvq__found_free(&f);
+    return rc;
+}
+
+bool kvq__keeper_is_whole(struct kvq__task *t, uint64_t stamp)
+{
+    struct kvq_store_session s;
+    struct kvq__found f = {0};
+    uint64_t there;
+    int rc = kvq__keeper_stamp(t, &there);
+    rc = rc ? rc : kvq_store_find(t->keeper->store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
+    rc = rc ? rc : read_good(t, &s, &f);
+    return rc == 0 && there == stamp && f.good >= s.tokens;
 }
 
 static int find_once(struct kvq__task *t)
@@ -367,6 +390,8 @@ static void tell(const struct kvq__loading *l)
         kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
         return;
     }
+    if (l->fetches) // the core has told
+        return;
     if (!l->prefix && l->tokens < l->found->saved.tokens) {
         snprintf(text, sizeof text, "%llu of %llu tokens are good and were restored",
                  (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
@@ -469,12 +494,15 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
         return KVQ_E_NO_MEMORY;
     }
-    int rc = kvq__restore_begin(t->keeper->server->core, t->peer, &spec, &l->restore, t->text);
+    struct kvq__core *core = t->keeper->server->core;
+    int rc = t->order ? kvq__fetch_begin(core, t->order->id, &spec, &l->restore, t->text)
+                      : kvq__restore_begin(core, t->peer, &spec, &l->restore, t->text);
     if (rc < 0) {
         free(l);
         return rc == KVQ_E_EXISTS ? 0 : rc;
     }
     l->keeper = t->keeper;
+    l->fetches = t->order != NULL;
     l->begun = kvq__now_ns();
     l->prefix = as->prefix_tokens > 0;
     snprintf(l->ns, sizeof l->ns, "%s", t->ns);
@@ -579,11 +607,19 @@ static int refuse_to_create(struct kvq__task *t)
 
 static void look_again(struct kvq__task *t);
 
+// What is about to be deleted, or was just now, is not there.
+static void check_found(struct kvq__task *t)
+{
+    if (t->found && kvq__park_forgotten(t->keeper->server->core, t->found->saved.stamp))
+        kvq__found_free(&t->found);
+}
+
 // Poller's thread.
 static void open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
     const struct kvq__begin as = {.ns = t->ns, .place = open->place};
+    check_found(t);
     if (t->rc == 0 && t->found && open->must_create)
         t->rc = refuse_to_create(t);
     if (t->rc == 0 && !t->found && open->prefix) {
@@ -669,6 +705,7 @@ static void restore_now(struct kvq__task *t)
     struct kvq__session_info info;
     const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
     struct kvq__core *core = t->keeper->server->core;
+    check_found(t);
     if (makes_way(t, look_again_to_restore))
         return;
     bool there = t->rc == 0 && t->as.shards &&
@@ -712,4 +749,38 @@ void kvq__keeper_restore(struct kvq__task *t)
         return;
     }
     kvq__task_to_work(t, look, looked_for_restore);
+}
+
+// ---- Sessions that are parked ----
+
+// Poller's thread. Where reserving has failed the core knows already.
+static void fetch_now(struct kvq__task *t)
+{
+    if (t->rc == 0 && !t->found) {
+        snprintf(t->text, sizeof t->text, "nothing is stored of session \"%s\" any more", t->name);
+        t->rc = KVQ_E_NO_SESSION;
+    }
+    if (t->rc == 0)
+        t->rc = begin(t, &(struct kvq__begin){0});
+    if (t->rc < 0)
+        kvq__fetch_failed(t->keeper->server->core, t->order->id, t->rc, t->text);
+    t->then = back_to_loop;
+    reserve(t);
+}
+
+static void look_for_parked(struct kvq__task *t)
+{
+    t->as = (struct kvq__reshard_as){.shard = t->order->shard};
+    find(t);
+}
+
+static void looked_for_parked(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), fetch_now);
+}
+
+void kvq__keeper_fetch(struct kvq__task *t)
+{
+    kvq__task_to_work(t, look_for_parked, looked_for_parked);
 }

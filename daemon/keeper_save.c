@@ -151,7 +151,7 @@ static void tell(struct kvq__task *t)
 {
     char text[192];
     struct kvq__keeper *keeper = t->keeper;
-    if (t->quiet)
+    if (t->quiet || (t->order && t->rc != KVQ_E_NO_SPACE)) // of parking the core tells
         return;
     if (t->rc == KVQ_E_NO_SPACE) {
         kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
@@ -198,6 +198,8 @@ static void end_save(struct kvq__task *t)
     kvq__save_end(&t->save, t->rc == 0);
     if (t->own && t->rc < 0)
         t->quiet = !kvq__unsaved_failed(t->keeper->server->core, t->ns, t->name);
+    if (t->order)
+        kvq__park_saved(t->keeper->server->core, t->order->id, t->rc, t->text);
     kvq__task_to_loop(t, saved);
 }
 
@@ -238,7 +240,7 @@ static void tried(struct kvq__task *t)
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save)
         kvq__task_to_work(t, write_save, written);
-    else if (t->own && t->rc < 0)
+    else if (t->order || (t->own && t->rc < 0))
         kvq__task_to_poller(t, end_save);
     else
         answer(t);
@@ -283,7 +285,9 @@ static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
 // Poller's thread.
 static void try_save(struct kvq__task *t)
 {
-    struct kvq__save_spec spec = {.ns = t->ns, .name = t->name, .again = t->again};
+    bool parks = t->order != NULL;
+    struct kvq__save_spec spec = {
+        .ns = t->ns, .name = t->name, .again = t->again, .unnamed = parks, .parks = parks};
     const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
     t->rc = 0;
     if (ask && !t->name[0])

@@ -264,14 +264,6 @@ bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, 
 
 // ---- Parking ----
 
-static bool is_unsaved(const struct kvq__park *t)
-{
-    bool unsaved = false;
-    for (uint32_t i = 0; i < t->n; i++)
-        unsaved |= t->members[i] && (kvq__is_unsaved(t->members[i]) || !t->members[i]->stored);
-    return unsaved;
-}
-
 static void leave(struct kvq__park *t)
 {
     t->phase = KVQ__PARKING_LEAVING;
@@ -302,10 +294,8 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     }
     if (t->n == 0)
         finish(t, 0);
-    else if (is_unsaved(t))
-        kvq__park_want(s->core);
     else
-        leave(t);
+        kvq__park_want(s->core);
     if (info)
         fill_info(t, info);
     return 0;
@@ -349,7 +339,7 @@ static int check_leaving(struct kvq__park *t)
     int rc = check_members(t->members[0], t, t->text);
     if (rc < 0)
         return rc;
-    if (is_unsaved(t))
+    if (kvq__park_unsaved(t))
         return kvq__fail(t->text, KVQ_E_BUSY,
                          "session \"%s\" was changed while it was written; it stays in memory",
                          t->name);

@@ -115,6 +115,14 @@ static void name_order(struct kvq__order *order, const struct kvq__session *s)
     kvq__stored_name(s, order->name);
 }
 
+bool kvq__park_unsaved(const struct kvq__park *t)
+{
+    bool unsaved = false;
+    for (uint32_t i = 0; i < t->n; i++)
+        unsaved |= t->members[i] && (kvq__is_unsaved(t->members[i]) || !t->members[i]->stored);
+    return unsaved;
+}
+
 static bool next_save(struct kvq__core *core, struct kvq__order *order)
 {
     struct kvq__park *t;
@@ -122,7 +130,10 @@ static bool next_save(struct kvq__core *core, struct kvq__order *order)
         if (t->phase != KVQ__PARKING_WANTED)
             continue;
         t->phase = KVQ__PARKING_WRITING;
-        *order = (struct kvq__order){.kind = KVQ__ORDER_SAVE, .id = t->id};
+        *order = (struct kvq__order){.kind = KVQ__ORDER_SAVE,
+                                     .id = t->id,
+                                     .stamp = t->members[0]->stamp,
+                                     .stored = !kvq__park_unsaved(t)};
         name_order(order, t->members[0]);
         return true;
     }

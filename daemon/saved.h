@@ -164,7 +164,8 @@ void kvq__saved_ids_free(struct kvq__saved *saved);
 
 // ---- Parking (park.h): what the core wants of whoever saves sessions ----
 
-// SAVE: save it (kvq__save_spec with `parks` and `unnamed`), then say so by kvq__park_saved.
+// SAVE: save it (kvq__save_spec with `parks` and `unnamed`), then say so by kvq__park_saved. If it
+// counts as stored, look whether it really is, with that stamp and whole; if not, save it `again`.
 // FETCH: read it back, by kvq__fetch_begin or kvq__fetch_failed. FORGET: delete what is stored
 // under that name if it has that stamp, then say so by kvq__park_forgot.
 enum kvq__order_kind { KVQ__ORDER_SAVE, KVQ__ORDER_FETCH, KVQ__ORDER_FORGET };
@@ -174,7 +175,8 @@ struct kvq__order {
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES]; // that it is stored by
     char session[24];                              // SAVE: "#ID", for kvq__save_begin
     uint32_t shard;                                // FETCH
-    uint64_t stamp;                                // FETCH, FORGET
+    uint64_t stamp;                                // of what is stored
+    bool stored;                                   // SAVE: nothing has changed since
 };
 // The next one; false if there is none. Orders of one name come in the order they must be done in.
 bool kvq__park_next(struct kvq__core *core, struct kvq__order *order);

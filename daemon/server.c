@@ -160,6 +160,12 @@ static void on_table_gone(void *context, uint64_t client, const struct kvq__tabl
     kvq__attach_table_gone(server->attach, client, memory);
 }
 
+static void on_wants(void *context)
+{
+    struct kvq__server *server = context;
+    kvq__keeper_wants(server->keeper);
+}
+
 static struct kvq__quota quota_of(uint64_t host, uint64_t device, uint64_t disk, uint64_t sessions)
 {
     return (struct kvq__quota){.limit = {[KVQ__HOST_BYTES] = host,
@@ -274,6 +280,7 @@ static int open_core(struct kvq__server *server, char *text)
         .quota = quota_of(c->host_bytes, c->device_bytes, c->disk_bytes, c->max_sessions),
         .kernels = kernels,
         .saves = c->storage_dir[0] != 0,
+        .run = server->identity.epoch,
         .gpus = kvq__gpus_list(server->gpus),
         .n_gpus = kvq__gpus_count(server->gpus),
         .formats = c->own_formats,
@@ -284,6 +291,7 @@ static int open_core(struct kvq__server *server, char *text)
         .event = kvq__event_from_core,
         .buffer_gone = on_buffer_gone,
         .table_gone = on_table_gone,
+        .wants = on_wants,
         .codebook = find_codebook,
         .codebook_share = share_codebook,
         .codebook_release = release_codebook,

@@ -273,7 +273,7 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
-    if (s->tokens) {
+    if (s->tokens && !s->away) {
         info->bytes_per_token_head_total = total / (double)s->tokens / (double)sums.heads;
         info->compression = sums.plain_bytes * (double)s->tokens / total;
     }

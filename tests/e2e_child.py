@@ -12,7 +12,7 @@ import sys
 import time
 
 import e2e_engine
-from e2e_rig import Tokens, attend64, feed, kvq, np, relative_error
+from e2e_rig import Tokens, attend64, feed, kvq, np, read_all, relative_error
 
 
 def say(value):
@@ -268,6 +268,26 @@ def soak_client(directory, seed, sessions, seconds):
                 feed(queue, [tokens] * len(batch), batch, counts)
             steps += 1
         say({"steps": steps, "error": float(worst), "tokens": sum(s.tokens for s in mine)})
+        wait()
+
+
+def reads(directory, name, layers):
+    """Opens a session, and reads all of it when it is told to."""
+    with kvq.Client(directory) as client, client.queue() as queue:
+        session = client.session(Tokens(0, 1, layers).rows, "oscar2", name=name, read_only=True)
+        say("ready")
+        wait()
+        say(read_all(queue, session, layers).hex())
+
+
+def parks(directory, n):
+    """Parks a session without a name, and is killed."""
+    tokens = Tokens(11, n)
+    with kvq.Client(directory) as client, client.queue() as queue:
+        session = client.session(tokens.rows, "oscar2")
+        tokens.feed(queue, session, n, attend=False)
+        session.park()
+        say(client.info()["client_id"])
         wait()
 
 

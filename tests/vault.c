@@ -266,7 +266,10 @@ int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order
 // 1: something else has to end first.
 static int park(struct vault *v, struct kvq__core *core, const struct kvq__order *order)
 {
-    struct kvq__save_spec spec = {.name = order->session, .unnamed = true, .parks = true};
+    const struct vault_session *s = vault_find(v, order->name, 0);
+    bool there = order->stored && s && s->saved.stamp == order->stamp;
+    struct kvq__save_spec spec = {
+        .name = order->session, .unnamed = true, .parks = true, .again = order->stored && !there};
     int rc = v->fail ? v->fail : vault_save(v, core, &spec, NULL);
     if (rc <= 0)
         kvq__park_saved(core, order->id, rc, rc ? "the vault is broken" : "");

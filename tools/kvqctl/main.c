@@ -49,6 +49,24 @@ static const struct command commands[] = {
      "one. PLACE is host, or a GPU as status lists it. The session may be open: the move begins\n"
      "when its step and its requests have ended (--wait MS, else 10 s), and requests wait for it.\n"
      "Its engine must be able to hand over tensors there.\n"},
+    {{"session", "park"},
+     "NAME",
+     kvq__ctl_session_park,
+     "writes a session to disk and frees its memory",
+     "NAME is a session's name, or #ID of an unnamed one; with all its shards. It may be open, "
+     "and\n"
+     "not in use. Who has it open goes on with it: it comes back when it is used.\n"},
+    {{"session", "prefetch"},
+     "NAME",
+     kvq__ctl_session_prefetch,
+     "brings a parked session back before anybody asks",
+     "Ends when all of it is in memory.\n"},
+    {{"session", "pin"},
+     "NAME",
+     kvq__ctl_session_pin,
+     "keeps a session in memory: it is never parked",
+     "Until it is unpinned, dropped, or the daemon ends. One that is parked comes back.\n"},
+    {{"session", "unpin"}, "NAME", kvq__ctl_session_unpin, "lets it be parked again", ""},
     {{"prefix", "status"},
      NULL,
      kvq__ctl_prefix_status,

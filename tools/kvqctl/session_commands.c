@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about sessions: list, show, drop.
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "tools/kvqctl/kvqctl.h"
 
@@ -20,15 +22,19 @@ static const char *session_label(const Kvq__Session *s, char *buffer, size_t siz
 
 static const char *session_state(const Kvq__Session *s, char *buffer, size_t size)
 {
+    bool away = s->tier && strcmp(s->tier, "disk") == 0;
+    int used = snprintf(buffer, size, "%s%s", away ? "on disk, " : "", s->pinned ? "pinned, " : "");
+    char *rest = buffer + used;
+    size_t room = size - (size_t)used;
     if (s->writer_client)
-        snprintf(buffer, size, "client %" PRIu64 "%s", s->writer_client,
+        snprintf(rest, room, "client %" PRIu64 "%s", s->writer_client,
                  s->step_open ? ", in a step" : "");
     else if (s->readers)
-        snprintf(buffer, size, "%" PRIu32 " readers", s->readers);
+        snprintf(rest, room, "%" PRIu32 " readers", s->readers);
     else if (s->keep_ms)
-        snprintf(buffer, size, "kept %s more", kvq__ctl_duration(s->keep_ms));
+        snprintf(rest, room, "kept %s more", kvq__ctl_duration(s->keep_ms));
     else
-        snprintf(buffer, size, "idle %s", kvq__ctl_duration(s->idle_ms));
+        snprintf(rest, room, "idle %s", kvq__ctl_duration(s->idle_ms));
     return buffer;
 }
 
@@ -106,7 +112,8 @@ static void print_session(const Kvq__Session *s)
            kvq__ctl_clean(s->format), s->bits_per_value, kvq__ctl_clean(s->path),
            kvq__ctl_clean(s->isa));
     if (s->place && *s->place)
-        printf("place       %s\n", kvq__ctl_clean(s->place));
+        printf("place       %s%s\n", kvq__ctl_clean(s->place),
+               s->tier && strcmp(s->tier, "disk") == 0 ? ", when it is back from disk" : "");
     if (s->layer_formats && *s->layer_formats)
         printf("layers      %s\n", kvq__ctl_clean(s->layer_formats));
     printf("tokens      %" PRIu64 ", of which %" PRIu64 " still in 16 bits; rollback up to %" PRIu32

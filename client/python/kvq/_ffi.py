@@ -73,7 +73,8 @@ class SessionInfo(Structure):
                 ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
                 ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48),
                 ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64),
-                ("prefix_tokens", c_uint64), ("shared_bytes", c_uint64)]
+                ("prefix_tokens", c_uint64), ("shared_bytes", c_uint64),
+                ("tier", c_char * 8), ("pinned", c_uint8)]
 
 
 class Pages(Structure):
@@ -144,6 +145,9 @@ FUNCTIONS = {
     "kvq_session_close": (c_int, [c_void_p, c_uint64]),
     "kvq_session_drop": (c_int, [c_void_p, c_uint64]),
     "kvq_session_move": (c_int, [c_void_p, c_uint64, c_char_p]),
+    "kvq_session_park": (c_int, [c_void_p, c_uint64]),
+    "kvq_session_prefetch": (c_int, [c_void_p, c_uint64]),
+    "kvq_session_pin": (c_int, [c_void_p, c_uint64, c_int]),
     "kvq_session_save": (c_int, [c_void_p, c_uint64]),
     "kvq_session_restore": (c_int, [c_void_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),

@@ -95,6 +95,20 @@ class Session:
         """Moves it to "host" or a GPU's place, and returns when it is there."""
         check(lib.kvq_session_move(self.client.pointer, self.handle, _bytes(place)))
 
+    def park(self):
+        """Writes it to disk with all its shards, and returns when its memory is free.
+
+        It comes back when it is used."""
+        check(lib.kvq_session_park(self.client.pointer, self.handle))
+
+    def prefetch(self):
+        """Begins to bring it back from disk, and returns at once."""
+        check(lib.kvq_session_prefetch(self.client.pointer, self.handle))
+
+    def pin(self, pinned=True):
+        """Keeps it in memory: it is never parked. With False it may be."""
+        check(lib.kvq_session_pin(self.client.pointer, self.handle, int(pinned)))
+
     def save(self):
         """Saves it with all its shards, and returns when that is durable."""
         check(lib.kvq_session_save(self.client.pointer, self.handle))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that go to disk while engines have them open, and come back when they are used."""
+import os
+
+from e2e_rig import Child, Tokens, feed, kvq, read_all
+from e2e_storage import Stored
+
+
+class Parks(Stored):
+    def park(self, session):
+        session.park()
+        self.assertEqual(session.info()["tier"], "disk")
+
+    def fed(self, tokens, format, n, **options):
+        session = self.client.session(tokens.rows, format, **options)
+        tokens.feed(self.queue, session, n, attend=False)
+        return session
+
+    def test_there_and_back(self):
+        """Open and idle, named and not: afterwards the same bits, and the same memory is free."""
+        tokens = Tokens(1, 1500)
+        for format, name in (("f16", "it"), ("oscar2", None), ("ott2", "it"), ("kivi2", None)):
+            twin = self.fed(tokens, format, 1000)
+            alone = self.daemon.status()["pool_used_bytes"]
+            session = self.fed(tokens, format, 1000, name=name)
+            self.park(session)
+            self.assertEqual(self.daemon.status()["pool_used_bytes"], alone)
+            self.assertEqual(session.info()["packed_bytes"], 0)
+            self.same(session, twin, tokens)
+            self.assertNotEqual(session.info()["tier"], "disk")
+            self.park(session)
+            session.prefetch()
+            self.same(session, twin, tokens)
+            session.drop()
+            twin.drop()
+        self.daemon.wait_log("event=session_parked")
+        self.daemon.wait_log("event=session_fetched")
+        self.assertEqual(self.daemon.ctl("storage", "list"), [])
+
+    def test_other_engines(self):
+        """A reader of another process is told nothing but the tokens; administration shows it."""
+        tokens = Tokens(2, 900)
+        session = self.fed(tokens, "oscar2", 700, name="it")
+        before = read_all(self.queue, session, 2)
+        reader = Child("reads", self.daemon.directory, "it", 2)
+        self.assertEqual(reader.hear(), "ready")
+        moved = self.daemon.ctl("session", "park", "it")
+        self.assertEqual((moved["phase"], moved["place"]), ("done", "disk"))
+        self.assertGreater(moved["moved_bytes"], 0)
+        shown = self.daemon.ctl("session", "show", "it")
+        self.assertEqual((shown["tier"], shown["tokens"]), ("disk", 700))
+        reader.tell()
+        self.assertEqual(reader.hear(), before.hex())
+        reader.end()
+        self.assertNotEqual(self.daemon.ctl("session", "show", "it")["tier"], "disk")
+        self.daemon.ctl("session", "park", "it")
+        back = self.daemon.ctl("session", "prefetch", "it")
+        self.assertEqual((back["phase"], back["status"]), ("done", 0))
+        self.assertNotEqual(session.info()["tier"], "disk")
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+
+    def test_who_stays(self):
+        tokens = Tokens(3, 400)
+        session = self.fed(tokens, "oscar2", 300, name="it")
+        with self.queue.step([session], [1]) as step:
+            self.fails(kvq.Code.E_BUSY, session.park, text="step of client")
+            for layer in range(2):
+                step.append(layer, tokens.k[layer, 300:301], tokens.v[layer, 300:301])
+        session.pin()
+        self.assertEqual(session.info()["pinned"], 1)
+        self.fails(kvq.Code.E_BUSY, session.park, text="pinned")
+        status, _, complaint = self.daemon.ctl("session", "park", "it", check=False)
+        self.assertNotEqual(status, 0)
+        self.assertIn("unpin", complaint)
+        self.daemon.ctl("session", "unpin", "it")
+        self.park(session)
+        self.daemon.ctl("session", "pin", "it")  # which brings it back
+        self.daemon.wait_log("event=session_fetched")
+        self.assertEqual(self.daemon.ctl("session", "park", "none", check=False)[0], 5)
+
+    def test_groups(self):
+        """Both shards or none, and both come back."""
+        tokens = Tokens(4, 900)
+        shards = [self.client.session(tokens.rows, "oscar2", name="group", shard=i, shards=2)
+                  for i in range(2)]
+        feed(self.queue, [tokens, tokens], shards, [700, 700], attend=False)
+        before = [read_all(self.queue, s, 2) for s in shards]
+        step = self.queue.step([shards[1]], [1])
+        self.fails(kvq.Code.E_BUSY, shards[0].park, text="step")
+        step.abort()
+        self.park(shards[0])
+        self.assertEqual(shards[1].info()["tier"], "disk")
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
+        self.assertTrue([read_all(self.queue, s, 2) for s in shards] == before)
+        self.park(shards[1])
+        feed(self.queue, [tokens, tokens], shards, [100, 100], attend=False)
+        self.assertEqual([s.info()["tokens"] for s in shards], [800, 800])
+
+    def test_killed(self):
+        """The daemon dies while they are parked: one with a name comes back from disk, of one
+        without nothing is left."""
+        tokens = Tokens(5, 900)
+        session = self.fed(tokens, "oscar2", 700, name="it")
+        unnamed = self.fed(tokens, "oscar2", 700)
+        before = read_all(self.queue, session, 2)
+        self.park(session)
+        self.park(unnamed)
+        self.assertEqual(self.daemon.ctl("storage", "status")["sessions"], 2)
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 1)
+        self.daemon.kill()  # before the client leaves
+        self.again()
+        self.daemon.wait_log("unnamed_sessions_deleted=1")
+        self.assertEqual(self.daemon.ctl("storage", "status")["sessions"], 1)
+        session = self.client.session(tokens.rows, "oscar2", name="it", must_exist=True)
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+
+    def stored(self):
+        return self.daemon.ctl("storage", "status")["sessions"]
+
+    def test_engine_is_killed(self):
+        """What is stored of an unnamed session goes with the engine that had it."""
+        engine = Child("parks", self.daemon.directory, 300)
+        client = engine.hear()
+        self.assertEqual(self.stored(), 1)
+        engine.kill()
+        self.daemon.wait_gone(client)
+        for _ in range(1000):  # asking takes longer than deleting
+            if self.stored() == 0:
+                break
+        self.assertEqual(self.stored(), 0)
+        self.assertEqual(self.daemon.status()["sessions"], 0)
+
+    def test_damage(self):
+        """A block is damaged on disk: who uses it is told, and an open brings back the rest."""
+        tokens = Tokens(6, 1500)
+        session = self.fed(tokens, "f16", 1280, name="it")
+        self.park(session)
+        folder = os.path.join(self.folder, "store")
+        path = max(os.path.join(folder, x) for x in os.listdir(folder) if "seg" in x)
+        with open(path, "r+b") as file:  # the last but one page of layer 1
+            at = file.read().find(tokens.k[1, 1100].astype("float16")[0].tobytes())
+            self.assertGreater(at, 0)
+            file.seek(at)
+            file.write(b"\xff")
+        self.fails(kvq.Code.E_DAMAGED, read_all, self.queue, session, 2)
+        self.daemon.wait_log("event=session_fetched .*not back")
+        self.fails(kvq.Code.E_DAMAGED, session.info, text="open the session again")
+        session.close()
+        session = self.client.session(name="it", must_exist=True)
+        self.assertEqual(session.tokens, 1024)
+
+    def test_damage_is_seen_before(self):
+        """Saved, damaged since, and still in memory: parking writes it again."""
+        tokens = Tokens(7, 1500)
+        session = self.fed(tokens, "f16", 1280, name="it")
+        before = read_all(self.queue, session, 2)
+        session.save()
+        folder = os.path.join(self.folder, "store")
+        path = max(os.path.join(folder, x) for x in os.listdir(folder) if "seg" in x)
+        with open(path, "r+b") as file:
+            at = file.read().find(tokens.k[1, 200].astype("float16")[0].tobytes())
+            file.seek(at)
+            file.write(b"\xff")
+        self.assertEqual(self.daemon.ctl("storage", "verify", check=False)[0], 7)
+        self.park(session)
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+
+    def test_no_space(self):
+        """The disk is full: it stays in memory, and works on."""
+        self.again(storage_bytes="20mb")
+        tokens = Tokens(8, 9000)
+        session = self.fed(tokens, "f16", 8800)
+        self.fails(kvq.Code.E_NO_SPACE, session.park)
+        self.assertNotEqual(session.info()["tier"], "disk")
+        tokens.feed(self.queue, session, 1)
+        self.daemon.wait_log("event=storage_full")
+        small = self.fed(tokens, "f16", 300)
+        self.park(small)
+        tokens.feed(self.queue, small, 1)
+
+    def test_no_storage(self):
+        self.client.close()
+        self.daemon.stop()
+        self.daemon = type(self.daemon)()
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        session = self.client.session(Tokens(9, 10).rows, "f16")
+        self.fails(kvq.Code.E_UNSUPPORTED, session.park, text="storage_dir")
