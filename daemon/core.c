@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
@@ -173,6 +174,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->forgets);
     TAILQ_INIT(&core->fetches);
     core->last_stamp = c.run;
+    TAILQ_INIT(&core->waiters);
     TAILQ_INIT(&core->gpu_packs);
     if (open_memory(core) < 0) {
         close_memory(core);
@@ -272,6 +274,7 @@ void kvq__core_tick(struct kvq__core *core)
         look_at_gpu(core, core->pools[i].gpu);
     kvq__moves_tick(core);
     kvq__parks_tick(core);
+    kvq__evict_tick(core);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }
 
@@ -292,6 +295,7 @@ bool kvq__core_poll(struct kvq__core *core)
     }
     any |= kvq__moves_poll(core);
     any |= kvq__parks_poll(core);
+    any |= kvq__evict_poll(core);
     if (any)
         kvq__pack_on_gpus(core);
     return any;

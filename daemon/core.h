@@ -142,7 +142,10 @@ struct kvq__core_config {
     uint64_t lane_workspace;      // likewise, for partial results; 0 = 64 MiB
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
-    uint8_t prefix_key[32];  // random: what hashes of prefixes are keyed with
+    uint8_t prefix_key[32]; // random: what hashes of prefixes are keyed with
+    uint64_t evict_idle_ns; // sessions idle for less are not evicted (evict.h)
+    uint64_t park_idle_ns;  // sessions idle for so long go to disk; 0 = never
+    uint32_t evict_above;   // percent of a pool, above which idle ones go unasked; 0 or 100 = never
     uint64_t prefix_keep_ns; // how long prefixes stay that no session has; 0 = while there is room
     struct kvq__memory_ops memory;
     void *context; // for the callbacks below; they run on the poller thread
@@ -460,6 +463,7 @@ struct kvq__move_spec {
     bool one_shard; // only this one; else all that the session has
     uint32_t shard;
     uint64_t wait_ms; // how long its steps and requests may take to end; 0 = 10 s
+    bool demotes;     // it goes back when it is used (evict.h)
 };
 struct kvq__move_info {
     uint64_t id;                             // of this core's run

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/lane.h"
 #include "daemon/open.h"
 #include "daemon/state.h"
@@ -251,11 +252,16 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
     return rc;
 }
 
+// Nobody has seen it.
+static void clone_free(struct kvq__session *s)
+{
+    kvq__pages_untake(s, 0);
+    kvq__session_free(s);
+}
+
 static int clone(struct cloning *c, struct kvq__session *from)
 {
-    int rc = kvq__namespace_room(from->ns, NULL);
-    if (rc < 0)
-        return rc;
+    int rc;
     c->to = kvq__session_new(from->core, from->ns, from->n_layers);
     if (!c->to)
         return KVQ_E_NO_MEMORY;
@@ -264,36 +270,72 @@ static int clone(struct cloning *c, struct kvq__session *from)
         rc = clone_pages(c, from);
     if (rc < 0) {
         kvq__deallocate(from->core, c->copies, c->room * sizeof *c->copies);
-        kvq__session_free(c->to);
-        kvq__namespace_full(from->core, from->ns, from->pool, c->bytes, rc);
+        clone_free(c->to);
     }
     return rc;
 }
 
 // ---- The request ----
 
-static void start_entry(struct kvq__queue *q, uint32_t i)
+// The new session, which nobody sees yet. False if the request is to wait for room.
+static bool clone_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct cloning c = {.at = q->entries[i].position};
-    struct kvq__handle *h;
     c.floor = kvq__fork_floor(w->session, c.at);
-    int rc = kvq__handle_new(q->client, &h);
-    if (rc == 0 && (rc = clone(&c, w->session)) < 0)
-        kvq__handle_free(h);
+    q->core->shortage.code = 0;
+    int rc = kvq__namespace_room(w->session->ns, NULL);
+    rc = rc ? rc : clone(&c, w->session);
+    q->core->shortage.bytes = c.bytes;
+    if (rc < 0 && kvq__room_ask(q, i))
+        return false;
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, w->session->tokens);
-        return;
+        return true;
     }
-    kvq__session_publish(c.to);
-    kvq__handle_attach(h, c.to, false);
-    kvq__session_pin(c.to);
-    c.to->exclusive = q;
     w->forked = c.to;
     w->fork.copies = c.copies;
     w->fork.room = c.room;
-    w->fork.handle = kvq__handle_value(h);
     w->n_items = c.n_copies;
+    return true;
+}
+
+static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
+{
+    kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
+    clone_free(w->forked);
+    w->forked = NULL;
+}
+
+// All of them, or, if the request is to wait for room, none.
+static bool clone_entries(struct kvq__queue *q)
+{
+    uint32_t i;
+    bool wait = false;
+    for (i = 0; i < q->header.count && !wait; i++)
+        wait = kvq__entry_alive(q, i) && !clone_entry(q, i);
+    while (wait && i-- > 0)
+        if (q->work[i].forked)
+            clone_undo(q, &q->work[i]);
+    return !wait;
+}
+
+static void start_entry(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__handle *h;
+    int rc = kvq__namespace_room(w->session->ns, NULL); // others were published since
+    rc = rc ? rc : kvq__handle_new(q->client, &h);
+    if (rc < 0) {
+        clone_undo(q, w);
+        kvq__entry_fail(q, i, rc, w->session->tokens);
+        return;
+    }
+    kvq__session_publish(w->forked);
+    kvq__handle_attach(h, w->forked, false);
+    kvq__session_pin(w->forked);
+    w->forked->exclusive = q;
+    w->fork.handle = kvq__handle_value(h);
     kvq__hold_reading(q, i);
 }
 
@@ -331,6 +373,8 @@ enum kvq__progress kvq__op_fork(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_entry(q, i) == 0 && (q->work[i].session->exclusive || packs(q->work[i].session)))
             return KVQ__WAIT;
+    if (!clone_entries(q))
+        return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             start_entry(q, i);

@@ -699,6 +699,7 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     TAILQ_INIT(&keeper->loadings);
     TAILQ_INIT(&keeper->opens);
     TAILQ_INIT(&keeper->waiting);
+    TAILQ_INIT(&keeper->roomless);
     if (!server->config.storage_dir[0])
         return 0;
     int rc = open_store(keeper, text);
@@ -708,7 +709,8 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     use_key(keeper);
     uv_timer_init(&server->loop, &keeper->retry);
     uv_timer_init(&server->loop, &keeper->tick);
-    keeper->retry.data = keeper->tick.data = keeper;
+    uv_timer_init(&server->loop, &keeper->room);
+    keeper->retry.data = keeper->tick.data = keeper->room.data = keeper;
     uv_timer_start(&keeper->tick, on_tick, TICK_MS, TICK_MS);
     keeper->timers = keeper->untidy = true;
     return 0;

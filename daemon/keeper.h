@@ -35,7 +35,7 @@ struct kvq__task {
 
     // The keeper's.
     struct kvq__keeper *keeper;
-    TAILQ_ENTRY(kvq__task) link;
+    TAILQ_ENTRY(kvq__task) link, room_link;
     struct kvq__mail mail, copied_mail;
     uv_work_t work;
     void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to

@@ -51,6 +51,9 @@ struct kvq__keeper {
     uint32_t n_used, room_used;
     bool untidy; // something was written since there was nothing to be compacted
 
+    struct kvq__tasks roomless; // whose sessions wait for room in memory
+    uv_timer_t room;
+
     struct kvq__tasks waiting; // for a prefix that another one reads, maybe the same
     bool reading_prefix;
 };

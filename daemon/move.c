@@ -2,12 +2,12 @@
 //
 // See move.h.
 #include "daemon/move.h"
-#include "daemon/group.h"
 
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/park.h"
@@ -353,6 +353,20 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     return rc;
 }
 
+// Those that wanted to go home try again when there may be more room.
+static void note_refused(const struct kvq__move *move, int rc)
+{
+    bool home = false;
+    for (uint32_t i = 0; i < move->n; i++) {
+        struct kvq__session *s = move->moved[i].session;
+        home |= s->home == move->to;
+        if (s->home == move->to)
+            kvq__home_refused(s);
+    }
+    if (!home && !move->demotes)
+        kvq__namespace_full(move->core, move->ns, move->to, need_of_all(move), rc, NULL);
+}
+
 static void reserve(struct kvq__move *move)
 {
     int rc = 0;
@@ -360,7 +374,7 @@ static void reserve(struct kvq__move *move)
         rc = reserve_one(move, &move->moved[move->at], move->ref++);
     if (rc < 0) {
         refuse_room(move, rc, move->text);
-        kvq__namespace_full(move->core, move->ns, move->to, need_of_all(move), rc);
+        note_refused(move, rc);
         fail(move, rc);
     } else if (!next_ref(move)) {
         move->phase = KVQ__MOVE_COPYING;
@@ -412,6 +426,7 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
     }
     unequip(m, from->gpu);
     s->pool = move->to;
+    kvq__home_left(s, from, move->demotes);
     if (!s->pool->gpu)
         publish_outliers(s);
     kvq__pack_queue(s);
@@ -708,6 +723,7 @@ int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
     if (!move)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a move");
     move->to = to;
+    move->demotes = spec->demotes;
     move->wait_ns = spec->wait_ms ? spec->wait_ms * NS_PER_MS : DEFAULT_WAIT_NS;
     int rc = add_sessions(move, s, spec, text);
     if (rc < 0) {

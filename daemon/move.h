@@ -52,6 +52,7 @@ struct kvq__move {
     uint64_t id;
     enum kvq__move_phase phase;
     struct kvq__pool *to;
+    bool demotes;
     uint64_t wait_ns;  // how long it waits for steps and requests
     uint64_t deadline; // when that is over
     uint32_t n, room;  // sessions, and how many there is memory for

@@ -177,16 +177,16 @@ void kvq__namespaces_close(struct kvq__core *core)
 }
 
 void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
-                         const struct kvq__pool *pool, uint64_t bytes, int code)
+                         const struct kvq__pool *pool, uint64_t bytes, int code, const char *why)
 {
-    char text[KVQ_TEXT_BYTES / 2];
+    char text[KVQ_TEXT_BYTES];
     if (code == KVQ_E_QUOTA)
         kvq__quota_refuse(ns, kvq__pool_limit(pool), bytes, NULL);
     if (code != KVQ_E_NO_MEMORY || (ns->told_full_at && core->now - ns->told_full_at < 1000000000u))
         return;
     ns->told_full_at = core->now ? core->now : 1;
-    snprintf(text, sizeof text, "%llu of %llu bytes on %s are used, %llu more were asked for",
+    snprintf(text, sizeof text, "%llu of %llu bytes on %s are used, %llu more were asked for%s%s",
              (unsigned long long)pool->used_bytes, (unsigned long long)pool->budget,
-             kvq__pool_name(pool), (unsigned long long)bytes);
+             kvq__pool_name(pool), (unsigned long long)bytes, why ? "; " : "", why ? why : "");
     kvq__event(core, KVQ__EVENT_MEMORY_FULL, ns->name, "", 0, text);
 }

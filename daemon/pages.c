@@ -83,20 +83,6 @@ static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page
     return rc;
 }
 
-// Of so many pages behind those that it has.
-static uint64_t bytes_of(const struct kvq__session *s, uint32_t pages)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers; i++) {
-        const struct kvq__layer *l = &s->layers[i];
-        if (!kvq__layer_owns(s, i))
-            continue;
-        bytes += pages * (l->raw_bytes + l->packed_bytes);
-        bytes += l->extras.data ? 0 : kvq_extras_bytes(l->format, &l->shape);
-    }
-    return bytes;
-}
-
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
@@ -107,11 +93,29 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
             if (kvq__layer_owns(s, i))
                 rc = page_fill(s, &s->layers[i], page);
     }
-    if (rc < 0) {
-        kvq__pages_trim(s, (uint64_t)had * KVQ_BLOCK_TOKENS);
-        kvq__namespace_full(s->core, s->ns, s->pool, bytes_of(s, want - had), rc);
-    }
+    if (rc < 0)
+        kvq__pages_untake(s, had);
     return rc;
+}
+
+void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
+{
+    uint64_t freed = s->core->freed; // nobody who waits for room gains by it
+    if (s->n_pages > keep)
+        kvq__tables_dirty(s, keep);
+    while (s->n_pages > keep) {
+        s->n_pages--;
+        for (uint32_t i = 0; i < s->n_layers; i++) {
+            struct kvq__pageref *p = kvq__layer_owns(s, i) ? &s->layers[i].pages[s->n_pages] : NULL;
+            if (!p)
+                continue;
+            kvq__block_drop_idle(s->core, &p->raw);
+            kvq__block_drop_idle(s->core, &p->packed);
+        }
+    }
+    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
+        kvq__block_drop_idle(s->core, &s->layers[i].extras);
+    s->core->freed = freed;
 }
 
 static void page_drop(struct kvq__session *s, struct kvq__pageref *p)

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
@@ -545,6 +546,7 @@ void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const 
         s->fetch_serial++;
     } else {
         s->idle_since = s->core->now;
+        kvq__evict_back(s);
     }
     tell_fetched(s, status, bytes, text);
     count_down(s, status, text);

@@ -241,6 +241,13 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     return 0;
 }
 
+static int note_shortage(struct kvq__core *core, const struct kvq__shortage *shortage)
+{
+    if (shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY)
+        core->shortage = *shortage;
+    return shortage->code;
+}
+
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref)
 {
@@ -250,7 +257,7 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
         rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, bytes, ref)
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) && kvq__prefix_reclaim(core, ns, pool, rc));
-    return rc;
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
@@ -266,7 +273,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
     while (rc == KVQ_E_NO_MEMORY && kvq__prefix_reclaim(core, ns, pool, rc));
     if (rc == 0)
         kvq__block_exempt(old, true);
-    return rc;
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
 }
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)
@@ -299,6 +306,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
     kvq__block_exempt(b, false);
     class->pool->used_bytes -= class->block_bytes;
     class->ns->used[kvq__pool_limit(class->pool)] -= class->block_bytes;
+    core->freed++;
     if (--e->used == 0)
         extent_empty(core, e);
 }

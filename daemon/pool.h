@@ -62,6 +62,15 @@ struct kvq__pool {
     struct kvq__extent_list empty;
 };
 
+// A block that was refused: whose, where, and KVQ_E_NO_MEMORY (the pool) or KVQ_E_QUOTA (the
+// namespace's limit). code 0: none was.
+struct kvq__shortage {
+    struct kvq__namespace *ns;
+    struct kvq__pool *pool;
+    uint64_t bytes; // of the block
+    int code;
+};
+
 // Something whose jobs run; see the top of this file.
 struct kvq__flight {
     TAILQ_ENTRY(kvq__flight) link;
@@ -78,7 +87,7 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 {
     return pool->gpu ? KVQ__DEVICE_BYTES : KVQ__HOST_BYTES;
 }
-// 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+// 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY (after these core->shortage says the same) or KVQ_E_SYSTEM.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
 // One that is to take the place of another, whose last reference goes once it has: where the same

@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
@@ -26,7 +27,8 @@ static kvq__operation op_nop;
 
 static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_NOP] = {op_nop, 0, 0},
-    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, KVQ_REQ_TOKEN_IDS, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
+                           NEED_COUNT | NEW_WORK},
     [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
     [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
     [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend,
@@ -34,10 +36,11 @@ static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
     [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
     [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
-    [KVQ_OP_FORK] = {kvq__op_fork, 0, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_FORK] = {kvq__op_fork, KVQ_REQ_WAIT_ROOM, NEED_COUNT | NEW_WORK},
     [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
     [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_STEP] = {kvq__op_step, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM | KVQ_REQ_TOKEN_IDS,
+    [KVQ_OP_STEP] = {kvq__op_step,
+                     KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM | KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
                      NEED_COUNT | NEW_WORK},
 };
 
@@ -101,7 +104,7 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         rc = KVQ_E_READ_ONLY;
     if (rc < 0)
         return kvq__entry_fail(q, i, rc, 0);
-    if (is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu)
+    if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
     if (h->session->away)                              // it was to come back, and could not
         return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
@@ -110,6 +113,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     q->work[i].past = h->session->tokens;
     q->work[i].step_serial = h->session->step_serial;
     q->results[i].value = h->session->tokens;
+    if (q->work[i].no_room)
+        return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
     if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
         return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
                                   kvq__group_awaited(h->session));
@@ -558,6 +563,7 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
     if (q->lane)
         kvq__lane_close(q->lane, q, is_on_stream(q));
     kvq__request_release(q);
+    kvq__room_leave(q);
     if (q->flight.number)
         kvq__flight_end(q->core, &q->flight);
     q->busy = q->running = false;
@@ -588,6 +594,8 @@ static int check_header(const struct kvq__queue *q)
         return KVQ_E_INVALID;
     if (on_stream && !q->timeline.gpu)
         return KVQ_E_INVALID;
+    if ((r->flags & KVQ_REQ_WAIT_ROOM) && r->deadline_ns == 0) // so that each wait has an end
+        return KVQ_E_INVALID;
     if (q->core->draining && (operations[r->op].needs & NEW_WORK))
         return KVQ_E_DRAINING;
     return 0;
@@ -603,6 +611,7 @@ static void reset_works(struct kvq__queue *q)
         w->packing_all = w->settles = false;
         w->table = NULL;
         w->forked = NULL;
+        w->no_room = 0;
     }
 }
 
@@ -611,13 +620,27 @@ static bool must_wait(struct kvq__queue *q)
 {
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
-    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading > 0, wait = 0;
-    for (uint32_t i = 0; (any || core->n_away) && i < q->header.count; i++)
+    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading +
+                   core->n_away + core->n_demoted >
+               0;
+    bool wait = false;
+    for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             wait |= kvq__park_asks(q, i, h->session) || // all that are away are asked for at once
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
-                    kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session);
+                    kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session) ||
+                    kvq__home_asks(q, i, h->session);
     return wait;
+}
+
+// What a request waits for may take a while, and others need room: its other sessions stay.
+static void keep_others(const struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    bool any = q->core->n_away + q->core->n_demoted > 0;
+    for (uint32_t i = 0; any && i < q->header.count; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            h->session->idle_since = q->core->now;
 }
 
 // From the start: nothing is held but what an earlier attempt holds while it waits.
@@ -628,11 +651,17 @@ static enum kvq__progress attempt(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_CANCELLED);
     if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
         return kvq__request_end(q, KVQ_E_DEADLINE);
+    if (q->turn.listed && q->core->draining)
+        return kvq__request_end(q, KVQ_E_DRAINING);
+    if (!kvq__room_turn(q))
+        return KVQ__WAIT;
     q->step = NULL;
     memset(q->buffers, 0, sizeof q->buffers);
     reset_works(q);
-    if (must_wait(q))
+    if (must_wait(q)) {
+        keep_others(q);
         return KVQ__WAIT;
+    }
     return operations[q->header.op].start(q);
 }
 

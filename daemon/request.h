@@ -54,6 +54,7 @@ struct kvq__entry {
     bool told;                // that values of an earlier STEP were not finite
     bool fetch_asked;         // the request waits for a session that is parked
     uint64_t fetch_serial;    // the session's when it began to
+    int no_room;              // its session cannot come back where it belongs: why
     bool settles;             // a STEP of its session is under way on a GPU for it
     struct {                  // of a STEP on a GPU: layers of the wave, of the pass under way
         uint32_t from, to;
@@ -140,6 +141,16 @@ enum kvq__gpu_wait {
     KVQ__GPU_END,  // for all its work; then the request ends
 };
 
+// A request's turn among those that wait for room (room.c).
+struct kvq__turn {
+    uint64_t ticket; // 0: it does not; smaller ones came earlier
+    bool listed;
+    uint64_t since;                // when it began to
+    uint64_t seen;                 // core->freed when it was looked at last
+    uint64_t look_at;              // when it is looked at again though nothing was freed
+    const struct kvq__pool *place; // where it found no room
+};
+
 struct kvq__queue {
     struct kvq__core *core;
     struct kvq__client *client;
@@ -165,7 +176,9 @@ struct kvq__queue {
     } timeline;
     uint8_t *own_arena;
     size_t own_arena_bytes;
-    bool holding;   // of sessions
+    bool holding; // of sessions
+    struct kvq__turn turn;
+    TAILQ_ENTRY(kvq__queue) waiter_link;
     uint32_t items; // attend: what each entry is cut into, at least
     const struct kvq__pass *passes[3];
     struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU

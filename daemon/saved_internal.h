@@ -94,6 +94,9 @@ struct kvq__restore {
     uint64_t bytes;
     struct kvq__restore_spec spec;
     uint32_t layer, page; // of the block that is reserved next
+    uint64_t reserved;    // bytes
+    uint64_t ticket;      // among those that wait for room; 0 = it has found some so far
+    uint64_t since;       // when it began to
     struct kvq__ferry *ferry;
 };
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/gpu.h"
 #include "daemon/group.h"
 #include "daemon/move.h"
@@ -156,6 +157,7 @@ void kvq__session_end(struct kvq__session *s)
     struct kvq__handle *h;
     assert(!s->dropped);
     kvq__move_lost(s);
+    kvq__home_lost(s);
     kvq__restore_drop(s);
     kvq__park_lost(s);
     s->dropped = true;

@@ -126,6 +126,16 @@ struct kvq__session {
     uint32_t tail_use;              // entries that write or read the open step's tokens
     struct kvq__queue *exclusive;   // the request that changes what is committed
 
+    // Of eviction (evict.h).
+    const struct kvq__queue *taker; // the request that takes memory for it just now
+    struct kvq__pool
+        *home; // demoted: the GPU that it goes back to when it is used; NULL = it is not
+    uint64_t home_refused; // 1 + evictions that had ended when there was no room; 0 = never
+    uint64_t home_refused_at;
+    uint64_t back_at;        // when it last came back; 0 = never
+    uint64_t try_after;      // it could not be evicted; not before then
+    uint64_t claim, claimed; // the oldest request that waits for room and names it, as of that look
+
     bool pack_queued;
     TAILQ_ENTRY(kvq__session) pack_link;
 };
@@ -189,6 +199,8 @@ int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
+// Gives back what was taken behind so many pages and nobody has looked at since: it is free at once.
+void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
 // Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
 // Releases what no view at or above the floor can read any more.

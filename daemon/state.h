@@ -56,9 +56,10 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
                        struct kvq__namespace **ns, char *text);
 void kvq__namespaces_close(struct kvq__core *core);
 // Tells that so many bytes more were refused in a pool, by KVQ_E_NO_MEMORY or KVQ_E_QUOTA, at most
-// once a second for each namespace. Nothing for other codes.
+// once a second for each namespace, and why nothing made room (NULL: nothing said). Nothing for
+// other codes.
 void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
-                         const struct kvq__pool *pool, uint64_t bytes, int code);
+                         const struct kvq__pool *pool, uint64_t bytes, int code, const char *why);
 
 // ---- Exports (export.c) ----
 
@@ -105,9 +106,25 @@ TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__move_list, kvq__move);
+TAILQ_HEAD(kvq__waiters, kvq__queue);
 struct kvq__ferry;
 struct kvq__park;
 struct kvq__forget;
+
+// Of a pool: sessions that leave it just now, so that others find room (evict.c).
+struct kvq__evicting {
+    uint64_t ticket;         // of their move or parking; 0 = none
+    uint64_t session, bytes; // the first one's id; what the pool gains
+    struct kvq__namespace *ns;
+    int why; // KVQ_E_NO_MEMORY, KVQ_E_QUOTA, or 0: before anybody needed it
+    bool demotes;
+};
+struct kvq__evict_counts {
+    uint64_t demoted, demoted_bytes, promoted, promoted_bytes;
+    uint64_t waited, refused; // requests
+    uint64_t failed;          // evictions that came to nothing
+    uint64_t ended;           // all that have ended
+};
 
 struct kvq__core {
     struct kvq__core_config config;
@@ -133,6 +150,7 @@ struct kvq__core {
     uint64_t last_move;
     struct kvq__move_list moves;
     struct kvq__mover *mover; // made at the first move
+    uint32_t n_demoted;       // sessions that have a home elsewhere
     uint32_t n_loading;       // sessions with layers that are yet to be read
     TAILQ_HEAD(, kvq__park) parks;
     TAILQ_HEAD(, kvq__forget) forgets;
@@ -144,6 +162,12 @@ struct kvq__core {
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
+    struct kvq__shortage shortage;   // the last block that was refused
+    uint64_t freed;              // changes whenever a block has become free, or an eviction ended
+    struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
+    uint64_t last_ticket, last_claim;
+    struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
+    struct kvq__evict_counts evicted;
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

@@ -3,6 +3,7 @@
 // Steps: from their beginning, which reserves all that they will need, to commit or abort.
 #include <assert.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/settle.h"
 #include "daemon/state.h"
@@ -212,6 +213,7 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
     if (check_begin(q, i) < 0) // again, for a session may stand in two entries
         return false;
     int rc = kvq__ids_take(q, i);
+    // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, s->tokens);
@@ -237,9 +239,13 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
     struct kvq__step *step = step_new(q->client, number);
     if (!step)
         return kvq__request_end(q, KVQ_E_LIMIT);
+    if (!kvq__room_take(q)) {
+        kvq__step_close_if_empty(step);
+        return KVQ__WAIT;
+    }
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i))
-            begin_entry(q, step, i);
+        if (kvq__entry_alive(q, i) && !begin_entry(q, step, i))
+            kvq__room_untake(q, i);
     kvq__step_close_if_empty(step); // if no entry got in
     q->completion.value = number;
     return kvq__request_end(q, 0);

@@ -5,6 +5,7 @@
 // other request; with append 0 it only packs and publishes.
 #include <assert.h>
 
+#include "daemon/evict.h"
 #include "daemon/gpu_wave.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
@@ -129,9 +130,12 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
     if (s->step) // it stands in two entries
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     int rc = kvq__ids_take(q, i);
+    // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
-    if (rc < 0)
+    if (rc < 0) {
+        kvq__room_untake(q, i);
         return kvq__entry_fail(q, i, rc, s->tokens);
+    }
     kvq__step_join(&q->own_step, s, q->entries[i].append, q->number);
     q->work[i].step_serial = s->step_serial;
     kvq__hold_tail(q, i);
@@ -180,6 +184,8 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             check_once(q, i);
+    if (!kvq__room_take(q))
+        return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.layer; i++) {
         kvq__buffer_use(q->client, q->layer_buffers[i][0], &q->held_buffers);
         kvq__buffer_use(q->client, q->layer_buffers[i][1], &q->held_buffers);

@@ -204,7 +204,9 @@ enum kvq_req_flag {
     // `done` is written in any case, also if the request is refused.
     KVQ_REQ_TOKEN_IDS = 8, // STEP_BEGIN, STEP: the ids of an entry's tokens stand in `list`, as
                            // int32 from element q_row on
-    KVQ_REQ_FLAGS = 15
+    KVQ_REQ_WAIT_ROOM = 16, // STEP_BEGIN, STEP, FORK: without room, and with nothing that could be
+                            // evicted for it, wait until somebody frees some. Needs a deadline.
+    KVQ_REQ_FLAGS = 31
 };
 
 // A strided tensor [rows][heads][head_dim] in a registered buffer; strides in bytes, may not

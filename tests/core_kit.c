@@ -193,6 +193,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .n_formats = n_own_formats,
         .prefix_key = {1, 2, 3},
         .prefix_keep_ns = 20000000000u,
+        .evict_idle_ns = 1000000000u,
         .memory = {kit, acquire, zero, release, allocate, deallocate},
         .context = kit,
         .event = on_event,

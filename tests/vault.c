@@ -158,6 +158,24 @@ static int read_ids(void *context, uint32_t part, void *out)
     return 0;
 }
 
+// What waits for room gets it if the vault serves, so that others can go; else it does not.
+static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__restore *restore,
+                       char *text)
+{
+    uint32_t waits = 0;
+    int rc;
+    while ((rc = kvq__restore_reserve(restore, text)) > 0) {
+        core_check(core);
+        if (rc == 1)
+            continue;
+        if (!v->serves || ++waits == 50)
+            return KVQ_E_NO_MEMORY;
+        vault_serve(v, core);
+        kvq__core_poll(core);
+    }
+    return rc;
+}
+
 static int restore_as(struct vault *v, struct kvq__core *core, const struct vault_session *s,
                       struct kvq__restore_spec *spec, struct kvq__restore **restore, char *text)
 {
@@ -171,8 +189,8 @@ static int restore_as(struct vault *v, struct kvq__core *core, const struct vaul
     spec->n_parts = s->n;
     int rc = kvq__restore_begin(core, &admin, spec, restore, text);
     bool begun = rc == 0;
-    while (begun && (rc = kvq__restore_reserve(*restore, text)) > 0)
-        continue;
+    if (begun)
+        rc = reserve_all(v, core, *restore, text);
     if (begun && rc < 0)
         kvq__restore_end(restore, rc);
     kvq__saved_ids_free(&saved);
@@ -256,8 +274,7 @@ int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order
         kvq__fetch_failed(core, order->id, rc, text);
         return rc;
     }
-    while ((rc = kvq__restore_reserve(*restore, text)) > 0)
-        core_check(core);
+    rc = reserve_all(v, core, *restore, text);
     if (rc < 0)
         kvq__restore_end(restore, rc);
     return rc;

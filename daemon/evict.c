@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who is evicted, where to, and what has become of it. See evict.h.
+#include "daemon/evict.h"
+
+#include <stdio.h>
+
+#include "daemon/group.h"
+#include "daemon/move.h"
+#include "daemon/park.h"
+
+enum {
+    SAMPLES = 32,         // blocks of a session that are looked at, of maybe 100,000
+    FIXED_COST = 1 << 20, // in bytes: evicting many small sessions is no gain
+    RECLAIM_AT_ONCE = 64, // pages of prefixes between two looks at the rings
+    WAIT_MS = 50,         // how long a demotion waits for what is under way
+};
+#define NS_PER_MS    1000000ull
+#define TRY_AGAIN_NS 10000000000ull // a session that could not be evicted is left alone for so long
+
+// ---- What a session is worth ----
+
+double kvq__score(const struct kvq__score *s)
+{
+    double cost = (double)s->write + (double)s->read + FIXED_COST;
+    return (double)s->idle * (double)s->gain / cost;
+}
+
+// The part of a session's blocks that nobody else has. The index of prefixes gives way.
+static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns)
+{
+    uint32_t seen = 0, own = 0;
+    for (uint32_t k = 0; k < SAMPLES; k++) {
+        const struct kvq__layer *l =
+            &s->layers[s->layers[(uint64_t)k * s->n_layers / SAMPLES].source];
+        uint32_t n = s->n_pages > l->first_page ? s->n_pages - l->first_page : 0;
+        if (n == 0)
+            continue;
+        uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
+        const struct kvq__pageref *p = &l->pages[page];
+        const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
+        uint32_t index = page < s->ids.sealed;
+        seen += block != NULL;
+        own += block && block->refs <= 1 + index && (!ns || block->extent->owner->ns == ns);
+    }
+    return seen ? (double)own / seen : 0;
+}
+
+static uint64_t bytes_of(const struct kvq__session *s)
+{
+    return kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+}
+
+// Bytes that a shortage has less of without the session.
+static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage *shortage)
+{
+    const struct kvq__namespace *ns = shortage->code == KVQ_E_QUOTA ? s->ns : NULL;
+    if (!kvq__shortage_counts(shortage, s))
+        return 0;
+    return (uint64_t)((double)bytes_of(s) * own_part(s, ns));
+}
+
+// ---- Where it can go ----
+
+enum way { NOWHERE, TO_HOST, TO_DISK };
+
+// What could be had on the host, once prefixes have given way.
+static uint64_t host_room(const struct kvq__core *core)
+{
+    const struct kvq__pool *host = &core->pools[0];
+    const struct kvq__namespace *ns;
+    uint64_t room = host->budget - host->used_bytes;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        room += ns->prefixes.bytes;
+    return room;
+}
+
+static enum way way_of(const struct kvq__session *s, const struct kvq__shortage *shortage,
+                       uint64_t bytes)
+{
+    const struct kvq__core *core = s->core;
+    if (shortage->pool->gpu && bytes <= host_room(core) &&
+        kvq__quota_allows(s->ns, KVQ__HOST_BYTES, bytes))
+        return TO_HOST;
+    return kvq__session_parkable(s, NULL) == 0 ? TO_DISK : NOWHERE;
+}
+
+// ---- Looking at all of them ----
+
+struct choice {
+    const struct kvq__plea *plea;
+    struct kvq__session *best; // the first of its group
+    enum way way;
+    double score;
+    uint64_t gain; // of the best
+    uint64_t all;  // that could be gained by all that may go, now or soon
+};
+
+// Of a group as a whole.
+struct look {
+    bool used, pinned, own, claimed;
+    uint64_t gain, bytes, unsaved, idle, back, try_after;
+};
+
+static bool is_first(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            return m == s;
+    }
+    return true;
+}
+
+static void look_at(const struct kvq__session *s, const struct kvq__plea *plea, struct look *look)
+{
+    const struct kvq__core *core = s->core;
+    uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
+    look->used |= s->park || s->fetch || kvq__session_in_use(s);
+    look->pinned |= s->stays;
+    look->own |= s == plea->own;
+    look->claimed |= s->claim == core->last_claim && s->claimed <= plea->ticket;
+    look->gain += gain_of(s, plea->shortage);
+    look->bytes += bytes;
+    look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
+    look->idle = idle < look->idle ? idle : look->idle;
+    look->back = s->back_at > look->back ? s->back_at : look->back;
+    look->try_after = s->try_after > look->try_after ? s->try_after : look->try_after;
+}
+
+static struct look look_at_all(const struct kvq__session *s, const struct kvq__plea *plea)
+{
+    struct look look = {.idle = UINT64_MAX};
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            look_at(m, plea, &look);
+    }
+    return look;
+}
+
+// How long until it has been idle, and here, for long enough.
+static uint64_t too_young(const struct kvq__core *core, const struct look *look)
+{
+    uint64_t least = core->config.evict_idle_ns, here = core->now - look->back;
+    uint64_t wait = look->idle < least ? least - look->idle : 0;
+    if (look->back && here < least && least - here > wait)
+        wait = least - here;
+    return wait;
+}
+
+static void consider(struct choice *c, struct kvq__session *s)
+{
+    const struct kvq__core *core = s->core;
+    const struct kvq__plea *plea = c->plea;
+    struct look look = look_at_all(s, plea);
+    if (look.gain == 0 || look.own)
+        return;
+    if (look.used || look.claimed || look.pinned) {
+        plea->in_the_way->pinned += look.pinned;
+        plea->in_the_way->in_use += !look.pinned;
+        return;
+    }
+    enum way way = look.try_after > core->now ? NOWHERE : way_of(s, plea->shortage, look.bytes);
+    uint64_t wait = too_young(core, &look);
+    plea->in_the_way->nowhere += way == NOWHERE;
+    if (way == NOWHERE)
+        return;
+    c->all += look.gain;
+    if (wait) {
+        plea->in_the_way->young++;
+        if (core->now + wait < *plea->look_at)
+            *plea->look_at = core->now + wait;
+        return;
+    }
+    struct kvq__score score = {look.idle, look.gain, look.unsaved, look.bytes};
+    double value = kvq__score(&score);
+    if (c->best && value <= c->score)
+        return;
+    c->best = s;
+    c->way = way;
+    c->score = value;
+    c->gain = look.gain;
+}
+
+static void choose(struct kvq__core *core, const struct kvq__plea *plea, struct choice *c)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    *c = (struct choice){.plea = plea};
+    *plea->in_the_way = (struct kvq__in_the_way){0};
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (is_first(s))
+                consider(c, s);
+}
+
+// Marks the sessions of requests that wait for room: the asking one's, and of all others.
+static void claim(struct kvq__core *core, const struct kvq__queue *q, uint64_t ticket)
+{
+    struct kvq__handle *h;
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) < 0)
+            continue;
+        struct kvq__session *s = h->session;
+        if (s->claim == core->last_claim && s->claimed < ticket)
+            continue;
+        s->claim = core->last_claim;
+        s->claimed = ticket;
+    }
+}
+
+static void claim_all(struct kvq__core *core, const struct kvq__plea *plea)
+{
+    const struct kvq__queue *q;
+    core->last_claim++;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link)
+        claim(core, q, q->turn.ticket);
+    if (plea->queue)
+        claim(core, plea->queue, plea->ticket);
+}
+
+// ---- Evicting ----
+
+static struct kvq__evicting *slot_of(struct kvq__core *core, const struct kvq__pool *pool)
+{
+    return &core->evicting[pool - core->pools];
+}
+
+// The eviction under way that may help, or NULL.
+static const struct kvq__evicting *under_way(struct kvq__core *core,
+                                             const struct kvq__shortage *shortage)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        const struct kvq__evicting *e = &core->evicting[i];
+        if (e->ticket && (shortage->code == KVQ_E_QUOTA ? e->ns == shortage->ns
+                                                        : &core->pools[i] == shortage->pool))
+            return e;
+    }
+    return NULL;
+}
+
+static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reason,
+                uint64_t *ticket)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = WAIT_MS, .demotes = true};
+    struct kvq__move_info info = {0};
+    char text[KVQ_TEXT_BYTES];
+    int rc = way == TO_HOST ? kvq__move_start(s, &spec, &info, text)
+                            : kvq__park_start(s, reason, &info, text);
+    *ticket = info.id;
+    return rc;
+}
+
+static int start(struct kvq__core *core, const struct choice *c, enum kvq__park_reason reason)
+{
+    struct kvq__evicting *e = slot_of(core, c->best->pool);
+    uint64_t ticket;
+    if (e->ticket)
+        return KVQ_E_BUSY;
+    int rc = send(c->best, c->way, reason, &ticket);
+    if (rc < 0) {
+        c->best->try_after = core->now + TRY_AGAIN_NS;
+        return rc;
+    }
+    *e = (struct kvq__evicting){.ticket = ticket,
+                                .session = c->best->id,
+                                .bytes = c->gain,
+                                .ns = c->best->ns,
+                                .demotes = c->way == TO_HOST};
+    return 0;
+}
+
+static uint64_t free_of(const struct kvq__shortage *s)
+{
+    enum kvq__limit which = kvq__pool_limit(s->pool);
+    uint64_t limit = s->code == KVQ_E_QUOTA ? s->ns->quota.limit[which] + s->ns->exempt[which] : 0;
+    if (s->code == KVQ_E_QUOTA)
+        return limit > s->ns->used[which] ? limit - s->ns->used[which] : 0;
+    return s->pool->budget - s->pool->used_bytes;
+}
+
+enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
+{
+    struct choice c;
+    if (core->draining)
+        return KVQ__HELP_NONE;
+    claim_all(core, plea);
+    choose(core, plea, &c);
+    if (under_way(core, plea->shortage))
+        return KVQ__HELP_NOW;
+    if (free_of(plea->shortage) + c.all < plea->need) // nobody goes in vain
+        return KVQ__HELP_NONE;
+    bool quota = plea->shortage->code == KVQ_E_QUOTA;
+    while (c.best) {
+        int rc = start(core, &c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
+        if (rc == 0 || rc == KVQ_E_BUSY)
+            return KVQ__HELP_NOW;
+        choose(core, plea, &c);
+    }
+    return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+}
+
+void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,
+                          size_t room)
+{
+    int n = snprintf(text, room, "of the sessions there %u are in use", w->in_use);
+    if (w->pinned && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u pinned", w->pinned);
+    if (w->young && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u were used in the last %llu ms", w->young,
+                      (unsigned long long)(core->config.evict_idle_ns / NS_PER_MS));
+    if (w->nowhere && n > 0 && (size_t)n < room)
+        snprintf(text + n, room - (size_t)n, ", %u have nowhere to go%s", w->nowhere,
+                 core->config.saves ? "" : " (set storage_dir: then idle ones go to disk)");
+}
+
+// ---- What has become of it ----
+
+static struct kvq__session *session_of(const struct kvq__core *core, uint64_t id)
+{
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            if (s->id == id)
+                return s;
+    return NULL;
+}
+
+static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->id == id)
+            return move;
+    return NULL;
+}
+
+static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, uint64_t bytes)
+{
+    struct kvq__session *s = session_of(core, e->session);
+    if (status == 0 && e->demotes) {
+        core->evicted.demoted++;
+        core->evicted.demoted_bytes += bytes;
+    } else if (status < 0) {
+        core->evicted.failed++;
+        // One that is in use again is passed by for that alone.
+        if (s && status != KVQ_E_BUSY)
+            s->try_after = core->now + TRY_AGAIN_NS;
+    }
+    e->ticket = 0;
+    core->evicted.ended++;
+    core->freed++; // those who wait look again, whatever came of it
+}
+
+// Whether it has ended: its memory is free, or it stays.
+static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, int *status,
+                        uint64_t *bytes)
+{
+    static const struct kvq__peer self = {.admin = true};
+    const struct kvq__move *move = e->demotes ? move_of(core, e->ticket) : NULL;
+    struct kvq__move_info info;
+    *status = KVQ_E_CANCELLED;
+    *bytes = 0;
+    if (move) {
+        *status = move->status;
+        *bytes = move->moved_bytes;
+        return move->phase == KVQ__MOVE_OVER;
+    }
+    if (e->demotes || !kvq__park_info(core, &self, e->ticket, &info))
+        return true;
+    *status = info.status;
+    return info.finished;
+}
+
+bool kvq__evict_poll(struct kvq__core *core)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__evicting *e = &core->evicting[i];
+        int status;
+        uint64_t bytes;
+        if (!e->ticket || !look_at_end(core, e, &status, &bytes))
+            continue;
+        ended(core, e, status, bytes);
+        any = true;
+    }
+    return any;
+}
+
+// ---- Before anybody needs the room ----
+
+static bool is_above(const struct kvq__core *core, const struct kvq__pool *pool)
+{
+    uint32_t above = core->config.evict_above;
+    return above && above < 100 && pool->used_bytes > pool->budget / 100 * above;
+}
+
+static void relieve(struct kvq__core *core, const struct choice *c)
+{
+    struct kvq__pool *pool = c->plea->shortage->pool;
+    for (uint32_t i = 0; i < RECLAIM_AT_ONCE; i++)
+        if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY))
+            break;
+    if (is_above(core, pool))
+        start(core, c, KVQ__PARK_ROOM);
+}
+
+// Where nobody needs the room disk is where what is idle goes.
+static void park_idle(struct kvq__core *core, struct choice *c)
+{
+    uint64_t least = core->config.park_idle_ns;
+    if (least == 0 || core->now - c->best->idle_since < least ||
+        kvq__session_parkable(c->best, NULL) < 0)
+        return;
+    c->way = TO_DISK;
+    start(core, c, KVQ__PARK_IDLE);
+}
+
+static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
+{
+    struct kvq__shortage shortage = {.pool = pool, .code = KVQ_E_NO_MEMORY};
+    struct kvq__in_the_way way;
+    uint64_t look_at = UINT64_MAX;
+    struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    struct choice c;
+    claim_all(core, &plea);
+    choose(core, &plea, &c);
+    if (c.best && is_above(core, pool))
+        relieve(core, &c);
+    else if (c.best)
+        park_idle(core, &c);
+}
+
+void kvq__evict_tick(struct kvq__core *core)
+{
+    bool idle = core->config.park_idle_ns > 0;
+    for (uint32_t i = 0; i < core->n_pools && !core->draining; i++)
+        if (!core->evicting[i].ticket && (idle || is_above(core, &core->pools[i])))
+            look_at_pool(core, &core->pools[i]);
+}
+
+void kvq__evict_back(struct kvq__session *s)
+{
+    s->back_at = s->core->now;
+}
