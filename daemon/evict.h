@@ -40,7 +40,7 @@
 //   and waits for room for the other's, are in each other's way like that: without the flag they
 //   are refused, with it they have a deadline, without which the flag is not taken.
 // - Restores and fetches take memory bit by bit, and keep it while they wait; but only the one that
-//   has waited longest (kvq__room_keeps). All others give back what they have and begin anew.
+//   has waited longest (kvq__restore_take). All others give back what they have and begin anew.
 // - A demotion that finds no room on the host fails at once, and the session is parked instead; a
 //   way back that finds none on its GPU fails at once and is begun again when there is some. So
 //   nothing on the host ever waits for a GPU, and nothing on disk for either.
@@ -128,8 +128,8 @@ void kvq__room_untake(struct kvq__queue *queue, uint32_t entry);
 // cleared before it was tried, says whether that was a block. True if the request is to give back
 // all that it took and wait. Else the reason was told, and the entry is to fail.
 bool kvq__room_ask(struct kvq__queue *queue, uint32_t entry);
-// The same for a session of the request that needs `missing` bytes more, and then has `whole`, where
-// core->shortage says.
+// The same for a session of the request that needs `missing` bytes more, and has `whole` then, in
+// the place that core->shortage says.
 bool kvq__room_wait(struct kvq__queue *queue, const struct kvq__session *own, uint64_t missing,
                     uint64_t whole);
 // Tells that somebody is refused; in_the_way NULL: it could never fit.

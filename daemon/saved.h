@@ -243,8 +243,9 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
                        const struct kvq__restore_spec *spec, struct kvq__restore **restore,
                        char *text);
 // Takes some of its memory, as much as can be had without keeping others waiting for long. 1: call
-// it again soon. 2: likewise, but some milliseconds later: sessions make room for it. 0: the session is there, and nobody has it open yet. Below 0, the codes above:
-// nothing but kvq__restore_end is left to do. Until it has returned 0, nothing but that is called.
+// it again soon. 2: likewise, but some milliseconds later: others make room for it. 0: the session
+// is there, and nobody has it open yet. Below 0, the codes above: nothing but kvq__restore_end is
+// left to do. Until it has returned 0, nothing but that is called.
 int kvq__restore_reserve(struct kvq__restore *restore, char *text);
 // The same for a session that is parked, by its id: it is filled again. spec->ns and place are not
 // looked at. KVQ_E_DAMAGED if what is stored is not, to the last token, what was parked;

@@ -100,4 +100,8 @@ struct kvq__restore {
     struct kvq__ferry *ferry;
 };
 
+// Takes some of its blocks. 0 once it has all, 1 or 2 as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
+// KVQ_E_QUOTA or KVQ_E_SYSTEM: then it has none.
+int kvq__restore_take(struct kvq__restore *restore, char *text);
+
 #endif

@@ -199,7 +199,7 @@ int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
-// Gives back what was taken behind so many pages and nobody has looked at since: it is free at once.
+// Gives back what was taken behind so many pages and nobody has seen since: it is free at once.
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
 // Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);

@@ -351,6 +351,9 @@ static void test_too_young(void **state)
     assert_int_equal(kit.core->evicted.demoted, 1);
     assert_int_equal(kit.core->evicted.waited, 1);
     // The others are used all the time.
+    rest();
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, handles[i])->idle_since = kit.now;
     assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 0), 1);
     int rc = 1;
     for (uint32_t i = 0; i < 40 && rc == 1; i++) {

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "daemon/park.h"
+#include "daemon/saved_internal.h"
 
 static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 
@@ -165,11 +166,12 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
     uint32_t waits = 0;
     int rc;
     while ((rc = kvq__restore_reserve(restore, text)) > 0) {
-        core_check(core);
+        if (restore->fetches) // else nobody sees it yet
+            core_check(core);
         if (rc == 1)
             continue;
         if (!v->serves || ++waits == 50)
-            return KVQ_E_NO_MEMORY;
+            return core->shortage.code;
         vault_serve(v, core);
         kvq__core_poll(core);
     }
