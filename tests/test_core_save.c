@@ -46,6 +46,106 @@ static void test_all_formats(void **state)
     check_format("kivi2:sink=32", 700, 3);
 }
 
+// ---- Codebooks ----
+
+static int holds;
+static uint64_t book_id = 7;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float numbers[1 << 15], smooth[HEADS * DIM]; // 12 bits for 8 channels at most
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)format;
+    (void)shape;
+    (void)why;
+    for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
+    for (uint32_t i = 0; i < HEADS * DIM; i++)
+        smooth[i] = 0.5f + (float)(i % 7);
+    *book = (struct kvq_book){.smooth = smooth, .k = numbers, .v = numbers};
+    *hold = numbers;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    holds++;
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    assert_true(holds-- > 0);
+}
+
+static uint64_t id_of_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    return book_id;
+}
+
+static void have_codebooks(void)
+{
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    kit.core->config.codebook_id = id_of_codebook;
+}
+
+// Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
+// centroids takes its time: KVQ_FULL=1 takes these formats, too.
+static void test_codebook_formats(void **state)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    bool full = wanted && strcmp(wanted, "1") == 0;
+    uint32_t n = 0;
+    (void)state;
+    have_codebooks();
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        char name[KVQ_FORMAT_NAME];
+        if ((f->k.codec != KVQ_CODEC_BOOK && f->v.codec != KVQ_CODEC_BOOK) ||
+            (f->k.bits + f->v.bits > 16 && !full))
+            continue;
+        assert_true(snprintf(name, sizeof name, "%s@a", f->name) < (int)sizeof name);
+        check_format(name, n % 2 ? 40 : 513, n % 2 ? 11 : 0);
+        assert_int_equal(holds, 0);
+        n++;
+    }
+    assert_true(n >= 3);
+}
+
+// A codebook that was made anew under its old name would make other values of the codes.
+static void test_another_codebook(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    have_codebooks();
+    set_rows("vecinfer-2@a");
+    uint64_t a = open_as("it", LAYERS, 0);
+    assert_true(a);
+    feed(a, 300);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    book_id++;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "another codebook"));
+    assert_int_equal(holds, 0);
+    book_id--;
+    drop(restore("it"));
+    assert_int_equal(holds, 0);
+}
+
 // More may be packed than would be due at the count that it was truncated to.
 static void test_after_a_truncate(void **state)
 {
@@ -674,6 +774,8 @@ int main(void)
         TEST(test_no_room),
         TEST(test_unsaved),
         TEST(test_failing),
+        TEST(test_codebook_formats),
+        TEST(test_another_codebook),
         TEST(test_prefix),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
