@@ -341,7 +341,10 @@ static const char *advice(int code)
 {
     switch (code) {
     case KVQ_E_NO_MEMORY:
-        return "close or drop sessions, or give the daemon a larger pool_bytes";
+        return "close or drop sessions, wait for room (kvq_queue_wait_for_room), or give the "
+               "daemon "
+               "a larger pool_bytes, or a storage_dir where idle sessions go; its log says what is "
+               "in the way";
     case KVQ_E_NONFINITE:
         return "look at the engine's K and V before this layer";
     case KVQ_E_INCOMPLETE:
@@ -392,6 +395,8 @@ static void explain_request(const struct kvq__pending *p)
 {
     char where[80];
     const char *more = advice(p->status);
+    if (p->status == KVQ_E_DEADLINE && (p->request.flags & KVQ_REQ_WAIT_ROOM))
+        more = "there may have been no room in memory all the time: kvqctl status says so";
     name_request(where, sizeof where, &p->request);
     if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
         kvq__fail(p->status, "%s of %u sessions: the connection was lost before the answer came%s",

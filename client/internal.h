@@ -122,7 +122,8 @@ struct kvq_queue {
     int wake_daemon, wake_client; // an eventfd to write; a socket to wait for
     uint32_t seq, steps;
     uint64_t tickets;
-    uint64_t gap_ns; // how long waits took lately
+    uint64_t gap_ns;  // how long waits took lately
+    uint64_t room_ns; // how long requests wait for room; 0: they are refused at once
     struct kvq__pending pending[KVQ_QUEUE_CREDITS];
 };
 

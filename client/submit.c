@@ -226,6 +226,26 @@ static uint16_t slots_of(uint32_t n)
                       KVQ_SLOT_BYTES);
 }
 
+int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns)
+{
+    if (!queue)
+        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+    queue->room_ns = timeout_ns;
+    return KVQ_OK;
+}
+
+static void put_patience(const kvq_queue *queue, struct kvq_request *r)
+{
+    bool takes = r->op == KVQ_OP_STEP_BEGIN || r->op == KVQ_OP_STEP || r->op == KVQ_OP_FORK;
+    if (!takes || queue->room_ns == 0)
+        return;
+    uint64_t now = kvq__now_ns();
+    uint64_t end = queue->room_ns < UINT64_MAX - now ? now + queue->room_ns : UINT64_MAX;
+    r->flags |= KVQ_REQ_WAIT_ROOM;
+    if (r->deadline_ns == 0 || end < r->deadline_ns)
+        r->deadline_ns = end;
+}
+
 int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
                      struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending)
 {
@@ -245,6 +265,7 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
         if (rc)
             return rc;
     }
+    put_patience(queue, &p->request);
     p->n = n;
     p->entries = entries;
     p->done = p->any_failed = false;

@@ -92,6 +92,9 @@ struct kvq_config {
     char storage_dir[KVQ_CONFIG_PATH];  // "": nothing is saved
     uint64_t storage_bytes;             // of all its files; 0: no cap
     uint64_t save_idle_seconds;         // 0: sessions are not saved for being idle
+    uint64_t evict_idle_ms;
+    uint64_t evict_above;       // percent
+    uint64_t park_idle_seconds; // 0: only for room
     bool save_on_drain;
     char remote_endpoint[KVQ_CONFIG_PATH]; // "": no remote store; then the others are empty, too
     char remote_bucket[64];

@@ -546,6 +546,18 @@ struct kvq__status {
 };
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
 
+// Of sessions that made room for others (evict.h), since the start; kvq__core_parks has those that
+// went to disk.
+struct kvq__evict_counts {
+    uint64_t demoted, demoted_bytes;   // to the host's memory
+    uint64_t promoted, promoted_bytes; // and back
+    uint64_t waited, refused;          // requests
+    uint64_t failed;                   // sessions that were to go, and stayed
+    uint64_t ended;                    // all of it that has come to an end
+    uint32_t demoted_now, waiting_now;
+};
+void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts);
+
 struct kvq__place_info {
     const char *place, *name; // live as long as the core
     uint64_t pool_bytes, extent_bytes, used_bytes;

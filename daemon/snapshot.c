@@ -42,6 +42,15 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         status->pool_largest_free += pool->extent_bytes;
 }
 
+void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts)
+{
+    const struct kvq__queue *q;
+    *counts = core->evicted;
+    counts->demoted_now = core->n_demoted;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link)
+        counts->waiting_now++;
+}
+
 static uint32_t sessions_on(const struct kvq__core *core, const struct kvq__pool *pool)
 {
     const struct kvq__namespace *ns;

@@ -119,12 +119,6 @@ struct kvq__evicting {
     int why; // KVQ_E_NO_MEMORY, KVQ_E_QUOTA, or 0: before anybody needed it
     bool demotes;
 };
-struct kvq__evict_counts {
-    uint64_t demoted, demoted_bytes, promoted, promoted_bytes;
-    uint64_t waited, refused; // requests
-    uint64_t failed;          // evictions that came to nothing
-    uint64_t ended;           // all that have ended
-};
 
 struct kvq__core {
     struct kvq__core_config config;

@@ -162,6 +162,7 @@ static int open_all(struct generation *g, struct problem *p)
         engine_open(&g->engine, &g->model.config, o->runtime_dir, o->in_context, CACHE_STEP_TOKENS,
                     p))
         return -1;
+    kvq_queue_wait_for_room(g->engine.queue, o->wait_room * 1000000000u);
     co.prompt_tokens = g->prompt.count;
     if (o->prefix) {
         co.prompt = g->prompt.list;

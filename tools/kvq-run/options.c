@@ -49,6 +49,8 @@ static const struct option_row rows[] = {
     {"namespace", "NS", "namespace of the session (uid-N)", G, STRING, AT(ns), 0, 0},
     {"prefix", NULL, "begin with what the daemon has of the prompt, and leave it there for others",
      G, FLAG, AT(prefix), 0, 0},
+    {"wait-room", "S", "wait so many seconds for room in the daemon's memory (0: be refused)", G,
+     BIG, AT(wait_room), 0, 1e6},
     {"keep", NULL, "keep the named session when this program ends", G, FLAG, AT(keep), 0, 0},
     {"against", "F", "reference format (f16)", P, STRING, AT(against), 0, 0},
     {"text", "FILE", "held-out text", P, STRING, AT(text), 0, 0},

@@ -23,7 +23,7 @@ struct options {
     const char *prompt, *prompt_file, *ids, *text, *capture;
     uint8_t attention, v_rotation;
     uint32_t tokens, step, context, top;
-    uint64_t bytes, seed, capture_tokens;
+    uint64_t bytes, seed, capture_tokens, wait_room; // wait_room: seconds
     double temperature, top_p;
     bool json, quiet, keep, prefix, in_context;
 };

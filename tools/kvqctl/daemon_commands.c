@@ -30,6 +30,28 @@ static void print_gpu(const Kvq__PlaceStatus *g)
            g->sessions == 1 ? "" : "s");
 }
 
+// Only what there was of it.
+static void print_eviction(const Kvq__EvictionStatus *e)
+{
+    uint64_t parked = e->room + e->quota + e->idle + e->asked;
+    if (parked + e->fetch_failed)
+        printf("to disk    %" PRIu64 " for room (%s), %" PRIu64 " at limits (%s), %" PRIu64
+               " idle (%s), %" PRIu64 " as asked; %" PRIu64 " came back, in %.1f ms on average and "
+               "%" PRIu64 " at most, %" PRIu64 " failed to; %" PRIu32 " are there now\n",
+               e->room, kvq__ctl_bytes(e->room_bytes), e->quota, kvq__ctl_bytes(e->quota_bytes),
+               e->idle, kvq__ctl_bytes(e->idle_bytes), e->asked, e->fetched,
+               e->fetched ? (double)e->fetch_ms / (double)e->fetched : 0.0, e->fetch_longest_ms,
+               e->fetch_failed, e->parked);
+    if (e->demoted)
+        printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu32
+               " are there now\n",
+               e->demoted, kvq__ctl_bytes(e->demoted_bytes), e->returned, e->demoted_now);
+    if (e->waited + e->refused)
+        printf("for room   %" PRIu64 " requests waited, %" PRIu32 " wait now, %" PRIu64
+               " were refused\n",
+               e->waited, e->waiting_now, e->refused);
+}
+
 static void print_status(const Kvq__StatusReply *s)
 {
     double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
@@ -51,6 +73,8 @@ static void print_status(const Kvq__StatusReply *s)
     printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "
            "%" PRIu64 " requests refused, %" PRIu64 " clients kicked\n",
            s->steps, s->attends, s->appended_tokens, s->refused_requests, s->kicked_clients);
+    if (s->eviction)
+        print_eviction(s->eviction);
     if (s->n_namespaces)
         print_namespaces(s);
 }

@@ -47,7 +47,15 @@ static size_t rows_for_sessions(void)
     struct winsize size;
     if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0)
         return 20;
-    return size.ws_row > 8 ? size.ws_row - 8u : 1;
+    return size.ws_row > 9 ? size.ws_row - 9u : 1;
+}
+
+static void print_eviction(const Kvq__EvictionStatus *e)
+{
+    printf("evicted %" PRIu64 "   came back %" PRIu64 "   on disk %" PRIu32 "   demoted %" PRIu32
+           "   waiting %" PRIu32 "\n",
+           e->room + e->quota + e->idle + e->demoted, e->fetched + e->returned, e->parked,
+           e->demoted_now, e->waiting_now);
 }
 
 static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const struct look *before)
@@ -64,9 +72,12 @@ static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const 
            "\n",
            kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share, s->sessions,
            s->clients, s->tokens);
-    printf("steps/s %.1f   attentions/s %.1f   tokens/s %.1f   refused %" PRIu64 "\n\n",
+    printf("steps/s %.1f   attentions/s %.1f   tokens/s %.1f   refused %" PRIu64 "\n",
            rate(now.steps, before->steps, ms), rate(now.attends, before->attends, ms),
            rate(now.appended, before->appended, ms), s->refused_requests);
+    if (s->eviction)
+        print_eviction(s->eviction);
+    printf("\n");
     size_t rows = rows_for_sessions(), all = list->n_sessions;
     qsort(list->sessions, all, sizeof *list->sessions, by_memory);
     list->n_sessions = all < rows ? all : rows;

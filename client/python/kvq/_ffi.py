@@ -188,6 +188,7 @@ FUNCTIONS = {
     "kvq_wait": (c_int, [c_void_p, c_uint64, c_uint64]),
     "kvq_queue_order": (c_int, [c_void_p]),
     "kvq_queue_prepare_streams": (c_int, [c_void_p]),
+    "kvq_queue_wait_for_room": (c_int, [c_void_p, c_uint64]),
     "kvq_append_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32, c_void_p]),
     "kvq_attend_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32, c_void_p]),
     "kvq_append_attend_on_stream": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32,

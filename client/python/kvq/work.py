@@ -108,6 +108,11 @@ class Queue:
         """How calls with a stream order it: "words", "events", "host"; "none" before the first."""
         return ORDERS[lib.kvq_queue_order(self.pointer)]
 
+    def wait_for_room(self, seconds):
+        """How long steps and forks wait where memory is short and nothing can make room; 0: they
+        are refused at once. After that they raise kvq.Error with KVQ_E_DEADLINE."""
+        check(lib.kvq_queue_wait_for_room(self.pointer, round(seconds * 1e9)))
+
     def prepare_streams(self):
         """Does now what the first call with a stream would do."""
         check(lib.kvq_queue_prepare_streams(self.pointer))
