@@ -12,6 +12,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/park.h"
 #include "daemon/saved_internal.h"
 #include "tests/vault.h"
 
@@ -572,6 +573,35 @@ static void test_refusals(void **state)
     refused(&four, 2, KVQ_E_EXISTS, "vecinfer-k4b8v4b8@book of layer 1 has a codebook");
 }
 
+static void prepare_stages(const char *name)
+{
+    struct set a = by_layers("it", 4);
+    format = name;
+    rollback = 0;
+    open_all(&a);
+    feed(&a, 300);
+    save(&a);
+    drop(&a);
+}
+
+static void test_refusals_of_stages(void **state)
+{
+    struct set two = by_layers("it", 2), eight = by_layers("it", 8);
+    (void)state;
+    prepare_stages("ott2");
+    refused(&two, 1, KVQ_E_EXISTS, "is another one for a shard's first layers");
+    prepare_stages("oscar2");
+    struct kvq__saved *saved = &vault_find(&vault, "it", 1)->saved;
+    saved->layers[1].row.kv_from = 0;
+    refused(&eight, 3, KVQ_E_EXISTS, "layer 1 of shard 1 reads the cache of a layer that would");
+    saved->layers[1].row.kv_from = -1;
+    saved->layers[1].format.v.codec = KVQ_CODEC_BOOK;
+    refused(&two, 0, KVQ_E_EXISTS, "layer 1 of shard 1 has a codebook");
+    struct set three = by_layers("it", 2);
+    three.shards = 3;
+    refused(&three, 0, KVQ_E_EXISTS, "equal part of the 8 of all");
+}
+
 static void test_what_does_not_fit(void **state)
 {
     (void)state;
@@ -664,7 +694,59 @@ static void test_hostile(void **state)
     assert_true(refusals > 200 && taken > 20);
 }
 
+// A save waits until all shards have packed what is due; else they would part.
+static void test_save_waits_for_packing(void **state)
+{
+    struct set a = by_heads("it", 2);
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    (void)state;
+    format = "oscar2";
+    rollback = 0;
+    open_all(&a);
+    feed(&a, 600);
+    attend_shard(&a, 0, 0, OUT_AT); // packs this one, whose raw blocks go
+    assert_int_equal(shard_of(&a, 0)->layers[0].raw_page, 4);
+    assert_int_equal(shard_of(&a, 1)->layers[0].packed, 0);
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 1);
+    kit_pack(&kit);
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
+    drop(&a);
+    a = by_heads("it", 4);
+    restore(&a, UINT64_MAX);
+}
+
 // Ids of tokens come from the shard that knows most of them.
+static void test_ids(void **state)
+{
+    struct set a = by_heads("it", 2);
+    (void)state;
+    format = "oscar2";
+    rollback = 0;
+    open_all(&a);
+    feed(&a, 300);
+    for (uint32_t i = 0; i < 2; i++) {
+        struct kvq__session *s = (struct kvq__session *)shard_of(&a, i);
+        assert_int_equal(kvq__ids_grow(s, 300), 0);
+        for (uint32_t k = 0; k < 300; k++)
+            s->ids.at[k] = (int32_t)(1000 * i + k);
+        s->ids.known = i ? 280 : 140;
+    }
+    save(&a);
+    drop(&a);
+    a = by_heads("it", 4);
+    restore(&a, UINT64_MAX);
+    for (uint32_t i = 0; i < 4; i++) {
+        const struct kvq__ids *ids = &shard_of(&a, i)->ids;
+        assert_int_equal(ids->known, 280);
+        assert_int_equal(ids->at[0], 1000);
+        assert_int_equal(ids->at[279], 1279);
+    }
+    drop(&a);
+    a = by_heads("it", 1);
+    restore(&a, 250); // cut
+    assert_int_equal(shard_of(&a, 0)->ids.known, tokens_of(&a));
+}
+
 static void test_no_memory(void **state)
 {
     (void)state;
@@ -712,6 +794,21 @@ static void test_makes_way(void **state)
     assert_int_equal(tokens_of(&four), 300);
     for (uint32_t i = 0; i < 4; i++)
         assert_int_equal(kvq__session_close(m.client, four.handles[i], text), 0);
+    // Parked, it is on disk as it is, and stays there.
+    struct set parked = by_heads("parked", 2);
+    open_all(&parked);
+    feed(&parked, 300);
+    kit_pack(&kit);
+    assert_int_equal(kvq__park_start(kit_of(&m, parked.handles[0]), KVQ__PARK_ASKED, NULL, text),
+                     0);
+    vault_serve(&vault, kit.core);
+    assert_true(shard_of(&parked, 1)->away);
+    for (uint32_t i = 0; i < 2; i++)
+        assert_int_equal(kvq__session_close(m.client, parked.handles[i], text), 0);
+    assert_true(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "parked", 8));
+    vault_serve(&vault, kit.core);
+    parked = by_heads("parked", 8);
+    restore(&parked, UINT64_MAX);
     // It is not stored like this.
     assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 2));
 }
@@ -721,10 +818,20 @@ static void test_makes_way(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_all_formats),        TEST(test_all_numbers),        TEST(test_stages),
-        TEST(test_stages_keep_blocks), TEST(test_packed_differently), TEST(test_cut),
-        TEST(test_refusals),           TEST(test_what_does_not_fit),  TEST(test_hostile),
-        TEST(test_no_memory),          TEST(test_makes_way),
+        TEST(test_all_formats),
+        TEST(test_all_numbers),
+        TEST(test_stages),
+        TEST(test_stages_keep_blocks),
+        TEST(test_packed_differently),
+        TEST(test_cut),
+        TEST(test_refusals),
+        TEST(test_refusals_of_stages),
+        TEST(test_what_does_not_fit),
+        TEST(test_hostile),
+        TEST(test_no_memory),
+        TEST(test_save_waits_for_packing),
+        TEST(test_ids),
+        TEST(test_makes_way),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
