@@ -94,10 +94,10 @@ class Shards(Stored):
     @long_emulated
     def test_layers(self):
         """A pipeline's stages: two of one layer each become one of two."""
-        whole = Tokens(5, 500, 2, 4, 2, DIM)
+        whole = Tokens(5, 600, 2, 4, 2, DIM)
         parts = []
         for i in range(2):
-            part = Tokens(5, 500, 1, 4, 2, DIM)
+            part = Tokens(5, 600, 1, 4, 2, DIM)
             part.k, part.v, part.q = (getattr(whole, x)[i:i + 1] for x in "kvq")
             parts.append(part)
         stages = [self.client.session(p.rows, "oscar2", name="it", shard=i, shards=2)
