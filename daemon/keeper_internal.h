@@ -22,6 +22,29 @@ struct kvq__used {
     int64_t at; // seconds since 1970
 };
 
+// Tells the poller that a layer is there.
+struct kvq__layer_mail {
+    struct kvq__mail mail;
+    struct kvq__restore *restore;
+    uint32_t layer;
+};
+
+// A session that is being restored.
+struct kvq__loading {
+    TAILQ_ENTRY(kvq__loading) link;
+    struct kvq__keeper *keeper;
+    struct kvq__restore *restore;
+    struct kvq__found *found;
+    struct kvq__task *task; // that waits for the end; NULL = none
+    bool reading, fetches, prefix;
+    uv_work_t work;
+    struct kvq__mail mail;
+    struct kvq__layer_mail layers[KVQ_MAX_LAYERS];
+    char ns[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+    int rc;
+    uint64_t tokens, begun, first_ns, bytes;
+};
+
 struct kvq__keeper {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
@@ -89,6 +112,11 @@ void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, 
 // ---- keeper_save.c ----
 
 void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its request's, are set
+
+// ---- keeper_read.c ----
+
+// Reads all of the kvq__loading that work->data is. On a thread of libuv's.
+void kvq__keeper_read(uv_work_t *work);
 
 // ---- keeper_restore.c ----
 

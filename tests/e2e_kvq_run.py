@@ -216,6 +216,49 @@ class Restart(unittest.TestCase):
             self.daemon.stop()
             shutil.rmtree(folder, ignore_errors=True)
 
+    def test_perplexity_through_a_kill(self):
+        """Saved, killed with -9, restored in the middle of the text: to the last digit the same."""
+        folder, runtime = tempfile.mkdtemp(prefix="kvq-store-"), tempfile.mkdtemp(prefix="kvqd-")
+
+        def start():
+            return kvqtest.Daemon("--pool-bytes", "1gb", "--storage-dir", folder,
+                                  runtime_dir=runtime)
+        self.daemon = start()
+        try:
+            text = ("--text", HELDOUT, "--bytes", 900, "--step", 60, "--format", "oscar2")
+            whole = self.json("perplexity", *text)
+            self.assertGreater(whole["packed_read_share"], 0.3)
+            self.daemon, halves = broken_in_two(self.daemon, start, *text[2:], "--pause-at", 600)
+            for run in (whole, halves):
+                for key in ("tokens_per_s", "tokens_per_s_against"):
+                    del run[key]
+            self.assertEqual(halves, whole)
+            saved = subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", runtime, "--json",
+                                    "storage", "list"], check=True, capture_output=True).stdout
+            self.assertEqual(json.loads(saved), [])  # it leaves nothing behind
+        finally:
+            self.daemon.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(runtime, ignore_errors=True)
+
+
+def broken_in_two(daemon, restart, *arguments):
+    """Perplexity with a pause, in which the daemon is killed with -9 and another one started."""
+    process = subprocess.Popen(
+        [kvqtest.program("kvq-run"), "perplexity", "--model", str(MODEL), "--text", str(HELDOUT),
+         "--runtime-dir", daemon.runtime_dir, "--json", *map(str, arguments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in process.stderr:
+        if b"paused" in line:
+            break
+    daemon.kill()
+    daemon.stop()
+    daemon = restart()
+    out, complaint = process.communicate(b"\n", timeout=300)
+    if process.returncode:
+        raise AssertionError(complaint)
+    return daemon, json.loads(out)
+
 
 class Codebooks(unittest.TestCase):
     """From captured keys and values to attention over their codes."""
@@ -238,7 +281,13 @@ class Codebooks(unittest.TestCase):
     def test_codebook(self):
         with tempfile.TemporaryDirectory() as folder:
             book, capture = os.path.join(folder, "own.kvqbook"), os.path.join(folder, "capture")
-            self.daemon = kvqtest.Daemon("--pool-bytes", "1gb", "--codebook-dir", folder)
+            runtime = os.path.join(folder, "run")
+
+            def start():
+                return kvqtest.Daemon("--pool-bytes", "1gb", "--codebook-dir", folder,
+                                      "--storage-dir", os.path.join(folder, "store"),
+                                      runtime_dir=runtime)
+            self.daemon = start()
             try:
                 self.perplexity("f16", "--capture", capture)
                 self.run_program("kvq-codebook", "make", "--capture", capture, "--format",
@@ -248,6 +297,11 @@ class Codebooks(unittest.TestCase):
                 self.assertGreater(got["packed_read_share"], 0.85)
                 self.assertGreater(got["kl_mean"], 0)
                 self.assertLess(got["kl_mean"], 0.1)
+                short = ("--bytes", 900, "--step", 60, "--format", "vecinfer-2@own")
+                whole = json.loads(self.perplexity("vecinfer-2@own", *short).stdout)
+                self.daemon, halves = broken_in_two(self.daemon, start, *short, "--pause-at", 600)
+                self.assertEqual(halves["perplexity"], whole["perplexity"])
+                self.assertEqual(halves["kl_mean"], whole["kl_mean"])
                 self.refused("vecinfer-2", "vecinfer-2@NAME")
                 self.refused("vecinfer-4@own",
                              "K of 8 bits for 4 channels; the format needs 8 for 2")

@@ -174,6 +174,21 @@ void cache_close(struct cache *k)
     k->session = 0;
 }
 
+int cache_save(struct cache *k, struct problem *p)
+{
+    int rc = kvq_session_save(k->engine->client, k->session);
+    return rc ? refused(rc, "cannot save the session", p) : 0;
+}
+
+int cache_drop(struct cache *k, struct problem *p)
+{
+    if (k->engine->local)
+        kvq_local_remove(k->engine->local, k->session);
+    int rc = kvq_session_drop(k->engine->client, k->session);
+    k->session = 0;
+    return rc ? refused(rc, "cannot drop the session", p) : 0;
+}
+
 int cache_begin(struct cache *k, const uint32_t *ids, uint32_t tokens, struct problem *p)
 {
     struct kvq_entry entry = {.session = k->session, .position = k->tokens, .append = tokens};

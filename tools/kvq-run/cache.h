@@ -68,6 +68,10 @@ void engine_close(struct engine *e);
 int cache_open(struct cache *k, struct engine *e, const struct config *c,
                const struct cache_options *o, struct problem *p);
 void cache_close(struct cache *k);
+// Makes what is committed of a named session outlive the daemon.
+int cache_save(struct cache *k, struct problem *p);
+// Closes it, and nothing of it stays anywhere.
+int cache_drop(struct cache *k, struct problem *p);
 
 // One step: begin, attend for every layer (q, k, v of the step lie in the engine's areas, the
 // output comes to engine->out), end.

@@ -57,6 +57,8 @@ static const struct option_row rows[] = {
     {"bytes", "N", "read at most so many bytes of it (262144; 0: all)", P, BIG, AT(bytes), 0, 1e15},
     {"context", "N", "tokens of one session, from an empty cache (4096)", P, COUNT, AT(context), 2,
      1 << 24},
+    {"pause-at", "N", "of the text's bytes: save both sessions, wait for a line, connect again", P,
+     COUNT, AT(pause_at), 1, 1 << 30},
     {"step", "N", "tokens of one step (16)", P, COUNT, AT(step), 1, 512},
     {"top", "N", "show so many of the likeliest tokens (8)", L, COUNT, AT(top), 1, 1 << 20},
     {"capture", "FILE", "write K, V and Q as they are appended to a file", G | P, STRING,

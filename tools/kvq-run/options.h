@@ -22,7 +22,7 @@ struct options {
     const char *model, *runtime_dir, *format, *against, *session, *ns;
     const char *prompt, *prompt_file, *ids, *text, *capture;
     uint8_t attention, v_rotation;
-    uint32_t tokens, step, context, top;
+    uint32_t tokens, step, context, top, pause_at;
     uint64_t bytes, seed, capture_tokens, wait_room; // wait_room: seconds
     double temperature, top_p;
     bool json, quiet, keep, prefix, in_context;

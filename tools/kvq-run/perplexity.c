@@ -3,6 +3,9 @@
 // perplexity: two caches of different formats see the same held-out text, teacher-forced, in small
 // steps; their next-token distributions are compared position by position.
 //
+// With --pause-at both caches are saved on the way, and go on after the daemon has been ended,
+// killed or left alone: whatever was done to it, no figure but the speed may be another.
+//
 // The text is cut into pieces of --context tokens, each with a BOS and from an empty cache. A step
 // has at most --step tokens, so that nearly all keys and values are read back from the cache as
 // it stores them; the share that was read packed is measured and printed.
@@ -39,6 +42,8 @@ struct comparison {
     double packed_reads, reads; // keys seen by the test side
     double seconds[SIDES];
     double last_progress;
+    bool named; // the sessions have names, by which they can be found again
+    char name[SIDES][48];
 };
 
 static void log_softmax(const float *logits, uint32_t n, double *out)
@@ -126,6 +131,7 @@ static int open_caches(struct comparison *c, struct problem *p)
             .attention = c->o->attention,
             .v_rotation = s == TEST ? c->o->v_rotation : KVQ_V_ROTATION_NONE,
             .capture = s == TEST ? c->capture : NULL,
+            .session = c->named ? c->name[s] : NULL,
         };
         if (cache_open(&c->cache[s], &c->engine, &c->model.config, &co, p))
             return -1;
@@ -138,8 +144,42 @@ static int close_caches(struct comparison *c, struct problem *p)
     for (int s = 0; s < SIDES; s++)
         if (cache_info(&c->cache[s], &c->info[s], p))
             return -1;
-    for (int s = 0; s < SIDES; s++)
+    for (int s = 0; s < SIDES; s++) {
+        if (c->named && cache_drop(&c->cache[s], p))
+            return -1;
         cache_close(&c->cache[s]);
+    }
+    return 0;
+}
+
+static void wait_for_line(void)
+{
+    int byte;
+    do
+        byte = getchar();
+    while (byte != '\n' && byte != EOF);
+}
+
+// Saves, waits, and goes on with what the daemon that is there then gives back.
+static int pause_here(struct comparison *c, uint32_t inputs, struct problem *p)
+{
+    for (int s = 0; s < SIDES; s++)
+        if (cache_save(&c->cache[s], p))
+            return -1;
+    fprintf(stderr, "kvq-run: paused; both sessions are saved, and a line on standard input goes "
+                    "on with them\n");
+    wait_for_line();
+    for (int s = 0; s < SIDES; s++)
+        cache_close(&c->cache[s]); // of a daemon that may be gone
+    engine_close(&c->engine);
+    if (engine_open(&c->engine, &c->model.config, c->o->runtime_dir, c->o->in_context, c->o->step,
+                    p) ||
+        open_caches(c, p))
+        return -1;
+    for (int s = 0; s < SIDES; s++)
+        if (c->cache[s].tokens != inputs)
+            return problem_set(p, RUN_FAILED, "session %s came back with %llu tokens of %u",
+                               c->name[s], (unsigned long long)c->cache[s].tokens, inputs);
     return 0;
 }
 
@@ -164,6 +204,9 @@ static int piece(struct comparison *c, uint64_t from, uint32_t bytes, struct pro
             score(c, i, text[at + i + !bos]);
         at += n;
         progress(c, from + at);
+        bool reached = from < c->o->pause_at && from + at >= c->o->pause_at;
+        if (reached && from + at - n < c->o->pause_at && at < inputs && pause_here(c, at, p))
+            return -1;
         if (atomic_load(&run_interrupted))
             return problem_set(p, RUN_FAILED, "interrupted after %llu of %llu bytes",
                                (unsigned long long)(from + at), (unsigned long long)c->bytes);
@@ -270,6 +313,10 @@ static int open_all(struct comparison *c, struct problem *p)
     if (file_read(o->text, o->bytes, &c->text, &c->bytes, p) ||
         engine_open(&c->engine, &c->model.config, o->runtime_dir, o->in_context, o->step, p))
         return -1;
+    c->named = o->pause_at > 0;
+    for (int s = 0; s < SIDES; s++)
+        snprintf(c->name[s], sizeof c->name[s], "perplexity-%ld-%s", (long)getpid(),
+                 s == TEST ? "test" : "reference");
     c->kl = malloc(c->bytes * sizeof *c->kl);
     for (int s = 0; s < SIDES; s++) {
         c->logits[s] = malloc((uint64_t)o->step * vocab * sizeof *c->logits[s]);
