@@ -351,6 +351,21 @@ class Trouble(Remote):
         self.daemons.remove(one)
         one.wait_log("event=remote_failed .*shutting down")
 
+    def test_leftovers(self):
+        """Pushes that fail leave their files for the next try, but never more than a few."""
+        one = self.start("one")
+        self.write_keys("of-somebody-else")
+        tokens = Tokens(5, 4)
+        most = 0
+        with one.client() as client, client.queue() as queue:
+            for i in range(18):
+                session = client.session(tokens.rows, "f16", name=f"it-{i}")
+                tokens.feed(queue, session, 4, attend=False)
+                self.refused(one, 1, "session", "push", f"it-{i}", text="secret key")
+                most = max(most, len(os.listdir(os.path.join(self.folder, "one", "remote"))))
+        self.assertGreaterEqual(most, 8)
+        self.assertLessEqual(most, 16)
+
     def test_configuration(self):
         """What is wrong is said at the start; keys are never shown."""
         self.write_keys(SECRET, mode=0o644)
@@ -399,6 +414,8 @@ class Trouble(Remote):
                       ("remote", "remove", "it"), ("remote", "list")):
             self.assertEqual(ctl(*words, "--namespace", "uid-0").returncode, 6, words)
         self.assertEqual(ctl("session", "pull", "it", "--from", "uid-0").returncode, 6)
+        self.assertEqual(ctl("session", "pull", "it", "--from", "uid-65534",
+                             "--namespace", "uid-0").returncode, 6)
         self.assertEqual(ctl("session", "pull", "it").returncode, 5)  # none of its own
         self.assertEqual(json.loads(ctl("remote", "list").stdout), [])
         self.assertEqual(ctl("remote", "cancel", "1").returncode, 5)
