@@ -287,7 +287,7 @@ class Transfers(Remote):
         two.ctl("session", "pull", "long", "--as", "it")
         chance, late = random.Random(1), 0
         with two.client() as client:
-            for i in range(300 if FULL else 20):
+            for i in range(300 if FULL else 12):
                 name, n = (("short", 100), ("long", 200))[i % 2]
                 pull = self.begin(two, "session", "pull", name, "--as", "it", "--replace")
                 threading.Event().wait(chance.uniform(0, 0.03))
