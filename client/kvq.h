@@ -161,13 +161,11 @@ KVQ_API KVQ_CHECK int kvq_queue_open(kvq_client *client, kvq_queue **queue);
 /* After calls .._on_stream it first waits until the GPU has done what this process gave it. */
 KVQ_API void kvq_queue_close(kvq_queue **queue);
 
-/* How long this queue's steps and forks wait where memory is short; 0, the default: no longer than
- * it takes idle sessions to make room for them. If nothing can make room, kvq_step_begin, kvq_step
- * and kvq_fork are refused then, with KVQ_E_NO_MEMORY or KVQ_E_QUOTA; with a timeout they wait
- * until somebody frees some, and end with KVQ_E_DEADLINE after it, or at their own deadline if that
- * comes first. They hold nothing meanwhile. What could never fit is refused at once all the same.
- * Do not wait like that while another queue of yours has a step open whose memory may be just what
- * is missing. Returns KVQ_OK, or KVQ_E_INVALID if the queue is NULL. */
+/* How long kvq_step_begin, kvq_step and kvq_fork of this queue wait where memory is short and no
+ * idle session can make room: 0, the default: not at all, they are refused with KVQ_E_NO_MEMORY or
+ * KVQ_E_QUOTA. Else until somebody frees some; after that, or at their own deadline if sooner, they
+ * end with KVQ_E_DEADLINE. They hold nothing meanwhile; what could never fit is refused at once.
+ * Have no step open in another queue then: its memory may be just what is missing. */
 KVQ_API int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns);
 
 /* ---- Buffers: memory that tensors travel in -------------------------------------------------- */

@@ -40,6 +40,10 @@ void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request 
 int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSession *open,
                       struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text);
 
+// The part of a status that is about places (dispatch_places.c).
+void kvq__dispatch_places(const struct kvq__dispatch *dispatch, struct kvq_arena *arena,
+                          Kvq__StatusReply *status);
+
 // Makes reply a refusal (or, with status 0, an empty success); the text is copied.
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);
 

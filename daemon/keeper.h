@@ -38,10 +38,11 @@ struct kvq__task {
     TAILQ_ENTRY(kvq__task) link, room_link;
     struct kvq__mail mail, copied_mail;
     uv_work_t work;
-    void (*step)(struct kvq__task *task); // what comes next, on the thread that it was sent to
-    void (*then)(struct kvq__task *task); // and once memory is there
-    void (*read)(struct kvq__task *task); // and once all is read
-    void (*next)(struct kvq__task *task); // and once that is over
+    void (*step)(struct kvq__task *task);  // what comes next, on the thread that it was sent to
+    void (*later)(struct kvq__task *task); // once it has waited for memory
+    void (*then)(struct kvq__task *task);  // and once memory is there
+    void (*read)(struct kvq__task *task);  // and once all is read
+    void (*next)(struct kvq__task *task);  // and once that is over
     bool writes, again, unchanged, own, quiet, made_way;
     struct kvq__reshard_as as; // shards 0: as many as were saved
     enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list

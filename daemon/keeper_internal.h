@@ -90,6 +90,8 @@ static inline struct kvq__task *kvq__task_of(uv_work_t *work)
 {
     return work->data;
 }
+// From the poller's thread to the same, some milliseconds later (keeper_room.c).
+void kvq__task_later(struct kvq__task *task, void (*step)(struct kvq__task *task));
 // Waits for its turn to write.
 void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));
 // Ends it with task->rc and its text.

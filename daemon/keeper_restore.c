@@ -14,7 +14,6 @@
 
 enum {
     AT_ONCE = 2, // restores that read side by side
-    ROOM_MS = 3, // between two looks whether there is room by now
     TRIES = 3,   // looks at what changes meanwhile
 };
 
@@ -341,25 +340,6 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
     return 0;
 }
 
-static void reserve(struct kvq__task *t);
-
-static void look_for_room(uv_timer_t *timer)
-{
-    struct kvq__keeper *keeper = timer->data;
-    struct kvq__task *t;
-    while ((t = TAILQ_FIRST(&keeper->roomless))) {
-        TAILQ_REMOVE(&keeper->roomless, t, room_link);
-        kvq__task_to_poller(t, reserve);
-    }
-}
-
-static void wait_for_room(struct kvq__task *t)
-{
-    TAILQ_INSERT_TAIL(&t->keeper->roomless, t, room_link);
-    if (!uv_is_active((const uv_handle_t *)&t->keeper->room))
-        uv_timer_start(&t->keeper->room, look_for_room, ROOM_MS, 0);
-}
-
 // Takes memory for it, bit by bit: others have their turn in between. Then goes on.
 static void reserve(struct kvq__task *t)
 {
@@ -370,7 +350,7 @@ static void reserve(struct kvq__task *t)
         return;
     }
     if (rc == 2) {
-        kvq__task_to_loop(t, wait_for_room);
+        kvq__task_later(t, reserve);
         return;
     }
     if (rc < 0) { // also if somebody else has restored it meanwhile
