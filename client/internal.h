@@ -339,6 +339,9 @@ struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_s
                                       uint32_t layer);
 // Writes its layers to the ring.
 void kvq__step_write(kvq_queue *queue, const struct kvq__pending *pending);
+// kvq_step_end, and what tokens they are.
+int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
+                      struct kvq_entry *entries, uint32_t n);
 int kvq__step_run(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
                   uint32_t n, uint32_t *extents);
 

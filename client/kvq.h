@@ -410,9 +410,13 @@ KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
 /* Sessions that begin with the same tokens share the blocks of these, whichever client or engine
  * appended them, and after it has closed its session as well, for a while and as long as there is
  * room. The ids of tokens are told with the step that appends them (kvq_step_begin_ids,
- * kvq_step_work.ids), without a gap from the first token on. A session that is created with
- * kvq_session_options.prefix then has as many of these tokens as are there, as if it had been
- * forked there (info.tokens: its position); append the others.
+ * kvq_step_work.ids, also of kvq_local_end), without a gap from the first token on. A session that
+ * is created with kvq_session_options.prefix then has as many of these tokens as are there, as if
+ * it had been forked there (info.tokens: its position); append the others.
+ *
+ * A daemon with storage_dir keeps the ids with the sessions that it saves, and finds what they
+ * begin with on disk as well: the open waits until that is read. Where it cannot be read the
+ * session begins with less, and the open does not fail.
  *
  * Shared are whole pages of 128 tokens that cannot change any more: behind max_rollback, and packed
  * in all layers. Nothing is shared that means something else: namespace (unless the configuration
@@ -479,7 +483,7 @@ struct kvq_work {
     struct kvq_tensor k, v, q, out;
     struct kvq_tensor lse;  /* fp32 [rows][query heads]; optional */
     struct kvq_pages pages; /* page_tokens 0: not paged */
-    struct kvq_ids ids;     /* of KVQ_DO_STEP_BEGIN */
+    struct kvq_ids ids;     /* of KVQ_DO_STEP_BEGIN or KVQ_DO_STEP_END */
 };
 
 /* Begins a step for n sessions (at most 1,024): checks positions, reserves memory for all layers,
@@ -709,7 +713,8 @@ KVQ_API KVQ_CHECK int kvq_local_attend(kvq_local *local, const struct kvq_work *
                                        struct kvq_entry *entries, uint32_t n);
 
 /* Commits the step: hands over K and V of all layers as they were given to kvq_local_attend, or as
- * `work` says. Statuses per entry, as of kvq_step. Entries that are left out are as before. */
+ * `work` says; with its k and v NULL it says what tokens they are (work->ids) and no more. Statuses
+ * per entry, as of kvq_step. Entries that are left out are as before. */
 KVQ_API KVQ_CHECK int kvq_local_end(kvq_local *local, const struct kvq_step_work *work,
                                     struct kvq_entry *entries, uint32_t n);
 

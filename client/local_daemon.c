@@ -177,11 +177,13 @@ static int append_layer(struct kvq_local *local, const struct kvq_step_work *wor
 static int append_rest(struct kvq_local *local, const struct kvq_step_work *work,
                        struct kvq_entry *entries, uint32_t n)
 {
-    if (work && (!work->k || !work->v || work->n_layers > KVQ_MAX_LAYERS))
-        return kvq__fail(KVQ_E_INVALID, "step end of %u layers, at most %d; k and v are not NULL",
+    bool given = work && (work->k || work->v);
+    if (given && (!work->k || !work->v || work->n_layers > KVQ_MAX_LAYERS))
+        return kvq__fail(KVQ_E_INVALID,
+                         "step end of %u layers, at most %d; k and v are both NULL or both not",
                          work->n_layers, KVQ_MAX_LAYERS);
     int rc = KVQ_OK;
-    for (uint32_t i = 0; work && i < work->n_layers && rc == KVQ_OK; i++)
+    for (uint32_t i = 0; given && i < work->n_layers && rc == KVQ_OK; i++)
         rc = append_layer(local, work, i, entries, n);
     return rc;
 }
@@ -210,6 +212,7 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
             entries[i].status = KVQ_E_INVALID;
         entries[i].value = entries[i].position;
     }
+    const struct kvq_ids ids = work ? work->ids : (struct kvq_ids){0};
     bool failed = any_failed(entries, n);
     int rc = append_rest(local, work, entries, n);
     struct batch b = first_batch(local);
@@ -217,7 +220,7 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
         if (entries[i].status == KVQ_OK && entries[i].append)
             put(&b, entries, i);
     if (rc == KVQ_OK && b.n)
-        rc = kvq_step_end(local->queue, local->step, b.entries, b.n);
+        rc = kvq__step_end_ids(local->queue, local->step, &ids, b.entries, b.n);
     if (rc && !local->queue->dead)
         return rc;
     if (rc == KVQ_OK) {

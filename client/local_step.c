@@ -355,14 +355,18 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
                    struct kvq_entry *entries, uint32_t n)
 {
     uint32_t m = gather_end(local, entries, n);
-    struct kvq_step_work own = {.k = local->k, .v = local->v};
-    if (!work && m && local->mixed)
+    struct kvq_step_work own = work ? *work : (struct kvq_step_work){0};
+    bool ours = !work || (!work->k && !work->v);
+    if (ours && m && local->mixed)
         return kvq__fail(KVQ_E_INVALID,
                          "step end: K or V of a layer was given twice, in different tensors; say "
                          "in `work` which are the step's");
-    if (!work && m)
+    if (ours && m) {
+        own.k = local->k;
+        own.v = local->v;
         own.n_layers = kvq__local_find(local, local->some[0].session)->n_layers;
-    int rc = m ? commit(local, work ? work : &own, m) : KVQ_OK;
+    }
+    int rc = m ? commit(local, &own, m) : KVQ_OK;
     if (rc) {
         if (local->queue->dead)
             kvq__local_over(local);

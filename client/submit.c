@@ -102,8 +102,9 @@ static int put_ids(const kvq_queue *queue, unsigned op, const struct kvq_ids *id
 {
     if (!ids->buffer)
         return KVQ_OK;
-    if (op != KVQ_OP_STEP_BEGIN && op != KVQ_OP_STEP)
-        return kvq__fail(KVQ_E_INVALID, "%s takes no token ids; they go with a step's beginning",
+    if (op != KVQ_OP_STEP_BEGIN && op != KVQ_OP_STEP_END && op != KVQ_OP_STEP)
+        return kvq__fail(KVQ_E_INVALID,
+                         "%s takes no token ids; they go with a step's beginning or its end",
                          kvq__op_name(op));
     if (pages->list && (pages->list != ids->buffer || pages->list_offset != ids->offset))
         return kvq__fail(KVQ_E_INVALID,

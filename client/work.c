@@ -56,7 +56,13 @@ int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work, struct kvq_
 
 int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
 {
-    struct kvq_work work = {.step = step};
+    return kvq__step_end_ids(queue, step, &(struct kvq_ids){0}, entries, n);
+}
+
+int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
+                      struct kvq_entry *entries, uint32_t n)
+{
+    struct kvq_work work = {.step = step, .ids = *ids};
     return run(queue, KVQ_DO_STEP_END, &work, entries, n);
 }
 

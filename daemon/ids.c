@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The token ids of a session, as far as its writer tells them: at a step's beginning, of the tokens
-// that the step appends. They are only of use without a gap from the first token on.
+// The token ids of a session, as far as its writer tells them: at a step's beginning or end, of the
+// tokens that the step appends. They are only of use without a gap from the first token on.
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,10 +21,9 @@ int kvq__ids_open(struct kvq__queue *q)
     return brings_ids(q) ? kvq__list_open(q) : 0;
 }
 
-int kvq__ids_check(const struct kvq__queue *q, uint32_t i)
+int kvq__ids_check(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
 {
-    const struct kvq_entry_wire *e = &q->entries[i];
-    return brings_ids(q) && !kvq__list_at(q, e->q_row, e->append) ? KVQ_E_BOUNDS : 0;
+    return brings_ids(q) && !kvq__list_at(q, q->entries[i].q_row, tokens) ? KVQ_E_BOUNDS : 0;
 }
 
 static uint64_t parts_in(uint64_t tokens)
@@ -65,18 +64,24 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
     return 0;
 }
 
-int kvq__ids_take(struct kvq__queue *q, uint32_t i)
+int kvq__ids_take_late(struct kvq__queue *q, uint32_t i)
+{
+    uint32_t tokens = q->work[i].session->step_tokens;
+    int rc = brings_ids(q) ? kvq__ids_check(q, i, tokens) : 0;
+    return rc == 0 && brings_ids(q) ? kvq__ids_take(q, i, tokens) : rc;
+}
+
+int kvq__ids_take(struct kvq__queue *q, uint32_t i, uint32_t tokens)
 {
     struct kvq__session *s = q->work[i].session;
-    const struct kvq_entry_wire *e = &q->entries[i];
     s->ids.pending = false;
     if (!brings_ids(q) || s->ids.known < s->tokens) // behind a gap they are of no use
         return 0;
-    int rc = kvq__ids_grow(s, s->tokens + e->append);
+    int rc = kvq__ids_grow(s, s->tokens + tokens);
     if (rc < 0)
         return rc;
-    const volatile int32_t *from = kvq__list_at(q, e->q_row, e->append);
-    for (uint32_t t = 0; t < e->append; t++)
+    const volatile int32_t *from = kvq__list_at(q, q->entries[i].q_row, tokens);
+    for (uint32_t t = 0; t < tokens; t++)
         s->ids.at[s->tokens + t] = from[t];
     s->ids.pending = true;
     return 0;

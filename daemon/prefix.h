@@ -53,10 +53,14 @@ struct kvq__ids {
 
 // The ids that a request brings: 0, also if it brings none, or what kvq__list_open says.
 int kvq__ids_open(struct kvq__queue *queue);
-// Whether those of an entry's tokens lie inside the list: 0 or KVQ_E_BOUNDS.
-int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry);
-// Copies them, once, behind those of the session's tokens. 0 or KVQ_E_NO_MEMORY.
-int kvq__ids_take(struct kvq__queue *queue, uint32_t entry);
+// Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
+int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
+// Copies them, once, behind those of the session's tokens; of a request that brings none: nothing
+// is known of the tokens to come. 0 or KVQ_E_NO_MEMORY.
+int kvq__ids_take(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
+// The same at the end of a step, of its tokens; without any what was told before stays. 0,
+// KVQ_E_BOUNDS or KVQ_E_NO_MEMORY.
+int kvq__ids_take_late(struct kvq__queue *queue, uint32_t entry);
 // So many tokens were committed behind `had`.
 void kvq__ids_commit(struct kvq__session *session, uint64_t had, uint64_t tokens);
 // The session has no more than so many tokens from now on.

@@ -33,7 +33,7 @@ static const struct operation operations[KVQ_OP_COUNT] = {
     [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
     [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend,
                               KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_STEP_END] = {kvq__op_step_end, 0, 0},
+    [KVQ_OP_STEP_END] = {kvq__op_step_end, KVQ_REQ_TOKEN_IDS, 0},
     [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
     [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
     [KVQ_OP_FORK] = {kvq__op_fork, KVQ_REQ_WAIT_ROOM, NEED_COUNT | NEW_WORK},

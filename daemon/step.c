@@ -197,7 +197,7 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
     if (e->append > KVQ_MAX_STEP_TOKENS || s->tokens + e->append > KVQ_MAX_SESSION_TOKENS)
         return kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
-    rc = kvq__ids_check(q, i);
+    rc = kvq__ids_check(q, i, e->append);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
@@ -212,7 +212,7 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
     struct kvq__session *s = q->work[i].session;
     if (check_begin(q, i) < 0) // again, for a session may stand in two entries
         return false;
-    int rc = kvq__ids_take(q, i);
+    int rc = kvq__ids_take(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     if (rc < 0) {
@@ -260,7 +260,12 @@ static int check_end(struct kvq__queue *q, uint32_t i)
 
 static void end_entry(struct kvq__queue *q, uint32_t i)
 {
-    if (check_end(q, i) == 0) // again, for an entry before it may have ended or undone the step
+    if (check_end(q, i) < 0) // again, for an entry before it may have ended or undone the step
+        return;
+    int rc = kvq__ids_take_late(q, i);
+    if (rc < 0)
+        kvq__entry_fail(q, i, rc, q->work[i].session->tokens);
+    else
         kvq__step_commit(q->work[i].session, &q->results[i]);
 }
 
@@ -302,6 +307,11 @@ enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_NO_STEP);
     if (is_under_way(q->step))
         return KVQ__WAIT;
+    if (q->header.count == 0 && q->header.flags) // whose ids?
+        return kvq__request_end(q, KVQ_E_INVALID);
+    rc = kvq__ids_open(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
     if (q->header.count == 0)
         rc = end_all(q->step);
     for (uint32_t i = 0; i < q->header.count; i++)

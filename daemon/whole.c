@@ -89,7 +89,7 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
     if (rc == 0 && write)
         rc = check_tensors(q, i);
     if (rc == 0)
-        rc = kvq__ids_check(q, i);
+        rc = kvq__ids_check(q, i, q->entries[i].append);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
@@ -129,7 +129,7 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
         return 0;
     if (s->step) // it stands in two entries
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
-    int rc = kvq__ids_take(q, i);
+    int rc = kvq__ids_take(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
     if (rc < 0) {

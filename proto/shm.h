@@ -202,8 +202,8 @@ enum kvq_req_flag {
     KVQ_REQ_ON_STREAM = 4, // in the order of the client's stream, by the queue's timeline: APPEND,
     // ATTEND, APPEND_ATTEND, READ, STEP. Completed when the work is enqueued.
     // `done` is written in any case, also if the request is refused.
-    KVQ_REQ_TOKEN_IDS = 8, // STEP_BEGIN, STEP: the ids of an entry's tokens stand in `list`, as
-                           // int32 from element q_row on
+    KVQ_REQ_TOKEN_IDS = 8,  // STEP_BEGIN, STEP_END, STEP: the ids of an entry's tokens of the step
+                            // stand in `list`, as int32 from element q_row on
     KVQ_REQ_WAIT_ROOM = 16, // STEP_BEGIN, STEP, FORK: without room, and with nothing that could be
                             // evicted for it, wait until somebody frees some. Needs a deadline.
     KVQ_REQ_FLAGS = 31

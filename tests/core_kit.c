@@ -377,13 +377,13 @@ static void put_ids(const struct member *m, struct kvq_request *r, struct kvq_en
 static int begin_step(struct member *m, struct kvq_entry_wire e)
 {
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = 99;
+    r.step = KIT_STEP;
     put_ids(m, &r, &e);
     int rc = kit_request(m, &r, &e);
     return rc ? rc : kvq__queue_results(m->queue)[0].status;
 }
 
-int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+int kit_begin(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
 {
     const struct kvq__session *s = kit_of(m, handle);
     struct kvq_entry_wire e = {
@@ -391,7 +391,7 @@ int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint
     int rc = begin_step(m, e);
     for (uint32_t layer = 0; rc == 0 && layer < s->n_layers; layer++) {
         struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-        r.step = 99;
+        r.step = KIT_STEP;
         r.layer = layer;
         r.k = kit_view(m, 0, heads, dim, KVQ_F32);
         r.v = kit_view(m, m->bytes / 2, heads, dim, KVQ_F32);
@@ -401,7 +401,14 @@ int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint
         if (rc == 0)
             rc = kvq__queue_results(m->queue)[0].status;
     }
-    return rc == 0 ? kit_simple(m, KVQ_OP_STEP_END, 99, e, NULL) : rc;
+    return rc;
+}
+
+int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    struct kvq_entry_wire e = {.handle = handle, .position = kit_of(m, handle)->tokens};
+    int rc = kit_begin(m, handle, n, heads, dim);
+    return rc == 0 ? kit_simple(m, KVQ_OP_STEP_END, KIT_STEP, e, NULL) : rc;
 }
 
 int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)

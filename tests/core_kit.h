@@ -85,6 +85,9 @@ struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // One step of n tokens: K and V of every layer are rows [position, position + n) of the fp32
 // tensors [rows][heads][dim] at offset 0 and at half of the buffer. 0 or the first code.
 int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
+// The same but for its end; the step's number is KIT_STEP.
+int kit_begin(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
+enum { KIT_STEP = 99 };
 // The same in one STEP. n 0: publishes only.
 int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);
 // One entry's request without tensors: truncate, fork, ... 0 or its status; *value its value.

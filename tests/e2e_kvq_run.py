@@ -129,6 +129,13 @@ class KvqRun(unittest.TestCase):
         self.assertEqual(runs[0]["ids"], runs[1]["ids"])
         done = self.kvq_run("generate", "--ids", ids, "--tokens", 1, "--prefix")
         self.assertIn(b"640 of 700 prompt tokens were there", done.stderr)
+        # In their own context engines share just so.
+        ids = ",".join(str((5 * i + 2) % 250) for i in range(700))
+        runs = [self.json("generate", "--ids", ids, "--tokens", 9, "--temperature", 0, "--prefix",
+                          *context) for context in (["--in-context"], ["--in-context"], [])]
+        self.assertEqual([r["prefix_tokens"] for r in runs], [0, 640, 640])
+        self.assertEqual(runs[0]["ids"], runs[1]["ids"])
+        self.assertEqual(runs[0]["ids"], runs[2]["ids"])
 
     def test_capture(self):
         """A capture holds what the cache was given, up to its limit, and no more."""
@@ -212,6 +219,31 @@ class Restart(unittest.TestCase):
                              "--temperature", 0, "--session", "chat")
             self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
             self.assertEqual(half["ids"] + [whole["ids"][40]] + rest["ids"], whole["ids"])
+        finally:
+            self.daemon.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def test_prefill_is_skipped_after_a_kill(self):
+        """Another engine begins with what the first one's session has left on disk."""
+        tokens = 8200 if os.environ.get("KVQ_FULL") == "1" else 700
+        ids = ",".join(str((7 * i + 3) % 250) for i in range(tokens))
+        ask = ("generate", "--ids", ids, "--tokens", 9, "--temperature", 0, "--prefix")
+        folder = tempfile.mkdtemp(prefix="kvq-store-")
+        try:
+            self.start(folder)
+            first = self.json(*ask, "--session", "chat", "--keep")
+            subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", self.daemon.runtime_dir,
+                            "session", "save", "chat"], check=True, capture_output=True)
+            self.daemon.kill()
+            self.daemon.stop()
+            self.start(folder)
+            second = self.json(*ask)
+            self.assertEqual(first["prefix_tokens"], 0)
+            self.assertEqual(second["prefix_tokens"], tokens // 128 * 128)
+            self.assertEqual(first["ids"], second["ids"])
+            if tokens > 8000:
+                print(f"{first['prefill_seconds']:.2f} s of prefill, then "
+                      f"{second['open_seconds'] + second['prefill_seconds']:.2f} s from disk")
         finally:
             self.daemon.stop()
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+import unittest.mock
 
 import e2e_storage
 import kvq
@@ -43,14 +44,18 @@ class Engine:
         options.setdefault("model", "m")
         return self.client.lookup(self.rows, "oscar2", prefix=self.ids(tokens), **options)
 
+    def fill(self, at, n):
+        """K and V of so many tokens."""
+        random = np.random.default_rng(self.seed + at)
+        for layer in range(LAYERS):
+            self.k[layer][:n] = random.standard_normal((n, HEADS, DIM), np.float32)
+            self.v[layer][:n] = random.standard_normal((n, HEADS, DIM), np.float32)
+
     def feed(self, session, to):
         """Appends tokens until the session has so many."""
         while session.tokens < to:
             at, n = session.tokens, min(STEP, to - session.tokens)
-            random = np.random.default_rng(self.seed + at)
-            for layer in range(LAYERS):
-                self.k[layer][:n] = random.standard_normal((n, HEADS, DIM), np.float32)
-                self.v[layer][:n] = random.standard_normal((n, HEADS, DIM), np.float32)
+            self.fill(at, n)
             self.queue.step_whole([session], n, self.k, self.v, ids=self.ids(at + n)[at:])
 
 
@@ -100,6 +105,36 @@ class Prefixes(Test):
         """Of the only namespace; empty before anybody has told ids."""
         found = self.daemon.ctl("prefix", "status")
         return {k: v for k, v in found[0].items() if k != "namespace"} if found else {}
+
+    def test_in_context(self):
+        """Engines that attend in their own context tell ids at the step's end."""
+        for seed, through in ((5, None), (6, "daemon")):
+            with self.subTest(through), Engine(self.daemon, seed) as engine:
+                self.tell_in_context(engine, through)
+
+    def tell_in_context(self, engine, through):
+        with unittest.mock.patch.dict(os.environ, {"KVQ_LOCAL": through} if through else {}):
+            local = engine.queue.local()
+        self.assertEqual(local.why is None, through is None, local.why)
+        session = engine.open()
+        local.add(session)
+        q = np.ones((STEP, 4, DIM), np.float32)
+        for at in range(0, 1024, STEP):
+            engine.fill(at, STEP)
+            with local.step([session], STEP, ids=engine.ids(at + STEP)[at:]) as step:
+                for layer in range(LAYERS):
+                    step.attend(layer, q, engine.k[layer], engine.v[layer])
+        self.assertEqual(session.tokens, 1024)
+        for _ in range(10000):  # units may be packed after the step has ended
+            if engine.lookup(2048) == 1024:
+                break
+        twin = engine.open(2048)
+        self.assertEqual(twin.tokens, 1024)
+        local.add(twin)  # what it shares can be seen here as well
+        want, _ = engine.queue.attend([twin], 0, q[:1])
+        with local.step([twin], 0) as step:
+            got, _ = step.attend(0, q[:1])
+        np.testing.assert_array_equal(got, want)
 
     def test_other_tokens_and_other_meanings(self):
         image = (200, 90, bytes(range(32)))

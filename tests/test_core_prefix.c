@@ -100,6 +100,40 @@ static void whole_steps(void **state)
     assert_int_equal(lookup(&one, &spec), 3 * PAGE);
 }
 
+// Told at the end of a step instead of its beginning.
+static int end_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint16_t n)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_END, n);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(&one, handle)->tokens, .q_row = q_row};
+    r.step = KIT_STEP;
+    r.flags = KVQ_REQ_TOKEN_IDS;
+    r.list = (struct kvq_wire_view){.offset = offset, .buffer = one.buffer};
+    int rc = kit_request(&one, &r, &e);
+    return rc || n == 0 ? rc : kvq__queue_results(one.queue)[0].status;
+}
+
+static void told_at_the_end(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    uint64_t a = feed(&one, &spec, 0);
+    one.ids_at = 0;
+    for (uint32_t at = 0; at < 600; at += 200) {
+        assert_int_equal(kit_begin(&one, a, 200, HEADS, DIM), 0);
+        assert_int_equal(end_with(a, BUFFER - 796, 0, 1), KVQ_E_BOUNDS);
+        assert_int_equal(end_with(a, UINT64_MAX - 3, 0, 1), KVQ_E_BOUNDS);
+        assert_int_equal(end_with(a, IDS + 2, 0, 1), KVQ_E_INVALID);
+        assert_int_equal(end_with(a, IDS, 0, 0), KVQ_E_INVALID); // whose?
+        assert_int_equal(kit_of(&one, a)->tokens, at);           // it is open all the same
+        assert_int_equal(end_with(a, IDS, at, 1), 0);
+        kit_pack(&kit);
+    }
+    assert_int_equal(kit_of(&one, a)->ids.known, 600);
+    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
+    one.ids_at = IDS;
+}
+
 static void forks_know(void **state)
 {
     (void)state;
@@ -570,7 +604,7 @@ static void hostile(void **state)
     spec.n_layers = 0;
     assert_int_equal(refused(&one, &spec), KVQ_E_INVALID);
     // A flag that the operation does not take.
-    struct kvq_request r = kit_header(KVQ_OP_STEP_END, 0);
+    struct kvq_request r = kit_header(KVQ_OP_TRUNCATE, 0);
     r.flags = KVQ_REQ_TOKEN_IDS;
     assert_int_equal(kit_request(&one, &r, NULL), KVQ_E_INVALID);
 }
@@ -581,6 +615,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(shares, setup, teardown),
         cmocka_unit_test_setup_teardown(outlives, setup, teardown),
         cmocka_unit_test_setup_teardown(whole_steps, setup, teardown),
+        cmocka_unit_test_setup_teardown(told_at_the_end, setup, teardown),
         cmocka_unit_test_setup_teardown(forks_know, setup, teardown),
         cmocka_unit_test_setup_teardown(tokens_differ, setup, teardown),
         cmocka_unit_test_setup_teardown(meanings_differ, setup, teardown),

@@ -253,7 +253,8 @@ int cache_end(struct cache *k, struct problem *p)
     struct kvq_entry entry = {
         .session = k->session, .position = k->tokens, .append = k->step_tokens};
     struct engine *e = k->engine;
-    int rc = e->local ? kvq_local_end(e->local, NULL, &entry, 1)
+    const struct kvq_step_work told = {.ids = {k->tells_ids ? e->buffer : NULL, e->ids_offset}};
+    int rc = e->local ? kvq_local_end(e->local, &told, &entry, 1)
                       : kvq_step_end(e->queue, k->step, &entry, 1);
     if (!rc)
         rc = entry.status;

@@ -24,6 +24,7 @@ struct generation {
     float *logits;
     uint32_t *produced;
     uint32_t n;
+    double open_seconds; // of the session, which may be read from disk, or its beginning
     double prefill_seconds, decode_seconds;
     uint64_t restored; // tokens the session already had
 };
@@ -100,6 +101,7 @@ static void report_json(const struct generation *g, const struct kvq_session_inf
     cJSON_AddNumberToObject(j, "bytes_per_token_head_total", info->bytes_per_token_head_total);
     cJSON_AddNumberToObject(j, "prompt_tokens", (double)g->prompt.count);
     cJSON_AddNumberToObject(j, "prefix_tokens", (double)g->cache.prefix);
+    cJSON_AddNumberToObject(j, "open_seconds", g->open_seconds);
     cJSON_AddNumberToObject(j, "prefill_seconds", g->prefill_seconds);
     cJSON_AddNumberToObject(j, "prefill_tokens_per_s", rate(prefilled(g), g->prefill_seconds));
     cJSON_AddNumberToObject(j, "generated_tokens", g->n);
@@ -126,9 +128,10 @@ static int report(struct generation *g, struct problem *p)
     putchar('\n');
     fflush(stdout);
     if (!g->o->quiet && g->o->prefix)
-        fprintf(stderr, "%llu of %llu prompt tokens were there; the others took %.2f s\n",
+        fprintf(stderr,
+                "%llu of %llu prompt tokens were there, in %.3f s; the others took %.2f s\n",
                 (unsigned long long)g->cache.prefix, (unsigned long long)g->prompt.count,
-                g->prefill_seconds);
+                g->open_seconds, g->prefill_seconds);
     if (!g->o->quiet)
         fprintf(stderr,
                 "%llu prompt tokens, %.0f tokens/s; %u generated, %.1f tokens/s; %s (%.2f bits "
@@ -168,8 +171,11 @@ static int open_all(struct generation *g, struct problem *p)
         co.prompt = g->prompt.list;
         co.prompt_ids = g->prompt.count;
     }
-    if (cache_open(&g->cache, &g->engine, &g->model.config, &co, p) ||
-        sampler_open(&g->sampler, g->model.config.vocab, o->temperature, o->top_p, o->seed, p))
+    double start = run_seconds();
+    if (cache_open(&g->cache, &g->engine, &g->model.config, &co, p))
+        return -1;
+    g->open_seconds = run_seconds() - start;
+    if (sampler_open(&g->sampler, g->model.config.vocab, o->temperature, o->top_p, o->seed, p))
         return -1;
     g->restored = g->cache.tokens - g->cache.prefix;
     g->logits = malloc(g->model.config.vocab * sizeof *g->logits);

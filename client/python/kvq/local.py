@@ -37,9 +37,9 @@ class Local:
     def remove(self, session):
         check(lib.kvq_local_remove(self.pointer, session.handle))
 
-    def step(self, sessions, tokens):
+    def step(self, sessions, tokens, ids=None):
         """As Queue.step; tokens 0: of reading alone."""
-        return LocalStep(self, sessions, tokens)
+        return LocalStep(self, sessions, tokens, ids)
 
     def close(self):
         lib.kvq_local_close(byref(self.pointer))
@@ -88,9 +88,11 @@ class Bucket:
         check(lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
                                              entries.ctypes.data, len(entries), stream), entries)
 
-    def end(self, entries, stream):
-        """Commits; the entries' values are the sessions' new counts."""
-        check(lib.kvq_local_end_on_stream(self.local.pointer, None, entries.ctypes.data,
+    def end(self, entries, stream, ids=None):
+        """Commits; the entries' values are the sessions' new counts. ids: as in Queue.step."""
+        work = _ffi.StepWork()
+        work.ids = self.local.queue._place_ids(entries, ids)
+        check(lib.kvq_local_end_on_stream(self.local.pointer, byref(work), entries.ctypes.data,
                                           len(entries), stream), entries)
 
     def close(self):
@@ -106,8 +108,8 @@ class _Done:
 class LocalStep:
     """An open step of a Local."""
 
-    def __init__(self, local, sessions, tokens):
-        self.local, self.sessions = local, list(sessions)
+    def __init__(self, local, sessions, tokens, ids=None):
+        self.local, self.sessions, self.ids = local, list(sessions), ids
         self.entries = make_entries(self.sessions, append=tokens)
         self.open = False
         check(lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries)),
@@ -135,9 +137,10 @@ class LocalStep:
     def end(self, k=None, v=None):
         """Commits. k and v: for each layer the step's K and V, if attend() did not get them."""
         entries = make_entries(self.sessions, append=self.entries["append"])
-        work = step_work(self.local.client, k, v) if k is not None else None
-        code = lib.kvq_local_end(self.local.pointer, byref(work) if work else None,
-                                 entries.ctypes.data, len(entries))
+        work = step_work(self.local.client, k, v) if k is not None else _ffi.StepWork()
+        work.ids = self.local.queue._place_ids(entries, self.ids)
+        code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
+                                 len(entries))
         self.open = False
         for session, entry in zip(self.sessions, entries):
             if code == 0 and entry["status"] == 0:
