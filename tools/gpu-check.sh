@@ -78,7 +78,8 @@ make_pack() {
     kvq_install_packages build && kvq_install_cuda || return 1
     mkdir -p build
     if ! { cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Release -DKVQ_PORTABLE=ON -DKVQ_CUDA=ON \
-        -DKVQ_EMU=ON "-DKVQ_CUDA_ARCHITECTURES=${KVQ_CUDA_ARCHITECTURES:-80;90a;100;120}" &&
+        -DKVQ_EMU=ON -DKVQ_REMOTE=OFF \
+        "-DKVQ_CUDA_ARCHITECTURES=${KVQ_CUDA_ARCHITECTURES:-80;90a;100;120}" &&
         cmake --build "$build" -j "$(nproc)" --target \
         kvqd kvqctl kvq-hop kvq kvq_soft_driver example_cuda_engine test_gpu_driver \
         test_gpu_attend test_gpu_long test_gpu_replay test_gpu_pack test_soft_driver \
