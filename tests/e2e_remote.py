@@ -27,6 +27,12 @@ def find_rclone():
     return path if os.access(path, os.X_OK) else None
 
 
+def is_built():
+    """Whether this kvqd was built with remote stores."""
+    with open(os.path.join(BIN, "kvqd"), "rb") as file:
+        return b"libcurl.so" in file.read()
+
+
 class Gate:
     """Passes bytes on to a server, up to a limit for each way, until it is opened again."""
 
@@ -107,6 +113,7 @@ class Gate:
 
 
 @long_emulated
+@unittest.skipUnless(is_built(), "kvqd was built without remote stores")
 @unittest.skipUnless(find_rclone(), "there is no rclone to test with; tools/deps.sh s3 gets it")
 class Remote(unittest.TestCase):
     """A remote store, and daemons that have it."""
