@@ -503,7 +503,7 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->rc = 0;
     t->text[0] = t->ns[0] = t->name[0] = 0;
     t->writes = t->own = t->again = t->unchanged = t->quiet = false;
-    t->made_way = false;
+    t->looked_again = false;
     t->doing = NULL;
     t->working[0] = 0;
     t->queued = 0;

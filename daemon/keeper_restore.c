@@ -160,7 +160,7 @@ static int find_once(struct kvq__task *t)
     const struct kvq__reshard_as *as = &t->as;
     struct kvq_store *store = t->keeper->store;
     int rc = kvq_store_find(store, t->ns, t->name, as->shard, &s, t->text, sizeof t->text);
-    if (rc == KVQ_E_NO_SESSION && as->shards && as->shard) // it may have fewer
+    if (rc == KVQ_E_NO_SESSION && as->shard) // it may have fewer
         rc = kvq_store_find(store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
     if (rc == KVQ_E_NO_SESSION || (rc == 0 && s.shard != as->shard && s.shards == as->shards))
         return 0;
@@ -399,15 +399,32 @@ static void opened(struct kvq__task *t)
     kvq__task_end(t);
 }
 
-// What is in memory with another number of shards may make room for what is stored; then that is
-// looked for anew, since it may have been saved meanwhile. Poller's thread.
-static bool makes_way(struct kvq__task *t, void (*again)(struct kvq__task *t))
+// Who names no layers wants what shards there are in memory.
+static bool is_there_otherwise(struct kvq__task *t)
+{
+    struct kvq__reshard_as there = t->as;
+    struct kvq__core *core = t->keeper->server->core;
+    if (t->as.n_layers || !kvq__reshard_there(core, t->peer, t->ns, &t->found->saved, &there) ||
+        (t->as.shards && t->as.shards != there.shards))
+        return false;
+    t->as = there;
+    return true;
+}
+
+// What is in memory with another number of shards may make room for what is stored, or say how it
+// is to come; then that is looked for anew, for it may have been saved meanwhile. Poller's thread.
+static bool looks_again(struct kvq__task *t, void (*again)(struct kvq__task *t))
 {
     struct kvq__core *core = t->keeper->server->core;
-    if (t->rc < 0 || !t->found || t->made_way || t->as.shards == 0 ||
-        !kvq__reshard_make_way(core, t->peer, t->ns, t->name, t->as.shards))
+    if (t->rc < 0 || !t->found || t->looked_again)
         return false;
-    t->made_way = true;
+    bool goes = t->as.shards && kvq__reshard_make_way(core, t->peer, t->ns, t->name, t->as.shards);
+    if (!goes && !is_there_otherwise(t)) {
+        if (t->found->saved.shard != t->as.shard) // it has fewer, and is as it was saved
+            kvq__found_free(&t->found);
+        return false;
+    }
+    t->looked_again = true;
     kvq__found_free(&t->found);
     kvq__task_to_loop(t, again);
     return true;
@@ -460,7 +477,7 @@ static void open_session(struct kvq__task *t)
         kvq__keeper_prefix(t, open, open_now);
         return;
     }
-    if (makes_way(t, look_again))
+    if (looks_again(t, look_again))
         return;
     if (t->rc == 0 && t->found)
         t->rc = begin(t, &as);
@@ -470,7 +487,7 @@ static void open_session(struct kvq__task *t)
 
 static void look_and_read(struct kvq__task *t)
 {
-    if (t->before && !t->made_way)
+    if (t->before && !t->looked_again)
         t->before(t);
     if (t->name[0])
         find(t);
@@ -540,7 +557,7 @@ static void restore_now(struct kvq__task *t)
     const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
     struct kvq__core *core = t->keeper->server->core;
     check_found(t);
-    if (makes_way(t, look_again_to_restore))
+    if (looks_again(t, look_again_to_restore))
         return;
     bool there = t->rc == 0 && t->as.shards &&
                  kvq__session_find(core, t->peer, t->ns, t->name, &info, NULL) == 0;

@@ -495,6 +495,19 @@ bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer,
     return true;
 }
 
+bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                        const struct kvq__saved *made, struct kvq__reshard_as *as)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session *s;
+    if (kvq__session_get(core, peer, ns, made->name, &s, text) < 0 ||
+        (s->shards == made->shards && s->n_layers == made->n_layers))
+        return false;
+    as->shards = s->shards;
+    as->n_layers = s->n_layers;
+    return true;
+}
+
 int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
                        uint32_t asked, char *text)
 {

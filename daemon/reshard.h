@@ -55,6 +55,9 @@ void kvq__resharded_free(struct kvq__resharded *r); // accepts zeros
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                            const char *name, uint32_t shards);
 
+// Whether the session is in memory, some shard of it, otherwise than *made is; then *as says how.
+bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                        const struct kvq__saved *made, struct kvq__reshard_as *as);
 // Says that it is there with another number. KVQ_E_EXISTS.
 int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
                        uint32_t asked, char *text);

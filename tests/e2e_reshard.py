@@ -139,6 +139,22 @@ class Shards(Stored):
         four.feed(10)
         self.assertEqual(four.tokens, 310)
 
+    def test_as_it_is(self):
+        """Who asks for nothing gets a shard of as many as there are in memory."""
+        whole = self.whole(9, 300)
+        two = Deal(self, whole, "oscar2", "it", 2)
+        two.feed(200)
+        two.save()
+        self.again()
+        self.fails(kvq.Code.E_NO_SESSION, self.client.session, name="it", shard=5)
+        self.fails(kvq.Code.E_NO_SESSION, self.client.restore, "it", shard=5)
+        self.daemon.ctl("session", "restore", "it", "--shards", "8", "--shard", "0")
+        with self.client.session(name="it", shard=5) as one:
+            info = one.info()
+            self.assertEqual((info["shards"], info["tokens"]), (8, 200))
+        self.client.restore("it", shard=7)
+        self.assertEqual(Deal(self, whole, "oscar2", "it", 8).tokens, 200)
+
     def test_refusals(self):
         whole = self.whole(7, 300)
         two = Deal(self, whole, "oscar2-xh", "xh", 2)
