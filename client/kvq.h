@@ -339,15 +339,11 @@ struct kvq_session_info {
  *   KVQ_E_BUSY). Forks are unnamed and therefore sessions of their own.
  * - Dropping one drops all; the time that a named session is kept counts from the last close of
  *   any. With n_layers 0 and shards 0 a shard is opened as it is.
- * - A session that is on disk alone (kvq_session_save) can be opened with another number of shards
- *   than it was saved with: each shard then holds its equal part of the KV heads of all layers, in
- *   the order of the shards, or, if the layers that are asked for say so, its equal part of the
- *   layers. It goes on to the bit as if it had always had so many. The next save has the new
- *   number, and nothing of the old is left then. KVQ_E_EXISTS, with the reason: a session in memory
- *   that is open or has changed since it was saved (else it makes way); KV heads or layers that so
- *   many cannot share equally; by KV heads formats that look across heads (-xh) and those with
- *   codebooks; by layers formats with codebooks or with other first layers (ott), and a layer that
- *   would read the cache of one in another shard. */
+ * - A saved session that nobody has open can be opened with another number of shards: each holds
+ *   its equal part of the KV heads in the order of the shards or, if the layers that are asked for
+ *   say so, of the layers. It goes on to the bit as if it had always had so many; the next save
+ *   takes the place of the old. KVQ_E_EXISTS and the reason: changed since it was saved; heads or
+ *   layers that cannot be shared equally; -xh formats, by heads; ott formats, by layers; codebooks. */
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */

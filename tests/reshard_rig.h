@@ -313,7 +313,6 @@ static inline void go_on_alike(const struct set *a, const struct set *b)
     same_bits(a, b);
     feed(a, at + 170);
     feed(b, at + 170);
-    same_bits(a, b);
     same_blocks(a, b);
     same_bits(a, b);
 }
