@@ -95,7 +95,7 @@ struct lister {
     size_t bytes;
 };
 
-static int on_session(void *context, const char *space, const char *name)
+static int on_session(void *context, const char *space, const char *name, uint64_t bytes)
 {
     enum { BYTES = KVQ_MAX_MESSAGE - 4096 };
     struct lister *l = context;
@@ -107,6 +107,7 @@ static int on_session(void *context, const char *space, const char *name)
         kvq__remote_entry__init(e);
         e->namespace_ = kvq_arena_text(l->arena, space);
         e->name = kvq_arena_text(l->arena, name);
+        e->bytes = bytes;
         l->bytes += kvq__remote_entry__get_packed_size(e) + 4;
     }
     if (!e || l->bytes > BYTES) {

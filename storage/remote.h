@@ -152,9 +152,11 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
 int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *name, char *text,
                       size_t n);
 // Calls each() for every session there is, of a namespace or (NULL) of all, until it gives
-// something else than 0, which is passed on.
+// something else than 0, which is passed on. bytes: of its data, and of data that another push has
+// left or is about to bring.
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
-                        int (*each)(void *context, const char *space, const char *name),
+                        int (*each)(void *context, const char *space, const char *name,
+                                    uint64_t bytes),
                         void *context, char *text, size_t n);
 
 // ---- Sessions between stores ----

@@ -113,7 +113,8 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
 }
 
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
-                        int (*each)(void *context, const char *space, const char *name),
+                        int (*each)(void *context, const char *space, const char *name,
+                                    uint64_t bytes),
                         void *context, char *text, size_t n)
 {
     (void)remote, (void)space, (void)each, (void)context;

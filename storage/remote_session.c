@@ -470,24 +470,36 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
 }
 
 struct session_lister {
-    int (*each)(void *context, const char *space, const char *name);
+    int (*each)(void *context, const char *space, const char *name, uint64_t bytes);
     void *context;
+    char base[KVQ_REMOTE_KEY_BYTES]; // SPACE/NAME/ of the object before
+    uint64_t bytes; // of data below it so far: lists are sorted, it comes before head
 };
 
 static int on_session(void *context, const struct kvq_remote_object *object)
 {
-    const struct session_lister *l = context;
+    struct session_lister *l = context;
     char space[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
     const char *slash = strchr(object->key, '/'), *end = slash ? strchr(slash + 1, '/') : NULL;
-    if (!end || strcmp(end, "/head") != 0 ||
-        !unescape(object->key, (size_t)(slash - object->key), space) ||
+    if (!end)
+        return 0;
+    size_t base = (size_t)(end + 1 - object->key);
+    if (strlen(l->base) != base || memcmp(l->base, object->key, base) != 0) {
+        memcpy(l->base, object->key, base);
+        l->base[base] = '\0';
+        l->bytes = 0;
+    }
+    if (strncmp(end, "/data/", strlen("/data/")) == 0)
+        l->bytes += object->bytes < UINT64_MAX - l->bytes ? object->bytes : 0;
+    if (strcmp(end, "/head") != 0 || !unescape(object->key, (size_t)(slash - object->key), space) ||
         !unescape(slash + 1, (size_t)(end - slash - 1), name))
         return 0;
-    return l->each(l->context, space, name);
+    return l->each(l->context, space, name, l->bytes);
 }
 
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
-                        int (*each)(void *context, const char *space, const char *name),
+                        int (*each)(void *context, const char *space, const char *name,
+                                    uint64_t bytes),
                         void *context, char *text, size_t n)
 {
     struct session_lister l = {.each = each, .context = context};

@@ -335,11 +335,11 @@ static void damage_is_found(void **state)
 
 // ---- Names ----
 
-static int note_name(void *context, const char *space, const char *name)
+static int note_name(void *context, const char *space, const char *name, uint64_t bytes)
 {
     char *all = context;
     size_t used = strlen(all);
-    snprintf(all + used, 256 - used, "[%s|%s]", space, name);
+    snprintf(all + used, 256 - used, "[%s|%s|%d]", space, name, (int)bytes);
     return 0;
 }
 
@@ -351,10 +351,11 @@ static void names_of_all_kinds(void **state)
     make_file(source, 100, 9);
     good(kvq_remote_push_file(remote, source, "odd", "../a b/\xc3\xa9%_?", NULL, &moved, text,
                               sizeof text));
+    make_file(source, 200, 9);
     good(kvq_remote_push_file(remote, source, "odd", "..", NULL, &moved, text, sizeof text));
     good(kvq_remote_sessions(remote, "odd", note_name, all, text, sizeof text));
-    assert_non_null(strstr(all, "[odd|../a b/\xc3\xa9%_?]"));
-    assert_non_null(strstr(all, "[odd|..]"));
+    assert_non_null(strstr(all, "[odd|../a b/\xc3\xa9%_?|100]"));
+    assert_non_null(strstr(all, "[odd|..|200]"));
     good(kvq_remote_pull_file(remote, "odd", "..", target, NULL, &moved, text, sizeof text));
     good(kvq_remote_forget(remote, "odd", "..", text, sizeof text));
     unlink(target);

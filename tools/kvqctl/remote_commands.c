@@ -135,10 +135,10 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
     if (list->n_sessions == 0)
         printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
     else
-        printf("%-20s %s\n", "NAMESPACE", "NAME");
+        printf("%-20s %11s  %s\n", "NAMESPACE", "BYTES", "NAME");
     for (size_t i = 0; i < list->n_sessions; i++)
-        printf("%-20s %s\n", kvq__ctl_clean(list->sessions[i]->namespace_),
-               kvq__ctl_clean(list->sessions[i]->name));
+        printf("%-20s %11s  %s\n", kvq__ctl_clean(list->sessions[i]->namespace_),
+               kvq__ctl_bytes(list->sessions[i]->bytes), kvq__ctl_clean(list->sessions[i]->name));
     if (list->truncated)
         printf("(there are more; narrow it with --namespace NAME)\n");
     return KVQ_EXIT_OK;
