@@ -341,9 +341,9 @@ struct kvq_session_info {
  *   any. With n_layers 0 and shards 0 a shard is opened as it is.
  * - A saved session that nobody has open can be opened with another number of shards: each holds
  *   its equal part of the KV heads in the order of the shards or, if the layers that are asked for
- *   say so, of the layers. It goes on to the bit as if it had always had so many; the next save
- *   takes the place of the old. KVQ_E_EXISTS and the reason: changed since it was saved; heads or
- *   layers that cannot be shared equally; -xh formats, by heads; ott formats, by layers; codebooks. */
+ *   say so, of the layers; to the bit as if it had always had so many. The next save takes the
+ *   place of the old. KVQ_E_EXISTS and why: changed since it was saved; heads or layers that cannot
+ *   be shared equally; -xh formats, by heads; ott formats, by layers; codebooks. */
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */
@@ -390,12 +390,11 @@ KVQ_API KVQ_CHECK int kvq_session_pin(kvq_client *client, kvq_session session, i
  * without a break), KVQ_E_STALE, KVQ_E_SYSTEM. */
 KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
 /* Reads a saved session (of several shards that one) into the daemon's memory, and returns when all
- * of it is there, or was already. Not needed: opening a saved session by its name restores it, and
- * does not wait for all of it; requests wait for the layers that they need. ns NULL: the user's
- * own. shards: how many it is to have, by KV heads (see "Sharded sessions"); 0: as it was saved.
- * KVQ_E_NO_SESSION, KVQ_E_EXISTS (not with so many shards), KVQ_E_DAMAGED, KVQ_E_NO_MEMORY,
- * KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION (saved by another version),
- * KVQ_E_PERMISSION. */
+ * of it is there, or was already. Not needed: opening a saved session restores it, and waits for
+ * nothing; requests wait for the layers that they need. ns NULL: the user's own. shards: how many
+ * it is to have, by KV heads (see "Sharded sessions"); 0: as it was saved. KVQ_E_NO_SESSION,
+ * KVQ_E_EXISTS (not with so many shards), KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA,
+ * KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION (of another version), KVQ_E_PERMISSION. */
 KVQ_API KVQ_CHECK int kvq_session_restore(kvq_client *client, const char *ns, const char *name,
                                           uint32_t shard, uint32_t shards);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
