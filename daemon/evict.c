@@ -16,6 +16,7 @@ enum {
     WAIT_MS = 50,         // how long a demotion waits for what is under way
 };
 #define NS_PER_MS    1000000ull
+#define PATIENCE_NS  2000000000ull  // for a session to become old enough
 #define TRY_AGAIN_NS 10000000000ull // a session that could not be evicted is left alone for so long
 
 // ---- What a session is worth ----
@@ -299,6 +300,12 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
         choose(core, plea, &c);
     }
     return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+}
+
+bool kvq__evict_too_late(const struct kvq__core *core, uint64_t since, uint64_t look_at)
+{
+    uint64_t most = 2 * core->config.evict_idle_ns;
+    return look_at > since + (most < PATIENCE_NS ? most : PATIENCE_NS);
 }
 
 void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,

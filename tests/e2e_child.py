@@ -291,6 +291,30 @@ def parks(directory, n):
         wait()
 
 
+def takes_turns(directory, seed, n, rounds):
+    """An engine with more sessions than fit, that uses one after the other; every output checked.
+    """
+    tokens = [Tokens(100 * seed + i, 400) for i in range(n)]
+    with kvq.Client(directory) as client, client.queue() as queue:
+        sessions = [client.session(t.rows, "f16") for t in tokens]
+        say("ready")
+        wait()
+        worst = 0.0
+        for t, s in zip(tokens, sessions):
+            t.feed(queue, s, 300, attend=False)
+        for _ in range(rounds):
+            for t, s in zip(tokens, sessions):
+                worst = max(worst, check_step(queue, t, s, 2))
+                for layer in range(t.layers):
+                    k, v = queue.read(s, layer)
+                    for got, want in ((k, t.k), (v, t.v)):
+                        want = np.float32(np.float16(want[layer, :s.tokens]))
+                        if got.tobytes() != want.tobytes():
+                            sys.exit(4)
+        say({"tokens": [s.refresh() for s in sessions], "error": float(worst)})
+        wait()
+
+
 def gpu_engine(*arguments):
     e2e_engine.gpu_engine(say, wait, *arguments)
 

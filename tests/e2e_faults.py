@@ -266,7 +266,7 @@ class DeadDaemon(Test):
 
 class Memory(Test):
     """Pools that are full: refused where it is asked for, nothing lost, back when there is room."""
-    DAEMON = {"pool_bytes": "16mb", "extent_bytes": "2mb"}
+    DAEMON = {"pool_bytes": "16mb", "extent_bytes": "2mb", "evict_idle_ms": 3600000}
 
     def test_full_at_begin(self):
         tokens = Tokens(1, 6000)
