@@ -281,6 +281,17 @@ static uint64_t free_of(const struct kvq__shortage *s)
     return s->pool->budget - s->pool->used_bytes;
 }
 
+// Blocks that nobody has any more, but work under way may still look at. With a client whose stream
+// stands still that may take for ever.
+static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *pool)
+{
+    const struct kvq__block *b;
+    STAILQ_FOREACH (b, &core->limbo, link)
+        if (b->extent->owner->pool == pool)
+            return true;
+    return false;
+}
+
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
 {
     struct choice c;
@@ -290,6 +301,10 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
     choose(core, plea, &c);
     if (under_way(core, plea->shortage))
         return KVQ__HELP_NOW;
+    if (is_in_limbo(core, plea->shortage->pool)) {
+        *plea->look_at = core->now;
+        return KVQ__HELP_LATER;
+    }
     if (free_of(plea->shortage) + c.all < plea->need) // nobody goes in vain
         return KVQ__HELP_NONE;
     bool quota = plea->shortage->code == KVQ_E_QUOTA;
@@ -302,10 +317,9 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
     return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
 }
 
-bool kvq__evict_too_late(const struct kvq__core *core, uint64_t since, uint64_t look_at)
+bool kvq__evict_too_late(uint64_t since, uint64_t look_at)
 {
-    uint64_t most = 2 * core->config.evict_idle_ns;
-    return look_at > since + (most < PATIENCE_NS ? most : PATIENCE_NS);
+    return look_at > since + PATIENCE_NS;
 }
 
 void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,

@@ -22,7 +22,8 @@
 //
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
 // an eviction that may help it is under way or can be begun, or will be once a session is old
-// enough (for twice evict_idle_ns, and two seconds, at most). With KVQ_REQ_WAIT_ROOM it also waits if nothing can be
+// enough, or once work under way has ended that may look at blocks which are given back (for two
+// seconds at most). With KVQ_REQ_WAIT_ROOM it also waits if nothing can be
 // evicted, until its deadline. It is looked at again, from the start, when a block has become free
 // or an eviction has ended (core->freed), and every 50 ms. What could never fit is refused at once,
 // and nobody has to go for it.
@@ -92,7 +93,7 @@ uint64_t kvq__shortage_limit(
 // Has a session evicted that makes room, if there is one and none is being evicted there already.
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea);
 // Whether who has waited since then is not to wait for a session that is old enough only then.
-bool kvq__evict_too_late(const struct kvq__core *core, uint64_t since, uint64_t look_at);
+bool kvq__evict_too_late(uint64_t since, uint64_t look_at);
 // What is in the way, for people.
 void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *in_the_way,
                           char *text, size_t room);

@@ -130,7 +130,7 @@ static bool waits(struct kvq__restore *r)
                              .look_at = &look_at};
     enum kvq__help help = kvq__evict_for(core, &plea);
     if (help == KVQ__HELP_NONE ||
-        (help == KVQ__HELP_LATER && kvq__evict_too_late(core, r->since, look_at)))
+        (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at)))
         return false;
     if (comes_later(r))
         give_back(r);

@@ -141,7 +141,7 @@ bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64
     struct kvq__plea plea = {&shortage, missing, q->turn.ticket, own, q, &way, &look_at};
     if (fits && !core->draining)
         help = kvq__evict_for(core, &plea);
-    if (help == KVQ__HELP_LATER && kvq__evict_too_late(core, q->turn.since, look_at))
+    if (help == KVQ__HELP_LATER && kvq__evict_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     core->shortage = shortage;

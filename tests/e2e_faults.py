@@ -324,8 +324,8 @@ class Memory(Test):
         """A namespace's limit is told as one."""
         path = os.path.join(self.daemon.directory, "quota.conf")
         with open(path, "w", encoding="ascii") as file:
-            file.write("[namespace small]\nuids = %d\nhost_bytes = 2mb\nmax_sessions = 2\n"
-                       % os.getuid())
+            file.write("[namespace small]\nuids = %d\nhost_bytes = 2mb\ndevice_bytes = 2mb\n"
+                       "max_sessions = 2\n" % os.getuid())
         tokens = Tokens(1, 6000)
         with Daemon(config=path) as daemon, daemon.client() as client, client.queue() as queue:
             sessions = [client.session(tokens.rows, "f16", ns="small") for _ in range(2)]
