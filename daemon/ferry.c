@@ -3,11 +3,15 @@
 // Ways to and from a GPU for threads that may wait; see saved_internal.h.
 #include "daemon/saved_internal.h"
 
+// What it has outgrown it keeps: to free pinned memory waits for the whole GPU, and that may wait
+// for a client. It is at most as much again, since each is at least twice the one before.
+enum { OUTGROWN = 40 };
 struct kvq__ferry {
     LIST_ENTRY(kvq__ferry) link;
     struct kvq__gpu *gpu;
     struct kvq_gpu_stream *stream;
-    void *memory;
+    void *memory, *outgrown[OUTGROWN];
+    uint32_t n_outgrown;
     size_t bytes;
 };
 
@@ -37,18 +41,19 @@ void *kvq__ferry_memory(struct kvq__ferry *f, size_t bytes)
     const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
     if (bytes <= f->bytes)
         return f->memory;
+    void *memory = NULL;
+    size_t more = bytes > 2 * f->bytes ? bytes : 2 * f->bytes;
     int result = kvq__gpu_enter(f->gpu);
     if (result == 0 && !f->stream)
         result = d->stream_create(&f->stream, KVQ_GPU_STREAM_OWN);
-    if (result == 0 && f->memory)
-        result = d->host_free(f->memory);
-    f->memory = NULL;
-    f->bytes = 0;
     if (result == 0)
-        result = d->host_alloc(&f->memory, bytes, 0);
+        result = d->host_alloc(&memory, more, 0);
     if (result)
         return NULL;
-    f->bytes = bytes;
+    if (f->memory)
+        f->outgrown[f->n_outgrown++] = f->memory;
+    f->memory = memory;
+    f->bytes = more;
     return f->memory;
 }
 
@@ -85,6 +90,8 @@ void kvq__ferries_close(struct kvq__core *core)
         if (kvq__gpu_enter(f->gpu) == 0) {
             if (f->memory)
                 d->host_free(f->memory);
+            while (f->n_outgrown > 0)
+                d->host_free(f->outgrown[--f->n_outgrown]);
             if (f->stream)
                 d->stream_destroy(f->stream);
         }

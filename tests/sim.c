@@ -457,10 +457,13 @@ static void pack(struct sim *sim)
 
 // ---- Moves ----
 
+// To another place, to disk or back.
 static bool is_moving(struct sim *sim, const struct track *t)
 {
     const struct track *other = track_sibling(sim, t);
-    return find_session(sim, t->id)->move || (other && find_session(sim, other->id)->move);
+    const struct kvq__session *s = find_session(sim, t->id);
+    const struct kvq__session *s2 = other ? find_session(sim, other->id) : s;
+    return s->move || s2->move || s->park || s2->park || s->fetch || s2->fetch;
 }
 
 // Whether a client maps it where it is, or its other shard.
@@ -504,7 +507,8 @@ static void happen(struct sim *sim)
     if (kit_chance(&sim->kit, kvq__core_moves(sim->kit.core) ? 70 : 20))
         kvq__core_poll(sim->kit.core);
     track_places(sim);
-    if (kit_chance(&sim->kit, sim->keep.save || sim->keep.restore ? 15 : 8))
+    bool busy = sim->keep.save || sim->keep.restore;
+    if (kit_chance(&sim->kit, park_waits(sim) ? 30 : busy ? 15 : 8))
         keep_happen(sim);
     if (what < 78)
         act(sim, a);
@@ -541,10 +545,19 @@ static void end(struct sim *sim)
     while (kvq__core_moves(sim->kit.core) || !kvq__core_idle(sim->kit.core))
         kvq__core_poll(sim->kit.core);
     core_check(sim->kit.core);
+    kvq__core_parks(sim->kit.core, &sim->parks);
     kit_close(&sim->kit);
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
         if (sim->tracks[i].used)
             model_free(&sim->tracks[i].model);
+}
+
+static void add_parks(struct kvq__park_stats *total, const struct kvq__park_stats *one)
+{
+    for (uint32_t i = 0; i < KVQ__PARK_REASONS; i++)
+        total->parked[i] += one->parked[i];
+    total->fetched += one->fetched;
+    total->fetch_failed += one->fetch_failed;
 }
 
 static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
@@ -567,6 +580,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->tables += sim->tables;
     total->keep.saves += sim->keep.saves;
     total->keep.restores += sim->keep.restores;
+    add_parks(&total->parks, &sim->parks);
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
     total->streamed += sim->streamed;
@@ -590,6 +604,8 @@ static bool all_happened(const struct sim *total, bool gpus)
     return total->checked && !total->checked_gpu == !gpus && !total->streamed == !gpus &&
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
+           total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
+           total->parks.fetch_failed &&
            (gpus ? total->moved : total->pairs && total->undone && total->prefixes);
 }
 
@@ -601,6 +617,7 @@ int main(int argc, char **argv)
     uint32_t events = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : DEFAULT_EVENTS;
     static struct sim total;
     kit_formats(track_formats(), 1);
+    kit_saves(true);
     const struct kit_gpus *gpus = sim_gpus();
     bool whole = count >= sim_seeds() && events >= DEFAULT_EVENTS;
     kit_gpus(gpus);
@@ -612,7 +629,8 @@ int main(int argc, char **argv)
         "as predicted, "
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
-        "others, %llu page tables compared, %llu sessions saved, %llu restored\n",
+        "others, %llu page tables compared, %llu sessions saved, %llu restored, %llu parked, %llu "
+        "brought back and %llu not\n",
         (unsigned long long)n, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
@@ -621,6 +639,9 @@ int main(int argc, char **argv)
         (unsigned long long)total.undone, (unsigned long long)total.moved,
         (unsigned long long)total.prefixes, (unsigned long long)total.shared,
         (unsigned long long)total.tables, (unsigned long long)total.keep.saves,
-        (unsigned long long)total.keep.restores);
+        (unsigned long long)total.keep.restores,
+        (unsigned long long)(total.parks.parked[0] + total.parks.parked[1] + total.parks.parked[2] +
+                             total.parks.parked[3]),
+        (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed);
     return !whole || all_happened(&total, gpus) ? 0 : 1;
 }

@@ -119,6 +119,9 @@ struct keep {
     struct kvq__restore *restore;
     const struct vault_session *from;
     uint32_t layer; // that comes next
+    struct kvq__order order;
+    bool ordered, fetches; // an order's save is yet to end; the restore is of one
+    uint32_t tries;
     uint64_t saves, restores;
 };
 
@@ -130,6 +133,7 @@ struct sim {
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
     struct keep keep;
+    struct kvq__park_stats parks;
     uint64_t joins;
     uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
         forks, pairs, undone, moved;
@@ -202,6 +206,16 @@ bool op_build(struct sim *sim, struct actor *a);
 
 void keep_happen(struct sim *sim);
 void keep_end(struct sim *sim); // ends what is under way
+
+// ---- sim_park.c ----
+
+void park_any(struct sim *sim);   // parks one, brings it back, or pins it
+bool park_serve(struct sim *sim); // does some of what the core wants; false if there is nothing
+void park_written(struct sim *sim, bool good);
+bool park_fails(struct sim *sim); // the restore has ended for a disk that fails
+bool park_waits(const struct sim *sim);
+// What a request on it fails with since it could not be brought back; 0 if it is here.
+int park_predict(const struct sim *sim, const struct track *t);
 
 // ---- sim_ops.c ----
 

@@ -28,7 +28,6 @@ static void begin_save(struct sim *sim)
     MUST(rc >= 0 || text[0]);
 }
 
-// Saves of sessions without a name would all be one: their blocks alone are looked at.
 static void go_on_saving(struct sim *sim)
 {
     struct keep *k = &sim->keep;
@@ -37,17 +36,20 @@ static void go_on_saving(struct sim *sim)
         MUST(rc == 0 || rc == KVQ_E_NO_MEMORY); // of pinned memory
         kvq__save_copied(k->save);
         k->copied = rc == 0;
-        if (rc)
+        if (rc) {
             kvq__save_end(&k->save, false);
+            park_written(sim, false);
+        }
         return;
     }
     k->copied = false;
-    if (kit_chance(&sim->kit, 20)) { // the disk is full
+    bool good = !kit_chance(&sim->kit, 20); // else the disk is full
+    if (good)
+        vault_write(&k->vault, &k->save);
+    else
         kvq__save_end(&k->save, false);
-        return;
-    }
-    vault_write(&k->vault, &k->save);
-    k->saves++;
+    k->saves += good;
+    park_written(sim, good);
 }
 
 // ---- Away and back ----
@@ -82,6 +84,7 @@ static void come_back(struct sim *sim, struct track *t, const char *place, uint6
     t->detached_at = sim->kit.now;
     k->from = vault_find(&k->vault, t->name, 0);
     k->layer = 0;
+    k->fetches = false;
     k->restores++;
 }
 
@@ -112,6 +115,8 @@ static void go_away(struct sim *sim)
 static void go_on_loading(struct sim *sim)
 {
     struct keep *k = &sim->keep;
+    if (park_fails(sim))
+        return;
     if (k->layer == k->from->saved.n_layers) {
         kvq__restore_end(&k->restore, 0);
         return;
@@ -130,7 +135,11 @@ void keep_happen(struct sim *sim)
         go_on_loading(sim);
     else if (k->save)
         go_on_saving(sim);
+    else if (park_serve(sim))
+        return;
     else if (kit_chance(&sim->kit, 40))
+        park_any(sim);
+    else if (kit_chance(&sim->kit, 60))
         begin_save(sim);
     else
         go_away(sim);
@@ -138,7 +147,7 @@ void keep_happen(struct sim *sim)
 
 void keep_end(struct sim *sim)
 {
-    while (sim->keep.restore || sim->keep.save)
+    while (sim->keep.restore || sim->keep.save || sim->keep.ordered)
         keep_happen(sim);
     vault_close(&sim->keep.vault);
 }

@@ -67,6 +67,12 @@ static bool any_torn(struct sim *sim, const struct actor *a)
 
 // ---- What must come of it ----
 
+static const struct sim *sim_of(const struct actor *a)
+{
+    static_assert(offsetof(struct sim, kit) == 0, "the kit comes first");
+    return (const struct sim *)(const void *)a->member.kit;
+}
+
 static int predict_open(struct actor *a, uint32_t i, bool write)
 {
     struct part *p = &a->parts[i];
@@ -85,6 +91,8 @@ static int predict_open(struct actor *a, uint32_t i, bool write)
     p->past = p->value = h->track->model.tokens;
     p->serial = h->track->step_serial;
     p->on_gpu = h->track->on_gpu;
+    if (park_predict(sim_of(a), h->track))
+        return park_predict(sim_of(a), h->track);
     // Others have waited: this actor's one queue would have to end the other shard's step.
     return h->track->prepared && !h->read_only ? KVQ_E_BUSY : 0;
 }
