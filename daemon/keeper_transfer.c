@@ -363,7 +363,10 @@ static void import(struct kvq__task *t)
     struct kvq__transfer *x = of_task(t);
     struct kvq_remote_pull what = what_of(x);
     const struct kvq_remote_watch looks_on = {watch, x};
-    t->rc = kvq_remote_take(t->keeper->store, &what, x->path, &looks_on, t->text, sizeof t->text);
+    struct kvq_store *store = t->keeper->store;
+    t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
+    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, x->moved.bytes))
+        t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 
 static void looked(struct kvq__task *t)

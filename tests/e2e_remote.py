@@ -362,6 +362,26 @@ class Trouble(Remote):
         self.daemons.remove(one)
         one.wait_log("event=remote_failed .*shutting down")
 
+    @unittest.skipUnless(FULL, "writes 100 MB; KVQ_FULL=1 runs it")
+    def test_full_disk(self):
+        """A pull that finds no room makes some; where there is none what it has fetched stays."""
+        one = self.start("one")
+        tokens = Tokens(6, 3000)
+        with one.client() as client, client.queue() as queue:
+            session = client.session(tokens.rows, "f16", name="it")
+            tokens.feed(queue, session, 3000, attend=False)
+        size = one.ctl("session", "push", "it")["bytes"]
+        two = self.start("two", storage_bytes=f"{(18 << 20) + size}b")
+        for _ in range(8):
+            two.ctl("session", "pull", "it", "--replace")
+        three = self.start("three", storage_bytes="16mb")
+        three.ctl("session", "pull", "it")
+        for _ in range(2):
+            self.refused(three, 1, "session", "pull", "it", "--as", "other", text="E_NO_SPACE")
+        transfers = three.ctl("remote", "status")["transfers"]
+        self.assertEqual([t["sent_bytes"] for t in transfers], [size, size, 0])
+        self.assertEqual(three.ctl("storage", "list")[0]["tokens"], 3000)
+
     def test_leftovers(self):
         """Pushes that fail leave their files for the next try, but never more than a few."""
         one = self.start("one")
