@@ -96,6 +96,7 @@ enum kvq__event_kind {
     KVQ__EVENT_SESSION_PUSHED, // to the remote store
     KVQ__EVENT_SESSION_PULLED,
     KVQ__EVENT_PREFIX_RESTORED, // for a session that begins so
+    KVQ__EVENT_PREFIX_EVICTED,  // at most once a second for each namespace
     KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
     KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
     KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
@@ -343,7 +344,8 @@ struct kvq__session_info {
     bool away;              // parked: it has no memory, and comes back when it is used
     bool stays;             // pinned: it is never parked
     uint64_t prefix_tokens; // that it began with
-    uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well; not in listings
+    uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well
+    bool shared_unknown;    // not counted: see kvq__core_sessions
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
     bool step_open, created, read_only;
 };
@@ -396,6 +398,10 @@ struct kvq__prefix_info {
     uint64_t bytes, idle_bytes;                  // of their blocks; idle: that no session has
     uint64_t lookups, hits, hit_tokens, evicted; // hit_tokens: that sessions began with
 };
+// Gives up what no session has, of a namespace (NULL or empty: of all that the peer may use).
+// KVQ_E_PERMISSION, or what else a namespace's name may be refused with.
+int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            uint64_t *pages, uint64_t *bytes, char *text);
 // Fills up to `max` elements with what the peer may see and returns how many there are.
 uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
                             struct kvq__prefix_info *out, uint32_t max);
@@ -579,7 +585,9 @@ struct kvq__client_info {
 };
 
 // Each fills up to `max` elements with what the peer may see and returns how many there are.
-// ns NULL or empty = all.
+// ns NULL or empty = all. Shared bytes are counted of the first sessions that have no more than
+// KVQ__LIST_LOOKS blocks together, a few milliseconds' worth, and of smaller ones behind them.
+enum { KVQ__LIST_LOOKS = 1 << 18 };
 uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
                             const char *ns, struct kvq__session_info *out, uint32_t max);
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,

@@ -69,6 +69,7 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->shards = info->shards;
     s->group_tokens = info->group_tokens;
     s->prefix_tokens = info->prefix_tokens;
+    s->shared_unknown = info->shared_unknown;
     s->shared_bytes = info->shared_bytes;
     s->loading_layers = info->loading;
     s->saved = info->saved;
@@ -432,6 +433,22 @@ static void answer_prefixes(const struct kvq__dispatch *d, struct kvq_arena *are
     reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
 }
 
+static int drop_prefixes(const struct kvq__dispatch *d, const Kvq__DropPrefixes *drop,
+                         struct kvq_arena *arena, Kvq__Reply *reply, char *text)
+{
+    Kvq__DropPrefixesReply *r = kvq_arena_alloc(arena, sizeof *r);
+    if (!r)
+        return KVQ_E_NO_MEMORY;
+    kvq__drop_prefixes_reply__init(r);
+    int error =
+        kvq__core_drop_prefixes(d->core, d->peer, drop->namespace_, &r->pages, &r->bytes, text);
+    if (error)
+        return error;
+    reply->dropped_prefixes = r;
+    reply->result_case = KVQ__REPLY__RESULT_DROPPED_PREFIXES;
+    return 0;
+}
+
 // ---- Administration ----
 
 static void answer_ping(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Reply *reply)
@@ -646,7 +663,7 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command)
             command <= KVQ__REQUEST__COMMAND_KICK_CLIENT) ||
            command == KVQ__REQUEST__COMMAND_LIST_FORMATS ||
            (command >= KVQ__REQUEST__COMMAND_LOOKUP_PREFIX &&
-            command <= KVQ__REQUEST__COMMAND_LIST_PREFIXES) ||
+            command <= KVQ__REQUEST__COMMAND_DROP_PREFIXES) ||
            (command >= KVQ__REQUEST__COMMAND_MOVE_SESSION &&
             command <= KVQ__REQUEST__COMMAND_PIN_SESSION);
 }
@@ -725,6 +742,9 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         break;
     case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
         answer_prefixes(d, arena, reply);
+        break;
+    case KVQ__REQUEST__COMMAND_DROP_PREFIXES:
+        error = drop_prefixes(d, request->drop_prefixes, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);

@@ -42,6 +42,7 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_SESSION_PUSHED] = "session_pushed",
         [KVQ__EVENT_SESSION_PULLED] = "session_pulled",
         [KVQ__EVENT_PREFIX_RESTORED] = "prefix_restored",
+        [KVQ__EVENT_PREFIX_EVICTED] = "prefix_evicted",
         [KVQ__EVENT_STORAGE_FULL] = "storage_full",
         [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
         [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",

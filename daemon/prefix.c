@@ -7,6 +7,7 @@
 
 #include <assert.h>
 #include <sodium.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "daemon/lane.h"
@@ -15,6 +16,7 @@
 
 static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
 
+#define NS_PER_SECOND 1000000000ull
 enum { FIRST_BUCKETS = 64 };
 
 void kvq__prefixes_init(struct kvq__prefixes *prefixes)
@@ -319,7 +321,8 @@ static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
 }
 
 // Takes it out of the index. Its blocks are free at once where no request looks at them.
-static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                       enum kvq__eviction why)
 {
     assert(node->children == 0);
     for (uint32_t i = 0; i < node->n_layers; i++) {
@@ -331,6 +334,8 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     p->n_nodes--;
     p->bytes -= node->bytes;
     p->evicted++;
+    p->untold.pages[why]++;
+    p->untold.bytes += node->bytes;
     if (node->parent && --node->parent->children == 0)
         leaf_insert(p, node->parent);
     node_free(core, node);
@@ -493,25 +498,30 @@ static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq
     kvq__block_drop_idle(core, ref);
 }
 
+static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                      const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        struct kvq__pageref *page = &node->pages[i];
+        struct kvq__ref *ref = page->packed.block ? &page->packed : &page->raw;
+        if (!frees_block(core, ref, ns, pool))
+            continue;
+        shed_ref(core, p, node, ref);
+        any = true;
+    }
+    return any;
+}
+
 // Blocks of pages before those in use that only the index has: behind a sliding window.
 static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct kvq__namespace *ns,
                  const struct kvq__pool *pool)
 {
     struct kvq__node *node;
     for (uint32_t b = 0; b < p->n_buckets; b++)
-        LIST_FOREACH (node, &p->buckets[b], link) {
-            bool any = false;
-            for (uint32_t i = 0; i < node->n_layers; i++) {
-                struct kvq__pageref *page = &node->pages[i];
-                struct kvq__ref *ref = page->packed.block ? &page->packed : &page->raw;
-                if (!frees_block(core, ref, ns, pool))
-                    continue;
-                shed_ref(core, p, node, ref);
-                any = true;
-            }
-            if (any)
+        LIST_FOREACH (node, &p->buckets[b], link)
+            if (shed_node(core, p, node, ns, pool))
                 return true;
-        }
     return false;
 }
 
@@ -532,7 +542,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
         }
     }
     if (first) {
-        node_evict(core, of, first);
+        node_evict(core, of, first, KVQ__EVICT_ROOM);
         return true;
     }
     TAILQ_FOREACH (at, &core->namespaces, link)
@@ -548,10 +558,79 @@ static void expire(struct kvq__core *core, struct kvq__prefixes *p)
     uint64_t keep = core->config.prefix_keep_ns;
     while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
         if (is_empty(node) || frees(core, node, NULL, NULL))
-            node_evict(core, p, node);
+            node_evict(core, p, node, KVQ__EVICT_AGE);
         else
             kvq__prefix_touch(core, p, node);
     }
+}
+
+static void tell_evicted(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    const uint64_t *pages = p->untold.pages;
+    uint64_t all = pages[KVQ__EVICT_ROOM] + pages[KVQ__EVICT_AGE] + pages[KVQ__EVICT_DROP];
+    char text[192];
+    if (all == 0 || (p->told_at && core->now - p->told_at < NS_PER_SECOND))
+        return;
+    snprintf(text, sizeof text,
+             "%llu tokens, %llu bytes: %llu tokens for room, %llu that nobody used for long, %llu "
+             "dropped",
+             (unsigned long long)all * KVQ_BLOCK_TOKENS, (unsigned long long)p->untold.bytes,
+             (unsigned long long)pages[KVQ__EVICT_ROOM] * KVQ_BLOCK_TOKENS,
+             (unsigned long long)pages[KVQ__EVICT_AGE] * KVQ_BLOCK_TOKENS,
+             (unsigned long long)pages[KVQ__EVICT_DROP] * KVQ_BLOCK_TOKENS);
+    p->told_at = core->now;
+    memset(&p->untold, 0, sizeof p->untold);
+    kvq__event(core, KVQ__EVENT_PREFIX_EVICTED, ns->name, "", 0, text);
+}
+
+// ---- Dropping ----
+
+// Leaves, and what they leave as leaves.
+static void drop_leaves(struct kvq__core *core, struct kvq__prefixes *p)
+{
+    struct kvq__node *node = TAILQ_FIRST(&p->leaves), *next;
+    for (; node; node = next) {
+        next = TAILQ_NEXT(node, leaf); // no parent of it, which is no leaf yet
+        while (node && node->children == 0 && (is_empty(node) || frees(core, node, NULL, NULL))) {
+            struct kvq__node *parent = node->parent;
+            node_evict(core, p, node, KVQ__EVICT_DROP);
+            node = parent;
+        }
+    }
+}
+
+static uint64_t used_bytes(const struct kvq__core *core)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        bytes += core->pools[i].used_bytes;
+    return bytes;
+}
+
+int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                            uint64_t *pages, uint64_t *bytes, char *text)
+{
+    struct kvq__namespace *ns, *only = NULL;
+    struct kvq__node *node;
+    uint64_t before = used_bytes(core);
+    int rc = name && *name ? kvq__namespace_get(core, peer, name, &only, text) : 0;
+    *pages = *bytes = 0;
+    if (rc < 0)
+        return rc;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        struct kvq__prefixes *p = &ns->prefixes;
+        uint32_t had = p->n_nodes;
+        if (only ? ns != only : !kvq__namespace_allows(ns, peer))
+            continue;
+        drop_leaves(core, p);
+        for (uint32_t b = 0; b < p->n_buckets; b++)
+            LIST_FOREACH (node, &p->buckets[b], link)
+                shed_node(core, p, node, NULL, NULL);
+        *pages += had - p->n_nodes;
+    }
+    *bytes = before - used_bytes(core);
+    return 0;
 }
 
 void kvq__prefixes_tick(struct kvq__core *core)
@@ -560,6 +639,7 @@ void kvq__prefixes_tick(struct kvq__core *core)
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         kvq__prefix_seal_all(ns);
         expire(core, &ns->prefixes);
+        tell_evicted(core, ns);
     }
 }
 
@@ -568,7 +648,7 @@ void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns)
     struct kvq__prefixes *p = &ns->prefixes;
     struct kvq__node *node;
     while ((node = TAILQ_FIRST(&p->leaves)))
-        node_evict(core, p, node);
+        node_evict(core, p, node, KVQ__EVICT_DROP);
     kvq__deallocate(core, p->buckets, p->n_buckets * sizeof *p->buckets);
     kvq__prefixes_init(p);
 }

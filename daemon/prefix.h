@@ -100,11 +100,18 @@ struct kvq__node {
 LIST_HEAD(kvq__node_list, kvq__node);
 TAILQ_HEAD(kvq__leaf_list, kvq__node);
 
+// Why a page is given up.
+enum kvq__eviction { KVQ__EVICT_ROOM, KVQ__EVICT_AGE, KVQ__EVICT_DROP, KVQ__EVICTIONS };
+
 struct kvq__prefixes {
     struct kvq__node_list *buckets; // NULL: nothing was ever shared
     uint32_t n_buckets, n_nodes;
     struct kvq__leaf_list leaves; // the one used longest ago first
     uint64_t bytes, lookups, hits, hit_tokens, evicted;
+    struct {
+        uint64_t pages[KVQ__EVICTIONS], bytes;
+    } untold; // evicted since the last event
+    uint64_t told_at;
 };
 
 void kvq__prefixes_init(struct kvq__prefixes *prefixes);

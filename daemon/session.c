@@ -322,7 +322,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     fill_sizes(s, info);
 }
 
-// Of what packed_bytes counts. It looks at every block, so listings go without.
+// Of what packed_bytes counts.
 static uint64_t shared_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
@@ -335,6 +335,19 @@ static uint64_t shared_bytes(const struct kvq__session *s)
         }
     }
     return bytes;
+}
+
+void kvq__session_count_shared(const struct kvq__session *s, struct kvq__session_info *info,
+                               uint64_t *looks)
+{
+    uint64_t blocks = 0;
+    for (uint32_t i = 0; i < s->n_layers && !s->away; i++)
+        blocks += kvq__layer_owns(s, i) ? s->n_pages - s->layers[i].first_page : 0;
+    info->shared_unknown = blocks > *looks;
+    if (info->shared_unknown)
+        return;
+    *looks -= blocks;
+    info->shared_bytes = shared_bytes(s);
 }
 
 static void fill_whole_info(const struct kvq__session *s, struct kvq__session_info *info)

@@ -162,6 +162,10 @@ void kvq__session_unpin(struct kvq__session *session);
 int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
 // Nobody has it open any more: drops it or starts its keep time.
 void kvq__session_detached(struct kvq__session *session);
+// Counts its shared bytes, which means looking at every block, if it has no more than `looks`;
+// these are then fewer. Else they are unknown.
+void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
+                               uint64_t *looks);
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
 
 static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)

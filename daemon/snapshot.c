@@ -81,14 +81,18 @@ uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer
 {
     const struct kvq__namespace *ns;
     const struct kvq__session *s;
+    uint64_t looks = KVQ__LIST_LOOKS;
     uint32_t n = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         if ((ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
             !kvq__namespace_allows(ns, peer))
             continue;
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (n++ < max)
-                kvq__session_fill_info(s, &out[n - 1]);
+        TAILQ_FOREACH (s, &ns->sessions, link) {
+            if (n++ >= max)
+                continue;
+            kvq__session_fill_info(s, &out[n - 1]);
+            kvq__session_count_shared(s, &out[n - 1], &looks);
+        }
     }
     return n;
 }

@@ -110,6 +110,7 @@ static void on_event(void *context, const struct kvq__event *event)
     MUST(event->ns && event->session && event->text);
     kit->events[event->kind]++;
     snprintf(kit->event_session, sizeof kit->event_session, "%s", event->session);
+    snprintf(kit->event_text, sizeof kit->event_text, "%s", event->text);
 }
 
 static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)

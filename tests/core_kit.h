@@ -18,6 +18,7 @@ struct kit {
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
     char event_session[KVQ_NAME_BYTES]; // of the last one
+    char event_text[KVQ_TEXT_BYTES];
 };
 
 // A client of the kit with a queue and a buffer.

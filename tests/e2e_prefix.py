@@ -216,6 +216,13 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(engines[1].lookup(self.TOKENS + 256), self.TOKENS + 256)
         for engine in engines:
             engine.client.close()
+        # What no session has goes, and is read again.
+        self.daemon.wait_log("event=client_gone", 3)
+        dropped = self.daemon.ctl("prefix", "drop")
+        self.assertEqual(dropped["pages"], (self.TOKENS + 256) // 128)
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
+        self.daemon.wait_log("event=prefix_evicted .*2304 dropped")
+        self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
 
     def test_part_of_it(self):
         self.save()

@@ -439,7 +439,7 @@ static void gives_way(void **state)
 }
 
 // What a request under way reads stays as it is, though only the index has it by now, and others
-// are refused for want of memory.
+// want memory meanwhile.
 static void under_way(void **state)
 {
     static struct member third;
@@ -469,12 +469,14 @@ static void under_way(void **state)
         kit_pack(&kit);
         core_check(kit.core);
     }
-    assert_int_equal(rc, KVQ_E_QUOTA);
+    assert_int_equal(rc, 1); // it waits for that
+    assert_int_equal(kvq__request_continue(third.queue), KVQ__WAIT);
     kit_run_job(&kit, kvq__queue_job(one.queue));
     while (kvq__request_continue(one.queue) == KVQ__RUN)
         kit_run_job(&kit, kvq__queue_job(one.queue));
     assert_memory_equal(one.memory + OUT, want, sizeof want);
-    assert_int_equal(kit_step(&third, b, 40, HEADS, DIM), 0); // and now there is room
+    assert_int_equal(kvq__request_continue(third.queue), KVQ__DONE); // and now there is room
+    assert_int_equal(kvq__queue_results(third.queue)[0].status, 0);
     member_close(&third);
 }
 
@@ -500,6 +502,86 @@ static void pool_is_small(void **state)
     }
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 0);
     assert_int_equal(lookup(&one, &spec), 11 * PAGE);
+}
+
+// What no session has goes when it is asked for, and what they have stays.
+static void dropped(void **state)
+{
+    (void)state;
+    struct kvq__peer first = {.uid = 1000, .gids = {1000}, .n_gids = 1}, other = {.uid = 77};
+    struct kvq__session_spec spec = spec_of(&one, TOKENS), held = spec;
+    uint64_t pages, bytes;
+    drop(&one, feed(&one, &spec, 600));
+    uint64_t idle = kit.core->pools[0].used_bytes;
+    held.salt = "held";
+    feed(&one, &held, 600);
+    uint64_t used = kit.core->pools[0].used_bytes;
+    assert_int_equal(kvq__core_drop_prefixes(kit.core, &other, "team", &pages, &bytes, text),
+                     KVQ_E_PERMISSION);
+    assert_int_equal(kvq__core_drop_prefixes(kit.core, &other, "", &pages, &bytes, text), 0);
+    assert_int_equal(kvq__core_drop_prefixes(kit.core, &first, "open", &pages, &bytes, text), 0);
+    assert_int_equal(pages, 0);
+    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
+    assert_int_equal(kvq__core_drop_prefixes(kit.core, &first, NULL, &pages, &bytes, text), 0);
+    assert_int_equal(pages, 4);
+    assert_int_equal(bytes, idle);
+    assert_int_equal(kit.core->pools[0].used_bytes, used - idle);
+    assert_int_equal(lookup(&one, &spec), 0);
+    assert_int_equal(lookup(&one, &held), 4 * PAGE);
+    core_check(kit.core);
+}
+
+// Once a second, however many pages went and why.
+static void told(void **state)
+{
+    (void)state;
+    struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    uint64_t pages, bytes;
+    for (uint32_t i = 0; i < 5; i++) {
+        drop(&one, feed(&one, &spec, 300));
+        assert_int_equal(kvq__core_drop_prefixes(kit.core, &peer, "team", &pages, &bytes, text), 0);
+        kvq__core_tick(kit.core);
+        assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 1);
+    }
+    kvq__core_clock(kit.core, kit.now += 1000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 2);
+    assert_non_null(strstr(kit.event_text, "1024 tokens"));
+    assert_non_null(strstr(kit.event_text, " 0 tokens for room, 0 that nobody used for long"));
+    drop(&one, feed(&one, &spec, 300));
+    kvq__core_clock(kit.core, kit.now += 30000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3);
+    assert_non_null(strstr(kit.event_text, "256 tokens"));
+    assert_non_null(strstr(kit.event_text, " 256 that nobody used for long, 0 dropped"));
+    kvq__core_clock(kit.core, kit.now += 30000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3); // nothing since
+}
+
+// Listings say what is shared, of as many sessions as they have time to look at.
+static void listed(void **state)
+{
+    (void)state;
+    struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    struct kvq__session_info list[2], whole;
+    uint64_t looks = 3 * 7, a = feed(&one, &spec, 800); // 7 pages of 3 layers
+    uint64_t b = open_as(&one, &spec, NULL);
+    assert_int_equal(kvq__core_sessions(kit.core, &peer, "team", list, 2), 2);
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_false(list[i].shared_unknown);
+        assert_true(list[i].shared_bytes > 0);
+    }
+    assert_int_equal(kvq__session_info(one.client, a, &whole, text), 0);
+    assert_int_equal(list[0].id == whole.id ? list[0].shared_bytes : list[1].shared_bytes,
+                     whole.shared_bytes);
+    kvq__session_count_shared(kit_of(&one, a), &whole, &looks);
+    assert_false(whole.shared_unknown);
+    assert_int_equal(looks, 0);
+    kvq__session_count_shared(kit_of(&one, b), &whole, &looks);
+    assert_true(whole.shared_unknown);
 }
 
 static int setup_pool(void **state)
@@ -630,6 +712,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(under_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(pool_is_small, setup_pool, teardown),
+        cmocka_unit_test_setup_teardown(dropped, setup, teardown),
+        cmocka_unit_test_setup_teardown(told, setup, teardown),
+        cmocka_unit_test_setup_teardown(listed, setup, teardown),
         cmocka_unit_test_setup_teardown(across_namespaces, setup, teardown),
         cmocka_unit_test_setup_teardown(all_shards, setup, teardown),
         cmocka_unit_test_setup_teardown(hostile, setup, teardown),

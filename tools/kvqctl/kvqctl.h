@@ -72,6 +72,7 @@ int kvq__ctl_session_prefetch(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_pin(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_unpin(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args);

@@ -74,6 +74,12 @@ static const struct command commands[] = {
      "For each namespace: tokens and their bytes, how many of these no session has (idle: they go\n"
      "when room is needed), lookups and how many found something, tokens that sessions began\n"
      "with, and tokens that were given up.\n"},
+    {{"prefix", "drop"},
+     NULL,
+     kvq__ctl_prefix_drop,
+     "gives up prefixes that no session has, and frees their memory",
+     "Of one namespace (--namespace NAME), or of all that you may use. What sessions have stays,\n"
+     "and what is saved with sessions is found again.\n"},
     {{"session", "save"},
      "NAME",
      kvq__ctl_session_save,

@@ -40,3 +40,25 @@ int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
         print_prefixes(list);
     return KVQ_EXIT_OK;
 }
+
+int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__DropPrefixes command = KVQ__DROP_PREFIXES__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_DROP_PREFIXES;
+    request.drop_prefixes = &command;
+    if (ctl->ns)
+        command.namespace_ = (char *)ctl->ns;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DROPPED_PREFIXES, &reply);
+    if (result)
+        return result;
+    const Kvq__DropPrefixesReply *r = reply->dropped_prefixes;
+    if (ctl->json)
+        kvq__ctl_print_json(&r->base);
+    else
+        printf("gave up prefixes of %" PRIu64 " tokens; %s are free now\n", r->pages * 128,
+               kvq__ctl_bytes(r->bytes));
+    return KVQ_EXIT_OK;
+}

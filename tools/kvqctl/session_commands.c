@@ -41,15 +41,16 @@ static const char *session_state(const Kvq__Session *s, char *buffer, size_t siz
 void kvq__ctl_print_sessions(const Kvq__SessionList *list)
 {
     char label[160], state[80];
-    printf("%-14s %-20s %9s %-10s %8s %8s %11s %7s  %s\n", "NAMESPACE", "NAME", "TOKENS", "FORMAT",
-           "BITS/VAL", "B/TOK/HD", "MEMORY", "COMPR.", "STATE");
+    printf("%-14s %-20s %9s %-10s %8s %8s %11s %11s %7s  %s\n", "NAMESPACE", "NAME", "TOKENS",
+           "FORMAT", "BITS/VAL", "B/TOK/HD", "MEMORY", "SHARED", "COMPR.", "STATE");
     for (size_t i = 0; i < list->n_sessions; i++) {
         const Kvq__Session *s = list->sessions[i];
         uint64_t memory = s->packed_bytes + s->window_bytes + s->table_bytes;
-        printf("%-14s %-20s %9" PRIu64 " %-10s %8.2f %8.1f %11s %6.2fx  %s\n",
+        printf("%-14s %-20s %9" PRIu64 " %-10s %8.2f %8.1f %11s %11s %6.2fx  %s\n",
                kvq__ctl_clean(s->namespace_), session_label(s, label, sizeof label), s->tokens,
                kvq__ctl_clean(s->format), s->bits_per_value, s->bytes_per_token_head_total,
-               kvq__ctl_bytes(memory), s->compression, session_state(s, state, sizeof state));
+               kvq__ctl_bytes(memory), s->shared_unknown ? "?" : kvq__ctl_bytes(s->shared_bytes),
+               s->compression, session_state(s, state, sizeof state));
     }
     if (list->truncated)
         printf("(there are more; narrow it with --namespace NAME)\n");
