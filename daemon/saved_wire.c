@@ -258,8 +258,10 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
               !copy_text(saved->adapter, sizeof saved->adapter, m->adapter) ||
               !copy_text(saved->own_format, sizeof saved->own_format, m->own_format) ||
               !copy_text(saved->isa, sizeof saved->isa, m->isa);
-    for (uint32_t i = 0; i < saved->n_layers && !n.wrong; i++)
+    for (uint32_t i = 0; i < saved->n_layers && !n.wrong; i++) {
         take_layer(&n, m->layers[i], &saved->layers[i]);
+        n.wrong |= saved->layers[i].row.kv_from == (int32_t)i; // who has a cache is written as -1
+    }
     return !n.wrong;
 }
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # The parts of test.sh, one function each, and the counting they share. Sourced by test.sh, which
-# sets jobs, full, fuzz_seconds, seeds, and reads passed, failed and skipped.
+# sets jobs, full, fuzzers, fuzz_seconds, seeds, and reads passed, failed and skipped.
 # shellcheck disable=SC2034,SC2154
 
 log_file() { echo "build/log/$part.log"; }
@@ -186,8 +186,7 @@ part_tsan() {
 # Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked. As
 # many at a time as there are jobs.
 part_fuzz() {
-    local fuzzers name status ran=0
-    fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
+    local name status ran=0
     # shellcheck disable=SC2086
     build fuzz $fuzzers || return
     while read -r name status; do
