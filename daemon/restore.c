@@ -88,7 +88,11 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
                    : NULL;
     if (l->base > s->floor || l->base % unit || l->packed % unit || l->packed < l->base)
         return "a base that it cannot have";
+    if (l->learn && l->packed && !l->learned)
+        return "packed tokens of which it has not learned";
     uint64_t due = kvq__packed_at(s, l, s->floor + s->max_rollback); // before it was truncated
+    uint64_t final = s->floor / unit * unit; // a fork may have these from its source
+    due = due > final ? due : final;
     if (l->packed > (due > first ? due : first) || l->packed > s->tokens)
         return "more packed tokens than are due";
     if (raw > first && (raw > l->packed || raw > kvq__packed_at(s, l, s->floor)))
