@@ -167,7 +167,10 @@ static int check_name(const char *name, char *text)
 {
     if (name[0] && name[0] != '#')
         return 0;
-    snprintf(text, KVQ_TEXT_BYTES, "\"%s\" is no name by which a session can be found again", name);
+    snprintf(
+        text, KVQ_TEXT_BYTES,
+        "only sessions with names are pushed and pulled, since by these they are found again%s%s",
+        name[0] ? ", not by " : "", name);
     return KVQ_E_INVALID;
 }
 

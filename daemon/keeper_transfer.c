@@ -380,8 +380,8 @@ static void looked(struct kvq__task *t)
 int kvq__say_in_memory(const struct kvq__transfer *x, char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES,
-             "session \"%s\" of \"%s\" is in memory, and what is in memory is not replaced: drop "
-             "it, or pull under another name",
+             "session \"%s\" of \"%s\" is in memory, or parked for it, and is not replaced there: "
+             "drop it, or pull under another name",
              x->name, x->ns);
     return KVQ_E_EXISTS;
 }
