@@ -50,7 +50,7 @@ static void pack_again(const struct kvq__saved *saved)
 {
     static uint8_t once[KVQ__SAVED_BYTES], twice[KVQ__SAVED_BYTES];
     struct kvq__saved again;
-    size_t n, m;
+    size_t n, m = 0;
     if (!pack(saved, once, &n))
         return;
     must(unpack(once, n, &again) == 0 && pack(&again, twice, &m));
