@@ -127,13 +127,22 @@ static int by_place(const void *a, const void *b)
                                     : (x->offset > y->offset) - (x->offset < y->offset);
 }
 
+static size_t source_bytes(const struct kvq__found *f, uint32_t part)
+{
+    size_t bytes = 0;
+    for (uint32_t k = f->first[part]; k < f->first[part + 1]; k++)
+        bytes += f->sources[f->ranges[k].source].blocks[f->ranges[k].part].bytes;
+    return bytes;
+}
+
 static int reserve(struct gathering *g, const struct kvq__found *f, const uint32_t *parts,
                    uint32_t n)
 {
     size_t count = 0, bytes = 0;
-    for (uint32_t i = 0; i < n; i++)
-        for (uint32_t k = f->first[parts[i]]; k < f->first[parts[i] + 1]; k++, count++)
-            bytes += f->sources[f->ranges[k].source].blocks[f->ranges[k].part].bytes;
+    for (uint32_t i = 0; i < n; i++) {
+        count += f->first[parts[i] + 1] - f->first[parts[i]];
+        bytes += source_bytes(f, parts[i]);
+    }
     g->pieces = calloc(count + 1, sizeof *g->pieces);
     g->blocks = calloc(count + 1, sizeof *g->blocks);
     g->out = calloc(count + 1, sizeof *g->out);
@@ -165,8 +174,8 @@ static void list_pieces(struct gathering *g, const struct kvq__found *f, const u
     }
 }
 
-int kvq__found_gather(struct kvq_store *store, const struct kvq__found *f, const uint32_t *parts,
-                      uint32_t n, void *const *rooms, char *text)
+static int gather(struct kvq_store *store, const struct kvq__found *f, const uint32_t *parts,
+                  uint32_t n, void *const *rooms, char *text)
 {
     struct gathering g = {0};
     size_t done;
@@ -183,5 +192,19 @@ int kvq__found_gather(struct kvq_store *store, const struct kvq__found *f, const
     free(g.blocks);
     free(g.out);
     free(g.scratch);
+    return rc;
+}
+
+int kvq__found_gather(struct kvq_store *store, const struct kvq__found *f, const uint32_t *parts,
+                      uint32_t n, void *const *rooms, char *text)
+{
+    enum { SCRATCH = 64 << 20 };
+    int rc = 0;
+    for (uint32_t i = 0, some; i < n && rc == 0; i += some) {
+        size_t bytes = 0;
+        for (some = 0; i + some < n && bytes < SCRATCH; some++)
+            bytes += source_bytes(f, parts[i + some]);
+        rc = gather(store, f, parts + i, some, rooms + i, text);
+    }
     return rc;
 }
