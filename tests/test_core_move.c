@@ -604,6 +604,57 @@ static void test_others(void **state)
     assert_int_equal(kit.core->n_moves, 0); // it has been told for long enough
 }
 
+// ---- Parked sessions ----
+
+static struct vault vault;
+
+static void park(void)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__session_park(m.client, session, &info, text), 0);
+    vault_serve(&vault, kit.core);
+    rest();
+    assert_int_equal(info_of(&info).status, 0);
+    assert_true(it()->away);
+}
+
+// To disk from wherever it is, moved meanwhile, and back on the other place: the same bytes.
+static void test_parked(void **state)
+{
+    static const uint32_t ways[] = {1, 2, 2, 0, 0};
+    struct kvq__move_info info;
+    (void)state;
+    kit.core->config.saves = true;
+    attend(session, bits);
+    for (uint32_t i = 0; i < 5; i++) {
+        rest();
+        uint64_t bytes = used(0) + used(1) + used(2);
+        size_t n = image_of(it(), before);
+        park();
+        assert_int_equal(used(0) + used(1) + used(2), 0);
+        assert_int_equal(move_to(ways[i]).status, 0);
+        assert_int_equal(used(0) + used(1) + used(2), 0); // it comes back there
+        assert_ptr_equal(it()->pool, &kit.core->pools[ways[i]]);
+        assert_int_equal(kvq__session_prefetch(m.client, session, &info, text), 0);
+        assert_string_equal(info.place, place(ways[i]));
+        assert_int_equal(start(1 + ways[i] % 2, &info), KVQ_E_BUSY); // on its way
+        vault_serve(&vault, kit.core);
+        assert_int_equal(used(ways[i]), bytes);
+        assert_int_equal(image_of(it(), after), n);
+        if (i > 0) // what was behind the last token is zeros from then on
+            assert_memory_equal(before, after, n);
+        attend(session, again);
+        if (ways[i] == 0)
+            assert_memory_equal(bits, again, sizeof bits);
+    }
+    assert_true(start(1, &info) == 0); // one that is about to move
+    struct kvq__move_info parked;
+    assert_int_equal(kvq__session_park(m.client, session, &parked, text), KVQ_E_BUSY);
+    assert_non_null(strstr(text, "moved"));
+    rest();
+    vault_close(&vault);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -615,6 +666,7 @@ int main(void)
         TEST(test_waits),      TEST(test_no_room),
         TEST(test_dropped),    cmocka_unit_test_setup(test_close, setup),
         TEST(test_shards),     TEST(test_others),
+        TEST(test_parked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
