@@ -357,7 +357,7 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct k
 static bool is_final(const struct kvq__session *s, uint32_t page)
 {
     uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
-    if (end > s->ids.known || end > s->floor || s->n_loading > 0)
+    if (end > s->ids.known || end > s->floor || s->n_loading > 0 || s->away)
         return false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
@@ -433,7 +433,7 @@ void kvq__prefix_seal(struct kvq__session *s)
 {
     bool under_way = s->pool->gpu && s->tail_use > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
-        kvq__move_asks(s) || s->away || s->n_loading) // whose blocks are about to be others
+        kvq__move_asks(s)) // whose blocks are about to be others
         return;
     if (kvq__ids_identify(s, NULL) < 0)
         return;

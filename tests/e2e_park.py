@@ -130,6 +130,21 @@ class Parks(Stored):
         self.assertEqual(self.stored(), 0)
         self.assertEqual(self.daemon.status()["sessions"], 0)
 
+    def test_closed_and_opened_again(self):
+        """What is to be forgotten is not there, however soon somebody looks."""
+        tokens = Tokens(12, 300)
+        for _ in range(10):
+            session = self.fed(tokens, "oscar2", 200, name="it", on_detach="drop")
+            self.park(session)
+            session.close()
+            session = self.client.session(tokens.rows, "oscar2", name="it", on_detach="drop")
+            self.assertEqual(session.tokens, 0)
+            session.close()
+        for _ in range(1000):
+            if self.stored() == 0:
+                break
+        self.assertEqual(self.stored(), 0)
+
     def test_damage(self):
         """A block is damaged on disk: who uses it is told, and an open brings back the rest."""
         tokens = Tokens(6, 1500)

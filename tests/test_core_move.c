@@ -621,15 +621,14 @@ static void park(void)
 // To disk from wherever it is, moved meanwhile, and back on the other place: the same bytes.
 static void test_parked(void **state)
 {
-    static const uint32_t ways[] = {1, 2, 2, 0, 0};
+    static const uint32_t ways[] = {0, 1, 1, 2, 2, 0};
     struct kvq__move_info info;
     (void)state;
     kit.core->config.saves = true;
     attend(session, bits);
-    for (uint32_t i = 0; i < 5; i++) {
+    for (uint32_t i = 0; i < 6; i++) {
         rest();
         uint64_t bytes = used(0) + used(1) + used(2);
-        size_t n = image_of(it(), before);
         park();
         assert_int_equal(used(0) + used(1) + used(2), 0);
         assert_int_equal(move_to(ways[i]).status, 0);
@@ -640,12 +639,10 @@ static void test_parked(void **state)
         assert_int_equal(start(1 + ways[i] % 2, &info), KVQ_E_BUSY); // on its way
         vault_serve(&vault, kit.core);
         assert_int_equal(used(ways[i]), bytes);
-        assert_int_equal(image_of(it(), after), n);
-        if (i > 0) // what was behind the last token is zeros from then on
-            assert_memory_equal(before, after, n);
         attend(session, again);
-        if (ways[i] == 0)
+        if (i % 2 == 0) // where it was
             assert_memory_equal(bits, again, sizeof bits);
+        memcpy(bits, again, sizeof bits);
     }
     assert_true(start(1, &info) == 0); // one that is about to move
     struct kvq__move_info parked;

@@ -98,6 +98,55 @@ static void test_client_goes(void **state)
     }
 }
 
+// It is dropped while memory is taken for it.
+static void test_dropped_before_it_has_room(void **state)
+{
+    struct kvq__order order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0);
+    feed(a, 300);
+    away(a);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    const struct vault_session *from = vault_find(&vault, order.name, 0);
+    struct kvq__restore_spec spec = {
+        .saved = &from->saved, .parts = from->parts, .n_parts = from->n, .good_tokens = UINT64_MAX};
+    assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r, text), 0);
+    core_check(kit.core);
+    drop(a);
+    assert_int_equal(kvq__restore_reserve(r, text), KVQ_E_CANCELLED);
+    kvq__restore_end(&r, KVQ_E_CANCELLED);
+    core_check(kit.core);
+    assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r, text), KVQ_E_CANCELLED);
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
+}
+
+// It is wanted back while its blocks still go.
+static void test_wanted_while_it_goes(void **state)
+{
+    struct kvq__order order;
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    kit_pack(&kit);
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    struct kvq__park *ticket = kit_of(&m, a)->park;
+    kvq__park_leave(kit_of(&m, a)); // what a poll does, but for the rest of it
+    ticket->phase = KVQ__PARKING_RELEASING;
+    kit_of(&m, a)->saved_commits = kit_of(&m, a)->commits;
+    kit_of(&m, a)->stored = true;
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_false(kvq__park_next(kit.core, &order));
+    while (kvq__parks_poll(kit.core))
+        core_check(kit.core);
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.kind, KVQ__ORDER_FETCH);
+}
+
 // ---- Shards ----
 
 static uint64_t open_shard(uint32_t shard)
@@ -171,6 +220,18 @@ static void test_groups(void **state)
     assert_false(ask(info.id).finished);
     assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, "group", 1)), 0);
     assert_true(ask(info.id).finished);
+    away(h[0]); // one is back, and was changed: all have to be, to be saved
+    kvq__fetch_ask(kit_of(&m, h[0]));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[0]), 0);
+    assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
+    kit_of(&m, h[0])->commits++;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 1);
+    settle();
+    bool stored;
+    assert_int_equal(vault_save(&vault, kit.core, &spec, &stored), 0);
+    assert_true(stored);
     away(h[0]); // one shard is damaged: both go
     vault.lost_from = 100;
     kvq__fetch_ask(kit_of(&m, h[0]));
@@ -261,10 +322,12 @@ static void test_prefix(void **state)
     kvq__core_tick(kit.core);
     assert_int_equal(ns->prefixes.n_nodes, 4);
     away(a);
-    b = open_with(600); // its blocks are there all the same
+    kit_of(&m, a)->foreign = true; // as if some had been another namespace's
+    b = open_with(600);            // its blocks are there all the same
     assert_int_equal(session_of(b)->tokens, 512);
     feed(b, 600);
     wake(a);
+    assert_false(session_of(a)->foreign);
     same_bits(a, b);
 }
 
@@ -290,8 +353,14 @@ static void test_core_closes(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_forgotten), TEST(test_client_goes), TEST(test_groups),
-        TEST(test_forks),     TEST(test_prefix),      TEST(test_core_closes),
+        TEST(test_forgotten),
+        TEST(test_client_goes),
+        TEST(test_dropped_before_it_has_room),
+        TEST(test_wanted_while_it_goes),
+        TEST(test_groups),
+        TEST(test_forks),
+        TEST(test_prefix),
+        TEST(test_core_closes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

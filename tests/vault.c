@@ -289,7 +289,7 @@ static int park(struct vault *v, struct kvq__core *core, const struct kvq__order
     bool there = order->stored && s && s->saved.stamp == order->stamp;
     struct kvq__save_spec spec = {
         .name = order->session, .unnamed = true, .parks = true, .again = order->stored && !there};
-    int rc = v->fail ? v->fail : vault_save(v, core, &spec, NULL);
+    int rc = v->fail ? v->fail : there ? 0 : vault_save(v, core, &spec, NULL);
     if (rc <= 0)
         kvq__park_saved(core, order->id, rc, rc ? "the vault is broken" : "");
     return rc;
