@@ -201,8 +201,10 @@ int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *pat
     int code = execute(k, read_only ? SETTINGS_TO_READ : settings);
     if (code == KVQ_OK)
         code = check_version(k, &version);
-    if (code || version == KVQ_CATALOG_VERSION)
+    if (code)
         return code;
+    if (version == KVQ_CATALOG_VERSION)
+        return read_only ? execute(k, KVQ_CATALOG_MARKS) : KVQ_OK;
     if (!read_only)
         return execute(k, KVQ_CATALOG_FROM_1);
     snprintf(k->error, sizeof k->error, "it is of version 1, and cannot be brought up to date");

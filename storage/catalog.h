@@ -51,6 +51,15 @@ enum { KVQ_CATALOG_VERSION = 2 };
     "b.id=u.block WHERE u.space=spaces.id);"                                                       \
     "PRAGMA user_version=2; COMMIT"
 
+// Of a catalog that cannot be written, marks of damage are kept in memory until it is closed: to
+// all queries `blocks` is then this view of it, and changing `bad` in it is noted.
+#define KVQ_CATALOG_MARKS                                                                          \
+    "CREATE TEMP TABLE marks(id INTEGER PRIMARY KEY);"                                             \
+    "CREATE TEMP VIEW blocks AS SELECT id, segment, offset, length, kind, refs,"                   \
+    " bad=1 OR id IN (SELECT id FROM marks) AS bad, checksum FROM main.blocks;"                    \
+    "CREATE TEMP TRIGGER mark INSTEAD OF UPDATE OF bad ON blocks BEGIN"                            \
+    " INSERT OR IGNORE INTO marks VALUES(old.id); END"
+
 // X(name, SQL)
 #define KVQ_QUERIES(X)                                                                             \
     X(BEGIN, "BEGIN IMMEDIATE")                                                                    \
@@ -146,7 +155,8 @@ struct kvq__catalog {
 
 // Opens catalog.db. 0, or: KVQ_E_NO_SESSION, there is none, or none that was finished;
 // KVQ_E_DAMAGED; KVQ_E_VERSION; or what else went wrong. In any case it is closed with
-// kvq__catalog_close. read_only: nothing is made and nothing brought up to date (KVQ_E_READ_ONLY).
+// kvq__catalog_close. read_only: nothing is made and nothing brought up to date (KVQ_E_READ_ONLY);
+// marks are kept, in memory.
 int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path, bool read_only);
 void kvq__catalog_close(struct kvq__catalog *k);
 // Whether SQLite finds the whole of it in order: 0, KVQ_E_DAMAGED, or what went wrong.

@@ -314,8 +314,6 @@ static int mark_missing(struct kvq_store *s, const struct files *f, struct kvq_s
         if (has_file(f, g->number) && g->length >= g->bytes)
             continue;
         report->missing++;
-        if (s->read_only) // whoever reads them finds out
-            continue;
         rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_CUT, "ii", (int64_t)g->number, (int64_t)g->length);
         report->bad_blocks += rc ? 0 : (uint64_t)sqlite3_changes64(s->catalog.db);
     }

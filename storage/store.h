@@ -77,8 +77,8 @@ struct kvq_store_report {
 // KVQ_E_BUSY: another process has it. KVQ_E_VERSION: made by a newer version, and left as it is.
 // On a file system that is read-only it is opened read-only and the report says so: what is in it
 // can be found, read, verified and exported, and what would write fails with KVQ_E_READ_ONLY. A
-// catalog that would have to be made anew is refused with that code then. Damage that is found is
-// not kept in mind, so kvq_store_good_tokens knows only of what was marked before.
+// catalog that would have to be made anew is refused with that code then. What is found damaged is
+// marked until it is closed.
 int kvq_store_open(const char *folder, const struct kvq_store_options *options,
                    struct kvq_store **store, struct kvq_store_report *report, char *text, size_t n);
 // Aborts a save that is open. Nobody else may be in a call. Accepts NULL and pointers to NULL.

@@ -298,6 +298,44 @@ static void refuse_to_write(struct kit *k, const struct world *w)
     assert_true(store_read_only(k));
 }
 
+// Damage that is found on a disk that cannot be written cuts the sessions that have it, until the
+// store is closed.
+static void damage_is_marked(struct kit *k, const struct world *w)
+{
+    struct kvq_store_session all[WORLD_SESSIONS];
+    struct kvq_stored *blocks;
+    uint64_t good;
+    uint32_t n, cut = 0;
+    size_t count, i = 0;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    const size_t room = sizeof k->text;
+    assert_int_equal(kvq_store_list(k->store, NULL, 0, all, WORLD_SESSIONS, &n, k->text, room), 0);
+    assert_int_equal(kvq_store_blocks(k->store, &all[n - 1], &blocks, &count, k->text, room), 0);
+    while (i + 1 < count && blocks[i].bytes == 0)
+        i++;
+    assert_true(count > 0 && blocks[i].bytes > 0);
+    kvq__segment_name(blocks[i].segment, name);
+    kvq__path(k->store, name, path);
+    uint8_t *byte = fault_find(&disk, path)->data + blocks[i].offset + KVQ_RECORD_HEAD;
+    free(blocks);
+    *byte ^= 1;
+    struct kvq_store_verified v;
+    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, room), 0);
+    assert_int_equal(v.bad_blocks, 1);
+    *byte ^= 1;
+    for (uint32_t j = 0; j < n; j++) {
+        assert_int_equal(kvq_store_good_tokens(k->store, &all[j], &good, k->text, room), 0);
+        cut += good < all[j].tokens;
+    }
+    assert_true(cut > 0);
+    assert_int_equal(v.sessions, cut);
+    if (!kit_same(k, w, true, why))
+        fail_msg("marked: %s", why);
+    kvq_store_close(&k->store);
+    assert_int_equal(kit_open(k, &disk.io), 0);
+    check(k, w, "opened read-only again");
+}
+
 static void read_only_disk(void **state)
 {
     (void)state;
@@ -320,6 +358,7 @@ static void read_only_disk(void **state)
     check(&k, &w, "opened read-only");
     refuse_to_write(&k, &w);
     check(&k, &w, "still read-only");
+    damage_is_marked(&k, &w);
     kvq_store_close(&k.store);
     // Without a catalog there is nothing to be had, and a store cannot be made.
     disk.read_only = false;
@@ -523,6 +562,13 @@ static void missing_segment(void **state)
     kvq__path(k.store, name, path);
     kvq_store_close(&k.store);
     assert_int_equal(disk.io.unlink(&disk.io, path), 0);
+    disk.read_only = true;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(k.report.missing, 1);
+    if (!kit_same(&k, &w, true, why))
+        fail_msg("read-only: %s", why);
+    kvq_store_close(&k.store);
+    disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(k.report.missing, 1);
     assert_non_null(strstr(k.report.text, "1 segments are missing"));
