@@ -740,6 +740,7 @@ void kvq__keeper_close(struct kvq__keeper **pointer)
         return;
     assert(kvq__keeper_idle(keeper));
     kvq__keeper_remote_close(keeper);
+    kvq__keeper_note_used(keeper);
     kvq_store_close(&keeper->store);
     free(keeper->used);
     free(keeper);

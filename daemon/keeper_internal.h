@@ -103,6 +103,8 @@ void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, con
 
 // A session of the store (0: none) was used just now.
 void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session);
+// Writes down all that were, at the end: blocks for it.
+void kvq__keeper_note_used(struct kvq__keeper *keeper);
 // Does some of what can wait, if nobody else has anything to do.
 void kvq__keeper_tidy(struct kvq__keeper *keeper);
 // Frees that much on disk if it can. Whether it freed anything. On a thread of libuv's, in the turn

@@ -44,6 +44,14 @@ void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
     used[keeper->n_used++] = (struct kvq__used){session, time(NULL)};
 }
 
+// A session that was deleted meanwhile needs no note.
+void kvq__keeper_note_used(struct kvq__keeper *keeper)
+{
+    for (uint32_t i = 0; i < keeper->n_used; i++)
+        (void)kvq_store_touch(keeper->store, keeper->used[i].session, keeper->used[i].at, NULL, 0);
+    keeper->n_used = 0;
+}
+
 // ---- A go ----
 
 struct chore {
@@ -59,7 +67,7 @@ static struct chore *chore_of(struct kvq__task *t)
     return (struct chore *)((char *)t - offsetof(struct chore, task));
 }
 
-// On a thread of libuv's. A session that was deleted meanwhile needs no note.
+// On a thread of libuv's.
 static void do_chore(struct kvq__task *t)
 {
     struct chore *c = chore_of(t);
