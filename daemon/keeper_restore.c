@@ -418,7 +418,9 @@ static bool looks_again(struct kvq__task *t, void (*again)(struct kvq__task *t))
     struct kvq__core *core = t->keeper->server->core;
     if (t->rc < 0 || !t->found || t->looked_again)
         return false;
-    bool goes = t->as.shards && kvq__reshard_make_way(core, t->peer, t->ns, t->name, t->as.shards);
+    const struct kvq__saved *stored = &t->found->saved;
+    bool goes = t->as.shards && t->found->good >= stored->tokens && // else memory has more
+                kvq__reshard_make_way(core, t->peer, t->ns, stored, t->as.shards);
     if (!goes && !is_there_otherwise(t)) {
         if (t->found->saved.shard != t->as.shard) // it has fewer, and is as it was saved
             kvq__found_free(&t->found);

@@ -479,15 +479,17 @@ static bool is_at_rest(const struct kvq__session *s)
 }
 
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                           const char *name, uint32_t shards)
+                           const struct kvq__saved *stored, uint32_t shards)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__session *s;
-    if (kvq__session_get(core, peer, ns, name, &s, text) < 0 || s->shards == shards)
+    if (kvq__session_get(core, peer, ns, stored->name, &s, text) < 0 || s->shards == shards)
         return false;
-    for (uint32_t i = 0; i < s->shards; i++)
-        if (kvq__group_member(s, i) && !is_at_rest(kvq__group_member(s, i)))
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m && (!is_at_rest(m) || m->stamp != stored->stamp || m->tokens != stored->tokens))
             return false;
+    }
     for (uint32_t i = 0; i < s->shards; i++)
         if (kvq__group_member(s, i))
             kvq__group_member(s, i)->kept = true; // what is stored, also if it was to be parked

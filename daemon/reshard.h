@@ -50,10 +50,10 @@ int kvq__reshard(const struct kvq__saved_shard *sources, uint32_t n,
 void kvq__resharded_free(struct kvq__resharded *r); // accepts zeros
 
 // Poller's thread. Ends the session of that name if it is in memory with another number of shards,
-// nobody has it open or works with it, and nothing has changed since it was saved: what is stored
+// nobody has it open or works with it, and nothing has changed since the save that is stored: that
 // then comes back with so many shards. Returns whether it did.
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                           const char *name, uint32_t shards);
+                           const struct kvq__saved *stored, uint32_t shards);
 
 // Whether the session is in memory, some shard of it, otherwise than *made is; then *as says how.
 bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,

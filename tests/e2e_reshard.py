@@ -173,6 +173,35 @@ class Shards(Stored):
                    name="plain", layers=[kvq.Layer(2, 1, DIM, repeat=5)], format="oscar2")
         self.assertEqual(Deal(self, whole, "oscar2-xh", "xh", 2).tokens, 200)
 
+    def spoil(self, part):
+        """Changes a byte of where these values stand on disk."""
+        folder = os.path.join(self.folder, "store")
+        path = [os.path.join(folder, f) for f in sorted(os.listdir(folder)) if "seg" in f][-1]
+        with open(path, "r+b") as file:
+            at = file.read().find(part.astype("float16").tobytes())
+            self.assertGreater(at, 0)
+            file.seek(at)
+            file.write(b"\xff\x00")
+
+    def test_damage_beneath(self):
+        """What is in memory does not make way for less."""
+        whole = self.whole(10)
+        two = Deal(self, whole, "f16", "it", 2)
+        two.feed(400)
+        two.save()
+        two.close()
+        self.spoil(whole.k[1, 200, 0])
+        self.assertEqual(self.daemon.ctl("storage", "verify", check=False)[0], 7)
+        self.fails(kvq.Code.E_EXISTS, self.client.session, name="it", format="f16",
+                   layers=Part(whole, 0, 1).rows)
+        two = Deal(self, whole, "f16", "it", 2)
+        self.assertEqual(two.tokens, 400)
+        self.daemon.ctl("session", "save", "it", "--again")
+        two.close()
+        one = Deal(self, whole, "f16", "it", 1)
+        self.assertEqual(one.tokens, 400)
+        self.assertTrue(one.read()[0])
+
     def test_damage(self):
         """What is damaged in one shard is lost to all, whatever their number."""
         whole = self.whole(8)
@@ -180,13 +209,7 @@ class Shards(Stored):
         two.feed(300)
         two.feed(300)
         two.save()
-        path = os.path.join(self.folder, "store")
-        path = [os.path.join(path, f) for f in sorted(os.listdir(path)) if "seg" in f][-1]
-        with open(path, "r+b") as file:  # page 2 of layer 1 of the second shard
-            at = file.read().find(whole.k[1, 300, HEADS - 1].astype("float16").tobytes())
-            self.assertGreater(at, 0)
-            file.seek(at)
-            file.write(b"\xff\x00")
+        self.spoil(whole.k[1, 300, HEADS - 1])  # page 2 of layer 1 of the second shard
         self.again()
         with self.client.session(name="it", layers=Part(whole, 0, 4).rows, format="f16",
                                  shards=4) as first:

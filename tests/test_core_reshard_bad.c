@@ -243,6 +243,14 @@ static void test_no_memory(void **state)
     restore(&one, UINT64_MAX);
 }
 
+static bool makes_way(const struct kvq__peer *peer, const char *name, uint32_t shards)
+{
+    const struct vault_session *v = vault_find(&vault, name, 0);
+    struct kvq__saved none = {.stamp = 1};
+    snprintf(none.name, sizeof none.name, "%s", name);
+    return kvq__reshard_make_way(kit.core, peer, "uid-1000", v ? &v->saved : &none, shards);
+}
+
 // In memory with one number: it makes way for another if it is saved, and nobody has it open.
 static void test_makes_way(void **state)
 {
@@ -256,19 +264,22 @@ static void test_makes_way(void **state)
     assert_int_equal(open_shard(&four, 3, 0), KVQ_E_EXISTS);
     assert_non_null(strstr(text, "2 shards, 4 are asked for"));
     assert_non_null(strstr(text, "kvqctl session save"));
-    assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 4)); // open
+    assert_false(makes_way(&admin, "it", 4)); // open
     for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kvq__session_close(m.client, a.handles[i], text), 0);
-    assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 4)); // not saved
+    assert_false(makes_way(&admin, "it", 4)); // not saved
     save(&a);
-    assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 2)); // it is as asked
+    assert_false(makes_way(&admin, "it", 2)); // it is as asked
     const struct kvq__peer other = {.uid = 2000};
-    assert_false(kvq__reshard_make_way(kit.core, &other, "uid-1000", "it", 4));
+    assert_false(makes_way(&other, "it", 4));
     assert_int_equal(open_shard(&a, 1, 0), 0);
-    assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 4));
+    assert_false(makes_way(&admin, "it", 4));
     assert_int_equal(kvq__session_close(m.client, a.handles[1], text), 0);
     assert_int_equal(kit.core->n_sessions, 2);
-    assert_true(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 4));
+    vault_find(&vault, "it", 0)->saved.stamp++; // somebody has replaced what is stored
+    assert_false(makes_way(&admin, "it", 4));
+    vault_find(&vault, "it", 0)->saved.stamp--;
+    assert_true(makes_way(&admin, "it", 4));
     assert_int_equal(kit.core->n_sessions, 0);
     restore(&four, UINT64_MAX);
     assert_int_equal(tokens_of(&four), 300);
@@ -285,12 +296,12 @@ static void test_makes_way(void **state)
     assert_true(shard_of(&parked, 1)->away);
     for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kvq__session_close(m.client, parked.handles[i], text), 0);
-    assert_true(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "parked", 8));
+    assert_true(makes_way(&admin, "parked", 8));
     vault_serve(&vault, kit.core);
     parked = by_heads("parked", 8);
     restore(&parked, UINT64_MAX);
     // It is not stored like this.
-    assert_false(kvq__reshard_make_way(kit.core, &admin, "uid-1000", "it", 2));
+    assert_false(makes_way(&admin, "it", 2));
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
