@@ -9,7 +9,7 @@ import e2e_storage
 import kvq
 import numpy as np
 
-from e2e_rig import MIB, Test
+from e2e_rig import MIB, Test, long_emulated
 
 LAYERS, HEADS, DIM, STEP = 2, 2, 64, 512
 LONG = 8192
@@ -106,6 +106,7 @@ class Prefixes(Test):
         found = self.daemon.ctl("prefix", "status")
         return {k: v for k, v in found[0].items() if k != "namespace"} if found else {}
 
+    @long_emulated
     def test_in_context(self):
         """Engines that attend in their own context tell ids at the step's end."""
         for seed, through in ((5, None), (6, "daemon")):
@@ -116,7 +117,7 @@ class Prefixes(Test):
         with unittest.mock.patch.dict(os.environ, {"KVQ_LOCAL": through} if through else {}):
             local = engine.queue.local()
         self.assertEqual(local.why is None, through is None, local.why)
-        session = engine.open()
+        session = engine.open(place="host")
         local.add(session)
         q = np.ones((STEP, 4, DIM), np.float32)
         for at in range(0, 1024, STEP):
@@ -126,9 +127,9 @@ class Prefixes(Test):
                     step.attend(layer, q, engine.k[layer], engine.v[layer])
         self.assertEqual(session.tokens, 1024)
         for _ in range(10000):  # units may be packed after the step has ended
-            if engine.lookup(2048) == 1024:
+            if engine.lookup(2048, place="host") == 1024:
                 break
-        twin = engine.open(2048)
+        twin = engine.open(2048, place="host")
         self.assertEqual(twin.tokens, 1024)
         local.add(twin)  # what it shares can be seen here as well
         want, _ = engine.queue.attend([twin], 0, q[:1])
@@ -224,6 +225,7 @@ class Stored(e2e_storage.Stored):
         self.daemon.wait_log("event=prefix_evicted .*2304 dropped")
         self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
 
+    @long_emulated
     def test_part_of_it(self):
         self.save()
         session = self.engine.open(1000)
@@ -235,6 +237,7 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(longer.tokens, self.TOKENS)
         self.assertEqual(self.daemon.status()["pool_used_bytes"], longer.info()["packed_bytes"])
 
+    @long_emulated
     def test_ids_come_back(self):
         """The session itself is restored: others share its blocks."""
         self.save()
@@ -248,6 +251,7 @@ class Stored(e2e_storage.Stored):
         self.engine.feed(session, self.TOKENS + 128)
         self.assertEqual(self.engine.lookup(self.TOKENS + 128), self.TOKENS + 128)
 
+    @long_emulated
     def test_other_meanings(self):
         self.save()
         others = [{"model": "n"}, {"salt": "s"}, {"adapter": "lora"}]
@@ -257,6 +261,7 @@ class Stored(e2e_storage.Stored):
         self.engine.seed = 1
         self.assertEqual(self.engine.lookup(self.TOKENS), 0)
 
+    @long_emulated
     def test_key(self):
         """A secret of the store's: without it nothing that is stored is found."""
         path = os.path.join(self.folder, "store", "prefix.key")
@@ -281,6 +286,7 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o600)
         self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
 
+    @long_emulated
     def test_catalog_made_anew(self):
         self.save()
         self.client.close()
@@ -292,6 +298,7 @@ class Stored(e2e_storage.Stored):
             self.assertEqual(engine.lookup(self.TOKENS), self.TOKENS)
             self.assertEqual(engine.open(self.TOKENS).tokens, self.TOKENS)
 
+    @long_emulated
     def test_damage(self):
         """What cannot be read is computed anew: the open does not fail."""
         self.save()
