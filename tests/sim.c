@@ -43,6 +43,7 @@ static void check_tracks(const struct sim *sim)
             MUST(!kvq__layer_owns(s, l) || s->layers[l].base == t->model.layers[l].base);
         alive++;
     }
+    alive += keep_reads_prefix(sim);
     MUST(alive == sim->kit.core->n_sessions || is_forking(sim));
 }
 
@@ -580,6 +581,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->tables += sim->tables;
     total->keep.saves += sim->keep.saves;
     total->keep.restores += sim->keep.restores;
+    total->keep.read_prefixes += sim->keep.read_prefixes;
     add_parks(&total->parks, &sim->parks);
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
@@ -606,7 +608,8 @@ static bool all_happened(const struct sim *total, bool gpus)
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
            total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
            total->parks.fetch_failed &&
-           (gpus ? total->moved : total->pairs && total->undone && total->prefixes);
+           (gpus ? total->moved
+                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes);
 }
 
 int main(int argc, char **argv)
@@ -629,7 +632,8 @@ int main(int argc, char **argv)
         "as predicted, "
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
-        "others, %llu page tables compared, %llu sessions saved, %llu restored, %llu parked, %llu "
+        "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
+        "restored, %llu parked, %llu "
         "brought back and %llu not\n",
         (unsigned long long)n, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
@@ -638,8 +642,8 @@ int main(int argc, char **argv)
         (unsigned long long)total.forks, (unsigned long long)total.pairs,
         (unsigned long long)total.undone, (unsigned long long)total.moved,
         (unsigned long long)total.prefixes, (unsigned long long)total.shared,
-        (unsigned long long)total.tables, (unsigned long long)total.keep.saves,
-        (unsigned long long)total.keep.restores,
+        (unsigned long long)total.keep.read_prefixes, (unsigned long long)total.tables,
+        (unsigned long long)total.keep.saves, (unsigned long long)total.keep.restores,
         (unsigned long long)(total.parks.parked[0] + total.parks.parked[1] + total.parks.parked[2] +
                              total.parks.parked[3]),
         (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed);

@@ -122,7 +122,7 @@ struct keep {
     struct kvq__order order;
     bool ordered, fetches; // an order's save is yet to end; the restore is of one
     uint32_t tries;
-    uint64_t saves, restores;
+    uint64_t saves, restores, read_prefixes;
 };
 
 struct sim {
@@ -205,7 +205,8 @@ bool op_build(struct sim *sim, struct actor *a);
 // ---- sim_keep.c ----
 
 void keep_happen(struct sim *sim);
-void keep_end(struct sim *sim); // ends what is under way
+bool keep_reads_prefix(const struct sim *sim); // a session that is no track's, for a while
+void keep_end(struct sim *sim);                // ends what is under way
 
 // ---- sim_park.c ----
 

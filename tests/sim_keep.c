@@ -112,6 +112,33 @@ static void go_away(struct sim *sim)
     come_back(sim, t, place, known);
 }
 
+// Of what was ever saved, the beginning that others can have, for the index. Whatever has become of
+// its session: ids say what it is.
+static void read_prefix(struct sim *sim)
+{
+    struct keep *k = &sim->keep;
+    char text[KVQ_TEXT_BYTES] = "";
+    const struct vault_session *from = NULL;
+    uint32_t n = k->vault.n_sessions, first = n ? kit_below(&sim->kit, n) : 0;
+    for (uint32_t i = 0; i < n && !(from && from->pages); i++)
+        from = &k->vault.sessions[(first + i) % n];
+    if (!from)
+        return;
+    uint32_t pages = from->pages ? 1 + kit_below(&sim->kit, from->pages) : 0;
+    uint64_t tokens = (uint64_t)pages * KVQ_BLOCK_TOKENS;
+    if (pages == 0 || !kvq__saved_can_begin(&from->saved, tokens))
+        return;
+    int rc = vault_prefix(&k->vault, sim->kit.core, from->ns, from, tokens, &k->restore, text);
+    MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_QUOTA);
+    MUST(rc == 0 || text[0]);
+    if (rc)
+        return;
+    k->from = from;
+    k->layer = 0;
+    k->fetches = false;
+    k->read_prefixes++;
+}
+
 static void go_on_loading(struct sim *sim)
 {
     struct keep *k = &sim->keep;
@@ -124,6 +151,12 @@ static void go_on_loading(struct sim *sim)
     if (k->from->saved.layers[k->layer].row.kv_from < 0)
         MUST(vault_layer(&k->vault, k->restore, k->from, k->layer) == 0);
     k->layer++;
+}
+
+bool keep_reads_prefix(const struct sim *sim)
+{
+    const struct kvq__restore *r = sim->keep.restore;
+    return r && r->spec.prefix_tokens && !r->session->dropped;
 }
 
 // ---- What happens ----
@@ -139,6 +172,8 @@ void keep_happen(struct sim *sim)
         return;
     else if (kit_chance(&sim->kit, 40))
         park_any(sim);
+    else if (kit_chance(&sim->kit, 20))
+        read_prefix(sim);
     else if (kit_chance(&sim->kit, 60))
         begin_save(sim);
     else
