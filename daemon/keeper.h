@@ -61,6 +61,7 @@ struct kvq__task {
     const Kvq__OpenSession *open;   // whose prefix is looked for
     struct kvq__prefix_ask *ask;
     uint32_t pages;                 // that the store has of it
+    bool asked_again;               // since something was damaged
     const char *place;              // where it was read to; lives as long as the core
     const struct kvq__order *order; // of the core's, so that a session is parked; else NULL
 };

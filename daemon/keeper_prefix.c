@@ -31,7 +31,7 @@ struct best {
 static int check_shard(struct kvq__task *t, const struct kvq_store_session *s,
                        struct kvq__found *found, uint32_t *pages)
 {
-    uint64_t good;
+    uint64_t good = 0;
     int rc = kvq__found_meta(t, s, found);
     rc = rc ? rc : kvq_store_good_tokens(t->keeper->store, s, &good, t->text, sizeof t->text);
     if (rc < 0)
@@ -140,7 +140,9 @@ static void has_read(struct kvq__task *t)
         TAILQ_REMOVE(&keeper->waiting, other, link);
         kvq__task_to_poller(other, ask_memory);
     }
-    kvq__task_to_poller(t, go_on);
+    bool less = t->rc == KVQ_E_DAMAGED && !t->asked_again; // may be good: the store knows now
+    t->asked_again |= less;
+    kvq__task_to_poller(t, less ? ask_memory : go_on);
 }
 
 // Poller's thread.
@@ -186,6 +188,7 @@ static void ask_memory(struct kvq__task *t)
                               .client = t->client,
                               .now_ns = kvq__now_ns()};
     kvq__prefix_ask_end(&t->ask);
+    t->rc = 0;
     t->pages = 0;
     if (kvq__dispatch_ask(&d, t->open, t->arena, &t->ask, t->text) < 0 || !t->ask)
         go_on(t);
@@ -198,6 +201,7 @@ void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
 {
     t->open = open;
     t->next = next;
+    t->asked_again = false;
     ask_memory(t);
 }
 

@@ -262,6 +262,25 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(self.engine.lookup(self.TOKENS), 0)
 
     @long_emulated
+    def test_export(self):
+        """Ids travel with a session; what it is found by only where the key is the same."""
+        self.save()
+        path = os.path.join(self.folder, "it.kvq")
+        self.daemon.ctl("session", "export", "it", path)
+        self.again()
+        self.daemon.ctl("session", "drop", "it")
+        os.remove(os.path.join(self.folder, "store", "prefix.key"))
+        self.again()
+        self.daemon.ctl("session", "import", path, "--as", "twin")
+        self.assertEqual(self.engine.lookup(self.TOKENS), 0)
+        session = self.engine.open(name="twin")
+        self.engine.queue.read(session, 1, 0)
+        self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
+        self.daemon.ctl("session", "save", "twin", "--again")
+        self.again()
+        self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)
+
+    @long_emulated
     def test_key(self):
         """A secret of the store's: without it nothing that is stored is found."""
         path = os.path.join(self.folder, "store", "prefix.key")
@@ -300,7 +319,7 @@ class Stored(e2e_storage.Stored):
 
     @long_emulated
     def test_damage(self):
-        """What cannot be read is computed anew: the open does not fail."""
+        """What cannot be read is computed anew: the open does not fail, and has what is before."""
         self.save()
         self.client.close()
         self.daemon.stop()
@@ -315,6 +334,7 @@ class Stored(e2e_storage.Stored):
         with Engine(self.daemon) as engine:
             first = engine.open(self.TOKENS)
             self.assertLess(first.tokens, self.TOKENS)
+            self.assertGreater(first.tokens, 0)
             self.daemon.wait_log("event=storage_damaged")
             engine.feed(first, self.TOKENS)
             self.assertEqual(engine.lookup(self.TOKENS), self.TOKENS)
