@@ -343,11 +343,25 @@ static Kvq__SaveReply *save_reply(struct kvq__task *t)
     return r;
 }
 
+// What is stored under a number was parked, and goes when its session ends.
+static int check_stored_name(struct kvq__task *t, const char *name)
+{
+    if (name[0] != '#')
+        return 0;
+    snprintf(t->text, sizeof t->text,
+             "\"%s\" is the number of a session without a name; only sessions with names are "
+             "exported and imported",
+             name);
+    return KVQ_E_INVALID;
+}
+
 static void export_session(struct kvq__task *t)
 {
     t->begun = kvq__now_ns();
-    t->rc = kvq_store_export(t->keeper->store, t->ns, t->name, t->request->export_session->path,
-                             t->text, sizeof t->text);
+    t->rc = check_stored_name(t, t->name);
+    if (t->rc == 0)
+        t->rc = kvq_store_export(t->keeper->store, t->ns, t->name, t->request->export_session->path,
+                                 t->text, sizeof t->text);
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
 }
@@ -357,9 +371,11 @@ static void import_session(struct kvq__task *t)
     const Kvq__ImportSession *ask = t->request->import_session;
     const char *ns = ask->ref && ask->ref->namespace_[0] ? ask->ref->namespace_ : NULL;
     const char *name = ask->ref && ask->ref->name[0] ? ask->ref->name : NULL;
-    struct kvq_store_session of;
+    struct kvq_store_session of = {0};
     t->begun = kvq__now_ns();
     t->rc = kvq_store_exported(t->keeper->store, ask->path, &of, t->text, sizeof t->text);
+    if (t->rc == 0)
+        t->rc = check_stored_name(t, name ? name : of.name);
     if (t->rc == 0)
         t->rc = kvq_store_import(t->keeper->store, ask->path, ns, name, ask->replace, t->text,
                                  sizeof t->text);

@@ -195,9 +195,12 @@ static void find(struct kvq__task *t)
 {
     t->rc = KVQ_E_STALE;
     if (t->as.shards > KVQ_MAX_SHARDS || (t->as.shards && t->as.shard >= t->as.shards))
-        t->rc = 0;                                          // whoever opens it is told
-    for (int i = 0; i < TRIES && t->rc == KVQ_E_STALE; i++) // saved again meanwhile
+        t->rc = 0;                     // whoever opens it is told
+    bool again = t->rc == KVQ_E_STALE; // saved again or deleted meanwhile
+    for (int i = 0; i < TRIES && again; i++) {
         t->rc = find_once(t);
+        again = t->rc == KVQ_E_STALE || t->rc == KVQ_E_NO_SESSION;
+    }
     if (t->rc == KVQ_E_NO_MEMORY)
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
     if (t->found)

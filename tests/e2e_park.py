@@ -107,6 +107,12 @@ class Parks(Stored):
         self.park(unnamed)
         self.assertEqual(self.daemon.ctl("storage", "status")["sessions"], 2)
         self.assertEqual(len(self.daemon.ctl("storage", "list")), 1)
+        number = f"#{unnamed.info()['id']}"
+        file = os.path.join(self.folder, "file")
+        self.assertEqual(self.daemon.ctl("session", "export", number, file, check=False)[0], 1)
+        self.daemon.ctl("session", "export", "it", file)
+        self.assertEqual(
+            self.daemon.ctl("session", "import", file, "--as", "#9", check=False)[0], 1)
         self.daemon.kill()  # before the client leaves
         self.again()
         self.daemon.wait_log("unnamed_sessions_deleted=1")

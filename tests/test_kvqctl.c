@@ -75,6 +75,9 @@ static void fill_session(Kvq__Session *session)
     session->full_precision_tokens = 128;
     session->compression = 4.25;
     session->packed_bytes = 1ull << 40;
+    session->tier = "disk";
+    session->pinned = true;
+    session->readers = 2;
 }
 
 static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
@@ -357,6 +360,7 @@ static void test_formats(void **state)
     assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat", out, sizeof out), 0);
     assert_non_null(strstr(out, "format      mymix, 3.062"));
     assert_non_null(strstr(out, "layers      0-1:k8v4, 2-31:oscar2\n"));
+    assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));
 }
 
 // Names come from other users; none of their bytes may steer a terminal.
