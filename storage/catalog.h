@@ -117,6 +117,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SPACE_ID, "SELECT id FROM spaces WHERE space=?")                                             \
     X(SPACE_OF, "SELECT p.id FROM sessions s JOIN spaces p ON p.space=s.space WHERE s.id=?")       \
     X(SPACE_GET, "SELECT bytes FROM spaces WHERE space=?")                                         \
+    X(SPACE_LIST, "SELECT space,bytes FROM spaces ORDER BY id")                                    \
     X(SPACE_BYTES, "UPDATE spaces SET bytes=bytes+? WHERE id=?")                                   \
     X(USE, "INSERT INTO uses VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n RETURNING n")  \
     X(USE_DROP, "DELETE FROM uses WHERE space=? AND block=?")                                      \

@@ -6,6 +6,7 @@
 // share counts in both.
 #include "storage/quota.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,7 +67,7 @@ static uint64_t limit_of(struct kvq_store *s, const char *space)
 {
     pthread_mutex_lock(&s->lock);
     const struct kvq__limit *limit = find_limit(s, space);
-    uint64_t bytes = limit ? limit->bytes : 0;
+    uint64_t bytes = limit ? limit->bytes : s->default_limit;
     pthread_mutex_unlock(&s->lock);
     return bytes;
 }
@@ -75,14 +76,20 @@ int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, 
                     size_t n)
 {
     const struct kvq__complaint c = {store->folder, text, n};
-    size_t used = strlen(space);
+    size_t used = space ? strlen(space) : 0;
+    if (!space) {
+        pthread_mutex_lock(&store->lock);
+        store->default_limit = bytes;
+        pthread_mutex_unlock(&store->lock);
+        return KVQ_OK;
+    }
     if (used == 0 || used >= KVQ_NAME_BYTES)
         return kvq__complain(&c, KVQ_E_LIMIT, "a namespace of %zu bytes; 1 to %d are allowed", used,
                              KVQ_NAME_BYTES - 1);
     int rc = KVQ_OK;
     pthread_mutex_lock(&store->lock);
     struct kvq__limit *limit = find_limit(store, space);
-    if (!limit && bytes > 0) {
+    if (!limit) {
         if (kvq__grow((void **)&store->limits, &store->room_limits, store->n_limits,
                       sizeof *limit)) {
             limit = &store->limits[store->n_limits++];
@@ -125,6 +132,41 @@ int kvq_store_usage(struct kvq_store *store, const char *space, uint64_t *bytes,
     return rc;
 }
 
+static int list_spaces(struct kvq__catalog *k, struct kvq_store_space **spaces, size_t *count)
+{
+    size_t room = 0;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SPACE_LIST, "");
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && kvq__grow((void **)spaces, &room, *count, sizeof **spaces)) {
+        struct kvq_store_space *at = &(*spaces)[(*count)++];
+        const unsigned char *name = sqlite3_column_text(rows, 0);
+        snprintf(at->space, sizeof at->space, "%s", name ? (const char *)name : "");
+        at->bytes = (uint64_t)sqlite3_column_int64(rows, 1);
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1) // no memory
+        (void)sqlite3_reset(rows);
+    return rc == 1 ? KVQ_E_NO_MEMORY : rc;
+}
+
+int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, size_t *count,
+                     char *text, size_t n)
+{
+    const struct kvq__complaint c = {store->folder, text, n};
+    *spaces = NULL;
+    *count = 0;
+    pthread_mutex_lock(&store->catalog_lock);
+    int rc = list_spaces(&store->catalog, spaces, count);
+    if (rc)
+        rc = kvq__catalog_complain(store, rc, &c);
+    pthread_mutex_unlock(&store->catalog_lock);
+    if (rc) {
+        free(*spaces);
+        *spaces = NULL;
+    }
+    return rc;
+}
+
 // ---- Saves ----
 
 static int refuse(const char *space, uint64_t limit, uint64_t used, uint64_t more,
@@ -144,8 +186,6 @@ int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
     const struct kvq_manifest_head *h = &session->head;
     int64_t old = 0;
     session->limit = limit_of(s, h->space);
-    if (session->limit == 0)
-        return KVQ_OK;
     pthread_mutex_lock(&s->catalog_lock);
     int rc = kvq__space_bytes(s, h->space, &session->used);
     if (rc == KVQ_OK)
@@ -180,11 +220,11 @@ int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
     for (size_t i = 0; i < v->n && rc == KVQ_OK; i++) {
         const struct kvq__save_session *session = &v->sessions[i];
         const char *space = session->head.space;
-        uint64_t after = 0;
-        if (session->limit)
+        uint64_t after = 0, limit = limit_of(v->store, space); // as it is by now
+        if (limit)
             rc = kvq__space_bytes(v->store, space, &after);
-        if (rc == KVQ_OK && after > session->limit && after > session->used)
-            rc = refuse(space, session->limit, session->used, after - session->used, c);
+        if (rc == KVQ_OK && limit && after > limit && after > session->used)
+            rc = refuse(space, limit, session->used, after - session->used, c);
     }
     return rc;
 }

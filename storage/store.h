@@ -264,9 +264,17 @@ int kvq_store_verify(struct kvq_store *store,
 // of its sessions share it), and how many sessions (a group of shards once).
 int kvq_store_usage(struct kvq_store *store, const char *space, uint64_t *bytes, uint64_t *sessions,
                     char *text, size_t n);
-// Saves and imports that begin from now on and would bring these bytes above `bytes` (0: no limit)
-// fail with KVQ_E_QUOTA and the figures, and what was saved before stays. Where it is above
-// already, saves that add nothing go through. Not kept on disk. Any thread.
+// The bytes of all namespaces that have, or had, anything there. *spaces is freed with free().
+struct kvq_store_space {
+    char space[KVQ_NAME_BYTES];
+    uint64_t bytes;
+};
+int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, size_t *count,
+                     char *text, size_t n);
+// Saves and imports that are not committed yet and would bring these bytes above `bytes` (0: no
+// limit) fail with KVQ_E_QUOTA and the figures, and what was saved before stays. Where it is above
+// already, saves that add nothing go through. `space` NULL: of all namespaces that were given none.
+// Not kept on disk. Any thread.
 int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, char *text,
                     size_t n);
 

@@ -105,6 +105,7 @@ struct kvq_store {
     size_t n_segments, room_segments;
     struct kvq__limit *limits;
     size_t n_limits, room_limits;
+    uint64_t default_limit; // of namespaces that have none of these
     bool writing;
     bool read_only;
     char why[KVQ_TEXT_BYTES];

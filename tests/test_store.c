@@ -198,6 +198,39 @@ static int save_fork(struct kit *k, struct world *w, int at, const char *name, i
     return kit_save(k, w, name);
 }
 
+// A save of 500 bytes more, without a limit at first, and with this one before it is committed.
+static int lowered_meanwhile(struct kit *k, uint64_t limit)
+{
+    static uint32_t n;
+    struct kvq_save *save;
+    char name[16], bytes[500] = {0};
+    uint64_t id;
+    snprintf(name, sizeof name, "more%u", n++);
+    const struct kvq_store_meta meta = {
+        .space = "uid-1", .name = name, .model = "", .formats = "", .shards = 1, .version = 1};
+    assert_int_equal(kvq_store_limit(k->store, "uid-1", 0, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_begin(k->store, &save, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_session(save, &meta, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_put(save, &(struct kvq_place){0}, bytes, sizeof bytes, &id, k->text,
+                                  sizeof k->text),
+                     0);
+    assert_int_equal(kvq_store_limit(k->store, "uid-1", limit, k->text, sizeof k->text), 0);
+    return kvq_save_commit(&save, k->text, sizeof k->text);
+}
+
+static void check_spaces(struct kit *k, uint64_t bytes)
+{
+    struct kvq_store_space *spaces;
+    size_t n;
+    assert_int_equal(kvq_store_spaces(k->store, &spaces, &n, k->text, sizeof k->text), 0);
+    assert_int_equal(n, 2);
+    assert_string_equal(spaces[0].space, "uid-1");
+    assert_int_equal(spaces[0].bytes, bytes);
+    assert_string_equal(spaces[1].space, "uid-2");
+    assert_int_equal(spaces[1].bytes, 0);
+    free(spaces);
+}
+
 // What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
 // refused before a byte of it counts.
 static void limits(void **state)
@@ -249,6 +282,17 @@ static void limits(void **state)
     assert_int_equal(kvq_store_delete(k.store, "uid-1", "fork", k.text, sizeof k.text), 0);
     assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
     assert_int_equal(usage(&k, "uid-1", 0), 0);
+    // Those that were given none have the default; what is told counts until a save is committed.
+    assert_int_equal(kvq_store_limit(k.store, NULL, 3000, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_import(k.store, "/a", "uid-3", NULL, false, k.text, sizeof k.text),
+                     KVQ_E_QUOTA);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 4, NULL), 0); // uid-1 was given none at all
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 4000, k.text, sizeof k.text), 0);
+    assert_int_equal(lowered_meanwhile(&k, 4500), 0);
+    assert_int_equal(lowered_meanwhile(&k, 4400), KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "may keep 4400 bytes, 4500 are used"));
+    assert_int_equal(usage(&k, "uid-1", 2), 4500);
+    check_spaces(&k, 4500);
     kvq_store_close(&k.store);
 }
 
