@@ -64,6 +64,11 @@ static int handle_option(struct parse *p, const char *name, const char *value)
     return p->error == 0;
 }
 
+bool kvq__config_is_namespace(const char *name)
+{
+    return *name && *name != '#' && kvq_text_valid(name, strlen(name)) && !strpbrk(name, " /");
+}
+
 static struct kvq_config_namespace *find_namespace(struct parse *p, const char *name)
 {
     struct kvq_config *config = p->config;
@@ -75,7 +80,7 @@ static struct kvq_config_namespace *find_namespace(struct parse *p, const char *
             kvq__config_refuse(p->text, nowhere, "more than %d namespaces", KVQ_MAX_NAMESPACES);
         return NULL;
     }
-    if (!*name || *name == '#' || !kvq_text_valid(name, strlen(name)) || strpbrk(name, " /")) {
+    if (!kvq__config_is_namespace(name)) {
         p->error = kvq__config_refuse(p->text, nowhere,
                                       "[namespace %.48s]: a name is 1 to 37 characters of UTF-8 "
                                       "without blanks, slashes or a # in front",
@@ -169,8 +174,7 @@ static int handle(void *context, const char *section, const char *name, const ch
     return 0;
 }
 
-// Refuses lines that inih would split or cut without a word. Returns 0 or the line's number.
-static int overlong_line(const char *contents, const char **what)
+int kvq__config_overlong(const char *contents, const char **what)
 {
     int line = 1;
     for (const char *at = contents; *at; line++) {
@@ -209,7 +213,7 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
     char what_format[KVQ_TEXT_BYTES + KVQ_FORMAT_NAME + 16];
     struct parse p = {.config = config, .text = complaint};
     const char *what = NULL;
-    int line = overlong_line(contents, &what);
+    int line = kvq__config_overlong(contents, &what);
     if (line == 0) {
         line = ini_parse_string(contents, handle, &p);
         what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";

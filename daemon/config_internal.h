@@ -57,6 +57,12 @@ int kvq__config_format_line(struct kvq_config *config, const char *section, cons
 // After the last line: composes all formats. On failure *failed is the section's NAME.
 int kvq__config_formats_end(struct kvq_config *config, const char **failed, char *text);
 
+// What inih would cut or split without a word: the number of the first such line, and what is wrong
+// with it; 0: there is none.
+int kvq__config_overlong(const char *contents, const char **what);
+// Whether a name can be a namespace's, in a file.
+bool kvq__config_is_namespace(const char *name);
+
 int kvq__config_read_file(struct kvq_config *config, char *text);
 
 // One flag of the command line: an option of the table, or a special one without.

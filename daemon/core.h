@@ -125,6 +125,13 @@ struct kvq__quota {
     uint64_t limit[KVQ__LIMITS]; // 0 = none but what the place has
 };
 
+// Limits of a namespace that were set at run time, in place of the configuration's.
+struct kvq__override {
+    char ns[KVQ_NAME_BYTES];
+    uint32_t set; // which of them: bits 1 << enum kvq__limit; 0: none
+    struct kvq__quota quota;
+};
+
 struct kvq__core_config {
     uint64_t pool_bytes;     // budget of all extents
     uint64_t extent_bytes;   // multiple of 2 MiB; 0 = 64 MiB
@@ -574,8 +581,14 @@ uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *
 
 struct kvq__namespace_info {
     char name[KVQ_NAME_BYTES];
-    struct kvq__quota quota;
+    struct kvq__quota quota;      // in effect
+    struct kvq__quota configured; // what would be without what was set at run time
+    uint32_t set;                 // what was: bits 1 << enum kvq__limit
     uint64_t used[KVQ__LIMITS];
+    uint64_t refused[KVQ__LIMITS]; // how often
+    // Of the last refusal, if there was one: the limit, how much more was asked for, and when.
+    enum kvq__limit last_refused;
+    uint64_t last_more, last_ms;
 };
 struct kvq__client_info {
     uint64_t id;
@@ -592,6 +605,9 @@ uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer
                             const char *ns, struct kvq__session_info *out, uint32_t max);
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
                               struct kvq__namespace_info *out, uint32_t max);
+// One of them, or, with an empty name, the peer's own. KVQ_E_PERMISSION.
+int kvq__core_namespace_info(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                             struct kvq__namespace_info *out, char *text);
 uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
                            struct kvq__client_info *out, uint32_t max);
 // The formats of the configuration, a row for each range of their layers, then those of the table.
@@ -607,6 +623,22 @@ uint32_t kvq__core_formats(const struct kvq__core *core, struct kvq__format_info
 // Counts a kick and says whether the client exists (else KVQ_E_NO_CLIENT) and the peer may end it
 // (else KVQ_E_PERMISSION). The caller then closes its connection and detaches it.
 int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text);
+
+// ---- Limits at run time ----
+
+// What a namespace's limits that were set would be if those of `change` were set as well, or, with
+// none in it, if none were. Changes nothing. Only for admins. KVQ_E_PERMISSION, KVQ_E_INVALID,
+// KVQ_E_LIMIT.
+int kvq__quota_change(struct kvq__core *core, const struct kvq__peer *peer,
+                      const struct kvq__override *change, struct kvq__override *out, char *text);
+// Puts that in effect, at once: what is above a limit stays, and nothing more is had. KVQ_E_INVALID
+// (there is no such namespace), KVQ_E_LIMIT, KVQ_E_NO_MEMORY.
+int kvq__quota_apply(struct kvq__core *core, const struct kvq__override *override, char *text);
+
+// Told by who keeps sessions on disk: how many bytes of a namespace's are there, as often as that
+// changes; and that more were refused, in words.
+void kvq__disk_used(struct kvq__core *core, const char *ns, uint64_t bytes);
+void kvq__disk_refused(struct kvq__core *core, const char *ns, const char *text);
 
 // ---- Work ----
 

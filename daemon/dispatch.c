@@ -464,19 +464,6 @@ static void answer_ping(const struct kvq__dispatch *d, struct kvq_arena *arena, 
     reply->result_case = KVQ__REPLY__RESULT_PONG;
 }
 
-static Kvq__Quota *quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS])
-{
-    Kvq__Quota *q = kvq_arena_alloc(arena, sizeof *q);
-    if (!q)
-        return NULL;
-    kvq__quota__init(q);
-    q->host_bytes = limits[KVQ__HOST_BYTES];
-    q->device_bytes = limits[KVQ__DEVICE_BYTES];
-    q->disk_bytes = limits[KVQ__DISK_BYTES];
-    q->sessions = limits[KVQ__SESSIONS];
-    return q;
-}
-
 static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *arena,
                            Kvq__StatusReply *s)
 {
@@ -492,8 +479,8 @@ static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *aren
             break;
         kvq__namespace_status__init(ns);
         ns->name = kvq_arena_text(arena, infos[i].name);
-        ns->limit = quota_message(arena, infos[i].quota.limit);
-        ns->used = quota_message(arena, infos[i].used);
+        ns->limit = kvq__quota_message(arena, infos[i].quota.limit);
+        ns->used = kvq__quota_message(arena, infos[i].used);
         bytes += kvq__namespace_status__get_packed_size(ns) + 4;
         if (arena->full || bytes > LIST_BYTES)
             break;
@@ -662,6 +649,7 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command)
            (command >= KVQ__REQUEST__COMMAND_PING &&
             command <= KVQ__REQUEST__COMMAND_KICK_CLIENT) ||
            command == KVQ__REQUEST__COMMAND_LIST_FORMATS ||
+           command == KVQ__REQUEST__COMMAND_LIST_QUOTAS ||
            (command >= KVQ__REQUEST__COMMAND_LOOKUP_PREFIX &&
             command <= KVQ__REQUEST__COMMAND_DROP_PREFIXES) ||
            (command >= KVQ__REQUEST__COMMAND_MOVE_SESSION &&
@@ -745,6 +733,9 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         break;
     case KVQ__REQUEST__COMMAND_DROP_PREFIXES:
         error = drop_prefixes(d, request->drop_prefixes, arena, reply, text);
+        break;
+    case KVQ__REQUEST__COMMAND_LIST_QUOTAS:
+        error = kvq__dispatch_quotas(d, request->list_quotas->namespace_, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);

@@ -15,6 +15,7 @@ struct kvq__identity {
     const char *version, *backend, *isa, *runtime_dir;
     uint64_t epoch, pid, start_ns;
     uint32_t workers;
+    bool stores; // sessions, in a folder
 };
 
 struct kvq__prefix_ask;
@@ -43,6 +44,12 @@ int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSessi
 // The part of a status that is about places (dispatch_places.c).
 void kvq__dispatch_places(const struct kvq__dispatch *dispatch, struct kvq_arena *arena,
                           Kvq__StatusReply *status);
+
+// The namespace's limits and what it uses of them, as ListQuotas answers; with an empty name, all
+// that the peer may see. KVQ_E_PERMISSION, KVQ_E_NO_MEMORY.
+int kvq__dispatch_quotas(const struct kvq__dispatch *dispatch, const char *ns,
+                         struct kvq_arena *arena, Kvq__Reply *reply, char *text);
+Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS]);
 
 // Makes reply a refusal (or, with status 0, an empty success); the text is copied.
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);

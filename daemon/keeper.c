@@ -62,6 +62,7 @@ void kvq__task_queue(struct kvq__task *t, void (*step)(struct kvq__task *task))
 {
     struct kvq__keeper *keeper = t->keeper;
     t->writes = true;
+    t->counted = false;
     t->step = step;
     TAILQ_INSERT_TAIL(&keeper->queue, t, link);
     if (TAILQ_FIRST(&keeper->queue) == t)
@@ -74,6 +75,10 @@ void kvq__task_end(struct kvq__task *t)
 {
     struct kvq__keeper *keeper = t->keeper;
     struct kvq__task *next = NULL;
+    if (t->writes && !t->counted) {
+        kvq__keeper_count(t);
+        return;
+    }
     if (t->writes) {
         assert(TAILQ_FIRST(&keeper->queue) == t);
         TAILQ_REMOVE(&keeper->queue, t, link);
@@ -401,6 +406,8 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_IMPORT_SESSION:
     case KVQ__REQUEST__COMMAND_LIST_SAVED:
     case KVQ__REQUEST__COMMAND_STORAGE:
+    case KVQ__REQUEST__COMMAND_SET_QUOTA:
+    case KVQ__REQUEST__COMMAND_DELETE_QUOTA:
         return true;
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
         return keeper->store && (r->open_session->name[0] || r->open_session->prefix);
@@ -464,6 +471,13 @@ static void start_storage(struct kvq__task *t)
         kvq__task_to_work(t, tell_status, finish);
         break;
     }
+}
+
+// These need no store.
+static bool is_about_quotas(const Kvq__Request *r)
+{
+    return r->command_case == KVQ__REQUEST__COMMAND_SET_QUOTA ||
+           r->command_case == KVQ__REQUEST__COMMAND_DELETE_QUOTA;
 }
 
 static bool is_for_admins(const Kvq__Request *r)
@@ -538,6 +552,8 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
         refuse(t, KVQ_E_DRAINING, "the daemon is shutting down");
     else if (kvq__keeper_remote_takes(t->request))
         kvq__keeper_remote(t);
+    else if (is_about_quotas(t->request))
+        kvq__keeper_set_quota(t);
     else if (!keeper->store)
         refuse(t, KVQ_E_UNSUPPORTED,
                "this daemon saves no sessions; set storage_dir in its configuration");
@@ -716,11 +732,11 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     TAILQ_INIT(&keeper->opens);
     TAILQ_INIT(&keeper->waiting);
     TAILQ_INIT(&keeper->roomless);
-    if (!server->config.storage_dir[0])
-        return 0;
-    int rc = open_store(keeper, text);
-    rc = rc ? rc : kvq__keeper_remote_open(keeper, text);
-    if (rc < 0)
+    bool stores = server->config.storage_dir[0] != 0;
+    int rc = stores ? open_store(keeper, text) : 0;
+    rc = rc ? rc : kvq__keeper_quotas_open(keeper, text);
+    rc = rc || !stores ? rc : kvq__keeper_remote_open(keeper, text);
+    if (rc < 0 || !stores)
         return rc;
     use_key(keeper);
     uv_timer_init(&server->loop, &keeper->retry);
@@ -757,6 +773,7 @@ void kvq__keeper_close(struct kvq__keeper **pointer)
     assert(kvq__keeper_idle(keeper));
     kvq__keeper_remote_close(keeper);
     kvq__keeper_note_used(keeper);
+    kvq__keeper_quotas_close(keeper);
     kvq_store_close(&keeper->store);
     free(keeper->used);
     free(keeper);

@@ -21,6 +21,7 @@ struct kvq__found;
 struct kvq__loading;
 struct kvq__transfer;
 struct kvq__prefix_ask;
+struct kvq_store_space;
 
 // A command that has to do with the store, embedded by who gives it; or the keeper's own save.
 struct kvq__task {
@@ -64,6 +65,10 @@ struct kvq__task {
     bool asked_again;               // since something was damaged
     const char *place;              // where it was read to; lives as long as the core
     const struct kvq__order *order; // of the core's, so that a session is parked; else NULL
+    struct kvq__override limits;    // that are to be a namespace's
+    struct kvq_store_space *spaces; // what namespaces have on disk now
+    size_t n_spaces;
+    bool counted;
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.

@@ -45,6 +45,14 @@ struct kvq__loading {
     uint64_t tokens, begun, first_ns, bytes;
 };
 
+// Limits that were set at run time, as the file has them.
+struct kvq__limits {
+    struct kvq__tasks queue;  // that set some; the first is under way
+    struct kvq__override *at; // KVQ_MAX_OVERRIDES of them
+    uint32_t n;
+    struct kvq__override before; // of the namespace whose limits are being set
+};
+
 struct kvq__keeper {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
@@ -66,6 +74,8 @@ struct kvq__keeper {
 
     struct kvq__mail wants_mail, stop_mail;
     bool wanted, deaf; // poller's thread: the mail is on its way; no orders are taken any more
+
+    struct kvq__limits limits;
 
     struct kvq__loadings loadings;
     uint32_t n_loading; // of these, under way
@@ -121,6 +131,16 @@ void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its requ
 
 // Reads all of the kvq__loading that work->data is. On a thread of libuv's.
 void kvq__keeper_read(uv_work_t *work);
+
+// ---- keeper_quota.c ----
+
+// Reads the file of limits that were set and puts them in effect; before anything else runs.
+int kvq__keeper_quotas_open(struct kvq__keeper *keeper, char *text);
+void kvq__keeper_quotas_close(struct kvq__keeper *keeper);
+void kvq__keeper_set_quota(struct kvq__task *task); // or delete
+// After a task that may have changed what is on disk: tells the core what namespaces have there
+// now, and goes on with kvq__task_end.
+void kvq__keeper_count(struct kvq__task *task);
 
 // ---- keeper_restore.c ----
 

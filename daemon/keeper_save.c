@@ -160,7 +160,7 @@ static void tell(struct kvq__task *t)
                  (unsigned long long)t->tokens, (unsigned long long)t->written_blocks,
                  (unsigned long long)t->written_bytes, (unsigned long long)t->kept_blocks);
         kvq__keeper_tell(keeper, KVQ__EVENT_SESSION_SAVED, t->ns, t->name, text);
-    } else if (t->own) {
+    } else if (t->own && t->rc != KVQ_E_QUOTA) { // which is told of by itself
         kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FAILED, t->ns, t->name, t->text);
     }
 }

@@ -84,7 +84,7 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
         return NULL;
     ns->core = core;
     snprintf(ns->name, sizeof ns->name, "%s", c->name);
-    ns->quota = c->quota;
+    ns->quota = ns->base_quota = c->quota;
     LIST_INIT(&ns->classes);
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
@@ -158,6 +158,11 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
     *ns = find(core, name);
     if (!*ns && parse_uid(name, &uid))
         return make_default(core, peer, name, uid, ns, text);
+    if (!*ns && peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "there is no namespace \"%.*s\": the configuration has no section of that "
+                         "name, and it is none of a user's own, uid-N",
+                         KVQ_NAME_BYTES, name);
     // One answer for what does not exist and what is another's, so that names stay secret.
     if (!*ns || !kvq__namespace_allows(*ns, peer))
         return kvq__fail(text, KVQ_E_PERMISSION,

@@ -35,26 +35,31 @@ uint64_t kvq__quota_excess(const struct kvq__namespace *ns, enum kvq__limit whic
 
 // ---- Refusals ----
 
-static void tell(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
+static void tell(struct kvq__namespace *ns, const char *text)
 {
-    char text[KVQ_TEXT_BYTES / 2];
     struct kvq__core *core = ns->core;
     if (ns->told_quota_at && core->now - ns->told_quota_at < 1000000000u)
         return;
     ns->told_quota_at = core->now ? core->now : 1;
-    snprintf(text, sizeof text, "%llu of %llu %s %s are used, %llu more were asked for",
-             (unsigned long long)counted(ns, which), (unsigned long long)ns->quota.limit[which],
-             names[which].unit, names[which].where, (unsigned long long)more);
     kvq__event(core, KVQ__EVENT_QUOTA_REACHED, ns->name, "", 0, text);
+}
+
+static void note(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
+{
+    ns->refused[which].times++;
+    ns->refused[which].last_at = ns->core->now;
+    ns->refused[which].last_more = more;
+    ns->last_refused = which;
 }
 
 int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more, char *text)
 {
-    struct kvq__refusals *r = &ns->refused[which];
-    r->times++;
-    r->last_at = ns->core->now;
-    r->last_more = more;
-    tell(ns, which, more);
+    char brief[KVQ_TEXT_BYTES / 2];
+    snprintf(brief, sizeof brief, "%llu of %llu %s %s are used, %llu more were asked for",
+             (unsigned long long)counted(ns, which), (unsigned long long)ns->quota.limit[which],
+             names[which].unit, names[which].where, (unsigned long long)more);
+    note(ns, which, more);
+    tell(ns, brief);
     return kvq__fail(text, KVQ_E_QUOTA,
                      "namespace \"%s\" may have %llu %s %s; it has %llu, and %llu more are asked "
                      "for: drop sessions of it, or raise the limit with kvqctl quota set %s %s N",
@@ -86,4 +91,123 @@ void kvq__quotas_tick(struct kvq__core *core)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools && i < 2; i++) // all GPUs have one limit
             give_up_prefixes(core, ns, &core->pools[i]);
+}
+
+// ---- What is told of it ----
+
+void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info)
+{
+    const struct kvq__refusals *last = &ns->refused[ns->last_refused];
+    *info = (struct kvq__namespace_info){.quota = ns->quota,
+                                         .configured = ns->base_quota,
+                                         .set = ns->quota_set,
+                                         .last_refused = ns->last_refused,
+                                         .last_more = last->last_more,
+                                         .last_ms = (ns->core->now - last->last_at) / 1000000};
+    snprintf(info->name, sizeof info->name, "%s", ns->name);
+    for (int i = 0; i < KVQ__LIMITS; i++) {
+        info->used[i] = counted(ns, (enum kvq__limit)i);
+        info->refused[i] = ns->refused[i].times;
+    }
+}
+
+int kvq__core_namespace_info(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                             struct kvq__namespace_info *out, char *text)
+{
+    struct kvq__namespace *ns;
+    int rc = kvq__namespace_get(core, peer, name, &ns, text);
+    if (rc == 0)
+        kvq__quota_fill_info(ns, out);
+    return rc;
+}
+
+// ---- At run time ----
+
+static uint64_t most(enum kvq__limit which)
+{
+    return which == KVQ__SESSIONS ? UINT32_MAX : KVQ_MAX_QUOTA_BYTES;
+}
+
+static int check(const struct kvq__override *o, char *text)
+{
+    if (o->set >> KVQ__LIMITS)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "limits %#x are to be set; this daemon knows %d of them, bits 0 to %d",
+                         o->set, KVQ__LIMITS, KVQ__LIMITS - 1);
+    for (int i = 0; i < KVQ__LIMITS; i++)
+        if ((o->set >> i & 1) && o->quota.limit[i] > most((enum kvq__limit)i))
+            return kvq__fail(text, KVQ_E_LIMIT,
+                             "a limit of %llu %s %s; at most %llu can be set, or 0 for no limit",
+                             (unsigned long long)o->quota.limit[i], names[i].unit, names[i].where,
+                             (unsigned long long)most((enum kvq__limit)i));
+    return 0;
+}
+
+int kvq__quota_change(struct kvq__core *core, const struct kvq__peer *peer,
+                      const struct kvq__override *change, struct kvq__override *out, char *text)
+{
+    struct kvq__namespace *ns;
+    if (!peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not change limits; root, the daemon's own user and those in "
+                         "its admin_uids may",
+                         peer->uid);
+    if (!change->ns[0])
+        return kvq__fail(text, KVQ_E_INVALID, "no namespace is named whose limits to change");
+    int rc = check(change, text);
+    rc = rc ? rc : kvq__namespace_get(core, peer, change->ns, &ns, text);
+    if (rc < 0)
+        return rc;
+    *out = (struct kvq__override){.set = change->set ? ns->quota_set | change->set : 0};
+    snprintf(out->ns, sizeof out->ns, "%s", ns->name);
+    for (int i = 0; i < KVQ__LIMITS; i++) {
+        uint64_t had = ns->quota_set >> i & 1 ? ns->quota.limit[i] : 0;
+        out->quota.limit[i] = change->set >> i & 1 ? change->quota.limit[i] : had;
+    }
+    return 0;
+}
+
+int kvq__quota_apply(struct kvq__core *core, const struct kvq__override *o, char *text)
+{
+    static const struct kvq__peer self = {.admin = true};
+    struct kvq__namespace *ns;
+    int rc = check(o, text);
+    rc = rc ? rc : kvq__namespace_get(core, &self, o->ns, &ns, text);
+    if (rc == KVQ_E_PERMISSION)
+        return kvq__fail(
+            text, KVQ_E_INVALID,
+            "there is no namespace \"%s\" (any more): the configuration has no section "
+            "of that name",
+            o->ns);
+    if (rc < 0)
+        return rc;
+    ns->quota_set = o->set;
+    for (int i = 0; i < KVQ__LIMITS; i++)
+        ns->quota.limit[i] = o->set >> i & 1 ? o->quota.limit[i] : ns->base_quota.limit[i];
+    return 0;
+}
+
+// ---- On disk ----
+
+static struct kvq__namespace *find(struct kvq__core *core, const char *name)
+{
+    static const struct kvq__peer self = {.admin = true};
+    struct kvq__namespace *ns;
+    return kvq__namespace_get(core, &self, name, &ns, NULL) == 0 ? ns : NULL;
+}
+
+void kvq__disk_used(struct kvq__core *core, const char *name, uint64_t bytes)
+{
+    struct kvq__namespace *ns = find(core, name);
+    if (ns)
+        ns->used[KVQ__DISK_BYTES] = bytes;
+}
+
+void kvq__disk_refused(struct kvq__core *core, const char *name, const char *text)
+{
+    struct kvq__namespace *ns = find(core, name);
+    if (!ns)
+        return;
+    note(ns, KVQ__DISK_BYTES, 0);
+    tell(ns, text);
 }

@@ -346,6 +346,7 @@ static void make_identity(struct kvq__server *server)
     us->pid = (uint64_t)getpid();
     us->start_ns = kvq__now_ns();
     us->workers = (uint32_t)server->config.workers;
+    us->stores = server->config.storage_dir[0] != 0;
     while (us->epoch == 0) // 0 means none
         if (getrandom(&us->epoch, sizeof us->epoch, 0) != sizeof us->epoch)
             us->epoch = us->start_ns;

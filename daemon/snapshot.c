@@ -105,10 +105,7 @@ uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__pe
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         if (!kvq__namespace_allows(ns, peer) || n++ >= max)
             continue;
-        struct kvq__namespace_info *info = &out[n - 1];
-        snprintf(info->name, sizeof info->name, "%s", ns->name);
-        info->quota = ns->quota;
-        memcpy(info->used, ns->used, sizeof info->used);
+        kvq__quota_fill_info(ns, &out[n - 1]);
     }
     return n;
 }

@@ -32,10 +32,12 @@ struct kvq__namespace {
     TAILQ_ENTRY(kvq__namespace) link;
     struct kvq__core *core;
     char name[KVQ_NAME_BYTES];
-    struct kvq__quota quota;
+    struct kvq__quota quota, base_quota; // base_quota: without what was set at run time
+    uint32_t quota_set;                  // which limits were: bits 1 << enum kvq__limit
     uint64_t used[KVQ__LIMITS];
     uint64_t exempt[KVQ__LIMITS]; // of these, what the limit does not count
     struct kvq__refusals refused[KVQ__LIMITS];
+    enum kvq__limit last_refused;
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
     uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...

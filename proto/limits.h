@@ -40,6 +40,7 @@ enum {
 
     // Configuration.
     KVQ_MAX_NAMESPACES = 128,
+    KVQ_MAX_OVERRIDES = 1024,   // namespaces whose limits were set at run time
     KVQ_MAX_OWN_FORMATS = 32,   // [format NAME] sections
     KVQ_MAX_FORMAT_RANGES = 32, // ranges of layers in one of them
     KVQ_MAX_SHARE_WITH = 32,    // names that a namespace shares its prefixes with

@@ -17,8 +17,7 @@ struct kit {
     uint64_t extents_out, allocated_out;
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
-    char event_session[KVQ_NAME_BYTES]; // of the last one
-    char event_text[KVQ_TEXT_BYTES];
+    char event_session[KVQ_NAME_BYTES], event_text[KVQ_TEXT_BYTES]; // of the last one
 };
 
 // A client of the kit with a queue and a buffer.

@@ -20,6 +20,7 @@ import e2e_life
 import e2e_main
 import e2e_park
 import e2e_prefix
+import e2e_quota
 import e2e_remote
 import e2e_reshard
 import e2e_rig
@@ -34,7 +35,8 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_breaks.Breaks, e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
           e2e_prefix.Stored, e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage,
           e2e_storage.Saves, e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Trouble,
-          e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards, e2e_soak.Soak]
+          e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards,
+          e2e_soak.Soak]
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run(SUITES, __doc__))

@@ -13,7 +13,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static struct kvq__core *core;
 static const struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1, .pid = 7};
-static const struct kvq__identity identity = {"0", "cpu", "c", "/run/kvqd", 1, 1, 0, 1};
+static const struct kvq__identity identity = {"0", "cpu", "c", "/run/kvqd", 1, 1, 0, 1, false};
 
 static void check(bool good, const char *what)
 {

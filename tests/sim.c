@@ -232,6 +232,8 @@ static void open_session(struct sim *sim, struct actor *a)
     int expect = predict_open(t, spec.flags);
     if (expect == 0 && !t && spec.prefix.tokens && !can_share(variant))
         expect = KVQ_E_UNSUPPORTED;
+    if (!t && expect != KVQ_E_NO_SESSION && quota_is_full(sim, KVQ__SESSIONS))
+        expect = KVQ_E_QUOTA;
     int rc = kvq__session_open(a->member.client, &spec, &info, text);
     if (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in)
         return;
@@ -511,6 +513,8 @@ static void happen(struct sim *sim)
     bool busy = sim->keep.save || sim->keep.restore;
     if (kit_chance(&sim->kit, park_waits(sim) ? 30 : busy ? 15 : 8))
         keep_happen(sim);
+    if (sim->limits && kit_chance(&sim->kit, 4))
+        quota_happen(sim);
     if (what < 78)
         act(sim, a);
     else if (what < 88)
@@ -547,6 +551,7 @@ static void end(struct sim *sim)
         kvq__core_poll(sim->kit.core);
     core_check(sim->kit.core);
     kvq__core_parks(sim->kit.core, &sim->parks);
+    quota_end(sim);
     kit_close(&sim->kit);
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
         if (sim->tracks[i].used)
@@ -570,6 +575,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
     sim->kit.table_gone = table_free;
+    quota_begin(sim, seed % 3 == 1);
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
     sim->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     for (uint32_t i = 0; i < events; i++) {
@@ -596,6 +602,8 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->moved += sim->moved;
     total->prefixes += sim->prefixes;
     total->shared += sim->shared;
+    total->lowered += sim->lowered;
+    total->above += sim->above;
     free(sim->workspace);
     free(sim);
 }
@@ -608,6 +616,7 @@ static bool all_happened(const struct sim *total, bool gpus)
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
            total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
            total->parks.fetch_failed &&
+           total->lowered && total->above &&
            (gpus ? total->moved
                  : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes);
 }
@@ -633,8 +642,8 @@ int main(int argc, char **argv)
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
         "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
-        "restored, %llu parked, %llu "
-        "brought back and %llu not\n",
+        "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was used, "
+        "%llu refusals by limits\n",
         (unsigned long long)n, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
@@ -646,6 +655,7 @@ int main(int argc, char **argv)
         (unsigned long long)total.keep.saves, (unsigned long long)total.keep.restores,
         (unsigned long long)(total.parks.parked[0] + total.parks.parked[1] + total.parks.parked[2] +
                              total.parks.parked[3]),
-        (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed);
+        (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed,
+        (unsigned long long)total.lowered, (unsigned long long)total.above);
     return !whole || all_happened(&total, gpus) ? 0 : 1;
 }

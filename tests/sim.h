@@ -134,10 +134,12 @@ struct sim {
     struct kvq__job *background;
     struct keep keep;
     struct kvq__park_stats parks;
+    bool limits; // change in this run
     uint64_t joins;
     uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
         forks, pairs, undone, moved;
     uint64_t prefixes, shared; // that it did something; shared: tokens that sessions began with
+    uint64_t lowered, above;   // limits set below what was used, and what limits have refused
 };
 
 // ---- sim_host.c, sim_gpu.c, sim_soft.c ----
@@ -217,6 +219,14 @@ bool park_fails(struct sim *sim); // the restore has ended for a disk that fails
 bool park_waits(const struct sim *sim);
 // What a request on it fails with since it could not be brought back; 0 if it is here.
 int park_predict(const struct sim *sim, const struct track *t);
+
+// ---- sim_quota.c ----
+
+void quota_begin(struct sim *sim, bool limits);             // limits: they change in this run
+void quota_happen(struct sim *sim);                         // changes them
+void quota_end(struct sim *sim);                            // counts refusals
+bool quota_is_full(struct sim *sim, enum kvq__limit which); // not one more
+bool quota_was_met(struct sim *sim);                        // anything was refused by a limit
 
 // ---- sim_ops.c ----
 

@@ -404,6 +404,48 @@ static void test_shared(void **state)
     assert_int_equal(it()->ns->exempt[KVQ__DEVICE_BYTES], 0);
 }
 
+// Each tier has a limit of its own, and a move to another one is held to the limit there.
+static void test_tiers(void **state)
+{
+    struct kvq__move_info info;
+    const uint64_t bytes = used(0);
+    (void)state;
+    limit(KVQ__DEVICE_BYTES, bytes - 1);
+    assert_int_equal(start(1, &info), KVQ_E_QUOTA); // it could never fit: said at once
+    assert_non_null(strstr(text, "bytes in the memory of GPUs; it has 0, and"));
+    assert_non_null(strstr(text, "--device-bytes"));
+    limit(KVQ__DEVICE_BYTES, bytes);
+    attend(session, bits);
+    assert_int_equal(move_to(1).status, 0);
+    assert_int_equal(used(0), 0);
+    attend(session, again);
+    assert_int_equal(it()->ns->used[KVQ__DEVICE_BYTES], bytes);
+    // Lowered below what is there: between GPUs nothing grows, and so it may.
+    limit(KVQ__DEVICE_BYTES, bytes / 2);
+    assert_int_equal(move_to(2).status, 0);
+    assert_int_equal(used(1), 0);
+    limit(KVQ__HOST_BYTES, bytes - 1);
+    assert_int_equal(start(0, &info), KVQ_E_QUOTA);
+    assert_non_null(strstr(text, "--host-bytes"));
+    assert_int_equal(used(2), bytes);
+    // Others have taken of the limit meanwhile: it is seen when blocks are reserved.
+    fed("neighbour", 200);
+    limit(KVQ__HOST_BYTES, bytes + 1);
+    uint64_t host = used(0);
+    assert_true(host > 1);
+    info = move_to(0);
+    assert_int_equal(info.status, KVQ_E_QUOTA);
+    assert_non_null(strstr(info.text, "in the host's memory"));
+    assert_int_equal(used(0), host); // all given back
+    assert_int_equal(used(2), bytes);
+    assert_int_equal(it()->ns->exempt[KVQ__HOST_BYTES] + it()->ns->exempt[KVQ__DEVICE_BYTES], 0);
+    limit(KVQ__HOST_BYTES, bytes + host);
+    assert_int_equal(move_to(0).status, 0);
+    limit(KVQ__DEVICE_BYTES, 0);
+    attend(session, again);
+    assert_memory_equal(bits, again, sizeof bits);
+}
+
 // ---- Waiting ----
 
 static void test_waits(void **state)
@@ -658,10 +700,9 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        TEST(test_round_trip), TEST(test_packing),
-        TEST(test_codebooks),  TEST(test_shared),
-        TEST(test_waits),      TEST(test_no_room),
-        TEST(test_dropped),    cmocka_unit_test_setup(test_close, setup),
+        TEST(test_round_trip), TEST(test_packing), TEST(test_codebooks),
+        TEST(test_shared),     TEST(test_tiers),   TEST(test_waits),
+        TEST(test_no_room),    TEST(test_dropped), cmocka_unit_test_setup(test_close, setup),
         TEST(test_shards),     TEST(test_others),
         TEST(test_parked),
     };

@@ -23,6 +23,12 @@ enum {
     KVQ_EXIT_PROBLEM = 7,    // doctor found a problem
 };
 
+// Limits on the command line: bits of which are given, and each of them; 0: none.
+struct kvq__ctl_quota {
+    uint32_t which;
+    uint64_t limit[4]; // host, device, disk, sessions
+};
+
 // One run: what the command line said, and the connection once there is one.
 struct kvq__ctl {
     const char *runtime_dir;
@@ -40,6 +46,7 @@ struct kvq__ctl {
     const char *as;      // import, pull: another name; NULL: the file's, or the same
     const char *from;    // pull: the namespace on the remote store; NULL: the same
     const char *offline; // verify: a folder that no daemon has; NULL: the daemon's
+    struct kvq__ctl_quota quota;
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
@@ -73,6 +80,13 @@ int kvq__ctl_session_pin(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_unpin(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args);
+// Takes the value of --host-bytes (0), --device-bytes, --disk-bytes or --sessions (3). False: it is
+// none.
+bool kvq__ctl_quota_option(struct kvq__ctl *ctl, int which, const char *text);
 int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args);

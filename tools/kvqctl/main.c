@@ -150,6 +150,32 @@ static const struct command commands[] = {
      kvq__ctl_storage_compact,
      "moves what is in use together, and frees the rest",
      ""},
+    {{"quota", "list"},
+     NULL,
+     kvq__ctl_quota_list,
+     "the limits of namespaces, and what they use of them",
+     "Blocks in the host's memory, in that of GPUs, bytes on disk, and sessions in memory, of "
+     "those\n"
+     "namespaces that this user may see.\n"},
+    {{"quota", "get"},
+     "NS",
+     kvq__ctl_quota_get,
+     "one namespace's limits, what it uses, what was refused",
+     ""},
+    {{"quota", "set"},
+     "NS",
+     kvq__ctl_quota_set,
+     "sets limits of a namespace while the daemon runs",
+     "--host-bytes, --device-bytes, --disk-bytes (SIZE, as 10gb) and --sessions (N); each that is\n"
+     "given takes the place of the configuration's, the others stay as they are. none: no limit.\n"
+     "Below what is used nothing is taken away: nothing more is had until enough was given up. "
+     "Kept\n"
+     "in storage_dir over restarts. Only root and the daemon's own user may do this.\n"},
+    {{"quota", "delete"},
+     "NS",
+     kvq__ctl_quota_delete,
+     "the configuration's limits of a namespace hold again",
+     "Only root and the daemon's own user may do this.\n"},
     {{"format", "list"},
      NULL,
      kvq__ctl_format_list,
@@ -170,6 +196,8 @@ static const struct command commands[] = {
      "With --json one object a line.\n"},
 };
 
+enum { OPTION_QUOTA = 256 }; // from here on four, in the order of struct kvq__ctl_quota
+
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
 static const char options_help[] =
@@ -189,6 +217,10 @@ static const char options_help[] =
     "  --from NAME        session pull: of this namespace there (else the same as here)\n"
     "  --replace          session import, pull: what is saved under that name\n"
     "  --offline DIR      storage verify: a storage that no daemon has\n"
+    "  --host-bytes SIZE  quota set: of the host's memory (as 10gb; none: no limit)\n"
+    "  --device-bytes SIZE  of the memory of GPUs, of all of them together\n"
+    "  --disk-bytes SIZE  of what is saved\n"
+    "  --sessions N       in memory, each shard by itself\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
     "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
@@ -299,6 +331,16 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case 'w':
         ctl->wait_ms = (unsigned)(number = number_option(optarg, 1, 3600000));
         return number < 0 ? bad_usage("--wait is 1 to 3600000 milliseconds, not", optarg) : 0;
+    case OPTION_QUOTA + 3:
+        return kvq__ctl_quota_option(ctl, 3, optarg)
+                   ? 0
+                   : bad_usage("--sessions is a number, or none, not", optarg);
+    case OPTION_QUOTA:
+    case OPTION_QUOTA + 1:
+    case OPTION_QUOTA + 2:
+        return kvq__ctl_quota_option(ctl, option - OPTION_QUOTA, optarg)
+                   ? 0
+                   : bad_usage("a limit is a size, as 10gb, or none, not", optarg);
     default:
         return bad_usage("that option is unknown or lacks its value", NULL);
     }
@@ -337,6 +379,10 @@ int main(int argc, char **argv)
         {"from", required_argument, NULL, 'f'},
         {"replace", no_argument, NULL, 'r'},
         {"offline", required_argument, NULL, 'o'},
+        {"host-bytes", required_argument, NULL, OPTION_QUOTA},
+        {"device-bytes", required_argument, NULL, OPTION_QUOTA + 1},
+        {"disk-bytes", required_argument, NULL, OPTION_QUOTA + 2},
+        {"sessions", required_argument, NULL, OPTION_QUOTA + 3},
         {"help", no_argument, NULL, 'h'},
         {"version", no_argument, NULL, 'v'},
         {NULL, 0, NULL, 0},

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands about limits of namespaces: list, get, set, delete.
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "tools/kvqctl/kvqctl.h"
+
+enum { HOST = 1, DEVICE = 2, DISK = 4, SESSIONS = 8 }; // bits of SetQuota.which
+
+// ---- Printing ----
+
+// What is used, and of what; a star where the limit was set at run time.
+static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
+{
+    static char texts[8][64];
+    static unsigned next;
+    char *text = texts[next++ % 8];
+    snprintf(text, sizeof texts[0], "%s%s",
+             bytes ? kvq__ctl_of_bytes(used, limit) : kvq__ctl_of(used, limit),
+             set     ? limit ? "*" : " of any*"
+             : limit ? " "
+                     : "");
+    return text;
+}
+
+static void print_list(const Kvq__QuotaList *list)
+{
+    bool any = false;
+    printf("%-20s %14s %22s %22s %22s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK");
+    for (size_t i = 0; i < list->n_quotas; i++) {
+        const Kvq__QuotaStatus *q = list->quotas[i];
+        const Kvq__Quota *used = q->used, *limit = q->limit;
+        if (!used || !limit)
+            continue;
+        any |= q->which != 0;
+        printf("%-20s %14s %22s %22s %22s\n", kvq__ctl_clean(q->namespace_),
+               of(used->sessions, limit->sessions, false, q->which & SESSIONS),
+               of(used->host_bytes, limit->host_bytes, true, q->which & HOST),
+               of(used->device_bytes, limit->device_bytes, true, q->which & DEVICE),
+               of(used->disk_bytes, limit->disk_bytes, true, q->which & DISK));
+    }
+    if (any)
+        printf("* set at run time; the others are the configuration's\n");
+    if (list->truncated)
+        printf("(there are more; ask for one by its name)\n");
+}
+
+static void print_limit(const char *what, uint64_t used, uint64_t limit, uint64_t base,
+                        uint64_t refused, bool bytes, bool set)
+{
+    printf("%-10s %s%s", what, bytes ? kvq__ctl_of_bytes(used, limit) : kvq__ctl_of(used, limit),
+           limit ? "" : ", no limit");
+    if (set && base)
+        printf(", set at run time (the configuration says %s)",
+               bytes ? kvq__ctl_bytes(base) : kvq__ctl_of(base, 0));
+    else if (set)
+        printf(", set at run time (the configuration has none)");
+    if (limit && used > limit)
+        printf("; ABOVE ITS LIMIT, so nothing more is had");
+    if (refused)
+        printf("; %" PRIu64 " refused", refused);
+    printf("\n");
+}
+
+static void print_one(const Kvq__QuotaStatus *q)
+{
+    const Kvq__Quota *u = q->used, *l = q->limit, *c = q->configured, *r = q->refused;
+    if (!u || !l || !c || !r)
+        return;
+    printf("namespace  %s\n", kvq__ctl_clean(q->namespace_));
+    print_limit("host", u->host_bytes, l->host_bytes, c->host_bytes, r->host_bytes, true,
+                q->which & HOST);
+    print_limit("gpus", u->device_bytes, l->device_bytes, c->device_bytes, r->device_bytes, true,
+                q->which & DEVICE);
+    print_limit("disk", u->disk_bytes, l->disk_bytes, c->disk_bytes, r->disk_bytes, true,
+                q->which & DISK);
+    print_limit("sessions", u->sessions, l->sessions, c->sessions, r->sessions, false,
+                q->which & SESSIONS);
+    if (!q->last_refused[0])
+        return;
+    printf("refused    last %s ago, by %s", kvq__ctl_duration(q->last_ms),
+           kvq__ctl_clean(q->last_refused));
+    if (q->last_more)
+        printf(": %" PRIu64 " more were asked for", q->last_more);
+    printf("\n");
+}
+
+// ---- Asking ----
+
+static int ask(struct kvq__ctl *ctl, Kvq__Request *request, const Kvq__QuotaList **list)
+{
+    Kvq__Reply *reply;
+    int result = kvq__ctl_ask(ctl, request, KVQ__REPLY__RESULT_QUOTAS, &reply);
+    if (result == KVQ_EXIT_OK)
+        *list = reply->quotas;
+    return result;
+}
+
+static int list_quotas(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaList **list)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
+    request.list_quotas = &command;
+    command.namespace_ = ns;
+    return ask(ctl, &request, list);
+}
+
+// One namespace's, as an answer has it.
+static int tell_one(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
+{
+    if (ctl->json)
+        kvq__ctl_print_json(&list->quotas[0]->base);
+    else
+        print_one(list->quotas[0]);
+    return KVQ_EXIT_OK;
+}
+
+static int check_one(const Kvq__QuotaList *list)
+{
+    if (list->n_quotas == 1)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: the answer is about %zu namespaces\n", list->n_quotas);
+    return KVQ_EXIT_FAILED;
+}
+
+int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
+{
+    const Kvq__QuotaList *list;
+    (void)args;
+    int result = list_quotas(ctl, "", &list);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->quotas, list->n_quotas);
+    else if (list->n_quotas == 0)
+        printf("no namespaces that this user may see\n");
+    else
+        print_list(list);
+    return KVQ_EXIT_OK;
+}
+
+int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
+{
+    const Kvq__QuotaList *list;
+    int result = list_quotas(ctl, args[0], &list);
+    result = result ? result : check_one(list);
+    return result ? result : tell_one(ctl, list);
+}
+
+static int changed(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
+{
+    int result = check_one(list);
+    if (result)
+        return result;
+    if (!list->kept)
+        fprintf(stderr, "kvqctl: this holds until the daemon ends: it has no storage_dir to keep "
+                        "it in; put it into its configuration, too\n");
+    return tell_one(ctl, list);
+}
+
+int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__SetQuota command = KVQ__SET_QUOTA__INIT;
+    Kvq__Quota limit = KVQ__QUOTA__INIT;
+    const Kvq__QuotaList *list;
+    const struct kvq__ctl_quota *q = &ctl->quota;
+    if (!q->which) {
+        fprintf(stderr, "kvqctl: say which limits: --host-bytes SIZE, --device-bytes SIZE, "
+                        "--disk-bytes SIZE, --sessions N; none is no limit\n");
+        return KVQ_EXIT_USAGE;
+    }
+    request.command_case = KVQ__REQUEST__COMMAND_SET_QUOTA;
+    request.set_quota = &command;
+    command.namespace_ = args[0];
+    command.limit = &limit;
+    command.which = q->which;
+    limit.host_bytes = q->limit[0];
+    limit.device_bytes = q->limit[1];
+    limit.disk_bytes = q->limit[2];
+    limit.sessions = q->limit[3];
+    int result = ask(ctl, &request, &list);
+    return result ? result : changed(ctl, list);
+}
+
+int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__DeleteQuota command = KVQ__DELETE_QUOTA__INIT;
+    const Kvq__QuotaList *list;
+    request.command_case = KVQ__REQUEST__COMMAND_DELETE_QUOTA;
+    request.delete_quota = &command;
+    command.namespace_ = args[0];
+    int result = ask(ctl, &request, &list);
+    return result ? result : changed(ctl, list);
+}
+
+// ---- The command line ----
+
+// A whole number with b, kb, mb, gb or tb (powers of 1,024) behind it, or none.
+static bool parse(const char *text, bool bytes, uint64_t *value)
+{
+    static const char units[] = "kmgt";
+    unsigned shift = 0;
+    size_t digits = strspn(text, "0123456789");
+    const char *unit = text + digits;
+    *value = 0;
+    if (strcmp(text, "none") == 0)
+        return true;
+    if (digits == 0 || digits > 18)
+        return false;
+    for (size_t i = 0; i < digits; i++)
+        *value = 10 * *value + (uint64_t)(text[i] - '0');
+    const char *at = *unit ? strchr(units, *unit | 32) : NULL;
+    if (bytes && at) {
+        shift = 10 * (unsigned)(at - units + 1);
+        unit++;
+    }
+    if (bytes && (*unit | 32) == 'b')
+        unit++;
+    if (*unit || *value > UINT64_MAX >> shift)
+        return false;
+    *value <<= shift;
+    return true;
+}
+
+bool kvq__ctl_quota_option(struct kvq__ctl *ctl, int which, const char *text)
+{
+    ctl->quota.which |= 1u << which;
+    return parse(text, which < 3, &ctl->quota.limit[which]);
+}
