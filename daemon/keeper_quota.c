@@ -123,7 +123,11 @@ static void apply(struct kvq__task *t)
 {
     struct kvq__server *server = t->keeper->server;
     struct kvq__namespace_info info;
-    struct kvq__dispatch d = {server->core, &server->identity, t->peer, t->client, kvq__now_ns()};
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq__now_ns()};
     t->rc = kvq__quota_apply(server->core, &t->limits, t->text);
     if (t->rc == 0)
         t->rc = kvq__core_namespace_info(server->core, t->peer, t->limits.ns, &info, t->text);

@@ -615,8 +615,7 @@ static bool all_happened(const struct sim *total, bool gpus)
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
            total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
-           total->parks.fetch_failed &&
-           total->lowered && total->above &&
+           total->parks.fetch_failed && total->lowered && total->above &&
            (gpus ? total->moved
                  : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes);
 }
@@ -642,7 +641,8 @@ int main(int argc, char **argv)
         "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
         "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
-        "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was used, "
+        "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was "
+        "used, "
         "%llu refusals by limits\n",
         (unsigned long long)n, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,

@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "daemon/table.h"
-#include <stdio.h>
 #include "tests/sim.h"
+#include <stdio.h>
 
 // ---- What is asked of both ----
 
@@ -453,7 +453,6 @@ static void check_failed(struct sim *sim, struct actor *a, uint32_t i, int statu
     } else if (status == KVQ_E_CANCELLED) {
         MUST(!p->track->alive || p->track->step_serial != p->serial);
     } else {
-        if (!(new_memory && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA))) fprintf(stderr,"op %d status %d track %s gpu %d\n", op, status, p->track->name, p->on_gpu);
         MUST(new_memory && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA));
         MUST(status != KVQ_E_QUOTA || quota_was_met(sim));
         sim->failed_memory++;
