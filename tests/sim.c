@@ -496,6 +496,7 @@ static void move(struct sim *sim)
     int rc = kvq__session_move_named(sim->kit.core, &admin, NULL, id, &spec, &info, text);
     MUST(rc == 0 || text[0]);
     MUST(rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT ||
+         (rc == KVQ_E_QUOTA && quota_was_met(sim)) ||
          (rc == KVQ_E_BUSY && (moving || is_mapped(sim, t))));
 }
 
