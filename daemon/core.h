@@ -313,6 +313,7 @@ struct kvq__prefix_spec {
     uint64_t offset, tokens; // tokens 0: no ids
     const struct kvq__span *spans;
     uint32_t n_spans;
+    uint64_t stored; // so many of these tokens a store has of all shards, besides what memory has
 };
 
 // Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.
@@ -345,14 +346,14 @@ struct kvq__session_info {
     uint64_t writer_client, idle_ms, keep_ms, saturated_values;
     uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
     uint32_t shard, shards;
-    uint64_t group_tokens;  // committed by all shards; 0 while one is missing
-    uint32_t loading;       // layers that are yet to be read from a store
-    bool saved;             // what is committed is in a store
-    bool away;              // parked: it has no memory, and comes back when it is used
-    bool stays;             // pinned: it is never parked
-    uint64_t prefix_tokens; // that it began with
-    uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well
-    bool shared_unknown;    // not counted: see kvq__core_sessions
+    uint64_t group_tokens;    // committed by all shards; 0 while one is missing
+    uint32_t loading;         // layers that are yet to be read from a store
+    bool saved;               // what is committed is in a store
+    bool away;                // parked: it has no memory, and comes back when it is used
+    bool stays;               // pinned: it is never parked
+    uint64_t prefix_tokens;   // that it began with
+    uint64_t shared_bytes;    // of packed_bytes, in blocks that others have as well
+    bool shared_unknown;      // not counted: see kvq__core_sessions
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
     bool step_open, created, read_only;
 };

@@ -26,6 +26,7 @@ struct kvq__dispatch {
     const struct kvq__peer *peer;
     struct kvq__client *client; // NULL: not attached
     const char *place;          // of sessions that are opened and do not say where; or NULL
+    uint64_t stored;            // tokens of their prefix that a store has of all shards
     uint64_t now_ns;
 };
 

@@ -397,6 +397,11 @@ static void go_import(struct kvq__task *t)
 
 // ---- Commands ----
 
+static bool asks_for_a_page(const Kvq__OpenSession *open)
+{
+    return open->prefix && open->prefix->tokens >= KVQ_BLOCK_TOKENS;
+}
+
 bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
 {
     switch (r->command_case) {
@@ -410,7 +415,7 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_DELETE_QUOTA:
         return true;
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
-        return keeper->store && (r->open_session->name[0] || r->open_session->prefix);
+        return keeper->store && (r->open_session->name[0] || asks_for_a_page(r->open_session));
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
         return keeper->store != NULL;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:

@@ -443,6 +443,7 @@ static void open_now(struct kvq__task *t)
                               .peer = t->peer,
                               .client = t->client,
                               .place = t->place,
+                              .stored = t->place ? (uint64_t)t->pages * KVQ_BLOCK_TOKENS : 0,
                               .now_ns = kvq__now_ns()};
     if (t->rc == 0)
         kvq__dispatch_run(&d, t->request, t->arena, t->reply);

@@ -162,7 +162,8 @@ bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
 // looked at.
 struct kvq__id_source {
     const volatile uint8_t *at;
-    uint32_t pages; // whole ones
+    uint32_t pages;  // whole ones
+    uint32_t stored; // of these, that a store has of all shards
 };
 void kvq__ids_copy(const struct kvq__id_source *source, uint32_t page, int32_t *ids);
 

@@ -32,7 +32,8 @@ static int open_source(struct kvq__client *client, const struct kvq__prefix_spec
                          (unsigned long long)spec->tokens, (unsigned long long)spec->offset,
                          spec->buffer, (unsigned long long)b->memory.bytes);
     *source = (struct kvq__id_source){b->memory.host + spec->offset,
-                                      (uint32_t)(spec->tokens / KVQ_BLOCK_TOKENS)};
+                                      (uint32_t)(spec->tokens / KVQ_BLOCK_TOKENS),
+                                      (uint32_t)(spec->stored / KVQ_BLOCK_TOKENS)};
     return 0;
 }
 
@@ -74,7 +75,7 @@ static bool suffices(const struct runs *runs, const struct kvq__session *s, uint
     return true;
 }
 
-// All shards must have the page, of a session of several.
+// All shards must have the page, of a session of several; what is in a store others will find there.
 static bool all_shards(const struct kvq__session *s, const struct kvq__prefixes *p,
                        const uint8_t *chain)
 {
@@ -99,7 +100,7 @@ static struct match match_in(const struct kvq__session *s, struct kvq__namespace
         kvq__prefix_chain(s->core, chain, ids, s->ids.spans, s->ids.n_spans, page);
         struct kvq__node *node = kvq__prefix_find(p, chain, s->ids.layers, s->shard, s->pool);
         if (!node || node->parent != parent || memcmp(node->ids, ids, sizeof ids) != 0 ||
-            !all_shards(s, p, chain))
+            (page >= source->stored && !all_shards(s, p, chain)))
             break;
         run_on(&runs, node);
         if (suffices(&runs, s, ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS)) {

@@ -170,7 +170,7 @@ void kvq__prefix_ask_end(struct kvq__prefix_ask **pointer)
 void kvq__prefix_ask_hashes(const struct kvq__prefix_ask *ask, uint32_t space,
                             uint8_t (*hashes)[32])
 {
-    const struct kvq__id_source source = {ask->ids, ask->pages};
+    const struct kvq__id_source source = {.at = ask->ids, .pages = ask->pages};
     uint8_t chain[KVQ__HASH_BYTES];
     int32_t ids[KVQ_BLOCK_TOKENS];
     memcpy(chain, ask->spaces[space].root, sizeof chain);

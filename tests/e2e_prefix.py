@@ -262,6 +262,29 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(self.engine.lookup(self.TOKENS), 0)
 
     @long_emulated
+    def test_shards(self):
+        """Shards begin with what all of them have on disk."""
+        half = STEP // 2
+        with Engine(self.daemon) as engine:
+            pair = [engine.open(name="pair", shard=i, shards=2) for i in range(2)]
+            for at in range(0, 4 * half, half):
+                engine.fill(at, 2 * half)
+                ids = engine.ids(at + half)[at:]
+                engine.queue.step_whole(pair, half, engine.k, engine.v, np.tile(ids, 2))
+            rows = [engine.queue.read(s, 1, 0) for s in pair]
+            pair[0].save()
+        self.again()
+        self.assertEqual(self.engine.lookup(2048), 0)  # of one shard there is none
+        self.assertEqual(self.engine.lookup(2048, shard=1, shards=2), 1024)
+        for name in ("once", "again"):
+            pair = [self.engine.open(2048, name=name, shard=i, shards=2) for i in range(2)]
+            for i, session in enumerate(pair):
+                self.assertEqual(session.tokens, 1024)
+                np.testing.assert_array_equal(self.engine.queue.read(session, 1, 0), rows[i])
+        self.daemon.wait_log("event=prefix_restored", 2)
+        self.assertEqual(sum("event=prefix_restored" in line for line in self.daemon.lines), 2)
+
+    @long_emulated
     def test_export(self):
         """Ids travel with a session; what it is found by only where the key is the same."""
         self.save()
