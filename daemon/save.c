@@ -255,11 +255,12 @@ static bool is_busy(const struct kvq__session *s)
 // ---- Beginning ----
 
 // Units are being packed behind a shard's last step. When all shards have ended that, what is
-// packed of one is packed of all, so that their KV heads can be dealt out anew.
+// packed of one is packed of all, so that their KV heads can be dealt out anew. (On a GPU nothing
+// is queued of what has no writer, for nobody packs it.)
 static bool is_packing(const struct kvq__session *s)
 {
     bool due = false;
-    for (uint32_t i = 0; i < s->n_layers && !s->pool->gpu; i++)
+    for (uint32_t i = 0; i < s->n_layers; i++)
         due |= kvq__pack_due(s, i) > s->layers[i].packed;
     return due && s->pack_queued;
 }

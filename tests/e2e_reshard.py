@@ -110,6 +110,7 @@ class Shards(Stored):
         whole.feed(self.queue, twin, 400)
         self.same(one, twin, whole)
 
+    @long_emulated
     def test_while_in_memory(self):
         """It makes way when it is saved and closed, and not before."""
         whole = self.whole(6)
@@ -153,7 +154,9 @@ class Shards(Stored):
             info = one.info()
             self.assertEqual((info["shards"], info["tokens"]), (8, 200))
         self.client.restore("it", shard=7)
-        self.assertEqual(Deal(self, whole, "oscar2", "it", 8).tokens, 200)
+        eight = Deal(self, whole, "oscar2", "it", 8)
+        eight.feed(10)
+        self.assertEqual(eight.tokens, 210)
 
     def test_refusals(self):
         whole = self.whole(7, 300)
@@ -183,6 +186,7 @@ class Shards(Stored):
             file.seek(at)
             file.write(b"\xff\x00")
 
+    @long_emulated
     def test_damage_beneath(self):
         """What is in memory does not make way for less."""
         whole = self.whole(10)
@@ -202,6 +206,7 @@ class Shards(Stored):
         self.assertEqual(one.tokens, 400)
         self.assertTrue(one.read()[0])
 
+    @long_emulated
     def test_damage(self):
         """What is damaged in one shard is lost to all, whatever their number."""
         whole = self.whole(8)
