@@ -230,11 +230,14 @@ static void tell(const struct kvq__loading *l)
                  (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
         kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
     }
-    snprintf(text, sizeof text,
-             "%llu tokens, %llu bytes, first layer after %.1f ms, all after %.1f",
-             (unsigned long long)l->tokens, (unsigned long long)l->bytes,
-             (double)((l->first_ns ? l->first_ns : now) - l->begun) / 1e6,
-             (double)(now - l->begun) / 1e6);
+    int used = snprintf(text, sizeof text,
+                        "%llu tokens, %llu bytes, first layer after %.1f ms, all after %.1f",
+                        (unsigned long long)l->tokens, (unsigned long long)l->bytes,
+                        (double)((l->first_ns ? l->first_ns : now) - l->begun) / 1e6,
+                        (double)(now - l->begun) / 1e6);
+    if (l->found->n_sources)
+        snprintf(text + used, sizeof text - (size_t)used, "; shard %u of %u, of %u saved",
+                 l->found->saved.shard, l->found->saved.shards, l->found->n_sources);
     kvq__keeper_tell(l->keeper,
                      l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED, l->ns,
                      name, text);
