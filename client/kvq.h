@@ -373,7 +373,7 @@ KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, 
  * open), KVQ_E_NO_SPACE, KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile).
  * Requests that bring it back may fail with KVQ_E_NO_MEMORY or KVQ_E_QUOTA: it then stays on disk,
  * and comes back once there is room. KVQ_E_DAMAGED, as of any handle of a session that was
- * restored: close it, and open the session again. */
+ * restored: close it, and open the session again; one without a name is lost. */
 KVQ_API KVQ_CHECK int kvq_session_park(kvq_client *client, kvq_session session);
 /* Begins to bring a parked session back, and returns at once: by the time of the next step it may
  * be there. KVQ_E_BUSY (it is just being parked, or on its way already), KVQ_E_STALE. */

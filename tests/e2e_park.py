@@ -2,7 +2,7 @@
 """Sessions that go to disk while engines have them open, and come back when they are used."""
 import os
 
-from e2e_rig import Child, Tokens, feed, kvq, read_all
+from e2e_rig import Child, Tokens, feed, kvq, long_emulated, read_all
 from e2e_storage import Stored
 
 
@@ -16,6 +16,7 @@ class Parks(Stored):
         tokens.feed(self.queue, session, n, attend=False)
         return session
 
+    @long_emulated
     def test_there_and_back(self):
         """Open and idle, named and not: afterwards the same bits, and the same memory is free."""
         tokens = Tokens(1, 1500)
@@ -78,6 +79,28 @@ class Parks(Stored):
         self.daemon.wait_log("event=session_fetched")
         self.assertEqual(self.daemon.ctl("session", "park", "none", check=False)[0], 5)
 
+    def test_in_own_context(self):
+        """An engine that attends by itself takes a parked session in, and it then stays."""
+        tokens = Tokens(13, 900)
+        session, twin = (self.fed(tokens, "oscar2", 600, place="host") for _ in range(2))
+        self.park(session)
+        with self.queue.local(max_tokens=1024) as local:
+            local.add(session)
+            k, v, q = (self.client.array((100, *x.shape[2:]))
+                       for x in (tokens.k, tokens.v, tokens.q))
+            for to, x in zip((k, v, q), (tokens.k, tokens.v, tokens.q)):
+                to[...] = x[0, 600:700]
+            with local.step([session], 100) as mine, self.queue.step([twin], 100) as step:
+                for layer in range(2):
+                    out, _ = mine.attend(layer, q, k, v)
+                    want, _ = step.append_attend(layer, k, v, q)
+                    self.assertTrue(out.tobytes() == want.tobytes())
+            if local.why is None:
+                self.fails(kvq.Code.E_BUSY, session.park, text="own context")
+            local.remove(session)
+        self.park(session)
+        self.same(session, twin, tokens)
+
     def test_groups(self):
         """Both shards or none, and both come back."""
         tokens = Tokens(4, 900)
@@ -96,6 +119,7 @@ class Parks(Stored):
         feed(self.queue, [tokens, tokens], shards, [100, 100], attend=False)
         self.assertEqual([s.info()["tokens"] for s in shards], [800, 800])
 
+    @long_emulated
     def test_killed(self):
         """The daemon dies while they are parked: one with a name comes back from disk, of one
         without nothing is left."""
@@ -136,6 +160,7 @@ class Parks(Stored):
         self.assertEqual(self.stored(), 0)
         self.assertEqual(self.daemon.status()["sessions"], 0)
 
+    @long_emulated
     def test_closed_and_opened_again(self):
         """What is to be forgotten is not there, however soon somebody looks."""
         tokens = Tokens(12, 300)
@@ -170,6 +195,7 @@ class Parks(Stored):
         session = self.client.session(name="it", must_exist=True)
         self.assertEqual(session.tokens, 1024)
 
+    @long_emulated
     def test_damage_is_seen_before(self):
         """Saved, damaged since, and still in memory: parking writes it again."""
         tokens = Tokens(7, 1500)
@@ -186,6 +212,7 @@ class Parks(Stored):
         self.park(session)
         self.assertTrue(read_all(self.queue, session, 2) == before)
 
+    @long_emulated
     def test_no_space(self):
         """The disk is full: it stays in memory, and works on."""
         self.again(storage_bytes="20mb")
