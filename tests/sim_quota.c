@@ -47,6 +47,7 @@ void quota_happen(struct sim *sim)
         change.set |= 1u << i;
         change.quota.limit[i] = new_limit(sim, info.used[i], i == KVQ__SESSIONS ? 1 : 256 * 1024);
     }
+    core_check(sim->kit.core); // what is there from now on must not grow if it is above
     MUST(kvq__quota_change(sim->kit.core, &admin, &change, &all, text) == 0);
     MUST(kvq__quota_apply(sim->kit.core, &all, text) == 0);
     info = info_of(sim);
