@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Control messages in and out of bytes: the one door to the generated code of kvq.proto.
+// Control messages in and out of bytes: the one door to the generated code of kvq.proto and
+// saved.proto.
 //
 // Unpacking takes hostile bytes. Before anything is built from them, they are walked once against
 // the message's description: sizes, wire types, counts, repeated single fields, text (valid UTF-8
@@ -16,6 +17,7 @@
 #include <stdint.h>
 
 #include "proto/kvq.pb-c.h"
+#include "proto/saved.pb-c.h"
 #include "proto/limits.h"
 
 // Memory handed out front to back and taken back all at once.

@@ -54,7 +54,8 @@ class Evicts(Stored):
 
     def test_quota(self):
         """At its namespace's limit a session makes room for another one of that namespace."""
-        self.again(pool_bytes="32mb", **{"host_bytes" if BACKEND == "cpu" else "device_bytes": "1mb"})
+        limit = "host_bytes" if BACKEND == "cpu" else "device_bytes"
+        self.again(pool_bytes="32mb", **{limit: "1mb"})
         _, first = self.fed(1)
         before = read_all(self.queue, first, 2)
         self.fed(2)
