@@ -19,11 +19,8 @@
 static const char *difference(const struct kvq__saved *a, const struct kvq__saved *b)
 {
     return strcmp(a->model, b->model) != 0        ? "model fingerprint"
-           : strcmp(a->salt, b->salt) != 0        ? "salt"
-           : strcmp(a->adapter, b->adapter) != 0  ? "adapter"
            : a->dtype != b->dtype                 ? "dtype"
            : a->v_rotation != b->v_rotation       ? "v_rotation"
-           : a->path != b->path                   ? "attention"
            : a->max_rollback != b->max_rollback   ? "max_rollback"
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
            : a->on_detach != b->on_detach         ? "on_detach"
@@ -422,11 +419,30 @@ static void describe(struct making *m)
         to->own_format[0] = 0;
 }
 
+// What shards may be opened with each on its own, but one shard cannot have two of.
+static int check_own(const struct making *m)
+{
+    const struct kvq__saved *a = m->sources[0].saved;
+    for (uint32_t i = 1; i < m->n; i++) {
+        const struct kvq__saved *b = m->sources[i].saved;
+        const char *what = a->path != b->path                    ? "attention"
+                           : strcmp(a->salt, b->salt) != 0       ? "salt"
+                           : strcmp(a->adapter, b->adapter) != 0 ? "adapter"
+                                                                 : NULL;
+        if (what)
+            return refuse(m, "shard %u has another %s than shard 0", i, what);
+    }
+    return 0;
+}
+
 // What is asked for says whether shards are KV heads or layers.
 static int make(struct making *m)
 {
     uint32_t own = m->sources[0].saved->n_layers, all = 0, asked = m->as.n_layers;
     bool alike = true;
+    int rc = check_own(m);
+    if (rc < 0)
+        return rc;
     for (uint32_t i = 0; i < m->n; i++) {
         alike &= m->sources[i].saved->n_layers == own;
         all += m->sources[i].saved->n_layers;
@@ -438,7 +454,7 @@ static int make(struct making *m)
                       "have the %u of shard 0, as shards by layers an equal part of the %u of all",
                       asked, own, all);
     describe(m);
-    int rc = reserve(m, heads ? own : asked);
+    rc = reserve(m, heads ? own : asked);
     if (rc < 0)
         return kvq__fail(m->text, rc, "no memory to restore session \"%s\"",
                          m->sources[0].saved->name);

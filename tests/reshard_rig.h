@@ -46,6 +46,7 @@ struct set {
     char name[32];
     uint32_t shards, layers; // of each
     uint32_t heads;          // of each
+    uint32_t more;           // of the last one; the first has as many less
     uint64_t handles[HEADS];
     bool stages; // shards are layers
 };
@@ -77,11 +78,13 @@ static const char *format = "oscar2";
 static uint32_t rollback;
 
 // Layer 1 has a window, layer 2 reads layer 0 if shards are heads.
-static inline void set_rows(const struct set *s, struct kvq__layer_row *rows)
+static inline void set_rows(const struct set *s, uint32_t shard, struct kvq__layer_row *rows)
 {
+    uint32_t heads = s->heads - (shard == 0 ? s->more : 0);
+    heads += shard + 1 == s->shards ? s->more : 0;
     for (uint32_t i = 0; i < s->layers; i++) {
-        rows[i] = (struct kvq__layer_row){.q_heads = (uint16_t)(RATIO * s->heads),
-                                          .kv_heads = (uint16_t)s->heads,
+        rows[i] = (struct kvq__layer_row){.q_heads = (uint16_t)(RATIO * heads),
+                                          .kv_heads = (uint16_t)heads,
                                           .k_dim = DIM,
                                           .v_dim = DIM,
                                           .format = format,
@@ -104,7 +107,7 @@ static inline int open_shard(struct set *s, uint32_t i, uint32_t flags)
                                      .shards = s->shards,
                                      .max_rollback = rollback,
                                      .flags = flags};
-    set_rows(s, rows);
+    set_rows(s, i, rows);
     int rc = kvq__session_open(m.client, &spec, &info, text);
     s->handles[i] = rc ? 0 : info.handle;
     return rc;
@@ -151,7 +154,8 @@ static inline void drop(const struct set *s)
 // Where a shard's part of a tensor of all heads starts. Stages have the heads that their layer is.
 static inline uint64_t part_at(const struct set *s, uint32_t shard, uint32_t layer, uint32_t ratio)
 {
-    uint32_t first = s->stages ? (shard * s->layers + layer) % 4 : shard * s->heads;
+    uint32_t first = shard * s->heads - (shard ? s->more : 0);
+    first = s->stages ? (shard * s->layers + layer) % 4 : first;
     return (uint64_t)first * ratio * DIM * 4;
 }
 

@@ -97,6 +97,29 @@ static void test_all_numbers(void **state)
         }
 }
 
+// Shards that had unequal parts become such that have equal ones.
+static void test_unequal(void **state)
+{
+    (void)state;
+    for (uint32_t to = 1; to <= 8; to += to == 1 ? 3 : 4) { // 1, 4, 8
+        struct set a = by_heads("it", 2), b = by_heads("twin", to);
+        format = to < 4 ? OUTLIERS : "oscar3";
+        rollback = 5;
+        a.more = 3; // 1 and 7
+        open_all(&a);
+        open_all(&b);
+        feed(&a, 500);
+        feed(&b, 500);
+        save(&a);
+        drop(&a);
+        a = by_heads("it", to);
+        restore(&a, UINT64_MAX);
+        go_on_alike(&a, &b);
+        drop(&a);
+        drop(&b);
+    }
+}
+
 static void test_stages(void **state)
 {
     static const char *const kinds[] = {"f16", "oscar2-xh", "quarot4", "innerq-hybrid"};
@@ -274,6 +297,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(test_all_formats),
         TEST(test_all_numbers),
+        TEST(test_unequal),
         TEST(test_stages),
         TEST(test_stages_keep_blocks),
         TEST(test_packed_differently),

@@ -95,7 +95,7 @@ static void test_what_does_not_fit(void **state)
     refused(&four, 2, KVQ_E_DAMAGED, "can go back to");
     one->saved.floor++;
     one->saved.path ^= 1;
-    refused(&four, 2, KVQ_E_DAMAGED, "attention");
+    refused(&four, 2, KVQ_E_EXISTS, "shard 1 has another attention");
     one->saved.path ^= 1;
     one->saved.stamp++;
     refused(&four, 2, KVQ_E_DAMAGED, "save that it is of");
