@@ -141,23 +141,38 @@ class Demo:
         first.wait(LIMIT)
 
     def one_prefix(self):
-        """A second engine begins with the prompt that the first has left, and says the same."""
+        """A second engine begins with the prompt that the first has left, and says the same; so does
+        a third, after the daemon was killed, with what was saved of the first one's session."""
         title("Two engines, one prompt of 3,000 tokens")
         prompt = os.path.join(self.folder, "prompt.txt")
         with open(HELDOUT, "rb") as source, open(prompt, "wb") as out:
             out.write(source.read(3000))
-        runs = [json.loads(self.ask("kvq-run", "generate", "--model", MODEL, "--runtime-dir",
-                                    self.runtime, "--prompt-file", prompt, "--tokens", 64,
-                                    "--temperature", 0, "--prefix", "--json"))
-                for _ in range(2)]
-        for name, run in zip(("first", "second"), runs):
+        ask = ("kvq-run", "generate", "--model", MODEL, "--runtime-dir", self.runtime,
+               "--prompt-file", prompt, "--tokens", 64, "--temperature", 0, "--prefix", "--json")
+        runs = [json.loads(self.ask(*ask, "--session", "prompt", "--keep")),
+                json.loads(self.ask(*ask))]
+        status = self.ctl("prefix", "status")
+        self.ctl("session", "save", "prompt")
+        self.kill_daemon()
+        runs.append(json.loads(self.ask(*ask)))
+        for name, run in zip(("first", "second", "third"), runs):
+            if name == "third":
+                print("(saved; the daemon killed with -9, and started again)")
             print(f"{name:>6} engine: {run['prefix_tokens']:,} of {run['prompt_tokens']:,} prompt "
-                  f"tokens were there, prefill of the others took {run['prefill_seconds']:.2f} s")
-        same = runs[0]["ids"] == runs[1]["ids"]
+                  f"tokens were there in {run['open_seconds']:.3f} s, prefill of the others took "
+                  f"{run['prefill_seconds']:.2f} s")
+        same = all(run["ids"] == runs[0]["ids"] for run in runs)
         print(f"their texts are {'the same' if same else 'DIFFERENT'}")
-        print("\n$ kvqctl prefix status\n" + self.ctl("prefix", "status"))
-        if not same or runs[1]["prefix_tokens"] == 0:
-            raise Trouble("the second engine was to begin with the first one's prefix")
+        print("\n$ kvqctl prefix status     (before)\n" + status)
+        self.ctl("session", "drop", "prompt")
+        if not same or runs[1]["prefix_tokens"] == 0 or runs[2]["prefix_tokens"] == 0:
+            raise Trouble("the others were to begin with the first one's prefix")
+
+    def kill_daemon(self):
+        """kill -9; then another one starts on what was saved."""
+        self.daemon.kill()
+        self.daemon.wait()
+        self.start_daemon()
 
     def turn(self, session, prompt):
         return json.loads(self.ask("kvq-run", "generate", "--model", MODEL, "--runtime-dir",
@@ -172,9 +187,7 @@ class Demo:
         unbroken = [self.turn("unbroken", prompt) for prompt in turns][1]
         self.turn("chat", turns[0])
         print("$ kvqctl session save chat\n" + self.ctl("session", "save", "chat"))
-        self.daemon.kill()
-        self.daemon.wait()
-        self.start_daemon()
+        self.kill_daemon()
         print("(killed, and started again)\n\n$ kvqctl storage list\n" +
               self.ctl("storage", "list"))
         resumed = self.turn("chat", turns[1])
