@@ -285,6 +285,35 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(sum("event=prefix_restored" in line for line in self.daemon.lines), 2)
 
     @long_emulated
+    def test_damage_of_one_shard(self):
+        """No shard begins with more than is good of the others."""
+        half, options = STEP // 2, {"model": "m", "shards": 2}
+        with Engine(self.daemon) as engine:
+            pair = [engine.client.session(engine.rows, "f16", name="pair", shard=i, **options)
+                    for i in range(2)]
+            for at in range(0, 4 * half, half):
+                engine.fill(at, 2 * half)
+                ids = engine.ids(at + half)[at:]
+                engine.queue.step_whole(pair, half, engine.k, engine.v, np.tile(ids, 2))
+            row = engine.k[1][half + 10, 0].astype(np.float16).tobytes()  # token 778, shard 1
+            pair[0].save()
+        self.again()
+        engine, folder = self.engine, os.path.join(self.folder, "store")
+        ask = dict(options, prefix=engine.ids(2048))
+        self.assertEqual(engine.client.lookup(engine.rows, "f16", **ask), 1024)
+        path, = (os.path.join(folder, name) for name in os.listdir(folder) if "segment" in name)
+        with open(path, "r+b") as file:
+            at = file.read().find(row)
+            self.assertGreater(at, 0)
+            file.seek(at)
+            file.write(bytes(8))
+        self.daemon.ctl("storage", "verify", check=False)
+        for shard in range(2):
+            self.assertEqual(engine.client.lookup(engine.rows, "f16", shard=shard, **ask), 768)
+            session = engine.client.session(engine.rows, "f16", shard=shard, **ask)
+            self.assertEqual(session.tokens, 768)
+
+    @long_emulated
     def test_export(self):
         """Ids travel with a session; what it is found by only where the key is the same."""
         self.save()
