@@ -27,7 +27,6 @@ static const char *difference(const struct kvq__saved *a, const struct kvq__save
            : a->keep_seconds != b->keep_seconds   ? "keep_seconds"
            : a->stamp != b->stamp                 ? "save that it is of"
            : a->tokens != b->tokens               ? "number of tokens"
-           : a->floor != b->floor                 ? "count that it can go back to"
                                                   : NULL;
 }
 
@@ -411,6 +410,8 @@ static void describe(struct making *m)
     to->shards = m->as.shards;
     to->saturated = 0;
     for (uint32_t i = 0; i < m->n; i++) {
+        uint64_t floor = m->sources[i].saved->floor;
+        to->floor = floor > to->floor ? floor : to->floor; // stages that were cut may differ
         own_format &= strcmp(m->sources[i].saved->own_format, to->own_format) == 0;
         if (m->as.shard == 0) // all that is counted stays counted, once
             to->saturated += m->sources[i].saved->saturated;
