@@ -75,7 +75,7 @@ static bool suffices(const struct runs *runs, const struct kvq__session *s, uint
     return true;
 }
 
-// All shards must have the page, of a session of several; what is in a store others will find there.
+// All shards must have the page, of a session of several; what is in a store others will find.
 static bool all_shards(const struct kvq__session *s, const struct kvq__prefixes *p,
                        const uint8_t *chain)
 {

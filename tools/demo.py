@@ -141,8 +141,8 @@ class Demo:
         first.wait(LIMIT)
 
     def one_prefix(self):
-        """A second engine begins with the prompt that the first has left, and says the same; so does
-        a third, after the daemon was killed, with what was saved of the first one's session."""
+        """A second engine begins with the prompt that the first has left, and says the same. So
+        does a third, after the daemon was killed, with what was saved of the first one's."""
         title("Two engines, one prompt of 3,000 tokens")
         prompt = os.path.join(self.folder, "prompt.txt")
         with open(HELDOUT, "rb") as source, open(prompt, "wb") as out:
