@@ -151,6 +151,36 @@ class Shards(Stored):
         four.feed(10)
         self.assertEqual(four.tokens, 310)
 
+    def test_by_several(self):
+        """Each rank of the new number comes when it comes, with a client of its own."""
+        whole = self.whole(11, 300)
+        two = Deal(self, whole, "kivi2", "it", 2)
+        two.feed(200)
+        two.save()
+        self.again()
+        ranks = [self.daemon.client() for _ in range(4)]
+        sessions = []
+        for i, client in enumerate(ranks):
+            part = Part(whole, i, 4)
+            queue = client.queue()
+            session = client.session(part.rows, "kivi2", name="it", shard=i, shards=4)
+            self.assertEqual(session.tokens, 200)
+            if i < 3:
+                self.fails(kvq.Code.E_NO_SESSION, part.feed, queue, session, 1, attend=False,
+                           text=(f"shard {i + 1} of this session",))
+            sessions.append((queue, session, part))
+        for queue, session, part in sessions:
+            part.feed(queue, session, 10, attend=False)
+        for queue, session, _ in sessions:
+            session.refresh()
+            self.assertEqual(session.tokens, 210)
+        twin = Deal(self, whole, "kivi2", "twin", 4)
+        twin.feed(210)
+        self.assertEqual([read_all(queue, session, LAYERS) for queue, session, _ in sessions],
+                         twin.read())
+        for client in ranks:
+            client.close()
+
     def test_as_it_is(self):
         """Who asks for nothing gets a shard of as many as there are in memory."""
         whole = self.whole(9, 300)
