@@ -18,7 +18,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
 // Tables. A block with segment 0 is lost. refs: how many entries of sessions name it, plus one for
 // the manifest of a session and for a DROP record. live: bytes of a segment's records that stand in
 // `blocks`. prefixes.page counts from 0. spaces.bytes: of the blocks that its sessions have, each
-// once; uses.n: how many of their entries name the block.
+// once; uses.n: how many of their entries name the block. owed: sessions that were deleted when
+// there was no room for a DROP record.
 #define KVQ_CATALOG_SCHEMA                                                                         \
     "CREATE TABLE store(one INTEGER PRIMARY KEY CHECK(one=1), id BLOB, last_transaction INT,"      \
     " next_block INT, next_session INT, next_segment INT);"                                        \
@@ -41,7 +42,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
 // Since version 2, and how these tables are made of what version 1 has.
 #define KVQ_CATALOG_USAGE                                                                          \
     "CREATE TABLE spaces(id INTEGER PRIMARY KEY, space TEXT UNIQUE, bytes INT);"                   \
-    "CREATE TABLE uses(space INT, block INT, n INT, PRIMARY KEY(space, block)) WITHOUT ROWID;"
+    "CREATE TABLE uses(space INT, block INT, n INT, PRIMARY KEY(space, block)) WITHOUT ROWID;"     \
+    "CREATE TABLE owed(session INTEGER PRIMARY KEY);"
 #define KVQ_CATALOG_FROM_1                                                                         \
     "BEGIN IMMEDIATE;" KVQ_CATALOG_USAGE                                                           \
     "INSERT INTO spaces(space, bytes) SELECT DISTINCT space, 0 FROM sessions;"                     \
@@ -111,6 +113,9 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SESSION_COUNT, "SELECT count(*) FROM sessions")                                              \
     X(SESSION_CUT, "SELECT count(DISTINCT session) FROM entries WHERE block IN (SELECT id FROM "   \
                    "blocks WHERE bad=1)")                                                          \
+    X(OWED_PUT, "INSERT OR IGNORE INTO owed VALUES(?)")                                            \
+    X(OWED_ALL, "SELECT session FROM owed")                                                        \
+    X(OWED_CLEAR, "DELETE FROM owed")                                                              \
     X(SESSION_NAMES, "SELECT count(DISTINCT name) FROM sessions WHERE space=?")                    \
     X(SESSION_BYTES, "SELECT sum(bytes) FROM sessions WHERE space=? AND name=?")                   \
     X(SPACE_ADD, "INSERT INTO spaces(space,bytes) VALUES(?,0) ON CONFLICT DO NOTHING")             \

@@ -86,6 +86,10 @@ int kvq__catalog_segments(struct kvq_store *s)
             rc = kvq__run(&s->catalog, KVQ_Q_SEGMENT_PUT, "iiii", (int64_t)g->number,
                           (int64_t)g->salt, (int64_t)bytes, (int64_t)g->sealed);
     }
+    for (size_t i = 0; i < w->n_drops && rc == KVQ_OK; i++)
+        rc = kvq__catalog_own(s, &w->drops[i]);
+    if (rc == KVQ_OK && w->n_drops)
+        rc = kvq__run(&s->catalog, KVQ_Q_OWED_CLEAR, "");
     if (rc == KVQ_OK && s->next_segment - w->first_new + (w->begun != NULL) > 1)
         rc = kvq__catalog_own(s, &w->commit); // other segments need it to count
     return rc ? rc : kvq__catalog_counters(s, s->next_transaction);

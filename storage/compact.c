@@ -78,6 +78,8 @@ static int catalog_drops(struct kvq_store *s, const struct shard *shards, size_t
             rc = kvq__catalog_own(s, &shards[i].drop);
         if (rc == KVQ_OK)
             rc = kvq__apply_drop(s, shards[i].session, shards[i].manifest);
+        if (rc == KVQ_OK && !written)
+            rc = kvq__run(&s->catalog, KVQ_Q_OWED_PUT, "i", (int64_t)shards[i].session);
     }
     if (rc == KVQ_OK)
         rc = kvq__catalog_free_blocks(s);
@@ -98,13 +100,17 @@ static int delete (struct kvq_store *s, struct shard *shards, size_t n,
     rc = write_drops(s, shards, n, c);
     bool written = rc == KVQ_OK;
     if (rc == KVQ_E_NO_SPACE) {
-        // Who deletes wants space. Without the record a catalog that is made anew from the segments
-        // would have the session again; that is the lesser evil.
+        // Who deletes wants space. Until the record is written, with the next transaction that has
+        // any, a catalog that is made anew from the segments would have the session again; that is
+        // the lesser evil.
         kvq__writer_undo(s);
         rc = kvq__writer_begin(s, true, rows, c);
     }
     if (rc == KVQ_OK)
         rc = catalog_drops(s, shards, n, written, c);
+    for (size_t i = 0; i < n && rc == KVQ_OK && !written; i++)
+        if (kvq__grow((void **)&s->owed, &s->room_owed, s->n_owed, sizeof *s->owed))
+            s->owed[s->n_owed++] = shards[i].session; // else the next open has it
     if (rc)
         kvq__writer_undo(s);
     return rc;

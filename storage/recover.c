@@ -110,6 +110,22 @@ static int load_counters(struct kvq_store *s)
     return KVQ_OK;
 }
 
+static int load_owed(struct kvq_store *s)
+{
+    struct kvq__catalog *k = &s->catalog;
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_OWED_ALL, "");
+    int rc = kvq__next(k, rows);
+    while (rc == 1) {
+        if (!kvq__grow((void **)&s->owed, &s->room_owed, s->n_owed, sizeof *s->owed)) {
+            (void)sqlite3_reset(rows);
+            return KVQ_E_NO_MEMORY;
+        }
+        s->owed[s->n_owed++] = (uint64_t)sqlite3_column_int64(rows, 0);
+        rc = kvq__next(k, rows);
+    }
+    return rc;
+}
+
 static int load_segments(struct kvq_store *s)
 {
     struct kvq__catalog *k = &s->catalog;
@@ -138,6 +154,8 @@ static int load_catalog(struct kvq_store *s)
         rc = kvq__catalog_check(&s->catalog);
     if (rc == KVQ_OK)
         rc = load_counters(s);
+    if (rc == KVQ_OK)
+        rc = load_owed(s);
     return rc ? rc : load_segments(s);
 }
 
@@ -147,6 +165,7 @@ static int set_aside(struct kvq_store *s, const struct kvq__complaint *c)
     int rc = 0;
     kvq__catalog_close(&s->catalog);
     kvq__segments_free(s);
+    s->n_owed = 0; // these sessions are back
     for (int i = 0; i < 3 && (rc == 0 || rc == -ENOENT); i++) {
         char from[KVQ__PATH_BYTES], to[KVQ__PATH_BYTES], name[KVQ__NAME_BYTES];
         snprintf(name, sizeof name, "catalog.db.bad%s", catalog_files[i] + 10);

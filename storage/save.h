@@ -41,9 +41,6 @@ struct kvq_save {
     int failure;          // of a put or a session; 0: none
 };
 
-// Has room for one more element of `size` bytes. False: no memory.
-bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
-
 // Writes a block that no session of the save has yet.
 int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t *id,
                     const struct kvq__complaint *c);

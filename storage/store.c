@@ -210,6 +210,7 @@ void kvq_store_close(struct kvq_store **store)
         s->io->close(s->io, s->lock_file);
     pthread_mutex_destroy(&s->catalog_lock);
     pthread_mutex_destroy(&s->lock);
+    free(s->owed);
     free(s->limits);
     free(s);
     *store = NULL;

@@ -89,6 +89,8 @@ struct kvq__writer {
     uint64_t records;           // appended
     bool frees;                 // it is to free space: it may use what is kept for that
     bool broken;                // a write or sync failed: nobody knows what is on disk
+    struct kvq__written *drops; // DROP records of sessions that were deleted before without one
+    size_t n_drops, room_drops;
 };
 
 struct kvq_store {
@@ -115,6 +117,8 @@ struct kvq_store {
 
     // The writer's.
     struct kvq__writer writer;
+    uint64_t *owed; // sessions that were deleted without a DROP record, as in the catalog
+    size_t n_owed, room_owed;
     uint64_t last_transaction; // in the catalog
     uint64_t next_transaction, next_block, next_session, next_segment;
 };
@@ -166,7 +170,8 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
 // Appends one; *out says where it is.
 int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
                 uint64_t n, struct kvq__written *out, const struct kvq__complaint *c);
-// COMMIT, and everything written and synced, names of new files included.
+// DROP records that are owed, COMMIT, and everything written and synced, names of new files
+// included.
 int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c);
 // After the catalog named what was written: it counts from now on.
 void kvq__writer_done(struct kvq_store *s);
@@ -174,6 +179,9 @@ void kvq__writer_done(struct kvq_store *s);
 void kvq__writer_retire(struct kvq_store *s);
 // Takes back what was written since kvq__writer_begin.
 void kvq__writer_undo(struct kvq_store *s);
+
+// Has room for one more element of `size` bytes. False: no memory.
+bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
 
 // ---- commit.c: one transaction of the catalog ----
 

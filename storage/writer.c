@@ -114,6 +114,7 @@ void kvq__writer_free(struct kvq_store *s)
     pthread_mutex_destroy(&f->lock);
     free(w->buffer[0]);
     free(w->buffer[1]);
+    free(w->drops);
     memset(w, 0, sizeof *w);
 }
 
@@ -343,6 +344,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
     w->records = 0;
     w->frees = frees;
     w->broken = false;
+    w->n_drops = 0;
     int rc = w->segment ? KVQ_OK : reopen_segment(s, c);
     w->begun = w->segment;
     return rc;
@@ -377,13 +379,29 @@ int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, con
     return put_record(s, kind, id, s->writer.segment->salt, data, n, out->checksum, c);
 }
 
+static int write_owed(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < s->n_owed && rc == KVQ_OK; i++) {
+        if (!kvq__grow((void **)&w->drops, &w->room_drops, w->n_drops, sizeof *w->drops))
+            return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+        rc = kvq__append(s, KVQ_RECORD_DROP, s->next_block++, &s->owed[i], sizeof s->owed[i],
+                         &w->drops[w->n_drops], c);
+        w->n_drops += rc == KVQ_OK;
+    }
+    return rc;
+}
+
 int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    int rc = write_owed(s, c);
     const struct kvq_commit commit = {s->next_transaction, s->last_transaction, sessions,
                                       w->records};
-    int rc =
-        kvq__append(s, KVQ_RECORD_COMMIT, s->next_block++, &commit, sizeof commit, &w->commit, c);
+    if (rc == KVQ_OK)
+        rc = kvq__append(s, KVQ_RECORD_COMMIT, s->next_block++, &commit, sizeof commit, &w->commit,
+                         c);
     if (rc == KVQ_OK)
         rc = pad(s, c);
     if (rc)
@@ -400,6 +418,7 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
 void kvq__writer_done(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
+    s->n_owed = w->n_drops ? 0 : s->n_owed;
     pthread_mutex_lock(&s->lock);
     for (size_t i = s->n_segments; i-- > 0;) {
         struct kvq__segment *g = s->segments[i];
