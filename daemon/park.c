@@ -37,10 +37,22 @@ static bool is_packed_by_itself(const struct kvq__session *s)
     return s->core->packer.session == s;
 }
 
+static bool is_loading(const struct kvq__session *s)
+{
+    return !s->away && (s->restore || s->n_loading || s->fetch);
+}
+
+// By anybody but whoever reads it from disk, and what packs it.
+static bool is_worked_on(const struct kvq__session *s)
+{
+    uint32_t others = (uint32_t)is_packed_by_itself(s) + (s->restore != NULL);
+    return kvq__in_step(s) || s->exclusive || s->pins > others || s->reading || s->tail_use ||
+           s->move || !LIST_EMPTY(&s->tables);
+}
+
 bool kvq__session_in_use(const struct kvq__session *s)
 {
-    return kvq__in_step(s) || s->exclusive || s->pins > is_packed_by_itself(s) || s->reading ||
-           s->tail_use || s->restore || s->n_loading || s->move || !LIST_EMPTY(&s->tables);
+    return is_worked_on(s) || s->restore || s->n_loading;
 }
 
 static int refuse_use(const struct kvq__session *s, char *text)
@@ -58,7 +70,7 @@ static int refuse_use(const struct kvq__session *s, char *text)
                          "session \"%s\" is being moved to %s; wait until it is "
                          "there",
                          who, kvq__pool_name(s->move->to));
-    if (s->restore || s->n_loading)
+    if (is_loading(s))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being read from disk just now; wait "
                          "until it is there",
@@ -74,8 +86,9 @@ static int refuse_use(const struct kvq__session *s, char *text)
                      who, s->readers, client);
 }
 
-// `own`: a ticket that does not count.
-static int check_member(const struct kvq__session *s, const struct kvq__park *own, char *text)
+// `own`: a ticket that does not count. `soon`: one that is being read may be, when it is there.
+static int check_member(const struct kvq__session *s, const struct kvq__park *own, bool soon,
+                        char *text)
 {
     char who[KVQ_NAME_BYTES];
     name_of(s, who);
@@ -87,24 +100,25 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
                          "session \"%s\" is being %s already; wait until that "
                          "has ended",
                          who, s->park->fetches ? "read back" : "parked");
-    if (s->away || s->fetch)
+    if (s->away)
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          s->fetch ? ", and about to come back" : "");
-    return kvq__session_in_use(s) ? refuse_use(s, text) : 0;
+    return is_worked_on(s) || (is_loading(s) && !soon) ? refuse_use(s, text) : 0;
 }
 
-static int check_members(const struct kvq__session *s, const struct kvq__park *own, char *text)
+static int check_members(const struct kvq__session *s, const struct kvq__park *own, bool soon,
+                         char *text)
 {
     int rc = 0;
     for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m && !(m->away && !m->park && !m->fetch && m != s)) // one that is away needs nothing
-            rc = check_member(m, own, text);
+            rc = check_member(m, own, soon, text);
     }
     return rc;
 }
 
-int kvq__session_parkable(const struct kvq__session *s, char *text)
+static int check_start(const struct kvq__session *s, bool soon, char *text)
 {
     uint32_t missing;
     if (!s->core->config.saves)
@@ -118,7 +132,20 @@ int kvq__session_parkable(const struct kvq__session *s, char *text)
                          "shard %u of session \"%s\" is not there; a session is parked with all "
                          "its %u shards: open that shard first",
                          missing, s->name, s->shards);
-    return check_members(s, NULL, text);
+    return check_members(s, NULL, soon, text);
+}
+
+int kvq__session_parkable(const struct kvq__session *s, char *text)
+{
+    return check_start(s, false, text);
+}
+
+bool kvq__park_is_loading(const struct kvq__park *t)
+{
+    bool loading = false;
+    for (uint32_t i = 0; i < t->n; i++)
+        loading |= t->members[i] && is_loading(t->members[i]);
+    return loading;
 }
 
 static uint64_t frees_ref(const struct kvq__ref *ref)
@@ -280,7 +307,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
         const struct kvq__session *m = kvq__group_member(s, i);
         here |= m && (!m->away || m->park || m->fetch);
     }
-    int rc = here ? kvq__session_parkable(s, text) : 0;
+    int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
     rc = rc ? rc : ticket_new(s, &t, text);
     if (rc < 0)
         return rc;
@@ -337,7 +364,7 @@ static bool is_quiet(const struct kvq__session *s)
 static int check_leaving(struct kvq__park *t)
 {
     bool quiet = true;
-    int rc = check_members(t->members[0], t, t->text);
+    int rc = check_members(t->members[0], t, false, t->text);
     if (rc < 0)
         return rc;
     if (kvq__park_unsaved(t))
@@ -519,12 +546,27 @@ static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, con
     kvq__event(core, KVQ__EVENT_SESSION_FETCHED, s->ns->name, name_of(s, who), 0, text);
 }
 
+// It was asked to be parked while it came back.
+static void go_on_parking(struct kvq__park *t, int status, const char *text)
+{
+    if (status < 0) {
+        snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
+        finish(t, status);
+    } else {
+        kvq__park_want(t->core);
+    }
+}
+
 // One member of a ticket for bringing a session back is there, or is not.
 static void count_down(struct kvq__session *s, int status, const char *text)
 {
     struct kvq__park *t = s->park;
-    if (!t || !t->fetches)
+    if (!t)
         return;
+    if (!t->fetches) {
+        go_on_parking(t, status, text);
+        return;
+    }
     for (uint32_t i = 0; i < t->n; i++)
         if (t->members[i] == s)
             t->members[i] = NULL;

@@ -86,6 +86,8 @@ void kvq__park_lost(struct kvq__session *session);
 // A form of it that nobody has asked for is to go from the store.
 void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, const char *name,
                       uint64_t stamp);
+// Whether any of the ticket's sessions is still being read from disk.
+bool kvq__park_is_loading(const struct kvq__park *park);
 // Whether any of the ticket's sessions has changed since it was stored.
 bool kvq__park_unsaved(const struct kvq__park *park);
 void kvq__forgets_tick(struct kvq__core *core);

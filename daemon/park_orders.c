@@ -127,7 +127,7 @@ static bool next_save(struct kvq__core *core, struct kvq__order *order)
 {
     struct kvq__park *t;
     TAILQ_FOREACH (t, &core->parks, link) {
-        if (t->phase != KVQ__PARKING_WANTED)
+        if (t->phase != KVQ__PARKING_WANTED || kvq__park_is_loading(t))
             continue;
         t->phase = KVQ__PARKING_WRITING;
         *order = (struct kvq__order){.kind = KVQ__ORDER_SAVE,

@@ -682,6 +682,8 @@ static void end_whole(struct kvq__restore *r, struct kvq__session *s)
     kvq__pack_queue(s);
     if (r->fetches)
         kvq__fetch_ended(s, 0, r->bytes, "");
+    else if (s->park) // it was asked to be parked meanwhile
+        kvq__park_want(s->core);
 }
 
 void kvq__restore_end(struct kvq__restore **pointer, int status)

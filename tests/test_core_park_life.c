@@ -147,6 +147,39 @@ static void test_wanted_while_it_goes(void **state)
     assert_int_equal(order.kind, KVQ__ORDER_FETCH);
 }
 
+// It is asked to be parked while it comes back: once it is there, if it ever is.
+static void test_parked_while_it_comes_back(void **state)
+{
+    struct kvq__order order, none;
+    struct kvq__restore *r;
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    for (uint32_t fails = 0; fails < 2; fails++) {
+        away(a);
+        kvq__fetch_ask(kit_of(&m, a));
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        assert_int_equal(kvq__session_parkable(session_of(a), text), KVQ_E_BUSY);
+        assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+        assert_false(kvq__park_next(kit.core, &none));
+        if (fails)
+            kvq__restore_end(&r, KVQ_E_SYSTEM);
+        else
+            assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
+        core_check(kit.core);
+        assert_int_equal(session_of(a)->away, fails);
+        settle();
+        assert_true(session_of(a)->away);
+        assert_int_equal(ask(info.id).status, fails ? KVQ_E_SYSTEM : 0);
+        wake(a);
+        go_on_alike(a, b, 0);
+    }
+}
+
 // ---- Shards ----
 
 static uint64_t open_shard(uint32_t shard)
@@ -357,6 +390,7 @@ int main(void)
         TEST(test_client_goes),
         TEST(test_dropped_before_it_has_room),
         TEST(test_wanted_while_it_goes),
+        TEST(test_parked_while_it_comes_back),
         TEST(test_groups),
         TEST(test_forks),
         TEST(test_prefix),
