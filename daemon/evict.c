@@ -80,7 +80,7 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
                        uint64_t bytes)
 {
     const struct kvq__core *core = s->core;
-    if (shortage->pool->gpu && bytes <= host_room(core) &&
+    if (shortage->pool->gpu && core->now >= core->demote_after && bytes <= host_room(core) &&
         kvq__quota_allows(s->ns, KVQ__HOST_BYTES, bytes))
         return TO_HOST;
     return kvq__session_parkable(s, NULL) == 0 ? TO_DISK : NOWHERE;
@@ -253,6 +253,17 @@ static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reas
     return rc;
 }
 
+// Why it could not go: what was in the way may still be there. One that is in use again is passed
+// by for that alone.
+static void note_failed(struct kvq__session *s, bool demotes, int status)
+{
+    uint64_t after = s->core->now + TRY_AGAIN_NS;
+    if (demotes && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA))
+        s->core->demote_after = after; // there is disk
+    else if (status != KVQ_E_BUSY)
+        s->try_after = after;
+}
+
 static int start(struct kvq__core *core, const struct choice *c, enum kvq__park_reason reason)
 {
     struct kvq__evicting *e = slot_of(core, c->best->pool);
@@ -261,7 +272,8 @@ static int start(struct kvq__core *core, const struct choice *c, enum kvq__park_
         return KVQ_E_BUSY;
     int rc = send(c->best, c->way, reason, &ticket);
     if (rc < 0) {
-        c->best->try_after = core->now + TRY_AGAIN_NS;
+        note_failed(c->best, c->way == TO_HOST, rc);
+        c->best->try_after = rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : c->best->try_after;
         return rc;
     }
     *e = (struct kvq__evicting){.ticket = ticket,
@@ -366,9 +378,8 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
         core->evicted.demoted_bytes += bytes;
     } else if (status < 0) {
         core->evicted.failed++;
-        // One that is in use again is passed by for that alone.
-        if (s && status != KVQ_E_BUSY)
-            s->try_after = core->now + TRY_AGAIN_NS;
+        if (s)
+            note_failed(s, e->demotes, status);
     }
     e->ticket = 0;
     core->evicted.ended++;

@@ -20,6 +20,7 @@ enum {
 };
 #define KEEP_NS   60000000000ull // so long at least
 #define LEAVE_NS  10000000000ull // how long what only packs it may take
+#define AGAIN_NS  50000000ull    // a request that waits for room has it fetched so often
 #define NS_PER_MS 1000000ull
 
 // The name that people know it by.
@@ -508,6 +509,11 @@ void kvq__fetch_ask(struct kvq__session *s)
         kvq__park_want(s->core);
 }
 
+static bool is_room(int status)
+{
+    return status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA;
+}
+
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
@@ -516,8 +522,12 @@ bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     if (!w->fetch_asked)
         w->fetch_serial = s->fetch_serial;
     w->fetch_asked = true;
-    if (w->fetch_serial != s->fetch_serial)
+    bool failed = w->fetch_serial != s->fetch_serial;
+    if (failed && !(q->header.flags & KVQ_REQ_WAIT_ROOM && is_room(s->fetch_error)))
         return false;
+    if (failed && s->core->now - s->fetch_at < AGAIN_NS)
+        return true;
+    w->fetch_serial = s->fetch_serial;
     if (!s->fetch)
         kvq__fetch_ask(s);
     return true;

@@ -81,14 +81,37 @@ static int refuse_room(struct kvq__session *s, int rc, char *text)
 
 // ---- Room ----
 
-// Whether another one that waits for room has done so for longer.
+static bool is_beside(const struct kvq__restore *r, const struct kvq__restore *other)
+{
+    return other != r && !other->entered && other->session->pool == r->session->pool;
+}
+
+// Whether another one has waited for room there for longer.
 static bool comes_later(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
     LIST_FOREACH (other, &r->core->restores, link)
-        if (other->ticket && other->ticket < r->ticket && !other->entered)
+        if (is_beside(r, other) && other->ticket && (!r->ticket || other->ticket < r->ticket))
             return true;
     return false;
+}
+
+// Whether others there, which came later and so are about to give it back, have some.
+static bool others_hold(const struct kvq__restore *r)
+{
+    const struct kvq__restore *other;
+    LIST_FOREACH (other, &r->core->restores, link)
+        if (is_beside(r, other) && other->reserved > 0)
+            return true;
+    return false;
+}
+
+static void take_ticket(struct kvq__restore *r)
+{
+    if (r->ticket)
+        return;
+    r->ticket = ++r->core->last_ticket;
+    r->since = r->core->now;
 }
 
 // Two that hold what the other one waits for would wait for ever.
@@ -118,10 +141,7 @@ static bool waits(struct kvq__restore *r)
     uint64_t look_at = UINT64_MAX, need = need_of(r->session);
     if (shortage.code == 0 || r->spec.prefix_tokens || need > kvq__shortage_limit(&shortage))
         return false;
-    if (r->ticket == 0) {
-        r->ticket = ++core->last_ticket;
-        r->since = core->now;
-    }
+    take_ticket(r);
     struct kvq__plea plea = {.shortage = &shortage,
                              .need = need - r->reserved,
                              .ticket = r->ticket,
@@ -129,16 +149,18 @@ static bool waits(struct kvq__restore *r)
                              .in_the_way = &way,
                              .look_at = &look_at};
     enum kvq__help help = kvq__evict_for(core, &plea);
-    if (help == KVQ__HELP_NONE ||
-        (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at)))
-        return false;
-    if (comes_later(r))
-        give_back(r);
-    return true;
+    if (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at))
+        help = KVQ__HELP_NONE;
+    return help != KVQ__HELP_NONE || others_hold(r);
 }
 
 int kvq__restore_take(struct kvq__restore *r, char *text)
 {
+    if (comes_later(r)) {
+        take_ticket(r);
+        give_back(r);
+        return 2;
+    }
     r->core->shortage.code = 0;
     int rc = reserve_some(r);
     if (rc < 0 && waits(r))

@@ -164,6 +164,7 @@ struct kvq__core {
     uint64_t last_ticket, last_claim;
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
     struct kvq__evict_counts evicted;
+    uint64_t demote_after; // there was no room on the host; not before then
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
 

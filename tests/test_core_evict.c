@@ -1,214 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Eviction and waiting for room: who goes and who never does, that sessions which do not fit all
-// at once work in turns to the bit, when a request waits and when it is refused, in what order, and
-// that nobody waits for ever.
-#include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "daemon/evict.h"
-#include "daemon/move.h"
-#include "tests/sim.h"
-
-enum {
-    HEADS = 2,
-    DIM = 64,
-    LAYERS = 2,
-    QUERIES = 2,
-    MIB = 1 << 20,
-    PAGE = KVQ_BLOCK_TOKENS,
-    SESSION = 8 * PAGE,                              // tokens of most sessions
-    BLOCK = 4 * HEADS * DIM * PAGE,                  // bytes of a page of one layer, as f16
-    SESSION_BYTES = LAYERS * SESSION / PAGE * BLOCK, // 1 MiB
-    GPU = 4 * MIB,                                   // so that 4 of them fit
-    BUFFER = 4 * MIB,
-    Q_AT = BUFFER / 4,
-    OUT_AT = Q_AT + 64 * 1024,
-    OUT_BYTES = QUERIES * 2 * HEADS * DIM * 4,
-};
-#define MS     1000000ull
-#define SECOND (1000 * MS)
-
-static const struct kvq__layer_row rows[1] = {
-    {4, HEADS, DIM, DIM, .format = "f16", .kv_from = -1, .repeat = LAYERS}};
-
-static struct kit kit;
-static struct member m, other;
-static char text[KVQ_TEXT_BYTES];
-
-static void attach(struct member *member, uint32_t uid)
-{
-    assert_int_equal(member_open(&kit, member, uid, BUFFER), 0);
-    float *memory = (float *)(void *)member->memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof *memory; i++)
-        memory[i] = kit_float(&kit);
-}
-
-static int setup(void **state)
-{
-    (void)state;
-    sim_begin(5);
-    kit_open(&kit, 7, 32 * MIB, 0);
-    kit.core->pools[1].budget = GPU;
-    attach(&m, 1000);
-    attach(&other, 1000);
-    return 0;
-}
-
-static void poll(void)
-{
-    if (kvq__core_poll(kit.core))
-        core_check(kit.core);
-    else
-        sched_yield(); // to the driver's threads
-}
-
-static void pass(uint64_t ns)
-{
-    kvq__core_clock(kit.core, kit.now += ns);
-}
-
-// All that GPUs, moves and evictions do has ended.
-static void rest(void)
-{
-    for (uint32_t i = 0; kvq__core_moves(kit.core) || !TAILQ_EMPTY(&kit.core->flights); i++) {
-        assert_true(i < 1000000);
-        poll();
-    }
-    poll();
-}
-
-static int teardown(void **state)
-{
-    (void)state;
-    member_close(&m);
-    member_close(&other);
-    rest();
-    kit_close(&kit);
-    return 0;
-}
-
-static const char *place(uint32_t pool)
-{
-    return kvq__pool_name(&kit.core->pools[pool]);
-}
-
-static uint64_t opened(struct member *member, const char *name)
-{
-    struct kvq__session_info info;
-    struct kvq__session_spec spec = {
-        .name = name, .place = place(1), .layers = rows, .n_layers = 1};
-    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-    return info.handle;
-}
-
-// ---- Requests that may wait ----
-
-// Looks again: 1 if it waits still, else its status.
-static int again(struct member *member)
-{
-    enum kvq__progress p = kvq__request_continue(member->queue);
-    while (p == KVQ__RUN || p == KVQ__GPU) {
-        if (p == KVQ__RUN)
-            kit_run_job(&kit, kvq__queue_job(member->queue));
-        else
-            kit_settle(member);
-        p = kvq__request_continue(member->queue);
-    }
-    return p == KVQ__WAIT ? 1 : kvq__queue_completion(member->queue)->status;
-}
-
-static int status_of(const struct member *member)
-{
-    const struct kvq_completion *c = kvq__queue_completion(member->queue);
-    return c->status ? c->status : kvq__queue_results(member->queue)[0].status;
-}
-
-// Until it is answered. A request that waits for ever ends the test.
-static int finish(struct member *member, int rc)
-{
-    for (uint32_t looks = 0; rc == 1; looks++) {
-        assert_true(looks < 100000);
-        poll();
-        pass(MS / 10);
-        rc = again(member);
-    }
-    return rc ? rc : status_of(member);
-}
-
-static struct kvq_entry_wire entry(struct member *member, uint64_t handle, uint32_t append)
-{
-    uint64_t tokens = kit_of(member, handle)->tokens;
-    return (struct kvq_entry_wire){
-        .handle = handle, .position = tokens, .row = (uint32_t)tokens, .append = append};
-}
-
-// Begins to ask for a step; as kit_request.
-static int begin(struct member *member, uint64_t handle, uint64_t step, uint32_t n, uint64_t wait)
-{
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    struct kvq_entry_wire e = entry(member, handle, n);
-    r.step = step;
-    r.flags = wait ? KVQ_REQ_WAIT_ROOM : 0;
-    r.deadline_ns = wait ? kit.now + wait : 0;
-    return kit_request(member, &r, &e);
-}
-
-static int go_on(struct member *member, uint64_t handle, uint32_t n)
-{
-    struct kvq_entry_wire e = entry(member, handle, n);
-    int rc = 0;
-    for (uint32_t layer = 0; rc == 0 && layer < LAYERS; layer++) {
-        struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-        r.step = 99;
-        r.layer = layer;
-        r.k = kit_view(member, 0, HEADS, DIM, KVQ_F32);
-        r.v = kit_view(member, BUFFER / 2, HEADS, DIM, KVQ_F32);
-        rc = finish(member, kit_request(member, &r, &e));
-    }
-    return rc ? rc : kit_simple(member, KVQ_OP_STEP_END, 99, e, NULL);
-}
-
-static int step(struct member *member, uint64_t handle, uint32_t n)
-{
-    int rc = finish(member, begin(member, handle, 99, n, 0));
-    return rc ? rc : go_on(member, handle, n);
-}
-
-// A session of 1 MiB on the first GPU.
-static uint64_t fed(struct member *member, const char *name)
-{
-    uint64_t handle = opened(member, name);
-    assert_int_equal(step(member, handle, SESSION), 0);
-    rest();
-    return handle;
-}
-
-// What a token behind the session sees, of all layers.
-static void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES])
-{
-    struct kvq_entry_wire e = entry(member, handle, 0);
-    e.queries = QUERIES;
-    for (uint32_t i = 0; i < LAYERS; i++) {
-        struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-        r.layer = i;
-        r.q = kit_view(member, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-        r.out = kit_view(member, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
-        assert_int_equal(finish(member, kit_request(member, &r, &e)), 0);
-        memcpy(out[i], member->memory + OUT_AT, OUT_BYTES);
-    }
-}
-
-static bool is_home(struct member *member, uint64_t handle)
-{
-    return kit_of(member, handle)->pool == &kit.core->pools[1];
-}
+// Eviction and waiting for room: who goes and who never does, when a request waits and when it is
+// refused, in what order, and that nobody waits for ever.
+#include "tests/evict_rig.h"
 
 // ---- Who ----
 
@@ -251,14 +45,14 @@ static void test_turns(void **state)
         pass(2 * SECOND);
     }
     assert_true(kit.core->evicted.demoted >= 2);
-    for (uint32_t turn = 0; turn < 3; turn++)
+    for (uint32_t turn = 0; turn < 2; turn++)
         for (uint32_t i = 0; i < 6; i++) {
             attend(of[i], handles[i], now);
             assert_memory_equal(now, bits[i], sizeof now);
             assert_true(is_home(of[i], handles[i]));
             pass(2 * SECOND);
         }
-    assert_true(kit.core->evicted.promoted >= 12);
+    assert_true(kit.core->evicted.promoted >= 8);
     assert_int_equal(kit.core->evicted.refused, 0);
     assert_int_equal(kit.core->evicted.demoted_bytes, kit.core->evicted.demoted * SESSION_BYTES);
     assert_int_equal(kit.core->n_demoted, 2);
@@ -279,7 +73,7 @@ static void test_who(void **state)
     d = fed(&other, "d");
     pass(2 * SECOND);
     assert_int_equal(finish(&m, begin(&m, a, 99, 1, 0)), 0);
-    assert_int_equal(kit.core->evicted.demoted, 1);
+    assert_int_equal(evicted(), 1);
     assert_true(is_home(&m, a));
     rest();
     // b, c, d were idle for as long; one of them is gone, and a is in a step.
@@ -296,11 +90,6 @@ static void test_who(void **state)
 }
 
 // ---- Refusals ----
-
-static uint32_t refused(void)
-{
-    return (uint32_t)kit.core->evicted.refused;
-}
 
 // In steps, mapped or read: nothing can go, and nobody waits.
 static void test_in_use(void **state)
@@ -332,7 +121,24 @@ static void test_too_much(void **state)
     pass(2 * SECOND);
     assert_int_equal(begin(&m, b, 9, 4 * SESSION, 10 * SECOND), 0);
     assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->evicted.demoted + kit.core->n_moving, 0);
+    assert_int_equal(kit.core->last_move, 0);
+}
+
+// Nobody goes for a request that would not fit even then.
+static void test_in_vain(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    kvq__session_pin(kit_of(&m, handles[0]));
+    kvq__session_pin(kit_of(&m, handles[1]));
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, 3 * SESSION, 0), 0);
+    assert_int_equal(status_of(&other), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->last_move, 0);
+    kvq__session_unpin(kit_of(&m, handles[0]));
+    kvq__session_unpin(kit_of(&m, handles[1]));
 }
 
 // One that was used a moment ago is waited for, but not for ever.
@@ -345,10 +151,10 @@ static void test_too_young(void **state)
     assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
     pass(500 * MS);
     assert_int_equal(again(&m), 1);
-    assert_int_equal(kit.core->n_moving, 0);
+    assert_int_equal(kit.core->last_move, 0);
     pass(501 * MS);
     assert_int_equal(finish(&m, again(&m)), 0);
-    assert_int_equal(kit.core->evicted.demoted, 1);
+    assert_int_equal(evicted(), 1);
     assert_int_equal(kit.core->evicted.waited, 1);
     // The others are used all the time.
     rest();
@@ -383,12 +189,12 @@ static void test_flag(void **state)
     assert_int_equal(kit_request(&other, &r, &e), KVQ_E_INVALID); // it needs a deadline
     r.deadline_ns = kit.now + SECOND;
     assert_int_equal(kit_request(&other, &r, &e), 1);
-    uint64_t free = kit.core->pools[1].used_bytes;
+    uint64_t free = kit.core->pools[home].used_bytes;
     for (uint32_t i = 0; i < 9; i++) {
         pass(100 * MS);
         assert_int_equal(again(&other), 1);
         core_check(kit.core);
-        assert_int_equal(kit.core->pools[1].used_bytes, free); // it holds nothing meanwhile
+        assert_int_equal(kit.core->pools[home].used_bytes, free); // it holds nothing meanwhile
     }
     pass(101 * MS);
     assert_int_equal(again(&other), KVQ_E_DEADLINE);
@@ -401,17 +207,244 @@ static void test_flag(void **state)
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
     assert_int_equal(again(&other), 0);
     assert_int_equal(status_of(&other), 0);
-    assert_int_equal(kit.core->evicted.demoted, 0);
+    assert_int_equal(evicted(), 0);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+// ---- Turns, and what nobody waits for for ever ----
+
+// The one that came first has the first turn, and smaller ones pass it by when it finds no room.
+static void test_order(void **state)
+{
+    struct kvq__session *s[4];
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        s[i] = kit_of(&m, handles[i]);
+        kvq__session_pin(s[i]);
+    }
+    assert_int_equal(begin(&m, opened(&m, "x"), 9, SESSION, 10 * SECOND), 1);
+    assert_int_equal(begin(&other, opened(&other, "y"), 9, SESSION, 10 * SECOND), 1);
+    kvq__session_unpin(s[0]);
+    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    assert_int_equal(again(&other), 1); // not its turn
+    assert_int_equal(again(&m), 0);
+    assert_int_equal(status_of(&m), 0);
+    assert_int_equal(again(&other), 1); // its turn, and no room
+    // The next one asks for more than gets free, and a smaller one behind it does not mind.
+    assert_int_equal(begin(&m, handles[1], 10, SESSION, 10 * SECOND), 1);
+    kvq__session_unpin(s[3]);
+    assert_int_equal(kvq__session_drop(m.client, handles[3], text), 0);
+    assert_int_equal(again(&m), 1);
+    assert_int_equal(again(&other), 0);
+    assert_int_equal(again(&m), 1);
+    kvq__session_unpin(s[1]);
+    kvq__session_unpin(s[2]);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&m, again(&m)), 0); // handles[2] goes
+    assert_int_equal(evicted(), 1);
+}
+
+// Two that wait and have what the other one needs: the first gets it, then the second.
+static void test_each_other(void **state)
+{
+    uint64_t a = fed(&m, "a"), b = fed(&other, "b"), c = fed(&m, "c"), d = fed(&m, "d");
+    (void)state;
+    kvq__session_pin(kit_of(&m, c));
+    kvq__session_pin(kit_of(&m, d));
+    assert_int_equal(begin(&m, a, 99, SESSION, 60 * SECOND), 1);
+    assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
+    pass(1100 * MS);
+    assert_int_equal(again(&other), 1); // may not have a, which came first
+    assert_int_equal(kit.core->last_move, 0);
+    assert_int_equal(finish(&m, again(&m)), 0); // may have b
+    assert_int_equal(again(&other), 1);
+    assert_false(is_home(&other, b));
+    assert_int_equal(go_on(&m, a, SESSION), 0);
+    assert_int_equal(finish(&other, again(&other)), 0); // a has gone for it, and b is back
+    assert_int_equal(go_on(&other, b, SESSION), 0);
+    assert_int_equal(kit_of(&m, a)->tokens, 2 * SESSION);
+    assert_int_equal(kit_of(&other, b)->tokens, 2 * SESSION);
+    kvq__session_unpin(kit_of(&m, c));
+    kvq__session_unpin(kit_of(&m, d));
+}
+
+// A request of several sessions takes the memory of all of them, or none while it waits.
+static void test_all_or_nothing(void **state)
+{
+    uint64_t handles[4], x = opened(&other, "x"), y = opened(&other, "y");
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    kvq__session_pin(kit_of(&m, handles[2]));
+    kvq__session_pin(kit_of(&m, handles[3]));
+    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    uint64_t used = kit.core->pools[home].used_bytes;
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    struct kvq_entry_wire e[2] = {entry(&other, x, SESSION), entry(&other, y, SESSION)};
+    r.step = 9;
+    assert_int_equal(kit_request(&other, &r, e), 1);
+    core_check(kit.core);
+    assert_int_equal(kit.core->pools[home].used_bytes, used);
+    assert_null(kit_of(&other, x)->step);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&other, again(&other)), 0); // handles[1] went
+    assert_int_equal(kvq__queue_results(other.queue)[1].status, 0);
+    assert_non_null(kit_of(&other, x)->step);
+    assert_non_null(kit_of(&other, y)->step);
+    assert_int_equal(evicted(), 1);
+    kvq__session_unpin(kit_of(&m, handles[2]));
+    kvq__session_unpin(kit_of(&m, handles[3]));
+}
+
+// Whole steps and forks wait as well.
+static void test_operations(void **state)
+{
+    uint64_t fork;
+    (void)state;
+    uint64_t a = opened(&m, "a");
+    assert_int_equal(step(&m, a, SESSION - 5), 0); // its last page is copied for a fork
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    struct kvq_entry_wire e = entry(&m, a, 0);
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    core_check(kit.core);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&m, again(&m)), 0);
+    fork = kvq__queue_results(m.queue)[0].value;
+    assert_int_equal(kit_of(&m, fork)->tokens, SESSION - 5);
+    assert_int_equal(evicted(), 1);
+    pass(2 * SECOND);
+    // As much again, twice: the others that are left go for it.
+    assert_int_equal(finish(&other, kit_whole(&other, opened(&other, "b"), SESSION, HEADS, DIM)),
+                     0);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&other, kit_whole(&other, opened(&other, "c"), SESSION, HEADS, DIM)),
+                     0);
+    assert_true(evicted() >= 2);
+    assert_int_equal(refused(), 0);
+}
+
+// Who waits when the daemon drains is told, and so is nobody whose client is gone.
+static void test_drain(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        kvq__session_pin(kit_of(&m, handles[i]));
+    }
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 10 * SECOND), 1);
+    struct member third;
+    attach(&third, 1000);
+    assert_int_equal(begin(&third, opened(&third, "y"), 9, SESSION, 10 * SECOND), 1);
+    kvq__client_detach(third.client);
+    assert_int_equal(again(&third), KVQ_E_CANCELLED);
+    kvq__queue_close(&third.queue);
+    member_free(&third);
+    core_check(kit.core);
+    kvq__core_drain(kit.core);
+    assert_true(kvq__core_idle(kit.core));
+    assert_int_equal(again(&other), KVQ_E_DRAINING);
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_unpin(kit_of(&m, handles[i]));
+}
+
+// ---- Limits, groups, what has just come back ----
+
+static void test_quota(void **state)
+{
+    struct member stranger;
+    (void)state;
+    kit.core->pools[0].budget = 8 * MIB;
+    attach(&stranger, 2000);
+    uint64_t theirs = fed(&stranger, "theirs");
+    pass(10 * SECOND); // idle for longer than ours
+    uint64_t a = fed(&m, "a"), b = opened(&m, "b");
+    kit_of(&m, a)->ns->quota.limit[KVQ__HOST_BYTES] = SESSION_BYTES + SESSION_BYTES / 2;
+    pass(2 * SECOND);
+    assert_int_equal(step(&m, b, SESSION), 0);
+    assert_false(is_home(&m, a));
+    assert_true(is_home(&stranger, theirs));
+    // More than its limit at all.
+    assert_int_equal(begin(&m, b, 9, SESSION, 10 * SECOND), 0);
+    assert_int_equal(status_of(&m), KVQ_E_QUOTA);
+    kit_of(&m, a)->ns->quota.limit[KVQ__HOST_BYTES] = 0;
+    member_close(&stranger);
+}
+
+// All shards go, and each comes back when it is used.
+static void test_group(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "g", .place = place(1), .layers = rows, .n_layers = 1, .shards = 2};
+    uint64_t shards[2];
+    (void)state;
+    for (spec.shard = 0; spec.shard < 2; spec.shard++) {
+        assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+        shards[spec.shard] = info.handle;
+    }
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 2);
+    r.layer = LAYERS;
+    r.slots = (uint16_t)(r.slots + LAYERS);
+    for (uint32_t i = 0; i < LAYERS; i++)
+        m.layers[i] = (struct kvq_step_layer){kit_view(&m, 0, HEADS, DIM, KVQ_F32),
+                                              kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    struct kvq_entry_wire e[2] = {entry(&m, shards[0], SESSION), entry(&m, shards[1], SESSION)};
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+    rest();
+    pass(2 * SECOND);
+    fed(&other, "");
+    fed(&other, "");
+    assert_int_equal(kit.core->evicted.demoted, 0);
+    assert_int_equal(step(&other, opened(&other, "x"), 1), 0); // for one page
+    assert_int_equal(kit.core->evicted.demoted, 1);
+    assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
+    pass(2 * SECOND);
+    uint8_t out[LAYERS][OUT_BYTES];
+    attend(&m, shards[1], out);
+    assert_true(is_home(&m, shards[1]) && !is_home(&m, shards[0]));
+}
+
+// Sessions that have just come back stay, however long nobody had used them before.
+static void test_back(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    pass(10 * SECOND);
+    kit_of(&m, handles[2])->idle_since = kit.now - 5 * SECOND; // the one used last
+    for (uint32_t i = 0; i < 4; i++)
+        if (i != 2)
+            kvq__evict_back(kit_of(&m, handles[i]));
+    assert_int_equal(step(&other, opened(&other, "x"), 1), 0);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_true(is_home(&m, handles[i]) == (i != 2));
+}
 
 int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_score), TEST(test_turns),     TEST(test_who),  TEST(test_in_use),
-        TEST(test_too_much),          TEST(test_too_young), TEST(test_flag),
+        cmocka_unit_test(test_score),
+        TEST(test_turns),
+        TEST(test_group),
+        SAVES(test_who),
+        SAVES(test_in_use),
+        SAVES(test_too_much),
+        SAVES(test_in_vain),
+        SAVES(test_too_young),
+        SAVES(test_flag),
+        SAVES(test_order),
+        SAVES(test_each_other),
+        SAVES(test_all_or_nothing),
+        SAVES(test_operations),
+        SAVES(test_drain),
+        SAVES(test_quota),
+        SAVES(test_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Eviction to disk: by way of the host's memory and without, for room, for a limit and unasked;
+// when the store fails; and sessions that come back while others do.
+#include "tests/evict_rig.h"
+
+static void test_disk(void **state)
+{
+    static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__park_stats stats;
+    uint64_t handles[6];
+    (void)state;
+    for (uint32_t i = 0; i < 6; i++) {
+        handles[i] = fed(&m, "");
+        attend(&m, handles[i], bits[i]);
+        pass(2 * SECOND);
+    }
+    for (uint32_t turn = 0; turn < 2; turn++)
+        for (uint32_t i = 0; i < 6; i++) {
+            attend(&m, handles[i], now);
+            assert_memory_equal(now, bits[i], sizeof now);
+            assert_true(is_home(&m, handles[i]));
+            pass(2 * SECOND);
+        }
+    kvq__core_parks(kit.core, &stats);
+    assert_true(stats.parked[KVQ__PARK_ROOM] >= 8);
+    assert_int_equal(stats.parked[KVQ__PARK_QUOTA] + stats.parked[KVQ__PARK_IDLE], 0);
+    assert_int_equal(stats.freed_bytes[KVQ__PARK_ROOM],
+                     stats.parked[KVQ__PARK_ROOM] * SESSION_BYTES);
+    assert_int_equal(stats.fetched, stats.parked[KVQ__PARK_ROOM] - 2);
+    assert_int_equal(refused(), 0);
+    // At the limit of its namespace.
+    kit_of(&m, handles[5])->ns->quota.limit[KVQ__HOST_BYTES] = 4 * SESSION_BYTES;
+    kit.core->pools[0].budget = 32 * MIB;
+    pass(2 * SECOND);
+    attend(&m, handles[1], now);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.parked[KVQ__PARK_QUOTA], 1);
+    // And when nobody needs the room.
+    kit.core->config.park_idle_ns = 5 * SECOND;
+    pass(6 * SECOND);
+    for (uint32_t i = 0; i < 20; i++) {
+        kvq__core_tick(kit.core);
+        poll();
+    }
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.parked[KVQ__PARK_IDLE], 4);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+}
+
+// A GPU's sessions go to the host's memory while there is room, then to disk; from there they come
+// back to the host first, and then home.
+static void test_both(void **state)
+{
+    static uint8_t bits[10][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__park_stats stats;
+    uint64_t handles[10];
+    (void)state;
+    home = 1;
+    for (uint32_t i = 0; i < 10; i++) { // 4 fit there, 4 on the host
+        handles[i] = fed(&m, "");
+        attend(&m, handles[i], bits[i]);
+        pass(2 * SECOND);
+    }
+    kvq__core_parks(kit.core, &stats);
+    assert_true(kit.core->evicted.demoted >= 4 && stats.parked[KVQ__PARK_ROOM] >= 2);
+    for (uint32_t i = 0; i < 10; i++) {
+        attend(&m, handles[i], now);
+        assert_memory_equal(now, bits[i], sizeof now);
+        assert_true(is_home(&m, handles[i]));
+        pass(2 * SECOND);
+    }
+    assert_int_equal(refused(), 0);
+}
+
+// The host has bytes, but no extent that is this namespace's: it goes to disk instead.
+static void test_no_host(void **state)
+{
+    struct kvq__park_stats stats;
+    struct member stranger;
+    (void)state;
+    attach(&stranger, 2000);
+    uint64_t theirs = opened(&stranger, "");
+    assert_int_equal(step(&stranger, theirs, 1), 0);
+    kvq__session_pin(kit_of(&stranger, theirs));
+    home = 1;
+    for (uint32_t i = 0; i < 4; i++)
+        fed(&m, "");
+    pass(2 * SECOND);
+    assert_int_equal(step(&other, opened(&other, ""), 1), 0);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1);
+    assert_int_equal(kit.core->evicted.demoted, 0);
+    assert_int_equal(kit.core->evicted.failed, 1);
+    kvq__session_unpin(kit_of(&stranger, theirs));
+    member_close(&stranger);
+}
+
+// The store fails: who is refused is told, nobody is tried again and again, and nothing is lost.
+static void test_store_fails(void **state)
+{
+    struct kvq__park_stats stats;
+    uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    vault.fail = KVQ_E_NO_SPACE;
+    assert_int_equal(finish(&other, begin(&other, opened(&other, "x"), 9, 1, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->evicted.failed, 4);
+    assert_int_equal(finish(&other, begin(&other, opened(&other, "y"), 9, 1, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->evicted.failed, 4);
+    attend(&m, handles[0], now);
+    assert_memory_equal(now, bits, sizeof now);
+    vault.fail = 0;
+    pass(11 * SECOND);
+    assert_int_equal(step(&other, opened(&other, "z"), 1), 0);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1);
+}
+
+// Above evict_above percent idle sessions go one at a time, and prefixes before them.
+static void test_above(void **state)
+{
+    struct kvq__park_stats stats;
+    (void)state;
+    kit.core->config.evict_above = 60;
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    kvq__core_tick(kit.core);
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(kit.core->n_parks, 0); // too young
+    pass(2 * SECOND);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_parks, 1);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_parks, 1); // one at a time
+    poll();
+    kvq__core_tick(kit.core);
+    poll();
+    kvq__core_parks(kit.core, &stats);
+    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1); // 50 percent now
+    assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
+}
+
+// Two sessions come back at once, and only one fits: neither keeps what the other one waits for.
+static void test_two_fetches(void **state)
+{
+    struct kvq__order order;
+    struct kvq__restore *r[2];
+    uint64_t big[2];
+    (void)state;
+    kit.core->pools[0].budget = 4 * MIB;
+    for (uint32_t i = 0; i < 2; i++) {
+        big[i] = opened(&m, "");
+        assert_int_equal(step(&m, big[i], 14 * PAGE), 0);
+        assert_int_equal(step(&m, big[i], 14 * PAGE), 0); // 56 blocks of 64 that there can be
+        assert_int_equal(kvq__session_park(m.client, big[i], NULL, text), 0);
+        rest();
+        assert_true(kit_of(&m, big[i])->away);
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__fetch_ask(kit_of(&m, big[i]));
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(kvq__park_next(kit.core, &order));
+        const struct vault_session *s = vault_find(&vault, order.name, order.shard);
+        struct kvq__restore_spec spec = {
+            .saved = &s->saved, .parts = s->parts, .n_parts = s->n, .good_tokens = UINT64_MAX};
+        assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r[i], text), 0);
+    }
+    kvq__pools_trim(kit.core, 0);
+    // The first takes one extent and some of the other one, the second what is left.
+    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
+    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
+    assert_true(r[0]->reserved > 32 * BLOCK);
+    assert_int_equal(kvq__restore_reserve(r[1], text), 2); // so it waits
+    assert_int_equal(kvq__restore_reserve(r[0], text), 2); // and the first gives back what it has
+    assert_int_equal(r[0]->reserved, 0);
+    assert_int_equal(kvq__restore_reserve(r[1], text), 0);
+    char name[KVQ_NAME_BYTES];
+    kvq__stored_name(r[1]->session, name);
+    assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, name, 0)), 0);
+    core_check(kit.core);
+    // The other one is told that there is no room, once the first has been used for long enough.
+    int rc = 2;
+    for (uint32_t looks = 0; rc == 2 && looks < 100; looks++) {
+        kvq__evict_back(kit_of(&m, big[1]));
+        pass(100 * MS);
+        rc = kvq__restore_reserve(r[0], text);
+    }
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    kvq__restore_end(&r[0], rc);
+    core_check(kit.core);
+    uint8_t out[LAYERS][OUT_BYTES];
+    pass(2 * SECOND);
+    attend(&m, big[0], out); // and comes when that has gone
+    assert_true(kit_of(&m, big[1])->away);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        SAVES(test_disk),        SAVES(test_both),  SAVES(test_no_host),
+        SAVES(test_store_fails), SAVES(test_above), SAVES(test_two_fetches),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
