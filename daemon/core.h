@@ -600,8 +600,8 @@ struct kvq__client_info {
 
 // Each fills up to `max` elements with what the peer may see and returns how many there are.
 // ns NULL or empty = all. Shared bytes are counted of the first sessions that have no more than
-// KVQ__LIST_LOOKS blocks together, a few milliseconds' worth, and of smaller ones behind them.
-enum { KVQ__LIST_LOOKS = 1 << 18 };
+// KVQ__LIST_LOOKS blocks together, and of smaller ones behind them: everybody waits meanwhile.
+enum { KVQ__LIST_LOOKS = 1 << 16 };
 uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
                             const char *ns, struct kvq__session_info *out, uint32_t max);
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,

@@ -285,6 +285,29 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(sum("event=prefix_restored" in line for line in self.daemon.lines), 2)
 
     @long_emulated
+    def test_other_namespaces(self):
+        """Only those that the configuration shares with find anything, and have it as their own."""
+        path = os.path.join(self.folder, "kvqd.conf")
+        with open(path, "w", encoding="ascii") as file:
+            for name, more in (("a", "share_prefixes_with = b\n"), ("b", ""), ("c", "")):
+                file.write(f"[namespace {name}]\nuids = {os.getuid()}\n{more}")
+        self.again(config=path)
+        with Engine(self.daemon) as engine:
+            session = engine.open(name="it", ns="a")
+            engine.feed(session, self.TOKENS)
+            session.save()
+        self.again(config=path)
+        for ns, found in (("a", self.TOKENS), ("b", self.TOKENS), ("c", 0), (None, 0)):
+            self.assertEqual(self.engine.lookup(self.TOKENS, ns=ns), found, ns)
+        for ns in ("c", None):
+            self.assertEqual(self.engine.open(self.TOKENS, ns=ns).tokens, 0)
+        self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
+        session = self.engine.open(self.TOKENS, ns="b")
+        self.assertEqual(session.tokens, self.TOKENS)
+        kept = {p["namespace"]: p["pages"] for p in self.daemon.ctl("prefix", "status")}
+        self.assertEqual((kept.get("a", 0), kept["b"]), (0, self.TOKENS // 128))
+
+    @long_emulated
     def test_damage_of_one_shard(self):
         """No shard begins with more than is good of the others."""
         half, options = STEP // 2, {"model": "m", "shards": 2}
