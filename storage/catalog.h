@@ -83,7 +83,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SEGMENT_SUMS, "SELECT count(*), total(bytes), total(live) FROM segments")                    \
     X(BLOCK_PUT, "INSERT INTO blocks VALUES(?,?,?,?,?,?,?,?)")                                     \
     X(BLOCK_GET, "SELECT segment,offset,length,kind,bad,checksum FROM blocks WHERE id=?")          \
-    X(BLOCK_REF, "UPDATE blocks SET refs=refs+? WHERE id=? RETURNING length")                      \
+    X(BLOCK_REF, "UPDATE blocks SET refs=refs+? WHERE id=?")                                       \
     X(BLOCK_FREE, "SELECT segment,length FROM blocks WHERE refs=0")                                \
     X(BLOCK_SWEEP, "DELETE FROM blocks WHERE refs=0")                                              \
     X(BLOCK_MOVE, "UPDATE blocks SET segment=?,offset=?,bad=? WHERE id=?")                         \
@@ -124,8 +124,11 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SPACE_GET, "SELECT bytes FROM spaces WHERE space=?")                                         \
     X(SPACE_LIST, "SELECT space,bytes FROM spaces ORDER BY id")                                    \
     X(SPACE_BYTES, "UPDATE spaces SET bytes=bytes+? WHERE id=?")                                   \
-    X(USE, "INSERT INTO uses VALUES(?,?,?) ON CONFLICT DO UPDATE SET n=n+excluded.n RETURNING n")  \
+    X(USE_NEW, "INSERT OR IGNORE INTO uses VALUES(?,?,1)")                                         \
+    X(USE_MORE, "UPDATE uses SET n=n+1 WHERE space=? AND block=?")                                 \
+    X(USE_LESS, "UPDATE uses SET n=n-1 WHERE space=? AND block=? AND n>1")                         \
     X(USE_DROP, "DELETE FROM uses WHERE space=? AND block=?")                                      \
+    X(BLOCK_LENGTH, "SELECT length FROM blocks WHERE id=?")                                        \
     X(ENTRY_PUT, "REPLACE INTO entries VALUES(?,?,?,?,?,?)")                                       \
     X(ENTRY_DROP, "DELETE FROM entries WHERE session=? AND layer=? AND page=? AND kind=?")         \
     X(ENTRY_CLEAR, "DELETE FROM entries WHERE session=?")                                          \
