@@ -215,7 +215,7 @@ static void note_stored(struct kvq__session *s, const struct kvq__part *parts, u
 int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
                      const struct kvq__part *parts, uint32_t n, char *text)
 {
-    uint64_t known = saved->known < s->tokens ? saved->known : s->tokens;
+    uint64_t had = saved->ids ? saved->known : 0, known = had < s->tokens ? had : s->tokens;
     char why[KVQ_TEXT_BYTES] = "";
     if (!saved->ids && !saved->spans)
         return 0;

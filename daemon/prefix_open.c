@@ -168,6 +168,7 @@ void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
 static int adopt(struct kvq__session *s, const struct match *match)
 {
     uint64_t tokens = (uint64_t)match->pages * KVQ_BLOCK_TOKENS;
+    assert(match->node);
     int rc = kvq__pages_grow(s, match->pages);
     rc = rc ? rc : kvq__ids_grow(s, tokens);
     if (rc < 0)
@@ -241,7 +242,7 @@ int kvq__prefix_lookup(struct kvq__client *client, const struct kvq__session_spe
     struct match match;
     *tokens = 0;
     int rc = sketch(client, spec, &s, text);
-    if (rc < 0)
+    if (rc)
         return rc;
     rc = find(client, s, &spec->prefix, &match, text);
     if (rc == 0)
@@ -256,10 +257,10 @@ int kvq__prefix_sketch(struct kvq__client *client, const struct kvq__session_spe
 {
     *s = NULL;
     int rc = sketch(client, spec, s, text);
-    if (rc < 0)
+    if (rc)
         return rc;
     rc = identify(client, *s, &spec->prefix, source, text);
-    if (rc < 0) {
+    if (rc) {
         kvq__session_free(*s);
         *s = NULL;
         return rc;
