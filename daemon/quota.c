@@ -5,6 +5,7 @@
 
 #include <stdio.h>
 
+#include "daemon/evict.h"
 #include "daemon/state.h"
 
 static const struct {
@@ -60,12 +61,13 @@ int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t
              names[which].unit, names[which].where, (unsigned long long)more);
     note(ns, which, more);
     tell(ns, brief);
-    return kvq__fail(text, KVQ_E_QUOTA,
-                     "namespace \"%s\" may have %llu %s %s; it has %llu, and %llu more are asked "
-                     "for: drop sessions of it, or raise the limit with kvqctl quota set %s %s N",
-                     ns->name, (unsigned long long)ns->quota.limit[which], names[which].unit,
-                     names[which].where, (unsigned long long)counted(ns, which),
-                     (unsigned long long)more, ns->name, names[which].option);
+    return kvq__fail(
+        text, KVQ_E_QUOTA,
+        "namespace \"%s\" may have %llu %s %s; it has %llu, and %llu more are asked "
+        "for: park or drop sessions of it, or raise the limit with kvqctl quota set %s %s N",
+        ns->name, (unsigned long long)ns->quota.limit[which], names[which].unit, names[which].where,
+        (unsigned long long)counted(ns, which), (unsigned long long)more, ns->name,
+        names[which].option);
 }
 
 int kvq__namespace_room(struct kvq__namespace *ns, char *text)
@@ -76,13 +78,19 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 
 // ---- Above the limit ----
 
-// Whose pool's limit has been lowered below what the namespace uses there.
-static void give_up_prefixes(struct kvq__core *core, struct kvq__namespace *ns,
-                             const struct kvq__pool *pool)
+// Works towards a limit that was lowered: prefixes that no session has go at once, then sessions
+// that nobody uses, one after the other.
+static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool)
 {
-    while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0 &&
-           kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA))
-        ;
+    struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
+    struct kvq__in_the_way way;
+    uint64_t look_at = UINT64_MAX;
+    const struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0)
+        if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
+            kvq__evict_for(core, &plea);
+            return;
+        }
 }
 
 void kvq__quotas_tick(struct kvq__core *core)
@@ -90,7 +98,7 @@ void kvq__quotas_tick(struct kvq__core *core)
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools && i < 2; i++) // all GPUs have one limit
-            give_up_prefixes(core, ns, &core->pools[i]);
+            work_towards(core, ns, &core->pools[i]);
 }
 
 // ---- What is told of it ----

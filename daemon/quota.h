@@ -27,7 +27,8 @@ int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t
 // Whether there is room for one more session: 0 or KVQ_E_QUOTA, as above.
 int kvq__namespace_room(struct kvq__namespace *ns, char *text);
 void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info);
-// Gives up prefixes that no session has where more is used than may be.
+// Where more is used than may be, gives up prefixes that no session has and has sessions evicted
+// that nobody uses.
 void kvq__quotas_tick(struct kvq__core *core);
 
 #endif

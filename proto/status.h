@@ -23,7 +23,7 @@
     X(E_BOUNDS, -13, "a view reaches outside its buffer")                                          \
     X(E_LIMIT, -14, "more than a limit of the daemon or its configuration")                        \
     X(E_NO_MEMORY, -15, "the cache memory is full")                                                \
-    X(E_QUOTA, -16, "the namespace's quota is used up")                                            \
+    X(E_QUOTA, -16, "the namespace's quota is used up; kvqctl quota get says which limit")         \
     X(E_NONFINITE, -17, "K or V holds NaN or infinity; nothing was appended")                      \
     X(E_NO_STEP, -18, "no such open step, or the session is not in it")                            \
     X(E_INCOMPLETE, -19, "the step lacks K and V of some layer; nothing was committed")            \

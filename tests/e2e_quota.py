@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import unittest
 
 from e2e_rig import BACKEND, BIN, BOUND, Daemon, Tokens, kvq
@@ -57,6 +58,25 @@ class Quotas(Stored):
         tokens.feed(self.queue, session, 512, attend=False)
         self.assertEqual(session.refresh(), 1024)
         self.assertGreater(self.used(), used)
+
+    def test_lowered(self):
+        """Sessions that nobody uses go, one after the other, until it is held to; and come back."""
+        self.again(evict_idle_ms=1)
+        tokens = Tokens(5, 2000)
+        sessions = [self.client.session(tokens.rows, "f16", name=f"s{i}") for i in range(3)]
+        for session in sessions:
+            tokens.feed(self.queue, session, 512, attend=False)
+        used = self.used()
+        self.quota("set", OWN, OPTION, str(used // 2))
+        end = time.monotonic() + BOUND
+        while self.used() > used // 2 and time.monotonic() < end:
+            pass
+        self.assertLessEqual(self.used(), used // 2)
+        self.assertEqual(self.used("sessions"), 3)
+        self.quota("delete", OWN)
+        for session in sessions:
+            self.assertEqual(session.refresh(), 512)
+            tokens.feed(self.queue, session, 1)
 
     def test_sessions(self):
         tokens = Tokens(2, 4)

@@ -425,6 +425,42 @@ static void test_back(void **state)
         assert_true(is_home(&m, handles[i]) == (i != 2));
 }
 
+// A limit that is lowered: those that nobody uses go, one after the other, and nobody else; and
+// they come back as far as it allows.
+static void test_lowered(void **state)
+{
+    uint64_t a = fed(&m, "a"), b = fed(&m, "b"), c = fed(&m, "c");
+    const struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    enum kvq__limit which = kvq__pool_limit(&kit.core->pools[home]);
+    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << which};
+    uint8_t before[LAYERS][OUT_BYTES], after[LAYERS][OUT_BYTES];
+    (void)state;
+    attend(&m, a, before);
+    assert_int_equal(ns->used[which], 3 * SESSION_BYTES);
+    assert_int_equal(begin(&m, c, 7, 1, 0), 0); // into another page
+    uint64_t in_step = ns->used[which] - 2 * SESSION_BYTES;
+    core_check(kit.core);
+    limit.quota.limit[which] = in_step / 2;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    for (uint32_t i = 0; i < 10; i++) {
+        pass(SECOND);
+        kvq__core_tick(kit.core);
+        rest();
+    }
+    assert_int_equal(ns->used[which], in_step); // what is in a step stays
+    assert_false(is_home(&m, a) || is_home(&m, b));
+    struct kvq_entry_wire e = entry(&m, c, 1);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
+    assert_int_equal(kvq__session_drop(m.client, c, text), 0);
+    limit.quota.limit[which] = SESSION_BYTES;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    attend(&m, a, after);
+    assert_memory_equal(before, after, sizeof before);
+    assert_true(ns->used[which] <= SESSION_BYTES && is_home(&m, a));
+    limit.set = 0;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());
@@ -445,6 +481,8 @@ int main(void)
         SAVES(test_drain),
         SAVES(test_quota),
         SAVES(test_back),
+        TEST(test_lowered),
+        SAVES(test_lowered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
