@@ -336,7 +336,7 @@ struct kvq__session_info {
     uint64_t handle, id;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     char format[KVQ_FORMAT_NAME]; // the configuration's, if it is one; else of most layers
-    char place[48];               // "host" or a GPU's UUID
+    char place[48];               // "host" or a GPU's UUID: where it belongs
     char isa[16];                 // that its kernels are for on a GPU: "sm_90"; else empty
     char layer_formats[256];      // "0-1:k8v4, 2-31:oscar2"; empty if all layers have one
     uint64_t tokens;
@@ -349,6 +349,7 @@ struct kvq__session_info {
     uint64_t group_tokens;    // committed by all shards; 0 while one is missing
     uint32_t loading;         // layers that are yet to be read from a store
     bool saved;               // what is committed is in a store
+    bool demoted;             // it is in the host\'s memory, though `place` is where it belongs
     bool away;                // parked: it has no memory, and comes back when it is used
     bool stays;               // pinned: it is never parked
     uint64_t prefix_tokens;   // that it began with

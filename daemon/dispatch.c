@@ -23,6 +23,11 @@ void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, c
 
 // ---- Sessions ----
 
+static const char *tier_of(const struct kvq__session_info *info)
+{
+    return info->away ? "disk" : info->isa[0] && !info->demoted ? "device" : "host";
+}
+
 static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
                                      const char *isa)
 {
@@ -73,7 +78,7 @@ static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__
     s->shared_bytes = info->shared_bytes;
     s->loading_layers = info->loading;
     s->saved = info->saved;
-    s->tier = kvq_arena_text(arena, info->away ? "disk" : info->isa[0] ? "device" : "host");
+    s->tier = kvq_arena_text(arena, tier_of(info));
     s->pinned = info->stays;
     return s;
 }

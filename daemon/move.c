@@ -121,7 +121,7 @@ static int check_room(const struct kvq__move *move, char *text)
     return limit && need > limit && changes_tier(move) ? refuse_room(move, KVQ_E_QUOTA, text) : 0;
 }
 
-int kvq__session_movable(const struct kvq__session *s, char *text)
+int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
 {
     if (s->move)
         return kvq__fail(text, KVQ_E_BUSY,
@@ -131,7 +131,8 @@ int kvq__session_movable(const struct kvq__session *s, char *text)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);
-    if (!LIST_EMPTY(&s->tables))
+    // What a demoted session's tables show is to come, at its home.
+    if (!LIST_EMPTY(&s->tables) && s->home != to)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is read by a client in its own context, which has its "
                          "memory mapped; close it there, then move it",
@@ -632,7 +633,10 @@ static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *te
 
 static int add_session(struct kvq__move *move, struct kvq__session *s, char *text)
 {
-    int rc = s->pool == move->to ? 0 : kvq__session_movable(s, text);
+    int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
+    if (rc == 0 && s->pool == move->to &&
+        s->home) // that it stood there for a while no longer counts
+        kvq__home_lost(s);
     if (rc || s->pool == move->to)
         return rc;
     if (s->away)

@@ -82,7 +82,8 @@ uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref);
 // ---- For the rest of the core (move.c) ----
 
 // Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
-int kvq__session_movable(const struct kvq__session *session, char *text);
+int kvq__session_movable(const struct kvq__session *session, const struct kvq__pool *to,
+                         char *text);
 // Begins to move the session, or all its shards.
 int kvq__move_start(struct kvq__session *session, const struct kvq__move_spec *spec,
                     struct kvq__move_info *info, char *text);

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
@@ -428,7 +429,7 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
     int rc = kvq__session_build(s->core, s->ns, spec, &wanted, text);
     if (rc < 0)
         return rc;
-    if (!is_empty(spec->place) && wanted->pool != s->pool)
+    if (!is_empty(spec->place) && wanted->pool != kvq__home_of(s))
         rc = differs(s, "place", text);
     else
         rc = compare_layers(s, wanted, text);
@@ -580,6 +581,7 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     }
     kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
     kvq__fetch_ask(s); // it is about to be used
+    kvq__home_ask(s);
     kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,
                created        ? "created"
                : h->read_only ? "read-only"

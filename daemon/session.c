@@ -123,6 +123,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
             s->layers[i].gpu_book = there.layers[i].gpu_book;
         s->counts = there.counts;
         s->pool = to;
+        kvq__home_lost(s);
     }
     kvq__deallocate(s->core, there.layers, bytes);
     return rc;
@@ -284,6 +285,7 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
 void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_info *info)
 {
     uint64_t idle = s->core->now - s->idle_since;
+    const struct kvq__pool *home = kvq__home_of(s);
     *info = (struct kvq__session_info){
         .id = s->id,
         .tokens = s->tokens,
@@ -307,6 +309,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .away = s->away,
         .stays = s->stays,
         .prefix_tokens = s->prefix_tokens,
+        .demoted = s->home != NULL,
     };
     if (!kvq__group_is_open(s) && s->keep_ns)
         info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
@@ -315,9 +318,9 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     snprintf(info->model, sizeof info->model, "%s", s->model);
     snprintf(info->format, sizeof info->format, "%s",
              s->own_format[0] ? s->own_format : commonest_format(s));
-    snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(s->pool));
-    if (s->pool->gpu)
-        snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(s->pool->gpu)->capability);
+    snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(home));
+    if (home->gpu)
+        snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(home->gpu)->capability);
     kvq__formats_text(s, info->layer_formats, sizeof info->layer_formats);
     fill_sizes(s, info);
 }
@@ -526,7 +529,7 @@ uint32_t kvq__session_shards(struct kvq__core *core, const struct kvq__peer *pee
                                          .id = m->id,
                                          .tokens = m->tokens,
                                          .writer_client = m->writer ? m->writer->client->id : 0,
-                                         .place = kvq__pool_name(m->pool),
+                                         .place = kvq__pool_name(kvq__home_of(m)),
                                          .ended = m->prepared};
     }
     return n;

@@ -7,6 +7,7 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/table.h"
 
 static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&
@@ -64,9 +65,9 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
     if (m->layers != s->n_layers)
         return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
                          m->layers, s->n_layers);
-    if (!m->host != (s->pool->gpu != NULL))
+    if (!m->host != (kvq__home_of(s)->gpu != NULL))
         return kvq__fail(text, KVQ_E_INVALID, "a page table elsewhere than its session, on %s",
-                         kvq__pool_name(s->pool));
+                         kvq__pool_name(kvq__home_of(s)));
     if (m->pages < kvq__pages_of(s->tokens))
         return kvq__fail(
             text, KVQ_E_LIMIT, "a page table for %llu tokens; the session has %llu: make it larger",

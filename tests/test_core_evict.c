@@ -399,13 +399,38 @@ static void test_group(void **state)
     fed(&other, "");
     fed(&other, "");
     assert_int_equal(kit.core->evicted.demoted, 0);
-    assert_int_equal(step(&other, opened(&other, "x"), 1), 0); // for one page
+    uint64_t x = opened(&other, "x");
+    assert_int_equal(step(&other, x, 1), 0); // for one page
     assert_int_equal(kit.core->evicted.demoted, 1);
     assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
     pass(2 * SECOND);
+    // Who opens it sees where it belongs, and that it is on its way there.
+    assert_int_equal(kvq__session_info(m.client, shards[0], &info, text), 0);
+    assert_true(info.demoted);
+    assert_string_equal(info.place, place(1));
     uint8_t out[LAYERS][OUT_BYTES];
     attend(&m, shards[1], out);
     assert_true(is_home(&m, shards[1]) && !is_home(&m, shards[0]));
+    spec.shard = 0;
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    kvq__session_drop(other.client, x, text);
+    rest();
+    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+    rest();
+    assert_true(is_home(&m, shards[0]));
+    // One that is moved to the host belongs there from then on.
+    pass(2 * SECOND);
+    assert_int_equal(step(&m, opened(&m, ""), 3 * SESSION), 0);
+    assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__move_spec to = {.place = "host"};
+    struct kvq__move_info moved;
+    assert_int_equal(kvq__session_move_named(kit.core, &admin, "uid-1000", "g", &to, &moved, text),
+                     0);
+    rest();
+    assert_int_equal(kit.core->n_demoted, 0);
+    assert_int_equal(kvq__session_info(m.client, shards[0], &info, text), 0);
+    assert_string_equal(info.place, "host");
 }
 
 // Sessions that have just come back stay, however long nobody had used them before.
