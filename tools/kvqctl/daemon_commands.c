@@ -46,10 +46,10 @@ static void print_eviction(const Kvq__EvictionStatus *e)
         printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu32
                " are there now\n",
                e->demoted, kvq__ctl_bytes(e->demoted_bytes), e->returned, e->demoted_now);
-    if (e->waited + e->refused)
+    if (e->waited + e->refused + e->failed)
         printf("for room   %" PRIu64 " requests waited, %" PRIu32 " wait now, %" PRIu64
-               " were refused\n",
-               e->waited, e->waiting_now, e->refused);
+               " were refused; %" PRIu64 " sessions could not go\n",
+               e->waited, e->waiting_now, e->refused, e->failed);
 }
 
 static void print_status(const Kvq__StatusReply *s)
