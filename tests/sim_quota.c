@@ -23,7 +23,8 @@ static uint64_t new_limit(struct sim *sim, uint64_t used, uint32_t step)
 {
     if (kit_chance(&sim->kit, 25))
         return 0;
-    uint64_t change = (uint64_t)step * kit_below(&sim->kit, 16);
+    uint64_t change = (uint64_t)step * kit_below(&sim->kit, 16); // and seldom whole blocks
+    change += step > 1 ? kit_below(&sim->kit, step) : 0;
     uint64_t limit =
         kit_chance(&sim->kit, 40) ? used - (change < used ? change : 0) : used + change;
     return limit ? limit : 1;

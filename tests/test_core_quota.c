@@ -172,8 +172,9 @@ static void test_never_more(void **state)
     uint64_t a = fed("team", "a", 2), b = fed("team", "b", 1);
     struct kvq__namespace_info info;
     (void)state;
-    set("team", KVQ__HOST_BYTES, 4 * PAGE_BYTES);
+    set("team", KVQ__HOST_BYTES, 5 * PAGE_BYTES - 1);
     assert_int_equal(kit_step(&m, a, 2 * PAGE, 2, DIM), KVQ_E_QUOTA);
+    set("team", KVQ__HOST_BYTES, 4 * PAGE_BYTES);
     info = info_of("team");
     assert_int_equal(info.used[KVQ__HOST_BYTES], 3 * PAGE_BYTES); // as before
     assert_int_equal(info.refused[KVQ__HOST_BYTES], 1);
