@@ -486,6 +486,45 @@ static void test_lowered(void **state)
     assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
 }
 
+// Prefixes are given up only where the limit counts them that is met.
+static void test_prefixes_elsewhere(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "a", .model = "m", .place = place(1), .layers = rows, .n_layers = 1};
+    (void)state;
+    m.ids_at = 3 * MIB;
+    for (uint32_t i = 0; i < SESSION; i++)
+        ((int32_t *)(void *)(m.memory + m.ids_at))[i] = (int32_t)i;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t a = info.handle;
+    const struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    assert_int_equal(kit_step(&m, a, SESSION, HEADS, DIM), 0);
+    rest();
+    kvq__core_tick(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    rest();
+    uint64_t kept = ns->used[KVQ__DEVICE_BYTES];
+    assert_true(kept > 0);
+    m.ids_at = 0;
+    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
+    limit.quota.limit[KVQ__HOST_BYTES] = 1;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    spec.name = spec.place = "host";
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&m, info.handle, 1, HEADS, DIM), KVQ_E_QUOTA);
+    assert_int_equal(ns->used[KVQ__DEVICE_BYTES], kept);
+    // On their own tier they go at once, when its limit is lowered.
+    limit = (struct kvq__override){.ns = "uid-1000", .set = 1u << KVQ__DEVICE_BYTES};
+    limit.quota.limit[KVQ__DEVICE_BYTES] = kept / 2;
+    core_check(kit.core);
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kvq__core_tick(kit.core);
+    assert_true(ns->used[KVQ__DEVICE_BYTES] <= kept / 2);
+    limit.set = 0;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());
@@ -508,6 +547,7 @@ int main(void)
         SAVES(test_back),
         TEST(test_lowered),
         SAVES(test_lowered),
+        TEST(test_prefixes_elsewhere),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
