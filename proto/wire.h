@@ -17,8 +17,8 @@
 #include <stdint.h>
 
 #include "proto/kvq.pb-c.h"
-#include "proto/saved.pb-c.h"
 #include "proto/limits.h"
+#include "proto/saved.pb-c.h"
 
 // Memory handed out front to back and taken back all at once.
 struct kvq_arena {

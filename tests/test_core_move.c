@@ -703,8 +703,7 @@ int main(void)
         TEST(test_round_trip), TEST(test_packing), TEST(test_codebooks),
         TEST(test_shared),     TEST(test_tiers),   TEST(test_waits),
         TEST(test_no_room),    TEST(test_dropped), cmocka_unit_test_setup(test_close, setup),
-        TEST(test_shards),     TEST(test_others),
-        TEST(test_parked),
+        TEST(test_shards),     TEST(test_others),  TEST(test_parked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
