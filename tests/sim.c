@@ -552,6 +552,7 @@ static void end(struct sim *sim)
         kvq__core_poll(sim->kit.core);
     core_check(sim->kit.core);
     kvq__core_parks(sim->kit.core, &sim->parks);
+    kvq__core_evictions(sim->kit.core, &sim->evicted);
     quota_end(sim);
     kit_close(&sim->kit);
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
@@ -578,6 +579,9 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     sim->kit.table_gone = table_free;
     quota_begin(sim, seed % 3 == 1);
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
+    sim->kit.core->config.evict_idle_ns = seed % 2 ? 200000000 : 1000000000;
+    sim->kit.core->config.evict_above = seed % 4 == 3 ? 70 : 0;
+    sim->kit.core->config.park_idle_ns = seed % 7 == 6 ? 3000000000 : 0;
     sim->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     for (uint32_t i = 0; i < events; i++) {
         happen(sim);
@@ -590,6 +594,10 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->keep.restores += sim->keep.restores;
     total->keep.read_prefixes += sim->keep.read_prefixes;
     add_parks(&total->parks, &sim->parks);
+    total->evicted.demoted += sim->evicted.demoted;
+    total->evicted.promoted += sim->evicted.promoted;
+    total->evicted.waited += sim->evicted.waited;
+    total->evicted.refused += sim->evicted.refused;
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
     total->streamed += sim->streamed;
@@ -616,7 +624,8 @@ static bool all_happened(const struct sim *total, bool gpus)
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
            total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
-           total->parks.fetch_failed && total->lowered && total->above &&
+           total->parks.fetch_failed && total->lowered && total->above && total->evicted.waited &&
+           total->evicted.refused &&
            (gpus ? total->moved
                  : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes);
 }
@@ -644,7 +653,9 @@ int main(int argc, char **argv)
         "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
         "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was "
         "used, "
-        "%llu refusals by limits\n",
+        "%llu refusals by limits, %llu requests waited for room and %llu were refused, %llu "
+        "sessions "
+        "demoted and %llu back\n",
         (unsigned long long)n, (unsigned long long)total.checked,
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
@@ -657,6 +668,8 @@ int main(int argc, char **argv)
         (unsigned long long)(total.parks.parked[0] + total.parks.parked[1] + total.parks.parked[2] +
                              total.parks.parked[3]),
         (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed,
-        (unsigned long long)total.lowered, (unsigned long long)total.above);
+        (unsigned long long)total.lowered, (unsigned long long)total.above,
+        (unsigned long long)total.evicted.waited, (unsigned long long)total.evicted.refused,
+        (unsigned long long)total.evicted.demoted, (unsigned long long)total.evicted.promoted);
     return !whole || all_happened(&total, gpus) ? 0 : 1;
 }

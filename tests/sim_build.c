@@ -292,5 +292,10 @@ bool op_build(struct sim *sim, struct actor *a)
         if (t && t->prepared && kit_chance(&sim->kit, 60))
             a->header.deadline_ns = sim->kit.now + 1000000ull * kit_below(&sim->kit, 3000);
     }
+    bool takes = op == KVQ_OP_STEP_BEGIN || op == KVQ_OP_STEP || op == KVQ_OP_FORK;
+    if (takes && kit_chance(&sim->kit, 30)) {
+        a->header.flags |= KVQ_REQ_WAIT_ROOM;
+        a->header.deadline_ns = sim->kit.now + 1000000ull * kit_below(&sim->kit, 9000) + 1;
+    }
     return true;
 }

@@ -94,6 +94,8 @@ static int predict_open(struct actor *a, uint32_t i, bool write)
     p->on_gpu = h->track->on_gpu;
     if (park_predict(sim_of(a), h->track))
         return park_predict(sim_of(a), h->track);
+    if (a->member.queue->work[i].no_room) // where it belongs, and it is elsewhere
+        return a->member.queue->work[i].no_room;
     // Others have waited: this actor's one queue would have to end the other shard's step.
     return h->track->prepared && !h->read_only ? KVQ_E_BUSY : 0;
 }
@@ -283,7 +285,7 @@ void op_acquired(struct sim *sim, struct actor *a)
         const struct track *other = p->track ? track_sibling(sim, p->track) : NULL;
         if (p->expect == KVQ_E_BUSY && p->track->prepared && !p->hold->read_only)
             MUST((other && other->writer == a) || a->gone || status < 0);
-        if (p->expect == 0 && a->header.op == KVQ_OP_STEP)
+        if (p->expect == 0 && a->header.op == KVQ_OP_STEP && status == 0)
             whole_began(a, i);
         if (p->expect == 0 && op_appends(a->header.op) && a->entries[i].append)
             p->track->appended[a->header.layer] = 1;

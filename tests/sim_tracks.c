@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The simulation's tracks: sessions as they should be.
+#include "daemon/evict.h"
 #include "tests/sim.h"
 
 #include <assert.h>
@@ -197,7 +198,8 @@ void track_places(struct sim *sim)
         const struct kvq__session *s = t->used && t->alive ? find_session(sim, t->id) : NULL;
         if (!s)
             continue;
-        bool on_gpu = s->pool->gpu, streams = s->pool == &sim->kit.core->pools[1];
+        // A stream's order is kept where it belongs, though it may be elsewhere for a while.
+        bool on_gpu = s->pool->gpu, streams = kvq__home_of(s) == &sim->kit.core->pools[1];
         sim->moved += t->on_gpu != on_gpu || t->streams != streams;
         t->on_gpu = on_gpu;
         t->streams = streams;
