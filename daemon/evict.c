@@ -27,10 +27,12 @@ double kvq__score(const struct kvq__score *s)
     return (double)s->idle * (double)s->gain / cost;
 }
 
-// The part of a session's blocks that nobody else has. The index of prefixes gives way.
-static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns)
+// The part of a session's blocks that nobody else has. The index of prefixes gives way. With
+// `shared` also its share of those that other sessions have as well.
+static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
-    uint32_t seen = 0, own = 0;
+    uint32_t seen = 0;
+    double own = 0;
     for (uint32_t k = 0; k < SAMPLES; k++) {
         const struct kvq__layer *l =
             &s->layers[s->layers[(uint64_t)k * s->n_layers / SAMPLES].source];
@@ -42,9 +44,14 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
         uint32_t index = page < s->ids.sealed;
         seen += block != NULL;
-        own += block && block->refs <= 1 + index && (!ns || block->extent->owner->ns == ns);
+        if (!block || (ns && block->extent->owner->ns != ns))
+            continue;
+        if (block->refs <= 1 + index)
+            own++;
+        else if (shared)
+            own += 1.0 / (block->refs - index);
     }
-    return seen ? (double)own / seen : 0;
+    return seen ? own / seen : 0;
 }
 
 static uint64_t bytes_of(const struct kvq__session *s)
@@ -53,12 +60,13 @@ static uint64_t bytes_of(const struct kvq__session *s)
 }
 
 // Bytes that a shortage has less of without the session.
-static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage *shortage)
+static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage *shortage,
+                        bool shared)
 {
     const struct kvq__namespace *ns = shortage->code == KVQ_E_QUOTA ? s->ns : NULL;
     if (!kvq__shortage_counts(shortage, s))
         return 0;
-    return (uint64_t)((double)bytes_of(s) * own_part(s, ns));
+    return (uint64_t)((double)bytes_of(s) * own_part(s, ns, shared));
 }
 
 // ---- Where it can go ----
@@ -90,6 +98,7 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
 
 struct choice {
     const struct kvq__plea *plea;
+    bool shared; // blocks that sessions share count: if all of these go, they are free
     struct kvq__session *best; // the first of its group
     enum way way;
     double score;
@@ -113,15 +122,16 @@ static bool is_first(const struct kvq__session *s)
     return true;
 }
 
-static void look_at(const struct kvq__session *s, const struct kvq__plea *plea, struct look *look)
+static void look_at(const struct kvq__session *s, const struct choice *c, struct look *look)
 {
+    const struct kvq__plea *plea = c->plea;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
     look->used |= s->park || s->fetch || kvq__session_in_use(s);
     look->pinned |= s->stays;
     look->own |= s == plea->own;
     look->claimed |= s->claim == core->last_claim && s->claimed <= plea->ticket;
-    look->gain += gain_of(s, plea->shortage);
+    look->gain += gain_of(s, plea->shortage, c->shared);
     look->bytes += bytes;
     look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
     look->idle = idle < look->idle ? idle : look->idle;
@@ -129,13 +139,13 @@ static void look_at(const struct kvq__session *s, const struct kvq__plea *plea, 
     look->try_after = s->try_after > look->try_after ? s->try_after : look->try_after;
 }
 
-static struct look look_at_all(const struct kvq__session *s, const struct kvq__plea *plea)
+static struct look look_at_all(const struct kvq__session *s, const struct choice *c)
 {
     struct look look = {.idle = UINT64_MAX};
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m)
-            look_at(m, plea, &look);
+            look_at(m, c, &look);
     }
     return look;
 }
@@ -154,7 +164,7 @@ static void consider(struct choice *c, struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
     const struct kvq__plea *plea = c->plea;
-    struct look look = look_at_all(s, plea);
+    struct look look = look_at_all(s, c);
     if (look.gain == 0 || look.own)
         return;
     if (look.used || look.claimed || look.pinned) {
@@ -184,11 +194,12 @@ static void consider(struct choice *c, struct kvq__session *s)
     c->gain = look.gain;
 }
 
-static void choose(struct kvq__core *core, const struct kvq__plea *plea, struct choice *c)
+static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool shared,
+                   struct choice *c)
 {
     struct kvq__namespace *ns;
     struct kvq__session *s;
-    *c = (struct choice){.plea = plea};
+    *c = (struct choice){.plea = plea, .shared = shared};
     *plea->in_the_way = (struct kvq__in_the_way){0};
     TAILQ_FOREACH (ns, &core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link)
@@ -304,27 +315,37 @@ static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *po
     return false;
 }
 
+// Whether the sessions that can go have what is missing. (Nobody goes in vain.)
+static bool is_enough(const struct choice *c)
+{
+    const struct kvq__plea *plea = c->plea;
+    return free_of(plea->shortage) + c->all >= plea->need &&
+           (c->best || *plea->look_at != UINT64_MAX);
+}
+
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
 {
     struct choice c;
     if (core->draining)
         return KVQ__HELP_NONE;
     claim_all(core, plea);
-    choose(core, plea, &c);
+    choose(core, plea, false, &c);
     if (under_way(core, plea->shortage))
         return KVQ__HELP_NOW;
     if (is_in_limbo(core, plea->shortage->pool)) {
         *plea->look_at = core->now;
         return KVQ__HELP_LATER;
     }
-    if (free_of(plea->shortage) + c.all < plea->need) // nobody goes in vain
+    if (!is_enough(&c)) // forks of each other: one alone frees nothing, but all do
+        choose(core, plea, true, &c);
+    if (!is_enough(&c))
         return KVQ__HELP_NONE;
     bool quota = plea->shortage->code == KVQ_E_QUOTA;
     while (c.best) {
         int rc = start(core, &c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
         if (rc == 0 || rc == KVQ_E_BUSY)
             return KVQ__HELP_NOW;
-        choose(core, plea, &c);
+        choose(core, plea, c.shared, &c);
     }
     return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
 }
@@ -458,7 +479,7 @@ static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
     struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     struct choice c;
     claim_all(core, &plea);
-    choose(core, &plea, &c);
+    choose(core, &plea, false, &c);
     if (c.best && is_above(core, pool))
         relieve(core, &c);
     else if (c.best)

@@ -65,13 +65,16 @@ static uint64_t need_of(const struct kvq__session *s)
 }
 
 // It still has the blocks that it got, and gives them back now: what is refused is all of it.
-static int refuse_room(struct kvq__session *s, int rc, char *text)
+static int refuse_room(struct kvq__session *s, int rc, const struct kvq__in_the_way *in_the_way,
+                       char *text)
 {
+    char way[KVQ_TEXT_BYTES / 4];
     uint64_t need = need_of(s);
     kvq__pages_trim(s, 0);
     if (rc == KVQ_E_QUOTA)
         return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
-    kvq__namespace_full(s->core, s->ns, s->pool, need, rc, NULL);
+    kvq__in_the_way_text(s->core, in_the_way, way, sizeof way);
+    kvq__namespace_full(s->core, s->ns, s->pool, need, rc, way);
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\" of %llu tokens and %llu bytes; drop "
                      "others, or give the pool more memory",
@@ -133,11 +136,10 @@ static void give_back(struct kvq__restore *r)
 }
 
 // It was refused a block. True if it is to wait for room.
-static bool waits(struct kvq__restore *r)
+static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
 {
     struct kvq__core *core = r->core;
     struct kvq__shortage shortage = core->shortage;
-    struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX, need = need_of(r->session);
     if (shortage.code == 0 || r->spec.prefix_tokens || need > kvq__shortage_limit(&shortage))
         return false;
@@ -146,7 +148,7 @@ static bool waits(struct kvq__restore *r)
                              .need = need - r->reserved,
                              .ticket = r->ticket,
                              .own = r->session,
-                             .in_the_way = &way,
+                             .in_the_way = way,
                              .look_at = &look_at};
     enum kvq__help help = kvq__evict_for(core, &plea);
     if (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at))
@@ -161,9 +163,10 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
         give_back(r);
         return 2;
     }
+    struct kvq__in_the_way way = {0};
     r->core->shortage.code = 0;
     int rc = reserve_some(r);
-    if (rc < 0 && waits(r))
+    if (rc < 0 && waits(r, &way))
         return 2;
-    return rc < 0 ? refuse_room(r->session, rc, text) : rc;
+    return rc < 0 ? refuse_room(r->session, rc, &way, text) : rc;
 }

@@ -73,6 +73,37 @@ static void test_both(void **state)
     assert_int_equal(refused(), 0);
 }
 
+static uint64_t forked(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e = entry(member, handle, 0);
+    uint64_t fork;
+    assert_int_equal(kit_simple(member, KVQ_OP_FORK, 0, e, &fork), 0);
+    return fork;
+}
+
+// Memory is full of sessions that share all they have with a fork: alone none of them frees
+// anything, and still they make room.
+static void test_forks(void **state)
+{
+    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    uint64_t handles[4], forks[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        forks[i] = forked(&m, handles[i]);
+    }
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    fed(&other, "");
+    assert_int_equal(refused(), 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        pass(2 * SECOND);
+        attend(&m, i ? forks[0] : handles[0], now);
+        assert_memory_equal(now, bits, sizeof now);
+    }
+    assert_int_equal(refused(), 0);
+}
+
 // The host has bytes, but no extent that is this namespace's: it goes to disk instead.
 static void test_no_host(void **state)
 {
@@ -203,7 +234,7 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        SAVES(test_disk),        SAVES(test_both),  SAVES(test_no_host),
+        SAVES(test_disk),        SAVES(test_forks), SAVES(test_both),        SAVES(test_no_host),
         SAVES(test_store_fails), SAVES(test_above), SAVES(test_two_fetches),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
