@@ -285,7 +285,7 @@ int kvq__saved_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
     rc = few && !saved->layers ? KVQ_E_NO_MEMORY : KVQ_E_DAMAGED;
     free(saved->layers);
     saved->layers = NULL;
-    snprintf(text, KVQ_TEXT_BYTES, "what was stored of session \"%s\" makes no sense: %s", m->name,
-             rc == KVQ_E_NO_MEMORY ? "no memory" : why);
+    snprintf(text, KVQ_TEXT_BYTES, "what was stored of session \"%s\" makes no sense: %.300s",
+             m->name, rc == KVQ_E_NO_MEMORY ? "no memory" : why);
     return rc;
 }
