@@ -624,10 +624,10 @@ static bool all_happened(const struct sim *total, bool gpus)
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
            total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
-           total->parks.fetch_failed && total->lowered && total->above && total->evicted.waited &&
-           total->evicted.refused &&
+           total->parks.fetch_failed && total->lowered && total->above &&
            (gpus ? total->moved
-                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes);
+                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
+                       total->evicted.waited && total->evicted.refused);
 }
 
 int main(int argc, char **argv)
