@@ -623,11 +623,12 @@ static bool all_happened(const struct sim *total, bool gpus)
     return total->checked && !total->checked_gpu == !gpus && !total->streamed == !gpus &&
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
-           total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched &&
-           total->parks.fetch_failed && total->lowered && total->above &&
-           (gpus ? total->moved
-                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
-                       total->evicted.waited && total->evicted.refused);
+           total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched && total->lowered &&
+           total->above &&
+           (gpus
+                ? total->moved
+                : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
+                      total->evicted.waited && total->evicted.refused && total->parks.fetch_failed);
 }
 
 int main(int argc, char **argv)
