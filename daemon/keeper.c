@@ -30,8 +30,15 @@ static void deliver(struct kvq__mail *mail)
     t->step(t);
 }
 
+static void deliver_back(struct kvq__mail *mail)
+{
+    of_mail(mail)->at_poller = false;
+    deliver(mail);
+}
+
 void kvq__task_to_poller(struct kvq__task *t, void (*step)(struct kvq__task *task))
 {
+    t->at_poller = true;
     t->step = step;
     kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->mail, deliver);
 }
@@ -39,7 +46,7 @@ void kvq__task_to_poller(struct kvq__task *t, void (*step)(struct kvq__task *tas
 void kvq__task_to_loop(struct kvq__task *t, void (*step)(struct kvq__task *task))
 {
     t->step = step;
-    kvq__mailbox_post(&t->keeper->server->box, &t->mail, deliver);
+    kvq__mailbox_post(&t->keeper->server->box, &t->mail, deliver_back);
 }
 
 static void work(uv_work_t *work)

@@ -45,6 +45,7 @@ struct kvq__task {
     void (*read)(struct kvq__task *task);  // and once all is read
     void (*next)(struct kvq__task *task);  // and once that is over
     bool writes, again, unchanged, own, quiet, looked_again;
+    bool at_poller;            // the poller's thread may write to it; the loop's own
     struct kvq__reshard_as as; // shards 0: as many as were saved
     enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];

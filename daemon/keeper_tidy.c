@@ -169,16 +169,18 @@ static const char *doing(const struct kvq__task *t)
 void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued)
 {
     const struct kvq__task *first = TAILQ_FIRST(&keeper->queue), *t;
-    const char *after = first && keeper->n_loading ? ", " : "";
     size_t used = 0;
     *queued = 0;
     out[0] = '\0';
     TAILQ_FOREACH (t, &keeper->queue, link)
         *queued += t != first;
+    if (first && first->at_poller) // which may be finding out whose it is
+        first = NULL;
     if (first && first->name[0])
         used = (size_t)snprintf(out, n, "%s %s/%s", doing(first), first->ns, first->name);
     else if (first)
         used = (size_t)snprintf(out, n, "%s", doing(first));
     if (keeper->n_loading > 0 && used < n)
-        snprintf(out + used, n - used, "%srestoring %u sessions", after, keeper->n_loading);
+        snprintf(out + used, n - used, "%srestoring %u sessions", used ? ", " : "",
+                 keeper->n_loading);
 }
