@@ -104,11 +104,12 @@ struct choice {
     double score;
     uint64_t gain; // of the best
     uint64_t all;  // that could be gained by all that may go, now or soon
+    uint64_t busy; // and by all that may go once the work that uses them has ended
 };
 
 // Of a group as a whole.
 struct look {
-    bool used, pinned, own, claimed;
+    bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
     uint64_t gain, bytes, unsaved, idle, back, try_after;
 };
 
@@ -128,6 +129,7 @@ static void look_at(const struct kvq__session *s, const struct choice *c, struct
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
     look->used |= s->park || s->fetch || kvq__session_in_use(s);
+    look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->stays;
     look->own |= s == plea->own;
     look->claimed |= s->claim == core->last_claim && s->claimed <= plea->ticket;
@@ -170,6 +172,10 @@ static void consider(struct choice *c, struct kvq__session *s)
     if (look.used || look.claimed || look.pinned) {
         plea->in_the_way->pinned += look.pinned;
         plea->in_the_way->in_use += !look.pinned;
+        if (!look.pinned && !look.held && !look.claimed) { // that ends by itself
+            c->busy += look.gain;
+            *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+        }
         return;
     }
     enum way way = look.try_after > core->now ? NOWHERE : way_of(s, plea->shortage, look.bytes);
@@ -315,11 +321,11 @@ static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *po
     return false;
 }
 
-// Whether the sessions that can go have what is missing. (Nobody goes in vain.)
-static bool is_enough(const struct choice *c)
+// Whether the sessions that can go, or that can with those that are busy, have what is missing.
+static bool is_enough(const struct choice *c, uint64_t busy)
 {
     const struct kvq__plea *plea = c->plea;
-    return free_of(plea->shortage) + c->all >= plea->need &&
+    return free_of(plea->shortage) + c->all + busy >= plea->need &&
            (c->best || *plea->look_at != UINT64_MAX);
 }
 
@@ -336,10 +342,11 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
         *plea->look_at = core->now;
         return KVQ__HELP_LATER;
     }
-    if (!is_enough(&c)) // forks of each other: one alone frees nothing, but all do
+    if (!is_enough(&c, c.busy)) // forks of each other: one alone frees nothing, but all do
         choose(core, plea, true, &c);
-    if (!is_enough(&c))
-        return KVQ__HELP_NONE;
+    if (!is_enough(&c, 0)) // nobody goes in vain
+        return is_enough(&c, c.busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
+                                                                     : KVQ__HELP_NONE;
     bool quota = plea->shortage->code == KVQ_E_QUOTA;
     while (c.best) {
         int rc = start(core, &c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);

@@ -10,8 +10,8 @@
 //
 // so that of two sessions alike the one used longest ago goes, of two idle for as long the one that
 // is saved already goes, and one whose blocks others share stays, unless only forks of each other
-// are left: then one after the other goes. Under a namespace's limit only sessions of that namespace
-// help.
+// are left: then one after the other goes. Under a namespace's limit only sessions of that
+// namespace help.
 //
 // Where to. From a GPU to the host's memory, by a move (they are "demoted": `home` says which GPU
 // they belong to), or, where there is no room, to disk (park.h); from the host's memory to disk.
@@ -23,11 +23,12 @@
 //
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
 // an eviction that may help it is under way or can be begun, or will be once a session is old
-// enough, or once work under way has ended that may look at blocks which are given back (for two
-// seconds at most). With KVQ_REQ_WAIT_ROOM it also waits if nothing can be
-// evicted, until its deadline. It is looked at again, from the start, when a block has become free
-// or an eviction has ended (core->freed), and every 50 ms. What could never fit is refused at once,
-// and nobody has to go for it.
+// enough, or once work under way has ended that uses a session or may look at blocks which are
+// given back (for two seconds at most). What a client holds, by a step or in its own context, is
+// not waited for. With KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its
+// deadline. It is looked at again, from the start, when a block has become free or an eviction has
+// ended (core->freed), and every 50 ms. What could never fit is refused at once, and nobody has to
+// go for it.
 //
 // Why nobody waits for ever:
 //

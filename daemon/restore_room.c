@@ -65,6 +65,7 @@ static uint64_t need_of(const struct kvq__session *s)
 }
 
 // It still has the blocks that it got, and gives them back now: what is refused is all of it.
+// in_the_way: NULL if nobody was asked to make room.
 static int refuse_room(struct kvq__session *s, int rc, const struct kvq__in_the_way *in_the_way,
                        char *text)
 {
@@ -73,8 +74,9 @@ static int refuse_room(struct kvq__session *s, int rc, const struct kvq__in_the_
     kvq__pages_trim(s, 0);
     if (rc == KVQ_E_QUOTA)
         return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
-    kvq__in_the_way_text(s->core, in_the_way, way, sizeof way);
-    kvq__namespace_full(s->core, s->ns, s->pool, need, rc, way);
+    if (in_the_way)
+        kvq__in_the_way_text(s->core, in_the_way, way, sizeof way);
+    kvq__namespace_full(s->core, s->ns, s->pool, need, rc, in_the_way ? way : NULL);
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\" of %llu tokens and %llu bytes; drop "
                      "others, or give the pool more memory",
@@ -168,5 +170,5 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     int rc = reserve_some(r);
     if (rc < 0 && waits(r, &way))
         return 2;
-    return rc < 0 ? refuse_room(r->session, rc, &way, text) : rc;
+    return rc < 0 ? refuse_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
 }
