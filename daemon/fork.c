@@ -323,14 +323,17 @@ static bool clone_entries(struct kvq__queue *q)
 static void start_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
-    struct kvq__handle *h;
+    struct kvq__handle *h = NULL;
+    assert(w->forked);
     int rc = kvq__namespace_room(w->session->ns, NULL); // others were published since
-    rc = rc ? rc : kvq__handle_new(q->client, &h);
+    if (rc == 0)
+        rc = kvq__handle_new(q->client, &h);
     if (rc < 0) {
         clone_undo(q, w);
         kvq__entry_fail(q, i, rc, w->session->tokens);
         return;
     }
+    assert(h);
     kvq__session_publish(w->forked);
     kvq__handle_attach(h, w->forked, false);
     kvq__session_pin(w->forked);
