@@ -275,6 +275,43 @@ static void test_each_other(void **state)
     kvq__session_unpin(kit_of(&m, d));
 }
 
+static void open_shards(struct member *member, const char *name, uint64_t *shards)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = name, .place = place(home), .layers = rows, .n_layers = 1, .shards = 2};
+    for (; spec.shard < 2; spec.shard++) {
+        assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
+        shards[spec.shard] = info.handle;
+    }
+}
+
+// Two sessions have each begun the step of one shard, and there is no room for the other ones: who
+// does not wait is told, and undoing that makes room for who does.
+static void test_half_begun(void **state)
+{
+    uint64_t one[2], two[2], held[2];
+    (void)state;
+    for (uint32_t i = 0; i < 2; i++) {
+        held[i] = fed(&m, "");
+        kvq__session_pin(kit_of(&m, held[i]));
+    }
+    open_shards(&m, "one", one);
+    open_shards(&other, "two", two);
+    assert_int_equal(finish(&m, begin(&m, one[0], 7, SESSION, 0)), 0);
+    assert_int_equal(finish(&other, begin(&other, two[0], 7, SESSION, 0)), 0);
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, one[1], 8, SESSION, 60 * SECOND), 1);
+    assert_int_equal(finish(&other, begin(&other, two[1], 8, SESSION, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(again(&m), 1);
+    struct kvq_entry_wire e = entry(&other, two[0], 0);
+    assert_int_equal(kit_simple(&other, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
+    assert_int_equal(again(&m), 0);
+    assert_int_equal(status_of(&m), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__session_unpin(kit_of(&m, held[i]));
+}
+
 // A request of several sessions takes the memory of all of them, or none while it waits.
 static void test_all_or_nothing(void **state)
 {
@@ -546,6 +583,7 @@ int main(void)
         SAVES(test_flag),
         SAVES(test_order),
         SAVES(test_each_other),
+        SAVES(test_half_begun),
         SAVES(test_all_or_nothing),
         SAVES(test_operations),
         SAVES(test_drain),
