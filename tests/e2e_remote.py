@@ -296,21 +296,23 @@ class Transfers(Remote):
                 tokens.feed(queue, session, n, attend=False)
                 one.ctl("session", "push", name)
         two.ctl("session", "pull", "long", "--as", "it")
-        chance, late = random.Random(1), 0
+        chance, rounds = random.Random(1), 300 if FULL else 12
         with two.client() as client:
-            for i in range(300 if FULL else 12):
+            for i in range(rounds):
                 name, n = (("short", 100), ("long", 200))[i % 2]
                 pull = self.begin(two, "session", "pull", name, "--as", "it", "--replace")
-                threading.Event().wait(chance.uniform(0, 0.03))
+                if i < rounds - 1:
+                    threading.Event().wait(chance.uniform(0, 0.03))
+                else:  # on a machine that is slow enough all others may have been refused
+                    pull.wait(BOUND)
                 session = client.session(name="it")
                 _, complaint = pull.communicate(timeout=BOUND)
                 if pull.returncode:
                     self.assertIn("is in memory", complaint)
-                    late += 1
                 else:
                     self.assertEqual(session.tokens, n)
                 session.close()  # and is out of memory
-        self.assertLess(late, i + 1)
+        self.assertEqual(pull.returncode, 0)
 
 
 class Trouble(Remote):
