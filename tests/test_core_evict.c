@@ -343,20 +343,24 @@ static void test_all_or_nothing(void **state)
 // Whole steps and forks wait as well.
 static void test_operations(void **state)
 {
-    uint64_t fork;
+    uint64_t fork[2];
     (void)state;
     uint64_t a = opened(&m, "a");
-    assert_int_equal(step(&m, a, SESSION - 5), 0); // its last page is copied for a fork
+    assert_int_equal(step(&m, a, SESSION - PAGE - 5), 0); // a fork has a copy of its last page
     for (uint32_t i = 0; i < 3; i++)
         fed(&m, "");
-    struct kvq_entry_wire e = entry(&m, a, 0);
-    struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
-    assert_int_equal(kit_request(&m, &r, &e), 1);
+    uint64_t used = kit.core->pools[home].used_bytes; // so that there is room for one fork
+    struct kvq_entry_wire e[2] = {entry(&m, a, 0), entry(&m, a, 0)};
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 2);
+    assert_int_equal(kit_request(&m, &r, e), 1);
     core_check(kit.core);
+    assert_int_equal(kit.core->pools[home].used_bytes, used);
     pass(2 * SECOND);
     assert_int_equal(finish(&m, again(&m)), 0);
-    fork = kvq__queue_results(m.queue)[0].value;
-    assert_int_equal(kit_of(&m, fork)->tokens, SESSION - 5);
+    for (uint32_t i = 0; i < 2; i++)
+        fork[i] = kvq__queue_results(m.queue)[i].value;
+    for (uint32_t i = 0; i < 2; i++)
+        assert_int_equal(kit_of(&m, fork[i])->tokens, SESSION - PAGE - 5);
     assert_int_equal(evicted(), 1);
     pass(2 * SECOND);
     // As much again, twice: the others that are left go for it.
