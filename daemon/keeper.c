@@ -424,7 +424,6 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
         return keeper->store && (r->open_session->name[0] || asks_for_a_page(r->open_session));
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
-        return keeper->store != NULL;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         return keeper->store != NULL;
     default:

@@ -268,6 +268,7 @@ class Memory(Test):
     """Pools that are full: refused where it is asked for, nothing lost, back when there is room."""
     DAEMON = {"pool_bytes": "16mb", "extent_bytes": "2mb", "evict_idle_ms": 3600000}
 
+    @long_emulated
     def test_full_at_begin(self):
         tokens = Tokens(1, 6000)
         session = self.client.session(tokens.rows, "f16")

@@ -195,6 +195,7 @@ class Stored(e2e_storage.Stored):
             t.join()
         return engines, sessions
 
+    @long_emulated
     def test_found_after_a_restart(self):
         rows = self.save()
         self.assertEqual(self.engine.lookup(self.TOKENS), self.TOKENS)

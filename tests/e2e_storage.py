@@ -105,6 +105,7 @@ class Saves(Stored):
         self.again()
         self.assertEqual(self.client.session(name="idle").tokens, 100)
 
+    @long_emulated
     def test_export_and_import(self):
         tokens = Tokens(4, 900)
         session = self.client.session(tokens.rows, "kivi2", name="it")

@@ -78,8 +78,11 @@ static inline int setup_saves(void **state)
     return 0;
 }
 
+// The threads of the driver have their time, however many others want it: none of a test's passes
+// before what they copy is there.
 static inline void poll(void)
 {
+    kvq__mover_sync(kit.core);
     bool served = kit.core->config.saves && vault_serve(&vault, kit.core) > 0;
     if (kvq__core_poll(kit.core) || served)
         core_check(kit.core);

@@ -237,6 +237,8 @@ static void open_session(struct sim *sim, struct actor *a)
     int rc = kvq__session_open(a->member.client, &spec, &info, text);
     if (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in)
         return;
+    if (rc != expect)
+        fprintf(stderr, "open: %d, %d was expected: %s\n", rc, expect, rc ? text : "");
     MUST(rc == expect);
     MUST(rc == 0 || text[0]);
     if (rc == 0)

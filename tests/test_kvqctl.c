@@ -281,6 +281,7 @@ static void test_usage(void **state)
                                         "nonsense",
                                         "session",
                                         "session show",
+                                        "session nonsense",
                                         "status more",
                                         "--nonsense status",
                                         "client kick x",
@@ -294,6 +295,9 @@ static void test_usage(void **state)
     assert_int_equal(run(f, "--help", out, sizeof out), 0);
     assert_non_null(strstr(out, "session drop NAME"));
     assert_int_equal(run(f, "session show --help", out, sizeof out), 0);
+    assert_int_equal(run(f, "storage --help", out, sizeof out), 0);
+    assert_non_null(strstr(out, "storage verify"));
+    assert_null(strstr(out, "session drop"));
     assert_int_equal(run(f, "--version", out, sizeof out), 0);
 }
 

@@ -10,7 +10,7 @@
 #   --only PART       run this part only; may be given several times
 #   --list            name the parts and what each does
 #   --jobs N          compile and test with N jobs (default: all cores)
-#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 80, under --full 3600)
+#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, under --full 3600)
 #   --seeds N         --full: seeds that the kernel checks run with (default: 20)
 #
 # On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
@@ -70,9 +70,9 @@ for part in "${only[@]}"; do
 done
 [ $full = 0 ] && unset 'parts[-1]' # clang
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
-# All fuzzers together have 80 seconds, so that another one does not make a run longer.
+# All fuzzers together have 48 seconds, so that another one does not make a run longer.
 fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
-[ -z "$fuzz_seconds" ] && fuzz_seconds=$((full ? 3600 : 80 / $(wc -w <<<"$fuzzers")))
+[ -z "$fuzz_seconds" ] && fuzz_seconds=$((full ? 3600 : 48 / $(wc -w <<<"$fuzzers")))
 
 exec </dev/null
 mkdir -p build/log build/full

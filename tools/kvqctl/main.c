@@ -226,7 +226,8 @@ static const char options_help[] =
     "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
     "a problem.\n";
 
-static void print_help(const struct command *only)
+// Of one command, of those that begin with a word, or (both NULL) of all.
+static void print_help(const struct command *only, const char *word)
 {
     printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
            "usage: kvqctl [options] COMMAND\n\n",
@@ -237,7 +238,7 @@ static void print_help(const struct command *only)
         snprintf(line, sizeof line, "%s%s%s%s%s", c->words[0], c->words[1] ? " " : "",
                  c->words[1] ? c->words[1] : "", c->argument ? " " : "",
                  c->argument ? c->argument : "");
-        if (!only || only == c)
+        if (only ? only == c : !word || strcmp(word, c->words[0]) == 0)
             printf("  %-23s %s\n", line, c->about);
     }
     printf("\n%s%s%s", only ? only->more : "", only && *only->more ? "\n" : "", options_help);
@@ -346,16 +347,37 @@ static int take_option(struct kvq__ctl *ctl, int option)
     }
 }
 
+// Whether commands begin with the word, as "storage status" with "storage".
+static bool begins_commands(const char *word)
+{
+    for (size_t i = 0; i < N_COMMANDS; i++)
+        if (commands[i].words[1] && strcmp(word, commands[i].words[0]) == 0)
+            return true;
+    return false;
+}
+
+static int no_command(char **words, int n)
+{
+    if (n == 0)
+        return bad_usage("what to do?", NULL);
+    if (!begins_commands(words[0]))
+        return bad_usage("there is no command", words[0]);
+    fprintf(stderr, "kvqctl: there %s \"%s\"\nkvqctl %s --help lists what there is.\n",
+            n > 1 ? "is no such command behind" : "has to be more behind", words[0], words[0]);
+    return KVQ_EXIT_USAGE;
+}
+
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
     int used = 0;
     const struct command *command = n > 0 ? find_command(words, n, &used) : NULL;
-    if (help && (command || n == 0)) {
-        print_help(command);
+    bool group = n == 1 && !command && begins_commands(words[0]);
+    if (help && (command || group || n == 0)) {
+        print_help(command, group ? words[0] : NULL);
         return KVQ_EXIT_OK;
     }
     if (!command)
-        return n > 0 ? bad_usage("there is no command", words[0]) : bad_usage("what to do?", NULL);
+        return no_command(words, n);
     if (n - used != count_arguments(command))
         return bad_usage(command->argument ? "this command takes" : "too much behind",
                          command->argument ? command->argument : words[used - 1]);
