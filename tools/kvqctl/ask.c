@@ -195,3 +195,12 @@ int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__Result
         return explain_nonsense("it is the answer to another command");
     return kvq__ctl_refused(status, text);
 }
+
+Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name)
+{
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    ref.name = name;
+    if (ctl->ns)
+        ref.namespace_ = (char *)ctl->ns;
+    return ref;
+}

@@ -62,6 +62,9 @@ const char *kvq__ctl_runtime_dir(const char *option);
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply);
 
+// A session by its name, in the namespace that was given. It points to both.
+Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
+
 // Prints what went wrong in words, or the code's own, and returns the exit status for it.
 int kvq__ctl_refused(int status, const char *text);
 

@@ -94,15 +94,6 @@ int kvq__ctl_session_move(struct kvq__ctl *ctl, char **args)
 
 // ---- To disk and back ----
 
-static Kvq__SessionRef ref_of(const struct kvq__ctl *ctl, char *name)
-{
-    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
-    ref.name = name;
-    if (ctl->ns)
-        ref.namespace_ = (char *)ctl->ns;
-    return ref;
-}
-
 static void print_parked(const Kvq__Move *m)
 {
     printf("parked %s: %s of memory are free\n", kvq__ctl_clean(m->session),
@@ -118,7 +109,7 @@ int kvq__ctl_session_park(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ParkSession command = KVQ__PARK_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, args[0]);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_PARK_SESSION;
     request.park_session = &command;
@@ -133,7 +124,7 @@ int kvq__ctl_session_prefetch(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__PrefetchSession command = KVQ__PREFETCH_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, args[0]);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_PREFETCH_SESSION;
     request.prefetch_session = &command;
@@ -148,7 +139,7 @@ static int pin(struct kvq__ctl *ctl, char *name, bool pinned)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__PinSession command = KVQ__PIN_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, name);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, name);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_PIN_SESSION;
     request.pin_session = &command;

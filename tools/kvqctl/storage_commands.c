@@ -22,15 +22,6 @@ static int ask_long(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__Res
     return kvq__ctl_ask(ctl, request, expected, reply);
 }
 
-static Kvq__SessionRef ref_of(const struct kvq__ctl *ctl, char *name)
-{
-    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
-    ref.name = name;
-    if (ctl->ns)
-        ref.namespace_ = (char *)ctl->ns;
-    return ref;
-}
-
 // ---- Sessions ----
 
 static int print_save(const struct kvq__ctl *ctl, const Kvq__SaveReply *r)
@@ -53,7 +44,7 @@ int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__SaveSession command = KVQ__SAVE_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, args[0]);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_SAVE_SESSION;
     request.save_session = &command;
@@ -68,7 +59,7 @@ static int restore_shard(struct kvq__ctl *ctl, char *name, uint32_t shard)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__RestoreSession command = KVQ__RESTORE_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, name);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, name);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_RESTORE_SESSION;
     request.restore_session = &command;
@@ -106,7 +97,7 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     char path[PATH_MAX];
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ExportSession command = KVQ__EXPORT_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, args[0]);
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, args[0]);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_EXPORT_SESSION;
     request.export_session = &command;
@@ -128,7 +119,7 @@ int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
     char path[PATH_MAX];
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ImportSession command = KVQ__IMPORT_SESSION__INIT;
-    Kvq__SessionRef ref = ref_of(ctl, ctl->as ? (char *)ctl->as : "");
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, ctl->as ? (char *)ctl->as : "");
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_IMPORT_SESSION;
     request.import_session = &command;
