@@ -22,7 +22,10 @@
 enum {
     TICK_NS = 100000000,     // the core's bookkeeping
     RETRY_NS = 1000000,      // a waiting request looks again
-    SLICE_NS = 20000,        // items are run for so long between two looks at the rings
+    SLICE_NS = 20000,        // items are run for so long between two looks at the rings, or for
+    SLICE_MOST_NS = 1000000, // as long as the look took, up to so long
+    TURN_UNITS = 64,         // a client's part of a look: each request that is started or continued
+    REQUEST_UNITS = 4,       // counts so many, and one more for each entry
     COUNT_NS = 50000,        // runnable clients are counted anew
     ACTIVE_NS = 1000000,     // a client thread that sent something this recently is runnable
     SPIN_FLOOR_NS = 10000,   // after work the poller looks at least so long, if it may spin
@@ -41,6 +44,7 @@ struct kvq__poller {
     struct kvq__schedule schedule;
     struct kvq__port *ports[KVQ_MAX_PORTS];
     uint32_t n_ports;
+    struct kvq__member_list members; // with ports
     uint32_t free_slots[KVQ_MAX_PORTS];
     struct kvq__work background;
     bool background_open;
@@ -52,6 +56,7 @@ struct kvq__poller {
     uint32_t ended;   // jobs and requests that have ended
     uint32_t waiting; // ports in state WAIT
     uint64_t now, tick_at, count_at;
+    uint64_t turn_at;    // when the turn began
     uint64_t idle_since; // when there was last something to do
     uint64_t gap_ns;     // how long it usually takes until the next request
     bool gap_open;       // nothing came since the last completion
@@ -77,9 +82,39 @@ static void notify(void *context)
 
 // ---- Ports ----
 
+static struct kvq__port *port_after(const struct kvq__port *port)
+{
+    struct kvq__port *next = TAILQ_NEXT(port, link);
+    return next ? next : TAILQ_FIRST(&port->member->ports);
+}
+
+static void join(struct kvq__poller *p, struct kvq__port *port)
+{
+    struct kvq__member *member = port->member;
+    if (member->n_ports++ == 0) {
+        TAILQ_INIT(&member->ports);
+        TAILQ_INSERT_TAIL(&p->members, member, link);
+        member->next = port;
+    }
+    TAILQ_INSERT_TAIL(&member->ports, port, link);
+}
+
+static void leave(struct kvq__poller *p, struct kvq__port *port)
+{
+    struct kvq__member *member = port->member;
+    if (member->next == port)
+        member->next = port_after(port);
+    TAILQ_REMOVE(&member->ports, port, link);
+    if (--member->n_ports == 0) {
+        TAILQ_REMOVE(&p->members, member, link);
+        member->next = NULL;
+    }
+}
+
 static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__port *last = p->ports[--p->n_ports];
+    leave(p, port);
     epoll_ctl(p->epoll, EPOLL_CTL_DEL, port->request_event, NULL);
     p->free_slots[p->n_ports] = port->work.slot;
     p->ports[port->index] = last;
@@ -111,6 +146,7 @@ int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
     kvq_ring_daemon_side(port->req, port->cq, &port->rx, &port->tx);
     kvq__workers_slot(p->workers, port->work.slot, &port->work);
     p->ports[p->n_ports++] = port;
+    join(p, port);
     return 0;
 }
 
@@ -253,8 +289,13 @@ static void note_arrival(struct kvq__poller *p, struct kvq__port *port)
     }
 }
 
-// True if there was something to do.
-static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
+static uint32_t units_of(const struct kvq__port *port)
+{
+    return REQUEST_UNITS + kvq__queue_header(port->queue)->count;
+}
+
+// True if there was something to do. What it takes of the client's part is added to *used.
+static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *used)
 {
     uint32_t ready;
     if (port->member->broken)
@@ -268,8 +309,10 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port)
     p->now = kvq__now_ns();
     kvq__core_clock(p->core, p->now);
     note_arrival(p, port);
-    if (take_request(port, ready))
+    if (take_request(port, ready)) {
+        *used += units_of(port);
         advance(p, port, kvq__request_start(port->queue));
+    }
     return true;
 }
 
@@ -292,11 +335,11 @@ static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
     return false;
 }
 
-static bool look_port(struct kvq__poller *p, struct kvq__port *port)
+static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *used)
 {
     switch (port->state) {
     case KVQ__PORT_IDLE:
-        return look_idle(p, port);
+        return look_idle(p, port, used);
     case KVQ__PORT_RUN:
         if (kvq_word_load_acquire(&port->work.done) != port->work.n_items)
             return false;
@@ -317,17 +360,33 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port)
         return look_closing(p, port);
     }
     bool retry = port->state == KVQ__PORT_WAIT;
+    *used += units_of(port);
     enum kvq__progress progress = kvq__request_continue(port->queue);
     advance(p, port, progress);
     return !(retry && progress == KVQ__WAIT);
 }
 
+// Looks at the client's ports, from where the last look ended, until its part of the turn is used.
+static bool look_member(struct kvq__poller *p, struct kvq__member *member)
+{
+    uint32_t used = 0;
+    bool busy = false;
+    for (uint32_t n = member->n_ports; n > 0 && used < TURN_UNITS; n--) {
+        struct kvq__port *port = member->next;
+        member->next = port_after(port); // before it closes
+        busy |= look_port(p, port, &used);
+    }
+    return busy;
+}
+
 static bool look_at_ports(struct kvq__poller *p)
 {
+    struct kvq__member *member = TAILQ_FIRST(&p->members), *next;
     bool busy = false;
-    // Downwards, for a port may remove itself and the last one takes its place.
-    for (uint32_t i = p->n_ports; i-- > 0;)
-        busy |= look_port(p, p->ports[i]);
+    for (; member; member = next) {
+        next = TAILQ_NEXT(member, link); // its last port may close
+        busy |= look_member(p, member);
+    }
     return busy;
 }
 
@@ -343,6 +402,16 @@ static void feed_workers(struct kvq__poller *p)
     }
     if (given)
         kvq__workers_wake(p->workers);
+}
+
+// A slice of time for items: as long as the turn has taken so far, within its bounds, so that
+// whatever clients make the poller look at takes half of its time at most.
+static uint64_t slice_end(struct kvq__poller *p)
+{
+    p->now = kvq__now_ns();
+    uint64_t taken = p->now - p->turn_at;
+    uint64_t slice = taken < SLICE_MOST_NS ? taken : SLICE_MOST_NS;
+    return p->now + (slice > SLICE_NS ? slice : SLICE_NS);
 }
 
 static bool end_background(struct kvq__poller *p)
@@ -381,13 +450,24 @@ static bool run_background(struct kvq__poller *p)
     return end_background(p) || busy || given;
 }
 
-// Runs items for a slice of time.
+// A request may be waiting for the background work that is under way.
+static bool hurry_background(struct kvq__poller *p)
+{
+    bool busy = true, any = false;
+    for (uint64_t until = slice_end(p); busy && p->background_open && p->now < until;
+         p->now = kvq__now_ns()) {
+        busy = run_background(p);
+        any |= busy;
+    }
+    return any;
+}
+
 static bool run_items(struct kvq__poller *p)
 {
     struct kvq__work *work;
     uint32_t item;
     bool busy = false;
-    uint64_t until = p->now + SLICE_NS;
+    uint64_t until = kvq__schedule_empty(&p->schedule) ? 0 : slice_end(p);
     while (!kvq__schedule_empty(&p->schedule)) {
         if (p->config.workers > 1)
             feed_workers(p);
@@ -481,6 +561,7 @@ static void sleep_until_woken(struct kvq__poller *p)
         epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
     }
     kvq_ring_sleep_end(flag);
+    p->now = kvq__now_ns();
     p->count_at = 0;
 }
 
@@ -505,6 +586,7 @@ static void *poller_main(void *context)
         kvq__pin_thread(0);
     while (!kvq_word_load_acquire(&p->stop)) {
         bool busy = false;
+        p->turn_at = p->now;
         if (kvq__mailbox_pending(&p->box)) {
             p->now = kvq__now_ns();
             kvq__core_clock(p->core, p->now);
@@ -518,8 +600,9 @@ static void *poller_main(void *context)
         busy |= look_at_ports(p);
         busy |= run_items(p);
         busy |= end_background(p);
-        // In the background, unless a request may be waiting for just that.
-        if (!busy || (p->waiting && p->background_open))
+        if (p->waiting && p->background_open)
+            busy |= hurry_background(p);
+        else if (!busy)
             busy |= run_background(p);
         if (busy) {
             p->idle_since = p->now = kvq__now_ns();
@@ -574,6 +657,7 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
     p->background.slot = BACKGROUND_SLOT;
     for (uint32_t i = 0; i < KVQ_MAX_PORTS; i++)
         p->free_slots[i] = i;
+    TAILQ_INIT(&p->members);
     kvq__schedule_init(&p->schedule);
     kvq__mailbox_open(&p->box, notify, p);
     struct kvq__workers_config workers = {.threads = config->workers - 1,

@@ -5,6 +5,11 @@
 // workers, and publishes completions. It spins while work comes often and there are CPUs to
 // spare, and else sleeps until an eventfd is written (proto/shm.h has the protocol).
 //
+// Fairness: a turn of the poller gives each client with queues the same number of requests to start
+// or continue, weighed by their entries and however many queues it has, and then runs items for as
+// long as that took, at least. The schedule shares the items' time out over clients (schedule.h).
+// Background work that a request may be waiting for gets a slice of each turn as well.
+//
 // Other threads reach it through its mailbox alone: what is posted there is delivered on the
 // poller's thread between two looks at the rings, and may call the core and the functions marked
 // "poller's thread" below.
@@ -13,6 +18,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/queue.h>
 
 #include "daemon/core.h"
 #include "daemon/mailbox.h"
@@ -29,6 +35,9 @@ struct kvq__poller_config {
     bool pin;
 };
 
+struct kvq__port;
+TAILQ_HEAD(kvq__port_list, kvq__port);
+
 // A client, as the poller sees it. Zero-initialize; embed it where it is needed.
 struct kvq__member {
     struct kvq__share share;
@@ -36,7 +45,14 @@ struct kvq__member {
     // Called on the poller's thread, once, when the client broke the rules of its rings. The text
     // is the complaint. The owner should then end the client.
     void (*complain)(struct kvq__member *member, const char *text);
+
+    // The poller's own.
+    TAILQ_ENTRY(kvq__member) link; // among the members that have ports
+    struct kvq__port_list ports;
+    uint32_t n_ports;
+    struct kvq__port *next; // where the next turn's look begins; NULL without ports
 };
+TAILQ_HEAD(kvq__member_list, kvq__member);
 
 // CLOSING: only its queue's work on GPUs has yet to end.
 enum kvq__port_state {
@@ -59,6 +75,7 @@ struct kvq__port {
     void (*closed)(struct kvq__port *port); // poller's thread; after kvq__port_remove
 
     // The poller's own.
+    TAILQ_ENTRY(kvq__port) link; // in its member's ports
     struct kvq__work work;
     struct kvq_ring_rx rx;
     struct kvq_ring_tx tx;

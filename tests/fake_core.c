@@ -12,6 +12,7 @@
 
 // Of the core that was asked last; requests have no other way to it here. Poller's thread.
 static bool background_open;
+static uint32_t started; // requests of all queues
 static _Thread_local bool poller_thread;
 
 struct kvq__queue *fake_queue_new(void)
@@ -106,6 +107,7 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
 static enum kvq__progress done(struct kvq__queue *queue, uint64_t value)
 {
     queue->under_way = false;
+    queue->done_at = started;
     queue->completion = (struct kvq_completion){
         .seq = queue->header.seq, .count = queue->header.count, .value = value};
     for (uint32_t i = 0; i < queue->header.count; i++)
@@ -117,6 +119,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *queue)
 {
     assert(!queue->under_way && !queue->closed);
     queue->under_way = true;
+    queue->started_at = ++started;
     if (queue->header.op == KVQ_OP_ATTEND) {
         memset(queue->runs, 0, sizeof queue->runs);
         queue->job = (struct kvq__job){queue->header.layer, run_item};

@@ -23,6 +23,8 @@ struct kvq__queue {
     uint32_t runs[FAKE_ITEMS]; // how often each item was run; each by one thread only
     uint32_t waits;
     bool closed, under_way;
+    // How many requests of all queues had started when this one had, and when it was done.
+    uint32_t started_at, done_at;
     // Items of the job wait here until the test lets them go, if `gate` is set.
     const uint32_t *gate;
     // The same, but only those that a worker runs; it counts them.

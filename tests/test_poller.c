@@ -25,9 +25,11 @@ struct rig {
     struct kvq__poller *poller;
 };
 
-// One client with one queue. What the poller's thread touches comes first.
+// One client with one queue, or another queue of the client `of`. What the poller's thread touches
+// comes first.
 struct fake_client {
     struct kvq__member member;
+    struct fake_client *of; // NULL: it is a client of its own
     struct kvq__port port;
     struct kvq__mail add, remove;
     struct rig *rig;
@@ -80,9 +82,11 @@ static void add_port(struct kvq__mail *mail)
     struct fake_client *c =
         (struct fake_client *)((char *)mail - offsetof(struct fake_client, add));
     char text[KVQ_TEXT_BYTES];
-    kvq__share_init(&c->member.share);
-    c->member.complain = on_complaint;
-    c->port.member = &c->member;
+    c->port.member = c->of ? &c->of->member : &c->member;
+    if (!c->of) {
+        kvq__share_init(&c->member.share);
+        c->member.complain = on_complaint;
+    }
     c->port.queue = c->queue;
     c->port.req = c->req;
     c->port.cq = c->cq;
@@ -100,11 +104,12 @@ static void remove_port(struct kvq__mail *mail)
     kvq__port_remove(c->rig->poller, &c->port);
 }
 
-static void client_open(struct fake_client *c, struct rig *rig)
+static void queue_open(struct fake_client *c, struct rig *rig, struct fake_client *of)
 {
     int pair[2];
     memset(c, 0, sizeof *c);
     c->rig = rig;
+    c->of = of;
     c->queue = fake_queue_new();
     c->req = calloc(1, KVQ_REQ_RING_BYTES);
     c->cq = calloc(1, KVQ_CQ_RING_BYTES);
@@ -115,6 +120,11 @@ static void client_open(struct fake_client *c, struct rig *rig)
     kvq_ring_client_side(c->req, c->cq, &c->tx, &c->rx);
     kvq__mailbox_post(kvq__poller_box(rig->poller), &c->add, add_port);
     wait_for_word(&c->added, 1);
+}
+
+static void client_open(struct fake_client *c, struct rig *rig)
+{
+    queue_open(c, rig, NULL);
 }
 
 static void client_close(struct fake_client *c)
@@ -531,6 +541,95 @@ static void test_many_clients(void **state)
     kvq__poller_close(&rig.poller);
 }
 
+// ---- A client that floods ----
+
+enum { FLOOD_QUEUES = 64 };
+
+// A client that keeps the poller (which has no workers) in an item until the gate opens, one that
+// has put 8 requests into each of its queues meanwhile, and one that has put in `r`.
+struct flood {
+    struct rig rig;
+    struct fake_client holder, flooder[FLOOD_QUEUES], victim;
+    uint32_t gate;
+};
+
+static void flood_open(struct flood *f, uint32_t background, const struct kvq_request *r)
+{
+    struct kvq_request hold = make_request(KVQ_OP_ATTEND, 1, 1, 0);
+    f->gate = 0;
+    rig_open(&f->rig, 1, 0);
+    client_open(&f->victim, &f->rig);
+    client_open(&f->holder, &f->rig);
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        queue_open(&f->flooder[i], &f->rig, i ? &f->flooder[0] : NULL);
+    if (background) {
+        f->rig.core.background_gate = &f->gate;
+        kvq_word_store_release(&f->rig.core.background_items, background);
+        while (kvq_word_load_acquire(&f->rig.core.background_begun) == 0)
+            wake_poller(&f->holder);
+    } else {
+        f->holder.queue->gate = &f->gate;
+        put_request(&f->holder, &hold);
+        wait_for_word(&f->holder.cq->req_head, hold.slots);
+    }
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        for (uint32_t seq = 0; seq < KVQ_QUEUE_CREDITS; seq++) {
+            struct kvq_request nop = make_request(KVQ_OP_NOP, seq, 0, 0);
+            put_request(&f->flooder[i], &nop);
+        }
+    put_request(&f->victim, r);
+}
+
+// Opens the gate and waits until everything is answered.
+static void flood_run(struct flood *f)
+{
+    struct kvq_completion done;
+    kvq_word_store_release(&f->gate, 1);
+    while (!try_completion(&f->victim, &done))
+        sched_yield();
+    while (f->holder.queue->gate && !try_completion(&f->holder, &done))
+        sched_yield();
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        for (uint32_t n = 0; n < KVQ_QUEUE_CREDITS;)
+            n += try_completion(&f->flooder[i], &done);
+}
+
+static void flood_close(struct flood *f)
+{
+    for (int i = FLOOD_QUEUES; i-- > 0;)
+        client_close(&f->flooder[i]);
+    client_close(&f->holder);
+    client_close(&f->victim);
+    kvq__poller_close(&f->rig.poller);
+}
+
+// Clients take turns, however many queues they have.
+static void test_clients_before_queues(void **state)
+{
+    static struct flood f;
+    struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 0);
+    (void)state;
+    flood_open(&f, 0, &r);
+    flood_run(&f);
+    assert_in_range(f.victim.queue->started_at - f.holder.queue->started_at, 1,
+                    1 + FLOOD_QUEUES / 2);
+    flood_close(&f);
+}
+
+// A request that waits for the background does not get one item of it for each turn in which the
+// flood's queues are looked at: its 200 items end before the flood's 512 requests.
+static void test_background_under_flood(void **state)
+{
+    static struct flood f;
+    struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
+    (void)state;
+    flood_open(&f, 200, &r);
+    flood_run(&f);
+    assert_in_range(f.victim.queue->done_at - f.victim.queue->started_at, 0,
+                    FLOOD_QUEUES * KVQ_QUEUE_CREDITS / 2);
+    flood_close(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -544,6 +643,8 @@ int main(void)
         cmocka_unit_test(test_scribblers_are_cut_off),
         cmocka_unit_test(test_removal_waits_for_the_job),
         cmocka_unit_test(test_many_clients),
+        cmocka_unit_test(test_clients_before_queues),
+        cmocka_unit_test(test_background_under_flood),
     };
     // A test that fails leaves threads that work on its stack: what came next would crash, and say
     // nothing. The same for assertions that fail on other threads.
