@@ -16,12 +16,6 @@ struct kvq__desk;
 
 enum { KVQ__KEEPER_UNSAVED = 64 }; // sessions that are asked for at a time
 
-// When a session of the store was used last.
-struct kvq__used {
-    uint64_t session;
-    int64_t at; // seconds since 1970
-};
-
 // Tells the poller that a layer is there.
 struct kvq__layer_mail {
     struct kvq__mail mail;
@@ -80,7 +74,7 @@ struct kvq__keeper {
     struct kvq__loadings loadings;
     uint32_t n_loading; // of these, under way
 
-    struct kvq__used *used; // not yet in the store
+    struct kvq_store_use *used; // not yet in the store
     uint32_t n_used, room_used;
     bool untidy; // something was written since there was nothing to be compacted
 

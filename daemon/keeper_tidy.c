@@ -12,8 +12,8 @@
 #include "daemon/log.h"
 
 enum {
-    USED_AT_ONCE = 32,       // sessions that are noted in one go
-    USED_MOST = 4096,        // that wait; those after them are not noted
+    USED_LEAST = 32,         // sessions that there is room for, to be noted in one go,
+    USED_MOST = 4096,        // and the most; those after them are not noted
     DEAD_PERCENT = 50,       // of a segment, to be compacted in the background,
     DEAD_PERCENT_FULL = 10,  // and for a save that has no room
     GO_BYTES = 32 << 20,     // copied in one go: what a save that comes then may have to wait for
@@ -25,30 +25,29 @@ enum {
 
 void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
 {
-    struct kvq__used *used = keeper->used;
+    struct kvq_store_use *used = keeper->used;
     if (session == 0)
         return;
     for (uint32_t i = 0; i < keeper->n_used; i++)
         if (used[i].session == session) {
-            used[i].at = time(NULL);
+            used[i].used_at = time(NULL);
             return;
         }
     if (keeper->n_used == keeper->room_used) {
-        uint32_t room = keeper->room_used ? 2 * keeper->room_used : USED_AT_ONCE;
+        uint32_t room = keeper->room_used ? 2 * keeper->room_used : USED_LEAST;
         used = room <= USED_MOST ? realloc(used, room * sizeof *used) : NULL;
         if (!used)
             return;
         keeper->used = used;
         keeper->room_used = room;
     }
-    used[keeper->n_used++] = (struct kvq__used){session, time(NULL)};
+    used[keeper->n_used++] = (struct kvq_store_use){session, time(NULL)};
 }
 
 // A session that was deleted meanwhile needs no note.
 void kvq__keeper_note_used(struct kvq__keeper *keeper)
 {
-    for (uint32_t i = 0; i < keeper->n_used; i++)
-        (void)kvq_store_touch(keeper->store, keeper->used[i].session, keeper->used[i].at, NULL, 0);
+    (void)kvq_store_touch(keeper->store, keeper->used, keeper->n_used, NULL, 0);
     keeper->n_used = 0;
 }
 
@@ -56,7 +55,7 @@ void kvq__keeper_note_used(struct kvq__keeper *keeper)
 
 struct chore {
     struct kvq__task task;
-    struct kvq__used used[USED_AT_ONCE];
+    struct kvq_store_use *used;
     uint32_t n_used;
     bool compact;
     struct kvq_store_freed freed;
@@ -72,8 +71,7 @@ static void do_chore(struct kvq__task *t)
 {
     struct chore *c = chore_of(t);
     struct kvq_store *store = t->keeper->store;
-    for (uint32_t i = 0; i < c->n_used; i++)
-        (void)kvq_store_touch(store, c->used[i].session, c->used[i].at, NULL, 0);
+    (void)kvq_store_touch(store, c->used, c->n_used, NULL, 0);
     if (c->compact)
         t->rc =
             kvq_store_compact(store, GO_BYTES, DEAD_PERCENT, &c->freed, t->text, sizeof t->text);
@@ -104,6 +102,7 @@ static void done(struct kvq__task *t)
     else if (c->freed.segments > 0)
         kvq__log(KVQ_LOG_INFO, "compacted", "segments=%u freed=%llu moved=%llu", c->freed.segments,
                  (unsigned long long)c->freed.bytes, (unsigned long long)c->freed.moved);
+    free(c->used);
     free(c);
 }
 
@@ -120,8 +119,10 @@ void kvq__keeper_tidy(struct kvq__keeper *keeper)
     c->task.done = done;
     c->task.doing = "compacting";
     c->compact = keeper->untidy;
-    while (keeper->n_used > 0 && c->n_used < USED_AT_ONCE)
-        c->used[c->n_used++] = keeper->used[--keeper->n_used];
+    c->used = keeper->used;
+    c->n_used = keeper->n_used;
+    keeper->used = NULL;
+    keeper->n_used = keeper->room_used = 0;
     keeper->n_tasks++;
     kvq__task_queue(&c->task, go);
 }

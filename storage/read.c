@@ -140,20 +140,24 @@ int kvq_store_meta_read(struct kvq_store *store, const struct kvq_store_session 
     return rc;
 }
 
-int kvq_store_touch(struct kvq_store *store, uint64_t session, int64_t used_at, char *text,
-                    size_t n)
+int kvq_store_touch(struct kvq_store *store, const struct kvq_store_use *uses, size_t count,
+                    char *text, size_t n)
 {
     const struct kvq__complaint c = complaint(store, text, n);
-    int rc = kvq__write_begin(store, &c);
-    if (rc)
+    struct kvq__catalog *k = &store->catalog;
+    int rc = count ? kvq__write_begin(store, &c) : KVQ_OK;
+    if (rc || count == 0)
         return rc;
     pthread_mutex_lock(&store->catalog_lock);
-    rc = kvq__run(&store->catalog, KVQ_Q_SESSION_TOUCH, "ii", used_at, (int64_t)session);
+    rc = kvq__run(k, KVQ_Q_BEGIN, "");
+    for (size_t i = 0; i < count && rc == KVQ_OK; i++)
+        rc = kvq__run(k, KVQ_Q_SESSION_TOUCH, "ii", uses[i].used_at, (int64_t)uses[i].session);
+    if (rc == KVQ_OK)
+        rc = kvq__run(k, KVQ_Q_COMMIT, "");
     if (rc)
         rc = kvq__catalog_complain(store, rc, &c);
-    else if (sqlite3_changes(store->catalog.db) == 0)
-        rc = kvq__complain(&c, KVQ_E_NO_SESSION, "there is no session %llu",
-                           (unsigned long long)session);
+    if (sqlite3_get_autocommit(k->db) == 0)
+        (void)kvq__run(k, KVQ_Q_ROLLBACK, "");
     pthread_mutex_unlock(&store->catalog_lock);
     kvq__write_end(store);
     return rc;

@@ -158,9 +158,14 @@ int kvq_store_list(struct kvq_store *store, const char *space, uint64_t after,
 // The opaque bytes, session->n_bytes of them.
 int kvq_store_meta_read(struct kvq_store *store, const struct kvq_store_session *session, void *out,
                         char *text, size_t n);
-// Sets used_at.
-int kvq_store_touch(struct kvq_store *store, uint64_t session, int64_t used_at, char *text,
-                    size_t n);
+// Sets used_at of sessions, all in one transaction. Sessions that are not there any more are passed
+// over.
+struct kvq_store_use {
+    uint64_t session;
+    int64_t used_at; // seconds since 1970
+};
+int kvq_store_touch(struct kvq_store *store, const struct kvq_store_use *uses, size_t count,
+                    char *text, size_t n);
 
 // Of the pages whose hashes are given (each covers all pages before it), how many of the first some
 // session of the namespace has, and that session (the oldest of them). 0: none; *out is zeros then.

@@ -401,6 +401,45 @@ static void refusals(void **state)
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
 }
 
+// However many sessions were used, noting it costs one transaction; those that are gone are passed
+// over.
+static void used(void **state)
+{
+    (void)state;
+    enum { SESSIONS = 40, GONE = 7 };
+    struct kit k = {0};
+    struct kvq_save *save;
+    struct kvq_store_session all[SESSIONS];
+    struct kvq_store_use uses[SESSIONS + 1];
+    const size_t room = sizeof k.text;
+    uint32_t n;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, room), 0);
+    for (int i = 0; i < SESSIONS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "s%d", i);
+        const struct kvq_store_meta m = {.space = "uid-1", .name = name, .shards = 1};
+        assert_int_equal(kvq_save_session(save, &m, k.text, room), 0);
+    }
+    assert_int_equal(kvq_save_commit(&save, k.text, room), 0);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, all, SESSIONS, &n, k.text, room), 0);
+    assert_int_equal(n, SESSIONS);
+    for (uint32_t i = 0; i < n; i++)
+        uses[i] = (struct kvq_store_use){all[i].id, 1000 + i};
+    uses[n] = (struct kvq_store_use){1u << 20, 5};
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", all[GONE].name, k.text, room), 0);
+    fault_reset_counts(&disk);
+    assert_int_equal(kvq_store_touch(k.store, uses, SESSIONS + 1, k.text, room), 0);
+    assert_int_equal(disk.n_syncs, 1);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, all, SESSIONS, &n, k.text, room), 0);
+    assert_int_equal(n, SESSIONS - 1);
+    for (uint32_t i = 0; i < n; i++)
+        assert_int_equal(all[i].used_at, 1000 + i + (i >= GONE));
+    kvq_store_close(&k.store);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -410,6 +449,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
         cmocka_unit_test_setup_teardown(limits, set_up, tear_down),
         cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(used, set_up, tear_down),
         cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
         cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
     };

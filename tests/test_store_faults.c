@@ -303,7 +303,8 @@ static void refuse_to_write(struct kit *k, const struct world *w)
     assert_int_equal(kvq_store_compact(k->store, 1 << 20, 1, &freed, text, room), KVQ_E_READ_ONLY);
     assert_int_equal(kvq_store_list(k->store, NULL, 0, &one, 1, &n, text, room), 0);
     assert_int_equal(n, 1);
-    assert_int_equal(kvq_store_touch(k->store, one.id, 5, text, room), KVQ_E_READ_ONLY);
+    const struct kvq_store_use use = {one.id, 5};
+    assert_int_equal(kvq_store_touch(k->store, &use, 1, text, room), KVQ_E_READ_ONLY);
     assert_int_equal(kvq_store_usage(k->store, "uid-1", &bytes, &sessions, text, room), 0);
     assert_true(bytes > 0);
     // To where it can be written, which is not this disk, it can be exported.
