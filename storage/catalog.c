@@ -158,7 +158,7 @@ static const char settings[] = SETTINGS_TO_READ "PRAGMA auto_vacuum=INCREMENTAL;
                                                 "PRAGMA journal_mode=WAL;"
                                                 "PRAGMA synchronous=FULL;"
                                                 "PRAGMA wal_autocheckpoint=256;"
-                                                "PRAGMA journal_size_limit=1048576";
+                                                "PRAGMA journal_size_limit=4194304";
 
 static int check_version(struct kvq__catalog *k, int64_t *version)
 {

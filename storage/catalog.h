@@ -144,6 +144,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(PREFIX_ALL, "SELECT hash FROM prefixes WHERE session=? ORDER BY page")                       \
     X(PREFIX_FIND, "SELECT session FROM prefixes WHERE space=? AND hash=? ORDER BY session "       \
                    "LIMIT 1")                                                                      \
+    X(PAGES, "PRAGMA page_count")                                                                  \
     X(SESSION_ID, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"      \
                   "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id=?")
 

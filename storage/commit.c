@@ -1,11 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One transaction of the catalog, made only when the records that it names are synced.
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "proto/status.h"
 #include "storage/store_internal.h"
+
+// ---- Space ----
+
+// Space for the database as the transaction under way leaves it, and for a little more. Holding the
+// catalog's lock.
+static int hold_database(struct kvq_store *s)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t pages = 0;
+    if (kvq__number(k, kvq__rows(k, KVQ_Q_PAGES, ""), 0, &pages))
+        return 0; // whoever asks next is told
+    return kvq__vfs_hold(&k->vfs, KVQ__VFS_DATABASE,
+                         (uint64_t)pages * KVQ_IO_PAGE + KVQ__CATALOG_SPARE);
+}
+
+static uint64_t wal_bytes(uint64_t largest)
+{
+    uint64_t bytes = KVQ__RESERVE + largest * KVQ__RESERVE_LARGEST;
+    return (bytes + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
+}
+
+static int hold(struct kvq_store *s, uint64_t largest)
+{
+    pthread_mutex_lock(&s->catalog_lock);
+    int rc = kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_WAL, wal_bytes(largest));
+    if (rc == 0)
+        rc = hold_database(s);
+    pthread_mutex_unlock(&s->catalog_lock);
+    return rc;
+}
+
+int kvq__catalog_hold(struct kvq_store *s, uint64_t largest, const struct kvq__complaint *c)
+{
+    uint64_t left, need = KVQ__RESERVE + s->writer.rows * KVQ__RESERVE_ROW;
+    if (s->io->space(s->io, s->folder, &left) == 0 && left < need)
+        kvq__writer_spare(s);
+    int rc = hold(s, largest);
+    if (rc == -ENOSPC || rc == -EDQUOT) { // a quota, of which the space above says nothing
+        kvq__writer_spare(s);
+        rc = hold(s, largest);
+    }
+    return rc ? kvq__io_complain(c, rc, "the catalog", "given the room that deleting will need")
+              : KVQ_OK;
+}
+
+void kvq__catalog_hold_some(struct kvq_store *s)
+{
+    pthread_mutex_lock(&s->catalog_lock);
+    uint64_t bytes = KVQ__RESERVE;
+    while (bytes >= KVQ_IO_PAGE && kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_WAL, bytes))
+        bytes /= 2;
+    (void)hold_database(s);
+    pthread_mutex_unlock(&s->catalog_lock);
+}
+
+// ---- A transaction ----
 
 int kvq__catalog_begin(struct kvq_store *s, const struct kvq__complaint *c)
 {
@@ -98,6 +155,12 @@ int kvq__catalog_segments(struct kvq_store *s)
 int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c)
 {
     struct kvq__catalog *k = &s->catalog;
+    // A checkpoint that finds no room for the database would leave no room in the WAL.
+    int held = rc == KVQ_OK ? hold_database(s) : 0;
+    if ((held == -ENOSPC || held == -EDQUOT) && !s->writer.frees) {
+        snprintf(k->error, sizeof k->error, "there is no room to make it longer: free some");
+        rc = KVQ_E_NO_SPACE;
+    }
     if (rc == KVQ_OK)
         rc = kvq__run(k, KVQ_Q_COMMIT, "");
     if (rc == KVQ_OK) {

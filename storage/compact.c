@@ -9,11 +9,15 @@
 
 enum { MOVES = 256 }; // records that one call moves at most
 
-// What has to be dead in a segment for it to be worth copying the rest: much more than the copy
-// adds, a COMMIT and what fills its page, or compaction would never end.
+// What has to be dead in a segment for it to be worth copying the rest: more than the copy adds,
+// the front of a segment, a COMMIT and what fills its page, or compaction would never end; and an
+// eighth of a full segment, or of what the disk has left if that is less.
 static int64_t worthwhile(const struct kvq_store *s)
 {
-    return (int64_t)(s->segment_bytes / 8 + 2 * KVQ_IO_PAGE);
+    uint64_t left, part = s->segment_bytes;
+    if (s->io->space(s->io, s->folder, &left) == 0 && left < part)
+        part = left;
+    return (int64_t)(part / 8 + 4 * KVQ_IO_PAGE);
 }
 
 static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
@@ -340,7 +344,8 @@ static int move_records(struct kvq_store *s, struct move *moves, size_t n,
     int rc = kvq__writer_begin(s, true, 2 * n, c);
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = copy_record(s, &moves[i], freed, c);
-    if (rc == KVQ_OK)
+    bool written = s->writer.records > 0; // else it needs no space, and a full disk has none
+    if (rc == KVQ_OK && written)
         rc = kvq__writer_sync(s, 0, c);
     if (rc == KVQ_OK)
         rc = kvq__catalog_begin(s, c);
@@ -348,7 +353,7 @@ static int move_records(struct kvq_store *s, struct move *moves, size_t n,
         kvq__writer_undo(s);
         return rc;
     }
-    rc = kvq__catalog_segments(s);
+    rc = written ? kvq__catalog_segments(s) : kvq__catalog_counters(s, s->next_transaction);
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = catalog_move(s, &moves[i]);
     if (rc == KVQ_OK)

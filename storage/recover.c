@@ -453,6 +453,8 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
     if (rc == KVQ_OK)
         rc = s->read_only ? recover_read_only(s, &f, report, c) : recover(s, &f, report, c);
     if (rc == KVQ_OK) {
+        if (!s->read_only)
+            kvq__catalog_hold_some(s);
         summarize(report);
         rc = s->io->list(s->io, s->folder, measure_other, s);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;

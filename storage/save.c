@@ -27,8 +27,8 @@ static struct kvq__complaint complaint(const struct kvq_store *s, char *text, si
 
 // ---- Beginning ----
 
-// Rows that deleting the largest session will change: space is kept for that.
-static int largest_session(struct kvq_store *s, uint64_t *rows, const struct kvq__complaint *c)
+// Blocks of the largest session: space is kept to delete it.
+static int largest_session(struct kvq_store *s, uint64_t *blocks, const struct kvq__complaint *c)
 {
     int64_t most = 0;
     pthread_mutex_lock(&s->catalog_lock);
@@ -36,22 +36,24 @@ static int largest_session(struct kvq_store *s, uint64_t *rows, const struct kvq
     if (rc)
         rc = kvq__catalog_complain(s, rc, c);
     pthread_mutex_unlock(&s->catalog_lock);
-    *rows = (uint64_t)most / 2; // they take half of what a new row does
+    *blocks = (uint64_t)most;
     return rc;
 }
 
 int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, size_t n)
 {
     const struct kvq__complaint c = complaint(store, text, n);
-    uint64_t rows = 0;
+    uint64_t largest = 0;
     *save = NULL;
     int rc = kvq__write_begin(store, &c);
     if (rc)
         return rc;
     struct kvq_save *v = calloc(1, sizeof *v);
-    rc = v ? largest_session(store, &rows, &c) : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    rc = v ? largest_session(store, &largest, &c) : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK)
-        rc = kvq__writer_begin(store, false, rows, &c);
+        rc = kvq__writer_begin(store, false, largest / 2, &c); // they take half of a new row
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_hold(store, largest, &c);
     if (rc) {
         free(v);
         kvq__write_end(store);
@@ -59,6 +61,7 @@ int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, 
     }
     v->store = store;
     v->first_block = store->next_block;
+    store->writer.largest = largest;
     *save = v;
     return KVQ_OK;
 }
@@ -451,7 +454,12 @@ static int catalog_gone(struct kvq_save *v)
 static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
-    int rc = kvq__catalog_begin(s, c);
+    uint64_t blocks = 0;
+    for (size_t i = 0; i < v->n; i++)
+        blocks += v->sessions[i].head.entries;
+    int rc = kvq__catalog_hold(s, blocks > s->writer.largest ? blocks : s->writer.largest, c);
+    if (rc == KVQ_OK)
+        rc = kvq__catalog_begin(s, c);
     if (rc)
         return rc;
     rc = kvq__catalog_segments(s);

@@ -19,11 +19,19 @@
 enum {
     KVQ__NAME_BYTES = 40,        // of files in the folder
     KVQ__OPEN_FILES = 64,        // segments open for reading at a time
-    KVQ__STEP_BYTES = 64 << 20,  // space of a segment is taken in advance in such steps
+    KVQ__STEP_BYTES = 64 << 20,  // space of a segment is taken in advance in such steps,
+    KVQ__STEP_LEAST = 1 << 20,   // or on a disk with less, in smaller ones down to this
     KVQ__RESERVE = 4 << 20,      // of the cap, for the catalog and for deleting,
     KVQ__RESERVE_ROW = 512,      // and for each row that a save will write into the catalog
     KVQ__RESERVE_FREE = 1 << 20, // the same for what frees space
     KVQ__RESERVE_FREE_ROW = 256,
+    // Space on disk that only the catalog can have, so that deleting works on a full disk:
+    // KVQ__RESERVE and so many bytes for each block of the largest session in its WAL (deleting
+    // one takes about 90, docs/storage.md), of which what no checkpoint has copied yet takes up
+    // to KVQ__WAL_BACKLOG; and so many bytes behind the end of its database.
+    KVQ__RESERVE_LARGEST = 128,
+    KVQ__WAL_BACKLOG = 1 << 20,
+    KVQ__CATALOG_SPARE = 256 << 10,
     KVQ__READ_AHEAD = 16 << 20,
     KVQ__WALK_BYTES = 1 << 20, // buffer to walk through segments with
 };
@@ -77,6 +85,7 @@ struct kvq__writer {
     int file;
     uint64_t at;        // where the next record goes
     uint64_t allocated; // space taken for the file
+    uint64_t step;      // how much is to be taken in advance, less where the disk is nearly full
     uint8_t *buffer[2];
     unsigned current;
     size_t used; // buffer[current] holds [at - used, at)
@@ -86,6 +95,7 @@ struct kvq__writer {
     uint64_t first_new;         // the number of the first segment that it makes
     struct kvq__written commit; // its COMMIT record
     uint64_t rows;              // of the catalog that it will change, about
+    uint64_t largest;           // blocks of the largest session
     uint64_t records;           // appended
     bool frees;                 // it is to free space: it may use what is kept for that
     bool broken;                // a write or sync failed: nobody knows what is on disk
@@ -177,6 +187,8 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
 void kvq__writer_done(struct kvq_store *s);
 // Writes no more to the open segment, between transactions.
 void kvq__writer_retire(struct kvq_store *s);
+// Gives back the space that was taken in advance. What was appended has been synced.
+void kvq__writer_spare(struct kvq_store *s);
 // Takes back what was written since kvq__writer_begin.
 void kvq__writer_undo(struct kvq_store *s);
 
@@ -185,6 +197,11 @@ bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
 
 // ---- commit.c: one transaction of the catalog ----
 
+// Has the space on disk that deleting needs once the store has a session of so many blocks. Without
+// it nothing is saved. KVQ_E_NO_SPACE.
+int kvq__catalog_hold(struct kvq_store *s, uint64_t largest, const struct kvq__complaint *c);
+// As much of it as there is: a store opens on a full disk, too.
+void kvq__catalog_hold_some(struct kvq_store *s);
 // Begins; the caller holds catalog_lock until kvq__catalog_end.
 int kvq__catalog_begin(struct kvq_store *s, const struct kvq__complaint *c);
 // Puts records of the transaction that is being written into `blocks`.

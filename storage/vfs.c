@@ -13,7 +13,9 @@ struct vfs_file {
     int file;         // -1: an empty one that cannot be made
     bool created;     // its name is not durable before the folder is synced
     const char *path; // SQLite keeps the memory until the file is closed
-    bool remove;      // when it is closed
+    enum kvq__vfs_kind kind;
+    struct kvq__vfs_held *held; // NULL: nothing is held for files of that kind
+    bool remove;                // when it is closed
 };
 
 static struct vfs_file *file_of(sqlite3_file *base)
@@ -41,6 +43,8 @@ static int sync_folder(struct kvq_io *io, const char *path)
 static int file_close(sqlite3_file *base)
 {
     struct vfs_file *f = file_of(base);
+    if (f->held)
+        *f->held = (struct kvq__vfs_held){.file = -1};
     if (f->file >= 0)
         f->io->close(f->io, f->file);
     if (f->remove)
@@ -68,10 +72,39 @@ static int file_write(sqlite3_file *base, const void *data, int n, sqlite3_int64
     return rc == 0 ? SQLITE_OK : rc == -ENOSPC || rc == -EDQUOT ? SQLITE_FULL : SQLITE_IOERR_WRITE;
 }
 
+// A WAL without a sound header is an empty one, whatever stands behind it.
+static int empty_wal(struct vfs_file *f)
+{
+    static const uint8_t zeros[32]; // the size of a header
+    return kvq_io_write(f->io, f->file, zeros, sizeof zeros, 0);
+}
+
+// Truncates, but keeps the space that is held.
+static int shorten(struct vfs_file *f, uint64_t bytes)
+{
+    struct kvq__vfs_held *held = f->held;
+    struct kvq_io_status status;
+    int rc = kvq_io_status(f->io, f->file, &status);
+    if (rc || status.bytes == bytes)
+        return rc;
+    if (f->kind == KVQ__VFS_WAL && bytes < held->bytes) {
+        rc = bytes == 0 && status.bytes > 0 ? empty_wal(f) : 0;
+        if (rc == 0 && status.bytes > held->bytes)
+            rc = kvq_io_truncate(f->io, f->file, held->bytes);
+        return rc;
+    }
+    rc = kvq_io_truncate(f->io, f->file, bytes);
+    if (rc == 0 && bytes < held->bytes && kvq_io_allocate(f->io, f->file, held->bytes))
+        held->bytes = bytes;
+    return rc;
+}
+
 static int file_truncate(sqlite3_file *base, sqlite3_int64 bytes)
 {
     struct vfs_file *f = file_of(base);
-    return kvq_io_truncate(f->io, f->file, (uint64_t)bytes) ? SQLITE_IOERR_TRUNCATE : SQLITE_OK;
+    int rc =
+        f->held ? shorten(f, (uint64_t)bytes) : kvq_io_truncate(f->io, f->file, (uint64_t)bytes);
+    return rc ? SQLITE_IOERR_TRUNCATE : SQLITE_OK;
 }
 
 static int file_sync(sqlite3_file *base, int flags)
@@ -114,9 +147,10 @@ static int file_reserved(sqlite3_file *base, int *held)
 static int file_control(sqlite3_file *base, int operation, void *argument)
 {
     (void)base;
-    (void)operation;
-    (void)argument;
-    return SQLITE_NOTFOUND;
+    if (operation != SQLITE_FCNTL_PERSIST_WAL)
+        return SQLITE_NOTFOUND;
+    *(int *)argument = 1;
+    return SQLITE_OK;
 }
 
 static int file_sector(sqlite3_file *base)
@@ -169,8 +203,12 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
     memset(f, 0, sizeof *f);
     if (!path) // a temporary file; the connection keeps these in memory
         return SQLITE_CANTOPEN;
-    f->io = io_of(vfs);
+    struct kvq__vfs *v = vfs->pAppData;
+    f->io = v->io;
     f->path = path;
+    f->kind = flags & SQLITE_OPEN_MAIN_DB ? KVQ__VFS_DATABASE
+              : flags & SQLITE_OPEN_WAL   ? KVQ__VFS_WAL
+                                          : KVQ__VFS_OTHER;
     f->remove = flags & SQLITE_OPEN_DELETEONCLOSE;
     unsigned how = flags & SQLITE_OPEN_READWRITE ? KVQ_IO_WRITE : KVQ_IO_READ;
     f->file = kvq_io_open(f->io, path, how);
@@ -182,6 +220,10 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
     if (!opened)
         return f->file == -ENOSPC ? SQLITE_FULL : SQLITE_CANTOPEN;
     f->base.pMethods = &methods;
+    if (f->kind != KVQ__VFS_OTHER && flags & SQLITE_OPEN_READWRITE) {
+        f->held = &v->held[f->kind];
+        *f->held = (struct kvq__vfs_held){.file = f->file};
+    }
     if (given)
         *given = flags;
     return SQLITE_OK;
@@ -249,6 +291,8 @@ int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
 {
     snprintf(v->name, sizeof v->name, "kvq-%p", (void *)v);
     v->io = io;
+    for (int i = 0; i < KVQ__VFS_OTHER; i++)
+        v->held[i] = (struct kvq__vfs_held){.file = -1};
     v->vfs = (sqlite3_vfs){
         .iVersion = 1,
         .szOsFile = sizeof(struct vfs_file),
@@ -265,6 +309,17 @@ int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
         .xGetLastError = vfs_error,
     };
     return sqlite3_vfs_register(&v->vfs, 0);
+}
+
+int kvq__vfs_hold(struct kvq__vfs *v, enum kvq__vfs_kind kind, uint64_t bytes)
+{
+    struct kvq__vfs_held *held = &v->held[kind];
+    if (held->file < 0 || bytes <= held->bytes)
+        return 0;
+    int rc = kvq_io_allocate(v->io, held->file, bytes);
+    if (rc == 0)
+        held->bytes = bytes;
+    return rc == -EOPNOTSUPP ? 0 : rc;
 }
 
 void kvq__vfs_remove(struct kvq__vfs *v)

@@ -6,6 +6,11 @@
 // accepts in WAL mode with locking_mode=EXCLUSIVE (the index of the WAL is on the heap then). The
 // store's own lock keeps other processes out.
 //
+// A disk may become full at any moment, and deleting must work then. So space on disk is held for
+// the database and its WAL beyond what they have in them (kvq__vfs_hold), and SQLite's truncating
+// them does not give it back. The WAL stays when the database is closed, with its space and a
+// header that makes it an empty one.
+//
 // On a file system that is read-only, files are opened to be read, and a WAL that is not there is
 // an empty one: SQLite insists on opening it. A WAL that is there is read into that index, so that
 // nothing of what was committed is missing. (SQLite's own way, immutable=1, looks at no WAL, and
@@ -17,15 +22,27 @@
 
 #include "storage/io.h"
 
+enum kvq__vfs_kind { KVQ__VFS_DATABASE, KVQ__VFS_WAL, KVQ__VFS_OTHER };
+
 struct kvq__vfs {
     sqlite3_vfs vfs;
     struct kvq_io *io;
     char name[32];
+    struct kvq__vfs_held {
+        int file;       // -1: it is not open, or not to be written
+        uint64_t bytes; // on disk there is space for the first so many bytes of the file
+    } held[KVQ__VFS_OTHER];
 };
 
 // Makes it known to SQLite under v->name, which no other has. v stays where it is until
 // kvq__vfs_remove. 0 or an SQLite code.
 int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io);
 void kvq__vfs_remove(struct kvq__vfs *v);
+
+// Takes space on disk for the first so many bytes of a file, for as long as it is there, without
+// changing its length. 0 or a negative errno: what was held before is held still. 0 also where the
+// file system cannot do that, or the file is not open; held[kind].bytes says so. The caller sees to
+// it that SQLite is in no call.
+int kvq__vfs_hold(struct kvq__vfs *v, enum kvq__vfs_kind kind, uint64_t bytes);
 
 #endif

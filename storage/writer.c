@@ -147,6 +147,10 @@ static int admit(struct kvq_store *s, uint64_t more, const struct kvq__complaint
     uint64_t catalog = w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
                                 : KVQ__RESERVE + w->rows * KVQ__RESERVE_ROW;
     uint64_t used = s->cap_bytes ? kvq__physical(s) : 0;
+    uint64_t held = s->catalog.vfs.held[KVQ__VFS_WAL].bytes; // a part of what is used
+    uint64_t has = held > KVQ__WAL_BACKLOG ? held - KVQ__WAL_BACKLOG : 0;
+    has = has < KVQ__RESERVE - KVQ__WAL_BACKLOG ? has : KVQ__RESERVE - KVQ__WAL_BACKLOG;
+    catalog -= has < catalog ? has : catalog;
     if (s->cap_bytes == 0 || used + catalog + more <= s->cap_bytes)
         return KVQ_OK;
     return kvq__complain(c, KVQ_E_NO_SPACE,
@@ -154,6 +158,26 @@ static int admit(struct kvq_store *s, uint64_t more, const struct kvq__complaint
                          "for the catalog: delete sessions and compact, or raise the cap",
                          (unsigned long long)s->cap_bytes, (unsigned long long)used,
                          (unsigned long long)more, (unsigned long long)catalog);
+}
+
+// Gives back all space behind what was written. Where there is not enough, file systems leave the
+// file with all that there was.
+static int give_back(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    int rc = flush_wait(&w->flusher);
+    if (rc == 0)
+        rc = kvq_io_truncate(s->io, w->file, w->at - w->used);
+    w->allocated = w->at - w->used;
+    measure(s);
+    return rc;
+}
+
+void kvq__writer_spare(struct kvq_store *s)
+{
+    struct kvq__writer *w = &s->writer;
+    if (w->segment && give_back(s)) // also what a process that was killed had taken
+        w->broken = true;
 }
 
 static int allocate(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
@@ -164,26 +188,31 @@ static int allocate(struct kvq_store *s, uint64_t bytes, const struct kvq__compl
         return rc;
     rc = kvq_io_allocate(s->io, w->file, bytes);
     if (rc && rc != -EOPNOTSUPP) {
-        measure(s);
-        return kvq__io_complain(c, rc, "a segment", "made longer");
+        int failed = give_back(s);
+        return failed ? broke(s, failed, "written", c)
+                      : kvq__io_complain(c, rc, "a segment", "made longer");
     }
     w->allocated = bytes;
     measure(s);
     return KVQ_OK;
 }
 
-// Has space for the segment's first `upto` bytes: a large step if there is room for it.
+// Has space for the segment's first `upto` bytes: the largest step that there is room for.
 static int take_room(struct kvq_store *s, uint64_t upto, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
     if (upto <= w->allocated)
         return KVQ_OK;
     uint64_t least = (upto + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
-    uint64_t step = w->allocated + KVQ__STEP_BYTES;
-    uint64_t most = step < s->segment_bytes ? step : s->segment_bytes;
     int rc = KVQ_E_NO_SPACE;
-    if (most > least)
+    while (rc == KVQ_E_NO_SPACE && w->step >= KVQ__STEP_LEAST) {
+        uint64_t most = w->allocated + w->step;
+        most = most < s->segment_bytes ? most : s->segment_bytes;
+        if (most <= least)
+            break;
         rc = allocate(s, most, c);
+        w->step = rc == KVQ_E_NO_SPACE ? w->step / 4 : w->step;
+    }
     return rc == KVQ_E_NO_SPACE ? allocate(s, least, c) : rc;
 }
 
@@ -341,6 +370,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
     struct kvq__writer *w = &s->writer;
     w->first_new = s->next_segment;
     w->rows = rows;
+    w->step = KVQ__STEP_BYTES;
     w->records = 0;
     w->frees = frees;
     w->broken = false;

@@ -382,10 +382,13 @@ static int fault_allocate(struct kvq_io *io, int handle, uint64_t bytes)
     pthread_mutex_lock(&f->lock);
     struct fault_file *file = f->handles[handle];
     int rc = before_change(f);
-    if (rc == 0 && fitting(f, file, 0, bytes) < bytes)
+    uint64_t some = rc ? 0 : fitting(f, file, 0, bytes) / KVQ_IO_PAGE * KVQ_IO_PAGE;
+    if (rc == 0 && some < bytes) // the file keeps what there was, as on ext4
         rc = -ENOSPC;
-    if (rc == 0 && bytes > file->allocated)
-        file->allocated = bytes;
+    if (rc == 0 || rc == -ENOSPC) {
+        some = rc ? some : bytes;
+        file->allocated = some > file->allocated ? some : file->allocated;
+    }
     (void)physical(f);
     pthread_mutex_unlock(&f->lock);
     return rc;
