@@ -39,6 +39,7 @@ struct kvq__core;
 struct kvq__client;
 struct kvq__queue;
 struct kvq__gpu;
+struct kvq__prefix_ask;
 struct kvq__table_memory;
 
 // ---- What the core is given ----
@@ -313,7 +314,7 @@ struct kvq__prefix_spec {
     uint64_t offset, tokens; // tokens 0: no ids
     const struct kvq__span *spans;
     uint32_t n_spans;
-    uint64_t stored; // so many of these tokens a store has of all shards, besides what memory has
+    const struct kvq__prefix_ask *ask; // what was found of them (saved.h); NULL: not looked yet
 };
 
 // Zero-initialized fields mean what kvq.proto says of OpenSession. Strings are NULL or end in NUL.

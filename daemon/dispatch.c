@@ -234,7 +234,7 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
     if (error == 0 && d->place && !open->place[0])
         spec.place = d->place;
     if (error == 0)
-        spec.prefix.stored = d->stored;
+        spec.prefix.ask = d->ask;
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }
 
@@ -369,6 +369,7 @@ static int lookup_prefix(const struct kvq__dispatch *d, const Kvq__LookupPrefix 
     error = error ? error : spec_of(lookup->session, arena, &spec, text);
     if (error)
         return error;
+    spec.prefix.ask = d->ask;
     kvq__lookup_prefix_reply__init(answer);
     error = kvq__prefix_lookup(d->client, &spec, &answer->tokens, text);
     if (error)

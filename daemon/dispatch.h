@@ -24,9 +24,9 @@ struct kvq__dispatch {
     struct kvq__core *core;
     const struct kvq__identity *identity;
     const struct kvq__peer *peer;
-    struct kvq__client *client; // NULL: not attached
-    const char *place;          // of sessions that are opened and do not say where; or NULL
-    uint64_t stored;            // tokens of their prefix that a store has of all shards
+    struct kvq__client *client;        // NULL: not attached
+    const char *place;                 // of sessions that are opened and do not say where; or NULL
+    const struct kvq__prefix_ask *ask; // what was found of their prefix; or NULL
     uint64_t now_ns;
 };
 
@@ -38,7 +38,7 @@ int kvq__dispatch_knows(Kvq__Request__CommandCase command);
 void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply);
 
-// What a session that is opened or looked up so asks of a store (kvq__prefix_ask).
+// What a session that is opened or looked up so can begin with (kvq__prefix_ask).
 int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSession *open,
                       struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text);
 

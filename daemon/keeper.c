@@ -422,8 +422,9 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_DELETE_QUOTA:
         return true;
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
-        return keeper->store && (r->open_session->name[0] || asks_for_a_page(r->open_session));
+        return (keeper->store && r->open_session->name[0]) || asks_for_a_page(r->open_session);
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
+        return true;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         return keeper->store != NULL;
     default:
@@ -482,6 +483,13 @@ static void start_storage(struct kvq__task *t)
         kvq__task_to_work(t, tell_status, finish);
         break;
     }
+}
+
+// Of these memory alone may know all.
+static bool is_about_prefixes(const Kvq__Request *r)
+{
+    return r->command_case == KVQ__REQUEST__COMMAND_LOOKUP_PREFIX ||
+           r->command_case == KVQ__REQUEST__COMMAND_OPEN_SESSION;
 }
 
 // These need no store.
@@ -556,7 +564,6 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->order = NULL;
     t->opens = KVQ__OPEN_NONE;
     t->ask = NULL;
-    t->place = NULL;
     t->pages = 0;
     keeper->n_tasks++;
     if (keeper->ended)
@@ -565,7 +572,7 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
         kvq__keeper_remote(t);
     else if (is_about_quotas(t->request))
         kvq__keeper_set_quota(t);
-    else if (!keeper->store)
+    else if (!keeper->store && !is_about_prefixes(t->request))
         refuse(t, KVQ_E_UNSUPPORTED,
                "this daemon saves no sessions; set storage_dir in its configuration");
     else if (is_for_admins(t->request) && !t->peer->admin)

@@ -60,11 +60,9 @@ struct kvq__task {
     struct kvq__found *found;
     struct kvq__loading *loading;
     struct kvq__transfer *transfer; // that is being asked for
-    const Kvq__OpenSession *open;   // whose prefix is looked for
-    struct kvq__prefix_ask *ask;
+    struct kvq__prefix_ask *ask;    // for what the session begins with; NULL: none
     uint32_t pages;                 // that the store has of it
-    bool asked_again;               // since something was damaged
-    const char *place;              // where it was read to; lives as long as the core
+    bool asked_again, has_asked;    // the store: since something was damaged; and read all it has
     const struct kvq__order *order; // of the core's, so that a session is parked; else NULL
     struct kvq__override limits;    // that are to be a namespace's
     struct kvq_store_space *spaces; // what namespaces have on disk now

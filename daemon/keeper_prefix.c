@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prefixes that only the store has. Before a session is looked up or opened with one, a thread of
-// libuv's asks the store for its pages; if it has more of them than memory, they are read into the
-// index, and the session then begins with them as with any that are there. Nothing fails for want
-// of it: the engine computes what was not to be had.
+// Prefixes, before a session is looked up or opened with one. A thread of libuv's hashes the pages,
+// the poller looks at the index piece by piece, and a thread asks the store for what memory lacks;
+// if the store has more, those pages are read into the index, and the session then begins with them
+// as with any that are there. Nothing fails for want of it: the engine computes what was not to be
+// had.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,7 +85,7 @@ static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_
     const struct kvq__prefix_ask *ask = t->ask;
     struct best best;
     uint32_t pages = 0;
-    kvq__prefix_ask_hashes(ask, space, hashes);
+    kvq__prefix_ask_stored(ask, space, hashes);
     int rc = kvq_store_match(t->keeper->store, ask->spaces[space].name,
                              (const uint8_t(*)[KVQ_PREFIX_BYTES])hashes, ask->pages, &best.pages,
                              &best.session, t->text, sizeof t->text);
@@ -119,12 +120,11 @@ static void ask_store(struct kvq__task *t)
 
 // ---- There and back ----
 
-static void ask_memory(struct kvq__task *t);
+static void look_in_memory(struct kvq__task *t);
 
-// Poller's thread.
+// Poller's thread. The ask goes with the command, which ends it.
 static void go_on(struct kvq__task *t)
 {
-    kvq__prefix_ask_end(&t->ask);
     t->rc = 0;
     t->text[0] = 0;
     t->next(t);
@@ -138,11 +138,14 @@ static void has_read(struct kvq__task *t)
     keeper->reading_prefix = false;
     while ((other = TAILQ_FIRST(&keeper->waiting))) {
         TAILQ_REMOVE(&keeper->waiting, other, link);
-        kvq__task_to_poller(other, ask_memory);
+        kvq__prefix_ask_again(other->ask, 0);
+        kvq__task_to_poller(other, look_in_memory);
     }
     bool less = t->rc == KVQ_E_DAMAGED && !t->asked_again; // may be good: the store knows now
     t->asked_again |= less;
-    kvq__task_to_poller(t, less ? ask_memory : go_on);
+    t->has_asked = !less;
+    kvq__prefix_ask_again(t->ask, less ? 0 : t->pages);
+    kvq__task_to_poller(t, look_in_memory);
 }
 
 // Poller's thread.
@@ -151,7 +154,6 @@ static void read_prefix(struct kvq__task *t)
     const struct kvq__begin as = {.ns = t->ask->ns,
                                   .place = t->ask->place,
                                   .prefix_tokens = (uint64_t)t->pages * KVQ_BLOCK_TOKENS};
-    t->place = t->ask->place;
     kvq__keeper_load(t, &as, has_read);
 }
 
@@ -178,8 +180,46 @@ static void go_ask(struct kvq__task *t)
     kvq__task_to_work(t, ask_store, asked);
 }
 
+// Poller's thread. A piece at a time: others are served in between.
+static void look_in_memory(struct kvq__task *t)
+{
+    if (!kvq__prefix_ask_match(t->ask))
+        kvq__task_to_poller(t, look_in_memory);
+    else if (t->has_asked || !t->keeper->store || t->ask->here == t->ask->pages)
+        go_on(t);
+    else {
+        t->pages = 0;
+        kvq__task_to_loop(t, go_ask);
+    }
+}
+
+static void hash(struct kvq__task *t)
+{
+    t->rc = kvq__prefix_ask_hash(t->ask);
+}
+
 // Poller's thread.
-static void ask_memory(struct kvq__task *t)
+static void hash_failed(struct kvq__task *t)
+{
+    kvq__prefix_ask_end(&t->ask); // the command looks for itself
+    go_on(t);
+}
+
+static void hashed(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    (void)status;
+    kvq__task_to_poller(t, t->rc == 0 ? look_in_memory : hash_failed);
+}
+
+static void go_hash(struct kvq__task *t)
+{
+    kvq__task_to_work(t, hash, hashed);
+}
+
+// Poller's thread.
+void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
+                        void (*next)(struct kvq__task *task))
 {
     const struct kvq__server *server = t->keeper->server;
     struct kvq__dispatch d = {.core = server->core,
@@ -187,22 +227,13 @@ static void ask_memory(struct kvq__task *t)
                               .peer = t->peer,
                               .client = t->client,
                               .now_ns = kvq__now_ns()};
-    kvq__prefix_ask_end(&t->ask);
-    t->rc = 0;
+    t->next = next;
+    t->asked_again = t->has_asked = false;
     t->pages = 0;
-    if (kvq__dispatch_ask(&d, t->open, t->arena, &t->ask, t->text) < 0 || !t->ask)
+    if (kvq__dispatch_ask(&d, open, t->arena, &t->ask, t->text) < 0 || !t->ask)
         go_on(t);
     else
-        kvq__task_to_loop(t, go_ask);
-}
-
-void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
-                        void (*next)(struct kvq__task *task))
-{
-    t->open = open;
-    t->next = next;
-    t->asked_again = false;
-    ask_memory(t);
+        kvq__task_to_loop(t, go_hash);
 }
 
 // ---- Lookups ----
@@ -215,9 +246,11 @@ static void answer(struct kvq__task *t)
                               .identity = &server->identity,
                               .peer = t->peer,
                               .client = t->client,
+                              .ask = t->ask,
                               .now_ns = kvq__now_ns()};
     uint64_t on_disk = (uint64_t)t->pages * KVQ_BLOCK_TOKENS;
     kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    kvq__prefix_ask_end(&t->ask);
     if (t->reply->status == 0 && t->reply->lookup_prefix->tokens < on_disk)
         t->reply->lookup_prefix->tokens = on_disk;
     kvq__task_to_loop(t, kvq__task_end);

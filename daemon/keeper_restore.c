@@ -445,11 +445,12 @@ static void open_now(struct kvq__task *t)
                               .identity = &server->identity,
                               .peer = t->peer,
                               .client = t->client,
-                              .place = t->place,
-                              .stored = t->place ? (uint64_t)t->pages * KVQ_BLOCK_TOKENS : 0,
+                              .place = t->ask ? t->ask->place : NULL, // where its prefix is
+                              .ask = t->ask,
                               .now_ns = kvq__now_ns()};
     if (t->rc == 0)
         kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    kvq__prefix_ask_end(&t->ask);
     kvq__task_to_loop(t, opened);
 }
 
@@ -498,7 +499,7 @@ static void look_and_read(struct kvq__task *t)
 {
     if (t->before && !t->looked_again)
         t->before(t);
-    if (t->name[0])
+    if (t->name[0] && t->keeper->store)
         find(t);
 }
 
@@ -534,7 +535,7 @@ void kvq__keeper_open_session(struct kvq__task *t)
         snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
-    if (!t->name[0] || !kvq__transfers_opens(t, kvq__keeper_open_session))
+    if (!t->name[0] || !t->keeper->store || !kvq__transfers_opens(t, kvq__keeper_open_session))
         kvq__task_to_work(t, look_and_read, looked);
 }
 

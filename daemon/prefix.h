@@ -29,6 +29,7 @@ struct kvq__namespace;
 struct kvq__pageref;
 struct kvq__part;
 struct kvq__pool;
+struct kvq__prefix_ask;
 struct kvq__ref;
 struct kvq__saved;
 struct kvq__session;
@@ -156,22 +157,16 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
 // Whether sessions of the namespace of that name may share this one's prefixes.
 bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
 
-// ---- Opening with one (prefix_open.c) ----
+// ---- Looking and opening with one (prefix_ask.c, prefix_open.c; saved.h has more of asks) ----
 
-// The client's ids. They stay where the client can change them at any time: a page is copied, then
-// looked at.
-struct kvq__id_source {
-    const volatile uint8_t *at;
-    uint32_t pages;  // whole ones
-    uint32_t stored; // of these, that a store has of all shards
-};
-void kvq__ids_copy(const struct kvq__id_source *source, uint32_t page, int32_t *ids);
-
-// A session as it is asked for, to be looked at and freed, and how many pages of its prefix memory
-// has. 0, or what opening it would give; *session is NULL then.
-int kvq__prefix_sketch(struct kvq__client *client, const struct kvq__session_spec *spec,
-                       struct kvq__session **session, struct kvq__id_source *source,
-                       uint32_t *pages, char *text);
+// An ask for what a new session, which nobody sees yet, could begin with, hashed and matched at
+// once. 0, or what is wrong with the ids, or KVQ_E_UNSUPPORTED or KVQ_E_NO_MEMORY.
+int kvq__prefix_ask_now(struct kvq__client *client, struct kvq__session *session,
+                        const struct kvq__prefix_spec *spec, struct kvq__prefix_ask **ask,
+                        char *text);
+// The last page that was found, if it is still there and the session can have it; else NULL.
+struct kvq__node *kvq__prefix_ask_found(const struct kvq__prefix_ask *ask,
+                                        const struct kvq__session *session);
 // The session's pages and counts are those of one that has only that many tokens, packed as a
 // session is that begins with them.
 void kvq__prefix_counts(struct kvq__session *session, uint64_t tokens);

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prefixes that a store has: what it is told of a session's pages, and what a client's ask is when
-// put to it. What it answers is a hint: blocks are shared only once the index has them, where ids
-// are compared.
+// Prefixes that a store has: what it is told of a session's pages (what it is asked: prefix_ask.c).
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/group.h"
 #include "daemon/prefix.h"
 #include "daemon/saved_internal.h"
 
@@ -87,96 +84,4 @@ int kvq__save_prefixes(const struct kvq__save *save, uint32_t n,
     }
     free(spans);
     return rc;
-}
-
-// ---- What it is asked ----
-
-static bool is_there(const struct kvq__session *like, const char *name)
-{
-    const struct kvq__session *first = name && name[0] ? kvq__session_named(like->ns, name) : NULL;
-    return first && kvq__group_member(first, like->shard);
-}
-
-static void add_space(struct kvq__prefix_ask *ask, const struct kvq__session *s,
-                      const struct kvq__namespace *ns)
-{
-    struct kvq__prefix_space *space = &ask->spaces[ask->n_spaces++];
-    space->name = ns->name;
-    kvq__prefix_root(s, ns->name, space->root);
-}
-
-static void add_spaces(struct kvq__prefix_ask *ask, const struct kvq__session *s)
-{
-    const struct kvq__namespace *ns;
-    add_space(ask, s, s->ns);
-    TAILQ_FOREACH (ns, &s->core->namespaces, link)
-        if (ns != s->ns && kvq__namespace_shares(ns, s->ns->name) &&
-            ask->n_spaces <= KVQ_MAX_NAMESPACES)
-            add_space(ask, s, ns);
-}
-
-static struct kvq__prefix_ask *make_ask(struct kvq__session *s, const struct kvq__id_source *source,
-                                        uint32_t here)
-{
-    struct kvq__prefix_ask *ask = kvq__allocate(s->core, sizeof *ask);
-    if (!ask)
-        return NULL;
-    *ask = (struct kvq__prefix_ask){.core = s->core,
-                                    .ids = source->at,
-                                    .pages = source->pages,
-                                    .here = here,
-                                    .shard = s->shard,
-                                    .shards = s->shards,
-                                    .ns = s->ns->name,
-                                    .place = kvq__pool_name(s->pool),
-                                    .spans = s->ids.spans, // the sketch's, that ends
-                                    .n_spans = s->ids.n_spans};
-    s->ids.spans = NULL;
-    s->ids.n_spans = 0;
-    memcpy(ask->layers, s->ids.layers, sizeof ask->layers);
-    add_spaces(ask, s);
-    return ask;
-}
-
-int kvq__prefix_ask(struct kvq__client *client, const struct kvq__session_spec *spec,
-                    struct kvq__prefix_ask **ask, char *text)
-{
-    struct kvq__session *s;
-    struct kvq__id_source source;
-    uint32_t here;
-    *ask = NULL;
-    if (spec->prefix.tokens < KVQ_BLOCK_TOKENS ||
-        (spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)))
-        return 0;
-    int rc = kvq__prefix_sketch(client, spec, &s, &source, &here, text);
-    if (rc < 0)
-        return rc;
-    if (here < source.pages && !is_there(s, spec->name))
-        *ask = make_ask(s, &source, here); // or it goes on without
-    kvq__session_free(s);
-    return 0;
-}
-
-void kvq__prefix_ask_end(struct kvq__prefix_ask **pointer)
-{
-    struct kvq__prefix_ask *ask = *pointer;
-    *pointer = NULL;
-    if (!ask)
-        return;
-    kvq__deallocate(ask->core, ask->spans, ask->n_spans * sizeof *ask->spans);
-    kvq__deallocate(ask->core, ask, sizeof *ask);
-}
-
-void kvq__prefix_ask_hashes(const struct kvq__prefix_ask *ask, uint32_t space,
-                            uint8_t (*hashes)[32])
-{
-    const struct kvq__id_source source = {.at = ask->ids, .pages = ask->pages};
-    uint8_t chain[KVQ__HASH_BYTES];
-    int32_t ids[KVQ_BLOCK_TOKENS];
-    memcpy(chain, ask->spaces[space].root, sizeof chain);
-    for (uint32_t i = 0; i < ask->pages; i++) {
-        kvq__ids_copy(&source, i, ids);
-        kvq__prefix_chain(ask->core, chain, ids, ask->spans, ask->n_spans, i);
-        kvq__prefix_stored(ask->core, chain, ask->layers, ask->shard, hashes[i]);
-    }
 }

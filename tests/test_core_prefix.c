@@ -2,6 +2,7 @@
 //
 // Prefixes: sessions that begin with the same tokens share blocks, those whose tokens mean
 // something else never do, and what only the index keeps gives way before anything fails.
+#include "daemon/saved.h"
 #include "tests/prefix_rig.h"
 
 static int refused(struct member *m, const struct kvq__session_spec *spec)
@@ -691,6 +692,48 @@ static void hostile(void **state)
     assert_int_equal(kit_request(&one, &r, NULL), KVQ_E_INVALID);
 }
 
+// ---- In pieces ----
+
+// The index is looked at some pages at a time, whatever happens to it in between, and what was
+// found is not hashed again when a session is opened with it.
+static void in_pieces(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS), with = spec;
+    struct kvq__session_info info;
+    struct kvq__prefix_ask *ask;
+    uint64_t pages, bytes, a = feed(&one, &spec, 1500);
+    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    assert_int_equal(kvq__prefix_ask_hash(ask), 0);
+    assert_false(kvq__prefix_ask_match(ask));
+    assert_in_range(ask->here, 1, 10);
+    while (!kvq__prefix_ask_match(ask))
+        continue;
+    assert_int_equal(ask->here, 11);
+    with.prefix.ask = ask;
+    drop(&one, open_as(&one, &with, &info));
+    assert_int_equal(info.prefix_tokens, 11 * PAGE);
+    assert_int_equal(lookup(&one, &with), 11 * PAGE);
+    // Another layer's format, and it is not what was looked for.
+    with.format = "oscar3";
+    drop(&one, open_as(&one, &with, &info));
+    assert_int_equal(info.prefix_tokens, 0);
+    with.format = spec.format;
+    // Given up between two pieces.
+    kvq__prefix_ask_again(ask, 0);
+    assert_false(kvq__prefix_ask_match(ask));
+    drop(&one, a);
+    assert_int_equal(kvq__core_drop_prefixes(kit.core, &(struct kvq__peer){.admin = true}, "team",
+                                             &pages, &bytes, text),
+                     0);
+    assert_int_equal(pages, 11);
+    assert_true(kvq__prefix_ask_match(ask) || kvq__prefix_ask_match(ask));
+    drop(&one, open_as(&one, &with, &info));
+    assert_int_equal(info.prefix_tokens, 0);
+    kvq__prefix_ask_end(&ask);
+    core_check(kit.core);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -699,6 +742,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(whole_steps, setup, teardown),
         cmocka_unit_test_setup_teardown(told_at_the_end, setup, teardown),
         cmocka_unit_test_setup_teardown(forks_know, setup, teardown),
+        cmocka_unit_test_setup_teardown(in_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(tokens_differ, setup, teardown),
         cmocka_unit_test_setup_teardown(meanings_differ, setup, teardown),
         cmocka_unit_test_setup_teardown(images_differ, setup, teardown),

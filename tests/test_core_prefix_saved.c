@@ -210,20 +210,35 @@ static void cut(void **state)
 
 // ---- Asking the store ----
 
+// An ask that is hashed and matched; NULL where memory has it all, or nothing is to be looked for.
+static struct kvq__prefix_ask *ask_of(struct member *m, const struct kvq__session_spec *spec,
+                                      int status)
+{
+    struct kvq__prefix_ask *ask;
+    assert_int_equal(kvq__prefix_ask(m->client, spec, &ask, text), status);
+    if (!ask)
+        return NULL;
+    assert_int_equal(kvq__prefix_ask_hash(ask), 0);
+    while (!kvq__prefix_ask_match(ask))
+        continue;
+    if (ask->here == ask->pages)
+        kvq__prefix_ask_end(&ask);
+    return ask;
+}
+
 // How many pages a client's ask has in common with what is stored of the session.
 static uint32_t matching(struct member *m, const struct kvq__session_spec *spec)
 {
     const struct vault_session *s = vault_find(&vault, "it", spec->shard);
-    struct kvq__prefix_ask *ask;
     uint32_t best = 0;
     text[0] = 0;
-    assert_int_equal(kvq__prefix_ask(m->client, spec, &ask, text), 0);
+    struct kvq__prefix_ask *ask = ask_of(m, spec, 0);
     if (!ask)
         return 0;
     uint8_t(*hashes)[32] = calloc(ask->pages, sizeof *hashes);
     for (uint32_t space = 0; space < ask->n_spaces; space++) {
         uint32_t n = 0;
-        kvq__prefix_ask_hashes(ask, space, hashes);
+        kvq__prefix_ask_stored(ask, space, hashes);
         while (n < ask->pages && n < s->pages && memcmp(hashes[n], s->hashes[n], 32) == 0)
             n++;
         best = n > best ? n : best;
@@ -283,25 +298,21 @@ static void nobody_asked(void **state)
     feed(&one, &spec, 600);
     spec.prefix.tokens = 4 * PAGE + 100; // memory has it all
     spec.name = "other";
-    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
-    assert_null(ask);
+    assert_null(ask_of(&one, &spec, 0));
     spec.prefix.tokens = 5 * PAGE;
-    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
+    ask = ask_of(&one, &spec, 0);
     assert_non_null(ask);
     assert_int_equal(ask->here, 4);
     assert_string_equal(ask->ns, "team");
     kvq__prefix_ask_end(&ask);
     spec.name = "it"; // it is there already
-    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
-    assert_null(ask);
+    assert_null(ask_of(&one, &spec, 0));
     spec.name = "other";
     spec.flags = KVQ__OPEN_READ_ONLY; // it is not made
-    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);
-    assert_null(ask);
+    assert_null(ask_of(&one, &spec, 0));
     spec.flags = 0;
     spec.format = "ott2";
-    assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), KVQ_E_UNSUPPORTED);
-    assert_null(ask);
+    assert_null(ask_of(&one, &spec, KVQ_E_UNSUPPORTED));
 }
 
 // What may be shared across namespaces is asked for there, too, and nowhere else.
