@@ -239,8 +239,14 @@ static bool explain_invalid(const struct subject *s)
         kvq__fail(KVQ_E_INVALID,
                   "%s: %u tokens: all tokens of the step are appended at once, once for each "
                   "layer with a cache of its own; strides and offsets are multiples of the dtype's "
-                  "size, rows and heads do not overlap",
-                  s->where, e->append);
+                  "size, rows and heads do not overlap, and no two entries write the same rows "
+                  "(q_row %u, %u queries)",
+                  s->where, e->append, e->q_row, e->queries);
+    else if (r->op == KVQ_OP_READ)
+        kvq__fail(KVQ_E_INVALID,
+                  "%s: strides and offsets are multiples of the dtype's size, rows and heads do "
+                  "not overlap, and no two entries write the same rows (row %u, %u tokens)",
+                  s->where, e->row, e->append);
     else
         return false;
     return true;
@@ -360,7 +366,8 @@ static const char *advice(int code)
     case KVQ_E_BUFFER:
         return "register the buffer, and do not close it while calls use it";
     case KVQ_E_INVALID:
-        return "offsets and strides are multiples of the dtype's size, rows do not overlap";
+        return "offsets and strides are multiples of the dtype's size; what is written (out and "
+               "lse, or k and v of a read) overlaps neither itself nor what is read";
     case KVQ_E_SHAPE:
         return "rows, heads or tokens differ from what the session or the step was opened with";
     default:

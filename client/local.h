@@ -205,6 +205,15 @@ void kvq__attend_close(struct kvq_local *local);
 // Why an entry's part in a call cannot be: a code.
 int kvq__local_check_part(const struct kvq_local *local, const struct kvq_work *work,
                           const struct kvq_entry *entry);
+// Whether entry i writes rows that one before it writes, whose status is 0. Rows [*from, *to) are
+// those that were written so far; at first UINT64_MAX and 0.
+bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t *from,
+                          uint64_t *to);
+// Whether a call writes bytes twice, or over what it reads, for entries whose status is 0: a code
+// and a text. Unless it is captured into a graph, whose other layers may use memory by turns, also
+// over K and V that earlier layers of the step gave.
+int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_work *work,
+                             const struct kvq_entry *entries, uint32_t n, bool captured);
 // What it asks of the kernels, if it can be.
 struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kvq_work *work,
                                   const struct kvq_entry *entry);

@@ -7,6 +7,8 @@
 #include <assert.h>
 #include <sys/mman.h>
 
+#include "proto/rows.h"
+
 enum { ALIGN = 64 };
 
 // ---- Memory, once ----
@@ -163,6 +165,91 @@ static int check_part(const struct kvq_local *local, struct part *p)
     rc = find_tail(local, p);
     return rc ? rc : check_queries(p);
 }
+
+// ---- What a call writes ----
+
+bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t *from, uint64_t *to)
+{
+    uint64_t row = entries[i].q_row, end = row + entries[i].queries;
+    for (uint32_t j = row < *to && *from < end ? 0 : i; j < i; j++) {
+        const struct kvq_entry *other = &entries[j];
+        if (other->status == KVQ_OK && row < (uint64_t)other->q_row + other->queries &&
+            other->q_row < end)
+            return true;
+    }
+    *from = row < *from ? row : *from;
+    *to = end > *to ? end : *to;
+    return false;
+}
+
+// From the first row to the last of all entries that can be.
+static struct kvq_rows touched(const struct kvq_tensor *t, const struct kvq_entry *entries,
+                               uint32_t n, bool tokens, uint32_t heads, uint32_t dim)
+{
+    uint64_t from = UINT64_MAX, to = 0;
+    struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
+    if (!t->buffer)
+        return r;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t row = tokens ? entries[i].row : entries[i].q_row;
+        uint32_t rows = tokens ? entries[i].append : entries[i].queries;
+        if (entries[i].status || rows == 0)
+            continue;
+        from = row < from ? row : from;
+        to = (uint64_t)row + rows > to ? (uint64_t)row + rows : to;
+    }
+    r.start = (uint64_t)(uintptr_t)row_at(t, 0);
+    r.first = to ? from : 0;
+    r.n = to ? to - from : 0;
+    r.heads = heads;
+    r.width = dim * value_bytes(t);
+    return r;
+}
+
+// K and V that an earlier layer of the step gave are read until its end, too.
+static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out,
+                       const struct kvq_entry *entries, uint32_t n, const struct kvq_shape *s)
+{
+    for (uint32_t l = 0; l < local->n_layers; l++) {
+        const struct kvq_rows k = touched(&local->k[l], entries, n, true, s->kv_heads, s->k_dim);
+        const struct kvq_rows v = touched(&local->v[l], entries, n, true, s->kv_heads, s->v_dim);
+        if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v))
+            return true;
+    }
+    return false;
+}
+
+int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_work *w,
+                             const struct kvq_entry *entries, uint32_t n, bool captured)
+{
+    uint32_t i = 0;
+    while (i < n && entries[i].status)
+        i++;
+    if (i == n)
+        return KVQ_OK;
+    const struct kvq_shape *s = &kvq__local_find(local, entries[i].session)->layers[w->layer].shape;
+    const struct kvq_rows out = touched(&w->out, entries, n, false, s->q_heads, s->v_dim);
+    const struct kvq_rows lse = touched(&w->lse, entries, n, false, s->q_heads, 1);
+    const struct kvq_rows in[] = {touched(&w->q, entries, n, false, s->q_heads, s->k_dim),
+                                  touched(&w->k, entries, n, true, s->kv_heads, s->k_dim),
+                                  touched(&w->v, entries, n, true, s->kv_heads, s->v_dim)};
+    bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
+    for (int j = 0; j < 3; j++)
+        bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
+    bad = bad || (!captured && (meets_step(local, &out, entries, n, s) ||
+                                meets_step(local, &lse, entries, n, s)));
+    if (!bad)
+        return KVQ_OK;
+    return kvq__fail(KVQ_E_INVALID,
+                     "attend, layer %u of %u sessions: out (offset %llu, strides %llu and %llu) or "
+                     "lse overlaps itself, the other, or Q, K or V of the step, which are read "
+                     "until its end",
+                     w->layer, n, (unsigned long long)w->out.offset,
+                     (unsigned long long)w->out.token_stride,
+                     (unsigned long long)w->out.head_stride);
+}
+
+// ---- The call of the kernels ----
 
 // The pages of what is committed: here by the table, on a GPU by its address and the count alone.
 static void put_pages(const struct part *p, struct kvq_attend *a)
@@ -365,16 +452,19 @@ int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *
     return rc;
 }
 
-// Makes a job of each entry that can be; returns how many there are.
-static uint32_t make_jobs(struct kvq_local *local, const struct kvq_work *work,
-                          struct kvq_entry *entries, uint32_t n)
+// Makes a job of each entry that can be: *made of them.
+static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
+                     struct kvq_entry *entries, uint32_t n, uint32_t *made)
 {
     uint32_t m = 0;
+    uint64_t from = UINT64_MAX, to = 0;
     bool appends = false;
     for (uint32_t i = 0; i < n; i++) {
         struct part p = {.work = work, .entry = &entries[i]};
         entries[i].status = check_part(local, &p);
         entries[i].value = entries[i].position;
+        if (entries[i].status == KVQ_OK && kvq__local_row_taken(entries, i, &from, &to))
+            entries[i].status = KVQ_E_INVALID;
         if (entries[i].status)
             continue;
         appends |= entries[i].append > 0;
@@ -382,9 +472,11 @@ static uint32_t make_jobs(struct kvq_local *local, const struct kvq_work *work,
         local->sorted[m] = &local->jobs[m];
         m++;
     }
-    if (appends && work->k.buffer)
+    *made = m;
+    int rc = kvq__local_check_outputs(local, work, entries, n, false);
+    if (rc == KVQ_OK && appends && work->k.buffer)
         kvq__local_note(local, work);
-    return m;
+    return rc;
 }
 
 int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_entry *entries,
@@ -401,7 +493,10 @@ int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_e
     rc = kvq__local_check_work(local, work);
     if (rc)
         return rc;
-    uint32_t m = make_jobs(local, work, entries, n);
+    uint32_t m;
+    rc = make_jobs(local, work, entries, n, &m);
+    if (rc)
+        return rc;
     if (m) {
         plan(local, m);
         run(local, m);

@@ -25,13 +25,25 @@ static int check(const struct kvq_local *local, const struct kvq_bucket *bucket,
 // ---- Begin ----
 
 // Entries that cannot be attended to with the tensors that were noted are not in the step.
-static void check_noted(struct kvq_local *local, const struct kvq_bucket *b,
-                        struct kvq_entry *entries, uint32_t n)
+static int check_noted(struct kvq_local *local, const struct kvq_bucket *b,
+                       struct kvq_entry *entries, uint32_t n)
 {
-    for (uint32_t i = 0; i < n; i++)
-        for (uint32_t l = 0; l < b->n_layers && entries[i].status == KVQ_OK; l++)
+    uint64_t from = UINT64_MAX, to = 0;
+    int rc = KVQ_OK;
+    for (uint32_t i = 0; i < n; i++) {
+        bool noted = false;
+        for (uint32_t l = 0; l < b->n_layers && entries[i].status == KVQ_OK; l++) {
+            noted |= b->noted[l];
             if (b->noted[l])
                 entries[i].status = kvq__local_check_part(local, &b->works[l], &entries[i]);
+        }
+        if (noted && entries[i].status == KVQ_OK && kvq__local_row_taken(entries, i, &from, &to))
+            entries[i].status = KVQ_E_INVALID;
+    }
+    for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++)
+        if (b->noted[l])
+            rc = kvq__local_check_outputs(local, &b->works[l], entries, n, true);
+    return rc;
 }
 
 static int fill_noted(struct kvq_local *local, struct kvq_bucket *b,
@@ -63,7 +75,8 @@ static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entr
     for (uint32_t l = 0; l < b->n_layers; l++)
         if (b->noted[l] && b->works[l].k.buffer)
             kvq__local_note(local, &b->works[l]);
-    check_noted(local, b, entries, n);
+    if (rc == KVQ_OK)
+        rc = check_noted(local, b, entries, n);
     return rc ? rc : fill_noted(local, b, entries, n);
 }
 
@@ -128,16 +141,21 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
                       struct kvq_entry *entries, uint32_t n)
 {
     uint32_t m = 0;
+    uint64_t from = UINT64_MAX, to = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_entry *e = &entries[i];
         e->status = kvq__local_check_part(local, work, e);
+        if (e->status == KVQ_OK && kvq__local_row_taken(entries, i, &from, &to))
+            e->status = KVQ_E_INVALID;
         if (e->status == KVQ_OK && e->queries > b->max_queries)
             e->status = KVQ_E_LIMIT;
         e->value = e->position;
         if (e->status == KVQ_OK)
             b->calls[m++] = kvq__local_call(local, work, e);
     }
-    int rc = kvq__bucket_fill(b, work->layer, m);
+    int rc = kvq__local_check_outputs(local, work, entries, n, false);
+    if (rc == KVQ_OK)
+        rc = kvq__bucket_fill(b, work->layer, m);
     if (rc == KVQ_OK)
         rc = kvq__bucket_copy(b, work->layer, work->layer + 1);
     if (rc == KVQ_OK && work->k.buffer)

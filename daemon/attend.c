@@ -100,12 +100,18 @@ static void hold_entry(struct kvq__queue *q, uint32_t i)
     q->core->attends++;
 }
 
+static int check_outputs(struct kvq__queue *q, uint32_t i)
+{
+    int rc = kvq__outputs_entry(q, i);
+    return rc < 0 ? kvq__entry_fail(q, i, rc, q->work[i].session->tokens) : 0;
+}
+
 // False if an entry must wait.
 static bool check_entries(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         bool fine = kvq__entry_open_at(q, i, false) == 0 && check_entry(q, i) == 0 &&
-                    (!is_append(q) || kvq__append_check(q, i) == 0);
+                    (!is_append(q) || kvq__append_check(q, i) == 0) && check_outputs(q, i) == 0;
         if (fine && kvq__read_must_wait(q, i, q->header.layer))
             return false;
     }
@@ -124,6 +130,9 @@ static enum kvq__progress start(struct kvq__queue *q, const struct kvq__pass *co
         return kvq__request_end(q, rc);
     if (!check_entries(q))
         return KVQ__WAIT;
+    rc = kvq__outputs_check(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
     kvq__hold_buffers(q);
     for (uint32_t i = 0; i < q->header.count; i++) {
         if (!kvq__entry_alive(q, i))

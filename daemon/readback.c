@@ -34,6 +34,8 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
         rc = kvq__view_rows(q, KVQ__VIEW_K, shape->kv_heads, shape->k_dim, e->row, e->append);
     if (rc == 0)
         rc = kvq__view_rows(q, KVQ__VIEW_V, shape->kv_heads, shape->v_dim, e->row, e->append);
+    if (rc == 0)
+        rc = kvq__outputs_entry(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
@@ -60,6 +62,9 @@ enum kvq__progress kvq__op_read(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_entry(q, i) == 0 && kvq__read_must_wait(q, i, q->header.layer))
             return KVQ__WAIT;
+    rc = kvq__outputs_check(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
     kvq__hold_buffers(q);
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i)) {

@@ -656,6 +656,8 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     if (!kvq__room_turn(q))
         return KVQ__WAIT;
     q->step = NULL;
+    q->written_from = UINT64_MAX;
+    q->written_to = 0;
     memset(q->buffers, 0, sizeof q->buffers);
     reset_works(q);
     if (must_wait(q)) {

@@ -179,7 +179,8 @@ struct kvq__queue {
     bool holding; // of sessions
     struct kvq__turn turn;
     TAILQ_ENTRY(kvq__queue) waiter_link;
-    uint32_t items; // attend: what each entry is cut into, at least
+    uint32_t items;                    // attend: what each entry is cut into, at least
+    uint64_t written_from, written_to; // rows of outputs, of the entries that were checked
     const struct kvq__pass *passes[3];
     struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
     bool wave_more;          // the wave's last entry goes on in the next one
@@ -299,6 +300,12 @@ uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row)
 // if it is a GPU and the buffer does not start at a multiple of the view's dtype.
 int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
 const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
+// Of ATTEND, APPEND_ATTEND and READ: whether the entry writes rows that an entry before it writes,
+// which is alive. 0 or KVQ_E_INVALID. To be called once for each entry, in their order.
+int kvq__outputs_entry(struct kvq__queue *q, uint32_t i);
+// Likewise, once all entries are checked: whether bytes that the request writes overlap one another
+// or what it reads (of the engine's pages not looked at). 0 or KVQ_E_INVALID.
+int kvq__outputs_check(const struct kvq__queue *q);
 // Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The
 // list is the daemon's own copy.
 uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e);

@@ -3,6 +3,7 @@
 // Checks of what a request says about memory. Every number here is a client's and may be
 // anything; ends are computed in 128 bits, so that nothing overflows.
 #include "daemon/state.h"
+#include "proto/rows.h"
 
 typedef unsigned __int128 wide;
 
@@ -88,6 +89,86 @@ int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq_
         return KVQ_E_BUFFER;
     // Imported memory may start anywhere, and a GPU faults where a host would not.
     return m->gpu % kvq__dtype_bytes(kvq__view(q, view)->dtype) ? KVQ_E_INVALID : 0;
+}
+
+// ---- Outputs ----
+
+// Rows of the entry in what the request writes.
+static void written_rows(const struct kvq__queue *q, uint32_t i, uint64_t *from, uint64_t *to)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    bool read = q->header.op == KVQ_OP_READ;
+    *from = read ? e->row : e->q_row;
+    *to = *from + (read ? e->append : e->queries);
+}
+
+int kvq__outputs_entry(struct kvq__queue *q, uint32_t i)
+{
+    uint64_t from, to, other_from, other_to;
+    written_rows(q, i, &from, &to);
+    if (from == to)
+        return 0;
+    bool apart = from >= q->written_to || to <= q->written_from;
+    for (uint32_t j = 0; !apart && j < i; j++) {
+        written_rows(q, j, &other_from, &other_to);
+        if (kvq__entry_alive(q, j) && from < other_to && other_from < to)
+            return KVQ_E_INVALID;
+    }
+    q->written_from = from < q->written_from ? from : q->written_from;
+    q->written_to = to > q->written_to ? to : q->written_to;
+    return 0;
+}
+
+// All that the request touches of a view's tensor, from its first row to its last; of entries with
+// different shapes as if each had the largest.
+static struct kvq_rows touched(const struct kvq__queue *q, uint32_t view)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    const struct kvq__buffer *b = q->buffers[view];
+    bool tokens = view == KVQ__VIEW_K || view == KVQ__VIEW_V;
+    uint64_t from = UINT64_MAX, to = 0;
+    struct kvq_rows r = {.row_stride = v->token_stride, .head_stride = v->head_stride};
+    if (!b)
+        return r;
+    r.start = v->offset + (b->memory.gpu ? b->memory.gpu : (uint64_t)(uintptr_t)b->memory.host);
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        const struct kvq_entry_wire *e = &q->entries[i];
+        uint32_t row = tokens ? e->row : e->q_row, n = tokens ? e->append : e->queries;
+        if (!kvq__entry_alive(q, i) || n == 0)
+            continue;
+        const struct kvq_shape *s = &q->work[i].session->layers[q->header.layer].shape;
+        uint32_t heads = tokens ? s->kv_heads : s->q_heads;
+        uint32_t dim = view == KVQ__VIEW_LSE                        ? 1
+                       : view == KVQ__VIEW_K || view == KVQ__VIEW_Q ? s->k_dim
+                                                                    : s->v_dim;
+        uint32_t width = dim * kvq__dtype_bytes(v->dtype);
+        from = row < from ? row : from;
+        to = (uint64_t)row + n > to ? (uint64_t)row + n : to;
+        r.heads = heads > r.heads ? heads : r.heads;
+        r.width = width > r.width ? width : r.width;
+    }
+    r.first = to ? from : 0;
+    r.n = to ? to - from : 0;
+    return r;
+}
+
+int kvq__outputs_check(const struct kvq__queue *q)
+{
+    bool paged = q->header.flags & KVQ_REQ_PAGED_KV, reads = q->header.op == KVQ_OP_READ;
+    bool appends = q->header.op == KVQ_OP_APPEND_ATTEND && !paged;
+    struct kvq_rows k = {0}, v = {0};
+    if (reads || appends) {
+        k = touched(q, KVQ__VIEW_K);
+        v = touched(q, KVQ__VIEW_V);
+    }
+    if (reads)
+        return kvq_rows_fold(&k) || kvq_rows_fold(&v) || kvq_rows_meet(&k, &v) ? KVQ_E_INVALID : 0;
+    const struct kvq_rows in[] = {touched(q, KVQ__VIEW_Q), k, v};
+    const struct kvq_rows out = touched(q, KVQ__VIEW_OUT), lse = touched(q, KVQ__VIEW_LSE);
+    bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
+    for (int j = 0; j < 3; j++)
+        bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
+    return bad ? KVQ_E_INVALID : 0;
 }
 
 // ---- Paged sources ----

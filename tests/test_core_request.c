@@ -237,7 +237,7 @@ static void test_bounds(void **state)
     (void)state;
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, 0, HEADS, DIM, KVQ_BF16);
     struct kvq_entry_wire e = entry(8, 0);
     e.position = 0;
     e.row = BUFFER / ROW - 8;
@@ -266,11 +266,92 @@ static void test_last_byte(void **state)
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.k.buffer = odd;
+    r.v.offset = KV;
     struct kvq_entry_wire e = entry(9, 0);
     e.position = 0;
     assert_int_equal(status_of(r, e), 0);
     e.append = 10;
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
+}
+
+// What a request writes overlaps neither itself nor what it reads; what takes turns does not.
+static void test_outputs_apart(void **state)
+{
+    (void)state;
+    enum { Q_ROW = 4 * DIM * 4 };
+    struct kvq_entry_wire e = entry(0, 4);
+    struct kvq_request r = attend();
+    r.out.token_stride = r.out.head_stride; // head 1 of a row is head 0 of the next
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.out.head_stride = 4 * DIM * 4; // [heads][tokens][dim]
+    r.out.token_stride = DIM * 4;
+    assert_int_equal(status_of(r, e), 0);
+    r.out.head_stride = 3 * DIM * 4; // room for three tokens
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.out.head_stride = 2 * DIM * 4; // heads at 0, 2, 4, 6 of a row of 1: odd rows between them
+    r.out.token_stride = 7 * DIM * 4;
+    assert_int_equal(status_of(r, e), 0);
+    r.out.token_stride = 6 * DIM * 4;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r = attend();
+    r.out = r.q; // in place
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.out.offset = r.q.offset + 3 * Q_ROW;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.out.offset = r.q.offset + 4 * Q_ROW;
+    assert_int_equal(status_of(r, e), 0);
+    r.q.token_stride = r.out.token_stride = 2 * Q_ROW; // rows of Q and out by turns
+    r.out.offset = r.q.offset + Q_ROW;
+    assert_int_equal(status_of(r, e), 0);
+    r.out.offset -= 4;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.q.head_stride = r.out.head_stride = 2 * DIM * 4; // heads of Q and out by turns
+    r.out.offset = r.q.offset + DIM * 4;
+    assert_int_equal(status_of(r, e), 0);
+    r.lse.offset = r.out.offset;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r = attend();
+    r.lse.offset = r.q.offset + 4 * Q_ROW - 4;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r = kit_header(KVQ_OP_READ, 1);
+    r.k = r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    e = entry(10, 0);
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.v.offset = 9 * ROW;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+    r.v.offset = 10 * ROW;
+    assert_int_equal(status_of(r, e), 0);
+    r.k.token_stride = r.k.head_stride;
+    assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+}
+
+// Of two entries that write the same rows the second one fails, and the first has its output.
+static void test_rows_of_entries_apart(void **state)
+{
+    (void)state;
+    struct kvq_entry_wire e[4] = {entry(0, 4), entry(0, 4), entry(0, 2), entry(0, 1)};
+    const struct kvq_result *results = kvq__queue_results(m.queue);
+    struct kvq_request r = attend();
+    e[1].q_row = 6;
+    e[2].q_row = 5; // its second row is e[1]'s
+    e[3].q_row = 4; // between both
+    r.count = 4;
+    r.slots = 6;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(results[0].status, 0);
+    assert_int_equal(results[1].status, 0);
+    assert_int_equal(results[2].status, KVQ_E_INVALID);
+    assert_int_equal(results[3].status, 0);
+    r = kit_header(KVQ_OP_READ, 2);
+    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, KV, HEADS, DIM, KVQ_F32);
+    for (uint32_t i = 0; i < 2; i++) {
+        e[i] = entry(8, 0);
+        e[i].row = 7 * i;
+    }
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(results[0].status, 0);
+    assert_int_equal(results[1].status, KVQ_E_INVALID);
 }
 
 static void test_numbers_of_attend(void **state)
@@ -533,6 +614,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_views, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bounds, setup, teardown),
         cmocka_unit_test_setup_teardown(test_last_byte, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_outputs_apart, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_rows_of_entries_apart, setup, teardown),
         cmocka_unit_test_setup_teardown(test_numbers_of_attend, setup, teardown),
         cmocka_unit_test_setup_teardown(test_steps, setup, teardown),
         cmocka_unit_test_setup_teardown(test_too_many_steps, setup, teardown),
