@@ -41,6 +41,7 @@ struct kvq__shape {
     uint32_t refs, layers;
     struct {
         uint16_t q_heads, kv_heads, k_dim, v_dim;
+        uint32_t source; // layer whose cache it reads
     } layer[];
 };
 

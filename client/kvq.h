@@ -213,9 +213,7 @@ enum { KVQ_DTYPE_F16 = 1, KVQ_DTYPE_BF16 = 2, KVQ_DTYPE_F32 = 3 };
 /* A tensor [rows][heads][head_dim] in a buffer. Strides in bytes; head_dim is contiguous. */
 struct kvq_tensor {
     const kvq_buffer *buffer; /* NULL: no tensor */
-    uint64_t offset;
-    uint64_t token_stride;
-    uint64_t head_stride;
+    uint64_t offset, token_stride, head_stride;
     uint8_t dtype;
 };
 
@@ -255,7 +253,6 @@ enum {
     KVQ_OPEN_MUST_CREATE = 8
 };
 
-/* Zero-initialize; only layers, n_layers and format are needed for a new unnamed session. */
 /* Tokens that stand for an image or for audio: the same ids mean something else with another. */
 struct kvq_span {
     uint64_t first;
@@ -272,6 +269,7 @@ struct kvq_prefix {
     uint32_t n_spans;
 };
 
+/* Zero-initialize; only layers, n_layers and format are needed for a new unnamed session. */
 struct kvq_session_options {
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
     const char *name;  /* NULL: unnamed, private to this client, dropped with it */
@@ -288,8 +286,7 @@ struct kvq_session_options {
     uint32_t max_rollback;
     uint64_t prompt_tokens;
     uint64_t keep_seconds;
-    const char *place;   /* where it lives: "host", a kvq_gpu_info.place, or NULL: the daemon's
-                          choice. Opened again: NULL, or where it is. */
+    const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon chooses, or as it is */
     const char *salt;    /* sessions share prefixes only where these two are equal; NULL: "". */
     const char *adapter; /* what changes the weights: a LoRA's name and version */
     struct kvq_prefix prefix; /* a session that is created begins with what is there of it */
@@ -308,8 +305,7 @@ struct kvq_session_info {
     uint32_t shard, shards;
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
     uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
-    uint64_t shared_bytes;  /* of packed_bytes, in blocks that others have as well; of
-                               kvq_session_info alone */
+    uint64_t shared_bytes;  /* of packed_bytes, others have them, too; of kvq_session_info alone */
     char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
     uint8_t pinned;         /* kvq_session_pin */
 };
@@ -399,6 +395,10 @@ KVQ_API KVQ_CHECK int kvq_session_restore(kvq_client *client, const char *ns, co
                                           uint32_t shard, uint32_t shards);
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
+/* The layers of an open session, also of one that was opened as it is: one row each, the first
+ * `max` of them, with heads, dimensions and kv_from alone. *n: how many there are. */
+KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
+                                         struct kvq_layer *rows, uint32_t max, uint32_t *n);
 
 /* ---- Prefixes: what sessions have in common --------------------------------------------------*/
 
@@ -443,8 +443,7 @@ struct kvq_entry {
     uint64_t position; /* the session's committed token count, else KVQ_E_POSITION */
     uint32_t row, q_row;
     uint32_t append;     /* tokens of this step (0: attend only) */
-    uint16_t queries;    /* query tokens: the last ones of the step; with append 0 they stand
-                          behind all tokens */
+    uint16_t queries;    /* query tokens: the step's last; with append 0 behind all tokens */
     uint16_t list_token; /* paged: tokens to skip in the first page */
     /* Results. */
     int32_t status;
@@ -502,7 +501,8 @@ KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
 KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 
-/* Both in one request. */
+/* Both in one request. What is written (out and lse here, k and v of kvq_read) overlaps neither
+ * itself nor what the request reads, nor do the rows of two entries: else KVQ_E_INVALID. */
 KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work,
                                         struct kvq_entry *entries, uint32_t n);
 

@@ -150,13 +150,31 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
     copy_text(info->tier, sizeof info->tier, s->tier);
 }
 
+// Of a session that was opened as it is the daemon tells what it has.
+static struct kvq__shape *shape_of(const struct kvq_session_options *o, const Kvq__Session *reply)
+{
+    struct kvq_layer rows[KVQ_MAX_LAYERS];
+    uint32_t n = 0;
+    if (o->n_layers)
+        return kvq__shape_make(o->layers, o->n_layers);
+    for (; n < reply->n_layer_rows && n < KVQ_MAX_LAYERS; n++) {
+        const Kvq__Layer *from = reply->layer_rows[n];
+        rows[n] = (struct kvq_layer){.q_heads = (uint16_t)from->q_heads,
+                                     .kv_heads = (uint16_t)from->kv_heads,
+                                     .k_dim = (uint16_t)from->k_dim,
+                                     .v_dim = (uint16_t)from->v_dim,
+                                     .kv_from = (int32_t)from->kv_from_plus1 - 1,
+                                     .repeat = from->repeat};
+    }
+    return kvq__shape_make(rows, n);
+}
+
 static int take_session(kvq_client *client, const struct kvq_session_options *o,
                         const Kvq__Session *reply, kvq_session *session,
                         struct kvq_session_info *info)
 {
     bool read_only = o->flags & KVQ_OPEN_READ_ONLY;
-    int rc =
-        kvq__handle_add(client, reply->handle, read_only, kvq__shape_make(o->layers, o->n_layers));
+    int rc = kvq__handle_add(client, reply->handle, read_only, shape_of(o, reply));
     if (rc)
         return rc;
     *session = reply->handle;
@@ -292,6 +310,35 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
     *session = 0;
     int rc = check_options(options);
     return rc ? rc : open_session(client, options, session, info);
+}
+
+int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer *rows,
+                       uint32_t max, uint32_t *n)
+{
+    if (!client || !n || (max && !rows))
+        return kvq__fail(KVQ_E_INVALID, "kvq_session_layers: an argument is NULL");
+    *n = 0;
+    pthread_mutex_lock(&client->table);
+    const struct kvq__handle *h = kvq__handle_find(client, session);
+    const struct kvq__shape *shape = h ? h->shape : NULL;
+    for (uint32_t i = 0; shape && i < shape->layers; i++, (*n)++)
+        if (i < max)
+            rows[i] = (struct kvq_layer){
+                .q_heads = shape->layer[i].q_heads,
+                .kv_heads = shape->layer[i].kv_heads,
+                .k_dim = shape->layer[i].k_dim,
+                .v_dim = shape->layer[i].v_dim,
+                .kv_from = shape->layer[i].source == i ? -1 : (int32_t)shape->layer[i].source,
+                .repeat = 1};
+    int rc =
+        shape ? KVQ_OK
+        : h   ? kvq__fail(KVQ_E_UNSUPPORTED,
+                          "session %#llx was opened as it is, and this daemon is of an earlier "
+                            "version, which does not say what layers it has",
+                          (unsigned long long)session)
+            : kvq__fail(KVQ_E_STALE, "session %#llx is not open here", (unsigned long long)session);
+    pthread_mutex_unlock(&client->table);
+    return rc;
 }
 
 int kvq_session_close(kvq_client *client, kvq_session session)

@@ -115,6 +115,38 @@ static void answer_session(const struct kvq__dispatch *d, struct kvq_arena *aren
     }
 }
 
+// The shapes of a session that was opened as it is; layers that are alike stand in one row.
+static int add_layers(const struct kvq__dispatch *d, uint64_t handle, struct kvq_arena *arena,
+                      Kvq__Session *s, char *text)
+{
+    uint8_t path;
+    struct kvq__layer_reading *from = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof *from);
+    s->layer_rows = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof(Kvq__Layer *));
+    if (!from || !s->layer_rows)
+        return KVQ_E_NO_MEMORY;
+    int n = kvq__session_reading(d->client, handle, from, &path, text);
+    for (uint32_t i = 0; (int)i < n; i++) {
+        Kvq__Layer *row = s->n_layer_rows ? s->layer_rows[s->n_layer_rows - 1] : NULL;
+        bool own = from[i].source == i;
+        if (row && own && row->kv_from_plus1 == 0 &&
+            kvq_shape_same(&from[i].shape, &from[i - 1].shape)) {
+            row->repeat++;
+            continue;
+        }
+        if (!(row = kvq_arena_alloc(arena, sizeof *row)))
+            return KVQ_E_NO_MEMORY;
+        kvq__layer__init(row);
+        row->q_heads = from[i].shape.q_heads;
+        row->kv_heads = from[i].shape.kv_heads;
+        row->k_dim = from[i].shape.k_dim;
+        row->v_dim = from[i].shape.v_dim;
+        row->kv_from_plus1 = own ? 0 : from[i].source + 1;
+        row->repeat = 1;
+        s->layer_rows[s->n_layer_rows++] = row;
+    }
+    return n < 0 ? n : 0;
+}
+
 // A row of the message as the core takes it. KVQ_E_SHAPE for numbers that its fields cannot hold.
 static int layer_row(const Kvq__Layer *layer, uint32_t index, struct kvq__layer_row *row,
                      char *text)
@@ -686,6 +718,10 @@ static int run_session(const struct kvq__dispatch *d, const Kvq__Request *reques
     }
     if (error == 0)
         answer_session(d, arena, &info, reply);
+    bool as_it_is = request->command_case == KVQ__REQUEST__COMMAND_OPEN_SESSION &&
+                    request->open_session->n_layers == 0;
+    if (error == 0 && as_it_is && reply->result_case == KVQ__REPLY__RESULT_SESSION)
+        error = add_layers(d, info.handle, arena, reply->session, text);
     return error;
 }
 

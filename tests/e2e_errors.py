@@ -123,8 +123,8 @@ class BadWork(Test):
                 (2**64 - row, row, 2, "E_BOUNDS"), (0, 2**64 - row, 2, "E_BOUNDS"),
                 (0, 2**63, 3, "E_BOUNDS"), (2, row, 1, "E_INVALID"), (0, 8, 2, "E_INVALID")]:
             step = self.queue.step([self.session], rows)
-            tensor = kvq._ffi.Tensor(buffer.pointer, offset, stride, 512, kvq.F32)
-            good = kvq._ffi.Tensor(buffer.pointer, 0, 0 if rows == 1 else 512, 512, kvq.F32)
+            tensor = buffer.strided(offset, stride, 512)
+            good = buffer.strided(0, 0 if rows == 1 else 512, 512)
             entries = kvq.make_entries([self.session], append=rows)
             try:
                 self.queue.call("append", entries, step=step.number, layer=0, k=tensor, v=good)
@@ -170,7 +170,7 @@ class BadWork(Test):
         tensors = {x: self.client.find_buffer(a).tensor(a) for x, a in own.items()}
         with self.daemon.client() as other, self.queue.step([self.session], 10) as step:
             theirs = other.buffer(1 << 16)
-            tensors["v"].buffer = theirs.pointer
+            tensors["v"].buffer, tensors["v"].owner = theirs.pointer, theirs
             self.fails(kvq.Code.E_BUFFER, self.queue.call, "append", step.entries,
                        step=step.number, layer=0, text="another connection", **tensors)
             tensors["v"].buffer = None
@@ -188,7 +188,7 @@ class BadWork(Test):
         q = np.zeros((513, 8, 128), np.float32)
         self.fails(kvq.Code.E_LIMIT, self.queue.attend, [self.session], 0, q, 513,
                    text=("513", "512"))
-        self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, q[:1], 0,
+        self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, q[:0], 0,
                    text="0 query tokens")
 
     def test_step_numbers(self):
@@ -273,19 +273,25 @@ class BadWork(Test):
             self.fails(kvq.Code.E_STALE, third.info)
             self.fails(kvq.Code.E_STALE, self.queue.fork, [third])
         with self.daemon.client() as other, other.queue() as queue:
-            self.fails(kvq.Code.E_STALE, queue.attend, [self.session], 0, self.tokens.q[0, :1])
+            with self.assertRaisesRegex(ValueError, "another Client"):
+                queue.attend([self.session], 0, self.tokens.q[0, :1])
+            entries = kvq.make_entries([self.session])  # and without the package's own check
+            queue.call("nop", entries)
+            self.assertEqual(entries["status"][0], kvq.Code.E_STALE)
         again.close()
 
     def test_read(self):
         """Reading behind the end gives what is there; nonsense is refused."""
         own = self.client.array((16, 2, 128))
         tensor = self.client.find_buffer(own).tensor(own)
+        other = self.client.array(own.shape)
+        apart = self.client.find_buffer(other).tensor(other)
         for start, n, want in ((140, 11, 10), (150, 5, 0), (0, 17, kvq.Code.E_BOUNDS),
                                (0, 2**32 - 1, kvq.Code.E_BOUNDS), (151, 1, kvq.Code.E_POSITION),
                                (2**63, 1, kvq.Code.E_POSITION)):
             entries = kvq.make_entries([self.session], append=n)
             entries["position"] = start
-            self.queue.call("read", entries, layer=0, k=tensor, v=tensor)
+            self.queue.call("read", entries, layer=0, k=tensor, v=apart)
             got = entries["value"][0] if entries["status"][0] == 0 else entries["status"][0]
             self.assertEqual(got, want, (start, n))
         self.assertEqual(self.queue.read(self.session, 0, 140, 11)[0].shape, (10, 2, 128))

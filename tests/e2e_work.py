@@ -217,10 +217,9 @@ class Requests(Test):
             for session, twin in zip(sessions, twins):
                 self.assertTrue(read_all(self.queue, session, 1) == read_all(self.queue, twin, 1))
             with self.queue.step([sessions[0]], 20) as step:
-                self.fails(kvq.Code.E_BOUNDS, step.append, 0,
-                           pages=kvq.Pages(k, v, [[pages, 0]], None))
-                self.fails(kvq.Code.E_BOUNDS, step.append, 0,
-                           pages=kvq.Pages(k, v, [[-1, 1]], None))
+                for numbers in ([pages, 0], [-1, 1]):
+                    with self.assertRaisesRegex(ValueError, "pages.lists"):
+                        step.append(0, pages=kvq.Pages(k, v, [numbers], None))
                 step.append(0, tokens.k[0, :20], tokens.v[0, :20])
             for session in sessions + twins:
                 session.close()

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 
 import e2e_rig
@@ -76,7 +77,7 @@ class Header(unittest.TestCase):
                     text += file.read()
         by_submit = {"kvq_append", "kvq_attend", "kvq_append_attend"}  # as operations by name
         by_submit |= {n + "_on_stream" for n in by_submit | {"kvq_read"}}
-        unused = {n for n in _ffi.FUNCTIONS if f"lib.{n}(" not in text} - by_submit
+        unused = {n for n in _ffi.FUNCTIONS if not re.search(rf"lib\.{n}\b", text)} - by_submit
         self.assertEqual(unused, {"kvq_buffer_size", "kvq_tensor_make"})
 
     def test_codes(self):
@@ -240,6 +241,179 @@ class Package(Test):
         with self.assertRaises(ValueError):
             self.client.buffer(0)
         step.abort()
+
+    def test_shapes_are_those_of_session_and_step(self):
+        """What the library would take for other tokens or heads, or write past, is refused, and
+        nothing is committed."""
+        k, v, q = (getattr(self.tokens, x)[0, :10] for x in "kvq")
+        by_heads = [np.ascontiguousarray(a.transpose(1, 0, 2)) for a in (k, v, q)]
+        narrow = [q[:, :4], np.concatenate([q, q], 1), q[:, :, :64], q[:9]]
+        wrong = {"k": [by_heads[0], k[:9], np.concatenate([k, k]), k[:, :1]],
+                 "v": [by_heads[1], v[:9], np.concatenate([v, v]), v[:, :1]],
+                 "q": [by_heads[2], *narrow]}
+        good = {"k": k, "v": v, "q": q}
+        for place in (np.ascontiguousarray, self.in_buffer):
+            for name, arrays in wrong.items():
+                for array in arrays:
+                    step = self.queue.step([self.session], 10)
+                    expected = rf"^{name} has shape .*; expected \(10"
+                    with self.assertRaisesRegex(ValueError, expected):
+                        step.append_attend(0, **{n: place(a) for n, a in
+                                                 {**good, name: array}.items()})
+                    self.fails(kvq.Code.E_INCOMPLETE, step.end)
+            whole = self.client.array((10, 16, 128))
+            whole[...] = 7
+            for out in (whole[:, :4], whole[:5, :8], whole[:, :8, :64]):
+                with self.queue.step([self.session], 10) as step:
+                    with self.assertRaisesRegex(ValueError, "^out has shape"):
+                        step.append_attend(0, place(k), place(v), place(q), out=out)
+                    step.abort()
+            self.assertTrue((whole == 7).all())
+        self.assertEqual(self.session.refresh(), 0)
+
+    def in_buffer(self, array):
+        made = self.client.array(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    def test_arrays_that_cannot_be_written(self):
+        q = self.tokens.q[0, :4]
+        with self.queue.step([self.session], 10) as step:
+            for layer in range(2):
+                step.append(layer, self.tokens.k[layer, :10], self.tokens.v[layer, :10])
+        whole = self.client.array((8, 8, 128))
+        locked = whole[:4].view()
+        locked.flags.writeable = False
+        folded = np.lib.stride_tricks.as_strided(whole, (4, 8, 128), (512, 512, 4))
+        swapped = np.zeros((4, 8, 128), ">f4")
+        for out, error in ((locked, ValueError), (folded, ValueError), (swapped, TypeError),
+                           (np.zeros((4, 8, 128)), TypeError), ([0], TypeError)):
+            with self.assertRaises(error):
+                self.queue.attend([self.session], 0, q, 4, out=out)
+        with self.assertRaises(TypeError):
+            self.queue.attend([self.session], 0, q.astype(">f4"), 4)
+        with self.assertRaises(TypeError):
+            self.queue.attend([self.session], 0, q.astype(np.float16), 4, dtype="bf16")
+        own = self.in_buffer(q)  # in place: the daemon refuses what Python cannot see is one buffer
+        self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, own, 4, out=own)
+        self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, whole[:4], 4,
+                   out=whole[3:7])
+        self.queue.attend([self.session], 0, whole[:4], 4, out=whole[4:])
+
+    def test_a_session_opened_as_it_is_has_its_shapes(self):
+        rows = [kvq.Layer(8, 2, 128, repeat=2), kvq.Layer(4, 4, 64), kvq.Layer(8, 2, 128)]
+        with self.client.session(rows, "f16", name="shaped"):
+            pass
+        with self.client.session(name="shaped") as session:
+            shapes = [(x.q_heads, x.kv_heads, x.head_dim, x.dim_of_v) for x in session.layers]
+            self.assertEqual(shapes, [(8, 2, 128, 128)] * 2 + [(4, 4, 64, 64), (8, 2, 128, 128)])
+            fork, = self.queue.fork([session])
+            self.assertEqual(len(fork.layers), 4)
+            with self.queue.step([session], 1) as step:
+                with self.assertRaisesRegex(ValueError, r"expected \(1, 4, 64\)"):
+                    step.append(2, *(np.zeros((1, 2, 128), np.float32),) * 2)
+                step.abort()
+            session.drop()
+
+    def test_numbers_that_c_would_cut(self):
+        for change in ({"q_heads": 65536 + 8}, {"kv_heads": -1}, {"repeat": 1 << 32},
+                       {"window": 1.5}, {"format": "f16\0x"}):
+            with self.assertRaises((ValueError, TypeError)):
+                self.client.session([kvq.Layer(**{"q_heads": 8, "kv_heads": 2, "head_dim": 128,
+                                                  **change})], "f16")
+        for tokens in (-1, 1 << 32, 1.5, [1, 2], "1", None, True):
+            with self.assertRaises((ValueError, TypeError)):
+                self.queue.step([self.session], tokens)
+        for queries in (65536 + 1, -1):
+            with self.assertRaises(ValueError):
+                self.queue.attend([self.session], 0, self.tokens.q[0, :1], queries)
+        with self.assertRaises(ValueError):
+            self.client.session(self.tokens.rows, "f16", name="a\0b")
+        with self.assertRaises(ValueError):
+            self.queue.truncate([self.session], -1)
+        with self.assertRaises(ValueError):
+            self.queue.step([self.session], 1, ids=[1 << 31])
+        with self.assertRaises(TypeError):
+            self.queue.step([self.session], 1, ids=[1.0])
+
+    def test_closed_and_others(self):
+        """Of what is closed, or of another client, an error says so; nothing is reached."""
+        other = kvq.Client(self.daemon.directory)
+        foreign = other.session(self.tokens.rows, "f16")
+        with self.assertRaises(ValueError):
+            self.queue.step([foreign], 1)
+        queue, local = other.queue(), None
+        local = queue.local()
+        local.add(foreign)
+        step = local.step([foreign], 1)
+        held = other.array((1, 2, 128))
+        tensor = other.find_buffer(held).tensor(held)
+        entries = kvq.make_entries([foreign])
+        queue.close()  # and with it the Local
+        for call in (lambda: queue.step([foreign], 1), queue.nop, queue.order,
+                     lambda: local.add(foreign), lambda: local.why,
+                     lambda: step.attend(0, np.zeros((1, 8, 128), np.float32), held, held)):
+            with self.assertRaises(ValueError):
+                call()
+        queue = other.queue()
+        other.find_buffer(held).close()
+        with self.assertRaises(ValueError):
+            queue.call("append", entries, step=1, layer=0, k=tensor, v=tensor)
+        other.close()
+        other.close()
+        for call in (other.info, other.queue, foreign.info, lambda: other.buffer(1), queue.nop):
+            with self.assertRaises(ValueError):
+                call()
+
+    def test_buffer_of_a_local_step_closed_too_early(self):
+        session = self.client.session(self.tokens.rows, "f16")
+        k, v, q = (self.in_buffer(getattr(self.tokens, x)[0, :1]) for x in "kvq")
+        with self.queue.local(require=True, max_tokens=1024) as local:
+            local.add(session)
+            step = local.step([session], 1)
+            step.attend(0, q, k, v)
+            self.fails(kvq.Code.E_INVALID, step.attend, 0, q, k, v, out=q)
+            wide = self.client.array((4, 8, 128))
+            both = wide.reshape(-1)[:1024].reshape(1, 8, 128)
+            inner = wide.reshape(-1)[512:768].reshape(1, 2, 128)
+            step.attend(1, q, inner, v)
+            self.fails(kvq.Code.E_INVALID, step.attend, 0, q, k, v, out=both)  # layer 1's K
+            self.client.find_buffer(v).close()
+            with self.assertRaisesRegex(ValueError, "closed before the step's end"):
+                step.end()
+            step.abort()
+        self.assertEqual(session.refresh(), 0)
+
+    def test_one_thread_at_a_time(self):
+        """A queue in use by another thread, and a client that is to be closed meanwhile."""
+        inside, leave, seen = threading.Event(), threading.Event(), []
+
+        def use():
+            with self.queue.turn(), self.client._gate:
+                inside.set()
+                leave.wait(e2e_rig.BOUND)
+        thread = threading.Thread(target=use)
+        thread.start()
+        inside.wait(e2e_rig.BOUND)
+        for call in (self.queue.nop, self.queue.close, self.client.close, self.client.reattach):
+            try:
+                call()
+            except RuntimeError as error:
+                seen.append(str(error))
+        leave.set()
+        thread.join(e2e_rig.BOUND)
+        self.assertEqual(len(seen), 4)
+        self.queue.nop()
+        self.client.info()
+
+    def test_without_the_library(self):
+        """Importing says what to do."""
+        done = subprocess.run([sys.executable, "-c", "import kvq"], capture_output=True, text=True,
+                              env=dict(os.environ, KVQ_LIBRARY="/nowhere/libkvq.so",
+                                       PYTHONPATH=os.path.join(ROOT, "client", "python")),
+                              timeout=e2e_rig.BOUND)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertRegex(done.stderr, "ImportError: kvq cannot load /nowhere/libkvq.so .*KVQ_LIB")
 
     def test_arrays_outlive_their_buffer(self):
         """A buffer's memory is there for as long as an array refers to it."""
@@ -408,6 +582,7 @@ class OnGpu(Test):
                 bucket.end(entries, 0)
                 here.tokens = int(entries["value"][0])
                 np.testing.assert_array_equal(*(self.cuda.get(o.at, o.shape) for o in outs))
+            self.queue.nop([here])  # waits for the last step's commit
             self.assertEqual(here.refresh(), 160)
             bucket.close()
             local.close()

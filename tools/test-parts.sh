@@ -228,7 +228,10 @@ part_e2e() {
 part_python() {
     [ -d build/release ] || build release || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python.py
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python.py || return
+    check_counted "misuse of the Python package" 1200 env KVQ_FULL="$full" \
+        KVQ_BIN_DIR="$PWD/build/release/bin" \
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python_misuse.py
 }
 
 part_install() {

@@ -29,6 +29,7 @@ class GpuInfo(Structure):
 
 
 class Tensor(Structure):
+    owner = None  # the buffer that it lies in
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64), ("token_stride", c_uint64),
                 ("head_stride", c_uint64), ("dtype", c_uint8)]
 
@@ -50,6 +51,7 @@ class Prefix(Structure):
 
 
 class Ids(Structure):
+    owner = None
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64)]
 
 
@@ -78,6 +80,7 @@ class SessionInfo(Structure):
 
 
 class Pages(Structure):
+    owner = None
     _fields_ = [("page_tokens", c_uint32), ("k_page_stride", c_uint64),
                 ("v_page_stride", c_uint64), ("list", c_void_p), ("list_offset", c_uint64)]
 
@@ -151,6 +154,8 @@ FUNCTIONS = {
     "kvq_session_save": (c_int, [c_void_p, c_uint64]),
     "kvq_session_restore": (c_int, [c_void_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvq_session_info": (c_int, [c_void_p, c_uint64, POINTER(SessionInfo)]),
+    "kvq_session_layers": (c_int, [c_void_p, c_uint64, POINTER(LayerRow), c_uint32,
+                                   POINTER(c_uint32)]),
     "kvq_lookup": (c_int, [c_void_p, POINTER(SessionOptions), POINTER(c_uint64)]),
     "kvq_session_spans": (c_int, [c_void_p, c_uint64, POINTER(Span), c_uint32]),
     "kvq_step_begin_ids": (c_int, [c_void_p, c_void_p, c_uint32, POINTER(Ids),
@@ -205,10 +210,22 @@ FUNCTIONS = {
 
 
 def load():
-    """The library with every function's types declared. OSError if there is none."""
-    library = ctypes.CDLL(os.environ.get("KVQ_LIBRARY") or "libkvq.so.0")
+    """The library with every function's types declared. ImportError if there is none that fits."""
+    asked = os.environ.get("KVQ_LIBRARY")
+    name = asked or "libkvq.so.0"
+    hint = ("this package holds no library: install libkvq (cmake --install of the project), then "
+            "run ldconfig, or set LD_LIBRARY_PATH to its folder or KVQ_LIBRARY to the file, e.g. "
+            "KVQ_LIBRARY=build/release/lib/libkvq.so")
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise ImportError(f"kvq cannot load {name}{' ($KVQ_LIBRARY)' if asked else ''}: {error}; "
+                          f"{hint}") from None
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise ImportError(f"{library._name} has no {name}: it is of another version than this "
+                              f"package; {hint}")
         function.restype = result
         function.argtypes = arguments
     return library

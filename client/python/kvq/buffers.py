@@ -9,7 +9,7 @@ from ctypes import byref, c_void_p
 import numpy as np
 
 from ._ffi import Tensor, lib
-from .errors import check
+from .checks import integer
 
 F16, BF16, F32 = 1, 2, 3
 _NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16), F32: np.dtype(np.float32)}
@@ -40,14 +40,15 @@ class Buffer:
     """
 
     def __init__(self, client, nbytes, daemon_made=False, memfd=None, offset=0):
-        if nbytes <= 0:
-            raise ValueError(f"a buffer of {nbytes} bytes: at least 1 is needed")
+        nbytes = integer("nbytes", nbytes, 62)
+        if nbytes == 0:
+            raise ValueError("a buffer of 0 bytes: at least 1 is needed")
         self.client = client
         self.nbytes = nbytes
         self.pointer = c_void_p()
         self._used = 0
         if daemon_made:
-            check(lib.kvq_buffer_create(client.pointer, nbytes, byref(self.pointer)))
+            client.control(lib.kvq_buffer_create, nbytes, byref(self.pointer))
             self.address = lib.kvq_buffer_data(self.pointer)
             self._memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         else:
@@ -64,8 +65,8 @@ class Buffer:
             if own:
                 os.ftruncate(memfd, self.nbytes)
             self._memory = mmap.mmap(memfd, self.nbytes, offset=offset)
-            check(lib.kvq_buffer_import_memfd(self.client.pointer, memfd, offset, self.nbytes,
-                                              byref(self.pointer)))
+            self.client.control(lib.kvq_buffer_import_memfd, memfd, offset, self.nbytes,
+                                byref(self.pointer))
         finally:
             if own:
                 os.close(memfd)
@@ -75,6 +76,10 @@ class Buffer:
         """An array over the bytes from offset. dtype as for NumPy, or "f16", "bf16", "f32"."""
         if isinstance(dtype, str) and dtype in _NAMES:
             dtype = numpy_dtype(dtype)
+        if np.dtype(dtype).hasobject:
+            raise TypeError(f"dtype {np.dtype(dtype)} in shared memory: expected numbers")
+        if self._memory is None:
+            raise ValueError("the buffer is closed")
         return np.ndarray(shape, dtype, self._memory, offset)
 
     def take(self, shape, dtype=np.float32):
@@ -85,6 +90,9 @@ class Buffer:
         return made
 
     def contains(self, array):
+        """Whether all of an array lies in this buffer, which is open."""
+        if not self.pointer or not isinstance(array, np.ndarray):
+            return False
         start, end = np.lib.array_utils.byte_bounds(array) if hasattr(
             np.lib, "array_utils") else np.byte_bounds(array)
         return self.address <= start and end <= self.address + self.nbytes
@@ -94,12 +102,27 @@ class Buffer:
         if array.ndim != 3:
             raise ValueError(f"shape {array.shape}: [tokens, heads, dim] is needed")
         code = dtype_code(dtype if dtype is not None else array.dtype)
+        if numpy_dtype(code) != array.dtype and (code == F32 or array.dtype != np.uint16):
+            raise TypeError(f"dtype {dtype} of an array of {array.dtype}: only uint16 arrays hold "
+                            "another one, bf16 or f16")
         if array.shape[2] > 1 and array.strides[2] != array.itemsize:
             raise ValueError("the last dimension of a tensor must be contiguous")
         if min(array.strides) < 0:
             raise ValueError("a tensor's strides may not be negative")
-        return Tensor(self.pointer, array.ctypes.data - self.address, array.strides[0],
-                      array.strides[1], code)
+        if not self.contains(array):
+            raise ValueError("the array does not lie in this buffer")
+        return self.strided(array.ctypes.data - self.address, array.strides[0], array.strides[1],
+                            code)
+
+    def strided(self, offset, token_stride, head_stride, dtype="f32"):
+        """Tensor from offset on, with strides in bytes as they are given."""
+        if not self.pointer:
+            raise ValueError("the buffer is closed")
+        made = Tensor(self.pointer, integer("offset", offset, 64),
+                      integer("token_stride", token_stride, 64),
+                      integer("head_stride", head_stride, 64), dtype_code(dtype))
+        made.owner = self
+        return made
 
     def close(self):
         """Unregisters it; waits until nothing in flight uses it.
@@ -108,11 +131,12 @@ class Buffer:
         """
         if not self.pointer:
             return
-        if self._daemon_made:
-            self._let_go()
-        lib.kvq_buffer_close(byref(self.pointer))
-        self.client._buffers.remove(self)
-        self._forget()
+        with self.client._gate:
+            if self._daemon_made:
+                self._let_go()
+            lib.kvq_buffer_close(byref(self.pointer))
+            self.client._buffers.remove(self)
+            self._forget()
 
     def _let_go(self):
         """The mapping ends with the buffer here: nothing may refer to it any more."""

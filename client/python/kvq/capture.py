@@ -5,7 +5,8 @@ from ctypes import byref, c_void_p
 
 from . import _ffi
 from ._ffi import lib
-from .client import _bytes
+from .client import _rows
+from .checks import entries, integer, owner, text
 from .errors import check
 
 
@@ -19,20 +20,28 @@ class Capture:
 
     def __init__(self, path, layers, model=None, max_tokens=0, queries=False):
         self.pointer = c_void_p()
-        layers = list(layers)
-        rows = (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
-        options = _ffi.CaptureOptions(rows, len(layers), _bytes(model), max_tokens, queries)
-        check(lib.kvq_capture_open(_bytes(str(path)), byref(options), byref(self.pointer)))
+        layers, rows = _rows(layers)
+        options = _ffi.CaptureOptions(rows, len(layers), text("model", model),
+                                      integer("max_tokens", max_tokens, 64), bool(queries))
+        check(lib.kvq_capture_open(text("path", str(path)), byref(options), byref(self.pointer)))
 
     def append(self, ticket):
         """What an append or append_attend handed over: its ticket, once it is done (Queue.call) and
         before its tensors change. Entries that failed are passed over."""
-        check(lib.kvq_capture_append(self.pointer, byref(ticket.work), ticket.entries.ctypes.data,
-                                     len(ticket.entries)))
+        for name, tensor in ticket.tensors.items():
+            owner(name, tensor)
+        self._check_open()
+        check(lib.kvq_capture_append(self.pointer, byref(ticket.work),
+                                     entries(ticket.entries).ctypes.data, len(ticket.entries)))
+
+    def _check_open(self):
+        if not self.pointer:
+            raise ValueError("the capture is closed")
 
     @property
     def tokens(self):
         """Begun so far, as one layer counts them."""
+        self._check_open()
         return lib.kvq_capture_tokens(self.pointer)
 
     def close(self):

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection and its sessions."""
+import math
+from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
 
 from . import _ffi
 from ._ffi import lib
-from .buffers import Buffer, dtype_code
+from .buffers import Buffer, dtype_code, numpy_dtype
+from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .work import Queue
@@ -33,15 +36,28 @@ class Layer:
     kv_from: int = -1
     repeat: int = 1
 
+    @property
+    def dim_of_v(self):
+        return self.head_dim if self.v_dim is None else self.v_dim
+
     def _row(self):
-        return _ffi.LayerRow(self.q_heads, self.kv_heads, self.head_dim,
-                             self.head_dim if self.v_dim is None else self.v_dim, self.window,
-                             self.softcap, self.scale, _bytes(self.format), self.kv_from,
-                             self.repeat)
+        return _ffi.LayerRow(integer("q_heads", self.q_heads, 16),
+                             integer("kv_heads", self.kv_heads, 16),
+                             integer("head_dim", self.head_dim, 16),
+                             integer("v_dim", self.dim_of_v, 16),
+                             integer("window", self.window), number("softcap", self.softcap),
+                             number("scale", self.scale), text("format", self.format),
+                             integer("kv_from", self.kv_from, 32, signed=True),
+                             integer("repeat", self.repeat))
 
 
-def _bytes(text):
-    return None if text is None else text.encode()
+def _rows(layers):
+    """Layers as a list, and struct kvq_layer of each."""
+    layers = list(layers)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, Layer):
+            raise TypeError(f"layers[{i}] is {type(layer).__name__}; expected a Layer")
+    return layers, (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
 
 
 def _values(structure):
@@ -57,13 +73,14 @@ class Session:
         self.client = client
         self.handle = handle
         self.tokens = tokens
-        self.layers = layers  # of Layer, one for each layer; [] if opened without a table
+        self.layers = layers  # of Layer, one for each layer
         self.read_only = read_only
 
     def layer(self, number):
-        """The Layer of that number. ValueError if the session was opened without a table."""
+        """The Layer of that number."""
         if not self.layers:
-            raise ValueError("the session was opened without its table of layers: give shapes")
+            raise ValueError("the daemon, of an earlier version, does not say what layers the "
+                             "session has: open it with them")
         if not 0 <= number < len(self.layers):
             raise Error(Code.E_SHAPE, f"layer {number}: the session has {len(self.layers)} layers,"
                                       f" 0 to {len(self.layers) - 1}")
@@ -72,7 +89,7 @@ class Session:
     def info(self):
         """What the daemon knows of it, as a dict with the fields of struct kvq_session_info."""
         out = _ffi.SessionInfo()
-        check(lib.kvq_session_info(self.client.pointer, self.handle, byref(out)))
+        self.client.control(lib.kvq_session_info, self.handle, byref(out))
         return _values(out)
 
     def refresh(self):
@@ -84,39 +101,39 @@ class Session:
         """Detaches; the session goes by its on_detach."""
         if self.handle:
             handle, self.handle = self.handle, 0
-            check(lib.kvq_session_close(self.client.pointer, handle))
+            self.client.control(lib.kvq_session_close, handle)
 
     def tell_spans(self, spans):
         """Says what tokens to come stand for: (first, tokens, digest) of each image or audio."""
-        check(lib.kvq_session_spans(self.client.pointer, self.handle, make_spans(spans),
-                                    len(spans)))
+        spans = list(spans)
+        self.client.control(lib.kvq_session_spans, self.handle, make_spans(spans), len(spans))
 
     def move(self, place):
         """Moves it to "host" or a GPU's place, and returns when it is there."""
-        check(lib.kvq_session_move(self.client.pointer, self.handle, _bytes(place)))
+        self.client.control(lib.kvq_session_move, self.handle, text("place", place))
 
     def park(self):
         """Writes it to disk with all its shards, and returns when its memory is free.
 
         It comes back when it is used."""
-        check(lib.kvq_session_park(self.client.pointer, self.handle))
+        self.client.control(lib.kvq_session_park, self.handle)
 
     def prefetch(self):
         """Begins to bring it back from disk, and returns at once."""
-        check(lib.kvq_session_prefetch(self.client.pointer, self.handle))
+        self.client.control(lib.kvq_session_prefetch, self.handle)
 
     def pin(self, pinned=True):
         """Keeps it in memory: it is never parked. With False it may be."""
-        check(lib.kvq_session_pin(self.client.pointer, self.handle, int(pinned)))
+        self.client.control(lib.kvq_session_pin, self.handle, int(bool(pinned)))
 
     def save(self):
         """Saves it with all its shards, and returns when that is durable."""
-        check(lib.kvq_session_save(self.client.pointer, self.handle))
+        self.client.control(lib.kvq_session_save, self.handle)
 
     def drop(self):
         """Destroys the session, with all its shards."""
         handle, self.handle = self.handle, 0
-        check(lib.kvq_session_drop(self.client.pointer, handle))
+        self.client.control(lib.kvq_session_drop, handle)
 
     def __enter__(self):
         return self
@@ -134,9 +151,10 @@ def make_spans(spans):
     """struct kvq_span of (first, tokens, digest of 32 bytes) each."""
     made = (_ffi.Span * max(len(spans), 1))()
     for i, (first, tokens, digest) in enumerate(spans):
-        if len(digest) != 32:
-            raise ValueError(f"span {i} has a digest of {len(digest)} bytes; it must have 32")
-        made[i] = _ffi.Span(first, tokens, (c_uint8 * 32)(*digest))
+        if not isinstance(digest, (bytes, bytearray)) or len(digest) != 32:
+            raise ValueError(f"span {i} has the digest {digest!r}; expected 32 bytes")
+        made[i] = _ffi.Span(integer(f"first of span {i}", first, 64),
+                            integer(f"tokens of span {i}", tokens), (c_uint8 * 32)(*digest))
     return made
 
 
@@ -144,24 +162,32 @@ class Client:
     """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own."""
 
     def __init__(self, runtime_dir=None, name=None, timeout_ms=0, spin_us=0):
-        options = _ffi.ConnectOptions(_bytes(runtime_dir and str(runtime_dir)), _bytes(name),
-                                      timeout_ms, spin_us)
+        options = _ffi.ConnectOptions(text("runtime_dir", runtime_dir and str(runtime_dir)),
+                                      text("name", name), integer("timeout_ms", timeout_ms),
+                                      integer("spin_us", spin_us))
         self.pointer = c_void_p()
+        self._gate = Gate("client")
         self._buffers = []
         self._device_buffers = []
         self._queues = []
         check(lib.kvq_connect(byref(options), byref(self.pointer)))
 
+    def control(self, function, *arguments):
+        """Calls a function of the library's that takes the client first. ValueError if the client
+        is closed."""
+        with self._gate:
+            check(function(self.pointer, *arguments))
+
     def info(self):
         """About the daemon, as a dict with the fields of struct kvq_daemon_info."""
         out = _ffi.DaemonInfo()
-        check(lib.kvq_daemon_info(self.pointer, byref(out)))
+        self.control(lib.kvq_daemon_info, byref(out))
         return _values(out)
 
     def gpus(self):
         """The daemon's GPUs: dicts with "place", for session() and buffer_on(), and "name"."""
         found, n = (_ffi.GpuInfo * 16)(), c_uint32()
-        check(lib.kvq_daemon_gpus(self.pointer, found, len(found), byref(n)))
+        self.control(lib.kvq_daemon_gpus, found, len(found), byref(n))
         return [_values(g) for g in found[:n.value]]
 
     def queue(self):
@@ -187,9 +213,9 @@ class Client:
 
     def array(self, shape, dtype=np.float32):
         """An array in a buffer of its own."""
-        code = np.dtype(dtype) if not isinstance(dtype, str) else None
-        itemsize = code.itemsize if code else {1: 2, 2: 2, 3: 4}[dtype_code(dtype)]
-        nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize
+        kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        sizes = [integer("shape", n, 62) for n in np.atleast_1d(np.asarray(shape, object))]
+        nbytes = math.prod(sizes) * kind.itemsize
         return self.buffer(max(nbytes, 1)).array(shape, dtype)
 
     def find_buffer(self, array):
@@ -203,7 +229,8 @@ class Client:
     def restore(self, name, ns=None, shard=0, shards=0):
         """Reads a saved session into the daemon's memory, and returns when all of it is there.
         shards: how many it is to have; 0: as many as it was saved with."""
-        check(lib.kvq_session_restore(self.pointer, _bytes(ns), _bytes(name), shard, shards))
+        self.control(lib.kvq_session_restore, text("ns", ns), text("name", name),
+                     integer("shard", shard), integer("shards", shards))
 
     def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
                   v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
@@ -213,18 +240,24 @@ class Client:
         unknown = set(flags) - set(_FLAGS)
         if unknown:
             raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
-        rows = (_ffi.LayerRow * max(len(layers), 1))(*(layer._row() for layer in layers))
-        ids = np.asarray([] if prefix is None else prefix, np.int32).ravel()
+        layers, rows = _rows(layers)
+        ids = integers("prefix", [] if prefix is None else prefix, np.int32).ravel()
+        spans = list(spans)
+        described = _ffi.SessionOptions(
+            text("ns", ns), text("name", name), text("model", model), rows if layers else None,
+            len(layers), text("format", format), dtype_code(dtype),
+            choice("v_rotation", v_rotation, _ROTATIONS),
+            choice("attention", attention, _ATTENTION),
+            choice("on_detach", on_detach, _DETACH), integer("shard", shard, 16),
+            integer("shards", shards, 16), sum(_FLAGS[f] for f in flags if flags[f]),
+            integer("max_rollback", max_rollback), integer("prompt_tokens", prompt_tokens, 64),
+            integer("keep_seconds", keep_seconds, 64), text("place", place), text("salt", salt),
+            text("adapter", adapter), _ffi.Prefix(None, 0, 0, make_spans(spans), len(spans)))
         buffer = self.buffer(ids.nbytes) if ids.size else None
         if buffer:
             buffer.array(ids.shape, np.int32)[:] = ids
-        told = _ffi.Prefix(buffer and buffer.pointer, 0, ids.size, make_spans(spans), len(spans))
-        return _ffi.SessionOptions(
-            _bytes(ns), _bytes(name), _bytes(model), rows if layers else None, len(layers),
-            _bytes(format), dtype_code(dtype), _ROTATIONS[v_rotation], _ATTENTION[attention],
-            _DETACH[on_detach], shard, shards, sum(_FLAGS[f] for f in flags if flags[f]),
-            max_rollback, prompt_tokens, keep_seconds, _bytes(place), _bytes(salt),
-            _bytes(adapter), told), buffer
+            described.prefix.buffer, described.prefix.tokens = buffer.pointer, ids.size
+        return described, buffer
 
     def session(self, layers=(), format=None, **options):
         """Opens or creates a session. layers: of Layer. prefix: ids of its first tokens, of which a
@@ -235,19 +268,32 @@ class Client:
         described, ids = self._describe(layers, format, **options)
         handle, info = c_uint64(), _ffi.SessionInfo()
         try:
-            check(lib.kvq_session_open(self.pointer, byref(described), byref(handle), byref(info)))
+            self.control(lib.kvq_session_open, byref(described), byref(handle), byref(info))
         finally:
             if ids:
                 ids.close()
-        table = [layer for layer in layers for _ in range(max(layer.repeat, 1))]
-        return Session(self, handle.value, info.tokens, table, bool(info.read_only))
+        # Copies: whoever changes a Layer later does not change what the session has.
+        table = [replace(layer) for layer in layers for _ in range(max(layer.repeat, 1))]
+        return Session(self, handle.value, info.tokens, table or self._layers_of(handle),
+                       bool(info.read_only))
+
+    def _layers_of(self, handle):
+        """Of a session that was opened as it is; [] if the daemon does not say."""
+        rows, n = (_ffi.LayerRow * 256)(), c_uint32()
+        try:
+            self.control(lib.kvq_session_layers, handle, rows, len(rows), byref(n))
+        except Error as error:
+            if error.code != Code.E_UNSUPPORTED:
+                raise
+        return [Layer(r.q_heads, r.kv_heads, r.k_dim, r.v_dim, kv_from=r.kv_from)
+                for r in rows[:n.value]]
 
     def lookup(self, layers, format=None, *, prefix, **options):
         """How many tokens of the prefix a new session of these options would begin with."""
         described, ids = self._describe(list(layers), format, prefix=prefix, **options)
         tokens = c_uint64()
         try:
-            check(lib.kvq_lookup(self.pointer, byref(described), byref(tokens)))
+            self.control(lib.kvq_lookup, byref(described), byref(tokens))
         finally:
             if ids:
                 ids.close()
@@ -257,24 +303,38 @@ class Client:
         """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was
         restarted, and how many session handles are lost. Queues and buffers go on working."""
         lost = c_uint32()
-        code = lib.kvq_reattach(self.pointer, byref(lost))
+        with self._alone():
+            code = lib.kvq_reattach(self.pointer, byref(lost))
         if code not in (Code.OK, Code.E_EPOCH):
             raise Error(code, last_text())
         return code == Code.E_EPOCH, lost.value
 
+    @contextmanager
+    def _alone(self):
+        """While no other thread is in a call of the client or of its queues; else RuntimeError."""
+        with ExitStack() as stack:
+            for queue in list(self._queues):
+                stack.enter_context(queue.turn())
+            with self._gate.alone():
+                yield
+
     def close(self):
         """Disconnects; closes what is still open. BufferError while arrays refer to a buffer that
-        the daemon made."""
+        the daemon made; RuntimeError while another thread is in a call."""
         if not self.pointer:
             return
         for buffer in [b for b in self._buffers if b._daemon_made]:
             buffer.close()
-        for owner in self._buffers + self._device_buffers + self._queues:
-            owner._forget()
-        self._buffers.clear()
-        self._device_buffers.clear()
-        self._queues.clear()
-        lib.kvq_disconnect(byref(self.pointer))
+        with self._alone():
+            for queue in self._queues:
+                queue._close_locals()
+            for owner in self._buffers + self._device_buffers + self._queues:
+                owner._forget()
+            self._buffers.clear()
+            self._device_buffers.clear()
+            self._queues.clear()
+            lib.kvq_disconnect(byref(self.pointer))
+        self._gate.closed = True
 
     def __enter__(self):
         return self

@@ -8,7 +8,7 @@ from ctypes import byref, c_void_p
 
 from ._ffi import Tensor, lib
 from .buffers import dtype_code
-from .errors import check
+from .checks import integer, text
 
 
 class DeviceBuffer:
@@ -16,22 +16,22 @@ class DeviceBuffer:
 
     def __init__(self, client, nbytes, gpu=None, tensor=None):
         self.client = client
-        self.nbytes = nbytes
+        self.nbytes = nbytes = integer("nbytes", nbytes, 62)
         self.pointer = c_void_p()
         self._keep = tensor  # its memory must stay while the daemon has it
         if tensor is None:
-            check(lib.kvq_buffer_create_on(client.pointer, gpu.encode() if gpu else None, nbytes,
-                                           byref(self.pointer)))
+            client.control(lib.kvq_buffer_create_on, text("gpu", gpu), nbytes, byref(self.pointer))
         else:
             if not tensor.is_contiguous():
                 raise ValueError("a tensor to be imported must be contiguous")
-            check(lib.kvq_buffer_import(client.pointer, tensor.data_ptr(), nbytes,
-                                        byref(self.pointer)))
+            client.control(lib.kvq_buffer_import, tensor.data_ptr(), nbytes, byref(self.pointer))
         self.address = lib.kvq_buffer_device(self.pointer)
         client._device_buffers.append(self)
 
     def contains(self, tensor):
-        """Whether all of a tensor lies in this buffer."""
+        """Whether all of a tensor lies in this buffer, which is open."""
+        if not self.pointer:
+            return False
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
         start = tensor.data_ptr()
         end = start + (last + 1) * tensor.element_size()
@@ -46,15 +46,20 @@ class DeviceBuffer:
         if len(strides) == 3 and tensor.shape[2] > 1 and strides[2] != 1:
             raise ValueError("the last dimension of a tensor must be contiguous")
         name = dtype if dtype is not None else str(tensor.dtype).replace("torch.", "")
-        return Tensor(self.pointer, tensor.data_ptr() - self.address, strides[0] * size,
+        if not self.contains(tensor):
+            raise ValueError("the tensor does not lie in this buffer, or the buffer is closed")
+        made = Tensor(self.pointer, tensor.data_ptr() - self.address, strides[0] * size,
                       strides[1] * size, dtype_code(name))
+        made.owner = self
+        return made
 
     def close(self):
         """Unregisters it; waits until nothing in flight uses it."""
         if self.pointer:
-            lib.kvq_buffer_close(byref(self.pointer))
-            self.client._device_buffers.remove(self)
-            self._forget()
+            with self.client._gate:
+                lib.kvq_buffer_close(byref(self.pointer))
+                self.client._device_buffers.remove(self)
+                self._forget()
 
     def _forget(self):
         self.pointer = c_void_p()

@@ -2,10 +2,13 @@
 """Attention in this process, over the daemon's memory: in-context mode (kvq.h)."""
 from ctypes import byref, c_void_p
 
+import numpy as np
+
 from . import _ffi
 from ._ffi import lib
+from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import check
-from .work import attend, make_entries, step_work
+from .work import (Session, alone, attend, device_fields, make_entries, make_work, step_work)
 
 REQUIRE = 1
 
@@ -18,23 +21,41 @@ class Local:
     """
 
     def __init__(self, queue, place=None, max_tokens=0, require=False):
-        self.queue, self.client = queue, queue.client
+        self.queue, self.client, self.turn = queue, queue.client, queue.turn
         self.pointer = c_void_p()
-        options = _ffi.LocalOptions(place=place.encode() if place else None, max_tokens=max_tokens,
+        self._buckets, self._given = [], []  # _given: buffers of K and V of the step under way
+        options = _ffi.LocalOptions(place=text("place", place),
+                                    max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0)
-        check(lib.kvq_local_open(queue.pointer, byref(options), byref(self.pointer)))
+        with self.turn():
+            queue._check_open()
+            check(lib.kvq_local_open(queue.pointer, byref(options), byref(self.pointer)))
+            queue._locals.append(self)
+
+    def _check_open(self):
+        if not self.pointer:
+            raise ValueError("the Local is closed")
+
+    def _check_given(self):
+        if not all(buffer.pointer for buffer in self._given):
+            raise ValueError("a buffer with K or V of the step was closed before the step's end")
 
     @property
     def why(self):
         """None if attention runs here, else why it goes through the daemon."""
-        text = lib.kvq_local_why(self.pointer)
-        return text.decode() if text else None
+        self._check_open()
+        said = lib.kvq_local_why(self.pointer)
+        return said.decode() if said else None
 
+    @alone
     def add(self, session):
         """Takes a session in: maps what is not mapped yet."""
+        session, = batch([session], self.client, Session())
         check(lib.kvq_local_add(self.pointer, session.handle))
 
+    @alone
     def remove(self, session):
+        session, = batch([session], self.client, Session())
         check(lib.kvq_local_remove(self.pointer, session.handle))
 
     def step(self, sessions, tokens, ids=None):
@@ -42,7 +63,14 @@ class Local:
         return LocalStep(self, sessions, tokens, ids)
 
     def close(self):
-        lib.kvq_local_close(byref(self.pointer))
+        """Closes its Buckets, too."""
+        with self.turn():
+            if not self.pointer:
+                return
+            for bucket in list(self._buckets):
+                bucket.close()
+            lib.kvq_local_close(byref(self.pointer))
+            self.queue._locals.remove(self)
 
     def __enter__(self):
         return self
@@ -55,8 +83,11 @@ class Local:
     def _place(self, arrays):
         return self.queue._place(arrays)
 
+    @alone
     def call(self, _operation, entries, *, step, **fields):
-        work = _ffi.Work(**fields)
+        self._check_given()
+        work, tensors = make_work(fields)
+        self._given += [t.owner for n, t in tensors.items() if n in ("k", "v")]
         check(lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data, len(entries)))
         return _Done(entries)
 
@@ -67,37 +98,68 @@ class Bucket:
     may be captured into a graph, which replays for whatever entries begin() was given last."""
 
     def __init__(self, local, session, max_tokens=0, max_sessions=1, max_queries=1):
-        self.local = local
+        self.local, self.turn = local, local.turn
         self.pointer = c_void_p()
-        options = _ffi.BucketOptions(session=session.handle, max_tokens=max_tokens,
-                                     max_sessions=max_sessions, max_queries=max_queries)
-        check(lib.kvq_bucket_open(local.pointer, byref(options), byref(self.pointer)))
+        self._session, = batch([session], local.client, Session())
+        self._tensors = {}  # of each layer: what a captured graph goes on reading
+        options = _ffi.BucketOptions(session=session.handle,
+                                     max_tokens=integer("max_tokens", max_tokens, 64),
+                                     max_sessions=integer("max_sessions", max_sessions),
+                                     max_queries=integer("max_queries", max_queries))
+        with self.turn():
+            local._check_open()
+            check(lib.kvq_bucket_open(local.pointer, byref(options), byref(self.pointer)))
+            local._buckets.append(self)
 
+    def _check_open(self):
+        if not self.pointer:
+            raise ValueError("the Bucket is closed")
+        for layer, fields in self._tensors.items():
+            for name, tensor in fields.items():
+                if not tensor.owner.pointer:
+                    raise ValueError(f"{name} of layer {layer} lies in a buffer that is closed")
+
+    @alone
     def begin(self, entries, stream):
-        check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer, entries.ctypes.data,
-                                            len(entries), stream), entries)
+        check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer,
+                                            check_entries(entries).ctypes.data, len(entries),
+                                            integer("stream", stream, 64)), entries)
 
+    @alone
     def attend(self, entries, layer, stream, **tensors):
-        """k, v, q, out and lse: CUDA tensors in buffers of Client.import_tensor or buffer_on."""
-        work = _ffi.Work(layer=layer)
-        for name, tensor in tensors.items():
-            buffer = self.local.client.find_device_buffer(tensor)
-            if buffer is None:
-                raise ValueError(f"{name} lies in no buffer; see Client.import_tensor")
-            setattr(work, name, buffer.tensor(tensor))
-        check(lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
-                                             entries.ctypes.data, len(entries), stream), entries)
+        """k, v, q, out and lse: CUDA tensors in buffers of Client.import_tensor or buffer_on, with
+        at least as many rows as the entries name."""
+        entries, layer = check_entries(entries), integer("layer", layer)
+        shapes = Shapes([self._session], layer, entries)
 
+        def check_shape(name, tensor):
+            row, count = ("row", "append") if name in ("k", "v") else ("q_row", "queries")
+            last = int((entries[row].astype(np.uint64) + entries[count]).max(initial=0))
+            rows = max(tensor.shape[0] if len(getattr(tensor, "shape", ())) else 0, last)
+            device_tensor(name, tensor, (rows, *shapes.of[name][1:]),
+                          shapes.says[name] + ", or more rows")
+
+        fields = device_fields(self.local.client, check_shape, tensors)
+        work, self._tensors[layer] = make_work({"layer": layer, **fields})
+        check(lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
+                                             entries.ctypes.data, len(entries),
+                                             integer("stream", stream, 64)), entries)
+
+    @alone
     def end(self, entries, stream, ids=None):
         """Commits; the entries' values are the sessions' new counts. ids: as in Queue.step."""
+        check_entries(entries)
         work = _ffi.StepWork()
         work.ids = self.local.queue._place_ids(entries, ids)
         check(lib.kvq_local_end_on_stream(self.local.pointer, byref(work), entries.ctypes.data,
-                                          len(entries), stream), entries)
+                                          len(entries), integer("stream", stream, 64)), entries)
 
     def close(self):
         """When its stream has passed its last work."""
-        lib.kvq_bucket_close(byref(self.pointer))
+        with self.turn():
+            if self.pointer:
+                lib.kvq_bucket_close(byref(self.pointer))
+                self.local._buckets.remove(self)
 
 
 class _Done:
@@ -109,11 +171,17 @@ class LocalStep:
     """An open step of a Local."""
 
     def __init__(self, local, sessions, tokens, ids=None):
-        self.local, self.sessions, self.ids = local, list(sessions), ids
+        self.local, self.turn, self.ids, self.open = local, local.turn, ids, False
+        with self.turn():
+            local._check_open()
+            self._begin(local, sessions, tokens)
+
+    def _begin(self, local, sessions, tokens):
+        self.sessions = batch(sessions, local.client, Session())
         self.entries = make_entries(self.sessions, append=tokens)
-        self.open = False
         check(lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries)),
               None)
+        local._given = []
         self.open = bool((self.entries["status"] == 0).any())
         try:
             check(0, self.entries)
@@ -121,6 +189,12 @@ class LocalStep:
             self.abort()
             raise
 
+    def _check_open(self):
+        self.local._check_open()
+        if not self.open:
+            raise ValueError("the step has ended")
+
+    @alone
     def attend(self, layer, q, k=None, v=None, queries=None, **options):
         """Attention of one layer. k and v, of the step's tokens, lie in buffers and stay as they
         are until the step's end; None for layers that read another layer's cache. Returns
@@ -134,10 +208,17 @@ class LocalStep:
         return attend(self.local, "attend", self.sessions, entries, 0, layer, k=k, v=v, q=q,
                       **options)
 
+    @alone
     def end(self, k=None, v=None):
         """Commits. k and v: for each layer the step's K and V, if attend() did not get them."""
+        if (k is None) != (v is None):
+            raise ValueError("one of k and v was given; expected both, or neither")
         entries = make_entries(self.sessions, append=self.entries["append"])
-        work = step_work(self.local.client, k, v) if k is not None else _ffi.StepWork()
+        work = _ffi.StepWork()
+        if k is not None:
+            work, _ = step_work(self.local.client, self.sessions, entries, k, v)
+        else:
+            self.local._check_given()
         work.ids = self.local.queue._place_ids(entries, self.ids)
         code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
                                  len(entries))
@@ -154,7 +235,9 @@ class LocalStep:
     def abort(self):
         """Leaves every session as it was."""
         self.open = False
-        lib.kvq_local_abort(self.local.pointer)
+        with self.turn():
+            if self.local.pointer:
+                lib.kvq_local_abort(self.local.pointer)
 
     def __enter__(self):
         return self

@@ -4,6 +4,7 @@
 Arrays that lie in a Buffer are used in place. Others are copied through the queue's own staging
 buffer; that is convenient, and slower.
 """
+import functools
 import time
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import numpy as np
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
-from .buffers import Buffer, dtype_code, numpy_dtype
+from .buffers import F16, F32, Buffer, dtype_code, numpy_dtype
+from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
+                     integer, integers, number, owner)
 from .errors import check
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
@@ -37,20 +40,35 @@ class Pages:
     skip: Any = None
 
 
+def alone(method):
+    """Of an object with a queue's turn: no other thread may be in a call of that queue."""
+    @functools.wraps(method)
+    def wrapped(self, *arguments, **options):
+        with self.turn():
+            self._check_open()
+            return method(self, *arguments, **options)
+    return wrapped
+
+
+def nanoseconds(seconds):
+    """0 to 2^64 - 1 for a number of seconds; None is for ever."""
+    if seconds is None:
+        return U64_MAX
+    return int(min(max(number("seconds", seconds), 0) * 1e9, 2.0**63))
+
+
 class Ticket:
     """A request under way. Keeps alive what the daemon reads and writes."""
 
-    def __init__(self, queue, number, entries, work, keep):
+    def __init__(self, queue, number, entries, work, tensors, keep):
         self.queue, self.number, self.entries = queue, number, entries
-        self.step, self.work = work.step, work
+        self.step, self.work, self.tensors = work.step, work, tensors
         self._keep = keep
 
     def wait(self, timeout=None):
         """Waits at most timeout seconds (None: for as long as the daemon lives) and returns the
         entries. Error with E_DEADLINE if it is not done yet; the ticket stays open then."""
-        ns = U64_MAX if timeout is None else int(timeout * 1e9)
-        check(lib.kvq_wait(self.queue.pointer, self.number, ns), self.entries)
-        return self.entries
+        return self.queue._wait(self, nanoseconds(timeout))
 
 
 class Queue:
@@ -59,17 +77,32 @@ class Queue:
     def __init__(self, client):
         self.client = client
         self.pointer = c_void_p()
+        self.turn = Turn("queue")
         self._staging = None
-        check(lib.kvq_queue_open(client.pointer, byref(self.pointer)))
+        self._locals = []
+        client.control(lib.kvq_queue_open, byref(self.pointer))
         client._queues.append(self)
 
     def close(self):
-        if self.pointer:
+        """Closes its Locals, too."""
+        with self.turn():
+            if not self.pointer:
+                return
+            self._close_locals()
             if self._staging is not None:
                 self._staging.close()
-            lib.kvq_queue_close(byref(self.pointer))
-            self.client._queues.remove(self)
-            self._forget()
+            with self.client._gate:
+                lib.kvq_queue_close(byref(self.pointer))
+                self.client._queues.remove(self)
+                self._forget()
+
+    def _close_locals(self):
+        for local in list(self._locals):
+            local.close()
+
+    def _check_open(self):
+        if not self.pointer:
+            raise ValueError("the queue is closed")
 
     def _forget(self):
         self.pointer = c_void_p()
@@ -83,36 +116,48 @@ class Queue:
 
     # ---- As in kvq.h ----
 
+    @alone
     def submit(self, operation, entries, *, keep=None, stream=None, **work):
         """kvq_submit: operation by name, entries an array of ENTRY, work by the fields of struct
         kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the number of
         a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one) kvq_submit_on_stream.
         Returns a Ticket."""
-        fields = _ffi.Work(**work)
+        fields, tensors = make_work(work)
         number = c_uint64()
-        front = [self.pointer, OPERATIONS[operation], byref(fields),
-                 entries.ctypes.data if len(entries) else None, len(entries)]
+        front = [self.pointer, choice("operation", operation, OPERATIONS), byref(fields),
+                 check_entries(entries).ctypes.data if len(entries) else None, len(entries)]
         if stream is None:
             check(lib.kvq_submit(*front, byref(number)))
         else:
-            check(lib.kvq_submit_on_stream(*front, stream, byref(number)))
-        return Ticket(self, number.value, entries, fields, keep)
+            check(lib.kvq_submit_on_stream(*front, integer("stream", stream, 64), byref(number)))
+        return Ticket(self, number.value, entries, fields, tensors, keep)
 
+    @alone
     def call(self, operation, entries, **work):
-        """submit() and wait(), without raising for single entries: returns the entries."""
+        """submit() and wait(), without raising for single entries: returns the ticket."""
         ticket = self.submit(operation, entries, **work)
         check(lib.kvq_wait(self.pointer, ticket.number, U64_MAX))
         return ticket
 
+    @alone
+    def _wait(self, ticket, ns):
+        check(lib.kvq_wait(self.pointer, ticket.number, ns), ticket.entries)
+        return ticket.entries
+
+    @alone
     def order(self):
         """How calls with a stream order it: "words", "events", "host"; "none" before the first."""
         return ORDERS[lib.kvq_queue_order(self.pointer)]
 
+    @alone
     def wait_for_room(self, seconds):
         """How long steps and forks wait where memory is short and nothing can make room; 0: they
         are refused at once. After that they raise kvq.Error with KVQ_E_DEADLINE."""
-        check(lib.kvq_queue_wait_for_room(self.pointer, round(seconds * 1e9)))
+        if number("seconds", seconds) < 0:
+            raise ValueError(f"seconds is {seconds!r}; it can be 0 or more")
+        check(lib.kvq_queue_wait_for_room(self.pointer, nanoseconds(seconds)))
 
+    @alone
     def prepare_streams(self):
         """Does now what the first call with a stream would do."""
         check(lib.kvq_queue_prepare_streams(self.pointer))
@@ -156,11 +201,13 @@ class Queue:
         tokens of all sessions, one after the other."""
         return Step(self, sessions, tokens, ids)
 
+    @alone
     def step_whole(self, sessions, tokens, k, v, ids=None):
         """A whole step in one request: for each layer an array of K and one of V, in buffers (None
         for layers that read another layer's cache). ids: as in step."""
+        sessions = batch(sessions, self.client, Session())
         entries = make_entries(sessions, append=tokens)
-        work = step_work(self.client, k, v)
+        work, _ = step_work(self.client, sessions, entries, k, v)
         work.ids = self._place_ids(entries, ids)
         code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
         for session, entry in zip(sessions, entries):
@@ -172,12 +219,14 @@ class Queue:
         """struct kvq_ids; sets where each entry's ids start."""
         if ids is None:
             return _ffi.Ids()
-        ids = np.ascontiguousarray(ids, np.int32).ravel()
+        ids = integers("ids", ids, np.int32).ravel()
         if ids.size != entries["append"].sum():
             raise ValueError(f"{ids.size} ids of {entries['append'].sum()} tokens")
         (array, buffer, _), = self._place([ids])
         entries["q_row"] = np.cumsum(entries["append"]) - entries["append"]
-        return _ffi.Ids(buffer.pointer, array.ctypes.data - buffer.address)
+        told = _ffi.Ids(buffer.pointer, array.ctypes.data - buffer.address)
+        told.owner = buffer
+        return told
 
     def local(self, place=None, max_tokens=0, require=False):
         """Attention in this process instead of the daemon's: a Local. require: fail where that
@@ -185,22 +234,28 @@ class Queue:
         from .local import Local
         return Local(self, place, max_tokens, require)
 
+    @alone
     def attend(self, sessions, layer, q, queries=1, **options):
         """Attention over committed tokens, without a step. Queries stand behind all tokens."""
+        sessions = batch(sessions, self.client, Session())
         entries = make_entries(sessions, queries=queries)
         return attend(self, "attend", sessions, entries, 0, layer, q=q, **options)
 
+    @alone
     def nop(self, sessions=()):
         """A request that does nothing: measures the ring."""
-        entries = make_entries(sessions)
+        sessions = list(sessions)
+        entries = make_entries(sessions and batch(sessions, self.client, Session()))
         check(lib.kvq_nop(self.pointer, entries.ctypes.data, len(entries)), entries)
 
     # ---- Change of course ----
 
+    @alone
     def truncate(self, sessions, tokens):
         """Shortens each session to so many tokens (a number, or one for each)."""
+        sessions = batch(sessions, self.client, Session())
         entries = make_entries(sessions)
-        wanted = np.broadcast_to(np.asarray(tokens, np.uint64), len(entries)).copy()
+        wanted = integers("tokens", tokens, np.uint64, (len(entries),)).copy()
         code = lib.kvq_truncate(self.pointer, entries.ctypes.data, wanted.ctypes.data,
                                 len(entries))
         for session, entry in zip(sessions, entries):
@@ -208,19 +263,26 @@ class Queue:
                 session.tokens = int(entry["value"])
         check(code, entries)
 
+    @alone
     def fork(self, sessions, at=None):
         """New unnamed sessions with the first `at` tokens of each (None: all of them)."""
+        sessions = batch(sessions, self.client, Session())
         entries = make_entries(sessions)
         if at is not None:
-            entries["position"] = at
+            entries["position"] = integers("at", at, np.uint64, (len(entries),))
         check(lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries)), entries)
         return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers)
                 for s, e in zip(sessions, entries)]
 
+    @alone
     def accept(self, sessions, drafted, keep):
         """Of the last `drafted` tokens (a number, or one for each session) keeps those at the
         ascending indices keep[i], and moves them together."""
-        lists = [np.asarray(k, np.int32) for k in keep]
+        sessions = batch(sessions, self.client, Session())
+        lists = [integers("keep", k, np.int32).ravel() for k in keep]
+        if len(lists) != len(sessions) or any(len(k) > 65535 for k in lists):
+            raise ValueError(f"keep has {len(lists)} lists for {len(sessions)} sessions; expected "
+                             "one for each, of 65535 indices at most")
         entries = make_entries(sessions, append=drafted)
         entries["list_token"] = [len(k) for k in lists]
         entries["row"] = np.cumsum([0] + [len(k) for k in lists[:-1]])
@@ -233,15 +295,16 @@ class Queue:
                 session.tokens = int(entry["value"])
         check(code, entries)
 
-    def read(self, session, layer, start=0, tokens=None, dtype="f32", shape=None):
+    @alone
+    def read(self, session, layer, start=0, tokens=None, dtype="f32"):
         """K and V of tokens [start, start + tokens) of one layer, dequantized, in the engine's
         basis: two arrays [tokens][heads][dim], shorter where the session ends and where the
-        layer's window has let tokens go. shape: (kv_heads, k_dim, v_dim), if the session was
-        opened without a table."""
-        tokens = session.tokens - start if tokens is None else tokens
-        if shape is None:
-            row = session.layer(layer)
-            shape = (row.kv_heads, row.head_dim, row.head_dim if row.v_dim is None else row.v_dim)
+        layer's window has let tokens go."""
+        session, = batch([session], self.client, Session())
+        start = integer("start", start, 64)
+        tokens = max(session.tokens - start, 0) if tokens is None else integer("tokens", tokens)
+        row = session.layer(integer("layer", layer))
+        shape = (row.kv_heads, row.head_dim, row.dim_of_v)
         kind = numpy_dtype(dtype)
         placed = self._place([np.empty((tokens, shape[0], shape[1]), kind),
                               np.empty((tokens, shape[0], shape[2]), kind)])
@@ -250,85 +313,163 @@ class Queue:
         entries["position"] = start
         work = _ffi.Work(layer=layer, k=tensors[0], v=tensors[1])
         check(lib.kvq_read(self.pointer, byref(work), entries.ctypes.data, 1), entries)
-        end = min(tokens, session.tokens - start)
+        end = max(min(tokens, session.tokens - start), 0)
         first = end - int(entries["value"][0])  # above 0 where the window has let tokens go
         return tuple(array[first:end].copy() for array, _, _ in placed)
 
 
+def Session():  # noqa: N802: the class; client.py imports this file
+    from .client import Session as found
+    return found
+
+
+def make_work(fields):
+    """struct kvq_work, and its tensors by name, whose buffers are open."""
+    tensors = {n: f for n, f in fields.items()
+               if n in ("k", "v", "q", "out", "lse", "pages", "ids") and f is not None}
+    for name, tensor in tensors.items():
+        owner(name, tensor)
+    others = {n: integer(n, f, 32 if n in ("layer", "flags") else 64)
+              for n, f in fields.items() if n not in tensors and f is not None}
+    return _ffi.Work(**others, **tensors), tensors
+
+
 def make_entries(sessions, append=0, queries=0):
     """One ENTRY for each session, rows and query rows one behind the other."""
-    entries = np.zeros(len(sessions), ENTRY)
+    sessions = list(sessions)
+    shape = (len(sessions),)
+    entries = np.zeros(shape, ENTRY)
     entries["session"] = [s.handle for s in sessions]
-    entries["position"] = [s.tokens for s in sessions]
-    entries["append"] = append
-    entries["queries"] = queries
-    entries["row"] = np.cumsum(entries["append"]) - entries["append"]
-    entries["q_row"] = np.cumsum(entries["queries"].astype(np.uint32)) - entries["queries"]
+    entries["position"] = [integer("session.tokens", s.tokens, 64) for s in sessions]
+    entries["append"] = integers("tokens", append, np.uint32, shape)
+    entries["queries"] = integers("queries", queries, np.uint16, shape)
+    for name, counts in (("row", "append"), ("q_row", "queries")):
+        ends = np.cumsum(entries[counts], dtype=np.uint64)
+        if len(ends) and ends[-1] > 0xffffffff:
+            raise ValueError(f"{ends[-1]} rows of {counts} together; they can be 4294967295")
+        entries[name] = ends - entries[counts]
     return entries
 
 
-def step_work(client, k, v):
-    """struct kvq_step_work of K and V of each layer."""
-    def tensors(arrays):
-        made = (_ffi.Tensor * len(arrays))()
-        for i, array in enumerate(arrays):
-            if array is None:
+def step_work(client, sessions, entries, k, v):
+    """struct kvq_step_work of K and V of each layer, and the buffers that they lie in."""
+    k, v, layers = list(k), list(v), len(sessions[0].layers)
+    if not len(k) == len(v) == layers:
+        raise ValueError(f"K of {len(k)} and V of {len(v)} layers were given; expected {layers}, "
+                         "None for those that read another layer's cache")
+    work, used = _ffi.StepWork(n_layers=layers), []
+    for name, arrays in (("k", k), ("v", v)):
+        made = (_ffi.Tensor * layers)()
+        for i, given in enumerate(arrays):
+            if given is None:
                 continue
-            buffer = client.find_buffer(array)
+            Shapes(sessions, i, entries).check(name, given)
+            buffer = client.find_buffer(given)
             if buffer is None:
-                raise ValueError(f"k or v of layer {i} lies in no buffer")
-            made[i] = buffer.tensor(array)
-        return made
-    work = _ffi.StepWork(n_layers=len(k))
-    work.k, work.v = tensors(k), tensors(v)
-    return work
+                raise ValueError(f"{name} of layer {i} lies in no buffer")
+            made[i] = buffer.tensor(given)
+            used.append(buffer)
+        setattr(work, name, made)
+    return work, used
 
 
-def _page_fields(queue, pages, entries):
+def _page_fields(queue, sessions, layer, pages, entries):
     """Fields of struct kvq_work for paged K and V; fills the entries' lists in."""
-    lists = [np.asarray(p, np.int32) for p in pages.lists]
+    if not isinstance(pages, Pages):
+        raise TypeError(f"pages is {type(pages).__name__}; expected Pages")
+    row, n = sessions[0].layer(integer("layer", layer)), len(sessions)
+    Shapes(sessions, layer, entries)  # all alike
+    found = []
+    for name, given, dim in (("k", pages.k, row.head_dim), ("v", pages.v, row.dim_of_v)):
+        size = given.shape[:2] if isinstance(given, np.ndarray) and given.ndim == 4 else (1, 1)
+        check_array(f"pages.{name}", given, (*size, row.kv_heads, dim),
+                    "[pages][page_tokens][kv_heads][dim]")
+        if 0 in size:
+            raise ValueError(f"pages.{name} has shape {given.shape}: no page, or no token in one")
+        found.append(queue.client.find_buffer(given))
+    if None in found:
+        raise ValueError("a paged cache must lie in a buffer")
+    if pages.k.shape[:2] != pages.v.shape[:2]:
+        raise ValueError(f"pages.k has {pages.k.shape[:2]} pages and tokens in each, pages.v "
+                         f"{pages.v.shape[:2]}")
+    size = pages.k.shape[1]
+    lists = [integers("pages.lists", p, np.int32).ravel() for p in pages.lists]
+    skip = integers("pages.skip", 0 if pages.skip is None else pages.skip, np.uint16, (n,))
+    if len(lists) != n:
+        raise ValueError(f"pages.lists has {len(lists)} lists for {n} sessions")
+    for i, (own, first, tokens) in enumerate(zip(lists, skip, entries["append"])):
+        need = -(-(int(first) + int(tokens)) // size)
+        if len(own) < need or (own < 0).any() or (own >= len(pages.k)).any():
+            raise ValueError(f"pages.lists[{i}] is {own.tolist()[:8]}; expected at least {need} "
+                             f"numbers of pages below {len(pages.k)}")
     entries["row"] = np.cumsum([0] + [len(p) for p in lists[:-1]])
-    entries["list_token"] = 0 if pages.skip is None else pages.skip
+    entries["list_token"] = skip
     table = Buffer(queue.client, max(sum(p.nbytes for p in lists), 1))
     flat = np.concatenate(lists)
     table.array(flat.shape, np.int32)[...] = flat
-    found = [queue.client.find_buffer(a) for a in (pages.k, pages.v)]
-    if None in found:
-        raise ValueError("a paged cache must lie in a buffer")
     tensors = [buffer.tensor(a[0]) for buffer, a in zip(found, (pages.k, pages.v))]
     for tensor, buffer, a in zip(tensors, found, (pages.k, pages.v)):
         tensor.offset = a.ctypes.data - buffer.address
-    fields = _ffi.Pages(pages.k.shape[1], pages.k.strides[0], pages.v.strides[0], table.pointer, 0)
+    fields = _ffi.Pages(size, pages.k.strides[0], pages.v.strides[0], table.pointer, 0)
+    fields.owner = table
     return {"k": tensors[0], "v": tensors[1], "pages": fields}, table
+
+
+def _kind(array, dtype):
+    """What an array holds: uint16 arrays what dtype says, others what they are."""
+    if array.dtype != np.uint16:
+        if dtype is not None and numpy_dtype(dtype) != array.dtype \
+                and numpy_dtype(dtype).itemsize == array.itemsize:
+            raise TypeError(f"dtype {dtype!r} of an array of {array.dtype}: only uint16 arrays "
+                            "hold another one, bf16 or f16")
+        return None
+    return dtype if dtype is not None and dtype_code(dtype) != F32 else None
+
+
+def _new_out(q, shape, out_dtype):
+    kind = numpy_dtype(out_dtype or "f32")
+    return np.empty(shape, kind)
 
 
 def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, q=None, out=None,
            lse=True, past_only=False, dtype=None, out_dtype=None, pages=None, timeout=None):
     """One request of append, attend or both. Returns (out, lse): `out` as given, or a new array of
     out_dtype (default f32); lse [queries][heads] fp32, or None if lse is False."""
-    row = sessions[0].layer(layer) if sessions[0].layers else None
-    rows = int(entries["queries"].sum())
-    want_lse = q is not None and lse is not False
-    if q is not None and out is None:
-        dim = q.shape[2] if row is None or row.v_dim is None else row.v_dim
-        out = np.empty((rows, q.shape[1], dim), numpy_dtype(out_dtype or "f32"))
-    log_sum = np.empty((rows, q.shape[1]), np.float32) if want_lse else None
+    shapes = Shapes(sessions, layer, entries)
+    if not isinstance(lse, bool) or not isinstance(past_only, bool):
+        raise TypeError(f"lse is {lse!r}, past_only is {past_only!r}; each is True or False")
+    if q is None and out is not None:
+        raise ValueError("out was given, but no q")
+    want_lse = q is not None and lse
+    if q is not None:
+        shapes.check("q", q)
+        if out is None:
+            out = _new_out(q, shapes.of["out"], out_dtype)
+        shapes.check("out", out, written=True)
+    log_sum = np.empty(shapes.of["lse"], np.float32) if want_lse else None
     fields, table = {}, None
-    if pages is not None:
-        fields, table = _page_fields(queue, pages, entries)
+    if pages is not None and (k is not None or v is not None):
+        raise ValueError("pages were given, and k or v as well")
+    for name, given in (("k", k), ("v", v)):
+        if given is not None:
+            shapes.check(name, given)
+    kinds = {"k": dtype, "v": dtype, "q": dtype, "out": out_dtype or dtype}
+    kinds = {n: None if a is None else _kind(a, kinds[n])
+             for n, a in (("k", k), ("v", v), ("q", q), ("out", out))}
+    deadline = 0 if timeout is None else max(time.monotonic_ns() + nanoseconds(timeout), 1)
+    if timeout is not None and timeout < 0:
+        deadline = 1
     placed = queue._place([k, v, q, out, log_sum])
-    kinds = [dtype, dtype, dtype, out_dtype or dtype if out_dtype or out is None else None]
-    for name, (array, buffer, _), kind in zip(("k", "v", "q", "out"), placed, kinds):
-        if array is not None:
-            if kind is not None and numpy_dtype(kind).itemsize != array.itemsize:
-                kind = None
-            fields[name] = buffer.tensor(array, kind)
-    if log_sum is not None:
-        array, buffer, _ = placed[4]
-        fields["lse"] = _ffi.Tensor(buffer.pointer, array.ctypes.data - buffer.address,
-                                    array.strides[0], array.strides[1], dtype_code("f32"))
-    deadline = time.monotonic_ns() + int(timeout * 1e9) if timeout is not None else 0
     try:
+        if pages is not None:
+            fields, table = _page_fields(queue, sessions, layer, pages, entries)
+        for name, (array, buffer, _) in zip(("k", "v", "q", "out"), placed):
+            if array is not None:
+                fields[name] = buffer.tensor(array, kinds[name])
+        if log_sum is not None:
+            array, buffer, _ = placed[4]
+            fields["lse"] = buffer.strided(array.ctypes.data - buffer.address, array.strides[0],
+                                           array.strides[1], "f32")
         ticket = queue.call(operation, entries, step=step, layer=layer, deadline_ns=deadline,
                             flags=PAST_ONLY if past_only else 0, **fields)
     finally:
@@ -342,14 +483,33 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
     return out, log_sum
 
 
+def device_fields(client, check_shape, tensors):
+    """Fields of struct kvq_work: CUDA tensors that lie in buffers."""
+    fields = {}
+    for name, tensor in tensors.items():
+        if name not in ("k", "v", "q", "out", "lse"):
+            raise TypeError(f"{name} is no tensor of a request; k, v, q, out and lse are")
+        check_shape(name, tensor)
+        buffer = client.find_device_buffer(tensor)
+        if buffer is None:
+            raise ValueError(f"{name} lies in no buffer; see Client.import_tensor")
+        fields[name] = buffer.tensor(tensor)
+    return fields
+
+
 class Step:
     """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
 
     def __init__(self, queue, sessions, tokens, ids=None):
-        self.queue = queue
-        self.sessions = list(sessions)
-        self.entries = make_entries(self.sessions, append=tokens)
+        self.queue, self.turn = queue, queue.turn
         self.number = None
+        with self.turn():
+            queue._check_open()
+            self._begin(queue, sessions, tokens, ids)
+
+    def _begin(self, queue, sessions, tokens, ids):
+        self.sessions = batch(sessions, queue.client, Session())
+        self.entries = make_entries(self.sessions, append=tokens)
         step = c_uint64()
         told = queue._place_ids(self.entries, ids)
         begin = (queue.pointer, self.entries.ctypes.data, len(self.entries))
@@ -367,15 +527,22 @@ class Step:
                     self.abort()
         check(code)
 
+    def _check_open(self):
+        self.queue._check_open()
+        if self.number is None:
+            raise ValueError("the step has ended")
+
     def _entries(self, queries):
         entries = make_entries(self.sessions, append=self.entries["append"], queries=queries)
         return entries
 
+    @alone
     def append(self, layer, k=None, v=None, **options):
         """Hands over K and V of one layer: [all tokens][kv_heads][dim]."""
         attend(self.queue, "append", self.sessions, self._entries(0), self.number, layer, k=k, v=v,
                **options)
 
+    @alone
     def attend(self, layer, q, queries=None, **options):
         """Attention of one layer for the last `queries` tokens of each session (None: all of the
         step's). Returns (out, lse). past_only: attend only to tokens before the step."""
@@ -383,28 +550,27 @@ class Step:
         return attend(self.queue, "attend", self.sessions, entries, self.number, layer, q=q,
                       **options)
 
+    @alone
     def append_attend(self, layer, k, v, q, queries=None, **options):
         """append and attend in one request. Returns (out, lse)."""
         entries = self._entries(self.entries["append"] if queries is None else queries)
         return attend(self.queue, "append_attend", self.sessions, entries, self.number, layer,
                       k=k, v=v, q=q, **options)
 
+    @alone
     def on_stream(self, operation, layer, stream, queries=None, flags=0, **tensors):
         """"append", "attend" or "append_attend" in the order of a CUDA stream (its number), with
         k, v, q, out and lse as CUDA tensors in buffers of Client.import_tensor or buffer_on.
         Results are there for later work of the stream."""
-        fields = {}
-        for name, tensor in tensors.items():
-            buffer = self.queue.client.find_device_buffer(tensor)
-            if buffer is None:
-                raise ValueError(f"{name} lies in no buffer; see Client.import_tensor")
-            fields[name] = buffer.tensor(tensor)
         wanted = self.entries["append"] if queries is None else queries
         entries = self._entries(0 if operation == "append" else wanted)
+        shapes = Shapes(self.sessions, layer, entries)
+        fields = device_fields(self.queue.client, shapes.check_device, tensors)
         ticket = self.queue.call(operation, entries, step=self.number, layer=layer, flags=flags,
                                  stream=stream, **fields)
         check(0, ticket.entries)
 
+    @alone
     def end(self):
         """Commits; sessions get their new counts."""
         entries = make_entries(self.sessions, append=self.entries["append"])
@@ -415,6 +581,7 @@ class Step:
                 session.tokens = int(entry["value"])
         check(code, entries)
 
+    @alone
     def abort(self):
         """Leaves every session as it was."""
         number, self.number = self.number, None
