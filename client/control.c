@@ -97,9 +97,9 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
                          "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
                          "connects again",
                          call->what, timeout_ms);
-    if (rc)
-        return rc;
-    rc = receive_reply(client, call, &n_fds, deadline);
+    // Even where the connection is closed there may be words why.
+    if (rc == 0 || rc == KVQ_E_DISCONNECTED)
+        rc = receive_reply(client, call, &n_fds, deadline);
     if (rc == KVQ_E_DEADLINE) {
         kvq__give_back(client);
         return kvq__fail(rc, "%s: the daemon did not answer within %u ms", call->what,

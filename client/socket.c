@@ -155,6 +155,7 @@ int kvq__packet_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
     struct iovec part = {bytes, size};
     struct msghdr message;
     ssize_t got;
+    int resets = 0;
     *n_fds = 0;
     do {
         int rc = wait_for(fd, POLLIN, deadline_ns);
@@ -165,7 +166,9 @@ int kvq__packet_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
                                   .msg_control = &control,
                                   .msg_controllen = sizeof control};
         got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    } while (got < 0 && (errno == EAGAIN || errno == EINTR));
+        // The kernel tells of a reset once, and then gives what was sent before it.
+    } while (got < 0 &&
+             (errno == EAGAIN || errno == EINTR || (errno == ECONNRESET && resets++ == 0)));
     if (got == 0 || (got < 0 && errno == ECONNRESET))
         return disconnected();
     if (got < 0)

@@ -8,16 +8,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include "daemon/attach_internal.h"
+#include "daemon/descriptors.h"
 
 enum {
     STRANGERS = 64, // connections beyond max_clients, so that they can be told why not
-    BACKLOG = 128,
-    PAUSE_MS = 100, // without free descriptors, accept again after so long
 };
 
 // ---- Connections ----
@@ -144,7 +141,6 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
     c->fd = fd;
     c->pidfd = pidfd;
     c->peer = *peer;
-    c->peer.admin = kvq__server_is_admin(a->server, peer->uid);
     c->poll.data = c->pid_poll.data = c->timer.data = c;
     kvq_arena_init(&c->arena, c->arena_memory, sizeof c->arena_memory);
     int error = uv_poll_init(&a->server->loop, &c->poll, fd);
@@ -171,107 +167,89 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
     uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
 }
 
-// ---- Listening ----
+// ---- Accepting ----
 
-static void on_connect(uv_poll_t *handle, int status, int events);
-
-static void on_pause_over(uv_timer_t *timer)
+// Tells somebody who is let in no further why.
+static void refuse(struct kvq__attach *a, int fd, const struct kvq__peer *peer, const char *text)
 {
-    struct kvq__attach *a = timer->data;
-    if (a->listening)
-        uv_poll_start(&a->poll, UV_READABLE, on_connect);
+    size_t length;
+    uint8_t bytes[2 * KVQ_TEXT_BYTES];
+    char quoted[KVQ_TEXT_BYTES];
+    Kvq__Reply reply = KVQ__REPLY__INIT; // number 0: to no request
+    reply.epoch = a->server->identity.epoch;
+    reply.status = KVQ_E_LIMIT;
+    reply.text = (char *)(uintptr_t)text;
+    kvq__log_client(&a->log_budget, KVQ_LOG_WARN, "attach_refused", "uid=%u pid=%u text=%s",
+                    peer->uid, peer->pid, kvq__log_quote(quoted, sizeof quoted, text));
+    if (kvq_reply_pack(&reply, bytes, sizeof bytes, &length) == 0)
+        kvq__packet_send(fd, bytes, length, NULL, 0);
 }
 
-static void on_connect(uv_poll_t *handle, int status, int events)
+static int check_connections(const struct kvq__attach *a, const struct kvq__peer *peer, char *text)
 {
-    struct kvq__attach *a = handle->data;
+    uint64_t most = a->server->config.max_clients + STRANGERS;
+    uint32_t own = kvq__attach_held(a, peer->uid).connections;
+    if (a->count >= most || (!peer->admin && !kvq__share_allows(own, 1, a->count, most))) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "user %u has %u connections and all users have %u; max_clients = %llu allows %llu "
+                 "together, and one user as many as stay free for others",
+                 peer->uid, own, a->count, (unsigned long long)a->server->config.max_clients,
+                 (unsigned long long)most);
+        return KVQ_E_LIMIT;
+    }
+    return kvq__attach_check_files(a, peer, KVQ__FILES_OF_CONNECTION, text);
+}
+
+static void on_enter(void *context, int fd)
+{
+    struct kvq__attach *a = context;
     struct kvq__peer peer;
     char text[KVQ_TEXT_BYTES] = "";
     int pidfd;
-    (void)events;
-    if (status < 0)
-        return;
-    int fd = accept4(a->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) {
-        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-            kvq__log(KVQ_LOG_ERROR, "accept_failed", "error=\"%s\" remedy=\"raise LimitNOFILE\"",
-                     strerror(errno));
-            uv_poll_stop(&a->poll);
-            uv_timer_start(&a->pause, on_pause_over, PAUSE_MS, 0);
-        }
-        return;
-    }
-    if (a->count >= a->server->config.max_clients + STRANGERS) {
-        kvq__log(KVQ_LOG_WARN, "too_many_connections", "connections=%u", a->count);
-        close(fd);
-        return;
-    }
     if (kvq__socket_peer(fd, &peer, &pidfd, text) != 0) {
-        kvq__log(KVQ_LOG_WARN, "unknown_peer", "error=\"%s\"", text);
+        kvq__log_client(&a->log_budget, KVQ_LOG_WARN, "unknown_peer", "error=\"%s\"", text);
         close(fd);
+        return;
+    }
+    peer.admin = kvq__server_is_admin(a->server, peer.uid);
+    if (check_connections(a, &peer, text) != 0) {
+        refuse(a, fd, &peer, text);
+        close(fd);
+        if (pidfd >= 0)
+            close(pidfd);
         return;
     }
     add_connection(a, fd, pidfd, &peer);
 }
 
-static int listen_at(const char *directory, int *out, char *text)
-{
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ATTACH_SOCKET, directory);
-    unlink(address.sun_path); // ours alone: the directory's lock is held
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    // Whoever may enter the directory may connect; what each may do is checked by user.
-    if (fd < 0 || bind(fd, (struct sockaddr *)&address, sizeof address) != 0 ||
-        chmod(address.sun_path, 0666) != 0 || listen(fd, BACKLOG) != 0) {
-        snprintf(text, KVQ_TEXT_BYTES, "cannot listen at %s: %s", address.sun_path,
-                 strerror(errno));
-        if (fd >= 0)
-            close(fd);
-        return KVQ_E_SYSTEM;
-    }
-    *out = fd;
-    return 0;
-}
-
 int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char *text)
 {
-    int fd;
-    *out = NULL;
-    int error = listen_at(server->config.runtime_dir, &fd, text);
-    if (error)
-        return error;
     struct kvq__attach *a = calloc(1, sizeof *a);
-    if (!a || uv_poll_init(&server->loop, &a->poll, fd) != 0) {
-        close(fd);
-        snprintf(text, KVQ_TEXT_BYTES, "cannot watch the attach socket: out of memory or watches");
-        free(a);
-        return KVQ_E_SYSTEM;
+    *out = NULL;
+    if (!a) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for the attach socket");
+        return KVQ_E_NO_MEMORY;
     }
     a->server = server;
-    a->fd = fd;
-    a->poll.data = a->pause.data = a;
-    a->listening = true;
+    a->door.context = a;
+    a->door.enter = on_enter;
+    int error = kvq__door_open(&a->door, &server->loop, server->config.runtime_dir,
+                               KVQ_ATTACH_SOCKET, SOCK_SEQPACKET, text);
+    if (error) {
+        free(a);
+        return error;
+    }
     TAILQ_INIT(&a->connections);
     LIST_INIT(&a->clients);
     STAILQ_INIT(&a->returns);
-    uv_timer_init(&server->loop, &a->pause);
     kvq__local_open(a);
-    uv_poll_start(&a->poll, UV_READABLE, on_connect);
     *out = a;
     return 0;
 }
 
 void kvq__attach_refuse(struct kvq__attach *a)
 {
-    char path[KVQ_CONFIG_PATH + 16];
-    if (!a->listening)
-        return;
-    a->listening = false;
-    uv_close((uv_handle_t *)&a->poll, NULL);
-    uv_close((uv_handle_t *)&a->pause, NULL);
-    close(a->fd);
-    snprintf(path, sizeof path, "%s/" KVQ_ATTACH_SOCKET, a->server->config.runtime_dir);
-    unlink(path);
+    kvq__door_close(&a->door);
 }
 
 void kvq__attach_end_all(struct kvq__attach *a)

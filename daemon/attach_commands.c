@@ -10,6 +10,7 @@
 
 #include "daemon/attach_internal.h"
 #include "daemon/codebooks.h"
+#include "daemon/descriptors.h"
 #include "daemon/workers.h"
 #include "kernels/layout.h"
 
@@ -293,6 +294,28 @@ static bool put_gpus(struct kvq__connection *c, Kvq__HelloReply *reply)
     return true;
 }
 
+// Whether there is room for one more client; its connection is counted already.
+static int check_clients(const struct kvq__connection *c, char *text)
+{
+    uint64_t most = c->server->config.max_clients;
+    uint32_t all = c->attach->count - 1;
+    uint32_t own = kvq__attach_held(c->attach, c->peer.uid).connections - 1;
+    if (all >= most) {
+        snprintf(text, KVQ_TEXT_BYTES, "%llu clients are attached already (max_clients)",
+                 (unsigned long long)most);
+        return KVQ_E_LIMIT;
+    }
+    if (!c->peer.admin && !kvq__share_allows(own, 1, all, most)) {
+        snprintf(
+            text, KVQ_TEXT_BYTES,
+            "user %u has %u of %u clients and max_clients = %llu; one user gets as many as stay "
+            "free for others; close some, or have max_clients raised",
+            c->peer.uid, own, all, (unsigned long long)most);
+        return KVQ_E_LIMIT;
+    }
+    return 0;
+}
+
 static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, char *text)
 {
     const struct kvq__identity *us = &c->server->identity;
@@ -304,11 +327,9 @@ static int prepare_hello(struct kvq__connection *c, const Kvq__Hello *hello, cha
                                   KVQ_LAYOUT_ID, "block layout", &layout, text);
     if (error)
         return error;
-    if (c->server->config.max_clients < c->attach->count) {
-        snprintf(text, KVQ_TEXT_BYTES, "%llu clients are attached already (max_clients)",
-                 (unsigned long long)c->server->config.max_clients);
-        return KVQ_E_LIMIT;
-    }
+    error = check_clients(c, text);
+    if (error)
+        return error;
     Kvq__HelloReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);

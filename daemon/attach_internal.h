@@ -16,6 +16,7 @@
 
 #include <sys/queue.h>
 
+#include "daemon/door.h"
 #include "daemon/gpu.h"
 #include "daemon/keeper.h"
 #include "daemon/log.h"
@@ -124,6 +125,7 @@ struct kvq__connection {
     char name[KVQ_NAME_BYTES];
     uint32_t protocol;
     uint64_t buffer_bytes;
+    uint32_t n_lines; // with those that are not given back yet
     LIST_HEAD(, kvq__import) imports;
     LIST_HEAD(, kvq__spare) spares;
     uint32_t giving_back; // so much of what was this client's is not back yet
@@ -175,15 +177,13 @@ TAILQ_HEAD(kvq__connections, kvq__connection);
 
 struct kvq__attach {
     struct kvq__server *server;
-    int fd;
-    uv_poll_t poll;
-    uv_timer_t pause; // while there are no descriptors to accept with
-    bool listening;
+    struct kvq__door door;
+    struct kvq_log_budget log_budget;
     STAILQ_HEAD(, kvq__return) returns; // the first is being given back
     uv_work_t return_work;
     bool returning;
     struct kvq__connections connections;
-    uint32_t count;
+    uint32_t count, n_lines;
     uint64_t buffer_bytes;                 // of all clients
     struct kvq__shm bundles[KVQ_MAX_GPUS]; // kernels of each GPU; fd -1: none that are handed over
     LIST_HEAD(, kvq__connection) clients;  // poller's
@@ -220,6 +220,14 @@ void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited)
 
 // ---- attach_memory.c ----
 
+// Loop's thread. What a user's connections hold together.
+struct kvq__held {
+    uint32_t connections, queues;
+};
+struct kvq__held kvq__attach_held(const struct kvq__attach *attach, uint32_t uid);
+// Whether the user may have so many descriptors more. KVQ_E_LIMIT with a text.
+int kvq__attach_check_files(const struct kvq__attach *attach, const struct kvq__peer *peer,
+                            uint32_t more, char *text);
 // Loop's thread. A line or region with its system objects, or NULL with a code and a text.
 struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, char *text);
 void kvq__line_free(struct kvq__line *line);

@@ -11,7 +11,39 @@
 #include <unistd.h>
 
 #include "daemon/attach_internal.h"
+#include "daemon/descriptors.h"
 #include "proto/ring.h"
+
+// ---- What users hold ----
+
+struct kvq__held kvq__attach_held(const struct kvq__attach *attach, uint32_t uid)
+{
+    const struct kvq__connection *c;
+    struct kvq__held held = {0, 0};
+    TAILQ_FOREACH (c, &attach->connections, link)
+        if (c->peer.uid == uid) {
+            held.connections++;
+            held.queues += c->n_lines;
+        }
+    return held;
+}
+
+int kvq__attach_check_files(const struct kvq__attach *attach, const struct kvq__peer *peer,
+                            uint32_t more, char *text)
+{
+    struct kvq__held held = kvq__attach_held(attach, peer->uid);
+    uint32_t own = held.connections * KVQ__FILES_OF_CONNECTION + held.queues * KVQ__FILES_OF_QUEUE;
+    uint32_t free = kvq__descriptors_free(), kept = kvq__descriptors_kept();
+    uint32_t left = free > kept ? free - kept : 0;
+    if (peer->admin ? more <= left : kvq__share_allows(own, more, 0, left))
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "user %u has %u descriptors of kvqd and asks for %u; of its %u (LimitNOFILE=) %u are "
+             "free for engines, and one user gets as many as stay free for others; close queues or "
+             "clients, or have LimitNOFILE= raised",
+             peer->uid, own, more, kvq__descriptors_limit(), left);
+    return KVQ_E_LIMIT;
+}
 
 // ---- Queues ----
 
@@ -31,6 +63,8 @@ void kvq__line_free(struct kvq__line *line)
     close_fd(line->request_event);
     close_fd(line->wake_ours);
     close_fd(line->wake_theirs);
+    line->connection->n_lines--;
+    line->connection->attach->n_lines--;
     free(line);
 }
 
@@ -52,13 +86,30 @@ static int open_wakers(struct kvq__line *line, char *text)
     return 0;
 }
 
+static int check_line(const struct kvq__connection *c, char *text)
+{
+    uint32_t own = kvq__attach_held(c->attach, c->peer.uid).queues, all = c->attach->n_lines;
+    if (!c->peer.admin && !kvq__share_allows(own, 1, all, KVQ_MAX_PORTS)) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "user %u has %u queues and all users have %u of %d; one user gets as many as stay "
+                 "free for others; close some",
+                 c->peer.uid, own, all, KVQ_MAX_PORTS);
+        return KVQ_E_LIMIT;
+    }
+    return kvq__attach_check_files(c->attach, &c->peer, KVQ__FILES_OF_QUEUE, text);
+}
+
 struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, char *text)
 {
-    struct kvq__line *line = calloc(1, sizeof *line);
-    *error = KVQ_E_NO_MEMORY;
-    if (!line)
+    *error = check_line(connection, text);
+    struct kvq__line *line = *error ? NULL : calloc(1, sizeof *line);
+    if (!line) {
+        *error = *error ? *error : KVQ_E_NO_MEMORY;
         return NULL;
+    }
     line->connection = connection;
+    connection->n_lines++;
+    connection->attach->n_lines++;
     line->request.fd = line->reply.fd = line->timeline.shm.fd = -1;
     line->request_event = line->wake_ours = line->wake_theirs = -1;
     *error = kvq__shm_create(&line->request, "kvq-requests", KVQ_REQ_RING_BYTES, false, text);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The control socket (ZeroMQ ROUTER) and the events socket (PUB): the only file that knows
-// ZeroMQ. One request is under way at a time; others wait in ZeroMQ's queue.
+// ZeroMQ. Each connection that the front (front.h) lets in has a ROUTER of its own, so what comes
+// out of it is that peer's. One request is at the poller at a time; others wait in ZeroMQ's queues,
+// and connections take turns.
 //
 // ZeroMQ's descriptor is edge-triggered: it tells once that something changed, and any call on the
 // socket, sending included, may use that up. So messages are looked for in its callback and
@@ -12,13 +14,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/queue.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 #include <zmq.h>
 
+#include "daemon/descriptors.h"
+#include "daemon/front.h"
 #include "daemon/keeper.h"
 #include "daemon/log.h"
-#include "daemon/packet.h"
 #include "daemon/server.h"
 #include "daemon/workers.h"
 
@@ -28,8 +34,19 @@ enum {
     MOST_ERRANDS = 16, // each has an arena
 };
 
+// What answers one connection.
+struct back {
+    struct kvq__control *control;
+    uint64_t serial; // never used twice
+    struct kvq__peer peer;
+    uint32_t requests; // under way
+    void *router;
+    uv_poll_t poll;
+};
+
 // The way back to a ZeroMQ peer.
 struct sender {
+    uint64_t back; // its serial
     uint8_t identity[ENVELOPE];
     size_t bytes;
     bool delimiter; // a REQ socket's empty frame
@@ -37,8 +54,11 @@ struct sender {
 
 struct kvq__control {
     struct kvq__server *server;
-    void *context, *router, *publisher;
-    uv_poll_t poll;
+    void *context, *publisher;
+    struct kvq__front *front;
+    struct back *backs[KVQ__FRONT_MOST]; // by the front's number
+    uint32_t turn;                       // the number that is looked at next
+    uint64_t last_serial;
     uv_prepare_t prepare;
     uv_check_t check;
     uv_idle_t idle;
@@ -50,7 +70,8 @@ struct kvq__control {
     struct kvq__mail mail;
     struct kvq__peer peer;
     struct sender sender;
-    uint32_t errands;
+    uint32_t n_errands;
+    LIST_HEAD(, errand) errands;
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;
@@ -61,6 +82,7 @@ struct kvq__control {
 // A request that the keeper has: others go on meanwhile.
 struct errand {
     struct kvq__task task;
+    LIST_ENTRY(errand) link;
     struct kvq__control *control;
     struct kvq__peer peer;
     struct sender sender;
@@ -74,20 +96,40 @@ static void drain(struct kvq__control *c);
 
 // ---- Replies ----
 
+// NULL: its connection has ended.
+static struct back *find_back(const struct kvq__control *c, uint64_t serial)
+{
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        if (c->backs[i] && c->backs[i]->serial == serial)
+            return c->backs[i];
+    return NULL;
+}
+
+static void count_request(const struct kvq__control *c, uint64_t serial, bool ended)
+{
+    struct back *b = find_back(c, serial);
+    assert(!b || !ended || b->requests > 0);
+    if (b)
+        b->requests += ended ? -1u : 1u;
+}
+
 static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply *reply,
                     struct kvq_arena *arena)
 {
     size_t length;
+    const struct back *b = find_back(c, to->back);
+    if (!b)
+        return;
     if (kvq_reply_pack(reply, c->out, sizeof c->out, &length) != 0) {
         kvq__reply_status(reply, arena, KVQ_E_LIMIT, "the reply is longer than a message");
         kvq_reply_pack(reply, c->out, sizeof c->out, &length);
     }
     // A peer that is gone or does not read is nobody's loss: ROUTER drops what it cannot send.
-    if (zmq_send(c->router, to->identity, to->bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
+    if (zmq_send(b->router, to->identity, to->bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
         return;
     if (to->delimiter)
-        zmq_send(c->router, "", 0, ZMQ_SNDMORE | ZMQ_DONTWAIT);
-    zmq_send(c->router, c->out, length, ZMQ_DONTWAIT);
+        zmq_send(b->router, "", 0, ZMQ_SNDMORE | ZMQ_DONTWAIT);
+    zmq_send(b->router, c->out, length, ZMQ_DONTWAIT);
 }
 
 static void send_reply(struct kvq__control *c)
@@ -110,6 +152,7 @@ static void back(struct kvq__mail *mail)
     struct kvq__control *c =
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
     c->busy = false;
+    count_request(c, c->sender.back, true);
     if (!c->open)
         return;
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
@@ -133,49 +176,34 @@ static void run(struct kvq__mail *mail)
 
 // ---- Requests ----
 
-// Who sent a message: ZeroMQ's note of the socket's credentials, "host:uid:gid:pid". It has none of
-// the other groups, but tells the socket.
-static bool peer_of(const struct kvq__control *c, zmq_msg_t *message, struct kvq__peer *peer)
-{
-    unsigned long number[3];
-    const char *at = zmq_msg_gets(message, "Peer-Address");
-    memset(peer, 0, sizeof *peer);
-    peer->uid = UINT32_MAX; // nobody
-    for (int i = 0; i < 3; i++) {
-        char *end;
-        at = at ? strchr(at, ':') : NULL;
-        if (!at || at[1] < '0' || at[1] > '9')
-            return false;
-        errno = 0;
-        number[i] = strtoul(at + 1, &end, 10);
-        if (errno || number[i] > UINT32_MAX || *end != (i < 2 ? ':' : 0))
-            return false;
-        at = end;
-    }
-    peer->uid = (uint32_t)number[0];
-    peer->gids[0] = (uint32_t)number[1];
-    peer->n_gids = 1;
-    peer->pid = (uint32_t)number[2];
-    kvq__socket_groups(zmq_msg_get(message, ZMQ_SRCFD), peer);
-    peer->admin = kvq__server_is_admin(c->server, peer->uid);
-    return true;
-}
-
 static void errand_done(struct kvq__task *task)
 {
     struct errand *e = (struct errand *)task; // its first member
     struct kvq__control *c = e->control;
-    c->errands--;
+    c->n_errands--;
+    LIST_REMOVE(e, link);
+    count_request(c, e->sender.back, true);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
     free(e);
+}
+
+// Whether this peer may have one more request at the keeper.
+static bool errand_allowed(const struct kvq__control *c)
+{
+    const struct errand *e;
+    uint32_t own = 0;
+    LIST_FOREACH (e, &c->errands, link)
+        own += e->peer.uid == c->peer.uid;
+    return c->peer.admin ? c->n_errands < MOST_ERRANDS
+                         : kvq__share_allows(own, 1, c->n_errands, MOST_ERRANDS);
 }
 
 // The message was unpacked before, so it can be again.
 static void start_errand(struct kvq__control *c, zmq_msg_t *body)
 {
     char text[KVQ_TEXT_BYTES] = "";
-    struct errand *e = c->errands < MOST_ERRANDS ? calloc(1, sizeof *e) : NULL;
+    struct errand *e = errand_allowed(c) ? calloc(1, sizeof *e) : NULL;
     if (!e) {
         refuse(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
         return;
@@ -199,7 +227,9 @@ static void start_errand(struct kvq__control *c, zmq_msg_t *body)
                                  .reply = &e->reply,
                                  .peer = &e->peer,
                                  .done = errand_done};
-    c->errands++;
+    c->n_errands++;
+    LIST_INSERT_HEAD(&c->errands, e, link);
+    count_request(c, e->sender.back, false);
     kvq__keeper_start(c->server->keeper, &e->task);
 }
 
@@ -209,10 +239,6 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     c->arena.used = 0;
     kvq__reply__init(&c->reply);
     c->reply.epoch = c->server->identity.epoch;
-    if (!peer_of(c, body, &c->peer)) {
-        refuse(c, KVQ_E_PERMISSION, "the kernel does not say which user this connection is of");
-        return;
-    }
     if (extra) {
         refuse(c, KVQ_E_PROTOCOL, "a request is one frame (behind an optional empty one)");
         return;
@@ -237,22 +263,25 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else {
         c->busy = true;
+        count_request(c, c->sender.back, false);
         kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
     }
 }
 
 // Receives one whole message: identity, maybe an empty frame, body. False if there is none.
-static bool receive(struct kvq__control *c)
+static bool receive(struct kvq__control *c, const struct back *b)
 {
     zmq_msg_t frame, body;
     int parts = 0;
     bool more = true, have_body = false;
+    c->sender.back = b->serial;
     c->sender.delimiter = false;
     c->sender.bytes = 0;
+    c->peer = b->peer;
     zmq_msg_init(&body);
     while (more) {
         zmq_msg_init(&frame);
-        if (zmq_msg_recv(&frame, c->router, ZMQ_DONTWAIT) < 0) {
+        if (zmq_msg_recv(&frame, b->router, ZMQ_DONTWAIT) < 0) {
             zmq_msg_close(&frame);
             zmq_msg_close(&body);
             return false;
@@ -277,18 +306,32 @@ static bool receive(struct kvq__control *c)
     return true;
 }
 
-static bool readable(struct kvq__control *c)
+static bool readable(const struct back *b)
 {
     int events = 0;
     size_t size = sizeof events;
-    return zmq_getsockopt(c->router, ZMQ_EVENTS, &events, &size) == 0 && (events & ZMQ_POLLIN);
+    return zmq_getsockopt(b->router, ZMQ_EVENTS, &events, &size) == 0 && (events & ZMQ_POLLIN);
 }
 
+static bool any_readable(const struct kvq__control *c)
+{
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        if (c->backs[i] && readable(c->backs[i]))
+            return true;
+    return false;
+}
+
+// A message of each connection in turn.
 static void drain(struct kvq__control *c)
 {
-    for (int i = 0; i < DRAIN && c->open && !c->busy; i++)
-        if (!receive(c))
-            break;
+    uint32_t quiet = 0; // so many in a row had none
+    for (int taken = 0; taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->busy;) {
+        const struct back *b = c->backs[c->turn];
+        c->turn = (c->turn + 1) % KVQ__FRONT_MOST;
+        bool got = b && receive(c, b);
+        taken += got;
+        quiet = got ? 0 : quiet + 1;
+    }
 }
 
 static void on_idle(uv_idle_t *handle)
@@ -299,7 +342,7 @@ static void on_idle(uv_idle_t *handle)
 static void on_prepare(uv_prepare_t *handle)
 {
     struct kvq__control *c = handle->data;
-    if (!c->busy && readable(c))
+    if (!c->busy && any_readable(c))
         uv_idle_start(&c->idle, on_idle);
     else
         uv_idle_stop(&c->idle);
@@ -312,9 +355,10 @@ static void on_check(uv_check_t *handle)
 
 static void on_poll(uv_poll_t *handle, int status, int events)
 {
+    const struct back *b = handle->data;
     (void)status;
     (void)events;
-    drain(handle->data);
+    drain(b->control);
 }
 
 // ---- Events ----
@@ -337,10 +381,10 @@ static int fail(const char *what, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static void *bind_at(struct kvq__control *c, int type, const char *path, mode_t mode)
+static void *bind_at(struct kvq__control *c, int type, const char *path)
 {
     char address[KVQ_CONFIG_PATH + 64];
-    const int queue = 64, linger = 200;
+    const int queue = 64, linger = type == ZMQ_PUB ? 200 : 0, patience = KVQ_ATTACH_TIMEOUT_MS;
     const int64_t longest = KVQ_MAX_MESSAGE;
     void *socket = zmq_socket(c->context, type);
     if (!socket)
@@ -348,12 +392,93 @@ static void *bind_at(struct kvq__control *c, int type, const char *path, mode_t 
     zmq_setsockopt(socket, ZMQ_RCVHWM, &queue, sizeof queue);
     zmq_setsockopt(socket, ZMQ_SNDHWM, &queue, sizeof queue);
     zmq_setsockopt(socket, ZMQ_LINGER, &linger, sizeof linger);
+    zmq_setsockopt(socket, ZMQ_HANDSHAKE_IVL, &patience, sizeof patience);
     zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &longest, sizeof longest);
     snprintf(address, sizeof address, "ipc://%s", path);
-    if (zmq_bind(socket, address) == 0 && chmod(path, mode) == 0)
+    if (zmq_bind(socket, address) == 0 && chmod(path, 0600) == 0)
         return socket;
     zmq_close(socket);
     return NULL;
+}
+
+static void on_back_closed(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
+static void close_back(void *context, uint32_t number)
+{
+    struct kvq__control *c = context;
+    struct back *b = c->backs[number];
+    if (!b)
+        return;
+    c->backs[number] = NULL;
+    uv_close((uv_handle_t *)&b->poll, on_back_closed);
+    zmq_close(b->router);
+}
+
+// A connected socket to a ROUTER that nobody else can reach: its path is in a directory of the
+// daemon's user alone, and only there until it is connected to. ZeroMQ goes on listening: ending
+// that would end the connection.
+static int connect_router(struct kvq__control *c, struct back *b, char *text)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ADMIN_DIR "/c%u",
+             c->server->config.runtime_dir, (unsigned)(b->serial % 100000));
+    b->router = bind_at(c, ZMQ_ROUTER, address.sun_path);
+    if (!b->router)
+        return fail("serve another connection", text);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
+        unlink(address.sun_path);
+        return fd;
+    }
+    snprintf(text, KVQ_TEXT_BYTES, "cannot serve another connection: %s", strerror(errno));
+    unlink(address.sun_path);
+    zmq_close(b->router);
+    if (fd >= 0)
+        close(fd);
+    return KVQ_E_SYSTEM;
+}
+
+static int open_back(void *context, uint32_t number, const struct kvq__peer *peer, char *text)
+{
+    struct kvq__control *c = context;
+    int event;
+    size_t size = sizeof event;
+    struct back *b = calloc(1, sizeof *b);
+    assert(!c->backs[number]);
+    if (!b) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for another connection");
+        return KVQ_E_NO_MEMORY;
+    }
+    b->control = c;
+    b->serial = ++c->last_serial;
+    b->peer = *peer;
+    int fd = connect_router(c, b, text);
+    if (fd < 0) {
+        free(b);
+        return fd;
+    }
+    if (zmq_getsockopt(b->router, ZMQ_FD, &event, &size) != 0 ||
+        uv_poll_init(&c->server->loop, &b->poll, event) != 0) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch another connection");
+        zmq_close(b->router);
+        close(fd);
+        free(b);
+        return KVQ_E_SYSTEM;
+    }
+    b->poll.data = b;
+    uv_poll_start(&b->poll, UV_READABLE, on_poll);
+    c->backs[number] = b;
+    return fd;
+}
+
+static bool back_busy(void *context, uint32_t number)
+{
+    const struct kvq__control *c = context;
+    const struct back *b = c->backs[number];
+    return b && (b->requests > 0 || readable(b));
 }
 
 static int open_sockets(struct kvq__control *c, char *text)
@@ -363,10 +488,6 @@ static int open_sockets(struct kvq__control *c, char *text)
     c->context = zmq_ctx_new();
     if (!c->context)
         return fail("start ZeroMQ", text);
-    snprintf(path, sizeof path, "%s/" KVQ_CONTROL_SOCKET, directory);
-    c->router = bind_at(c, ZMQ_ROUTER, path, 0666);
-    if (!c->router)
-        return fail("bind " KVQ_CONTROL_SOCKET " in the runtime directory", text);
     // Events name sessions of everybody: their directory is the daemon's user's alone.
     snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, directory);
     if ((mkdir(path, 0700) != 0 && errno != EEXIST) || chmod(path, 0700) != 0) {
@@ -374,14 +495,16 @@ static int open_sockets(struct kvq__control *c, char *text)
         return KVQ_E_SYSTEM;
     }
     snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
-    c->publisher = bind_at(c, ZMQ_PUB, path, 0600);
-    return c->publisher ? 0 : fail("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
+    c->publisher = bind_at(c, ZMQ_PUB, path);
+    if (!c->publisher)
+        return fail("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
+    const struct kvq__front_back back = {
+        .context = c, .open = open_back, .busy = back_busy, .close = close_back};
+    return kvq__front_open(c->server, &back, &c->front, text);
 }
 
 int kvq__control_open(struct kvq__server *server, struct kvq__control **out, char *text)
 {
-    int fd;
-    size_t size = sizeof fd;
     struct kvq__control *c = calloc(1, sizeof *c); // its arena stays untouched
     *out = c;
     if (!c) {
@@ -389,22 +512,15 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
         return KVQ_E_NO_MEMORY;
     }
     c->server = server;
+    LIST_INIT(&c->errands);
     kvq_arena_init(&c->arena, c->arena_memory, sizeof c->arena_memory);
     int error = open_sockets(c, text);
     if (error)
         return error;
-    if (zmq_getsockopt(c->router, ZMQ_FD, &fd, &size) != 0)
-        return fail("watch the control socket", text);
-    error = uv_poll_init(&server->loop, &c->poll, fd);
-    if (error) {
-        snprintf(text, KVQ_TEXT_BYTES, "cannot watch the control socket: %s", uv_strerror(error));
-        return KVQ_E_SYSTEM;
-    }
-    c->poll.data = c->prepare.data = c->check.data = c->idle.data = c;
+    c->prepare.data = c->check.data = c->idle.data = c;
     uv_prepare_init(&server->loop, &c->prepare);
     uv_check_init(&server->loop, &c->check);
     uv_idle_init(&server->loop, &c->idle);
-    uv_poll_start(&c->poll, UV_READABLE, on_poll);
     uv_prepare_start(&c->prepare, on_prepare);
     uv_check_start(&c->check, on_check);
     c->open = true;
@@ -416,7 +532,9 @@ void kvq__control_end(struct kvq__control *c)
     if (!c || !c->open)
         return;
     c->open = false;
-    uv_close((uv_handle_t *)&c->poll, NULL);
+    kvq__front_end(c->front);
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        close_back(c, i);
     uv_close((uv_handle_t *)&c->prepare, NULL);
     uv_close((uv_handle_t *)&c->check, NULL);
     uv_close((uv_handle_t *)&c->idle, NULL);
@@ -424,7 +542,7 @@ void kvq__control_end(struct kvq__control *c)
 
 bool kvq__control_idle(const struct kvq__control *c)
 {
-    return !c || (!c->busy && c->errands == 0);
+    return !c || (!c->busy && c->n_errands == 0);
 }
 
 void kvq__control_free(struct kvq__control **control)
@@ -434,14 +552,13 @@ void kvq__control_free(struct kvq__control **control)
     if (!c)
         return;
     assert(!c->busy && !c->open);
-    if (c->router)
-        zmq_close(c->router);
+    kvq__front_free(&c->front);
     if (c->publisher)
         zmq_close(c->publisher);
     if (c->context)
         zmq_ctx_term(c->context);
-    static const char *const left[] = {KVQ_CONTROL_SOCKET, KVQ_EVENTS_SOCKET, KVQ_ADMIN_DIR};
-    for (int i = 0; i < 3; i++) {
+    static const char *const left[] = {KVQ_EVENTS_SOCKET, KVQ_ADMIN_DIR};
+    for (int i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s/%s", c->server->config.runtime_dir, left[i]);
         if (remove(path) != 0 && errno != ENOENT)
             kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"", path, strerror(errno));

@@ -11,15 +11,13 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "daemon/descriptors.h"
 #include "daemon/log.h"
 #include "daemon/server.h"
 #include "daemon/workers.h"
 #include "proto/status.h"
 
-enum {
-    NEEDED_FILES = 64,   // what the daemon itself has open, and some to spare
-    ECHO_NS = 200000000, // a signal this soon after another is the same one, told twice
-};
+enum { ECHO_NS = 200000000 }; // a signal this soon after another is the same one, told twice
 
 static const int ends[] = {SIGTERM, SIGINT, SIGHUP};
 enum { ENDS = sizeof ends / sizeof *ends };
@@ -60,7 +58,8 @@ static void hold_standard_descriptors(void)
 }
 
 // Clients and extents hold descriptors; the soft limit is often small for no reason. libuv and
-// ZeroMQ end the process without a word when they lack one, so a start without is refused here.
+// ZeroMQ end the process without a word when they lack one, so a start without is refused here;
+// descriptors.h says what keeps them from it later.
 static int raise_descriptor_limit(char *text)
 {
     struct rlimit limit;
@@ -68,13 +67,19 @@ static int raise_descriptor_limit(char *text)
         limit.rlim_cur = limit.rlim_max;
         setrlimit(RLIMIT_NOFILE, &limit);
     }
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= NEEDED_FILES)
-        return 0;
-    snprintf(text, KVQ_TEXT_BYTES,
-             "%llu files may be open at once; at least %d are needed, and 6 more for each client; "
-             "raise the limit (ulimit -n, LimitNOFILE=)",
-             (unsigned long long)limit.rlim_cur, NEEDED_FILES);
-    return KVQ_E_SYSTEM;
+    if (kvq__descriptors_limit() < KVQ__FILES_NEEDED) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "%u files may be open at once; at least %d are needed, and 6 more for each "
+                 "client; raise the limit (ulimit -n, LimitNOFILE=)",
+                 kvq__descriptors_limit(), KVQ__FILES_NEEDED);
+        return KVQ_E_SYSTEM;
+    }
+    if (kvq__descriptors_free() == 0) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "cannot count open files in /proc/self/fd; mount /proc for kvqd");
+        return KVQ_E_SYSTEM;
+    }
+    return 0;
 }
 
 // nohup(1) and the like have it ignored, and mean it.

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "daemon/descriptors.h"
 #include "daemon/log.h"
 #include "daemon/shm.h"
 
@@ -117,6 +118,12 @@ static int acquire_small(size_t bytes, struct kvq__memory *memory)
 static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__memory_source *source = context;
+    if (kvq__descriptors_free() <= kvq__descriptors_kept()) {
+        kvq__log_client(&source->log_budget, KVQ_LOG_ERROR, "no_descriptors",
+                        "what=extent free=%u limit=%u remedy=\"raise LimitNOFILE=\"",
+                        kvq__descriptors_free(), kvq__descriptors_limit());
+        return KVQ_E_NO_MEMORY;
+    }
     bool automatic = source->huge == KVQ__HUGE_AUTO && !source->transparent;
     if (source->huge == KVQ__HUGE_REQUIRE)
         return acquire_huge(bytes, memory);

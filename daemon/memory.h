@@ -9,6 +9,7 @@
 #define KVQ_DAEMON_MEMORY_H
 
 #include "daemon/core.h"
+#include "daemon/log.h"
 
 enum { KVQ__HUGE_PAGE = 2 << 20 }; // extents are multiples of it
 
@@ -24,6 +25,7 @@ struct kvq__memory_source {
     bool transparent; // the kernel gives shared memory huge pages by itself
     uint64_t pool_bytes;
     bool told; // that there are too few huge pages
+    struct kvq_log_budget log_budget;
 };
 
 // What the system says; zeros if it says nothing.

@@ -18,8 +18,9 @@
 #endif
 
 enum {
-    // Room for more than the protocol allows, so that a few too many are seen and told.
-    ROOM_FDS = KVQ_MAX_PACKET_FDS * 2,
+    // A request has one at the most; one more is seen and told. What does not fit is never ours: a
+    // packet must not use up the daemon's descriptors, not even until it is refused.
+    ROOM_FDS = 2,
 };
 
 union control {
@@ -47,7 +48,7 @@ static uint32_t collect(struct kvq__packet *packet, struct msghdr *message)
             int fd;
             memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
             came++;
-            if (packet->n_fds < KVQ_MAX_PACKET_FDS)
+            if (packet->n_fds < ROOM_FDS)
                 packet->fds[packet->n_fds++] = fd;
             else
                 close(fd);
@@ -76,8 +77,6 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
     else if (message.msg_flags & MSG_CTRUNC)
         complaint = "more descriptors beside a packet than were taken (or the daemon's limit of "
                     "open files is reached)";
-    else if (came > KVQ_MAX_PACKET_FDS)
-        complaint = "more than 8 descriptors beside a packet";
     if (complaint) {
         kvq__packet_close_fds(packet);
         snprintf(text, KVQ_TEXT_BYTES, "%s", complaint);
@@ -136,28 +135,18 @@ static void add_groups(int socket, struct kvq__peer *peer)
         peer->gids[peer->n_gids++] = groups[i];
 }
 
-void kvq__socket_groups(int number, struct kvq__peer *peer)
-{
-    struct kvq__peer found;
-    int socket = fcntl(number, F_DUPFD_CLOEXEC, 0); // from here on it is one and the same
-    if (socket < 0)
-        return;
-    if (credentials_of(socket, &found) == 0 && found.uid == peer->uid && found.pid == peer->pid &&
-        found.gids[0] == peer->gids[0] && peer->n_gids == 1)
-        add_groups(socket, peer);
-    close(socket);
-}
-
 int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text)
 {
     socklen_t bytes = sizeof *pidfd;
-    *pidfd = -1;
     if (credentials_of(socket, peer) != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "the kernel does not say who connected: %s",
                  strerror(errno));
         return KVQ_E_SYSTEM;
     }
     add_groups(socket, peer);
+    if (!pidfd)
+        return 0;
+    *pidfd = -1;
     // By the socket the descriptor is sure to be the peer's; by number the process could have
     // ended and the number been given away. Both are close-on-exec.
     if (getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, pidfd, &bytes) != 0)

@@ -17,6 +17,7 @@ struct kvq__packet {
     uint32_t n_fds;
 };
 
+// A request has one descriptor at the most; two are taken, so that the refusal can count them.
 // 1: a packet; 0: nothing there now; KVQ_E_DISCONNECTED: the peer has closed its end;
 // KVQ_E_PROTOCOL with a text: the packet or its descriptors were cut short or too many. Except
 // for 1 there are no descriptors left open.
@@ -28,13 +29,8 @@ void kvq__packet_close_fds(struct kvq__packet *packet);
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds);
 
 // Who is at the other end: user, process and groups as the kernel noted them at connect, and a
-// descriptor that becomes readable when that process ends (-1 with a text if there is none).
-// 0 or KVQ_E_SYSTEM with a text.
+// descriptor that becomes readable when that process ends (-1 with a text if there is none; none is
+// made where pidfd is NULL). 0 or KVQ_E_SYSTEM with a text.
 int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text);
-
-// Adds the other groups of a peer known by user, process and primary group, whose connection is
-// said to be behind a descriptor that is not ours: another thread may have closed it and its
-// number may be another connection's by now. Adds none if it is not the same peer's.
-void kvq__socket_groups(int number, struct kvq__peer *peer);
 
 #endif

@@ -13,6 +13,7 @@ import e2e_breaks
 import e2e_errors
 import e2e_evict
 import e2e_faults
+import e2e_floods
 import e2e_formats
 import e2e_gpu
 import e2e_group
@@ -36,7 +37,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_prefix.Stored, e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage,
           e2e_storage.Saves, e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Trouble,
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards,
-          e2e_soak.Soak]
+          e2e_floods.Floods, e2e_soak.Soak]
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run(SUITES, __doc__))

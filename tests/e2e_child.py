@@ -12,6 +12,7 @@ import sys
 import time
 
 import e2e_engine
+import e2e_flooders
 from e2e_rig import Tokens, attend64, feed, kvq, np, read_all, relative_error
 
 
@@ -325,6 +326,22 @@ def gpu_scribbler(*arguments):
 
 def gpu_stuck(*arguments):
     e2e_engine.gpu_stuck(say, wait, *arguments)
+
+
+def step_when_told(*arguments):
+    e2e_flooders.step_when_told(say, wait, check_step, *arguments)
+
+
+def connect_plainly(*arguments):
+    e2e_flooders.connect_plainly(say, wait, *arguments)
+
+
+def open_queues(*arguments):
+    e2e_flooders.open_queues(say, wait, *arguments)
+
+
+def come_and_go(*arguments):
+    e2e_flooders.come_and_go(say, *arguments)
 
 
 if __name__ == "__main__":

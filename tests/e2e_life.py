@@ -79,7 +79,7 @@ class Life(unittest.TestCase):
             self.assertFalse(daemon.status()["draining"])
 
     def test_few_descriptors(self):
-        """Too few are refused by name; with just enough, the next that is lacking is an error."""
+        """Too few are refused by name; with just enough, the next that is lacking is refused."""
         for limit in (8, 12, 16, 24, 32, 63):
             directory = tempfile.mkdtemp(prefix="kvq-e2e-")
             done = subprocess.run(
@@ -95,7 +95,7 @@ class Life(unittest.TestCase):
             with self.assertRaises(kvq.Error) as caught:
                 for _ in range(64):
                     client.queue()
-            self.assertEqual(caught.exception.code, kvq.Code.E_SYSTEM)
+            self.assertEqual(caught.exception.code, kvq.Code.E_LIMIT)
             self.assertIn("LimitNOFILE", caught.exception.text)
             client.info()
 

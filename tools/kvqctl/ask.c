@@ -55,16 +55,29 @@ static void explain_absence(const struct kvq__ctl *ctl, const char *path, int er
             path, dir);
 }
 
+static int explain_silence(const struct kvq__ctl *ctl)
+{
+    fprintf(stderr,
+            "kvqctl: the daemon in %s did not answer within %d ms; it may be busy or stopped.\n"
+            "Look at its log, or wait longer with --timeout MS.\n",
+            ctl->runtime_dir, ctl->timeout_ms);
+    return KVQ_EXIT_TIMEOUT;
+}
+
 // Connects if this run has not yet. An exit status.
 static int connect_once(struct kvq__ctl *ctl)
 {
-    char path[4096];
+    char path[4096], text[KVQ_TEXT_BYTES];
     if (ctl->transport)
         return KVQ_EXIT_OK;
     snprintf(path, sizeof path, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
-    int result = kvq__transport_open(&ctl->transport, path);
+    int result = kvq__transport_open(&ctl->transport, path, ctl->timeout_ms, text);
     if (result == 0)
         return KVQ_EXIT_OK;
+    if (result == -EUSERS)
+        return kvq__ctl_refused(KVQ_E_LIMIT, text);
+    if (result == -ETIMEDOUT)
+        return explain_silence(ctl);
     explain_absence(ctl, path, result);
     return result == -EACCES || result == -EPERM ? KVQ_EXIT_PERMISSION : KVQ_EXIT_NO_DAEMON;
 }
@@ -91,15 +104,6 @@ static int send_request(struct kvq__ctl *ctl, const Kvq__Request *request)
         return KVQ_EXIT_OK;
     fprintf(stderr, "kvqctl: the request could not be sent: %s\n", strerror(-result));
     return KVQ_EXIT_FAILED;
-}
-
-static int explain_silence(const struct kvq__ctl *ctl)
-{
-    fprintf(stderr,
-            "kvqctl: the daemon in %s did not answer within %d ms; it may be busy or stopped.\n"
-            "Look at its log, or wait longer with --timeout MS.\n",
-            ctl->runtime_dir, ctl->timeout_ms);
-    return KVQ_EXIT_TIMEOUT;
 }
 
 static int explain_nonsense(const char *text)

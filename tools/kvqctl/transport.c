@@ -3,23 +3,55 @@
 #include "tools/kvqctl/transport.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 #include <zmq.h>
+
+#include "proto/refusal.h"
 
 struct kvq__transport {
     void *context;
     void *socket;
 };
 
-// Whether anybody listens at the path: 0 or a negative errno.
-static int probe(const char *path)
+static int64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+// Reads to the end, or as far as a refusal may be long. The number of bytes or a negative errno.
+static int read_answer(int fd, int timeout_ms, uint8_t *bytes, size_t capacity)
+{
+    size_t n = 0;
+    int64_t end = now_ms() + timeout_ms;
+    while (n < capacity) {
+        int64_t left = end - now_ms();
+        struct pollfd wait = {.fd = fd, .events = POLLIN};
+        int ready = poll(&wait, 1, left > 0 ? (int)left : 0);
+        if (ready == 0)
+            return -ETIMEDOUT;
+        ssize_t got = ready < 0 ? -1 : recv(fd, bytes + n, capacity - n, MSG_DONTWAIT);
+        if (got < 0 && (errno == EINTR || errno == EAGAIN))
+            continue;
+        if (got <= 0) // reset: it has closed its side with our end unread
+            return (int)n;
+        n += (size_t)got;
+    }
+    return (int)n;
+}
+
+int kvq__transport_try(const char *path, int timeout_ms, char text[KVQ_TEXT_BYTES])
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
+    uint8_t bytes[KVQ_REFUSAL_BYTES + 1];
     size_t length = strlen(path);
     int result = 0;
     if (length >= sizeof address.sun_path)
@@ -30,15 +62,25 @@ static int probe(const char *path)
         return -errno;
     if (connect(fd, (struct sockaddr *)&address, sizeof address) != 0)
         result = -errno;
+    // The daemon answers our end by its own, and a refusal comes before that.
+    if (result == 0) {
+        shutdown(fd, SHUT_WR);
+        result = read_answer(fd, timeout_ms, bytes, KVQ_REFUSAL_BYTES);
+        const char *refusal = result < 0 ? NULL : kvq_refusal_text(bytes, (size_t)result);
+        if (refusal)
+            snprintf(text, KVQ_TEXT_BYTES, "%.*s", KVQ_TEXT_BYTES - 1, refusal);
+        result = refusal ? -EUSERS : result < 0 ? result : 0;
+    }
     close(fd);
     return result;
 }
 
-int kvq__transport_open(struct kvq__transport **transport, const char *path)
+int kvq__transport_open(struct kvq__transport **transport, const char *path, int timeout_ms,
+                        char text[KVQ_TEXT_BYTES])
 {
     char endpoint[sizeof "ipc://" + sizeof((struct sockaddr_un *)0)->sun_path];
     int none = 0;
-    int result = probe(path);
+    int result = kvq__transport_try(path, timeout_ms, text);
     *transport = NULL;
     if (result)
         return result;

@@ -6,11 +6,17 @@
 
 #include <stddef.h>
 
+#include "proto/limits.h"
+
 struct kvq__transport;
 
-// Connects to a Unix path. Since ZeroMQ would wait for ever for a peer that is not there, the
-// path is first tried with a plain connection; the result is 0 or that attempt's negative errno.
-int kvq__transport_open(struct kvq__transport **transport, const char *path);
+// Connects to a Unix path. ZeroMQ would wait for ever for a peer that is not there or refuses, so
+// the path is first tried with a plain connection (kvq__transport_try).
+int kvq__transport_open(struct kvq__transport **transport, const char *path, int timeout_ms,
+                        char text[KVQ_TEXT_BYTES]);
+// Whether a daemon listens at the path and would take a connection: 0, -EUSERS with the daemon's
+// words if it refuses, -ETIMEDOUT if it does not say in time, or the attempt's negative errno.
+int kvq__transport_try(const char *path, int timeout_ms, char text[KVQ_TEXT_BYTES]);
 void kvq__transport_close(struct kvq__transport **transport);
 
 // Sends one message. 0 or a negative errno.

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users who take all that there is: connections, queues, descriptors. Meanwhile others are served.
+
+As root the floods come from a user of their own, and so do those who must not notice; otherwise all
+are the daemon's own user, whose commands are still answered.
+"""
+import os
+import resource
+import subprocess
+import unittest
+
+from e2e_rig import BIN, BOUND, ROUNDING, Child, Daemon
+
+LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "64 256 2048").split()]
+FULL = os.environ.get("KVQ_FULL") == "1"
+ROOT = os.geteuid() == 0
+FLOODER, VICTIM = (60001, 60002) if ROOT else (os.geteuid(), os.geteuid())
+
+
+def ask_as(daemon, user, *arguments):
+    """kvqctl of that user: exit status, output and complaint."""
+    done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory,
+                           *arguments], capture_output=True, text=True, timeout=BOUND,
+                          stdin=subprocess.DEVNULL, user=user if ROOT else None,
+                          extra_groups=[] if ROOT else None)
+    return done.returncode, done.stdout, done.stderr
+
+
+class Floods(unittest.TestCase):
+    """Each test has daemons of its own, with limits of descriptors of their own."""
+
+    def start(self, limit, **options):
+        files = (limit, limit)
+        daemon = Daemon(runtime_mode="755", pool_bytes="32mb",
+                        before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files), **options)
+        self.addCleanup(daemon.stop)
+        return daemon
+
+    def victim(self, daemon):
+        """Somebody at work: tell() has it make a step, whose output it checks and says."""
+        child = Child("step_when_told", daemon.directory, VICTIM if ROOT else None)
+        self.addCleanup(child.end)
+        child.hear()
+        return child
+
+    def flood(self, function, daemon, *arguments):
+        """A flood that stands: what it said once it got no further. It ends with the test."""
+        child = Child(function, daemon.directory, FLOODER if ROOT else None, *arguments)
+        self.addCleanup(self.end_flood, child)
+        return child, child.hear()
+
+    def end_flood(self, child):
+        if not child.process.stdout.closed:
+            child.kill()
+
+    def look(self, daemon, victim):
+        """The daemon is there, its commands are answered, and the victim's numbers are right."""
+        for user in (0, VICTIM) if ROOT else (VICTIM,):
+            status, _, complaint = ask_as(daemon, user, "status")
+            self.assertEqual((status, complaint), (0, ""), f"user {user}")
+        victim.tell()
+        self.assertLess(victim.hear(), 1e-3 * ROUNDING)
+
+    def settle(self, daemon, child, before):
+        """The flood goes, and nothing of it is left."""
+        child.kill()
+        daemon.wait_fds(before)
+
+    def test_plain_connections_to_the_control_socket(self):
+        for limit in LIMITS:
+            with self.subTest(limit):
+                daemon = self.start(limit)
+                victim = self.victim(daemon)
+                self.look(daemon, victim)
+                before = daemon.settled_fds()
+                child, said = self.flood("connect_plainly", daemon, "control.sock", limit + 100)
+                self.look(daemon, victim)
+                self.assertLess(said["standing"], limit // 4)
+                self.assertGreater(said["refused"], limit // 2)
+                self.settle(daemon, child, before)
+
+    def test_plain_connections_to_the_attach_socket(self):
+        for limit in LIMITS:
+            with self.subTest(limit):
+                daemon = self.start(limit)
+                victim = self.victim(daemon)
+                self.look(daemon, victim)
+                before = daemon.settled_fds()
+                child, said = self.flood("connect_plainly", daemon, "attach.sock", limit + 100)
+                self.look(daemon, victim)
+                self.assertGreater(said["refused"], 0)
+                self.settle(daemon, child, before)
+
+    def test_queues(self):
+        for limit in LIMITS:
+            with self.subTest(limit):
+                daemon = self.start(limit)
+                victim = self.victim(daemon)
+                self.look(daemon, victim)
+                before = daemon.settled_fds()
+                child, said = self.flood("open_queues", daemon, 64, 64)
+                self.assertRegex(said["why"], r"descriptors|queues|connections|clients")
+                self.look(daemon, victim)
+                if ROOT:  # somebody else still gets what one needs to work
+                    other = Child("open_queues", daemon.directory, 60003, 1, 1)
+                    self.assertEqual(other.hear()["queues"], 1 if limit > 64 else 0)
+                    other.tell()
+                    self.assertEqual(other.close(), 0)
+                self.settle(daemon, child, before)
+
+    @unittest.skipUnless(ROOT, "needs users besides the daemon's own, whom nothing is shared with")
+    def test_nobody_takes_all_queues(self):
+        """Where descriptors are no limit, the number of queues and connections is."""
+        daemon = self.start(resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+                            max_clients=256 if FULL else 32)
+        victim = self.victim(daemon)
+        clients = 64 if FULL else 4
+        child, said = self.flood("open_queues", daemon, 64 if FULL else 40, 64 if FULL else 1)
+        self.assertLess(said["clients" if not FULL else "queues"], 17 if not FULL else 2049)
+        self.look(daemon, victim)
+        other = Child("open_queues", daemon.directory, 60003, clients, 2)
+        self.assertGreater(other.hear()["queues"], 1)
+        other.tell()
+        self.assertEqual(other.close(), 0)
+        child.kill()
+
+    def test_a_flood_that_never_ends(self):
+        """Connections come and go as fast as somebody can make them; some speak a little ZMTP."""
+        daemon = self.start(64)
+        victim = self.victim(daemon)
+        child, _ = self.flood("come_and_go", daemon)
+        for _ in range(300 if FULL else 10):
+            self.look(daemon, victim)
+        self.assertIsNone(child.process.poll())
+        child.kill()
+        self.look(daemon, victim)
