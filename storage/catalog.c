@@ -17,8 +17,7 @@ static const char *const sql_of[KVQ__QUERIES] = {
 #undef X
 };
 
-// Keeps what SQLite says and gives our code for it.
-static int failed(struct kvq__catalog *k, int code)
+int kvq__catalog_failed(struct kvq__catalog *k, int code)
 {
     k->last = code;
     const char *why = code == SQLITE_NOMEM || !k->db ? sqlite3_errstr(code) : sqlite3_errmsg(k->db);
@@ -41,7 +40,7 @@ static int failed(struct kvq__catalog *k, int code)
 static int execute(struct kvq__catalog *k, const char *sql)
 {
     int rc = sqlite3_exec(k->db, sql, NULL, NULL, NULL);
-    return rc == SQLITE_OK ? KVQ_OK : failed(k, rc);
+    return rc == SQLITE_OK ? KVQ_OK : kvq__catalog_failed(k, rc);
 }
 
 // ---- Queries ----
@@ -80,7 +79,7 @@ static sqlite3_stmt *prepared(struct kvq__catalog *k, enum kvq__query q, const c
     }
     if (rc == SQLITE_OK)
         return k->query[q];
-    (void)failed(k, rc);
+    (void)kvq__catalog_failed(k, rc);
     return NULL;
 }
 
@@ -96,11 +95,11 @@ sqlite3_stmt *kvq__rows(struct kvq__catalog *k, enum kvq__query q, const char *t
 int kvq__next(struct kvq__catalog *k, sqlite3_stmt *rows)
 {
     if (!rows) // it could not be prepared, and k->last says why
-        return failed(k, k->last);
+        return kvq__catalog_failed(k, k->last);
     int rc = sqlite3_step(rows);
     if (rc == SQLITE_ROW)
         return 1;
-    int code = rc == SQLITE_DONE ? KVQ_OK : failed(k, rc);
+    int code = rc == SQLITE_DONE ? KVQ_OK : kvq__catalog_failed(k, rc);
     (void)sqlite3_reset(rows);
     return code;
 }
@@ -142,7 +141,7 @@ static int pragma_number(struct kvq__catalog *k, const char *sql, int64_t *value
 {
     sqlite3_stmt *s = NULL;
     int rc = sqlite3_prepare_v2(k->db, sql, -1, &s, NULL);
-    int code = rc == SQLITE_OK ? kvq__number(k, s, 0, value) : failed(k, rc);
+    int code = rc == SQLITE_OK ? kvq__number(k, s, 0, value) : kvq__catalog_failed(k, rc);
     (void)sqlite3_finalize(s);
     return code;
 }
@@ -193,7 +192,7 @@ int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *pat
     if (rc == SQLITE_OK)
         rc = sqlite3_open_v2(path, &k->db, how | SQLITE_OPEN_NOMUTEX, k->vfs.name);
     if (rc != SQLITE_OK) {
-        int code = failed(k, rc);
+        int code = kvq__catalog_failed(k, rc);
         return read_only && (rc & 0xff) == SQLITE_CANTOPEN ? KVQ_E_NO_SESSION : code;
     }
     (void)sqlite3_extended_result_codes(k->db, 1);
@@ -225,7 +224,7 @@ int kvq__catalog_check(struct kvq__catalog *k)
 {
     sqlite3_stmt *s = NULL;
     int rc = sqlite3_prepare_v2(k->db, "PRAGMA quick_check(1)", -1, &s, NULL);
-    int code = rc == SQLITE_OK ? kvq__next(k, s) : failed(k, rc);
+    int code = rc == SQLITE_OK ? kvq__next(k, s) : kvq__catalog_failed(k, rc);
     if (code == 1) {
         const char *says = (const char *)sqlite3_column_text(s, 0);
         code = says && strcmp(says, "ok") == 0 ? KVQ_OK : KVQ_E_DAMAGED;

@@ -74,7 +74,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
                    "bytes=excluded.bytes, sealed=excluded.sealed")                                 \
     X(SEGMENT_LIVE, "UPDATE segments SET live=live+? WHERE number=?")                              \
     X(SEGMENT_DROP, "DELETE FROM segments WHERE number=?")                                         \
-    X(SEGMENT_EMPTY, "SELECT number FROM segments WHERE live=0 AND number<>? ORDER BY number")     \
+    X(SEGMENT_EMPTY, "SELECT number FROM segments WHERE live=0 AND number<>? AND number NOT IN "   \
+                     "(SELECT segment FROM blocks WHERE segment=number) ORDER BY number")          \
     X(SEGMENT_WORST,                                                                               \
       "SELECT number FROM segments WHERE number<>? AND live>0 AND (bytes-live)*100>=bytes*? AND "  \
       "bytes-live>=? ORDER BY live*1.0/bytes, number LIMIT 1")                                     \
@@ -171,6 +172,11 @@ int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *pat
 void kvq__catalog_close(struct kvq__catalog *k);
 // Whether SQLite finds the whole of it in order: 0, KVQ_E_DAMAGED, or what went wrong.
 int kvq__catalog_check(struct kvq__catalog *k);
+// Whether its rows agree with each other: 0, KVQ_E_DAMAGED with what does not, or what went wrong
+// (agree.c). Of one that is sound to SQLite.
+int kvq__catalog_agree(struct kvq__catalog *k);
+// Keeps what SQLite says about one of its codes, and gives ours for it.
+int kvq__catalog_failed(struct kvq__catalog *k, int code);
 // Makes the tables, within a transaction that the caller began.
 int kvq__catalog_create(struct kvq__catalog *k);
 

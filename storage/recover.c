@@ -16,6 +16,8 @@
 #include "proto/status.h"
 #include "storage/store_internal.h"
 
+enum { BEHIND = 1, OTHER = 2 }; // what makes a catalog that is sound useless
+
 static const char *const catalog_files[] = {"catalog.db", "catalog.db-wal", "catalog.db-journal"};
 
 // Adds a sentence to the report's text.
@@ -152,6 +154,8 @@ static int load_catalog(struct kvq_store *s)
     int rc = kvq__catalog_open(&s->catalog, s->io, path, s->read_only);
     if (rc == KVQ_OK)
         rc = kvq__catalog_check(&s->catalog);
+    if (rc == KVQ_OK && !s->read_only) // where it cannot be made anew, what it has is better
+        rc = kvq__catalog_agree(&s->catalog);
     if (rc == KVQ_OK)
         rc = load_counters(s);
     if (rc == KVQ_OK)
@@ -194,7 +198,8 @@ static int rebuild(struct kvq_store *s, const struct files *f, struct kvq_store_
 
 // ---- What lies behind the commits ----
 
-// Whether [from, end) of a segment has a COMMIT behind one that the catalog lacks: 1, 0, negative.
+// Whether [from, end) of a segment has a COMMIT behind one that the catalog lacks: BEHIND, 0,
+// negative.
 static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t from, uint64_t end,
                        uint8_t *buffer)
 {
@@ -215,9 +220,17 @@ static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t fr
         if (rc)
             return rc;
         if (commit.before > s->last_transaction)
-            return 1;
+            return BEHIND;
     }
     return find < 0 ? find : 0;
+}
+
+// Whether a sound front is that of the segment which the catalog has.
+static bool is_front_of(const struct kvq_store *s, const struct kvq__segment *g,
+                        const struct kvq_file_head *head)
+{
+    return head->number == g->number && head->salt == g->salt &&
+           memcmp(head->store, s->id, sizeof s->id) == 0;
 }
 
 // One file: known to the catalog or not. *behind gets the bytes that do not count.
@@ -252,6 +265,9 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
     if (g) {
         g->physical = status.physical;
         g->length = status.bytes;
+        g->sealed |= front != 0; // without its front a catalog made anew has nothing of it
+        if (rc == 0 && front == 0 && !is_front_of(s, g, &head))
+            rc = OTHER;
     }
 out:
     s->io->close(s->io, file);
@@ -307,7 +323,8 @@ static int drop_behind(struct kvq_store *s, const struct files *f, const uint64_
     return rc;
 }
 
-// 1: the catalog has lost transactions; 0: all that does not count was dropped; negative.
+// BEHIND: the catalog has lost transactions; OTHER: it has another segment in the place of one; 0:
+// all that does not count was dropped; negative.
 static int check_segments(struct kvq_store *s, const struct files *f,
                           struct kvq_store_report *report, const struct kvq__complaint *c)
 {
@@ -329,10 +346,11 @@ static int mark_missing(struct kvq_store *s, const struct files *f, struct kvq_s
 {
     int rc = KVQ_OK;
     for (size_t i = 0; i < s->n_segments && rc == KVQ_OK; i++) {
-        const struct kvq__segment *g = s->segments[i];
+        struct kvq__segment *g = s->segments[i];
         if (has_file(f, g->number) && g->length >= g->bytes)
             continue;
         report->missing++;
+        g->sealed = true; // there is nothing to be added to
         rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_CUT, "ii", (int64_t)g->number, (int64_t)g->length);
         report->bad_blocks += rc ? 0 : (uint64_t)sqlite3_changes64(s->catalog.db);
     }
@@ -373,7 +391,7 @@ static int start_over(struct kvq_store *s, const struct files *f, struct kvq_sto
     if (rc == KVQ_OK)
         rc = check_segments(s, &left, report, c);
     free(left.numbers);
-    return rc == 1 ? kvq__complain(c, KVQ_E_INTERNAL, "the new catalog lacks transactions") : rc;
+    return rc > 0 ? kvq__complain(c, KVQ_E_INTERNAL, "the new catalog lacks transactions") : rc;
 }
 
 // What a read-only file system rules out.
@@ -399,7 +417,7 @@ static int recover_read_only(struct kvq_store *s, const struct files *f,
     tell(report, "It is read-only: %s.", s->why);
     rc = check_segments(s, f, report, c);
     if (rc > KVQ_OK)
-        return refuse_anew("the catalog is older than the segments", c);
+        return refuse_anew("the catalog is not that of the segments", c);
     return rc ? rc : mark_missing(s, f, report, c);
 }
 
@@ -421,7 +439,8 @@ static int recover(struct kvq_store *s, const struct files *f, struct kvq_store_
         rc = check_segments(s, f, report, c);
         if (rc <= KVQ_OK)
             return rc ? rc : mark_missing(s, f, report, c);
-        tell(report, "The catalog was older than the segments.");
+        tell(report, rc == BEHIND ? "The catalog was older than the segments."
+                                  : "The catalog was not that of the segments.");
     }
     rc = set_aside(s, c);
     return rc ? rc : start_over(s, f, report, c);
