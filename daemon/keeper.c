@@ -17,94 +17,6 @@
 
 enum { TICK_MS = 500, DEAD_PERCENT = 30, COMPACT_BYTES = 256 << 20 };
 
-// ---- Tasks ----
-
-static struct kvq__task *of_mail(struct kvq__mail *mail)
-{
-    return (struct kvq__task *)((char *)mail - offsetof(struct kvq__task, mail));
-}
-
-static void deliver(struct kvq__mail *mail)
-{
-    struct kvq__task *t = of_mail(mail);
-    t->step(t);
-}
-
-static void deliver_back(struct kvq__mail *mail)
-{
-    of_mail(mail)->at_poller = false;
-    deliver(mail);
-}
-
-void kvq__task_to_poller(struct kvq__task *t, void (*step)(struct kvq__task *task))
-{
-    t->at_poller = true;
-    t->step = step;
-    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->mail, deliver);
-}
-
-void kvq__task_to_loop(struct kvq__task *t, void (*step)(struct kvq__task *task))
-{
-    t->step = step;
-    kvq__mailbox_post(&t->keeper->server->box, &t->mail, deliver_back);
-}
-
-static void work(uv_work_t *work)
-{
-    struct kvq__task *t = kvq__task_of(work);
-    t->step(t);
-}
-
-void kvq__task_to_work(struct kvq__task *t, void (*step)(struct kvq__task *task),
-                       uv_after_work_cb after)
-{
-    t->step = step;
-    t->work.data = t;
-    int error = uv_queue_work(&t->keeper->server->loop, &t->work, work, after);
-    assert(error == 0); // only for what is none of libuv's
-    (void)error;
-}
-
-void kvq__task_queue(struct kvq__task *t, void (*step)(struct kvq__task *task))
-{
-    struct kvq__keeper *keeper = t->keeper;
-    t->writes = true;
-    t->counted = false;
-    t->step = step;
-    TAILQ_INSERT_TAIL(&keeper->queue, t, link);
-    if (TAILQ_FIRST(&keeper->queue) == t)
-        t->step(t);
-}
-
-static void end_own(struct kvq__task *t);
-
-void kvq__task_end(struct kvq__task *t)
-{
-    struct kvq__keeper *keeper = t->keeper;
-    struct kvq__task *next = NULL;
-    if (t->writes && !t->counted) {
-        kvq__keeper_count(t);
-        return;
-    }
-    if (t->writes) {
-        assert(TAILQ_FIRST(&keeper->queue) == t);
-        TAILQ_REMOVE(&keeper->queue, t, link);
-        next = TAILQ_FIRST(&keeper->queue);
-        keeper->untidy = true;
-    }
-    if (t->opens)
-        kvq__transfers_opened(t);
-    keeper->n_tasks--;
-    if (t->reply && t->rc < 0)
-        kvq__reply_status(t->reply, t->arena, t->rc, t->text);
-    if (t->own)
-        end_own(t);
-    else
-        t->done(t);
-    if (next)
-        next->step(next);
-}
-
 void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
                       const char *name, const char *text)
 {
@@ -169,6 +81,8 @@ static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
     }
 }
 
+// Poller's thread, with the name held alone: nobody has it in memory again before it is gone from
+// the store.
 static void drop_in_memory(struct kvq__task *t)
 {
     struct kvq__server *server = t->keeper->server;
@@ -177,12 +91,30 @@ static void drop_in_memory(struct kvq__task *t)
                               .peer = t->peer,
                               .client = t->client,
                               .now_ns = kvq__now_ns()};
-    name_dropped(t, t->request->drop_session);
     kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     t->rc = t->reply->status;
     if (t->rc < 0)
         snprintf(t->text, sizeof t->text, "%s", t->reply->text);
     kvq__task_to_loop(t, dropped);
+}
+
+static void go_drop(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, drop_in_memory);
+}
+
+static void take_dropped(struct kvq__task *t)
+{
+    if (t->name[0])
+        kvq__task_name(t, KVQ__HOLD_ALONE, go_drop);
+    else
+        go_drop(t);
+}
+
+static void start_drop(struct kvq__task *t)
+{
+    name_dropped(t, t->request->drop_session);
+    kvq__task_to_loop(t, take_dropped);
 }
 
 // ---- What only reads, or tidies ----
@@ -378,21 +310,25 @@ static void export_session(struct kvq__task *t)
         t->rc = KVQ_E_NO_MEMORY;
 }
 
-static void import_session(struct kvq__task *t)
+// Whose session it will be: the file's, unless somebody says otherwise.
+static void name_imported(struct kvq__task *t)
 {
     const Kvq__ImportSession *ask = t->request->import_session;
-    const char *ns = ask->ref && ask->ref->namespace_[0] ? ask->ref->namespace_ : NULL;
-    const char *name = ask->ref && ask->ref->name[0] ? ask->ref->name : NULL;
+    const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
     struct kvq_store_session of = {0};
     t->begun = kvq__now_ns();
     t->rc = kvq_store_exported(t->keeper->store, ask->path, &of, t->text, sizeof t->text);
+    snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of.space);
+    snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of.name);
     if (t->rc == 0)
-        t->rc = check_stored_name(t, name ? name : of.name);
-    if (t->rc == 0)
-        t->rc = kvq_store_import(t->keeper->store, ask->path, ns, name, ask->replace, t->text,
-                                 sizeof t->text);
-    snprintf(t->ns, sizeof t->ns, "%s", ns ? ns : of.space);
-    snprintf(t->name, sizeof t->name, "%s", name ? name : of.name);
+        t->rc = check_stored_name(t, t->name);
+}
+
+static void import_session(struct kvq__task *t)
+{
+    const Kvq__ImportSession *ask = t->request->import_session;
+    t->rc = kvq_store_import(t->keeper->store, ask->path, t->ns, t->name, ask->replace, t->text,
+                             sizeof t->text);
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
 }
@@ -400,6 +336,48 @@ static void import_session(struct kvq__task *t)
 static void go_import(struct kvq__task *t)
 {
     kvq__task_to_work(t, import_session, finish);
+}
+
+static void import_if_away(struct kvq__task *t)
+{
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_queue(t, go_import);
+}
+
+// Poller's thread, with the name held alone.
+static void look_in_memory(struct kvq__task *t)
+{
+    t->rc = kvq__keeper_refuse_here(t);
+    kvq__task_to_loop(t, import_if_away);
+}
+
+static void go_look_in_memory(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, look_in_memory);
+}
+
+static void imported_name(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    (void)status;
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_name(t, KVQ__HOLD_ALONE, go_look_in_memory);
+}
+
+int kvq__keeper_refuse_here(struct kvq__task *t)
+{
+    struct kvq__session_info info;
+    if (kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, NULL) < 0)
+        return 0;
+    snprintf(t->text, sizeof t->text,
+             "session \"%s\" of \"%s\" is in memory, or parked for it, and is not replaced there: "
+             "drop it, or use another name",
+             t->name, t->ns);
+    return KVQ_E_EXISTS;
 }
 
 // ---- Commands ----
@@ -517,7 +495,7 @@ static void start(struct kvq__task *t)
         kvq__keeper_lookup(t);
         break;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
-        kvq__task_to_poller(t, drop_in_memory);
+        kvq__task_to_poller(t, start_drop);
         break;
     case KVQ__REQUEST__COMMAND_SAVE_SESSION:
         t->again = r->save_session->again;
@@ -530,7 +508,7 @@ static void start(struct kvq__task *t)
         name_it(t, r->export_session->ref);
         break;
     case KVQ__REQUEST__COMMAND_IMPORT_SESSION:
-        kvq__task_queue(t, go_import);
+        kvq__task_to_work(t, name_imported, imported_name);
         break;
     case KVQ__REQUEST__COMMAND_LIST_SAVED:
         if (t->peer->admin && !r->list_saved->namespace_[0]) {
@@ -562,7 +540,8 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->loading = NULL;
     t->transfer = NULL;
     t->order = NULL;
-    t->opens = KVQ__OPEN_NONE;
+    t->hold = (struct kvq__hold){0};
+    t->turn = (struct kvq__turn){0};
     t->ask = NULL;
     t->pages = 0;
     keeper->n_tasks++;
@@ -607,6 +586,7 @@ static void save_one(struct kvq__keeper *keeper, const struct kvq__unsaved *u)
     t->keeper = keeper;
     t->peer = &self;
     t->own = true;
+    t->done = end_own;
     snprintf(t->ns, sizeof t->ns, "%s", u->ns);
     snprintf(t->name, sizeof t->name, "%s", u->name);
     keeper->n_tasks++;
@@ -745,9 +725,10 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
         return KVQ_E_NO_MEMORY;
     }
     keeper->server = server;
-    TAILQ_INIT(&keeper->queue);
+    kvq__names_init(&keeper->names);
+    kvq__turns_init(&keeper->turns);
+    TAILQ_INIT(&keeper->aside);
     TAILQ_INIT(&keeper->loadings);
-    TAILQ_INIT(&keeper->opens);
     TAILQ_INIT(&keeper->waiting);
     TAILQ_INIT(&keeper->roomless);
     bool stores = server->config.storage_dir[0] != 0;

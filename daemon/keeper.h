@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The keeper: owns the store of saved sessions (storage/store.h) and brings it and the core
-// together. Whatever reads or writes files runs on libuv's threads; one task at a time writes, the
-// others queue. Everything here belongs to the loop's thread.
+// together. Whatever reads or writes files runs on libuv's threads; one task at a time writes, and
+// those of one name go one after the other (keeper_order.h). Everything here belongs to the loop's
+// thread.
 #ifndef KVQ_DAEMON_KEEPER_H
 #define KVQ_DAEMON_KEEPER_H
 
@@ -10,6 +11,7 @@
 #include <uv.h>
 
 #include "daemon/core.h"
+#include "daemon/keeper_order.h"
 #include "daemon/mailbox.h"
 #include "daemon/reshard.h"
 #include "proto/wire.h"
@@ -47,7 +49,8 @@ struct kvq__task {
     bool writes, again, unchanged, own, quiet, looked_again;
     bool at_poller;            // the poller's thread may write to it; the loop's own
     struct kvq__reshard_as as; // shards 0: as many as were saved
-    enum { KVQ__OPEN_NONE, KVQ__OPEN_GOES, KVQ__OPEN_WAITS } opens; // in the keeper's list
+    struct kvq__hold hold;     // of the name that it is about
+    struct kvq__turn turn;     // to write
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     const char *doing;                     // for people; NULL: what the request says
     char working[2 * KVQ_NAME_BYTES + 64]; // what was being done, and how many waited, when it came
@@ -55,6 +58,8 @@ struct kvq__task {
     uint64_t stored; // the session in the store that it is about; 0: none
     int rc;
     uint64_t begun, deadline;
+    uint64_t try_at,
+        try_after; // a save that was set aside: when it is tried again; how long that was
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
     struct kvq__found *found;

@@ -50,7 +50,9 @@ struct kvq__limits {
 struct kvq__keeper {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
-    struct kvq__tasks queue; // those that write; the first is under way
+    struct kvq__names names;
+    struct kvq__turns turns; // of those that write
+    struct kvq__tasks aside; // saves whose sessions cannot be taken hold of as yet
     uint32_t n_tasks, n_own; // n_own: of these, saves of the keeper's
     uv_timer_t retry, tick;
     bool timers, ended;
@@ -62,8 +64,6 @@ struct kvq__keeper {
     uint32_t which;
     void (*drained)(struct kvq__server *server);
 
-    struct kvq__tasks
-        opens;              // sessions that are being opened or restored, until the poller has them
     struct kvq__desk *desk; // NULL: there is no remote store
 
     struct kvq__mail wants_mail, stop_mail;
@@ -98,10 +98,24 @@ static inline struct kvq__task *kvq__task_of(uv_work_t *work)
 void kvq__task_later(struct kvq__task *task, void (*step)(struct kvq__task *task));
 // Waits for its turn to write.
 void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));
+static inline struct kvq__task *kvq__task_of_turn(struct kvq__turn *turn)
+{
+    return (struct kvq__task *)((char *)turn - offsetof(struct kvq__task, turn));
+}
+// Takes the name that task->ns and task->name are, before its turn is waited for. What the task
+// goes on to find in memory and in the store is then as it stays, until it ends.
+void kvq__task_name(struct kvq__task *task, enum kvq__hold_kind kind,
+                    void (*step)(struct kvq__task *task));
+// Gives back its name and its turn, in which it has written nothing.
+void kvq__task_step_aside(struct kvq__task *task);
 // Ends it with task->rc and its text.
 void kvq__task_end(struct kvq__task *task);
 void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
                       const char *name, const char *text);
+
+// Poller's thread. KVQ_E_EXISTS with a text if task->ns and name are in memory: what is stored of
+// it is not replaced then. The task holds the name alone, so that it does not come meanwhile.
+int kvq__keeper_refuse_here(struct kvq__task *task);
 
 // ---- keeper_tidy.c ----
 
@@ -180,11 +194,6 @@ void kvq__keeper_remote(struct kvq__task *task);
 
 // ---- keeper_transfer.c ----
 
-// A session, task->ns and name, is about to be looked for in the store, to be opened or restored.
-// True: what is there is being replaced by a pull, and again() is called when that has ended.
-bool kvq__transfers_opens(struct kvq__task *task, void (*again)(struct kvq__task *task));
-// It is in memory now, or not, and the task ends.
-void kvq__transfers_opened(struct kvq__task *task);
 // All end soon, and no new ones begin.
 void kvq__transfers_stop(struct kvq__keeper *keeper);
 

@@ -58,9 +58,14 @@ static void refuse_late(struct kvq__task *t)
 
 static void forget(struct kvq__task *t);
 
-static void go_forget(struct kvq__task *t)
+static void queue_forget(struct kvq__task *t)
 {
     kvq__task_queue(t, forget);
+}
+
+static void go_forget(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_ALONE, queue_forget);
 }
 
 // ---- Saving ----
@@ -68,7 +73,6 @@ static void go_forget(struct kvq__task *t)
 // What counts as stored may have been replaced or damaged since.
 static void look(struct kvq__task *t)
 {
-    snprintf(t->name, sizeof t->name, "%s", t->order->name);
     t->again = !kvq__keeper_is_whole(t, t->order->stamp);
     t->text[0] = 0;
 }
@@ -80,18 +84,12 @@ static void is_stored(struct kvq__task *t)
     kvq__task_to_loop(t, end);
 }
 
-static void save(struct kvq__task *t)
-{
-    snprintf(t->name, sizeof t->name, "%s", t->order->session);
-    kvq__keeper_save(t);
-}
-
 static void looked(uv_work_t *work, int status)
 {
     struct kvq__task *t = kvq__task_of(work);
     (void)status;
     if (t->again)
-        save(t);
+        kvq__keeper_save(t);
     else
         kvq__task_to_poller(t, is_stored);
 }
@@ -101,7 +99,7 @@ static void start_save(struct kvq__task *t)
     if (t->order->stored)
         kvq__task_to_work(t, look, looked);
     else
-        save(t);
+        kvq__keeper_save(t);
 }
 
 static void start(struct kvq__task *t)

@@ -212,7 +212,6 @@ static int resolve_pull(struct kvq__task *t, const Kvq__PullSession *ask)
     struct kvq__core *core = t->keeper->server->core;
     struct kvq__transfer *x = t->transfer;
     const char *ns = ask->into ? ask->into->namespace_ : "", *as = ask->into ? ask->into->name : "";
-    struct kvq__session_info info;
     int rc = check_far(t, ask->ref->namespace_, x->far_ns);
     snprintf(x->far, sizeof x->far, "%s", ask->ref->name);
     snprintf(x->name, sizeof x->name, "%s", as[0] ? as : ask->ref->name);
@@ -220,10 +219,12 @@ static int resolve_pull(struct kvq__task *t, const Kvq__PullSession *ask)
     rc = rc ? rc : check_name(x->far, t->text);
     rc = rc ? rc : check_name(x->name, t->text);
     rc = rc ? rc : kvq__namespace_check(core, t->peer, ns[0] ? ns : x->far_ns, x->ns, t->text);
+    if (rc < 0)
+        return rc;
     // Before anything is transferred; the import looks again.
-    if (rc == 0 && kvq__session_find(core, t->peer, x->ns, x->name, &info, NULL) == 0)
-        rc = kvq__say_in_memory(x, t->text);
-    return rc;
+    snprintf(t->ns, sizeof t->ns, "%s", x->ns);
+    snprintf(t->name, sizeof t->name, "%s", x->name);
+    return kvq__keeper_refuse_here(t);
 }
 
 // Poller's thread: what names mean, and whether they may be used.

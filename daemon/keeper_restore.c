@@ -495,12 +495,9 @@ static void open_session(struct kvq__task *t)
     reserve(t);
 }
 
-static void look_and_read(struct kvq__task *t)
+static void look(struct kvq__task *t)
 {
-    if (t->before && !t->looked_again)
-        t->before(t);
-    if (t->name[0] && t->keeper->store)
-        find(t);
+    find(t);
 }
 
 static void looked(uv_work_t *work, int status)
@@ -511,7 +508,38 @@ static void looked(uv_work_t *work, int status)
 
 static void look_again(struct kvq__task *t)
 {
-    kvq__task_to_work(t, look_and_read, looked);
+    kvq__task_to_work(t, look, looked);
+}
+
+static void take_to_open(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_LOOK, look_again);
+}
+
+// Poller's thread. What is in memory is opened there, and what the peer may not use is refused;
+// else the store is asked, and nobody changes what it has meanwhile.
+static void open_if_here(struct kvq__task *t)
+{
+    char ns[KVQ_NAME_BYTES];
+    struct kvq__core *core = t->keeper->server->core;
+    if (!t->name[0] || !t->keeper->store)
+        open_session(t);
+    else if (kvq__namespace_check(core, t->peer, t->ns, ns, NULL) < 0 ||
+             kvq__session_here(core, t->peer, t->ns, t->name, t->as.shard, t->as.shards))
+        open_now(t);
+    else
+        kvq__task_to_loop(t, take_to_open);
+}
+
+static void read_before(struct kvq__task *t)
+{
+    t->before(t);
+}
+
+static void has_read_before(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), open_if_here);
 }
 
 static struct kvq__reshard_as as_asked(const Kvq__OpenSession *open)
@@ -535,8 +563,10 @@ void kvq__keeper_open_session(struct kvq__task *t)
         snprintf(t->ns, sizeof t->ns, "%s", open->namespace_);
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
-    if (!t->name[0] || !t->keeper->store || !kvq__transfers_opens(t, kvq__keeper_open_session))
-        kvq__task_to_work(t, look_and_read, looked);
+    if (t->before)
+        kvq__task_to_work(t, read_before, has_read_before);
+    else
+        kvq__task_to_poller(t, open_if_here);
 }
 
 // ---- By command ----
@@ -581,11 +611,6 @@ static void restore_now(struct kvq__task *t)
     reserve(t);
 }
 
-static void look(struct kvq__task *t)
-{
-    find(t);
-}
-
 static void looked_for_restore(uv_work_t *work, int status)
 {
     (void)status;
@@ -594,8 +619,24 @@ static void looked_for_restore(uv_work_t *work, int status)
 
 static void look_again_to_restore(struct kvq__task *t)
 {
-    if (!kvq__transfers_opens(t, kvq__keeper_restore))
-        kvq__task_to_work(t, look, looked_for_restore);
+    kvq__task_to_work(t, look, looked_for_restore);
+}
+
+static void take_to_restore(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_LOOK, look_again_to_restore);
+}
+
+// Poller's thread.
+static void restore_if_away(struct kvq__task *t)
+{
+    if (!t->name[0])
+        restore_now(t); // which says that it is missing
+    else if (kvq__session_here(t->keeper->server->core, t->peer, t->ns, t->name, t->as.shard,
+                               t->as.shards))
+        kvq__task_to_loop(t, kvq__task_end);
+    else
+        kvq__task_to_loop(t, take_to_restore);
 }
 
 void kvq__keeper_restore(struct kvq__task *t)
@@ -609,7 +650,7 @@ void kvq__keeper_restore(struct kvq__task *t)
         kvq__task_end(t);
         return;
     }
-    kvq__task_to_work(t, look, looked_for_restore);
+    kvq__task_to_poller(t, restore_if_away);
 }
 
 // ---- Sessions that are parked ----

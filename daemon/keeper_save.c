@@ -216,7 +216,7 @@ static void try_save(struct kvq__task *t);
 static void try_again(uv_timer_t *timer)
 {
     struct kvq__keeper *keeper = timer->data;
-    kvq__task_to_poller(TAILQ_FIRST(&keeper->queue), try_save);
+    kvq__task_to_poller(kvq__task_of_turn(keeper->turns.now), try_save);
 }
 
 static int patience_ms(const struct kvq__task *t)
@@ -286,15 +286,12 @@ static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
 static void try_save(struct kvq__task *t)
 {
     bool parks = t->order != NULL;
-    struct kvq__save_spec spec = {
-        .ns = t->ns, .name = t->name, .again = t->again, .unnamed = parks, .parks = parks};
-    const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
-    t->rc = 0;
-    if (ask && !t->name[0])
-        t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
-                                                                : find_by_handle(t, ask->handle);
-    if (t->rc == 0)
-        t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
+    struct kvq__save_spec spec = {.ns = t->ns,
+                                  .name = parks ? t->order->session : t->name,
+                                  .again = t->again,
+                                  .unnamed = parks,
+                                  .parks = parks};
+    t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
     kvq__task_to_loop(t, tried);
 }
 
@@ -305,7 +302,32 @@ static void go(struct kvq__task *t)
     kvq__task_to_poller(t, try_save);
 }
 
-void kvq__keeper_save(struct kvq__task *t)
+static void queue(struct kvq__task *t)
 {
     kvq__task_queue(t, go);
+}
+
+static void named(struct kvq__task *t)
+{
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_name(t, KVQ__HOLD_ALONE, queue);
+}
+
+// Poller's thread.
+static void name_it(struct kvq__task *t)
+{
+    const Kvq__SaveSession *ask = t->request->save_session;
+    t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
+                                                            : find_by_handle(t, ask->handle);
+    kvq__task_to_loop(t, named);
+}
+
+void kvq__keeper_save(struct kvq__task *t)
+{
+    if (t->name[0])
+        kvq__task_name(t, KVQ__HOLD_ALONE, queue);
+    else
+        kvq__task_to_poller(t, name_it);
 }

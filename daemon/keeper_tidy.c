@@ -108,7 +108,7 @@ static void done(struct kvq__task *t)
 
 void kvq__keeper_tidy(struct kvq__keeper *keeper)
 {
-    if (keeper->ended || keeper->draining || keeper->n_loading > 0 || !TAILQ_EMPTY(&keeper->queue))
+    if (keeper->ended || keeper->draining || keeper->n_loading > 0 || keeper->turns.now)
         return;
     if (keeper->n_used == 0 && !keeper->untidy)
         return;
@@ -169,12 +169,13 @@ static const char *doing(const struct kvq__task *t)
 
 void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued)
 {
-    const struct kvq__task *first = TAILQ_FIRST(&keeper->queue), *t;
+    struct kvq__turn *now = keeper->turns.now;
+    const struct kvq__task *first = now ? kvq__task_of_turn(now) : NULL, *t;
     size_t used = 0;
-    *queued = 0;
     out[0] = '\0';
-    TAILQ_FOREACH (t, &keeper->queue, link)
-        *queued += t != first;
+    *queued = keeper->turns.n;
+    TAILQ_FOREACH (t, &keeper->aside, link)
+        *queued += 1;
     if (first && first->at_poller) // which may be finding out whose it is
         first = NULL;
     if (first && first->name[0])

@@ -323,30 +323,9 @@ static void saved(struct kvq__task *t)
 
 // ---- A pull imports in the end ----
 
-// Those who came to open the session meanwhile.
-static void let_in(struct kvq__keeper *keeper, const struct kvq__transfer *x)
-{
-    struct kvq__tasks waiting = TAILQ_HEAD_INITIALIZER(waiting);
-    struct kvq__task *t = TAILQ_FIRST(&keeper->opens), *next;
-    for (; t; t = next) {
-        next = TAILQ_NEXT(t, link);
-        if (t->opens != KVQ__OPEN_WAITS || strcmp(t->ns, x->ns) || strcmp(t->name, x->name))
-            continue;
-        TAILQ_REMOVE(&keeper->opens, t, link);
-        TAILQ_INSERT_TAIL(&waiting, t, link);
-    }
-    while ((t = TAILQ_FIRST(&waiting))) {
-        TAILQ_REMOVE(&waiting, t, link);
-        t->opens = KVQ__OPEN_NONE;
-        t->step(t);
-    }
-}
-
 static void imported(struct kvq__task *t)
 {
     struct kvq__transfer *x = of_task(t);
-    x->holds = false;
-    let_in(t->keeper, x);
     if (t->rc < 0)
         say(x, t->text);
     conclude(x, t->rc);
@@ -369,102 +348,46 @@ static void import(struct kvq__task *t)
         t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 
+static void go_import(struct kvq__task *t)
+{
+    kvq__task_to_work(t, import, finish);
+}
+
 static void looked(struct kvq__task *t)
 {
     if (t->rc < 0)
         kvq__task_end(t);
     else
-        kvq__task_to_work(t, import, finish);
-}
-
-int kvq__say_in_memory(const struct kvq__transfer *x, char *text)
-{
-    snprintf(text, KVQ_TEXT_BYTES,
-             "session \"%s\" of \"%s\" is in memory, or parked for it, and is not replaced there: "
-             "drop it, or pull under another name",
-             x->name, x->ns);
-    return KVQ_E_EXISTS;
+        kvq__task_queue(t, go_import);
 }
 
 // Poller's thread.
 static void look(struct kvq__task *t)
 {
-    struct kvq__session_info info;
-    if (kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, NULL) == 0)
-        t->rc = kvq__say_in_memory(of_task(t), t->text);
+    t->rc = kvq__keeper_refuse_here(t);
     kvq__task_to_loop(t, looked);
 }
 
+// It holds the name alone.
 static void go_look(struct kvq__task *t)
 {
+    of_task(t)->phase = KVQ__TRANSFER_IMPORTING;
     kvq__task_to_poller(t, look);
-}
-
-static bool is_being_opened(const struct kvq__keeper *keeper, const struct kvq__transfer *x)
-{
-    const struct kvq__task *t;
-    TAILQ_FOREACH (t, &keeper->opens, link)
-        if (t->opens == KVQ__OPEN_GOES && strcmp(t->ns, x->ns) == 0 &&
-            strcmp(t->name, x->name) == 0)
-            return true;
-    return false;
-}
-
-static void import_if_free(struct kvq__transfer *x)
-{
-    if (is_being_opened(x->desk->keeper, x))
-        return; // kvq__transfers_opened comes here again
-    x->phase = KVQ__TRANSFER_IMPORTING;
-    begin_task(x, imported);
-    x->task.doing = "importing";
-    kvq__task_queue(&x->task, go_look);
 }
 
 static void take_name(struct kvq__transfer *x)
 {
+    struct kvq__desk *desk = x->desk;
     if (is_cancelled(x)) {
         conclude(x, KVQ_E_CANCELLED);
         return;
     }
     stop_talking(x);
-    x->holds = true;
     x->phase = KVQ__TRANSFER_WAITING;
-    import_if_free(x);
-    start_next(x->desk);
-}
-
-// ---- Opens beside it ----
-
-static bool is_held(const struct kvq__desk *desk, const struct kvq__task *t)
-{
-    const struct kvq__transfer *x;
-    TAILQ_FOREACH (x, &desk->transfers, link)
-        if (x->holds && strcmp(t->ns, x->ns) == 0 && strcmp(t->name, x->name) == 0)
-            return true;
-    return false;
-}
-
-bool kvq__transfers_opens(struct kvq__task *t, void (*again)(struct kvq__task *task))
-{
-    struct kvq__keeper *keeper = t->keeper;
-    bool held = keeper->desk && is_held(keeper->desk, t);
-    t->opens = held ? KVQ__OPEN_WAITS : KVQ__OPEN_GOES;
-    t->step = again;
-    TAILQ_INSERT_TAIL(&keeper->opens, t, link);
-    return held;
-}
-
-void kvq__transfers_opened(struct kvq__task *t)
-{
-    struct kvq__keeper *keeper = t->keeper;
-    struct kvq__transfer *x;
-    TAILQ_REMOVE(&keeper->opens, t, link);
-    t->opens = KVQ__OPEN_NONE;
-    if (!keeper->desk)
-        return;
-    TAILQ_FOREACH (x, &keeper->desk->transfers, link)
-        if (x->phase == KVQ__TRANSFER_WAITING)
-            import_if_free(x);
+    begin_task(x, imported);
+    x->task.doing = "importing";
+    kvq__task_name(&x->task, KVQ__HOLD_ALONE, go_look);
+    start_next(desk);
 }
 
 // ---- Sweeping ----

@@ -514,6 +514,16 @@ bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer,
     return true;
 }
 
+bool kvq__session_here(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                       const char *name, uint32_t shard, uint32_t shards)
+{
+    struct kvq__session *s;
+    if (kvq__session_get(core, peer, ns, name, &s, NULL) < 0)
+        return false;
+    return shard < s->shards && (shards == 0 || shards == s->shards) &&
+           kvq__group_member(s, shard) != NULL;
+}
+
 bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                         const struct kvq__saved *made, struct kvq__reshard_as *as)
 {

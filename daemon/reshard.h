@@ -55,6 +55,10 @@ void kvq__resharded_free(struct kvq__resharded *r); // accepts zeros
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                            const struct kvq__saved *stored, uint32_t shards);
 
+// Whether that shard of a session is in memory, with so many shards (0: as many as there are).
+bool kvq__session_here(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                       const char *name, uint32_t shard, uint32_t shards);
+
 // Whether the session is in memory, some shard of it, otherwise than *made is; then *as says how.
 bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                         const struct kvq__saved *made, struct kvq__reshard_as *as);

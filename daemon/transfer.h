@@ -26,7 +26,7 @@ enum kvq__transfer_phase {
     KVQ__TRANSFER_QUEUED,
     KVQ__TRANSFER_SAVING,
     KVQ__TRANSFER_TALKING, // to the remote store
-    KVQ__TRANSFER_WAITING, // for opens that began before
+    KVQ__TRANSFER_WAITING, // for the name: opens and saves that began before
     KVQ__TRANSFER_IMPORTING,
     KVQ__TRANSFER_ENDED,
 };
@@ -48,7 +48,6 @@ struct kvq__transfer {
     struct kvq__task *asker; // who waits for a list or a removal, which have no ticket
 
     bool talks;      // it has one of the threads
-    bool holds;      // who opens its session here waits
     uint32_t cancel; // a word: not 0 once it is to end
     uv_thread_t thread;
     int (*job)(struct kvq__transfer *x); // on that thread
@@ -92,9 +91,6 @@ void kvq__transfer_cancel(struct kvq__transfer *x);
 // "sending", "done"
 const char *kvq__transfer_phase(const struct kvq__transfer *x);
 const char *kvq__transfer_kind(const struct kvq__transfer *x);
-
-// Says that the session here is in memory. Returns KVQ_E_EXISTS.
-int kvq__say_in_memory(const struct kvq__transfer *x, char *text);
 
 // Opens the remote store as the configuration has it, watched by the transfer (NULL: by nobody).
 // Any thread. 0, or a code with a text.

@@ -117,10 +117,14 @@ class Saves(Stored):
         self.assertEqual((twin["name"], twin["tokens"]), ("twin", 700))
         self.assertGreater(twin["written_blocks"], 0)
         self.assertGreater(twin["written_bytes"], 0)
-        again = self.daemon.ctl("session", "import", path, "--replace")
-        self.assertEqual({**again, "name": "twin", "ms": 0}, {**twin, "ms": 0})
-        status, _, complaint = self.daemon.ctl("session", "import", path, check=False)
+        again = self.daemon.ctl("session", "import", path, "--as", "twin", "--replace")
+        self.assertEqual({**again, "ms": 0}, {**twin, "ms": 0})
+        status, _, complaint = self.daemon.ctl("session", "import", path, "--as", "twin",
+                                               check=False)
         self.assertEqual(status, 1, complaint)
+        status, _, complaint = self.daemon.ctl("session", "import", path, "--replace", check=False)
+        self.assertEqual(status, 1, complaint)
+        self.assertIn("is in memory", complaint)
         self.client.restore("twin")
         self.daemon.wait_log('event=session_restored .*session="?twin')
         self.same(session, self.client.session(name="twin", layers=tokens.rows, format="kivi2"),

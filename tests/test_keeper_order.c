@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who may go and who waits: of names, and of those who write to the store. Steps are held here as
+// long as the test likes.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/keeper_order.h"
+
+enum { HOLDS = 24, STEPS = 20000 };
+
+static struct kvq__names names;
+static struct kvq__hold holds[HOLDS];
+static uint32_t went[HOLDS], n_went; // in which order
+
+static void hold_goes(struct kvq__hold *h)
+{
+    assert_true(h->held);
+    assert_true(n_went < HOLDS);
+    went[n_went++] = (uint32_t)(h - holds);
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    memset(holds, 0, sizeof holds);
+    kvq__names_init(&names);
+    n_went = 0;
+    return 0;
+}
+
+static void take(uint32_t i, enum kvq__hold_kind kind, const char *name)
+{
+    holds[i].kind = kind;
+    kvq__name_take(&names, &holds[i], "ns", name, hold_goes);
+}
+
+static void assert_went(const char *expected)
+{
+    char text[HOLDS + 1] = "";
+    for (uint32_t i = 0; i < n_went; i++)
+        text[i] = (char)('a' + went[i]);
+    assert_string_equal(text, expected);
+}
+
+// Those who look do so side by side; whoever drops waits for them, and whoever looks after that
+// waits for the drop.
+static void test_drop_between_looks(void **state)
+{
+    (void)state;
+    take(0, KVQ__HOLD_LOOK, "it");
+    take(1, KVQ__HOLD_LOOK, "it");
+    assert_went("ab");
+    take(2, KVQ__HOLD_ALONE, "it");
+    take(3, KVQ__HOLD_LOOK, "it");
+    take(4, KVQ__HOLD_LOOK, "it");
+    take(5, KVQ__HOLD_ALONE, "it");
+    assert_went("ab");
+    kvq__name_give(&names, &holds[1]);
+    assert_went("ab");
+    kvq__name_give(&names, &holds[0]);
+    assert_went("abc");
+    kvq__name_give(&names, &holds[2]);
+    assert_went("abcde");
+    kvq__name_give(&names, &holds[3]);
+    kvq__name_give(&names, &holds[4]);
+    assert_went("abcdef");
+    kvq__name_give(&names, &holds[5]);
+    assert_true(kvq__names_empty(&names));
+}
+
+static void test_other_names(void **state)
+{
+    (void)state;
+    struct kvq__hold elsewhere = {.kind = KVQ__HOLD_ALONE};
+    take(0, KVQ__HOLD_ALONE, "it");
+    for (uint32_t i = 1; i < HOLDS - 1; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "it%u", i);
+        take(i, KVQ__HOLD_ALONE, name);
+    }
+    assert_int_equal(n_went, HOLDS - 1);
+    uint32_t before = n_went;
+    n_went = 0;
+    kvq__name_take(&names, &elsewhere, "other", "it", hold_goes); // another namespace's
+    assert_true(elsewhere.held);
+    assert_int_equal(before, HOLDS - 1);
+}
+
+// Whoever stops waiting lets in those who waited for it alone.
+static void test_giving_up(void **state)
+{
+    (void)state;
+    take(0, KVQ__HOLD_LOOK, "it");
+    take(1, KVQ__HOLD_ALONE, "it");
+    take(2, KVQ__HOLD_LOOK, "it");
+    assert_went("a");
+    kvq__name_give(&names, &holds[1]);
+    assert_went("ac");
+    kvq__name_give(&names, &holds[1]); // it has none
+    assert_went("ac");
+}
+
+static bool clash(const struct kvq__hold *a, const struct kvq__hold *b)
+{
+    return strcmp(a->name, b->name) == 0 &&
+           (a->kind == KVQ__HOLD_ALONE || b->kind == KVQ__HOLD_ALONE);
+}
+
+static uint64_t came[HOLDS]; // when each did
+
+static void check_holds(void)
+{
+    for (uint32_t i = 0; i < HOLDS; i++) {
+        bool waits_for_somebody = false;
+        for (uint32_t j = 0; j < HOLDS && holds[i].queued; j++) {
+            if (j == i || !holds[j].queued || !clash(&holds[i], &holds[j]))
+                continue;
+            assert_false(holds[i].held && holds[j].held);
+            waits_for_somebody |= came[j] < came[i];
+        }
+        if (holds[i].queued) // it goes when nobody who came before is in its way, and not before
+            assert_int_equal(holds[i].held, !waits_for_somebody);
+    }
+}
+
+static uint32_t below(uint32_t n)
+{
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t)(state % n);
+}
+
+static void goes(struct kvq__hold *h)
+{
+    (void)h;
+}
+
+static void test_at_random(void **state)
+{
+    (void)state;
+    static const char *const called[] = {"a", "b", "c"};
+    for (uint64_t i = 0; i < STEPS; i++) {
+        struct kvq__hold *h = &holds[below(HOLDS)];
+        if (h->queued) {
+            kvq__name_give(&names, h);
+        } else {
+            came[h - holds] = i;
+            h->kind = below(3) ? KVQ__HOLD_LOOK : KVQ__HOLD_ALONE;
+            kvq__name_take(&names, h, "ns", called[below(3)], goes);
+        }
+        check_holds();
+    }
+    for (uint32_t i = 0; i < HOLDS; i++)
+        kvq__name_give(&names, &holds[i]);
+    assert_true(kvq__names_empty(&names));
+}
+
+// ---- Turns ----
+
+enum { TURNS = 8 };
+static struct kvq__turns turns;
+static struct kvq__turn waiting[TURNS];
+static char order[TURNS + 1];
+
+static void turn_comes(struct kvq__turn *t)
+{
+    assert_ptr_equal(turns.now, t);
+    order[strlen(order)] = (char)('a' + (t - waiting));
+}
+
+static void end_turn(void)
+{
+    kvq__turn_end(&turns, turns.now);
+}
+
+// One namespace with a long queue does not keep the others waiting: they have every other turn.
+static void test_turns(void **state)
+{
+    (void)state;
+    static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
+    memset(order, 0, sizeof order);
+    kvq__turns_init(&turns);
+    for (uint32_t i = 0; i < TURNS; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
+    assert_string_equal(order, "a");
+    assert_int_equal(turns.n, TURNS - 1);
+    while (turns.now)
+        end_turn();
+    assert_string_equal(order, "abfgchde");
+    assert_int_equal(turns.n, 0);
+    kvq__turn_wait(&turns, &waiting[0], "x", turn_comes);
+    assert_ptr_equal(turns.now, &waiting[0]);
+    end_turn();
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup(test_drop_between_looks, setup),
+        cmocka_unit_test_setup(test_other_names, setup),
+        cmocka_unit_test_setup(test_giving_up, setup),
+        cmocka_unit_test_setup(test_at_random, setup),
+        cmocka_unit_test(test_turns),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
