@@ -57,9 +57,9 @@ struct kvq__task {
     uint32_t queued;
     uint64_t stored; // the session in the store that it is about; 0: none
     int rc;
-    uint64_t begun, deadline;
-    uint64_t try_at,
-        try_after; // a save that was set aside: when it is tried again; how long that was
+    uint64_t begun;
+    // A save that was set aside: when it is tried again, for how many ms that is, and was in all.
+    uint64_t try_at, try_after, waited;
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
     struct kvq__found *found;

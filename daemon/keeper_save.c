@@ -10,9 +10,16 @@
 #include "daemon/keeper_internal.h"
 #include "daemon/workers.h"
 
-// How long a save tries to take hold of its session. One that nobody waits for is tried again
-// later, and keeps no others waiting.
-enum { RETRY_MS = 3, PATIENCE_MS = 10000, PATIENCE_OWN_MS = 500 };
+// How long a save tries to take hold of its session, waiting for its turn not counted: less than
+// clients wait for an answer. One that nobody waits for is tried again later. Tries become rarer,
+// so that many cost little.
+enum {
+    RETRY_MS = 3,
+    RETRY_MOST_MS = 100,
+    PATIENCE_MS = 3000,
+    PATIENCE_OWN_MS = 500,
+    PATIENCE_DRAIN_MS = 10000,
+};
 
 // ---- On a thread of libuv's ----
 
@@ -210,27 +217,69 @@ static void written(uv_work_t *work, int status)
 }
 
 // ---- Taking hold ----
+//
+// What keeps a session from being taken hold of may be up to its clients, so nothing is kept
+// waiting for it: neither its name nor whoever else writes. It is looked whether there is anything
+// to save, without either; then the save waits for both, and if it comes too late, looks again.
 
-static void try_save(struct kvq__task *t);
+static void look(struct kvq__task *t);
 
+// Those whose time it is look again; the others have the timer set anew.
 static void try_again(uv_timer_t *timer)
 {
     struct kvq__keeper *keeper = timer->data;
-    kvq__task_to_poller(kvq__task_of_turn(keeper->turns.now), try_save);
+    struct kvq__task *t = TAILQ_FIRST(&keeper->aside), *next;
+    uint64_t now = kvq__now_ns(), first = UINT64_MAX;
+    for (; t; t = next) {
+        next = TAILQ_NEXT(t, link);
+        if (t->try_at > now) {
+            first = t->try_at < first ? t->try_at : first;
+            continue;
+        }
+        TAILQ_REMOVE(&keeper->aside, t, link);
+        kvq__task_to_poller(t, look);
+    }
+    if (first != UINT64_MAX)
+        uv_timer_start(timer, try_again, (first - now) / 1000000 + 1, 0);
+}
+
+static void set_aside(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    uint64_t wait = t->try_after ? 2 * t->try_after : RETRY_MS;
+    kvq__task_step_aside(t);
+    t->try_after = wait < RETRY_MOST_MS ? wait : RETRY_MOST_MS;
+    t->try_at = kvq__now_ns() + t->try_after * 1000000;
+    t->waited += t->try_after;
+    TAILQ_INSERT_TAIL(&keeper->aside, t, link);
+    uint64_t due = uv_timer_get_due_in(&keeper->retry);
+    if (!uv_is_active((const uv_handle_t *)&keeper->retry) || due > t->try_after)
+        uv_timer_start(&keeper->retry, try_again, t->try_after, 0);
 }
 
 static int patience_ms(const struct kvq__task *t)
 {
-    return t->own && !t->keeper->draining ? PATIENCE_OWN_MS : PATIENCE_MS;
+    return !t->own ? PATIENCE_MS : t->keeper->draining ? PATIENCE_DRAIN_MS : PATIENCE_OWN_MS;
+}
+
+static void queue(struct kvq__task *t);
+
+static void take_name(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_ALONE, queue);
 }
 
 static void tried(struct kvq__task *t)
 {
-    if (t->rc == 1 && kvq__now_ns() < t->deadline) {
-        uv_timer_start(&t->keeper->retry, try_again, RETRY_MS, 0);
+    if (t->rc == KVQ__SAVE_WAITS && t->waited < (uint64_t)patience_ms(t)) {
+        set_aside(t);
         return;
     }
-    if (t->rc == 1) {
+    if (t->rc == KVQ__SAVE_THERE_IS) {
+        take_name(t);
+        return;
+    }
+    if (t->rc == KVQ__SAVE_WAITS) {
         snprintf(t->text, sizeof t->text,
                  "session \"%s\" was changed, packed or moved for %g s without a break, or its "
                  "shards stand at different counts; try again",
@@ -282,24 +331,42 @@ static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
     return 0;
 }
 
-// Poller's thread.
-static void try_save(struct kvq__task *t)
+static void try_save(struct kvq__task *t, bool looks)
 {
     bool parks = t->order != NULL;
     struct kvq__save_spec spec = {.ns = t->ns,
                                   .name = parks ? t->order->session : t->name,
                                   .again = t->again,
                                   .unnamed = parks,
-                                  .parks = parks};
+                                  .parks = parks,
+                                  .looks = looks};
     t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
     kvq__task_to_loop(t, tried);
 }
 
+// Poller's thread.
+static void look(struct kvq__task *t)
+{
+    const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
+    t->rc = 0;
+    if (ask && !t->name[0])
+        t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
+                                                                : find_by_handle(t, ask->handle);
+    if (t->rc == 0)
+        try_save(t, true);
+    else
+        kvq__task_to_loop(t, tried);
+}
+
+// Poller's thread, with the name held alone, and in its turn.
+static void take_hold(struct kvq__task *t)
+{
+    try_save(t, false);
+}
+
 static void go(struct kvq__task *t)
 {
-    t->begun = kvq__now_ns();
-    t->deadline = t->begun + (uint64_t)patience_ms(t) * 1000000;
-    kvq__task_to_poller(t, try_save);
+    kvq__task_to_poller(t, take_hold);
 }
 
 static void queue(struct kvq__task *t)
@@ -307,27 +374,9 @@ static void queue(struct kvq__task *t)
     kvq__task_queue(t, go);
 }
 
-static void named(struct kvq__task *t)
-{
-    if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        kvq__task_name(t, KVQ__HOLD_ALONE, queue);
-}
-
-// Poller's thread.
-static void name_it(struct kvq__task *t)
-{
-    const Kvq__SaveSession *ask = t->request->save_session;
-    t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
-                                                            : find_by_handle(t, ask->handle);
-    kvq__task_to_loop(t, named);
-}
-
 void kvq__keeper_save(struct kvq__task *t)
 {
-    if (t->name[0])
-        kvq__task_name(t, KVQ__HOLD_ALONE, queue);
-    else
-        kvq__task_to_poller(t, name_it);
+    t->begun = kvq__now_ns();
+    t->try_after = t->waited = 0;
+    kvq__task_to_poller(t, look);
 }

@@ -383,7 +383,7 @@ int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
         return rc;
     if (any_away(s) || (!spec->again && !is_unsaved(s)))
         return unchanged(s, spec);
-    return begin(s, spec->parks, save, text);
+    return spec->looks ? KVQ__SAVE_THERE_IS : begin(s, spec->parks, save, text);
 }
 
 // ---- What is there ----

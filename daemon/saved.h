@@ -77,12 +77,16 @@ struct kvq__save_spec {
     bool again;            // also if nothing has changed since it was saved
     bool unnamed;          // sessions without a name, too: as "#ID"
     bool parks;            // nobody has asked for it to be kept: it is written to be parked
+    bool looks;            // whether there is anything to save: no hold is taken
+};
+enum kvq__save_answer {
+    KVQ__SAVE_WAITS = 1,   // something has to end first: ask again soon
+    KVQ__SAVE_THERE_IS = 2 // something to save, for who only looks
 };
 
 // Takes hold of the session with all its shards. *save is NULL if nothing has changed since it was
-// saved. Returns 1 if something has to end first: ask again soon. KVQ_E_NO_SESSION, KVQ_E_INVALID,
-// KVQ_E_INCOMPLETE (not all its shards are there), KVQ_E_NO_MEMORY, and what kvq__session_find
-// gives.
+// saved. 0, an enum kvq__save_answer, KVQ_E_NO_SESSION, KVQ_E_INVALID, KVQ_E_INCOMPLETE (not all
+// its shards are there), KVQ_E_NO_MEMORY, and what kvq__session_find gives.
 int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
                     const struct kvq__save_spec *spec, struct kvq__save **save, char *text);
 

@@ -96,6 +96,47 @@ class Names(Stored):
         stored = {x["name"]: x["tokens"] for x in self.daemon.ctl("storage", "list")}
         self.assertEqual(stored.get("it"), 17)
 
+    def ends_beside(self, what):
+        """Whether what() can end while somebody waits to save a session that cannot be saved. That
+        somebody gives up in time, so a slow machine has several tries."""
+        for _ in range(5):
+            waits = self.begin("session", "save", "uneven")
+            self.wait_queued([waits], 1)
+            what()
+            beside = waits.poll() is None
+            _, complaint = waits.communicate(timeout=BOUND)
+            self.assertIn("shards stand at different counts", complaint)
+            if beside:
+                return True
+        return False
+
+    @long_emulated
+    def test_a_save_that_waits_alone(self):
+        """A session that cannot be saved as long as its client likes keeps nobody waiting: others
+        save, drop, park and fetch meanwhile."""
+        tokens = Tokens(4, 400)
+
+        def make():
+            session = self.client.session(tokens.rows, "f16", name="it")
+            tokens.feed(self.queue, session, 128, attend=False)
+            return session
+
+        def save_and_drop():
+            session = make()
+            session.save()
+            session.drop()
+
+        def park_and_drop():
+            session = make()
+            session.park()
+            tokens.feed(self.queue, session, 1, attend=False)
+            session.drop()
+        with self.daemon.client() as other, other.queue() as queue:
+            shards = self.uneven(other, queue, tokens)
+            for what in (save_and_drop, park_and_drop):
+                self.assertTrue(self.ends_beside(what), "others waited for it")
+            queue.truncate(shards[1:], 90)  # the daemon's end need not wait for it
+
     def wait_queued(self, commands, n):
         """Waits until so many are being saved, or wait for that; or the last command has ended."""
         end = time.monotonic() + BOUND
