@@ -202,7 +202,7 @@ void kvq__core_close(struct kvq__core **pointer)
     assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
-            kvq__session_end(s);
+            kvq__session_end(s, "the daemon ends");
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);
     kvq__lanes_close(core);
@@ -229,7 +229,7 @@ static void drop_expired(struct kvq__namespace *ns)
     for (; s; s = next) {
         next = TAILQ_NEXT(s, link);
         if (kvq__group_expired(s)) // and then so are its other shards, each in its turn
-            kvq__session_end(s);
+            kvq__session_end(s, "the time that it is kept is over");
     }
 }
 

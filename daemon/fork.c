@@ -351,7 +351,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     s->exclusive = NULL;
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
     if (!s->dropped && q->results[w - q->work].status < 0) {
-        kvq__session_end(s); // the GPU did not take the copies
+        kvq__session_end(s, "the GPU failed"); // the GPU did not take the copies
     } else if (!s->dropped) {
         kvq__pages_release(s);
         kvq__pack_queue(s);

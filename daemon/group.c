@@ -14,6 +14,8 @@
 #include <assert.h>
 #include <string.h>
 
+#define LAST_SAVE_NS 60000000000ull // for which what cannot be saved is kept longer
+
 // ---- Members ----
 
 struct kvq__group {
@@ -83,28 +85,53 @@ bool kvq__group_is_open(const struct kvq__session *s)
     return open;
 }
 
-bool kvq__group_expired(const struct kvq__session *s)
+bool kvq__group_outlived(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m && (!LIST_EMPTY(&m->handles) || m->pins > 0 || m->keep_ns == 0 ||
-                  (m->save_on_detach && kvq__is_unsaved(m)) ||
                   m->core->now - m->idle_since < m->keep_ns))
             return false;
     }
     return true;
 }
 
-void kvq__group_end(struct kvq__session *s)
+// Whether it may yet be saved before it goes. What is to be saved when everybody has left waits for
+// that as long as it takes; what is only kept, for a minute once that has failed.
+static bool waits_to_be_saved(const struct kvq__session *s)
+{
+    const struct kvq__session *first = kvq__group_member(s, 0);
+    uint64_t over = s->idle_since + s->keep_ns;
+    uint32_t missing;
+    if (!kvq__is_unsaved(s))
+        return false;
+    if (s->save_on_detach)
+        return true;
+    if (!s->core->config.saves || !s->name[0] || s->tokens == 0 || kvq__group_missing(s, &missing))
+        return false;
+    return first->save_wait == 0 || s->core->now - over < LAST_SAVE_NS;
+}
+
+bool kvq__group_expired(const struct kvq__session *s)
+{
+    if (!kvq__group_outlived(s))
+        return false;
+    for (uint32_t i = 0; i < s->shards; i++)
+        if (kvq__group_member(s, i) && waits_to_be_saved(kvq__group_member(s, i)))
+            return false;
+    return true;
+}
+
+void kvq__group_end(struct kvq__session *s, const char *why)
 {
     struct kvq__group *g = s->group;
     uint32_t left = g ? g->n : 0; // with the last member the group is gone
     if (!g)
-        kvq__session_end(s);
+        kvq__session_end(s, why);
     for (uint32_t i = 0; left > 0; i++)
         if (g->member[i]) {
             left--;
-            kvq__session_end(g->member[i]);
+            kvq__session_end(g->member[i], why);
         }
 }
 

@@ -18,9 +18,11 @@ bool kvq__group_missing(const struct kvq__session *session, uint32_t *shard);
 uint64_t kvq__group_tokens(const struct kvq__session *session);
 bool kvq__group_is_open(const struct kvq__session *session); // some shard, by anybody
 // Nobody has had any shard of it for as long as it is kept.
+bool kvq__group_outlived(const struct kvq__session *session);
+// And it need not be saved first.
 bool kvq__group_expired(const struct kvq__session *session);
-// Ends the session with all its shards.
-void kvq__group_end(struct kvq__session *session);
+// Ends the session with all its shards. The log says why.
+void kvq__group_end(struct kvq__session *session, const char *why);
 // That a new shard was opened like another. 0 or KVQ_E_EXISTS.
 int kvq__group_agrees(const struct kvq__session *session, const struct kvq__session *other,
                       char *text);

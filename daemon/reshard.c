@@ -510,7 +510,7 @@ bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer,
     for (uint32_t i = 0; i < s->shards; i++)
         if (kvq__group_member(s, i))
             kvq__group_member(s, i)->kept = true; // what is stored, also if it was to be parked
-    kvq__group_end(s);
+    kvq__group_end(s, "it comes back with another number of shards");
     return true;
 }
 

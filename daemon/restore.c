@@ -710,7 +710,7 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
     if (!s->dropped)
         s->restore = NULL;
     if (!s->dropped && whole && r->spec.prefix_tokens) // the index has got its pages just now
-        kvq__session_end(s);
+        kvq__session_end(s, "its pages are in the index of prefixes");
     kvq__session_unpin(s);
     restore_free(r);
 }

@@ -561,7 +561,7 @@ bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *
 static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
 {
     const struct kvq__core *core = s->core;
-    bool left = s->save_on_detach && !kvq__group_is_open(s);
+    bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
     bool idle = !kvq__in_step(s) && s->pins == 0 && core->now - s->idle_since >= idle_ns;
     uint32_t missing;
     if (!s->name[0] || kvq__group_missing(s, &missing) || !is_unsaved(s))

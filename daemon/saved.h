@@ -114,7 +114,7 @@ struct kvq__unsaved {
 };
 enum kvq__unsaved_which {
     KVQ__UNSAVED_ALL,
-    KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then
+    KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then, or before it goes
     KVQ__UNSAVED_IDLE = 2, // not used for idle_ns
 };
 // A save that nobody waits for has failed: the session is not among those below for a second, for

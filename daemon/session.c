@@ -153,7 +153,19 @@ void kvq__session_publish(struct kvq__session *s)
     TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
 }
 
-void kvq__session_end(struct kvq__session *s)
+// Why it ends, and whether anything is lost by it.
+static void tell_end(const struct kvq__session *s, const char *why)
+{
+    char text[160];
+    int used = snprintf(text, sizeof text, "%s", why);
+    if (s->tokens && kvq__is_unsaved(s))
+        snprintf(text + used, sizeof text - (size_t)used, "; its %llu tokens %s",
+                 (unsigned long long)s->tokens,
+                 s->stored ? "have changed since they were saved" : "were not saved");
+    kvq__event(s->core, KVQ__EVENT_SESSION_DROPPED, s->ns->name, s->name, 0, text);
+}
+
+void kvq__session_end(struct kvq__session *s, const char *why)
 {
     struct kvq__handle *h;
     assert(!s->dropped);
@@ -173,7 +185,7 @@ void kvq__session_end(struct kvq__session *s)
     TAILQ_REMOVE(&s->ns->sessions, s, link);
     s->ns->used[KVQ__SESSIONS]--;
     s->core->n_sessions--;
-    kvq__event(s->core, KVQ__EVENT_SESSION_DROPPED, s->ns->name, s->name, 0, "");
+    tell_end(s, why);
     kvq__pages_trim(s, 0);
     if (s->pins == 0)
         kvq__session_free(s);
@@ -190,7 +202,7 @@ void kvq__session_give_up(struct kvq__session *s, int status)
             h->lost = status;
         }
     }
-    kvq__group_end(s);
+    kvq__group_end(s, "what was stored of it could not be read");
 }
 
 void kvq__session_pin(struct kvq__session *s)
@@ -216,7 +228,8 @@ void kvq__session_detached(struct kvq__session *s)
     if (!s->settling) // nobody is left to end the others' part
         kvq__step_leave(s);
     if (s->drop_on_detach)
-        kvq__group_end(s);
+        kvq__group_end(s, s->name[0] ? "nobody has it open any more, and on_detach is drop"
+                                     : "nobody has it open any more, and it has no name");
 }
 
 // ---- Telling ----
@@ -403,7 +416,7 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
                          "a session opened read-only cannot be dropped through that handle; drop "
                          "it by name, or open it for writing");
     kvq__table_close(client, value, NULL);
-    kvq__group_end(h->session);
+    kvq__group_end(h->session, "its client dropped it");
     return 0;
 }
 
@@ -541,7 +554,7 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
     struct kvq__session *s;
     int rc = kvq__session_get(core, peer, ns, name, &s, text);
     if (rc == 0)
-        kvq__group_end(s);
+        kvq__group_end(s, "it was dropped by name");
     return rc;
 }
 

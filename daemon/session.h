@@ -154,8 +154,8 @@ struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *n
 // As kvq__session_find.
 int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                      const char *name, struct kvq__session **s, char *text);
-// Takes it out of its namespace, makes its handles stale, gives its blocks back.
-void kvq__session_end(struct kvq__session *session);
+// Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
+void kvq__session_end(struct kvq__session *session, const char *why);
 void kvq__session_pin(struct kvq__session *session);
 void kvq__session_unpin(struct kvq__session *session);
 // Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.

@@ -105,6 +105,25 @@ class Saves(Stored):
         self.again()
         self.assertEqual(self.client.session(name="idle").tokens, 100)
 
+    def test_kept_no_longer(self):
+        """What nobody opens for keep_seconds is saved before it leaves memory; the log says why it
+        went. Without a store it says what was lost."""
+        tokens = Tokens(16, 400)
+        self.again(keep_seconds=1)
+        with self.client.session(tokens.rows, "f16", name="kept") as session:
+            tokens.feed(self.queue, session, 300, attend=False)
+        gone = self.daemon.wait_log('event=session_dropped .*session="?kept')
+        self.assertIn("time that it is kept is over", gone)
+        self.assertNotIn("not saved", gone)
+        self.again()
+        self.assertEqual(self.client.session(name="kept", must_exist=True).tokens, 300)
+        with Daemon(keep_seconds=1) as daemon:
+            with daemon.client() as client, client.queue() as queue:
+                with client.session(tokens.rows, "f16", name="kept") as session:
+                    tokens.feed(queue, session, 300, attend=False)
+            gone = daemon.wait_log('event=session_dropped .*session="?kept')
+            self.assertIn("time that it is kept is over; its 300 tokens were not saved", gone)
+
     @long_emulated
     def test_export_and_import(self):
         tokens = Tokens(4, 900)

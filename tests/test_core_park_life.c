@@ -381,6 +381,50 @@ static void test_core_closes(void **state)
     open_kit();
 }
 
+// A session that is only kept is saved before it leaves memory; if that cannot be done it goes a
+// minute later, and one that could never be saved at once. Each time the log says why.
+static void test_kept_till_saved(void **state)
+{
+    const uint64_t second = 1000000000u;
+    struct kvq__unsaved list[4];
+    (void)state;
+    for (int can = 0; can < 2; can++) {
+        uint64_t a = open_as("it", LAYERS, 0);
+        feed(a, 10);
+        assert_int_equal(kvq__session_close(m.client, a, text), 0);
+        assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
+        kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+        for (int i = 0; i < 2; i++) { // however long the save waits for its turn
+            kvq__core_tick(kit.core);
+            assert_int_equal(kit.core->n_sessions, 1);
+            assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 1);
+            kvq__core_clock(kit.core, kit.now += 100 * second);
+        }
+        if (can)
+            save("it");
+        else
+            kvq__unsaved_failed(kit.core, list[0].ns, "it");
+        kvq__core_tick(kit.core);
+        assert_int_equal(kit.core->n_sessions, 0);
+    }
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 10);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+    kvq__unsaved_failed(kit.core, list[0].ns, "it");
+    kvq__core_clock(kit.core, kit.now += 59 * second);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 1);
+    kvq__core_clock(kit.core, kit.now += second);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    a = open_as("empty", LAYERS, 0);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
 
 int main(void)
@@ -394,6 +438,7 @@ int main(void)
         TEST(test_groups),
         TEST(test_forks),
         TEST(test_prefix),
+        TEST(test_kept_till_saved),
         TEST(test_core_closes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
