@@ -5,17 +5,15 @@
 
 #include <assert.h>
 #include <errno.h>
-#include <fcntl.h>
-#include <grp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/random.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "daemon/codebooks.h"
+#include "daemon/directory.h"
 #include "daemon/events.h"
 #include "daemon/gpu.h"
 #include "daemon/keeper.h"
@@ -43,43 +41,6 @@ static int fail_errno(const char *what, const char *path, char *text)
     return error == EACCES || error == EPERM || error == EROFS ? KVQ_E_PERMISSION : KVQ_E_SYSTEM;
 }
 
-static int set_group(const struct kvq_config *config, char *text)
-{
-    if (!config->runtime_group[0])
-        return 0;
-    errno = 0;
-    struct group *group = getgrnam(config->runtime_group);
-    if (!group) {
-        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is no group of this system",
-                 config->runtime_group);
-        return KVQ_E_INVALID;
-    }
-    if (chown(config->runtime_dir, (uid_t)-1, group->gr_gid) != 0)
-        return fail_errno("change the group of", config->runtime_dir, text);
-    return 0;
-}
-
-static int make_directory(const struct kvq_config *config, char *text)
-{
-    struct stat st;
-    const char *path = config->runtime_dir;
-    if (mkdir(path, 0700) != 0 && errno != EEXIST)
-        return fail_errno("make the runtime directory", path, text);
-    if (lstat(path, &st) != 0)
-        return fail_errno("look at the runtime directory", path, text);
-    if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "%.200s is not a directory of user %u (its owner is %u); remove it or choose "
-                 "another runtime_dir",
-                 path, geteuid(), st.st_uid);
-        return KVQ_E_PERMISSION;
-    }
-    int error = set_group(config, text);
-    if (error == 0 && chmod(path, (mode_t)config->runtime_mode) != 0)
-        error = fail_errno("set the mode of", path, text);
-    return error;
-}
-
 static int refuse_second(int fd, const char *directory, char *text)
 {
     char pid[LONGEST_PID] = "";
@@ -96,13 +57,11 @@ int kvq__server_lock(struct kvq__server *server, char *text)
     char path[KVQ_CONFIG_PATH + 16], pid[LONGEST_PID];
     const char *directory = server->config.runtime_dir;
     server->lock_fd = -1;
-    int error = make_directory(&server->config, text);
+    int fd, error = kvq__directory_open(&server->config, text);
+    error = error ? error : kvq__directory_lock_file(directory, &fd, text);
     if (error)
         return error;
     snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0640);
-    if (fd < 0)
-        return fail_errno("open the lock file", path, text);
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         error = errno == EWOULDBLOCK ? refuse_second(fd, directory, text)
                                      : fail_errno("lock", path, text);
@@ -368,7 +327,9 @@ int kvq__server_open(struct kvq__server *server, char *text)
                                         .workers = (uint32_t)server->config.workers,
                                         .spin_ns = server->config.spin_us * 1000,
                                         .pin = server->config.pin};
-    error = kvq__keeper_open(server, &server->keeper, text);
+    if (server->config.storage_dir[0])
+        error = kvq__directory_check("storage_dir", server->config.storage_dir, text);
+    error = error ? error : kvq__keeper_open(server, &server->keeper, text);
     error = error ? error : kvq__poller_open(&config, &server->poller, text);
     error = error ? error : kvq__control_open(server, &server->control, text);
     return error ? error : kvq__attach_open(server, &server->attach, text);

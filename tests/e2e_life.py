@@ -99,6 +99,50 @@ class Life(unittest.TestCase):
             self.assertIn("LimitNOFILE", caught.exception.text)
             client.info()
 
+    def refused_directory(self, path, words, **flags):
+        """kvqd does not start there, says why, and changes nothing of the directory."""
+        before = os.stat(path)
+        done = subprocess.run(
+            [os.path.join(BIN, "kvqd"), "--runtime-dir", path, "--pool-bytes", "64mb",
+             *[x for n, v in flags.items() for x in ("--" + n.replace("_", "-"), v)]],
+            capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr, words)
+        after = os.stat(path)
+        self.assertEqual((before.st_mode, before.st_uid, before.st_gid),
+                         (after.st_mode, after.st_uid, after.st_gid))
+
+    def test_directories_of_others_are_left_alone(self):
+        """As /tmp and /etc are when root starts it there."""
+        with tempfile.TemporaryDirectory() as path:
+            for mode in (0o1777, 0o777, 0o1755):
+                os.chmod(path, mode)
+                self.refused_directory(path, "shared with other users")
+            os.chmod(path, 0o755)
+            with open(os.path.join(path, "passwd"), "w", encoding="utf-8"):
+                pass
+            self.refused_directory(path, "has files in it")
+            self.assertEqual(os.listdir(path), ["passwd"])
+            os.remove(os.path.join(path, "passwd"))
+            self.refused_directory(path, "runtime_mode = 0770", runtime_mode="0770")
+            store = os.path.join(path, "store")
+            os.mkdir(store)
+            os.chmod(store, 0o1777)
+            runtime = os.path.join(path, "run")
+            os.mkdir(runtime, 0o750)
+            self.refused_directory(runtime, "storage_dir: others", storage_dir=store)
+            self.assertEqual(os.listdir(store), [])
+
+    def test_nobody_else_can_hold_the_lock(self):
+        """Who may open kvqd.lock could keep the daemon from starting again."""
+        with tempfile.TemporaryDirectory() as path:
+            for _ in range(2):
+                daemon = Daemon(path)
+                daemon.stop()
+                lock = os.path.join(path, "kvqd.lock")
+                self.assertEqual(os.stat(lock).st_mode & 0o777, 0o600)
+                os.chmod(lock, 0o640)  # as earlier daemons left it
+
     def test_required_huge_pages(self):
         """More than any machine has set aside: refused with the numbers."""
         directory = tempfile.mkdtemp(prefix="kvq-e2e-")
