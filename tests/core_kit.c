@@ -301,10 +301,17 @@ struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t 
                                   .dtype = dtype};
 }
 
+void kit_poll(struct kvq__core *core)
+{
+    if (own_gpus->step)
+        own_gpus->step();
+    kvq__core_poll(core);
+}
+
 void kit_settle(struct member *m)
 {
     while (!kvq__queue_settled(m->queue))
-        kvq__core_poll(m->kit->core);
+        kit_poll(m->kit->core);
 }
 
 void kit_load(struct member *m, const struct kvq_request *header,
@@ -700,8 +707,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     const struct kvq__class *class;
     const struct kvq__extent *e;
     const struct kvq__session *s;
-    uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0;
-    uint32_t sessions = 0;
+    uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0, sessions = 0;
     LIST_FOREACH (class, &ns->classes, link)
         TAILQ_FOREACH (e, &class->extents, link)
             used[kvq__pool_limit(class->pool)] +=
@@ -720,7 +726,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     MUST(sessions == ns->used[KVQ__SESSIONS]);
     check_prefixes(&ns->prefixes);
     c->used += used[KVQ__HOST_BYTES] + used[KVQ__DEVICE_BYTES];
-    c->sessions += sessions;
+    c->sessions += (uint32_t)sessions;
 }
 
 // All extents of a pool, and those in huge pages.
@@ -751,8 +757,7 @@ static void check_pools(const struct kvq__core *core)
         const struct kvq__pool *pool = &core->pools[i];
         uint64_t huge = 0, extents = count_extents(core, pool, &huge);
         MUST(extents * pool->extent_bytes == pool->extents_taken);
-        MUST(huge * pool->extent_bytes == pool->huge_bytes);
-        MUST(pool->extents_taken <= pool->budget);
+        MUST(huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
     }
 }
 
@@ -784,10 +789,9 @@ void core_check(const struct kvq__core *core)
     const struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         check_namespace(&c, ns);
-    uint64_t all_used = 0;
     for (uint32_t i = 0; i < core->n_pools; i++)
-        all_used += core->pools[i].used_bytes;
-    MUST(c.used == all_used);
+        c.used -= core->pools[i].used_bytes;
+    MUST(c.used == 0);
     MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
     MUST(c.away == core->n_away);
     check_pools(core);

@@ -47,6 +47,7 @@ struct kit_gpus {
     uint32_t n;
     void *(*memory_new)(size_t bytes);
     void (*memory_free)(void *memory);
+    bool (*step)(void); // streams without threads: some of their work; NULL = they have some
 };
 void kit_gpus(const struct kit_gpus *gpus); // NULL = none
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
@@ -63,6 +64,8 @@ void member_free(struct member *m);  // after a detach, when its queue is closed
 void kit_run_job(struct kit *kit, struct kvq__job *job);
 // Packs all that is due.
 void kit_pack(struct kit *kit);
+// Looks at the GPUs, which may go on.
+void kit_poll(struct kvq__core *core);
 // Looks at the GPUs until all of the queue's work there has ended.
 void kit_settle(struct member *m);
 // Copies the request to the member's queue.

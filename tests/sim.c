@@ -2,7 +2,7 @@
 //
 // The seeded simulation of the whole core. See sim.h.
 //
-//     sim [FIRST_SEED [COUNT [EVENTS]]]
+//     sim [FIRST_SEED [COUNT [EVENTS [trace]]]]
 //
 // Every run of one seed is the same; a failure prints it.
 #include "tests/sim.h"
@@ -14,6 +14,45 @@
 #include "proto/ring.h"
 
 enum { DEFAULT_EVENTS = 600, MIB = 1 << 20 };
+
+// ---- Traces ----
+
+void sim_trace(struct sim *sim, uint64_t value)
+{
+    uint64_t x = (sim->trace ^ value) * 0x9e3779b97f4a7c15u;
+    sim->trace = x ^ x >> 29;
+}
+
+void sim_trace_bytes(struct sim *sim, const void *bytes, size_t n)
+{
+    uint64_t value;
+    for (size_t at = 0; at < n; at += sizeof value) {
+        value = 0;
+        memcpy(&value, (const uint8_t *)bytes + at, n - at < sizeof value ? n - at : sizeof value);
+        sim_trace(sim, value);
+    }
+}
+
+static bool tell; // the trace after each event
+
+// What the seed has decided so far, and what the core has by now.
+static void trace_event(struct sim *sim)
+{
+    const struct kvq__core *core = sim->kit.core;
+    sim_trace(sim, sim->kit.random);
+    sim_trace(sim, sim->kit.now);
+    sim_trace(sim, core->n_sessions);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        sim_trace(sim, core->pools[i].used_bytes);
+    for (uint32_t i = 0; i < SIM_TRACKS; i++)
+        if (sim->tracks[i].used && sim->tracks[i].alive)
+            sim_trace(sim, sim->tracks[i].id << 32 | sim->tracks[i].model.tokens);
+    for (int i = 0; i < KVQ__EVENTS; i++)
+        sim_trace(sim, sim->kit.events[i]);
+    if (tell)
+        fprintf(stderr, "event %u: %016llx\n", sim->events, (unsigned long long)sim->trace);
+    sim->events++;
+}
 
 // ---- Tracks against the core ----
 
@@ -235,6 +274,7 @@ static void open_session(struct sim *sim, struct actor *a)
     if (!t && expect != KVQ_E_NO_SESSION && quota_is_full(sim, KVQ__SESSIONS))
         expect = KVQ_E_QUOTA;
     int rc = kvq__session_open(a->member.client, &spec, &info, text);
+    sim_trace(sim, (uint64_t)rc);
     if (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in)
         return;
     if (rc != expect)
@@ -360,7 +400,7 @@ static void pay(struct sim *sim, struct actor *a)
     kvq_word64_store_release(&a->timeline[0], a->signal);
     kit_settle(&a->member);
     while (kvq_word64_load_acquire(&a->timeline[1]) < a->signal)
-        kvq__core_poll(sim->kit.core);
+        kit_poll(sim->kit.core);
     a->phase = IDLE;
     op_done(sim, a);
 }
@@ -405,7 +445,7 @@ static void go_on(struct sim *sim, struct actor *a)
         return;
     }
     if (a->phase == ON_GPU && !kvq__queue_settled(a->member.queue)) {
-        kvq__core_poll(sim->kit.core);
+        kit_poll(sim->kit.core);
         return;
     }
     if (a->phase == WAITING || a->phase == ON_GPU) {
@@ -504,14 +544,26 @@ static void move(struct sim *sim)
 
 // ---- One run ----
 
+// Streams without threads do nothing at times, and much at others.
+static void gpus_go_on(struct sim *sim)
+{
+    static const uint32_t most[] = {1, 1, 8, 64};
+    bool (*step)(void) = sim_gpus() ? sim_gpus()->step : NULL;
+    if (!step)
+        return;
+    for (uint32_t n = kit_below(&sim->kit, most[kit_below(&sim->kit, 4)]); n && step(); n--)
+        continue;
+}
+
 static void happen(struct sim *sim)
 {
     struct actor *a = &sim->actors[kit_below(&sim->kit, SIM_ACTORS)];
     uint32_t what = kit_below(&sim->kit, 100);
     bool here = a->present && !a->gone;
     collect_tracks(sim);
+    gpus_go_on(sim);
     if (kit_chance(&sim->kit, kvq__core_moves(sim->kit.core) ? 70 : 20))
-        kvq__core_poll(sim->kit.core);
+        kit_poll(sim->kit.core);
     track_places(sim);
     bool busy = sim->keep.save || sim->keep.restore;
     if (kit_chance(&sim->kit, park_waits(sim) ? 30 : busy ? 15 : 8))
@@ -551,11 +603,12 @@ static void end(struct sim *sim)
             act(sim, &sim->actors[i]);
     // Moves, and packing that nobody waits for.
     while (kvq__core_moves(sim->kit.core) || !kvq__core_idle(sim->kit.core))
-        kvq__core_poll(sim->kit.core);
+        kit_poll(sim->kit.core);
     core_check(sim->kit.core);
     kvq__core_parks(sim->kit.core, &sim->parks);
     kvq__core_evictions(sim->kit.core, &sim->evicted);
     quota_end(sim);
+    trace_event(sim);
     kit_close(&sim->kit);
     for (uint32_t i = 0; i < SIM_TRACKS; i++)
         if (sim->tracks[i].used)
@@ -570,12 +623,13 @@ static void add_parks(struct kvq__park_stats *total, const struct kvq__park_stat
     total->fetch_failed += one->fetch_failed;
 }
 
-static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
+// Its trace.
+static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
 {
     struct sim *sim = calloc(1, sizeof *sim);
     uint64_t pool = seed % 4 ? (uint64_t)(6 + seed % 19) * 2 * MIB : 96ull * MIB;
     uint64_t limit = seed % 5 == 1 ? 5ull * MIB : 0;
-    sim_begin(seed);
+    sim_in_steps(seed);
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
     sim->kit.table_gone = table_free;
@@ -589,6 +643,7 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
         happen(sim);
         core_check(sim->kit.core);
         check_tracks(sim);
+        trace_event(sim);
     }
     end(sim);
     total->tables += sim->tables;
@@ -615,8 +670,18 @@ static void run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->shared += sim->shared;
     total->lowered += sim->lowered;
     total->above += sim->above;
+    uint64_t trace = sim->trace;
     free(sim->workspace);
     free(sim);
+    return trace;
+}
+
+// Whatever was run before it, a seed is the same run: what is not is no simulation.
+static void run_again(uint64_t first, uint64_t count, uint32_t events, const uint64_t *traces)
+{
+    static struct sim total;
+    for (uint64_t i = 0; i < count; i++)
+        MUST(run_seed(first + i, events, &total) == traces[i]);
 }
 
 // A simulation in which nothing happened proves nothing.
@@ -635,18 +700,25 @@ static bool all_happened(const struct sim *total, bool gpus)
 
 int main(int argc, char **argv)
 {
-    enum { MOST = 10 }; // times as many seeds, where the threads of GPUs decide what happens
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     uint64_t count = argc > 2 ? strtoull(argv[2], NULL, 10) : sim_seeds(), n = 0;
     uint32_t events = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : DEFAULT_EVENTS;
+    tell = argc > 4;
     static struct sim total;
     kit_formats(track_formats(), 1);
     kit_saves(true);
     const struct kit_gpus *gpus = sim_gpus();
     bool whole = count >= sim_seeds() && events >= DEFAULT_EVENTS;
     kit_gpus(gpus);
-    for (; n < count || (gpus && whole && n < MOST * count && !all_happened(&total, gpus)); n++)
-        run_seed(first + n, events, &total);
+    uint64_t *traces = calloc(count, sizeof *traces), again = (count + 7) / 8;
+    for (; n < count; n++)
+        traces[n] = run_seed(first + n, events, &total);
+    run_again(first, again, events, traces);
+    sim_trace_bytes(&total, traces, count * sizeof *traces);
+    free(traces);
+    printf("trace of seeds %llu to %llu: %016llx, the same again in %llu\n",
+           (unsigned long long)first, (unsigned long long)(first + count - 1),
+           (unsigned long long)total.trace, (unsigned long long)again);
     printf(
         "%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
         "committed, %llu refusals "

@@ -140,7 +140,9 @@ struct sim {
     uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,
         forks, pairs, undone, moved;
     uint64_t prefixes, shared; // that it did something; shared: tokens that sessions began with
-    uint64_t lowered, above;   // limits set below what was used, and what limits have refused
+    uint32_t events;
+    uint64_t trace;          // of all that has happened: equal if it was the same
+    uint64_t lowered, above; // limits set below what was used, and what limits have refused
 };
 
 // ---- sim_host.c, sim_gpu.c, sim_soft.c ----
@@ -149,9 +151,18 @@ struct sim {
 const struct kit_gpus *sim_gpus(void);
 // Whether their streams run by themselves, so that signals may come late.
 bool sim_runs_late(void);
-// Seeds that are run if nobody says, and what each of them begins with.
+// Seeds that are run if nobody says.
 uint32_t sim_seeds(void);
+// What tests begin with that have streams with threads: they are delayed as the seed says.
 void sim_begin(uint64_t seed);
+// What each seed of the simulation begins with: nothing happens but what the seed decides.
+void sim_in_steps(uint64_t seed);
+
+// ---- sim.c ----
+
+// Adds to the run's trace what has come of something.
+void sim_trace(struct sim *sim, uint64_t value);
+void sim_trace_bytes(struct sim *sim, const void *bytes, size_t n);
 
 // ---- sim_order.c ----
 

@@ -19,13 +19,16 @@ static bool same_row(const float *got, const float *want, uint32_t n, float slac
     return sqrt(error) <= slack * (sqrt(size) + (n == 1 ? 1.0 : 0.05));
 }
 
-static void check_rows(const struct part *p, const float *got, uint32_t got_row, const float *want,
-                       uint32_t heads, uint32_t dim, uint32_t rows)
+static void check_rows(struct sim *sim, const struct part *p, const float *got, uint32_t got_row,
+                       const float *want, uint32_t heads, uint32_t dim, uint32_t rows)
 {
     for (uint32_t r = 0; r < rows; r++)
-        for (uint32_t h = 0; h < heads; h++)
-            MUST(same_row(got + (size_t)r * got_row + (size_t)h * dim,
-                          want + ((size_t)r * heads + h) * dim, dim, p->on_gpu ? 4e-3f : 0.0f));
+        for (uint32_t h = 0; h < heads; h++) {
+            const float *row = got + (size_t)r * got_row + (size_t)h * dim;
+            MUST(
+                same_row(row, want + ((size_t)r * heads + h) * dim, dim, p->on_gpu ? 4e-3f : 0.0f));
+            sim_trace_bytes(sim, row, dim * sizeof *row);
+        }
 }
 
 void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i)
@@ -39,9 +42,9 @@ void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i)
     uint32_t flags = a->header.flags & KVQ_REQ_PAST_ONLY ? KVQ_ATTEND_PAST_ONLY : 0;
     model_attend(&p->track->model, a->header.layer, p->past, e->append, flags, &q, e->queries, out,
                  lse);
-    check_rows(p, actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads, SIM_DIM,
+    check_rows(sim, p, actor_out(a) + (size_t)e->q_row * SIM_ROW, SIM_ROW, out, s->q_heads, SIM_DIM,
                e->queries);
-    check_rows(p, actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
+    check_rows(sim, p, actor_lse(a) + (size_t)e->q_row * SIM_HEADS, SIM_HEADS, lse, s->q_heads, 1,
                e->queries);
     sim->checked++;
     sim->checked_gpu += p->on_gpu;
@@ -57,8 +60,8 @@ void sim_check_read(struct sim *sim, struct actor *a, uint32_t i)
     size_t row = e->row + (p->from - e->position);
     for (uint32_t h = 0; n && h < heads; h++) {
         model_read(&p->track->model, a->header.layer, p->past, p->from, n, h, k, v);
-        check_rows(p, actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
-        check_rows(p, actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
+        check_rows(sim, p, actor_k(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, k, 1, SIM_DIM, n);
+        check_rows(sim, p, actor_v(a) + row * SIM_ROW + h * SIM_DIM, SIM_ROW, v, 1, SIM_DIM, n);
     }
     sim->checked++;
     sim->checked_gpu += p->on_gpu;

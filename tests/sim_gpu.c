@@ -96,13 +96,16 @@ const struct kit_gpus *sim_gpus(void)
     int rc = kvq__gpus_open(&config, &gpus, text);
     if (rc)
         kit_die(__FILE__, __LINE__, text);
-    own = (struct kit_gpus){kvq__gpus_list(gpus), kvq__gpus_count(gpus), memory_new, memory_free};
+    own = (struct kit_gpus){.gpus = kvq__gpus_list(gpus),
+                            .n = kvq__gpus_count(gpus),
+                            .memory_new = memory_new,
+                            .memory_free = memory_free};
     return &own;
 }
 
 uint32_t sim_seeds(void)
 {
-    return 6;
+    return 9;
 }
 
 bool sim_runs_late(void)
@@ -111,6 +114,11 @@ bool sim_runs_late(void)
 }
 
 void sim_begin(uint64_t seed)
+{
+    (void)seed;
+}
+
+void sim_in_steps(uint64_t seed)
 {
     (void)seed;
 }

@@ -31,3 +31,8 @@ void sim_begin(uint64_t seed)
 {
     (void)seed;
 }
+
+void sim_in_steps(uint64_t seed)
+{
+    (void)seed;
+}

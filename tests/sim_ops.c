@@ -555,6 +555,11 @@ void op_done(struct sim *sim, struct actor *a)
     const struct kvq_result *results = kvq__queue_results(a->member.queue);
     whole_follow(sim, a);
     MUST(c->seq == a->header.seq);
+    sim_trace(sim, (uint64_t)c->status << 8 | a->header.op);
+    for (uint32_t i = 0; c->status >= 0 && i < c->count; i++) {
+        sim_trace(sim, (uint64_t)results[i].status);
+        sim_trace(sim, results[i].value);
+    }
     MUST(!op_on_stream(a) || a->gone || a->timeline[1] == a->header.signal);
     sim->streamed += op_on_stream(a) && c->status == 0;
     bool ends = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_STEP_ABORT;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The simulation over the software driver, whose streams run by themselves and delay and reorder
-// all that they may, differently for every seed; clients' signals come late.
+// The simulation over the software driver. Its streams have no threads: the seed decides when each
+// goes on, in any order that is allowed, and clients' signals come late.
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,9 @@
 enum { MIB = 1 << 20 };
 
 static struct kvq__gpus *gpus;
-static void (*set_seed)(uint64_t seed);
+static struct kit_gpus own;
+static void (*set_seed)(uint64_t seed), (*set_steps)(uint64_t seed);
+static bool (*take_step)(void);
 
 static const struct kvq_gpu_driver *driver(void)
 {
@@ -54,21 +56,35 @@ static void memory_free(void *memory)
     kept[i].used = false;
 }
 
-const struct kit_gpus *sim_gpus(void)
+static void find(const char *name, void *function, size_t bytes)
 {
-    static struct kit_gpus own;
+    void *symbol = dlsym(kvq__gpu_driver(kvq__gpus_get(gpus, 0))->library, name);
+    MUST(symbol);
+    memcpy(function, &symbol, bytes);
+}
+
+static void open_gpus(void)
+{
     char text[KVQ_TEXT_BYTES] = "";
     struct kvq__gpus_config config = {
         .driver = KVQ_EMU_LIBRARY, .bytes = 24 * MIB, .extent_bytes = 2 * MIB};
-    if (gpus)
-        return &own;
     setenv("KVQ_EMU_DEVICES", "2", 1);
     if (kvq__gpus_open(&config, &gpus, text))
         kit_die(__FILE__, __LINE__, text);
-    void *symbol = dlsym(kvq__gpu_driver(kvq__gpus_get(gpus, 0))->library, "kvq_soft_seed");
-    memcpy(&set_seed, &symbol, sizeof set_seed);
-    MUST(set_seed);
-    own = (struct kit_gpus){kvq__gpus_list(gpus), kvq__gpus_count(gpus), memory_new, memory_free};
+    own = (struct kit_gpus){.gpus = kvq__gpus_list(gpus),
+                            .n = kvq__gpus_count(gpus),
+                            .memory_new = memory_new,
+                            .memory_free = memory_free};
+}
+
+const struct kit_gpus *sim_gpus(void)
+{
+    if (gpus)
+        return &own;
+    open_gpus();
+    find("kvq_soft_seed", &set_seed, sizeof set_seed);
+    find("kvq_soft_steps", &set_steps, sizeof set_steps);
+    find("kvq_soft_step", &take_step, sizeof take_step);
     return &own;
 }
 
@@ -79,10 +95,23 @@ bool sim_runs_late(void)
 
 uint32_t sim_seeds(void)
 {
-    return 4;
+    return 16;
 }
 
 void sim_begin(uint64_t seed)
 {
     set_seed(seed);
+}
+
+// Each seed begins with GPUs that nobody has used, and so makes the same calls whatever was before.
+void sim_in_steps(uint64_t seed)
+{
+    for (uint32_t i = 0; i < KEPT && kept[i].at; i++) {
+        MUST(!kept[i].used && driver()->host_free(kept[i].at) == KVQ_GPU_OK);
+        kept[i].at = NULL;
+    }
+    kvq__gpus_close(&gpus);
+    open_gpus();
+    set_steps(seed);
+    own.step = take_step;
 }

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/evict.h"
 #include "daemon/table.h"
 #include "tests/sim.h"
 
@@ -162,7 +163,8 @@ void table_open(struct sim *sim, struct actor *a, struct hold *h)
     size_t bytes = kvq_table_bytes(MODEL_LAYERS, PAGES);
     if (h->table || !h->track)
         return;
-    bool on_gpu = find_session(sim, h->track->id)->pool->gpu;
+    // Where it belongs: what has made room is elsewhere only until it is used.
+    bool on_gpu = kvq__home_of(find_session(sim, h->track->id))->gpu;
     void *page = on_gpu ? sim_gpus()->memory_new(bytes) : malloc(bytes);
     memset(page, 0, bytes);
     if (on_gpu)

@@ -173,7 +173,7 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
         if (!v->serves || ++waits == 50)
             return core->shortage.code;
         vault_serve(v, core);
-        kvq__core_poll(core);
+        kit_poll(core);
     }
     return rc;
 }

@@ -164,6 +164,20 @@ part_kernels() {
 
 part_clang() { build clang; }
 
+# same_traces PRESET: a seed of a simulation is the same run in that build as in the optimized one.
+same_traces() {
+    local sim
+    [ -x build/release/tests/sim ] || build release || return
+    for sim in sim sim_gpu sim_soft; do
+        [ -x "build/$1/tests/$sim" ] || continue # without the emulator
+        # shellcheck disable=SC2016
+        check "$sim is the same run in release and $1" 300 bash -c '
+            a=$("build/release/tests/$1" 1 3 | grep ^trace) &&
+                b=$("build/$0/tests/$1" 1 3 | grep ^trace) && echo "$a, $b" && [ "$a" = "$b" ]
+        ' "$1" "$sim"
+    done
+}
+
 # Under --full the slow ones as well.
 part_asan() {
     local which=(-L fast)
@@ -171,6 +185,7 @@ part_asan() {
     build asan || return
     ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
         run_ctest asan $((full ? 3600 : 500)) "${which[@]}"
+    same_traces asan
 }
 
 # Builds only the tests that run, with what they depend on.

@@ -63,6 +63,15 @@ void kvq_soft_stall(struct kvq_gpu_stream *stream, bool held);
 // Another seed for what comes; 0: nothing is delayed or reordered.
 void kvq_soft_seed(uint64_t seed);
 
+// From now on streams have no threads: the calling thread, which alone may call the driver then,
+// does their work in steps, in an order and at moments that come from the seed and from nothing
+// else: some steps in every call, as many as it takes in calls that wait, and one in each call of
+// kvq_soft_step, which returns false if all work waits for something. To be called when no stream
+// has work, again for another seed. A call that waits for what no stream is going to do is a fault
+// (719), as is one of another thread. Graphs are not launched (801).
+void kvq_soft_steps(uint64_t seed);
+bool kvq_soft_step(void);
+
 #ifdef __cplusplus
 }
 #endif

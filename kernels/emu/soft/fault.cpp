@@ -124,7 +124,7 @@ int enter(call row)
             return KVQ_GPU_NOT_INITIALIZED;
         if (in_function)
             return KVQ_GPU_NOT_PERMITTED;
-        if (m.seed)
+        if (m.seed || m.in_steps)
             delay(mix(m.seed, load(&control->calls)) & ~(uint64_t)1);
     }
     if (!survives_faults(row) && broken())

@@ -251,8 +251,8 @@ int graph_launch(kvq_gpu_exec *exec, kvq_gpu_stream *handle)
     work w;
     uint64_t number = 0;
     int result = find_stream(handle, &s);
-    if (result)
-        return result;
+    if (result || m.in_steps)
+        return result ? result : KVQ_GPU_NOT_SUPPORTED;
     {
         guard g(m.order);
         const auto found = m.execs.find(exec);

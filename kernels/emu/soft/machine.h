@@ -11,6 +11,8 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -129,6 +131,13 @@ typedef std::vector<node> node_list;
 
 struct stream;
 
+// What a stream has been given. Ran: done, but nobody was told yet; of steps only.
+struct task {
+    work what;
+    uint64_t number;
+    bool ran = false;
+};
+
 // A capture under way.
 struct capture {
     node_list nodes;
@@ -147,10 +156,14 @@ struct stream {
     unsigned number; // in order of creation; 0: a default stream
     bool blocking;   // orders itself with the default stream
     bool closed = false, begun = false;
+    bool stepping = false; // in the middle of a step
     uint64_t submitted = 0;
     word completed{0};
     std::atomic<bool> stalled{false};
-    struct queue;
+    struct queue { // guarded by m.order
+        std::deque<task> tasks;
+        std::condition_variable filled;
+    };
     std::shared_ptr<queue> tasks;
     capture_ptr recording;
     std::vector<int> frontier; // nodes that the next one comes after
@@ -201,6 +214,7 @@ struct machine {
     std::atomic<bool> ended{false};
     const void *last_change = nullptr; // keeps all from memory when the process ends
     std::atomic<int> sticky{0};
+    std::atomic<bool> in_steps{false}; // streams have no threads
     std::atomic<uint64_t> seed{0}, used[MAX_DEVICES] = {};
 
     std::mutex lock;
@@ -245,6 +259,13 @@ void delay(uint64_t draw);                               // a while, often none;
 void hold(stream &s, uint64_t number);                   // while the stream is stalled
 int parse_stall(const char *spec, char *text, size_t n); // KVQ_EMU_STALL
 
+// ---- steps.cpp: streams without threads ----
+
+void add_step(const stream_ptr &s); // it has been given work; with order held
+bool take_step();                   // false: all that there is waits for something
+void take_steps();                  // none, some or many
+void step_for(const waiting &w);    // one towards this; a fault if there is none
+
 // ---- memory.cpp ----
 
 // While one lives, memory stays mapped.
@@ -273,6 +294,8 @@ look look_at(const waiting &w);
 int await(const waiting &w); // KVQ_GPU_OK; KVQ_GPU_ILLEGAL_ADDRESS; else sticky, ended
 void doze(const waiting &w, unsigned *turn); // a while, longer each time
 int broken(); // the sticky error, or that the process ends, or KVQ_GPU_OK
+
+int perform(stream &s, task &t, uint64_t draw); // what a task is; KVQ_GPU_OK, or a fault
 
 int find_stream(kvq_gpu_stream *handle, stream_ptr *found);
 int give(const stream_ptr &s, work &&what, uint64_t *number = nullptr);

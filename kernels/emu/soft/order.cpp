@@ -38,7 +38,9 @@ uint64_t mix(uint64_t a, uint64_t b)
 // Half of the time none; some turns of others; or long enough for whole chains of work.
 void delay(uint64_t draw)
 {
-    if (!m.seed)
+    if (m.in_steps)
+        take_steps();
+    if (m.in_steps || !m.seed)
         return;
     const unsigned kind = draw % 8, size = (unsigned)(draw >> 8 & 0xff);
     if (kind < 4)

@@ -14,8 +14,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <condition_variable>
-#include <deque>
 #include <system_error>
 #include <thread>
 
@@ -23,17 +21,6 @@
 
 namespace soft
 {
-struct task {
-    work what;
-    uint64_t number;
-};
-
-// Its tasks are guarded by m.order.
-struct stream::queue {
-    std::deque<task> tasks;
-    std::condition_variable filled;
-};
-
 // ---- Words ----
 
 static void wake(word *at)
@@ -92,7 +79,10 @@ int await(const waiting &w)
             return KVQ_GPU_ILLEGAL_ADDRESS;
         if (const int result = broken())
             return result;
-        doze(w, &turn);
+        if (m.in_steps)
+            step_for(w);
+        else
+            doze(w, &turn);
     }
 }
 
@@ -115,19 +105,24 @@ static int do_waits(const work &w)
     return KVQ_GPU_OK;
 }
 
+int perform(stream &s, task &t, uint64_t draw)
+{
+    if (do_waits(t.what) || broken())
+        return broken();
+    const int result = t.what.run ? t.what.run({s.home->device, draw}) : KVQ_GPU_OK;
+    if (result)
+        fault(result, "work of a stream failed");
+    return result;
+}
+
 // What the work held is given back before anybody learns that it is done.
-static void perform(stream &s, task &t)
+static void do_task(stream &s, task &t)
 {
     const uint64_t draw = mix(mix(m.seed, s.number), t.number);
     hold(s, t.number);
     delay(draw);
-    if (do_waits(t.what) || broken())
+    if (perform(s, t, draw))
         return;
-    const int result = t.what.run ? t.what.run({s.home->device, draw}) : KVQ_GPU_OK;
-    if (result) {
-        fault(result, "work of a stream failed");
-        return;
-    }
     delay(mix(draw, 1));
     t.what = work();
     if (!broken())
@@ -138,13 +133,14 @@ static void serve(stream_ptr s)
 {
     std::unique_lock<std::mutex> l(m.order);
     for (;;) {
-        s->tasks->filled.wait(l, [&] { return !s->tasks->tasks.empty() || s->closed; });
-        if (s->tasks->tasks.empty())
+        s->tasks->filled.wait(
+            l, [&] { return (!m.in_steps && !s->tasks->tasks.empty()) || s->closed; });
+        if (m.in_steps || s->tasks->tasks.empty())
             return;
         task t = std::move(s->tasks->tasks.front());
         s->tasks->tasks.pop_front();
         l.unlock();
-        perform(*s, t);
+        do_task(*s, t);
         l.lock();
     }
 }
@@ -212,9 +208,11 @@ int give(const stream_ptr &s, work &&what, uint64_t *number)
         return add_node(s, std::move(what));
     if (const int result = add_order(s, &what))
         return result;
-    if (!s->begun && !begin(s))
+    if (!m.in_steps && !s->begun && !begin(s))
         return KVQ_GPU_OUT_OF_MEMORY;
     s->tasks->tasks.push_back({std::move(what), ++s->submitted});
+    if (m.in_steps)
+        add_step(s);
     if (number)
         *number = s->submitted;
     s->tasks->filled.notify_one();
