@@ -5,7 +5,6 @@
 #ifndef KVQ_TESTS_EVICT_RIG_H
 #define KVQ_TESTS_EVICT_RIG_H
 
-#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -59,7 +58,7 @@ static inline void attach(struct member *member, uint32_t uid)
 static inline int setup(void **state)
 {
     (void)state;
-    sim_begin(5);
+    sim_in_steps(5);
     kit_open(&kit, 7, 32 * MIB, 0);
     kit.core->pools[1].budget = GPU;
     attach(&m, 1000);
@@ -78,16 +77,12 @@ static inline int setup_saves(void **state)
     return 0;
 }
 
-// The threads of the driver have their time, however many others want it: none of a test's passes
-// before what they copy is there.
 static inline void poll(void)
 {
-    kvq__mover_sync(kit.core);
     bool served = kit.core->config.saves && vault_serve(&vault, kit.core) > 0;
-    if (kvq__core_poll(kit.core) || served)
+    kit_poll(kit.core);
+    if (served)
         core_check(kit.core);
-    else
-        sched_yield(); // to the driver's threads
 }
 
 static inline void pass(uint64_t ns)
