@@ -8,6 +8,7 @@
 #include "daemon/group.h"
 #include "daemon/move.h"
 #include "daemon/park.h"
+#include "daemon/saved_internal.h"
 
 enum {
     SAMPLES = 32,         // blocks of a session that are looked at, of maybe 100,000
@@ -27,11 +28,23 @@ double kvq__score(const struct kvq__score *s)
     return (double)s->idle * (double)s->gain / cost;
 }
 
-// The part of a session's blocks that nobody else has. The index of prefixes gives way. With
-// `shared` also its share of those that other sessions have as well.
+// Saves that hold its blocks while they are written.
+static uint32_t saves_of(const struct kvq__session *s)
+{
+    const struct kvq__save *save;
+    uint32_t n = 0;
+    LIST_FOREACH (save, &s->core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            n += save->ids[i] == s->id;
+    return n;
+}
+
+// The part of a session's blocks that nobody else has. The index of prefixes gives way, and what
+// is read from disk or written to it is let go soon. With `shared` also its share of those that
+// other sessions have as well.
 static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
-    uint32_t seen = 0;
+    uint32_t seen = 0, passing = saves_of(s) + (s->restore && s->restore->entered);
     double own = 0;
     for (uint32_t k = 0; k < SAMPLES; k++) {
         const struct kvq__layer *l =
@@ -42,14 +55,14 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
         const struct kvq__pageref *p = &l->pages[page];
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
-        uint32_t index = page < s->ids.sealed;
+        uint32_t others = passing + (page < s->ids.sealed);
         seen += block != NULL;
         if (!block || (ns && block->extent->owner->ns != ns))
             continue;
-        if (block->refs <= 1 + index)
+        if (block->refs <= 1 + others)
             own++;
         else if (shared)
-            own += 1.0 / (block->refs - index);
+            own += 1.0 / (block->refs - others);
     }
     return seen ? own / seen : 0;
 }
@@ -66,7 +79,9 @@ static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage
     const struct kvq__namespace *ns = shortage->code == KVQ_E_QUOTA ? s->ns : NULL;
     if (!kvq__shortage_counts(shortage, s))
         return 0;
-    return (uint64_t)((double)bytes_of(s) * own_part(s, ns, shared));
+    bool begun = s->restore && !s->restore->entered; // it comes back, and has not all as yet
+    uint64_t bytes = begun ? s->restore->reserved : bytes_of(s);
+    return (uint64_t)((double)bytes * own_part(s, ns, shared));
 }
 
 // ---- Where it can go ----
@@ -129,6 +144,7 @@ static void look_at(const struct kvq__session *s, const struct choice *c, struct
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
     look->used |= s->park || s->fetch || kvq__session_in_use(s);
+    look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->stays;
     look->own |= s == plea->own;
@@ -200,6 +216,29 @@ static void consider(struct choice *c, struct kvq__session *s)
     c->gain = look.gain;
 }
 
+// Memory of sessions that are not there yet, since they are read from disk or moved here. That ends
+// by itself, and then they can go, or their memory is free.
+static void consider_coming(const struct kvq__core *core, struct choice *c)
+{
+    const struct kvq__plea *plea = c->plea;
+    const struct kvq__restore *r;
+    const struct kvq__move *move;
+    uint64_t bytes = 0;
+    LIST_FOREACH (r, &core->restores, link)
+        if (!r->entered && !r->fetches && r->session != plea->own &&
+            kvq__shortage_counts(plea->shortage, r->session))
+            bytes += r->reserved;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if ((move->phase == KVQ__MOVE_RESERVING || move->phase == KVQ__MOVE_COPYING) &&
+            plea->shortage->code == KVQ_E_NO_MEMORY && move->to == plea->shortage->pool)
+            bytes += move->reserved_bytes;
+    if (bytes == 0)
+        return;
+    c->busy += bytes;
+    plea->in_the_way->in_use++;
+    *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+}
+
 static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool shared,
                    struct choice *c)
 {
@@ -211,6 +250,7 @@ static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool sh
         TAILQ_FOREACH (s, &ns->sessions, link)
             if (is_first(s))
                 consider(c, s);
+    consider_coming(core, c);
 }
 
 // Marks the sessions of requests that wait for room: the asking one's, and of all others.
@@ -310,13 +350,31 @@ static uint64_t free_of(const struct kvq__shortage *s)
     return s->pool->budget - s->pool->used_bytes;
 }
 
-// Blocks that nobody has any more, but work under way may still look at. With a client whose stream
-// stands still that may take for ever.
+// Blocks that a move which has ended has yet to give back.
+static bool gives_back(const struct kvq__move *move, const struct kvq__pool *pool)
+{
+    bool ends = move->phase == KVQ__MOVE_DRAINING || move->phase == KVQ__MOVE_RELEASING;
+    for (uint32_t i = move->at; ends && i < move->n; i++)
+        for (uint64_t ref = i == move->at ? move->ref : 0; ref < kvq__moved_refs(&move->moved[i]);
+             ref++) {
+            const struct kvq__block *b = kvq__moved_there(&move->moved[i], ref)->block;
+            if (b)
+                return b->extent->owner->pool == pool;
+        }
+    return false;
+}
+
+// Blocks that nobody has any more, but work under way may still look at, or nobody has got round to
+// giving back. With a client whose stream stands still that may take for ever.
 static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *pool)
 {
     const struct kvq__block *b;
+    const struct kvq__move *move;
     STAILQ_FOREACH (b, &core->limbo, link)
         if (b->extent->owner->pool == pool)
+            return true;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (gives_back(move, pool))
             return true;
     return false;
 }

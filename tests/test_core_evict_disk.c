@@ -230,12 +230,155 @@ static void test_two_fetches(void **state)
     assert_true(kit_of(&m, big[1])->away);
 }
 
+// ---- Memory that is taken, and that comes free by itself ----
+
+static const struct kvq__peer admin = {.admin = true};
+
+static const char *id_of(struct member *member, uint64_t handle)
+{
+    static char id[24];
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)kit_of(member, handle)->id);
+    return id;
+}
+
+static void leave_step(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e = entry(member, handle, 0);
+    assert_int_equal(kit_simple(member, KVQ_OP_STEP_ABORT, 9, e, NULL), 0);
+}
+
+// All that could go is just being written: it goes when that has ended.
+static void test_beside_a_save(void **state)
+{
+    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__save *save;
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        if (i > 0)
+            assert_int_equal(
+                kvq__session_stay_named(kit.core, &admin, NULL, id_of(&m, handles[i]), true, text),
+                0);
+    }
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    struct kvq__save_spec spec = {.name = id_of(&m, handles[0]), .unnamed = true};
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    uint64_t x = opened(&other, "");
+    int rc = begin(&other, x, 9, SESSION, 0);
+    assert_int_equal(rc, 1);
+    vault_write(&vault, &save);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_true(kit_of(&m, handles[0])->away);
+    leave_step(&other, x);
+    pass(2 * SECOND);
+    attend(&m, handles[0], now);
+    assert_memory_equal(now, bits, sizeof now);
+    assert_int_equal(refused(), 0);
+}
+
+// A session is being read, and nobody sees it before it has all its blocks: whoever needs those
+// waits until it is there, and can go.
+static void test_beside_a_restore(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    kit.core->pools[0].budget = 4 * MIB; // 64 blocks
+    uint64_t big = opened(&m, "big");
+    assert_int_equal(step(&m, big, 14 * PAGE), 0);
+    assert_int_equal(step(&m, big, 14 * PAGE), 0); // 56 of them
+    struct kvq__save_spec save = {.name = id_of(&m, big)};
+    assert_int_equal(vault_save(&vault, kit.core, &save, NULL), 0);
+    assert_int_equal(kvq__session_drop(m.client, big, text), 0);
+    uint64_t x = opened(&other, "");
+    assert_int_equal(step(&other, x, 1), 0);
+    kvq__pools_trim(kit.core, 0);
+    const struct vault_session *s = vault_find(&vault, "big", 0);
+    struct kvq__restore_spec spec = {.ns = s->ns,
+                                     .place = place(0),
+                                     .saved = &s->saved,
+                                     .parts = s->parts,
+                                     .n_parts = s->n,
+                                     .good_tokens = UINT64_MAX};
+    assert_int_equal(kvq__restore_begin(kit.core, &admin, &spec, &r, text), 0);
+    assert_int_equal(kvq__restore_reserve(r, text), 1);
+    assert_int_equal(r->reserved, 31 * BLOCK);  // of the first extent, and one of the second
+    int rc = begin(&other, x, 9, 20 * PAGE, 0); // 40 of the 31 that are left
+    assert_int_equal(rc, 1);
+    assert_int_equal(kvq__restore_reserve(r, text), 0);
+    assert_int_equal(vault_rest(&vault, &r, s), 0);
+    core_check(kit.core);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
+static uint64_t begin_move(void)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = 1000};
+    struct kvq__move_info info;
+    home = 1;
+    uint64_t a = fed(&m, "");
+    assert_int_equal(
+        kvq__session_move_named(kit.core, &admin, NULL, id_of(&m, a), &spec, &info, text), 0);
+    return a;
+}
+
+static const struct kvq__move *move_until(enum kvq__move_phase phase)
+{
+    const struct kvq__move *move = TAILQ_FIRST(&kit.core->moves);
+    for (uint32_t i = 0; move->phase < phase; i++) {
+        assert_true(i < 1000000);
+        poll();
+    }
+    assert_int_equal(move->phase, phase);
+    return move;
+}
+
+// A session is on its way here: it can go on to disk once it has come.
+static void test_beside_a_move(void **state)
+{
+    (void)state;
+    uint64_t x = opened(&other, ""); // on the host: 32 blocks
+    assert_int_equal(step(&other, x, 1), 0);
+    uint64_t a = begin_move();
+    assert_int_equal(move_until(KVQ__MOVE_COPYING)->reserved_bytes, SESSION_BYTES); // 8 of them
+    home = 0;
+    int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
+    assert_int_equal(rc, 1);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_true(kit_of(&m, a)->away);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
+// It has left, and its blocks are yet to be given back.
+static void test_behind_a_move(void **state)
+{
+    (void)state;
+    home = 1;
+    uint64_t x = opened(&other, ""); // on the GPU: 32 blocks
+    assert_int_equal(step(&other, x, 1), 0);
+    begin_move();
+    move_until(KVQ__MOVE_RELEASING);
+    int rc = begin(&other, x, 9, 12 * PAGE, 0);
+    assert_int_equal(rc, 1);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        SAVES(test_disk),        SAVES(test_forks), SAVES(test_both),        SAVES(test_no_host),
-        SAVES(test_store_fails), SAVES(test_above), SAVES(test_two_fetches),
+        SAVES(test_disk),          SAVES(test_forks),         SAVES(test_both),
+        SAVES(test_no_host),       SAVES(test_store_fails),   SAVES(test_above),
+        SAVES(test_two_fetches),   SAVES(test_beside_a_save), SAVES(test_beside_a_restore),
+        SAVES(test_beside_a_move), SAVES(test_behind_a_move),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -619,9 +619,46 @@ static void no_memory(void **state)
     }
 }
 
+// A prefix is read into memory that is full then: a step that needs it waits until it is in the
+// index, which gives way.
+static void gives_way_once_read(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = named(&one, TOKENS), mine;
+    struct kvq__restore *r;
+    spec.format = "f16";
+    feed(&one, &spec, 1000);
+    save("it");
+    restart();
+    mine = spec_of(&two, 0);
+    mine.prefix = (struct kvq__prefix_spec){0};
+    mine.format = "f16";
+    mine.model = "another";
+    uint64_t handle = open_as(&two, &mine, NULL);
+    assert_int_equal(kit_step(&two, handle, 1, HEADS, DIM), 0);
+    const struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 5 * PAGE, &r, text), 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    struct kvq__pool *pool = &kit.core->pools[0];
+    pool->budget = pool->extents_taken; // 32 blocks: 3 and 15 are taken
+    assert_int_equal(pool->used_bytes * 32, pool->budget * 18);
+    assert_int_equal(kit_step(&two, handle, 8 * PAGE, HEADS, DIM), 1); // 24
+    assert_int_equal(vault_layer(&vault, r, from, 1), 0);
+    assert_int_equal(vault_layer(&vault, r, from, 2), 0);
+    kvq__restore_end(&r, 0);
+    core_check(kit.core);
+    kvq__core_clock(kit.core, kit.now += 60000000);
+    assert_int_equal(kvq__request_continue(two.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(two.queue)->status, 0);
+    assert_int_equal(kvq__queue_results(two.queue)[0].status, 0);
+    struct kvq_entry_wire e = {.handle = handle, .position = 1};
+    assert_int_equal(kit_simple(&two, KVQ_OP_STEP_ABORT, KIT_STEP, e, NULL), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(gives_way_once_read, setup, teardown),
         cmocka_unit_test_setup_teardown(comes_back, setup, teardown),
         cmocka_unit_test_setup_teardown(written_once, setup, teardown),
         cmocka_unit_test_setup_teardown(behind_the_floor, setup, teardown),
