@@ -364,6 +364,11 @@ class BadPeople(Test):
             child = Child("stranger", daemon.directory, 65534, "uid-0", "x")
             code, text = child.hear()
             child.end()
+            for command, status in (("status", 6), ("doctor", 7)):
+                done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir",
+                                       daemon.directory, command], capture_output=True, user=65534,
+                                      timeout=BOUND, extra_groups=[])
+                self.assertEqual(done.returncode, status, done.stderr)
         self.assertEqual(code, "E_PERMISSION")
         self.assertIn("65534", text)
         self.assertIn(daemon.directory, text)

@@ -59,6 +59,8 @@ static void send_reply(void *socket, const uint8_t *identity, size_t identity_si
     zmq_send(socket, data, size, 0);
 }
 
+static double compression = 4.25; // of the session below
+
 // One session with numbers that a test can recognize.
 static void fill_session(Kvq__Session *session)
 {
@@ -73,7 +75,7 @@ static void fill_session(Kvq__Session *session)
     session->bytes_per_token_head = 98;
     session->bytes_per_token_head_total = 120.5;
     session->full_precision_tokens = 128;
-    session->compression = 4.25;
+    session->compression = compression;
     session->packed_bytes = 1ull << 40;
     session->tier = "disk";
     session->pinned = true;
@@ -256,7 +258,7 @@ static void test_no_daemon(void **state)
     assert_int_equal(run(f, "status", out, sizeof out), 3);
     assert_non_null(strstr(out, f->path));
     assert_non_null(strstr(out, "kvqd --runtime-dir"));
-    assert_int_equal(run(f, "doctor", out, sizeof out), 3);
+    assert_int_equal(run(f, "doctor", out, sizeof out), 7); // whatever the problem is
     assert_non_null(strstr(out, "PROBLEM"));
 }
 
@@ -361,7 +363,15 @@ static void test_formats(void **state)
     assert_non_null(strstr(out, "mymix              2-31    oscar2            3.062"));
     assert_int_equal(run_with(f, ANSWER, 0, "", "format list --json", out, sizeof out), 0);
     assert_non_null(strstr(out, "\"bits_per_value\":\t3.0625"));
+    compression = 0.25;
     assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat", out, sizeof out), 0);
+    assert_non_null(strstr(out, "120.5 with everything; 4.00 times larger than 16 bits\n"));
+    compression = 0; // without tokens there is nothing to compare
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat", out, sizeof out), 0);
+    assert_non_null(strstr(out, "120.5 with everything\n"));
+    compression = 4.25;
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session show chat", out, sizeof out), 0);
+    assert_non_null(strstr(out, "120.5 with everything; 4.25 times smaller than 16 bits\n"));
     assert_non_null(strstr(out, "format      mymix, 3.062"));
     assert_non_null(strstr(out, "layers      0-1:k8v4, 2-31:oscar2\n"));
     assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));

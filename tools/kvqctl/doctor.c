@@ -167,7 +167,8 @@ int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args)
         kvq__ctl_print_json_array((ProtobufCMessage *const *)all, n);
     else
         print_findings(all, n);
-    if (result == 0 && worst_level(all, n) >= LEVEL_PROBLEM)
+    // Whatever kept the daemon from answering is one of the problems.
+    if (worst_level(all, n) >= LEVEL_PROBLEM)
         result = KVQ_EXIT_PROBLEM;
     free(all);
     return result;

@@ -100,6 +100,18 @@ static void print_shards(const Kvq__Session *s)
     }
 }
 
+// What a token takes. Memory comes in blocks: a short session may take more than 16 bits would.
+static void print_size(const Kvq__Session *s)
+{
+    double times = s->compression;
+    printf("a token     %.1f bytes per KV head packed, %.1f with everything",
+           s->bytes_per_token_head, s->bytes_per_token_head_total);
+    if (times > 0)
+        printf("; %.2f times %s than 16 bits", times < 1 ? 1 / times : times,
+               times < 1 ? "larger" : "smaller");
+    printf("\n");
+}
+
 static void print_session(const Kvq__Session *s)
 {
     char label[160], state[80];
@@ -127,9 +139,7 @@ static void print_session(const Kvq__Session *s)
                kvq__ctl_bytes(s->shared_bytes), kvq__ctl_bytes(s->packed_bytes - s->shared_bytes));
     if (s->prefix_tokens)
         printf("prefix      it began with %" PRIu64 " tokens that were there\n", s->prefix_tokens);
-    printf("a token     %.1f bytes per KV head packed, %.1f with everything; %.2f times smaller "
-           "than 16 bits\n",
-           s->bytes_per_token_head, s->bytes_per_token_head_total, s->compression);
+    print_size(s);
     if (s->saturated_values)
         printf("clamped     %" PRIu64 " values beyond the 16-bit range\n", s->saturated_values);
     print_shards(s);
