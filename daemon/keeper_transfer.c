@@ -316,8 +316,10 @@ static void saved(struct kvq__task *t)
         conclude(x, t->rc);
     } else if (is_cancelled(x)) {
         conclude(x, KVQ_E_CANCELLED);
-    } else {
-        start_talking(x);
+    } else { // its turn to talk may yet come
+        x->saved = true;
+        x->phase = KVQ__TRANSFER_QUEUED;
+        start_next(x->desk);
     }
 }
 
@@ -436,6 +438,8 @@ static bool may_begin(const struct kvq__desk *desk, const struct kvq__transfer *
         return true;
     if (!has_ticket(x))
         return desk->n_asking < ASK_AT_ONCE;
+    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved)
+        return true; // a save that waits for its session keeps nobody from talking
     return desk->n_talking < TALK_AT_ONCE && !desk->sweeping && desk->failed < KVQ__LEFT_FILES;
 }
 
@@ -445,24 +449,39 @@ static void begin(struct kvq__transfer *x)
         conclude(x, KVQ_E_CANCELLED);
         return;
     }
-    x->talks = true;
-    *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) += 1;
-    if (x->kind != KVQ__TRANSFER_PUSH) {
-        start_talking(x);
+    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved) {
+        x->phase = KVQ__TRANSFER_SAVING;
+        begin_task(x, saved);
+        kvq__keeper_save(&x->task);
         return;
     }
-    x->phase = KVQ__TRANSFER_SAVING;
-    begin_task(x, saved);
-    kvq__keeper_save(&x->task);
+    x->talks = true;
+    *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) += 1;
+    start_talking(x);
 }
 
+static bool user_talks(const struct kvq__desk *desk, uint32_t uid)
+{
+    const struct kvq__transfer *x;
+    TAILQ_FOREACH (x, &desk->transfers, link)
+        if (x->talks && has_ticket(x) && x->uid == uid)
+            return true;
+    return false;
+}
+
+// The first of a user of whom none talks, or else the first: whoever has many leaves others their
+// turn.
 static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
 {
-    struct kvq__transfer *x;
-    TAILQ_FOREACH (x, &desk->transfers, link)
-        if (may_begin(desk, x))
+    struct kvq__transfer *x, *first = NULL;
+    TAILQ_FOREACH (x, &desk->transfers, link) {
+        if (!may_begin(desk, x))
+            continue;
+        if (!user_talks(desk, x->uid))
             return x;
-    return NULL;
+        first = first ? first : x;
+    }
+    return first;
 }
 
 static void start_next(struct kvq__desk *desk)

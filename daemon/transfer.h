@@ -47,6 +47,7 @@ struct kvq__transfer {
     bool replace;
     struct kvq__task *asker; // who waits for a list or a removal, which have no ticket
 
+    bool saved;      // a push's session, so that it can be sent
     bool talks;      // it has one of the threads
     uint32_t cancel; // a word: not 0 once it is to end
     uv_thread_t thread;

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 import unittest
 
 from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, feed, kvq, long_emulated,
@@ -284,6 +285,40 @@ class Transfers(Remote):
         self.assertEqual(one.ctl("remote", "list"), [])
         self.assertEqual(os.listdir(os.path.join(self.bucket, "sessions")), [])
         client.close()
+
+    def test_pushes_that_wait(self):
+        """Pushes whose sessions cannot be saved, as long as their client likes, keep nobody else
+        from the remote store. They give up in time, so a slow machine has several tries."""
+        def saving(daemon):
+            transfers = daemon.ctl("remote", "status")["transfers"]
+            return sum(x["phase"] == "saving" for x in transfers)
+        tokens = Tokens(5, 200)
+        one = self.start("one")
+        beside, names = False, ("uneven1", "uneven2")
+        with one.client() as client, client.queue() as queue:
+            late = []
+            for name in names:
+                shards = [client.session(tokens.rows, "f16", name=name, shard=i, shards=2,
+                                         max_rollback=64) for i in range(2)]
+                feed(queue, [tokens, tokens], shards, [100, 100], attend=False)
+                queue.truncate(shards[:1], 90)
+                late += shards[1:]
+            session = client.session(tokens.rows, "f16", name="it")
+            for _ in range(5):
+                pushes = [self.begin(one, "session", "push", name) for name in names]
+                end = time.monotonic() + BOUND
+                while saving(one) < 2 and all(x.poll() is None for x in pushes):
+                    self.assertLess(time.monotonic(), end)
+                tokens.feed(queue, session, 1, attend=False)
+                one.ctl("session", "push", "it")
+                beside = saving(one) == 2
+                for push in pushes:
+                    _, complaint = push.communicate(timeout=BOUND)
+                    self.assertIn("shards stand at different counts", complaint)
+                if beside:
+                    break
+            queue.truncate(late, 90)
+        self.assertTrue(beside, "others waited for them")
 
     def test_opens_beside_a_pull(self):
         """Who opens a session while a pull replaces it has the old one, and the pull is refused; or
