@@ -726,7 +726,8 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     }
     keeper->server = server;
     kvq__names_init(&keeper->names);
-    kvq__turns_init(&keeper->turns);
+    kvq__turns_init(&keeper->turns, 1);
+    kvq__turns_init(&keeper->reads, KVQ__READ_AT_ONCE);
     TAILQ_INIT(&keeper->aside);
     TAILQ_INIT(&keeper->loadings);
     TAILQ_INIT(&keeper->waiting);

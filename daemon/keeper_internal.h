@@ -14,7 +14,10 @@ TAILQ_HEAD(kvq__loadings, kvq__loading);
 
 struct kvq__desk;
 
-enum { KVQ__KEEPER_UNSAVED = 64 }; // sessions that are asked for at a time
+enum {
+    KVQ__KEEPER_UNSAVED = 64, // sessions that are asked for at a time
+    KVQ__READ_AT_ONCE = 2,    // restores that read side by side
+};
 
 // Tells the poller that a layer is there.
 struct kvq__layer_mail {
@@ -30,7 +33,8 @@ struct kvq__loading {
     struct kvq__restore *restore;
     struct kvq__found *found;
     struct kvq__task *task; // that waits for the end; NULL = none
-    bool reading, fetches, prefix;
+    struct kvq__turn turn;  // to be read
+    bool fetches, prefix;
     uv_work_t work;
     struct kvq__mail mail;
     struct kvq__layer_mail layers[KVQ_MAX_LAYERS];
@@ -72,7 +76,7 @@ struct kvq__keeper {
     struct kvq__limits limits;
 
     struct kvq__loadings loadings;
-    uint32_t n_loading; // of these, under way
+    struct kvq__turns reads; // of these
 
     struct kvq_store_use *used; // not yet in the store
     uint32_t n_used, room_used;

@@ -98,11 +98,11 @@ void kvq__name_give(struct kvq__names *names, struct kvq__hold *h)
 
 // ---- Turns ----
 
-void kvq__turns_init(struct kvq__turns *turns)
+void kvq__turns_init(struct kvq__turns *turns, uint32_t most)
 {
+    assert(most > 0);
+    *turns = (struct kvq__turns){.most = most};
     TAILQ_INIT(&turns->first);
-    turns->now = NULL;
-    turns->n = 0;
 }
 
 // The one who stands for his namespace; NULL: nobody of it waits.
@@ -118,7 +118,7 @@ static struct kvq__turn *first_of(const struct kvq__turns *turns, const char *ns
 static void start_next(struct kvq__turns *turns)
 {
     struct kvq__turn *t = TAILQ_FIRST(&turns->first), *heir;
-    if (turns->now || !t)
+    if (turns->under_way == turns->most || !t)
         return;
     TAILQ_REMOVE(&turns->first, t, link);
     heir = TAILQ_FIRST(&t->behind);
@@ -129,6 +129,7 @@ static void start_next(struct kvq__turns *turns)
         TAILQ_INSERT_TAIL(&turns->first, heir, link);
     }
     turns->n--;
+    turns->under_way++;
     turns->now = t;
     t->go(t);
 }
@@ -152,8 +153,10 @@ void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *t, const char *n
 
 void kvq__turn_end(struct kvq__turns *turns, struct kvq__turn *t)
 {
-    assert(turns->now == t && t->queued);
-    turns->now = NULL;
+    assert(t->queued && turns->under_way > 0);
+    turns->under_way--;
+    if (turns->now == t)
+        turns->now = NULL;
     t->queued = false;
     start_next(turns);
 }

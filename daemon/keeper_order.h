@@ -9,8 +9,8 @@
 // drop from before the session leaves memory until it has left the store. So nobody restores what
 // is being deleted, and nobody deletes what was saved after the drop.
 //
-// Turns. One at a time writes to the store. Namespaces have their turns one after the other,
-// and within one it is first come, first served.
+// Turns. One at a time writes to the store, and a few read sessions from it. Namespaces have their
+// turns one after the other, and within one it is first come, first served.
 //
 // A name is taken before a turn is waited for, never in a turn: else two could wait for each other.
 #ifndef KVQ_DAEMON_KEEPER_ORDER_H
@@ -59,7 +59,7 @@ void kvq__name_give(struct kvq__names *names, struct kvq__hold *hold);
 struct kvq__turn;
 TAILQ_HEAD(kvq__turn_list, kvq__turn);
 
-// Of one who writes or waits to; zeros at first.
+// Of one whose turn it is, or who waits for it; zeros at first.
 struct kvq__turn {
     TAILQ_ENTRY(kvq__turn) link;
     struct kvq__turn_list behind; // of its namespace, if it is the first of it
@@ -70,11 +70,12 @@ struct kvq__turn {
 
 struct kvq__turns {
     struct kvq__turn_list first; // of each namespace that waits, in the order of their turns
-    struct kvq__turn *now;       // whose turn it is; NULL: nobody's
+    struct kvq__turn *now;       // whose turn it is, who came last; NULL: that is over
+    uint32_t most, under_way;    // at a time
     uint32_t n;                  // that wait
 };
 
-void kvq__turns_init(struct kvq__turns *turns);
+void kvq__turns_init(struct kvq__turns *turns, uint32_t most);
 // Calls go() when it is its turn, maybe at once. ns is empty for what is no namespace's.
 void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *turn, const char *ns,
                     void (*go)(struct kvq__turn *turn));

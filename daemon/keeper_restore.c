@@ -12,10 +12,7 @@
 #include "daemon/keeper_internal.h"
 #include "daemon/workers.h"
 
-enum {
-    AT_ONCE = 2, // restores that read side by side
-    TRIES = 3,   // looks at what changes meanwhile
-};
+enum { TRIES = 3 }; // looks at what changes meanwhile
 
 void kvq__found_free(struct kvq__found **found)
 {
@@ -209,8 +206,6 @@ static void find(struct kvq__task *t)
 
 // ---- From queue to end ----
 
-static void start_reading(struct kvq__keeper *keeper);
-
 static void tell(const struct kvq__loading *l)
 {
     char text[256];
@@ -255,12 +250,11 @@ static void ended_on_loop(struct kvq__mail *mail)
         snprintf(t->text, sizeof t->text, "%s", l->text);
     }
     TAILQ_REMOVE(&keeper->loadings, l, link);
-    keeper->n_loading--;
+    kvq__turn_end(&keeper->reads, &l->turn);
     kvq__found_free(&l->found);
     free(l);
     if (t)
         t->read(t);
-    start_reading(keeper);
 }
 
 // Poller's thread.
@@ -281,19 +275,14 @@ static void all_read(uv_work_t *work, int status)
     kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->mail, end_restore);
 }
 
-static void start_reading(struct kvq__keeper *keeper)
+static void start_reading(struct kvq__turn *turn)
 {
-    struct kvq__loading *l;
-    TAILQ_FOREACH (l, &keeper->loadings, link) {
-        if (l->reading || keeper->n_loading == AT_ONCE)
-            continue;
-        l->reading = true;
-        keeper->n_loading++;
-        l->work.data = l;
-        if (uv_queue_work(&keeper->server->loop, &l->work, kvq__keeper_read, all_read) != 0) {
-            l->rc = KVQ_E_SYSTEM;
-            all_read(&l->work, 0);
-        }
+    struct kvq__loading *l =
+        (struct kvq__loading *)((char *)turn - offsetof(struct kvq__loading, turn));
+    l->work.data = l;
+    if (uv_queue_work(&l->keeper->server->loop, &l->work, kvq__keeper_read, all_read) != 0) {
+        l->rc = KVQ_E_SYSTEM;
+        all_read(&l->work, 0);
     }
 }
 
@@ -305,9 +294,10 @@ static void load(struct kvq__task *t, void (*read)(struct kvq__task *task))
         return;
     t->read = read;
     t->loading->task = read ? t : NULL;
-    TAILQ_INSERT_TAIL(&keeper->loadings, t->loading, link);
+    struct kvq__loading *l = t->loading;
+    TAILQ_INSERT_TAIL(&keeper->loadings, l, link);
     t->loading = NULL;
-    start_reading(keeper);
+    kvq__turn_wait(&keeper->reads, &l->turn, l->ns, start_reading);
 }
 
 // ---- At the poller ----

@@ -108,7 +108,7 @@ static void done(struct kvq__task *t)
 
 void kvq__keeper_tidy(struct kvq__keeper *keeper)
 {
-    if (keeper->ended || keeper->draining || keeper->n_loading > 0 || keeper->turns.now)
+    if (keeper->ended || keeper->draining || keeper->reads.under_way > 0 || keeper->turns.now)
         return;
     if (keeper->n_used == 0 && !keeper->untidy)
         return;
@@ -182,7 +182,7 @@ void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, 
         used = (size_t)snprintf(out, n, "%s %s/%s", doing(first), first->ns, first->name);
     else if (first)
         used = (size_t)snprintf(out, n, "%s", doing(first));
-    if (keeper->n_loading > 0 && used < n)
+    if (keeper->reads.under_way > 0 && used < n)
         snprintf(out + used, n - used, "%srestoring %u sessions", used ? ", " : "",
-                 keeper->n_loading);
+                 keeper->reads.under_way);
 }

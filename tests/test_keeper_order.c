@@ -176,6 +176,11 @@ static void turn_comes(struct kvq__turn *t)
     order[strlen(order)] = (char)('a' + (t - waiting));
 }
 
+static void turn_begins(struct kvq__turn *t)
+{
+    order[strlen(order)] = (char)('a' + (t - waiting));
+}
+
 static void end_turn(void)
 {
     kvq__turn_end(&turns, turns.now);
@@ -187,7 +192,7 @@ static void test_turns(void **state)
     (void)state;
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
     memset(order, 0, sizeof order);
-    kvq__turns_init(&turns);
+    kvq__turns_init(&turns, 1);
     for (uint32_t i = 0; i < TURNS; i++)
         kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
     assert_string_equal(order, "a");
@@ -201,6 +206,27 @@ static void test_turns(void **state)
     end_turn();
 }
 
+// Several at a time: the one who came to the end makes room for the next namespace's first.
+static void test_several_turns(void **state)
+{
+    static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "x", "x", "y"};
+    (void)state;
+    memset(waiting, 0, sizeof waiting);
+    memset(order, 0, sizeof order);
+    kvq__turns_init(&turns, 2);
+    for (uint32_t i = 0; i < TURNS; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
+    assert_string_equal(order, "ab");
+    kvq__turn_end(&turns, &waiting[1]);
+    assert_string_equal(order, "abc");
+    kvq__turn_end(&turns, &waiting[0]);
+    assert_string_equal(order, "abch");
+    assert_int_equal(turns.under_way, 2);
+    while (turns.under_way)
+        kvq__turn_end(&turns, &waiting[order[strlen(order) - turns.under_way] - 'a']);
+    assert_string_equal(order, "abchdefg");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -209,6 +235,7 @@ int main(void)
         cmocka_unit_test_setup(test_giving_up, setup),
         cmocka_unit_test_setup(test_at_random, setup),
         cmocka_unit_test(test_turns),
+        cmocka_unit_test(test_several_turns),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
