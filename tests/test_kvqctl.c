@@ -23,7 +23,7 @@
 #include "proto/wire.h"
 
 // How the scripted daemon answers.
-enum manner { ANSWER, SILENT, GARBAGE, STALE_ID_FIRST, OTHER_RESULT, ESCAPES };
+enum manner { ANSWER, SILENT, GARBAGE, STALE_ID_FIRST, CUT_LISTS, OTHER_RESULT, ESCAPES };
 
 struct daemon {
     void *context, *socket;
@@ -82,6 +82,34 @@ static void fill_session(Kvq__Session *session)
     session->readers = 2;
 }
 
+// Lists besides sessions and formats: each without an element, and cut.
+static void answer_cut(const Kvq__Request *request, Kvq__Reply *reply)
+{
+    static Kvq__ClientList clients = KVQ__CLIENT_LIST__INIT;
+    static Kvq__PrefixList prefixes = KVQ__PREFIX_LIST__INIT;
+    static Kvq__QuotaList quotas = KVQ__QUOTA_LIST__INIT;
+    static Kvq__SavedList saved = KVQ__SAVED_LIST__INIT;
+    static Kvq__RemoteList remote = KVQ__REMOTE_LIST__INIT;
+    clients.truncated = prefixes.truncated = quotas.truncated = true;
+    saved.truncated = remote.truncated = true;
+    if (request->command_case == KVQ__REQUEST__COMMAND_LIST_CLIENTS) {
+        reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
+        reply->clients = &clients;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_PREFIXES) {
+        reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
+        reply->prefixes = &prefixes;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_QUOTAS) {
+        reply->result_case = KVQ__REPLY__RESULT_QUOTAS;
+        reply->quotas = &quotas;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_SAVED) {
+        reply->result_case = KVQ__REPLY__RESULT_SAVED;
+        reply->saved = &saved;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_REMOTE) {
+        reply->result_case = KVQ__REPLY__RESULT_REMOTE_LIST;
+        reply->remote_list = &remote;
+    }
+}
+
 static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
                    const Kvq__Request *request)
 {
@@ -126,6 +154,9 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
         reply.result_case = KVQ__REPLY__RESULT_FORMATS;
         reply.formats = &formats;
     }
+    list.truncated = formats.truncated = daemon->manner == CUT_LISTS;
+    if (daemon->manner == CUT_LISTS)
+        answer_cut(request, &reply);
     if (daemon->manner == STALE_ID_FIRST) {
         reply.id--;
         reply.status = KVQ_E_INTERNAL;
@@ -377,6 +408,23 @@ static void test_formats(void **state)
     assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));
 }
 
+// Nobody takes a part for the whole, neither people nor scripts.
+static void test_cut_lists(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const lists[] = {"session list", "format list", "client list",  "quota list",
+                                        "storage list", "remote list", "prefix status"};
+    char out[8192], command[64];
+    for (size_t i = 0; i < 2 * sizeof lists / sizeof *lists; i++) {
+        snprintf(command, sizeof command, "%s%s", lists[i / 2], i % 2 ? " --json" : "");
+        assert_int_equal(run_with(f, CUT_LISTS, 0, "", command, out, sizeof out), 1);
+        if (!strstr(out, "the list is not whole"))
+            fail_msg("%s said: %s", command, out);
+    }
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session list", out, sizeof out), 0);
+    assert_null(strstr(out, "not whole"));
+}
+
 // Names come from other users; none of their bytes may steer a terminal.
 static void test_escapes_are_tamed(void **state)
 {
@@ -410,6 +458,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
         cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),
         cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),
         cmocka_unit_test_setup_teardown(test_top, setup, teardown),
     };

@@ -176,6 +176,18 @@ int kvq__ctl_refused(int status, const char *text)
     return exit_of_status(status);
 }
 
+int kvq__ctl_whole(bool truncated, size_t n, const char *what, const char *remedy)
+{
+    if (!truncated)
+        return KVQ_EXIT_OK;
+    fflush(stdout);
+    fprintf(
+        stderr,
+        "kvqctl: the list is not whole: the daemon's reply holds %zu %s, and there are more%s%s\n",
+        n, what, *remedy ? "; " : "", remedy);
+    return KVQ_EXIT_FAILED;
+}
+
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply)
 {

@@ -19,8 +19,6 @@ static void print_clients(const Kvq__ClientList *list)
                kvq__ctl_bytes(c->buffer_bytes), c->sessions, c->requests,
                kvq__ctl_duration(c->connected_ms));
     }
-    if (list->truncated)
-        printf("(there are more)\n");
 }
 
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
@@ -41,7 +39,7 @@ int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
         printf("no clients\n");
     else
         print_clients(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_clients, "clients", "");
 }
 
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)

@@ -114,8 +114,6 @@ static void print_formats(const Kvq__FormatList *list)
                same ? "" : kvq__ctl_clean(f->row), f->bits_per_value, f->unit_tokens,
                f->recent_tokens, f->sink_tokens, kvq__ctl_clean(f->source));
     }
-    if (list->truncated)
-        printf("(there are more than fit into a reply)\n");
 }
 
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
@@ -134,7 +132,7 @@ int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
         kvq__ctl_print_json_array((ProtobufCMessage *const *)list->formats, list->n_formats);
     else
         print_formats(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_formats, "formats", "");
 }
 
 // Sends a ping. On success *microseconds is the round trip.

@@ -68,6 +68,10 @@ Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
 // Prints what went wrong in words, or the code's own, and returns the exit status for it.
 int kvq__ctl_refused(int status, const char *text);
 
+// For lists: KVQ_EXIT_OK, or, if the daemon had more than fit into its reply, words on standard
+// error and KVQ_EXIT_FAILED. what: the elements; remedy: what to do, or "".
+int kvq__ctl_whole(bool truncated, size_t n, const char *what, const char *remedy);
+
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);

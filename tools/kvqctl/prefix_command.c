@@ -16,8 +16,6 @@ static void print_prefixes(const Kvq__PrefixList *list)
                kvq__ctl_clean(p->namespace_), p->pages * 128, kvq__ctl_bytes(p->bytes),
                kvq__ctl_bytes(p->idle_bytes), p->lookups, p->hits, p->hit_tokens, p->evicted * 128);
     }
-    if (list->truncated)
-        printf("(there are more)\n");
 }
 
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
@@ -38,7 +36,7 @@ int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
         printf("no prefixes: no engine has told token ids\n");
     else
         print_prefixes(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_prefixes, "namespaces with prefixes", "");
 }
 
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)

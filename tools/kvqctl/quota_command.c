@@ -42,8 +42,6 @@ static void print_list(const Kvq__QuotaList *list)
     }
     if (any)
         printf("* set at run time; the others are the configuration's\n");
-    if (list->truncated)
-        printf("(there are more; ask for one by its name)\n");
 }
 
 static void print_limit(const char *what, uint64_t used, uint64_t limit, uint64_t base,
@@ -138,7 +136,7 @@ int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
         printf("no namespaces that this user may see\n");
     else
         print_list(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_quotas, "namespaces", "ask for one by its name");
 }
 
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)

@@ -130,7 +130,8 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
     const Kvq__RemoteList *list = reply->remote_list;
     if (ctl->json) {
         kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
-        return KVQ_EXIT_OK;
+        return kvq__ctl_whole(list->truncated, list->n_sessions, "stored sessions",
+                              "narrow it with --namespace NAME");
     }
     if (list->n_sessions == 0)
         printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
@@ -139,9 +140,8 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < list->n_sessions; i++)
         printf("%-20s %11s  %s\n", kvq__ctl_clean(list->sessions[i]->namespace_),
                kvq__ctl_bytes(list->sessions[i]->bytes), kvq__ctl_clean(list->sessions[i]->name));
-    if (list->truncated)
-        printf("(there are more; narrow it with --namespace NAME)\n");
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_sessions, "stored sessions",
+                          "narrow it with --namespace NAME");
 }
 
 int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)

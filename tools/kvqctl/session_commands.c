@@ -52,8 +52,6 @@ void kvq__ctl_print_sessions(const Kvq__SessionList *list)
                kvq__ctl_bytes(memory), s->shared_unknown ? "?" : kvq__ctl_bytes(s->shared_bytes),
                s->compression, session_state(s, state, sizeof state));
     }
-    if (list->truncated)
-        printf("(there are more; narrow it with --namespace NAME)\n");
 }
 
 int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply)
@@ -81,7 +79,8 @@ int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
         printf("no sessions%s\n", ctl->ns ? " in that namespace" : "");
     else
         kvq__ctl_print_sessions(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_sessions, "sessions",
+                          "narrow it with --namespace NAME");
 }
 
 static void print_shards(const Kvq__Session *s)

@@ -164,8 +164,6 @@ static void print_entries(const Kvq__SavedList *list)
         printf("%-14s %-20s %9" PRIu64 " %11s  %-16s  %-16s  %s\n", kvq__ctl_clean(e->namespace_),
                label, e->tokens, kvq__ctl_bytes(e->bytes), saved, used, kvq__ctl_clean(e->formats));
     }
-    if (list->truncated)
-        printf("(there are more; narrow it with --namespace NAME)\n");
 }
 
 int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
@@ -188,7 +186,8 @@ int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
         printf("nothing is saved%s\n", ctl->ns ? " of that namespace" : "");
     else
         print_entries(list);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(list->truncated, list->n_sessions, "saved sessions",
+                          "narrow it with --namespace NAME");
 }
 
 static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)

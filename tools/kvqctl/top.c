@@ -83,6 +83,8 @@ static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const 
     list->n_sessions = all < rows ? all : rows;
     kvq__ctl_print_sessions(list);
     list->n_sessions = all;
+    if (list->truncated)
+        printf("(of the first %zu sessions; there are more)\n", all);
     fflush(stdout);
 }
 
