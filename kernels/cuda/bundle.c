@@ -25,8 +25,8 @@ struct entry {
 void kvq_gpu_kernels_text(char text[KVQ_GPU_KERNELS_TEXT])
 {
     snprintf(text, KVQ_GPU_KERNELS_TEXT,
-             "attend %d args %zu session %zu tile %zu item %zu page %zu recipe %zu book %zu",
-             KVQ_GPU_KERNELS_VERSION, sizeof(struct kvq_gpu_attend_args),
+             "attend %s args %zu session %zu tile %zu item %zu page %zu recipe %zu book %zu",
+             KVQ_GPU_KERNELS_SOURCES, sizeof(struct kvq_gpu_attend_args),
              sizeof(struct kvq_gpu_session), sizeof(struct kvq_gpu_tile),
              sizeof(struct kvq_gpu_item), sizeof(struct kvq_page), sizeof(struct kvq_recipe),
              sizeof(struct kvq_book));

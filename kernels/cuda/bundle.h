@@ -11,13 +11,11 @@
 extern "C" {
 #endif
 
-// What whoever fills the arguments of attention and whoever compiled the kernels must agree about
-// besides the sizes of structs: to be raised with every change of attend.h or recipe.h that
-// leaves these as they are.
-enum { KVQ_GPU_KERNELS_VERSION = 1, KVQ_GPU_KERNELS_TEXT = 160 };
+enum { KVQ_GPU_KERNELS_TEXT = 160 };
 
-// This program's version and sizes as text. Kernels that came with another text cannot be launched
-// by this program.
+// What whoever fills the arguments of attention and whoever compiled its kernels must agree about,
+// as text: a hash of the sources of both (CMakeLists.txt) and the sizes of structs. Kernels that
+// came with another text cannot be launched by this program.
 void kvq_gpu_kernels_text(char text[KVQ_GPU_KERNELS_TEXT]);
 
 // Bytes of a bundle of those images that have the capability, as kvq_gpu.image_capability says it

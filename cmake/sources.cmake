@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# A number that changes with what sources mean.
+#
+#   kvq_sources_hash(OUT ROOT FILE...)    16 hex digits of the files and of all that they include
+#                                         as #include "..." below the folder ROOT, without comments
+#                                         and white space; configuring again follows their changes
+function(kvq_sources_hash OUT ROOT)
+    set(todo ${ARGN})
+    set(seen "")
+    set(hashes "")
+    while(todo)
+        list(POP_FRONT todo name)
+        if(name IN_LIST seen OR NOT EXISTS ${ROOT}/${name})
+            continue()
+        endif()
+        list(APPEND seen ${name})
+        file(READ ${ROOT}/${name} text)
+        string(REGEX REPLACE "//[^\n]*" "" text "${text}")
+        string(REGEX MATCHALL "#include \"[^\"]+\"" includes "${text}")
+        foreach(include ${includes})
+            string(REGEX REPLACE "#include \"([^\"]+)\"" "\\1" include "${include}")
+            list(APPEND todo ${include})
+        endforeach()
+        string(REGEX REPLACE "[ \t\r\n]+" "" text "${text}")
+        string(SHA256 hash "${text}")
+        list(APPEND hashes "${name} ${hash}")
+        if(NOT CMAKE_SCRIPT_MODE_FILE)
+            set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${ROOT}/${name})
+        endif()
+    endwhile()
+    list(SORT hashes)
+    string(SHA256 hash "${hashes}")
+    string(SUBSTRING ${hash} 0 16 hash)
+    set(${OUT} ${hash} PARENT_SCOPE)
+endfunction()

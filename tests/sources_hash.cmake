@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -DWORK=FOLDER -P sources_hash.cmake: what changes kvq_sources_hash, and what does not.
+cmake_minimum_required(VERSION 3.25)
+include(${CMAKE_CURRENT_LIST_DIR}/../cmake/sources.cmake)
+
+function(expect WHAT SAME TEXT HEADER)
+    file(WRITE ${WORK}/a.cu "${TEXT}")
+    file(WRITE ${WORK}/b.h "${HEADER}")
+    kvq_sources_hash(hash ${WORK} a.cu)
+    if(SAME AND NOT hash STREQUAL first)
+        message(FATAL_ERROR "${WHAT} changed the hash: ${first} became ${hash}")
+    elseif(NOT SAME AND hash STREQUAL first)
+        message(FATAL_ERROR "${WHAT} did not change the hash ${hash}")
+    endif()
+endfunction()
+
+set(text "#include \"b.h\"\nint a = B;\n")
+set(header "enum { B = 1 };\n")
+file(WRITE ${WORK}/a.cu "${text}")
+file(WRITE ${WORK}/b.h "${header}")
+kvq_sources_hash(first ${WORK} a.cu)
+expect("nothing" TRUE "${text}" "${header}")
+expect("a comment" TRUE "// one\n${text}" "${header} // two\n")
+expect("a blank line" TRUE "${text}\n\n" "${header}")
+expect("a number" FALSE "#include \"b.h\"\nint a = B + 1;\n" "${header}")
+expect("a header's number" FALSE "${text}" "enum { B = 2 };\n")
