@@ -224,7 +224,7 @@ int kvq_daemon_gpus(kvq_client *client, struct kvq_gpu_info *gpus, uint32_t max,
         return kvq__fail(KVQ_E_INVALID, "kvq_daemon_gpus: an argument is NULL");
     *n = client->n_gpus;
     for (uint32_t i = 0; i < client->n_gpus && i < max; i++) {
-        kvq__gpu_place(client->gpus[i].uuid, gpus[i].place);
+        kvq__gpu_place(client, client->gpus[i].uuid, gpus[i].place);
         copy_text(gpus[i].name, sizeof gpus[i].name, client->gpus[i].name);
     }
     return KVQ_OK;

@@ -61,12 +61,16 @@ int kvq__gpu_code(int result)
     }
 }
 
-void kvq__gpu_place(const uint8_t *u, char *place)
+void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place)
 {
-    snprintf(place, KVQ__PLACE_BYTES,
-             "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", u[0], u[1],
-             u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11], u[12], u[13], u[14],
-             u[15]);
+    struct kvq_gpu_uuid of;
+    const char *name = ""; // of one that is none of the daemon's
+    static_assert((int)KVQ__PLACE_BYTES == KVQ_GPU_PLACE_BYTES, "both hold a place");
+    memcpy(of.bytes, uuid, sizeof of.bytes);
+    for (uint32_t i = 0; i < client->n_gpus; i++)
+        if (memcmp(client->gpus[i].uuid, uuid, KVQ__UUID_BYTES) == 0)
+            name = client->gpus[i].name;
+    kvq_gpu_place(&of, name, place);
 }
 
 int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello)
@@ -93,10 +97,10 @@ int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello)
 static int no_such_gpu(const kvq_client *client, const char *what, const uint8_t *uuid)
 {
     char place[KVQ__PLACE_BYTES], list[4 * KVQ__PLACE_BYTES + 4] = "";
-    kvq__gpu_place(uuid, place);
+    kvq__gpu_place(client, uuid, place);
     for (uint32_t i = 0; i < client->n_gpus && i < 4; i++) {
         char one[KVQ__PLACE_BYTES];
-        kvq__gpu_place(client->gpus[i].uuid, one);
+        kvq__gpu_place(client, client->gpus[i].uuid, one);
         snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i ? " " : "", one);
     }
     return kvq__fail(KVQ_E_UNSUPPORTED,

@@ -61,8 +61,8 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
         rc = kvq__gpu_here(client, "creating a buffer on a GPU", &here);
     if (rc)
         return rc;
-    kvq__gpu_place(here.uuid, place);
-    if (gpu && strcmp(gpu, place) != 0)
+    kvq__gpu_place(client, here.uuid, place);
+    if (gpu && !kvq_gpu_place_is(gpu, place))
         return kvq__fail(KVQ_E_INVALID,
                          "creating a buffer on %.60s: the current context is of %s; make one of "
                          "that GPU current first",

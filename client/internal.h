@@ -272,8 +272,8 @@ int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
 // Makes a context the calling thread's; gives back the one it had.
 struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here);
 void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
-// "GPU-01234567-..."; place has KVQ__PLACE_BYTES.
-void kvq__gpu_place(const uint8_t *uuid, char *place);
+// "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
+void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
 int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
 
 // ---- gpu_buffer.c ----

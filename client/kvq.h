@@ -133,7 +133,7 @@ KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
 
 /* A GPU of the daemon. */
 struct kvq_gpu_info {
-    char place[48]; /* "GPU-01234567-89ab-cdef-0123-456789abcdef": its UUID */
+    char place[48]; /* "GPU-01234567-89ab-cdef-0123-456789abcdef", or "MIG-.." */
     char name[64];  /* for people: "NVIDIA H200" */
 };
 

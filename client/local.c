@@ -45,8 +45,8 @@ static int find_gpu(struct kvq_local *local)
     int rc = kvq__gpu_here(local->client, "kvq_local_open", &local->here);
     if (rc)
         return rc;
-    kvq__gpu_place(local->here.uuid, place);
-    return strcmp(place, local->place) == 0
+    kvq__gpu_place(local->client, local->here.uuid, place);
+    return kvq_gpu_place_is(place, local->place)
                ? KVQ_OK
                : kvq__fail(KVQ_E_INVALID,
                            "kvq_local_open for %s: the current context is of %s; make one of that "
@@ -97,8 +97,9 @@ static int check_options(const kvq_queue *queue, const struct kvq_local_options 
                          "kvq_local_open: %u threads%s; at most %d, with a function that runs them",
                          o->threads, o->parallel ? "" : " and parallel NULL", KVQ__LOCAL_THREADS);
     if (o->place && strlen(o->place) >= KVQ__PLACE_BYTES)
-        return kvq__fail(KVQ_E_INVALID, "kvq_local_open: the place is \"host\" or \"GPU-\" and a "
-                                        "UUID");
+        return kvq__fail(KVQ_E_INVALID,
+                         "kvq_local_open: the place is \"host\", or \"GPU-\" or \"MIG-\" "
+                         "and a UUID");
     return KVQ_OK;
 }
 

@@ -177,14 +177,20 @@ static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
         words ? "work" : "do not work", events ? "work" : "do not work");
 }
 
-// Without MPS the contexts of two processes take turns on a GPU.
+// Without MPS the contexts of two processes take turns on a GPU. Under MPS they share one fate: a
+// fault in one, and a kill of one with work in flight, can end the others' work.
 static void check_mps(struct findings *f)
 {
     const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
     bool runs = access(pipe ? pipe : "/tmp/nvidia-mps", F_OK) == 0;
-    add(f, "mps", runs ? FINE : NOTE,
-        runs ? "" : "start nvidia-cuda-mps-control -d for daemon and engines of one user",
-        runs ? "MPS seems to run: kernels of daemon and engines run side by side"
+    add(f, "mps", NOTE,
+        runs ? "end engines in order; or run without MPS, with attention in their own context "
+               "(kvq_local_open)"
+             : "let engines attend in their own context (kvq_local_open), one hop a step; MPS "
+               "(nvidia-cuda-mps-control -d) helps as well, but ties engines' and daemon's fates",
+        runs ? "MPS seems to run: kernels run side by side, but a fault in one process, or a kill "
+               "-9 "
+               "of one with work in flight, can end the GPU work of all, the daemon's too"
              : "MPS does not seem to run: daemon and engines take turns on a GPU, which costs time "
                "at every change");
 }

@@ -453,23 +453,10 @@ void kvq__gpu_sweep(struct kvq__gpu *gpu)
 
 // ---- Opening ----
 
-static void write_uuid(const struct kvq_gpu_uuid *uuid, char *out)
-{
-    size_t at = 0;
-    memcpy(out, "GPU-", 5);
-    at = 4;
-    for (int i = 0; i < 16; i++) {
-        if (i == 4 || i == 6 || i == 8 || i == 10)
-            out[at++] = '-';
-        at += (size_t)snprintf(out + at, KVQ__GPU_UUID_TEXT - at, "%02x", uuid->bytes[i]);
-    }
-}
-
-// Whether the list of UUIDs names it; an empty list names all.
+// Whether the list of UUIDs names it; an empty list names all. Either prefix will do.
 static bool is_named(const char *list, const char *uuid)
 {
-    const char *at = list && *list ? strstr(list, uuid) : NULL;
-    return !list || !*list || at;
+    return !list || !*list || strcasestr(list, uuid + strlen("GPU-")) != NULL;
 }
 
 static int ask(struct kvq__gpu *gpu)
@@ -482,7 +469,7 @@ static int ask(struct kvq__gpu *gpu)
         result = d->device_attribute(&fds, KVQ_GPU_HAS_HANDLE_FD, gpu->device);
     gpu->mapping = mapping != 0;
     gpu->exports = fds != 0;
-    write_uuid(&gpu->uuid, gpu->uuid_text);
+    kvq_gpu_place(&gpu->uuid, gpu->name, gpu->uuid_text);
     return result;
 }
 
@@ -562,7 +549,7 @@ static int check_named(const struct kvq__gpus *gpus, const char *list, char *tex
         bool found = false;
         snprintf(one, sizeof one, "%.*s", (int)length, at);
         for (uint32_t i = 0; i < gpus->n; i++)
-            found |= strcmp(gpus->gpu[i]->uuid_text, one) == 0;
+            found |= kvq_gpu_place_is(one, gpus->gpu[i]->uuid_text);
         if (!found) {
             snprintf(text, KVQ_TEXT_BYTES,
                      "no GPU here is \"%s\"; nvidia-smi -L lists those that there are", one);

@@ -42,7 +42,7 @@ const struct kvq_gpu_driver *kvq__gpu_driver(const struct kvq__gpu *gpu);
 const struct kvq_gpu *kvq__gpu_kernels(const struct kvq__gpu *gpu);
 int kvq__gpu_device(const struct kvq__gpu *gpu); // the driver's number, good in this process alone
 const uint8_t *kvq__gpu_uuid(const struct kvq__gpu *gpu);
-const char *kvq__gpu_uuid_text(const struct kvq__gpu *gpu); // "GPU-..."
+const char *kvq__gpu_uuid_text(const struct kvq__gpu *gpu); // "GPU-.." or "MIG-.."
 const char *kvq__gpu_name(const struct kvq__gpu *gpu);
 bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu); // stream_wait64 and stream_write64 work
 bool kvq__gpu_exports(const struct kvq__gpu *gpu);        // memory for caches has descriptors

@@ -324,7 +324,8 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
 struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text)
 {
     for (uint32_t i = 0; i < core->n_pools; i++)
-        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0)
+        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0 ||
+            kvq_gpu_place_is(place, kvq__pool_name(&core->pools[i])))
             return &core->pools[i];
     kvq__fail(text, KVQ_E_INVALID,
               "place \"%.64s\": this daemon has \"host\"%s; kvqctl status lists its places", place,

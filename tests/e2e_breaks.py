@@ -181,9 +181,9 @@ class Breaks(Test):
                     self.assertIn(text, found[0]["text"])
 
     def test_without_mps(self):
-        """It is said, with what to do; all tests here run without."""
+        """It is said, and what a kill does with it; all tests here run without."""
         for folder, level, text in (("/nonexistent", 1, "does not seem to run"),
-                                    (self.daemon.directory, 0, "seems to run")):
+                                    (self.daemon.directory, 1, "kill -9 of one with work")):
             with mock.patch.dict(os.environ, {"CUDA_MPS_PIPE_DIRECTORY": folder}), \
                     Daemon() as daemon:
                 found = [f for f in daemon.ctl("doctor") if f["check"] == "mps"]

@@ -275,6 +275,19 @@ struct kvq_gpu_driver {
 int kvq_gpu_driver_open(struct kvq_gpu_driver *driver, const char *library, char *text, size_t n);
 void kvq_gpu_driver_close(struct kvq_gpu_driver *driver); // a zeroed table is fine
 
+// 0 if the driver can load kernels that CUDA's compiler of that major version made (0: nobody made
+// any); else -1, and a sentence in text that says which driver can. Needs no GPU.
+int kvq_gpu_driver_check(const struct kvq_gpu_driver *driver, int compiled_by, char *text,
+                         size_t n);
+
+// The device's name for people, as nvidia-smi -L prints it: "GPU-" and its UUID, or "MIG-" and that
+// of the part of a GPU that it is, which device_name tells by the word MIG.
+enum { KVQ_GPU_PLACE_BYTES = 48 };
+void kvq_gpu_place(const struct kvq_gpu_uuid *uuid, const char *device_name,
+                   char place[KVQ_GPU_PLACE_BYTES]);
+// Whether both name one device: either prefix will do, in either case of letters.
+bool kvq_gpu_place_is(const char *place, const char *other);
+
 // Writes "what: NAME (what it means)" for a result that is not KVQ_GPU_OK. Returns -1.
 int kvq_gpu_fault(const struct kvq_gpu_driver *driver, int result, const char *what, char *text,
                   size_t n);

@@ -31,6 +31,8 @@ struct kvq_gpu_image {
 // What this program was built with, ended by one whose name is NULL; that one alone if it was
 // built without CUDA.
 const struct kvq_gpu_image *kvq_gpu_images(void);
+// The major version of CUDA whose compiler made them; 0: there are none.
+int kvq_gpu_images_cuda(void);
 
 // To be read only. Any number of threads may launch.
 struct kvq_gpu {

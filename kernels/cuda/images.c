@@ -22,3 +22,8 @@ const struct kvq_gpu_image *kvq_gpu_images(void)
 {
     return images;
 }
+
+int kvq_gpu_images_cuda(void)
+{
+    return KVQ_GPU_IMAGES_CUDA;
+}
