@@ -39,7 +39,12 @@ static bool has_avx2(void)
 }
 #endif
 
-#ifdef KVQ_HAVE_AVX512
+#if defined(KVQ_AVX512_IN_SOFTWARE) // for tests alone: tests/simde/immintrin.h
+static bool has_avx512(void)
+{
+    return true;
+}
+#elif defined(KVQ_HAVE_AVX512)
 static bool has_avx512(void)
 {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -5,8 +5,11 @@
 #ifndef KVQ_KERNELS_SIMD_H
 #define KVQ_KERNELS_SIMD_H
 
-// Constant arguments only pay if the compiler really inlines.
+// Constant arguments only pay if the compiler really inlines. (A build that is for tests alone and
+// need not be fast says otherwise: tests/CMakeLists.txt.)
+#ifndef KVQ__INLINE
 #define KVQ__INLINE static inline __attribute__((always_inline))
+#endif
 
 // A loop whose bounds are constants, to be written out whole.
 #ifdef __clang__

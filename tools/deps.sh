@@ -16,6 +16,7 @@ kvq_build_packages=(
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
+    libsimde-dev
 )
 kvq_full_packages=(qemu-user)
 kvq_cuda_packages=(g++ python3-pip)
