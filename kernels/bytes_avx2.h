@@ -15,11 +15,13 @@ enum {
 };
 
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
-// (or p), the value of 1 in them, and in fp32 what the middle of the codes stands for, of channels
-// (or of [channel group][token in the order of sets]).
+// (or p), and in fp32 what the middle of the codes stands for, of channels (or of [channel group]
+// [token in the order of sets]). Besides, the value of 1 in K's scales, and each token's largest
+// scale of V, which those of V are parts of.
 struct kvq__opened {
     _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
+    _Alignas(64) float largest[KVQ_GROUP_TOKENS];
     float unit;
 };
 
@@ -73,11 +75,11 @@ static inline float kvq__max_f16(const uint8_t *p, uint32_t n)
     return fmaxf(_cvtsh_ss((uint16_t)~_mm_extract_epi16(q, 0)), 0x1p-24f);
 }
 
-// Two registers of fp32 as int16, in the order of vpackssdw.
-static inline __m256i kvq__to_int16(__m256 a, __m256 b, __m256 factor)
+// a * fa and b * fb as int16, in the order of vpackssdw.
+static inline __m256i kvq__to_int16(__m256 a, __m256 b, __m256 fa, __m256 fb)
 {
-    return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(a, factor)),
-                              _mm256_cvtps_epi32(_mm256_mul_ps(b, factor)));
+    return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(a, fa)),
+                              _mm256_cvtps_epi32(_mm256_mul_ps(b, fb)));
 }
 
 // Channels 4 s + {0, 1, 2, 3} of K stand in bytes 0, 2, 1, 3 of a word of codes; of int16 here.

@@ -24,7 +24,7 @@ KVQ__INLINE void open_k(struct kvq__bytes *v, const struct kvq__codec *c, uint32
     for (uint32_t i = 0; i < dim; i += 16) {
         __m256 a = kvq__load8(scales + 2 * i, KVQ_F16),
                b = kvq__load8(scales + 2 * i + 16, KVQ_F16);
-        __m256i x = kvq__byte_order(kvq__to_int16(a, b, factor));
+        __m256i x = kvq__byte_order(kvq__to_int16(a, b, factor, factor));
         _mm256_store_si256((void *)(g->scale16 + i), x);
         __m256 za = kvq__load8(zeros + 2 * i, KVQ_F16),
                zb = kvq__load8(zeros + 2 * i + 16, KVQ_F16);

@@ -8,11 +8,16 @@
 #include "kernels/bytes_avx2.h"
 
 enum {
-    V16_TOP = 2890, // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
+    V16_TOP = 2890, // what the largest weight and 1 become as int16: 2890^2 / 2^15 < 255
     SETS = 8,
 };
 
 // ---- p * scale as u8, for all groups of the chunk ----
+//
+// A token's weight is p times the largest of its scales (one for each 32 channels), and a scale is
+// taken as a part of that one. The step of a row's bytes is thus set by the largest p * scale there
+// is: not by a token with a large p and small values, nor by one with large values that nobody
+// looks at.
 
 // Tokens 8 j to 8 j + 7 in the order of sets: set 2 j + half, then k, for token 8 j + 2 k + half.
 static inline __m256 sets_from_tokens(__m256 x)
@@ -21,10 +26,15 @@ static inline __m256 sets_from_tokens(__m256 x)
 }
 
 // And from the eight slots in which their scales stand, as fp16.
-static inline __m256 sets_from_slots(const uint8_t *p)
+static inline __m256 sets_from_slots(__m128i x)
 {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    return _mm256_permutevar8x32_ps(kvq__load8(p, KVQ_F16), order);
+    return _mm256_permutevar8x32_ps(_mm256_cvtph_ps(x), order);
+}
+
+static inline __m256 load_sets(const uint8_t *p)
+{
+    return sets_from_slots(_mm_load_si128((const void *)p));
 }
 
 // Where the four weights of a set stand, as the two packs leave them.
@@ -33,22 +43,36 @@ KVQ__INLINE uint32_t weight_at(uint32_t set)
     return 16 * (set % 2) + 4 * (set / 2);
 }
 
+// The largest scale of each of 16 tokens, none of them 0: fp16 that is not negative is ordered like
+// its bits.
+KVQ__INLINE void find_largest(const uint8_t *scales, uint32_t dim, float *largest)
+{
+    __m256i m = _mm256_set1_epi16(1); // a scale of 0 would give 0 / 0
+    for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS)
+        m = _mm256_max_epu16(m, _mm256_load_si256((const void *)(scales + 2 * i)));
+    _mm256_store_ps(largest, sets_from_slots(_mm256_castsi256_si128(m)));
+    _mm256_store_ps(largest + 8, sets_from_slots(_mm256_extracti128_si256(m, 1)));
+}
+
 KVQ__INLINE void open_v(struct kvq__bytes *v, const struct kvq__codec *c, uint32_t index,
                         uint32_t dim)
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
     struct kvq__opened *g = &v->opened[index];
-    const uint8_t *scales = packed->v_scales, *zeros = packed->v_zeros;
-    float max = kvq__max_f16(scales, dim);
-    g->unit = max / V16_TOP;
-    __m256 factor = _mm256_set1_ps(V16_TOP / max);
-    __m256 centre = _mm256_set1_ps(kvq__centre_of(c->v_bits));
-    for (uint32_t i = 0; i < dim; i += 16) {
-        __m256 a = sets_from_slots(scales + 2 * i), b = sets_from_slots(scales + 2 * i + 16);
-        _mm256_store_si256((void *)(g->scale16 + i), kvq__to_int16(a, b, factor));
-        __m256 za = sets_from_slots(zeros + 2 * i), zb = sets_from_slots(zeros + 2 * i + 16);
-        _mm256_store_ps(g->middle + i, _mm256_fmadd_ps(a, centre, za));
-        _mm256_store_ps(g->middle + i + 8, _mm256_fmadd_ps(b, centre, zb));
+    __m256 centre = _mm256_set1_ps(kvq__centre_of(c->v_bits)), top = _mm256_set1_ps(V16_TOP);
+    for (uint32_t half = 0; half < KVQ_GROUP_TOKENS; half += 16) {
+        const uint8_t *scales = packed->v_scales + 2 * half, *zeros = packed->v_zeros + 2 * half;
+        float *largest = g->largest + half;
+        find_largest(scales, dim, largest);
+        __m256 fa = _mm256_div_ps(top, _mm256_load_ps(largest));
+        __m256 fb = _mm256_div_ps(top, _mm256_load_ps(largest + 8));
+        for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
+            __m256 a = load_sets(scales + 2 * i), b = load_sets(scales + 2 * i + 16);
+            _mm256_store_si256((void *)(g->scale16 + i + half), kvq__to_int16(a, b, fa, fb));
+            __m256 za = load_sets(zeros + 2 * i), zb = load_sets(zeros + 2 * i + 16);
+            _mm256_store_ps(g->middle + i + half, _mm256_fmadd_ps(a, centre, za));
+            _mm256_store_ps(g->middle + i + half + 8, _mm256_fmadd_ps(b, centre, zb));
+        }
     }
 }
 
@@ -60,17 +84,18 @@ static const float *without(const struct kvq__group *g, const float *from, float
     return room;
 }
 
-// p of one row in the order of sets; returns the largest in eights.
-KVQ__INLINE __m256 sort_weights(const struct kvq__group *g, const float *p, float *sorted)
+// p of one row in the order of sets; returns the largest weight in eights.
+KVQ__INLINE __m256 sort_weights(const struct kvq__group *g, const float *largest, const float *p,
+                                float *sorted)
 {
-    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
+    // With this floor nothing overflows; weights below it count nothing.
     __m256 top = _mm256_set1_ps(1e-30f);
     _Alignas(32) float room[KVQ_GROUP_TOKENS];
     if (__builtin_expect(g->packed_tokens < KVQ_GROUP_TOKENS || g->pooled, 0))
         p = without(g, p, room);
     for (uint32_t j = 0; j < KVQ_GROUP_TOKENS; j += 8) {
         __m256 x = sets_from_tokens(_mm256_load_ps(p + j));
-        top = _mm256_max_ps(top, x);
+        top = _mm256_max_ps(top, _mm256_mul_ps(x, _mm256_load_ps(largest + j)));
         _mm256_store_ps(sorted + j, x);
     }
     return top;
@@ -80,10 +105,13 @@ KVQ__INLINE __m256 sort_weights(const struct kvq__group *g, const float *p, floa
 KVQ__INLINE void scale_weights(const struct kvq__opened *g, const float *p, float factor,
                                uint32_t dim, uint8_t *bytes, float middle[][8])
 {
-    __m256 x[4], f = _mm256_set1_ps(factor);
-    for (uint32_t j = 0; j < 4; j++)
+    __m256 x[4], f[4];
+    for (uint32_t j = 0; j < 4; j++) {
         x[j] = _mm256_load_ps(p + 8 * j);
-    __m256i low = kvq__to_int16(x[0], x[1], f), high = kvq__to_int16(x[2], x[3], f);
+        f[j] = _mm256_mul_ps(_mm256_load_ps(g->largest + 8 * j), _mm256_set1_ps(factor));
+    }
+    __m256i low = kvq__to_int16(x[0], x[1], f[0], f[1]);
+    __m256i high = kvq__to_int16(x[2], x[3], f[2], f[3]);
     for (uint32_t c = 0; c < dim; c += KVQ_GROUP_CHANNELS) {
         const __m256i *scale = (const void *)(g->scale16 + c);
         __m256i a = _mm256_mulhrs_epi16(low, _mm256_load_si256(scale));
@@ -108,11 +136,12 @@ KVQ__INLINE void scale_rows(const struct kvq__tile *tile, uint32_t group, uint32
     for (int i = 0; i < KVQ__TILE4; i++)
         top[i] = _mm256_set1_ps(1e-30f);
     for (int i = 0; i < rows; i++)
-        top[i] = sort_weights(&v->chunk->group[group], p + i * KVQ__LOGITS_STRIDE, sorted[i]);
+        top[i] = sort_weights(&v->chunk->group[group], g->largest, p + i * KVQ__LOGITS_STRIDE,
+                              sorted[i]);
     __m128 x = kvq__max4(top[0], top[1], top[2], top[3]);
     _mm_store_ps(factor, _mm_div_ps(_mm_set1_ps(V16_TOP), x));
     // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
-    float unit = g->unit * (0.5f * 32768.0f / V16_TOP);
+    const float unit = 0.5f * 32768.0f / (V16_TOP * V16_TOP);
     _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
     for (int i = 0; i < rows; i++) {
         uint32_t r = first + (uint32_t)i;

@@ -15,11 +15,13 @@ enum {
 };
 
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
-// (or p), the value of 1 in them, and in fp32 what the middle of the codes stands for, of channels
-// (or of [channel group][slot]).
+// (or p), and in fp32 what the middle of the codes stands for, of channels (or of [channel group]
+// [slot]). Besides, the value of 1 in K's scales, and each token's largest scale of V, by slots,
+// which those of V are parts of.
 struct kvq__opened {
     _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
+    _Alignas(64) float largest[KVQ_GROUP_TOKENS];
     float unit;
 };
 
@@ -88,11 +90,11 @@ KVQ__INLINE __m512 kvq__open_unit(struct kvq__opened *g, const uint8_t *scales, 
     return _mm512_broadcastss_ps(_mm_div_ss(_mm_set_ss((float)top), max));
 }
 
-// Two registers of fp32 as int16, in the order of vpackssdw.
-static inline __m512i kvq__to_int16(__m512 a, __m512 b, __m512 factor)
+// a * fa and b * fb as int16, in the order of vpackssdw.
+static inline __m512i kvq__to_int16(__m512 a, __m512 b, __m512 fa, __m512 fb)
 {
-    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
-                              _mm512_cvtps_epi32(_mm512_mul_ps(b, factor)));
+    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, fa)),
+                              _mm512_cvtps_epi32(_mm512_mul_ps(b, fb)));
 }
 
 // Channels 4 s + {0, 1, 2, 3} stand in bytes 0, 2, 1, 3 of a word of codes: the shuffle of int16.

@@ -19,7 +19,7 @@ KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
     __m512 factor = kvq__open_unit(g, scales, KVQ__INT16_TOP, dim);
     for (uint32_t i = 0; i < dim; i += 32) {
         __m512 a = kvq__load_f16(scales + 2 * i), b = kvq__load_f16(scales + 2 * i + 32);
-        __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor), kvq__byte_order());
+        __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor, factor), kvq__byte_order());
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
         kvq__fetch(ahead + 2 * i);

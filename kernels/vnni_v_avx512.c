@@ -7,9 +7,14 @@
 // come from memory as a broadcast, so each broadcast serves two registers of codes.
 #include "kernels/vnni_avx512.h"
 
-enum { V16_TOP = 2890 }; // what the largest p and V scale become as int16: 2890^2 / 2^15 < 255
+enum { V16_TOP = 2890 }; // what the largest weight and 1 become as int16: 2890^2 / 2^15 < 255
 
 // ---- V: p * scale as u8, for all groups of the chunk ----
+//
+// A token's weight is p times the largest of its scales (one for each 32 channels), and a scale is
+// taken as a part of that one. The step of a row's bytes is thus set by the largest p * scale there
+// is: not by a token with a large p and small values, nor by one with large values that nobody
+// looks at.
 
 // p of 16 tokens in the order of the slots in which scales and zeros stand.
 static inline __m512i slots_from_tokens(void)
@@ -35,6 +40,17 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
+// The largest scale of each of 32 tokens, none of them 0: fp16 that is not negative is ordered like
+// its bits.
+KVQ__INLINE void find_largest(const uint8_t *scales, uint32_t dim, float *largest)
+{
+    __m512i m = _mm512_set1_epi16(1); // a scale of 0 would give 0 / 0
+    for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS)
+        m = _mm512_max_epu16(m, _mm512_load_si512(scales + 2 * i));
+    _mm512_store_ps(largest, _mm512_cvtph_ps(_mm512_castsi512_si256(m)));
+    _mm512_store_ps(largest + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(m, 1)));
+}
+
 // Scales as int16 in the order of sets, and middles in the order of slots.
 KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint32_t dim)
 {
@@ -42,10 +58,12 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
     const uint8_t *scales = packed->v_scales, *zeros = packed->v_zeros;
     const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
-    __m512 factor = kvq__open_unit(g, scales, V16_TOP, dim);
+    find_largest(scales, dim, g->largest);
+    __m512 fa = _mm512_div_ps(_mm512_set1_ps(V16_TOP), _mm512_load_ps(g->largest));
+    __m512 fb = _mm512_div_ps(_mm512_set1_ps(V16_TOP), _mm512_load_ps(g->largest + 16));
     for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
         __m512 a = kvq__load_f16(scales + 2 * i), b = kvq__load_f16(scales + 2 * i + 32);
-        __m512i x = _mm512_permutexvar_epi16(sets_from_slots(), kvq__to_int16(a, b, factor));
+        __m512i x = _mm512_permutexvar_epi16(sets_from_slots(), kvq__to_int16(a, b, fa, fb));
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
         kvq__fetch(ahead + 2 * i);
@@ -61,7 +79,9 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
-    // p is at most 1, so with this floor nothing overflows; all weights are 0 then.
+    const float *largest = v->opened[group].largest;
+    __m512 la = _mm512_load_ps(largest), lb = _mm512_load_ps(largest + 16);
+    // With this floor nothing overflows; weights below it count nothing.
     __m512 top[KVQ__TILE4];
     for (int i = 0; i < KVQ__TILE4; i++)
         top[i] = _mm512_set1_ps(1e-30f);
@@ -69,14 +89,17 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint
     for (int i = 0; i < rows; i++) {
         __m512 a = _mm512_load_ps(p + i * KVQ__LOGITS_STRIDE);
         __m512 b = _mm512_load_ps(p + i * KVQ__LOGITS_STRIDE + 16);
-        top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a, b));
-        _mm512_store_ps(v->p[group][i], _mm512_permutexvar_ps(slots_from_tokens(), a));
-        _mm512_store_ps(v->p[group][i] + 16, _mm512_permutexvar_ps(slots_from_tokens(), b));
+        a = _mm512_permutexvar_ps(slots_from_tokens(), a);
+        b = _mm512_permutexvar_ps(slots_from_tokens(), b);
+        _mm512_store_ps(v->p[group][i], a);
+        _mm512_store_ps(v->p[group][i] + 16, b);
+        top[i] = _mm512_max_ps(top[i], _mm512_mul_ps(a, la));
+        top[i] = _mm512_max_ps(top[i], _mm512_mul_ps(b, lb));
     }
     __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
     _mm_store_ps(v->weigh[group], _mm_div_ps(_mm_set1_ps(V16_TOP), x));
     // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
-    float unit = v->opened[group].unit * (0.5f * 32768.0f / V16_TOP);
+    const float unit = 0.5f * 32768.0f / (V16_TOP * V16_TOP);
     _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
 }
 
@@ -85,13 +108,16 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     const int16_t *scale = v->opened[group].scale16;
+    const float *largest = v->opened[group].largest;
+    __m512 la = _mm512_load_ps(largest), lb = _mm512_load_ps(largest + 16);
     uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
     const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
     KVQ__UNROLL
     for (int i = 0; i < rows; i++) {
         const float *p = v->p[group][i];
+        __m512 weigh = _mm512_set1_ps(v->weigh[group][i]);
         __m512i p16 = kvq__to_int16(_mm512_load_ps(p), _mm512_load_ps(p + 16),
-                                    _mm512_set1_ps(v->weigh[group][i]));
+                                    _mm512_mul_ps(la, weigh), _mm512_mul_ps(lb, weigh));
         p16 = _mm512_permutexvar_epi16(sets_from_slots(), p16);
         for (uint32_t c = 0; c < dim; c += 2 * KVQ_GROUP_CHANNELS) {
             __m512i a = _mm512_mulhrs_epi16(p16, _mm512_load_si512(scale + c));

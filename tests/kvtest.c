@@ -289,12 +289,12 @@ static void set_pages(struct kvt_cache *c)
     }
 }
 
-struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
-                           uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed)
+struct kvt_cache kvt_cache_of(const struct kvq_kernels *k, const char *format,
+                              struct kvq_shape shape, uint32_t tokens, int packed,
+                              kvt_fill_fn *fill, const void *data)
 {
     struct kvt_cache c = {.shape = shape, .format = kvt_format(format), .tokens = tokens};
     c.book = kvt_book(c.format, &shape);
-    struct kvt_rng rng = {seed};
     uint32_t channels = (uint32_t)shape.kv_heads * shape.k_dim;
     struct kvq_layout raw = kvq_layout_raw(&shape), l = kvq_layout_of(c.format, &shape);
     c.packed =
@@ -306,8 +306,7 @@ struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, stru
     c.blocks = kvt_guarded(c.n_pages * kvq_block_bytes(&l, &shape), 0);
     c.pages = kvt_guarded(c.n_pages * sizeof *c.pages, 0);
     memset(c.raw, 0xff, c.n_pages * kvq_block_bytes(&raw, &shape)); // NaN where nobody stored
-    kvt_fill(&rng, kind, c.k, tokens, channels);
-    kvt_fill(&rng, kind, c.v, tokens, channels);
+    fill(data, &shape, c.k, c.v, tokens);
     if (kvq_extras_bytes(c.format, &shape)) {
         c.extras = kvt_guarded(kvq_extras_bytes(c.format, &shape), 0);
         kvq_extras_init(c.format, &shape, c.extras);
@@ -319,6 +318,27 @@ struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, stru
     set_pages(&c);
     pack_all(k, &c);
     return c;
+}
+
+struct random {
+    enum kvt_kind kind;
+    uint64_t seed;
+};
+
+static void fill_random(const void *data, const struct kvq_shape *s, float *k, float *v,
+                        uint32_t tokens)
+{
+    const struct random *r = data;
+    struct kvt_rng rng = {r->seed};
+    kvt_fill(&rng, r->kind, k, tokens, (uint32_t)s->kv_heads * s->k_dim);
+    kvt_fill(&rng, r->kind, v, tokens, (uint32_t)s->kv_heads * s->k_dim);
+}
+
+struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
+                           uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed)
+{
+    struct random r = {kind, seed};
+    return kvt_cache_of(k, format, shape, tokens, packed, fill_random, &r);
 }
 
 void kvt_cache_free(struct kvt_cache *c)

@@ -65,6 +65,12 @@ struct kvq_shape kvt_shape(uint32_t gqa, uint32_t kv_heads, uint32_t dim, uint8_
 // Random tokens, stored and packed by table k. packed < 0: as many whole units as there are.
 struct kvt_cache kvt_cache(const struct kvq_kernels *k, const char *format, struct kvq_shape shape,
                            uint32_t tokens, int packed, enum kvt_kind kind, uint64_t seed);
+// The same with keys and values, [tokens][kv_heads][dim], that `fill` writes.
+typedef void kvt_fill_fn(const void *data, const struct kvq_shape *s, float *k, float *v,
+                         uint32_t tokens);
+struct kvt_cache kvt_cache_of(const struct kvq_kernels *k, const char *format,
+                              struct kvq_shape shape, uint32_t tokens, int packed,
+                              kvt_fill_fn *fill, const void *data);
 void kvt_cache_free(struct kvt_cache *c);
 struct kvq_reading kvt_reading(const struct kvt_cache *c);
 struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim); // [tokens][heads][dim]
