@@ -56,7 +56,11 @@ class Engine:
         while session.tokens < to:
             at, n = session.tokens, min(STEP, to - session.tokens)
             self.fill(at, n)
-            self.queue.step_whole([session], n, self.k, self.v, ids=self.ids(at + n)[at:])
+            self.queue.step_whole([session], n, *self.rows_of(n), ids=self.ids(at + n)[at:])
+
+    def rows_of(self, n):
+        """K and V of all layers, of a step of n tokens."""
+        return [k[:n] for k in self.k], [v[:n] for v in self.v]
 
 
 class Prefixes(Test):
