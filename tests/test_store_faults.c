@@ -170,6 +170,77 @@ static void disk_fails(void **state)
     assert_true(runs > 50);
 }
 
+// What is to go wrong with the next change, if anything.
+static void plan(void)
+{
+    fault_reset_counts(&disk);
+    disk.capacity = 0;
+    switch (fault_number(&disk, 6)) {
+    case 0:
+        disk.capacity = fault_physical(&disk) + fault_number(&disk, 200 << 10);
+        break;
+    case 1:
+        disk.fail_write = 1 + fault_number(&disk, 12);
+        disk.fail_count = 1 + fault_number(&disk, 3);
+        disk.fail_with = fault_number(&disk, 2) ? EIO : ENOSPC;
+        break;
+    case 2:
+        disk.fail_sync = 1 + fault_number(&disk, 4);
+        disk.fail_count = 1;
+        disk.fail_with = EIO;
+        break;
+    case 3:
+        disk.crash_at_change = 1 + fault_number(&disk, 30);
+        break;
+    default:
+        break;
+    }
+}
+
+// One store through one fault after the other: full, failing, crashing, and whole in between.
+static void storm(void **state)
+{
+    (void)state;
+    uint64_t failures = 0, crashes = 0, seeds = full() ? 300 : 8;
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        struct kit k = {0};
+        struct world w = {.random = seed}, after;
+        char when[100];
+        fault_open(&disk, 7000 + seed);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        for (int i = 0; i < 60; i++) {
+            plan();
+            snprintf(when, sizeof when, "storm, seed %" PRIu64 ", change %d", seed, i);
+            int rc = kit_change(&k, &w, &after);
+            bool crash = disk.crashed;
+            disk.capacity = 0;
+            w = rc ? w : after;
+            failures += rc != 0;
+            crashes += crash;
+            if (rc && !k.text[0])
+                fail_msg("%s: it says nothing", when);
+            if (crash) {
+                kvq_store_close(&k.store);
+                fault_crash(&disk);
+            }
+            if (rc || crash)
+                after_failure(&k, &w, &after, false, when);
+        }
+        fault_reset_counts(&disk);
+        write_something(&k, &w);
+        check(&k, &w, when);
+        kvq_store_close(&k.store);
+        (void)disk.io.unlink(&disk.io, catalog);
+        (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        check(&k, &w, when);
+        kvq_store_close(&k.store);
+        fault_close(&disk);
+    }
+    print_message("%" PRIu64 " failures, %" PRIu64 " crashes\n", failures, crashes);
+    assert_true(failures > seeds && crashes > seeds);
+}
+
 static uint64_t segment_of(struct kit *k, const char *name)
 {
     struct kvq_store_session found;
@@ -602,10 +673,15 @@ static void missing_segment(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(disk_fails),      cmocka_unit_test(deleted_when_full),
-        cmocka_unit_test(failed_segment),  cmocka_unit_test(read_only_disk),
-        cmocka_unit_test(read_fails),      cmocka_unit_test(flipped_bits),
-        cmocka_unit_test(missing_segment), cmocka_unit_test(planted_records),
+        cmocka_unit_test(storm),
+        cmocka_unit_test(disk_fails),
+        cmocka_unit_test(deleted_when_full),
+        cmocka_unit_test(failed_segment),
+        cmocka_unit_test(read_only_disk),
+        cmocka_unit_test(read_fails),
+        cmocka_unit_test(flipped_bits),
+        cmocka_unit_test(missing_segment),
+        cmocka_unit_test(planted_records),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
