@@ -102,8 +102,9 @@ struct kvq__timeline {
     struct kvq__here here;
     // With words.
     struct kvq_timeline_page *page;
-    kvq_gpu_ptr ready, done;      // its words, for streams
-    struct kvq_gpu_stream *spare; // never waits: lets the others go when the daemon is gone
+    kvq_gpu_ptr ready, done;       // its words, for streams
+    struct kvq_gpu_stream *spare;  // never waits: lets the others go when the daemon is gone
+    struct kvq_gpu_stream *stream; // of the latest request
     // With events.
     uint32_t n_events;
     struct kvq_gpu_event *ready_events[KVQ_QUEUE_EVENTS], *done_events[KVQ_QUEUE_EVENTS];

@@ -607,7 +607,7 @@ KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t tim
  *
  * Tensors lie in buffers of the session's GPU, or in the host's where the daemon could make them
  * known to its GPU; they must stay until the stream has passed the call. All streams of one queue
- * are of one GPU. Streams being captured into a graph are refused (KVQ_E_UNSUPPORTED).
+ * are of one GPU and pass its calls in turn; those being captured are refused (KVQ_E_UNSUPPORTED).
  *
  * How the two streams wait for each other is found out at the first call: by words in memory where
  * both sides' GPUs can wait for those; else by events, where processes can share them (each call

@@ -284,15 +284,32 @@ static int wait_here(kvq_queue *queue, struct kvq__pending *p, int result)
     return fault(&t->here, result, "having the stream wait for the daemon");
 }
 
+// All streams of a queue count in one word, and a number there tells the daemon of all numbers
+// below. So a stream first waits until the stream of the latest request has told its own number.
+// CUDA has one handle for each thread's own stream: that handle may always be another stream.
+static int tell_in_turn(struct kvq__timeline *t, struct kvq_gpu_stream *stream)
+{
+    const struct kvq_gpu_driver *driver = t->here.driver;
+    bool same = stream == t->stream && stream != KVQ_GPU_STREAM_OF_THREAD;
+    int result = KVQ_GPU_OK;
+    if (!same && (int64_t)(kvq_long_load(&t->page->ready) - t->last) < 0)
+        result = driver->stream_wait64(stream, t->ready, t->last, KVQ_GPU_WAIT_AT_LEAST);
+    result = result ? result : driver->stream_write64(stream, t->ready, t->last + 1, 0);
+    if (result == KVQ_GPU_OK) {
+        t->stream = stream;
+        t->last++;
+    }
+    return result;
+}
+
 static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
     struct kvq__timeline *t = &queue->timeline;
     p->request.flags |= KVQ_REQ_ON_STREAM;
     p->request.signal = t->last + 1;
-    int result = t->here.driver->stream_write64(stream, t->ready, t->last + 1, 0);
+    int result = tell_in_turn(t, stream);
     if (result != KVQ_GPU_OK)
         return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
-    t->last++;
     int rc = kvq__submit_send(queue, p);
     if (rc)
         return rc;

@@ -105,9 +105,10 @@ static_assert(offsetof(struct kvq_cq_page, req_head) == 256, "layout");
 // How a client's stream and the daemon's wait for each other without either's host. Request number
 // n (1, 2, ...) of a queue with KVQ_REQ_ON_STREAM has signal = n. The client's stream writes n to
 // `ready` before it; the daemon's waits for that, does the work and writes n to `done`; the
-// client's waits for that. Both compare as GPUs do: (int64_t)(word - n) >= 0. INT64_MAX lets
-// everything pass: whoever finds the other side gone writes that to the word that its own stream
-// waits for. The values count for nothing but waiting.
+// client's waits for that. `ready` counts for all streams of the queue: if n comes from another
+// stream than n - 1 did, that stream first waits for n - 1 there. Both compare as GPUs do:
+// (int64_t)(word - n) >= 0. INT64_MAX lets everything pass: whoever finds the other side gone
+// writes that to the word that its own stream waits for. The values count for nothing but waiting.
 enum { KVQ_TIMELINE_BYTES = 4096 };
 struct kvq_timeline_page {
     uint32_t magic; // the daemon fills these two once

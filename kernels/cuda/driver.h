@@ -63,6 +63,9 @@ struct kvq_gpu_access {
     int flags;                        // do what: KVQ_GPU_ACCESS_..
 };
 
+// CUDA's name for the calling thread's own default stream: another stream in each thread.
+#define KVQ_GPU_STREAM_OF_THREAD ((struct kvq_gpu_stream *)2)
+
 // Numbers of the driver API that we use.
 enum {
     KVQ_GPU_OK = 0,

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whose work comes when, with kvqd and this process as an engine on the software driver: several
+// streams of one queue, several queues, and streams that stand still. Run with other numbers of
+// hardware queues as well (CUDA_DEVICE_MAX_CONNECTIONS), here and in the daemon.
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "client/kvq.h"
+#include "tests/soft_kit.h"
+
+enum { DIM = 64, Q_HEADS = 2, KV_HEADS = 1, SESSIONS = 2, PART = 1 << 16, INPUTS = PART / 2 };
+
+static const uint32_t bits_of_1 = 0x3f800000, bits_of_5 = 0x40a00000;
+
+static struct {
+    char directory[64];
+    pid_t daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    kvq_buffer *buffer;
+    kvq_gpu_ptr at;
+    char gpu[48];
+    struct kvq_gpu_stream *streams[SESSIONS];
+    struct kvq_work works[SESSIONS]; // of one session each
+    struct kvq_entry entries[SESSIONS];
+} rig;
+
+static void fine(int code)
+{
+    if (code)
+        fail_msg("%d: %s", code, kvq_error_text());
+}
+
+// ---- The daemon ----
+
+static void run_daemon(int ready)
+{
+    char path[256], number[16];
+    const char *bin = getenv("KVQ_BIN_DIR");
+    snprintf(path, sizeof path, "%s/kvqd", bin ? bin : "bin");
+    snprintf(number, sizeof number, "%d", ready);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    fcntl(ready, F_SETFD, 0);
+    execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
+          KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
+          "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
+          (char *)NULL);
+    fprintf(stderr, "cannot start %s\n", path);
+    _exit(127);
+}
+
+static void start_daemon(void)
+{
+    int ready[2];
+    char byte;
+    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
+    rig.daemon = fork();
+    if (rig.daemon == 0)
+        run_daemon(ready[1]);
+    close(ready[1]);
+    assert_int_equal(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+}
+
+static kvq_client *connect_client(void)
+{
+    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
+    kvq_client *client;
+    fine(kvq_connect(&options, &client));
+    return client;
+}
+
+// K, V and Q of a session's step lie in the first half of its part of the buffer.
+static void put_session(uint32_t i)
+{
+    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    const struct kvq_session_options options = {
+        .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+    struct kvq_work *w = &rig.works[i];
+    uint64_t at = (uint64_t)i * PART;
+    w->k = kvq_tensor_make(rig.buffer, at, KV_HEADS, DIM, KVQ_DTYPE_F32);
+    w->v = kvq_tensor_make(rig.buffer, at + INPUTS / 4, KV_HEADS, DIM, KVQ_DTYPE_F32);
+    w->q = kvq_tensor_make(rig.buffer, at + INPUTS / 2, Q_HEADS, DIM, KVQ_DTYPE_F32);
+    w->out = kvq_tensor_make(rig.buffer, at + INPUTS, Q_HEADS, DIM, KVQ_DTYPE_F32);
+    rig.entries[i] = (struct kvq_entry){.append = 1, .queries = 1};
+    fine(kvq_session_open(rig.client, &options, &rig.entries[i].session, NULL));
+}
+
+static int setup(void **state)
+{
+    struct kvq_gpu_info gpu;
+    uint32_t n;
+    (void)state;
+    start_daemon();
+    rig.client = connect_client();
+    fine(kvq_queue_open(rig.client, &rig.queue));
+    fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
+    memcpy(rig.gpu, gpu.place, sizeof rig.gpu);
+    fine(kvq_buffer_create_on(rig.client, NULL, SESSIONS * PART, &rig.buffer));
+    rig.at = (uintptr_t)kvq_buffer_device(rig.buffer);
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        OK(drv.stream_create(&rig.streams[i], KVQ_GPU_STREAM_OWN));
+        put_session(i);
+    }
+    fine(kvq_queue_prepare_streams(rig.queue));
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    int status;
+    (void)state;
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        soft_stall(rig.streams[i], false);
+        OK(drv.stream_sync(rig.streams[i]));
+        OK(drv.stream_destroy(rig.streams[i]));
+    }
+    kvq_disconnect(&rig.client);
+    kill(rig.daemon, SIGTERM);
+    waitpid(rig.daemon, &status, 0);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    return 0;
+}
+
+// ---- What tests do ----
+
+// The step's tensors of a session, on a stream.
+static void put(uint32_t i, uint32_t bits, struct kvq_gpu_stream *stream)
+{
+    OK(drv.fill32(rig.at + (kvq_gpu_ptr)i * PART, bits, INPUTS / 4, stream));
+}
+
+// What the daemon gave back, once the stream has passed it.
+static float output(uint32_t i, struct kvq_gpu_stream *stream)
+{
+    float value = 0;
+    OK(drv.copy_out(&value, rig.at + (kvq_gpu_ptr)i * PART + INPUTS, sizeof value, stream));
+    OK(drv.stream_sync(stream));
+    return value;
+}
+
+// The daemon and the driver come to everything that they can do now.
+static void others_work(void)
+{
+    for (int i = 0; i < 5; i++) {
+        kvq_client *client = connect_client();
+        kvq_disconnect(&client);
+    }
+}
+
+// ---- Several streams of one queue ----
+
+// Each stream makes the tensors of one session, stands still before, and goes on in any order.
+static void on_two_streams(uint32_t first)
+{
+    uint64_t step;
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        put(i, bits_of_5, rig.streams[0]);
+    OK(drv.stream_sync(rig.streams[0]));
+    fine(kvq_step_begin(rig.queue, rig.entries, SESSIONS, &step));
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        soft_stall(rig.streams[i], true);
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        rig.works[i].step = step;
+        put(i, bits_of_1, rig.streams[i]);
+        fine(kvq_append_attend_on_stream(rig.queue, &rig.works[i], &rig.entries[i], 1,
+                                         rig.streams[i]));
+        fine(rig.entries[i].status);
+    }
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        soft_stall(rig.streams[(first + i) % SESSIONS], false);
+        others_work();
+    }
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        assert_true(output(i, rig.streams[i]) == 1);
+    fine(kvq_step_end(rig.queue, step, rig.entries, SESSIONS));
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        fine(rig.entries[i].status);
+        rig.entries[i].position = rig.entries[i].value;
+    }
+}
+
+// The daemon begins no request before its own stream has come to it, however far others are.
+static void test_two_streams(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < 2 * SESSIONS; i++)
+        on_two_streams(i % SESSIONS);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_two_streams, setup, teardown),
+    };
+    soft_serve_if_peer(argc, argv);
+    setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
+    soft_open();
+    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-order-XXXXXX");
+    if (!mkdtemp(rig.directory))
+        return 1;
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    char path[128];
+    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
+    unlink(path);
+    rmdir(rig.directory);
+    return failed;
+}
