@@ -55,7 +55,9 @@ struct settings {
     int devices;             // that this process sees
     int number[MAX_DEVICES]; // of each, in the machine
     unsigned lacks;
-    uint32_t pid; // that handles name
+    unsigned connections; // hardware queues of a context
+    uint64_t depth;       // work that one of them takes before it keeps the caller waiting
+    uint32_t pid;         // that handles name
     kvq_emu_options gpu;
 };
 
@@ -135,6 +137,7 @@ struct stream;
 struct task {
     work what;
     uint64_t number;
+    uint64_t turn; // on its connection
     bool ran = false;
 };
 
@@ -151,8 +154,18 @@ typedef std::shared_ptr<capture> capture_ptr;
 
 struct context;
 
+// A hardware queue, which streams share: work begins in the order in which it was given, whatever
+// stream it was given to. What has to wait keeps all that was given later from beginning.
+struct connection {
+    uint64_t given = 0; // guarded by m.order, as the next
+    unsigned streams = 0;
+    word begun{0};
+};
+typedef std::shared_ptr<connection> connection_ptr;
+
 struct stream {
     context *home;
+    connection_ptr line;
     unsigned number; // in order of creation; 0: a default stream
     bool blocking;   // orders itself with the default stream
     bool closed = false, begun = false;
@@ -205,6 +218,7 @@ struct context {
     int device;
     int retained;
     stream_ptr standard; // the default stream
+    std::vector<connection_ptr> lines;
 };
 
 struct machine {

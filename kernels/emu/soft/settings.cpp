@@ -92,7 +92,8 @@ static const char *text_of(const char *name)
 
 int read_settings(char *text, size_t n)
 {
-    uint64_t devices = 1, multiprocessors = 8, pid = (uint64_t)getpid(), seed = 0, capability = 90;
+    uint64_t devices = 1, multiprocessors = 8, pid = (uint64_t)getpid(), seed = 0, capability = 90,
+             connections = 8, depth = 1024;
     kvq_emu_options gpu = {};
     gpu.memory = (uint64_t)4 << 30;
     if (!variable("KVQ_EMU_DEVICES", false, 0, MAX_DEVICES, &devices, text, n) ||
@@ -100,6 +101,8 @@ int read_settings(char *text, size_t n)
         !variable("KVQ_EMU_MULTIPROCESSORS", false, 1, 1024, &multiprocessors, text, n) ||
         !variable("KVQ_EMU_CAPABILITY", false, 80, 129, &capability, text, n) ||
         !variable("KVQ_EMU_SEED", false, 0, UINT64_MAX, &seed, text, n) ||
+        !variable("CUDA_DEVICE_MAX_CONNECTIONS", false, 1, 32, &connections, text, n) ||
+        !variable("KVQ_EMU_DEPTH", false, 1, UINT32_MAX, &depth, text, n) ||
         !variable("KVQ_EMU_PID", false, 1, INT32_MAX, &pid, text, n))
         return KVQ_GPU_INVALID_VALUE;
     m.set.devices = (int)devices;
@@ -109,6 +112,8 @@ int read_settings(char *text, size_t n)
     gpu.capability = (int)capability;
     m.set.gpu = gpu::emu_complete(&gpu);
     m.set.pid = (uint32_t)pid;
+    m.set.connections = (unsigned)connections;
+    m.set.depth = depth;
     m.seed = seed;
     if ((getenv("KVQ_EMU_VISIBLE") &&
          !read_visible(getenv("KVQ_EMU_VISIBLE"), (int)devices, text, n)) ||

@@ -44,6 +44,8 @@ static bool can_step(const stream &s)
     const task &t = s.tasks->tasks.front();
     if (s.stepping || s.stalled || kvq_soft_control()->stall)
         return false;
+    if (!t.ran && s.line->begun != t.turn - 1)
+        return false;
     for (const waiting &one : t.what.first)
         if (!t.ran && look_at(one) == WAITING)
             return false;

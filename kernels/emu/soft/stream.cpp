@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Streams: queues, each with a thread that does its work in order, and waiting, which is for words
-// in memory in all cases: timelines, events, and how far a stream has come.
+// in memory in all cases: timelines, events, how far a stream has come, and whose turn it is on the
+// hardware queue that streams share.
 //
 // Whoever changes such a word wakes those who wait there (a futex on its lower half), in whatever
 // process; whoever waits looks by itself, too, after a while that grows to 2 ms, since not every
@@ -105,10 +106,20 @@ static int do_waits(const work &w)
     return KVQ_GPU_OK;
 }
 
+// Some delays come before the work's turn on its connection and some behind it, where they hold
+// nobody else up.
+static bool is_late(uint64_t draw)
+{
+    return draw & 16;
+}
+
 int perform(stream &s, task &t, uint64_t draw)
 {
     if (do_waits(t.what) || broken())
         return broken();
+    publish(&s.line->begun, t.turn);
+    if (!m.in_steps && is_late(draw))
+        delay(draw);
     const int result = t.what.run ? t.what.run({s.home->device, draw}) : KVQ_GPU_OK;
     if (result)
         fault(result, "work of a stream failed");
@@ -119,8 +130,11 @@ int perform(stream &s, task &t, uint64_t draw)
 static void do_task(stream &s, task &t)
 {
     const uint64_t draw = mix(mix(m.seed, s.number), t.number);
+    if (!is_late(draw))
+        delay(draw);
+    if (await({&s.line->begun, t.turn - 1, s.line}))
+        return;
     hold(s, t.number);
-    delay(draw);
     if (perform(s, t, draw))
         return;
     delay(mix(draw, 1));
@@ -163,9 +177,17 @@ static bool begin(const stream_ptr &s)
 
 // ---- Giving work ----
 
+// A stream takes the first of its context's connections that have fewest streams.
 static stream_ptr new_stream(context *c, bool blocking)
 {
     stream_ptr s = std::make_shared<stream>();
+    if (c->lines.empty())
+        for (unsigned i = 0; i < m.set.connections; i++)
+            c->lines.push_back(std::make_shared<connection>());
+    s->line = c->lines[0];
+    for (const connection_ptr &one : c->lines)
+        s->line = one->streams < s->line->streams ? one : s->line;
+    s->line->streams++;
     s->home = c;
     s->blocking = blocking;
     s->number = 0;
@@ -201,8 +223,22 @@ static int add_order(const stream_ptr &s, work *w)
     return KVQ_GPU_OK;
 }
 
+// As CUDA's, this waits while its connection is full.
+static int await_room(const stream_ptr &s)
+{
+    uint64_t given;
+    {
+        guard g(m.order);
+        given = s->recording ? 0 : s->line->given;
+    }
+    return given < m.set.depth ? KVQ_GPU_OK
+                               : await({&s->line->begun, given - m.set.depth + 1, s->line});
+}
+
 int give(const stream_ptr &s, work &&what, uint64_t *number)
 {
+    if (const int result = await_room(s))
+        return result;
     guard g(m.order);
     if (s->recording)
         return add_node(s, std::move(what));
@@ -210,7 +246,7 @@ int give(const stream_ptr &s, work &&what, uint64_t *number)
         return result;
     if (!m.in_steps && !s->begun && !begin(s))
         return KVQ_GPU_OUT_OF_MEMORY;
-    s->tasks->tasks.push_back({std::move(what), ++s->submitted});
+    s->tasks->tasks.push_back({std::move(what), ++s->submitted, ++s->line->given});
     if (m.in_steps)
         add_step(s);
     if (number)
@@ -254,8 +290,8 @@ int stream_create(kvq_gpu_stream **handle, unsigned flags)
         return KVQ_GPU_INVALID_CONTEXT;
     if (flags > KVQ_GPU_STREAM_OWN)
         return KVQ_GPU_INVALID_VALUE;
-    stream_ptr s = new_stream(c, !(flags & KVQ_GPU_STREAM_OWN));
     guard g(m.order);
+    stream_ptr s = new_stream(c, !(flags & KVQ_GPU_STREAM_OWN));
     s->number = ++m.last_stream;
     m.streams[s.get()] = s;
     *handle = (kvq_gpu_stream *)s.get();
@@ -267,6 +303,7 @@ static void close_stream(const stream_ptr &s)
 {
     s->closed = true;
     s->stalled = false;
+    s->line->streams--;
     s->tasks->filled.notify_one();
 }
 
