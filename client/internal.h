@@ -161,6 +161,7 @@ struct kvq_client {
     struct kvq__watch watch;
     struct kvq__queues queues;
     struct kvq__buffers buffers;
+    uint32_t timelines; // a word: queues that words order
     uint32_t open_handles;
     struct kvq__handle handles[KVQ__HANDLES];
     // In-context mode (local.h).

@@ -162,6 +162,14 @@ static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
     return KVQ_OK;
 }
 
+// With the table's lock: the client's queues that words order.
+static void count(const kvq_queue *queue, int more)
+{
+    uint32_t *n = &queue->client->timelines;
+    if (queue->timeline.order == KVQ_ORDER_WORDS)
+        kvq_word_store_release(n, kvq_word_load(n) + (uint32_t)more);
+}
+
 // In the context of `here`.
 static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
 {
@@ -175,6 +183,7 @@ static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
     }
     pthread_mutex_lock(&queue->client->table);
     queue->timeline = made;
+    count(queue, 1);
     pthread_mutex_unlock(&queue->client->table);
     return KVQ_OK;
 }
@@ -234,6 +243,7 @@ void kvq__timeline_close(kvq_queue *queue)
         t->here.driver->context_sync();
     pthread_mutex_lock(&queue->client->table);
     gone = *t;
+    count(queue, -1);
     *t = (struct kvq__timeline){.here = gone.here};
     pthread_mutex_unlock(&queue->client->table);
     give_back(&gone);
@@ -302,6 +312,18 @@ static int tell_in_turn(struct kvq__timeline *t, struct kvq_gpu_stream *stream)
     return result;
 }
 
+// The daemon works for all queues of a client on one stream. If a request on another queue, on a
+// stream that comes behind this one, were enqueued there first, both would wait for ever. So where
+// there are several queues the stream waits for the daemon only once this request was enqueued:
+// what comes behind the stream then comes behind the request there, too.
+static int wait_enqueued(kvq_queue *queue, struct kvq__pending *p)
+{
+    int rc = kvq__queue_wait(queue, p, UINT64_MAX);
+    if (rc)
+        p->ticket = 0;
+    return rc;
+}
+
 static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
     struct kvq__timeline *t = &queue->timeline;
@@ -311,6 +333,8 @@ static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
     if (result != KVQ_GPU_OK)
         return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
     int rc = kvq__submit_send(queue, p);
+    if (rc == KVQ_OK && kvq_word_load_acquire(&queue->client->timelines) > 1)
+        rc = wait_enqueued(queue, p);
     if (rc)
         return rc;
     result = t->here.driver->stream_wait64(stream, t->done, t->last, KVQ_GPU_WAIT_AT_LEAST);

@@ -4,6 +4,7 @@
 // streams of one queue, several queues, and streams that stand still. Run with other numbers of
 // hardware queues as well (CUDA_DEVICE_MAX_CONNECTIONS), here and in the daemon.
 #include <fcntl.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -109,7 +110,7 @@ static int setup(void **state)
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
     memcpy(rig.gpu, gpu.place, sizeof rig.gpu);
-    fine(kvq_buffer_create_on(rig.client, NULL, SESSIONS * PART, &rig.buffer));
+    fine(kvq_buffer_create_on(rig.client, NULL, (SESSIONS + 1) * PART, &rig.buffer));
     rig.at = (uintptr_t)kvq_buffer_device(rig.buffer);
     for (uint32_t i = 0; i < SESSIONS; i++) {
         OK(drv.stream_create(&rig.streams[i], KVQ_GPU_STREAM_OWN));
@@ -201,10 +202,80 @@ static void test_two_streams(void **state)
         on_two_streams(i % SESSIONS);
 }
 
+// ---- Several queues ----
+
+struct chain {
+    kvq_queue *queues[SESSIONS];
+    struct kvq_gpu_event *event;
+    uint32_t first;
+};
+
+// Both sessions' requests, on a queue and a stream each, the second stream behind the first.
+static void *submit_chain(void *context)
+{
+    const struct chain *c = context;
+    kvq_ticket tickets[SESSIONS];
+    OK(drv.context_set(soft_context));
+    for (uint32_t j = 0; j < SESSIONS; j++) {
+        const uint32_t i = (c->first + j) % SESSIONS;
+        if (j)
+            OK(drv.stream_wait(rig.streams[i], c->event, 0));
+        put(i, bits_of_1, rig.streams[i]);
+        fine(kvq_submit_on_stream(c->queues[i], KVQ_DO_APPEND_ATTEND, &rig.works[i],
+                                  &rig.entries[i], 1, rig.streams[i], &tickets[i]));
+        OK(drv.event_record(c->event, rig.streams[i]));
+    }
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        fine(kvq_wait(c->queues[i], tickets[i], UINT64_MAX));
+    return NULL;
+}
+
+// The driver of this process comes to everything that it can do.
+static void streams_work(void)
+{
+    struct kvq_gpu_stream *stream;
+    OK(drv.stream_create(&stream, KVQ_GPU_STREAM_OWN));
+    for (int i = 0; i < 100; i++) {
+        OK(drv.fill32(rig.at + (kvq_gpu_ptr)SESSIONS * PART, 0, 1, stream));
+        OK(drv.stream_sync(stream));
+    }
+    OK(drv.stream_destroy(stream));
+}
+
+// The daemon finds what has come on both queues at once, and looks at either first.
+static void test_two_queues(void **state)
+{
+    struct chain c = {.queues = {rig.queue}};
+    (void)state;
+    fine(kvq_queue_open(rig.client, &c.queues[1]));
+    fine(kvq_queue_prepare_streams(c.queues[1]));
+    OK(drv.event_create(&c.event, KVQ_GPU_EVENT_UNTIMED));
+    for (uint32_t round = 0; round < 5 * SESSIONS; round++) {
+        pthread_t thread;
+        c.first = round % SESSIONS;
+        for (uint32_t i = 0; i < SESSIONS; i++)
+            fine(kvq_step_begin(c.queues[i], &rig.entries[i], 1, &rig.works[i].step));
+        kill(rig.daemon, SIGSTOP);
+        assert_int_equal(pthread_create(&thread, NULL, submit_chain, &c), 0);
+        streams_work();
+        kill(rig.daemon, SIGCONT);
+        pthread_join(thread, NULL);
+        for (uint32_t i = 0; i < SESSIONS; i++) {
+            fine(rig.entries[i].status);
+            assert_true(output(i, rig.streams[i]) == 1); // would wait for ever
+            fine(kvq_step_end(c.queues[i], rig.works[i].step, &rig.entries[i], 1));
+            fine(rig.entries[i].status);
+            rig.entries[i].position = rig.entries[i].value;
+        }
+    }
+    OK(drv.event_destroy(c.event));
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_two_streams, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_two_queues, setup, teardown),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
