@@ -510,11 +510,23 @@ static struct kvq__line *line_of(struct kvq__return *what)
     return (struct kvq__line *)((char *)what - offsetof(struct kvq__line, back));
 }
 
+// A word of the page may be about to be written that let the queue's work go on.
+static void await_pokes(const struct kvq__gpus *gpus)
+{
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(gpus, i);
+        if (kvq__gpu_enter(gpu) == KVQ_GPU_OK)
+            driver_of(gpu)->stream_sync(kvq__gpu_stream(gpu, KVQ__GPU_STREAM_SMALL));
+    }
+}
+
 static void run_line(struct kvq__return *what)
 {
     struct kvq__line *line = line_of(what);
-    if (line->timeline.shm.map)
+    if (line->timeline.shm.map) {
+        await_pokes(what->connection->server->gpus);
         unpin(what->connection, &line->timeline);
+    }
     kvq__line_events_close(&line->events);
 }
 

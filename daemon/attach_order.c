@@ -113,6 +113,22 @@ void kvq__line_events_close(struct kvq__line_events **pointer)
 
 // ---- Opening ----
 
+// What a queue was refused is given back with the queue: to give it back at once could mean to wait
+// for streams of other clients, and the answer would wait for that.
+static void keep_refused(struct kvq__connection *c, struct kvq__line *line)
+{
+    if (c->events && !line->events) {
+        line->events = c->events;
+        c->events = NULL;
+    }
+    if (c->timeline.shm.map && !line->timeline.shm.map) {
+        close(c->timeline.shm.fd);
+        line->timeline = c->timeline;
+        line->timeline.shm.fd = -1;
+        c->timeline = (struct kvq__pinned){.shm.fd = -1};
+    }
+}
+
 int kvq__order_open(struct kvq__connection *c, char *text)
 {
     uint32_t id = is_events(c) ? c->request->open_events->queue : c->request->open_timeline->queue;
@@ -125,16 +141,27 @@ int kvq__order_open(struct kvq__connection *c, char *text)
         return KVQ_E_INVALID;
     }
     struct kvq__queue *queue = line->port.queue;
+    if (is_events(c) ? line->events != NULL : line->timeline.shm.map != NULL) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "this queue has a timeline already, or was refused one; open another queue");
+        return KVQ_E_EXISTS;
+    }
     if (is_events(c)) {
         int error = kvq__queue_events(queue, c->gpu, &c->events->all, text);
-        line->events = error ? line->events : c->events;
+        if (error)
+            keep_refused(c, line);
+        else
+            line->events = c->events;
         return error;
     }
+    struct kvq_timeline_page *page = c->timeline.shm.map;
     int error = kvq__queue_timeline(
         queue, c->gpu, c->timeline.at + offsetof(struct kvq_timeline_page, ready),
-        c->timeline.at + offsetof(struct kvq_timeline_page, done), text);
-    if (error)
+        c->timeline.at + offsetof(struct kvq_timeline_page, done), &page->ready, text);
+    if (error) {
+        keep_refused(c, line);
         return error;
+    }
     line->timeline = c->timeline;
     line->timeline.shm.fd = -1; // sent beside the reply, then closed
     return 0;

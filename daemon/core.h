@@ -261,9 +261,10 @@ int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
 
 // The words of a queue's timeline on a GPU, as addresses for its streams; they stay until the queue
 // is closed. Once for each queue. Requests with KVQ_REQ_ON_STREAM wait there for `ready` and write
-// `done`.
+// `done`. `ready_here` is the first one's address in this process. KVQ_E_UNSUPPORTED if the GPU has
+// no such words, or no hardware queue left for a stream that waits; events likewise.
 int kvq__queue_timeline(struct kvq__queue *queue, struct kvq__gpu *gpu, uint64_t ready,
-                        uint64_t done, char *text);
+                        uint64_t done, uint64_t *ready_here, char *text);
 // The same by events that the client has opened, too (order.h), for requests whose `signal` is n at
 // n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for a queue
 // that has words which no request has used.

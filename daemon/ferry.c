@@ -9,7 +9,7 @@ enum { OUTGROWN = 40 };
 struct kvq__ferry {
     LIST_ENTRY(kvq__ferry) link;
     struct kvq__gpu *gpu;
-    struct kvq_gpu_stream *stream;
+    struct kvq_gpu_stream *stream; // that all ferries of the GPU share
     void *memory, *outgrown[OUTGROWN];
     uint32_t n_outgrown;
     size_t bytes;
@@ -24,8 +24,10 @@ struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu)
             return f;
         }
     f = kvq__allocate(core, sizeof *f);
-    if (f)
+    if (f) {
         f->gpu = gpu;
+        f->stream = kvq__gpu_stream(gpu, KVQ__GPU_STREAM_COPIES);
+    }
     return f;
 }
 
@@ -44,8 +46,6 @@ void *kvq__ferry_memory(struct kvq__ferry *f, size_t bytes)
     void *memory = NULL;
     size_t more = bytes > 2 * f->bytes ? bytes : 2 * f->bytes;
     int result = kvq__gpu_enter(f->gpu);
-    if (result == 0 && !f->stream)
-        result = d->stream_create(&f->stream, KVQ_GPU_STREAM_OWN);
     if (result == 0)
         result = d->host_alloc(&memory, more, 0);
     if (result)
@@ -92,8 +92,6 @@ void kvq__ferries_close(struct kvq__core *core)
                 d->host_free(f->memory);
             while (f->n_outgrown > 0)
                 d->host_free(f->outgrown[--f->n_outgrown]);
-            if (f->stream)
-                d->stream_destroy(f->stream);
         }
         kvq__deallocate(core, f, sizeof *f);
     }

@@ -41,7 +41,9 @@ struct kvq__gpu {
     struct kvq_gpu_context *context;
     struct kvq_gpu kernels;
     bool kernels_open, memory_ops, shared_events, mapping, exports;
-    struct kvq_gpu_stream *stream;
+    struct kvq_gpu_stream *streams[KVQ__GPU_STREAMS];
+    struct kvq_gpu_stream *stream; // KVQ__GPU_STREAM_SMALL
+    uint32_t connections, connections_left;
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
     char uuid_text[KVQ__GPU_UUID_TEXT], name[KVQ__GPU_NAME];
@@ -126,6 +128,29 @@ bool kvq__gpu_has_events(const struct kvq__gpu *gpu)
 bool kvq__gpu_exports(const struct kvq__gpu *gpu)
 {
     return gpu->exports;
+}
+
+struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which)
+{
+    return gpu->streams[which];
+}
+
+uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu)
+{
+    return gpu->connections;
+}
+
+bool kvq__gpu_take_queues(struct kvq__gpu *gpu)
+{
+    if (gpu->connections_left < 2)
+        return false;
+    gpu->connections_left -= 2;
+    return true;
+}
+
+void kvq__gpu_give_queues(struct kvq__gpu *gpu)
+{
+    gpu->connections_left += 2;
 }
 
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
@@ -482,12 +507,27 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
     return result;
 }
 
+// The default stream has a queue as well, since libuv's threads use that.
+static int open_streams(struct kvq__gpu *gpu)
+{
+    const char *set = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    unsigned long n = strtoul(set ? set : "", NULL, 10);
+    int result = KVQ_GPU_OK;
+    for (int i = 0; i < KVQ__GPU_STREAMS && result == KVQ_GPU_OK; i++)
+        result = gpu->driver->stream_create(&gpu->streams[i], KVQ_GPU_STREAM_OWN);
+    gpu->stream = gpu->streams[KVQ__GPU_STREAM_SMALL];
+    gpu->connections = n >= 1 && n <= KVQ_GPU_CONNECTIONS ? (uint32_t)n : 8; // as CUDA does
+    if (gpu->connections > KVQ__GPU_STREAMS + 1)
+        gpu->connections_left = gpu->connections - KVQ__GPU_STREAMS - 1;
+    return result;
+}
+
 static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config, char *text)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
     int result = d->context_retain(&gpu->context, gpu->device);
     result = result ? result : kvq__gpu_enter(gpu);
-    result = result ? result : d->stream_create(&gpu->stream, KVQ_GPU_STREAM_OWN);
+    result = result ? result : open_streams(gpu);
     result = result ? result : take_budget(gpu, config);
     if (result) {
         char what[KVQ__GPU_NAME + 32];
@@ -509,8 +549,9 @@ static void close_gpu(struct kvq__gpu *gpu)
     free_slabs(gpu);
     if (gpu->kernels_open)
         kvq_gpu_close(&gpu->kernels);
-    if (gpu->stream)
-        gpu->driver->stream_destroy(gpu->stream);
+    for (int i = 0; i < KVQ__GPU_STREAMS; i++)
+        if (gpu->streams[i])
+            gpu->driver->stream_destroy(gpu->streams[i]);
     if (gpu->context)
         gpu->driver->context_release(gpu->device);
     free(gpu);
@@ -595,6 +636,7 @@ int kvq__gpus_open(const struct kvq__gpus_config *config, struct kvq__gpus **out
         return KVQ_E_NO_MEMORY;
     }
     int error = 0;
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); // the driver reads it when it starts
     if (config->table)
         gpus->driver = *config->table;
     else if (kvq_gpu_driver_open(&gpus->driver, library, text, KVQ_TEXT_BYTES))

@@ -52,6 +52,25 @@ bool kvq__gpu_has_events(const struct kvq__gpu *gpu);     // that other processe
 // cheap if it is so already.
 int kvq__gpu_enter(const struct kvq__gpu *gpu);
 
+// Streams of the daemon's own on this GPU, which wait for nobody outside of it. They are there from
+// the opening to the closing, and any thread may give them work.
+enum kvq__gpu_stream {
+    KVQ__GPU_STREAM_SMALL,        // small copies below
+    KVQ__GPU_STREAM_COPIES,       // sessions on their way to the host or from there
+    KVQ__GPU_STREAM_COMMON,       // work of all clients that have no streams of their own
+    KVQ__GPU_STREAM_COMMON_WATCH, // tells the poller that it has ended
+    KVQ__GPU_STREAMS,
+};
+struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which);
+
+// Streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS of them, which the
+// daemon sets to 32 unless it is set), and one that waits keeps whatever was given later to its
+// queue from beginning. So a stream may wait for a client only if it has a queue alone. True if
+// there are two left, which are the caller's then.
+bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
+void kvq__gpu_give_queues(struct kvq__gpu *gpu);
+uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
+
 // Memory for caches.
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu);
 struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu);

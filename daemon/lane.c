@@ -25,6 +25,12 @@ static int open_streams(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     int result = kvq__gpu_enter(lane->gpu);
+    if (!lane->stream)
+        lane->alone = lane->alone || kvq__gpu_take_queues(lane->gpu);
+    if (!lane->alone) {
+        lane->stream = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON);
+        lane->watch = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON_WATCH);
+    }
     if (result == KVQ_GPU_OK && !lane->stream)
         result = d->stream_create(&lane->stream, KVQ_GPU_STREAM_OWN);
     if (result == KVQ_GPU_OK && !lane->watch)
@@ -67,11 +73,13 @@ static void close_streams(struct kvq__lane *lane)
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     if (lane->stream) { // its memory may still be being cleared
         d->stream_sync(lane->stream);
-        d->stream_destroy(lane->stream);
+        if (lane->alone)
+            d->stream_destroy(lane->stream);
     }
     if (lane->watch) { // its function may still run
         d->stream_sync(lane->watch);
-        d->stream_destroy(lane->watch);
+        if (lane->alone)
+            d->stream_destroy(lane->watch);
     }
     if (lane->event)
         d->event_destroy(lane->event);
@@ -86,6 +94,8 @@ static void lane_free(struct kvq__lane *lane)
     struct kvq__core *core = lane->core;
     kvq__gpu_enter(lane->gpu);
     close_streams(lane);
+    if (lane->alone)
+        kvq__gpu_give_queues(lane->gpu);
     if (lane->workspace)
         d->memory_free(lane->workspace);
     if (lane->device)
@@ -114,16 +124,16 @@ static int lane_open(struct kvq__lane *lane)
     return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
 }
 
-// One of this GPU that a client has left; NULL if there is none.
+// One of this GPU that a client has left, if possible with streams of its own. NULL: there is none.
 static struct kvq__lane *take_spare(struct kvq__core *core, const struct kvq__gpu *gpu)
 {
-    struct kvq__lane *lane;
+    struct kvq__lane *lane, *spare = NULL;
     LIST_FOREACH (lane, &core->spare_lanes, link)
-        if (lane->gpu == gpu) {
-            LIST_REMOVE(lane, link);
-            return lane;
-        }
-    return NULL;
+        if (lane->gpu == gpu && (!spare || lane->alone))
+            spare = lane;
+    if (spare)
+        LIST_REMOVE(spare, link);
+    return spare;
 }
 
 static struct kvq__lane *lane_new(struct kvq__core *core, struct kvq__gpu *gpu)

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Lanes: what the core has enqueued on GPUs. A client has one on each GPU that it has sessions on:
-// a stream, memory that the arguments of its work travel in, and a list of what is held until the
-// work has ended. A client that never signals keeps its own lane from going on, and no other's.
+// a stream (its own, while hardware queues last: gpu.h), memory that the arguments of its work
+// travel in, and a list of what is held until the work has ended. A client that never signals keeps
+// its own lane from going on, and no other's.
 //
 // Work of one request stands in one chunk of the lane's memory, which is host memory and GPU memory
 // side by side: the core writes page tables and jobs there as it does into a queue's arena, and
@@ -44,6 +45,9 @@ struct kvq__lane {
     struct kvq__client *client; // NULL: it is gone
     struct kvq__gpu *gpu;
     bool ready; // all of it was made
+    // Its streams are its own and have hardware queues alone, so that they may wait for the client.
+    // Other lanes share streams, on which work never waits for a client.
+    bool alone;
     struct kvq_gpu_stream *stream;
     struct kvq_gpu_stream *watch; // waits for `event`, then wakes the poller
     struct kvq_gpu_event *event;

@@ -54,8 +54,7 @@ static int open_parts(struct kvq__core *core, struct kvq__mover *mover)
         if (result == 0 && !memory)
             result = d->host_alloc(&memory, (size_t)SLOTS * SLOT_BYTES, flags);
         mover->memory = memory;
-        if (result == 0 && !mover->streams[i])
-            result = d->stream_create(&mover->streams[i], KVQ_GPU_STREAM_OWN);
+        mover->streams[i] = kvq__gpu_stream(gpu, KVQ__GPU_STREAM_COPIES);
         if (result)
             return kvq__gpu_failed(gpu, result, "making what copies sessions");
     }
@@ -82,8 +81,6 @@ void kvq__mover_close(struct kvq__core *core)
         for (uint32_t j = 0; j < SLOTS; j++)
             if (mover->slots[j].events[i])
                 d->event_destroy(mover->slots[j].events[i]);
-        if (mover->streams[i])
-            d->stream_destroy(mover->streams[i]);
     }
     if (mover->memory)
         kvq__gpu_driver(core->pools[1].gpu)->host_free(mover->memory);

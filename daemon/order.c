@@ -14,12 +14,17 @@ static int open_on(struct kvq__queue *q, struct kvq__gpu *gpu, char *text)
     if (rc < 0)
         return kvq__fail(text, rc, "no memory on %s for a client's stream",
                          kvq__gpu_uuid_text(gpu));
+    if (!lane->alone)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "of %u hardware queues on %s (CUDA_DEVICE_MAX_CONNECTIONS of the daemon) "
+                         "none is left for a stream that waits for this client; wait on the host",
+                         kvq__gpu_connections(gpu), kvq__gpu_uuid_text(gpu));
     q->timeline.gpu = gpu;
     return 0;
 }
 
 int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t ready, uint64_t done,
-                        char *text)
+                        uint64_t *ready_here, char *text)
 {
     if (q->timeline.gpu)
         return kvq__fail(text, KVQ_E_EXISTS,
@@ -35,6 +40,7 @@ int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t rea
     if (rc == 0) {
         q->timeline.ready = ready;
         q->timeline.done = done;
+        q->timeline.ready_here = ready_here;
     }
     return rc;
 }
@@ -54,11 +60,14 @@ int kvq__queue_events(struct kvq__queue *q, struct kvq__gpu *gpu, const struct k
     return rc;
 }
 
-// The daemon's own stream writes, since a store of the host's need not wake a stream.
+// By a store, since a stream's write could stand behind the very wait that it is to end; and by the
+// daemon's own stream, since a store of the host's need not wake a stream.
 void kvq__queue_ending(struct kvq__queue *q)
 {
-    if (q->timeline.gpu && !q->timeline.events && !kvq__queue_settled(q))
-        kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
+    if (!q->timeline.gpu || q->timeline.events || kvq__queue_settled(q))
+        return;
+    kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
+    kvq_word64_store_release(q->timeline.ready_here, INT64_MAX);
 }
 
 // ---- Requests ----

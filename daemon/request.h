@@ -171,6 +171,7 @@ struct kvq__queue {
     struct {
         struct kvq__gpu *gpu; // NULL: none
         kvq_gpu_ptr ready, done;
+        uint64_t *ready_here;             // the same memory as `ready`, for this process
         const struct kvq__events *events; // instead of these words, if not NULL
         bool used;
     } timeline;

@@ -53,7 +53,7 @@ void order_open(struct sim *sim, struct actor *a)
     words[0] = words[1] = 0;
     int rc = events ? kvq__queue_events(a->member.queue, gpu, &events->all, text)
                     : kvq__queue_timeline(a->member.queue, gpu, (uintptr_t)words,
-                                          (uintptr_t)(words + 1), text);
+                                          (uintptr_t)(words + 1), words, text);
     MUST(rc == 0 || (rc == KVQ_E_NO_MEMORY && sim->kit.fail_one_in));
     if (rc == 0) {
         a->timeline = words;

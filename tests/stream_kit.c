@@ -40,7 +40,7 @@ void stream_open(struct streamer *s, const char *name)
     s->words = sim_gpus()->memory_new(4096);
     memset(s->words, 0, 4096);
     assert_int_equal(kvq__queue_timeline(s->m.queue, kit.core->pools[1].gpu, (uintptr_t)s->words,
-                                         (uintptr_t)(s->words + 1), text),
+                                         (uintptr_t)(s->words + 1), s->words, text),
                      0);
     float *memory = (float *)(void *)s->m.memory;
     for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Whose work comes when, with kvqd and this process as an engine on the software driver: several
-// streams of one queue, several queues, and streams that stand still. Run with other numbers of
-// hardware queues as well (CUDA_DEVICE_MAX_CONNECTIONS), here and in the daemon.
+// streams of one queue, several queues, and streams that stand still. CUDA_DEVICE_MAX_CONNECTIONS
+// in the environment is the daemon's; streams of this process have a hardware queue each.
 #include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -28,6 +28,7 @@ static const uint32_t bits_of_1 = 0x3f800000, bits_of_5 = 0x40a00000;
 
 static struct {
     char directory[64];
+    char connections[16]; // of the daemon; empty: as it likes
     pid_t daemon;
     kvq_client *client;
     kvq_queue *queue;
@@ -55,6 +56,9 @@ static void run_daemon(int ready)
     snprintf(number, sizeof number, "%d", ready);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     fcntl(ready, F_SETFD, 0);
+    unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    if (rig.connections[0])
+        setenv("CUDA_DEVICE_MAX_CONNECTIONS", rig.connections, 1);
     execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
           KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
           "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
@@ -198,6 +202,8 @@ static void on_two_streams(uint32_t first)
 static void test_two_streams(void **state)
 {
     (void)state;
+    if (kvq_queue_order(rig.queue) != KVQ_ORDER_WORDS)
+        skip(); // the host waits for each stream
     for (uint32_t i = 0; i < 2 * SESSIONS; i++)
         on_two_streams(i % SESSIONS);
 }
@@ -247,6 +253,8 @@ static void test_two_queues(void **state)
 {
     struct chain c = {.queues = {rig.queue}};
     (void)state;
+    if (kvq_queue_order(rig.queue) != KVQ_ORDER_WORDS)
+        skip(); // the host waits for each stream
     fine(kvq_queue_open(rig.client, &c.queues[1]));
     fine(kvq_queue_prepare_streams(c.queues[1]));
     OK(drv.event_create(&c.event, KVQ_GPU_EVENT_UNTIMED));
@@ -271,14 +279,103 @@ static void test_two_queues(void **state)
     OK(drv.event_destroy(c.event));
 }
 
+// ---- Several clients ----
+
+struct engine {
+    kvq_client *client;
+    kvq_queue *queue;
+    kvq_buffer *buffer;
+    kvq_gpu_ptr at;
+    struct kvq_gpu_stream *stream;
+    struct kvq_work work;
+    struct kvq_entry entry;
+};
+
+static void engine_open(struct engine *e)
+{
+    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    const struct kvq_session_options options = {
+        .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+    *e = (struct engine){.client = connect_client(), .entry = {.append = 1, .queries = 1}};
+    fine(kvq_queue_open(e->client, &e->queue));
+    fine(kvq_buffer_create_on(e->client, NULL, PART, &e->buffer));
+    e->at = (uintptr_t)kvq_buffer_device(e->buffer);
+    e->work.k = kvq_tensor_make(e->buffer, 0, KV_HEADS, DIM, KVQ_DTYPE_F32);
+    e->work.v = kvq_tensor_make(e->buffer, INPUTS / 4, KV_HEADS, DIM, KVQ_DTYPE_F32);
+    e->work.q = kvq_tensor_make(e->buffer, INPUTS / 2, Q_HEADS, DIM, KVQ_DTYPE_F32);
+    e->work.out = kvq_tensor_make(e->buffer, INPUTS, Q_HEADS, DIM, KVQ_DTYPE_F32);
+    OK(drv.stream_create(&e->stream, KVQ_GPU_STREAM_OWN));
+    fine(kvq_session_open(e->client, &options, &e->entry.session, NULL));
+    fine(kvq_queue_prepare_streams(e->queue));
+    assert_int_not_equal(kvq_queue_order(e->queue), KVQ_ORDER_EVENTS);
+}
+
+static void engine_begin(struct engine *e, bool stalled)
+{
+    fine(kvq_step_begin(e->queue, &e->entry, 1, &e->work.step));
+    soft_stall(e->stream, stalled);
+    OK(drv.fill32(e->at, bits_of_1, INPUTS / 4, e->stream));
+    fine(kvq_append_attend_on_stream(e->queue, &e->work, &e->entry, 1, e->stream));
+    fine(e->entry.status);
+}
+
+static void engine_end(struct engine *e)
+{
+    float value = 0;
+    soft_stall(e->stream, false);
+    OK(drv.copy_out(&value, e->at + INPUTS, sizeof value, e->stream));
+    OK(drv.stream_sync(e->stream));
+    assert_true(value == 1);
+    fine(kvq_step_end(e->queue, e->work.step, &e->entry, 1));
+    fine(e->entry.status);
+    e->entry.position = e->entry.value;
+}
+
+static void engine_close(struct engine *e)
+{
+    kvq_disconnect(&e->client);
+    OK(drv.stream_destroy(e->stream));
+}
+
+// Streams that stand still keep no other client waiting, and go on when they are let, however few
+// hardware queues the daemon has. Those for whom there is none left wait on the host.
+static void test_stalled_clients(void **state)
+{
+    enum { ENGINES = 6 };
+    struct engine engines[ENGINES];
+    bool words[ENGINES];
+    (void)state;
+    for (int i = 0; i < ENGINES; i++) {
+        engine_open(&engines[i]);
+        words[i] = kvq_queue_order(engines[i].queue) == KVQ_ORDER_WORDS;
+        if (words[i] && i + 1 < ENGINES)
+            engine_begin(&engines[i], true);
+        for (int step = 0; step < 3 && !(words[i] && i + 1 < ENGINES); step++) {
+            engine_begin(&engines[i], false);
+            engine_end(&engines[i]);
+        }
+    }
+    if (!rig.connections[0])
+        assert_true(words[ENGINES - 1]);
+    for (int i = 0; i + 1 < ENGINES; i++)
+        if (words[i])
+            engine_end(&engines[i]);
+    for (int i = 0; i < ENGINES; i++)
+        engine_close(&engines[i]);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_two_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_two_queues, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_clients, setup, teardown),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
+    const char *connections = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    snprintf(rig.connections, sizeof rig.connections, "%s", connections ? connections : "");
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
     soft_open();
     snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-order-XXXXXX");
     if (!mkdtemp(rig.directory))
