@@ -749,8 +749,8 @@ KVQ_API KVQ_CHECK int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *b
                                                  struct kvq_entry *entries, uint32_t n,
                                                  void *stream);
 /* What only the GPU can find (KVQ_E_NONFINITE) is told by the session's next
- * kvq_local_end_on_stream or kvq_step: that session is then as it was before the step that had such
- * values. */
+ * kvq_local_end_on_stream or kvq_step (by KVQ_ORDER_HOST at once): that session is then as it was
+ * before the step that had such values. */
 KVQ_API KVQ_CHECK int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
                                               struct kvq_entry *entries, uint32_t n, void *stream);
 

@@ -657,7 +657,13 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_daemon_killed),
         WITH_DAEMON(test_reattach_with_freed_memory),
     };
-    const struct CMUnitTest by_host[] = {WITH_DAEMON(test_arena)};
+    const struct CMUnitTest by_host[] = {
+        WITH_DAEMON(test_arena),
+        WITH_DAEMON(test_import),
+        WITH_DAEMON(test_import_mapped),
+        WITH_DAEMON(test_host_order_waits),
+        WITH_DAEMON(test_reattach_with_freed_memory),
+    };
     const struct CMUnitTest by_events[] = {
         WITH_DAEMON(test_arena),   WITH_DAEMON(test_nobody_waits), WITH_DAEMON(test_refused),
         WITH_DAEMON(test_tickets), WITH_DAEMON(test_example),      WITH_DAEMON(test_daemon_killed),

@@ -417,7 +417,7 @@ static void test_refusals(void **state)
 }
 
 // What is not finite is found when nobody waits; the next end tells, and the session stands as
-// before the step that had it.
+// before the step that had it. Where the host orders requests it waits, and that end tells itself.
 static void test_not_finite(void **state)
 {
     struct pair p[1];
@@ -427,7 +427,8 @@ static void test_not_finite(void **state)
     open_pair("oscar2", p);
     open_bucket(p->here, 64);
     step(p, 1, 30, NULL);
-    for (int round = 0; round < 2; round++) {
+    bool waits = kvq_queue_order(rig.queue) == KVQ_ORDER_HOST;
+    for (int round = 0; round < (waits ? 1 : 2); round++) {
         struct batch b = batch_of(p, 1, 1, true);
         fill();
         if (round == 0)
@@ -440,7 +441,7 @@ static void test_not_finite(void **state)
             fine(kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream));
         }
         fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream));
-        if (round == 0)
+        if (round == 0 && !waits)
             fine(b.entries[0].status);
         else
             assert_int_equal(b.entries[0].status, KVQ_E_NONFINITE);
