@@ -3,6 +3,7 @@
 // recvmsg and sendmsg with SCM_RIGHTS, and the credentials of a peer; see packet.h.
 #include "daemon/packet.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -23,7 +24,7 @@ enum {
     ROOM_FDS = 2,
 };
 
-union control {
+union received {
     struct cmsghdr align;
     char bytes[CMSG_SPACE(ROOM_FDS * sizeof(int))];
 };
@@ -59,7 +60,7 @@ static uint32_t collect(struct kvq__packet *packet, struct msghdr *message)
 
 int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
 {
-    union control control;
+    union received control;
     struct iovec part = {packet->bytes, sizeof packet->bytes};
     struct msghdr message = {.msg_iov = &part,
                              .msg_iovlen = 1,
@@ -89,7 +90,11 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
 
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds)
 {
-    union control control;
+    union {
+        struct cmsghdr align;
+        char bytes[CMSG_SPACE(KVQ_MAX_PACKET_FDS * sizeof(int))];
+    } control;
+    assert(n_fds <= KVQ_MAX_PACKET_FDS);
     struct iovec part = {(void *)(uintptr_t)bytes, length};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     if (n_fds) {
