@@ -106,7 +106,7 @@ static void find_pages(struct kvq__entry *w, uint32_t first_page)
     const struct kvq__session *s = w->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
         for (uint32_t p = 0; kvq__layer_owns(s, i) && p < w->n_pages; p++)
-            w->pages[i * w->n_pages + p].raw = s->layers[i].pages[first_page + p].raw.data;
+            w->pages[i * w->n_pages + p].raw = kvq__page(&s->layers[i], first_page + p)->raw.data;
 }
 
 static bool prepare(struct kvq__queue *q, uint32_t i)

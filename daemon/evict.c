@@ -53,16 +53,17 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         if (n == 0)
             continue;
         uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
-        const struct kvq__pageref *p = &l->pages[page];
+        const struct kvq__pageref *p = kvq__page(l, page);
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
         uint32_t others = passing + (page < s->ids.sealed);
         seen += block != NULL;
         if (!block || (ns && block->extent->owner->ns != ns))
             continue;
-        if (block->refs <= 1 + others)
+        uint32_t owners = block->refs - others + kvq__page_owners(l, page) - 1;
+        if (block->refs <= others || owners <= 1)
             own++;
         else if (shared)
-            own += 1.0 / (block->refs - others);
+            own += 1.0 / owners;
     }
     return seen ? own / seen : 0;
 }

@@ -137,7 +137,8 @@ struct cloning {
     struct kvq__copy *copies;
     uint32_t n_copies, room;
     uint64_t at, floor;
-    uint64_t bytes; // of blocks that it has needed so far
+    uint32_t shared; // pages of sheets that both sessions have
+    uint64_t bytes;  // of blocks that it has needed so far
 };
 
 static void add_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
@@ -199,6 +200,27 @@ static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct
     return to->packed ? kvq__extras_fork(c->to, from, to) : kvq__extras_init(c->to, to);
 }
 
+// Sheets of the page table of which neither session can change anything any more: all is packed, or
+// stored for good, and behind every window.
+static uint32_t final_sheets(const struct cloning *c, const struct kvq__session *from)
+{
+    uint64_t pages = c->floor / KVQ_BLOCK_TOKENS;
+    for (uint32_t i = 0; i < from->n_layers; i++) {
+        const struct kvq__layer *l = &from->layers[i];
+        uint64_t final = c->floor / l->format->unit_tokens * l->format->unit_tokens;
+        uint64_t packed = (final < l->packed ? final : l->packed) / KVQ_BLOCK_TOKENS;
+        if (!kvq__layer_owns(from, i))
+            continue;
+        if (l->keep)
+            pages = l->first_page < pages ? l->first_page : pages;
+        if (l->packed_bytes)
+            pages = packed < pages ? packed : pages;
+        if (l->packed_bytes)
+            pages = l->raw_page < pages ? l->raw_page : pages;
+    }
+    return (uint32_t)(pages / KVQ__SHEET_PAGES);
+}
+
 static int clone_layer(struct cloning *c, const struct kvq__session *from, uint32_t layer)
 {
     const struct kvq__layer *a = &from->layers[layer];
@@ -216,11 +238,12 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
         b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
     b->raw_page = a->raw_page < whole ? a->raw_page : whole;
     b->raw_page = b->raw_page > b->first_page ? b->raw_page : b->first_page;
-    for (uint32_t p = b->first_page; rc == 0 && p < c->to->n_pages; p++) {
+    for (uint32_t p = b->first_page > c->shared ? b->first_page : c->shared;
+         rc == 0 && p < c->to->n_pages; p++) {
         uint64_t start = (uint64_t)p * KVQ_BLOCK_TOKENS;
-        rc = clone_packed(c, layer, &a->pages[p], &b->pages[p], start);
+        rc = clone_packed(c, layer, kvq__page(a, p), kvq__page(b, p), start);
         if (rc == 0)
-            rc = clone_raw(c, layer, &a->pages[p], &b->pages[p], start);
+            rc = clone_raw(c, layer, kvq__page(a, p), kvq__page(b, p), start);
     }
     return rc;
 }
@@ -235,7 +258,11 @@ static uint32_t most_copies(const struct cloning *c)
 static int clone_pages(struct cloning *c, const struct kvq__session *from)
 {
     struct kvq__core *core = from->core;
-    int rc = kvq__pages_grow(c->to, kvq__pages_of(c->at));
+    uint32_t sheets = final_sheets(c, from);
+    int rc = kvq__sheets_share(c->to, from, sheets);
+    c->shared = c->to->n_pages;
+    rc = rc ? rc : kvq__pages_grow(c->to, kvq__pages_of(c->at));
+    c->to->floor = c->floor;
     rc = rc ? rc : kvq__ids_fork(c->to, from, c->at);
     if (rc < 0)
         return rc;
@@ -245,7 +272,6 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
         return KVQ_E_NO_MEMORY;
     c->to->n_pages = kvq__pages_of(c->at);
     c->to->tokens = c->at;
-    c->to->floor = c->floor;
     for (uint32_t i = 0; rc == 0 && i < from->n_layers; i++)
         if (kvq__layer_owns(from, i))
             rc = clone_layer(c, from, i);

@@ -104,7 +104,7 @@ static void fill_lesson(struct packing *p, const struct kvq__pack_part *part,
     uint32_t n = kvq__pages_of(l->learn);
     struct kvq_page *pages = kvq__wave_take(&p->wave, n * sizeof *pages);
     for (uint32_t i = 0; i < n; i++)
-        pages[i] = (struct kvq_page){.raw = l->pages[i].raw.data};
+        pages[i] = (struct kvq_page){.raw = kvq__page(l, i)->raw.data};
     p->lessons[p->n_lessons++] = (struct kvq_gpu_lesson){
         unit->recipe, kvq__wave_there(&p->wave, pages), unit->extras, unit->guard, l->learn};
 }
@@ -123,7 +123,7 @@ static void fill_part(struct packing *p, const struct kvq__pack_part *part)
         fill_lesson(p, part, &unit);
     p->runs[p->n_runs++] = p->n_units;
     for (uint64_t t = part->first; t < part->end; t += l->format->unit_tokens) {
-        const struct kvq__pageref *page = &l->pages[t / KVQ_BLOCK_TOKENS];
+        const struct kvq__pageref *page = kvq__page(l, (uint32_t)(t / KVQ_BLOCK_TOKENS));
         assert(page->raw.data && page->packed.data);
         unit.raw_block = page->raw.data;
         unit.packed_block = page->packed.data;

@@ -91,7 +91,7 @@ static void fill_layer(struct kvq__wave *wave, uint32_t i, uint32_t layer,
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS), n = q->entries[i].append;
     struct kvq_page *pages = kvq__wave_take(wave, w->n_pages * sizeof *pages);
     for (uint32_t p = 0; p < w->n_pages; p++)
-        pages[p] = (struct kvq_page){.raw = l->pages[first + p].raw.data};
+        pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
     for (uint32_t t = 0; t < n; (*next)++) {
         struct kvq_gpu_store_job job = {
             .recipe = kvq__wave_there(wave, recipe),

@@ -2,6 +2,7 @@
 //
 // The token ids of a session, as far as its writer tells them: at a step's beginning or end, of the
 // tokens that the step appends. They are only of use without a gap from the first token on.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +10,7 @@
 #include "daemon/saved.h"
 #include "daemon/state.h"
 
-enum { FIRST_ROOM = 512 };
+enum { FIRST_PARTS = 2 };
 
 static bool brings_ids(const struct kvq__queue *q)
 {
@@ -26,43 +27,69 @@ int kvq__ids_check(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
     return brings_ids(q) && !kvq__list_at(q, q->entries[i].q_row, tokens) ? KVQ_E_BOUNDS : 0;
 }
 
-static uint64_t parts_in(uint64_t tokens)
+// ---- Parts ----
+
+static uint32_t parts_in(uint64_t tokens)
 {
-    return (tokens + KVQ__IDS_PART - 1) / KVQ__IDS_PART;
+    return (uint32_t)((tokens + KVQ__IDS_PART - 1) / KVQ__IDS_PART);
 }
 
-static void free_room(struct kvq__session *s)
+static void part_drop(struct kvq__core *core, struct kvq__ids_part *part)
+{
+    if (--part->refs == 0)
+        kvq__deallocate(core, part, sizeof *part);
+}
+
+static int directory_grow(struct kvq__session *s, uint32_t parts)
 {
     struct kvq__ids *ids = &s->ids;
-    kvq__deallocate(s->core, ids->at, ids->room * sizeof *ids->at);
-    kvq__deallocate(s->core, ids->stored, parts_in(ids->room) * sizeof *ids->stored);
+    uint32_t room = ids->room ? ids->room : FIRST_PARTS;
+    if (parts <= ids->room)
+        return 0;
+    while (room < parts)
+        room *= 2;
+    struct kvq__ids_part **all = kvq__allocate(s->core, room * sizeof *all);
+    if (!all)
+        return KVQ_E_NO_MEMORY;
+    if (ids->parts)
+        memcpy(all, ids->parts, ids->n_parts * sizeof *all);
+    kvq__deallocate(s->core, ids->parts, ids->room * sizeof *all);
+    ids->parts = all;
+    ids->room = room;
+    return 0;
 }
 
 int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
 {
     struct kvq__ids *ids = &s->ids;
-    uint64_t room = ids->room ? ids->room : FIRST_ROOM;
-    if (tokens <= ids->room)
-        return 0;
-    while (room < tokens)
-        room *= 2;
-    int32_t *at = kvq__allocate(s->core, room * sizeof *at);
-    uint64_t *stored = kvq__allocate(s->core, parts_in(room) * sizeof *stored);
-    if (!at || !stored) {
-        kvq__deallocate(s->core, at, room * sizeof *at);
-        kvq__deallocate(s->core, stored, parts_in(room) * sizeof *stored);
-        return KVQ_E_NO_MEMORY;
+    uint32_t want = parts_in(tokens);
+    int rc = directory_grow(s, want);
+    while (rc == 0 && ids->n_parts < want) {
+        struct kvq__ids_part *part = kvq__allocate(s->core, sizeof *part);
+        if (!part)
+            return KVQ_E_NO_MEMORY;
+        part->refs = 1;
+        ids->parts[ids->n_parts++] = part;
     }
-    if (ids->at) {
-        memcpy(at, ids->at, ids->known * sizeof *at);
-        memcpy(stored, ids->stored, parts_in(ids->room) * sizeof *stored);
-    }
-    free_room(s);
-    ids->at = at;
-    ids->stored = stored;
-    ids->room = (uint32_t)room;
-    return 0;
+    return rc;
 }
+
+void kvq__ids_read(const struct kvq__ids *ids, int32_t *out)
+{
+    for (uint64_t t = 0; t < ids->known; t += KVQ__IDS_PART) {
+        uint64_t left = ids->known - t, n = left < KVQ__IDS_PART ? left : KVQ__IDS_PART;
+        memcpy(out + t, kvq__ids_at(ids, t), n * sizeof *out);
+    }
+}
+
+// Where an id is about to be written, in a part that nobody else has.
+static int32_t *own_at(const struct kvq__ids *ids, uint64_t token)
+{
+    assert(ids->parts[token / KVQ__IDS_PART]->refs == 1);
+    return kvq__ids_at(ids, token);
+}
+
+// ---- Tokens that come and go ----
 
 int kvq__ids_take_late(struct kvq__queue *q, uint32_t i)
 {
@@ -82,7 +109,7 @@ int kvq__ids_take(struct kvq__queue *q, uint32_t i, uint32_t tokens)
         return rc;
     const volatile int32_t *from = kvq__list_at(q, q->entries[i].q_row, tokens);
     for (uint32_t t = 0; t < tokens; t++)
-        s->ids.at[s->tokens + t] = from[t];
+        *own_at(&s->ids, s->tokens + t) = from[t];
     s->ids.pending = true;
     return 0;
 }
@@ -111,7 +138,23 @@ void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *lis
         return;
     }
     for (uint32_t j = 0; j < n; j++)
-        s->ids.at[start + j] = s->ids.at[start + (uint64_t)list[j]];
+        *own_at(&s->ids, start + j) = *kvq__ids_at(&s->ids, start + (uint64_t)list[j]);
+}
+
+// The first `known` ids of another session: parts below both floors are shared, the rest is copied.
+static int fork_parts(struct kvq__session *to, const struct kvq__ids *a, uint64_t known)
+{
+    struct kvq__ids *b = &to->ids;
+    uint64_t final = known < to->floor ? known : to->floor;
+    int rc = directory_grow(to, parts_in(known));
+    for (; rc == 0 && b->n_parts < final / KVQ__IDS_PART; b->n_parts++) {
+        b->parts[b->n_parts] = a->parts[b->n_parts];
+        b->parts[b->n_parts]->refs++;
+    }
+    rc = rc ? rc : kvq__ids_grow(to, known);
+    for (uint64_t t = final / KVQ__IDS_PART * KVQ__IDS_PART; rc == 0 && t < known; t++)
+        *own_at(b, t) = *kvq__ids_at(a, t);
+    return rc;
 }
 
 int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint64_t at)
@@ -119,15 +162,12 @@ int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint
     const struct kvq__ids *a = &from->ids;
     struct kvq__ids *b = &to->ids;
     uint64_t known = a->known < at ? a->known : at;
-    int rc = known ? kvq__ids_grow(to, known) : 0;
+    assert(to->floor <= from->floor);
+    int rc = known ? fork_parts(to, a, known) : 0;
     if (rc == 0 && a->n_spans)
         rc = kvq__ids_spans(to, a->spans, a->n_spans, NULL);
     if (rc < 0)
         return rc;
-    if (known) {
-        memcpy(b->at, a->at, known * sizeof *b->at);
-        memcpy(b->stored, a->stored, known / KVQ__IDS_PART * sizeof *b->stored);
-    }
     b->known = known;
     if ((uint64_t)a->sealed * KVQ_BLOCK_TOKENS <= known) { // else it starts anew
         b->sealed = a->sealed;
@@ -208,7 +248,7 @@ static void note_stored(struct kvq__session *s, const struct kvq__part *parts, u
         const struct kvq__part *part = &parts[i - 1];
         uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
         if (part->kind == KVQ__PART_IDS && end <= s->ids.known && end <= s->floor)
-            s->ids.stored[part->page] = part->id;
+            s->ids.parts[part->page]->stored = part->id;
     }
 }
 
@@ -232,7 +272,8 @@ int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
                          : rc == KVQ_E_NO_MEMORY ? "no memory"
                                                  : "too many");
     if (known > 0) {
-        memcpy(s->ids.at, saved->ids, known * sizeof *s->ids.at);
+        for (uint64_t t = 0; t < known; t++)
+            *own_at(&s->ids, t) = saved->ids[t];
         s->ids.known = known;
         note_stored(s, parts, n);
     }
@@ -244,13 +285,17 @@ int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
 uint64_t kvq__ids_bytes(const struct kvq__session *s)
 {
     const struct kvq__ids *ids = &s->ids;
-    return ids->room * sizeof *ids->at + parts_in(ids->room) * sizeof *ids->stored +
-           ids->n_spans * sizeof *ids->spans;
+    uint64_t bytes = ids->room * sizeof *ids->parts + ids->n_spans * sizeof *ids->spans;
+    for (uint32_t i = 0; i < ids->n_parts; i++)
+        bytes += sizeof **ids->parts / ids->parts[i]->refs;
+    return bytes;
 }
 
 void kvq__ids_free(struct kvq__session *s)
 {
-    free_room(s);
+    while (s->ids.n_parts > 0)
+        part_drop(s->core, s->ids.parts[--s->ids.n_parts]);
+    kvq__deallocate(s->core, s->ids.parts, s->ids.room * sizeof *s->ids.parts);
     kvq__deallocate(s->core, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
     s->ids = (struct kvq__ids){0};
 }

@@ -33,7 +33,8 @@ struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref)
     uint64_t layer = ref / refs_of_layer(m), i = ref % refs_of_layer(m);
     if (i == refs_of_layer(m) - 1)
         return &m->extras[m->owned[layer]];
-    struct kvq__pageref *page = m->table + layer * m->capacity + i / 2;
+    struct kvq__sheet *sheet = m->sheets[i / 2 / KVQ__SHEET_PAGES];
+    struct kvq__pageref *page = &sheet->pages[layer * KVQ__SHEET_PAGES + i / 2 % KVQ__SHEET_PAGES];
     return i % 2 ? &page->packed : &page->raw;
 }
 
@@ -43,7 +44,15 @@ struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref)
     struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
     if (i == refs_of_layer(m) - 1)
         return &l->extras;
-    return i % 2 ? &l->pages[i / 2].packed : &l->pages[i / 2].raw;
+    struct kvq__pageref *page = kvq__page(l, (uint32_t)(i / 2));
+    return i % 2 ? &page->packed : &page->raw;
+}
+
+// Whether others have the sheet, of these, that the reference stands in.
+static bool is_shared(const struct kvq__moved *m, struct kvq__sheet *const *sheets, uint64_t ref)
+{
+    uint64_t i = ref % refs_of_layer(m);
+    return i < refs_of_layer(m) - 1 && sheets[i / 2 / KVQ__SHEET_PAGES]->refs > 1;
 }
 
 uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
@@ -155,7 +164,9 @@ static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
 static void free_part(struct kvq__core *core, struct kvq__moved *m)
 {
     kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
-    kvq__deallocate(core, m->table, (size_t)m->n_owned * m->capacity * sizeof *m->table);
+    for (uint32_t i = 0; i < m->n_sheets; i++)
+        kvq__sheet_drop(core, &m->sheets[i], m->n_owned);
+    kvq__deallocate(core, m->sheets, m->room * sizeof *m->sheets);
     kvq__deallocate(core, m->extras, m->n_layers * sizeof *m->extras);
     kvq__deallocate(core, m->books, m->n_layers * sizeof *m->books);
     *m = (struct kvq__moved){0};
@@ -185,6 +196,22 @@ static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
     m->counts = NULL;
 }
 
+// A page table for the other place.
+static int take_sheets(struct kvq__core *core, struct kvq__moved *m)
+{
+    uint32_t n = (m->n_pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
+    m->room = n ? n : 1;
+    m->sheets = kvq__allocate(core, m->room * sizeof *m->sheets);
+    while (m->sheets && m->n_sheets < n) {
+        struct kvq__sheet *sheet = kvq__allocate(core, kvq__sheet_bytes(m->n_owned));
+        if (!sheet)
+            return KVQ_E_NO_MEMORY;
+        sheet->refs = 1;
+        m->sheets[m->n_sheets++] = sheet;
+    }
+    return m->sheets ? 0 : KVQ_E_NO_MEMORY;
+}
+
 static int take_part(struct kvq__move *move, struct kvq__moved *m)
 {
     struct kvq__core *core = move->core;
@@ -193,12 +220,10 @@ static int take_part(struct kvq__move *move, struct kvq__moved *m)
     m->n_layers = s->n_layers;
     m->n_owned = s->n_owned;
     m->n_pages = s->n_pages;
-    m->capacity = s->page_capacity;
     m->owned = kvq__allocate(core, m->n_owned * sizeof *m->owned);
-    m->table = kvq__allocate(core, (size_t)m->n_owned * m->capacity * sizeof *m->table);
     m->extras = kvq__allocate(core, m->n_layers * sizeof *m->extras);
     m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
-    if (!m->owned || !m->table || !m->extras || !m->books)
+    if (!m->owned || !m->extras || !m->books || take_sheets(core, m) < 0)
         return KVQ_E_NO_MEMORY;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
@@ -344,9 +369,11 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (!here->block)
         return 0;
     // What a fork shares stays as well; the rest only changes its place.
-    move->shared_bytes += here->block->refs > 1 ? bytes : 0;
+    bool shared = is_shared(m, m->session->sheets, ref);
+    move->shared_bytes += shared || here->block->refs > 1 ? bytes : 0;
     struct kvq__ref *there = kvq__moved_there(m, ref);
-    int rc = kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
+    int rc = shared ? kvq__block_new(move->core, move->ns, move->to, bytes, there)
+                    : kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
     if (rc == 0) {
         there->block->saved = here->block->saved;
         move->reserved_bytes += bytes;
@@ -399,13 +426,18 @@ static void publish_outliers(const struct kvq__session *s)
 static void exchange_pages(struct kvq__moved *m)
 {
     struct kvq__session *s = m->session;
-    struct kvq__pageref *table = s->table;
-    s->table = m->table;
-    m->table = table;
+    struct kvq__sheet **sheets = s->sheets;
+    uint32_t n_sheets = s->n_sheets, room = s->sheet_room;
+    s->sheets = m->sheets;
+    s->n_sheets = m->n_sheets;
+    s->sheet_room = m->room;
+    kvq__sheets_place(s);
+    m->sheets = sheets;
+    m->n_sheets = n_sheets;
+    m->room = room;
     for (uint32_t i = 0; i < m->n_owned; i++) {
         struct kvq__layer *l = &s->layers[m->owned[i]];
         struct kvq__ref extras = l->extras;
-        l->pages = s->table ? s->table + (size_t)i * m->capacity : NULL;
         l->extras = m->extras[m->owned[i]];
         m->extras[m->owned[i]] = extras;
     }
@@ -458,8 +490,11 @@ static void copy(struct kvq__move *move, bool *any)
 
 static void release(struct kvq__move *move)
 {
-    for (uint32_t i = 0; i < RELEASE_AT_ONCE && next_ref(move); i++, move->ref++)
-        kvq__block_drop(move->core, kvq__moved_there(&move->moved[move->at], move->ref));
+    for (uint32_t i = 0; i < RELEASE_AT_ONCE && next_ref(move); i++, move->ref++) {
+        const struct kvq__moved *m = &move->moved[move->at];
+        if (!is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
+            kvq__block_drop(move->core, kvq__moved_there(m, move->ref));
+    }
     if (next_ref(move))
         return;
     for (uint32_t i = 0; i < move->n; i++)

@@ -36,9 +36,10 @@ enum kvq__move_phase {
 // a packed block of each page, then the extras.
 struct kvq__moved {
     struct kvq__session *session; // NULL once it is moved, or is not going to be
-    uint32_t n_owned, n_pages, capacity;
+    uint32_t n_owned, n_pages;
     uint32_t *owned;            // numbers of the layers with pages of their own
-    struct kvq__pageref *table; // blocks on the other place: those to come, then those that were
+    uint32_t n_sheets, room;    // sheets that there are; that `sheets` has room for
+    struct kvq__sheet **sheets; // blocks on the other place: those to come, then those that were
     struct kvq__ref *extras;    // for each layer
     struct kvq_book *books;     // for each layer, on the other GPU
     struct kvq__gpu_counts *counts;
@@ -71,7 +72,7 @@ struct kvq__move {
 // How many there are: none before all memory was there to take part.
 static inline uint64_t kvq__moved_refs(const struct kvq__moved *m)
 {
-    bool whole = m->owned && m->table && m->extras && m->books;
+    bool whole = m->owned && m->extras && m->books && m->n_sheets * KVQ__SHEET_PAGES >= m->n_pages;
     return whole ? (uint64_t)m->n_owned * (2 * (uint64_t)m->n_pages + 1) : 0;
 }
 // A reference of the move's, and the session's own in its place; and the bytes of such a block.

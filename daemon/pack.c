@@ -20,8 +20,9 @@ static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
 {
     uint32_t from = (uint32_t)(first / KVQ_BLOCK_TOKENS);
     for (uint32_t i = from; i < kvq__pages_of(end); i++) {
-        pages[i - from].raw = l->pages[i].raw.data;
-        pages[i - from].packed = l->pages[i].packed.data;
+        const struct kvq__pageref *p = kvq__page(l, i);
+        pages[i - from].raw = p->raw.data;
+        pages[i - from].packed = p->packed.data;
         assert(pages[i - from].raw && pages[i - from].packed);
     }
 }

@@ -11,7 +11,7 @@
 #include "daemon/state.h"
 #include "daemon/table.h"
 
-enum { FIRST_PAGES = 8 };
+enum { FIRST_SHEETS = 2 };
 
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
 {
@@ -25,42 +25,126 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
     return packed > layer->base ? packed : layer->base;
 }
 
-// ---- Room ----
+// ---- Sheets ----
 
-static size_t table_bytes(const struct kvq__session *s, uint32_t capacity)
+size_t kvq__sheet_bytes(uint32_t n_owned)
 {
-    return (size_t)capacity * s->n_owned * sizeof(struct kvq__pageref);
+    return sizeof(struct kvq__sheet) +
+           (size_t)n_owned * KVQ__SHEET_PAGES * sizeof(struct kvq__pageref);
 }
 
-static void table_place(struct kvq__session *s, struct kvq__pageref *table, uint32_t capacity)
+static uint32_t sheets_of(uint32_t pages)
 {
-    struct kvq__pageref *next = table;
+    return (pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
+}
+
+void kvq__sheets_place(struct kvq__session *s)
+{
+    uint32_t slot = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
-        struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        if (l->pages)
-            memcpy(next, l->pages, s->n_pages * sizeof *next);
-        l->pages = next;
-        next += capacity;
+        s->layers[i].sheets = s->sheets;
+        s->layers[i].slot = slot++;
     }
+    assert(slot == s->n_owned);
+}
+
+// Room for so many sheets.
+static int directory_grow(struct kvq__session *s, uint32_t sheets)
+{
+    uint32_t room = s->sheet_room ? s->sheet_room : FIRST_SHEETS;
+    if (sheets <= s->sheet_room)
+        return 0;
+    while (room < sheets)
+        room *= 2;
+    struct kvq__sheet **all = kvq__allocate(s->core, room * sizeof *all);
+    if (!all)
+        return KVQ_E_NO_MEMORY;
+    if (s->sheets)
+        memcpy(all, s->sheets, s->n_sheets * sizeof *all);
+    kvq__deallocate(s->core, s->sheets, s->sheet_room * sizeof *all);
+    s->sheets = all;
+    s->sheet_room = room;
+    kvq__sheets_place(s);
+    return 0;
 }
 
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
 {
-    uint32_t capacity = s->page_capacity ? s->page_capacity : FIRST_PAGES;
-    if (pages <= s->page_capacity)
-        return 0;
-    while (capacity < pages)
-        capacity *= 2;
-    struct kvq__pageref *table = kvq__allocate(s->core, table_bytes(s, capacity));
-    if (!table)
-        return KVQ_E_NO_MEMORY;
-    table_place(s, table, capacity);
-    kvq__deallocate(s->core, s->table, table_bytes(s, s->page_capacity));
-    s->table = table;
-    s->page_capacity = capacity;
-    return 0;
+    uint32_t want = sheets_of(pages);
+    int rc = directory_grow(s, want);
+    while (rc == 0 && s->n_sheets < want) {
+        struct kvq__sheet *sheet = kvq__allocate(s->core, kvq__sheet_bytes(s->n_owned));
+        if (!sheet)
+            return KVQ_E_NO_MEMORY;
+        sheet->refs = 1;
+        s->sheets[s->n_sheets++] = sheet;
+    }
+    return rc;
+}
+
+int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets)
+{
+    assert(to->n_sheets == 0 && to->n_owned == from->n_owned && sheets <= from->n_sheets);
+    int rc = directory_grow(to, sheets);
+    for (; rc == 0 && to->n_sheets < sheets; to->n_sheets++) {
+        to->sheets[to->n_sheets] = from->sheets[to->n_sheets];
+        to->sheets[to->n_sheets]->refs++;
+    }
+    to->n_pages = to->n_sheets * KVQ__SHEET_PAGES;
+    return rc;
+}
+
+static void page_drop(struct kvq__core *core, struct kvq__pageref *p)
+{
+    kvq__block_drop(core, &p->raw);
+    kvq__block_drop(core, &p->packed);
+}
+
+void kvq__sheet_drop(struct kvq__core *core, struct kvq__sheet **pointer, uint32_t n_owned)
+{
+    struct kvq__sheet *sheet = *pointer;
+    *pointer = NULL;
+    if (!sheet || --sheet->refs > 0)
+        return;
+    for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
+        page_drop(core, &sheet->pages[i]);
+    kvq__deallocate(core, sheet, kvq__sheet_bytes(n_owned));
+}
+
+static void sheets_cut(struct kvq__session *s, uint32_t keep)
+{
+    while (s->n_sheets > keep)
+        kvq__sheet_drop(s->core, &s->sheets[--s->n_sheets], s->n_owned);
+}
+
+void kvq__sheets_free(struct kvq__session *s)
+{
+    assert(s->n_pages == 0);
+    sheets_cut(s, 0);
+    kvq__deallocate(s->core, s->sheets, s->sheet_room * sizeof *s->sheets);
+    s->sheets = NULL;
+    s->sheet_room = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        s->layers[i].sheets = NULL;
+}
+
+uint64_t kvq__sheets_bytes(const struct kvq__session *s)
+{
+    uint64_t bytes = s->sheet_room * sizeof *s->sheets;
+    for (uint32_t i = 0; i < s->n_sheets; i++)
+        bytes += kvq__sheet_bytes(s->n_owned) / s->sheets[i]->refs;
+    return bytes;
+}
+
+// ---- Room ----
+
+// One that changes, and so is nobody else's.
+static struct kvq__pageref *own_page(const struct kvq__layer *l, uint32_t page)
+{
+    assert(kvq__page_owners(l, page) == 1);
+    return kvq__page(l, page);
 }
 
 static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
@@ -74,7 +158,7 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
 
 static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
 {
-    struct kvq__pageref *p = &l->pages[page];
+    struct kvq__pageref *p = own_page(l, page);
     int rc = extras_fill(s, l);
     if (rc == 0)
         rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
@@ -98,46 +182,55 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
     return rc;
 }
 
+// Below the floor of all who have it nothing changes, so a shared sheet goes as it came: whole.
+static uint32_t pop(struct kvq__session *s, void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
+    if (s->sheets[sheet]->refs > 1) {
+        sheets_cut(s, sheet);
+        s->n_pages = sheet * KVQ__SHEET_PAGES;
+        return 1;
+    }
+    s->n_pages = last;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (!kvq__layer_owns(s, i))
+            continue;
+        struct kvq__pageref *p = kvq__page(&s->layers[i], last);
+        drop(s->core, &p->raw);
+        drop(s->core, &p->packed);
+    }
+    return 2 * s->n_owned;
+}
+
+uint32_t kvq__pages_pop(struct kvq__session *s)
+{
+    return pop(s, kvq__block_drop);
+}
+
+static void pages_cut(struct kvq__session *s, uint32_t keep,
+                      void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    if (s->n_pages > keep) {
+        kvq__tables_dirty(s, keep);
+        while (s->n_pages > keep)
+            pop(s, drop);
+        assert(s->n_pages == keep);
+    }
+    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
+        drop(s->core, &s->layers[i].extras);
+}
+
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
 {
     uint64_t freed = s->core->freed; // nobody who waits for room gains by it
-    if (s->n_pages > keep)
-        kvq__tables_dirty(s, keep);
-    while (s->n_pages > keep) {
-        s->n_pages--;
-        for (uint32_t i = 0; i < s->n_layers; i++) {
-            struct kvq__pageref *p = kvq__layer_owns(s, i) ? &s->layers[i].pages[s->n_pages] : NULL;
-            if (!p)
-                continue;
-            kvq__block_drop_idle(s->core, &p->raw);
-            kvq__block_drop_idle(s->core, &p->packed);
-        }
-    }
-    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
-        kvq__block_drop_idle(s->core, &s->layers[i].extras);
+    pages_cut(s, keep, kvq__block_drop_idle);
     s->core->freed = freed;
-}
-
-static void page_drop(struct kvq__session *s, struct kvq__pageref *p)
-{
-    kvq__block_drop(s->core, &p->raw);
-    kvq__block_drop(s->core, &p->packed);
 }
 
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
-    uint32_t keep = kvq__pages_of(tokens);
     kvq__ids_cut(s, tokens);
-    if (s->n_pages > keep)
-        kvq__tables_dirty(s, keep);
-    while (s->n_pages > keep) {
-        s->n_pages--;
-        for (uint32_t i = 0; i < s->n_layers; i++)
-            if (kvq__layer_owns(s, i))
-                page_drop(s, &s->layers[i].pages[s->n_pages]);
-    }
-    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
-        kvq__block_drop(s->core, &s->layers[i].extras);
+    pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
 }
 
 // ---- What nobody can read any more ----
@@ -148,7 +241,7 @@ static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_
     if (l->learn && !l->learned) // all of the prompt is needed for it
         return;
     while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
-        page_drop(s, &l->pages[l->first_page++]);
+        page_drop(s->core, own_page(l, l->first_page++));
     uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
     if (l->packed_bytes && l->packed < freed)
         l->packed = freed;
@@ -161,7 +254,7 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
     uint64_t packed = kvq__packed_at(s, l, floor);
     packed = packed < l->packed ? packed : l->packed;
     while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
-        kvq__block_drop(s->core, &l->pages[l->raw_page++].raw);
+        kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw);
 }
 
 void kvq__pages_release(struct kvq__session *s)
@@ -192,8 +285,9 @@ uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t 
     assert(packed <= tokens && n <= s->n_pages);
     memset(pages, 0, l->first_page * sizeof *pages);
     for (uint32_t i = l->first_page; i < n; i++) {
-        pages[i].packed = l->pages[i].packed.data;
-        pages[i].raw = l->pages[i].raw.data;
+        const struct kvq__pageref *p = kvq__page(l, i);
+        pages[i].packed = p->packed.data;
+        pages[i].raw = p->raw.data;
         pages[i].tokens = kvq__page_part(tokens, i);
         pages[i].packed_tokens = kvq__page_part(packed, i);
         assert(pages[i].raw || pages[i].packed_tokens == pages[i].tokens);

@@ -162,7 +162,8 @@ static uint64_t frees_member(const struct kvq__session *s)
         if (!kvq__layer_owns(s, i))
             continue;
         for (uint32_t p = l->first_page; p < s->n_pages; p++)
-            bytes += frees_ref(&l->pages[p].packed) + frees_ref(&l->pages[p].raw);
+            if (kvq__page_owners(l, p) == 1)
+                bytes += frees_ref(&kvq__page(l, p)->packed) + frees_ref(&kvq__page(l, p)->raw);
         bytes += frees_ref(&l->extras);
     }
     return bytes;
@@ -418,32 +419,14 @@ static bool go_on_leaving(struct kvq__park *t)
     return true;
 }
 
-static uint32_t release_page(struct kvq__session *s)
-{
-    s->n_pages--;
-    for (uint32_t i = 0; i < s->n_layers; i++) {
-        struct kvq__layer *l = &s->layers[i];
-        if (!kvq__layer_owns(s, i))
-            continue;
-        kvq__block_drop(s->core, &l->pages[s->n_pages].raw);
-        kvq__block_drop(s->core, &l->pages[s->n_pages].packed);
-    }
-    return 2 * s->n_owned;
-}
-
 void kvq__park_empty(struct kvq__session *s)
 {
     forget_layers(s);
     while (s->n_pages > 0)
-        release_page(s);
-    for (uint32_t i = 0; i < s->n_layers; i++) {
+        kvq__pages_pop(s);
+    for (uint32_t i = 0; i < s->n_layers; i++)
         kvq__block_drop(s->core, &s->layers[i].extras);
-        s->layers[i].pages = NULL;
-    }
-    kvq__deallocate(s->core, s->table,
-                    (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
-    s->table = NULL;
-    s->page_capacity = 0;
+    kvq__sheets_free(s);
 }
 
 static void release(struct kvq__park *t)
@@ -453,7 +436,7 @@ static void release(struct kvq__park *t)
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
         while (s && s->n_pages > 0 && done < RELEASE_AT_ONCE)
-            done += release_page(s);
+            done += kvq__pages_pop(s);
         if (s && s->n_pages > 0)
             return;
         if (s)

@@ -290,9 +290,9 @@ static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const str
         if (!kvq__layer_owns(s, i))
             continue;
         if (node->page >= l->first_page && l->packed_bytes)
-            bytes = share(&to->packed, &l->pages[node->page].packed);
+            bytes = share(&to->packed, &kvq__page(l, node->page)->packed);
         else if (node->page >= l->first_page)
-            bytes = share(&to->raw, &l->pages[node->page].raw);
+            bytes = share(&to->raw, &kvq__page(l, node->page)->raw);
         node->bytes += bytes;
         p->bytes += bytes;
         to++;
@@ -371,7 +371,7 @@ static bool is_final(const struct kvq__session *s, uint32_t page)
 
 static const int32_t *page_ids(const struct kvq__session *s, uint32_t page)
 {
-    return s->ids.at + (size_t)page * KVQ_BLOCK_TOKENS;
+    return kvq__ids_at(&s->ids, (uint64_t)page * KVQ_BLOCK_TOKENS);
 }
 
 // A node of the page that the index does not have yet. 0 or KVQ_E_NO_MEMORY.

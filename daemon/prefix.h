@@ -38,13 +38,21 @@ enum { KVQ__HASH_BYTES = 32 };
 
 // ---- What a session's tokens are (ids.c) ----
 
+enum { KVQ__IDS_PART = 1024 };
+
+// Forks share those that are full and lie below the floor; what is shared is not written any more.
+struct kvq__ids_part {
+    uint32_t refs;
+    uint64_t stored; // the store's id, 0 = none; only of those below the floor
+    int32_t at[KVQ__IDS_PART];
+};
+
 struct kvq__ids {
-    int32_t *at;      // NULL until somebody has told some
-    uint64_t *stored; // of each KVQ__IDS_PART of them the store's id, 0 = none; below the floor
-    uint32_t room;    // of at
-    uint64_t known;   // those of tokens [0, known) are there
-    bool pending;     // those of the open step stand behind the committed ones'
-    bool identified;  // root and layers are known
+    struct kvq__ids_part **parts; // NULL until somebody has told some
+    uint32_t n_parts, room;       // parts that there are; that `parts` has room for
+    uint64_t known;               // those of tokens [0, known) are there
+    bool pending;                 // those of the open step stand behind the committed ones'
+    bool identified;              // root and layers are known
     struct kvq__span *spans;
     uint32_t n_spans;
     uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
@@ -52,6 +60,14 @@ struct kvq__ids {
     uint8_t chain[KVQ__HASH_BYTES];
 };
 
+// Where the id of a token stands, which there is room for, and those of the tokens behind it in its
+// part.
+static inline int32_t *kvq__ids_at(const struct kvq__ids *ids, uint64_t token)
+{
+    return &ids->parts[token / KVQ__IDS_PART]->at[token % KVQ__IDS_PART];
+}
+// Copies the ids of tokens [0, known) out.
+void kvq__ids_read(const struct kvq__ids *ids, int32_t *out);
 // The ids that a request brings: 0, also if it brings none, or what kvq__list_open says.
 int kvq__ids_open(struct kvq__queue *queue);
 // Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.

@@ -28,12 +28,13 @@ static void adopt_page(struct kvq__session *s, const struct kvq__node *node)
         if (!kvq__layer_owns(s, i))
             continue;
         if (node->page >= l->first_page) {
-            l->pages[node->page].packed = kvq__block_share(from->packed);
-            l->pages[node->page].raw = kvq__block_share(from->raw);
+            kvq__page(l, node->page)->packed = kvq__block_share(from->packed);
+            kvq__page(l, node->page)->raw = kvq__block_share(from->raw);
         }
         from++;
     }
-    memcpy(s->ids.at + (size_t)node->page * KVQ_BLOCK_TOKENS, node->ids, sizeof node->ids);
+    memcpy(kvq__ids_at(&s->ids, (uint64_t)node->page * KVQ_BLOCK_TOKENS), node->ids,
+           sizeof node->ids);
 }
 
 void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)

@@ -20,7 +20,7 @@ static int reserve_block(struct kvq__restore *r, uint64_t bytes, struct kvq__ref
 
 static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t page)
 {
-    struct kvq__pageref *p = &l->pages[page];
+    struct kvq__pageref *p = kvq__page(l, page);
     int rc = reserve_block(r, l->packed_bytes, &p->packed);
     return rc || page < l->raw_page ? rc : reserve_block(r, l->raw_bytes, &p->raw);
 }
@@ -127,8 +127,8 @@ static void give_back(struct kvq__restore *r)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
-            kvq__block_drop_idle(r->core, &l->pages[p].packed);
-            kvq__block_drop_idle(r->core, &l->pages[p].raw);
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->packed);
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->raw);
         }
         kvq__block_drop_idle(r->core, &l->extras);
     }

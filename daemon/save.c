@@ -39,7 +39,7 @@ static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
     uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
     struct kvq__part_of p = {
         .part = {w->layer, page, kind, packed ? l->packed_bytes : l->raw_bytes, start, 0},
-        .ref = packed ? &l->pages[page].packed : &l->pages[page].raw,
+        .ref = packed ? &kvq__page(l, page)->packed : &kvq__page(l, page)->raw,
         .tokens = tokens_in(packed ? l->packed : s->tokens, page),
         .final = start + KVQ_BLOCK_TOKENS <= (packed ? l->packed : s->floor),
     };
@@ -179,7 +179,7 @@ static int take_ids(struct kvq__save_shard *shard, struct kvq__session *s)
         shard->ids = kvq__allocate(s->core, ids->known * sizeof *shard->ids);
         if (!shard->ids)
             return KVQ_E_NO_MEMORY;
-        memcpy(shard->ids, ids->at, ids->known * sizeof *shard->ids);
+        kvq__ids_read(ids, shard->ids);
     }
     if (ids->n_spans) {
         shard->spans = kvq__allocate(s->core, ids->n_spans * sizeof *shard->spans);
@@ -191,7 +191,7 @@ static int take_ids(struct kvq__save_shard *shard, struct kvq__session *s)
         struct kvq__part *part = &shard->parts[shard->n + i];
         *part = kvq__saved_ids_part(&shard->saved, i);
         if (part->kind == KVQ__PART_IDS)
-            part->id = ids->stored[i];
+            part->id = ids->parts[i]->stored;
     }
     shard->shares = ids->known >= KVQ_BLOCK_TOKENS && kvq__ids_identify(s, NULL) == 0;
     memcpy(shard->root, ids->root, sizeof shard->root);
@@ -496,7 +496,7 @@ static void note_ids(const struct kvq__save_shard *shard, struct kvq__session *s
         const struct kvq__part *part = &shard->parts[shard->n + i];
         uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
         if (part->kind == KVQ__PART_IDS && end <= shard->saved.known && end <= shard->saved.floor)
-            s->ids.stored[part->page] = part->id;
+            s->ids.parts[part->page]->stored = part->id;
     }
 }
 

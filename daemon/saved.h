@@ -17,7 +17,7 @@
 #ifndef KVQ_DAEMON_SAVED_H
 #define KVQ_DAEMON_SAVED_H
 
-#include "daemon/core.h"
+#include "daemon/prefix.h"
 
 // One layer as it stands. Layers that read another's cache have a row alone.
 struct kvq__saved_layer {
@@ -59,7 +59,7 @@ enum kvq__part_kind {
     KVQ__PART_IDS = 4,
     KVQ__PART_SPANS = 5,
 };
-enum { KVQ__IDS_PART = 1024, KVQ__IDS_LAYER = KVQ_MAX_LAYERS };
+enum { KVQ__IDS_LAYER = KVQ_MAX_LAYERS };
 struct kvq__part {
     uint32_t layer, page, kind; // enum kvq__part_kind; of ids page is the part's number
     uint64_t bytes;

@@ -138,8 +138,7 @@ void kvq__session_free(struct kvq__session *s)
         if (s->layers[i].book_hold)
             config->codebook_release(config->context, s->layers[i].book_hold);
     free_gpu(s);
-    kvq__deallocate(s->core, s->table,
-                    (size_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref));
+    kvq__sheets_free(s);
     kvq__formats_free(s);
     kvq__deallocate(s->core, s->layers, s->n_layers * sizeof *s->layers);
     kvq__deallocate(s->core, s, sizeof *s);
@@ -283,9 +282,8 @@ static const char *commonest_format(const struct kvq__session *s)
 static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *info)
 {
     struct sums sums = add_layers(s, info);
-    info->table_bytes = (uint64_t)s->page_capacity * s->n_owned * sizeof(struct kvq__pageref) +
-                        s->n_layers * sizeof *s->layers + kvq__formats_bytes(s) +
-                        kvq__ids_bytes(s) + sizeof *s;
+    info->table_bytes = kvq__sheets_bytes(s) + s->n_layers * sizeof *s->layers +
+                        kvq__formats_bytes(s) + kvq__ids_bytes(s) + sizeof *s;
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
@@ -345,8 +343,9 @@ static uint64_t shared_bytes(const struct kvq__session *s)
     for (uint32_t i = 0; i < s->n_layers && !s->away; i++) {
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = l->first_page; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
-            const struct kvq__ref *ref = l->packed_bytes ? &l->pages[p].packed : &l->pages[p].raw;
-            if (ref->block && ref->block->refs > 1)
+            const struct kvq__pageref *page = kvq__page(l, p);
+            const struct kvq__ref *ref = l->packed_bytes ? &page->packed : &page->raw;
+            if (ref->block && (ref->block->refs > 1 || kvq__page_owners(l, p) > 1))
                 bytes += ref->block->extent->owner->block_bytes;
         }
     }

@@ -16,6 +16,15 @@ struct kvq__pageref {
     struct kvq__ref packed, raw;
 };
 
+// Part of a session's page table: a few pages of all layers that have their own. Forks share those
+// that can change no more (kvq__sheets_share); what has more than one owner is never written.
+enum { KVQ__SHEET_PAGES = 4 };
+
+struct kvq__sheet {
+    uint32_t refs;               // sessions, and moves that have yet to give it back
+    struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
+};
+
 enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
 
 struct kvq__layer {
@@ -30,7 +39,8 @@ struct kvq__layer {
     uint32_t learn;                   // tokens the format learns from; 0 = none
     uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
     // The rest is meaningful for layers that have their own pages.
-    struct kvq__pageref *pages;
+    struct kvq__sheet **sheets;  // the session's
+    uint32_t slot;               // its place in each of them
     struct kvq__ref extras;      // formats that keep some; from the first page on
     bool learned;                // its extras know what the format learns
     uint32_t first_page;         // pages before it are behind the window and freed
@@ -95,8 +105,9 @@ struct kvq__session {
     struct kvq__ids ids;                  // of its tokens, as far as they are known
     uint64_t prefix_tokens;               // that it began with
     bool foreign;                         // some of its blocks are another namespace's
-    uint32_t n_pages, page_capacity;      // of every layer's table
-    struct kvq__pageref *table;           // memory of all layers' tables
+    uint32_t n_pages;                     // of every layer
+    uint32_t n_sheets, sheet_room;        // sheets that there are; that `sheets` has room for
+    struct kvq__sheet **sheets;           // the page table
 
     struct kvq__handle_list handles;
     LIST_HEAD(, kvq__table) tables;
@@ -168,6 +179,18 @@ void kvq__session_count_shared(const struct kvq__session *session, struct kvq__s
                                uint64_t *looks);
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
 
+// What holds the page, which is there, of a layer with pages of its own.
+static inline struct kvq__pageref *kvq__page(const struct kvq__layer *l, uint32_t page)
+{
+    struct kvq__sheet *sheet = l->sheets[page / KVQ__SHEET_PAGES];
+    return &sheet->pages[l->slot * KVQ__SHEET_PAGES + page % KVQ__SHEET_PAGES];
+}
+// Sessions that have the page, and whatever else of its sheet, in common: 1 = no other.
+static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t page)
+{
+    return l->sheets[page / KVQ__SHEET_PAGES]->refs;
+}
+
 static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 {
     return s->layers[layer].source == layer;
@@ -199,8 +222,23 @@ bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to);
-// Makes the tables long enough for so many pages.
+// Makes the tables long enough for so many pages. 0 or KVQ_E_NO_MEMORY.
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
+// Gives a new session, which has no pages yet, the first `sheets` of another one's sheets.
+// Nothing in them may change any more. 0 or KVQ_E_NO_MEMORY.
+int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets);
+// The session has none any more; it has no pages.
+void kvq__sheets_free(struct kvq__session *s);
+// Gives up a reference to a sheet of so many layers, and clears it; with the last one its blocks.
+void kvq__sheet_drop(struct kvq__core *core, struct kvq__sheet **sheet, uint32_t n_owned);
+// Tells the layers where the session's sheets are.
+void kvq__sheets_place(struct kvq__session *s);
+size_t kvq__sheet_bytes(uint32_t n_owned);
+// Of the memory of its page table, its part of what it shares included.
+uint64_t kvq__sheets_bytes(const struct kvq__session *s);
+// Takes the last page off the session, or, if that stands in a sheet that others have as well, all
+// pages of this sheet. Returns the blocks that it has looked at.
+uint32_t kvq__pages_pop(struct kvq__session *s);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
 // Gives back what was taken behind so many pages and nobody has seen since: it is free at once.

@@ -4,8 +4,10 @@
 // is made of: pool.h, session.h, client.h and request.h.
 //
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and its size
-// classes, these their extents; a session owns its layers, formats and page tables, and these hold
-// one reference to each block they name. Requests in flight hold pins on sessions and buffers.
+// classes, these their extents; a session owns its layers and formats. Its page table comes in
+// sheets, its token ids in parts: forks share those that can change no more. A sheet holds one
+// reference to each block that it names, however many have it. Requests in flight hold pins on
+// sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
 // the addresses it needs before its job starts, and as long as any request (a "flight") that

@@ -126,7 +126,7 @@ static void find_pages(struct kvq__entry *w, const struct kvq__layer *l)
 {
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
     for (uint32_t p = 0; p < w->n_pages; p++)
-        w->pages[p] = (struct kvq_page){.raw = l->pages[first + p].raw.data};
+        w->pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
 }
 
 static bool take_memory(struct kvq__queue *q, uint32_t i)

@@ -242,7 +242,7 @@ static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)
     struct kvq__core *core = v->table->client->core;
     struct kvq__table_layer *was = &v->table->layers[v->layer - v->table->session->layers];
     bool there = page >= v->layer->first_page && page < v->n_pages;
-    const struct kvq__pageref *p = there ? &v->layer->pages[page] : &none;
+    const struct kvq__pageref *p = there ? kvq__page(v->layer, page) : &none;
     hold(core, &was->pages[page].packed, &p->packed);
     hold(core, &was->pages[page].raw, &p->raw);
     return (struct kvq_table_entry){.packed = address(v->table, &p->packed),

@@ -246,7 +246,8 @@ static int find_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     int rc = check_list(q, i, layer);
     w->all.sources[layer] = kvq__whole_source(q, i, layer);
     for (uint32_t p = 0; p < w->n_pages; p++)
-        w->pages[layer * w->n_pages + p] = (struct kvq_page){.raw = l->pages[first + p].raw.data};
+        w->pages[layer * w->n_pages + p] =
+            (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
     return rc;
 }
 

@@ -2,13 +2,13 @@
 //
 // See core_kit.h.
 #include "tests/core_kit.h"
+#include "tests/core_sheets.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "daemon/group.h"
-#include "daemon/move.h"
 #include "daemon/saved_internal.h"
 #include "daemon/table.h"
 
@@ -518,9 +518,11 @@ static uint64_t session_references(const struct kvq__session *s, const struct kv
     uint64_t n = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         n += names(ns, s->layers[i].extras.block, block);
-        for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++)
-            n += names(ns, s->layers[i].pages[p].raw.block, block) +
-                 names(ns, s->layers[i].pages[p].packed.block, block);
+        for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
+            const struct kvq__pageref *page = kvq__page(&s->layers[i], p);
+            if (counts(s->sheets[p / KVQ__SHEET_PAGES], s))
+                n += names(ns, page->raw.block, block) + names(ns, page->packed.block, block);
+        }
     }
     return n;
 }
@@ -551,7 +553,7 @@ static uint64_t moves_references(const struct kvq__core *core, const struct kvq_
             const struct kvq__moved *m = &move->moved[i];
             for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {
                 const struct kvq__block *b = kvq__moved_there(m, ref)->block;
-                n += block ? b == block : b != NULL;
+                n += counts_moved(m, ref) && (block ? b == block : b != NULL);
             }
         }
     return n;
@@ -596,7 +598,7 @@ static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
     MUST(!s->exclusive && !s->pack_queued && !s->move && s->reading == 0 && s->tail_use == 0);
     MUST(s->pins == (s->restore != NULL));
     if (!s->park && !s->restore)
-        MUST(s->n_pages == 0 && !s->table && !l->pages && !l->extras.data);
+        MUST(s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
 }
 
 static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
@@ -607,8 +609,8 @@ static void check_layer(const struct kvq__session *s, const struct kvq__layer *l
     MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
     for (uint32_t p = 0; p < s->n_pages; p++) {
         bool kept = p >= l->first_page;
-        MUST(!!l->pages[p].raw.data == (kept && p >= l->raw_page));
-        MUST(!!l->pages[p].packed.data == (kept && l->packed_bytes > 0));
+        MUST(!!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));
+        MUST(!!kvq__page(l, p)->packed.data == (kept && l->packed_bytes > 0));
     }
     MUST(l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
 }
@@ -787,6 +789,7 @@ void core_check(const struct kvq__core *core)
 {
     struct counting c = {.core = core};
     const struct kvq__namespace *ns;
+    check_sheets(core);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         check_namespace(&c, ns);
     for (uint32_t i = 0; i < core->n_pools; i++)

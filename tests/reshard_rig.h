@@ -269,7 +269,7 @@ static inline void same_blocks(const struct set *a, const struct set *b)
             assert_int_equal(x->learned, y->learned);
             for (uint32_t p = x->first_page; x->packed_bytes && p < x->packed / KVQ_BLOCK_TOKENS;
                  p++)
-                assert_memory_equal(x->pages[p].packed.data, y->pages[p].packed.data,
+                assert_memory_equal(kvq__page(x, p)->packed.data, kvq__page(y, p)->packed.data,
                                     x->packed_bytes);
         }
 }

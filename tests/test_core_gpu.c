@@ -427,7 +427,7 @@ static void test_packs_unasked(void **state)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         assert_int_equal(s->layers[i].packed, kvq__packed_at(s, &s->layers[i], MORE));
         assert_true(s->layers[i].packed > MORE / 2);
-        assert_null(s->layers[i].pages[0].raw.data);
+        assert_null(kvq__page(&s->layers[i], 0)->raw.data);
     }
     stream_close(&three);
 }

@@ -173,8 +173,8 @@ static size_t image_of(const struct kvq__session *s, uint8_t *image)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = 0; p < s->n_pages; p++) {
-            take(s, &l->pages[p].raw, l->raw_bytes, &to);
-            take(s, &l->pages[p].packed, l->packed_bytes, &to);
+            take(s, &kvq__page(l, p)->raw, l->raw_bytes, &to);
+            take(s, &kvq__page(l, p)->packed, l->packed_bytes, &to);
         }
         take(s, &l->extras, kvq_extras_bytes(l->format, &l->shape), &to);
         assert_true(to - image < IMAGE);

@@ -21,7 +21,8 @@ static void check_same_blocks(uint64_t a, uint64_t b, uint32_t pages)
     const struct kvq__session *s = kit_of(&one, a), *t = kit_of(&two, b);
     for (uint32_t i = 0; i < s->n_layers; i++)
         for (uint32_t p = 0; p < pages; p++)
-            assert_ptr_equal(s->layers[i].pages[p].packed.data, t->layers[i].pages[p].packed.data);
+            assert_ptr_equal(kvq__page(&s->layers[i], p)->packed.data,
+                             kvq__page(&t->layers[i], p)->packed.data);
 }
 
 static void shares(void **state)
@@ -308,7 +309,7 @@ static void changes_of_course(void **state)
     r.list = (struct kvq_wire_view){.offset = OUT, .buffer = one.buffer};
     assert_int_equal(kit_request(&one, &r, &e), 0);
     assert_int_equal(kvq__queue_results(one.queue)[0].value, 103);
-    const int32_t *had = kit_of(&one, a)->ids.at;
+    const int32_t *had = kvq__ids_at(&kit_of(&one, a)->ids, 0);
     assert_int_equal(had[100], 1000 + 7 * 105);
     assert_int_equal(had[102], 1000 + 7 * 109);
     // Truncated, and told anew.

@@ -85,8 +85,8 @@ static void comes_back(void **state)
     other.prefix.n_spans = 1;
     uint64_t a = open_it(&one), b = open_as(&two, &other, NULL);
     assert_int_equal(kit_of(&two, b)->tokens, 11 * PAGE);
-    assert_ptr_equal(kit_of(&one, a)->layers[1].pages[9].packed.data,
-                     kit_of(&two, b)->layers[1].pages[9].packed.data);
+    assert_ptr_equal(kvq__page(&kit_of(&one, a)->layers[1], 9)->packed.data,
+                     kvq__page(&kit_of(&two, b)->layers[1], 9)->packed.data);
     struct kvq_entry_wire e = {.handle = a, .position = 11 * PAGE};
     assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
     attend(&one, fork, 2, want);
@@ -165,8 +165,8 @@ static void behind_the_floor(void **state)
     restart();
     const struct kvq__session *s = restore(UINT64_MAX);
     assert_int_equal(s->ids.known, 1050);
-    assert_int_equal(s->ids.at[999], 1000 + 7 * 999);
-    assert_int_equal(s->ids.at[1000], 5);
+    assert_int_equal(*kvq__ids_at(&s->ids, 999), 1000 + 7 * 999);
+    assert_int_equal(*kvq__ids_at(&s->ids, 1000), 5);
 }
 
 // A span that is told, and whose tokens come after a restart.
@@ -338,8 +338,8 @@ static void spaces(void **state)
     uint64_t b = open_as(&two, &spec, NULL);
     assert_int_equal(kit_of(&two, b)->tokens, 4 * PAGE);
     assert_false(kit_of(&two, b)->foreign);
-    assert_string_equal(kit_of(&two, b)->layers[0].pages[0].packed.block->extent->owner->ns->name,
-                        "team");
+    assert_string_equal(
+        kvq__page(&kit_of(&two, b)->layers[0], 0)->packed.block->extent->owner->ns->name, "team");
 }
 
 // ---- Reading a prefix alone ----

@@ -274,7 +274,8 @@ static void test_zeroed(void **state)
     handle = kit_session(&stranger, &row, 1, 0);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
     assert_int_equal(kit_simple(&stranger, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    const struct kvq__extent *raw = kit_of(&stranger, handle)->layers[0].pages[0].raw.block->extent;
+    const struct kvq__extent *raw =
+        kvq__page(&kit_of(&stranger, handle)->layers[0], 0)->raw.block->extent;
     for (size_t i = 0; i < raw->memory.bytes; i++)
         assert_int_equal(raw->memory.base[i], 0);
     member_close(&stranger);

@@ -507,7 +507,7 @@ static void test_pages(void **state)
         uint32_t at = 9 + t, position = TOKENS + t;
         const float *from =
             (float *)(void *)m.memory + ((size_t)pages[at / 16] * 16 + at % 16) * HEADS * DIM + DIM;
-        const uint8_t *raw = l->pages[position / 128].raw.data + l->raw_layout.record_bytes;
+        const uint8_t *raw = kvq__page(l, position / 128)->raw.data + l->raw_layout.record_bytes;
         uint16_t want[DIM];
         struct kvq_store_counts counts = {0};
         _Alignas(64) static uint8_t record[128 * DIM * 4];

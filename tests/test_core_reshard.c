@@ -271,7 +271,7 @@ static void test_ids(void **state)
         struct kvq__session *s = (struct kvq__session *)shard_of(&a, i);
         assert_int_equal(kvq__ids_grow(s, 300), 0);
         for (uint32_t k = 0; k < 300; k++)
-            s->ids.at[k] = (int32_t)(1000 * i + k);
+            *kvq__ids_at(&s->ids, k) = (int32_t)(1000 * i + k);
         s->ids.known = i ? 280 : 140;
     }
     save(&a);
@@ -281,8 +281,8 @@ static void test_ids(void **state)
     for (uint32_t i = 0; i < 4; i++) {
         const struct kvq__ids *ids = &shard_of(&a, i)->ids;
         assert_int_equal(ids->known, 280);
-        assert_int_equal(ids->at[0], 1000);
-        assert_int_equal(ids->at[279], 1279);
+        assert_int_equal(*kvq__ids_at(ids, 0), 1000);
+        assert_int_equal(*kvq__ids_at(ids, 279), 1279);
     }
     drop(&a);
     a = by_heads("it", 1);

@@ -114,7 +114,8 @@ static void assert_same_bytes(uint64_t a, uint64_t b)
     assert_true(x->packed > 0);
     assert_int_equal(x->raw_page, y->raw_page);
     for (uint32_t p = 0; p < x->packed / KVQ_BLOCK_TOKENS; p++)
-        assert_memory_equal(x->pages[p].packed.data, y->pages[p].packed.data, x->packed_bytes);
+        assert_memory_equal(kvq__page(x, p)->packed.data, kvq__page(y, p)->packed.data,
+                            x->packed_bytes);
 }
 
 static void test_pieces(void **state)

@@ -330,7 +330,7 @@ static void test_dropped(void **state)
     struct table t = open_table(&one);
     assert_int_equal(step(&one, MANY), 0);
     go_on(&one);
-    const uint8_t *block = kit_of(&one.m, one.session)->layers[0].pages[0].packed.data;
+    const uint8_t *block = kvq__page(&kit_of(&one.m, one.session)->layers[0], 0)->packed.data;
     assert_int_equal(kvq__gpu_take(gpu, before, (uintptr_t)block, sizeof before), 0);
     assert_int_equal(step(&one, 50), 0);
     uint64_t used = kit.core->pools[1].used_bytes;

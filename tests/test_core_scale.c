@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Many sessions, and long ones: what each of them takes and how many of them are looked at, counted
+// and not timed.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core_kit.h"
+
+enum { MIB = 1 << 20, DIM = 64, HEADS = 1, TOKENS = 8000, BUFFER = 8 * MIB };
+
+static struct kit kit;
+static struct member m;
+static char text[KVQ_TEXT_BYTES];
+
+static const struct kvq__layer_row rows[] = {
+    {.q_heads = 1,
+     .kv_heads = HEADS,
+     .k_dim = DIM,
+     .v_dim = DIM,
+     .format = "kivi2-g64",
+     .kv_from = -1,
+     .repeat = 2},
+    {.q_heads = 1, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1},
+};
+
+static int setup(void **state)
+{
+    (void)state;
+    kit_open(&kit, 5, 64 * MIB, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+    return 0;
+}
+
+// ---- Forks ----
+
+// A session with ids for all of its tokens.
+static uint64_t make(uint32_t tokens)
+{
+    uint64_t handle = kit_session(&m, rows, 2, 0);
+    assert_true(handle != 0);
+    m.ids_at = BUFFER / 2 - (uint64_t)TOKENS * sizeof(int32_t);
+    for (int32_t i = 0; i < TOKENS; i++)
+        ((int32_t *)(void *)(m.memory + m.ids_at))[i] = 3 * i;
+    for (uint32_t at = 0; at < tokens; at += 400) {
+        assert_int_equal(kit_step(&m, handle, tokens - at < 400 ? tokens - at : 400, HEADS, DIM),
+                         0);
+        kit_pack(&kit);
+    }
+    return handle;
+}
+
+static uint64_t fork_at(uint64_t handle, uint64_t tokens)
+{
+    uint64_t fork = 0;
+    struct kvq_entry_wire e = {.handle = handle, .position = tokens};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    return fork;
+}
+
+// Bookkeeping bytes that a fork takes, which stays.
+static uint64_t cost_of(uint64_t handle, uint64_t tokens)
+{
+    uint64_t before = kit.allocated_out;
+    fork_at(handle, tokens);
+    return kit.allocated_out - before;
+}
+
+// Of page tables and ids a fork has its own end, however long the beginning is.
+static void test_forks_share(void **state)
+{
+    (void)state;
+    uint64_t a = make(TOKENS);
+    fork_at(a, 2048); // whatever is made once
+    uint64_t small = cost_of(a, 2048), large = cost_of(a, 7168);
+    assert_in_range(large, small, small + 1024); // the ids alone are 20,480 bytes more
+    struct kvq__session_info info;
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_true(info.table_bytes < 8 * small); // and what is shared counts in part
+}
+
+static void same_view(uint64_t a, uint64_t b, uint64_t tokens)
+{
+    static struct kvq_page x[TOKENS / KVQ_BLOCK_TOKENS + 1], y[TOKENS / KVQ_BLOCK_TOKENS + 1];
+    for (uint32_t layer = 0; layer < 3; layer++) {
+        uint32_t n = kvq__pages_view(kit_of(&m, a), layer, tokens, tokens, x);
+        assert_int_equal(kvq__pages_view(kit_of(&m, b), layer, tokens, tokens, y), n);
+        for (uint32_t p = 0; p < n - 8; p++)
+            assert_true(x[p].packed == y[p].packed && x[p].raw == y[p].raw);
+    }
+}
+
+// Whoever ends first, and whatever is forked from what: the others have what they had.
+static void test_forks_live_on(void **state)
+{
+    (void)state;
+    uint64_t a = make(4000), b = fork_at(a, 3968), c = fork_at(b, 3968), d = fork_at(a, 1024);
+    uint64_t used = kit.core->pools[0].used_bytes;
+    same_view(b, c, 3968);
+    core_check(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    core_check(kit.core);
+    assert_int_equal(*kvq__ids_at(&kit_of(&m, c)->ids, 3967), 3 * 3967);
+    assert_int_equal(*kvq__ids_at(&kit_of(&m, c)->ids, 5), 3 * 5);
+    for (int i = 0; i < 3; i++) // each goes on by itself
+        assert_int_equal(kit_step(&m, i ? b : c, 300, HEADS, DIM), 0);
+    kit_pack(&kit);
+    core_check(kit.core);
+    same_view(b, c, 3968);
+    assert_int_equal(kvq__session_drop(m.client, b, text), 0);
+    assert_int_equal(
+        kit_simple(&m, KVQ_OP_TRUNCATE, 0,
+                   (struct kvq_entry_wire){.handle = c, .position = 4268, .list_token = 0}, NULL),
+        0);
+    core_check(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, c, text), 0);
+    assert_true(kit.core->pools[0].used_bytes < used / 2); // what one alone had is free
+    assert_int_equal(kit_of(&m, d)->tokens, 1024);
+}
+
+// Where memory is missing nothing is left behind, wherever it is.
+static void test_forks_fail(void **state)
+{
+    (void)state;
+    uint64_t a = make(3000), before = kit.allocated_out, used = kit.core->pools[0].used_bytes;
+    uint32_t failed = 0;
+    struct kvq_entry_wire e = {.handle = a, .position = 2944};
+    for (int i = 0; i < 200; i++) {
+        uint64_t fork;
+        kit.fail_one_in = 20;
+        int rc = kit_simple(&m, KVQ_OP_FORK, 0, e, &fork);
+        kit.fail_one_in = 0;
+        failed += rc == KVQ_E_NO_MEMORY;
+        if (rc == 0)
+            assert_int_equal(kvq__session_drop(m.client, fork, text), 0);
+        assert_true(kit.allocated_out - before < 8192); // handles come in chunks
+        assert_int_equal(kit.core->pools[0].used_bytes, used);
+    }
+    assert_in_range(failed, 10, 199);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_forks_share, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_live_on, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
