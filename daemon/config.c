@@ -65,8 +65,11 @@ const struct kvq__option kvq__options[] = {
      .help = "of the memory of GPUs, likewise; 0: no limit"},
     {FIELD(disk_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 50,
      .help = "of storage_dir, likewise; 0: no limit"},
-    {FIELD(max_sessions), KVQ_OPTION_NUMBER, "N", .max = UINT32_MAX,
-     .help = "sessions of such a namespace; 0: no limit"},
+    {FIELD(max_sessions), KVQ_OPTION_NUMBER, "N", .initial = 65536, .max = UINT32_MAX,
+     .help = "sessions of a namespace that says nothing else; 0: no limit"},
+    {FIELD(table_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "of the host's memory, for page tables, token ids and the like of a namespace without "
+             "a section; 0: a quarter of its host_bytes or the pool, 64mb at least"},
     {FIELD(client_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 4ull << 30, .min = 1 << 20,
      .max = KVQ_MAX_BUFFER_BYTES, .help = "buffers of one client together"},
     {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,

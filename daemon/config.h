@@ -32,7 +32,9 @@ struct kvq_config_ids {
 struct kvq_config_namespace {
     char name[KVQ_NAME_BYTES];
     struct kvq_config_ids uids, gids;
-    uint64_t host_bytes, device_bytes, disk_bytes, max_sessions; // 0: none but what the place has
+    uint64_t host_bytes, device_bytes, disk_bytes; // 0: none but what the place has
+    uint64_t max_sessions;                         // see kvq__config_sessions
+    uint64_t table_bytes;                          // 0: by the blocks that it may have
     uint32_t n_share_with; // namespaces that may share its prefixes; "*": all
     char share_with[KVQ_MAX_SHARE_WITH][KVQ_NAME_BYTES];
     uint64_t set; // which keys the section held
@@ -85,6 +87,7 @@ struct kvq_config {
     uint64_t max_clients;
     // Limits of namespaces that are not configured; 0: none.
     uint64_t host_bytes, device_bytes, disk_bytes, max_sessions;
+    uint64_t table_bytes;  // 0: by the blocks that they may have
     uint64_t client_bytes; // buffers of one client
     uint64_t buffer_bytes; // of all clients; 0: resolved to half of the machine's memory
     uint64_t fast;         // 1: sessions that leave the path to the daemon get the fast one
@@ -149,5 +152,10 @@ const struct kvq__own_format *kvq__config_own_format(const struct kvq_config *co
 
 // CPUs this process may run on.
 uint32_t kvq__usable_cpus(void);
+
+// How many sessions the namespace may have: what its section says, or else what holds for those
+// that have none. 0: no limit.
+uint64_t kvq__config_sessions(const struct kvq_config *config,
+                              const struct kvq_config_namespace *ns);
 
 #endif

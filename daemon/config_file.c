@@ -31,11 +31,12 @@ static const char nowhere[] = "";
 static int refuse_key(struct parse *p, const char *section, const char *name)
 {
     if (*section)
-        p->error = kvq__config_refuse(p->text, nowhere,
-                                      "%.64s is not known in [%.64s]; known are uids, gids, "
-                                      "host_bytes, device_bytes, disk_bytes, max_sessions, "
-                                      "share_prefixes_with",
-                                      name, section);
+        p->error =
+            kvq__config_refuse(p->text, nowhere,
+                               "%.64s is not known in [%.64s]; known are uids, gids, "
+                               "host_bytes, device_bytes, disk_bytes, table_bytes, max_sessions, "
+                               "share_prefixes_with",
+                               name, section);
     else
         p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
                                       name, kvq__option_nearest(name));
@@ -115,13 +116,21 @@ static int parse_share_with(struct parse *p, const char *value, struct kvq_confi
     return 0;
 }
 
+enum { KEY_SHARE = 2, KEY_SESSIONS };
+
+uint64_t kvq__config_sessions(const struct kvq_config *config,
+                              const struct kvq_config_namespace *ns)
+{
+    return ns->set & 1u << KEY_SESSIONS ? ns->max_sessions : config->max_sessions;
+}
+
 static int handle_namespace(struct parse *p, const char *section, const char *name,
                             const char *value)
 {
     static const char *const keys[] = {"uids",         "gids",       "share_prefixes_with",
                                        "max_sessions", "host_bytes", "device_bytes",
-                                       "disk_bytes"};
-    enum { SHARE = 2, SESSIONS, N = sizeof keys / sizeof *keys };
+                                       "disk_bytes",   "table_bytes"};
+    enum { N = sizeof keys / sizeof *keys };
     unsigned key = 0;
     while (key < N && !kvq__same_name(keys[key], name))
         key++;
@@ -135,14 +144,14 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     ns->set |= 1u << key;
     if (key < 2) {
         p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
-    } else if (key == SHARE) {
+    } else if (key == KEY_SHARE) {
         p->error = parse_share_with(p, value, ns);
     } else {
         uint64_t *const numbers[] = {&ns->max_sessions, &ns->host_bytes, &ns->device_bytes,
-                                     &ns->disk_bytes};
-        uint64_t *number = numbers[key - SESSIONS];
+                                     &ns->disk_bytes, &ns->table_bytes};
+        uint64_t *number = numbers[key - KEY_SESSIONS];
         p->error = kvq__parse_size(nowhere, name, value, number, p->text);
-        if (p->error == 0 && key == SESSIONS && *number > UINT32_MAX)
+        if (p->error == 0 && key == KEY_SESSIONS && *number > UINT32_MAX)
             p->error = kvq__config_refuse(
                 p->text, nowhere, "max_sessions is \"%.64s\"; allowed is 0 to 4294967295", value);
         else if (p->error == 0 && *number > KVQ_MAX_QUOTA_BYTES)

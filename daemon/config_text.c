@@ -169,18 +169,19 @@ void kvq__config_help(char *text, size_t size)
         put_default(&out, o);
         put(&out, "\n");
     }
-    put(&out, "\nIn the file, a section says who may use a namespace besides administrators, and\n"
-              "how much of it; other users have the namespace uid-N of their own.\n\n"
-              "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  host_bytes = 10gb\n"
-              "  device_bytes = 4gb\n  disk_bytes = 100gb\n  max_sessions = 100\n"
-              "  share_prefixes_with = team-b\n\n"
-              "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
-              "and V as in another (or both as in `base`), with single stages changed, and\n"
-              "others for some layers. `kvqctl format list` shows them.\n\n"
-              "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
-              "  layers = 0-1:k8v4, 31:int8\n\n"
-              "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"
-              "leaves at once.\n");
+    put(&out,
+        "\nIn the file, a section says who may use a namespace besides administrators, and\n"
+        "how much of it; other users have the namespace uid-N of their own.\n\n"
+        "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  host_bytes = 10gb\n"
+        "  device_bytes = 4gb\n  disk_bytes = 100gb\n  table_bytes = 1gb\n  max_sessions = 100\n"
+        "  share_prefixes_with = team-b\n\n"
+        "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
+        "and V as in another (or both as in `base`), with single stages changed, and\n"
+        "others for some layers. `kvqctl format list` shows them.\n\n"
+        "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
+        "  layers = 0-1:k8v4, 31:int8\n\n"
+        "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"
+        "leaves at once.\n");
 }
 
 static void put_ids(struct out *out, const struct kvq_config_ids *ids)
@@ -235,16 +236,17 @@ static void put_format(struct out *out, const struct kvq_config *config, uint32_
     }
 }
 
-static void put_limits(struct out *out, const struct kvq_config_namespace *ns)
+static void put_limits(struct out *out, const struct kvq_config *config,
+                       const struct kvq_config_namespace *ns)
 {
-    static const char *const keys[] = {"host_bytes", "device_bytes", "disk_bytes"};
-    const uint64_t bytes[] = {ns->host_bytes, ns->device_bytes, ns->disk_bytes};
+    static const char *const keys[] = {"host_bytes", "device_bytes", "disk_bytes", "table_bytes"};
+    const uint64_t bytes[] = {ns->host_bytes, ns->device_bytes, ns->disk_bytes, ns->table_bytes};
     char value[32];
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         kvq__size_text(value, sizeof value, bytes[i], KVQ_OPTION_SIZE);
         put(out, "%s = %s\n", keys[i], value);
     }
-    put(out, "max_sessions = %llu\n", (unsigned long long)ns->max_sessions);
+    put(out, "max_sessions = %llu\n", (unsigned long long)kvq__config_sessions(config, ns));
 }
 
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
@@ -261,7 +263,7 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
         put_ids(&out, &ns->uids);
         put(&out, "gids = ");
         put_ids(&out, &ns->gids);
-        put_limits(&out, ns);
+        put_limits(&out, config, ns);
         for (uint32_t j = 0; j < ns->n_share_with; j++)
             put(&out, "%s%s%s", j ? ", " : "share_prefixes_with = ", ns->share_with[j],
                 j + 1 < ns->n_share_with ? "" : "\n");

@@ -120,8 +120,16 @@ struct kvq__event {
 // Hard limits of a namespace. Its blocks in the host's memory and in that of GPUs (of all of them
 // together) count by their bytes, each once however many sessions share it; what it has on disk
 // counts by the bytes of the blocks there. Sessions are those in memory, each shard by itself, and
-// parked ones; what is on disk alone is none.
-enum kvq__limit { KVQ__HOST_BYTES, KVQ__DEVICE_BYTES, KVQ__DISK_BYTES, KVQ__SESSIONS, KVQ__LIMITS };
+// parked ones; what is on disk alone is none. Table bytes are all that the host keeps of them
+// besides blocks: sessions, layers, page tables, token ids.
+enum kvq__limit {
+    KVQ__HOST_BYTES,
+    KVQ__DEVICE_BYTES,
+    KVQ__DISK_BYTES,
+    KVQ__SESSIONS,
+    KVQ__TABLE_BYTES,
+    KVQ__LIMITS
+};
 struct kvq__quota {
     uint64_t limit[KVQ__LIMITS]; // 0 = none but what the place has
 };

@@ -18,6 +18,7 @@ Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KV
     q->device_bytes = limits[KVQ__DEVICE_BYTES];
     q->disk_bytes = limits[KVQ__DISK_BYTES];
     q->sessions = limits[KVQ__SESSIONS];
+    q->table_bytes = limits[KVQ__TABLE_BYTES];
     return q;
 }
 
@@ -27,7 +28,8 @@ static Kvq__QuotaStatus *status_message(struct kvq_arena *arena,
     static const char *const names[KVQ__LIMITS] = {[KVQ__HOST_BYTES] = "host_bytes",
                                                    [KVQ__DEVICE_BYTES] = "device_bytes",
                                                    [KVQ__DISK_BYTES] = "disk_bytes",
-                                                   [KVQ__SESSIONS] = "sessions"};
+                                                   [KVQ__SESSIONS] = "sessions",
+                                                   [KVQ__TABLE_BYTES] = "table_bytes"};
     Kvq__QuotaStatus *q = kvq_arena_alloc(arena, sizeof *q);
     if (!q)
         return NULL;

@@ -287,10 +287,9 @@ static void clone_free(struct kvq__session *s)
 
 static int clone(struct cloning *c, struct kvq__session *from)
 {
-    int rc;
-    c->to = kvq__session_new(from->core, from->ns, from->n_layers);
-    if (!c->to)
-        return KVQ_E_NO_MEMORY;
+    int rc = kvq__session_new(from->ns, from->n_layers, &c->to);
+    if (rc < 0)
+        return rc;
     rc = copy_identity(c->to, from);
     if (rc == 0)
         rc = clone_pages(c, from);

@@ -136,7 +136,8 @@ const struct kvq_format *kvq__format_named(const struct kvq__core *core, const c
 
 // ---- Of a session ----
 
-const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct kvq_format *row)
+const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct kvq_format *row,
+                                          int *rc)
 {
     const struct kvq_format *known = kvq_format_by_name(row->name);
     for (uint32_t i = 0; i < s->n_formats && !known; i++)
@@ -145,7 +146,7 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct k
     if (known)
         return known;
     if (!s->formats)
-        s->formats = kvq__allocate(s->core, s->n_layers * sizeof *s->formats);
+        s->formats = kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->formats, rc);
     if (!s->formats)
         return NULL;
     s->formats[s->n_formats] = *row;
@@ -156,9 +157,10 @@ int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 {
     snprintf(to->own_format, sizeof to->own_format, "%s", from->own_format);
     for (uint32_t i = 0; i < from->n_layers; i++) {
-        to->layers[i].format = kvq__format_keep(to, from->layers[i].format);
+        int rc = 0;
+        to->layers[i].format = kvq__format_keep(to, from->layers[i].format, &rc);
         if (!to->layers[i].format)
-            return KVQ_E_NO_MEMORY;
+            return rc;
     }
     return 0;
 }
@@ -170,7 +172,7 @@ size_t kvq__formats_bytes(const struct kvq__session *s)
 
 void kvq__formats_free(struct kvq__session *s)
 {
-    kvq__deallocate(s->core, s->formats, kvq__formats_bytes(s));
+    kvq__ns_deallocate(s->ns, s->formats, kvq__formats_bytes(s));
 }
 
 // ---- Telling ----

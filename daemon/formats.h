@@ -14,12 +14,12 @@ const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, cons
 int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_t layer,
                          struct kvq_format *row, char *why, size_t n);
 // The row as the session's layers may point to it: in the table, or the session's copy. Rows of
-// one name are one row. NULL without memory.
+// one name are one row. NULL as kvq__ns_allocate.
 const struct kvq_format *kvq__format_keep(struct kvq__session *session,
-                                          const struct kvq_format *row);
+                                          const struct kvq_format *row, int *rc);
 // The row of that name in the table or the configuration. NULL = none.
 const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name);
-// Gives all layers of a new session the formats of another. 0 or KVQ_E_NO_MEMORY.
+// Gives all layers of a new session the formats of another. 0, or as kvq__ns_allocate.
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
 size_t kvq__formats_bytes(const struct kvq__session *session);
 void kvq__formats_free(struct kvq__session *session);

@@ -28,9 +28,10 @@ int kvq__group_join(struct kvq__session *s)
     const struct kvq__session *other = kvq__session_named(s->ns, s->name);
     if (s->shards == 1 || s->name[0] == '\0')
         return 0;
-    s->group = other ? other->group : kvq__allocate(s->core, sizeof *s->group);
+    int rc = 0;
+    s->group = other ? other->group : kvq__ns_allocate(s->ns, sizeof *s->group, &rc);
     if (!s->group)
-        return KVQ_E_NO_MEMORY;
+        return rc;
     assert(!s->group->member[s->shard] && (!other || other->shards == s->shards));
     s->group->shards = s->shards;
     s->group->member[s->shard] = s;
@@ -46,7 +47,7 @@ void kvq__group_part(struct kvq__session *s)
     s->group = NULL;
     g->member[s->shard] = NULL;
     if (--g->n == 0)
-        kvq__deallocate(s->core, g, sizeof *g);
+        kvq__ns_deallocate(s->ns, g, sizeof *g);
 }
 
 struct kvq__session *kvq__group_member(const struct kvq__session *s, uint32_t shard)

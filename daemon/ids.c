@@ -34,10 +34,10 @@ static uint32_t parts_in(uint64_t tokens)
     return (uint32_t)((tokens + KVQ__IDS_PART - 1) / KVQ__IDS_PART);
 }
 
-static void part_drop(struct kvq__core *core, struct kvq__ids_part *part)
+static void part_drop(struct kvq__namespace *ns, struct kvq__ids_part *part)
 {
     if (--part->refs == 0)
-        kvq__deallocate(core, part, sizeof *part);
+        kvq__ns_deallocate(ns, part, sizeof *part);
 }
 
 static int directory_grow(struct kvq__session *s, uint32_t parts)
@@ -48,12 +48,13 @@ static int directory_grow(struct kvq__session *s, uint32_t parts)
         return 0;
     while (room < parts)
         room *= 2;
-    struct kvq__ids_part **all = kvq__allocate(s->core, room * sizeof *all);
+    int rc = 0;
+    struct kvq__ids_part **all = kvq__ns_allocate(s->ns, room * sizeof *all, &rc);
     if (!all)
-        return KVQ_E_NO_MEMORY;
+        return rc;
     if (ids->parts)
         memcpy(all, ids->parts, ids->n_parts * sizeof *all);
-    kvq__deallocate(s->core, ids->parts, ids->room * sizeof *all);
+    kvq__ns_deallocate(s->ns, ids->parts, ids->room * sizeof *all);
     ids->parts = all;
     ids->room = room;
     return 0;
@@ -65,9 +66,9 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
     uint32_t want = parts_in(tokens);
     int rc = directory_grow(s, want);
     while (rc == 0 && ids->n_parts < want) {
-        struct kvq__ids_part *part = kvq__allocate(s->core, sizeof *part);
+        struct kvq__ids_part *part = kvq__ns_allocate(s->ns, sizeof *part, &rc);
         if (!part)
-            return KVQ_E_NO_MEMORY;
+            return rc;
         part->refs = 1;
         ids->parts[ids->n_parts++] = part;
     }
@@ -224,16 +225,16 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
     if (kept + n > KVQ_MAX_SPANS)
         return kvq__fail(text, KVQ_E_LIMIT, "%u spans of images or audio; a session has %d at most",
                          kept + n, KVQ_MAX_SPANS);
-    struct kvq__span *all = kvq__allocate(s->core, (kept + n) * sizeof *all);
+    struct kvq__span *all = kvq__ns_allocate(s->ns, (kept + n) * sizeof *all, &rc);
     if (!all)
-        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for %u spans", kept + n);
+        return kvq__ns_refused(s->ns, rc, "spans of images or audio", text);
     uint32_t at = 0;
     for (uint32_t i = 0; i < ids->n_spans; i++)
         if (!is_replaced(&ids->spans[i], spans, n))
             all[at++] = ids->spans[i];
     memcpy(all + at, spans, n * sizeof *all);
     qsort(all, kept + n, sizeof *all, compare);
-    kvq__deallocate(s->core, ids->spans, ids->n_spans * sizeof *all);
+    kvq__ns_deallocate(s->ns, ids->spans, ids->n_spans * sizeof *all);
     ids->spans = all;
     ids->n_spans = kept + n;
     return 0;
@@ -264,12 +265,13 @@ int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
     if (rc == 0 && known > 0)
         rc = kvq__ids_grow(s, known);
     if (rc < 0)
-        return kvq__fail(text, rc == KVQ_E_NO_MEMORY ? rc : KVQ_E_DAMAGED,
+        return kvq__fail(text, rc == KVQ_E_NO_MEMORY || rc == KVQ_E_QUOTA ? rc : KVQ_E_DAMAGED,
                          "the token ids of session \"%s\" cannot be restored, %llu of %llu: %.200s",
                          s->name, (unsigned long long)saved->known,
                          (unsigned long long)saved->tokens,
                          why[0]                  ? why
                          : rc == KVQ_E_NO_MEMORY ? "no memory"
+                         : rc == KVQ_E_QUOTA     ? "its namespace is at its limit of table bytes"
                                                  : "too many");
     if (known > 0) {
         for (uint64_t t = 0; t < known; t++)
@@ -294,8 +296,8 @@ uint64_t kvq__ids_bytes(const struct kvq__session *s)
 void kvq__ids_free(struct kvq__session *s)
 {
     while (s->ids.n_parts > 0)
-        part_drop(s->core, s->ids.parts[--s->ids.n_parts]);
-    kvq__deallocate(s->core, s->ids.parts, s->ids.room * sizeof *s->ids.parts);
-    kvq__deallocate(s->core, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
+        part_drop(s->ns, s->ids.parts[--s->ids.n_parts]);
+    kvq__ns_deallocate(s->ns, s->ids.parts, s->ids.room * sizeof *s->ids.parts);
+    kvq__ns_deallocate(s->ns, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
     s->ids = (struct kvq__ids){0};
 }

@@ -100,11 +100,13 @@ static void log_change(const struct kvq__task *t)
 {
     char ns[160];
     const uint64_t *limit = t->limits.quota.limit;
-    kvq__log(
-        KVQ_LOG_INFO, "quota", "namespace=%s host=%llu device=%llu disk=%llu sessions=%llu kept=%s",
-        kvq__log_quote(ns, sizeof ns, t->limits.ns), (unsigned long long)limit[KVQ__HOST_BYTES],
-        (unsigned long long)limit[KVQ__DEVICE_BYTES], (unsigned long long)limit[KVQ__DISK_BYTES],
-        (unsigned long long)limit[KVQ__SESSIONS], t->keeper->store ? "yes" : "no");
+    kvq__log(KVQ_LOG_INFO, "quota",
+             "namespace=%s host=%llu device=%llu disk=%llu sessions=%llu table=%llu kept=%s",
+             kvq__log_quote(ns, sizeof ns, t->limits.ns),
+             (unsigned long long)limit[KVQ__HOST_BYTES],
+             (unsigned long long)limit[KVQ__DEVICE_BYTES],
+             (unsigned long long)limit[KVQ__DISK_BYTES], (unsigned long long)limit[KVQ__SESSIONS],
+             (unsigned long long)limit[KVQ__TABLE_BYTES], t->keeper->store ? "yes" : "no");
 }
 
 static void applied(struct kvq__task *t)
@@ -192,6 +194,7 @@ static uint64_t limits_of(const Kvq__Quota *q, struct kvq__quota *out)
     out->limit[KVQ__DEVICE_BYTES] = q->device_bytes;
     out->limit[KVQ__DISK_BYTES] = q->disk_bytes;
     out->limit[KVQ__SESSIONS] = q->sessions;
+    out->limit[KVQ__TABLE_BYTES] = q->table_bytes;
     return 1;
 }
 

@@ -161,12 +161,13 @@ static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
     return rc;
 }
 
-static void free_part(struct kvq__core *core, struct kvq__moved *m)
+static void free_part(struct kvq__namespace *ns, struct kvq__moved *m)
 {
+    struct kvq__core *core = ns->core;
     kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
     for (uint32_t i = 0; i < m->n_sheets; i++)
-        kvq__sheet_drop(core, &m->sheets[i], m->n_owned);
-    kvq__deallocate(core, m->sheets, m->room * sizeof *m->sheets);
+        kvq__sheet_drop(ns, &m->sheets[i], m->n_owned);
+    kvq__ns_deallocate(ns, m->sheets, m->room * sizeof *m->sheets);
     kvq__deallocate(core, m->extras, m->n_layers * sizeof *m->extras);
     kvq__deallocate(core, m->books, m->n_layers * sizeof *m->books);
     *m = (struct kvq__moved){0};
@@ -197,19 +198,18 @@ static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
 }
 
 // A page table for the other place.
-static int take_sheets(struct kvq__core *core, struct kvq__moved *m)
+static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
 {
     uint32_t n = (m->n_pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
     m->room = n ? n : 1;
-    m->sheets = kvq__allocate(core, m->room * sizeof *m->sheets);
-    while (m->sheets && m->n_sheets < n) {
-        struct kvq__sheet *sheet = kvq__allocate(core, kvq__sheet_bytes(m->n_owned));
-        if (!sheet)
-            return KVQ_E_NO_MEMORY;
-        sheet->refs = 1;
-        m->sheets[m->n_sheets++] = sheet;
+    int rc = 0;
+    m->sheets = kvq__ns_allocate(ns, m->room * sizeof *m->sheets, &rc);
+    while (rc == 0 && m->n_sheets < n) {
+        struct kvq__sheet *sheet = kvq__sheet_new(ns, m->n_owned, &rc);
+        if (sheet)
+            m->sheets[m->n_sheets++] = sheet;
     }
-    return m->sheets ? 0 : KVQ_E_NO_MEMORY;
+    return rc;
 }
 
 static int take_part(struct kvq__move *move, struct kvq__moved *m)
@@ -223,12 +223,15 @@ static int take_part(struct kvq__move *move, struct kvq__moved *m)
     m->owned = kvq__allocate(core, m->n_owned * sizeof *m->owned);
     m->extras = kvq__allocate(core, m->n_layers * sizeof *m->extras);
     m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
-    if (!m->owned || !m->extras || !m->books || take_sheets(core, m) < 0)
+    if (!m->owned || !m->extras || !m->books)
         return KVQ_E_NO_MEMORY;
+    int rc = take_sheets(move->ns, m);
+    if (rc < 0)
+        return rc;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             m->owned[n++] = i;
-    int rc = take_lanes(s, move->to);
+    rc = take_lanes(s, move->to);
     return rc ? rc : equip(m, move->to->gpu);
 }
 
@@ -330,6 +333,8 @@ static void begin(struct kvq__move *move)
         rc = take_part(move, &move->moved[i]);
     if (rc == 0)
         return;
+    if (rc == KVQ_E_QUOTA && !move->text[0])
+        kvq__ns_refused(move->ns, rc, "another page table", move->text);
     if (!move->text[0])
         kvq__fail(move->text, rc, "no memory on %s for a session, a client's stream or what copies",
                   kvq__pool_name(move->to));
@@ -498,7 +503,7 @@ static void release(struct kvq__move *move)
     if (next_ref(move))
         return;
     for (uint32_t i = 0; i < move->n; i++)
-        free_part(move->core, &move->moved[i]);
+        free_part(move->ns, &move->moved[i]);
     move->phase = KVQ__MOVE_OVER;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Namespaces: who may use them, and their limits.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,6 +37,7 @@ static struct kvq__namespace *find(struct kvq__core *core, const char *name)
 
 static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
 {
+    assert(ns->used[KVQ__TABLE_BYTES] == 0);
     kvq__deallocate(core, ns->uids, ns->n_uids * sizeof *ns->uids);
     kvq__deallocate(core, ns->gids, ns->n_gids * sizeof *ns->gids);
     kvq__deallocate(core, ns->share_with, ns->n_share_with * sizeof *ns->share_with);

@@ -147,9 +147,9 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
                         : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
     if (rc < 0)
         return refuse_format(s->core, layer, why, rc, text);
-    s->layers[layer].format = kvq__format_keep(s, &found);
+    s->layers[layer].format = kvq__format_keep(s, &found, &rc);
     if (!s->layers[layer].format)
-        return kvq__fail(text, KVQ_E_NO_MEMORY, "layer %u: no memory for format %s", layer, name);
+        return kvq__ns_refused(s->ns, rc, "the formats of a session", text);
     if (kvq__own_format(s->core, name) && name == spec->format)
         snprintf(s->own_format, sizeof s->own_format, "%s", name);
     return 0;
@@ -350,16 +350,19 @@ static int find_place(struct kvq__session *s, const char *place, char *text)
     return pool ? 0 : KVQ_E_INVALID;
 }
 
-int kvq__session_build(struct kvq__core *core, struct kvq__namespace *ns,
-                       const struct kvq__session_spec *spec, struct kvq__session **out, char *text)
+int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec *spec,
+                       struct kvq__session **out, char *text)
 {
     uint32_t n_layers = 0;
     int rc = count_layers(spec, &n_layers, text);
     if (rc < 0)
         return rc;
-    struct kvq__session *s = kvq__session_new(core, ns, n_layers);
-    if (!s)
-        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a session of %u layers", n_layers);
+    struct kvq__session *s;
+    char what[64];
+    snprintf(what, sizeof what, "a session of %u layers", n_layers);
+    rc = kvq__session_new(ns, n_layers, &s);
+    if (rc < 0)
+        return kvq__ns_refused(ns, rc, what, text);
     rc = find_place(s, spec->place, text);
     rc = rc ? rc : build_layers(s, spec, text);
     if (rc == 0 && (rc = kvq__session_place(s)) < 0)
@@ -427,7 +430,9 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
         return differs(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
-    int rc = kvq__session_build(s->core, s->ns, spec, &wanted, text);
+    s->ns->lenient = true; // else a session that is there could not be opened at the limit
+    int rc = kvq__session_build(s->ns, spec, &wanted, text);
+    s->ns->lenient = false;
     if (rc < 0)
         return rc;
     if (!is_empty(spec->place) && wanted->pool != kvq__home_of(s))
@@ -500,7 +505,7 @@ int kvq__session_enter(struct kvq__session *s, char *text)
     const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
     int rc = first ? kvq__group_agrees(s, first, text) : 0;
     if (rc == 0 && (rc = kvq__group_join(s)) < 0)
-        kvq__fail(text, rc, "no memory for a session of %u shards", s->shards);
+        kvq__ns_refused(s->ns, rc, "a session of several shards", text);
     if (rc == 0)
         kvq__session_publish(s);
     return rc;
@@ -521,7 +526,7 @@ static int create(struct kvq__client *client, struct kvq__namespace *ns,
                          "its configuration, or keep them instead");
     int rc = kvq__namespace_room(ns, text);
     if (rc == 0)
-        rc = kvq__session_build(client->core, ns, spec, s, text);
+        rc = kvq__session_build(ns, spec, s, text);
     if (rc < 0)
         return rc;
     rc = need_lane(client, *s, text);

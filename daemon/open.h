@@ -10,8 +10,8 @@
 // ---- Opening (open.c) ----
 
 // A new session that nobody sees yet.
-int kvq__session_build(struct kvq__core *core, struct kvq__namespace *ns,
-                       const struct kvq__session_spec *spec, struct kvq__session **out, char *text);
+int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec *spec,
+                       struct kvq__session **out, char *text);
 // Checks what a spec says of the session as a whole.
 int kvq__spec_check(const struct kvq__session_spec *spec, char *text);
 // Publishes a new session, in the group of its name. 0, KVQ_E_EXISTS, KVQ_E_NO_MEMORY.

@@ -27,7 +27,7 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
 
 // ---- Sheets ----
 
-size_t kvq__sheet_bytes(uint32_t n_owned)
+static size_t sheet_bytes(uint32_t n_owned)
 {
     return sizeof(struct kvq__sheet) +
            (size_t)n_owned * KVQ__SHEET_PAGES * sizeof(struct kvq__pageref);
@@ -58,16 +58,25 @@ static int directory_grow(struct kvq__session *s, uint32_t sheets)
         return 0;
     while (room < sheets)
         room *= 2;
-    struct kvq__sheet **all = kvq__allocate(s->core, room * sizeof *all);
+    int rc = 0;
+    struct kvq__sheet **all = kvq__ns_allocate(s->ns, room * sizeof *all, &rc);
     if (!all)
-        return KVQ_E_NO_MEMORY;
+        return rc;
     if (s->sheets)
         memcpy(all, s->sheets, s->n_sheets * sizeof *all);
-    kvq__deallocate(s->core, s->sheets, s->sheet_room * sizeof *all);
+    kvq__ns_deallocate(s->ns, s->sheets, s->sheet_room * sizeof *all);
     s->sheets = all;
     s->sheet_room = room;
     kvq__sheets_place(s);
     return 0;
+}
+
+struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc)
+{
+    struct kvq__sheet *sheet = kvq__ns_allocate(ns, sheet_bytes(n_owned), rc);
+    if (sheet)
+        sheet->refs = 1;
+    return sheet;
 }
 
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
@@ -75,11 +84,9 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
     uint32_t want = sheets_of(pages);
     int rc = directory_grow(s, want);
     while (rc == 0 && s->n_sheets < want) {
-        struct kvq__sheet *sheet = kvq__allocate(s->core, kvq__sheet_bytes(s->n_owned));
-        if (!sheet)
-            return KVQ_E_NO_MEMORY;
-        sheet->refs = 1;
-        s->sheets[s->n_sheets++] = sheet;
+        struct kvq__sheet *sheet = kvq__sheet_new(s->ns, s->n_owned, &rc);
+        if (sheet)
+            s->sheets[s->n_sheets++] = sheet;
     }
     return rc;
 }
@@ -102,28 +109,28 @@ static void page_drop(struct kvq__core *core, struct kvq__pageref *p)
     kvq__block_drop(core, &p->packed);
 }
 
-void kvq__sheet_drop(struct kvq__core *core, struct kvq__sheet **pointer, uint32_t n_owned)
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uint32_t n_owned)
 {
     struct kvq__sheet *sheet = *pointer;
     *pointer = NULL;
     if (!sheet || --sheet->refs > 0)
         return;
     for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
-        page_drop(core, &sheet->pages[i]);
-    kvq__deallocate(core, sheet, kvq__sheet_bytes(n_owned));
+        page_drop(ns->core, &sheet->pages[i]);
+    kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 
 static void sheets_cut(struct kvq__session *s, uint32_t keep)
 {
     while (s->n_sheets > keep)
-        kvq__sheet_drop(s->core, &s->sheets[--s->n_sheets], s->n_owned);
+        kvq__sheet_drop(s->ns, &s->sheets[--s->n_sheets], s->n_owned);
 }
 
 void kvq__sheets_free(struct kvq__session *s)
 {
     assert(s->n_pages == 0);
     sheets_cut(s, 0);
-    kvq__deallocate(s->core, s->sheets, s->sheet_room * sizeof *s->sheets);
+    kvq__ns_deallocate(s->ns, s->sheets, s->sheet_room * sizeof *s->sheets);
     s->sheets = NULL;
     s->sheet_room = 0;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -134,7 +141,7 @@ uint64_t kvq__sheets_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = s->sheet_room * sizeof *s->sheets;
     for (uint32_t i = 0; i < s->n_sheets; i++)
-        bytes += kvq__sheet_bytes(s->n_owned) / s->sheets[i]->refs;
+        bytes += sheet_bytes(s->n_owned) / s->sheets[i]->refs;
     return bytes;
 }
 

@@ -73,10 +73,10 @@ int kvq__ids_open(struct kvq__queue *queue);
 // Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
 int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
 // Copies them, once, behind those of the session's tokens; of a request that brings none: nothing
-// is known of the tokens to come. 0 or KVQ_E_NO_MEMORY.
+// is known of the tokens to come. 0, or as kvq__ns_allocate.
 int kvq__ids_take(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
 // The same at the end of a step, of its tokens; without any what was told before stays. 0,
-// KVQ_E_BOUNDS or KVQ_E_NO_MEMORY.
+// KVQ_E_BOUNDS, or as kvq__ns_allocate.
 int kvq__ids_take_late(struct kvq__queue *queue, uint32_t entry);
 // So many tokens were committed behind `had`.
 void kvq__ids_commit(struct kvq__session *session, uint64_t had, uint64_t tokens);
@@ -85,16 +85,16 @@ void kvq__ids_cut(struct kvq__session *session, uint64_t tokens);
 // Of the last `append` tokens those at these indices stay.
 void kvq__ids_accept(struct kvq__session *session, uint32_t append, const int32_t *list,
                      uint32_t n);
-// A new session with the first `at` tokens of another. 0 or KVQ_E_NO_MEMORY.
+// A new session with the first `at` tokens of another. 0, or as kvq__ns_allocate.
 int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint64_t at);
 // A session that is restored: the first of those that were saved with it, and of the list those
-// parts that hold them. 0, KVQ_E_NO_MEMORY, or KVQ_E_DAMAGED with a text.
+// parts that hold them. 0, KVQ_E_NO_MEMORY, KVQ_E_QUOTA or KVQ_E_DAMAGED with a text.
 int kvq__ids_restore(struct kvq__session *session, const struct kvq__saved *saved,
                      const struct kvq__part *parts, uint32_t n, char *text);
-// Makes room for so many. 0 or KVQ_E_NO_MEMORY.
+// Makes room for so many. 0, or as kvq__ns_allocate.
 int kvq__ids_grow(struct kvq__session *session, uint64_t tokens);
-// Adds spans; each takes the place of those that it overlaps. 0, KVQ_E_INVALID, KVQ_E_LIMIT or
-// KVQ_E_NO_MEMORY; then nothing was added.
+// Adds spans; each takes the place of those that it overlaps. 0, KVQ_E_INVALID, KVQ_E_LIMIT, or
+// as kvq__ns_allocate; then nothing was added.
 int kvq__ids_spans(struct kvq__session *session, const struct kvq__span *spans, uint32_t n,
                    char *text);
 uint64_t kvq__ids_bytes(const struct kvq__session *session);

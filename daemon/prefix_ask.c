@@ -106,7 +106,7 @@ static int sketch(struct kvq__client *client, const struct kvq__session_spec *sp
                        "no layers given; what a session can share depends on them");
     if (rc == 0)
         rc = kvq__namespace_get(client->core, &client->peer, spec->ns, &ns, text);
-    return rc ? rc : kvq__session_build(client->core, ns, spec, s, text);
+    return rc ? rc : kvq__session_build(ns, spec, s, text);
 }
 
 static int ask_like_sketch(struct kvq__client *client, const struct kvq__session_spec *spec,

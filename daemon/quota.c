@@ -3,6 +3,7 @@
 // See quota.h.
 #include "daemon/quota.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 #include "daemon/evict.h"
@@ -15,6 +16,7 @@ static const struct {
     [KVQ__DEVICE_BYTES] = {"in the memory of GPUs", "bytes", "--device-bytes"},
     [KVQ__DISK_BYTES] = {"on disk", "bytes", "--disk-bytes"},
     [KVQ__SESSIONS] = {"in memory", "sessions", "--sessions"},
+    [KVQ__TABLE_BYTES] = {"for tables of sessions", "bytes", "--table-bytes"},
 };
 
 static uint64_t counted(const struct kvq__namespace *ns, enum kvq__limit which)
@@ -74,6 +76,43 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 {
     return kvq__quota_allows(ns, KVQ__SESSIONS, 1) ? 0
                                                    : kvq__quota_refuse(ns, KVQ__SESSIONS, 1, text);
+}
+
+// ---- What is no block ----
+
+void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc)
+{
+    if (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes)) {
+        *rc = kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
+        return NULL;
+    }
+    void *memory = kvq__allocate(ns->core, bytes);
+    if (memory)
+        ns->used[KVQ__TABLE_BYTES] += bytes;
+    else
+        *rc = KVQ_E_NO_MEMORY;
+    return memory;
+}
+
+void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes)
+{
+    if (!memory)
+        return;
+    assert(ns->used[KVQ__TABLE_BYTES] >= bytes);
+    ns->used[KVQ__TABLE_BYTES] -= bytes;
+    kvq__deallocate(ns->core, memory, bytes);
+}
+
+int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, char *text)
+{
+    if (rc != KVQ_E_QUOTA)
+        return kvq__fail(text, rc, "no memory for %s", what);
+    return kvq__fail(text, rc,
+                     "no room for %s: namespace \"%s\" may have %llu bytes for page tables, token "
+                     "ids and the like, and has %llu; drop sessions of it, or raise the limit with "
+                     "kvqctl quota set %s --table-bytes SIZE",
+                     what, ns->name, (unsigned long long)ns->quota.limit[KVQ__TABLE_BYTES],
+                     (unsigned long long)ns->used[KVQ__TABLE_BYTES], ns->name);
 }
 
 // ---- Above the limit ----

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Hard limits of namespaces: the host's memory, that of GPUs, disk, and sessions. What a limit
+// Hard limits of namespaces: the host's memory, that of GPUs, disk, sessions, and the host's tables
+// of these. What a limit
 // counts never grows beyond it. One that was lowered below what is used takes nothing away: nothing
 // more is had until enough was given up. Part of state.h.
 #ifndef KVQ_DAEMON_QUOTA_H
@@ -26,6 +27,14 @@ uint64_t kvq__quota_excess(const struct kvq__namespace *ns, enum kvq__limit whic
 int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more, char *text);
 // Whether there is room for one more session: 0 or KVQ_E_QUOTA, as above.
 int kvq__namespace_room(struct kvq__namespace *ns, char *text);
+// Zeroed memory for what the host keeps of a namespace's sessions besides blocks: it counts under
+// KVQ__TABLE_BYTES. NULL if that or the machine has no room; then *rc is KVQ_E_QUOTA, which is
+// noted and told of as above, or KVQ_E_NO_MEMORY.
+void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc);
+void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes); // accepts NULL
+// Says in text what kvq__ns_allocate has refused by this code, for what ("a session of 3 layers").
+// Returns the code.
+int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, char *text);
 void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info);
 // Where more is used than may be, gives up prefixes that no session has and has sessions evicted
 // that nobody uses.

@@ -15,10 +15,9 @@
 #define NEW_FILE KVQ__QUOTA_FILE ".new"
 
 static const char *const keys[KVQ__LIMITS] = {
-    [KVQ__HOST_BYTES] = "host_bytes",
-    [KVQ__DEVICE_BYTES] = "device_bytes",
-    [KVQ__DISK_BYTES] = "disk_bytes",
-    [KVQ__SESSIONS] = "max_sessions",
+    [KVQ__HOST_BYTES] = "host_bytes",   [KVQ__DEVICE_BYTES] = "device_bytes",
+    [KVQ__DISK_BYTES] = "disk_bytes",   [KVQ__SESSIONS] = "max_sessions",
+    [KVQ__TABLE_BYTES] = "table_bytes",
 };
 static const char header[] =
     "# Limits of namespaces that were set at run time, in place of the configuration's (kvqctl\n"
@@ -67,7 +66,7 @@ static void take(struct parse *p, struct kvq__override *o, const char *key, cons
     if (i == KVQ__LIMITS) {
         p->error = kvq__config_refuse(p->text, nowhere,
                                       "%.64s is not known; known are host_bytes, device_bytes, "
-                                      "disk_bytes, max_sessions",
+                                      "disk_bytes, max_sessions, table_bytes",
                                       key);
         return;
     }

@@ -64,7 +64,7 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
     int rc = kvq__spec_check(&as, text);
     rc = rc || !first ? rc : kvq__shards_check(first, &as, text);
     rc = rc ? rc : kvq__namespace_room(ns, text);
-    rc = rc ? rc : kvq__session_build(core, ns, &as, out, text);
+    rc = rc ? rc : kvq__session_build(ns, &as, out, text);
     if (rc == 0 && (rc = check_books(*out, saved, text)) < 0)
         kvq__session_free(*out);
     kvq__deallocate(core, rows, bytes);
@@ -190,7 +190,7 @@ static int make_table(struct kvq__session *s, char *text)
     s->n_pages = 0;
     int rc = kvq__pages_grow(s, pages);
     s->n_pages = rc ? 0 : pages;
-    return rc ? kvq__fail(text, rc, "no memory to restore session \"%s\"", s->name) : 0;
+    return rc ? kvq__ns_refused(s->ns, rc, "the page table of a stored session", text) : 0;
 }
 
 // ---- What is to be read ----

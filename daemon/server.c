@@ -125,12 +125,25 @@ static void on_wants(void *context)
     kvq__keeper_wants(server->keeper);
 }
 
-static struct kvq__quota quota_of(uint64_t host, uint64_t device, uint64_t disk, uint64_t sessions)
+// Where the configuration does not say how much the tables of sessions may take: a quarter of what
+// their blocks may, so that many empty sessions cannot have more memory than full ones.
+static uint64_t table_bytes(const struct kvq_config *c, uint64_t given, uint64_t host)
 {
-    return (struct kvq__quota){.limit = {[KVQ__HOST_BYTES] = host,
-                                         [KVQ__DEVICE_BYTES] = device,
-                                         [KVQ__DISK_BYTES] = disk,
-                                         [KVQ__SESSIONS] = sessions}};
+    const uint64_t least = 64 << 20;
+    uint64_t part = (host && host < c->pool_bytes ? host : c->pool_bytes) / 4;
+    return given ? given : part > least ? part : least;
+}
+
+static struct kvq__quota quota_of(const struct kvq_config *c, const struct kvq_config_namespace *ns)
+{
+    uint64_t host = ns ? ns->host_bytes : c->host_bytes;
+    uint64_t tables = table_bytes(c, ns ? ns->table_bytes : c->table_bytes, host);
+    return (struct kvq__quota){
+        .limit = {[KVQ__HOST_BYTES] = host,
+                  [KVQ__DEVICE_BYTES] = ns ? ns->device_bytes : c->device_bytes,
+                  [KVQ__DISK_BYTES] = ns ? ns->disk_bytes : c->disk_bytes,
+                  [KVQ__SESSIONS] = ns ? kvq__config_sessions(c, ns) : c->max_sessions,
+                  [KVQ__TABLE_BYTES] = tables}};
 }
 
 static int open_namespaces(struct kvq__server *server, char *text)
@@ -138,15 +151,14 @@ static int open_namespaces(struct kvq__server *server, char *text)
     const char *share_with[KVQ_MAX_SHARE_WITH];
     for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
         const struct kvq_config_namespace *ns = &server->config.namespaces[i];
-        struct kvq__namespace_config config = {
-            .name = ns->name,
-            .quota = quota_of(ns->host_bytes, ns->device_bytes, ns->disk_bytes, ns->max_sessions),
-            .uids = ns->uids.id,
-            .n_uids = ns->uids.n,
-            .gids = ns->gids.id,
-            .n_gids = ns->gids.n,
-            .share_with = share_with,
-            .n_share_with = ns->n_share_with};
+        struct kvq__namespace_config config = {.name = ns->name,
+                                               .quota = quota_of(&server->config, ns),
+                                               .uids = ns->uids.id,
+                                               .n_uids = ns->uids.n,
+                                               .gids = ns->gids.id,
+                                               .n_gids = ns->gids.n,
+                                               .share_with = share_with,
+                                               .n_share_with = ns->n_share_with};
         for (uint32_t j = 0; j < ns->n_share_with; j++)
             share_with[j] = ns->share_with[j];
         int error = kvq__core_namespace(server->core, &config, text);
@@ -229,35 +241,34 @@ static int open_core(struct kvq__server *server, char *text)
     const struct kvq_config *c = &server->config;
     const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     server->identity.isa = kvq_kernels_isa(kernels);
-    struct kvq__core_config config = {
-        .pool_bytes = c->pool_bytes,
-        .extent_bytes = c->extent_bytes,
-        .keep_ns = c->keep_seconds * 1000000000,
-        .prefix_keep_ns = c->prefix_keep_seconds * 1000000000,
-        .evict_idle_ns = c->evict_idle_ms * 1000000,
-        .evict_above = (uint32_t)c->evict_above,
-        .park_idle_ns = c->park_idle_seconds * 1000000000,
-        .workers = (uint32_t)c->workers,
-        .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
-        .quota = quota_of(c->host_bytes, c->device_bytes, c->disk_bytes, c->max_sessions),
-        .kernels = kernels,
-        .saves = c->storage_dir[0] != 0,
-        .run = server->identity.epoch,
-        .gpus = kvq__gpus_list(server->gpus),
-        .n_gpus = kvq__gpus_count(server->gpus),
-        .formats = c->own_formats,
-        .n_formats = c->n_formats,
-        .fault = server->fault,
-        .memory = kvq__memory_ops(&server->memory),
-        .context = server,
-        .event = kvq__event_from_core,
-        .buffer_gone = on_buffer_gone,
-        .table_gone = on_table_gone,
-        .wants = on_wants,
-        .codebook = find_codebook,
-        .codebook_share = share_codebook,
-        .codebook_release = release_codebook,
-        .codebook_id = id_of_codebook};
+    struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
+                                      .extent_bytes = c->extent_bytes,
+                                      .keep_ns = c->keep_seconds * 1000000000,
+                                      .prefix_keep_ns = c->prefix_keep_seconds * 1000000000,
+                                      .evict_idle_ns = c->evict_idle_ms * 1000000,
+                                      .evict_above = (uint32_t)c->evict_above,
+                                      .park_idle_ns = c->park_idle_seconds * 1000000000,
+                                      .workers = (uint32_t)c->workers,
+                                      .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
+                                      .quota = quota_of(c, NULL),
+                                      .kernels = kernels,
+                                      .saves = c->storage_dir[0] != 0,
+                                      .run = server->identity.epoch,
+                                      .gpus = kvq__gpus_list(server->gpus),
+                                      .n_gpus = kvq__gpus_count(server->gpus),
+                                      .formats = c->own_formats,
+                                      .n_formats = c->n_formats,
+                                      .fault = server->fault,
+                                      .memory = kvq__memory_ops(&server->memory),
+                                      .context = server,
+                                      .event = kvq__event_from_core,
+                                      .buffer_gone = on_buffer_gone,
+                                      .table_gone = on_table_gone,
+                                      .wants = on_wants,
+                                      .codebook = find_codebook,
+                                      .codebook_share = share_codebook,
+                                      .codebook_release = release_codebook,
+                                      .codebook_id = id_of_codebook};
     if (getrandom(config.prefix_key, sizeof config.prefix_key, 0) != sizeof config.prefix_key) {
         snprintf(text, KVQ_TEXT_BYTES, "no random bytes for the key of prefixes");
         return KVQ_E_SYSTEM;

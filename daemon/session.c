@@ -17,25 +17,27 @@
 
 // ---- Life ----
 
-struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
-                                      uint32_t n_layers)
+int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__session **out)
 {
-    struct kvq__session *s = kvq__allocate(core, sizeof *s);
+    int rc = 0;
+    struct kvq__session *s = kvq__ns_allocate(ns, sizeof *s, &rc);
+    *out = NULL;
     if (!s)
-        return NULL;
-    s->layers = kvq__allocate(core, n_layers * sizeof *s->layers);
+        return rc;
+    s->layers = kvq__ns_allocate(ns, n_layers * sizeof *s->layers, &rc);
     if (!s->layers) {
-        kvq__deallocate(core, s, sizeof *s);
-        return NULL;
+        kvq__ns_deallocate(ns, s, sizeof *s);
+        return rc;
     }
-    s->core = core;
+    s->core = ns->core;
     s->ns = ns;
     s->n_layers = n_layers;
-    s->idle_since = core->now;
+    s->idle_since = ns->core->now;
     s->commits = 1;
     LIST_INIT(&s->handles);
     LIST_INIT(&s->tables);
-    return s;
+    *out = s;
+    return 0;
 }
 
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *l)
@@ -140,8 +142,8 @@ void kvq__session_free(struct kvq__session *s)
     free_gpu(s);
     kvq__sheets_free(s);
     kvq__formats_free(s);
-    kvq__deallocate(s->core, s->layers, s->n_layers * sizeof *s->layers);
-    kvq__deallocate(s->core, s, sizeof *s);
+    kvq__ns_deallocate(s->ns, s->layers, s->n_layers * sizeof *s->layers);
+    kvq__ns_deallocate(s->ns, s, sizeof *s);
 }
 
 void kvq__session_publish(struct kvq__session *s)

@@ -151,10 +151,9 @@ struct kvq__session {
     TAILQ_ENTRY(kvq__session) pack_link;
 };
 
-// A session with zeroed layers that nobody sees yet; NULL without memory. End it by
+// A session with zeroed layers that nobody sees yet. 0, or as kvq__ns_allocate. End it by
 // kvq__session_free before and by kvq__session_end after it was published.
-struct kvq__session *kvq__session_new(struct kvq__core *core, struct kvq__namespace *ns,
-                                      uint32_t n_layers);
+int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__session **out);
 void kvq__session_free(struct kvq__session *session);
 // Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
 // 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
@@ -222,18 +221,19 @@ bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to);
-// Makes the tables long enough for so many pages. 0 or KVQ_E_NO_MEMORY.
+// Makes the tables long enough for so many pages. 0, or as kvq__ns_allocate.
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Gives a new session, which has no pages yet, the first `sheets` of another one's sheets.
-// Nothing in them may change any more. 0 or KVQ_E_NO_MEMORY.
+// Nothing in them may change any more. 0, or as kvq__ns_allocate.
 int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets);
 // The session has none any more; it has no pages.
 void kvq__sheets_free(struct kvq__session *s);
+// An empty sheet for so many layers; NULL as kvq__ns_allocate.
+struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc);
 // Gives up a reference to a sheet of so many layers, and clears it; with the last one its blocks.
-void kvq__sheet_drop(struct kvq__core *core, struct kvq__sheet **sheet, uint32_t n_owned);
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned);
 // Tells the layers where the session's sheets are.
 void kvq__sheets_place(struct kvq__session *s);
-size_t kvq__sheet_bytes(uint32_t n_owned);
 // Of the memory of its page table, its part of what it shares included.
 uint64_t kvq__sheets_bytes(const struct kvq__session *s);
 // Takes the last page off the session, or, if that stands in a sheet that others have as well, all

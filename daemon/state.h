@@ -44,6 +44,7 @@ struct kvq__namespace {
     uint32_t n_uids, n_gids;
     uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
+    bool lenient; // what is taken just now is given back at once: it counts, and is not refused
     uint32_t extents[1 + KVQ_MAX_GPUS]; // that it ever had of each pool
     LIST_HEAD(, kvq__telling) tellings;
     struct kvq__class_list classes;

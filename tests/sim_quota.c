@@ -43,7 +43,8 @@ void quota_happen(struct sim *sim)
     struct kvq__override change = {.ns = "uid-1000"}, all;
     char text[KVQ_TEXT_BYTES];
     for (int i = 0; i < KVQ__LIMITS; i++) {
-        if (i == KVQ__DISK_BYTES || !kit_chance(&sim->kit, 50) || kit_chance(&sim->kit, 30))
+        if (i == KVQ__DISK_BYTES || i == KVQ__TABLE_BYTES || !kit_chance(&sim->kit, 50) ||
+            kit_chance(&sim->kit, 30))
             continue;
         change.set |= 1u << i;
         change.quota.limit[i] = new_limit(sim, info.used[i], i == KVQ__SESSIONS ? 1 : 256 * 1024);

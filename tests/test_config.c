@@ -205,16 +205,20 @@ static void test_file(void **state)
     kvq__config_defaults(&config, no_environment);
     const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
                        "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
-                       "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n";
+                       "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n"
+                       "[namespace c]\ntable_bytes = 5mb\n";
     assert_int_equal(kvq__config_parse(&config, "f", good, text), 0);
     assert_int_equal(config.workers, 3);
-    assert_int_equal(config.n_namespaces, 2);
+    assert_int_equal(config.n_namespaces, 3);
     assert_string_equal(config.namespaces[0].name, "team-a");
     assert_int_equal(config.namespaces[0].uids.id[1], 1001);
     assert_int_equal(config.namespaces[0].gids.n, 1);
     assert_true(config.namespaces[0].host_bytes == 10ull << 30);
     assert_int_equal(config.namespaces[0].max_sessions, 9);
     assert_int_equal(config.namespaces[1].max_sessions, 4);
+    assert_int_equal(kvq__config_sessions(&config, &config.namespaces[1]), 4);
+    assert_int_equal(kvq__config_sessions(&config, &config.namespaces[2]), 65536);
+    assert_int_equal(config.namespaces[2].table_bytes, 5 << 20);
 }
 
 static void test_wrong_files(void **state)

@@ -144,7 +144,7 @@ static void test_refused_settings(void **state)
     o.ns[0] = 0;
     assert_int_equal(change(&admin, &o), KVQ_E_INVALID);
     snprintf(o.ns, sizeof o.ns, "team");
-    o.set = 16;
+    o.set = 32;
     assert_int_equal(change(&admin, &o), KVQ_E_INVALID);
     o.set = 1;
     o.quota.limit[0] = KVQ_MAX_QUOTA_BYTES + 1;

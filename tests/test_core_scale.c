@@ -154,12 +154,99 @@ static void test_forks_fail(void **state)
     assert_in_range(failed, 10, 199);
 }
 
+// ---- What all of it takes ----
+
+static struct kvq__namespace_info info_of(void)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__namespace_info info;
+    assert_int_equal(kvq__core_namespace_info(kit.core, &admin, "uid-1000", &info, text), 0);
+    return info;
+}
+
+static void limit_tables(uint64_t bytes)
+{
+    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__TABLE_BYTES};
+    o.quota.limit[KVQ__TABLE_BYTES] = bytes;
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+}
+
+static int open_named(const char *name, uint32_t layers, uint64_t *handle)
+{
+    struct kvq__layer_row many = rows[0];
+    struct kvq__session_info info;
+    const struct kvq__session_spec spec = {.name = name, .layers = &many, .n_layers = 1};
+    many.repeat = layers;
+    text[0] = 0;
+    int rc = kvq__session_open(m.client, &spec, &info, text);
+    *handle = info.handle;
+    return rc;
+}
+
+// Named sessions of many layers stay when nobody has them open: their limit ends it.
+static void test_empty_sessions_count(void **state)
+{
+    enum { LIMIT = 4 * MIB };
+    uint64_t handle, before = kit.allocated_out;
+    uint32_t n = 0;
+    char name[32];
+    int rc;
+    (void)state;
+    limit_tables(LIMIT);
+    do {
+        snprintf(name, sizeof name, "s%u", n++);
+        rc = open_named(name, KVQ_MAX_LAYERS, &handle);
+        if (rc == 0)
+            assert_int_equal(kvq__session_close(m.client, handle, text), 0);
+    } while (rc == 0 && n < 1000);
+    assert_int_equal(rc, KVQ_E_QUOTA);
+    assert_non_null(strstr(text, "--table-bytes"));
+    assert_non_null(strstr(text, "4194304"));
+    assert_true(n > 10 && kit.allocated_out - before < LIMIT + 65536); // handles come besides
+    struct kvq__namespace_info info = info_of();
+    assert_in_range(info.used[KVQ__TABLE_BYTES], LIMIT - LIMIT / 8, LIMIT);
+    assert_int_equal(info.used[KVQ__HOST_BYTES], 0);
+    assert_int_equal(info.refused[KVQ__TABLE_BYTES], 1);
+    assert_int_equal(info.last_refused, KVQ__TABLE_BYTES);
+    // What is there can be had, by who says which layers it has, too.
+    assert_int_equal(open_named("s0", KVQ_MAX_LAYERS, &handle), 0);
+    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    assert_int_equal(open_named(name, KVQ_MAX_LAYERS, &handle), 0); // there is room for one again
+    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+}
+
+// Each thing that grows is refused by the limit's code, and works once there is room.
+static void test_growth_counts(void **state)
+{
+    (void)state;
+    uint64_t a = make(1000), used = info_of().used[KVQ__TABLE_BYTES], fork;
+    struct kvq__session_info info;
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_int_equal(info.table_bytes, used);
+    limit_tables(used);
+    struct kvq_entry_wire e = {.handle = a, .position = 1000};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), KVQ_E_QUOTA);
+    assert_int_equal(kit_step(&m, a, 20, HEADS, DIM), 0); // into what it has
+    assert_int_equal(kit_step(&m, a, 400, HEADS, DIM), KVQ_E_QUOTA);
+    core_check(kit.core);
+    assert_int_equal(info_of().used[KVQ__TABLE_BYTES], used);
+    assert_in_range(info_of().refused[KVQ__TABLE_BYTES], 2, 9);
+    limit_tables(0);
+    assert_int_equal(kit_step(&m, a, 400, HEADS, DIM), 0);
+    assert_true(info_of().used[KVQ__TABLE_BYTES] > used);
+    fork_at(a, kit_of(&m, a)->tokens);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    assert_true(info_of().used[KVQ__TABLE_BYTES] > 0); // the fork's
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_forks_share, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_live_on, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -26,7 +26,7 @@ enum {
 // Limits on the command line: bits of which are given, and each of them; 0: none.
 struct kvq__ctl_quota {
     uint32_t which;
-    uint64_t limit[4]; // host, device, disk, sessions
+    uint64_t limit[5]; // host, device, disk, sessions, tables
 };
 
 // One run: what the command line said, and the connection once there is one.
@@ -91,8 +91,8 @@ int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args);
-// Takes the value of --host-bytes (0), --device-bytes, --disk-bytes or --sessions (3). False: it is
-// none.
+// Takes the value of --host-bytes (0), --device-bytes, --disk-bytes, --sessions (3) or
+// --table-bytes. False: it is none.
 bool kvq__ctl_quota_option(struct kvq__ctl *ctl, int which, const char *text);
 int kvq__ctl_session_save(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args);

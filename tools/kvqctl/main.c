@@ -166,8 +166,9 @@ static const struct command commands[] = {
      "NS",
      kvq__ctl_quota_set,
      "sets limits of a namespace while the daemon runs",
-     "--host-bytes, --device-bytes, --disk-bytes (SIZE, as 10gb) and --sessions (N); each that is\n"
-     "given takes the place of the configuration's, the others stay as they are. none: no limit.\n"
+     "--host-bytes, --device-bytes, --disk-bytes, --table-bytes (SIZE, as 10gb), --sessions (N);\n"
+     "each that is given takes the place of the configuration's, the others stay as they are. "
+     "none: no limit.\n"
      "Below what is used nothing is taken away: nothing more is had until enough was given up. "
      "Kept\n"
      "in storage_dir over restarts. Only root and the daemon's own user may do this.\n"},
@@ -196,7 +197,7 @@ static const struct command commands[] = {
      "With --json one object a line.\n"},
 };
 
-enum { OPTION_QUOTA = 256 }; // from here on four, in the order of struct kvq__ctl_quota
+enum { OPTION_QUOTA = 256 }; // from here on five, in the order of struct kvq__ctl_quota
 
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -221,6 +222,7 @@ static const char options_help[] =
     "  --device-bytes SIZE  of the memory of GPUs, of all of them together\n"
     "  --disk-bytes SIZE  of what is saved\n"
     "  --sessions N       in memory, each shard by itself\n"
+    "  --table-bytes SIZE of the host's memory besides blocks: page tables, token ids\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
     "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
@@ -339,6 +341,7 @@ static int take_option(struct kvq__ctl *ctl, int option)
     case OPTION_QUOTA:
     case OPTION_QUOTA + 1:
     case OPTION_QUOTA + 2:
+    case OPTION_QUOTA + 4:
         return kvq__ctl_quota_option(ctl, option - OPTION_QUOTA, optarg)
                    ? 0
                    : bad_usage("a limit is a size, as 10gb, or none, not", optarg);
@@ -405,6 +408,7 @@ int main(int argc, char **argv)
         {"device-bytes", required_argument, NULL, OPTION_QUOTA + 1},
         {"disk-bytes", required_argument, NULL, OPTION_QUOTA + 2},
         {"sessions", required_argument, NULL, OPTION_QUOTA + 3},
+        {"table-bytes", required_argument, NULL, OPTION_QUOTA + 4},
         {"help", no_argument, NULL, 'h'},
         {"version", no_argument, NULL, 'v'},
         {NULL, 0, NULL, 0},

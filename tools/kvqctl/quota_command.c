@@ -6,16 +6,16 @@
 
 #include "tools/kvqctl/kvqctl.h"
 
-enum { HOST = 1, DEVICE = 2, DISK = 4, SESSIONS = 8 }; // bits of SetQuota.which
+enum { HOST = 1, DEVICE = 2, DISK = 4, SESSIONS = 8, TABLES = 16 }; // bits of SetQuota.which
 
 // ---- Printing ----
 
 // What is used, and of what; a star where the limit was set at run time.
 static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
 {
-    static char texts[8][64];
+    static char texts[10][64];
     static unsigned next;
-    char *text = texts[next++ % 8];
+    char *text = texts[next++ % 10];
     snprintf(text, sizeof texts[0], "%s%s",
              bytes ? kvq__ctl_of_bytes(used, limit) : kvq__ctl_of(used, limit),
              set     ? limit ? "*" : " of any*"
@@ -27,18 +27,20 @@ static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
 static void print_list(const Kvq__QuotaList *list)
 {
     bool any = false;
-    printf("%-20s %14s %22s %22s %22s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK");
+    printf("%-20s %14s %22s %22s %22s %22s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK",
+           "TABLES");
     for (size_t i = 0; i < list->n_quotas; i++) {
         const Kvq__QuotaStatus *q = list->quotas[i];
         const Kvq__Quota *used = q->used, *limit = q->limit;
         if (!used || !limit)
             continue;
         any |= q->which != 0;
-        printf("%-20s %14s %22s %22s %22s\n", kvq__ctl_clean(q->namespace_),
+        printf("%-20s %14s %22s %22s %22s %22s\n", kvq__ctl_clean(q->namespace_),
                of(used->sessions, limit->sessions, false, q->which & SESSIONS),
                of(used->host_bytes, limit->host_bytes, true, q->which & HOST),
                of(used->device_bytes, limit->device_bytes, true, q->which & DEVICE),
-               of(used->disk_bytes, limit->disk_bytes, true, q->which & DISK));
+               of(used->disk_bytes, limit->disk_bytes, true, q->which & DISK),
+               of(used->table_bytes, limit->table_bytes, true, q->which & TABLES));
     }
     if (any)
         printf("* set at run time; the others are the configuration's\n");
@@ -75,6 +77,8 @@ static void print_one(const Kvq__QuotaStatus *q)
                 q->which & DISK);
     print_limit("sessions", u->sessions, l->sessions, c->sessions, r->sessions, false,
                 q->which & SESSIONS);
+    print_limit("tables", u->table_bytes, l->table_bytes, c->table_bytes, r->table_bytes, true,
+                q->which & TABLES);
     if (!q->last_refused[0])
         return;
     printf("refused    last %s ago, by %s", kvq__ctl_duration(q->last_ms),
@@ -167,7 +171,7 @@ int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
     const struct kvq__ctl_quota *q = &ctl->quota;
     if (!q->which) {
         fprintf(stderr, "kvqctl: say which limits: --host-bytes SIZE, --device-bytes SIZE, "
-                        "--disk-bytes SIZE, --sessions N; none is no limit\n");
+                        "--disk-bytes SIZE, --table-bytes SIZE, --sessions N; none is no limit\n");
         return KVQ_EXIT_USAGE;
     }
     request.command_case = KVQ__REQUEST__COMMAND_SET_QUOTA;
@@ -179,6 +183,7 @@ int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
     limit.device_bytes = q->limit[1];
     limit.disk_bytes = q->limit[2];
     limit.sessions = q->limit[3];
+    limit.table_bytes = q->limit[4];
     int result = ask(ctl, &request, &list);
     return result ? result : changed(ctl, list);
 }
@@ -227,5 +232,5 @@ static bool parse(const char *text, bool bytes, uint64_t *value)
 bool kvq__ctl_quota_option(struct kvq__ctl *ctl, int which, const char *text)
 {
     ctl->quota.which |= 1u << which;
-    return parse(text, which < 3, &ctl->quota.limit[which]);
+    return parse(text, which != 3, &ctl->quota.limit[which]);
 }
