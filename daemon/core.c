@@ -133,6 +133,7 @@ static void close_memory(struct kvq__core *core)
 {
     for (uint32_t i = 0; i < core->n_pools; i++)
         kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
+    kvq__lookup_close(core);
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     struct kvq__memory_ops memory = core->config.memory;
     memory.deallocate(memory.context, core, sizeof *core);
@@ -142,7 +143,7 @@ static void close_memory(struct kvq__core *core)
 static int open_memory(struct kvq__core *core)
 {
     core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    bool enough = core->packer.pages;
+    bool enough = core->packer.pages && kvq__lookup_open(core) == 0;
     for (uint32_t i = 0; i < core->n_pools && enough; i++) {
         struct kvq__pool *pool = &core->pools[i];
         pool->numbers = kvq__allocate(core, numbers_bytes(pool));
@@ -176,6 +177,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     core->last_stamp = c.run;
     TAILQ_INIT(&core->waiters);
     TAILQ_INIT(&core->gpu_packs);
+    TAILQ_INIT(&core->seals);
     if (open_memory(core) < 0) {
         close_memory(core);
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
@@ -223,16 +225,6 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
         core->now = now_ns;
 }
 
-static void drop_expired(struct kvq__namespace *ns)
-{
-    struct kvq__session *s = TAILQ_FIRST(&ns->sessions), *next;
-    for (; s; s = next) {
-        next = TAILQ_NEXT(s, link);
-        if (kvq__group_expired(s)) // and then so are its other shards, each in its turn
-            kvq__session_end(s, "the time that it is kept is over");
-    }
-}
-
 // Names a session that others wait for because of it, if there is one.
 static void tell_stalled(struct kvq__core *core, const struct kvq__lane *lane)
 {
@@ -265,9 +257,7 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
 
 void kvq__core_tick(struct kvq__core *core)
 {
-    struct kvq__namespace *ns;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        drop_expired(ns);
+    kvq__dues_tick(core);
     kvq__prefixes_tick(core);
     kvq__quotas_tick(core);
     for (uint32_t i = 1; i < core->n_pools; i++)

@@ -437,17 +437,6 @@ void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the
 
 // ---- What has become of it ----
 
-static struct kvq__session *session_of(const struct kvq__core *core, uint64_t id)
-{
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->id == id)
-                return s;
-    return NULL;
-}
-
 static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id)
 {
     const struct kvq__move *move;
@@ -459,7 +448,7 @@ static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id
 
 static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, uint64_t bytes)
 {
-    struct kvq__session *s = session_of(core, e->session);
+    struct kvq__session *s = kvq__session_by_id(core, e->session);
     if (status == 0 && e->demotes) {
         core->evicted.demoted++;
         core->evicted.demoted_bytes += bytes;

@@ -429,7 +429,40 @@ static struct kvq__node *last_sealed(struct kvq__session *s)
     return node;
 }
 
-void kvq__prefix_seal(struct kvq__session *s)
+void kvq__prefix_unnote(struct kvq__session *s)
+{
+    if (s->seals)
+        TAILQ_REMOVE(&s->core->seals, s, seal_link);
+    s->seals = false;
+}
+
+// Whether its next page becomes final without another commit: when all is packed that is due, or
+// what is under way has ended.
+static bool may_seal(struct kvq__session *s)
+{
+    uint64_t end = ((uint64_t)s->ids.sealed + 1) * KVQ_BLOCK_TOKENS;
+    if (end > s->ids.known || end > s->floor || s->away || s->dropped)
+        return false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (kvq__layer_owns(s, i) && l->packed_bytes && l->packed < end &&
+            kvq__pack_due(s, i) < end)
+            return false;
+    }
+    return kvq__ids_identify(s, NULL) == 0;
+}
+
+void kvq__prefix_note(struct kvq__session *s)
+{
+    bool may = may_seal(s);
+    if (may && !s->seals)
+        TAILQ_INSERT_TAIL(&s->core->seals, s, seal_link);
+    else if (!may)
+        kvq__prefix_unnote(s);
+    s->seals = may;
+}
+
+static void seal(struct kvq__session *s)
 {
     bool under_way = s->pool->gpu && s->tail_use > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
@@ -442,11 +475,20 @@ void kvq__prefix_seal(struct kvq__session *s)
         ;
 }
 
-void kvq__prefix_seal_all(struct kvq__namespace *ns)
+void kvq__prefix_seal(struct kvq__session *s)
 {
-    struct kvq__session *s;
-    TAILQ_FOREACH (s, &ns->sessions, link)
+    seal(s);
+    kvq__prefix_note(s);
+}
+
+void kvq__prefix_seal_all(struct kvq__core *core)
+{
+    struct kvq__session *s = TAILQ_FIRST(&core->seals), *next;
+    for (; s; s = next) {
+        next = TAILQ_NEXT(s, seal_link);
+        core->lookup.looks++;
         kvq__prefix_seal(s);
+    }
 }
 
 // ---- Giving way ----
@@ -636,8 +678,8 @@ int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer
 void kvq__prefixes_tick(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
+    kvq__prefix_seal_all(core);
     TAILQ_FOREACH (ns, &core->namespaces, link) {
-        kvq__prefix_seal_all(ns);
         expire(core, &ns->prefixes);
         tell_evicted(core, ns);
     }

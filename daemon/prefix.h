@@ -153,7 +153,11 @@ bool kvq__prefix_has_shard(const struct kvq__prefixes *prefixes, const uint8_t *
 // Gives the index the session's pages that cannot change any more. Where memory is missing it is
 // tried again.
 void kvq__prefix_seal(struct kvq__session *session);
-void kvq__prefix_seal_all(struct kvq__namespace *ns);
+// The same for all sessions whose pages can have become final since they were last looked at.
+void kvq__prefix_seal_all(struct kvq__core *core);
+// Notes that the session is one of these, if it is; or that it is none any more.
+void kvq__prefix_note(struct kvq__session *session);
+void kvq__prefix_unnote(struct kvq__session *session);
 // The node and those before it were just used.
 void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *prefixes,
                        struct kvq__node *node);

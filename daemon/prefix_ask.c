@@ -263,7 +263,7 @@ static bool match_piece(struct kvq__prefix_ask *ask)
 {
     const struct kvq__node *before = NULL;
     if (ask->at_page == 0)
-        kvq__prefix_seal_all(ask->spaces[ask->at].ns);
+        kvq__prefix_seal_all(ask->like->core);
     else if (!(before = node_of(ask, ask->at, ask->at_page - 1)))
         return false;
     for (uint32_t n = 0; n < PIECE_PAGES; n++)

@@ -91,10 +91,9 @@ int kvq__prefix_adopt(struct kvq__client *client, struct kvq__session *s,
             return rc;
         ask = own;
     }
-    uint32_t pages = ask->here;
     int rc = adopt(s, ask);
     kvq__prefix_ask_end(&own);
-    return rc < 0 ? kvq__fail(text, rc, "no memory for a session of %u pages", pages) : 0;
+    return rc < 0 ? kvq__ns_refused(s->ns, rc, "a session that begins with a prefix", text) : 0;
 }
 
 int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct kvq__span *spans,

@@ -426,13 +426,8 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
 
 static struct kvq__session *find_away(struct kvq__core *core, uint64_t id)
 {
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->id == id)
-                return s->away && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
-    return NULL;
+    struct kvq__session *s = kvq__session_by_id(core, id);
+    return s && s->away && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
 }
 
 // What is stored must be what was parked.

@@ -482,11 +482,7 @@ void kvq__save_copied(struct kvq__save *save)
 // The session that it was, if it is still there.
 static struct kvq__session *still_there(const struct kvq__save *save, uint32_t shard)
 {
-    struct kvq__session *s;
-    TAILQ_FOREACH (s, &save->ns->sessions, link)
-        if (s->id == save->ids[shard])
-            return s;
-    return NULL;
+    return kvq__session_by_id(save->core, save->ids[shard]);
 }
 
 // Ids below the floor stay as they are.
@@ -511,6 +507,7 @@ static void note_saved(struct kvq__save *save, uint32_t shard)
         s->stamp = save->stamp;
         s->stored = true;
         s->kept |= !save->parks;
+        kvq__due_set(s);                     // that may be all that it was kept for
     } else if (save->parks && !save->kept) { // it has ended meanwhile, and nobody wants that
         kvq__park_forget(save->core, save->ns, save->shards[shard].saved.name, save->stamp);
     }

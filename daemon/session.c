@@ -152,6 +152,9 @@ void kvq__session_publish(struct kvq__session *s)
     s->ns->used[KVQ__SESSIONS]++;
     s->core->n_sessions++;
     TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
+    kvq__lookup_add(s);
+    kvq__due_set(s);
+    kvq__prefix_note(s);
 }
 
 // Why it ends, and whether anything is lost by it.
@@ -184,6 +187,9 @@ void kvq__session_end(struct kvq__session *s, const char *why)
     kvq__pack_unqueue(s);
     kvq__tables_orphan(s);
     TAILQ_REMOVE(&s->ns->sessions, s, link);
+    kvq__lookup_remove(s);
+    kvq__due_clear(s);
+    kvq__prefix_unnote(s);
     s->ns->used[KVQ__SESSIONS]--;
     s->core->n_sessions--;
     tell_end(s, why);
@@ -226,6 +232,7 @@ void kvq__session_detached(struct kvq__session *s)
     s->idle_since = s->core->now;
     if (kvq__group_is_open(s))
         return;
+    kvq__due_set(s);
     if (!s->settling) // nobody is left to end the others' part
         kvq__step_leave(s);
     if (s->drop_on_detach)
@@ -456,16 +463,8 @@ int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__se
 static struct kvq__session *find_by_id(struct kvq__core *core, const struct kvq__peer *peer,
                                        uint64_t id)
 {
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &core->namespaces, link) {
-        if (!kvq__namespace_allows(ns, peer))
-            continue;
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (s->id == id)
-                return s;
-    }
-    return NULL;
+    struct kvq__session *s = kvq__session_by_id(core, id);
+    return s && kvq__namespace_allows(s->ns, peer) ? s : NULL;
 }
 
 // "#ID"
@@ -475,15 +474,6 @@ static struct kvq__session *find_by_number(struct kvq__core *core, const struct 
     char *end;
     uint64_t id = strtoull(name + 1, &end, 10);
     return *end || end == name + 1 ? NULL : find_by_id(core, peer, id);
-}
-
-struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name)
-{
-    struct kvq__session *s;
-    TAILQ_FOREACH (s, &ns->sessions, link)
-        if (strcmp(s->name, name) == 0)
-            return s;
-    return NULL;
 }
 
 int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,

@@ -67,7 +67,13 @@ struct kvq__handle {
 LIST_HEAD(kvq__handle_list, kvq__handle);
 
 struct kvq__session {
-    TAILQ_ENTRY(kvq__session) link; // in its namespace
+    TAILQ_ENTRY(kvq__session) link;      // in its namespace
+    LIST_ENTRY(kvq__session) id_link;    // among those of the core
+    LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
+    LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
+    TAILQ_ENTRY(kvq__session) seal_link; // of those with pages for the index of prefixes
+    bool due, seals;                     // whether it stands in these
+    uint64_t name_hash;
     struct kvq__core *core;
     struct kvq__namespace *ns;
     struct kvq__pool *pool; // where all its blocks lie
@@ -159,7 +165,22 @@ void kvq__session_free(struct kvq__session *session);
 // 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
-// The first of that name, whichever shard it is; NULL = none.
+// ---- When published ones are looked at (due.c) ----
+
+// The end of its keep time, and of its other shards', counts from their last use.
+void kvq__due_set(struct kvq__session *session);
+void kvq__due_clear(struct kvq__session *session);
+// Ends those whose time is over.
+void kvq__dues_tick(struct kvq__core *core);
+
+// ---- Finding sessions that are published (lookup.c) ----
+
+int kvq__lookup_open(struct kvq__core *core); // 0 or KVQ_E_NO_MEMORY
+void kvq__lookup_close(struct kvq__core *core);
+void kvq__lookup_add(struct kvq__session *session);
+void kvq__lookup_remove(struct kvq__session *session);
+struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id); // NULL = none
+// One of that name, whichever shard it is; NULL = none.
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
 // As kvq__session_find.
 int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,

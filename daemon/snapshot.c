@@ -82,19 +82,20 @@ uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer
     const struct kvq__namespace *ns;
     const struct kvq__session *s;
     uint64_t looks = KVQ__LIST_LOOKS;
-    uint32_t n = 0;
+    uint32_t n = 0, all = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         if ((ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
             !kvq__namespace_allows(ns, peer))
             continue;
+        all += (uint32_t)ns->used[KVQ__SESSIONS];
         TAILQ_FOREACH (s, &ns->sessions, link) {
-            if (n++ >= max)
-                continue;
-            kvq__session_fill_info(s, &out[n - 1]);
-            kvq__session_count_shared(s, &out[n - 1], &looks);
+            if (n == max)
+                break;
+            kvq__session_fill_info(s, &out[n]);
+            kvq__session_count_shared(s, &out[n++], &looks);
         }
     }
-    return n;
+    return all;
 }
 
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,

@@ -125,8 +125,23 @@ struct kvq__evicting {
     bool demotes;
 };
 
+LIST_HEAD(kvq__session_bucket, kvq__session);
+enum { KVQ__DUE_SLOTS = 4096 }; // nine minutes
+
+// Sessions by id and by name: as many buckets of each as a power of two, and more as they come.
+struct kvq__lookup {
+    struct kvq__session_bucket *ids, *names;
+    uint32_t n_buckets;
+    uint8_t key[16]; // of the hash of names, which clients choose
+    uint64_t looks;  // sessions that were looked at to find others
+};
+
 struct kvq__core {
     struct kvq__core_config config;
+    struct kvq__lookup lookup;
+    struct kvq__session_bucket dues[KVQ__DUE_SLOTS];
+    uint64_t due_slot;                        // the first that may have some; see due.c
+    struct kvq__session_list seals;           // with pages for the index that may be final by now
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;
     struct kvq__block_list limbo; // ordered by retired_at

@@ -446,13 +446,6 @@ struct counting {
     uint32_t sessions, prepared, namespaces, away;
 };
 
-// Whether a reference is to the block; NULL: to any of the namespace's.
-static bool names(const struct kvq__namespace *ns, const struct kvq__block *at,
-                  const struct kvq__block *block)
-{
-    return block ? at == block : at && at->extent->owner->ns == ns;
-}
-
 static uint64_t references_of(const struct kvq__table *t, const struct kvq__namespace *ns,
                               const struct kvq__block *block)
 {

@@ -85,6 +85,14 @@ struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t 
 uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
                      uint32_t max_rollback);
 struct kvq__session *kit_of(struct member *m, uint64_t handle);
+// Gives a session, which has none, a name.
+static inline void kit_name(struct kvq__session *s, const char *name)
+{
+    kvq__lookup_remove(s);
+    for (size_t i = 0; i < KVQ_NAME_BYTES && (s->name[i] = name[i]); i++)
+        ;
+    kvq__lookup_add(s);
+}
 // One step of n tokens: K and V of every layer are rows [position, position + n) of the fp32
 // tensors [rows][heads][dim] at offset 0 and at half of the buffer. 0 or the first code.
 int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim);

@@ -49,7 +49,7 @@ static void test_forked_and_saved(void **state)
             struct kvq_entry_wire e = {.handle = a, .position = at};
             if (kit_simple(&m, KVQ_OP_FORK, 0, e, &fork) == 0) {
                 assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &twin), 0);
-                snprintf(kit_of(&m, fork)->name, KVQ_NAME_BYTES, "fork");
+                kit_name(kit_of(&m, fork), "fork");
                 save("fork");
                 drop(fork);
                 fork = restore("fork");

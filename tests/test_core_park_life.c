@@ -344,6 +344,7 @@ static void test_prefix(void **state)
     drop(b);
     reclaim(ns);
     kit_of(&m, a)->ids.sealed = 0; // as if there had been no memory for it
+    kvq__prefix_note(kit_of(&m, a));
     kvq__core_tick(kit.core);
     assert_int_equal(ns->prefixes.n_nodes, 0);
     kvq__fetch_ask(kit_of(&m, a));

@@ -196,7 +196,7 @@ static void test_forks(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &twin), 0);
     assert_int_equal(kit_of(&m, fork)->layers[0].base, 384);
-    snprintf(kit_of(&m, fork)->name, KVQ_NAME_BYTES, "fork");
+    kit_name(kit_of(&m, fork), "fork");
     save("it");
     uint64_t put = vault.put;
     save("fork"); // what it shares with its source is there already

@@ -239,6 +239,98 @@ static void test_growth_counts(void **state)
     assert_true(info_of().used[KVQ__TABLE_BYTES] > 0); // the fork's
 }
 
+// ---- How many are looked at ----
+
+static uint32_t count_of(uint32_t small, uint32_t large)
+{
+    const char *full = getenv("KVQ_FULL");
+    return full && *full == '1' ? large : small;
+}
+
+static void tick(uint64_t ms)
+{
+    kit.now += ms * 1000000;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+}
+
+// Many named sessions that nobody has open: what is opened is found without looking at the others,
+// and time passes without it, until theirs is over.
+static void test_idle_sessions(void **state)
+{
+    struct kvq__lookup *l = &kit.core->lookup;
+    uint32_t n = count_of(10000, 100000);
+    struct kvq__session_info info;
+    uint64_t handle, looks;
+    char name[32];
+    (void)state;
+    for (uint32_t i = 0; i < n; i++) {
+        snprintf(name, sizeof name, "session %u", i);
+        assert_int_equal(open_named(name, 1, &handle), 0);
+        assert_int_equal(kvq__session_close(m.client, handle, text), 0);
+    }
+    assert_in_range(l->looks, 0, 4 * n); // of others in its bucket, and of those there once
+    looks = l->looks;
+    for (uint32_t i = 0; i < n; i++) {
+        static const struct kvq__peer peer = {.uid = 1000};
+        snprintf(name, sizeof name, "session %u", n - 1 - i);
+        assert_int_equal(kvq__session_find(kit.core, &peer, "", name, &info, text), 0);
+        assert_string_equal(info.name, name);
+        snprintf(name, sizeof name, "#%llu", (unsigned long long)info.id);
+        assert_int_equal(kvq__session_find(kit.core, &peer, "", name, &info, text), 0);
+    }
+    assert_in_range(l->looks - looks, 2 * n, 8 * n);
+    tick(1);
+    looks = l->looks;
+    for (int i = 0; i < 40; i++) // the kit's keep time is 5 s
+        tick(100);
+    assert_int_equal(l->looks, looks);
+    assert_int_equal(kit.core->n_sessions, n);
+    tick(800);
+    assert_int_equal(kit.core->n_sessions, n); // not before their time
+    tick(300);
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_in_range(l->looks - looks, n, 2 * n);
+}
+
+// A session that is used goes later; one of another time goes before it; one that is open stays.
+static void test_order_of_ends(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__layer_row row = rows[0];
+    uint64_t open, late, soon;
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .on_detach = KVQ__DETACH_KEEP};
+    static const struct kvq__peer peer = {.uid = 1000};
+    (void)state;
+    row.repeat = 1;
+    assert_int_equal(open_named("open", 1, &open), 0);
+    spec.name = "late";
+    spec.keep_seconds = 2000; // beyond the wheel
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    late = info.handle;
+    spec.name = "soon";
+    spec.keep_seconds = 1;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    soon = info.handle;
+    tick(1);
+    assert_int_equal(kvq__session_close(m.client, late, text), 0);
+    assert_int_equal(kvq__session_close(m.client, soon, text), 0);
+    tick(999);
+    assert_int_equal(kit.core->n_sessions, 3);
+    tick(1);
+    assert_int_equal(kit.core->n_sessions, 2);
+    for (int i = 0; i < 19; i++)
+        tick(100000);
+    tick(98990);
+    assert_int_equal(kvq__session_find(kit.core, &peer, "", "late", &info, text), 0);
+    tick(100);
+    assert_int_equal(kvq__session_find(kit.core, &peer, "", "late", &info, text), KVQ_E_NO_SESSION);
+    assert_int_equal(kvq__session_find(kit.core, &peer, "", "open", &info, text), 0);
+    assert_int_equal(kvq__session_close(m.client, open, text), 0);
+    tick(5001);
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -247,6 +339,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
         cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
         cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_idle_sessions, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_order_of_ends, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
