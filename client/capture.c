@@ -72,7 +72,12 @@ static int write_head(kvq_capture *c)
 static int put_row(kvq_capture *c, const struct kvq_layer *l)
 {
     uint32_t layer = c->header.layers++;
-    if (l->kv_from >= 0 && (uint32_t)l->kv_from != layer)
+    if (l->kv_from > KVQ_MAX_LAYERS)
+        return kvq__fail(KVQ_E_SHAPE,
+                         "capturing layer %u: kv_from is %u; 0 is a cache of its own, 1 to %d are "
+                         "layers 0 to %d",
+                         layer, l->kv_from, KVQ_MAX_LAYERS, KVQ_MAX_LAYERS - 1);
+    if (l->kv_from && l->kv_from - 1 != layer)
         return KVQ_OK; // all 0: it has no keys of its own
     if (l->kv_heads == 0 || l->q_heads == 0 || l->q_heads % l->kv_heads ||
         l->q_heads > KVQ_MAX_HEADS || l->k_dim == 0 || l->k_dim > KVQ_MAX_CAPTURE_DIM ||

@@ -218,12 +218,25 @@ static bool explain_rollback(const struct subject *s)
     return true;
 }
 
+// Whether K and V were handed to a layer that reads another's cache.
+static bool appends_elsewhere(const struct subject *s, uint32_t *source)
+{
+    const struct kvq_request *r = s->request;
+    const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
+    if ((r->op != KVQ_OP_APPEND && r->op != KVQ_OP_APPEND_ATTEND) || !shape ||
+        r->layer >= shape->layers || s->entry->append == 0)
+        return false;
+    *source = shape->layer[r->layer].source;
+    return *source != r->layer;
+}
+
 // A code of many causes; those that can be seen from here.
 static bool explain_invalid(const struct subject *s)
 {
     const struct kvq_request *r = s->request;
     const struct kvq_entry *e = s->entry;
     bool attends = r->op == KVQ_OP_ATTEND || r->op == KVQ_OP_APPEND_ATTEND;
+    uint32_t source;
     if (attends && e->queries == 0)
         kvq__fail(KVQ_E_INVALID, "%s: 0 query tokens, at least 1 is needed", s->where);
     else if (attends && e->append && e->queries > e->append)
@@ -235,6 +248,12 @@ static bool explain_invalid(const struct subject *s)
     else if (r->op == KVQ_OP_ACCEPT)
         kvq__fail(KVQ_E_INVALID, "%s: its list of %u indices must be ascending and below %u",
                   s->where, e->list_token, e->append);
+    else if (appends_elsewhere(s, &source))
+        kvq__fail(
+            KVQ_E_INVALID,
+            "%s: the layer has no cache of its own, it reads that of layer %u (kv_from): hand "
+            "K and V to that layer alone; this step can only be aborted",
+            s->where, source);
     else if (r->op == KVQ_OP_APPEND || attends)
         kvq__fail(KVQ_E_INVALID,
                   "%s: %u tokens: all tokens of the step are appended at once, once for each "
@@ -354,7 +373,8 @@ static const char *advice(int code)
     case KVQ_E_NONFINITE:
         return "look at the engine's K and V before this layer";
     case KVQ_E_INCOMPLETE:
-        return "append every layer before the step's end; the session stands as before the step";
+        return "append every layer that has a cache of its own, once, before the step's end; the "
+               "session stands as before the step";
     case KVQ_E_NO_STEP:
         return "begin a step with this session, and give its number in work->step";
     case KVQ_E_BUSY:

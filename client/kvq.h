@@ -233,13 +233,12 @@ struct kvq_layer {
     float softcap;              /* 0: none */
     float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
     const char *format;         /* NULL: the session's */
-    int32_t kv_from;            /* layer whose cache this one reads; -1 or own number: its own.
-                                   Not to be left at 0, which is layer 0. */
+    uint32_t kv_from;           /* 0: a cache of its own; else 1 + the layer whose cache it reads */
     uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
 };
 
 enum { KVQ_V_ROTATION_NONE = 0, KVQ_V_ROTATION_ENGINE = 1, KVQ_V_ROTATION_DAEMON = 2 };
-enum { KVQ_ATTENTION_EXACT = 0, KVQ_ATTENTION_FAST = 1, KVQ_ATTENTION_DEFAULT = 2 };
+enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 enum {
     KVQ_ON_DETACH_DEFAULT = 0,
     KVQ_ON_DETACH_DROP = 1,
@@ -279,7 +278,7 @@ struct kvq_session_options {
     const char *format;             /* of docs/formats.md, or of the daemon's configuration */
     uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
     uint8_t v_rotation;
-    uint8_t attention; /* 0 is exact; KVQ_ATTENTION_DEFAULT leaves it to the daemon */
+    uint8_t attention; /* 0 leaves it to the daemon: fast, unless it is configured otherwise */
     uint8_t on_detach;
     uint16_t shard, shards;
     uint32_t flags;
@@ -506,10 +505,11 @@ KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
 KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work,
                                         struct kvq_entry *entries, uint32_t n);
 
-/* Commits the step's sessions. A session that lacks a layer fails with KVQ_E_INCOMPLETE and is out
- * of the step, as it was before. n 0 (entries may be NULL): all of the step's sessions or, if one
- * lacks a layer, none, with KVQ_E_INCOMPLETE; the step is then still open. On a GPU this call waits
- * for the step's work, and a session whose values were not finite fails with KVQ_E_NONFINITE and is
+/* Commits the step's sessions. One that lacks a layer, or was asked to append what it cannot (to a
+ * layer without a cache of its own, or twice), fails with KVQ_E_INCOMPLETE and is out of the step,
+ * as it was before: look at each entry's status. n 0 (entries may be NULL): all of the step's
+ * sessions or, if one cannot be, none, with KVQ_E_INCOMPLETE; the step is then still open. On a GPU
+ * it waits for the work, and a session whose values were not finite fails with KVQ_E_NONFINITE, is
  * out of the step; with n 0 that is the whole call's code, nothing is committed, and the step is
  * still open for the others, if there are any. */
 KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,

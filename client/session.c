@@ -85,8 +85,16 @@ static void put_layer(const struct kvq_layer *row, Kvq__Layer *layer)
     layer->softcap = row->softcap;
     layer->scale = row->scale;
     layer->format = text_of(row->format);
-    layer->kv_from_plus1 = row->kv_from < 0 ? 0 : (uint32_t)row->kv_from + 1;
+    layer->kv_from_plus1 = row->kv_from;
     layer->repeat = row->repeat;
+}
+
+// The protocol counts otherwise: 0 exact, 1 fast, 2 the daemon's.
+static uint32_t wire_path(uint8_t attention)
+{
+    return attention == KVQ_ATTENTION_DEFAULT ? 2
+           : attention <= KVQ_ATTENTION_FAST  ? attention - 1u
+                                              : attention;
 }
 
 static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m)
@@ -100,7 +108,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->shards = o->shards;
     m->dtype = o->dtype ? o->dtype : KVQ_DTYPE_F16;
     m->v_rotation = o->v_rotation;
-    m->path = o->attention;
+    m->path = wire_path(o->attention);
     m->prompt_tokens = o->prompt_tokens;
     m->max_rollback = o->max_rollback;
     m->on_detach = (Kvq__OnDetach)o->on_detach;
@@ -163,7 +171,7 @@ static struct kvq__shape *shape_of(const struct kvq_session_options *o, const Kv
                                      .kv_heads = (uint16_t)from->kv_heads,
                                      .k_dim = (uint16_t)from->k_dim,
                                      .v_dim = (uint16_t)from->v_dim,
-                                     .kv_from = (int32_t)from->kv_from_plus1 - 1,
+                                     .kv_from = from->kv_from_plus1,
                                      .repeat = from->repeat};
     }
     return kvq__shape_make(rows, n);
@@ -328,7 +336,7 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
                 .kv_heads = shape->layer[i].kv_heads,
                 .k_dim = shape->layer[i].k_dim,
                 .v_dim = shape->layer[i].v_dim,
-                .kv_from = shape->layer[i].source == i ? -1 : (int32_t)shape->layer[i].source,
+                .kv_from = shape->layer[i].source == i ? 0 : shape->layer[i].source + 1,
                 .repeat = 1};
     int rc =
         shape ? KVQ_OK

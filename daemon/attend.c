@@ -76,6 +76,8 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
         rc = check_tail(q, i);
     if (rc == 0)
         rc = check_rows(q, i, &s->layers[q->header.layer].shape);
+    if (rc < 0 && is_append(q))
+        kvq__append_refused(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 

@@ -127,9 +127,8 @@ static int add_layers(const struct kvq__dispatch *d, uint64_t handle, struct kvq
     int n = kvq__session_reading(d->client, handle, from, &path, text);
     for (uint32_t i = 0; (int)i < n; i++) {
         Kvq__Layer *row = s->n_layer_rows ? s->layer_rows[s->n_layer_rows - 1] : NULL;
-        bool own = from[i].source == i;
-        if (row && own && row->kv_from_plus1 == 0 &&
-            kvq_shape_same(&from[i].shape, &from[i - 1].shape)) {
+        bool own = from[i].source == i, same = row && own && row->kv_from_plus1 == 0;
+        if (same && kvq_shape_same(&from[i].shape, &from[i - 1].shape)) {
             row->repeat++;
             continue;
         }
@@ -156,7 +155,8 @@ static int layer_row(const Kvq__Layer *layer, uint32_t index, struct kvq__layer_
         layer->v_dim > most || layer->kv_from_plus1 > KVQ_MAX_LAYERS) {
         snprintf(text, KVQ_TEXT_BYTES,
                  "layer row %u: %u query heads, %u KV heads, head_dim %u and %u, kv_from %u are "
-                 "beyond every limit (%d heads, %d layers)",
+                 "beyond every limit (%d heads, %d layers); kv_from is 0, or 1 + the layer whose "
+                 "cache is read",
                  index, layer->q_heads, layer->kv_heads, layer->k_dim, layer->v_dim,
                  layer->kv_from_plus1, KVQ_MAX_HEADS, KVQ_MAX_LAYERS);
         return KVQ_E_SHAPE;

@@ -257,12 +257,13 @@ static int check_source(const struct kvq__session *s, uint32_t layer, char *text
     if (l->source >= s->n_layers || s->layers[l->source].source != l->source)
         return kvq__fail(text, KVQ_E_SHAPE,
                          "layer %u reads the cache of layer %u, which has none of its own; "
-                         "kv_from must name one of the %u layers that has",
+                         "kv_from must be 0, or 1 + one of the %u layers that has",
                          layer, l->source, s->n_layers);
     if (!same_cache(l, &s->layers[l->source]))
         return kvq__fail(text, KVQ_E_SHAPE,
                          "layer %u reads the cache of layer %u but differs from it in KV heads, "
-                         "head_dim, dtype or format; they must be equal",
+                         "head_dim, dtype or format; they must be equal, or kv_from 0 for a cache "
+                         "of its own",
                          layer, l->source);
     return 0;
 }

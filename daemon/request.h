@@ -264,6 +264,8 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 // holds of the entry's session.
 int kvq__append_open(struct kvq__queue *q);
 int kvq__append_check(struct kvq__queue *q, uint32_t i);
+// An entry's append was refused: its step will not commit, unless the layer can still be appended.
+void kvq__append_refused(struct kvq__queue *q, uint32_t i);
 void kvq__append_hold(struct kvq__queue *q, uint32_t i);
 // The request ends and the entry has failed: a layer that it has not come to store is as before.
 void kvq__append_failed(struct kvq__queue *q, uint32_t i);

@@ -124,6 +124,7 @@ struct kvq__session {
     struct kvq__step *step; // the open step it is in
     LIST_ENTRY(kvq__session) step_link;
     uint32_t step_tokens, step_layers; // layers appended
+    bool step_spoiled;                 // it was asked to append what it cannot: it will not commit
     uint64_t step_serial;              // changes with every beginning and end of a step
     uint64_t step_queue;               // number of the queue that began it
     bool settling;                     // a STEP's work is under way on a GPU, see settle.h

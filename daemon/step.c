@@ -58,6 +58,7 @@ static void reset_layers(struct kvq__session *s)
 {
     s->step_layers = 0;
     s->step_tokens = 0;
+    s->step_spoiled = false;
     for (uint32_t i = 0; i < s->n_layers; i++)
         s->layers[i].append = KVQ__NOT_APPENDED;
 }
@@ -121,7 +122,7 @@ bool kvq__step_nonfinite(const struct kvq__session *s)
 
 static bool is_complete(const struct kvq__session *s)
 {
-    return s->step_tokens == 0 || s->step_layers == s->n_owned;
+    return s->step_tokens == 0 || (s->step_layers == s->n_owned && !s->step_spoiled);
 }
 
 void kvq__step_publish(struct kvq__session *s)

@@ -37,7 +37,18 @@ int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_s
     return rc ? rc : kvq__view_rows(q, KVQ__VIEW_V, s->kv_heads, s->v_dim, e->row, e->append);
 }
 
-int kvq__append_check(struct kvq__queue *q, uint32_t i)
+void kvq__append_refused(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    uint32_t layer = q->header.layer;
+    if (!s || !q->step || s->step != q->step || q->work[i].handle->read_only ||
+        q->entries[i].append == 0)
+        return;
+    s->step_spoiled |= layer >= s->n_layers || !kvq__layer_owns(s, layer) ||
+                       s->layers[layer].append != KVQ__NOT_APPENDED;
+}
+
+static int check_append(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
     struct kvq__session *s = q->work[i].session;
@@ -55,6 +66,14 @@ int kvq__append_check(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail(q, i, KVQ_E_INVALID, s->tokens);
     int rc = kvq__append_reach(q, i, &s->layers[layer].shape);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
+}
+
+int kvq__append_check(struct kvq__queue *q, uint32_t i)
+{
+    int rc = check_append(q, i);
+    if (rc < 0)
+        kvq__append_refused(q, i);
+    return rc;
 }
 
 void kvq__append_hold(struct kvq__queue *q, uint32_t i)

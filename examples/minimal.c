@@ -28,7 +28,8 @@ int main(void)
     kvq_client *client;
     kvq_queue *queue;
     kvq_buffer *buffer;
-    struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1, .repeat = LAYERS};
+    struct kvq_layer layer = {
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = LAYERS};
     struct kvq_session_options options = {.layers = &layer, .n_layers = 1, .format = "oscar2"};
     struct kvq_entry batch[BATCH] = {0};
     struct kvq_work work = {0};
@@ -58,8 +59,10 @@ int main(void)
                 check(batch[s].status); // one session's failure is its own
         }
         check(kvq_step_end(queue, work.step, batch, BATCH));
-        for (int s = 0; s < BATCH; s++)
+        for (int s = 0; s < BATCH; s++) {
+            check(batch[s].status);
             batch[s].position = batch[s].value;
+        }
     }
     const float *out = (float *)kvq_buffer_data(buffer) + 32 * 1024;
     printf("%llu and %llu tokens, output %.6f\n", (unsigned long long)batch[0].value,

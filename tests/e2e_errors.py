@@ -24,6 +24,7 @@ class BadOpen(Test):
         self.refuse(kvq.Code.E_SHAPE, "0", layer(0, 0, 128))
         self.refuse(kvq.Code.E_SHAPE, "128", layer(128, 1, 128))
         self.refuse(kvq.Code.E_SHAPE, "5", layer(8, 2, 128), layer(8, 2, 128, kv_from=5))
+        self.refuse(kvq.Code.E_SHAPE, "kv_from 0", layer(8, 2, 128), layer(8, 4, 128, kv_from=0))
         self.refuse(kvq.Code.E_LIMIT, ("300", "256"), layer(8, 2, 128, repeat=300))
         self.refuse(kvq.Code.E_LIMIT, ("257", "256"), *[layer(8, 2, 128)] * 257)
 

@@ -176,7 +176,7 @@ class KvqRun(unittest.TestCase):
                 (["generate", "--no-such"], b"no such option"),
                 (["perplexity"], b"--text FILE is missing"),
                 (["generate", "--ids", "1,2,900"], b"'900' is no token id below 257"),
-                (["generate", "--attention", "slow"], b"must be exact, fast or default"),
+                (["generate", "--attention", "slow"], b"must be default, exact or fast"),
                 (["dance"], b"'dance' is no command")):
             self.assertIn(sentence, self.kvq_run(*arguments, status=2).stderr)
 

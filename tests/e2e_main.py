@@ -218,6 +218,19 @@ class Shapes(Test):
                 first = step.attend(0, tokens.q[0])
                 second = step.attend(1, tokens.q[0])
         self.assertEqual(first[0].tobytes(), second[0].tobytes())
+        with self.client.session(rows, "oscar2") as session:  # K and V of a layer without a cache
+            step = self.queue.step([session], 150)
+            step.append(0, tokens.k[0], tokens.v[0])
+            self.fails(kvq.Code.E_INVALID, step.append, 1, tokens.k[0], tokens.v[0],
+                       text=("layer 1", "no cache of its own", "that of layer 0"))
+            self.fails(kvq.Code.E_INCOMPLETE, step.end)
+            self.assertEqual(session.refresh(), 0)
+        own = [kvq.Layer(8, 2, 128)] * 2  # unless it says so, each layer has one
+        with self.client.session(own, "oscar2") as session:
+            with self.queue.step([session], 150) as step:
+                for layer in range(2):
+                    step.append(layer, tokens.k[0], tokens.v[0])
+            self.assertEqual(session.tokens, 150)
 
     def test_past_only_and_merge(self):
         """The past by the daemon and the step's own tokens by the engine, merged by LSE."""

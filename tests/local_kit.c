@@ -218,13 +218,13 @@ void local_model(struct local_model *m, uint32_t layers, uint16_t q_heads, uint1
     *m = (struct local_model){.layers = layers, .dtype = KVQ_DTYPE_F32, .out_dtype = KVQ_DTYPE_F32};
     for (uint32_t i = 0; i < layers; i++)
         m->rows[i] = (struct kvq_layer){
-            .q_heads = q_heads, .kv_heads = kv_heads, .k_dim = dim, .v_dim = dim, .kv_from = -1};
+            .q_heads = q_heads, .kv_heads = kv_heads, .k_dim = dim, .v_dim = dim};
     if (layers > 1) {
         m->rows[1].window = 100;
         m->rows[1].softcap = 20;
     }
     if (layers > 2)
-        m->rows[layers - 1].kv_from = 0;
+        m->rows[layers - 1].kv_from = 1; // layer 0's
     m->stride = (uint64_t)q_heads * dim * 4;
 }
 
@@ -350,7 +350,7 @@ static uint32_t appending(const struct batch *b, struct batch *out)
 static void attend_layer(const struct local_model *m, struct batch *here, struct batch *there,
                          uint32_t layer, uint32_t rows, uint64_t step, uint32_t flags)
 {
-    bool own = m->rows[layer].kv_from < 0;
+    bool own = m->rows[layer].kv_from == 0;
     struct kvq_work w = {.layer = layer,
                          .flags = flags,
                          .k = tensor(m, PART_K, layer, rows),
@@ -425,7 +425,7 @@ void local_plain_step(const struct local_model *m, struct local_pair *pair, uint
     fill_all(m, append);
     local_fine(kvq_step_begin(rig.queue, &parts, 1, &step));
     for (uint32_t i = 0; i < m->layers; i++) {
-        if (m->rows[i].kv_from >= 0)
+        if (m->rows[i].kv_from)
             continue;
         k[i] = tensor(m, PART_K, i, append);
         v[i] = tensor(m, PART_V, i, append);

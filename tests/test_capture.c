@@ -65,12 +65,8 @@ static void make_tensors(struct tensors *x, uint64_t first)
 
 static struct kvq_layer layer_row(void)
 {
-    return (struct kvq_layer){.q_heads = Q_HEADS,
-                              .kv_heads = KV_HEADS,
-                              .k_dim = DIM,
-                              .v_dim = DIM,
-                              .kv_from = -1,
-                              .repeat = LAYERS};
+    return (struct kvq_layer){
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = LAYERS};
 }
 
 static kvq_capture *start(uint64_t max_tokens)
@@ -175,7 +171,7 @@ static void test_dtypes(void **unused)
     memcpy(memory, f16, sizeof f16);
     memcpy(memory + DIM, bf16, sizeof bf16);
     kvq_buffer b = {.data = memory, .bytes = sizeof memory, .id = 1};
-    struct kvq_layer row = {.q_heads = 1, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .kv_from = -1};
+    struct kvq_layer row = {.q_heads = 1, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
     struct kvq_capture_options o = {.layers = &row, .n_layers = 1};
     struct kvq_work w = {.k = kvq_tensor_make(&b, 0, 1, DIM, KVQ_DTYPE_F16),
                          .v = kvq_tensor_make(&b, 2 * DIM, 1, DIM, KVQ_DTYPE_BF16)};

@@ -173,7 +173,8 @@ static uint8_t *inputs(uint32_t first, uint32_t tokens)
 
 static void open_session(struct run *r, const char *place)
 {
-    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    static const struct kvq_layer layer = {
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
         .layers = &layer, .n_layers = 1, .format = "k8v4", .place = place};
     struct kvq_session_info info;
@@ -586,7 +587,8 @@ static void test_reattach_with_freed_memory(void **state)
 
 static size_t capture(struct run *r, const char *path, uint8_t *bytes, size_t size)
 {
-    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    static const struct kvq_layer layer = {
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_capture_options options = {.layers = &layer, .n_layers = 1, .queries = 1};
     kvq_capture *c;
     put_tensors(r);

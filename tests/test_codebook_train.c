@@ -383,12 +383,8 @@ static void expect_run(int status, const char *command)
 // A capture of both layers, as an engine writes it.
 static void write_capture(const char *path, struct tensors *x)
 {
-    struct kvq_layer row = {.q_heads = HEADS,
-                            .kv_heads = HEADS,
-                            .k_dim = DIM,
-                            .v_dim = DIM,
-                            .kv_from = -1,
-                            .repeat = 2};
+    struct kvq_layer row = {
+        .q_heads = HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = 2};
     struct kvq_capture_options o = {.layers = &row, .n_layers = 1, .model = "tiny"};
     struct kvq_entry e = {.session = 1, .append = TOKENS};
     kvq_buffer buffer = {.data = x, .bytes = sizeof *x, .id = 1};

@@ -405,6 +405,45 @@ static void test_steps(void **state)
     assert_int_equal(kit.core->n_steps, 0);
 }
 
+// A step that was asked to append what it cannot does not commit; one whose append can be made good
+// does.
+static void test_refused_appends(void **state)
+{
+    (void)state;
+    for (uint32_t way = 0; way < 5; way++) {
+        struct kvq_request begin = kit_header(KVQ_OP_STEP_BEGIN, 1), a = append(7);
+        struct kvq_request end = kit_header(KVQ_OP_STEP_END, 1);
+        begin.step = end.step = 7;
+        assert_int_equal(status_of(begin, entry(10, 0)), 0);
+        struct kvq_entry_wire far = entry(10, 0);
+        far.row = UINT32_MAX;
+        assert_int_equal(status_of(a, far), KVQ_E_BOUNDS); // made good below
+        for (a.layer = 0; a.layer < 2; a.layer++)
+            assert_int_equal(status_of(a, entry(10, 0)), 0);
+        a.layer = way == 0 ? 2 : way == 1 ? 1 : 3; // reads layer 1's; twice; no such layer
+        if (way < 3)
+            assert_true(status_of(a, entry(10, 0)) < 0);
+        if (way == 3) { // with attention over rows that are not there
+            struct kvq_request both = attend();
+            both.op = KVQ_OP_APPEND_ATTEND;
+            both.step = 7;
+            both.layer = 2;
+            both.k = a.k;
+            both.v = a.v;
+            far = entry(10, 1);
+            far.q_row = UINT32_MAX;
+            assert_int_equal(status_of(both, far), KVQ_E_BOUNDS);
+        }
+        assert_int_equal(status_of(end, entry(10, 0)), way < 4 ? KVQ_E_INCOMPLETE : 0);
+        assert_int_equal(kit_of(&m, session)->tokens, way < 4 ? TOKENS : TOKENS + 10);
+        assert_null(kit_of(&m, session)->step);
+    }
+    struct kvq_entry_wire e = entry(0, 0);
+    e.position = TOKENS + 10;
+    e.list_token = 10;
+    assert_int_equal(status_of(kit_header(KVQ_OP_TRUNCATE, 1), e), 0);
+}
+
 static void test_too_many_steps(void **state)
 {
     (void)state;
@@ -618,6 +657,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_rows_of_entries_apart, setup, teardown),
         cmocka_unit_test_setup_teardown(test_numbers_of_attend, setup, teardown),
         cmocka_unit_test_setup_teardown(test_steps, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_refused_appends, setup, teardown),
         cmocka_unit_test_setup_teardown(test_too_many_steps, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pages_refused, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pages, setup, teardown),

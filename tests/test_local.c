@@ -67,7 +67,8 @@ static void test_300_steps(void **state)
 static void test_shapes(void **state)
 {
     static const uint16_t heads[][2] = {{2, 2}, {16, 2}, {3, 1}, {64, 1}};
-    struct kvq_session_options o = {.format = "oscar2", .dtype = KVQ_DTYPE_BF16, .attention = 1};
+    struct kvq_session_options o = {
+        .format = "oscar2", .dtype = KVQ_DTYPE_BF16, .attention = KVQ_ATTENTION_FAST};
     const uint32_t prompt = 140, one = 1;
     (void)state;
     open_local(1);
@@ -92,7 +93,7 @@ static void ragged(uint32_t threads)
     enum { N = 5 };
     struct local_model m;
     struct local_pair pairs[N];
-    struct kvq_session_options o = {.format = "oscar2", .attention = 1};
+    struct kvq_session_options o = {.format = "oscar2", .attention = KVQ_ATTENTION_FAST};
     uint32_t append[N];
     open_local(threads);
     local_model(&m, LAYERS, 8, KV_HEADS, DIM);
@@ -184,7 +185,7 @@ static void test_forks(void **state)
     enum { N = 4 };
     struct local_model m;
     struct local_pair pairs[N];
-    struct kvq_session_options o = {.format = "oscar2", .attention = 1};
+    struct kvq_session_options o = {.format = "oscar2", .attention = KVQ_ATTENTION_FAST};
     uint32_t append[N] = {1200, 1, 1, 1};
     (void)state;
     open_local(4);
@@ -224,7 +225,7 @@ static kvq_session open_small(const char *name, uint32_t flags, uint32_t layers)
     struct local_model m;
     kvq_session s;
     local_model(&m, layers, 4, KV_HEADS, DIM);
-    m.rows[layers - 1].kv_from = -1;
+    m.rows[layers - 1].kv_from = 0;
     struct kvq_session_options o = {.name = name,
                                     .format = "oscar2",
                                     .layers = m.rows,

@@ -159,8 +159,9 @@ struct pair {
 
 static void open_pair(const char *format, struct pair *p)
 {
-    struct kvq_layer rows[LAYERS] = {{Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1},
-                                     {Q_HEADS, KV_HEADS, DIM, DIM, .window = 70, .kv_from = -1}};
+    struct kvq_layer rows[LAYERS] = {
+        {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM},
+        {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .window = 70}};
     const struct kvq_session_options o = {.layers = rows,
                                           .n_layers = LAYERS,
                                           .format = format,

@@ -229,9 +229,10 @@ class Demo:
               "of the difference in log-likelihood is its standard error. Speed: one engine at a\n"
               "time, generating.\n")
         self.make_codebook()
-        print(f"{'format':<15} {'bits per':>8} {'KV bytes a token':>17} {'perplex-':>9} "
-              f"{'KL mean':>8} {'KL 99%':>8} {'same':>7} {'log-likelihood':>19} {'tokens':>7}")
-        print(f"{'':<15} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
+        print(f"{'format':<15} {'path':<5} {'bits per':>8} {'KV bytes a token':>17} "
+              f"{'perplex-':>9} {'KL mean':>8} {'KL 99%':>8} {'same':>7} "
+              f"{'log-likelihood':>19} {'tokens':>7}")
+        print(f"{'':<15} {'':<5} {'value':>8} {'packed':>8} {'all':>8} {'ity':>9} {'':>8} {'':>8} "
               f"{'top':>7} {'difference':>19} {'per s':>7}")
         common = ("--model", MODEL, "--runtime-dir", self.runtime, "--json", "--quiet")
         for fmt in FORMATS:
@@ -243,7 +244,7 @@ class Demo:
                                         "--temperature", 0))
             difference = (f"{quality['log_likelihood_difference']:+.5f} +-"
                           f"{quality['log_likelihood_difference_stderr']:.5f}")
-            print(f"{fmt:<15} {quality['bits_per_value']:>8.3f} "
+            print(f"{fmt:<15} {quality['attention']:<5} {quality['bits_per_value']:>8.3f} "
                   f"{quality['bytes_per_token_head'] * heads:>8.0f} "
                   f"{quality['bytes_per_token_head_total'] * heads:>8.0f} "
                   f"{quality['perplexity']:>9.4f} {quality['kl_mean']:>8.5f} "

@@ -107,7 +107,11 @@ static int open_session(struct hop_engine *e, struct kvq_layer layer, const char
                         struct kvq_entry *entry, char *text)
 {
     const struct kvq_session_options options = {
-        .layers = &layer, .n_layers = 1, .format = format, .place = e->place};
+        .layers = &layer,
+        .n_layers = 1,
+        .format = format,
+        .place = e->place,
+        .attention = KVQ_ATTENTION_EXACT}; // whatever the daemon's configuration says
     *entry = (struct kvq_entry){.queries = 1};
     return hop_fault(kvq_session_open(e->client, &options, &entry->session, NULL), "a session",
                      text);
@@ -162,7 +166,7 @@ int hop_engine_open(struct hop_engine **out, const struct hop_gpu *gpu, const st
                     const char *folder, char *text)
 {
     const struct kvq_connect_options options = {.runtime_dir = folder, .name = "kvq-bench hop"};
-    const struct kvq_layer least = {1, 1, 64, 64, .kv_from = -1};
+    const struct kvq_layer least = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64};
     struct hop_engine *e = calloc(1, sizeof *e);
     *out = e;
     if (!e) {
@@ -197,9 +201,9 @@ int hop_open_sessions(struct hop_engine *e, const struct hop_case *c, struct kvq
                       uint32_t *n, char *text)
 {
     const struct hop_options *o = e->o;
-    const struct kvq_layer layer = {(uint16_t)o->q_heads,  (uint16_t)o->kv_heads,
+    const struct kvq_layer layer = {(uint16_t)o->q_heads, (uint16_t)o->kv_heads,
                                     (uint16_t)o->head_dim, (uint16_t)o->head_dim,
-                                    .kv_from = -1,         .repeat = o->layers};
+                                    .repeat = o->layers};
     const uint64_t row = 2ull * o->kv_heads * o->head_dim;
     int rc = 0;
     for (*n = 0; rc == 0 && *n < c->sessions; ++*n) {

@@ -89,7 +89,7 @@ static int connect_client(struct run *r, const struct mode *mode)
         .runtime_dir = r->daemon.folder, .name = "kvq-bench", .spin_us = mode->client_spin_us};
     if (kvq_connect(&options, &r->client) || kvq_queue_open(r->client, &r->queue))
         return complain("connecting", kvq_error_text());
-    struct kvq_layer layer = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .kv_from = -1};
+    struct kvq_layer layer = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64};
     struct kvq_session_options session = {.layers = &layer, .n_layers = 1, .format = "f16"};
     uint64_t most = 1;
     for (uint32_t i = 0; i < r->o->sessions.n; i++)

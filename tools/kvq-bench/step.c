@@ -183,7 +183,7 @@ static int bench_row(struct run *r, const char *format, uint8_t attention, uint6
     rc = rc ? rc : fill(r, tokens);
     rc = rc ? rc : time_steps(r);
     if (rc == 0)
-        report(r, format, attention ? "fast" : "exact", tokens);
+        report(r, format, attention == KVQ_ATTENTION_FAST ? "fast" : "exact", tokens);
     for (int i = 0; i < 2; i++) {
         if (r->entry[i].session)
             kvq_session_close(r->client, r->entry[i].session);
@@ -213,9 +213,9 @@ static int bench_all(struct run *r)
     for (uint32_t f = 0; f < o->n_formats; f++)
         for (uint32_t i = 0; i < o->tokens.n; i++) {
             if (!rc && o->exact)
-                rc = bench_row(r, bench_format_name(o, f), 0, o->tokens.value[i]);
+                rc = bench_row(r, bench_format_name(o, f), KVQ_ATTENTION_EXACT, o->tokens.value[i]);
             if (!rc && o->fast)
-                rc = bench_row(r, bench_format_name(o, f), 1, o->tokens.value[i]);
+                rc = bench_row(r, bench_format_name(o, f), KVQ_ATTENTION_FAST, o->tokens.value[i]);
         }
     return rc;
 }
@@ -229,7 +229,6 @@ int bench_step(const struct bench_options *o)
                                .kv_heads = (uint16_t)o->kv_heads,
                                .k_dim = (uint16_t)o->head_dim,
                                .v_dim = (uint16_t)o->head_dim,
-                               .kv_from = -1,
                                .repeat = LAYERS};
     if (bench_daemon_open(&r.daemon, o->kvqd))
         return 1;

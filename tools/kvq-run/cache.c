@@ -99,7 +99,6 @@ static struct kvq_layer layer_row(const struct config *c, uint32_t window, uint3
         .k_dim = (uint16_t)c->head_dim,
         .v_dim = (uint16_t)c->head_dim,
         .window = window,
-        .kv_from = -1,
         .repeat = repeat,
     };
 }

@@ -28,7 +28,7 @@ static const struct option_row rows[] = {
      AT(model), 0, 0},
     {"format", "F", "format of the cache: f16, bf16, oscar2, oscar3, oscar4, ... (oscar2)",
      G | P | L, STRING, AT(format), 0, 0},
-    {"attention", "KIND", "exact, fast or default (the daemon's choice)", G | P | L, ATTENTION,
+    {"attention", "KIND", "default (the daemon's choice), exact or fast", G | P | L, ATTENTION,
      AT(attention), 0, 0},
     {"v-rotation", "KIND", "none or daemon: rotate V before it is quantized (none)", G | P | L,
      ROTATION, AT(v_rotation), 0, 0},
@@ -128,7 +128,7 @@ static int set_number(const struct option_row *r, const char *text, struct optio
 static int set_word(const struct option_row *r, const char *text, struct options *o,
                     struct problem *p)
 {
-    static const char *const attention[] = {"exact", "fast", "default"};
+    static const char *const attention[] = {"default", "exact", "fast"};
     static const char *const rotation[] = {"none", NULL, "daemon"};
     const char *const *words = r->kind == ATTENTION ? attention : rotation;
     for (uint8_t i = 0; i < 3; i++)
@@ -137,7 +137,7 @@ static int set_word(const struct option_row *r, const char *text, struct options
             return 0;
         }
     return problem_set(p, RUN_USAGE, "--%s %s: must be %s", r->name, text,
-                       r->kind == ATTENTION ? "exact, fast or default" : "none or daemon");
+                       r->kind == ATTENTION ? "default, exact or fast" : "none or daemon");
 }
 
 static int set(const struct option_row *r, const char *text, struct options *o, struct problem *p)

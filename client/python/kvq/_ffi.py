@@ -7,7 +7,7 @@ interpreter's lock.
 import ctypes
 import os
 from ctypes import (CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int,
-                    c_int32, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
+                    c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Tensor(Structure):
 class LayerRow(Structure):
     _fields_ = [("q_heads", c_uint16), ("kv_heads", c_uint16), ("k_dim", c_uint16),
                 ("v_dim", c_uint16), ("window", c_uint32), ("softcap", c_float),
-                ("scale", c_float), ("format", c_char_p), ("kv_from", c_int32),
+                ("scale", c_float), ("format", c_char_p), ("kv_from", c_uint32),
                 ("repeat", c_uint32)]
 
 

@@ -19,13 +19,13 @@ KINDS = (np.float16, np.uint16, np.float32)  # of K, V, Q and outputs
 
 # ---- Numbers and texts ----
 
-def integer(name, value, bits=32, signed=False):
+def integer(name, value, bits=32):
     """An int that fits so many bits."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it must be an integer") from None
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    low, high = 0, (1 << bits) - 1
     if isinstance(value, (bool, np.bool_)) or not low <= number <= high:
         raise ValueError(f"{name} is {value!r}; it can be {low} to {high}")
     return number

@@ -17,7 +17,7 @@ from .gpu import DeviceBuffer
 from .work import Queue
 
 _ROTATIONS = {"none": 0, "engine": 1, "daemon": 2}
-_ATTENTION = {"exact": 0, "fast": 1, "default": 2}
+_ATTENTION = {"default": 0, "exact": 1, "fast": 2}
 _DETACH = {"default": 0, "drop": 1, "keep": 2, "save": 3}
 _FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8}
 
@@ -33,7 +33,7 @@ class Layer:
     softcap: float = 0.0
     scale: float = 0.0
     format: Optional[str] = None
-    kv_from: int = -1
+    kv_from: Optional[int] = None  # number of the layer whose cache it reads; None: its own
     repeat: int = 1
 
     @property
@@ -47,7 +47,7 @@ class Layer:
                              integer("v_dim", self.dim_of_v, 16),
                              integer("window", self.window), number("softcap", self.softcap),
                              number("scale", self.scale), text("format", self.format),
-                             integer("kv_from", self.kv_from, 32, signed=True),
+                             0 if self.kv_from is None else integer("kv_from", self.kv_from) + 1,
                              integer("repeat", self.repeat))
 
 
@@ -233,7 +233,7 @@ class Client:
                      integer("shard", shard), integer("shards", shards))
 
     def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
-                  v_rotation="none", attention="exact", on_detach="default", shard=0, shards=0,
+                  v_rotation="none", attention="default", on_detach="default", shard=0, shards=0,
                   max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, salt=None,
                   adapter=None, prefix=None, spans=(), **flags):
         """struct kvq_session_options, and the buffer of the prefix's ids, to be closed."""
@@ -285,7 +285,8 @@ class Client:
         except Error as error:
             if error.code != Code.E_UNSUPPORTED:
                 raise
-        return [Layer(r.q_heads, r.kv_heads, r.k_dim, r.v_dim, kv_from=r.kv_from)
+        return [Layer(r.q_heads, r.kv_heads, r.k_dim, r.v_dim,
+                      kv_from=r.kv_from - 1 if r.kv_from else None)
                 for r in rows[:n.value]]
 
     def lookup(self, layers, format=None, *, prefix, **options):
