@@ -60,8 +60,8 @@ static int check_options(const struct kvq_session_options *o)
         if (rc)
             return rc;
     }
-    const uint32_t known =
-        KVQ_OPEN_READ_ONLY | KVQ_OPEN_TAKE_OVER | KVQ_OPEN_MUST_EXIST | KVQ_OPEN_MUST_CREATE;
+    const uint32_t known = KVQ_OPEN_READ_ONLY | KVQ_OPEN_TAKE_OVER | KVQ_OPEN_MUST_EXIST |
+                           KVQ_OPEN_MUST_CREATE | KVQ_OPEN_EXACT_PROMPT;
     if (o->flags & ~known)
         return kvq__fail(KVQ_E_INVALID, "opening a session: flags %#x are unknown, %#x are known",
                          o->flags, known);
@@ -117,6 +117,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->take_over = o->flags & KVQ_OPEN_TAKE_OVER;
     m->must_exist = o->flags & KVQ_OPEN_MUST_EXIST;
     m->must_create = o->flags & KVQ_OPEN_MUST_CREATE;
+    m->exact_prompt = o->flags & KVQ_OPEN_EXACT_PROMPT;
     m->place = text_of(o->place);
     m->salt = text_of(o->salt);
     m->adapter = text_of(o->adapter);
@@ -147,6 +148,7 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                       .shards = s->shards,
                                       .group_tokens = s->group_tokens,
                                       .prefix_tokens = s->prefix_tokens,
+                                      .exact_tokens = s->exact_tokens,
                                       .shared_bytes = s->shared_bytes,
                                       .pinned = s->pinned};
     copy_text(info->ns, sizeof info->ns, s->namespace_);

@@ -300,6 +300,7 @@ enum kvq__open_flag {
     KVQ__OPEN_TAKE_OVER = 2,
     KVQ__OPEN_MUST_EXIST = 4,
     KVQ__OPEN_MUST_CREATE = 8,
+    KVQ__OPEN_EXACT_PROMPT = 16,
 };
 enum kvq__on_detach {
     KVQ__DETACH_DEFAULT = 0,
@@ -363,6 +364,7 @@ struct kvq__session_info {
     bool away;                // parked: it has no memory, and comes back when it is used
     bool stays;               // pinned: it is never parked
     uint64_t prefix_tokens;   // that it began with
+    uint64_t exact_tokens;    // of a prompt that is read in 16 bits until it has ended; 0: none
     uint64_t shared_bytes;    // of packed_bytes, in blocks that others have as well
     bool shared_unknown;      // not counted: see kvq__core_sessions
     uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation

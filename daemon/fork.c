@@ -24,7 +24,7 @@ static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer 
 // By counts alone, as everything that says where a session can be forked.
 static bool has_learned(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    return l->learn && s->floor >= l->learn;
+    return l->learn && s->floor >= l->learn && s->floor >= s->exact_tokens;
 }
 
 // The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
@@ -124,6 +124,7 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
     to->shards = from->shards;
     to->max_rollback = from->max_rollback;
     to->prompt_tokens = from->prompt_tokens;
+    to->exact_tokens = from->exact_tokens;
     to->path = from->path;
     to->v_rotation = from->v_rotation;
     to->dtype = from->dtype;

@@ -18,7 +18,8 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
     if (layer->packed_bytes == 0)
         return 0;
     uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
-    if (past < (uint64_t)layer->learn + s->max_rollback)
+    uint64_t raw = layer->learn > s->exact_tokens ? layer->learn : s->exact_tokens;
+    if (past < raw + s->max_rollback)
         return layer->base;
     uint64_t unit = layer->format->unit_tokens;
     uint64_t packed = past > back ? (past - back) / unit * unit : 0;

@@ -329,6 +329,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .away = s->away,
         .stays = s->stays,
         .prefix_tokens = s->prefix_tokens,
+        .exact_tokens = s->exact_tokens,
         .demoted = s->home != NULL,
     };
     if (!kvq__group_is_open(s) && s->keep_ns)

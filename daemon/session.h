@@ -87,6 +87,7 @@ struct kvq__session {
     char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
+    uint64_t exact_tokens; // before so many are final nothing is packed; not saved
     uint8_t path, v_rotation, dtype;
     bool drop_on_detach, save_on_detach, dropped;
 

@@ -21,6 +21,7 @@ enum {
     KVQ_MAX_SPANS = 1024,          // of images and audio among a session's tokens
     KVQ_MAX_STEP_QUERIES = 512,    // query tokens of one session in one call
     KVQ_MAX_ROLLBACK = 1024,
+    KVQ_EXACT_PROMPT_SHARE = 2, // a prompt kept in 16 bits takes up to 1/2 of its place's memory
 
     // Rings.
     KVQ_MAX_BATCH = 1024, // sessions in one request

@@ -136,6 +136,9 @@ static void print_session(const Kvq__Session *s)
     if (s->shared_bytes)
         printf("shared      %s of the packed bytes are there once for several, %s are its own\n",
                kvq__ctl_bytes(s->shared_bytes), kvq__ctl_bytes(s->packed_bytes - s->shared_bytes));
+    if (s->exact_tokens)
+        printf("prompt      read in 16 bits until its %" PRIu64 " tokens are there\n",
+               s->exact_tokens);
     if (s->prefix_tokens)
         printf("prefix      it began with %" PRIu64 " tokens that were there\n", s->prefix_tokens);
     print_size(s);

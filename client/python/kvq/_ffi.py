@@ -75,7 +75,8 @@ class SessionInfo(Structure):
                 ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
                 ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48),
                 ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64),
-                ("prefix_tokens", c_uint64), ("shared_bytes", c_uint64),
+                ("prefix_tokens", c_uint64), ("exact_tokens", c_uint64),
+                ("shared_bytes", c_uint64),
                 ("tier", c_char * 8), ("pinned", c_uint8)]
 
 
