@@ -79,8 +79,9 @@ void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim)
     rig.seed = 1;
     snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-local-XXXXXX");
     assert_non_null(mkdtemp(rig.directory));
-    snprintf(rig.codebooks, sizeof rig.codebooks, "%s/books", rig.directory);
-    assert_int_equal(mkdir(rig.codebooks, 0700), 0);
+    // The daemon's own directory is to have nothing else in it.
+    snprintf(rig.codebooks, sizeof rig.codebooks, "/tmp/kvq-books-XXXXXX");
+    assert_non_null(mkdtemp(rig.codebooks));
     for (uint32_t i = 0; i < layers; i++)
         rows[i] = (struct kvq_codebook_row){(uint16_t)kv_heads, (uint16_t)dim};
     make_book("v", "vecinfer-2", rows, layers);
