@@ -98,6 +98,7 @@ struct kvq__local_session {
     size_t table_bytes;
     struct kvq_gpu_piece piece; // a GPU's table
     uint64_t published;         // on a GPU: at so many tokens; UINT64_MAX: it is not known
+    bool sharded;               // its steps publish nothing: another shard's may be yet to end
     bool extras_known;          // likewise: where the layers' extras are
     uint64_t known;             // extents
     bool lacking;               // there are more, which could not be mapped when it was looked at

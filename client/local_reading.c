@@ -168,6 +168,7 @@ int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
         return kvq__fail(KVQ_E_VERSION, "the daemon computes by path %u, 0 and 1 are known",
                          reply->path);
     s->path = (uint8_t)reply->path;
+    s->sharded = reply->shards > 1;
     return take_layers(pool, reply, s);
 }
 

@@ -308,7 +308,7 @@ static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_
         struct kvq__local_session *s = kvq__local_find(local, e->session);
         e->status = local->some[j].status;
         e->value = local->some[j].value;
-        s->published = e->status ? UINT64_MAX : e->value;
+        s->published = e->status || s->sharded ? UINT64_MAX : e->value;
         if (e->status == KVQ_OK && look_at(local, s, local->extents[j]))
             s->lacking = true;
     }

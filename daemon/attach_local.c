@@ -297,8 +297,10 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
     struct kvq__layer_reading *layers = kvq_arena_alloc(&c->arena, KVQ_MAX_LAYERS * sizeof *layers);
     if (!layers)
         return kvq__attach_no_room(text);
-    int n = kvq__session_reading(c->client, handle, layers, &path, text);
+    uint32_t shards = 0;
+    int n = kvq__session_reading(c->client, handle, layers, &path, &shards, text);
     c->reply.open_table->path = path;
+    c->reply.open_table->shards = shards;
     return n < 0 ? n : put_layers(c, layers, (uint32_t)n, text);
 }
 

@@ -473,10 +473,11 @@ struct kvq__layer_reading {
     struct kvq_shape shape;
     uint32_t source; // layer whose pages it reads
 };
-// Fills `out`, KVQ_MAX_LAYERS long, and *path (enum kvq_path). Returns how many layers there are,
-// or KVQ_E_STALE.
+// Fills `out`, KVQ_MAX_LAYERS long, *path (enum kvq_path) and *shards. Returns how many layers
+// there are, or KVQ_E_STALE.
 int kvq__session_reading(struct kvq__client *client, uint64_t handle,
-                         struct kvq__layer_reading *out, uint8_t *path, char *text);
+                         struct kvq__layer_reading *out, uint8_t *path, uint32_t *shards,
+                         char *text);
 // The codebook of one of its layers, with a hold that the caller gives to codebook_release.
 // KVQ_E_STALE, KVQ_E_SHAPE (no such layer), KVQ_E_FORMAT (it has none).
 int kvq__session_book(struct kvq__client *client, uint64_t handle, uint32_t layer,

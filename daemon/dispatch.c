@@ -121,11 +121,12 @@ static int add_layers(const struct kvq__dispatch *d, uint64_t handle, struct kvq
                       Kvq__Session *s, char *text)
 {
     uint8_t path;
+    uint32_t shards;
     struct kvq__layer_reading *from = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof *from);
     s->layer_rows = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof(Kvq__Layer *));
     if (!from || !s->layer_rows)
         return KVQ_E_NO_MEMORY;
-    int n = kvq__session_reading(d->client, handle, from, &path, text);
+    int n = kvq__session_reading(d->client, handle, from, &path, &shards, text);
     for (uint32_t i = 0; (int)i < n; i++) {
         Kvq__Layer *row = s->n_layer_rows ? s->layer_rows[s->n_layer_rows - 1] : NULL;
         bool own = from[i].source == i, same = row && own && row->kv_from_plus1 == 0;

@@ -18,7 +18,8 @@ static int find(struct kvq__client *client, uint64_t value, struct kvq__session 
 }
 
 int kvq__session_reading(struct kvq__client *client, uint64_t handle,
-                         struct kvq__layer_reading *out, uint8_t *path, char *text)
+                         struct kvq__layer_reading *out, uint8_t *path, uint32_t *shards,
+                         char *text)
 {
     struct kvq__session *s = NULL;
     int rc = find(client, handle, &s, text);
@@ -31,6 +32,7 @@ int kvq__session_reading(struct kvq__client *client, uint64_t handle,
             .source = s->layers[i].source,
         };
     *path = s->path;
+    *shards = s->shards;
     return (int)s->n_layers;
 }
 

@@ -550,6 +550,7 @@ static void test_reading(void **state)
     struct kvq_book book;
     void *hold = NULL;
     uint8_t path;
+    uint32_t shards = 0;
     (void)state;
     kit.core->config.codebook = give_codebook;
     kit.core->config.codebook_share = share_codebook;
@@ -557,7 +558,8 @@ static void test_reading(void **state)
     rows[1].kv_from = 0;
     rows[1].window = 300;
     assert_int_equal(open_as(&m, &spec, &info), 0);
-    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, text), 2);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text), 2);
+    assert_int_equal(shards, 1);
     assert_int_equal(path, info.path);
     assert_string_equal(layers[0].format.name, "vecinfer-2@a");
     assert_int_equal(layers[0].shape.dtype, KVQ_BF16);
@@ -569,7 +571,8 @@ static void test_reading(void **state)
     release_codebook(NULL, hold);
     assert_int_equal(kvq__session_book(m.client, info.handle, 2, &book, &hold, text), KVQ_E_SHAPE);
     assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
-    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, text), KVQ_E_STALE);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text),
+                     KVQ_E_STALE);
     assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_STALE);
     spec.n_layers = 1;
     rows[0] = row_of("kivi2");

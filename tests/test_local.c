@@ -117,6 +117,112 @@ static void test_ragged(void **state)
     ragged(1);
 }
 
+// ---- Shards ----
+
+static void open_shard(const struct local_model *m, const char *name, uint16_t shard,
+                       kvq_session *session)
+{
+    const struct kvq_session_options o = {.name = name,
+                                          .layers = m->rows,
+                                          .n_layers = m->layers,
+                                          .format = "oscar2",
+                                          .max_rollback = 4,
+                                          .shard = shard,
+                                          .shards = 2};
+    local_fine(kvq_session_open(rig.client, &o, session, NULL));
+}
+
+// Both shards of a session in one request.
+static void test_shards(void **state)
+{
+    struct local_model m;
+    struct local_pair pairs[2] = {{0}};
+    uint32_t append[2] = {150, 150};
+    (void)state;
+    open_local(1);
+    local_model(&m, LAYERS, 4, KV_HEADS, DIM);
+    for (uint16_t i = 0; i < 2; i++) {
+        open_shard(&m, "here", i, &pairs[i].here);
+        open_shard(&m, "there", i, &pairs[i].there);
+        local_fine(kvq_local_add(rig.local, pairs[i].here));
+    }
+    local_step(&m, pairs, 2, append, 0, true);
+    for (uint32_t i = 0; i < 60; i++) {
+        append[0] = append[1] = 1 + i % 5;
+        local_step(&m, pairs, 2, append, 0, i % 7 != 3);
+    }
+    for (uint32_t i = 0; i < 2; i++) {
+        local_same_cache(&m, &pairs[i]);
+        local_close_pair(&pairs[i]);
+    }
+}
+
+// K and V of all layers, for ends of steps that were not attended to.
+static int end_rank(kvq_local *local, const struct local_model *m, struct kvq_entry *e)
+{
+    struct kvq_tensor kv[LOCAL_LAYERS] = {{0}};
+    for (uint32_t i = 0; i < m->layers; i++)
+        if (m->rows[i].kv_from < 0)
+            kv[i] = kvq_tensor_make(rig.buffer, 0, KV_HEADS, DIM, KVQ_DTYPE_F32);
+    const struct kvq_step_work work = {.k = kv, .v = kv, .n_layers = m->layers};
+    return kvq_local_end(local, &work, e, 1);
+}
+
+// A shard with each of two ranks: one's end is answered at once, both commit with the other's.
+static void test_ranks(void **state)
+{
+    const struct kvq_local_options o = {.max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
+    struct local_model m;
+    struct kvq_entry e[2];
+    struct kvq_session_info info;
+    kvq_session shards[2];
+    kvq_local *locals[2];
+    kvq_queue *queue;
+    uint64_t tokens = 0;
+    (void)state;
+    open_local(1);
+    local_model(&m, LAYERS, 4, KV_HEADS, DIM);
+    local_fine(kvq_queue_open(rig.client, &queue));
+    local_fine(kvq_local_open(queue, &o, &locals[1]));
+    locals[0] = rig.local;
+    for (uint16_t i = 0; i < 2; i++) {
+        open_shard(&m, "it", i, &shards[i]);
+        local_fine(kvq_local_add(locals[i], shards[i]));
+    }
+    for (uint32_t turn = 0; turn < 40; turn++) {
+        uint32_t first = turn % 2, append = turn ? 1 + turn % 3 : 130;
+        for (uint32_t i = 0; i < 2; i++) {
+            e[i] = (struct kvq_entry){.session = shards[i], .position = tokens, .append = append};
+            local_fine(kvq_local_begin(locals[i], &e[i], 1));
+            local_fine(e[i].status);
+        }
+        if (turn % 5 == 4) { // given up by one, and begun anew
+            kvq_local_abort(locals[first]);
+            local_fine(kvq_local_begin(locals[first], &e[first], 1));
+            local_fine(e[first].status);
+        }
+        for (uint32_t i = first, n = 0; n < 2; i = 1 - i, n++) {
+            local_fine(end_rank(locals[i], &m, &e[i]));
+            local_fine(e[i].status);
+            assert_int_equal(e[i].value, tokens + append);
+            local_fine(kvq_session_info(rig.client, shards[i], &info));
+            assert_int_equal(info.group_tokens, n ? tokens + append : tokens);
+        }
+        tokens += append;
+    }
+    // One ends its step, the other leaves: nobody has it, and who ended it is told.
+    e[0] = (struct kvq_entry){.session = shards[0], .position = tokens, .append = 1};
+    local_fine(kvq_local_begin(locals[0], &e[0], 1));
+    local_fine(end_rank(locals[0], &m, &e[0]));
+    kvq_local_close(&locals[1]);
+    local_fine(kvq_session_close(rig.client, shards[1]));
+    e[0] = (struct kvq_entry){.session = shards[0], .position = tokens + 1, .append = 1};
+    local_fine(kvq_local_begin(locals[0], &e[0], 1));
+    assert_int_equal(e[0].status, KVQ_E_CANCELLED);
+    kvq_queue_close(&queue);
+    local_fine(kvq_session_close(rig.client, shards[0]));
+}
+
 static void test_threads(void **state)
 {
     (void)state;
@@ -601,6 +707,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shapes, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ragged, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_threads, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_shards, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ranks, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_rollback, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_changed_between, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_forks, local_setup, local_teardown),

@@ -157,21 +157,33 @@ struct pair {
     uint64_t tokens;
 };
 
-static void open_pair(const char *format, struct pair *p)
+// Shard 0 or 1 of a session of two, or a session of its own (-1).
+static void open_shard(const char *format, int shard, struct pair *p)
 {
     struct kvq_layer rows[LAYERS] = {
         {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM},
         {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .window = 70}};
-    const struct kvq_session_options o = {.layers = rows,
-                                          .n_layers = LAYERS,
-                                          .format = format,
-                                          .prompt_tokens = 40,
-                                          .max_rollback = 2,
-                                          .place = rig.gpu};
+    struct kvq_session_options o = {.layers = rows,
+                                    .n_layers = LAYERS,
+                                    .format = format,
+                                    .prompt_tokens = 40,
+                                    .max_rollback = 2,
+                                    .place = rig.gpu};
     *p = (struct pair){0};
+    if (shard >= 0) {
+        o.name = "here";
+        o.shard = (uint16_t)shard;
+        o.shards = 2;
+    }
     fine(kvq_session_open(rig.client, &o, &p->here, NULL));
+    o.name = shard >= 0 ? "there" : NULL;
     fine(kvq_session_open(rig.client, &o, &p->there, NULL));
     fine(kvq_local_add(rig.local, p->here));
+}
+
+static void open_pair(const char *format, struct pair *p)
+{
+    open_shard(format, -1, p);
 }
 
 static void close_pair(struct pair *p)
@@ -319,6 +331,27 @@ static void replay(const char *format, uint32_t prompt, uint32_t steps)
     struct kvq_gpu_exec *exec = capture(p, SESSIONS);
     for (uint32_t i = 0; i < steps; i++)
         step(p, i % 8 == 5 ? 1 : SESSIONS, 1, i % 50 == 7 ? NULL : exec);
+    OK(drv.stream_sync(rig.stream));
+    OK(drv.exec_destroy(exec));
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        close_pair(&p[i]);
+}
+
+// Both shards of a session: what a step commits on both is packed, and shown in the page tables,
+// by whatever comes next.
+static void test_shards(void **state)
+{
+    struct pair p[SESSIONS];
+    (void)state;
+    open_local(KVQ_LOCAL_REQUIRE);
+    for (int i = 0; i < SESSIONS; i++)
+        open_shard("oscar2", i, &p[i]);
+    open_bucket(p[0].here, 64);
+    step(p, SESSIONS, 40, NULL);
+    step(p, SESSIONS, 60, NULL);
+    struct kvq_gpu_exec *exec = capture(p, SESSIONS);
+    for (uint32_t i = 0; i < 150; i++)
+        step(p, SESSIONS, 1, i % 20 == 7 ? NULL : exec);
     OK(drv.stream_sync(rig.stream));
     OK(drv.exec_destroy(exec));
     for (uint32_t i = 0; i < SESSIONS; i++)
@@ -485,6 +518,7 @@ static void test_daemon_dies(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_shards, setup, teardown),
         cmocka_unit_test_setup_teardown(test_raw, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extras, setup, teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, setup, teardown),
