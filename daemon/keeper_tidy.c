@@ -47,7 +47,8 @@ void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
 // A session that was deleted meanwhile needs no note.
 void kvq__keeper_note_used(struct kvq__keeper *keeper)
 {
-    (void)kvq_store_touch(keeper->store, keeper->used, keeper->n_used, NULL, 0);
+    if (keeper->store)
+        (void)kvq_store_touch(keeper->store, keeper->used, keeper->n_used, NULL, 0);
     keeper->n_used = 0;
 }
 
