@@ -171,14 +171,14 @@ class Quotas(Stored):
         os.remove(self.file())
         self.daemon = self.start()
         self.client = self.daemon.client()
-        self.assertEqual(self.quota("get", OWN)["limit"]["sessions"], 0)
+        self.assertEqual(self.quota("get", OWN)["limit"]["sessions"], 65536)
 
     def test_not_written(self):
         """What cannot be kept is not set."""
         os.mkdir(self.file() + ".new")  # where it would be written first
         complaint = self.refuses(1, "set", OWN, "--sessions", "1")
         self.assertIn("no limit was changed", complaint)
-        self.assertEqual(self.quota("get", OWN)["limit"]["sessions"], 0)
+        self.assertEqual(self.quota("get", OWN)["limit"]["sessions"], 65536)
         os.rmdir(self.file() + ".new")
         self.quota("set", OWN, "--sessions", "1")
         self.assertEqual(self.quota("get", OWN)["limit"]["sessions"], 1)
