@@ -506,7 +506,7 @@ KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work 
                                         struct kvq_entry *entries, uint32_t n);
 
 /* Commits the step's sessions. One that lacks a layer, or was asked to append what it cannot (to a
- * layer without a cache of its own, or twice), fails with KVQ_E_INCOMPLETE and is out of the step,
+ * layer without a cache of its own), fails with KVQ_E_INCOMPLETE and is out of the step,
  * as it was before: look at each entry's status. n 0 (entries may be NULL): all of the step's
  * sessions or, if one cannot be, none, with KVQ_E_INCOMPLETE; the step is then still open. On a GPU
  * it waits for the work, and a session whose values were not finite fails with KVQ_E_NONFINITE, is

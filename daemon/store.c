@@ -44,8 +44,7 @@ void kvq__append_refused(struct kvq__queue *q, uint32_t i)
     if (!s || !q->step || s->step != q->step || q->work[i].handle->read_only ||
         q->entries[i].append == 0)
         return;
-    s->step_spoiled |= layer >= s->n_layers || !kvq__layer_owns(s, layer) ||
-                       s->layers[layer].append != KVQ__NOT_APPENDED;
+    s->step_spoiled |= layer >= s->n_layers || !kvq__layer_owns(s, layer);
 }
 
 static int check_append(struct kvq__queue *q, uint32_t i)

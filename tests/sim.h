@@ -56,6 +56,7 @@ struct track {
     bool prepared;      // has ended its step, and waits for the other shard
     uint32_t undone_by; // as the session's
     uint8_t appended[MODEL_LAYERS]; // 0 not, 1 under way, 2 done
+    bool spoiled;                   // K and V were handed to a layer that has no cache of its own
     uint64_t detached_at;
     bool untold;    // its writer has yet to hear that values of its last step were not finite
     uint32_t story; // whose ids its steps bring, mostly

@@ -20,6 +20,8 @@ bool actor_has_step(const struct sim *sim, const struct actor *a)
 
 bool track_is_complete(const struct track *t)
 {
+    if (t->spoiled && t->step_tokens)
+        return false;
     for (uint32_t i = 0; i < MODEL_LAYERS; i++)
         if (t->step_tokens && t->model.layers[i].source == i && t->appended[i] != 2)
             return false;
@@ -135,6 +137,17 @@ static int predict_append(struct actor *a, uint32_t i)
     return 0;
 }
 
+// A step that was asked to append what it cannot will not commit.
+static int note_refused(struct actor *a, uint32_t i, int rc)
+{
+    struct track *t = a->parts[i].track;
+    uint32_t layer = a->header.layer;
+    if (rc < 0 && a->entries[i].append && a->header.step && t->stepper == a &&
+        !a->parts[i].hold->read_only && t->model.layers[layer].source != layer)
+        t->spoiled = true;
+    return rc;
+}
+
 static int predict_attend(struct actor *a, uint32_t i)
 {
     const struct kvq_entry_wire *e = &a->entries[i];
@@ -244,12 +257,15 @@ static int predict(struct sim *sim, struct actor *a, uint32_t i)
         return rc ? rc : predict_begin(sim, a->parts[i].track);
     case KVQ_OP_APPEND:
         rc = predict_open_at(a, i, true);
-        return rc ? rc : predict_append(a, i);
+        return rc ? rc : note_refused(a, i, predict_append(a, i));
     case KVQ_OP_ATTEND:
-    case KVQ_OP_APPEND_ATTEND:
         rc = predict_open_at(a, i, false);
-        rc = rc ? rc : predict_attend(a, i);
-        return rc || a->header.op == KVQ_OP_ATTEND ? rc : predict_append(a, i);
+        return rc ? rc : predict_attend(a, i);
+    case KVQ_OP_APPEND_ATTEND:
+        if ((rc = predict_open_at(a, i, false)))
+            return rc;
+        rc = predict_attend(a, i);
+        return note_refused(a, i, rc ? rc : predict_append(a, i));
     case KVQ_OP_STEP_END:
         rc = predict_open_at(a, i, true);
         return rc ? rc : predict_end(sim, &a->parts[i]);

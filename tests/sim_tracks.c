@@ -157,6 +157,7 @@ void track_leave_step(struct track *t)
     t->step_told = false;
     t->step_serial++;
     memset(t->appended, 0, sizeof t->appended);
+    t->spoiled = false;
 }
 
 struct track *track_sibling(struct sim *sim, const struct track *t)

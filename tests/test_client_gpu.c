@@ -455,12 +455,11 @@ static void test_refused(void **state)
     put_tensors(&r);
     open_session(&r, rig.gpu);
     begin_step(&r, 1);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         struct kvq_entry wrong = r.entry;
         struct kvq_work work = r.work;
         wrong.position += i == 0;
         work.k.offset = i == 1 ? ARENA : 0;
-        work.layer = i == 2 ? 7 : 0;
         status = kvq_append_on_stream(rig.queue, &work, &wrong, 1, rig.stream);
         assert_true(status || wrong.status);
         OK(drv.stream_sync(rig.stream)); // would wait for ever
@@ -489,6 +488,16 @@ static void test_refused(void **state)
             "wait for the daemon");
     end_step(&r); // it was appended
     assert_int_equal(r.entry.position, 1);
+    begin_step(&r, 1);
+    r.work.layer = 7; // which there is not: the step will not commit
+    status = kvq_append_on_stream(rig.queue, &r.work, &r.entry, 1, rig.stream);
+    assert_true(status || r.entry.status);
+    OK(drv.stream_sync(rig.stream));
+    r.work.layer = 0;
+    fine(kvq_append_on_stream(rig.queue, &r.work, &r.entry, 1, rig.stream));
+    OK(drv.stream_sync(rig.stream));
+    status = kvq_step_end(rig.queue, r.work.step, &r.entry, 1);
+    assert_int_equal(status ? status : r.entry.status, KVQ_E_INCOMPLETE);
     kvq_buffer_close(&r.buffer);
 }
 

@@ -322,7 +322,7 @@ static void test_usage(void **state)
                                         "--timeout 0 ping",
                                         "--timeout 5x ping",
                                         "--interval nan top"};
-    char out[4096];
+    char out[16384]; // all of --help
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         assert_int_equal(run(f, wrong[i], out, sizeof out), 2);
     assert_int_equal(run(f, "--help", out, sizeof out), 0);

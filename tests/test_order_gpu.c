@@ -91,7 +91,8 @@ static kvq_client *connect_client(void)
 // K, V and Q of a session's step lie in the first half of its part of the buffer.
 static void put_session(uint32_t i)
 {
-    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    static const struct kvq_layer layer = {
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
         .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
     struct kvq_work *w = &rig.works[i];
@@ -293,7 +294,8 @@ struct engine {
 
 static void engine_open(struct engine *e)
 {
-    static const struct kvq_layer layer = {Q_HEADS, KV_HEADS, DIM, DIM, .kv_from = -1};
+    static const struct kvq_layer layer = {
+        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
         .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
     *e = (struct engine){.client = connect_client(), .entry = {.append = 1, .queries = 1}};

@@ -81,9 +81,10 @@ class Machine:
     @contextlib.contextmanager
     def kvqd(self):
         """A running daemon on the GPU; gives its runtime directory."""
-        directory = tempfile.mkdtemp(prefix="kvq-packed-")
+        folder = tempfile.mkdtemp(prefix="kvq-packed-")
+        directory = os.path.join(folder, "run")  # kvqd's alone
         readable, writable = os.pipe()
-        with open(os.path.join(directory, "log"), "w+", encoding="utf-8") as log:
+        with open(os.path.join(folder, "log"), "w+", encoding="utf-8") as log:
             daemon = subprocess.Popen(
                 [self.folder / "bin" / "kvqd", "--runtime-dir", directory, "--ready-fd",
                  str(writable), "--backend", self.environment["KVQ_E2E_BACKEND"], "--gpu-bytes",
@@ -99,7 +100,7 @@ class Machine:
                 daemon.terminate()
                 daemon.wait(SECONDS)
                 os.close(readable)
-                shutil.rmtree(directory)
+                shutil.rmtree(folder)
 
 
 # ---- Rows ----
