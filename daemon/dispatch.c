@@ -268,8 +268,7 @@ static int open_session(const struct kvq__dispatch *d, const Kvq__OpenSession *o
     int error = spec_of(open, arena, &spec, text);
     if (error == 0 && d->place && !open->place[0])
         spec.place = d->place;
-    if (error == 0)
-        spec.prefix.ask = d->ask;
+    spec.prefix.ask = d->ask;
     return error ? error : kvq__session_open(d->client, &spec, info, text);
 }
 
