@@ -151,6 +151,7 @@ class Daemon:
 
     def settled_fds(self):
         """How many it has open when nothing has changed for some comings and goings."""
+        self.status()  # libuv keeps one of its own from the first control connection on
         last, same = self.fds(), 0
         while same < 20:
             self.client().close()
