@@ -162,7 +162,7 @@ static int end_rank(kvq_local *local, const struct local_model *m, struct kvq_en
 {
     struct kvq_tensor kv[LOCAL_LAYERS] = {{0}};
     for (uint32_t i = 0; i < m->layers; i++)
-        if (m->rows[i].kv_from < 0)
+        if (m->rows[i].kv_from == 0)
             kv[i] = kvq_tensor_make(rig.buffer, 0, KV_HEADS, DIM, KVQ_DTYPE_F32);
     const struct kvq_step_work work = {.k = kv, .v = kv, .n_layers = m->layers};
     return kvq_local_end(local, &work, e, 1);

@@ -239,8 +239,8 @@ static void check_new(struct kit *k, const char *name)
 {
     static uint8_t is[9000], want[9000];
     struct kvq_store_session found;
-    struct kvq_stored *blocks;
-    size_t n;
+    struct kvq_stored *blocks = NULL;
+    size_t n = 0;
     const size_t room = sizeof k->text;
     if (kvq_store_find(k->store, "uid-1", name, 0, &found, k->text, room) ||
         kvq_store_blocks(k->store, &found, &blocks, &n, k->text, room))
