@@ -270,7 +270,7 @@ class Memory(Test):
 
     @long_emulated
     def test_full_at_begin(self):
-        tokens = Tokens(1, 6000)
+        tokens = Tokens(1, 8192)
         session = self.client.session(tokens.rows, "f16")
         while True:
             try:
