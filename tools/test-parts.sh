@@ -125,7 +125,7 @@ part_format() {
 
 part_release() {
     build release || return
-    run_ctest release 600
+    run_ctest release 1200
     check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/release
 }
 
@@ -184,7 +184,7 @@ part_asan() {
     [ $full = 1 ] && which=()
     build asan || return
     ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
-        run_ctest asan $((full ? 3600 : 500)) "${which[@]}"
+        run_ctest asan $((full ? 3600 : 1200)) "${which[@]}"
     same_traces asan
 }
 
@@ -195,7 +195,7 @@ part_tsan() {
     tests=$(ctest --test-dir build/tsan -N -L threads | sed -n 's/^ *Test *#[0-9]*: //p')
     # shellcheck disable=SC2086
     build tsan $tests || return
-    TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp" run_ctest tsan 500 -L threads
+    TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp" run_ctest tsan 900 -L threads
 }
 
 # Fuzzes from a copy of the corpus, so that what a run finds does not land in the tree unasked. As
@@ -221,7 +221,7 @@ part_fuzz() {
 # The same over the software GPU, beside the others: they wait for each other's processes more than
 # they compute.
 part_e2e() {
-    local script limit=$((full ? 7200 : 400)) out=build/log/e2e-emu bins="$PWD/build/release/bin"
+    local script limit=$((full ? 7200 : 900)) out=build/log/e2e-emu bins="$PWD/build/release/bin"
     [ -d build/release ] || build release || return
     rm -f "$out".*
     if [ -e build/release/lib/libkvq-emu.so ]; then
