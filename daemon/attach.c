@@ -26,7 +26,9 @@ static void free_connection(uv_handle_t *handle)
         return;
     if (c->pidfd >= 0)
         close(c->pidfd);
-    close(c->fd); // last: to the client this says that all it had is returned
+    // Last: to the client this says that all it had is returned, but what kvq__pins_leave is about.
+    close(c->fd);
+    kvq__pins_leave(c);
     TAILQ_REMOVE(&c->attach->connections, c, link);
     c->attach->count--;
     free(c);
@@ -242,6 +244,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     TAILQ_INIT(&a->connections);
     LIST_INIT(&a->clients);
     STAILQ_INIT(&a->returns);
+    STAILQ_INIT(&a->letting_go);
     kvq__local_open(a);
     *out = a;
     return 0;
@@ -264,6 +267,11 @@ uint32_t kvq__attach_count(const struct kvq__attach *a)
     return a ? a->count : 0;
 }
 
+bool kvq__attach_idle(const struct kvq__attach *a)
+{
+    return !a || (a->count == 0 && a->n_letting_go == 0);
+}
+
 void kvq__attach_kick(struct kvq__attach *a, uint64_t client)
 {
     struct kvq__connection *c;
@@ -276,7 +284,7 @@ void kvq__attach_kick(struct kvq__attach *a, uint64_t client)
 
 void kvq__attach_free(struct kvq__attach **attach)
 {
-    assert(!*attach || (*attach)->count == 0);
+    assert(kvq__attach_idle(*attach));
     if (*attach)
         kvq__local_close(*attach);
     free(*attach);

@@ -376,7 +376,12 @@ static struct kvq__region *make_region(struct kvq__connection *c, struct kvq__pa
 {
     const Kvq__CreateBuffer *create = c->request->create_buffer;
     const Kvq__ImportBuffer *import = c->request->import_buffer;
-    if (c->request->command_case == KVQ__REQUEST__COMMAND_CREATE_BUFFER)
+    const bool makes = c->request->command_case == KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    const bool on_host = makes ? create->gpu.len == 0 : !import->gpu;
+    *error = on_host ? kvq__attach_check_pins(c, text) : 0;
+    if (*error)
+        return NULL;
+    if (makes)
         return create->gpu.len ? kvq__region_new_on(c, create->bytes, &create->gpu, error, text)
                                : kvq__region_new(c, create->bytes, error, text);
     if (!import->gpu)

@@ -2,7 +2,7 @@
 //
 // Memory of GPUs that crosses the process border: staging buffers made here, clients' own
 // allocations opened here, and host memory made known to GPUs. The driver may take long over any
-// of it, so it works on threads of libuv's.
+// of it, so it works on threads of libuv's. attach_return.c gives it back.
 //
 // An allocation of a client's is opened once and counted. Its handle proves nothing: the handle of
 // memory that was freed can be that of new memory at the same address, and while the old one is
@@ -63,12 +63,6 @@ int kvq__attach_gpu(const struct kvq__connection *c, const ProtobufCBinaryData *
 
 // ---- Staging buffers ----
 
-static void count(struct kvq__connection *c, uint64_t more, uint64_t less)
-{
-    c->buffer_bytes = c->buffer_bytes + more - less;
-    c->attach->buffer_bytes = c->attach->buffer_bytes + more - less;
-}
-
 static struct kvq__spare *find_spare(struct kvq__connection *c, const struct kvq__gpu *gpu,
                                      uint64_t bytes)
 {
@@ -96,9 +90,9 @@ struct kvq__region *kvq__region_new_on(struct kvq__connection *c, uint64_t bytes
     uint64_t whole =
         bytes > KVQ_MAX_BUFFER_BYTES ? bytes : (bytes + unit - 1) & ~(uint64_t)(unit - 1);
     struct kvq__spare *spare = find_spare(c, gpu, whole);
-    count(c, 0, spare ? whole : 0);
+    kvq__connection_count(c, 0, spare ? whole : 0);
     struct kvq__region *region = kvq__region_alloc(c, bytes, whole, error, text);
-    count(c, spare && !region ? whole : 0, 0);
+    kvq__connection_count(c, spare && !region ? whole : 0, 0);
     if (!region)
         return NULL;
     region->gpu = gpu;
@@ -321,36 +315,39 @@ static size_t whole_pages(size_t bytes)
     return (bytes + page - 1) / page * page;
 }
 
-// Makes it known to all GPUs, which must agree about its address. What cannot be is left as it is.
-static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
+// Makes it known to all GPUs, which must agree about its address. False, with a text and nothing
+// done, if that cannot be.
+static bool reach(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 {
     const struct kvq_gpu_driver *driver = driver_of(kvq__gpus_get(gpus, 0));
     kvq_gpu_ptr at, other;
-    p->at = 0;
     if (kvq__gpu_enter(kvq__gpus_get(gpus, 0)) != KVQ_GPU_OK ||
         kvq_gpu_host_register(driver, p->shm.map, whole_pages(p->shm.bytes), &at, text,
                               KVQ_TEXT_BYTES) != KVQ_GPU_OK)
-        return;
+        return false;
     for (uint32_t i = 1; i < kvq__gpus_count(gpus); i++) {
         if (kvq__gpu_enter(kvq__gpus_get(gpus, i)) == KVQ_GPU_OK &&
             driver->host_device(&other, p->shm.map, 0) == KVQ_GPU_OK && other == at)
             continue;
         snprintf(text, KVQ_TEXT_BYTES, "the GPUs have different addresses for host memory");
         kvq_gpu_host_unregister(driver, p->shm.map);
-        return;
+        return false;
     }
     p->at = at;
+    return true;
 }
 
-static void unpin(const struct kvq__connection *c, struct kvq__pinned *p)
+// What it takes to let go of it again is taken here: see attach_return.c.
+static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 {
-    if (p->at) {
-        struct kvq__gpu *first = kvq__gpus_get(c->server->gpus, 0);
-        kvq__gpu_enter(first);
-        kvq_gpu_host_unregister(driver_of(first), p->shm.map);
-    }
-    kvq__shm_close(&p->shm);
     p->at = 0;
+    p->letting_go = calloc(1, sizeof *p->letting_go);
+    if (p->letting_go && reach(gpus, p, text))
+        return;
+    if (!p->letting_go)
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+    free(p->letting_go);
+    p->letting_go = NULL;
 }
 
 void kvq__timeline_make(struct kvq__connection *c)
@@ -387,204 +384,4 @@ void kvq__region_make(struct kvq__region *r)
     else
         result = r->import ? place_import(r, c->text) : make_piece(r, c->text);
     c->error = result == KVQ_GPU_OK ? 0 : code_of(result);
-}
-
-// ---- Giving back ----
-
-static void return_next(struct kvq__attach *a);
-
-static void run_return(uv_work_t *work)
-{
-    struct kvq__attach *a = work->data;
-    struct kvq__return *what = STAILQ_FIRST(&a->returns);
-    what->run(what);
-}
-
-static void end_return(uv_work_t *work, int status)
-{
-    struct kvq__attach *a = work->data;
-    struct kvq__return *what = STAILQ_FIRST(&a->returns);
-    struct kvq__connection *c = what->connection;
-    bool awaited = what->awaited;
-    (void)status;
-    a->returning = false;
-    STAILQ_REMOVE_HEAD(&a->returns, link);
-    what->done(what);
-    kvq__connection_gave_back(c, awaited);
-    if (!STAILQ_EMPTY(&a->returns))
-        return_next(a);
-}
-
-static void return_next(struct kvq__attach *a)
-{
-    if (a->returning)
-        return;
-    a->returning = true;
-    a->return_work.data = a;
-    uv_queue_work(&a->server->loop, &a->return_work, run_return, end_return);
-}
-
-static void give_back(struct kvq__connection *c, struct kvq__return *what, bool awaited,
-                      void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
-{
-    struct kvq__attach *a = c->attach;
-    *what = (struct kvq__return){.connection = c, .awaited = awaited, .run = run, .done = done};
-    c->giving_back++;
-    c->awaited += awaited;
-    STAILQ_INSERT_TAIL(&a->returns, what, link);
-    return_next(a);
-}
-
-static struct kvq__region *region_of(struct kvq__return *what)
-{
-    return (struct kvq__region *)((char *)what - offsetof(struct kvq__region, back));
-}
-
-static void run_region(struct kvq__return *what)
-{
-    struct kvq__region *r = region_of(what);
-    if (r->gpu)
-        kvq__gpu_enter(r->gpu);
-    if (r->import)
-        kvq_gpu_piece_release(driver_of(r->gpu), &r->import->piece);
-    else if (r->gpu)
-        kvq_gpu_piece_release(driver_of(r->gpu), &r->piece);
-    else
-        unpin(r->connection, &r->host);
-}
-
-static void free_region(struct kvq__region *r)
-{
-    if (r->import) {
-        LIST_REMOVE(r->import, link);
-        free(r->import);
-    }
-    free(r);
-}
-
-static void end_region(struct kvq__return *what)
-{
-    free_region(region_of(what));
-}
-
-// A client may go on using memory that it has closed: it counts on until the client is gone.
-static bool keep_as_spare(struct kvq__region *r)
-{
-    struct kvq__connection *c = r->connection;
-    if (!r->shared || c->state == KVQ__CONNECTION_ENDING)
-        return false;
-    struct kvq__spare *spare = calloc(1, sizeof *spare);
-    if (!spare)
-        return false;
-    spare->gpu = r->gpu;
-    spare->piece = r->piece;
-    LIST_INSERT_HEAD(&c->spares, spare, link);
-    count(c, spare->piece.bytes, 0);
-    r->piece = (struct kvq_gpu_piece){0};
-    return true;
-}
-
-// Its client waits for the end of an import alone: only then may it free the memory.
-void kvq__region_give_back(struct kvq__region *r)
-{
-    struct kvq__connection *c = r->connection;
-    kvq__region_close_fd(r);
-    kvq__region_uncount(r);
-    if (r->import && --r->import->users > 0)
-        r->import = NULL; // others use it
-    else if (r->import)
-        r->import->closing = true;
-    keep_as_spare(r);
-    bool slow = r->piece.kind != KVQ_GPU_PIECE_NONE || r->host.at ||
-                (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
-    if (slow) {
-        give_back(c, &r->back, r->import != NULL, run_region, end_region);
-        return;
-    }
-    kvq__shm_close(&r->host.shm);
-    free_region(r);
-}
-
-static struct kvq__line *line_of(struct kvq__return *what)
-{
-    return (struct kvq__line *)((char *)what - offsetof(struct kvq__line, back));
-}
-
-// A word of the page may be about to be written that let the queue's work go on.
-static void await_pokes(const struct kvq__gpus *gpus)
-{
-    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
-        const struct kvq__gpu *gpu = kvq__gpus_get(gpus, i);
-        if (kvq__gpu_enter(gpu) == KVQ_GPU_OK)
-            driver_of(gpu)->stream_sync(kvq__gpu_stream(gpu, KVQ__GPU_STREAM_SMALL));
-    }
-}
-
-static void run_line(struct kvq__return *what)
-{
-    struct kvq__line *line = line_of(what);
-    if (line->timeline.shm.map) {
-        await_pokes(what->connection->server->gpus);
-        unpin(what->connection, &line->timeline);
-    }
-    kvq__line_events_close(&line->events);
-}
-
-static void end_line(struct kvq__return *what)
-{
-    kvq__line_free(line_of(what));
-}
-
-void kvq__line_give_back(struct kvq__line *line)
-{
-    if (line->timeline.shm.map || line->events)
-        give_back(line->connection, &line->back, false, run_line, end_line);
-    else
-        kvq__line_free(line);
-}
-
-static void run_page(struct kvq__return *what)
-{
-    struct kvq__connection *c = what->connection;
-    if (c->timeline.shm.map)
-        unpin(c, &c->timeline);
-    kvq__line_events_close(&c->events);
-}
-
-static void end_nothing(struct kvq__return *what)
-{
-    (void)what;
-}
-
-void kvq__order_give_back(struct kvq__connection *c)
-{
-    give_back(c, &c->back, true, run_page, end_nothing);
-}
-
-static void run_spares(struct kvq__return *what)
-{
-    struct kvq__spare *spare;
-    LIST_FOREACH (spare, &what->connection->spares, link) {
-        kvq__gpu_enter(spare->gpu);
-        kvq_gpu_piece_release(driver_of(spare->gpu), &spare->piece);
-    }
-}
-
-static void end_spares(struct kvq__return *what)
-{
-    struct kvq__connection *c = what->connection;
-    struct kvq__spare *spare;
-    while ((spare = LIST_FIRST(&c->spares))) {
-        LIST_REMOVE(spare, link);
-        free(spare);
-    }
-}
-
-void kvq__spares_give_back(struct kvq__connection *c)
-{
-    struct kvq__spare *spare;
-    LIST_FOREACH (spare, &c->spares, link)
-        count(c, 0, spare->piece.bytes);
-    if (!LIST_EMPTY(&c->spares))
-        give_back(c, &c->back, false, run_spares, end_spares);
 }

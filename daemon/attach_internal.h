@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Connections of the attach socket, shared by attach.c (their life), attach_commands.c (what they
-// ask for), attach_memory.c (queues and buffers), attach_gpu.c (memory of GPUs, and known to them)
-// and attach_order.c (what orders requests on streams).
+// ask for), attach_memory.c (queues and buffers), attach_gpu.c (memory of GPUs, and known to them),
+// attach_return.c (giving that back) and attach_order.c (what orders requests on streams).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
 // needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
@@ -10,7 +10,8 @@
 // part; then the mail brings it back, and the reply is sent. While it is on a thread of libuv's or
 // at the poller the loop's thread touches nothing that is marked "with the command".
 //
-// Giving back what takes long goes the same way: the connection ends when all of it is back.
+// Giving back what takes long goes the same way: the connection ends when all of it is back but
+// host memory that GPUs reach, which nobody waits for.
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 
@@ -26,8 +27,7 @@
 
 struct kvq__connection;
 
-// Something that is given back on a thread of libuv's, one after the other: the driver may wait for
-// all work on its GPUs then, and so for a client that never signals. Zero-initialize.
+// Something that is given back on a thread of libuv's, one after the other. Zero-initialize.
 struct kvq__return {
     STAILQ_ENTRY(kvq__return) link;
     struct kvq__connection *connection;
@@ -36,10 +36,23 @@ struct kvq__return {
     void (*done)(struct kvq__return *what); // on the loop's
 };
 
+// Host memory that is being taken from the GPUs: the driver waits for all work that they were
+// given, and so, maybe, for a client that never signals. Loop's thread, but for the first one's
+// memory.
+struct kvq__letting_go {
+    STAILQ_ENTRY(kvq__letting_go) link;
+    struct kvq__connection *connection; // whose it was; NULL: that is gone
+    uint32_t uid;
+    bool timeline;
+    struct kvq__shm shm;
+    uint64_t counted; // of its bytes, against what its client and all clients may have
+};
+
 // Host memory that GPUs can reach.
 struct kvq__pinned {
     struct kvq__shm shm;
-    kvq_gpu_ptr at; // 0: they cannot
+    kvq_gpu_ptr at;                     // 0: they cannot
+    struct kvq__letting_go *letting_go; // for then; NULL if they cannot
 };
 
 // Events that order a queue's requests, and what other processes open them by.
@@ -182,6 +195,9 @@ struct kvq__attach {
     STAILQ_HEAD(, kvq__return) returns; // the first is being given back
     uv_work_t return_work;
     bool returning;
+    STAILQ_HEAD(, kvq__letting_go) letting_go; // the first is being taken from the GPUs
+    uv_work_t letting_go_work;
+    uint32_t n_letting_go;
     struct kvq__connections connections;
     uint32_t count, n_lines;
     uint64_t buffer_bytes;                 // of all clients
@@ -241,7 +257,9 @@ struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, ui
 // A region of so many bytes of which `counted` count, with nothing in it.
 struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
                                       uint64_t counted, int *error, char *text);
-// Adds its bytes to what its client and all clients have, and takes them away again.
+// Adds bytes to what a client and all clients have, and takes others away.
+void kvq__connection_count(struct kvq__connection *connection, uint64_t more, uint64_t less);
+// The same of a region's bytes.
 void kvq__region_count(struct kvq__region *region);
 void kvq__region_uncount(struct kvq__region *region);
 // Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
@@ -274,17 +292,24 @@ struct kvq__region *kvq__region_import_on(struct kvq__connection *connection, in
                                           const Kvq__ImportBuffer *import, int *error, char *text);
 // A thread of libuv's: the part that may take long. Sets connection->error and text.
 void kvq__region_make(struct kvq__region *region);
+// A thread of libuv's. Makes a timeline page; as kvq__region_make.
+void kvq__timeline_make(struct kvq__connection *connection);
+
+// ---- attach_return.c ----
+
 // Loop's thread. Gives back what there is, at once or on a thread of libuv's, and frees it. A
 // region has been counted.
 void kvq__region_give_back(struct kvq__region *region);
 void kvq__line_give_back(struct kvq__line *line);
 // Loop's thread. Gives back what is left of a client that is gone.
 void kvq__spares_give_back(struct kvq__connection *connection);
-
-// A thread of libuv's. Makes a timeline page; as kvq__region_make.
-void kvq__timeline_make(struct kvq__connection *connection);
 // Loop's thread. Gives back what is being opened of a timeline or of events; no queue took it.
 void kvq__order_give_back(struct kvq__connection *connection);
+// Loop's thread. Whether the user may have more host memory made known to GPUs: so much of it that
+// was closed may be waiting to be let go of. KVQ_E_LIMIT with a text.
+int kvq__attach_check_pins(const struct kvq__connection *connection, char *text);
+// Loop's thread. The connection is about to be freed.
+void kvq__pins_leave(const struct kvq__connection *connection);
 
 // ---- attach_order.c ----
 

@@ -178,16 +178,20 @@ struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64
     return region;
 }
 
+void kvq__connection_count(struct kvq__connection *c, uint64_t more, uint64_t less)
+{
+    c->buffer_bytes = c->buffer_bytes + more - less;
+    c->attach->buffer_bytes = c->attach->buffer_bytes + more - less;
+}
+
 void kvq__region_count(struct kvq__region *region)
 {
-    region->connection->buffer_bytes += region->counted;
-    region->connection->attach->buffer_bytes += region->counted;
+    kvq__connection_count(region->connection, region->counted, 0);
 }
 
 void kvq__region_uncount(struct kvq__region *region)
 {
-    region->connection->buffer_bytes -= region->counted;
-    region->connection->attach->buffer_bytes -= region->counted;
+    kvq__connection_count(region->connection, 0, region->counted);
 }
 
 void kvq__region_close_fd(struct kvq__region *region)

@@ -43,6 +43,8 @@ int kvq__order_prepare(struct kvq__connection *c, char *text)
     if (is_events(c))
         return prepare_events(c, text);
     int error = kvq__attach_gpu(c, &c->request->open_timeline->gpu, &c->gpu, text);
+    if (error == 0 && kvq__attach_check_pins(c, text))
+        error = KVQ_E_UNSUPPORTED; // clients go on to the next order
     Kvq__OpenTimelineReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (error || !reply)
         return error ? error : kvq__attach_no_room(text);
@@ -113,8 +115,8 @@ void kvq__line_events_close(struct kvq__line_events **pointer)
 
 // ---- Opening ----
 
-// What a queue was refused is given back with the queue: to give it back at once could mean to wait
-// for streams of other clients, and the answer would wait for that.
+// What a queue was refused is given back with the queue, so that a client has no more of it than
+// queues, however often it asks.
 static void keep_refused(struct kvq__connection *c, struct kvq__line *line)
 {
     if (c->events && !line->events) {

@@ -420,7 +420,7 @@ static void close_handle(uv_handle_t *handle, void *context)
 
 static bool all_back(const struct kvq__server *server)
 {
-    return kvq__attach_count(server->attach) == 0 && kvq__control_idle(server->control) &&
+    return kvq__attach_idle(server->attach) && kvq__control_idle(server->control) &&
            !server->drain_asked && kvq__keeper_idle(server->keeper) && kvq__events_idle();
 }
 

@@ -80,9 +80,10 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
 int kvq__attach_open(struct kvq__server *server, struct kvq__attach **attach, char *text);
 // Takes no new connections.
 void kvq__attach_refuse(struct kvq__attach *attach);
-// Ends every connection and its client; all is gone when kvq__attach_count is 0.
+// Ends every connection and its client; all is gone when kvq__attach_idle says so.
 void kvq__attach_end_all(struct kvq__attach *attach);
 uint32_t kvq__attach_count(const struct kvq__attach *attach);
+bool kvq__attach_idle(const struct kvq__attach *attach);
 // Ends the client of that id, if it is there.
 void kvq__attach_kick(struct kvq__attach *attach, uint64_t client);
 // After the loop has closed its handles; count is 0. NULL is fine.

@@ -23,139 +23,8 @@
 #include "kernels/cuda/share.h"
 #include "proto/shm.h"
 #include "proto/status.h"
-#include "tests/attach_kit.h"
+#include "tests/attach_gpu_kit.h"
 #include "tests/soft_kit.h"
-
-static struct kvq_gpu_uuid uuid;
-static struct kvq_soft_counts before;
-
-// What nobody waits for is given back soon.
-static void settles_at(size_t offset, uint64_t value)
-{
-    struct kvq_soft_counts now;
-    do {
-        sched_yield();
-        now = soft_counts();
-    } while (*(uint64_t *)((char *)&now + offset) != value);
-}
-#define SETTLES(field, more)                                                                       \
-    settles_at(offsetof(struct kvq_soft_counts, field), before.field + more)
-
-// The daemon's own streams and contexts stay.
-static void end(void)
-{
-    end_counting();
-    const struct kvq_soft_counts now = soft_counts();
-    assert_memory_equal(&now, &before, sizeof now);
-}
-
-static void says(const struct peer *p, const char *words)
-{
-    if (!strstr(p->reply->text, words))
-        fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
-}
-
-// ---- Requests ----
-
-static ProtobufCBinaryData bytes_of(const void *data, size_t n)
-{
-    return (ProtobufCBinaryData){n, (uint8_t *)(uintptr_t)data};
-}
-
-static void put_create(Kvq__Request *request, Kvq__CreateBuffer *create, uint64_t bytes)
-{
-    kvq__request__init(request);
-    kvq__create_buffer__init(create);
-    create->bytes = bytes;
-    create->gpu = bytes_of(&uuid, sizeof uuid);
-    request->command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
-    request->create_buffer = create;
-}
-
-static int create_on(struct peer *p, uint64_t bytes)
-{
-    Kvq__Request request;
-    Kvq__CreateBuffer create;
-    put_create(&request, &create, bytes);
-    return peer_ask(p, &request, NULL, 0);
-}
-
-// What a client says of an allocation.
-struct told {
-    struct kvq_gpu_ipc_memory handle;
-    bool by_handle;
-    int fd;
-    uint64_t bytes, number;
-};
-
-static int import(struct peer *p, const struct told *told, uint64_t offset, uint64_t bytes)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
-    Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
-    memory.gpu = bytes_of(&uuid, sizeof uuid);
-    if (told->by_handle)
-        memory.handle = bytes_of(&told->handle, sizeof told->handle);
-    memory.allocation_bytes = told->bytes;
-    memory.number = told->number;
-    message.bytes = bytes;
-    message.offset = offset;
-    message.gpu = &memory;
-    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    request.import_buffer = &message;
-    return peer_ask(p, &request, &told->fd, told->by_handle ? 0 : 1);
-}
-
-static int open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__OpenTimeline open = KVQ__OPEN_TIMELINE__INIT;
-    open.queue = queue;
-    open.gpu = bytes_of(&uuid, uuid_bytes);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
-    request.open_timeline = &open;
-    return peer_ask(p, &request, NULL, 0);
-}
-
-static int open_events(struct peer *p, uint32_t queue, size_t uuid_bytes)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__OpenEvents open = KVQ__OPEN_EVENTS__INIT;
-    open.queue = queue;
-    open.gpu = bytes_of(&uuid, uuid_bytes);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_EVENTS;
-    request.open_events = &open;
-    return peer_ask(p, &request, NULL, 0);
-}
-
-// A first client with a timeline makes the daemon take what it keeps for the next one.
-static void begin(void)
-{
-    struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), 0);
-    peer_free(p);
-    begin_counting();
-    before = soft_counts();
-}
-
-static uint32_t made(const struct peer *p)
-{
-    return p->reply->create_buffer->buffer;
-}
-
-// An allocation of another process, by its handle.
-static struct told allocate(const struct soft_peer *peer, uint64_t bytes, uint64_t *at)
-{
-    *at = soft_ask(peer, SOFT_ALLOC, bytes, 0, 0);
-    const struct soft_question question = {.op = SOFT_MEMORY_GET, .a = *at};
-    const struct soft_answer answer = soft_ask_fd(peer, &question, -1, NULL);
-    struct told told = {.by_handle = true, .fd = -1, .bytes = bytes};
-    assert_int_equal(answer.result, KVQ_GPU_OK);
-    memcpy(&told.handle, answer.handle, sizeof told.handle);
-    told.number = soft_ask(peer, SOFT_BUFFER, *at, 0, 0);
-    return told;
-}
 
 static uint64_t word_at(kvq_gpu_ptr at)
 {
@@ -170,28 +39,28 @@ static uint64_t word_at(kvq_gpu_ptr at)
 static void test_hello(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct peer *p = peer_attached();
     const Kvq__HelloReply *hello = p->reply->hello;
     assert_int_equal(hello->n_gpus, 1);
-    assert_int_equal(hello->gpus[0]->uuid.len, sizeof uuid);
-    assert_memory_equal(hello->gpus[0]->uuid.data, &uuid, sizeof uuid);
+    assert_int_equal(hello->gpus[0]->uuid.len, sizeof gpu_uuid);
+    assert_memory_equal(hello->gpus[0]->uuid.data, &gpu_uuid, sizeof gpu_uuid);
     assert_true(hello->gpus[0]->name[0]);
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 static void test_create(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece piece;
     struct peer *p = peer_attached();
-    assert_int_equal(create_on(p, 0), KVQ_E_INVALID);
-    assert_int_equal(create_on(p, (8 << 20) + 1), KVQ_E_LIMIT);
-    assert_int_equal(create_on(p, UINT64_MAX), KVQ_E_LIMIT);
-    assert_int_equal(create_on(p, 4096), 0);
+    assert_int_equal(peer_create_on(p, 0), KVQ_E_INVALID);
+    assert_int_equal(peer_create_on(p, (8 << 20) + 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_on(p, UINT64_MAX), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_on(p, 4096), 0);
     assert_int_equal(p->n_fds, 1);
     assert_int_equal(p->reply->create_buffer->bytes, 4096);
     assert_int_equal(p->reply->create_buffer->allocation_bytes, SOFT_BLOCK);
@@ -200,11 +69,11 @@ static void test_create(void **state)
         kvq_gpu_piece_map(&drv, 0, p->fds[0], SOFT_BLOCK, false, &piece, text, sizeof text), 0);
     for (size_t i = 0; i < SOFT_BLOCK; i += SOFT_BLOCK / 8)
         assert_true(word_at(piece.at + i) == 0);
-    assert_int_equal(peer_close_buffer(p, made(p)), 0);
+    assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
     assert_true(word_at(piece.at) == 0); // ours still
     kvq_gpu_piece_release(&drv, &piece);
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 // What a client closed counts until it is gone, since it may go on using it, and is given to the
@@ -212,104 +81,104 @@ static void test_create(void **state)
 static void test_closed_memory_counts(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece kept;
     struct peer *p = peer_attached();
     uint32_t buffers[4];
     for (int i = 0; i < 4; i++) {
-        assert_int_equal(create_on(p, SOFT_BLOCK), 0);
-        buffers[i] = made(p);
+        assert_int_equal(peer_create_on(p, SOFT_BLOCK), 0);
+        buffers[i] = peer_made(p);
     }
     assert_int_equal(
         kvq_gpu_piece_map(&drv, 0, p->fds[0], SOFT_BLOCK, false, &kept, text, sizeof text), 0);
     OK(drv.fill8(kept.at, 0xee, SOFT_BLOCK, NULL));
     OK(drv.stream_sync(NULL));
-    assert_int_equal(create_on(p, 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_on(p, 1), KVQ_E_LIMIT);
     assert_int_equal(peer_close_buffer(p, buffers[3]), 0);
     assert_int_equal(peer_create_buffer(p, 4096), KVQ_E_LIMIT); // of the host's neither
-    assert_int_equal(create_on(p, SOFT_BLOCK + 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_on(p, SOFT_BLOCK + 1), KVQ_E_LIMIT);
     struct peer *other = peer_attached();
-    assert_int_equal(create_on(other, SOFT_BLOCK), 0);
+    assert_int_equal(peer_create_on(other, SOFT_BLOCK), 0);
     peer_free(other);
     const uint64_t taken = soft_counts().memories;
     for (int i = 0; i < 20; i++) {
-        assert_int_equal(create_on(p, SOFT_BLOCK - 1), 0);
+        assert_int_equal(peer_create_on(p, SOFT_BLOCK - 1), 0);
         assert_true(word_at(kept.at) == 0 && word_at(kept.at + SOFT_BLOCK - 8) == 0);
-        assert_int_equal(peer_close_buffer(p, made(p)), 0);
+        assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
         assert_true(soft_counts().memories == taken);
     }
-    assert_int_equal(create_on(p, 100), 0);
+    assert_int_equal(peer_create_on(p, 100), 0);
     kvq_gpu_piece_release(&drv, &kept);
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 static void test_import_by_handle(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = allocate(&engine, 8 * SOFT_BLOCK, &at);
+    struct told told = told_allocate(&engine, 8 * SOFT_BLOCK, &at);
     struct peer *p = peer_attached();
     uint32_t buffers[3];
     // More than client_bytes: it is the engine's own.
-    assert_int_equal(import(p, &told, 0, 8 * SOFT_BLOCK), 0);
+    assert_int_equal(peer_import_on(p, &told, 0, 8 * SOFT_BLOCK), 0);
     assert_true(p->reply->create_buffer->on_gpu);
     assert_int_equal(p->n_fds, 0);
-    buffers[0] = made(p);
+    buffers[0] = peer_made(p);
     for (int i = 1; i < 3; i++) {
-        assert_int_equal(import(p, &told, (uint64_t)i * 512, 4096), 0);
-        buffers[i] = made(p);
+        assert_int_equal(peer_import_on(p, &told, (uint64_t)i * 512, 4096), 0);
+        buffers[i] = peer_made(p);
     }
-    assert_int_equal(soft_counts().imports, before.imports + 1); // opened once
+    assert_int_equal(soft_counts().imports, gpu_before.imports + 1); // opened once
     assert_int_equal(peer_close_buffer(p, buffers[1]), 0);
     assert_int_equal(peer_close_buffer(p, buffers[0]), 0);
-    assert_int_equal(soft_counts().imports, before.imports + 1);
+    assert_int_equal(soft_counts().imports, gpu_before.imports + 1);
     assert_int_equal(peer_close_buffer(p, buffers[2]), 0);
-    assert_int_equal(soft_counts().imports, before.imports); // once it is answered
+    assert_int_equal(soft_counts().imports, gpu_before.imports); // once it is answered
     // Bounds are the driver's, whatever the client says.
     static const uint64_t wrong[][2] = {{1, 8 * SOFT_BLOCK}, {8 * SOFT_BLOCK, 1},
                                         {UINT64_MAX, 1},     {0, 8 * SOFT_BLOCK + 1},
                                         {1ull << 63, 1},     {16 * SOFT_BLOCK, 4096}};
     told.bytes = 1ull << 40;
     for (int i = 0; i < 6; i++) {
-        assert_int_equal(import(p, &told, wrong[i][0], wrong[i][1]), KVQ_E_BUFFER);
-        says(p, "reach beyond the allocation, which has 16777216 bytes by the driver");
+        assert_int_equal(peer_import_on(p, &told, wrong[i][0], wrong[i][1]), KVQ_E_BUFFER);
+        peer_says(p, "reach beyond the allocation, which has 16777216 bytes by the driver");
     }
-    assert_int_equal(import(p, &told, 0, 0), KVQ_E_INVALID);
-    assert_int_equal(soft_counts().imports, before.imports);
-    assert_int_equal(import(p, &told, 0, 4096), 0); // left for the end
+    assert_int_equal(peer_import_on(p, &told, 0, 0), KVQ_E_INVALID);
+    assert_int_equal(soft_counts().imports, gpu_before.imports);
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), 0); // left for the end
     peer_free(p);
-    assert_int_equal(soft_counts().imports, before.imports);
+    assert_int_equal(soft_counts().imports, gpu_before.imports);
     soft_ask(&engine, SOFT_FREE, at, 0, 0);
     assert_int_equal(soft_end(&engine), 0);
-    end();
+    gpu_end();
 }
 
 // The handle of a freed allocation may be a new one's, to the byte.
 static void test_handle_used_again(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at, again;
-    struct told old = allocate(&engine, SOFT_BLOCK, &at);
+    struct told old = told_allocate(&engine, SOFT_BLOCK, &at);
     struct peer *p = peer_attached(), *other = peer_attached();
-    assert_int_equal(import(p, &old, 0, 4096), 0);
-    uint32_t buffer = made(p);
+    assert_int_equal(peer_import_on(p, &old, 0, 4096), 0);
+    uint32_t buffer = peer_made(p);
     soft_ask(&engine, SOFT_FREE, at, 0, 0);
-    struct told young = allocate(&engine, SOFT_BLOCK, &again);
+    struct told young = told_allocate(&engine, SOFT_BLOCK, &again);
     assert_true(again == at);
     assert_memory_equal(&young.handle, &old.handle, sizeof old.handle);
     assert_true(young.number != old.number);
-    assert_int_equal(import(p, &young, 0, 4096), KVQ_E_BUFFER);
-    says(p, "was freed while its buffers were open");
-    assert_int_equal(import(other, &young, 0, 4096), KVQ_E_BUFFER);
+    assert_int_equal(peer_import_on(p, &young, 0, 4096), KVQ_E_BUFFER);
+    peer_says(p, "was freed while its buffers were open");
+    assert_int_equal(peer_import_on(other, &young, 0, 4096), KVQ_E_BUFFER);
     assert_int_equal(peer_close_buffer(p, buffer), 0);
-    assert_int_equal(import(p, &young, 0, 4096), 0);
-    assert_int_equal(import(other, &young, 0, 4096), 0); // of the same process, say
+    assert_int_equal(peer_import_on(p, &young, 0, 4096), 0);
+    assert_int_equal(peer_import_on(other, &young, 0, 4096), 0); // of the same process, say
     // What the daemon has open is the new memory.
     soft_ask(&engine, SOFT_FILL, again, 5, 2);
     soft_ask(&engine, SOFT_SYNC, 0, 0, 0);
@@ -321,27 +190,27 @@ static void test_handle_used_again(void **state)
     peer_free(other);
     peer_free(p);
     assert_int_equal(soft_end(&engine), 0);
-    end();
+    gpu_end();
 }
 
 // The handle of memory that was freed opens nothing.
 static void test_handle_of_freed_memory(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
     soft_ask(&engine, SOFT_FREE, at, 0, 0);
     struct peer *p = peer_attached();
-    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
-    says(p, "opening a CUDA IPC handle: invalid value");
-    assert_int_equal(soft_counts().imports, before.imports);
-    told = allocate(&engine, SOFT_BLOCK, &at); // and then it works
-    assert_int_equal(import(p, &told, 0, 4096), 0);
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), KVQ_E_BUFFER);
+    peer_says(p, "opening a CUDA IPC handle: invalid value");
+    assert_int_equal(soft_counts().imports, gpu_before.imports);
+    told = told_allocate(&engine, SOFT_BLOCK, &at); // and then it works
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
     peer_free(p);
     assert_int_equal(soft_end(&engine), 0);
-    end();
+    gpu_end();
 }
 
 // A client of another user; NULL where this one may not be anybody else.
@@ -362,62 +231,62 @@ static struct peer *peer_of_nobody(void)
 static void test_handle_of_another_user(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
     struct peer *p = peer_attached(), *nobody = peer_of_nobody();
-    assert_int_equal(import(p, &told, 0, 4096), 0);
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
     if (nobody) {
-        assert_int_equal(import(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
-        says(nobody, "belongs to a client of another user (uid 0)");
+        assert_int_equal(peer_import_on(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
+        peer_says(nobody, "belongs to a client of another user (uid 0)");
         told.number++;
-        assert_int_equal(import(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
+        assert_int_equal(peer_import_on(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
         peer_free(nobody);
     }
     peer_free(p);
     assert_int_equal(soft_end(&engine), 0);
-    end();
+    gpu_end();
 }
 
 static void test_refused_imports(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct told told = {.by_handle = true, .fd = -1, .number = 1};
     struct peer *p = peer_attached();
     kvq_gpu_ptr own;
     OK(drv.memory_alloc(&own, SOFT_BLOCK)); // the daemon is in this process
     OK(drv.ipc_memory_get(&told.handle, own));
-    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
-    says(p, "which CUDA cannot open; attach from another process");
-    says(p, "kvq_buffer_create_on");
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), KVQ_E_BUFFER);
+    peer_says(p, "which CUDA cannot open; attach from another process");
+    peer_says(p, "kvq_buffer_create_on");
     OK(drv.memory_free(own));
     memset(&told.handle, 0x77, sizeof told.handle);
-    assert_int_not_equal(import(p, &told, 0, 4096), 0);
+    assert_int_not_equal(peer_import_on(p, &told, 0, 4096), 0);
 
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
-    memory.gpu = bytes_of(&uuid, sizeof uuid);
+    memory.gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
     memory.handle = bytes_of(&told.handle, 63);
     message.bytes = 4096;
     message.gpu = &memory;
     request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
     request.import_buffer = &message;
     assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_INVALID);
-    says(p, "handle of 63 bytes; it has 64");
+    peer_says(p, "handle of 63 bytes; it has 64");
     memory.handle = bytes_of(&told.handle, 64);
-    memory.gpu = bytes_of(&uuid, 15);
+    memory.gpu = bytes_of(&gpu_uuid, 15);
     assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_INVALID);
-    says(p, "named by 15 bytes");
-    struct kvq_gpu_uuid wrong = uuid;
+    peer_says(p, "named by 15 bytes");
+    struct kvq_gpu_uuid wrong = gpu_uuid;
     wrong.bytes[15] ^= 1;
     memory.gpu = bytes_of(&wrong, sizeof wrong);
     assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_UNSUPPORTED);
-    says(p, "none of this daemon's 1 (the first is GPU-");
+    peer_says(p, "none of this daemon's 1 (the first is GPU-");
     int fd = memfd_create("test", MFD_CLOEXEC);
-    memory.gpu = bytes_of(&uuid, sizeof uuid);
+    memory.gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
     assert_int_equal(peer_ask(p, &request, &fd, 1), KVQ_E_PROTOCOL); // a handle and a descriptor
     peer_free(p);
     p = peer_attached();
@@ -426,16 +295,16 @@ static void test_refused_imports(void **state)
     peer_free(p);
     p = peer_attached();
     struct told memfd = {.fd = fd, .bytes = SOFT_BLOCK, .number = 3};
-    assert_int_not_equal(import(p, &memfd, 0, 4096), 0); // not a GPU's memory
+    assert_int_not_equal(peer_import_on(p, &memfd, 0, 4096), 0); // not a GPU's memory
     close(fd);
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 static void test_import_by_descriptor(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     char text[KVQ_GPU_TEXT];
     struct kvq_gpu_piece piece;
     assert_int_equal(kvq_gpu_piece_make(&drv, 0, 4 * SOFT_BLOCK, &piece, text, sizeof text), 0);
@@ -443,46 +312,46 @@ static void test_import_by_descriptor(void **state)
     assert_int_equal(kvq_gpu_piece_export(&drv, &piece, &told.fd, text, sizeof text), 0);
     const uint64_t mappings = soft_counts().mappings;
     struct peer *p = peer_attached();
-    assert_int_equal(import(p, &told, 0, piece.bytes), 0);
-    uint32_t first = made(p);
-    assert_int_equal(import(p, &told, 4096, 4096), 0);
+    assert_int_equal(peer_import_on(p, &told, 0, piece.bytes), 0);
+    uint32_t first = peer_made(p);
+    assert_int_equal(peer_import_on(p, &told, 4096, 4096), 0);
     assert_true(soft_counts().mappings == mappings + 1);
-    assert_int_equal(import(p, &told, piece.bytes - 4095, 4096), KVQ_E_BUFFER);
+    assert_int_equal(peer_import_on(p, &told, piece.bytes - 4095, 4096), KVQ_E_BUFFER);
     told.number = 0; // not known: mapped anew each time
-    assert_int_equal(import(p, &told, 0, 4096), 0);
-    uint32_t third = made(p);
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
+    uint32_t third = peer_made(p);
     assert_true(soft_counts().mappings == mappings + 2);
     assert_int_equal(peer_close_buffer(p, third), 0);
     assert_int_equal(peer_close_buffer(p, first), 0);
     assert_true(soft_counts().mappings == mappings + 1);
     told.number = 13;
     told.bytes = 2 * piece.bytes; // more than there is
-    assert_int_not_equal(import(p, &told, 0, 4096), 0);
+    assert_int_not_equal(peer_import_on(p, &told, 0, 4096), 0);
     told.bytes = piece.bytes - 1;
-    assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
-    says(p, "must be a multiple of 2097152");
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), KVQ_E_BUFFER);
+    peer_says(p, "must be a multiple of 2097152");
     peer_free(p);
     assert_true(soft_counts().mappings == mappings);
     close(told.fd);
     kvq_gpu_piece_release(&drv, &piece);
-    end();
+    gpu_end();
 }
 
 static void test_timeline(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
     uint32_t queue = p->reply->open_queue->queue;
     peer_close_fds(p);
-    assert_int_equal(open_timeline(p, queue + 1, sizeof uuid), KVQ_E_INVALID);
-    says(p, "no queue");
-    assert_int_equal(soft_counts().registered, before.registered);
-    assert_int_equal(open_timeline(p, queue, 3), KVQ_E_INVALID);
-    assert_int_equal(open_timeline(p, queue, sizeof uuid), 0);
+    assert_int_equal(peer_open_timeline(p, queue + 1, sizeof gpu_uuid), KVQ_E_INVALID);
+    peer_says(p, "no queue");
+    SETTLES(registered, 0);
+    assert_int_equal(peer_open_timeline(p, queue, 3), KVQ_E_INVALID);
+    assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), 0);
     assert_int_equal(p->n_fds, 1);
-    assert_int_equal(soft_counts().registered, before.registered + 1);
+    assert_int_equal(soft_counts().registered, gpu_before.registered + 1);
     int seals = fcntl(p->fds[0], F_GET_SEALS);
     assert_true(seals & F_SEAL_SHRINK && seals & F_SEAL_GROW && seals & F_SEAL_SEAL);
     struct kvq_timeline_page *page =
@@ -492,15 +361,15 @@ static void test_timeline(void **state)
     assert_int_equal(page->version, KVQ_PROTOCOL_MAX);
     assert_true(page->ready == 0 && page->done == 0);
     munmap(page, KVQ_TIMELINE_BYTES);
-    assert_int_equal(open_timeline(p, queue, sizeof uuid), KVQ_E_EXISTS);
-    assert_int_equal(soft_counts().registered, before.registered + 1);
+    assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), KVQ_E_EXISTS);
+    SETTLES(registered, 1);
     assert_int_equal(peer_close_queue(p, queue), 0);
     SETTLES(registered, 0);
     assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), 0);
+    assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 // Events of the daemon's: the handles differ, and nothing is left of what no queue took.
@@ -508,26 +377,26 @@ static void test_events(void **state)
 {
     enum { ALL = 2 * KVQ_QUEUE_EVENTS };
     (void)state;
-    begin();
+    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
     uint32_t queue = p->reply->open_queue->queue;
     peer_close_fds(p);
-    assert_int_equal(open_events(p, queue + 1, sizeof uuid), KVQ_E_INVALID);
-    says(p, "no queue");
+    assert_int_equal(peer_open_events(p, queue + 1, sizeof gpu_uuid), KVQ_E_INVALID);
+    peer_says(p, "no queue");
     SETTLES(events, 0);
-    assert_int_equal(open_events(p, queue, 3), KVQ_E_INVALID);
+    assert_int_equal(peer_open_events(p, queue, 3), KVQ_E_INVALID);
     assert_int_equal(soft_fail("event_create", ALL, false, KVQ_GPU_OUT_OF_MEMORY), 0);
-    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_NO_MEMORY);
+    assert_int_equal(peer_open_events(p, queue, sizeof gpu_uuid), KVQ_E_NO_MEMORY);
     SETTLES(events, 0);
     assert_int_equal(soft_fail("ipc_event_get", 2, false, KVQ_GPU_SYSTEM), 0);
-    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_UNSUPPORTED);
-    says(p, "making events");
+    assert_int_equal(peer_open_events(p, queue, sizeof gpu_uuid), KVQ_E_UNSUPPORTED);
+    peer_says(p, "making events");
     SETTLES(events, 0);
     // Words that no request has used do not stand in the way.
-    assert_int_equal(open_timeline(p, queue, sizeof uuid), 0);
+    assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), 0);
     peer_close_fds(p);
-    assert_int_equal(open_events(p, queue, sizeof uuid), 0);
+    assert_int_equal(peer_open_events(p, queue, sizeof gpu_uuid), 0);
     assert_int_equal(p->n_fds, 0);
     const Kvq__OpenEventsReply *reply = p->reply->open_events;
     assert_true(reply->n_ready == KVQ_QUEUE_EVENTS && reply->n_done == KVQ_QUEUE_EVENTS);
@@ -538,34 +407,34 @@ static void test_events(void **state)
             assert_memory_not_equal(reply->ready[i].data, reply->ready[i - 1].data, 64);
     }
     SETTLES(events, ALL);
-    assert_int_equal(open_events(p, queue, sizeof uuid), KVQ_E_EXISTS);
-    says(p, "timeline already");
+    assert_int_equal(peer_open_events(p, queue, sizeof gpu_uuid), KVQ_E_EXISTS);
+    peer_says(p, "timeline already");
     SETTLES(events, ALL);
-    assert_int_equal(open_timeline(p, queue, sizeof uuid), KVQ_E_EXISTS);
+    assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), KVQ_E_EXISTS);
     assert_int_equal(peer_close_queue(p, queue), 0);
     SETTLES(events, 0);
     assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(open_events(p, p->reply->open_queue->queue, sizeof uuid), 0);
+    assert_int_equal(peer_open_events(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 static void test_host_memory(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 10000), 0);
     assert_true(p->reply->create_buffer->on_gpu);
-    assert_int_equal(soft_counts().registered, before.registered + 1);
-    uint32_t buffer = made(p);
+    assert_int_equal(soft_counts().registered, gpu_before.registered + 1);
+    uint32_t buffer = peer_made(p);
     static const char *const calls[] = {"host_register", "host_device"};
     for (int i = 0; i < 2; i++) { // no failure, but no GPU can use it
         assert_int_equal(soft_fail(calls[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
         assert_int_equal(peer_create_buffer(p, 10000), 0);
         assert_false(p->reply->create_buffer->on_gpu);
-        assert_int_equal(soft_counts().registered, before.registered + 1);
+        assert_int_equal(soft_counts().registered, gpu_before.registered + 1);
     }
     assert_int_equal(peer_close_buffer(p, buffer), 0);
     SETTLES(registered, 0);
@@ -577,43 +446,44 @@ static void test_host_memory(void **state)
     close(fd);
     assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(soft_fail("host_register", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
-    assert_int_equal(open_timeline(p, p->reply->open_queue->queue, sizeof uuid), KVQ_E_UNSUPPORTED);
-    says(p, "registering 4096 bytes");
-    assert_int_equal(open_timeline(p, 1, sizeof uuid), 0); // and then it works
+    assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid),
+                     KVQ_E_UNSUPPORTED);
+    peer_says(p, "registering 4096 bytes");
+    assert_int_equal(peer_open_timeline(p, 1, sizeof gpu_uuid), 0); // and then it works
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 // Whatever the driver refuses, the client hears of it and nothing is left.
 static void test_failing_driver(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     static const char *const making[] = {"memory_granularity", "memory_create", "address_reserve",
                                          "memory_map",         "memory_access", "fill8",
                                          "memory_export"};
     static const char *const opening[] = {"ipc_memory_open", "address_range"};
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = allocate(&engine, SOFT_BLOCK, &at);
+    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
     struct peer *p = peer_attached();
     for (size_t i = 0; i < sizeof making / sizeof *making; i++) {
         assert_int_equal(soft_fail(making[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
-        assert_int_equal(create_on(p, 6 << 20), KVQ_E_NO_MEMORY);
+        assert_int_equal(peer_create_on(p, 6 << 20), KVQ_E_NO_MEMORY);
         assert_true(strlen(p->reply->text) > 20);
         SETTLES(bytes, 0);
         SETTLES(reservations, 0);
     }
     for (size_t i = 0; i < 2; i++) {
         assert_int_equal(soft_fail(opening[i], 1, false, KVQ_GPU_MAP_FAILED), 0);
-        assert_int_equal(import(p, &told, 0, 4096), KVQ_E_BUFFER);
-        assert_true(soft_counts().imports == before.imports);
+        assert_int_equal(peer_import_on(p, &told, 0, 4096), KVQ_E_BUFFER);
+        assert_true(soft_counts().imports == gpu_before.imports);
     }
-    assert_int_equal(create_on(p, 6 << 20), 0); // none of it was counted
-    assert_int_equal(import(p, &told, 0, 4096), 0);
+    assert_int_equal(peer_create_on(p, 6 << 20), 0); // none of it was counted
+    assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
     peer_free(p);
     assert_int_equal(soft_end(&engine), 0);
-    end();
+    gpu_end();
 }
 
 // While the driver takes its time over one client's memory, the others are served; and if that
@@ -622,14 +492,14 @@ static void test_failing_driver(void **state)
 static void test_slow_driver(void **state)
 {
     (void)state;
-    begin();
+    gpu_begin();
     uint8_t bytes[128];
     size_t length;
     Kvq__Request request;
     Kvq__CreateBuffer create;
     for (int dies = 0; dies < 2; dies++) {
         struct peer *p = peer_attached(), *other = peer_attached();
-        put_create(&request, &create, 4096);
+        peer_put_create(&request, &create, 4096);
         request.id = p->next_id = 40;
         request.protocol = KVQ_PROTOCOL_MAX;
         assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
@@ -639,7 +509,7 @@ static void test_slow_driver(void **state)
         while (soft_counts().memories == memories)
             sched_yield(); // it is being made, and then waits to be cleared
         assert_int_equal(peer_create_buffer(other, 4096), 0);
-        assert_int_equal(peer_close_buffer(other, made(other)), 0);
+        assert_int_equal(peer_close_buffer(other, peer_made(other)), 0);
         if (dies)
             assert_int_equal(shutdown(p->fd, SHUT_WR), 0);
         assert_int_equal(peer_open_queue(other), 0);
@@ -650,7 +520,7 @@ static void test_slow_driver(void **state)
         peer_free(other);
         assert_true(soft_counts().memories == memories);
     }
-    end();
+    gpu_end();
 }
 
 // ---- In-context mode ----
@@ -675,7 +545,7 @@ static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t lay
     open.pool_at = 1ull << 40;
     open.tokens = 100000;
     open.layers = layers;
-    open.gpu = bytes_of(&uuid, on_gpu ? sizeof uuid : 0);
+    open.gpu = bytes_of(&gpu_uuid, on_gpu ? sizeof gpu_uuid : 0);
     request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
     request.open_table = &open;
     return peer_ask(p, &request, NULL, 0);
@@ -697,7 +567,7 @@ static void test_tables(void **state)
     struct peer *first = peer_attached(); // with a session the daemon takes what it keeps for all
     assert_int_equal(peer_open_session(first, "first"), 0);
     peer_free(first);
-    begin();
+    gpu_begin();
     char text[KVQ_TEXT_BYTES], ours[KVQ_GPU_KERNELS_TEXT];
     struct kvq_gpu_piece piece;
     struct kvq_table_page head;
@@ -715,7 +585,7 @@ static void test_tables(void **state)
     assert_int_equal(p->n_fds, 0);
     assert_true(p->reply->open_pool->span >= p->reply->open_pool->extent_bytes);
     assert_int_equal(open_table(p, handle, false, 1), KVQ_E_INVALID);
-    says(p, place);
+    peer_says(p, place);
     assert_int_equal(open_table(p, handle, true, 2), KVQ_E_SHAPE);
     assert_int_equal(open_table(p, handle + 1, true, 1), KVQ_E_STALE);
     assert_int_equal(open_table(p, handle, true, 1), 0);
@@ -734,7 +604,7 @@ static void test_tables(void **state)
     assert_int_equal(close_table(p, handle), KVQ_E_STALE);
     assert_int_equal(open_table(p, handle, true, 1), 0); // goes with its client
     peer_free(p);
-    end();
+    gpu_end();
 }
 
 int main(int argc, char **argv)
@@ -759,7 +629,7 @@ int main(int argc, char **argv)
     };
     soft_serve_if_peer(argc, argv);
     soft_open();
-    if (drv.device_uuid(&uuid, 0))
+    if (drv.device_uuid(&gpu_uuid, 0))
         return 1;
     attach_gpus(KVQ_EMU_LIBRARY);
     return cmocka_run_group_tests(tests, NULL, NULL);
