@@ -344,7 +344,7 @@ struct kvq__session_spec {
 
 // What kvq.proto calls Session, field by field.
 struct kvq__session_info {
-    uint64_t handle, id;
+    uint64_t handle, id, ns_number; // ns_number: of its namespace
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
     char format[KVQ_FORMAT_NAME]; // the configuration's, if it is one; else of most layers
     char place[48];               // "host" or a GPU's UUID: where it belongs
@@ -415,6 +415,7 @@ int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct
 // A namespace's.
 struct kvq__prefix_info {
     char ns[KVQ_NAME_BYTES];
+    uint64_t ns_number;
     uint64_t pages;                              // of 128 tokens
     uint64_t bytes, idle_bytes;                  // of their blocks; idle: that no session has
     uint64_t lookups, hits, hit_tokens, evicted; // hit_tokens: that sessions began with
@@ -423,9 +424,9 @@ struct kvq__prefix_info {
 // KVQ_E_PERMISSION, or what else a namespace's name may be refused with.
 int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             uint64_t *pages, uint64_t *bytes, char *text);
-// Fills up to `max` elements with what the peer may see and returns how many there are.
+// Of namespaces with a number above `after`: as the lists below.
 uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
-                            struct kvq__prefix_info *out, uint32_t max);
+                            uint64_t after, struct kvq__prefix_info *out, uint32_t max);
 
 // ---- Attention in a client's own context (table.c, export.c) ----
 //
@@ -595,6 +596,7 @@ struct kvq__place_info {
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out);
 
 struct kvq__namespace_info {
+    uint64_t number;
     char name[KVQ_NAME_BYTES];
     struct kvq__quota quota;      // in effect
     struct kvq__quota configured; // what would be without what was set at run time
@@ -612,19 +614,33 @@ struct kvq__client_info {
     uint64_t buffer_bytes, requests, connected_ms;
 };
 
-// Each fills up to `max` elements with what the peer may see and returns how many there are.
+// Lists come in pieces, in an order that never changes: namespaces in the order in which the core
+// came to know them (their numbers), sessions by namespace and then by id, clients by id. Each call
+// fills up to `max` elements with what the peer may see, of what stands behind `after` (zeros: of
+// all), and returns how many; fewer than `max` are the last. What it costs depends on `max` and on
+// how many namespaces (clients) there are, not on the sessions.
+struct kvq__list_at {
+    uint64_t ns, id; // numbers of a namespace and of a session in it
+};
+// Numbers of those that came last, here or gone.
+struct kvq__newest {
+    uint64_t ns, session, client;
+};
+struct kvq__newest kvq__core_newest(const struct kvq__core *core);
 // ns NULL or empty = all. Shared bytes are counted of the first sessions that have no more than
-// KVQ__LIST_LOOKS blocks together, and of smaller ones behind them: everybody waits meanwhile.
+// `looks` blocks together, and of smaller ones behind them: everybody waits meanwhile. What was
+// looked at is taken from `looks`, which begins as KVQ__LIST_LOOKS.
 enum { KVQ__LIST_LOOKS = 1 << 16 };
-uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
-                            const char *ns, struct kvq__session_info *out, uint32_t max);
+uint32_t kvq__core_sessions(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            struct kvq__list_at after, uint64_t *looks,
+                            struct kvq__session_info *out, uint32_t max);
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
-                              struct kvq__namespace_info *out, uint32_t max);
+                              uint64_t after, struct kvq__namespace_info *out, uint32_t max);
 // One of them, or, with an empty name, the peer's own. KVQ_E_PERMISSION.
 int kvq__core_namespace_info(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                              struct kvq__namespace_info *out, char *text);
 uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
-                           struct kvq__client_info *out, uint32_t max);
+                           uint64_t after, struct kvq__client_info *out, uint32_t max);
 // The formats of the configuration, a row for each range of their layers, then those of the table.
 // What is pointed to lives as long as the core.
 struct kvq__format_info {

@@ -8,9 +8,6 @@
 #include <stdio.h>
 #include <string.h>
 
-// Lists end before the reply would grow beyond a message.
-enum { LIST_BYTES = KVQ_MAX_MESSAGE - 4096 };
-
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)
 {
     const char *plain = status == 0 ? "" : kvq_status_text(status);
@@ -28,8 +25,8 @@ static const char *tier_of(const struct kvq__session_info *info)
     return info->away ? "disk" : info->isa[0] && !info->demoted ? "device" : "host";
 }
 
-static Kvq__Session *session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
-                                     const char *isa)
+Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
+                                   const char *isa)
 {
     static const char *const rotations[] = {"none", "engine", "daemon"};
     Kvq__Session *s = kvq_arena_alloc(arena, sizeof *s);
@@ -107,7 +104,7 @@ static void add_shards(const struct kvq__dispatch *d, struct kvq_arena *arena, K
 static void answer_session(const struct kvq__dispatch *d, struct kvq_arena *arena,
                            const struct kvq__session_info *info, Kvq__Reply *reply)
 {
-    reply->session = session_message(arena, info, d->identity->isa);
+    reply->session = kvq__session_message(arena, info, d->identity->isa);
     if (reply->session) {
         add_shards(d, arena, reply->session);
         reply->result_case = KVQ__REPLY__RESULT_SESSION;
@@ -433,48 +430,6 @@ static int tell_spans(const struct kvq__dispatch *d, const Kvq__TellSpans *tell,
     return error ? error : kvq__session_spans(d->client, tell->handle, spans, n, text);
 }
 
-static Kvq__PrefixStatus *prefix_message(struct kvq_arena *arena,
-                                         const struct kvq__prefix_info *info)
-{
-    Kvq__PrefixStatus *p = kvq_arena_alloc(arena, sizeof *p);
-    if (!p)
-        return NULL;
-    kvq__prefix_status__init(p);
-    p->namespace_ = kvq_arena_text(arena, info->ns);
-    p->pages = info->pages;
-    p->bytes = info->bytes;
-    p->idle_bytes = info->idle_bytes;
-    p->lookups = info->lookups;
-    p->hits = info->hits;
-    p->hit_tokens = info->hit_tokens;
-    p->evicted = info->evicted;
-    return p;
-}
-
-static void answer_prefixes(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                            Kvq__Reply *reply)
-{
-    Kvq__PrefixList *list = kvq_arena_alloc(arena, sizeof *list);
-    struct kvq__prefix_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
-    Kvq__PrefixStatus **prefixes = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *prefixes);
-    if (!list || !infos || !prefixes)
-        return;
-    kvq__prefix_list__init(list);
-    list->prefixes = prefixes;
-    uint32_t n = kvq__core_prefixes(d->core, d->peer, infos, KVQ_MAX_LIST);
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
-        Kvq__PrefixStatus *p = prefix_message(arena, &infos[i]);
-        bytes += p ? kvq__prefix_status__get_packed_size(p) + 4 : 0;
-        if (!p || arena->full || bytes > LIST_BYTES)
-            break;
-        prefixes[list->n_prefixes++] = p;
-    }
-    list->truncated = list->n_prefixes < n;
-    reply->prefixes = list;
-    reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
-}
-
 static int drop_prefixes(const struct kvq__dispatch *d, const Kvq__DropPrefixes *drop,
                          struct kvq_arena *arena, Kvq__Reply *reply, char *text)
 {
@@ -506,36 +461,13 @@ static void answer_ping(const struct kvq__dispatch *d, struct kvq_arena *arena, 
     reply->result_case = KVQ__REPLY__RESULT_PONG;
 }
 
-static void add_namespaces(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                           Kvq__StatusReply *s)
-{
-    struct kvq__namespace_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
-    s->namespaces = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *s->namespaces);
-    if (!infos || !s->namespaces)
-        return;
-    uint32_t n = kvq__core_namespaces(d->core, d->peer, infos, KVQ_MAX_LIST);
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
-        Kvq__NamespaceStatus *ns = kvq_arena_alloc(arena, sizeof *ns);
-        if (!ns)
-            break;
-        kvq__namespace_status__init(ns);
-        ns->name = kvq_arena_text(arena, infos[i].name);
-        ns->limit = kvq__quota_message(arena, infos[i].quota.limit);
-        ns->used = kvq__quota_message(arena, infos[i].used);
-        bytes += kvq__namespace_status__get_packed_size(ns) + 4;
-        if (arena->full || bytes > LIST_BYTES)
-            break;
-        s->namespaces[s->n_namespaces++] = ns;
-    }
-}
-
-static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__Reply *reply)
+static int answer_status(const struct kvq__dispatch *d, const Kvq__Status *ask,
+                         struct kvq_arena *arena, Kvq__Reply *reply, char *text)
 {
     struct kvq__status status;
     Kvq__StatusReply *s = kvq_arena_alloc(arena, sizeof *s);
     if (!s)
-        return;
+        return KVQ_E_NO_MEMORY;
     kvq__core_status(d->core, &status);
     kvq__status_reply__init(s);
     s->version = kvq_arena_text(arena, d->identity->version);
@@ -559,127 +491,13 @@ static void answer_status(const struct kvq__dispatch *d, struct kvq_arena *arena
     s->kicked_clients = status.kicked_clients;
     s->draining = status.draining;
     s->runtime_dir = kvq_arena_text(arena, d->identity->runtime_dir);
-    add_namespaces(d, arena, s);
     kvq__dispatch_places(d, arena, s);
+    int error = kvq__dispatch_namespaces(d, ask->cursor, arena, s, text);
+    if (error)
+        return error;
     reply->status_reply = s;
     reply->result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
-}
-
-static void answer_sessions(const struct kvq__dispatch *d, const char *ns, struct kvq_arena *arena,
-                            Kvq__Reply *reply)
-{
-    Kvq__SessionList *list = kvq_arena_alloc(arena, sizeof *list);
-    struct kvq__session_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
-    Kvq__Session **sessions = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *sessions);
-    if (!list || !infos || !sessions)
-        return;
-    kvq__session_list__init(list);
-    list->sessions = sessions;
-    uint32_t n = kvq__core_sessions(d->core, d->peer, ns, infos, KVQ_MAX_LIST);
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
-        Kvq__Session *s = session_message(arena, &infos[i], d->identity->isa);
-        bytes += s ? kvq__session__get_packed_size(s) + 4 : 0;
-        if (!s || arena->full || bytes > LIST_BYTES)
-            break;
-        sessions[list->n_sessions++] = s;
-    }
-    list->truncated = list->n_sessions < n;
-    reply->sessions = list;
-    reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
-}
-
-static Kvq__Client *client_message(struct kvq_arena *arena, const struct kvq__client_info *info)
-{
-    Kvq__Client *c = kvq_arena_alloc(arena, sizeof *c);
-    if (!c)
-        return NULL;
-    kvq__client__init(c);
-    c->id = info->id;
-    c->name = kvq_arena_text(arena, info->name);
-    c->pid = info->pid;
-    c->uid = info->uid;
-    c->queues = info->queues;
-    c->buffers = info->buffers;
-    c->buffer_bytes = info->buffer_bytes;
-    c->sessions = info->sessions;
-    c->requests = info->requests;
-    c->connected_ms = info->connected_ms;
-    return c;
-}
-
-static void answer_clients(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                           Kvq__Reply *reply)
-{
-    Kvq__ClientList *list = kvq_arena_alloc(arena, sizeof *list);
-    struct kvq__client_info *infos = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *infos);
-    Kvq__Client **clients = kvq_arena_alloc(arena, KVQ_MAX_LIST * sizeof *clients);
-    if (!list || !infos || !clients)
-        return;
-    kvq__client_list__init(list);
-    list->clients = clients;
-    uint32_t n = kvq__core_clients(d->core, d->peer, infos, KVQ_MAX_LIST);
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n && i < KVQ_MAX_LIST; i++) {
-        Kvq__Client *c = client_message(arena, &infos[i]);
-        bytes += c ? kvq__client__get_packed_size(c) + 4 : 0;
-        if (!c || arena->full || bytes > LIST_BYTES)
-            break;
-        clients[list->n_clients++] = c;
-    }
-    list->truncated = list->n_clients < n;
-    reply->clients = list;
-    reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
-}
-
-static Kvq__Format *format_message(struct kvq_arena *arena, const struct kvq__format_info *info)
-{
-    const struct kvq_shape shape = {.kv_heads = 1, .k_dim = 128, .v_dim = 128};
-    char layers[32] = "";
-    Kvq__Format *f = kvq_arena_alloc(arena, sizeof *f);
-    if (!f)
-        return NULL;
-    if (info->others && info->last == UINT32_MAX)
-        snprintf(layers, sizeof layers, "others");
-    else if (info->others)
-        snprintf(layers, sizeof layers, info->first == info->last ? "%u" : "%u-%u", info->first,
-                 info->last);
-    kvq__format__init(f);
-    f->name = kvq_arena_text(arena, info->name);
-    f->layers = kvq_arena_text(arena, layers);
-    f->row = kvq_arena_text(arena, info->row->name);
-    f->own = info->own;
-    f->bits_per_value = kvq_bits_per_value(info->row, &shape);
-    f->unit_tokens = info->row->unit_tokens;
-    f->recent_tokens = info->row->recent_tokens;
-    f->sink_tokens = info->row->sink_tokens;
-    f->source = kvq_arena_text(arena, info->row->source);
-    return f;
-}
-
-static void answer_formats(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                           Kvq__Reply *reply)
-{
-    enum { MOST = KVQ_MAX_OWN_FORMATS * (KVQ_MAX_FORMAT_RANGES + 1) + KVQ_MAX_LIST };
-    Kvq__FormatList *list = kvq_arena_alloc(arena, sizeof *list);
-    struct kvq__format_info *infos = kvq_arena_alloc(arena, MOST * sizeof *infos);
-    Kvq__Format **formats = kvq_arena_alloc(arena, MOST * sizeof *formats);
-    if (!list || !infos || !formats)
-        return;
-    kvq__format_list__init(list);
-    list->formats = formats;
-    uint32_t n = kvq__core_formats(d->core, infos, MOST);
-    size_t bytes = 0;
-    for (uint32_t i = 0; i < n && i < MOST; i++) {
-        Kvq__Format *f = format_message(arena, &infos[i]);
-        bytes += f ? kvq__format__get_packed_size(f) + 4 : 0;
-        if (!f || arena->full || bytes > LIST_BYTES || list->n_formats == KVQ_MAX_LIST)
-            break;
-        formats[list->n_formats++] = f;
-    }
-    list->truncated = list->n_formats < n;
-    reply->formats = list;
-    reply->result_case = KVQ__REPLY__RESULT_FORMATS;
+    return 0;
 }
 
 // ---- The table ----
@@ -755,16 +573,14 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         answer_ping(d, arena, reply);
         break;
     case KVQ__REQUEST__COMMAND_STATUS:
-        answer_status(d, arena, reply);
+        error = answer_status(d, request->status, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_LIST_SESSIONS:
-        answer_sessions(d, request->list_sessions->namespace_, arena, reply);
-        break;
     case KVQ__REQUEST__COMMAND_LIST_CLIENTS:
-        answer_clients(d, arena, reply);
-        break;
     case KVQ__REQUEST__COMMAND_LIST_FORMATS:
-        answer_formats(d, arena, reply);
+    case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
+    case KVQ__REQUEST__COMMAND_LIST_QUOTAS:
+        error = kvq__dispatch_list(d, request, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
         error = lookup_prefix(d, request->lookup_prefix, arena, reply, text);
@@ -774,14 +590,8 @@ void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *reques
         error = tell_spans(d, request->tell_spans, arena, text);
         answers = false;
         break;
-    case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
-        answer_prefixes(d, arena, reply);
-        break;
     case KVQ__REQUEST__COMMAND_DROP_PREFIXES:
         error = drop_prefixes(d, request->drop_prefixes, arena, reply, text);
-        break;
-    case KVQ__REQUEST__COMMAND_LIST_QUOTAS:
-        error = kvq__dispatch_quotas(d, request->list_quotas->namespace_, arena, reply, text);
         break;
     case KVQ__REQUEST__COMMAND_KICK_CLIENT:
         error = kvq__core_kick(d->core, d->peer, request->kick_client->id, text);

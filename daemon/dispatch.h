@@ -46,11 +46,25 @@ int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSessi
 void kvq__dispatch_places(const struct kvq__dispatch *dispatch, struct kvq_arena *arena,
                           Kvq__StatusReply *status);
 
-// The namespace's limits and what it uses of them, as ListQuotas answers; with an empty name, all
-// that the peer may see. KVQ_E_PERMISSION, KVQ_E_NO_MEMORY.
-int kvq__dispatch_quotas(const struct kvq__dispatch *dispatch, const char *ns,
-                         struct kvq_arena *arena, Kvq__Reply *reply, char *text);
+// A page of a list (dispatch_list.c): commands ListSessions, ListClients, ListFormats, ListPrefixes
+// and ListQuotas. Also KVQ_E_NO_MEMORY, and what cursors are refused with (cursor.h).
+int kvq__dispatch_list(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply, char *text);
+// The part of a status that is such a page, of namespaces.
+int kvq__dispatch_namespaces(const struct kvq__dispatch *dispatch, const Kvq__Cursor *cursor,
+                             struct kvq_arena *arena, Kvq__StatusReply *status, char *text);
+
+// One namespace's limits and what it uses of them, as ListQuotas answers; with an empty name, the
+// peer's own. KVQ_E_PERMISSION, KVQ_E_NO_MEMORY.
+int kvq__dispatch_quota(const struct kvq__dispatch *dispatch, const char *ns,
+                        struct kvq_arena *arena, Kvq__Reply *reply, char *text);
+
+// Parts of replies. NULL when the arena is full.
+Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
+                                   const char *isa);
 Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS]);
+ProtobufCMessage *kvq__quota_status_message(struct kvq_arena *arena, // a Kvq__QuotaStatus
+                                            const struct kvq__namespace_info *info);
 
 // Makes reply a refusal (or, with status 0, an empty success); the text is copied.
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);

@@ -119,73 +119,6 @@ static void start_drop(struct kvq__task *t)
 
 // ---- What only reads, or tidies ----
 
-static Kvq__SavedEntry *entry_message(struct kvq_arena *arena, const struct kvq_store_session *s)
-{
-    Kvq__SavedEntry *e = kvq_arena_alloc(arena, sizeof *e);
-    if (!e)
-        return NULL;
-    kvq__saved_entry__init(e);
-    e->namespace_ = kvq_arena_text(arena, s->space);
-    e->name = kvq_arena_text(arena, s->name);
-    e->model = kvq_arena_text(arena, s->model);
-    e->formats = kvq_arena_text(arena, s->formats);
-    e->shard = s->shard;
-    e->shards = s->shards;
-    e->tokens = s->tokens;
-    e->blocks = s->blocks;
-    e->bytes = s->bytes;
-    e->saved_at = s->saved_at;
-    e->used_at = s->used_at;
-    return e;
-}
-
-enum { SAVED_BYTES = KVQ_MAX_MESSAGE - 4096 };
-
-// Adds what was found, but for what is parked and has no name. False once there is no more room.
-static bool add_saved(struct kvq_arena *arena, const struct kvq_store_session *found, uint32_t n,
-                      Kvq__SavedList *list, size_t *bytes)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        if (found[i].name[0] == '#')
-            continue;
-        Kvq__SavedEntry *e = entry_message(arena, &found[i]);
-        *bytes += e ? kvq__saved_entry__get_packed_size(e) + 4 : SAVED_BYTES;
-        if (*bytes > SAVED_BYTES || list->n_sessions == KVQ_MAX_LIST) {
-            list->truncated = true;
-            return false;
-        }
-        list->sessions[list->n_sessions++] = e;
-    }
-    return true;
-}
-
-static void list_saved(struct kvq__task *t)
-{
-    enum { MOST = KVQ_MAX_LIST };
-    uint32_t count = MOST;
-    size_t bytes = 0;
-    uint64_t after = 0;
-    struct kvq_store_session *s = calloc(MOST, sizeof *s);
-    Kvq__SavedList *list = kvq_arena_alloc(t->arena, sizeof *list);
-    Kvq__SavedEntry **entries = kvq_arena_alloc(t->arena, MOST * sizeof *entries);
-    if (!s || !list || !entries) {
-        free(s);
-        t->rc = KVQ_E_NO_MEMORY;
-        return;
-    }
-    kvq__saved_list__init(list);
-    list->sessions = entries;
-    for (bool more = true; more && count == MOST && t->rc == 0;) {
-        t->rc = kvq_store_list(t->keeper->store, t->ns[0] ? t->ns : NULL, after, s, MOST, &count,
-                               t->text, sizeof t->text);
-        more = t->rc == 0 && add_saved(t->arena, s, count, list, &bytes);
-        after = count ? s[count - 1].id : 0;
-    }
-    t->reply->saved = list;
-    t->reply->result_case = KVQ__REPLY__RESULT_SAVED;
-    free(s);
-}
-
 static Kvq__StorageReply *storage_reply(struct kvq__task *t)
 {
     struct kvq_store_status s;
@@ -424,7 +357,7 @@ static void named(struct kvq__task *t)
     if (t->rc < 0)
         kvq__task_end(t);
     else if (t->request->command_case == KVQ__REQUEST__COMMAND_LIST_SAVED)
-        kvq__task_to_work(t, list_saved, finish);
+        kvq__task_to_work(t, kvq__keeper_list, finish);
     else if (t->request->command_case == KVQ__REQUEST__COMMAND_EXPORT_SESSION)
         kvq__task_to_work(t, export_session, finish);
     else
@@ -511,8 +444,12 @@ static void start(struct kvq__task *t)
         kvq__task_to_work(t, name_imported, imported_name);
         break;
     case KVQ__REQUEST__COMMAND_LIST_SAVED:
+        if ((t->rc = kvq__keeper_list_check(t)) < 0) {
+            kvq__task_end(t);
+            break;
+        }
         if (t->peer->admin && !r->list_saved->namespace_[0]) {
-            kvq__task_to_work(t, list_saved, finish);
+            kvq__task_to_work(t, kvq__keeper_list, finish);
             break;
         }
         snprintf(t->ns, sizeof t->ns, "%s", r->list_saved->namespace_);

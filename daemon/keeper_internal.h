@@ -135,6 +135,13 @@ bool kvq__keeper_make_room(struct kvq__keeper *keeper, uint64_t bytes);
 // What is being written and read just now, empty: nothing; and how many wait to write.
 void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued);
 
+// ---- keeper_list.c ----
+
+// A page of what is saved, of task->ns or (empty) of all; on a thread of libuv's.
+void kvq__keeper_list(struct kvq__task *task);
+// Whether the request's cursor can be gone on from: 0 or a code with a text.
+int kvq__keeper_list_check(struct kvq__task *task);
+
 // ---- keeper_save.c ----
 
 void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its request's, are set

@@ -136,7 +136,7 @@ static void apply(struct kvq__task *t)
     if (t->rc == 0)
         t->limits.quota = info.quota;
     if (t->rc == 0)
-        t->rc = kvq__dispatch_quotas(&d, t->limits.ns, t->arena, t->reply, t->text);
+        t->rc = kvq__dispatch_quota(&d, t->limits.ns, t->arena, t->reply, t->text);
     kvq__task_to_loop(t, applied);
 }
 

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "daemon/cursor.h"
 #include "daemon/dispatch.h"
 #include "daemon/log.h"
 #include "daemon/transfer.h"
@@ -57,14 +58,45 @@ static void answer_transfer(struct kvq__task *t, const struct kvq__transfer *x)
     kvq__task_end(t);
 }
 
+// The one with the lowest number above `after`: they stand in another order, and are few.
+static const struct kvq__transfer *transfer_after(const struct kvq__task *t, uint64_t after)
+{
+    const struct kvq__transfer *x, *first = NULL;
+    TAILQ_FOREACH (x, &t->keeper->desk->transfers, link)
+        if (x->id > after && (!first || x->id < first->id) && kvq__transfer_visible(x, t->peer))
+            first = x;
+    return first;
+}
+
+static void list_transfers(struct kvq__task *t, Kvq__RemoteStatusReply *r, uint64_t after)
+{
+    enum { REST_BYTES = 4096 }; // the endpoint, the bucket, the prefix
+    uint64_t epoch = t->keeper->server->identity.epoch;
+    const struct kvq__transfer *x;
+    size_t bytes = REST_BYTES;
+    while ((x = transfer_after(t, after)) && !r->truncated) {
+        Kvq__Transfer *m = transfer_message(t->arena, x);
+        bytes += m ? kvq__transfer__get_packed_size(m) + 4 : 0;
+        r->truncated =
+            !m || t->arena->full || bytes > KVQ__LIST_BYTES || r->n_transfers == KVQ_MAX_LIST;
+        if (r->truncated)
+            break;
+        r->transfers[r->n_transfers++] = m;
+        after = x->id;
+    }
+    if (r->truncated && r->n_transfers)
+        r->next = kvq__cursor_new(t->arena, epoch, KVQ__REQUEST__COMMAND_REMOTE_STATUS);
+    if (r->next)
+        r->next->id = after;
+}
+
 static void answer_status(struct kvq__task *t)
 {
-    const struct kvq__desk *desk = t->keeper->desk;
     const struct kvq_config *config = &t->keeper->server->config;
-    const struct kvq__transfer *x;
+    const Kvq__Cursor *cursor = t->request->remote_status->cursor;
     Kvq__RemoteStatusReply *r = kvq_arena_alloc(t->arena, sizeof *r);
-    uint32_t n = 0;
-    if (!r) {
+    Kvq__Transfer **transfers = kvq_arena_alloc(t->arena, KVQ_MAX_LIST * sizeof *transfers);
+    if (!r || !transfers) {
         t->rc = KVQ_E_NO_MEMORY;
         kvq__task_end(t);
         return;
@@ -73,15 +105,8 @@ static void answer_status(struct kvq__task *t)
     r->endpoint = kvq_arena_text(t->arena, config->remote_endpoint);
     r->bucket = kvq_arena_text(t->arena, config->remote_bucket);
     r->prefix = kvq_arena_text(t->arena, config->remote_prefix);
-    TAILQ_FOREACH (x, &desk->transfers, link)
-        n++;
-    r->transfers = kvq_arena_alloc(t->arena, (n + 1) * sizeof(Kvq__Transfer *));
-    r->truncated = !r->transfers;
-    TAILQ_FOREACH (x, &desk->transfers, link) {
-        Kvq__Transfer *m = kvq__transfer_visible(x, t->peer) ? transfer_message(t->arena, x) : NULL;
-        if (m && r->transfers)
-            r->transfers[r->n_transfers++] = m;
-    }
+    r->transfers = transfers;
+    list_transfers(t, r, cursor ? cursor->id : 0);
     t->reply->remote_status = r;
     t->reply->result_case = KVQ__REPLY__RESULT_REMOTE_STATUS;
     kvq__task_end(t);
@@ -97,7 +122,6 @@ struct lister {
 
 static int on_session(void *context, const char *space, const char *name, uint64_t bytes)
 {
-    enum { BYTES = KVQ_MAX_MESSAGE - 4096 };
     struct lister *l = context;
     Kvq__RemoteList *list = l->list;
     Kvq__RemoteEntry *e = NULL;
@@ -110,12 +134,26 @@ static int on_session(void *context, const char *space, const char *name, uint64
         e->bytes = bytes;
         l->bytes += kvq__remote_entry__get_packed_size(e) + 4;
     }
-    if (!e || l->bytes > BYTES) {
+    if (!e || l->bytes > KVQ__LIST_BYTES) {
         list->truncated = true;
         return 1;
     }
     list->sessions[list->n_sessions++] = e;
     return 0;
+}
+
+// Behind the last one that is listed.
+static Kvq__Cursor *next_of(const struct kvq__task *t, const Kvq__RemoteList *list)
+{
+    uint64_t epoch = t->keeper->server->identity.epoch;
+    if (!list->truncated || list->n_sessions == 0)
+        return NULL;
+    Kvq__Cursor *next = kvq__cursor_new(t->arena, epoch, KVQ__REQUEST__COMMAND_LIST_REMOTE);
+    if (next) {
+        next->remote_namespace = list->sessions[list->n_sessions - 1]->namespace_;
+        next->remote_name = list->sessions[list->n_sessions - 1]->name;
+    }
+    return next;
 }
 
 int kvq__transfer_list(struct kvq__transfer *x, struct kvq_remote *remote)
@@ -129,10 +167,15 @@ int kvq__transfer_list(struct kvq__transfer *x, struct kvq_remote *remote)
     l.list->sessions = kvq_arena_alloc(t->arena, KVQ_MAX_LIST * sizeof(Kvq__RemoteEntry *));
     if (!l.list->sessions)
         return KVQ_E_NO_MEMORY;
-    int rc = kvq_remote_sessions(remote, x->far_ns[0] ? x->far_ns : NULL, on_session, &l, x->text,
-                                 sizeof x->text);
+    const Kvq__Cursor *cursor = t->request->list_remote->cursor;
+    struct kvq_remote_name after = {0};
+    if (cursor)
+        after = (struct kvq_remote_name){cursor->remote_namespace, cursor->remote_name};
+    int rc = kvq_remote_sessions(remote, x->far_ns[0] ? x->far_ns : NULL, cursor ? &after : NULL,
+                                 on_session, &l, x->text, sizeof x->text);
     if (rc < 0)
         return rc;
+    l.list->next = next_of(t, l.list);
     t->reply->remote_list = l.list;
     t->reply->result_case = KVQ__REPLY__RESULT_REMOTE_LIST;
     return 0;
@@ -313,6 +356,28 @@ static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
     answer_transfer(t, x);
 }
 
+// Whether the cursor of a list can be gone on from: 0 or a code with a text.
+static int check_cursor(struct kvq__task *t)
+{
+    const Kvq__Request *r = t->request;
+    bool lists = r->command_case == KVQ__REQUEST__COMMAND_LIST_REMOTE;
+    if (!lists && r->command_case != KVQ__REQUEST__COMMAND_REMOTE_STATUS)
+        return 0;
+    const Kvq__Cursor *cursor = lists ? r->list_remote->cursor : r->remote_status->cursor;
+    char key[KVQ_REMOTE_KEY_BYTES];
+    int rc = kvq__cursor_check(cursor, t->keeper->server->identity.epoch, r->command_case, t->text);
+    if (rc || !cursor || !lists)
+        return rc;
+    rc = kvq_remote_session_key(cursor->remote_namespace, cursor->remote_name, key);
+    if (rc)
+        snprintf(
+            t->text, sizeof t->text,
+            "the cursor is behind \"%.140s\" of namespace \"%.140s\", which no session can be: "
+            "names have 1 to %d bytes; begin the list anew",
+            cursor->remote_name, cursor->remote_namespace, KVQ_NAME_BYTES - 1);
+    return rc;
+}
+
 static void refuse_all(struct kvq__task *t)
 {
     struct kvq_remote *remote;
@@ -335,6 +400,11 @@ void kvq__keeper_remote(struct kvq__task *t)
     if (t->keeper->server->draining && r->command_case != KVQ__REQUEST__COMMAND_ASK_TRANSFER) {
         snprintf(t->text, sizeof t->text, "the daemon is shutting down; nothing is transferred");
         refuse(t, KVQ_E_DRAINING);
+        return;
+    }
+    int rc = check_cursor(t);
+    if (rc < 0) {
+        refuse(t, rc);
         return;
     }
     switch (r->command_case) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions by id and by name. The tables are lists of <sys/queue.h>, as those of prefixes: their
-// memory comes from the core's caller, who can refuse it; then they work as they are, only slower.
+// Sessions by id and by name, and in the order of ids. The tables are lists of <sys/queue.h>, as
+// those of prefixes: their memory comes from the core's caller, who can refuse it; then they work
+// as they are, only slower.
 #include <sodium.h>
 #include <string.h>
 
@@ -88,6 +89,28 @@ static void grow(struct kvq__core *core)
     unmake(core, &old);
 }
 
+// ---- The order of ids ----
+
+static int by_id(struct kvq__session *a, struct kvq__session *b)
+{
+    return a->id < b->id ? -1 : a->id > b->id;
+}
+
+RB_GENERATE_STATIC(kvq__session_tree, kvq__session, tree_link, by_id)
+
+// RB_NFIND, which does not say what it looked at.
+struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id)
+{
+    struct kvq__session *s = RB_ROOT(&ns->by_id), *found = NULL;
+    while (s) {
+        ns->core->lookup.looks++;
+        if (s->id > id)
+            found = s;
+        s = s->id > id ? RB_LEFT(s, tree_link) : RB_RIGHT(s, tree_link);
+    }
+    return found;
+}
+
 // ---- Sessions ----
 
 void kvq__lookup_add(struct kvq__session *s)
@@ -95,6 +118,7 @@ void kvq__lookup_add(struct kvq__session *s)
     grow(s->core);
     s->name_hash = hash_of(s->ns, s->name);
     insert(&s->core->lookup, s);
+    RB_INSERT(kvq__session_tree, &s->ns->by_id, s);
 }
 
 void kvq__lookup_remove(struct kvq__session *s)
@@ -102,6 +126,7 @@ void kvq__lookup_remove(struct kvq__session *s)
     LIST_REMOVE(s, id_link);
     if (s->name[0])
         LIST_REMOVE(s, name_link);
+    RB_REMOVE(kvq__session_tree, &s->ns->by_id, s);
 }
 
 struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id)

@@ -90,12 +90,14 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     LIST_INIT(&ns->classes);
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
+    RB_INIT(&ns->by_id);
     kvq__prefixes_init(&ns->prefixes);
     if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
         !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) || !copy_names(core, c, ns)) {
         namespace_free(core, ns);
         return NULL;
     }
+    ns->number = ++core->last_namespace;
     TAILQ_INSERT_TAIL(&core->namespaces, ns, link);
     return ns;
 }

@@ -139,24 +139,26 @@ static uint64_t idle_bytes(const struct kvq__prefixes *p)
 }
 
 uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
-                            struct kvq__prefix_info *out, uint32_t max)
+                            uint64_t after, struct kvq__prefix_info *out, uint32_t max)
 {
     const struct kvq__namespace *ns;
     uint32_t n = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         const struct kvq__prefixes *p = &ns->prefixes;
-        if (!kvq__namespace_allows(ns, peer) || (p->n_nodes == 0 && p->lookups == 0))
+        if (n == max)
+            break;
+        if (ns->number <= after || !kvq__namespace_allows(ns, peer) ||
+            (p->n_nodes == 0 && p->lookups == 0))
             continue;
-        if (n < max) {
-            out[n] = (struct kvq__prefix_info){.pages = p->n_nodes,
-                                               .bytes = p->bytes,
-                                               .idle_bytes = idle_bytes(p),
-                                               .lookups = p->lookups,
-                                               .hits = p->hits,
-                                               .hit_tokens = p->hit_tokens,
-                                               .evicted = p->evicted};
-            snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
-        }
+        out[n] = (struct kvq__prefix_info){.ns_number = ns->number,
+                                           .pages = p->n_nodes,
+                                           .bytes = p->bytes,
+                                           .idle_bytes = idle_bytes(p),
+                                           .lookups = p->lookups,
+                                           .hits = p->hits,
+                                           .hit_tokens = p->hit_tokens,
+                                           .evicted = p->evicted};
+        snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
         n++;
     }
     return n;

@@ -145,7 +145,8 @@ void kvq__quotas_tick(struct kvq__core *core)
 void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info)
 {
     const struct kvq__refusals *last = &ns->refused[ns->last_refused];
-    *info = (struct kvq__namespace_info){.quota = ns->quota,
+    *info = (struct kvq__namespace_info){.number = ns->number,
+                                         .quota = ns->quota,
                                          .configured = ns->base_quota,
                                          .set = ns->quota_set,
                                          .last_refused = ns->last_refused,

@@ -308,6 +308,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     const struct kvq__pool *home = kvq__home_of(s);
     *info = (struct kvq__session_info){
         .id = s->id,
+        .ns_number = s->ns->number,
         .tokens = s->tokens,
         .layers = s->n_layers,
         .writer_client = s->writer ? s->writer->client->id : 0,

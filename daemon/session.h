@@ -5,6 +5,7 @@
 #define KVQ_DAEMON_SESSION_H
 
 #include <sys/queue.h>
+#include <uv/tree.h>
 
 #include "daemon/formats.h"
 #include "daemon/gpu.h"
@@ -68,6 +69,7 @@ LIST_HEAD(kvq__handle_list, kvq__handle);
 
 struct kvq__session {
     TAILQ_ENTRY(kvq__session) link;      // in its namespace
+    RB_ENTRY(kvq__session) tree_link;    // there as well
     LIST_ENTRY(kvq__session) id_link;    // among those of the core
     LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
     LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
@@ -182,6 +184,8 @@ void kvq__lookup_close(struct kvq__core *core);
 void kvq__lookup_add(struct kvq__session *session);
 void kvq__lookup_remove(struct kvq__session *session);
 struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id); // NULL = none
+// The first of the namespace with an id above `id`; NULL = none.
+struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id);
 // One of that name, whichever shard it is; NULL = none.
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
 // As kvq__session_find.

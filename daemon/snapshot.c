@@ -76,37 +76,44 @@ uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *
     return core->n_pools - 1;
 }
 
-uint32_t kvq__core_sessions(const struct kvq__core *core, const struct kvq__peer *peer,
-                            const char *ns_name, struct kvq__session_info *out, uint32_t max)
+struct kvq__newest kvq__core_newest(const struct kvq__core *core)
 {
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    uint64_t looks = KVQ__LIST_LOOKS;
-    uint32_t n = 0, all = 0;
+    return (struct kvq__newest){core->last_namespace, core->last_session, core->last_client};
+}
+
+uint32_t kvq__core_sessions(struct kvq__core *core, const struct kvq__peer *peer,
+                            const char *ns_name, struct kvq__list_at after, uint64_t *looks,
+                            struct kvq__session_info *out, uint32_t max)
+{
+    struct kvq__namespace *ns;
+    uint32_t n = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
-        if ((ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
+        if (ns->number < after.ns || (ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
             !kvq__namespace_allows(ns, peer))
             continue;
-        all += (uint32_t)ns->used[KVQ__SESSIONS];
-        TAILQ_FOREACH (s, &ns->sessions, link) {
-            if (n == max)
-                break;
+        const struct kvq__session *s =
+            kvq__session_after(ns, ns->number == after.ns ? after.id : 0);
+        for (; s && n < max; s = TAILQ_NEXT(s, link)) {
             kvq__session_fill_info(s, &out[n]);
-            kvq__session_count_shared(s, &out[n++], &looks);
+            kvq__session_count_shared(s, &out[n++], looks);
+            core->lookup.looks++;
         }
+        if (n == max)
+            break;
     }
-    return all;
+    return n;
 }
 
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
-                              struct kvq__namespace_info *out, uint32_t max)
+                              uint64_t after, struct kvq__namespace_info *out, uint32_t max)
 {
     const struct kvq__namespace *ns;
     uint32_t n = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link) {
-        if (!kvq__namespace_allows(ns, peer) || n++ >= max)
-            continue;
-        kvq__quota_fill_info(ns, &out[n - 1]);
+        if (n == max)
+            break;
+        if (ns->number > after && kvq__namespace_allows(ns, peer))
+            kvq__quota_fill_info(ns, &out[n++]);
     }
     return n;
 }
@@ -117,14 +124,16 @@ static bool may_see(const struct kvq__peer *peer, const struct kvq__client *clie
 }
 
 uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
-                           struct kvq__client_info *out, uint32_t max)
+                           uint64_t after, struct kvq__client_info *out, uint32_t max)
 {
     const struct kvq__client *c;
     uint32_t n = 0;
     TAILQ_FOREACH (c, &core->clients, link) {
-        if (!may_see(peer, c) || n++ >= max)
+        if (n == max)
+            break;
+        if (c->id <= after || !may_see(peer, c))
             continue;
-        struct kvq__client_info *info = &out[n - 1];
+        struct kvq__client_info *info = &out[n++];
         *info = (struct kvq__client_info){
             .id = c->id,
             .pid = c->peer.pid,

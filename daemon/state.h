@@ -29,10 +29,12 @@
 
 LIST_HEAD(kvq__class_list, kvq__class);
 TAILQ_HEAD(kvq__session_list, kvq__session);
+RB_HEAD(kvq__session_tree, kvq__session);
 
 struct kvq__namespace {
-    TAILQ_ENTRY(kvq__namespace) link;
+    TAILQ_ENTRY(kvq__namespace) link; // in the order of their numbers
     struct kvq__core *core;
+    uint64_t number; // 1, 2, ..
     char name[KVQ_NAME_BYTES];
     struct kvq__quota quota, base_quota; // base_quota: without what was set at run time
     uint32_t quota_set;                  // which limits were: bits 1 << enum kvq__limit
@@ -48,7 +50,8 @@ struct kvq__namespace {
     uint32_t extents[1 + KVQ_MAX_GPUS]; // that it ever had of each pool
     LIST_HEAD(, kvq__telling) tellings;
     struct kvq__class_list classes;
-    struct kvq__session_list sessions;
+    struct kvq__session_list sessions; // in the order of their ids
+    struct kvq__session_tree by_id;    // the same, to find a place among them
     struct kvq__prefixes prefixes;
     char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
     uint32_t n_share_with;
@@ -133,7 +136,7 @@ struct kvq__lookup {
     struct kvq__session_bucket *ids, *names;
     uint32_t n_buckets;
     uint8_t key[16]; // of the hash of names, which clients choose
-    uint64_t looks;  // sessions that were looked at to find others
+    uint64_t looks;  // sessions that were looked at to find and list others
 };
 
 struct kvq__core {
@@ -151,7 +154,7 @@ struct kvq__core {
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;           // oldest first
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
-    uint64_t last_flight, last_client, last_session, last_queue;
+    uint64_t last_flight, last_namespace, last_client, last_session, last_queue;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
     struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs

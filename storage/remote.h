@@ -122,9 +122,9 @@ int kvq_remote_get(struct kvq_remote *remote, const char *key, size_t max, void 
 int kvq_remote_head(struct kvq_remote *remote, const char *key, struct kvq_remote_object *out,
                     char *text, size_t n);
 int kvq_remote_delete(struct kvq_remote *remote, const char *key, char *text, size_t n); // or gone
-// Calls each() for all objects whose keys start so, until it gives something else than 0, which is
-// passed on.
-int kvq_remote_list(struct kvq_remote *remote, const char *start,
+// Calls each() for all objects whose keys start so and stand behind `after` (empty: for all), in
+// the order of their bytes, until it gives something else than 0, which is passed on.
+int kvq_remote_list(struct kvq_remote *remote, const char *start, const char *after,
                     int (*each)(void *context, const struct kvq_remote_object *object),
                     void *context, char *text, size_t n);
 
@@ -151,10 +151,15 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
 // Deletes a session. KVQ_E_NO_SESSION if there is none.
 int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *name, char *text,
                       size_t n);
-// Calls each() for every session there is, of a namespace or (NULL) of all, until it gives
-// something else than 0, which is passed on. bytes: of its data, and of data that another push has
-// left or is about to bring.
+// Calls each() for every session there is, of a namespace or (NULL) of all, in an order that never
+// changes, until it gives something else than 0, which is passed on. `after`, which may be NULL,
+// is one that was listed before, there or not: it and those before it are left out. bytes: of its
+// data, and of data that another push has left or is about to bring.
+struct kvq_remote_name {
+    const char *space, *name;
+};
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
+                        const struct kvq_remote_name *after,
                         int (*each)(void *context, const char *space, const char *name,
                                     uint64_t bytes),
                         void *context, char *text, size_t n);

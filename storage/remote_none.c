@@ -74,11 +74,11 @@ int kvq_remote_delete(struct kvq_remote *remote, const char *key, char *text, si
     return none(text, n);
 }
 
-int kvq_remote_list(struct kvq_remote *remote, const char *start,
+int kvq_remote_list(struct kvq_remote *remote, const char *start, const char *after,
                     int (*each)(void *context, const struct kvq_remote_object *object),
                     void *context, char *text, size_t n)
 {
-    (void)remote, (void)start, (void)each, (void)context;
+    (void)remote, (void)start, (void)after, (void)each, (void)context;
     return none(text, n);
 }
 
@@ -113,11 +113,12 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
 }
 
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
+                        const struct kvq_remote_name *after,
                         int (*each)(void *context, const char *space, const char *name,
                                     uint64_t bytes),
                         void *context, char *text, size_t n)
 {
-    (void)remote, (void)space, (void)each, (void)context;
+    (void)remote, (void)space, (void)after, (void)each, (void)context;
     return none(text, n);
 }
 

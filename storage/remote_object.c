@@ -127,7 +127,7 @@ int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, si
 
 struct lister {
     struct kvq__call *call;
-    const char *start;
+    const char *start, *after;
     int (*each)(void *context, const struct kvq_remote_object *object);
     void *context;
     int given; // what each() gave if that ended it
@@ -144,6 +144,7 @@ static int on_object(void *context, const struct kvq__reply_item *item)
     size_t n = strlen(item->key);
     if (strncmp(item->key, prefix, skip) != 0 ||
         strncmp(item->key + skip, l->start, strlen(l->start)) != 0 ||
+        strcmp(item->key + skip, l->after) <= 0 || // from a store that does not know start-after
         n - skip >= KVQ_REMOTE_KEY_BYTES)
         return 0;
     struct kvq_remote_object object = {.bytes = item->bytes};
@@ -158,17 +159,22 @@ static int list_page(struct lister *l, char *next, size_t size)
     struct kvq__call *call = l->call;
     CURL *easy = call->remote->easy;
     char *query = NULL;
-    char *token = curl_easy_escape(easy, next, 0), *start = NULL;
+    char *token = curl_easy_escape(easy, next, 0), *start = NULL, *behind = NULL;
     struct kvq__answer answer = {0};
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     int rc = KVQ_E_NO_MEMORY;
-    char *full = NULL;
+    char *full = NULL, *last = NULL;
     if (asprintf(&full, "%s%s", call->remote->prefix, l->start) < 0)
         full = NULL;
+    if (asprintf(&last, "%s%s", call->remote->prefix, l->after) < 0)
+        last = NULL;
     start = full ? curl_easy_escape(easy, full, 0) : NULL;
-    if (!token || !start || !reply ||
-        asprintf(&query, "%s%s%slist-type=2&prefix=%s", *next ? "continuation-token=" : "", token,
-                 *next ? "&" : "", start) < 0)
+    behind = last ? curl_easy_escape(easy, last, 0) : NULL;
+    bool skips = l->after[0] && !*next; // a token says where it goes on by itself
+    if (!token || !start || !behind || !reply ||
+        asprintf(&query, "%s%s%slist-type=2&prefix=%s%s%s", *next ? "continuation-token=" : "",
+                 token, *next ? "&" : "", start, skips ? "&start-after=" : "",
+                 skips ? behind : "") < 0)
         goto out;
     struct kvq__request q = {.method = "GET", .query = query, .max = KVQ__REPLY_MAX};
     rc = kvq__request(call, &q, &answer);
@@ -182,19 +188,22 @@ out:
     kvq__answer_free(&answer);
     curl_free(token);
     curl_free(start);
+    curl_free(behind);
     free(full);
+    free(last);
     free(query);
     free(reply);
     return rc;
 }
 
-int kvq_remote_list(struct kvq_remote *remote, const char *start,
+int kvq_remote_list(struct kvq_remote *remote, const char *start, const char *after,
                     int (*each)(void *context, const struct kvq_remote_object *object),
                     void *context, char *text, size_t n)
 {
     enum { MAX_PAGES = 10000 }; // ten million objects: no bucket of ours, or a server in a circle
     struct kvq__call call = {.remote = remote, .text = text, .n = n};
-    struct lister l = {.call = &call, .start = start, .each = each, .context = context};
+    struct lister l = {
+        .call = &call, .start = start, .after = after, .each = each, .context = context};
     char next[1025] = "", last[1025];
     int rc = *start ? kvq__remote_key_check(&call, start) : 0;
     for (int page = 0; rc == 0; page++) {

@@ -458,7 +458,7 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
     if (rc != 0)
         return rc;
     snprintf(start, sizeof start, "%s/data/", keys.base);
-    rc = kvq_remote_list(remote, start, on_doomed, &d, text, n);
+    rc = kvq_remote_list(remote, start, "", on_doomed, &d, text, n);
     for (size_t i = 0; i < d.count; i++) {
         int gone = kvq_remote_delete(remote, d.keys[i], text, n);
         rc = rc == 0 ? gone : rc;
@@ -498,12 +498,20 @@ static int on_session(void *context, const struct kvq_remote_object *object)
 }
 
 int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
+                        const struct kvq_remote_name *after,
                         int (*each)(void *context, const char *space, const char *name,
                                     uint64_t bytes),
                         void *context, char *text, size_t n)
 {
     struct session_lister l = {.each = each, .context = context};
-    char start[KVQ_REMOTE_KEY_BYTES] = "";
+    char start[KVQ_REMOTE_KEY_BYTES] = "", behind[KVQ_REMOTE_KEY_BYTES + 8] = "";
+    if (after) {
+        int rc = kvq_remote_session_key(after->space, after->name, behind);
+        if (rc != 0)
+            return rc;
+        size_t used = strlen(behind);
+        snprintf(behind + used, sizeof behind - used, "/head"); // the last of its keys
+    }
     if (space) {
         size_t used = escape(space, start, sizeof start / 2);
         if (used == 0)
@@ -511,5 +519,5 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
         start[used] = '/';
         start[used + 1] = '\0';
     }
-    return kvq_remote_list(remote, start, on_session, &l, text, n);
+    return kvq_remote_list(remote, start, behind, on_session, &l, text, n);
 }

@@ -69,18 +69,18 @@ static void outlives(void **state)
     struct kvq__peer peer = {.uid = 1000};
     drop(&one, feed(&one, &spec, 600));
     assert_int_equal(lookup(&one, &spec), 4 * PAGE);
-    assert_int_equal(kvq__core_prefixes(kit.core, &peer, &prefix, 1), 1);
+    assert_int_equal(kvq__core_prefixes(kit.core, &peer, 0, &prefix, 1), 1);
     assert_int_equal(prefix.pages, 4);
     assert_int_equal(prefix.idle_bytes, kit.core->pools[0].used_bytes);
     uint64_t b = open_as(&one, &spec, &info);
     assert_int_equal(info.tokens, 4 * PAGE);
-    assert_int_equal(kvq__core_prefixes(kit.core, &peer, &prefix, 1), 1);
+    assert_int_equal(kvq__core_prefixes(kit.core, &peer, 0, &prefix, 1), 1);
     assert_int_equal(prefix.idle_bytes, 0);
     assert_int_equal(prefix.hits, 2);
     assert_int_equal(prefix.lookups, 2);
     assert_int_equal(prefix.hit_tokens, 4 * PAGE);
     peer.uid = 77; // others learn nothing of it
-    assert_int_equal(kvq__core_prefixes(kit.core, &peer, &prefix, 1), 0);
+    assert_int_equal(kvq__core_prefixes(kit.core, &peer, 0, &prefix, 1), 0);
     drop(&one, b);
     // Its time passes while nobody uses it.
     kvq__core_clock(kit.core, kit.now += 19000000000u);
@@ -275,7 +275,9 @@ static void cannot_share(void **state)
     spec.model = NULL;
     assert_int_equal(refused(&one, &spec), KVQ_E_UNSUPPORTED);
     feed(&one, &spec, 300); // told all the same: of no use, and no harm
-    assert_int_equal(kvq__core_prefixes(kit.core, &(struct kvq__peer){.uid = 1000}, NULL, 0), 0);
+    struct kvq__prefix_info none;
+    assert_int_equal(kvq__core_prefixes(kit.core, &(struct kvq__peer){.uid = 1000}, 0, &none, 1),
+                     0);
 }
 
 // ---- What is not known ----
@@ -569,9 +571,11 @@ static void listed(void **state)
     struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info list[2], whole;
+    struct kvq__list_at first = {0};
+    uint64_t budget = KVQ__LIST_LOOKS;
     uint64_t looks = 3 * 7, a = feed(&one, &spec, 800); // 7 pages of 3 layers
     uint64_t b = open_as(&one, &spec, NULL);
-    assert_int_equal(kvq__core_sessions(kit.core, &peer, "team", list, 2), 2);
+    assert_int_equal(kvq__core_sessions(kit.core, &peer, "team", first, &budget, list, 2), 2);
     for (uint32_t i = 0; i < 2; i++) {
         assert_false(list[i].shared_unknown);
         assert_true(list[i].shared_bytes > 0);

@@ -23,7 +23,17 @@
 #include "proto/wire.h"
 
 // How the scripted daemon answers.
-enum manner { ANSWER, SILENT, GARBAGE, STALE_ID_FIRST, CUT_LISTS, OTHER_RESULT, ESCAPES };
+enum manner {
+    ANSWER,
+    SILENT,
+    GARBAGE,
+    STALE_ID_FIRST,
+    CUT_LISTS,
+    PAGES,
+    CIRCLE,
+    OTHER_RESULT,
+    ESCAPES
+};
 
 struct daemon {
     void *context, *socket;
@@ -110,6 +120,22 @@ static void answer_cut(const Kvq__Request *request, Kvq__Reply *reply)
     }
 }
 
+// Sessions in pages of two, the second of three being empty; in a circle if it is to end nowhere.
+static void answer_page(const struct daemon *daemon, const Kvq__Cursor *cursor,
+                        Kvq__SessionList *list, Kvq__Session sessions[2], Kvq__Cursor *next)
+{
+    uint64_t page = cursor ? cursor->id : 0;
+    kvq__cursor__init(next);
+    next->epoch = 5;
+    next->id = daemon->manner == CIRCLE ? 1 : page + 1;
+    sessions[0].id = 100 + 2 * page;
+    sessions[1] = sessions[0];
+    sessions[1].id++;
+    list->n_sessions = page == 1 ? 0 : 2;
+    list->truncated = daemon->manner == CIRCLE || page < 2;
+    list->next = list->truncated ? next : NULL;
+}
+
 static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
                    const Kvq__Request *request)
 {
@@ -117,10 +143,11 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     Kvq__Pong pong = KVQ__PONG__INIT;
     Kvq__StatusReply status = KVQ__STATUS_REPLY__INIT;
     Kvq__SessionList list = KVQ__SESSION_LIST__INIT;
-    Kvq__Session session, *sessions[] = {&session};
+    Kvq__Session pair[2], *sessions[] = {&pair[0], &pair[1]};
+    Kvq__Cursor next;
     Kvq__FormatList formats = KVQ__FORMAT_LIST__INIT;
     Kvq__Format format = KVQ__FORMAT__INIT, *all_formats[] = {&format};
-    fill_session(&session);
+    fill_session(&pair[0]);
     format.name = "mymix";
     format.layers = "2-31";
     format.row = "oscar2";
@@ -130,7 +157,7 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     formats.formats = all_formats;
     formats.n_formats = 1;
     if (daemon->manner == ESCAPES)
-        session.name = "chat\033[31m";
+        pair[0].name = "chat\033[31m";
     pong.version = "9.9.9";
     status.version = "9.9.9";
     list.sessions = sessions;
@@ -149,7 +176,7 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
         reply.sessions = &list;
     } else if (request->command_case == KVQ__REQUEST__COMMAND_SESSION_INFO) {
         reply.result_case = KVQ__REPLY__RESULT_SESSION;
-        reply.session = &session;
+        reply.session = &pair[0];
     } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_FORMATS) {
         reply.result_case = KVQ__REPLY__RESULT_FORMATS;
         reply.formats = &formats;
@@ -157,6 +184,9 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     list.truncated = formats.truncated = daemon->manner == CUT_LISTS;
     if (daemon->manner == CUT_LISTS)
         answer_cut(request, &reply);
+    if ((daemon->manner == PAGES || daemon->manner == CIRCLE) &&
+        request->command_case == KVQ__REQUEST__COMMAND_LIST_SESSIONS)
+        answer_page(daemon, request->list_sessions->cursor, &list, pair, &next);
     if (daemon->manner == STALE_ID_FIRST) {
         reply.id--;
         reply.status = KVQ_E_INTERNAL;
@@ -425,6 +455,30 @@ static void test_cut_lists(void **state)
     assert_null(strstr(out, "not whole"));
 }
 
+// Pages are one list, for people, scripts and top; a daemon that goes in a circle is not followed.
+static void test_pages(void **state)
+{
+    struct fixture *f = *state;
+    char out[65536];
+    assert_int_equal(run_with(f, PAGES, 0, "", "session list", out, sizeof out), 0);
+    assert_int_equal(f->daemon.requests, 3);
+    uint32_t lines = 0;
+    for (const char *at = out; (at = strchr(at, '\n')); at++)
+        lines++;
+    assert_int_equal(lines, 5);
+    assert_int_equal(run_with(f, PAGES, 0, "", "session list --json", out, sizeof out), 0);
+    assert_non_null(strstr(out, "\"id\":\t100"));
+    assert_non_null(strstr(out, "\"id\":\t101"));
+    assert_null(strstr(out, "\"id\":\t102"));
+    assert_non_null(strstr(out, "\"id\":\t105"));
+    assert_int_equal(run_with(f, PAGES, 0, "", "top --count 1 --json", out, sizeof out), 0);
+    assert_non_null(strstr(out, "\"id\":105"));
+    assert_int_equal(f->daemon.requests, 4);
+    assert_int_equal(run_with(f, CIRCLE, 0, "", "session list", out, sizeof out), 1);
+    assert_non_null(strstr(out, "not whole"));
+    assert_int_equal(f->daemon.requests, 2);
+}
+
 // Names come from other users; none of their bytes may steer a terminal.
 static void test_escapes_are_tamed(void **state)
 {
@@ -459,6 +513,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
         cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_pages, setup, teardown),
         cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),
         cmocka_unit_test_setup_teardown(test_top, setup, teardown),
     };

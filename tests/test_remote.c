@@ -496,10 +496,51 @@ static void lists_have_an_end(void **state)
                      "</ListBucketResult>"};
     int n = 0;
     begin(&again, 1);
-    assert_int_equal(kvq_remote_list(remote, "", count_one, &n, text, sizeof text), KVQ_E_REMOTE);
+    assert_int_equal(kvq_remote_list(remote, "", "", count_one, &n, text, sizeof text),
+                     KVQ_E_REMOTE);
     says("no end");
     end();
     assert_int_equal(n, 2);
+}
+
+static int note_session(void *context, const char *space, const char *name, uint64_t bytes)
+{
+    char *all = context;
+    size_t used = strlen(all);
+    snprintf(all + used, 256 - used, "[%s|%s|%d]", space, name, (int)bytes);
+    return 0;
+}
+
+// A list goes on behind a session, also where the server does not know how to.
+static void lists_go_on(void **state)
+{
+    (void)state;
+#define KEY(NAME, BYTES) "<Contents><Key>" NAME "</Key><Size>" BYTES "</Size></Contents>"
+    static const struct script_reply all = {
+        .bytes = XML "<ListBucketResult>" KEY("s/a/data/1", "5") KEY("s/a/head", "1")
+            KEY("s/b/data/1", "7") KEY("s/b/head", "1")
+                KEY("s/c/head", "1") "<IsTruncated>false</IsTruncated></ListBucketResult>"};
+    static const struct kvq_remote_name names[] = {{"s", "a"}, {"s", "bb"}, {"s", ""}};
+    char found[256] = "";
+    begin(&all, 1);
+    assert_int_equal(kvq_remote_sessions(remote, "s", NULL, note_session, found, text, sizeof text),
+                     0);
+    assert_string_equal(found, "[s|a|5][s|b|7][s|c|0]");
+    found[0] = '\0';
+    assert_int_equal(
+        kvq_remote_sessions(remote, "s", &names[0], note_session, found, text, sizeof text), 0);
+    assert_string_equal(found, "[s|b|7][s|c|0]");
+    found[0] = '\0';
+    assert_int_equal( // one that is gone
+        kvq_remote_sessions(remote, NULL, &names[1], note_session, found, text, sizeof text), 0);
+    assert_string_equal(found, "[s|c|0]");
+    assert_int_equal(
+        kvq_remote_sessions(remote, "s", &names[2], note_session, found, text, sizeof text),
+        KVQ_E_INVALID);
+    end();
+    assert_null(strstr(server.asked[0], "start-after"));
+    assert_non_null(strstr(server.asked[1], "prefix=s%2F&start-after=s%2Fa%2Fhead"));
+    assert_non_null(strstr(server.asked[2], "start-after=s%2Fbb%2Fhead"));
 }
 
 // ---- Documents ----
@@ -674,6 +715,7 @@ int main(void)
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
         cmocka_unit_test(lists_have_an_end),
+        cmocka_unit_test(lists_go_on),
         cmocka_unit_test(documents_without_sense_are_refused),
         cmocka_unit_test(bad_options_are_named),
         cmocka_unit_test(keys_come_from_files_and_variables),

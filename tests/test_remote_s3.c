@@ -89,7 +89,7 @@ static int count_object(void *context, const struct kvq_remote_object *object)
 static int count_objects(const char *start)
 {
     int n = 0;
-    good(kvq_remote_list(remote, start, count_object, &n, text, sizeof text));
+    good(kvq_remote_list(remote, start, "", count_object, &n, text, sizeof text));
     return n;
 }
 
@@ -353,7 +353,7 @@ static void names_of_all_kinds(void **state)
                               sizeof text));
     make_file(source, 200, 9);
     good(kvq_remote_push_file(remote, source, "odd", "..", NULL, &moved, text, sizeof text));
-    good(kvq_remote_sessions(remote, "odd", note_name, all, text, sizeof text));
+    good(kvq_remote_sessions(remote, "odd", NULL, note_name, all, text, sizeof text));
     assert_non_null(strstr(all, "[odd|../a b/\xc3\xa9%_?|100]"));
     assert_non_null(strstr(all, "[odd|..|200]"));
     good(kvq_remote_pull_file(remote, "odd", "..", target, NULL, &moved, text, sizeof text));

@@ -120,6 +120,10 @@ static struct kvq_arena *next_arena(struct kvq__ctl *ctl)
 {
     static uint8_t *memory[2];
     unsigned which = ctl->next_id % 2;
+    if (ctl->page) {
+        kvq_arena_init(ctl->page, ctl->page->memory, ctl->page->size);
+        return ctl->page;
+    }
     if (!memory[which])
         memory[which] = malloc(KVQ_WIRE_ARENA);
     if (!memory[which])
@@ -174,18 +178,6 @@ int kvq__ctl_refused(int status, const char *text)
             kvq__ctl_clean(text && *text ? text : kvq_status_text(status)),
             kvq_status_name(status));
     return exit_of_status(status);
-}
-
-int kvq__ctl_whole(bool truncated, size_t n, const char *what, const char *remedy)
-{
-    if (!truncated)
-        return KVQ_EXIT_OK;
-    fflush(stdout);
-    fprintf(
-        stderr,
-        "kvqctl: the list is not whole: the daemon's reply holds %zu %s, and there are more%s%s\n",
-        n, what, *remedy ? "; " : "", remedy);
-    return KVQ_EXIT_FAILED;
 }
 
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,

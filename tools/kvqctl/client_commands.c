@@ -7,12 +7,15 @@
 
 #include "tools/kvqctl/kvqctl.h"
 
-static void print_clients(const Kvq__ClientList *list)
+static const struct kvq__ctl_kind clients =
+    KVQ__CTL_KIND(CLIENTS, Kvq__ClientList, clients, "clients", "");
+
+static void print_clients(const struct kvq__ctl_list *list)
 {
     printf("%8s %-24s %8s %7s %6s %7s %11s %8s %12s %12s\n", "ID", "NAME", "PID", "UID", "QUEUES",
            "BUFFERS", "SHARED", "SESSIONS", "REQUESTS", "CONNECTED");
-    for (size_t i = 0; i < list->n_clients; i++) {
-        const Kvq__Client *c = list->clients[i];
+    for (size_t i = 0; i < list->n; i++) {
+        const Kvq__Client *c = (const Kvq__Client *)list->elements[i];
         printf("%8" PRIu64 " %-24s %8" PRIu64 " %7" PRIu32 " %6" PRIu32 " %7" PRIu32
                " %11s %8" PRIu32 " %12" PRIu64 " %12s\n",
                c->id, kvq__ctl_clean(c->name), c->pid, c->uid, c->queues, c->buffers,
@@ -26,20 +29,19 @@ int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
     (void)args;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListClients command = KVQ__LIST_CLIENTS__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_CLIENTS;
     request.list_clients = &command;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_CLIENTS, &reply);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &clients, &list);
     if (result)
         return result;
-    const Kvq__ClientList *list = reply->clients;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->clients, list->n_clients);
-    else if (list->n_clients == 0)
+        kvq__ctl_print_json_array(list.elements, list.n);
+    else if (list.n == 0)
         printf("no clients\n");
     else
-        print_clients(list);
-    return kvq__ctl_whole(list->truncated, list->n_clients, "clients", "");
+        print_clients(&list);
+    return kvq__ctl_whole(&list, &clients);
 }
 
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)

@@ -79,35 +79,48 @@ static void print_status(const Kvq__StatusReply *s)
         print_namespaces(s);
 }
 
-int kvq__ctl_ask_status(struct kvq__ctl *ctl, Kvq__Reply **reply)
+static const struct kvq__ctl_kind namespaces =
+    KVQ__CTL_KIND(STATUS_REPLY, Kvq__StatusReply, namespaces, "namespaces", "");
+
+int kvq__ctl_ask_status(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Status command = KVQ__STATUS__INIT;
     request.command_case = KVQ__REQUEST__COMMAND_STATUS;
     request.status = &command;
-    return kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_STATUS_REPLY, reply);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &namespaces, list);
+}
+
+Kvq__StatusReply *kvq__ctl_status_of(const struct kvq__ctl_list *list)
+{
+    Kvq__StatusReply *s = list->reply->status_reply;
+    s->namespaces = (Kvq__NamespaceStatus **)list->elements;
+    s->n_namespaces = list->n;
+    s->truncated = list->truncated;
+    s->next = NULL;
+    return s;
 }
 
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    Kvq__Reply *reply;
-    int result = kvq__ctl_ask_status(ctl, &reply);
+    struct kvq__ctl_list list;
+    int result = kvq__ctl_ask_status(ctl, &list);
     if (result)
         return result;
     if (ctl->json)
-        kvq__ctl_print_json(&reply->status_reply->base);
+        kvq__ctl_print_json(&kvq__ctl_status_of(&list)->base);
     else
-        print_status(reply->status_reply);
-    return KVQ_EXIT_OK;
+        print_status(kvq__ctl_status_of(&list));
+    return kvq__ctl_whole(&list, &namespaces);
 }
 
-static void print_formats(const Kvq__FormatList *list)
+static void print_formats(const struct kvq__ctl_list *list)
 {
     printf("%-18s %-7s %-16s %6s %5s %7s %5s  %s\n", "FORMAT", "LAYERS", "IS", "BITS", "UNIT",
            "RECENT", "SINK", "SOURCE");
-    for (size_t i = 0; i < list->n_formats; i++) {
-        const Kvq__Format *f = list->formats[i];
+    for (size_t i = 0; i < list->n; i++) {
+        const Kvq__Format *f = (const Kvq__Format *)list->elements[i];
         bool same = strcmp(f->name, f->row) == 0;
         printf("%-18s %-7s %-16s %6.3f %5" PRIu32 " %7" PRIu32 " %5" PRIu32 "  %s\n",
                kvq__ctl_clean(f->name), kvq__ctl_clean(f->layers),
@@ -120,19 +133,20 @@ int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     Kvq__Request request = KVQ__REQUEST__INIT;
+    static const struct kvq__ctl_kind formats =
+        KVQ__CTL_KIND(FORMATS, Kvq__FormatList, formats, "formats", "");
     Kvq__ListFormats command = KVQ__LIST_FORMATS__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_FORMATS;
     request.list_formats = &command;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_FORMATS, &reply);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &formats, &list);
     if (result)
         return result;
-    const Kvq__FormatList *list = reply->formats;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->formats, list->n_formats);
+        kvq__ctl_print_json_array(list.elements, list.n);
     else
-        print_formats(list);
-    return kvq__ctl_whole(list->truncated, list->n_formats, "formats", "");
+        print_formats(&list);
+    return kvq__ctl_whole(&list, &formats);
 }
 
 // Sends a ping. On success *microseconds is the round trip.

@@ -50,6 +50,7 @@ struct kvq__ctl {
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
+    struct kvq_arena *page;     // holds the next one instead; NULL = none
 };
 
 // The daemon's runtime directory: the option, $KVQ_RUNTIME_DIR, $XDG_RUNTIME_DIR/kvqd, /run/kvqd,
@@ -68,9 +69,35 @@ Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
 // Prints what went wrong in words, or the code's own, and returns the exit status for it.
 int kvq__ctl_refused(int status, const char *text);
 
-// For lists: KVQ_EXIT_OK, or, if the daemon had more than fit into its reply, words on standard
-// error and KVQ_EXIT_FAILED. what: the elements; remedy: what to do, or "".
-int kvq__ctl_whole(bool truncated, size_t n, const char *what, const char *remedy);
+// A list that comes in pages, asked for to its end. The elements live until it is freed or the run
+// ends; `reply` is the first page's, and holds what is no element.
+struct kvq__ctl_list {
+    ProtobufCMessage **elements;
+    size_t n, room;
+    bool truncated; // a daemon of an earlier release gives the first page alone
+    Kvq__Reply *reply;
+    void **pages; // memory of the replies
+    size_t n_pages;
+};
+// Where a kind of list stands in its messages, by offsets.
+struct kvq__ctl_kind {
+    Kvq__Reply__ResultCase result;
+    size_t n, elements, truncated, next; // in the result's message
+    const char *what, *remedy;           // the elements; what to do if the list is cut, or ""
+};
+#define KVQ__CTL_KIND(RESULT, TYPE, ELEMENTS, WHAT, REMEDY)                                        \
+    {                                                                                              \
+        .result = KVQ__REPLY__RESULT_##RESULT, .n = offsetof(TYPE, n_##ELEMENTS),                  \
+        .elements = offsetof(TYPE, ELEMENTS), .truncated = offsetof(TYPE, truncated),              \
+        .next = offsetof(TYPE, next), .what = WHAT, .remedy = REMEDY                               \
+    }
+// Sends the request again and again, with *cursor (a field of its command) set to where the next
+// page begins. As kvq__ctl_ask; the list is empty if it fails.
+int kvq__ctl_ask_list(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Cursor **cursor,
+                      const struct kvq__ctl_kind *kind, struct kvq__ctl_list *list);
+void kvq__ctl_list_free(struct kvq__ctl_list *list);
+// KVQ_EXIT_OK, or, if the list is not whole, words on standard error and KVQ_EXIT_FAILED.
+int kvq__ctl_whole(const struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind);
 
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
@@ -114,10 +141,12 @@ int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
 
-// What top shares with other commands: two questions and a table.
-int kvq__ctl_ask_status(struct kvq__ctl *ctl, Kvq__Reply **reply);
-int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply);
-void kvq__ctl_print_sessions(const Kvq__SessionList *list);
+// What top shares with other commands: two questions and a table. The status has all namespaces
+// once kvq__ctl_status_of was called; it is part of the list.
+int kvq__ctl_ask_status(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+Kvq__StatusReply *kvq__ctl_status_of(const struct kvq__ctl_list *list);
+int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n);
 
 // {"kvqctl": OURS, "kvqd": THEIRS or null}.
 void kvq__ctl_print_versions(const char *ours, const char *theirs);
@@ -131,7 +160,8 @@ void kvq__ctl_print_json(const ProtobufCMessage *message);
 void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n);
 
 // Prints {"status": ..., "sessions": ...} on one line.
-void kvq__ctl_print_json_line(const ProtobufCMessage *status, const ProtobufCMessage *sessions);
+void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
+                              size_t n);
 
 // Short forms for people, in one of a few static buffers: "1.5 GiB", "3 h 12 min".
 const char *kvq__ctl_bytes(uint64_t bytes);

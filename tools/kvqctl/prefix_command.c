@@ -5,12 +5,15 @@
 
 #include "tools/kvqctl/kvqctl.h"
 
-static void print_prefixes(const Kvq__PrefixList *list)
+static const struct kvq__ctl_kind prefixes =
+    KVQ__CTL_KIND(PREFIXES, Kvq__PrefixList, prefixes, "namespaces with prefixes", "");
+
+static void print_prefixes(const struct kvq__ctl_list *list)
 {
     printf("%-24s %10s %11s %11s %9s %9s %12s %9s\n", "NAMESPACE", "TOKENS", "BYTES", "IDLE",
            "LOOKUPS", "HITS", "HIT TOKENS", "EVICTED");
-    for (size_t i = 0; i < list->n_prefixes; i++) {
-        const Kvq__PrefixStatus *p = list->prefixes[i];
+    for (size_t i = 0; i < list->n; i++) {
+        const Kvq__PrefixStatus *p = (const Kvq__PrefixStatus *)list->elements[i];
         printf("%-24s %10" PRIu64 " %11s %11s %9" PRIu64 " %9" PRIu64 " %12" PRIu64 " %9" PRIu64
                "\n",
                kvq__ctl_clean(p->namespace_), p->pages * 128, kvq__ctl_bytes(p->bytes),
@@ -23,20 +26,19 @@ int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
     (void)args;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListPrefixes command = KVQ__LIST_PREFIXES__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_PREFIXES;
     request.list_prefixes = &command;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_PREFIXES, &reply);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &prefixes, &list);
     if (result)
         return result;
-    const Kvq__PrefixList *list = reply->prefixes;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->prefixes, list->n_prefixes);
-    else if (list->n_prefixes == 0)
+        kvq__ctl_print_json_array(list.elements, list.n);
+    else if (list.n == 0)
         printf("no prefixes: no engine has told token ids\n");
     else
-        print_prefixes(list);
-    return kvq__ctl_whole(list->truncated, list->n_prefixes, "namespaces with prefixes", "");
+        print_prefixes(&list);
+    return kvq__ctl_whole(&list, &prefixes);
 }
 
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)

@@ -131,8 +131,8 @@ static cJSON *json_of_message(const ProtobufCMessage *message)
     const char *base = (const char *)message;
     for (unsigned i = 0; i < message->descriptor->n_fields; i++) {
         const ProtobufCFieldDescriptor *field = &message->descriptor->fields[i];
-        // A handle belongs to a client's attachment; here it says nothing.
-        if (strcmp(field->name, "handle") == 0)
+        // A handle belongs to a client's attachment, a cursor to a page: here they say nothing.
+        if (strcmp(field->name, "handle") == 0 || strcmp(field->name, "next") == 0)
             continue;
         cJSON_AddItemToObject(object, field->name,
                               field->label == PROTOBUF_C_LABEL_REPEATED
@@ -140,6 +140,14 @@ static cJSON *json_of_message(const ProtobufCMessage *message)
                                   : json_of_value(field, base + field->offset));
     }
     return object;
+}
+
+static cJSON *json_of_array(ProtobufCMessage *const *messages, size_t n)
+{
+    cJSON *array = cJSON_CreateArray();
+    for (size_t i = 0; i < n; i++)
+        cJSON_AddItemToArray(array, json_of_message(messages[i]));
+    return array;
 }
 
 static void print_and_free(cJSON *json)
@@ -157,19 +165,15 @@ void kvq__ctl_print_json(const ProtobufCMessage *message)
 
 void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n)
 {
-    cJSON *array = cJSON_CreateArray();
-    for (size_t i = 0; i < n; i++)
-        cJSON_AddItemToArray(array, json_of_message(messages[i]));
-    print_and_free(array);
+    print_and_free(json_of_array(messages, n));
 }
 
-void kvq__ctl_print_json_line(const ProtobufCMessage *status, const ProtobufCMessage *sessions)
+void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
+                              size_t n)
 {
     cJSON *both = cJSON_CreateObject();
     cJSON_AddItemToObject(both, "status", json_of_message(status));
-    cJSON *list = json_of_message(sessions);
-    cJSON_AddItemToObject(both, "sessions", cJSON_DetachItemFromObject(list, "sessions"));
-    cJSON_Delete(list);
+    cJSON_AddItemToObject(both, "sessions", json_of_array(sessions, n));
     char *text = cJSON_PrintUnformatted(both);
     printf("%s\n", text ? text : "null");
     fflush(stdout);

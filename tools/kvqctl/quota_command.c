@@ -24,13 +24,13 @@ static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
     return text;
 }
 
-static void print_list(const Kvq__QuotaList *list)
+static void print_list(const struct kvq__ctl_list *list)
 {
     bool any = false;
     printf("%-20s %14s %22s %22s %22s %22s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK",
            "TABLES");
-    for (size_t i = 0; i < list->n_quotas; i++) {
-        const Kvq__QuotaStatus *q = list->quotas[i];
+    for (size_t i = 0; i < list->n; i++) {
+        const Kvq__QuotaStatus *q = (const Kvq__QuotaStatus *)list->elements[i];
         const Kvq__Quota *used = q->used, *limit = q->limit;
         if (!used || !limit)
             continue;
@@ -99,16 +99,6 @@ static int ask(struct kvq__ctl *ctl, Kvq__Request *request, const Kvq__QuotaList
     return result;
 }
 
-static int list_quotas(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaList **list)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
-    request.list_quotas = &command;
-    command.namespace_ = ns;
-    return ask(ctl, &request, list);
-}
-
 // One namespace's, as an answer has it.
 static int tell_one(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
 {
@@ -129,24 +119,35 @@ static int check_one(const Kvq__QuotaList *list)
 
 int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
 {
-    const Kvq__QuotaList *list;
+    static const struct kvq__ctl_kind quotas =
+        KVQ__CTL_KIND(QUOTAS, Kvq__QuotaList, quotas, "namespaces", "ask for one by its name");
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
+    struct kvq__ctl_list list;
     (void)args;
-    int result = list_quotas(ctl, "", &list);
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
+    request.list_quotas = &command;
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &quotas, &list);
     if (result)
         return result;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->quotas, list->n_quotas);
-    else if (list->n_quotas == 0)
+        kvq__ctl_print_json_array(list.elements, list.n);
+    else if (list.n == 0)
         printf("no namespaces that this user may see\n");
     else
-        print_list(list);
-    return kvq__ctl_whole(list->truncated, list->n_quotas, "namespaces", "ask for one by its name");
+        print_list(&list);
+    return kvq__ctl_whole(&list, &quotas);
 }
 
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
 {
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
     const Kvq__QuotaList *list;
-    int result = list_quotas(ctl, args[0], &list);
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
+    request.list_quotas = &command;
+    command.namespace_ = args[0];
+    int result = ask(ctl, &request, &list);
     result = result ? result : check_one(list);
     return result ? result : tell_one(ctl, list);
 }

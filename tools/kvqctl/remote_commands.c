@@ -105,43 +105,44 @@ int kvq__ctl_session_pull(struct kvq__ctl *ctl, char **args)
 
 // ---- What is there ----
 
-static int ask_patiently(struct kvq__ctl *ctl, Kvq__Request *request,
-                         Kvq__Reply__ResultCase expected, Kvq__Reply **reply)
+static void be_patient(struct kvq__ctl *ctl)
 {
     enum { LONG_MS = 600000 }; // a remote store that hardly answers is asked several times
     if (!ctl->timeout_given)
         ctl->timeout_ms = LONG_MS;
-    return kvq__ctl_ask(ctl, request, expected, reply);
 }
 
 int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
+    static const struct kvq__ctl_kind stored =
+        KVQ__CTL_KIND(REMOTE_LIST, Kvq__RemoteList, sessions, "stored sessions",
+                      "narrow it with --namespace NAME");
     Kvq__ListRemote command = KVQ__LIST_REMOTE__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_REMOTE;
     request.list_remote = &command;
     if (ctl->ns)
         command.namespace_ = (char *)ctl->ns;
-    int result = ask_patiently(ctl, &request, KVQ__REPLY__RESULT_REMOTE_LIST, &reply);
+    be_patient(ctl);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &stored, &list);
     if (result)
         return result;
-    const Kvq__RemoteList *list = reply->remote_list;
     if (ctl->json) {
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
-        return kvq__ctl_whole(list->truncated, list->n_sessions, "stored sessions",
-                              "narrow it with --namespace NAME");
+        kvq__ctl_print_json_array(list.elements, list.n);
+        return kvq__ctl_whole(&list, &stored);
     }
-    if (list->n_sessions == 0)
+    if (list.n == 0)
         printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
     else
         printf("%-20s %11s  %s\n", "NAMESPACE", "BYTES", "NAME");
-    for (size_t i = 0; i < list->n_sessions; i++)
-        printf("%-20s %11s  %s\n", kvq__ctl_clean(list->sessions[i]->namespace_),
-               kvq__ctl_bytes(list->sessions[i]->bytes), kvq__ctl_clean(list->sessions[i]->name));
-    return kvq__ctl_whole(list->truncated, list->n_sessions, "stored sessions",
-                          "narrow it with --namespace NAME");
+    for (size_t i = 0; i < list.n; i++) {
+        const Kvq__RemoteEntry *e = (const Kvq__RemoteEntry *)list.elements[i];
+        printf("%-20s %11s  %s\n", kvq__ctl_clean(e->namespace_), kvq__ctl_bytes(e->bytes),
+               kvq__ctl_clean(e->name));
+    }
+    return kvq__ctl_whole(&list, &stored);
 }
 
 int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)
@@ -153,7 +154,8 @@ int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)
     request.command_case = KVQ__REQUEST__COMMAND_REMOVE_REMOTE;
     request.remove_remote = &command;
     command.ref = &ref;
-    int result = ask_patiently(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    be_patient(ctl);
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
     if (result == KVQ_EXIT_OK)
         kvq__ctl_print_done(ctl, "removed", args[0]);
     return result;
@@ -174,18 +176,24 @@ static void print_transfer(const Kvq__Transfer *x)
 int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
+    static const struct kvq__ctl_kind transfers =
+        KVQ__CTL_KIND(REMOTE_STATUS, Kvq__RemoteStatusReply, transfers, "transfers", "");
     Kvq__RemoteStatus command = KVQ__REMOTE_STATUS__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_REMOTE_STATUS;
     request.remote_status = &command;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_REMOTE_STATUS, &reply);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &transfers, &list);
     if (result)
         return result;
-    const Kvq__RemoteStatusReply *r = reply->remote_status;
+    Kvq__RemoteStatusReply *r = list.reply->remote_status;
+    r->transfers = (Kvq__Transfer **)list.elements;
+    r->n_transfers = list.n;
+    r->truncated = list.truncated;
+    r->next = NULL;
     if (ctl->json) {
         kvq__ctl_print_json(&r->base);
-        return KVQ_EXIT_OK;
+        return kvq__ctl_whole(&list, &transfers);
     }
     printf("endpoint    %s\nbucket      %s\nprefix      %s\n", kvq__ctl_clean(r->endpoint),
            kvq__ctl_clean(r->bucket), kvq__ctl_clean(r->prefix));
@@ -195,7 +203,7 @@ int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args)
         printf("transfers   none\n");
     for (size_t i = 0; i < r->n_transfers; i++)
         print_transfer(r->transfers[i]);
-    return KVQ_EXIT_OK;
+    return kvq__ctl_whole(&list, &transfers);
 }
 
 int kvq__ctl_remote_cancel(struct kvq__ctl *ctl, char **args)

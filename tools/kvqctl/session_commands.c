@@ -38,13 +38,13 @@ static const char *session_state(const Kvq__Session *s, char *buffer, size_t siz
     return buffer;
 }
 
-void kvq__ctl_print_sessions(const Kvq__SessionList *list)
+void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n)
 {
     char label[160], state[80];
     printf("%-14s %-20s %9s %-10s %8s %8s %11s %11s %7s  %s\n", "NAMESPACE", "NAME", "TOKENS",
            "FORMAT", "BITS/VAL", "B/TOK/HD", "MEMORY", "SHARED", "COMPR.", "STATE");
-    for (size_t i = 0; i < list->n_sessions; i++) {
-        const Kvq__Session *s = list->sessions[i];
+    for (size_t i = 0; i < n; i++) {
+        const Kvq__Session *s = sessions[i];
         uint64_t memory = s->packed_bytes + s->window_bytes + s->table_bytes;
         printf("%-14s %-20s %9" PRIu64 " %-10s %8.2f %8.1f %11s %11s %6.2fx  %s\n",
                kvq__ctl_clean(s->namespace_), session_label(s, label, sizeof label), s->tokens,
@@ -54,7 +54,10 @@ void kvq__ctl_print_sessions(const Kvq__SessionList *list)
     }
 }
 
-int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply)
+static const struct kvq__ctl_kind kind = KVQ__CTL_KIND(
+    SESSIONS, Kvq__SessionList, sessions, "sessions", "narrow it with --namespace NAME");
+
+int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListSessions command = KVQ__LIST_SESSIONS__INIT;
@@ -62,25 +65,23 @@ int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, Kvq__Reply **reply)
     request.list_sessions = &command;
     if (ctl->ns)
         command.namespace_ = (char *)ctl->ns;
-    return kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SESSIONS, reply);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &kind, list);
 }
 
 int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    Kvq__Reply *reply;
-    int result = kvq__ctl_ask_sessions(ctl, &reply);
+    struct kvq__ctl_list list;
+    int result = kvq__ctl_ask_sessions(ctl, &list);
     if (result)
         return result;
-    const Kvq__SessionList *list = reply->sessions;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
-    else if (list->n_sessions == 0)
+        kvq__ctl_print_json_array(list.elements, list.n);
+    else if (list.n == 0)
         printf("no sessions%s\n", ctl->ns ? " in that namespace" : "");
     else
-        kvq__ctl_print_sessions(list);
-    return kvq__ctl_whole(list->truncated, list->n_sessions, "sessions",
-                          "narrow it with --namespace NAME");
+        kvq__ctl_print_sessions((Kvq__Session *const *)list.elements, list.n);
+    return kvq__ctl_whole(&list, &kind);
 }
 
 static void print_shards(const Kvq__Session *s)

@@ -148,13 +148,13 @@ static void format_time(int64_t seconds, char out[32])
     strftime(out, 32, "%Y-%m-%d %H:%M", localtime_r(&at, &tm));
 }
 
-static void print_entries(const Kvq__SavedList *list)
+static void print_entries(const struct kvq__ctl_list *list)
 {
     char saved[32], used[32], label[160];
     printf("%-14s %-20s %9s %11s  %-16s  %-16s  %s\n", "NAMESPACE", "NAME", "TOKENS", "BYTES",
            "SAVED", "USED", "FORMATS");
-    for (size_t i = 0; i < list->n_sessions; i++) {
-        const Kvq__SavedEntry *e = list->sessions[i];
+    for (size_t i = 0; i < list->n; i++) {
+        const Kvq__SavedEntry *e = (const Kvq__SavedEntry *)list->elements[i];
         format_time(e->saved_at, saved);
         format_time(e->used_at, used);
         snprintf(label, sizeof label, "%s", kvq__ctl_clean(e->name));
@@ -169,25 +169,25 @@ static void print_entries(const Kvq__SavedList *list)
 int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
+    static const struct kvq__ctl_kind saved = KVQ__CTL_KIND(
+        SAVED, Kvq__SavedList, sessions, "saved sessions", "narrow it with --namespace NAME");
     Kvq__ListSaved command = KVQ__LIST_SAVED__INIT;
-    Kvq__Reply *reply;
+    struct kvq__ctl_list list;
     (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_SAVED;
     request.list_saved = &command;
     if (ctl->ns)
         command.namespace_ = (char *)ctl->ns;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SAVED, &reply);
+    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &saved, &list);
     if (result)
         return result;
-    const Kvq__SavedList *list = reply->saved;
     if (ctl->json)
-        kvq__ctl_print_json_array((ProtobufCMessage *const *)list->sessions, list->n_sessions);
-    else if (list->n_sessions == 0)
+        kvq__ctl_print_json_array(list.elements, list.n);
+    else if (list.n == 0)
         printf("nothing is saved%s\n", ctl->ns ? " of that namespace" : "");
     else
-        print_entries(list);
-    return kvq__ctl_whole(list->truncated, list->n_sessions, "saved sessions",
-                          "narrow it with --namespace NAME");
+        print_entries(&list);
+    return kvq__ctl_whole(&list, &saved);
 }
 
 static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)

@@ -58,7 +58,8 @@ static void print_eviction(const Kvq__EvictionStatus *e)
            e->demoted_now, e->waiting_now);
 }
 
-static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const struct look *before)
+static void print_look(const Kvq__StatusReply *s, const struct kvq__ctl_list *list,
+                       const struct look *before)
 {
     struct look now = look_of(s);
     uint64_t ms = now.uptime_ms - before->uptime_ms;
@@ -78,29 +79,31 @@ static void print_look(const Kvq__StatusReply *s, Kvq__SessionList *list, const 
     if (s->eviction)
         print_eviction(s->eviction);
     printf("\n");
-    size_t rows = rows_for_sessions(), all = list->n_sessions;
-    qsort(list->sessions, all, sizeof *list->sessions, by_memory);
-    list->n_sessions = all < rows ? all : rows;
-    kvq__ctl_print_sessions(list);
-    list->n_sessions = all;
+    size_t rows = rows_for_sessions();
+    qsort(list->elements, list->n, sizeof(ProtobufCMessage *), by_memory);
+    kvq__ctl_print_sessions((Kvq__Session *const *)list->elements, list->n < rows ? list->n : rows);
     if (list->truncated)
-        printf("(of the first %zu sessions; there are more)\n", all);
+        printf("(of the first %zu sessions; there are more)\n", list->n);
     fflush(stdout);
 }
 
 static int look_once(struct kvq__ctl *ctl, struct look *before)
 {
-    Kvq__Reply *status = NULL, *sessions = NULL;
+    struct kvq__ctl_list status, sessions;
     int result = kvq__ctl_ask_status(ctl, &status);
-    if (result == 0)
-        result = kvq__ctl_ask_sessions(ctl, &sessions);
+    if (result)
+        return result;
+    result = kvq__ctl_ask_sessions(ctl, &sessions);
     if (result == 0) {
+        const Kvq__StatusReply *s = kvq__ctl_status_of(&status);
         if (ctl->json)
-            kvq__ctl_print_json_line(&status->status_reply->base, &sessions->sessions->base);
+            kvq__ctl_print_json_line(&s->base, sessions.elements, sessions.n);
         else
-            print_look(status->status_reply, sessions->sessions, before);
-        *before = look_of(status->status_reply);
+            print_look(s, &sessions, before);
+        *before = look_of(s);
+        kvq__ctl_list_free(&sessions);
     }
+    kvq__ctl_list_free(&status);
     return result;
 }
 
