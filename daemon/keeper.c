@@ -503,16 +503,12 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
 
 static const struct kvq__peer self = {.admin = true};
 
-static void drain_on(struct kvq__keeper *keeper);
-
 static void end_own(struct kvq__task *t)
 {
     struct kvq__keeper *keeper = t->keeper;
-    keeper->drain_failed += t->rc < 0;
     keeper->n_own--;
     free(t);
-    if (keeper->draining && keeper->n_own == 0)
-        drain_on(keeper);
+    kvq__keeper_drain_on(keeper);
 }
 
 static void save_one(struct kvq__keeper *keeper, const struct kvq__unsaved *u)
@@ -541,14 +537,11 @@ static void told(struct kvq__mail *mail)
     struct kvq__keeper *keeper = of_unsaved(mail);
     uint32_t n = keeper->n_unsaved;
     keeper->asking = false;
-    if (keeper->ended)
+    if (keeper->ended || keeper->draining)
         n = 0;
-    if (keeper->draining && n > 0)
-        kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", n);
     for (uint32_t i = 0; i < n && i < KVQ__KEEPER_UNSAVED; i++)
         save_one(keeper, &keeper->unsaved[i]);
-    if (keeper->draining && keeper->n_own == 0)
-        drain_on(keeper);
+    kvq__keeper_drain_on(keeper);
 }
 
 // Poller's thread.
@@ -578,40 +571,6 @@ static void on_tick(uv_timer_t *timer)
     if (keeper->n_own == 0 && !keeper->draining)
         look(keeper, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
     kvq__keeper_tidy(keeper);
-}
-
-// ---- Draining ----
-
-// Round by round, until nothing is unsaved, or nothing more can be.
-static void drain_on(struct kvq__keeper *keeper)
-{
-    void (*drained)(struct kvq__server *) = keeper->drained;
-    if (keeper->n_unsaved > 0 && keeper->drain_failed == 0 && !keeper->ended) {
-        keeper->n_unsaved = 0;
-        look(keeper, KVQ__UNSAVED_ALL);
-        return;
-    }
-    if (keeper->asking || !drained)
-        return;
-    keeper->drained = NULL;
-    if (keeper->drain_failed)
-        kvq__log(KVQ_LOG_WARN, "not_saved", "sessions=%u", keeper->drain_failed);
-    drained(keeper->server);
-}
-
-void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server))
-{
-    kvq__transfers_stop(keeper);
-    if (!keeper->store || !keeper->server->config.save_on_drain) {
-        done(keeper->server);
-        return;
-    }
-    keeper->draining = true;
-    keeper->drained = done;
-    keeper->drain_failed = 0;
-    keeper->n_unsaved = 1; // at least one look
-    if (keeper->n_own == 0 && !keeper->asking)
-        drain_on(keeper);
 }
 
 // ---- Opening and closing ----

@@ -62,11 +62,11 @@ struct kvq__keeper {
     bool timers, ended;
 
     struct kvq__mail unsaved_mail; // at the poller while asking
-    bool asking, draining;
-    uint32_t n_unsaved, drain_failed;
+    bool asking, draining, drain_begun;
+    uint32_t n_unsaved;
     struct kvq__unsaved unsaved[KVQ__KEEPER_UNSAVED];
     uint32_t which;
-    void (*drained)(struct kvq__server *server);
+    void (*drained)(struct kvq__server *server); // still to be called; NULL: nobody waits for it
 
     struct kvq__desk *desk; // NULL: there is no remote store
 
@@ -145,6 +145,29 @@ int kvq__keeper_list_check(struct kvq__task *task);
 // ---- keeper_save.c ----
 
 void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its request's, are set
+
+// Blocks that were put in a save, of which sessions that come after may have the same ones.
+struct kvq__same_blocks {
+    void *root; // of tsearch()
+};
+void kvq__same_blocks_free(struct kvq__same_blocks *same);
+
+enum { KVQ__SCRATCH_BYTES = KVQ__SAVED_BYTES + KVQ_WIRE_ARENA };
+// Puts all of task->save into `out`, and counts it in the task. 0 or a code with a text. On a
+// thread of libuv's.
+int kvq__keeper_write(struct kvq__task *task, struct kvq_save *out, struct kvq__same_blocks *same,
+                      uint8_t scratch[KVQ__SCRATCH_BYTES]);
+// The same for kvq__save_copy: the poller then lets the session go on.
+int kvq__keeper_copy(struct kvq__task *task);
+// Bytes of its parts that the store does not have, or may not.
+uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *task);
+// How it has ended, as an event.
+void kvq__keeper_tell_saved(struct kvq__task *task);
+
+// ---- keeper_drain.c ----
+
+// Begins to save what is not saved, if the keeper is to and nobody else saves of its own accord.
+void kvq__keeper_drain_on(struct kvq__keeper *keeper);
 
 // ---- keeper_read.c ----
 

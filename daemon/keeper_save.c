@@ -2,6 +2,7 @@
 //
 // Saving a session: the poller takes hold of it, a thread of libuv's copies what may change, lets
 // it go on, and writes, and the poller then notes what is saved.
+#include <search.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,8 +19,46 @@ enum {
     RETRY_MOST_MS = 100,
     PATIENCE_MS = 3000,
     PATIENCE_OWN_MS = 500,
-    PATIENCE_DRAIN_MS = 10000,
 };
+
+// ---- Blocks that several sessions of one transaction have ----
+
+struct same_block {
+    const void *block; // kvq__save_shared
+    uint64_t id;
+};
+
+static int by_block(const void *a, const void *b)
+{
+    const struct same_block *x = a, *y = b;
+    return (x->block > y->block) - (x->block < y->block);
+}
+
+// 0: it was not put yet.
+static uint64_t find_same(const struct kvq__same_blocks *same, const void *block)
+{
+    const struct same_block key = {block, 0};
+    struct same_block *const *found = block ? tfind(&key, &same->root, by_block) : NULL;
+    return found ? (*found)->id : 0;
+}
+
+// Without memory for it the block is put once more.
+static void note_same(struct kvq__same_blocks *same, const void *block, uint64_t id)
+{
+    struct same_block *b = block ? malloc(sizeof *b) : NULL;
+    if (!b)
+        return;
+    *b = (struct same_block){block, id};
+    struct same_block **at = tsearch(b, &same->root, by_block);
+    if (!at || *at != b)
+        free(b);
+}
+
+void kvq__same_blocks_free(struct kvq__same_blocks *same)
+{
+    tdestroy(same->root, free);
+    same->root = NULL;
+}
 
 // ---- On a thread of libuv's ----
 
@@ -30,11 +69,22 @@ static void let_go(struct kvq__mail *mail)
     kvq__save_copied(task->save);
 }
 
-static int write_part(struct kvq__task *t, struct kvq_save *out, uint32_t shard, uint32_t i,
-                      struct kvq__part *part)
+// Where a session's parts are written to.
+struct writing {
+    struct kvq__task *task;
+    struct kvq_save *out;
+    struct kvq__same_blocks *same;
+    uint8_t *scratch;
+};
+
+static int write_part(const struct writing *w, uint32_t shard, uint32_t i, struct kvq__part *part)
 {
+    struct kvq__task *t = w->task;
+    struct kvq_save *out = w->out;
+    const void *shared = kvq__save_shared(t->save, shard, i);
     struct kvq_place place = {part->layer, part->page, part->kind, part->from};
     int rc = KVQ_E_NO_SESSION;
+    part->id = part->id ? part->id : find_same(w->same, shared);
     if (part->id)
         rc = kvq_save_keep(out, &place, part->id, t->text, sizeof t->text);
     t->kept_blocks += rc == 0;
@@ -47,7 +97,10 @@ static int write_part(struct kvq__task *t, struct kvq_save *out, uint32_t shard,
     }
     t->written_blocks++;
     t->written_bytes += part->bytes;
-    return kvq_save_put(out, &place, bytes, part->bytes, &part->id, t->text, sizeof t->text);
+    rc = kvq_save_put(out, &place, bytes, part->bytes, &part->id, t->text, sizeof t->text);
+    if (rc == 0)
+        note_same(w->same, shared, part->id);
+    return rc;
 }
 
 // The formats of a session, each once, for people.
@@ -64,19 +117,16 @@ static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
     }
 }
 
-struct prefixes {
-    struct kvq__task *task;
-    struct kvq_save *out;
-};
-
 static int write_prefix(void *context, const uint8_t hash[KVQ_PREFIX_BYTES])
 {
-    const struct prefixes *to = context;
+    const struct writing *to = context;
     return kvq_save_prefix(to->out, hash, to->task->text, sizeof to->task->text);
 }
 
-static int write_shard(struct kvq__task *t, struct kvq_save *out, uint32_t shard, uint8_t *scratch)
+static int write_shard(struct writing *w, uint32_t shard)
 {
+    struct kvq__task *t = w->task;
+    uint8_t *scratch = w->scratch;
     struct kvq__part *parts;
     uint32_t n;
     size_t length;
@@ -100,28 +150,38 @@ static int write_shard(struct kvq__task *t, struct kvq_save *out, uint32_t shard
                                   .bytes = scratch,
                                   .n_bytes = length};
     t->tokens = saved->tokens;
-    rc = kvq_save_session(out, &meta, t->text, sizeof t->text);
+    rc = kvq_save_session(w->out, &meta, t->text, sizeof t->text);
     for (uint32_t i = 0; i < n && rc == 0; i++)
-        rc = write_part(t, out, shard, i, &parts[i]);
-    struct prefixes to = {t, out};
-    return rc ? rc : kvq__save_prefixes(t->save, shard, write_prefix, &to);
+        rc = write_part(w, shard, i, &parts[i]);
+    return rc ? rc : kvq__save_prefixes(t->save, shard, write_prefix, w);
+}
+
+int kvq__keeper_write(struct kvq__task *t, struct kvq_save *out, struct kvq__same_blocks *same,
+                      uint8_t scratch[KVQ__SCRATCH_BYTES])
+{
+    struct writing w = {t, out, same, scratch};
+    int rc = 0;
+    t->written_blocks = t->written_bytes = t->kept_blocks = 0;
+    for (uint32_t i = 0; i < kvq__save_shards(t->save) && rc == 0; i++)
+        rc = write_shard(&w, i);
+    return rc;
 }
 
 static int write_all(struct kvq__task *t, uint8_t *scratch)
 {
     struct kvq_save *out = NULL;
-    t->written_blocks = t->written_bytes = t->kept_blocks = 0;
+    struct kvq__same_blocks same = {0}; // shards have none in common
     int rc = kvq_save_begin(t->keeper->store, &out, t->text, sizeof t->text);
-    for (uint32_t i = 0; i < kvq__save_shards(t->save) && rc == 0; i++)
-        rc = write_shard(t, out, i, scratch);
+    if (rc == 0)
+        rc = kvq__keeper_write(t, out, &same, scratch);
     if (rc == 0)
         rc = kvq_save_commit(&out, t->text, sizeof t->text);
     kvq_save_abort(&out);
+    kvq__same_blocks_free(&same);
     return rc;
 }
 
-// Of the parts that the store does not have, or may not.
-static uint64_t unsaved_bytes(const struct kvq__task *t)
+uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *t)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < kvq__save_shards(t->save); i++) {
@@ -134,18 +194,28 @@ static uint64_t unsaved_bytes(const struct kvq__task *t)
     return bytes;
 }
 
+int kvq__keeper_copy(struct kvq__task *t)
+{
+    int rc = kvq__save_copy(t->save);
+    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
+    if (rc < 0)
+        snprintf(t->text, sizeof t->text, "%s of session \"%s\"",
+                 rc == KVQ_E_NO_MEMORY ? "no memory to copy what changes"
+                                       : "a GPU failed while what changes was copied",
+                 t->name);
+    return rc;
+}
+
 static void write_save(struct kvq__task *t)
 {
-    uint64_t needed = unsaved_bytes(t);
+    uint64_t needed = kvq__keeper_unsaved_bytes(t);
     uint8_t *scratch = NULL;
-    t->rc = kvq__save_copy(t->save);
-    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
-    if (t->rc == 0 && !(scratch = malloc(KVQ__SAVED_BYTES + KVQ_WIRE_ARENA)))
+    t->rc = kvq__keeper_copy(t);
+    if (t->rc == 0 && !(scratch = malloc(KVQ__SCRATCH_BYTES))) {
+        snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
         t->rc = KVQ_E_NO_MEMORY;
-    if (t->rc < 0)
-        snprintf(t->text, sizeof t->text, "no memory to copy what changes of session \"%s\"",
-                 t->name);
-    else
+    }
+    if (t->rc == 0)
         t->rc = write_all(t, scratch);
     if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, needed))
         t->rc = write_all(t, scratch);
@@ -154,7 +224,7 @@ static void write_save(struct kvq__task *t)
 
 // ---- Back on the loop's ----
 
-static void tell(struct kvq__task *t)
+void kvq__keeper_tell_saved(struct kvq__task *t)
 {
     char text[192];
     struct kvq__keeper *keeper = t->keeper;
@@ -195,7 +265,7 @@ static void answer(struct kvq__task *t)
 
 static void saved(struct kvq__task *t)
 {
-    tell(t);
+    kvq__keeper_tell_saved(t);
     answer(t);
 }
 
@@ -259,7 +329,7 @@ static void set_aside(struct kvq__task *t)
 
 static int patience_ms(const struct kvq__task *t)
 {
-    return !t->own ? PATIENCE_MS : t->keeper->draining ? PATIENCE_DRAIN_MS : PATIENCE_OWN_MS;
+    return t->own ? PATIENCE_OWN_MS : PATIENCE_MS;
 }
 
 static void queue(struct kvq__task *t);

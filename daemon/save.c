@@ -265,6 +265,26 @@ static bool is_packing(const struct kvq__session *s)
     return due && s->pack_queued;
 }
 
+// Shards at different counts come together by steps, and no step begins while the daemon drains.
+static int check_counts(const struct kvq__session *s, char *text)
+{
+    const struct kvq__session *first = kvq__group_member(s, 0), *other = NULL;
+    bool in_step = false;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        other = m && m->tokens != first->tokens ? m : other;
+        in_step |= m && kvq__in_step(m);
+    }
+    if (!other || in_step || !s->core->draining)
+        return 0;
+    return kvq__fail(text, KVQ_E_INCOMPLETE,
+                     "shard %u of session \"%s\" stands at %llu tokens and shard %u at %llu; a "
+                     "session is saved with all its shards at one count, and while the daemon "
+                     "drains no step begins that could bring them there",
+                     first->shard, s->name, (unsigned long long)first->tokens, other->shard,
+                     (unsigned long long)other->tokens);
+}
+
 // 1 if shards have something to end first.
 static int check_shards(const struct kvq__session *s, char *text)
 {
@@ -275,7 +295,8 @@ static int check_shards(const struct kvq__session *s, char *text)
                          "shard %u of session \"%s\" is not there; a session is saved with all its "
                          "%u shards: open that shard first",
                          missing, s->name, s->shards);
-    for (uint32_t i = 0; i < s->shards; i++) {
+    rc = check_counts(s, text);
+    for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         // Shards are truncated one by one.
         if (m && (is_busy(m) || m->tokens != s->tokens || (s->group && is_packing(m))))
@@ -452,6 +473,12 @@ int kvq__save_copy(struct kvq__save *save)
     return rc;
 }
 
+const void *kvq__save_shared(const struct kvq__save *save, uint32_t shard, uint32_t part)
+{
+    const struct kvq__save_shard *s = &save->shards[shard];
+    return part < s->n && s->held[part].final ? s->held[part].ref.block : NULL;
+}
+
 const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part)
 {
     struct kvq__save_shard *s = &save->shards[shard];
@@ -561,12 +588,22 @@ static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idl
     bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
     bool idle = !kvq__in_step(s) && s->pins == 0 && core->now - s->idle_since >= idle_ns;
     uint32_t missing;
-    if (!s->name[0] || kvq__group_missing(s, &missing) || !is_unsaved(s))
+    if (!s->name[0] || !is_unsaved(s))
         return false;
+    if (kvq__group_missing(s, &missing))
+        return which == KVQ__UNSAVED_ALL && s->tokens > 0;
     if (which == KVQ__UNSAVED_ALL)
         return true;
     return core->now >= s->save_after &&
            (((which & KVQ__UNSAVED_LEFT) && left) || ((which & KVQ__UNSAVED_IDLE) && idle));
+}
+
+static bool is_first_shard(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shard; i++)
+        if (kvq__group_member(s, i))
+            return false;
+    return true;
 }
 
 uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
@@ -577,11 +614,12 @@ uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_
     uint32_t n = 0;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link) {
-            if (s->shard > 0 || !is_wanted(s, which, idle_ns))
+            if (!is_first_shard(s) || !is_wanted(s, which, idle_ns))
                 continue;
             if (n < max) {
                 snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
                 snprintf(out[n].name, sizeof out[n].name, "%s", s->name);
+                out[n].id = s->id;
                 out[n].tokens = s->tokens;
             }
             n++;

@@ -86,7 +86,8 @@ enum kvq__save_answer {
 
 // Takes hold of the session with all its shards. *save is NULL if nothing has changed since it was
 // saved. 0, an enum kvq__save_answer, KVQ_E_NO_SESSION, KVQ_E_INVALID, KVQ_E_INCOMPLETE (not all
-// its shards are there), KVQ_E_NO_MEMORY, and what kvq__session_find gives.
+// its shards are there; or they stand at different counts while the daemon drains, when no step
+// begins that could change that), KVQ_E_NO_MEMORY, and what kvq__session_find gives.
 int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
                     const struct kvq__save_spec *spec, struct kvq__save **save, char *text);
 
@@ -101,6 +102,9 @@ const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t 
 int kvq__save_copy(struct kvq__save *save);
 // Lets the session go on; after kvq__save_copy, whatever came of it, and once.
 void kvq__save_copied(struct kvq__save *save);
+// What parts of several saves have in common where they are one block that cannot change any more,
+// which forks share: while the saves last no other block has it. NULL: it may change.
+const void *kvq__save_shared(const struct kvq__save *save, uint32_t shard, uint32_t part);
 // The bytes of a part, valid until the next call. NULL if a GPU has failed.
 const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part);
 // Ends it and frees it. With `saved`, blocks that cannot change keep the ids that their parts have,
@@ -110,10 +114,10 @@ void kvq__save_end(struct kvq__save **save, bool saved);
 // Sessions with names whose last change is not saved, of any namespace.
 struct kvq__unsaved {
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
-    uint64_t tokens;
+    uint64_t id, tokens; // of its first shard that is there
 };
 enum kvq__unsaved_which {
-    KVQ__UNSAVED_ALL,
+    KVQ__UNSAVED_ALL,      // those included that lack shards, and cannot be saved
     KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then, or before it goes
     KVQ__UNSAVED_IDLE = 2, // not used for idle_ns
 };

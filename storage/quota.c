@@ -192,7 +192,16 @@ int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
     struct kvq_store *s = v->store;
     const struct kvq_manifest_head *h = &session->head;
     int64_t old = 0;
+    bool other_shard = false;
     session->limit = limit_of(s, h->space);
+    for (size_t i = 0; i < v->n; i++) {
+        const struct kvq__save_session *before = &v->sessions[i];
+        if (strcmp(before->head.space, h->space) != 0)
+            continue;
+        session->put_before += before->put;
+        session->old_before += before->old_bytes;
+        other_shard |= strcmp(before->head.name, h->name) == 0;
+    }
     pthread_mutex_lock(&s->catalog_lock);
     int rc = kvq__space_bytes(s, h->space, &session->used);
     if (rc == KVQ_OK)
@@ -202,20 +211,18 @@ int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
     if (rc)
         rc = kvq__catalog_complain(s, rc, c);
     pthread_mutex_unlock(&s->catalog_lock);
-    session->old_bytes = (uint64_t)old;
+    session->old_bytes = other_shard ? 0 : (uint64_t)old;
     return rc;
 }
 
 int kvq__quota_put(const struct kvq_save *v, const struct kvq__complaint *c)
 {
     const struct kvq__save_session *last = &v->sessions[v->n - 1];
-    uint64_t put = 0, freed = last->old_bytes < last->used ? last->old_bytes : last->used;
+    uint64_t old = last->old_before + last->old_bytes;
+    uint64_t freed = old < last->used ? old : last->used;
     if (last->limit == 0)
         return KVQ_OK;
-    for (size_t i = 0; i < v->n; i++)
-        if (strcmp(v->sessions[i].head.space, last->head.space) == 0)
-            put += v->sessions[i].put;
-    uint64_t after = last->used - freed + put;
+    uint64_t after = last->used - freed + last->put_before + last->put;
     return after <= last->limit || after <= last->used
                ? KVQ_OK
                : refuse(last->head.space, last->limit, last->used, after - last->used, c);

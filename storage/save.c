@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Saving: blocks are written as they come; manifests, the sync and the catalog come at the end.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,14 +67,18 @@ int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, 
     return KVQ_OK;
 }
 
+static void free_session(struct kvq__save_session *session)
+{
+    free(session->entries);
+    free(session->prefixes);
+    free(session->opaque);
+}
+
 static void release(struct kvq_save **save)
 {
     struct kvq_save *v = *save;
-    for (size_t i = 0; i < v->n; i++) {
-        free(v->sessions[i].entries);
-        free(v->sessions[i].prefixes);
-        free(v->sessions[i].opaque);
-    }
+    for (size_t i = 0; i < v->n; i++)
+        free_session(&v->sessions[i]);
     free(v->sessions);
     free(v->gone);
     free(v->written);
@@ -173,12 +178,42 @@ static int add_session(struct kvq_save *v, const struct kvq_store_meta *meta,
     return KVQ_OK;
 }
 
+// The first failure makes the commit fail.
+static int note_failure(struct kvq_save *v, size_t session, int rc)
+{
+    if (rc && !v->failure) {
+        v->failure = rc;
+        v->failed = session;
+    }
+    return rc;
+}
+
 int kvq_save_session(struct kvq_save *save, const struct kvq_store_meta *meta, char *text, size_t n)
 {
     const struct kvq__complaint c = complaint(save->store, text, n);
-    int rc = add_session(save, meta, &c);
-    save->failure = save->failure ? save->failure : rc;
-    return rc;
+    size_t at = save->n;
+    return note_failure(save, at, add_session(save, meta, &c));
+}
+
+static size_t last_session(const struct kvq_save *v)
+{
+    return v->n ? v->n - 1 : 0;
+}
+
+uint32_t kvq_save_count(const struct kvq_save *save)
+{
+    return (uint32_t)save->n;
+}
+
+bool kvq_save_cut(struct kvq_save *save, uint32_t sessions)
+{
+    assert(sessions <= save->n);
+    if (save->torn || (save->failure && save->failed < sessions))
+        return false;
+    save->failure = 0;
+    while (save->n > sessions)
+        free_session(&save->sessions[--save->n]);
+    return true;
 }
 
 // ---- Blocks ----
@@ -216,6 +251,7 @@ int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t
         return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
     int rc =
         kvq__append(s, KVQ_RECORD_BLOCK, s->next_block, data, bytes, &v->written[v->n_written], c);
+    v->torn |= rc != KVQ_OK;
     if (rc)
         return rc;
     v->n_written++;
@@ -235,8 +271,7 @@ int kvq_save_put(struct kvq_save *save, const struct kvq_place *place, const voi
         rc = kvq__save_block(save, data, bytes, id, &c);
     if (rc == KVQ_OK)
         rc = add_entry(save, place, *id, bytes, &c);
-    save->failure = save->failure ? save->failure : rc;
-    return rc;
+    return note_failure(save, last_session(save), rc);
 }
 
 // Looks among the blocks of this save, then in the catalog.
@@ -271,10 +306,8 @@ int kvq_save_keep(struct kvq_save *save, const struct kvq_place *place, uint64_t
     const struct kvq__complaint c = complaint(save->store, text, n);
     uint64_t bytes = 0;
     int rc = find_block(save, id, &bytes, &c);
-    if (rc == KVQ_OK) {
-        rc = add_entry(save, place, id, bytes, &c);
-        save->failure = save->failure ? save->failure : rc;
-    }
+    if (rc == KVQ_OK)
+        rc = note_failure(save, last_session(save), add_entry(save, place, id, bytes, &c));
     return rc;
 }
 
@@ -292,8 +325,7 @@ int kvq_save_prefix(struct kvq_save *save, const uint8_t hash[KVQ_PREFIX_BYTES],
     else
         memcpy(session->prefixes[session->head.prefixes++], hash, KVQ_PREFIX_BYTES);
     save->store->writer.rows++;
-    save->failure = save->failure ? save->failure : rc;
-    return rc;
+    return note_failure(save, last_session(save), rc);
 }
 
 // ---- Committing ----

@@ -15,9 +15,10 @@ struct kvq__save_session {
     size_t room_prefixes;
     uint8_t *opaque;
     uint64_t bytes; // of its blocks
-    // Of its namespace's limit (0: none), what was used before the save, what all shards of the
-    // session had, and what was put.
-    uint64_t limit, used, old_bytes, put;
+    // Its namespace's limit (0: none), what was used before the save, what all shards of the
+    // session had (0 but for the first of them in the save), and what was put. The same of all
+    // sessions of the namespace that come before it in the save.
+    uint64_t limit, used, old_bytes, put, old_before, put_before;
     bool known; // it replaces one, and has its id
     uint64_t old_manifest;
     uint64_t manifest; // block id of the new one
@@ -39,6 +40,8 @@ struct kvq_save {
     size_t n_written, room_written;
     uint64_t first_block; // blocks from here on were put in this save
     int failure;          // of a put or a session; 0: none
+    size_t failed;        // the session that it is about
+    bool torn;            // the last record was not written as a whole
 };
 
 // Writes a block that no session of the save has yet.

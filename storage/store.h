@@ -126,6 +126,12 @@ int kvq_save_keep(struct kvq_save *save, const struct kvq_place *place, uint64_t
 enum { KVQ_PREFIX_BYTES = 32 };
 int kvq_save_prefix(struct kvq_save *save, const uint8_t hash[KVQ_PREFIX_BYTES], char *text,
                     size_t n);
+// How many sessions the save has, shards counted one by one; and takes back those behind the first
+// `sessions`, with what failed of them, so that one that cannot be saved does not undo the others.
+// Blocks that were put for them can still be kept by sessions that follow. False if the save cannot
+// go on without them, since a record was not written as a whole: a commit then fails as before.
+uint32_t kvq_save_count(const struct kvq_save *save);
+bool kvq_save_cut(struct kvq_save *save, uint32_t sessions);
 // Makes it durable and visible, all of it or nothing, and ends it in any case. Having failed, a put
 // or a session makes a commit fail with the same code.
 int kvq_save_commit(struct kvq_save **save, char *text, size_t n);

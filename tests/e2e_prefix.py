@@ -231,6 +231,22 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
 
     @long_emulated
+    def test_ends_at_once(self):
+        """Sessions that share a prefix, saved in one transaction when the daemon ends: what they
+        share is written once, though none of them was saved before."""
+        self.save()
+        alone = self.daemon.ctl("storage", "status")["live_bytes"]
+        self.engine.client.session(name="it", must_exist=True).drop()
+        with Engine(self.daemon) as engine:
+            trunk = engine.open(name="trunk")
+            engine.feed(trunk, self.TOKENS)
+            for i in range(5):
+                self.assertEqual(engine.open(self.TOKENS, name=f"{i}").tokens, self.TOKENS)
+        self.again(kill=False)
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 6)
+        self.assertLess(self.daemon.ctl("storage", "status")["live_bytes"], 1.5 * alone)
+
+    @long_emulated
     def test_part_of_it(self):
         self.save()
         session = self.engine.open(1000)

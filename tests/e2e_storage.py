@@ -287,6 +287,83 @@ class Killed(Stored):
         self.assertEqual(self.daemon.ctl("storage", "verify")["damaged_bytes"], 0)
 
 
+class Ends(Stored):
+    """What an orderly end saves: many sessions in one transaction, whoever else cannot be saved."""
+
+    def end(self):
+        """Ends the daemon. What its log says of it, and the transactions that it took."""
+        before = self.transactions()
+        self.client.close()
+        self.daemon.process.terminate()
+        self.assertEqual(self.daemon.process.wait(BOUND), 0)
+        self.daemon.reader.join(BOUND)
+        return self.daemon.lines, self.transactions() - before
+
+    def transactions(self):
+        path = os.path.join(self.folder, "store", "catalog.db")
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as catalog:
+            return catalog.execute("SELECT last_transaction FROM store").fetchone()[0]
+
+    def make(self, n, tokens, name="s", count=None):
+        sessions = [self.client.session(tokens.rows, "oscar2", name=f"{name}{i}")
+                    for i in range(n)]
+        feed(self.queue, [tokens] * n, sessions, [count or tokens.n] * n, attend=False)
+        return sessions
+
+    def test_many(self):
+        """A transaction for each would be 200; all are there again, to the bit."""
+        tokens = Tokens(17, 40, layers=2, q_heads=2, kv_heads=1, dim=64)
+        for name in ("a", "b", "c", "d"):
+            self.make(50, tokens, name)
+        _, transactions = self.end()
+        self.assertLessEqual(transactions, 4)
+        self.again()
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 200)
+        first = read_all(self.queue, self.client.session(name="a0"), 2)
+        for name in ("a49", "b7", "d49"):
+            session = self.client.session(name=name)
+            self.assertEqual(session.tokens, 40)
+            self.assertTrue(read_all(self.queue, session, 2) == first)
+
+    def test_some_cannot(self):
+        """A namespace's limit stops who is above it. All others are saved, and each that is not is
+        named with the reason."""
+        tokens = Tokens(19, 1100)
+        self.make(30, tokens, count=10)
+        large = self.client.session(tokens.rows, "f16", name="a-large")
+        tokens.feed(self.queue, large, 1100, attend=False)
+        self.daemon.ctl("quota", "set", f"uid-{os.getuid()}", "--disk-bytes", "9mb")
+        lines, transactions = self.end()
+        self.assertLessEqual(transactions, 3)
+        named = [x for x in lines if "event=not_saved" in x]
+        self.assertEqual(len(named), 1, named)
+        self.assertIn("a-large", named[0])
+        self.assertIn("may keep", named[0])
+        self.again()
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 30)
+
+    def test_shards_apart(self):
+        """Shards at different counts can never be saved once no step begins: that is said, and the
+        end does not wait for it."""
+        tokens = Tokens(20, 600)
+        shards = [self.client.session(tokens.rows, "oscar2", name="two", shard=i, shards=2,
+                                      max_rollback=128) for i in range(2)]
+        lonely = self.client.session(tokens.rows, "oscar2", name="lonely", shard=1, shards=2)
+        feed(self.queue, [tokens, tokens], shards, [200, 200], attend=False)
+        for s in shards:
+            s.refresh()
+        self.queue.truncate([shards[0]], 190)
+        self.make(3, tokens, count=10)
+        self.assertEqual(lonely.tokens, 0)
+        lines, _ = self.end()
+        named = [x for x in lines if "event=not_saved" in x]
+        self.assertEqual(len(named), 1, named)
+        self.assertIn("shard 0 of session", named[0])
+        self.assertIn("at 190 tokens and shard 1 at 200", named[0])
+        self.again()
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), 3)
+
+
 class Trouble(Stored):
     def segments(self):
         folder = os.path.join(self.folder, "store")

@@ -477,6 +477,14 @@ static void test_groups(void **state)
     }
     step_both(handles, 100);
     assert_int_equal(kit_of(&m, handles[1])->tokens, 700);
+    // Shards that stand apart wait for a step, or are refused when none can begin any more.
+    kit_of(&m, handles[0])->tokens--;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ__SAVE_WAITS);
+    kit.core->draining = true;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
+    assert_non_null(strstr(text, "shard 0 of session \"group\" stands at 699 tokens and shard 1"));
+    kit.core->draining = false;
+    kit_of(&m, handles[0])->tokens++;
     kit_pack(&kit); // one shard is damaged: both go, for nothing was committed since
     assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
     drop(handles[1]);

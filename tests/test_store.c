@@ -296,6 +296,73 @@ static void limits(void **state)
     kvq_store_close(&k.store);
 }
 
+// Puts n blocks of 1000 bytes into a session of its own: the id of the last, and what it said.
+static int put_some(struct kit *k, struct kvq_save *save, const char *name, uint32_t n,
+                    uint64_t *id)
+{
+    static const uint8_t bytes[1000];
+    const struct kvq_store_meta meta = {
+        .space = "uid-1", .name = name, .model = "", .formats = "", .shards = 1, .version = 1};
+    int rc = kvq_save_session(save, &meta, k->text, sizeof k->text);
+    for (uint32_t i = 0; i < n && rc == 0; i++)
+        rc = kvq_save_put(save, &(struct kvq_place){.page = i}, bytes, sizeof bytes, id, k->text,
+                          sizeof k->text);
+    return rc;
+}
+
+static bool is_there(struct kit *k, const char *name)
+{
+    struct kvq_store_session s;
+    return kvq_store_find(k->store, "uid-1", name, 0, &s, k->text, sizeof k->text) == 0;
+}
+
+// One session of a save that is refused is taken out of it; the others are saved, those that come
+// after it and have a block of its included, and what it had put is dead.
+static void one_of_many(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct kvq_save *save;
+    uint64_t id;
+    char why[256];
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 6500, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "a", 2, &id), 0);
+    assert_int_equal(kvq_save_count(save), 1);
+    assert_int_equal(put_some(&k, save, "b", 5, &id), KVQ_E_QUOTA);
+    assert_true(kvq_save_cut(save, 1));
+    assert_int_equal(put_some(&k, save, "c", 3, &id), 0);
+    const struct kvq_place place = {.page = 9};
+    assert_int_equal(kvq_save_keep(save, &place, id - 4, k.text, sizeof k.text), 0); // of b's
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    assert_true(is_there(&k, "a") && is_there(&k, "c") && !is_there(&k, "b"));
+    assert_int_equal(usage(&k, "uid-1", 2), 6000);
+    if (!kit_sound(&k, why))
+        fail_msg("%s", why);
+    // What both replace counts, whichever is put last: 3000 and 3000 in the place of 2000 and 4000.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "c", 3, &id), 0);
+    assert_int_equal(put_some(&k, save, "a", 3, &id), 0);
+    assert_int_equal(put_some(&k, save, "a", 0, &id), KVQ_E_INVALID); // it is in the save already
+    assert_true(kvq_save_cut(save, 2));
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 6000);
+    if (!kit_sound(&k, why))
+        fail_msg("%s", why);
+    // A record that was not written as a whole is nothing to go on behind.
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "d", 1, &id), 0);
+    disk.capacity = 1;
+    assert_int_equal(put_some(&k, save, "e", 200, &id), KVQ_E_NO_SPACE);
+    disk.capacity = 0;
+    assert_false(kvq_save_cut(save, 1));
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_NO_SPACE);
+    assert_false(is_there(&k, "d"));
+    kvq_store_close(&k.store);
+}
+
 static void one_writer(void **state)
 {
     (void)state;
@@ -448,6 +515,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
         cmocka_unit_test_setup_teardown(limits, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(one_of_many, set_up, tear_down),
         cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
         cmocka_unit_test_setup_teardown(used, set_up, tear_down),
         cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
