@@ -237,7 +237,10 @@ struct kvq_layer {
     uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
 };
 
-enum { KVQ_V_ROTATION_NONE = 0, KVQ_V_ROTATION_ENGINE = 1, KVQ_V_ROTATION_DAEMON = 2 };
+/* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as the format's paper does (DAEMON for
+ * oscar* and quarot*, else NONE); an existing session's NONE or DAEMON is taken as it is. DAEMON:
+ * when tokens are packed, and outputs back. ENGINE: V comes rotated, and outputs stay so. */
+enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
 enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 enum {
     KVQ_ON_DETACH_DEFAULT = 0,
@@ -279,7 +282,7 @@ struct kvq_session_options {
     uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
     const char *format;             /* of docs/formats.md, or of the daemon's configuration */
     uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
-    uint8_t v_rotation;
+    uint8_t v_rotation;             /* KVQ_V_ROTATION */
     uint8_t attention; /* 0 leaves it to the daemon: fast, unless it is configured otherwise */
     uint8_t on_detach;
     uint16_t shard, shards;
@@ -308,6 +311,7 @@ struct kvq_session_info {
     uint64_t shared_bytes;  /* of packed_bytes, others have them, too; of kvq_session_info alone */
     char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
     uint8_t pinned;         /* kvq_session_pin */
+    char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": by daemon in some layers */
 };
 
 /* Sharded sessions. A model that runs as several shards, by KV heads or by layers, has one session
@@ -335,11 +339,7 @@ struct kvq_session_info {
  *   KVQ_E_BUSY). Forks are unnamed and therefore sessions of their own.
  * - Dropping one drops all; the time that a named session is kept counts from the last close of
  *   any. With n_layers 0 and shards 0 a shard is opened as it is.
- * - A saved session that nobody has open can be opened with another number of shards: each holds
- *   its equal part of the KV heads in the order of the shards or, if the layers that are asked for
- *   say so, of the layers; to the bit as if it had always had so many. The next save takes the
- *   place of the old. KVQ_E_EXISTS and why: changed since it was saved; heads or layers that cannot
- *   be shared equally; -xh formats, by heads; ott formats, by layers; codebooks. */
+ * - Saved, it can be opened with another number of shards: see docs/architecture.md. */
 
 /* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL. */

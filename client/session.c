@@ -158,6 +158,7 @@ static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_
     copy_text(info->isa, sizeof info->isa, s->isa);
     copy_text(info->place, sizeof info->place, s->place);
     copy_text(info->tier, sizeof info->tier, s->tier);
+    copy_text(info->v_rotation, sizeof info->v_rotation, s->v_rotation);
 }
 
 // Of a session that was opened as it is the daemon tells what it has.

@@ -293,6 +293,7 @@ struct kvq__layer_row {
     int32_t kv_from;                // layer whose cache this one reads; -1 = its own
     uint32_t repeat;                // this row stands for so many layers; 0 = 1
     const struct kvq_format *exact; // NULL = what the format's name stands for; else that
+    uint8_t v_rotation;             // enum kvq__v_asked; BY_PAPER = the session's
 };
 
 enum kvq__open_flag {
@@ -301,6 +302,14 @@ enum kvq__open_flag {
     KVQ__OPEN_MUST_EXIST = 4,
     KVQ__OPEN_MUST_CREATE = 8,
     KVQ__OPEN_EXACT_PROMPT = 16,
+};
+// How V is to be rotated. What a session has is resolved when it is opened: enum kvq_v_rotation of
+// each of its layers.
+enum kvq__v_asked {
+    KVQ__V_BY_PAPER, // kvq_v_rotation_by_paper of each layer's format
+    KVQ__V_ENGINE,
+    KVQ__V_DAEMON,
+    KVQ__V_NONE,
 };
 enum kvq__on_detach {
     KVQ__DETACH_DEFAULT = 0,
@@ -334,13 +343,17 @@ struct kvq__session_spec {
     const struct kvq__layer_row *layers;
     uint32_t n_layers; // rows
     uint32_t shard, shards;
-    uint32_t dtype, v_rotation, path; // path: 0 exact, 1 fast, 2 the daemon's choice
+    uint32_t dtype;
+    uint32_t v_rotation; // enum kvq__v_asked
+    uint32_t path;       // 0 exact, 1 fast, 2 the daemon's choice
     uint32_t max_rollback, on_detach;
     uint64_t prompt_tokens, keep_seconds;
     uint32_t flags;                 // enum kvq__open_flag
     const char *salt, *adapter;     // sessions share prefixes only if these are equal
     struct kvq__prefix_spec prefix; // a session that is created begins with what is there of it
 };
+
+enum { KVQ__V_MIXED = KVQ_V_ROT_DAEMON + 1 };
 
 // What kvq.proto calls Session, field by field.
 struct kvq__session_info {
@@ -357,17 +370,18 @@ struct kvq__session_info {
     uint64_t writer_client, idle_ms, keep_ms, saturated_values;
     uint32_t readers, max_rollback, q_heads, kv_heads, head_dim;
     uint32_t shard, shards;
-    uint64_t group_tokens;    // committed by all shards; 0 while one is missing
-    uint32_t loading;         // layers that are yet to be read from a store
-    bool saved;               // what is committed is in a store
-    bool demoted;             // it is in the host\'s memory, though `place` is where it belongs
-    bool away;                // parked: it has no memory, and comes back when it is used
-    bool stays;               // pinned: it is never parked
-    uint64_t prefix_tokens;   // that it began with
-    uint64_t exact_tokens;    // of a prompt that is read in 16 bits until it has ended; 0: none
-    uint64_t shared_bytes;    // of packed_bytes, in blocks that others have as well
-    bool shared_unknown;      // not counted: see kvq__core_sessions
-    uint8_t path, v_rotation; // enum kvq_path, enum kvq_v_rotation
+    uint64_t group_tokens;  // committed by all shards; 0 while one is missing
+    uint32_t loading;       // layers that are yet to be read from a store
+    bool saved;             // what is committed is in a store
+    bool demoted;           // it is in the host\'s memory, though `place` is where it belongs
+    bool away;              // parked: it has no memory, and comes back when it is used
+    bool stays;             // pinned: it is never parked
+    uint64_t prefix_tokens; // that it began with
+    uint64_t exact_tokens;  // of a prompt that is read in 16 bits until it has ended; 0: none
+    uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well
+    bool shared_unknown;    // not counted: see kvq__core_sessions
+    uint8_t path;           // enum kvq_path
+    uint8_t v_rotation;     // enum kvq_v_rotation, or KVQ__V_MIXED: DAEMON and NONE by layer
     bool step_open, created, read_only;
 };
 

@@ -28,7 +28,7 @@ static const char *tier_of(const struct kvq__session_info *info)
 Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
                                    const char *isa)
 {
-    static const char *const rotations[] = {"none", "engine", "daemon"};
+    static const char *const rotations[] = {"none", "engine", "daemon", "mixed"};
     Kvq__Session *s = kvq_arena_alloc(arena, sizeof *s);
     if (!s)
         return NULL;
@@ -64,7 +64,7 @@ Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__se
     s->kv_heads = info->kv_heads;
     s->head_dim = info->head_dim;
     s->saturated_values = info->saturated_values;
-    s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 3]);
+    s->v_rotation = kvq_arena_text(arena, rotations[info->v_rotation % 4]);
     s->layer_formats = kvq_arena_text(arena, info->layer_formats);
     s->place = kvq_arena_text(arena, info->place);
     s->shard = info->shard;

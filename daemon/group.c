@@ -138,6 +138,17 @@ void kvq__group_end(struct kvq__session *s, const char *why)
 
 // ---- What all shards have in common ----
 
+// Shards by layers may have other formats, and so other rotations by their papers. What the engine
+// does it does in all.
+static bool rotates_alike(const struct kvq__session *a, const struct kvq__session *b)
+{
+    for (uint32_t i = 0; i < a->n_layers && i < b->n_layers; i++)
+        if (a->layers[i].shape.v_rotation != b->layers[i].shape.v_rotation &&
+            strcmp(a->layers[i].format->name, b->layers[i].format->name) == 0)
+            return false;
+    return (a->v_rotation == KVQ_V_ROT_ENGINE) == (b->v_rotation == KVQ_V_ROT_ENGINE);
+}
+
 static const char *difference(const struct kvq__session *a, const struct kvq__session *b)
 {
     return a->shards != b->shards                 ? "number of shards"
@@ -145,7 +156,7 @@ static const char *difference(const struct kvq__session *a, const struct kvq__se
            : a->max_rollback != b->max_rollback   ? "max_rollback"
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
            : a->exact_tokens != b->exact_tokens   ? "exact_prompt"
-           : a->v_rotation != b->v_rotation       ? "v_rotation"
+           : !rotates_alike(a, b)                 ? "v_rotation"
            : a->dtype != b->dtype                 ? "dtype"
            : a->drop_on_detach != b->drop_on_detach || a->save_on_detach != b->save_on_detach ||
                    a->keep_ns != b->keep_ns

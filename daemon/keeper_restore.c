@@ -29,11 +29,12 @@ void kvq__found_free(struct kvq__found **found)
 int kvq__found_meta(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
 {
     struct kvq_arena arena;
-    if (s->n_bytes > KVQ__SAVED_BYTES || s->version != KVQ__SAVED_VERSION) {
+    if (s->n_bytes > KVQ__SAVED_BYTES || s->version < KVQ__SAVED_OLDEST ||
+        s->version > KVQ__SAVED_NEWEST) {
         snprintf(t->text, sizeof t->text,
-                 "session \"%s\" was saved as version %u with %u bytes; this daemon reads version "
-                 "%d: use the version that saved it, or drop it",
-                 t->name, s->version, s->n_bytes, KVQ__SAVED_VERSION);
+                 "session \"%s\" was saved as version %u with %u bytes; this daemon reads "
+                 "versions %d to %d: use the version that saved it, or drop it",
+                 t->name, s->version, s->n_bytes, KVQ__SAVED_OLDEST, KVQ__SAVED_NEWEST);
         return KVQ_E_VERSION;
     }
     uint8_t *scratch = malloc(KVQ__SAVED_BYTES + KVQ_WIRE_ARENA);

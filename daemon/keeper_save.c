@@ -146,7 +146,7 @@ static int write_shard(struct writing *w, uint32_t shard)
                                   .shards = saved->shards,
                                   .tokens = saved->tokens,
                                   .saved_at = time(NULL),
-                                  .version = KVQ__SAVED_VERSION,
+                                  .version = kvq__saved_version(saved),
                                   .bytes = scratch,
                                   .n_bytes = length};
     t->tokens = saved->tokens;

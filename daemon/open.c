@@ -56,10 +56,10 @@ static int check_numbers(const struct kvq__session_spec *spec, char *text)
     if (spec->prompt_tokens > KVQ_MAX_SESSION_TOKENS)
         return kvq__fail(text, KVQ_E_LIMIT, "prompt_tokens is %llu; a session holds %d at most",
                          (unsigned long long)spec->prompt_tokens, KVQ_MAX_SESSION_TOKENS);
-    if (spec->v_rotation > KVQ_V_ROT_DAEMON || spec->path > 2 ||
-        spec->on_detach > KVQ__DETACH_SAVE || spec->dtype > KVQ_BF16)
+    if (spec->v_rotation > KVQ__V_NONE || spec->path > 2 || spec->on_detach > KVQ__DETACH_SAVE ||
+        spec->dtype > KVQ_BF16)
         return kvq__fail(text, KVQ_E_INVALID,
-                         "v_rotation %u (0 to 2), path %u (0 to 2), on_detach %u (0 to 3) or "
+                         "v_rotation %u (0 to 3), path %u (0 to 2), on_detach %u (0 to 3) or "
                          "dtype %u (0 to 2) is none that this daemon knows",
                          spec->v_rotation, spec->path, spec->on_detach, spec->dtype);
     return 0;
@@ -183,6 +183,16 @@ static int find_book(struct kvq__core *core, struct kvq__layer *l, uint32_t laye
     return rc < 0 ? kvq__fail(text, rc, "layer %u: %s", layer, why) : 0;
 }
 
+static uint8_t v_rotation_of(const struct kvq__session_spec *spec, const struct kvq__layer_row *row,
+                             const struct kvq_format *f)
+{
+    uint32_t asked = row->v_rotation ? row->v_rotation : spec->v_rotation;
+    return (uint8_t)(asked == KVQ__V_BY_PAPER ? kvq_v_rotation_by_paper(f)
+                     : asked == KVQ__V_ENGINE ? KVQ_V_ROT_ENGINE
+                     : asked == KVQ__V_DAEMON ? KVQ_V_ROT_DAEMON
+                                              : KVQ_V_ROT_NONE);
+}
+
 static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
                                  const struct kvq__layer_row *row, const struct kvq_format *f)
 {
@@ -193,7 +203,7 @@ static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
         .k_dim = row->k_dim,
         .v_dim = row->v_dim,
         .dtype = (uint8_t)(spec->dtype ? spec->dtype : natural),
-        .v_rotation = (uint8_t)spec->v_rotation,
+        .v_rotation = v_rotation_of(spec, row, f),
         .window = row->window,
         .softcap = row->softcap,
         .scale = row->scale != 0.0f ? row->scale : 1.0f / sqrtf((float)row->k_dim),
@@ -333,6 +343,16 @@ static uint64_t exact_tokens(const struct kvq__session *s, const struct kvq__ses
     return (spec->flags & KVQ__OPEN_EXACT_PROMPT) && fits ? spec->prompt_tokens : 0;
 }
 
+// What all layers have; where they differ, the daemon rotates some and others come as they are.
+static uint8_t common_rotation(const struct kvq__session *s)
+{
+    uint8_t first = s->layers[0].shape.v_rotation;
+    for (uint32_t i = 1; i < s->n_layers; i++)
+        if (s->layers[i].shape.v_rotation != first)
+            return KVQ__V_MIXED;
+    return first;
+}
+
 static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spec)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
@@ -403,7 +423,7 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
     s->max_rollback = spec->max_rollback;
     s->prompt_tokens = spec->prompt_tokens;
     s->exact_tokens = exact_tokens(s, spec);
-    s->v_rotation = (uint8_t)spec->v_rotation;
+    s->v_rotation = common_rotation(s);
     s->dtype = s->layers[0].shape.dtype;
     s->path = choose_path(s, spec->path);
     set_keep(s, spec);
@@ -430,8 +450,11 @@ static int compare_layers(const struct kvq__session *s, const struct kvq__sessio
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
         bool shape = kvq_shape_same(&a->shape, &b->shape) && a->source == b->source;
-        if (strcmp(a->format->name, b->format->name) == 0 && shape)
+        bool format = strcmp(a->format->name, b->format->name) == 0;
+        if (format && shape)
             continue;
+        if (format && a->shape.v_rotation != b->shape.v_rotation)
+            return differs(s, "v_rotation", text);
         if (shape)
             snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,
                      a->format->name, b->format->name);
@@ -440,6 +463,15 @@ static int compare_layers(const struct kvq__session *s, const struct kvq__sessio
         return differs(s, what, text);
     }
     return 0;
+}
+
+// Who says nothing of rotation takes it as it is, in a session that an older daemon saved, say:
+// outputs are the same. But an engine that does not rotate cannot use what one that does has left.
+static void take_rotation(struct kvq__session *wanted, const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < wanted->n_layers && i < s->n_layers; i++)
+        if (s->layers[i].shape.v_rotation != KVQ_V_ROT_ENGINE)
+            wanted->layers[i].shape.v_rotation = s->layers[i].shape.v_rotation;
 }
 
 static int compare(const struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
@@ -458,6 +490,8 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
     s->ns->lenient = false;
     if (rc < 0)
         return rc;
+    if (spec->v_rotation == KVQ__V_BY_PAPER)
+        take_rotation(wanted, s);
     if (!is_empty(spec->place) && wanted->pool != kvq__home_of(s))
         rc = differs(s, "place", text);
     else

@@ -63,7 +63,7 @@ void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *roo
     put_text(&state, s->adapter);
     put_number(&state, s->shards);
     put_number(&state, s->dtype);
-    put_number(&state, s->v_rotation);
+    put_number(&state, s->v_rotation == KVQ_V_ROT_ENGINE); // else each layer's own, see put_layer
     put_number(&state, s->path);
     crypto_generichash_final(&state, root, KVQ__HASH_BYTES);
 }

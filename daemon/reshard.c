@@ -20,7 +20,6 @@ static const char *difference(const struct kvq__saved *a, const struct kvq__save
 {
     return strcmp(a->model, b->model) != 0        ? "model fingerprint"
            : a->dtype != b->dtype                 ? "dtype"
-           : a->v_rotation != b->v_rotation       ? "v_rotation"
            : a->max_rollback != b->max_rollback   ? "max_rollback"
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
            : a->on_detach != b->on_detach         ? "on_detach"
@@ -105,6 +104,7 @@ static bool same_layer(const struct kvq__saved_layer *a, const struct kvq__saved
     return a->row.k_dim == b->row.k_dim && a->row.v_dim == b->row.v_dim &&
            a->row.window == b->row.window && a->row.softcap == b->row.softcap &&
            a->row.scale == b->row.scale && a->row.kv_from == b->row.kv_from &&
+           a->v_rotation == b->v_rotation &&
            (uint32_t)a->row.q_heads * b->row.kv_heads ==
                (uint32_t)b->row.q_heads * a->row.kv_heads &&
            strcmp(a->format.name, b->format.name) == 0 && kvq_format_same(&a->format, &b->format);

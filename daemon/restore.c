@@ -29,6 +29,14 @@ static int check_books(const struct kvq__session *s, const struct kvq__saved *sa
     return 0;
 }
 
+// What gives a layer the rotation that it had.
+static uint8_t asked_of(uint8_t v_rotation)
+{
+    return v_rotation == KVQ_V_ROT_ENGINE   ? KVQ__V_ENGINE
+           : v_rotation == KVQ_V_ROT_DAEMON ? KVQ__V_DAEMON
+                                            : KVQ__V_NONE;
+}
+
 static int build(struct kvq__core *core, struct kvq__namespace *ns,
                  const struct kvq__restore_spec *spec, struct kvq__session **out, char *text)
 {
@@ -47,7 +55,6 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
         .shard = saved->shard,
         .shards = saved->shards,
         .dtype = saved->dtype,
-        .v_rotation = saved->v_rotation,
         .path = saved->path,
         .max_rollback = saved->max_rollback,
         .on_detach = spec->prefix_tokens ? KVQ__DETACH_DROP : saved->on_detach,
@@ -60,6 +67,7 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
         rows[i] = saved->layers[i].row;
         rows[i].format = saved->layers[i].format.name;
         rows[i].exact = &saved->layers[i].format;
+        rows[i].v_rotation = asked_of(saved->layers[i].v_rotation);
     }
     int rc = kvq__spec_check(&as, text);
     rc = rc || !first ? rc : kvq__shards_check(first, &as, text);

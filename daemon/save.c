@@ -94,6 +94,7 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
                 .kv_from = kvq__layer_owns(s, i) ? -1 : (int32_t)l->source,
                 .repeat = 1},
         .format = *l->format,
+        .v_rotation = shape->v_rotation,
         .first_page = l->first_page,
         .raw_page = l->raw_page,
         .base = l->base,
@@ -109,7 +110,6 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
         .shard = s->group ? s->shard : 0, // without a name each is by itself
         .shards = s->group ? s->shards : 1,
         .dtype = s->dtype,
-        .v_rotation = s->v_rotation,
         .path = s->path,
         .max_rollback = s->max_rollback,
         .on_detach = s->drop_on_detach   ? KVQ__DETACH_DROP

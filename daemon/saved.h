@@ -23,6 +23,7 @@
 struct kvq__saved_layer {
     struct kvq__layer_row row; // repeat is 1, format is row_format.name
     struct kvq_format format;
+    uint8_t v_rotation;            // enum kvq_v_rotation
     uint32_t first_page, raw_page; // pages before these are gone; and have no raw block any more
     uint64_t base;                 // a fork's: tokens below are only there packed
     uint64_t packed;               // so many tokens are packed
@@ -36,7 +37,7 @@ struct kvq__saved {
     char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
     char own_format[KVQ_FORMAT_NAME]; // of the configuration, that it was opened with, or empty
     char isa[16];                     // that it was computed on, for people
-    uint32_t shard, shards, dtype, v_rotation, path, max_rollback, on_detach;
+    uint32_t shard, shards, dtype, path, max_rollback, on_detach;
     uint64_t prompt_tokens, keep_seconds;
     uint64_t tokens, floor, saturated;
     uint64_t stamp; // of this save, unlike that of any other; 0: of a version that had none

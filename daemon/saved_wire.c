@@ -107,7 +107,16 @@ static void take_format(struct narrow *n, const Kvq__TableFormat *m, const char 
 
 // ---- Packing ----
 
-static Kvq__SavedLayer *layer_message(struct kvq_arena *arena, const struct kvq__saved_layer *from)
+uint32_t kvq__saved_version(const struct kvq__saved *saved)
+{
+    for (uint32_t i = 1; i < saved->n_layers; i++)
+        if (saved->layers[i].v_rotation != saved->layers[0].v_rotation)
+            return 2;
+    return 1;
+}
+
+static Kvq__SavedLayer *layer_message(struct kvq_arena *arena, const struct kvq__saved_layer *from,
+                                      uint8_t v_rotation)
 {
     Kvq__SavedLayer *layer = kvq_arena_alloc(arena, sizeof *layer);
     Kvq__Layer *row = kvq_arena_alloc(arena, sizeof *row);
@@ -133,6 +142,7 @@ static Kvq__SavedLayer *layer_message(struct kvq_arena *arena, const struct kvq_
     layer->packed = from->packed;
     layer->learned = from->learned;
     layer->book = from->book;
+    layer->v_rotation_plus1 = from->v_rotation == v_rotation ? 0 : 1u + from->v_rotation;
     return layer->format ? layer : NULL;
 }
 
@@ -143,7 +153,7 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     if (!s || !layers)
         return NULL;
     kvq__saved_session__init(s);
-    s->version = KVQ__SAVED_VERSION;
+    s->version = kvq__saved_version(from);
     s->layout = KVQ_LAYOUT_ID;
     s->name = kvq_arena_text(arena, from->name);
     s->model = kvq_arena_text(arena, from->model);
@@ -154,7 +164,7 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->shard = from->shard;
     s->shards = from->shards;
     s->dtype = from->dtype;
-    s->v_rotation = from->v_rotation;
+    s->v_rotation = from->n_layers ? from->layers[0].v_rotation : KVQ_V_ROT_NONE;
     s->path = from->path;
     s->max_rollback = from->max_rollback;
     s->on_detach = from->on_detach;
@@ -168,7 +178,8 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->spans = from->n_spans;
     s->layers = layers;
     for (; s->n_layers < from->n_layers; s->n_layers++)
-        if (!(layers[s->n_layers] = layer_message(arena, &from->layers[s->n_layers])))
+        if (!(layers[s->n_layers] =
+                  layer_message(arena, &from->layers[s->n_layers], (uint8_t)s->v_rotation)))
             return NULL;
     return s;
 }
@@ -187,7 +198,8 @@ int kvq__saved_pack(const struct kvq__saved *saved, struct kvq_arena *arena, voi
 
 // ---- Unpacking ----
 
-static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, struct kvq__saved_layer *layer)
+static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, uint32_t v_rotation,
+                       struct kvq__saved_layer *layer)
 {
     const Kvq__Layer *row = m->row;
     n->wrong |= !row || row->kv_from_plus1 > KVQ_MAX_LAYERS;
@@ -212,16 +224,19 @@ static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, struct kvq__s
     layer->packed = m->packed;
     layer->learned = m->learned;
     layer->book = m->book;
+    v_rotation = m->v_rotation_plus1 ? m->v_rotation_plus1 - 1 : v_rotation;
+    layer->v_rotation = byte_of(n, v_rotation, KVQ_V_ROT_DAEMON);
 }
 
 static int check_version(const Kvq__SavedSession *m, char *text)
 {
-    if (m->version == KVQ__SAVED_VERSION && m->layout == KVQ_LAYOUT_ID)
+    if (m->version >= KVQ__SAVED_OLDEST && m->version <= KVQ__SAVED_NEWEST &&
+        m->layout == KVQ_LAYOUT_ID)
         return 0;
     snprintf(text, KVQ_TEXT_BYTES,
              "session \"%s\" was saved as version %u with block layout %u; this daemon reads "
-             "version %d with layout %d: use the version that saved it",
-             m->name, m->version, m->layout, KVQ__SAVED_VERSION, KVQ_LAYOUT_ID);
+             "versions %d to %d with layout %d: use the version that saved it",
+             m->name, m->version, m->layout, KVQ__SAVED_OLDEST, KVQ__SAVED_NEWEST, KVQ_LAYOUT_ID);
     return KVQ_E_VERSION;
 }
 
@@ -237,7 +252,6 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
         .shard = m->shard,
         .shards = m->shards,
         .dtype = m->dtype,
-        .v_rotation = m->v_rotation,
         .path = m->path,
         .max_rollback = m->max_rollback,
         .on_detach = m->on_detach,
@@ -259,7 +273,7 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
               !copy_text(saved->own_format, sizeof saved->own_format, m->own_format) ||
               !copy_text(saved->isa, sizeof saved->isa, m->isa);
     for (uint32_t i = 0; i < saved->n_layers && !n.wrong; i++) {
-        take_layer(&n, m->layers[i], &saved->layers[i]);
+        take_layer(&n, m->layers[i], m->v_rotation, &saved->layers[i]);
         n.wrong |= saved->layers[i].row.kv_from == (int32_t)i; // who has a cache is written as -1
     }
     return !n.wrong;

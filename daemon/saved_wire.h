@@ -8,11 +8,14 @@
 #include "daemon/saved.h"
 #include "proto/wire.h"
 
-enum { KVQ__SAVED_VERSION = 1, KVQ__SAVED_BYTES = KVQ_MAX_MESSAGE };
+// What is written is of the oldest version that can say it.
+enum { KVQ__SAVED_OLDEST = 1, KVQ__SAVED_NEWEST = 2, KVQ__SAVED_BYTES = KVQ_MAX_MESSAGE };
 
 // A format's row in the arena; NULL when that is full.
 Kvq__TableFormat *kvq__format_message(struct kvq_arena *arena, const struct kvq_format *format);
 
+// The version that is written of it.
+uint32_t kvq__saved_version(const struct kvq__saved *saved);
 // Packs into KVQ__SAVED_BYTES; the arena is for what is needed meanwhile. 0, KVQ_E_LIMIT or
 // KVQ_E_NO_MEMORY with a text.
 int kvq__saved_pack(const struct kvq__saved *saved, struct kvq_arena *arena, void *out,

@@ -90,7 +90,8 @@ struct kvq__session {
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
     uint64_t exact_tokens; // before so many are final nothing is packed; not saved
-    uint8_t path, v_rotation, dtype;
+    uint8_t path, dtype;
+    uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
     bool drop_on_detach, save_on_detach, dropped;
 
     uint64_t tokens; // committed

@@ -6,7 +6,7 @@
 //   NAME-g32 -g64 -g128     values per scale, K and V
 //   NAME-fm                 the smallest value as zero point, not a multiple of the scale
 //   NAME-full               symmetric and hybrid codecs use all their codes
-//   NAME-norot -noscale -nosmooth     without K's rotation, token scale, channel factors
+//   NAME-norot -noscale -nosmooth     without rotation, token scale, channel factors
 //   NAME-xh -max -mean      token scale across heads, by maximum, by mean
 //   NAME-oN                 N outlier tokens per KV head; 0 for none
 //   NAME-sN -wN             N sink tokens, N recent tokens
@@ -115,8 +115,10 @@ static bool apply_word(struct kvq_format *f, const char *word)
         return set_minimum(f);
     if (strcmp(word, "full") == 0)
         return set_full(f);
-    if (strcmp(word, "norot") == 0)
+    if (strcmp(word, "norot") == 0) {
+        f->paper_rotates_v = 0;
         return clear_stage(&f->k_rotation);
+    }
     if (strcmp(word, "noscale") == 0)
         return clear_stage(&f->k_token_scale);
     if (strcmp(word, "nosmooth") == 0)
@@ -237,6 +239,7 @@ int kvq_format_join(struct kvq_format *f, const struct kvq_format *v, char *text
     }
     f->v = v->v;
     f->v_rotation = v->v_rotation;
+    f->paper_rotates_v = v->paper_rotates_v;
     f->unit_tokens = larger(f->unit_tokens, v->unit_tokens);
     f->recent_tokens = larger(f->recent_tokens, v->recent_tokens);
     f->sink_tokens = larger(f->sink_tokens, v->sink_tokens);

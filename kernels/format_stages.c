@@ -107,6 +107,16 @@ static void put(struct kvq_format *f, const struct stage *s, size_t offset, uint
         memcpy((char *)f + offset, &byte, sizeof byte);
 }
 
+// What V is rotated by belongs to the paper's own K rotation, channel factors and codes of V.
+static bool leaves_paper(const struct stage *s)
+{
+    const size_t own[] = {AT(k_channel), AT(k_rotation), AT(v_rotation), AT(v.codec), AT(v.axis)};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        if (s->offset == own[i])
+            return true;
+    return false;
+}
+
 static bool value_of(const struct stage *s, const char *text, uint16_t *value)
 {
     for (const struct word *w = s->words; w && w->word; w++)
@@ -169,6 +179,8 @@ static int change_one(struct kvq_format *f, const char *change, size_t length, c
     if (stages[i].offset == AT(outliers) && x && !f->outliers && !f->extra_outliers)
         f->extra_outliers = KVQ_POOL_ENTRIES / 2;
     put(f, &stages[i], stages[i].offset, x);
+    if (leaves_paper(&stages[i]))
+        f->paper_rotates_v = 0;
     if (stages[i].second)
         put(f, &stages[i], stages[i].second, x);
     return 0;

@@ -35,7 +35,8 @@
 #define OSCAR_ROW(row_name, nbits, scale, from)                                                    \
     {                                                                                              \
         .name = (row_name), .source = (from), .k_rotation = KVQ_ROTATE_HADAMARD,                   \
-        .k_token_scale = (scale), .k = AFFINE(nbits, KVQ_PER_CHANNEL, KVQ_ZERO_INTEGER, 32),       \
+        .k_token_scale = (scale), .paper_rotates_v = 1,                                            \
+        .k = AFFINE(nbits, KVQ_PER_CHANNEL, KVQ_ZERO_INTEGER, 32),                                 \
         .v = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32), .unit_tokens = 128                \
     }
 #define OSCAR    "OScaR, section 3 and appendix L.1"
@@ -75,7 +76,7 @@
 #define QUAROT_ROW(row_name, nbits)                                                                \
     {                                                                                              \
         .name = (row_name), .source = "QuaRot, section 4 (KV cache)",                              \
-        .k_rotation = KVQ_ROTATE_HADAMARD,                                                         \
+        .k_rotation = KVQ_ROTATE_HADAMARD, .paper_rotates_v = 1,                                   \
         .k = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32),                                   \
         .v = AFFINE(nbits, KVQ_PER_TOKEN, KVQ_ZERO_INTEGER, 32), .unit_tokens = 32                 \
     }
@@ -264,6 +265,11 @@ static bool same_side(const struct kvq_side *a, const struct kvq_side *b)
     return a->codec == b->codec && a->bits == b->bits && a->axis == b->axis && a->zero == b->zero &&
            a->full == b->full && a->wide == b->wide && a->vector == b->vector &&
            a->group == b->group;
+}
+
+enum kvq_v_rotation kvq_v_rotation_by_paper(const struct kvq_format *f)
+{
+    return f->paper_rotates_v && !kvq_is_raw(f) ? KVQ_V_ROT_DAEMON : KVQ_V_ROT_NONE;
 }
 
 bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b)

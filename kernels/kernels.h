@@ -83,15 +83,16 @@ enum { KVQ_FORMAT_NAME = 64, KVQ_MAX_SINK = 96, KVQ_MAX_LEARN = 4096 };
 
 struct kvq_format {
     char name[KVQ_FORMAT_NAME];
-    const char *source;     // paper and section
-    uint8_t k_channel;      // enum kvq_k_channel
-    uint8_t k_rotation;     // enum kvq_rotation
-    uint8_t k_token_scale;  // enum kvq_token_scale
-    uint8_t v_rotation;     // enum kvq_rotation; NONE leaves it to the shape
-    uint8_t raw_dtype;      // raw formats: the one 16-bit dtype it holds; else 0 (either)
-    uint8_t outliers;       // tokens with the smallest |K|_1 that stay raw (OTT); 0 = none
-    uint8_t extra_outliers; // room for those that later ones displaced
-    uint8_t plain_layers;   // so many first layers go without outliers
+    const char *source;      // paper and section
+    uint8_t k_channel;       // enum kvq_k_channel
+    uint8_t k_rotation;      // enum kvq_rotation
+    uint8_t k_token_scale;   // enum kvq_token_scale
+    uint8_t v_rotation;      // enum kvq_rotation; NONE leaves it to the shape
+    uint8_t raw_dtype;       // raw formats: the one 16-bit dtype it holds; else 0 (either)
+    uint8_t outliers;        // tokens with the smallest |K|_1 that stay raw (OTT); 0 = none
+    uint8_t extra_outliers;  // room for those that later ones displaced
+    uint8_t plain_layers;    // so many first layers go without outliers
+    uint8_t paper_rotates_v; // 1: its paper rotates V in the weights; see kvq_v_rotation_by_paper
     struct kvq_side k, v;
     uint16_t unit_tokens;   // packed in whole units of so many tokens: 32, 64 or 128
     uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
@@ -140,12 +141,16 @@ struct kvq_book {
     size_t k_head, k_sub, v_head, v_sub;
 };
 
-// How V is rotated (OScaR, section on value rotation).
+// How a layer's V is rotated, besides what its format says (OScaR, Algorithm 1).
 enum kvq_v_rotation {
     KVQ_V_ROT_NONE,   // V is quantized as it comes
     KVQ_V_ROT_ENGINE, // the engine rotated it in its weights; nothing to do here
     KVQ_V_ROT_DAEMON, // rotated when packed; the packed part of the output is rotated back
 };
+
+// How V is rotated where nobody has said how: DAEMON if the format's paper rotates V in the weights
+// and the format still is the paper's in what K's rotation and V's codes are, else NONE.
+enum kvq_v_rotation kvq_v_rotation_by_paper(const struct kvq_format *f);
 
 // Shape of one layer. All heads of a layer share it.
 struct kvq_shape {
@@ -158,7 +163,8 @@ struct kvq_shape {
     float scale;                // softmax scale, usually 1/sqrt(k_dim)
 };
 
-// Whether they are the same, but for a format's name and source.
+// Whether they are the same, but for a format's name, source and paper_rotates_v: blocks of both
+// are read alike.
 bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b);
 bool kvq_shape_same(const struct kvq_shape *a, const struct kvq_shape *b);
 

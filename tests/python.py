@@ -315,6 +315,35 @@ class Package(Test):
                 step.abort()
             session.drop()
 
+    def test_rotation_of_v(self):
+        """By default as the format's paper has it. An engine that rotates V itself gets the same in
+        its own basis, and whoever rotates, reading gives back what was handed over."""
+        def opened(format, **options):
+            return self.client.session(tokens.rows, format, attention="exact", **options)
+        tokens, turned = Tokens(7, 600), Tokens(7, 600)
+        signs = np.array([[(-1) ** bin(i & j).count("1") for j in range(128)] for i in range(128)])
+        rotation = np.float32(signs / np.sqrt(128))
+        turned.v = tokens.v @ rotation
+        for format, by in (("oscar2", "daemon"), ("quarot4", "daemon"), ("kivi2", "none"),
+                           ("oscar2-norot", "none"), ("oscar2:vrot=none", "none")):
+            self.assertEqual(opened(format).info()["v_rotation"], by)
+        default, daemon, none, engine = (
+            opened("oscar2", v_rotation=by) for by in ("default", "daemon", "none", "engine"))
+        outs = [self.queue_outputs(t, s) for t, s in
+                ((tokens, default), (tokens, daemon), (tokens, none), (turned, engine))]
+        np.testing.assert_array_equal(outs[0], outs[1])
+        error = np.abs(outs[3] @ rotation - outs[1])  # codes may differ where fp16 rounds otherwise
+        self.assertLess(np.sqrt(np.mean(error ** 2)),
+                        np.sqrt(np.mean((outs[2] - outs[1]) ** 2)) / 5)
+        for session, t in ((daemon, tokens), (engine, turned)):
+            v = self.queue.read(session, 0)[1]
+            self.assertLess(np.abs(v - t.v[0]).max(), 2.5)
+            self.assertLess(np.sqrt(np.mean((v - t.v[0]) ** 2)), 0.5)
+
+    def queue_outputs(self, tokens, session):
+        tokens.feed(self.queue, session, 590, attend=False)
+        return np.concatenate([out for out, _ in tokens.feed(self.queue, session, 10)])
+
     def test_numbers_that_c_would_cut(self):
         for change in ({"q_heads": 65536 + 8}, {"kv_heads": -1}, {"repeat": 1 << 32},
                        {"window": 1.5}, {"format": "f16\0x"}):

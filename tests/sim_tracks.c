@@ -107,6 +107,7 @@ static void fill_layer(struct model *m, uint32_t layer, const struct recipe *r)
                   .k_dim = SIM_DIM,
                   .v_dim = SIM_DIM,
                   .dtype = KVQ_F16,
+                  .v_rotation = (uint8_t)kvq_v_rotation_by_paper(format_of(r->format, layer)),
                   .window = r->window,
                   .softcap = r->softcap,
                   .scale = 0.125f},

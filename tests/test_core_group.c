@@ -568,8 +568,11 @@ static void test_open(void **state)
     spec.prompt_tokens = 5;
     refused(spec, KVQ_E_EXISTS, "prompt_tokens");
     spec = spec_of(1);
-    spec.v_rotation = KVQ_V_ROT_DAEMON;
+    spec.v_rotation = KVQ__V_ENGINE;
     spec.format = "oscar2";
+    refused(spec, KVQ_E_EXISTS, "v_rotation");
+    spec.v_rotation = KVQ__V_DAEMON; // in layers of one format
+    spec.format = "f16";
     refused(spec, KVQ_E_EXISTS, "v_rotation");
     spec = spec_of(1);
     spec.on_detach = KVQ__DETACH_DROP;
@@ -676,6 +679,24 @@ static void test_detach(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
+// Shards by layers have other formats, whose papers differ; the engine is one.
+static void test_rotations(void **state)
+{
+    struct kvq__session_spec spec = spec_of(0);
+    struct kvq__session_info info;
+    (void)state;
+    spec.format = "k8v4";
+    assert_int_equal(open_as(&one, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ_V_ROT_NONE);
+    spec = spec_of(1);
+    spec.format = "oscar2";
+    spec.v_rotation = KVQ__V_ENGINE;
+    refused(spec, KVQ_E_EXISTS, "v_rotation");
+    spec.v_rotation = KVQ__V_BY_PAPER;
+    assert_int_equal(open_as(&two, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ_V_ROT_DAEMON);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -685,7 +706,7 @@ int main(void)
         TEST(test_leaving),     TEST(test_gone_behind_end), TEST(test_told_in_step),
         TEST(test_one_request), TEST(test_one_queue),       TEST(test_counts),
         TEST(test_open),        TEST(test_alone),           TEST(test_drop),
-        TEST(test_detach),
+        TEST(test_detach),      TEST(test_rotations),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

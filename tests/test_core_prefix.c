@@ -197,7 +197,8 @@ static void meanings_differ(void **state)
     DIFFERS(format, "oscar3");
     DIFFERS(format, "oscar2-xh");
     DIFFERS(dtype, KVQ_BF16);
-    DIFFERS(v_rotation, KVQ_V_ROT_DAEMON);
+    DIFFERS(v_rotation, KVQ__V_NONE);
+    DIFFERS(v_rotation, KVQ__V_ENGINE);
     DIFFERS(ns, "open");
     DIFFERS(ns, NULL);
     for (uint32_t i = 0; i < 3; i++) {

@@ -279,7 +279,8 @@ static void known_by(void **state)
     DIFFERS(adapter, "lora-7", 0);
     DIFFERS(format, "oscar3", 0);
     DIFFERS(dtype, KVQ_BF16, 0);
-    DIFFERS(v_rotation, KVQ_V_ROT_DAEMON, 0);
+    DIFFERS(v_rotation, KVQ__V_NONE, 0);
+    DIFFERS(v_rotation, KVQ__V_ENGINE, 0);
     DIFFERS(layers, others, 0);
     DIFFERS(ns, NULL, 0);
     DIFFERS(prefix.n_spans, 0, 1);

@@ -152,7 +152,7 @@ static void test_numbers_of_spec(void **state)
     spec.shard = 2;
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
     spec = good;
-    spec.v_rotation = 3;
+    spec.v_rotation = KVQ__V_NONE + 1;
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
     spec = good;
     spec.dtype = KVQ_BF16; // f16 does not hold it
@@ -627,6 +627,99 @@ static void test_drain(void **state)
     assert_true(kvq__core_idle(kit.core));
 }
 
+// ---- Rotation of V ----
+
+static uint8_t rotation_of(const char *format, uint32_t asked)
+{
+    const struct kvq__layer_row row = row_of(format);
+    const struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .v_rotation = asked};
+    struct kvq__session_info info;
+    if (open_as(&m, &spec, &info))
+        fail_msg("%s: %s", format, text);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    return info.v_rotation;
+}
+
+// Who says nothing gets what the format's paper does, and is told what that is.
+static void test_rotation_by_paper(void **state)
+{
+    static const char *const rotated[] = {
+        "oscar2",       "oscar4-xh",     "quarot4", "oscar2-g128-fm", "oscar3:sink=32:recent=64",
+        "kivi2+oscar2", "oscar2-noscale"};
+    static const char *const not [] = {"f16",
+                                       "kivi2",
+                                       "innerq-hybrid",
+                                       "ott2",
+                                       "turboquant3",
+                                       "k8v4",
+                                       "kvq2",
+                                       "oscar2-norot",
+                                       "oscar2:vrot=none",
+                                       "oscar2+kivi2",
+                                       "oscar2:vrot=signed",
+                                       "quarot2:rot=signed",
+                                       "oscar2:vaxis=channel",
+                                       "oscar2:channel=prompt"};
+    (void)state;
+    for (uint32_t i = 0; i < sizeof rotated / sizeof *rotated; i++)
+        assert_int_equal(rotation_of(rotated[i], KVQ__V_BY_PAPER), KVQ_V_ROT_DAEMON);
+    for (uint32_t i = 0; i < sizeof not / sizeof *not ; i++)
+        if (rotation_of(not [i], KVQ__V_BY_PAPER) != KVQ_V_ROT_NONE)
+            fail_msg("%s is rotated", not [i]);
+    assert_int_equal(rotation_of("oscar2", KVQ__V_ENGINE), KVQ_V_ROT_ENGINE);
+    assert_int_equal(rotation_of("oscar2", KVQ__V_NONE), KVQ_V_ROT_NONE);
+    assert_int_equal(rotation_of("kivi2", KVQ__V_DAEMON), KVQ_V_ROT_DAEMON);
+    const struct kvq__layer_row rows[] = {row_of("k8v4"), row_of("oscar2")};
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
+    struct kvq__session_info info;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ__V_MIXED);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    spec.v_rotation = KVQ__V_DAEMON; // in all of them
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ_V_ROT_DAEMON);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+}
+
+// What an engine cannot see it need not ask for; what it sees must be what it asks for.
+static void test_rotation_of_existing(void **state)
+{
+    static const struct {
+        uint8_t there, asked, reported;
+        bool opens;
+    } rows[] = {
+        {KVQ__V_NONE, KVQ__V_BY_PAPER, KVQ_V_ROT_NONE, true},
+        {KVQ__V_BY_PAPER, KVQ__V_BY_PAPER, KVQ_V_ROT_DAEMON, true},
+        {KVQ__V_BY_PAPER, KVQ__V_DAEMON, KVQ_V_ROT_DAEMON, true},
+        {KVQ__V_NONE, KVQ__V_DAEMON, 0, false},
+        {KVQ__V_DAEMON, KVQ__V_NONE, 0, false},
+        {KVQ__V_ENGINE, KVQ__V_BY_PAPER, 0, false},
+        {KVQ__V_BY_PAPER, KVQ__V_ENGINE, 0, false},
+        {KVQ__V_ENGINE, KVQ__V_ENGINE, KVQ_V_ROT_ENGINE, true},
+    };
+    const struct kvq__layer_row row = row_of("oscar2");
+    (void)state;
+    for (uint32_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        struct kvq__session_info first, again;
+        struct kvq__session_spec spec = {
+            .name = "there", .layers = &row, .n_layers = 1, .v_rotation = rows[i].there};
+        assert_int_equal(open_as(&m, &spec, &first), 0);
+        assert_int_equal(kvq__session_close(m.client, first.handle, text), 0);
+        spec.v_rotation = rows[i].asked;
+        int rc = open_as(&m, &spec, &again);
+        assert_int_equal(rc, rows[i].opens ? 0 : KVQ_E_EXISTS);
+        if (rc < 0) {
+            assert_non_null(strstr(text, "v_rotation"));
+            spec.n_layers = 0; // as it is
+            assert_int_equal(open_as(&m, &spec, &again), 0);
+        } else {
+            assert_int_equal(again.v_rotation, rows[i].reported);
+        }
+        assert_int_equal(kvq__session_drop(m.client, again.handle, text), 0);
+        assert_int_equal(kvq__session_close(m.client, again.handle, text), KVQ_E_STALE);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -646,6 +739,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_codebook_holds, setup, teardown),
         cmocka_unit_test_setup_teardown(test_reading, setup, teardown),
         cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_by_paper, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_of_existing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -169,7 +169,7 @@ static void test_suffixes(void **state)
     SUFFIX("innerq-base-full", "innerq-base", f.k.full = f.v.full = 1);
     SUFFIX("innerq-hybrid-full", "innerq-hybrid", f.k.full = f.v.full = 1);
     SUFFIX("k8v4-full", "k8v4", f.k.full = 1);
-    SUFFIX("oscar2-norot", "oscar2", f.k_rotation = KVQ_ROTATE_NONE);
+    SUFFIX("oscar2-norot", "oscar2", f.k_rotation = KVQ_ROTATE_NONE; f.paper_rotates_v = 0);
     SUFFIX("oscar2-noscale", "oscar2", f.k_token_scale = KVQ_SCALE_NONE);
     SUFFIX("vecinfer-2-nosmooth", "vecinfer-2", f.k_channel = KVQ_CHANNEL_NONE);
     SUFFIX("oscar2-xh", "oscar2", f.k_token_scale = KVQ_SCALE_L2_CROSS);
@@ -180,7 +180,8 @@ static void test_suffixes(void **state)
     SUFFIX("oscar2-s96", "oscar2", f.sink_tokens = 96);
     SUFFIX("innerq-base-s0-w0", "innerq-base", f.sink_tokens = f.recent_tokens = 0);
     SUFFIX("oscar2-w4096", "oscar2", f.recent_tokens = 4096);
-    SUFFIX("oscar2-norot-noscale-fm-g128", "oscar2", f.k_rotation = f.k_token_scale = 0;
+    SUFFIX("oscar2-norot-noscale-fm-g128", "oscar2",
+           f.k_rotation = f.k_token_scale = f.paper_rotates_v = 0;
            f.k.zero = f.v.zero = KVQ_ZERO_MINIMUM; f.k.group = f.v.group = 128);
 }
 
@@ -190,7 +191,8 @@ static void test_pairs_and_books(void **state)
     (void)state;
     parse("oscar4+innerq-small", &f);
     a.v = b.v;
-    a.recent_tokens = 96; // the longer of all windows and units
+    a.paper_rotates_v = 0; // V's paper is InnerQ's
+    a.recent_tokens = 96;  // the longer of all windows and units
     a.sink_tokens = 32;
     assert_same_stages(&f, &a);
     a = *kvq_format_by_name("int8"), b = *kvq_format_by_name("turboquant2.5");
@@ -220,10 +222,11 @@ static void test_stages(void **state)
     SUFFIX("oscar2:sink=32:recent=64", "oscar2", f.sink_tokens = 32; f.recent_tokens = 64);
     SUFFIX("oscar2:rot=none:scale=max:kbits=3:zero=minimum", "oscar2",
            f.k_rotation = KVQ_ROTATE_NONE;
-           f.k_token_scale = KVQ_SCALE_MAX; f.k.bits = 3; f.k.zero = f.v.zero = KVQ_ZERO_MINIMUM);
+           f.paper_rotates_v = 0; f.k_token_scale = KVQ_SCALE_MAX; f.k.bits = 3;
+           f.k.zero = f.v.zero = KVQ_ZERO_MINIMUM);
     SUFFIX("oscar2:k_rotation=signed:token_scale=mean:v_bits=4", "oscar2",
            f.k_rotation = KVQ_ROTATE_SIGNED;
-           f.k_token_scale = KVQ_SCALE_MEAN_ABS; f.v.bits = 4);
+           f.paper_rotates_v = 0; f.k_token_scale = KVQ_SCALE_MEAN_ABS; f.v.bits = 4);
     SUFFIX("int8:k_codec=affine:k_zero=minimum:k_axis=channel", "int8",
            f.k.codec = KVQ_CODEC_AFFINE;
            f.k.zero = KVQ_ZERO_MINIMUM; f.k.axis = KVQ_PER_CHANNEL);

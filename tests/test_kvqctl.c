@@ -90,6 +90,7 @@ static void fill_session(Kvq__Session *session)
     session->tier = "disk";
     session->pinned = true;
     session->readers = 2;
+    session->v_rotation = "mixed";
 }
 
 // Lists besides sessions and formats: each without an element, and cut.
@@ -435,6 +436,7 @@ static void test_formats(void **state)
     assert_non_null(strstr(out, "120.5 with everything; 4.25 times smaller than 16 bits\n"));
     assert_non_null(strstr(out, "format      mymix, 3.062"));
     assert_non_null(strstr(out, "layers      0-1:k8v4, 2-31:oscar2\n"));
+    assert_non_null(strstr(out, "V           rotated by the daemon when packed, in some layers,"));
     assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));
 }
 

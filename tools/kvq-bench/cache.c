@@ -201,6 +201,7 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
     *c = (struct bench_cache){.format = format, .tokens = tokens};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
+    c->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(format); // as sessions have it
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
     size_t taken = size_layer(c);
     c->layers = bench_walk_layers(c->layer_bytes);

@@ -69,6 +69,7 @@ int hop_local_open(struct hop_local **out, const struct hop_gpu *gpu, const stru
                                   .k_dim = (uint16_t)o->head_dim,
                                   .v_dim = (uint16_t)o->head_dim,
                                   .dtype = KVQ_F16};
+    l->shape.v_rotation = l->format ? (uint8_t)kvq_v_rotation_by_paper(l->format) : 0;
     l->shape.scale = 1.0f / sqrtf((float)o->head_dim);
     l->layer = (struct kvq_gpu_layer){l->format, &l->shape, NULL};
     int rc = check_format(l, o->format, text);

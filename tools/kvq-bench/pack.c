@@ -175,6 +175,7 @@ static void print_row(const struct run *r, const struct kvq_format *f, struct ti
 static bool bench_format(struct run *r, const struct kvq_format *f)
 {
     struct times t = {0};
+    r->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(f); // as sessions have it
     struct kvq_layout l = kvq_layout_of(f, &r->shape);
     r->packed_bytes = kvq_block_bytes(&l, &r->shape);
     time_items(r, store_item); // so that there is something to learn from

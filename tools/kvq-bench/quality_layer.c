@@ -53,6 +53,7 @@ int quality_layer_open(struct quality_layer *l, const struct quality_method *m,
                        uint64_t prompt_tokens, const struct kvq_book *book, char *text, size_t n)
 {
     *l = (struct quality_layer){.m = *m, .shape = *shape, .room = room, .book = book};
+    l->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(&m->f); // as sessions have it
     if (layer < m->f.plain_layers)
         l->m.f.outliers = l->m.f.extra_outliers = 0;
     if (quality_wants_book(m) && !book) {

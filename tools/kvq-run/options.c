@@ -30,7 +30,7 @@ static const struct option_row rows[] = {
      G | P | L, STRING, AT(format), 0, 0},
     {"attention", "KIND", "default (the daemon's choice), exact or fast", G | P | L, ATTENTION,
      AT(attention), 0, 0},
-    {"v-rotation", "KIND", "none or daemon: rotate V before it is quantized (none)", G | P | L,
+    {"v-rotation", "KIND", "daemon or none: rotate V before it is quantized (by format)", G | P | L,
      ROTATION, AT(v_rotation), 0, 0},
     {"in-context", NULL, "attend in this process, over the daemon's memory", G | P | L, FLAG,
      AT(in_context), 0, 0},
@@ -129,15 +129,15 @@ static int set_word(const struct option_row *r, const char *text, struct options
                     struct problem *p)
 {
     static const char *const attention[] = {"default", "exact", "fast"};
-    static const char *const rotation[] = {"none", NULL, "daemon"};
+    static const char *const rotation[] = {"default", NULL, "daemon", "none"};
     const char *const *words = r->kind == ATTENTION ? attention : rotation;
-    for (uint8_t i = 0; i < 3; i++)
+    for (uint8_t i = 0; i < (r->kind == ATTENTION ? 3 : 4); i++)
         if (words[i] && !strcmp(words[i], text)) {
             *((uint8_t *)o + r->offset) = i;
             return 0;
         }
     return problem_set(p, RUN_USAGE, "--%s %s: must be %s", r->name, text,
-                       r->kind == ATTENTION ? "default, exact or fast" : "none or daemon");
+                       r->kind == ATTENTION ? "default, exact or fast" : "default, daemon or none");
 }
 
 static int set(const struct option_row *r, const char *text, struct options *o, struct problem *p)

@@ -100,6 +100,15 @@ static void print_shards(const Kvq__Session *s)
     }
 }
 
+static void print_rotation(const char *by)
+{
+    if (strcmp(by, "engine") == 0)
+        printf("V           rotated by the engine, as outputs are\n");
+    else if (strcmp(by, "none") != 0 && *by)
+        printf("V           rotated by the daemon when packed%s, outputs are rotated back\n",
+               strcmp(by, "mixed") == 0 ? ", in some layers" : "");
+}
+
 // What a token takes. Memory comes in blocks: a short session may take more than 16 bits would.
 static void print_size(const Kvq__Session *s)
 {
@@ -129,6 +138,7 @@ static void print_session(const Kvq__Session *s)
                s->tier && strcmp(s->tier, "disk") == 0 ? ", when it is back from disk" : "");
     if (s->layer_formats && *s->layer_formats)
         printf("layers      %s\n", kvq__ctl_clean(s->layer_formats));
+    print_rotation(s->v_rotation ? s->v_rotation : "");
     printf("tokens      %" PRIu64 ", of which %" PRIu64 " still in 16 bits; rollback up to %" PRIu32
            "\n",
            s->tokens, s->full_precision_tokens, s->max_rollback);

@@ -16,7 +16,7 @@ from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .work import Queue
 
-_ROTATIONS = {"none": 0, "engine": 1, "daemon": 2}
+_ROTATIONS = {"default": 0, "engine": 1, "daemon": 2, "none": 3}
 _ATTENTION = {"default": 0, "exact": 1, "fast": 2}
 _DETACH = {"default": 0, "drop": 1, "keep": 2, "save": 3}
 _FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8,
@@ -234,7 +234,7 @@ class Client:
                      integer("shard", shard), integer("shards", shards))
 
     def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
-                  v_rotation="none", attention="default", on_detach="default", shard=0, shards=0,
+                  v_rotation="default", attention="default", on_detach="default", shard=0, shards=0,
                   max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, salt=None,
                   adapter=None, prefix=None, spans=(), **flags):
         """struct kvq_session_options, and the buffer of the prefix's ids, to be closed."""
