@@ -164,11 +164,52 @@ class KvqRun(unittest.TestCase):
             with open(path, encoding="utf-8") as file:
                 bench = {line["method"]: line for line in map(json.loads, file)}
         for name in ("oscar2", "oscar4"):
-            got = self.json("perplexity", "--format", name, "--text", HELDOUT, "--bytes", 2048)
+            got = self.json("perplexity", "--format", name, "--text", HELDOUT, "--bytes", 2048,
+                            "--v-rotation", "daemon")
             self.assertAlmostEqual(got["perplexity"] / bench[name]["perplexity"], 1, delta=1e-3)
             self.assertAlmostEqual(got["perplexity_against"] / bench["f16"]["perplexity"], 1,
                                    delta=1e-6)
             self.assertAlmostEqual(got["kl_mean"] / bench[name]["kl"], 1, delta=0.05)
+
+    def logits(self, ids, *arguments):
+        got = self.json("logits", "--ids", ids, "--top", 257, "--attention", "exact", *arguments)
+        return [entry["logit"] for entry in sorted(got["top"], key=lambda entry: entry["id"])]
+
+    def test_rotation_in_the_weights(self):
+        """V rotated in the weights: the same model in f16, and in oscar2 what the daemon's own
+        rotation gives but for what fp16 rounds in another basis. It is the default."""
+        def apart(a, b):
+            return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b)) / len(a))
+        ids = ",".join(map(str, HELDOUT.read_bytes()[:900]))
+        plain = self.logits(ids, "--format", "f16")
+        folded = self.logits(ids, "--format", "f16", "--v-rotation", "engine")
+        self.assertNotEqual(plain, folded)
+        self.assertLess(apart(plain, folded), 0.005)
+        engine, daemon, none, default = (
+            self.logits(ids, "--format", "oscar2", "--v-rotation", who)
+            for who in ("engine", "daemon", "none", "default"))
+        self.assertEqual(default, engine)
+        self.assertNotEqual(daemon, engine)
+        self.assertGreater(apart(daemon, none), 0.02)
+        self.assertLess(apart(daemon, engine), apart(daemon, none) / 4)
+        # Formats whose papers leave V alone are not rotated.
+        kivi = [self.logits(ids, "--format", "kivi2", "--v-rotation", who)
+                for who in ("default", "none")]
+        self.assertEqual(*kivi)
+
+    def test_rotation_of_a_session_that_is_there(self):
+        """A session of V as it comes goes on as it is; who asks for another rotation is refused."""
+        whole = self.json("generate", "--prompt", "The database file", "--tokens", 64,
+                          "--temperature", 0, "--v-rotation", "daemon")
+        half = self.json("generate", "--prompt", "The database file", "--tokens", 32,
+                         "--temperature", 0, "--session", "turned", "--keep",
+                         "--v-rotation", "daemon")
+        refused = self.kvq_run("generate", "--ids", whole["ids"][32], "--session", "turned",
+                               "--v-rotation", "engine", status=1)
+        self.assertIn(b"another v_rotation", refused.stderr)
+        rest = self.json("generate", "--ids", whole["ids"][32], "--tokens", 31,
+                         "--temperature", 0, "--session", "turned")
+        self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
 
     def test_usage(self):
         for arguments, sentence in (
@@ -177,6 +218,8 @@ class KvqRun(unittest.TestCase):
                 (["perplexity"], b"--text FILE is missing"),
                 (["generate", "--ids", "1,2,900"], b"'900' is no token id below 257"),
                 (["generate", "--attention", "slow"], b"must be default, exact or fast"),
+                (["generate", "--v-rotation", "me"], b"must be default, engine, daemon or none"),
+                (["generate", "--v-rotation", "engine", "--capture", "x"], b"takes V as the model"),
                 (["dance"], b"'dance' is no command")):
             self.assertIn(sentence, self.kvq_run(*arguments, status=2).stderr)
 

@@ -13,6 +13,7 @@
 #include <cmocka.h>
 
 #include "tools/kvq-run/config.h"
+#include "tools/kvq-run/fold.h"
 #include "tools/kvq-run/linear.h"
 #include "tools/kvq-run/rope.h"
 #include "tools/kvq-run/sample.h"
@@ -174,6 +175,53 @@ static void products(void **state)
     linear_scratch_close(&s);
 }
 
+// V H / sqrt(dim) in each KV head, with the bias, and what reads it in each query head undoes it.
+static void folding(void **state)
+{
+    (void)state;
+    enum { KV = 2, Q = 6, DIM = 8, HIDDEN = 5 };
+    static float wv[KV * DIM * HIDDEN], bias[KV * DIM], wo[HIDDEN * Q * DIM];
+    struct problem p = {0};
+    struct linear_scratch s;
+    for (int i = 0; i < KV * DIM * HIDDEN; i++)
+        wv[i] = (float)((i * 7919) % 201 - 100) / 64;
+    for (int i = 0; i < KV * DIM; i++)
+        bias[i] = (float)((i * 31) % 17 - 8) / 4;
+    for (int i = 0; i < HIDDEN * Q * DIM; i++)
+        wo[i] = (float)((i * 104729) % 301 - 150) / 128;
+    struct tensor v = {.data = wv, .dims = 2, .shape = {KV * DIM, HIDDEN}}, fv, fb, fo;
+    struct tensor b = {.data = bias, .dims = 1, .shape = {KV * DIM}};
+    struct tensor o = {.data = wo, .dims = 2, .shape = {HIDDEN, Q * DIM}};
+    assert_int_equal(fold_rows(&v, DIM, &fv, &p), 0);
+    assert_int_equal(fold_rows(&b, DIM, &fb, &p), 0);
+    assert_int_equal(fold_columns(&o, DIM, &fo, &p), 0);
+    assert_int_equal(linear_scratch_open(&s, Q * DIM, &p), 0);
+    const float x[HIDDEN] = {1, -2, 0.5f, 3, -0.25f};
+    float plain[KV * DIM], turned[KV * DIM], heads[2][Q * DIM], y[2][HIDDEN];
+    linear(&s, &v, &b, x, 1, plain);
+    linear(&s, &fv, &fb, x, 1, turned);
+    for (int i = 0; i < KV * DIM; i++) {
+        double want = 0;
+        for (int j = 0; j < DIM; j++)
+            want += (__builtin_parity((unsigned)(i % DIM & j)) ? -1 : 1) *
+                    (double)plain[i / DIM * DIM + j];
+        assert_true(fabs(want / sqrt(DIM) - (double)turned[i]) < 1e-5);
+    }
+    for (int i = 0; i < Q * DIM; i++) { // each query head attends to one token of its KV head
+        int from = i / DIM / (Q / KV) * DIM + i % DIM;
+        heads[0][i] = plain[from];
+        heads[1][i] = turned[from];
+    }
+    linear(&s, &o, NULL, heads[0], 1, y[0]);
+    linear(&s, &fo, NULL, heads[1], 1, y[1]);
+    for (int i = 0; i < HIDDEN; i++)
+        assert_true(fabsf(y[0][i] - y[1][i]) < 1e-4f);
+    linear_scratch_close(&s);
+    fold_free(&fv);
+    fold_free(&fb);
+    fold_free(&fo);
+}
+
 #define SHAPE                                                                                      \
     "\"hidden_size\":512,\"intermediate_size\":1024,\"num_hidden_layers\":2,"                      \
     "\"num_attention_heads\":4,\"vocab_size\":257"
@@ -299,7 +347,7 @@ int main(void)
         cmocka_unit_test(good_file),   cmocka_unit_test(bad_files),   cmocka_unit_test(bad_lengths),
         cmocka_unit_test(widening),    cmocka_unit_test(products),    cmocka_unit_test(good_config),
         cmocka_unit_test(bad_configs), cmocka_unit_test(frequencies), cmocka_unit_test(rotation),
-        cmocka_unit_test(sampling),
+        cmocka_unit_test(sampling),    cmocka_unit_test(folding),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -154,12 +154,17 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
     kvq_buffer *prompt = NULL;
     int rc = put_prompt(e, o, &prompt, &so);
     rc = rc ? rc : kvq_session_open(e->client, &so, &k->session, &info);
+    if (rc == KVQ_E_EXISTS && o->may_unfold) {
+        so.v_rotation = KVQ_V_ROTATION_DEFAULT;
+        rc = kvq_session_open(e->client, &so, &k->session, &info);
+    }
     kvq_buffer_close(&prompt);
     if (rc)
         return refused(rc, "cannot open a session", p);
     k->tokens = info.tokens;
     k->prefix = info.created ? info.prefix_tokens : 0;
     k->tells_ids = o->prompt != NULL;
+    k->rotated = !strcmp(info.v_rotation, "engine");
     rc = e->local ? kvq_local_add(e->local, k->session) : 0;
     return rc ? refused(rc, "cannot map the session", p) : 0;
 }

@@ -39,7 +39,9 @@ struct capture_options {
 
 struct cache_options {
     const char *format, *session, *ns, *model;
-    uint8_t attention, v_rotation;
+    uint8_t attention;
+    uint8_t v_rotation; // KVQ_V_ROTATION
+    bool may_unfold;    // a session that is there with V as it comes is taken, too
     uint64_t prompt_tokens;
     bool keep;
     const uint32_t *prompt; // begin with what is there of it, and tell ids; NULL: neither
@@ -53,6 +55,7 @@ struct cache {
     uint64_t tokens; // committed
     uint64_t prefix; // that a new session began with
     bool tells_ids;
+    bool rotated; // V must come rotated: model_fold
     uint64_t step;
     uint32_t step_tokens;
     kvq_capture *capture; // not owned

@@ -151,7 +151,8 @@ static int open_all(struct generation *g, struct problem *p)
         .ns = o->ns,
         .model = g->model.fingerprint,
         .attention = o->attention,
-        .v_rotation = o->v_rotation,
+        .v_rotation = options_fold(o) ? KVQ_V_ROTATION_ENGINE : o->v_rotation,
+        .may_unfold = !o->v_rotation,
         .keep = o->keep,
     };
     if (model_open(&g->model, o->model, CACHE_STEP_TOKENS, p))
@@ -175,6 +176,8 @@ static int open_all(struct generation *g, struct problem *p)
     if (cache_open(&g->cache, &g->engine, &g->model.config, &co, p))
         return -1;
     g->open_seconds = run_seconds() - start;
+    if (g->cache.rotated && model_fold(&g->model, p))
+        return -1;
     if (sampler_open(&g->sampler, g->model.config.vocab, o->temperature, o->top_p, o->seed, p))
         return -1;
     g->restored = g->cache.tokens - g->cache.prefix;

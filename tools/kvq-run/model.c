@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tools/kvq-run/fold.h"
 #include "tools/kvq-run/rope.h"
 
 // The tensor of that name with shape [rows][cols] (cols 0: a vector of rows).
@@ -143,12 +144,42 @@ int model_open(struct model *m, const char *dir, uint32_t step_tokens, struct pr
     return 0;
 }
 
+static int fold_layer(struct layer_weights *w, uint32_t dim, struct problem *p)
+{
+    if (fold_rows(w->v, dim, &w->folded[0], p) || fold_columns(w->o, dim, &w->folded[2], p) ||
+        (w->v_bias && fold_rows(w->v_bias, dim, &w->folded[1], p)))
+        return -1;
+    w->v = &w->folded[0];
+    w->v_bias = w->v_bias ? &w->folded[1] : NULL;
+    w->o = &w->folded[2];
+    return 0;
+}
+
+int model_fold(struct model *m, struct problem *p)
+{
+    uint32_t dim = m->config.head_dim;
+    if (m->folded)
+        return 0;
+    if (dim & (dim - 1))
+        return problem_set(p, RUN_FAILED,
+                           "head_dim %u is no power of two: V cannot be rotated in "
+                           "the weights; use --v-rotation none",
+                           dim);
+    for (uint32_t i = 0; i < m->config.layers; i++)
+        if (fold_layer(&m->layers[i], dim, p))
+            return -1;
+    m->folded = true;
+    return 0;
+}
+
 void model_close(struct model *m)
 {
     float *rooms[] = {m->x, m->h, m->gate, m->up, m->freq, m->cos, m->sin};
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
         free(rooms[i]);
     linear_scratch_close(&m->scratch);
+    for (uint32_t i = 0; m->layers && i < 3 * m->config.layers; i++)
+        fold_free(&m->layers[i / 3].folded[i % 3]);
     free(m->layers);
     tensors_close(&m->tensors);
     memset(m, 0, sizeof *m);

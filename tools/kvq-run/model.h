@@ -16,6 +16,7 @@ struct layer_weights {
     const struct tensor *q_bias, *k_bias, *v_bias; // NULL if there are none
     const struct tensor *q_norm, *k_norm;          // likewise
     const struct tensor *gate, *up, *down;
+    struct tensor folded[3]; // v, v_bias and o with V's rotation in them; data NULL: not made
 };
 
 struct model {
@@ -23,7 +24,8 @@ struct model {
     struct tensors *tensors;
     struct layer_weights *layers;
     const struct tensor *embed, *norm, *head;
-    char fingerprint[128]; // of config and weights, for the daemon
+    char fingerprint[128]; // of config and weights as they are in the file, for the daemon
+    bool folded;           // model_fold
     // Working memory for one step.
     uint32_t step_tokens;
     float *x, *h, *gate, *up; // residual stream, normed input, projections
@@ -36,6 +38,10 @@ struct model {
 // a failure.
 int model_open(struct model *m, const char *dir, uint32_t step_tokens, struct problem *p);
 void model_close(struct model *m);
+
+// Rotates V in the weights, for sessions with KVQ_V_ROTATION_ENGINE: all caches of later steps must
+// be such. Done once, however often it is called. Takes the memory of W_V and W_O in fp32.
+int model_fold(struct model *m, struct problem *p);
 
 // One step: appends `n` tokens to the cache and writes the logits of the last `want` of them
 // (0 to n) to logits[want][vocab]. On failure nothing was committed.

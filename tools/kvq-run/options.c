@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "client/kvq.h"
+#include "kernels/kernels.h"
+
 enum kind { STRING, COUNT, BIG, REAL, FLAG, ATTENTION, ROTATION };
 enum { G = 1 << COMMAND_GENERATE, P = 1 << COMMAND_PERPLEXITY, L = 1 << COMMAND_LOGITS };
 
@@ -30,8 +33,10 @@ static const struct option_row rows[] = {
      G | P | L, STRING, AT(format), 0, 0},
     {"attention", "KIND", "default (the daemon's choice), exact or fast", G | P | L, ATTENTION,
      AT(attention), 0, 0},
-    {"v-rotation", "KIND", "daemon or none: rotate V before it is quantized (by format)", G | P | L,
-     ROTATION, AT(v_rotation), 0, 0},
+    {"v-rotation", "KIND",
+     "who rotates V: engine (in the weights), daemon or none (engine where the "
+     "format's paper does)",
+     G | P | L, ROTATION, AT(v_rotation), 0, 0},
     {"in-context", NULL, "attend in this process, over the daemon's memory", G | P | L, FLAG,
      AT(in_context), 0, 0},
     {"runtime-dir", "DIR", "where kvqd listens ($KVQ_RUNTIME_DIR)", G | P | L, STRING,
@@ -129,15 +134,16 @@ static int set_word(const struct option_row *r, const char *text, struct options
                     struct problem *p)
 {
     static const char *const attention[] = {"default", "exact", "fast"};
-    static const char *const rotation[] = {"default", NULL, "daemon", "none"};
+    static const char *const rotation[] = {"default", "engine", "daemon", "none"};
     const char *const *words = r->kind == ATTENTION ? attention : rotation;
     for (uint8_t i = 0; i < (r->kind == ATTENTION ? 3 : 4); i++)
-        if (words[i] && !strcmp(words[i], text)) {
+        if (!strcmp(words[i], text)) {
             *((uint8_t *)o + r->offset) = i;
             return 0;
         }
     return problem_set(p, RUN_USAGE, "--%s %s: must be %s", r->name, text,
-                       r->kind == ATTENTION ? "default, exact or fast" : "default, daemon or none");
+                       r->kind == ATTENTION ? "default, exact or fast"
+                                            : "default, engine, daemon or none");
 }
 
 static int set(const struct option_row *r, const char *text, struct options *o, struct problem *p)
@@ -191,9 +197,31 @@ static int check(const struct options *o, struct problem *p)
         return problem_set(p, RUN_USAGE, "give one of --prompt, --prompt-file and --ids");
     if (o->command == COMMAND_PERPLEXITY && !o->text)
         return problem_set(p, RUN_USAGE, "--text FILE is missing");
+    if (o->capture && o->v_rotation == KVQ_V_ROTATION_ENGINE)
+        return problem_set(p, RUN_USAGE,
+                           "--capture takes V as the model makes it; use --v-rotation "
+                           "daemon or none with it");
     if (o->keep && !o->session)
         return problem_set(p, RUN_USAGE, "--keep needs --session NAME");
     return 0;
+}
+
+static bool rotates(const char *format, bool *raw)
+{
+    struct kvq_format f;
+    char text[256];
+    if (kvq_format_parse(format, &f, text, sizeof text))
+        return *raw = false; // a name of the daemon's configuration
+    *raw = kvq_is_raw(&f);
+    return kvq_v_rotation_by_paper(&f) == KVQ_V_ROT_DAEMON;
+}
+
+bool options_fold(const struct options *o)
+{
+    bool raw, with = o->command == COMMAND_PERPLEXITY;
+    if (o->v_rotation || o->capture || !rotates(o->format, &raw))
+        return o->v_rotation == KVQ_V_ROTATION_ENGINE;
+    return !with || rotates(o->against, &raw) || raw;
 }
 
 int options_parse(int argc, char **argv, struct options *o, struct problem *p)

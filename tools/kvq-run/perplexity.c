@@ -129,11 +129,14 @@ static int open_caches(struct comparison *c, struct problem *p)
             .format = formats[s],
             .model = c->model.fingerprint,
             .attention = c->o->attention,
-            .v_rotation = s == TEST ? c->o->v_rotation : KVQ_V_ROTATION_NONE,
+            .v_rotation = options_fold(c->o) ? KVQ_V_ROTATION_ENGINE
+                          : s == TEST        ? c->o->v_rotation
+                                             : KVQ_V_ROTATION_DEFAULT,
             .capture = s == TEST ? c->capture : NULL,
             .session = c->named ? c->name[s] : NULL,
         };
-        if (cache_open(&c->cache[s], &c->engine, &c->model.config, &co, p))
+        if (cache_open(&c->cache[s], &c->engine, &c->model.config, &co, p) ||
+            (c->cache[s].rotated && model_fold(&c->model, p)))
             return -1;
     }
     return 0;
