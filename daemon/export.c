@@ -51,7 +51,7 @@ static struct kvq__telling *telling_of(struct kvq__client *client, struct kvq__n
     return t;
 }
 
-// The namespace's extents of a pool are in its classes, and among the pool's empty ones.
+// The namespace's extents of a pool are in its arena, and among the pool's empty ones.
 struct walk {
     const struct kvq__namespace *ns;
     const struct kvq__pool *pool;
@@ -70,11 +70,8 @@ static struct kvq__extent *next_extent(const struct kvq__namespace *ns, struct k
 {
     struct walk w = {ns, pool, after, NULL};
     struct kvq__extent *e;
-    const struct kvq__class *class;
-    LIST_FOREACH (class, &ns->classes, link)
-        if (class->pool == pool)
-            TAILQ_FOREACH (e, &class->extents, link)
-                look_at(&w, e);
+    TAILQ_FOREACH (e, &ns->arenas[pool - ns->core->pools].extents, link)
+        look_at(&w, e);
     TAILQ_FOREACH (e, &pool->empty, link)
         look_at(&w, e);
     return w.found;
@@ -101,7 +98,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
         out[n++] = (struct kvq__extent_export){&e->memory, e->number};
     }
     *more = e != NULL;
-    *known = *more ? t->serial : ns->extents[pool - client->core->pools];
+    *known = *more ? t->serial : ns->arenas[pool - client->core->pools].last_serial;
     t->serial = (uint32_t)*known;
     return (int)n;
 }

@@ -18,7 +18,7 @@ static int go_home(struct kvq__session *s)
     return kvq__move_start(s, &spec, &info, text);
 }
 
-// Blocks of one size come in whole extents, so that there may be none though there are bytes.
+// Extents belong to one namespace each, so that there may be no block though there are bytes.
 static bool was_refused(const struct kvq__session *s)
 {
     return s->home_refused == s->core->evicted.ended + 1 &&

@@ -105,7 +105,7 @@ static int refuse_room(const struct kvq__move *move, int rc, char *text)
         return rc;
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
-                     "free (in extents of %llu, each for blocks of one size and namespace); move "
+                     "free (in extents of %llu, each for one namespace); move "
                      "or drop others there, or give it more memory",
                      kvq__pool_name(to), move->name, (unsigned long long)need_of_all(move),
                      (unsigned long long)(to->budget - to->used_bytes + move->reserved_bytes),

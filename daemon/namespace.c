@@ -87,7 +87,8 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     ns->core = core;
     snprintf(ns->name, sizeof ns->name, "%s", c->name);
     ns->quota = ns->base_quota = c->quota;
-    LIST_INIT(&ns->classes);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        kvq__arena_open(&ns->arenas[i], ns, &core->pools[i]);
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
     RB_INIT(&ns->by_id);

@@ -151,7 +151,7 @@ bool kvq__park_is_loading(const struct kvq__park *t)
 
 static uint64_t frees_ref(const struct kvq__ref *ref)
 {
-    return ref->block && ref->block->refs == 1 ? ref->block->extent->owner->block_bytes : 0;
+    return ref->block && ref->block->refs == 1 ? ref->block->bytes : 0;
 }
 
 static uint64_t frees_member(const struct kvq__session *s)

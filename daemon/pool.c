@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The block pool: a budget cut into extents, extents into blocks of one size that belong to one
-// namespace. Blocks are counted references; those that lose their last one while requests are
-// under way wait in limbo until every request that may still read them has ended.
+// The block pool: a budget cut into extents that belong to one namespace each, and these into
+// blocks of any sizes, best fit (see pool.h). Free stretches stand in a tree, so taking and giving
+// back take the logarithm of their number. Blocks are counted references; those that lose their
+// last one while requests are under way wait in limbo until every request that may still read them
+// has ended.
 #include <assert.h>
 #include <string.h>
 
 #include "daemon/state.h"
+
+enum { GRAIN = 64, FEWEST_RECORDS = 16, MOST_RECORDS = 1024 };
 
 const char *kvq__pool_name(const struct kvq__pool *pool)
 {
@@ -74,7 +78,7 @@ static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct
 
 static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e)
 {
-    assert(e->used == 0 && !e->blocks);
+    assert(e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
     TAILQ_REMOVE(&pool->empty, e, link);
     number_give(pool, e->number);
     pool->huge_bytes -= e->memory.huge ? pool->extent_bytes : 0;
@@ -131,88 +135,153 @@ static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
     return rc;
 }
 
-// Cuts an empty extent into the class's blocks.
-static int extent_cut(struct kvq__core *core, struct kvq__extent *e, struct kvq__class *class)
+// ---- Stretches of extents ----
+
+static int compare(const struct kvq__block *a, const struct kvq__block *b)
 {
-    uint32_t n = (uint32_t)(class->pool->extent_bytes / class->block_bytes);
-    e->blocks = kvq__allocate(core, n * sizeof *e->blocks);
-    if (!e->blocks)
+    if (a->bytes != b->bytes)
+        return a->bytes < b->bytes ? -1 : 1;
+    if (a->extent->number != b->extent->number)
+        return a->extent->number < b->extent->number ? -1 : 1;
+    return a->at < b->at ? -1 : a->at > b->at;
+}
+
+RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare)
+
+// As many records as the rest of the extent has room for blocks like this one, within bounds.
+static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t bytes)
+{
+    uint64_t n = (e->memory.bytes - e->used_bytes) / bytes + 1;
+    n = n < FEWEST_RECORDS ? FEWEST_RECORDS : n > MOST_RECORDS ? MOST_RECORDS : n;
+    struct kvq__records *r = kvq__allocate(core, sizeof *r + n * sizeof *r->blocks);
+    if (!r)
         return KVQ_E_NO_MEMORY;
-    TAILQ_REMOVE(&class->pool->empty, e, link);
-    e->n_blocks = n;
-    e->owner = class;
-    if (e->last != class->ns)
-        e->serial = ++class->ns->extents[class->pool - core->pools];
-    e->last = class->ns;
-    STAILQ_INIT(&e->free);
-    for (uint32_t i = 0; i < n; i++) {
-        e->blocks[i].extent = e;
-        STAILQ_INSERT_TAIL(&e->free, &e->blocks[i], link);
+    r->n = (uint32_t)n;
+    SLIST_INSERT_HEAD(&e->records, r, link);
+    for (uint32_t i = 0; i < r->n; i++)
+        STAILQ_INSERT_TAIL(&e->spare, &r->blocks[i], link);
+    return 0;
+}
+
+static struct kvq__block *record_take(struct kvq__extent *e)
+{
+    struct kvq__block *b = STAILQ_FIRST(&e->spare);
+    STAILQ_REMOVE_HEAD(&e->spare, link);
+    *b = (struct kvq__block){.extent = e};
+    return b;
+}
+
+static void set_free(struct kvq__block *b)
+{
+    b->free = true;
+    RB_INSERT(kvq__block_tree, &b->extent->owner->free, b);
+}
+
+static void set_used(struct kvq__block *b)
+{
+    b->free = false;
+    RB_REMOVE(kvq__block_tree, &b->extent->owner->free, b);
+}
+
+// The shortest free stretch that holds so many bytes. NULL: there is none.
+static struct kvq__block *find_stretch(struct kvq__arena *arena, uint64_t bytes)
+{
+    struct kvq__extent first = {.number = 0};
+    struct kvq__block least = {.bytes = bytes, .extent = &first};
+    return RB_NFIND(kvq__block_tree, &arena->free, &least);
+}
+
+// The first bytes of a free stretch; what is behind them stays free.
+static int stretch_cut(struct kvq__core *core, struct kvq__block *b, uint64_t bytes)
+{
+    struct kvq__extent *e = b->extent;
+    assert(b->free && b->bytes >= bytes);
+    if (b->bytes > bytes && STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0)
+        return KVQ_E_NO_MEMORY;
+    set_used(b);
+    if (b->bytes > bytes) {
+        struct kvq__block *rest = record_take(e);
+        rest->at = b->at + bytes;
+        rest->bytes = b->bytes - bytes;
+        b->bytes = bytes;
+        TAILQ_INSERT_AFTER(&e->blocks, b, rest, beside);
+        set_free(rest);
     }
-    TAILQ_INSERT_HEAD(&class->extents, e, link);
+    return 0;
+}
+
+// `b` takes in the free stretch behind it.
+static void join(struct kvq__block *b, struct kvq__block *next)
+{
+    struct kvq__extent *e = b->extent;
+    assert(b->at + b->bytes == next->at);
+    set_used(next);
+    b->bytes += next->bytes;
+    TAILQ_REMOVE(&e->blocks, next, beside);
+    STAILQ_INSERT_HEAD(&e->spare, next, link);
+}
+
+static void stretch_free(struct kvq__block *b)
+{
+    struct kvq__block *before = TAILQ_PREV(b, kvq__block_row, beside);
+    struct kvq__block *next = TAILQ_NEXT(b, beside);
+    if (next && next->free)
+        join(b, next);
+    if (before && before->free) {
+        set_used(before); // its length changes, and with it its place in the tree
+        set_free(b);
+        join(before, b);
+        b = before;
+    }
+    set_free(b);
+}
+
+// Gives an empty extent to a namespace.
+static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq__arena *arena,
+                       uint64_t bytes)
+{
+    SLIST_INIT(&e->records);
+    STAILQ_INIT(&e->spare);
+    TAILQ_INIT(&e->blocks);
+    if (records_add(core, e, bytes) < 0)
+        return KVQ_E_NO_MEMORY;
+    TAILQ_REMOVE(&arena->pool->empty, e, link);
+    TAILQ_INSERT_HEAD(&arena->extents, e, link);
+    e->owner = arena;
+    if (e->last != arena->ns)
+        e->serial = ++arena->last_serial;
+    e->last = arena->ns;
+    struct kvq__block *all = record_take(e);
+    all->bytes = arena->pool->extent_bytes;
+    TAILQ_INSERT_HEAD(&e->blocks, all, beside);
+    set_free(all);
     return 0;
 }
 
 static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
 {
-    struct kvq__class *class = e->owner;
-    TAILQ_REMOVE(&class->extents, e, link);
-    TAILQ_INSERT_HEAD(&class->pool->empty, e, link);
-    kvq__deallocate(core, e->blocks, e->n_blocks * sizeof *e->blocks);
-    e->blocks = NULL;
+    struct kvq__arena *arena = e->owner;
+    struct kvq__records *r;
+    struct kvq__block *all = TAILQ_FIRST(&e->blocks);
+    assert(all->free && all->bytes == arena->pool->extent_bytes);
+    set_used(all);
+    TAILQ_INIT(&e->blocks);
+    STAILQ_INIT(&e->spare);
+    while ((r = SLIST_FIRST(&e->records))) {
+        SLIST_REMOVE_HEAD(&e->records, link);
+        kvq__deallocate(core, r, sizeof *r + r->n * sizeof *r->blocks);
+    }
+    TAILQ_REMOVE(&arena->extents, e, link);
+    TAILQ_INSERT_HEAD(&arena->pool->empty, e, link);
     e->owner = NULL;
     e->empty_since = core->now;
-    if (TAILQ_EMPTY(&class->extents)) {
-        LIST_REMOVE(class, link);
-        kvq__deallocate(core, class, sizeof *class);
-    }
 }
 
-// ---- Classes ----
-
-static struct kvq__class *class_find(struct kvq__namespace *ns, const struct kvq__pool *pool,
-                                     uint64_t block_bytes)
+void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct kvq__pool *pool)
 {
-    struct kvq__class *c;
-    LIST_FOREACH (c, &ns->classes, link)
-        if (c->pool == pool && c->block_bytes == block_bytes)
-            return c;
-    return NULL;
-}
-
-static struct kvq__class *class_new(struct kvq__core *core, struct kvq__namespace *ns,
-                                    struct kvq__pool *pool, uint64_t block_bytes)
-{
-    struct kvq__class *c = kvq__allocate(core, sizeof *c);
-    if (c) {
-        c->ns = ns;
-        c->pool = pool;
-        c->block_bytes = block_bytes;
-        TAILQ_INIT(&c->extents);
-        LIST_INSERT_HEAD(&ns->classes, c, link);
-    }
-    return c;
-}
-
-// An extent of the class with a free block.
-static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                        uint64_t block_bytes, struct kvq__extent **out)
-{
-    struct kvq__class *class = class_find(ns, pool, block_bytes);
-    *out = class ? TAILQ_FIRST(&class->extents) : NULL;
-    if (*out && !STAILQ_EMPTY(&(*out)->free))
-        return 0;
-    bool made = !class;
-    if (made && !(class = class_new(core, ns, pool, block_bytes)))
-        return KVQ_E_NO_MEMORY;
-    int rc = extent_find(core, pool, ns, out);
-    if (rc == 0)
-        rc = extent_cut(core, *out, class);
-    if (rc < 0 && made) {
-        LIST_REMOVE(class, link);
-        kvq__deallocate(core, class, sizeof *class);
-    }
-    return rc;
+    *arena = (struct kvq__arena){.ns = ns, .pool = pool};
+    TAILQ_INIT(&arena->extents);
+    RB_INIT(&arena->free);
 }
 
 // ---- Blocks ----
@@ -220,24 +289,27 @@ static int class_extent(struct kvq__core *core, struct kvq__namespace *ns, struc
 static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                       uint64_t bytes, struct kvq__ref *ref)
 {
+    struct kvq__arena *arena = &ns->arenas[pool - core->pools];
     struct kvq__extent *e = NULL;
-    assert(bytes > 0 && bytes <= pool->extent_bytes && !ref->block);
-    int rc = class_extent(core, ns, pool, bytes, &e);
+    assert(bytes > 0 && bytes % GRAIN == 0 && bytes <= pool->extent_bytes && !ref->block);
+    struct kvq__block *b = find_stretch(arena, bytes);
+    if (!b) {
+        int rc = extent_find(core, pool, ns, &e);
+        rc = rc ? rc : extent_give(core, e, arena, bytes);
+        if (rc < 0)
+            return rc;
+        b = TAILQ_FIRST(&e->blocks);
+    }
+    int rc = stretch_cut(core, b, bytes);
     if (rc < 0)
         return rc;
-    struct kvq__block *b = STAILQ_FIRST(&e->free);
-    STAILQ_REMOVE_HEAD(&e->free, link);
-    if (STAILQ_EMPTY(&e->free)) { // full ones stand last
-        TAILQ_REMOVE(&e->owner->extents, e, link);
-        TAILQ_INSERT_TAIL(&e->owner->extents, e, link);
-    }
     b->refs = 1;
     b->saved = 0;
-    e->used++;
+    b->extent->used_bytes += bytes;
     pool->used_bytes += bytes;
     ns->used[kvq__pool_limit(pool)] += bytes;
     ref->block = b;
-    ref->data = e->memory.base + (size_t)(b - e->blocks) * bytes;
+    ref->data = b->extent->memory.base + b->at;
     return 0;
 }
 
@@ -263,9 +335,9 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                        uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
 {
-    const struct kvq__class *class = old->extent->owner;
-    if (old->refs > 1 || class->ns != ns || class->block_bytes != bytes ||
-        kvq__pool_limit(class->pool) != kvq__pool_limit(pool))
+    const struct kvq__arena *arena = old->extent->owner;
+    if (old->refs > 1 || arena->ns != ns || old->bytes != bytes ||
+        kvq__pool_limit(arena->pool) != kvq__pool_limit(pool))
         return kvq__block_new(core, ns, pool, bytes, ref);
     int rc;
     do
@@ -285,29 +357,27 @@ struct kvq__ref kvq__block_share(struct kvq__ref ref)
 
 void kvq__block_exempt(struct kvq__block *b, bool exempt)
 {
-    const struct kvq__class *class = b->extent->owner;
-    uint64_t *bytes = &class->ns->exempt[kvq__pool_limit(class->pool)];
+    const struct kvq__arena *arena = b->extent->owner;
+    uint64_t *bytes = &arena->ns->exempt[kvq__pool_limit(arena->pool)];
     if (exempt && !b->exempt)
-        *bytes += class->block_bytes;
+        *bytes += b->bytes;
     else if (!exempt && b->exempt)
-        *bytes -= class->block_bytes;
+        *bytes -= b->bytes;
     b->exempt = exempt;
 }
 
 static void block_free(struct kvq__core *core, struct kvq__block *b)
 {
     struct kvq__extent *e = b->extent;
-    struct kvq__class *class = e->owner;
-    if (STAILQ_EMPTY(&e->free)) {
-        TAILQ_REMOVE(&class->extents, e, link);
-        TAILQ_INSERT_HEAD(&class->extents, e, link);
-    }
-    STAILQ_INSERT_HEAD(&e->free, b, link);
+    struct kvq__arena *arena = e->owner;
+    assert(!b->free && b->refs == 0);
     kvq__block_exempt(b, false);
-    class->pool->used_bytes -= class->block_bytes;
-    class->ns->used[kvq__pool_limit(class->pool)] -= class->block_bytes;
+    e->used_bytes -= b->bytes;
+    arena->pool->used_bytes -= b->bytes;
+    arena->ns->used[kvq__pool_limit(arena->pool)] -= b->bytes;
     core->freed++;
-    if (--e->used == 0)
+    stretch_free(b);
+    if (e->used_bytes == 0)
         extent_empty(core, e);
 }
 
@@ -317,7 +387,7 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     *ref = (struct kvq__ref){0};
     if (!b)
         return;
-    assert(b->refs > 0);
+    assert(b->refs > 0 && !b->free);
     b->retired_at = core->last_flight;
     if (--b->refs > 0)
         return;

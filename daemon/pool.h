@@ -2,22 +2,42 @@
 //
 // Pools: the memory of a place, cut into extents and these into blocks; see pool.c. And flights, by
 // which blocks that running work may look at are not given out again. Part of state.h.
+//
+// An extent belongs to one namespace at a time; blocks of all sizes share it. A block is taken from
+// the shortest free stretch of the namespace's extents that holds it, and only where there is none
+// from another extent. So a block of n bytes is refused (KVQ_E_NO_MEMORY) only if each stretch that
+// is free in the namespace's extents is shorter than n, and no extent is left that it may have.
+// What is free and cannot be had is then
+//
+//     at most n bytes for each extent of the namespace, where it has given nothing back yet;
+//     at most n bytes for each extent and each block in use of the namespace, in any case;
+//     besides, what is free in the extents of other namespaces.
 #ifndef KVQ_DAEMON_POOL_H
 #define KVQ_DAEMON_POOL_H
 
 #include <sys/queue.h>
+#include <uv/tree.h>
 
 #include "daemon/core.h"
 
+// A stretch of an extent: in use (referenced or in limbo), or free.
 struct kvq__block {
     uint32_t refs;
+    bool free;
     bool exempt;    // its namespace's limit does not count it: a move has copied it, or is about to
     uint64_t saved; // the store's id of its bytes, which do not change any more; 0 = none
+    uint64_t at, bytes; // in its extent, multiples of 64
     struct kvq__extent *extent;
     uint64_t retired_at; // when it last lost a reference: the last flight that may look at it
-    STAILQ_ENTRY(kvq__block) link; // in its extent's free list, or in limbo
+    TAILQ_ENTRY(kvq__block) beside; // of its extent, by address
+    union {
+        STAILQ_ENTRY(kvq__block) link;   // in limbo, or among the extent's spare records
+        RB_ENTRY(kvq__block) free_entry; // in its arena's free stretches
+    };
 };
 STAILQ_HEAD(kvq__block_list, kvq__block);
+TAILQ_HEAD(kvq__block_row, kvq__block);
+RB_HEAD(kvq__block_tree, kvq__block);
 
 // A counted reference to a block; data NULL = none.
 struct kvq__ref {
@@ -25,28 +45,36 @@ struct kvq__ref {
     struct kvq__block *block;
 };
 
+// Records of blocks, allocated together.
+struct kvq__records {
+    SLIST_ENTRY(kvq__records) link;
+    uint32_t n;
+    struct kvq__block blocks[];
+};
+
 struct kvq__extent {
-    TAILQ_ENTRY(kvq__extent) link; // in its class's list, or the pool's list of empty ones
+    TAILQ_ENTRY(kvq__extent) link; // in its arena's list, or the pool's list of empty ones
     struct kvq__memory memory;
     uint32_t number;             // in its pool
-    struct kvq__class *owner;    // NULL while empty
+    struct kvq__arena *owner;    // NULL while empty
     struct kvq__namespace *last; // whose bytes it holds; NULL = zeroed
     uint32_t serial;             // it was the namespace's so-many-th extent of the pool
     bool told;                   // to a client: it will never be another namespace's
-    struct kvq__block *blocks;
-    uint32_t n_blocks, used; // used: referenced or in limbo
+    uint64_t used_bytes;         // of blocks in use; 0 only while it is empty
     uint64_t empty_since;
-    struct kvq__block_list free;
+    struct kvq__block_row blocks; // all of them, without gaps; no two free ones side by side
+    struct kvq__block_list spare; // records that no block has
+    SLIST_HEAD(, kvq__records) records;
 };
 TAILQ_HEAD(kvq__extent_list, kvq__extent);
 
-// The extents of one pool and namespace that are cut into blocks of one size.
-struct kvq__class {
-    LIST_ENTRY(kvq__class) link;
+// The extents of one pool that a namespace has, and what is free in them.
+struct kvq__arena {
     struct kvq__namespace *ns;
     struct kvq__pool *pool;
-    uint64_t block_bytes;
-    struct kvq__extent_list extents; // those with free blocks first
+    struct kvq__extent_list extents;
+    struct kvq__block_tree free; // the shortest first, then by address
+    uint32_t last_serial;        // extents that it ever had
 };
 
 // The memory of one place: the host's or a GPU's. Blocks of a GPU have its addresses, which nobody
@@ -77,6 +105,7 @@ struct kvq__flight {
     uint64_t number; // 0 = not under way
 };
 
+void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct kvq__pool *pool);
 const char *kvq__pool_name(const struct kvq__pool *pool);              // "host" or the GPU's UUID
 static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that it may have
 {

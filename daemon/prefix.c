@@ -277,7 +277,7 @@ static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
     if (to->block || !from->block)
         return 0;
     *to = kvq__block_share(*from);
-    return from->block->extent->owner->block_bytes;
+    return from->block->bytes;
 }
 
 // References to the blocks that the node lacks: of what is packed, or stored for good.
@@ -498,11 +498,11 @@ void kvq__prefix_seal_all(struct kvq__core *core)
 static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref,
                         const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
-    const struct kvq__class *class = ref->block ? ref->block->extent->owner : NULL;
-    if (!class || (ns && class->ns != ns))
+    const struct kvq__arena *arena = ref->block ? ref->block->extent->owner : NULL;
+    if (!arena || (ns && arena->ns != ns))
         return false;
     bool helps =
-        ns ? kvq__pool_limit(class->pool) == kvq__pool_limit(pool) : !pool || class->pool == pool;
+        ns ? kvq__pool_limit(arena->pool) == kvq__pool_limit(pool) : !pool || arena->pool == pool;
     return helps && kvq__block_is_idle(core, ref->block);
 }
 
@@ -534,7 +534,7 @@ static struct kvq__node *oldest(const struct kvq__core *core, const struct kvq__
 static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
                      struct kvq__ref *ref)
 {
-    uint64_t bytes = ref->block->extent->owner->block_bytes;
+    uint64_t bytes = ref->block->bytes;
     node->bytes -= bytes;
     p->bytes -= bytes;
     kvq__block_drop_idle(core, ref);

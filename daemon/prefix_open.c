@@ -133,7 +133,7 @@ static uint64_t idle_bytes(const struct kvq__prefixes *p)
                                                      ? node->pages[i].packed.block
                                                      : node->pages[i].raw.block;
                 if (block && block->refs == 1)
-                    bytes += block->extent->owner->block_bytes;
+                    bytes += block->bytes;
             }
     return bytes;
 }

@@ -357,7 +357,7 @@ static uint64_t shared_bytes(const struct kvq__session *s)
             const struct kvq__pageref *page = kvq__page(l, p);
             const struct kvq__ref *ref = l->packed_bytes ? &page->packed : &page->raw;
             if (ref->block && (ref->block->refs > 1 || kvq__page_owners(l, p) > 1))
-                bytes += ref->block->extent->owner->block_bytes;
+                bytes += ref->block->bytes;
         }
     }
     return bytes;

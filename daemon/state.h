@@ -3,8 +3,8 @@
 // The state of the core, shared by its files and its tests; nobody else includes this, nor what it
 // is made of: pool.h, session.h, client.h and request.h.
 //
-// Ownership: the core owns namespaces and clients; a namespace owns its sessions and its size
-// classes, these their extents; a session owns its layers and formats. Its page table comes in
+// Ownership: the core owns namespaces and clients; a namespace owns its sessions and
+// extents; a session owns its layers and formats. Its page table comes in
 // sheets, its token ids in parts: forks share those that can change no more. A sheet holds one
 // reference to each block that it names, however many have it. Requests in flight hold pins on
 // sessions and buffers.
@@ -27,7 +27,6 @@
 
 // ---- Namespaces (namespace.c) ----
 
-LIST_HEAD(kvq__class_list, kvq__class);
 TAILQ_HEAD(kvq__session_list, kvq__session);
 RB_HEAD(kvq__session_tree, kvq__session);
 
@@ -47,11 +46,10 @@ struct kvq__namespace {
     uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     bool lenient; // what is taken just now is given back at once: it counts, and is not refused
-    uint32_t extents[1 + KVQ_MAX_GPUS]; // that it ever had of each pool
     LIST_HEAD(, kvq__telling) tellings;
-    struct kvq__class_list classes;
-    struct kvq__session_list sessions; // in the order of their ids
-    struct kvq__session_tree by_id;    // the same, to find a place among them
+    struct kvq__arena arenas[1 + KVQ_MAX_GPUS]; // of each pool
+    struct kvq__session_list sessions;          // in the order of their ids
+    struct kvq__session_tree by_id;             // the same, to find a place among them
     struct kvq__prefixes prefixes;
     char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
     uint32_t n_share_with;

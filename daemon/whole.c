@@ -354,7 +354,7 @@ static void finish_on_gpu(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
     q->results[i].value = tokens_of(q, i);
-    q->results[i].extents = s->ns->extents[s->pool - q->core->pools];
+    q->results[i].extents = s->ns->arenas[s->pool - q->core->pools].last_serial;
 }
 
 static void finish_publish(struct kvq__queue *q, uint32_t i)
@@ -374,7 +374,7 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
     if (w->table && !w->table->closed)
         kvq__table_publish_on_host(w->table);
     q->results[i].value = s->tokens;
-    q->results[i].extents = s->ns->extents[s->pool - q->core->pools];
+    q->results[i].extents = s->ns->arenas[s->pool - q->core->pools].last_serial;
 }
 
 const struct kvq__pass kvq__pass_publish = {.prepare = prepare_publish,

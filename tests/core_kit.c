@@ -2,6 +2,7 @@
 //
 // See core_kit.h.
 #include "tests/core_kit.h"
+#include "tests/core_pools.h"
 #include "tests/core_sheets.h"
 
 #include <stdio.h>
@@ -552,36 +553,10 @@ static uint64_t moves_references(const struct kvq__core *core, const struct kvq_
     return n;
 }
 
-// Blocks of the list that belong to the extent; all of them must be unreferenced.
-static uint32_t count_list(const struct kvq__block_list *list, const struct kvq__extent *e)
+static uint64_t all_references(const struct kvq__core *core, const struct kvq__namespace *ns,
+                               const struct kvq__block *block)
 {
-    const struct kvq__block *b;
-    uint32_t n = 0;
-    STAILQ_FOREACH (b, list, link) {
-        MUST(b->refs == 0);
-        n += b->extent == e;
-    }
-    return n;
-}
-
-static uint64_t check_extent(const struct kvq__core *core, const struct kvq__namespace *ns,
-                             const struct kvq__class *class, const struct kvq__extent *e,
-                             uint64_t *refs, uint64_t *exempt)
-{
-    uint32_t in_use = 0, free = count_list(&e->free, e);
-    uint32_t limbo = count_list(&core->limbo, e);
-    MUST(e->owner == class && e->last == ns);
-    for (uint32_t i = 0; i < e->n_blocks; i++) {
-        const struct kvq__block *b = &e->blocks[i];
-        MUST(b->extent == e);
-        MUST(b->refs == 0 || b->refs == references(core, ns, b) + moves_references(core, ns, b));
-        *exempt += b->exempt ? class->block_bytes : 0;
-        in_use += b->refs > 0;
-        *refs += b->refs;
-    }
-    MUST(in_use + free + limbo == e->n_blocks);
-    MUST(in_use + limbo == e->used && e->used > 0);
-    return e->used * class->block_bytes;
+    return references(core, ns, block) + moves_references(core, ns, block);
 }
 
 // A session that is away has blocks only while they go, or before all of them are there.
@@ -657,7 +632,7 @@ static uint64_t check_node(const struct kvq__node *node)
         const struct kvq__block *b = page->packed.block ? page->packed.block : page->raw.block;
         MUST(!page->packed.block || !page->raw.block);
         MUST(!b || b->extent->owner->pool == node->pool);
-        bytes += b ? b->extent->owner->block_bytes : 0;
+        bytes += b ? b->bytes : 0;
     }
     MUST(bytes == node->bytes);
     return bytes;
@@ -699,15 +674,19 @@ static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
 
 static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
 {
-    const struct kvq__class *class;
-    const struct kvq__extent *e;
     const struct kvq__session *s;
     uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0, sessions = 0;
-    LIST_FOREACH (class, &ns->classes, link)
-        TAILQ_FOREACH (e, &class->extents, link)
-            used[kvq__pool_limit(class->pool)] +=
-                check_extent(c->core, ns, class, e, &refs, &exempt[kvq__pool_limit(class->pool)]);
-    MUST(refs == references(c->core, ns, NULL) + moves_references(c->core, ns, NULL));
+    for (uint32_t i = 0; i < c->core->n_pools; i++) {
+        const struct kvq__arena *arena = &ns->arenas[i];
+        enum kvq__limit which = kvq__pool_limit(&c->core->pools[i]);
+        struct cut sum = {.references = all_references};
+        MUST(arena->ns == ns && arena->pool == &c->core->pools[i]);
+        check_arena(c->core, arena, &sum);
+        used[which] += sum.used;
+        exempt[which] += sum.exempt;
+        refs += sum.refs;
+    }
+    MUST(refs == all_references(c->core, ns, NULL));
     for (int i = KVQ__HOST_BYTES; i <= KVQ__DEVICE_BYTES; i++)
         MUST(exempt[i] == ns->exempt[i] && used[i] == ns->used[i]);
     MUST(c->namespaces < sizeof seen / sizeof *seen);
@@ -722,38 +701,6 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     check_prefixes(&ns->prefixes);
     c->used += used[KVQ__HOST_BYTES] + used[KVQ__DEVICE_BYTES];
     c->sessions += (uint32_t)sessions;
-}
-
-// All extents of a pool, and those in huge pages.
-static uint64_t count_extents(const struct kvq__core *core, const struct kvq__pool *pool,
-                              uint64_t *huge)
-{
-    const struct kvq__namespace *ns;
-    const struct kvq__class *class;
-    const struct kvq__extent *e;
-    uint64_t n = 0;
-    TAILQ_FOREACH (e, &pool->empty, link) {
-        MUST(e->used == 0 && !e->owner && !e->blocks);
-        n++;
-        *huge += e->memory.huge;
-    }
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        LIST_FOREACH (class, &ns->classes, link)
-            TAILQ_FOREACH (e, &class->extents, link) {
-                n += class->pool == pool;
-                *huge += class->pool == pool && e->memory.huge;
-            }
-    return n;
-}
-
-static void check_pools(const struct kvq__core *core)
-{
-    for (uint32_t i = 0; i < core->n_pools; i++) {
-        const struct kvq__pool *pool = &core->pools[i];
-        uint64_t huge = 0, extents = count_extents(core, pool, &huge);
-        MUST(extents * pool->extent_bytes == pool->extents_taken);
-        MUST(huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
-    }
 }
 
 static void check_clients(const struct kvq__core *core)

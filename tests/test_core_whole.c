@@ -493,14 +493,12 @@ static void test_extents_stay(void **state)
     while (begin_long(&stranger, next, step++) == 0) // which takes the memory of its tokens
         next = open_raw(&stranger);
     assert_int_equal(pool()->extents_taken, budget);
-    const struct kvq__class *class;
     const struct kvq__extent *e;
     uint32_t theirs = 0;
-    LIST_FOREACH (class, &kit_of(&stranger, next)->ns->classes, link)
-        TAILQ_FOREACH (e, &class->extents, link) {
-            assert_false(e->told);
-            theirs++;
-        }
+    TAILQ_FOREACH (e, &kit_of(&stranger, next)->ns->arenas[0].extents, link) {
+        assert_false(e->told);
+        theirs++;
+    }
     assert_true(theirs > 0 && theirs * 2 * MIB + taken <= budget);
     kvq__client_detach(m.client);
     kvq__queue_close(&m.queue);

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// For core_kit.c alone: pools, their extents, and the blocks in these.
+#ifndef KVQ_TESTS_CORE_POOLS_H
+#define KVQ_TESTS_CORE_POOLS_H
+
+#include "tests/core_kit.h"
+
+// How many references there are to a block.
+typedef uint64_t references_fn(const struct kvq__core *core, const struct kvq__namespace *ns,
+                               const struct kvq__block *block);
+
+// Blocks of the list that belong to the extent; all of them must be unreferenced.
+static uint32_t count_list(const struct kvq__block_list *list, const struct kvq__extent *e)
+{
+    const struct kvq__block *b;
+    uint32_t n = 0;
+    STAILQ_FOREACH (b, list, link) {
+        MUST(b->refs == 0 && !b->free);
+        n += b->extent == e;
+    }
+    return n;
+}
+
+// What the extent's blocks add up to.
+struct cut {
+    references_fn *references;
+    uint64_t at, used, refs, exempt;
+    uint32_t unreferenced, free;
+};
+
+static void check_block(const struct kvq__core *core, const struct kvq__namespace *ns,
+                        const struct kvq__block *b, struct cut *c)
+{
+    const struct kvq__block *next = TAILQ_NEXT(b, beside);
+    MUST(b->at == c->at && b->bytes > 0 && b->bytes % 64 == 0 && b->at % 64 == 0);
+    MUST(!b->free || (b->refs == 0 && !b->exempt && !(next && next->free)));
+    MUST(b->refs == 0 || b->refs == c->references(core, ns, b));
+    c->at += b->bytes;
+    c->used += b->free ? 0 : b->bytes;
+    c->refs += b->refs;
+    c->exempt += b->exempt ? b->bytes : 0;
+    c->unreferenced += b->refs == 0 && !b->free;
+    c->free += b->free;
+}
+
+static void check_extent(const struct kvq__core *core, const struct kvq__arena *arena,
+                         const struct kvq__extent *e, struct cut *sum)
+{
+    const struct kvq__block *b;
+    struct cut c = {.references = sum->references};
+    MUST(e->owner == arena && e->last == arena->ns);
+    TAILQ_FOREACH (b, &e->blocks, beside) {
+        MUST(b->extent == e);
+        check_block(core, arena->ns, b, &c);
+    }
+    MUST(c.at == arena->pool->extent_bytes && c.used == e->used_bytes && c.used > 0);
+    MUST(c.unreferenced == count_list(&core->limbo, e));
+    sum->used += c.used;
+    sum->refs += c.refs;
+    sum->exempt += c.exempt;
+    sum->free += c.free;
+}
+
+static uint32_t tree_size(const struct kvq__block *b)
+{
+    if (!b)
+        return 0;
+    MUST(b->free);
+    return 1 + tree_size(b->free_entry.rbe_left) + tree_size(b->free_entry.rbe_right);
+}
+
+// Adds up the namespace's blocks in one pool.
+static void check_arena(const struct kvq__core *core, const struct kvq__arena *arena,
+                        struct cut *sum)
+{
+    const struct kvq__extent *e;
+    sum->free = 0;
+    TAILQ_FOREACH (e, &arena->extents, link)
+        check_extent(core, arena, e, sum);
+    MUST(sum->free == tree_size(RB_ROOT(&arena->free)));
+}
+
+// All extents of a pool, and those in huge pages.
+static uint64_t count_extents(const struct kvq__core *core, const struct kvq__pool *pool,
+                              uint64_t *huge)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__extent *e;
+    uint64_t n = 0;
+    TAILQ_FOREACH (e, &pool->empty, link) {
+        MUST(e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
+        n++;
+        *huge += e->memory.huge;
+    }
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (e, &ns->arenas[pool - core->pools].extents, link) {
+            n++;
+            *huge += e->memory.huge;
+        }
+    return n;
+}
+
+static void check_pools(const struct kvq__core *core)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        const struct kvq__pool *pool = &core->pools[i];
+        uint64_t huge = 0, extents = count_extents(core, pool, &huge);
+        MUST(extents * pool->extent_bytes == pool->extents_taken);
+        MUST(huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
+    }
+}
+
+#endif
