@@ -275,4 +275,5 @@ const struct kvq__pass kvq__pass_attend = {
     .n_stages = 2,
     .gpu_wave = kvq__gpu_attend_wave,
     .gpu_room = kvq__gpu_attend_room,
+    .gpu_ops = kvq__gpu_attend_ops,
 };

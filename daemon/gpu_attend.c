@@ -71,7 +71,7 @@ static int launch(struct kvq__wave *wave, const struct batch *b,
     void *batch = kvq__wave_take(wave, kvq_gpu_attend_batch_bytes(limits));
     if (kvq_gpu_attend_fill(&b->layer, b->calls, b->shared, n, limits, batch, wave->text,
                             sizeof wave->text))
-        return kvq__wave_launched(wave, -1);
+        return kvq__wave_launched(wave, 0, -1);
     struct kvq_gpu_attend_launch l = {.layer = b->layer,
                                       .limits = *limits,
                                       .batch = kvq__lane_at(lane, batch),
@@ -84,7 +84,8 @@ static int launch(struct kvq__wave *wave, const struct batch *b,
     if (result)
         return kvq__gpu_failed(lane->gpu, result, "preparing attention");
     return kvq__wave_launched(
-        wave, kvq_gpu_attend(kvq__gpu_kernels(lane->gpu), &l, wave->text, sizeof wave->text));
+        wave, 1 + KVQ_GPU_ATTEND_LAUNCHES,
+        kvq_gpu_attend(kvq__gpu_kernels(lane->gpu), &l, wave->text, sizeof wave->text));
 }
 
 // The first half of a call's queries, and the rest of them.
@@ -109,7 +110,7 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
     struct kvq_attend halves[2];
     if (kvq_gpu_attend_needs(&b->layer, b->calls, b->shared, n, &needs, wave->text,
                              sizeof wave->text))
-        return kvq__wave_launched(wave, -1);
+        return kvq__wave_launched(wave, 0, -1);
     if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <=
         wave->queue->core->config.lane_workspace)
         return launch(wave, b, &needs, n);
@@ -130,6 +131,29 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
     }
     int rc = attend(wave, &first, half);
     return rc ? rc : attend(wave, &rest, n == 1 ? 1 : n - half);
+}
+
+// How often one call is launched, as `attend` cuts it.
+static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_attend *call,
+                         size_t workspace)
+{
+    struct kvq_gpu_attend_limits needs;
+    struct kvq_attend halves[2];
+    char text[KVQ_GPU_TEXT];
+    if (call->q_tokens == 1 ||
+        kvq_gpu_attend_needs(layer, call, NULL, 1, &needs, text, sizeof text) ||
+        kvq_gpu_attend_workspace_bytes(layer, &needs) <= workspace)
+        return 1;
+    cut(call, halves);
+    return launches(layer, &halves[0], workspace) + launches(layer, &halves[1], workspace);
+}
+
+// A copy and zeros come before each launch.
+uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_attend *call = &q->work[i].attend.call;
+    struct kvq_gpu_layer layer = layer_of(call);
+    return launches(&layer, call, q->core->config.lane_workspace) * (2 + KVQ_GPU_ATTEND_LAUNCHES);
 }
 
 // All calls of the wave that stand from `from` on and belong to the first of them, moved to the

@@ -69,26 +69,70 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
-              : kvq__wave_launched(&wave, kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
-                                                        THERE(&wave, jobs), most, wave.text,
-                                                        sizeof wave.text));
+              : kvq__wave_launched(&wave, 1,
+                                   kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                 THERE(&wave, jobs), most, wave.text,
+                                                 sizeof wave.text));
 }
 
 // ---- Read ----
 
+// Tokens are read in pieces, of which as many are launched together as fit the workspace side by
+// side. Of one entry a wave takes some pieces only: it may be long.
+enum {
+    READ_PIECES = 32,
+    READ_OPS = KVQ_GPU_READ_LAUNCHES + 1, // of what is launched together
+};
+
+static uint64_t read_bytes(const struct kvq_shape *s, uint32_t tokens)
+{
+    return (uint64_t)tokens * s->kv_heads * s->k_dim * 2 * sizeof(float);
+}
+
 // Tokens of one entry that fit the workspace at a time.
 static uint32_t read_piece(const struct kvq__core *core, const struct kvq_shape *s)
 {
-    uint64_t row = (uint64_t)s->kv_heads * s->k_dim * 2 * sizeof(float);
-    return (uint32_t)(core->config.lane_workspace / row);
+    return (uint32_t)(core->config.lane_workspace / read_bytes(s, 1));
+}
+
+static uint32_t read_pieces(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
+{
+    uint32_t piece = read_piece(q->core, &own_layer(q, i)->shape);
+    return (tokens + piece - 1) / piece;
+}
+
+enum { READ_PIECE_ROOM = sizeof(struct kvq_gpu_read_job) + 2 * sizeof(struct kvq_gpu_put) };
+
+bool kvq__gpu_read_prepare(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    uint32_t from = w->part.more ? w->part.to : 0, left = w->read.tokens - from;
+    size_t used = q->arena_used + q->wave_room + KVQ__WAVE_ROOM + KVQ__RECIPE_ROOM;
+    uint32_t n = read_pieces(q, i, left), ops = kvq__lane_ops_left(q->lane);
+    size_t most = used < q->arena_bytes ? (q->arena_bytes - used) / READ_PIECE_ROOM : 0;
+    uint32_t deep = ops > q->wave_ops ? (ops - q->wave_ops) / READ_OPS : 0;
+    n = n < READ_PIECES ? n : READ_PIECES;
+    n = n < deep ? n : deep;
+    n = n < most ? n : (uint32_t)most;
+    if (n == 0 && left > 0)
+        return false;
+    uint64_t tokens = (uint64_t)n * read_piece(q->core, &own_layer(q, i)->shape);
+    w->part.from = from;
+    w->part.to = tokens < left ? from + (uint32_t)tokens : w->read.tokens;
+    w->part.room = n * READ_PIECE_ROOM + KVQ__RECIPE_ROOM;
+    w->part.ops = n * READ_OPS;
+    w->part.more = w->part.to < w->read.tokens;
+    return true;
 }
 
 size_t kvq__gpu_read_room(const struct kvq__queue *q, uint32_t i)
 {
-    const struct kvq__entry *w = &q->work[i];
-    uint32_t pieces = w->read.tokens / read_piece(q->core, &own_layer(q, i)->shape) + 1;
-    return pieces * (sizeof(struct kvq_gpu_read_job) + 2 * sizeof(struct kvq_gpu_put) + 2 * 64) +
-           KVQ__RECIPE_ROOM;
+    return q->work[i].part.room;
+}
+
+uint32_t kvq__gpu_read_ops(const struct kvq__queue *q, uint32_t i)
+{
+    return q->work[i].part.ops;
 }
 
 static struct kvq_gpu_put put_of(const struct kvq__queue *q, uint32_t i, uint32_t view,
@@ -107,59 +151,83 @@ static struct kvq_gpu_put put_of(const struct kvq__queue *q, uint32_t i, uint32_
                                 .dtype = v->dtype};
 }
 
-// Tokens [from, from + n) through the workspace.
-static int read_tokens(struct kvq__wave *wave, uint32_t i, const struct kvq_gpu_read_job *job)
-{
-    const struct kvq__queue *q = wave->queue;
-    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
-    struct kvq_gpu_read_job *own = kvq__wave_take(wave, sizeof *own);
-    struct kvq_gpu_put *puts = kvq__wave_take(wave, 2 * sizeof *puts);
-    struct kvq_gpu_work one = kvq__wave_work(wave, 1), two = kvq__wave_work(wave, 2);
-    *own = *job;
-    puts[0] = put_of(q, i, KVQ__VIEW_K, job->from, job->n, job->k_out);
-    puts[1] = put_of(q, i, KVQ__VIEW_V, job->from, job->n, job->v_out);
-    int rc = kvq__wave_copy(wave);
-    if (rc)
-        return rc;
-    int failed = kvq_gpu_read(gpu, &one, THERE(wave, own), job->n, wave->text, sizeof wave->text);
-    failed = failed ? failed
-                    : kvq_gpu_put_rows(gpu, &two, THERE(wave, puts), wave->text, sizeof wave->text);
-    return kvq__wave_launched(wave, failed);
-}
+// The wave's pieces, and which of them are launched together.
+struct reading {
+    struct kvq__wave wave;
+    struct kvq_gpu_read_job *jobs;
+    struct kvq_gpu_put *puts; // two for each
+    uint32_t n;
+    uint64_t used; // bytes of the workspace, by those since the last launch
+};
 
-static int read_entry(struct kvq__wave *wave, uint32_t i)
+// Pieces of an entry, where the workspace has room for them, or else from its beginning on.
+static void fill_reads(struct reading *r, uint32_t i)
 {
-    const struct kvq__queue *q = wave->queue;
+    const struct kvq__queue *q = r->wave.queue;
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = own_layer(q, i);
-    uint32_t most = read_piece(q->core, &l->shape);
+    const uint32_t most = read_piece(q->core, &l->shape);
     struct kvq_gpu_read_job job = {
-        .recipe = kvq__wave_there(wave, kvq__wave_recipe(wave, l)),
-        .book = kvq__wave_there(wave, kvq__wave_book(wave, l)),
-        .pages = kvq__wave_there(wave, w->pages),
+        .recipe = kvq__wave_there(&r->wave, kvq__wave_recipe(&r->wave, l)),
+        .book = kvq__wave_there(&r->wave, kvq__wave_book(&r->wave, l)),
+        .pages = kvq__wave_there(&r->wave, w->pages),
         .extras = w->read.extras,
         .pool = w->read.pool,
-        .k_out = (float *)(uintptr_t)wave->lane->workspace,
         .n_pages = w->n_pages,
     };
-    int rc = 0;
-    for (uint32_t t = 0; rc == 0 && t < w->read.tokens; t += job.n) {
+    for (uint32_t t = w->part.from; t < w->part.to; t += job.n) {
         job.from = w->read.from + t;
-        job.n = w->read.tokens - t < most ? w->read.tokens - t : most;
+        job.n = w->part.to - t < most ? w->part.to - t : most;
+        const uint64_t bytes = read_bytes(&l->shape, job.n);
+        r->used = r->used + bytes > q->core->config.lane_workspace ? 0 : r->used;
+        job.k_out = (float *)(uintptr_t)(r->wave.lane->workspace + r->used);
         job.v_out = job.k_out + (size_t)l->shape.kv_heads * job.n * l->shape.k_dim;
-        rc = read_tokens(wave, i, &job);
+        r->used += bytes;
+        r->puts[2 * r->n] = put_of(q, i, KVQ__VIEW_K, job.from, job.n, job.k_out);
+        r->puts[2 * r->n + 1] = put_of(q, i, KVQ__VIEW_V, job.from, job.n, job.v_out);
+        r->jobs[r->n++] = job;
     }
-    return rc;
+}
+
+// Launches the pieces [from, to), which lie side by side.
+static int launch_reads(struct reading *r, uint32_t from, uint32_t to)
+{
+    struct kvq__wave *wave = &r->wave;
+    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    struct kvq_gpu_work jobs = kvq__wave_work(wave, to - from);
+    struct kvq_gpu_work puts = kvq__wave_work(wave, 2 * (to - from));
+    uint32_t most = 0;
+    for (uint32_t i = from; i < to; i++)
+        most = r->jobs[i].n > most ? r->jobs[i].n : most;
+    int failed =
+        kvq_gpu_read(gpu, &jobs, THERE(wave, r->jobs + from), most, wave->text, sizeof wave->text);
+    failed = failed ? failed
+                    : kvq_gpu_put_rows(gpu, &puts, THERE(wave, r->puts + 2 * from), wave->text,
+                                       sizeof wave->text);
+    return kvq__wave_launched(wave, READ_OPS, failed);
 }
 
 int kvq__gpu_read_wave(struct kvq__queue *q)
 {
-    struct kvq__wave wave;
-    int rc = 0;
-    kvq__wave_begin(&wave, q);
-    for (uint32_t i = q->wave_from; rc == 0 && i < q->wave_to; i++)
+    struct reading r = {.n = 0};
+    uint32_t n = 0;
+    kvq__wave_begin(&r.wave, q);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__wave_has(q, i))
-            rc = read_entry(&wave, i);
+            n += read_pieces(q, i, q->work[i].part.to - q->work[i].part.from);
+    r.jobs = kvq__wave_take(&r.wave, n * sizeof *r.jobs);
+    r.puts = kvq__wave_take(&r.wave, 2 * (size_t)n * sizeof *r.puts);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (kvq__wave_has(q, i))
+            fill_reads(&r, i);
+    assert(r.n == n);
+    int rc = kvq__wave_copy(&r.wave);
+    const float *workspace = (const float *)(uintptr_t)r.wave.lane->workspace;
+    for (uint32_t from = 0, to; rc == 0 && from < n; from = to) {
+        for (to = from + 1; to < n && r.jobs[to].k_out != workspace; to++)
+            ;
+        rc = launch_reads(&r, from, to);
+    }
     return rc;
 }
 
@@ -206,11 +274,11 @@ int kvq__gpu_accept_wave(struct kvq__queue *q)
             fill_keeps(&wave, i, jobs, &n, &heads);
     int rc = n ? kvq__wave_copy(&wave) : 0;
     struct kvq_gpu_work work = kvq__wave_work(&wave, n);
-    return rc || n == 0
-               ? rc
-               : kvq__wave_launched(&wave, kvq_gpu_keep_rows(kvq__gpu_kernels(wave.lane->gpu),
-                                                             &work, THERE(&wave, jobs), heads,
-                                                             wave.text, sizeof wave.text));
+    return rc || n == 0 ? rc
+                        : kvq__wave_launched(&wave, 1,
+                                             kvq_gpu_keep_rows(kvq__gpu_kernels(wave.lane->gpu),
+                                                               &work, THERE(&wave, jobs), heads,
+                                                               wave.text, sizeof wave.text));
 }
 
 // ---- Fork ----
@@ -257,7 +325,8 @@ int kvq__gpu_fork_wave(struct kvq__queue *q)
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
-              : kvq__wave_launched(&wave, kvq_gpu_copy_rows(kvq__gpu_kernels(wave.lane->gpu), &work,
-                                                            THERE(&wave, jobs), wave.text,
-                                                            sizeof wave.text));
+              : kvq__wave_launched(&wave, 1,
+                                   kvq_gpu_copy_rows(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                     THERE(&wave, jobs), wave.text,
+                                                     sizeof wave.text));
 }

@@ -145,7 +145,7 @@ static int launch(struct packing *p)
     failed = failed ? failed
                     : kvq_gpu_pack(gpu, &units, THERE(p, p->units), THERE(p, p->runs), p->n_runs,
                                    wave->text, sizeof wave->text);
-    return kvq__wave_launched(wave, failed);
+    return kvq__wave_launched(wave, KVQ_GPU_LEARN_LAUNCHES + KVQ_GPU_PACK_LAUNCHES, failed);
 }
 
 int kvq__packs_launch(struct kvq__packs *packs)

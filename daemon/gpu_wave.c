@@ -77,7 +77,8 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
     return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->lane->stream};
 }
 
-int kvq__wave_launched(struct kvq__wave *wave, int failed)
+int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed)
 {
+    kvq__lane_count(wave->lane, ops);
     return failed ? kvq__gpu_faulted(wave->lane->gpu, wave->text) : 0;
 }

@@ -35,8 +35,8 @@ const void *kvq__wave_there(const struct kvq__wave *wave, const void *host);
 int kvq__wave_copy(struct kvq__wave *wave);
 // Work of cache.h for n entries of an array.
 struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
-// A code for a launch: `failed` with wave->text filled.
-int kvq__wave_launched(struct kvq__wave *wave, int failed);
+// A code for work that was launched by so many operations at most: `failed` with wave->text filled.
+int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
 
 // ---- What a wave packs (gpu_pack.c) ----
 

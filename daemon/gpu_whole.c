@@ -145,9 +145,10 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
-              : kvq__wave_launched(&wave, kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
-                                                        THERE(&wave, jobs), most, wave.text,
-                                                        sizeof wave.text));
+              : kvq__wave_launched(&wave, 1,
+                                   kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                 THERE(&wave, jobs), most, wave.text,
+                                                 sizeof wave.text));
 }
 
 // ---- Packing ----
@@ -274,7 +275,8 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
     int rc = kvq__wave_copy(&p.wave);
     struct kvq_gpu_work work = kvq__wave_work(&p.wave, p.n);
     return rc ? rc
-              : kvq__wave_launched(&p.wave, kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.lane->gpu),
-                                                              &work, THERE(&p.wave, p.jobs),
-                                                              p.wave.text, sizeof p.wave.text));
+              : kvq__wave_launched(&p.wave, 1,
+                                   kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.lane->gpu), &work,
+                                                     THERE(&p.wave, p.jobs), p.wave.text,
+                                                     sizeof p.wave.text));
 }

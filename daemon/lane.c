@@ -27,6 +27,8 @@ static int open_streams(struct kvq__lane *lane)
     int result = kvq__gpu_enter(lane->gpu);
     if (!lane->stream)
         lane->alone = lane->alone || kvq__gpu_take_queues(lane->gpu);
+    lane->use =
+        lane->alone ? &lane->own_use : &lane->core->common_use[index_of(lane->core, lane->gpu)];
     if (!lane->alone) {
         lane->stream = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON);
         lane->watch = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON_WATCH);
@@ -146,12 +148,21 @@ static struct kvq__lane *lane_new(struct kvq__core *core, struct kvq__gpu *gpu)
     return lane;
 }
 
-static bool open_errands(struct kvq__core *core)
+static size_t uses_bytes(const struct kvq__core *core)
 {
-    core->errands = kvq__allocate(core, sizeof *core->errands);
+    return (core->n_pools - 1) * sizeof *core->common_use;
+}
+
+// What all lanes share.
+static bool open_common(struct kvq__core *core)
+{
+    if (!core->common_use)
+        core->common_use = kvq__allocate(core, uses_bytes(core));
+    if (!core->errands)
+        core->errands = kvq__allocate(core, sizeof *core->errands);
     if (core->errands)
         core->errands->core = core;
-    return core->errands;
+    return core->common_use && core->errands;
 }
 
 // What could not be made whole is kept as well, for the next attempt to go on with: here, too,
@@ -160,7 +171,7 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
 {
     struct kvq__core *core = client->core;
     struct kvq__lane **slot = &client->lanes[index_of(core, gpu)];
-    if (!core->errands && !open_errands(core))
+    if (!open_common(core))
         return KVQ_E_NO_MEMORY;
     if (!*slot) {
         struct kvq__lane *lane = take_spare(core, gpu);
@@ -242,6 +253,22 @@ void kvq__lanes_close(struct kvq__core *core)
         LIST_REMOVE(lane, link);
         lane_free(lane);
     }
+    kvq__deallocate(core, core->common_use, uses_bytes(core));
+}
+
+// ---- Operations under way ----
+
+void kvq__lane_count(struct kvq__lane *lane, uint32_t ops)
+{
+    lane->open_ops += ops;
+    lane->use->ops += ops;
+}
+
+// What was counted since the last number ends with this work.
+static void take_ops(struct kvq__lane *lane, struct kvq__pending *p)
+{
+    p->ops += lane->open_ops;
+    lane->open_ops = 0;
 }
 
 // ---- Chunks ----
@@ -264,13 +291,14 @@ static uint64_t chunk_room(struct kvq__lane *lane)
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *q)
 {
     uint64_t room = chunk_room(lane), all = lane->core->config.lane_bytes;
-    if (room < all / KVQ__CHUNKS || lane->n + 1 >= KVQ_MAX_GPU_PENDING ||
-        lane->n_held + q->header.count > KVQ__LANE_HELD)
+    if (kvq__lane_ops_left(lane) < KVQ_MAX_GPU_OPS / 2 || room < all / KVQ__CHUNKS ||
+        lane->n + 1 >= KVQ_MAX_GPU_PENDING || lane->n_held + q->header.count > KVQ__LANE_HELD)
         return false;
     q->arena = lane->host + lane->tail % all;
     q->arena_bytes = room;
     q->arena_used = 0;
     q->lane = lane;
+    kvq__lane_count(lane, KVQ__CHUNK_OPS);
     return true;
 }
 
@@ -312,7 +340,8 @@ bool kvq__lane_takes(struct kvq__queue *q)
 {
     uint32_t i = index_of(q->core, q->timeline.gpu);
     const struct kvq__lane *lane = q->client->lanes[i];
-    if (lane->given - lane->ended < KVQ_MAX_GPU_PENDING)
+    if (lane->given - lane->ended < KVQ_MAX_GPU_PENDING &&
+        kvq__lane_ops_left(lane) >= KVQ__CHUNK_OPS)
         return true;
     q->given[i] = lane->given;
     q->gpu_wait = KVQ__GPU_ROOM;
@@ -324,6 +353,7 @@ int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *q, size_t from)
     const uint8_t *host = q->arena + from;
     if (q->arena_used == from)
         return 0;
+    kvq__lane_count(lane, 1);
     int result = kvq__gpu_driver(lane->gpu)->copy_in(kvq__lane_at(lane, host), host,
                                                      q->arena_used - from, lane->stream);
     return result ? kvq__gpu_failed(lane->gpu, result, "handing work to the GPU") : 0;
@@ -371,6 +401,8 @@ static int number_alone(struct kvq__lane *lane, struct kvq__queue *q)
         lane->pending[at] = (struct kvq__pending){.memory = lane->tail, .since = lane->core->now};
         lane->n++;
     }
+    kvq__lane_count(lane, KVQ__CHUNK_OPS);
+    take_ops(lane, &lane->pending[at]);
     int result = write_number(lane, at);
     lane->pending[at].number = lane->given;
     q->given[index_of(lane->core, lane->gpu)] = lane->given;
@@ -395,6 +427,7 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
     uint32_t at = (lane->first + lane->n++) % KVQ_MAX_GPU_PENDING;
     struct kvq__pending *p = &lane->pending[at];
     *p = (struct kvq__pending){.since = lane->core->now};
+    take_ops(lane, p);
     lane->tail += (q->arena_used + 63) & ~(uint64_t)63;
     int result = write_number(lane, at);
     p->number = lane->given;
@@ -423,6 +456,8 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
     }
     kvq__buffers_unuse(lane->client, &p->buffers);
     lane->head = p->memory;
+    assert(lane->use->ops >= p->ops);
+    lane->use->ops -= p->ops;
     if (p->flight.number)
         kvq__flight_end(lane->core, &p->flight);
 }
@@ -505,10 +540,10 @@ const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane)
 // A thread of the driver's. The word is written last: the lane may be gone right behind it.
 static void on_watch(void *context)
 {
-    struct kvq__lane *lane = context;
-    void (*wake)(void *) = lane->wake;
-    void *wake_context = lane->wake_context;
-    kvq_word_store_release(&lane->watching, 0);
+    struct kvq__stream_use *use = context;
+    void (*wake)(void *) = use->wake;
+    void *wake_context = use->wake_context;
+    kvq_word_store_release(&use->watching, 0);
     wake(wake_context);
 }
 
@@ -517,15 +552,16 @@ bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *c
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     if (!kvq__lane_busy(lane))
         return false;
-    if (kvq_word_load_acquire(&lane->watching))
+    struct kvq__stream_use *use = lane->use;
+    if (kvq_word_load_acquire(&use->watching))
         return true;
-    lane->wake = wake;
-    lane->wake_context = context;
-    kvq_word_store_release(&lane->watching, 1);
+    use->wake = wake;
+    use->wake_context = context;
+    kvq_word_store_release(&use->watching, 1);
     int result = kvq__gpu_enter(lane->gpu);
     result = result ? result : d->event_record(lane->event, lane->stream);
     result = result ? result : d->stream_wait(lane->watch, lane->event, 0);
-    result = result ? result : d->launch_host(lane->watch, on_watch, lane);
+    result = result ? result : d->launch_host(lane->watch, on_watch, use);
     if (result)
         kvq__gpu_failed(lane->gpu, result, "watching the GPU");
     return true;

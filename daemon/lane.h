@@ -34,9 +34,23 @@ struct kvq__pending {
     uint64_t number; // reached by the lane's word when it has ended
     uint64_t memory; // chunks below it are free then
     uint64_t since;  // when it was enqueued
+    uint32_t ops;    // operations that it is
     uint32_t n_held;
     struct kvq__flight flight;
     struct kvq__buffer_set buffers;
+};
+
+// What is known of a stream that lanes give work to, one or all of a GPU's that share it.
+struct kvq__stream_use {
+    uint32_t ops;      // that it was given and that were not seen to end
+    uint32_t watching; // 1 from the wish to be woken until it was fulfilled
+    void (*wake)(void *context);
+    void *wake_context;
+};
+
+enum {
+    KVQ__CHUNK_OPS = 4, // that a chunk is besides its waves: wait, tell, number, event
+    KVQ__WAVE_OPS = 8,  // that a wave is at most, besides what its entries are
 };
 
 struct kvq__lane {
@@ -51,7 +65,8 @@ struct kvq__lane {
     struct kvq_gpu_stream *stream;
     struct kvq_gpu_stream *watch; // waits for `event`, then wakes the poller
     struct kvq_gpu_event *event;
-    uint32_t watching;     // 1 from the wish to be woken until it was fulfilled
+    struct kvq__stream_use own_use, *use; // of `stream`; own_use if it is alone
+    uint32_t open_ops;                    // enqueued since the last number
     uint64_t *word;        // host memory that the stream writes: work up to this number has ended
     kvq_gpu_ptr word_at;   // the same for the GPU
     uint64_t given, ended; // numbers
@@ -63,9 +78,7 @@ struct kvq__lane {
     uint32_t first, n;            // of pending, a ring
     struct kvq__pending *pending; // KVQ_MAX_GPU_PENDING
     uint32_t first_held, n_held;
-    struct kvq__held *held; // KVQ__LANE_HELD, a ring
-    void (*wake)(void *context);
-    void *wake_context;
+    struct kvq__held *held;                           // KVQ__LANE_HELD, a ring
     struct kvq_gpu_event *marks[KVQ_MAX_GPU_PENDING]; // where there are no memory operations
 };
 enum { KVQ__LANE_HELD = 16 * KVQ_MAX_BATCH };
@@ -90,8 +103,8 @@ void kvq__lanes_close(struct kvq__core *core);
 bool kvq__lane_open_for(struct kvq__queue *queue);
 // Closes the queue's chunk for another one. False: as above.
 bool kvq__lane_again(struct kvq__queue *queue);
-// Opens a chunk for the queue's request as its arena. False if there is none, or no room to hold
-// what the request holds, before something has ended.
+// Opens a chunk for the queue's request as its arena. False if there is none, no room to hold what
+// the request holds, or much under way on the stream, before something has ended.
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *queue);
 // Whether the lane of the queue's timeline has room for a request's signal. False: as above.
 bool kvq__lane_takes(struct kvq__queue *queue);
@@ -99,6 +112,14 @@ bool kvq__lane_takes(struct kvq__queue *queue);
 // enqueued, and so in the order of the requests. Without an open chunk that is work of its own,
 // with a number: the word must be there until it is written.
 void kvq__lane_signal(struct kvq__queue *queue);
+// Operations that are enqueued on its stream: each must be counted, by whoever enqueues it.
+void kvq__lane_count(struct kvq__lane *lane, uint32_t ops);
+// How many more may be enqueued before something has ended: with many more the stream could make
+// the caller, who is the poller, wait for that.
+static inline uint32_t kvq__lane_ops_left(const struct kvq__lane *lane)
+{
+    return lane->use->ops < KVQ_MAX_GPU_OPS ? KVQ_MAX_GPU_OPS - lane->use->ops : 0;
+}
 // Enqueues the copy of the arena's bytes [from, used). 0 or KVQ_E_SYSTEM.
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *queue, size_t from);
 // Ends the queue's chunk: everything enqueued so far gets a number, which is the queue's last. With
@@ -106,7 +127,8 @@ int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *queue, size_t from
 int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *queue, bool hold);
 // Lets go of what has ended. True if anything had.
 bool kvq__lane_poll(struct kvq__lane *lane);
-// Has wake(context) called once the work enqueued so far has ended, if there is any.
+// Has wake(context) called once work that was enqueued so far has ended, if there is any: all of it
+// where the stream is the lane's alone, else what was there when one of the lanes asked last.
 bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context);
 
 // Whether its oldest work has been there for config.stall_ns; true once for each such work.
@@ -141,6 +163,11 @@ size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_attend_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
+// The part of an entry's tokens that the next wave reads. False: there is no room for any.
+bool kvq__gpu_read_prepare(struct kvq__queue *queue, uint32_t i);
+// Operations that these take for an entry, at most, besides KVQ__WAVE_OPS.
+uint32_t kvq__gpu_attend_ops(const struct kvq__queue *queue, uint32_t i);
+uint32_t kvq__gpu_read_ops(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
 // Where token t of an entry's source lies, and how many follow it there (store.c).

@@ -81,6 +81,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     w->n_items = 0;
     if (w->session->dropped) {
+        w->part.more = false;
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
@@ -95,7 +96,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
         return false;
     uint32_t chunks = (w->read.tokens + CHUNK - 1) / CHUNK;
     w->n_items = chunks * w->session->layers[q->header.layer].shape.kv_heads;
-    return true;
+    return q->gpu ? kvq__gpu_read_prepare(q, i) : true;
 }
 
 static uint32_t count(const struct kvq__entry *w)
@@ -162,4 +163,5 @@ const struct kvq__pass kvq__pass_read = {.prepare = prepare,
                                          .stages = {{count, run}},
                                          .n_stages = 1,
                                          .gpu_wave = kvq__gpu_read_wave,
-                                         .gpu_room = kvq__gpu_read_room};
+                                         .gpu_room = kvq__gpu_read_room,
+                                         .gpu_ops = kvq__gpu_read_ops};

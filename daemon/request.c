@@ -358,15 +358,28 @@ static bool wave_place(struct kvq__queue *q)
     return true;
 }
 
+// Operations of a wave, so that the stream does not make us wait. One entry alone may be more, on a
+// stream that has nothing else to do.
+static uint32_t most_ops(const struct kvq__queue *q, uint32_t i)
+{
+    bool idle = i == q->wave_from && q->lane->use->ops <= KVQ__CHUNK_OPS;
+    return idle ? KVQ_MAX_GPU_BURST : kvq__lane_ops_left(q->lane);
+}
+
 // Whether an entry fits: what it has just taken, and on a GPU what its work will take.
 static bool fits(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
+    if (q->gpu && q->wave_ops > kvq__lane_ops_left(q->lane))
+        return false;
     if (!pass->prepare(q, i))
         return false;
     if (!q->gpu || !kvq__entry_alive(q, i))
         return true;
     q->wave_room += pass->gpu_room(q, i);
+    q->wave_ops += pass->gpu_ops ? pass->gpu_ops(q, i) : 0;
+    if (q->wave_ops > most_ops(q, i))
+        return false;
     return q->arena_used + q->wave_room + KVQ__WAVE_ROOM <= q->arena_bytes;
 }
 
@@ -378,11 +391,13 @@ static bool wave_next(struct kvq__queue *q)
     q->wave_more = false;
     q->wave_from = i;
     q->wave_room = 0;
+    q->wave_ops = KVQ__WAVE_OPS;
     if (!wave_place(q))
         return false;
     q->wave_start = q->arena_used;
     for (; i < q->header.count; i++) {
         size_t used = q->arena_used, room = q->wave_room;
+        uint32_t ops = q->wave_ops;
         if (kvq__entry_alive(q, i) && q->work[i].session->pool->gpu != q->gpu)
             break;
         if (!kvq__entry_alive(q, i) || fits(q, i)) {
@@ -394,10 +409,12 @@ static bool wave_next(struct kvq__queue *q)
         }
         q->arena_used = used;
         q->wave_room = room;
+        q->wave_ops = ops;
         if (i > q->wave_from)
             break;
-        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.lane_bytes))
-            return kvq__lane_again(q);         // for a larger chunk
+        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.lane_bytes ||
+                       q->lane->use->ops > KVQ__CHUNK_OPS))
+            return kvq__lane_again(q); // for a larger chunk, and a stream with nothing to do
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
     q->wave_to = i;

@@ -56,10 +56,11 @@ struct kvq__entry {
     uint64_t fetch_serial;    // the session's when it began to
     int no_room;              // its session cannot come back where it belongs: why
     bool settles;             // a STEP of its session is under way on a GPU for it
-    struct {                  // of a STEP on a GPU: layers of the wave, of the pass under way
+    struct {                  // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;
-        bool more; // layers from `to` on are left for the next wave
+        uint32_t ops;
+        bool more; // what is from `to` on is left for the next wave
     } part;
     uint64_t step_serial;
     uint64_t past; // committed tokens when it started
@@ -130,6 +131,8 @@ struct kvq__pass {
     // which all of them fail. And the bytes of the arena that it will take for an entry at most.
     int (*gpu_wave)(struct kvq__queue *q);
     size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
+    // Operations that it will take for an entry at most, besides KVQ__WAVE_OPS; NULL: none.
+    uint32_t (*gpu_ops)(const struct kvq__queue *q, uint32_t i);
     void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
     bool late; // finish comes when all of the request's work has ended, on GPUs as well
 };
@@ -190,6 +193,7 @@ struct kvq__queue {
     size_t arena_used, arena_bytes;
     size_t wave_start; // of the arena
     size_t wave_room;  // that the wave's GPU work will take
+    uint32_t wave_ops; // and the operations that it will be
     uint32_t first_item[KVQ_MAX_BATCH + 1];
     struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of a STEP
     struct kvq__buffer *layer_buffers[KVQ_MAX_LAYERS][2];

@@ -152,6 +152,7 @@ struct kvq__core {
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;           // oldest first
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
+    struct kvq__stream_use *common_use;        // of the stream that lanes share, for each GPU
     uint64_t last_flight, last_namespace, last_client, last_session, last_queue;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use

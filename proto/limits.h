@@ -48,13 +48,14 @@ enum {
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
-    KVQ_MAX_PORTS = 4096,      // queues of all clients together
-    KVQ_MAX_GPUS = 16,         // of one daemon
-    KVQ_MAX_LETTING_GO = 1024, // closed pieces of host memory that GPUs have yet to let go of
-    KVQ_GPU_CONNECTIONS = 32,  // hardware queues that CUDA gives a process on each GPU at most
-    KVQ_MAX_GPU_PENDING =
-        64, // pieces of one client's work that are enqueued on one GPU, of up to 8
-            // operations each: a stream may make us wait from 1,000 or so on
+    KVQ_MAX_PORTS = 4096,        // queues of all clients together
+    KVQ_MAX_GPUS = 16,           // of one daemon
+    KVQ_MAX_LETTING_GO = 1024,   // closed pieces of host memory that GPUs have yet to let go of
+    KVQ_GPU_CONNECTIONS = 32,    // hardware queues that CUDA gives a process on each GPU at most
+    KVQ_MAX_GPU_PENDING = 64,    // pieces of one client's work that are enqueued on one GPU
+    KVQ_MAX_GPU_OPS = 512,       // operations that one stream is given and has not come to: a
+                                 // hardware queue makes callers wait from 1,000 or so on
+    KVQ_MAX_GPU_BURST = 900,     // the same of one session's work on a stream with nothing else
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
 
     // Control messages and attach packets.

@@ -176,6 +176,9 @@ struct kvq_gpu_work {
     struct kvq_gpu_stream *stream;
 };
 
+// Launches that learning, packing and reading are at most; all else is one.
+enum { KVQ_GPU_LEARN_LAUNCHES = 1, KVQ_GPU_PACK_LAUNCHES = 4, KVQ_GPU_READ_LAUNCHES = 3 };
+
 // most: the largest `tokens` of the jobs, roughly; it only decides how many blocks there are.
 int kvq_gpu_store(const struct kvq_gpu *gpu, const struct kvq_gpu_work *work, kvq_gpu_ptr jobs,
                   uint32_t most, char *text, size_t n);
