@@ -30,7 +30,9 @@ static const char help[] =
     "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
     "          see kvq-bench quality --help\n"
     "\n"
-    "  --format F,..     formats (default f16,oscar2,oscar3,oscar4); f16 is always the baseline\n"
+    "  --format F,..     formats, also composed ones (default f16,oscar2,oscar3,oscar4); f16 is "
+    "always\n"
+    "                    the baseline\n"
     "  --tokens N,..     cached tokens (default 4096,32768; shared: 8192)\n"
     "  --threads T,..    threads, each on a CPU of its own (default 1, and all CPUs)\n"
     "  --q-heads N       query heads (default 32)\n"
@@ -66,6 +68,8 @@ static const char help[] =
     "\n"
     "Exit status: 0 done, 1 a benchmark failed, 2 the command line is wrong.\n";
 
+enum { PART = KVQ_FORMAT_NAME }; // room for a part of a list
+
 static bool read_number(const char *text, uint64_t low, uint64_t high, uint64_t *value)
 {
     char *end;
@@ -91,13 +95,13 @@ static int read_one(const char *name, const char *text, uint64_t low, uint64_t h
     return 0;
 }
 
-// Takes the next part of a list with commas from *text, up to 31 characters, into part.
-static bool next_part(const char **text, char part[32])
+// Takes the next part of a list with commas from *text, cut to the room of part, into part.
+static bool next_part(const char **text, char part[PART])
 {
     if (!*text)
         return false;
     size_t n = strcspn(*text, ",");
-    snprintf(part, 32, "%.*s", n < 31 ? (int)n : 31, *text);
+    snprintf(part, PART, "%.*s", n < PART ? (int)n : PART, *text);
     *text = (*text)[n] ? *text + n + 1 : NULL;
     return true;
 }
@@ -105,7 +109,7 @@ static bool next_part(const char **text, char part[32])
 static int read_list(const char *name, const char *text, uint64_t low, uint64_t high,
                      struct bench_list *list)
 {
-    char part[32];
+    char part[PART];
     list->n = 0;
     while (next_part(&text, part)) {
         uint64_t v;
@@ -120,14 +124,26 @@ static int read_list(const char *name, const char *text, uint64_t low, uint64_t 
     return 0;
 }
 
+// A row of the table, or a name that is composed (docs/formats.md). NULL with a sentence in text.
+static const struct kvq_format *find_format(const char *name, uint32_t i, char *text, size_t n)
+{
+    static struct kvq_format composed[BENCH_MAX_LIST];
+    const struct kvq_format *row = kvq_format_by_name(name);
+    if (row || i == BENCH_MAX_LIST) {
+        snprintf(text, n, "there are more than %d", BENCH_MAX_LIST);
+        return i < BENCH_MAX_LIST ? row : NULL;
+    }
+    return kvq_format_parse(name, &composed[i], text, n) ? NULL : &composed[i];
+}
+
 static int read_formats(const char *text, struct bench_options *o)
 {
-    char part[32];
+    char part[PART], why[256];
     o->n_formats = 0;
     while (next_part(&text, part)) {
-        const struct kvq_format *f = kvq_format_by_name(part);
-        if (!f || o->n_formats == BENCH_MAX_LIST) {
-            fprintf(stderr, "kvq-bench: --format has \"%s\"; give up to %d of", part,
+        const struct kvq_format *f = find_format(part, o->n_formats, why, sizeof why);
+        if (!f) {
+            fprintf(stderr, "kvq-bench: --format has \"%s\", but %s; give up to %d of", part, why,
                     BENCH_MAX_LIST);
             for (f = kvq_formats; f->name[0]; f++)
                 fprintf(stderr, " %s", f->name);
@@ -141,7 +157,7 @@ static int read_formats(const char *text, struct bench_options *o)
 
 static int read_path(const char *text, struct bench_options *o)
 {
-    char part[32];
+    char part[PART];
     o->exact = o->fast = false;
     while (next_part(&text, part)) {
         if (strcmp(part, "exact") == 0) {
