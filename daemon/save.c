@@ -268,11 +268,11 @@ static bool is_packing(const struct kvq__session *s)
 // Shards at different counts come together by steps, and no step begins while the daemon drains.
 static int check_counts(const struct kvq__session *s, char *text)
 {
-    const struct kvq__session *other = NULL;
+    const struct kvq__session *first = s->group ? kvq__group_member(s, 0) : s, *other = NULL;
     bool in_step = false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        other = m && m->tokens != s->tokens ? m : other;
+        other = m && m->tokens != first->tokens ? m : other;
         in_step |= m && kvq__in_step(m);
     }
     if (!other || in_step || !s->core->draining)
@@ -281,7 +281,7 @@ static int check_counts(const struct kvq__session *s, char *text)
                      "shard %u of session \"%s\" stands at %llu tokens and shard %u at %llu; a "
                      "session is saved with all its shards at one count, and while the daemon "
                      "drains no step begins that could bring them there",
-                     s->shard, s->name, (unsigned long long)s->tokens, other->shard,
+                     first->shard, s->name, (unsigned long long)first->tokens, other->shard,
                      (unsigned long long)other->tokens);
 }
 
