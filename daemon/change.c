@@ -170,7 +170,16 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
                        offset + (uint64_t)w->accept.list[j], offset + j);
 }
 
+// Ids follow their tokens while the list of those that stay is there.
 static void finish(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq_entry_wire *e = &q->entries[i];
+    if (!w->session->dropped)
+        kvq__ids_accept(w->session, e->append, w->accept.list, e->list_token);
+}
+
+static void end(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -180,7 +189,7 @@ static void finish(struct kvq__queue *q, uint32_t i)
         return;
     }
     assert(s->tokens == w->past);
-    kvq__ids_accept(s, e->append, w->accept.list, e->list_token);
+    kvq__ids_commit(s, w->past - e->append, e->list_token);
     s->tokens = w->past - e->append + e->list_token;
     s->commits++;
     kvq__pages_trim(s, s->tokens);
@@ -191,6 +200,6 @@ const struct kvq__pass kvq__pass_accept = {.prepare = prepare,
                                            .stages = {{count, run}},
                                            .n_stages = 1,
                                            .finish = finish,
-                                           .late = true,
+                                           .end = end,
                                            .gpu_wave = kvq__gpu_accept_wave,
                                            .gpu_room = kvq__gpu_accept_room};

@@ -456,7 +456,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     kvq__copy_tokens(&q->work[i].session->layers[c->layer], c);
 }
 
-static void finish(struct kvq__queue *q, uint32_t i)
+static void end(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
     if (w->forked->dropped)
@@ -468,7 +468,6 @@ static void finish(struct kvq__queue *q, uint32_t i)
 const struct kvq__pass kvq__pass_fork = {.prepare = prepare,
                                          .stages = {{count, run}},
                                          .n_stages = 1,
-                                         .finish = finish,
-                                         .late = true,
+                                         .end = end,
                                          .gpu_wave = kvq__gpu_fork_wave,
                                          .gpu_room = kvq__gpu_fork_room};

@@ -134,11 +134,9 @@ void kvq__ids_cut(struct kvq__session *s, uint64_t tokens)
 void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *list, uint32_t n)
 {
     uint64_t start = s->tokens - append;
-    if (s->ids.known < s->tokens) { // of those that move some are not known
-        kvq__ids_cut(s, start);
-        return;
-    }
-    for (uint32_t j = 0; j < n; j++)
+    s->ids.pending = s->ids.known >= s->tokens; // else some of those that move are not known
+    kvq__ids_cut(s, start);
+    for (uint32_t j = 0; s->ids.pending && j < n; j++)
         *own_at(&s->ids, start + j) = *kvq__ids_at(&s->ids, start + (uint64_t)list[j]);
 }
 

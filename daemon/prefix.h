@@ -82,7 +82,8 @@ int kvq__ids_take_late(struct kvq__queue *queue, uint32_t entry);
 void kvq__ids_commit(struct kvq__session *session, uint64_t had, uint64_t tokens);
 // The session has no more than so many tokens from now on.
 void kvq__ids_cut(struct kvq__session *session, uint64_t tokens);
-// Of the last `append` tokens those at these indices stay.
+// Of the last `append` tokens those at these indices are to stay: their ids move behind the tokens
+// before, and wait for kvq__ids_commit.
 void kvq__ids_accept(struct kvq__session *session, uint32_t append, const int32_t *list,
                      uint32_t n);
 // A new session with the first `at` tokens of another. 0, or as kvq__ns_allocate.

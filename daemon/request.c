@@ -449,8 +449,7 @@ static bool stage_begin(struct kvq__queue *q)
 static void wave_finish(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
-    bool now = pass->finish && !pass->late;
-    for (uint32_t i = q->wave_from; now && i < q->wave_to; i++)
+    for (uint32_t i = q->wave_from; pass->finish && i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
             pass->finish(q, i);
 }
@@ -492,20 +491,19 @@ static void settle(struct kvq__queue *q)
             kvq__step_recheck(q->work[i].session, &q->results[i]);
 }
 
-// What `late` passes have put off.
-static void finish_late(struct kvq__queue *q)
+static void end_entries(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->n_passes - 1];
-    for (uint32_t i = 0; pass->late && i < q->header.count; i++)
+    for (uint32_t i = 0; pass->end && i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
-            pass->finish(q, i);
+            pass->end(q, i);
 }
 
 static enum kvq__progress all_ended(struct kvq__queue *q)
 {
     tell_nonfinite(q);
     settle(q);
-    finish_late(q);
+    end_entries(q);
     return kvq__request_end(q, 0);
 }
 

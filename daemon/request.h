@@ -133,8 +133,12 @@ struct kvq__pass {
     size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
     // Operations that it will take for an entry at most, besides KVQ__WAVE_OPS; NULL: none.
     uint32_t (*gpu_ops)(const struct kvq__queue *q, uint32_t i);
-    void (*finish)(struct kvq__queue *q, uint32_t i); // after the stages; may be NULL
-    bool late; // finish comes when all of the request's work has ended, on GPUs as well
+    // After the stages; on a GPU, once its work is enqueued. What was taken from the arena is still
+    // there. May be NULL.
+    void (*finish)(struct kvq__queue *q, uint32_t i);
+    // Once all of the request's work has ended, on GPUs as well. The arena is somebody else's by
+    // then: waves after this one, and on a GPU other queues, have used it. May be NULL.
+    void (*end)(struct kvq__queue *q, uint32_t i);
 };
 
 // What a queue waits for whose request is under way on a GPU.

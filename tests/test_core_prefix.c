@@ -153,6 +153,32 @@ static void forks_know(void **state)
     assert_int_equal(lookup(&two, &spec), 4 * PAGE); // and the first one's are there as ever
 }
 
+// Of two drafts in one request, whose lists are not in memory at once, the right ids stay.
+static void accepted_in_waves(void **state)
+{
+    static const uint32_t kept[] = {0, 2, 5, 1, 7};
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    spec.max_rollback = 16;
+    uint64_t a = feed(&one, &spec, 100), b = feed(&one, &spec, 60);
+    assert_int_equal(kit_step(&one, a, 8, HEADS, DIM) | kit_step(&one, b, 8, HEADS, DIM), 0);
+    memcpy(one.memory + OUT, kept, sizeof kept);
+    struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 2);
+    r.list = (struct kvq_wire_view){.offset = OUT, .buffer = one.buffer};
+    struct kvq_entry_wire e[] = {
+        {.handle = a, .position = 108, .append = 8, .list_token = 3},
+        {.handle = b, .position = 68, .append = 8, .list_token = 2, .row = 3}};
+    one.queue->arena_bytes = 256; // for one of them
+    assert_int_equal(kit_request(&one, &r, e), 0);
+    for (int i = 0; i < 2; i++) {
+        const struct kvq__ids *s = &kit_of(&one, e[i].handle)->ids;
+        uint32_t had = (uint32_t)e[i].position - 8;
+        assert_int_equal(s->known, had + e[i].list_token);
+        for (uint32_t j = 0; j < e[i].list_token; j++)
+            assert_int_equal(*kvq__ids_at(s, had + j), 1000 + 7 * (had + kept[e[i].row + j]));
+    }
+}
+
 // ---- Other tokens, or other meanings ----
 
 static void tokens_differ(void **state)
@@ -748,6 +774,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(whole_steps, setup, teardown),
         cmocka_unit_test_setup_teardown(told_at_the_end, setup, teardown),
         cmocka_unit_test_setup_teardown(forks_know, setup, teardown),
+        cmocka_unit_test_setup_teardown(accepted_in_waves, setup, teardown),
         cmocka_unit_test_setup_teardown(in_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(tokens_differ, setup, teardown),
         cmocka_unit_test_setup_teardown(meanings_differ, setup, teardown),

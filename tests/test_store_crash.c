@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Power fails at every sync of a seeded workload of saves, incremental saves, groups of shards,
-// Power fails at every sync of a seeded workload of saves, incremental saves, groups of shards,
+// and whatever else kit_change() draws.
 // The workload is run again and again, up to sync 1, 2, 3, ..., until it ends before the crash.
 //
 // After each crash the store is opened and compared with what it had acknowledged: all of it must
