@@ -410,8 +410,8 @@ KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session
  * it had been forked there (info.tokens: its position); append the others.
  *
  * A daemon with storage_dir keeps the ids with the sessions that it saves, and finds what they
- * begin with on disk as well: the open waits until that is read. Where it cannot be read the
- * session begins with less, and the open does not fail.
+ * begin with on disk as well: requests wait until their layer is read. Where it cannot be read the
+ * session begins with less; if it was open already, requests fail (KVQ_E_DAMAGED): open it anew.
  *
  * Shared are whole pages of 128 tokens that cannot change any more: behind max_rollback, and packed
  * in all layers. Nothing is shared that means something else: namespace (unless the configuration

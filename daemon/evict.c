@@ -45,6 +45,8 @@ static uint32_t saves_of(const struct kvq__session *s)
 static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
     uint32_t seen = 0, passing = saves_of(s) + (s->restore && s->restore->entered);
+    uint32_t offered = s->restore ? s->restore->offered : 0;
+    uint32_t indexed = s->ids.sealed > offered ? s->ids.sealed : offered;
     double own = 0;
     for (uint32_t k = 0; k < SAMPLES; k++) {
         const struct kvq__layer *l =
@@ -55,7 +57,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
         const struct kvq__pageref *p = kvq__page(l, page);
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
-        uint32_t others = passing + (page < s->ids.sealed);
+        uint32_t others = passing + (page < indexed);
         seen += block != NULL;
         if (!block || (ns && block->extent->owner->ns != ns))
             continue;

@@ -474,7 +474,7 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->stored = 0;
     t->save = NULL;
     t->found = NULL;
-    t->loading = NULL;
+    t->loading = t->reading = NULL;
     t->transfer = NULL;
     t->order = NULL;
     t->hold = (struct kvq__hold){0};
@@ -622,10 +622,11 @@ int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char 
     }
     keeper->server = server;
     kvq__names_init(&keeper->names);
-    kvq__turns_init(&keeper->turns, 1);
-    kvq__turns_init(&keeper->reads, KVQ__READ_AT_ONCE);
+    kvq__turns_init(&keeper->turns, 1, 1);
+    kvq__turns_init(&keeper->reads, KVQ__READ_AT_ONCE, KVQ__READ_AT_ONCE_OF);
     TAILQ_INIT(&keeper->aside);
     TAILQ_INIT(&keeper->loadings);
+    TAILQ_INIT(&keeper->beginning);
     TAILQ_INIT(&keeper->waiting);
     TAILQ_INIT(&keeper->roomless);
     bool stores = server->config.storage_dir[0] != 0;

@@ -44,8 +44,9 @@ struct kvq__task {
     void (*step)(struct kvq__task *task);  // what comes next, on the thread that it was sent to
     void (*later)(struct kvq__task *task); // once it has waited for memory
     void (*then)(struct kvq__task *task);  // and once memory is there
-    void (*read)(struct kvq__task *task);  // and once all is read
-    void (*next)(struct kvq__task *task);  // and once that is over
+    void (*begun_load)(struct kvq__task *task); // and once reading has begun
+    void (*read)(struct kvq__task *task);       // and once all is read; NULL: nobody waits
+    void (*next)(struct kvq__task *task);       // and once that is over
     bool writes, again, unchanged, own, quiet, looked_again;
     bool at_poller;            // the poller's thread may write to it; the loop's own
     struct kvq__reshard_as as; // shards 0: as many as were saved
@@ -63,7 +64,8 @@ struct kvq__task {
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
     struct kvq__found *found;
-    struct kvq__loading *loading;
+    struct kvq__loading *loading;   // that is begun
+    struct kvq__loading *reading;   // that is read while the task goes on; NULL: it has ended
     struct kvq__transfer *transfer; // that is being asked for
     struct kvq__prefix_ask *ask;    // for what the session begins with; NULL: none
     uint32_t pages;                 // that the store has of it

@@ -16,7 +16,8 @@ struct kvq__desk;
 
 enum {
     KVQ__KEEPER_UNSAVED = 64, // sessions that are asked for at a time
-    KVQ__READ_AT_ONCE = 2,    // restores that read side by side
+    KVQ__READ_AT_ONCE = 3,    // restores that read side by side,
+    KVQ__READ_AT_ONCE_OF = 2, // and of one namespace
 };
 
 // Tells the poller that a layer is there.
@@ -85,8 +86,8 @@ struct kvq__keeper {
     struct kvq__tasks roomless; // whose sessions wait for room in memory
     uv_timer_t room;
 
-    struct kvq__tasks waiting; // for a prefix that another one reads, maybe the same
-    bool reading_prefix;
+    struct kvq__tasks beginning; // to read prefixes, which the index does not show yet
+    struct kvq__tasks waiting;   // for one of these, which is what they want, too
 };
 
 // Sends a task on: to the poller's thread, back to the loop's, or to one of libuv's and then back.
@@ -261,10 +262,14 @@ struct kvq__begin {
     const char *ns, *place;
     uint64_t prefix_tokens;
 };
-// Poller's thread. Makes task->found and reads it to the end; read() then follows on the loop's
-// thread, with task->rc.
+// Poller's thread. Makes task->found and begins to read it; begun() then follows on the loop's
+// thread, with task->rc: task->reading is what is read, and NULL once it has ended.
 void kvq__keeper_load(struct kvq__task *task, const struct kvq__begin *as,
-                      void (*read)(struct kvq__task *task));
+                      void (*begun)(struct kvq__task *task));
+// Loop's thread. read() follows when that has ended, with its task->rc; or at once.
+void kvq__keeper_load_wait(struct kvq__task *task, void (*read)(struct kvq__task *task));
+// Loop's thread. It goes on without the task.
+void kvq__keeper_load_leave(struct kvq__task *task);
 
 // ---- keeper_prefix.c ----
 

@@ -98,11 +98,12 @@ void kvq__name_give(struct kvq__names *names, struct kvq__hold *h)
 
 // ---- Turns ----
 
-void kvq__turns_init(struct kvq__turns *turns, uint32_t most)
+void kvq__turns_init(struct kvq__turns *turns, uint32_t most, uint32_t most_of)
 {
-    assert(most > 0);
-    *turns = (struct kvq__turns){.most = most};
+    assert(most_of > 0 && most >= most_of);
+    *turns = (struct kvq__turns){.most = most, .most_of = most_of};
     TAILQ_INIT(&turns->first);
+    TAILQ_INIT(&turns->going);
 }
 
 // The one who stands for his namespace; NULL: nobody of it waits.
@@ -115,9 +116,20 @@ static struct kvq__turn *first_of(const struct kvq__turns *turns, const char *ns
     return NULL;
 }
 
+static bool has_its_share(const struct kvq__turns *turns, const char *ns)
+{
+    const struct kvq__turn *t;
+    uint32_t n = 0;
+    TAILQ_FOREACH (t, &turns->going, link)
+        n += strcmp(t->ns, ns) == 0;
+    return n >= turns->most_of;
+}
+
 static void start_next(struct kvq__turns *turns)
 {
     struct kvq__turn *t = TAILQ_FIRST(&turns->first), *heir;
+    while (t && has_its_share(turns, t->ns))
+        t = TAILQ_NEXT(t, link);
     if (turns->under_way == turns->most || !t)
         return;
     TAILQ_REMOVE(&turns->first, t, link);
@@ -130,6 +142,7 @@ static void start_next(struct kvq__turns *turns)
     }
     turns->n--;
     turns->under_way++;
+    TAILQ_INSERT_TAIL(&turns->going, t, link);
     turns->now = t;
     t->go(t);
 }
@@ -155,6 +168,7 @@ void kvq__turn_end(struct kvq__turns *turns, struct kvq__turn *t)
 {
     assert(t->queued && turns->under_way > 0);
     turns->under_way--;
+    TAILQ_REMOVE(&turns->going, t, link);
     if (turns->now == t)
         turns->now = NULL;
     t->queued = false;

@@ -10,7 +10,8 @@
 // is being deleted, and nobody deletes what was saved after the drop.
 //
 // Turns. One at a time writes to the store, and a few read sessions from it. Namespaces have their
-// turns one after the other, and within one it is first come, first served.
+// turns one after the other, and within one it is first come, first served. Of those that read one
+// namespace never has all, so that others do not wait for the end of what it reads.
 //
 // A name is taken before a turn is waited for, never in a turn: else two could wait for each other.
 #ifndef KVQ_DAEMON_KEEPER_ORDER_H
@@ -71,11 +72,13 @@ struct kvq__turn {
 struct kvq__turns {
     struct kvq__turn_list first; // of each namespace that waits, in the order of their turns
     struct kvq__turn *now;       // whose turn it is, who came last; NULL: that is over
-    uint32_t most, under_way;    // at a time
-    uint32_t n;                  // that wait
+    uint32_t most, most_of;      // at a time, and of one namespace
+    struct kvq__turn_list going; // those under way
+    uint32_t under_way;
+    uint32_t n; // that wait
 };
 
-void kvq__turns_init(struct kvq__turns *turns, uint32_t most);
+void kvq__turns_init(struct kvq__turns *turns, uint32_t most, uint32_t most_of);
 // Calls go() when it is its turn, maybe at once. ns is empty for what is no namespace's.
 void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *turn, const char *ns,
                     void (*go)(struct kvq__turn *turn));

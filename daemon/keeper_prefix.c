@@ -2,9 +2,12 @@
 //
 // Prefixes, before a session is looked up or opened with one. A thread of libuv's hashes the pages,
 // the poller looks at the index piece by piece, and a thread asks the store for what memory lacks;
-// if the store has more, those pages are read into the index, and the session then begins with them
-// as with any that are there. Nothing fails for want of it: the engine computes what was not to be
-// had.
+// if the store has more, those pages get memory and go to the index, and while they are read the
+// session begins with them as with any that are there (restore_follow.c). Nothing fails for want of
+// it: the engine computes what was not to be had.
+//
+// Any number of prefixes is read at a time, in the order of keeper_order.h. Whoever wants what
+// another one is about to put into the index waits for that moment, and then finds it there.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -130,17 +133,34 @@ static void go_on(struct kvq__task *t)
     t->next(t);
 }
 
-// Whoever waited looks anew: what it wants may be in memory by now.
-static void has_read(struct kvq__task *t)
+// What another one is about to put into the index is what this one wants. NULL: nobody does.
+static struct kvq__task *who_begins(const struct kvq__keeper *keeper, const struct kvq__task *t)
+{
+    struct kvq__task *other;
+    TAILQ_FOREACH (other, &keeper->beginning, link)
+        if (other->pages == t->pages && kvq__prefix_ask_same(other->ask, t->ask, t->pages))
+            return other;
+    return NULL;
+}
+
+// Whoever waited for it looks anew.
+static void wake_waiting(const struct kvq__task *t)
 {
     struct kvq__keeper *keeper = t->keeper;
-    struct kvq__task *other;
-    keeper->reading_prefix = false;
-    while ((other = TAILQ_FIRST(&keeper->waiting))) {
+    struct kvq__task *other = TAILQ_FIRST(&keeper->waiting), *next;
+    for (; other; other = next) {
+        next = TAILQ_NEXT(other, link);
+        if (other->pages != t->pages || !kvq__prefix_ask_same(other->ask, t->ask, t->pages))
+            continue;
         TAILQ_REMOVE(&keeper->waiting, other, link);
         kvq__prefix_ask_again(other->ask, 0);
         kvq__task_to_poller(other, look_in_memory);
     }
+}
+
+// The index has less of it than was to be read, or it could not be begun.
+static void has_read(struct kvq__task *t)
+{
     bool less = t->rc == KVQ_E_DAMAGED && !t->asked_again; // may be good: the store knows now
     t->asked_again |= less;
     t->has_asked = !less;
@@ -148,13 +168,67 @@ static void has_read(struct kvq__task *t)
     kvq__task_to_poller(t, look_in_memory);
 }
 
+static void is_shown(struct kvq__task *t);
+static void is_not_shown(struct kvq__task *t);
+
+// Poller's thread.
+static void look_at_begun(struct kvq__task *t)
+{
+    if (!kvq__prefix_ask_match(t->ask))
+        kvq__task_to_poller(t, look_at_begun);
+    else
+        kvq__task_to_loop(t, t->ask->here >= t->pages ? is_shown : is_not_shown);
+}
+
+// All of it has memory, and is in the index unless that went for something else. It is read while
+// the session goes on.
+static void has_begun(struct kvq__task *t)
+{
+    TAILQ_REMOVE(&t->keeper->beginning, t, link);
+    wake_waiting(t);
+    if (!t->reading) {
+        has_read(t);
+        return;
+    }
+    kvq__prefix_ask_again(t->ask, t->pages);
+    kvq__task_to_poller(t, look_at_begun);
+}
+
+static void is_shown(struct kvq__task *t)
+{
+    kvq__keeper_load_leave(t);
+    kvq__task_to_poller(t, go_on);
+}
+
+static void is_not_shown(struct kvq__task *t)
+{
+    kvq__keeper_load_wait(t, has_read);
+}
+
+// Somebody has put it there while the store was asked.
+static void is_there(struct kvq__task *t)
+{
+    TAILQ_REMOVE(&t->keeper->beginning, t, link);
+    wake_waiting(t);
+    kvq__found_free(&t->found);
+    kvq__task_to_poller(t, go_on);
+}
+
 // Poller's thread.
 static void read_prefix(struct kvq__task *t)
 {
+    if (!kvq__prefix_ask_match(t->ask)) {
+        kvq__task_to_poller(t, read_prefix);
+        return;
+    }
+    if (t->ask->here >= t->pages) {
+        kvq__task_to_loop(t, is_there);
+        return;
+    }
     const struct kvq__begin as = {.ns = t->ask->ns,
                                   .place = t->ask->place,
                                   .prefix_tokens = (uint64_t)t->pages * KVQ_BLOCK_TOKENS};
-    kvq__keeper_load(t, &as, has_read);
+    kvq__keeper_load(t, &as, has_begun);
 }
 
 static void asked(uv_work_t *work, int status)
@@ -162,17 +236,18 @@ static void asked(uv_work_t *work, int status)
     struct kvq__task *t = kvq__task_of(work);
     struct kvq__keeper *keeper = t->keeper;
     (void)status;
-    if (only_asks(t) || !t->found || keeper->reading_prefix)
-        kvq__found_free(&t->found);
-    else {
-        keeper->reading_prefix = true;
+    bool reads = !only_asks(t) && t->found && t->pages > t->ask->here;
+    if (reads && !who_begins(keeper, t)) {
+        TAILQ_INSERT_TAIL(&keeper->beginning, t, link);
+        kvq__prefix_ask_again(t->ask, t->pages);
         kvq__task_to_poller(t, read_prefix);
         return;
     }
-    if (only_asks(t) || t->pages <= t->ask->here)
-        kvq__task_to_poller(t, go_on);
-    else
+    kvq__found_free(&t->found);
+    if (reads)
         TAILQ_INSERT_TAIL(&keeper->waiting, t, link);
+    else
+        kvq__task_to_poller(t, go_on);
 }
 
 static void go_ask(struct kvq__task *t)

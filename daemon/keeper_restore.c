@@ -248,13 +248,14 @@ static void ended_on_loop(struct kvq__mail *mail)
     tell(l);
     if (t) {
         t->rc = l->rc;
+        t->reading = NULL;
         snprintf(t->text, sizeof t->text, "%s", l->text);
     }
     TAILQ_REMOVE(&keeper->loadings, l, link);
     kvq__turn_end(&keeper->reads, &l->turn);
     kvq__found_free(&l->found);
     free(l);
-    if (t)
+    if (t && t->read)
         t->read(t);
 }
 
@@ -287,18 +288,33 @@ static void start_reading(struct kvq__turn *turn)
     }
 }
 
-// Reads what was begun, if anything was; read() then follows, if it is not NULL.
-static void load(struct kvq__task *t, void (*read)(struct kvq__task *task))
+// Reads what was begun, if anything was. The task may wait for the end (read), or leave it.
+static void load(struct kvq__task *t)
 {
     struct kvq__keeper *keeper = t->keeper;
-    if (!t->loading)
-        return;
-    t->read = read;
-    t->loading->task = read ? t : NULL;
     struct kvq__loading *l = t->loading;
-    TAILQ_INSERT_TAIL(&keeper->loadings, l, link);
+    if (!l)
+        return;
+    t->read = NULL;
+    t->reading = l;
     t->loading = NULL;
+    l->task = t;
+    TAILQ_INSERT_TAIL(&keeper->loadings, l, link);
     kvq__turn_wait(&keeper->reads, &l->turn, l->ns, start_reading);
+}
+
+void kvq__keeper_load_wait(struct kvq__task *t, void (*read)(struct kvq__task *task))
+{
+    t->read = read;
+    if (!t->reading)
+        read(t);
+}
+
+void kvq__keeper_load_leave(struct kvq__task *t)
+{
+    if (t->reading)
+        t->reading->task = NULL;
+    t->reading = NULL;
 }
 
 // ---- At the poller ----
@@ -363,14 +379,12 @@ static void reserve(struct kvq__task *t)
     t->then(t);
 }
 
-// For prefixes: read() follows on the loop's thread, whatever comes of it.
+// For prefixes: begun() follows on the loop's thread, whatever comes of it.
 static void go_load(struct kvq__task *t)
 {
     kvq__found_free(&t->found);
-    if (t->loading)
-        load(t, t->read);
-    else
-        t->read(t);
+    load(t);
+    t->begun_load(t);
 }
 
 static void load_next(struct kvq__task *t)
@@ -379,10 +393,10 @@ static void load_next(struct kvq__task *t)
 }
 
 void kvq__keeper_load(struct kvq__task *t, const struct kvq__begin *as,
-                      void (*read)(struct kvq__task *task))
+                      void (*begun)(struct kvq__task *task))
 {
     t->rc = begin(t, as);
-    t->read = read;
+    t->begun_load = begun;
     t->then = load_next;
     reserve(t);
 }
@@ -392,7 +406,8 @@ static void opened(struct kvq__task *t)
     if (t->rc == 0 && t->reply->status == 0)
         kvq__keeper_used(t->keeper, t->stored);
     kvq__found_free(&t->found);
-    load(t, NULL);
+    load(t);
+    kvq__keeper_load_leave(t);
     kvq__task_end(t);
 }
 
@@ -571,7 +586,8 @@ static void restored(struct kvq__task *t)
         kvq__task_end(t);
         return;
     }
-    load(t, kvq__task_end);
+    load(t);
+    kvq__keeper_load_wait(t, kvq__task_end);
 }
 
 static void back_to_loop(struct kvq__task *t)

@@ -145,8 +145,12 @@ static void on_stuck(uint32_t clients)
     _exit(EXIT_FAILURE);
 }
 
+// Of libuv's: those that read and write the store block, and opens are to find one besides.
+#define POOL_THREADS "8"
+
 static int serve(char *text)
 {
+    (void)setenv("UV_THREADPOOL_SIZE", POOL_THREADS, 0); // before the first of its threads
     server.fault = on_fault;
     server.stuck = on_stuck;
     int error = kvq__server_open(&server, text);

@@ -254,6 +254,8 @@ static int table_grow(struct kvq__core *core, struct kvq__prefixes *p)
 
 static void node_free(struct kvq__core *core, struct kvq__node *node)
 {
+    if (node->from)
+        LIST_REMOVE(node, from_link);
     kvq__deallocate(core, node->pages, node->n_layers * sizeof *node->pages);
     kvq__deallocate(core, node, sizeof *node);
 }
@@ -375,15 +377,15 @@ static const int32_t *page_ids(const struct kvq__session *s, uint32_t page)
 }
 
 // A node of the page that the index does not have yet. 0 or KVQ_E_NO_MEMORY.
-static int add_node(struct kvq__session *s, const uint8_t *chain, struct kvq__node *parent,
-                    struct kvq__node **out)
+static int add_node(struct kvq__session *s, uint32_t page, const uint8_t *chain,
+                    struct kvq__node *parent, struct kvq__node **out)
 {
     struct kvq__prefixes *p = &s->ns->prefixes;
     struct kvq__node *node;
     if (table_grow(s->core, p) < 0 || !(node = node_new(s->core, s->n_owned)))
         return KVQ_E_NO_MEMORY;
     node->parent = parent;
-    node->page = s->ids.sealed;
+    node->page = page;
     node->shard = s->shard;
     node->pool = s->pool;
     node->used_at = s->core->now;
@@ -409,7 +411,7 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
     kvq__prefix_chain(s->core, chain, page_ids(s, ids->sealed), ids->spans, ids->n_spans,
                       ids->sealed);
     struct kvq__node *node = find_own(s, chain);
-    if (!node && add_node(s, chain, *parent, &node) < 0)
+    if (!node && add_node(s, ids->sealed, chain, *parent, &node) < 0)
         return false;
     node_fill(&s->ns->prefixes, node, s);
     memcpy(ids->chain, chain, sizeof chain);
@@ -425,6 +427,22 @@ static struct kvq__node *last_sealed(struct kvq__session *s)
     if (!node) {
         s->ids.sealed = 0;
         memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
+    }
+    return node;
+}
+
+struct kvq__node *kvq__prefix_offer(struct kvq__session *s, uint32_t page, uint8_t *chain,
+                                    bool *made)
+{
+    struct kvq__node *parent = page ? find_own(s, chain) : NULL;
+    *made = false;
+    if (page && !parent)
+        return NULL;
+    kvq__prefix_chain(s->core, chain, page_ids(s, page), s->ids.spans, s->ids.n_spans, page);
+    struct kvq__node *node = find_own(s, chain);
+    if (!node && add_node(s, page, chain, parent, &node) == 0) {
+        node_fill(&s->ns->prefixes, node, s);
+        *made = true;
     }
     return node;
 }
@@ -624,6 +642,22 @@ static void tell_evicted(struct kvq__core *core, struct kvq__namespace *ns)
     p->told_at = core->now;
     memset(&p->untold, 0, sizeof p->untold);
     kvq__event(core, KVQ__EVENT_PREFIX_EVICTED, ns->name, "", 0, text);
+}
+
+void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+{
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        struct kvq__pageref *page = &node->pages[i];
+        if (page->packed.block)
+            shed_ref(core, p, node, &page->packed);
+        if (page->raw.block)
+            shed_ref(core, p, node, &page->raw);
+    }
+    while (node && node->children == 0 && is_empty(node)) {
+        struct kvq__node *parent = node->parent;
+        node_evict(core, p, node, KVQ__EVICT_DROP);
+        node = parent;
+    }
 }
 
 // ---- Dropping ----

@@ -114,6 +114,8 @@ struct kvq__node {
     uint8_t chain[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
     int32_t ids[KVQ_BLOCK_TOKENS];
     struct kvq__pageref *pages; // of each layer that has its own
+    struct kvq__restore *from;  // that is to read its blocks yet; NULL: they are there
+    LIST_ENTRY(kvq__node) from_link;
 };
 LIST_HEAD(kvq__node_list, kvq__node);
 TAILQ_HEAD(kvq__leaf_list, kvq__node);
@@ -151,6 +153,14 @@ struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *prefixes, const u
 // Whether any session of that shard had the page.
 bool kvq__prefix_has_shard(const struct kvq__prefixes *prefixes, const uint8_t *chain,
                            uint32_t shard);
+// Gives the index the next page of a session whose blocks are yet to be read. *chain is the hash of
+// the page before it, and becomes its own. NULL: memory is missing, or that page was given up.
+// *made: the index did not have it, and the node's blocks are this session's.
+struct kvq__node *kvq__prefix_offer(struct kvq__session *session, uint32_t page, uint8_t *chain,
+                                    bool *made);
+// Takes back what was offered: the node names no blocks any more.
+void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *prefixes,
+                          struct kvq__node *node);
 // Gives the index the session's pages that cannot change any more. Where memory is missing it is
 // tried again.
 void kvq__prefix_seal(struct kvq__session *session);

@@ -186,6 +186,16 @@ int kvq__prefix_ask_hash(struct kvq__prefix_ask *ask)
     return 0;
 }
 
+bool kvq__prefix_ask_same(const struct kvq__prefix_ask *a, const struct kvq__prefix_ask *b,
+                          uint32_t pages)
+{
+    return pages > 0 && pages <= a->pages && pages <= b->pages && a->like->pool == b->like->pool &&
+           a->like->shard == b->like->shard &&
+           memcmp(a->like->ids.layers, b->like->ids.layers, KVQ__HASH_BYTES) == 0 &&
+           memcmp(a->spaces[0].chains[pages - 1], b->spaces[0].chains[pages - 1],
+                  KVQ__HASH_BYTES) == 0;
+}
+
 void kvq__prefix_ask_stored(const struct kvq__prefix_ask *ask, uint32_t space,
                             uint8_t (*hashes)[32])
 {

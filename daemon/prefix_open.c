@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "daemon/prefix.h"
-#include "daemon/saved.h"
+#include "daemon/saved_internal.h"
 #include "daemon/state.h"
 
 // ---- Beginning with it ----
@@ -46,7 +46,8 @@ void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
             adopt_layer(s, &s->layers[i], tokens);
 }
 
-// Begins with what was found. Pages that were given up since are not there: it begins with none.
+// Begins with what was found, of which some may be yet to be read. Pages that were given up since
+// are not there: it begins with none.
 static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
 {
     struct kvq__namespace *ns = ask->spaces[ask->best].ns;
@@ -70,6 +71,9 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
         s->ids.sealed = ask->here;
         memcpy(s->ids.chain, last->chain, KVQ__HASH_BYTES);
     }
+    rc = kvq__follow(s, last);
+    if (rc < 0)
+        return rc;
     kvq__prefix_touch(s->core, &ns->prefixes, last);
     s->ns->prefixes.hit_tokens += tokens;
     return 0;

@@ -283,7 +283,7 @@ static void hold(struct kvq__restore *r)
     struct kvq__session *s = r->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i)) {
-            s->layers[i].loading = true;
+            s->layers[i].loading = 1;
             s->layers[i].packer = r; // nobody packs what is not there
             s->n_loading++;
         }
@@ -400,11 +400,12 @@ int kvq__restore_reserve(struct kvq__restore *r, char *text)
 {
     if (r->fetches && r->session->dropped)
         return kvq__fail(text, KVQ_E_CANCELLED, "the session was dropped meanwhile");
-    int rc = kvq__restore_take(r, text);
-    rc = rc ? rc : enter(r, text);
+    int rc = r->entered ? 0 : kvq__restore_take(r, text);
+    if (rc == 0 && !r->entered)
+        rc = enter(r, text);
     if (rc < 0)
         snprintf(r->why, sizeof r->why, "%s", text);
-    return rc;
+    return rc == 0 && r->spec.prefix_tokens ? kvq__restore_offer(r) : rc;
 }
 
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
@@ -616,12 +617,10 @@ bool kvq__restore_lost(const struct kvq__restore *r)
 
 // ---- Arriving ----
 
-static void let_go(struct kvq__restore *r, struct kvq__layer *l)
+static void let_go(struct kvq__restore *r, uint32_t layer)
 {
-    l->loading = false;
-    l->packer = NULL;
-    if (--r->session->n_loading == 0)
-        r->core->n_loading--;
+    r->session->layers[layer].packer = NULL;
+    kvq__layer_came(r->session, layer);
 }
 
 void kvq__restore_layer(struct kvq__restore *r, uint32_t layer)
@@ -636,20 +635,23 @@ void kvq__restore_layer(struct kvq__restore *r, uint32_t layer)
             r->arriving[r->at].ref.block->saved = r->arriving[r->at].id;
     if (l->extras.data && l->packed && !s->pool->gpu)
         kvq_outliers_publish(l->format, &l->shape, l->extras.data);
-    let_go(r, l);
+    let_go(r, layer);
     kvq__pack_queue(s);
+    kvq__follow_layer(r, layer);
 }
 
 void kvq__restore_drop(struct kvq__session *s)
 {
     struct kvq__restore *r = s->restore;
+    kvq__follow_leave(s);
     if (!r)
         return;
     kvq_word_store_release(&r->lost, 1);
     s->restore = NULL;
+    kvq__follow_failed(r, KVQ_E_CANCELLED);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].loading)
-            let_go(r, &s->layers[i]);
+            let_go(r, i);
 }
 
 // It is away again, as before.
@@ -657,7 +659,7 @@ static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (s->layers[i].loading)
-            let_go(r, &s->layers[i]);
+            let_go(r, i);
     }
     kvq__park_leave(s);
     kvq__park_empty(s);
@@ -704,6 +706,10 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
     }
     bool whole = s->n_loading == 0 && !s->away;
     assert(s->dropped || whole || status < 0);
+    if (!s->dropped && whole)
+        kvq__follow_done(r);
+    else
+        kvq__follow_failed(r, status);
     if (!s->dropped && whole)
         end_whole(r, s);
     else if (!s->dropped && r->fetches)

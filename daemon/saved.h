@@ -234,6 +234,10 @@ int kvq__prefix_ask_hash(struct kvq__prefix_ask *ask);
 bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask);
 // Poller's thread. Matching begins anew; a store has so many of the pages of all shards.
 void kvq__prefix_ask_again(struct kvq__prefix_ask *ask, uint32_t stored);
+// Any thread, once both are hashed. Whether the first so many pages (1 at least) of both are the
+// same ones, in the same place and namespace.
+bool kvq__prefix_ask_same(const struct kvq__prefix_ask *a, const struct kvq__prefix_ask *b,
+                          uint32_t pages);
 // Any thread. What a store knows its pages by in one of its namespaces.
 void kvq__prefix_ask_stored(const struct kvq__prefix_ask *ask, uint32_t space,
                             uint8_t (*hashes)[32]);
@@ -250,8 +254,8 @@ struct kvq__restore_spec {
     uint32_t n_parts;
     uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
     // Not 0: what others can begin with is wanted, so many tokens, a multiple of 128. The session
-    // has no name, whatever the saved one's is, and when all layers are there its pages go to the
-    // index of ns, and it ends.
+    // has no name, whatever the saved one's is; when it has its memory its pages go to the index of
+    // ns, where sessions begin with them at once, and when all layers are there it ends.
     uint64_t prefix_tokens;
     bool resharded; // it is not stored like this: it counts as unsaved (see reshard.h)
     bool ahead;     // extras may know of tokens that are not packed

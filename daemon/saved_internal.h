@@ -98,10 +98,46 @@ struct kvq__restore {
     uint64_t ticket;      // among those that wait for room; 0 = it has found some so far
     uint64_t since;       // when it began to
     struct kvq__ferry *ferry;
+    // Of a prefix: pages that the index was given, the hash of the last of them, those of them that
+    // are this session's, and sessions that began with some.
+    uint32_t offered;
+    uint8_t chain[KVQ__HASH_BYTES];
+    struct kvq__node_list nodes;
+    LIST_HEAD(, kvq__follower) followers;
 };
 
 // Takes some of its blocks. 0 once it has all, 1 or 2 as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
 // KVQ_E_QUOTA or KVQ_E_SYSTEM: then it has none.
 int kvq__restore_take(struct kvq__restore *restore, char *text);
+
+// ---- Sessions that begin with a prefix while it is read (restore_follow.c) ----
+//
+// The index gets the pages of a prefix as soon as their memory is there, and whoever begins with
+// them shares the blocks at once. Its requests on a layer wait until every restore that it follows
+// has read that layer. If one of these fails the session is given up like one that is restored
+// itself: nothing can be committed before all layers are there, so nothing is lost with it.
+
+struct kvq__follower {
+    LIST_ENTRY(kvq__follower) of_restore, of_session;
+    struct kvq__restore *restore;
+    struct kvq__session *session;
+};
+
+// Gives the index some of the pages. 1: call it again soon. 0: it has been given all, or as many as
+// there was memory for.
+int kvq__restore_offer(struct kvq__restore *restore);
+// The session, which has taken the blocks of the node and of those before it, follows whatever is
+// yet to read them. 0 or KVQ_E_NO_MEMORY.
+int kvq__follow(struct kvq__session *session, const struct kvq__node *last);
+// A layer has come.
+void kvq__follow_layer(struct kvq__restore *restore, uint32_t layer);
+// The session ends, or is never to be seen.
+void kvq__follow_leave(struct kvq__session *session);
+// All layers have come; or there are none to come any more: the index forgets the pages, and those
+// that began with them answer with that status.
+void kvq__follow_done(struct kvq__restore *restore);
+void kvq__follow_failed(struct kvq__restore *restore, int status);
+// One restore less is to read the layer. True if nothing of the session is to be read any more.
+bool kvq__layer_came(struct kvq__session *session, uint32_t layer);
 
 #endif

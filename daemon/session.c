@@ -11,7 +11,7 @@
 #include "daemon/group.h"
 #include "daemon/move.h"
 #include "daemon/park.h"
-#include "daemon/saved.h"
+#include "daemon/saved_internal.h"
 #include "daemon/state.h"
 #include "daemon/table.h"
 
@@ -134,6 +134,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
 void kvq__session_free(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
+    kvq__follow_leave(s);
     kvq__pages_trim(s, 0);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)

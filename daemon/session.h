@@ -53,7 +53,7 @@ struct kvq__layer {
     struct kvq__lane *pack_lane; // on a GPU: where units were packed last
     uint64_t pack_number;        // and the work's number there
     uint8_t append;              // enum kvq__append_state, in the open step
-    bool loading;                // its blocks are yet to be read from a store
+    uint32_t loading;            // restores that are yet to read blocks of it from a store
 };
 
 struct kvq__handle {
@@ -112,6 +112,7 @@ struct kvq__session {
     int fetch_error;                      // how the last one did
     uint32_t n_loading;                   // layers
     struct kvq__restore *restore;         // that reads them; NULL = none
+    LIST_HEAD(, kvq__follower) follows;   // prefixes it began with that are read
     struct kvq__ids ids;                  // of its tokens, as far as they are known
     uint64_t prefix_tokens;               // that it began with
     bool foreign;                         // some of its blocks are another namespace's

@@ -571,7 +571,11 @@ static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
 
 static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    uint64_t packed = kvq__packed_at(s, l, s->floor);
+    uint64_t packed = kvq__packed_at(s, l, s->floor), from = 0;
+    const struct kvq__follower *f;
+    LIST_FOREACH (f, &s->follows, of_session)
+        from += f->restore->session->layers[l - s->layers].loading;
+    MUST(l->loading == from || (l->loading == 1 && s->restore && from == 0 && s->n_loading));
     MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
     MUST(l->packed <= s->tokens && (!l->packer || s->pins > 0));
     MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));

@@ -207,6 +207,7 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(self.daemon.status()["sessions"], 0)  # to look up reads nothing
         self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
         engines, sessions = self.open_all(3)
+        self.daemon.wait_log("event=prefix_restored .*2048 tokens")
         packed = sessions[0].info()["packed_bytes"]
         for engine, session in zip(engines, sessions):
             self.assertEqual(session.tokens, self.TOKENS)
@@ -214,7 +215,6 @@ class Stored(e2e_storage.Stored):
             np.testing.assert_array_equal(engine.queue.read(session, 1, 0), rows)
         self.assertEqual(self.daemon.status()["pool_used_bytes"], packed)  # once
         self.assertEqual(len(self.daemon.ctl("session", "list")), 3)
-        self.daemon.wait_log("event=prefix_restored .*2048 tokens")
         read = [line for line in self.daemon.lines if "event=prefix_restored" in line]
         self.assertEqual(len(read), 1, read)
         # They go on, and the longer one is found as well.
@@ -245,6 +245,42 @@ class Stored(e2e_storage.Stored):
         self.again(kill=False)
         self.assertEqual(len(self.daemon.ctl("storage", "list")), 6)
         self.assertLess(self.daemon.ctl("storage", "status")["live_bytes"], 1.5 * alone)
+
+    @long_emulated
+    def test_side_by_side(self):
+        """Different prefixes, of several namespaces, asked for at one time: each session has the
+        bits that were saved, whichever was read first."""
+        path = os.path.join(self.folder, "kvqd.conf")
+        with open(path, "w", encoding="ascii") as file:
+            for ns in "ab":
+                file.write(f"[namespace {ns}]\nuids = {os.getuid()}\n")
+        self.again(config=path)
+        rows = {}
+        for seed, ns in enumerate("ababab"):
+            with Engine(self.daemon, seed) as engine:
+                session = engine.open(name=f"it{seed}", ns=ns)
+                engine.feed(session, 1024)
+                rows[seed, ns] = engine.queue.read(session, 1, 0)
+                session.save()
+        self.again(config=path)
+        engines = {key: Engine(self.daemon, key[0]) for key in rows}
+        found = {}
+
+        def run(key):
+            session = engines[key].open(1024, ns=key[1])
+            found[key] = session.tokens, engines[key].queue.read(session, 1, 0)
+
+        threads = [threading.Thread(target=run, args=(key,)) for key in engines]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        for key, (tokens, read) in found.items():
+            self.assertEqual(tokens, 1024)
+            np.testing.assert_array_equal(read, rows[key])
+        self.assertEqual(len(found), 6)
+        for engine in engines.values():
+            engine.client.close()
 
     @long_emulated
     def test_part_of_it(self):
@@ -415,7 +451,8 @@ class Stored(e2e_storage.Stored):
 
     @long_emulated
     def test_damage(self):
-        """What cannot be read is computed anew: the open does not fail, and has what is before."""
+        """What cannot be read is computed anew. The open may have answered before the damage was
+        found: then its requests fail, and another open has what is before."""
         self.save()
         self.client.close()
         self.daemon.stop()
@@ -429,6 +466,9 @@ class Stored(e2e_storage.Stored):
         self.client = self.daemon.client()
         with Engine(self.daemon) as engine:
             first = engine.open(self.TOKENS)
+            if first.tokens == self.TOKENS:
+                self.fails(kvq.Code.E_DAMAGED, engine.queue.read, first, 1, 0)
+                first = engine.open(self.TOKENS)
             self.assertLess(first.tokens, self.TOKENS)
             self.assertGreater(first.tokens, 0)
             self.daemon.wait_log("event=storage_damaged")

@@ -192,7 +192,7 @@ static void test_turns(void **state)
     (void)state;
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
     memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 1);
+    kvq__turns_init(&turns, 1, 1);
     for (uint32_t i = 0; i < TURNS; i++)
         kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
     assert_string_equal(order, "a");
@@ -213,7 +213,7 @@ static void test_several_turns(void **state)
     (void)state;
     memset(waiting, 0, sizeof waiting);
     memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 2);
+    kvq__turns_init(&turns, 2, 2);
     for (uint32_t i = 0; i < TURNS; i++)
         kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
     assert_string_equal(order, "ab");
@@ -227,6 +227,37 @@ static void test_several_turns(void **state)
     assert_string_equal(order, "abchdefg");
 }
 
+// What one namespace reads, however slowly, leaves room for the others.
+static void test_room_for_others(void **state)
+{
+    static const char *const ns[TURNS] = {"x", "x", "x", "y", "x", "y", "z", "y"};
+    (void)state;
+    memset(waiting, 0, sizeof waiting);
+    memset(order, 0, sizeof order);
+    kvq__turns_init(&turns, 3, 2);
+    for (uint32_t i = 0; i < 3; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
+    assert_string_equal(order, "ab"); // nobody else waits, and still
+    for (uint32_t i = 3; i < TURNS; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
+    assert_string_equal(order, "abd");
+    kvq__turn_end(&turns, &waiting[3]); // x has come first, and has its share
+    assert_string_equal(order, "abdf");
+    kvq__turn_end(&turns, &waiting[5]);
+    assert_string_equal(order, "abdfg");
+    kvq__turn_end(&turns, &waiting[0]);
+    assert_string_equal(order, "abdfgc");
+    kvq__turn_end(&turns, &waiting[6]);
+    assert_string_equal(order, "abdfgch");
+    kvq__turn_end(&turns, &waiting[7]);
+    assert_string_equal(order, "abdfgch"); // only x waits
+    kvq__turn_end(&turns, &waiting[1]);
+    assert_string_equal(order, "abdfgche");
+    kvq__turn_end(&turns, &waiting[2]);
+    kvq__turn_end(&turns, &waiting[4]);
+    assert_int_equal(turns.under_way + turns.n, 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -236,6 +267,7 @@ int main(void)
         cmocka_unit_test_setup(test_at_random, setup),
         cmocka_unit_test(test_turns),
         cmocka_unit_test(test_several_turns),
+        cmocka_unit_test(test_room_for_others),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
