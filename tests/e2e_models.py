@@ -85,15 +85,15 @@ class Models(unittest.TestCase):
         cls.daemon.stop()
         cls.folder.cleanup()
 
-    def run_logits(self, model, ids, cache_format):
+    def run_logits(self, model, ids, cache_format, *more):
         return subprocess.run(
             [kvqtest.program("kvq-run"), "logits", "--model", model, "--ids",
              ",".join(map(str, ids)), "--format", cache_format, "--json", "--top", "300",
-             "--runtime-dir", self.daemon.runtime_dir],
+             "--runtime-dir", self.daemon.runtime_dir, *more],
             capture_output=True, text=True, timeout=300, check=False)
 
-    def logits(self, model, ids, cache_format):
-        done = self.run_logits(model, ids, cache_format)
+    def logits(self, model, ids, cache_format, *more):
+        done = self.run_logits(model, ids, cache_format, *more)
         self.assertEqual(done.returncode, 0, done.stderr)
         out = np.zeros(300)
         for entry in json.loads(done.stdout)["top"]:
@@ -107,8 +107,9 @@ class Models(unittest.TestCase):
         ids = np.random.default_rng(7).integers(0, 300, TOKENS)
         want = reference.logits(settings, tensors, ids)[-1]
         spread = want.std()
-        error = np.abs(self.logits(model, ids, "f16") - want).max() / spread
-        self.assertLess(error, 0.02, f"{name}, f16")
+        for rotation in ("none", "engine"):  # engine: folded into W_V, its bias, and W_O
+            got = self.logits(model, ids, "f16", "--v-rotation", rotation)
+            self.assertLess(np.abs(got - want).max() / spread, 0.02, f"{name}, f16, {rotation}")
         coarse = self.logits(model, ids, "oscar4") - want
         self.assertLess(np.sqrt((coarse ** 2).mean()) / spread, 0.5, f"{name}, oscar4")
 
