@@ -88,6 +88,11 @@ class Verdicts(Folder):
                   for m, kl in ORDER.items()]
         claim = claims.oscar_order(self.results(lines))
         self.assertEqual((claim.verdict, len(claim.facts)), (claims.REPRODUCED, 3))
+        self.assertEqual(claim.columns[1:], ["KL, K and V x1", "KL, K and V x10 (not counted)"])
+        self.assertEqual(claim.rows[-1], ["cache dropped", 0.3, 0.05])
+        self.assertEqual(claim.notes, ["**With K and V x10 these are worse than dropping the "
+                                       "cache:** plain INT2, + scaling, + rotation, + rotation + "
+                                       "scaling."])
 
     def test_imbalance(self):
         lines = []
@@ -114,6 +119,13 @@ class Reading(Folder):
         self.assertFalse(results.says_something({**controls, "oscar2": 0.7, "kivi2": 0.6}))
         self.assertIsNone(results.says_something({"oscar2": 0.3, "kivi2": 0.4}))
 
+    def test_worse_than_dropping(self):
+        results = self.results([format_line("oscar2")])
+        values = {"dropped": 0.25, "int2-token": 0.5, "oscar2": 0.87, "kivi2": 0.11, "oscar3": 0.3}
+        self.assertEqual(results.worse_than_dropped(values), ["oscar2", "oscar3"])
+        del values["dropped"]
+        self.assertEqual(results.worse_than_dropped(values), [])
+
     def test_means_and_broken_lines(self):
         lines = [cache_line("oscar2", 3.0), cache_line("oscar2", 4.0)]
         results = self.results(lines, '{"part": "synth')
@@ -126,10 +138,12 @@ class Writing(Folder):
     def test_report(self):
         lines = [format_line(m) for m in ORDER]
         lines += [model_line(m, kl, v) for m, kl in ORDER.items() for v in (1, 10)]
+        lines += [format_line("int8", 8.5), model_line("int8", 0.9)]
         lines += [cache_line(m, 0.1 + kl, data) for m, kl in ORDER.items()
                   for data in ("smooth", "imbalance-0.00", "imbalance-0.50")]
         lines += [cache_line(m, 0.5 + kl, "layer-0 x1", 0, "captured")
                   for m, kl in ORDER.items()]
+        lines.append(cache_line("kivi2", 0.9, "layer-0 x1", 0, "captured"))
         lines += [{"part": "recall", "method": m, "distances": [
             {"distance": d, "items": 2, "right": 1 - kl, "whole": 1, "bits": kl * d}
             for d in (256, 512)]} for m, kl in ORDER.items()]
@@ -140,8 +154,9 @@ class Writing(Folder):
         with open(self.path("q.md"), encoding="utf-8") as file:
             text = file.read()
         for part in ("| OScaR: rotation, then scaling | reproduced | 6 of 6 |",
-                     "**This capture says nothing",
-                     "| `oscar2` | 3 | 2.005 |", "Recall by distance"):
+                     "**This capture does not rank formats", "**Worse than `dropped` (0.8), which",
+                     "| `oscar2` | 3 | 2.005 | 0.005 |",
+                     "| `int8` | 8.5 | 2.9 | 0.9, worse than dropped |", "Recall by distance"):
             self.assertIn(part, text)
         for line in text.split("\n"):
             if line.startswith("|"):

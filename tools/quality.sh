@@ -52,7 +52,7 @@ order=oscar2-norot-noscale,oscar2-norot,oscar2-noscale
 claims=$order,oscar2-max,oscar2-mean,kivi2-g128,innerq-small:vcodec=affine:zero=minimum
 claims=$claims,innerq-small-full,innerq-hybrid-full
 books=vecinfer-2,vecinfer-2-norot,vecinfer-2-nosmooth,vecinfer-2-norot-nosmooth
-more=oscar2-fm,oscar2-g64,oscar2-g128,kivi2-g64,oscar2:vrot=hadamard,kivi2:vrot=hadamard
+more=oscar2-fm,oscar2-g64,oscar2-g128,kivi2-g64,oscar2:vrot=none,kivi2:vrot=hadamard
 # What is asked for facts; the others would take too long.
 asked=f16,dropped,int2-token,oscar2,oscar4,kivi2,ott2,innerq-hybrid,innerq-small,quarot2
 asked=$asked,turboquant2.5,turboquant3,vecinfer-2,kvq2

@@ -49,7 +49,7 @@ def variants(results):
 
 
 def spoken(results):
-    """Variants of the model that say something; the others are shown and do not count."""
+    """Variants of the model that rank formats; the others are shown and do not count."""
     def speaks(v):
         values = {m: line["kl"] for m, line in results.perplexity.get(v, {}).items()}
         return results.says_something(values) is not False
@@ -59,19 +59,25 @@ def spoken(results):
 def kl_rows(claim, results, methods):
     """One row a method: mean KL from f16 for each variant of the model."""
     said = spoken(results)
-    claim.columns = ["method", *(f"KL, K and V x{v:g}" + ("" if v in said else " (says nothing)")
+    methods = list(methods)
+    claim.columns = ["method", *(f"KL, K and V x{v:g}" + ("" if v in said else " (not counted)")
                                  for v in variants(results))]
-    for words, method in methods:
+    for words, method in [*methods, ("cache dropped", "dropped")]:
         claim.rows.append([words, *(results.model(v, method, "kl") for v in variants(results))])
+    for v in variants(results):
+        worse = [words for words, m in methods
+                 if results.model(v, m, "kl") > results.model(v, "dropped", "kl")]
+        if worse:
+            claim.notes.append(f"**With K and V x{v:g} these are worse than dropping the cache:** "
+                               + ", ".join(worse) + ".")
 
 
 def oscar_order(results):
     claim = Claim("OScaR: rotation, then scaling",
                   "Table 9 (two multimodal models, groups of 128): plain INT2 is worse than with "
                   "rotation, and that worse than with rotation and token scaling; token scaling "
-                  "alone hurts. Algorithm 1 rotates V in the weights. Here groups have 32, and V "
-                  "of oscar and quarot formats is rotated in rows with `vrot` alone; the others "
-                  "are measured without.")
+                  "alone hurts. Algorithm 1 rotates V in the weights: here V is rotated in both "
+                  "rows with rotation and in neither of the others. Groups have 32.")
     names = {"plain INT2": "oscar2-norot-noscale", "+ scaling": "oscar2-norot",
              "+ rotation": "oscar2-noscale", "+ rotation + scaling": "oscar2"}
     kl_rows(claim, results, names.items())
@@ -141,7 +147,7 @@ def ott(results):
              ("kivi2, groups of 128", "kivi2-g128"), ("OTT, groups of 128", "ott2")]
     kl_rows(claim, results, names)
     claim.columns += ["low-norm sinks: keys one by one", "low-norm sinks: output"]
-    for row, (_, method) in zip(claim.rows, names):
+    for row, (_, method) in zip(claim.rows, [*names, ("cache dropped", "dropped")]):
         row += [results.value(key, method, "k_token"), results.value(key, method, "out_windows")]
     for a, b in (("ott2-oscar", "kivi2"), ("ott2", "kivi2-g128")):
         claim.fact(f"keys with low-norm sinks: {a} below {b}",

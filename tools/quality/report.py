@@ -18,7 +18,7 @@ import claims  # noqa: E402
 import svg  # noqa: E402
 from results import CONTROLS, FULL, Results  # noqa: E402
 
-NOTHING = "says nothing: the formats do not stand clearly between f16 and the controls"
+NOTHING = "does not rank formats: they do not stand clearly between f16 and the controls"
 
 
 def cell(x):
@@ -84,9 +84,15 @@ def by_bits(results, methods):
 
 
 def mark(report, results, values, what):
+    """Says where a ranking is no evidence, and which formats are worse than no cache at all."""
     state = results.says_something(values)
     if state is False:
         report.say(f"**{what} {NOTHING}.**")
+    worse = results.worse_than_dropped(values)
+    if worse:
+        report.say(f"**Worse than `dropped` ({cell(values['dropped'])}), which throws away what a "
+                   "format would pack:** " +
+                   ", ".join(f"`{m}` ({cell(values[m])})" for m in worse) + ".")
     return state
 
 
@@ -96,8 +102,9 @@ def section_claims(report, results, out):
     report.heading(2, "What the papers say, and what this shows")
     report.say("Each verdict is computed from the tables below: `reproduced` if every comparison "
                "holds, `in part` if some do. A comparison of models holds if it is beyond twice "
-               "the standard error. Variants of the model that say nothing are shown and do not "
-               "count.")
+               "the standard error. Variants of the model that do not rank formats are shown and "
+               "do not count for a verdict; where methods are worse there than dropping the cache, "
+               "that is said below their table.")
     done = [make(results) for make in claims.ALL]
     report.table(["claim", "verdict", "comparisons that hold"],
                  [[c.name, c.verdict, f"{sum(f is True for _, f in c.facts)} of {len(c.facts)}"]
@@ -153,9 +160,11 @@ def section_models(report, results, plots, out):
                        f"Channels of K and V are {v:g} times as large; the function is the same.")
         values = {m: x["kl"] for m, x in lines.items()}
         mark(report, results, values, "This text")
+        worse = set(results.worse_than_dropped(values))
         report.table(["format", "bits a value", "perplexity", "KL", "+-", "same likeliest token",
                       "log-likelihood", "+-"],
-                     [[f"`{m}`", results.bits(m), lines[m]["perplexity"], lines[m]["kl"],
+                     [[f"`{m}`", results.bits(m), lines[m]["perplexity"],
+                       cell(lines[m]["kl"]) + (", worse than dropped" if m in worse else ""),
                        lines[m].get("kl_error"), lines[m]["same_top"], lines[m]["gain"],
                        lines[m]["gain_error"]] for m in by_bits(results, lines)])
         name = f"kl-x{v:g}.svg"
@@ -250,8 +259,8 @@ def section_synthetic(report, results, plots, out):
     report.table(["format", *shown], rows)
     for s in sets:
         report.heading(3, s)
-        if said.get((s, 0.5)) is False:
-            report.say(f"**At 50% this {NOTHING}.**")
+        mark(report, results, {m: results.value(("synthetic", s, 0.5), m, "out_windows")
+                               for m in methods}, "At 50% this")
         report.table(["format", *(words for _, words in FIELDS)],
                      [[f"`{m}`", *(results.value(("synthetic", s, 0.5), m, f) for f, _ in FIELDS)]
                       for m in methods])
@@ -299,7 +308,9 @@ def main():
                "gone, and `int2-token`, plain 2-bit rounding with one scale for each token and "
                "head. Where formats do not stand clearly between f16 and the better control (the "
                "best of up to 3.6 bits has more than 0.7 of its error, or fewer than half are "
-               "below it), the data say nothing, and the table says so.")
+               "below it), their order there is no evidence of which is better, and the table says "
+               "so. Formats that are worse than `dropped` are named above each table: for such "
+               "data they are worse than no cache beyond the window.")
     report.say("The model is the small one in [tools/model](../tools/model/README.md), if no other "
                "is named above. It is no large language model; what it shows about outliers comes "
                "from outliers that were put into its weights. Methods with a colon are a format "

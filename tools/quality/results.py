@@ -66,6 +66,12 @@ class Results:
     def synthetic(self):
         return list(dict.fromkeys(k[1] for k in self.caches if k[0] == "synthetic"))
 
+    def worse_than_dropped(self, values):
+        """Methods by error, the largest first, that have more than what drops the cache."""
+        line = values.get("dropped", math.nan)
+        return sorted((m for m, v in values.items() if m not in CONTROLS and v > line),
+                      key=lambda m: -values[m])
+
     def says_something(self, values):
         """values: {method: error}. Formats stand clearly between f16 and the controls if the best
         of few bits has at most 0.7 of the better control's error, and half of them less than it."""
