@@ -5,17 +5,17 @@
 // What is stored for a session, below the configured prefix (names are escaped, see
 // kvq_remote_session_key):
 //
-//   SPACE/NAME/head          a text that names the parts of the data, see storage/remote_parts.h
-//   SPACE/NAME/data/DIGEST   the session's export file (segment.h); DIGEST is the SHA-256 of the
-//                            head, which holds the SHA-256 of every part of the data
+//   SPACE/NAME/head          a text that names the chunks of the session's export file (segment.h)
+//                            with their SHA-256, see storage/remote_index.h
+//   SPACE/NAME/data/DIGEST   packs of chunks, each of one push
 //
 // Promises
 //   - A push is seen as a whole or not at all: the head is written after the data is complete, and
 //     an upload in parts is no object until then. Before that the session pushed earlier is there.
 //   - A pull gives a file whose every byte was checked against the head, and the store checks it
 //     once more when it imports it. Until the end it has another name.
-//   - What was transferred before a break is not transferred again: parts that the server has, or
-//     that the file has and whose checksum is right.
+//   - What is there is not transferred: chunks that earlier pushes have brought, parts that the
+//     server has of a push that broke, and chunks that the file of a pull has.
 //   - Whatever a server answers ends in success, or in an error after a bounded time and with
 //     bounded memory. Redirects are not followed: they would take data to a place nobody named.
 //   - Keys are in no text and no file of ours, and are wiped from memory with the remote.
@@ -139,7 +139,8 @@ struct kvq_remote_moved {
 // themselves (not a dot in front), any other byte is _ and two hexadecimal digits.
 int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REMOTE_KEY_BYTES]);
 
-// Uploads a file as a session. What was pushed before under that name is removed afterwards.
+// Uploads what is new of a file as a session. What was pushed before under that name, and is not
+// part of it, is removed afterwards.
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
                          const char *name, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);

@@ -9,7 +9,7 @@
 #include "proto/limits.h"
 #include "proto/status.h"
 #include "storage/remote.h"
-#include "storage/remote_parts.h"
+#include "storage/remote_index.h"
 #include "storage/remote_reply.h"
 
 struct kvq_remote {
@@ -89,9 +89,22 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
 int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,
                       uint64_t all, struct kvq__answer *answer);
 
-// Uploads an open file whose parts are known as an object, with parts that are there already left
-// out. *sent is increased by the bytes that were sent.
-int kvq__remote_upload(struct kvq__call *call, const char *key, int file,
+// What an object is made of: stretches of an open file, one after the other.
+struct kvq__stretch {
+    uint64_t at, from, bytes; // in the object, and in the file
+};
+struct kvq__source {
+    int file;
+    struct kvq__stretch *stretches; // by malloc
+    uint32_t n, room;
+};
+// Reads n bytes of what the object will be, all of which it has. 0 or a negative errno.
+int kvq__source_read(struct kvq_io *io, const struct kvq__source *source, void *out, size_t n,
+                     uint64_t at);
+
+// Uploads an object whose parts are known, with parts that are there already left out. *sent is
+// increased by the bytes that were sent.
+int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq__source *source,
                        const struct kvq__parts *parts, uint64_t *sent);
 // Gives up all uploads of objects whose keys start so.
 int kvq__remote_abort_uploads(struct kvq__call *call, const char *start);

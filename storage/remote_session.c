@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions on the remote store: a file pushed and pulled in parts, each with its checksum.
+// Sessions on the remote store: a file cut into chunks, each with its checksum. A push sends those
+// that are not there, a pull fetches those that the file lacks.
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -95,23 +96,16 @@ static int make_keys(struct kvq__call *call, const char *space, const char *name
     return kvq__remote_key_check(call, keys->data);
 }
 
-static int name_data(struct session_keys *keys, const char *head, size_t n)
+static void name_data(struct session_keys *keys, const char *digest)
 {
-    uint8_t sha[KVQ__SHA_BYTES];
-    char hex[KVQ__SHA_HEX];
-    int rc = kvq__sha256(head, n, sha);
-    if (rc != 0)
-        return rc;
-    kvq__sha_hex(sha, hex);
-    snprintf(keys->data, sizeof keys->data, "%s/data/%s", keys->base, hex);
-    return 0;
+    snprintf(keys->data, sizeof keys->data, "%.1023s/data/%.64s", keys->base, digest);
 }
 
 // Gets the head, by malloc. KVQ_E_NO_SESSION, with a sentence: there is none.
 static int get_head(struct kvq__call *call, const struct session_keys *keys, char **head, size_t *n)
 {
     void *data = NULL;
-    int rc = kvq_remote_get(call->remote, keys->head, KVQ__PARTS_TEXT, &data, n, call->watch,
+    int rc = kvq_remote_get(call->remote, keys->head, KVQ__INDEX_TEXT, &data, n, call->watch,
                             call->text, call->n);
     *head = data;
     return rc;
@@ -138,68 +132,222 @@ static char *folder_of(const char *path)
     return strndup(path, slash == path ? 1 : (size_t)(slash - path));
 }
 
-// Fills in the checksums of an open file's parts.
-static int hash_file(struct kvq__call *call, const char *path, int file, struct kvq__parts *parts)
+// Cuts an open file into chunks.
+static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t bytes,
+                    struct kvq__index *index)
 {
     struct kvq_io *io = call->remote->io;
-    uint8_t *buffer = malloc(kvq__part_size(parts, 0));
-    int rc = buffer ? 0 : say_file(call, path, "reading it", -ENOMEM);
-    for (uint32_t i = 0; rc == 0 && i < parts->count; i++) {
-        size_t size = kvq__part_size(parts, i), got = 0;
-        rc = kvq_io_read(io, file, buffer, size, i * parts->part_bytes, &got);
-        if (rc != 0 || got != size)
-            rc = say_file(call, path, "reading it", rc ? rc : -EIO);
-        else if (kvq__sha256(buffer, size, parts->sha[i]) != 0)
-            rc = say_file(call, path, "SHA-256 of it", -ENOSYS);
-        else
-            rc = kvq__remote_tell(call, 0);
+    uint64_t about = kvq__chunk_about(bytes, call->remote->part_bytes), at = 0; // of the buffer
+    size_t room = (size_t)(about * 16), had = 0, used = 0;
+    uint8_t *buffer = malloc(room);
+    int rc = buffer ? 0 : -ENOMEM;
+    while (rc == 0 && at + used < bytes) {
+        if (had - used < about * 4 && at + had < bytes) { // the longest chunk may not fit
+            size_t got = 0, left = had - used;
+            size_t most = room - left < bytes - at - had ? room - left : (size_t)(bytes - at - had);
+            memmove(buffer, buffer + used, left);
+            at += used;
+            used = 0;
+            had = left;
+            rc = kvq_io_read(io, file, buffer + had, most, at + had, &got);
+            rc = rc == 0 && got != most ? -EIO : rc;
+            had += got;
+            continue;
+        }
+        size_t n = kvq__chunk_end(buffer + used, had - used, about);
+        if (kvq__index_add(index, buffer + used, n) != 0)
+            rc = -ENOMEM;
+        used += n;
+        if (rc == 0 && kvq__remote_tell(call, 0) != 0) {
+            free(buffer);
+            return KVQ_E_CANCELLED;
+        }
     }
     free(buffer);
-    return rc;
+    return rc ? say_file(call, path, "reading it", rc) : 0;
 }
 
 // ---- Push ----
 
-// What is done once the new head is there. That it fails costs space, and no more.
-static void remove_old(struct kvq__call *call, const struct session_keys *keys, const char *old,
-                       size_t n)
+// A push under way.
+struct push {
+    struct kvq__call *call;
+    struct session_keys *keys;
+    const char *path;
+    struct kvq__index index; // of the file
+    struct kvq__source fresh;
+    struct kvq__parts parts; // of that
+    uint64_t fresh_bytes;
+    char *old; // the head that is there; NULL: there is none
+    size_t old_bytes;
+    struct kvq_remote_moved *moved;
+};
+
+static int add_stretch(struct kvq__source *source, const struct kvq__chunk *c, uint64_t from)
 {
-    struct session_keys before = *keys;
+    struct kvq__stretch *last = source->n ? &source->stretches[source->n - 1] : NULL;
+    if (last && last->from + last->bytes == from) {
+        last->bytes += c->size;
+        return 0;
+    }
+    if (source->n == source->room) {
+        uint32_t room = source->room ? 2 * source->room : 64;
+        void *more = realloc(source->stretches, room * sizeof *source->stretches);
+        if (!more)
+            return -ENOMEM;
+        source->stretches = more;
+        source->room = room;
+    }
+    source->stretches[source->n++] = (struct kvq__stretch){c->at, from, c->size};
+    return 0;
+}
+
+// The new pack: its stretches, its parts with their checksums, and its digest.
+static int make_pack(struct push *p)
+{
+    struct kvq__index *x = &p->index;
+    struct kvq__call *call = p->call;
+    uint8_t *buffer = NULL, sha[KVQ__SHA_BYTES];
+    uint64_t from = 0;
+    int rc = kvq__parts_make(&p->parts, p->fresh_bytes, call->remote->part_bytes) ? -ENOMEM : 0;
+    for (uint32_t i = 0; i < x->n_chunks && rc == 0; from += x->chunks[i++].size)
+        if (x->chunks[i].pack == x->n_packs - 1)
+            rc = add_stretch(&p->fresh, &x->chunks[i], from);
+    buffer = rc ? NULL : malloc(kvq__part_size(&p->parts, 0));
+    rc = rc || buffer ? rc : -ENOMEM;
+    for (uint32_t i = 0; i < p->parts.count && rc == 0; i++) {
+        size_t size = kvq__part_size(&p->parts, i);
+        rc = kvq__source_read(call->remote->io, &p->fresh, buffer, size, i * p->parts.part_bytes);
+        if (rc == 0 && kvq__sha256(buffer, size, p->parts.sha[i]) != 0)
+            rc = -ENOSYS;
+    }
+    free(buffer);
+    if (rc == 0 && kvq__sha256(p->parts.sha, p->parts.count * sizeof *p->parts.sha, sha) != 0)
+        rc = -ENOSYS;
+    if (rc)
+        return say_file(call, p->path, "reading what is new of it", rc);
+    kvq__sha_hex(sha, x->packs[x->n_packs - 1].digest);
+    return 0;
+}
+
+// Whether the store has the pack as a whole. 0, KVQ_E_NO_SESSION, or a code with a sentence.
+static int look_for_pack(struct push *p, const struct kvq__pack *pack)
+{
+    struct kvq_remote_object there;
+    name_data(p->keys, pack->digest);
+    int rc = kvq_remote_head(p->call->remote, p->keys->data, &there, p->call->text, p->call->n);
+    return rc == 0 && there.bytes != pack->bytes ? KVQ_E_NO_SESSION : rc;
+}
+
+// Packs that were there before.
+static int look_for_packs(struct push *p)
+{
+    int rc = 0;
+    uint32_t old = p->index.n_packs - (p->fresh_bytes > 0);
+    for (uint32_t i = 0; i < old && rc == 0; i++)
+        rc = look_for_pack(p, &p->index.packs[i]);
+    return rc;
+}
+
+// What is new compared with what the head that is there names, if that can be had.
+static int plan(struct push *p, bool anew)
+{
+    struct kvq__index had;
+    const char *why;
+    bool has = !anew && p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0;
+    int rc = kvq__index_place(&p->index, has ? &had : NULL, &p->fresh_bytes);
+    if (has)
+        kvq__index_free(&had);
+    rc = rc ? kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory") : look_for_packs(p);
+    if (rc == KVQ_E_NO_SESSION && !anew) // somebody has removed a pack
+        return plan(p, true);
+    return rc;
+}
+
+static bool has_pack(const struct kvq__index *x, const char *digest)
+{
+    for (uint32_t i = 0; i < x->n_packs; i++)
+        if (strcmp(x->packs[i].digest, digest) == 0)
+            return true;
+    return false;
+}
+
+// What is done once the new head is there. That it fails costs space, and no more.
+static void remove_old(struct push *p)
+{
+    struct kvq__index had = {0};
+    const char *why;
     char start[KVQ_REMOTE_KEY_BYTES + 80];
-    struct kvq__call quiet = {.remote = call->remote};
-    if (old && name_data(&before, old, n) == 0 && strcmp(before.data, keys->data) != 0)
-        (void)kvq_remote_delete(call->remote, before.data, NULL, 0);
-    snprintf(start, sizeof start, "%s/data/", keys->base);
+    struct kvq__call quiet = {.remote = p->call->remote};
+    if (p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0)
+        for (uint32_t i = 0; i < had.n_packs; i++) {
+            name_data(p->keys, had.packs[i].digest);
+            if (!has_pack(&p->index, had.packs[i].digest))
+                (void)kvq_remote_delete(p->call->remote, p->keys->data, NULL, 0);
+        }
+    kvq__index_free(&had);
+    snprintf(start, sizeof start, "%s/data/", p->keys->base);
     (void)kvq__remote_abort_uploads(&quiet, start);
 }
 
-static int push_parts(struct kvq__call *call, struct session_keys *keys, int file,
-                      const struct kvq__parts *parts, struct kvq_remote_moved *moved)
+static int send_pack(struct push *p)
 {
-    char *head = NULL, *old = NULL;
-    size_t bytes = 0, old_bytes = 0;
-    struct kvq_remote_object there;
-    int rc = kvq__parts_write(parts, &head, &bytes);
+    struct kvq__call *call = p->call;
+    call->done = p->index.bytes - p->fresh_bytes;
+    if (p->fresh_bytes == 0)
+        return 0;
+    int rc = make_pack(p);
+    if (rc != 0)
+        return rc;
+    rc = look_for_pack(p, &p->index.packs[p->index.n_packs - 1]);
+    return rc == KVQ_E_NO_SESSION ? kvq__remote_upload(call, p->keys->data, &p->fresh, &p->parts,
+                                                       &p->moved->transferred)
+                                  : rc;
+}
+
+static int send_head(struct push *p)
+{
+    char *head = NULL;
+    size_t bytes = 0;
+    int rc = kvq__index_write(&p->index, &head, &bytes);
+    if (rc != 0)
+        return kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
+    bool same = p->old && p->old_bytes == bytes && memcmp(p->old, head, bytes) == 0;
+    if (!same)
+        rc = kvq_remote_put(p->call->remote, p->keys->head, head, bytes, NULL, p->call->text,
+                            p->call->n);
+    free(head);
+    return rc;
+}
+
+static void push_clear(struct push *p)
+{
+    free(p->fresh.stretches);
+    p->fresh = (struct kvq__source){.file = p->fresh.file};
+    kvq__parts_free(&p->parts);
+}
+
+static int push_once(struct push *p, bool anew)
+{
+    int rc = plan(p, anew);
+    rc = rc ? rc : send_pack(p);
+    rc = rc ? rc : send_head(p);
     if (rc == 0)
-        rc = name_data(keys, head, bytes);
-    if (rc != 0) {
-        rc = kvq__remote_say(call, rc, "PUT", keys->head, "no memory, or no SHA-256");
-        goto out;
-    }
-    rc = get_head(call, keys, &old, &old_bytes);
+        rc = look_for_packs(p); // another push may have removed one meanwhile
+    push_clear(p);
+    return rc;
+}
+
+static int push_file(struct push *p)
+{
+    int rc = get_head(p->call, p->keys, &p->old, &p->old_bytes);
     if (rc == KVQ_E_NO_SESSION || rc == KVQ_E_REMOTE) // whatever is there is replaced
         rc = 0;
+    rc = rc ? rc : push_once(p, false);
+    if (rc == KVQ_E_NO_SESSION)
+        rc = push_once(p, true);
     if (rc == 0)
-        rc = kvq_remote_head(call->remote, keys->data, &there, call->text, call->n);
-    if (rc == KVQ_E_NO_SESSION || (rc == 0 && there.bytes != parts->bytes))
-        rc = kvq__remote_upload(call, keys->data, file, parts, &moved->transferred);
-    if (rc == 0)
-        rc = kvq_remote_put(call->remote, keys->head, head, bytes, NULL, call->text, call->n);
-    if (rc == 0)
-        remove_old(call, keys, old, old_bytes);
-out:
-    free(head);
-    free(old);
+        remove_old(p);
     return rc;
 }
 
@@ -209,7 +357,7 @@ int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char
 {
     struct kvq__call call = {.remote = remote, .watch = watch, .text = text, .n = n};
     struct session_keys keys;
-    struct kvq__parts parts = {0};
+    struct push p = {.call = &call, .keys = &keys, .path = path, .moved = moved};
     struct kvq_io_status status = {0};
     memset(moved, 0, sizeof *moved);
     int rc = make_keys(&call, space, name, &keys);
@@ -218,22 +366,18 @@ int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char
     int file = kvq_io_open(remote->io, path, KVQ_IO_READ);
     if (file < 0)
         return say_file(&call, path, "opening it", file);
+    p.fresh.file = file;
     rc = kvq_io_status(remote->io, file, &status);
     if (rc != 0 || status.bytes == 0) {
         rc = say_file(&call, path, rc ? "looking at it" : "it is empty", rc ? rc : -EINVAL);
         goto out;
     }
-    rc = kvq__parts_make(&parts, status.bytes, remote->part_bytes);
-    if (rc != 0) {
-        rc = say_file(&call, path, "listing its parts", -ENOMEM);
-        goto out;
-    }
     moved->bytes = call.all = status.bytes;
-    rc = hash_file(&call, path, file, &parts);
-    if (rc == 0)
-        rc = push_parts(&call, &keys, file, &parts, moved);
+    rc = cut_file(&call, path, file, status.bytes, &p.index);
+    rc = rc ? rc : push_file(&p);
 out:
-    kvq__parts_free(&parts);
+    kvq__index_free(&p.index);
+    free(p.old);
     remote->io->close(remote->io, file);
     return rc;
 }
@@ -243,8 +387,8 @@ out:
 // A pull under way.
 struct pull {
     struct kvq__call *call;
-    const struct session_keys *keys;
-    const struct kvq__parts *parts;
+    struct session_keys *keys;
+    const struct kvq__index *index;
     const char *path;
     int file;
     uint64_t had; // bytes of the file before
@@ -252,32 +396,43 @@ struct pull {
     struct kvq_remote_moved *moved;
 };
 
-// Whether a part is in the file already.
-static bool part_is_there(struct pull *p, uint32_t i)
+static bool is_right(const void *bytes, const struct kvq__chunk *c)
 {
-    size_t size = kvq__part_size(p->parts, i), got = 0;
-    uint64_t at = i * p->parts->part_bytes;
     uint8_t sha[KVQ__SHA_BYTES];
-    return at + size <= p->had &&
-           kvq_io_read(p->call->remote->io, p->file, p->buffer, size, at, &got) == 0 &&
-           got == size && kvq__sha256(p->buffer, size, sha) == 0 &&
-           memcmp(sha, p->parts->sha[i], sizeof sha) == 0;
+    return kvq__sha256(bytes, (size_t)c->size, sha) == 0 && memcmp(sha, c->sha, sizeof sha) == 0;
 }
 
-static int get_part(struct pull *p, uint32_t i)
+// Whether a chunk is in the file already.
+static bool chunk_is_there(struct pull *p, const struct kvq__chunk *c, uint64_t at)
+{
+    size_t got = 0;
+    return at + c->size <= p->had &&
+           kvq_io_read(p->call->remote->io, p->file, p->buffer, (size_t)c->size, at, &got) == 0 &&
+           got == c->size && is_right(p->buffer, c);
+}
+
+static bool are_right(const uint8_t *bytes, const struct kvq__chunk *c, uint32_t n)
+{
+    bool right = true;
+    for (uint32_t i = 0; i < n && right; bytes += c[i++].size)
+        right = is_right(bytes, &c[i]);
+    return right;
+}
+
+// n chunks that lie one behind the other in a pack, as they do in the file.
+static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, uint64_t at)
 {
     struct kvq__call *call = p->call;
-    size_t size = kvq__part_size(p->parts, i);
-    uint64_t at = i * p->parts->part_bytes;
-    uint8_t sha[KVQ__SHA_BYTES];
+    const struct kvq__pack *pack = &p->index->packs[c->pack];
+    size_t size = (size_t)(c[n - 1].at + c[n - 1].size - c->at);
     int rc = 0;
+    name_data(p->keys, pack->digest);
     for (uint32_t tries = 0; tries < DAMAGED_TRIES; tries++) {
         struct kvq__answer answer = {0};
         rc = tries ? kvq__remote_wait(call, tries, 0) : 0;
         if (rc == 0)
-            rc = kvq__remote_range(call, p->keys->data, at, size, p->parts->bytes, &answer);
-        bool right = rc == 0 && kvq__sha256(answer.body, size, sha) == 0 &&
-                     memcmp(sha, p->parts->sha[i], sizeof sha) == 0;
+            rc = kvq__remote_range(call, p->keys->data, c->at, size, pack->bytes, &answer);
+        bool right = rc == 0 && are_right((const uint8_t *)answer.body, c, n);
         if (right) {
             rc = kvq_io_write(call->remote->io, p->file, answer.body, size, at);
             p->moved->transferred += size;
@@ -291,10 +446,26 @@ static int get_part(struct pull *p, uint32_t i)
     return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", p->keys->data,
                            "bytes %" PRIu64 " to %" PRIu64 " have a wrong checksum, %d times; "
                            "push the session again",
-                           at, at + size - 1, DAMAGED_TRIES);
+                           c->at, c->at + size - 1, DAMAGED_TRIES);
 }
 
-static int get_parts(struct pull *p)
+// How many chunks from the i-th on, which is missing, are fetched in one request.
+static uint32_t together(struct pull *p, uint32_t i, uint64_t at)
+{
+    const struct kvq__chunk *c = &p->index->chunks[i];
+    uint64_t bytes = c->size, most = p->call->remote->part_bytes;
+    uint32_t n = 1;
+    for (; i + n < p->index->n_chunks; n++) {
+        const struct kvq__chunk *next = &c[n];
+        if (next->pack != c->pack || next->at != c->at + bytes || bytes + next->size > most ||
+            chunk_is_there(p, next, at + bytes))
+            break;
+        bytes += next->size;
+    }
+    return n;
+}
+
+static int make_room(struct pull *p)
 {
     struct kvq_io *io = p->call->remote->io;
     struct kvq_io_status status = {0};
@@ -304,45 +475,59 @@ static int get_parts(struct pull *p)
         return say_file(p->call, p->path, "looking at it", rc);
     p->had = status.bytes;
     char *folder = folder_of(p->path);
-    if (folder && p->parts->bytes > p->had && io->space(io, folder, &room) == 0 &&
-        room < p->parts->bytes - p->had)
+    if (folder && p->index->bytes > p->had && io->space(io, folder, &room) == 0 &&
+        room < p->index->bytes - p->had)
         rc = say_file(p->call, p->path, "making room for the session", -ENOSPC);
     free(folder);
-    for (uint32_t i = 0; rc == 0 && i < p->parts->count; i++) {
-        if (!part_is_there(p, i))
-            rc = get_part(p, i);
-        p->call->done += kvq__part_size(p->parts, i);
+    return rc;
+}
+
+static int get_file(struct pull *p)
+{
+    struct kvq_io *io = p->call->remote->io;
+    uint64_t at = 0;
+    int rc = make_room(p);
+    for (uint32_t i = 0, n; rc == 0 && i < p->index->n_chunks; i += n) {
+        const struct kvq__chunk *c = &p->index->chunks[i];
+        bool there = chunk_is_there(p, c, at);
+        n = there ? 1 : together(p, i, at);
+        if (!there)
+            rc = get_chunks(p, c, n, at);
+        for (uint32_t k = 0; k < n; k++)
+            at += c[k].size;
+        p->call->done = at;
         if (rc == 0)
             rc = kvq__remote_tell(p->call, 0);
     }
     if (rc != 0)
         return rc;
-    rc = kvq_io_truncate(io, p->file, p->parts->bytes);
+    rc = kvq_io_truncate(io, p->file, p->index->bytes);
     if (rc == 0)
         rc = kvq_io_sync(io, p->file);
     return rc == 0 ? 0 : say_file(p->call, p->path, "writing it", rc);
 }
 
-// Brings the parts that a head names into PART, an open file's path.
+// Brings what a head names into PART, an open file's path.
 static int pull_head(struct kvq__call *call, struct session_keys *keys, const char *head, size_t n,
                      const char *part, int file, struct kvq_remote_moved *moved)
 {
-    struct kvq__parts parts;
+    struct kvq__index index;
     const char *why = "";
-    int rc = kvq__parts_read(head, n, &parts, &why);
+    uint64_t most = 0;
+    int rc = kvq__index_read(head, n, &index, &why);
     if (rc != 0)
         return kvq__remote_say(call, rc, "GET", keys->head, "%s", why);
     struct pull p = {
-        .call = call, .keys = keys, .parts = &parts, .path = part, .file = file, .moved = moved};
-    moved->bytes = call->all = parts.bytes;
+        .call = call, .keys = keys, .index = &index, .path = part, .file = file, .moved = moved};
+    moved->bytes = call->all = index.bytes;
     call->done = 0;
-    rc = name_data(keys, head, n);
-    p.buffer = malloc(kvq__part_size(&parts, 0));
-    if (rc == 0)
-        rc = p.buffer ? get_parts(&p)
-                      : kvq__remote_say(call, KVQ_E_NO_MEMORY, "GET", keys->data, "no memory");
+    for (uint32_t i = 0; i < index.n_chunks; i++)
+        most = index.chunks[i].size > most ? index.chunks[i].size : most;
+    p.buffer = malloc((size_t)most + 1);
+    rc = p.buffer ? get_file(&p)
+                  : kvq__remote_say(call, KVQ_E_NO_MEMORY, "GET", keys->data, "no memory");
     free(p.buffer);
-    kvq__parts_free(&parts);
+    kvq__index_free(&index);
     return rc;
 }
 

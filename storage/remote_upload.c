@@ -5,6 +5,7 @@
 // The key of a session's data holds its checksum, so an upload of that key which a server still
 // has is of the same file: parts of the right size are left out. Should one of them be wrong
 // nevertheless, the checksum of that part says so to whoever pulls.
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,11 +13,31 @@
 
 #include "storage/remote_internal.h"
 
+int kvq__source_read(struct kvq_io *io, const struct kvq__source *source, void *out, size_t n,
+                     uint64_t at)
+{
+    uint8_t *to = out;
+    for (uint32_t i = 0; i < source->n && n > 0; i++) {
+        const struct kvq__stretch *s = &source->stretches[i];
+        if (at < s->at || at - s->at >= s->bytes)
+            continue;
+        uint64_t skip = at - s->at, left = s->bytes - skip;
+        size_t some = n < left ? n : (size_t)left, got = 0;
+        int rc = kvq_io_read(io, source->file, to, some, s->from + skip, &got);
+        if (rc != 0 || got != some)
+            return rc ? rc : -EIO;
+        to += some;
+        at += some;
+        n -= some;
+    }
+    return n == 0 ? 0 : -EIO;
+}
+
 // An upload in parts, under way.
 struct upload {
     struct kvq__call *call;
     const char *key;
-    int file;
+    const struct kvq__source *source;
     const struct kvq__parts *parts;
     uint64_t *sent;
     char id[KVQ__UPLOAD_BYTES];
@@ -35,15 +56,14 @@ static int no_memory(struct kvq__call *call, const char *key)
 static int read_part(struct upload *u, uint32_t i)
 {
     struct kvq__call *call = u->call;
-    size_t size = kvq__part_size(u->parts, i), got = 0;
+    size_t size = kvq__part_size(u->parts, i);
     uint8_t sha[KVQ__SHA_BYTES];
     int rc =
-        kvq_io_read(call->remote->io, u->file, u->buffer, size, i * u->parts->part_bytes, &got);
+        kvq__source_read(call->remote->io, u->source, u->buffer, size, i * u->parts->part_bytes);
     if (rc != 0)
         return kvq__remote_say(call, KVQ_E_SYSTEM, "PUT", u->key, "reading the file: %s",
                                strerror(-rc));
-    if (got != size || kvq__sha256(u->buffer, size, sha) != 0 ||
-        memcmp(sha, u->parts->sha[i], sizeof sha) != 0)
+    if (kvq__sha256(u->buffer, size, sha) != 0 || memcmp(sha, u->parts->sha[i], sizeof sha) != 0)
         return kvq__remote_say(call, KVQ_E_DAMAGED, "PUT", u->key,
                                "the file has changed while it was uploaded; push again");
     return 0;
@@ -362,10 +382,10 @@ static int upload_whole(struct upload *u)
     return check_object(u->call, u->key, u->parts->bytes);
 }
 
-int kvq__remote_upload(struct kvq__call *call, const char *key, int file,
+int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq__source *source,
                        const struct kvq__parts *parts, uint64_t *sent)
 {
-    struct upload u = {.call = call, .key = key, .file = file, .parts = parts, .sent = sent};
+    struct upload u = {.call = call, .key = key, .source = source, .parts = parts, .sent = sent};
     u.etags = calloc(parts->count, sizeof *u.etags);
     u.buffer = malloc(kvq__part_size(parts, 0));
     int rc = u.etags && u.buffer ? 0 : no_memory(call, key);

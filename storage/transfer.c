@@ -75,21 +75,20 @@ static int add_record(struct export *e, enum kvq_record_kind kind, uint64_t id, 
     return rc ? rc : add_bytes(e, zeros, kvq_record_bytes(n) - sizeof r - n);
 }
 
-// The same saves make the same file, so that who has sent it need not send it again. What its salt
-// is made of no client knows: the store's id is random.
+// The same saves make the same file, and a block has the same record in the files of all saves of
+// its session, so that who has sent it need not send it again. What its salt is made of no client
+// knows: the store's id is random.
 static int add_front(struct export *e)
 {
     struct kvq_file_head head = {0};
     struct {
         uint8_t store[sizeof e->s->id];
-        uint64_t saves[2 * KVQ_MAX_SHARDS];
+        uint64_t sessions[KVQ_MAX_SHARDS];
     } of = {0};
     memcpy(head.store, e->s->id, sizeof head.store);
     memcpy(of.store, e->s->id, sizeof of.store);
-    for (uint32_t i = 0; i < e->n_shards; i++) {
-        of.saves[2 * i] = e->shards[i].id;
-        of.saves[2 * i + 1] = e->shards[i].save;
-    }
+    for (uint32_t i = 0; i < e->n_shards; i++)
+        of.sessions[i] = e->shards[i].id;
     struct kvq_checksum sum = kvq_checksum(&of, sizeof of);
     memcpy(&head.salt, &sum, sizeof head.salt);
     e->salt = head.salt;

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "storage/remote_parts.h"
+#include "storage/remote_index.h"
 #include "storage/remote_reply.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -34,28 +34,31 @@ static void read_reply(const uint8_t *data, size_t size)
     assert(rc == 0 || (rc == 1 && items == 900) || why);
 }
 
-// A head that is taken is written again as the same parts.
+// A head that is taken is written again as the same chunks, each of which lies in its pack.
 static void read_head(const uint8_t *data, size_t size)
 {
-    struct kvq__parts parts, again;
+    struct kvq__index index, again;
     const char *why = NULL;
     char *text = NULL;
     size_t n = 0;
-    if (kvq__parts_read((const char *)data, size, &parts, &why) != 0) {
-        assert(why && !parts.sha);
+    if (kvq__index_read((const char *)data, size, &index, &why) != 0) {
+        assert(why && !index.chunks);
         return;
     }
     uint64_t sum = 0;
-    for (uint32_t i = 0; i < parts.count; i++)
-        sum += kvq__part_size(&parts, i);
-    assert(sum == parts.bytes);
-    if (kvq__parts_write(&parts, &text, &n) == 0 && kvq__parts_read(text, n, &again, &why) == 0) {
-        assert(again.bytes == parts.bytes && again.part_bytes == parts.part_bytes &&
-               memcmp(again.sha, parts.sha, parts.count * sizeof *parts.sha) == 0);
-        kvq__parts_free(&again);
+    for (uint32_t i = 0; i < index.n_chunks; i++) {
+        const struct kvq__chunk *c = &index.chunks[i];
+        assert(c->pack < index.n_packs && c->at + c->size <= index.packs[c->pack].bytes);
+        sum += c->size;
+    }
+    assert(sum == index.bytes);
+    if (kvq__index_write(&index, &text, &n) == 0 && kvq__index_read(text, n, &again, &why) == 0) {
+        assert(again.bytes == index.bytes && again.n_chunks == index.n_chunks &&
+               memcmp(again.chunks, index.chunks, index.n_chunks * sizeof *index.chunks) == 0);
+        kvq__index_free(&again);
     }
     free(text);
-    kvq__parts_free(&parts);
+    kvq__index_free(&index);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

@@ -428,6 +428,7 @@ static void a_refused_upload_is_begun_anew(void **state)
 // ---- Downloads ----
 
 #define HEX32 "0123456789abcdef0123456789abcdef"
+#define PACKS "kvq-session 2\nbytes 10\npacks 1\n" HEX32 HEX32 " 10\n"
 #define HEAD  "kvq-session 1\nbytes 10\npart 65536\n" HEX32 HEX32 "\nend\n"
 
 struct pull_case {
@@ -438,7 +439,14 @@ struct pull_case {
 
 static const struct pull_case pull_cases[] = {
     {{"nonsense"}, KVQ_E_DAMAGED, "not the head of a session"},
-    {{"kvq-session 2\n"}, KVQ_E_VERSION, "newer version"},
+    {{"kvq-session 3\n"}, KVQ_E_VERSION, "newer version"},
+    {{PACKS "chunks 1\n10 1 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n10 0 1 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n9 0 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 2\n10 0 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n10 0 0 " HEX32 HEX32 "\nend\n", "0123456789"},
+     KVQ_E_DAMAGED,
+     "wrong checksum, 3 times"},
     {{"kvq-session 1\nbytes 10\npart 65536\n" HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
     {{"kvq-session 1\nbytes 9223372036854775807\npart 1\nend\n"}, KVQ_E_DAMAGED, "head"},
     {{"kvq-session 1\nbytes 10\npart 0\nend\n"}, KVQ_E_DAMAGED, "head"},
