@@ -61,8 +61,8 @@ enum kvq__progress kvq__op_truncate(struct kvq__queue *q)
         if (!kvq__entry_alive(q, i))
             continue;
         struct kvq__session *s = q->work[i].session;
-        s->tokens -= q->entries[i].list_token;
-        s->commits++;
+        kvq__session_count(s, s->tokens - q->entries[i].list_token);
+        kvq__session_changed(s);
         kvq__pages_trim(s, s->tokens);
         q->results[i].value = s->tokens;
     }
@@ -190,8 +190,8 @@ static void end(struct kvq__queue *q, uint32_t i)
     }
     assert(s->tokens == w->past);
     kvq__ids_commit(s, w->past - e->append, e->list_token);
-    s->tokens = w->past - e->append + e->list_token;
-    s->commits++;
+    kvq__session_count(s, w->past - e->append + e->list_token);
+    kvq__session_changed(s);
     kvq__pages_trim(s, s->tokens);
     q->results[i].value = s->tokens;
 }

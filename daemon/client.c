@@ -283,6 +283,7 @@ void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read
     if (!read_only)
         s->undone_by = 0; // that was another writer's step
     LIST_INSERT_HEAD(&s->handles, h, link);
+    kvq__unsaved_note(s);
 }
 
 // `settles`: a STEP that was answered comes to its end by itself.

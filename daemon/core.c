@@ -176,6 +176,8 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->fetches);
     core->last_stamp = c.run;
     TAILQ_INIT(&core->waiters);
+    for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
+        TAILQ_INIT(&core->unsaved[i]);
     TAILQ_INIT(&core->gpu_packs);
     TAILQ_INIT(&core->seals);
     if (open_memory(core) < 0) {

@@ -58,14 +58,16 @@ static void put_off(struct kvq__session *s)
 static void look_at(struct kvq__session *s)
 {
     s->core->lookup.looks++;
-    if (kvq__group_expired(s)) // and then so are its other shards, each in its turn
+    if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
         kvq__session_end(s, "the time that it is kept is over");
-    else if (kvq__group_is_open(s))
+    } else if (kvq__group_is_open(s)) {
         return; // whoever closes it last sets it again
-    else if (s->core->now - s->idle_since < s->keep_ns)
+    } else if (s->core->now - s->idle_since < s->keep_ns) {
         set_one(s);
-    else
+    } else {
         put_off(s);
+        kvq__unsaved_outlived(s);
+    }
 }
 
 void kvq__dues_tick(struct kvq__core *core)

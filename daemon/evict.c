@@ -15,6 +15,8 @@ enum {
     FIXED_COST = 1 << 20, // in bytes: evicting many small sessions is no gain
     RECLAIM_AT_ONCE = 64, // pages of prefixes between two looks at the rings
     WAIT_MS = 50,         // how long a demotion waits for what is under way
+    LOOKS = 256,          // sessions that are looked at, if there are more than these
+    LEAST_LOOKS = 8,      // in each namespace
 };
 #define NS_PER_MS    1000000ull
 #define PATIENCE_NS  2000000000ull  // for a session to become old enough
@@ -123,6 +125,7 @@ struct choice {
     uint64_t gain; // of the best
     uint64_t all;  // that could be gained by all that may go, now or soon
     uint64_t busy; // and by all that may go once the work that uses them has ended
+    bool some;     // more sessions may help than were looked at
 };
 
 // Of a group as a whole.
@@ -130,16 +133,6 @@ struct look {
     bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
     uint64_t gain, bytes, unsaved, idle, back, try_after;
 };
-
-static bool is_first(const struct kvq__session *s)
-{
-    for (uint32_t i = 0; i < s->shards; i++) {
-        const struct kvq__session *m = kvq__group_member(s, i);
-        if (m)
-            return m == s;
-    }
-    return true;
-}
 
 static void look_at(const struct kvq__session *s, const struct choice *c, struct look *look)
 {
@@ -181,13 +174,14 @@ static uint64_t too_young(const struct kvq__core *core, const struct look *look)
     return wait;
 }
 
-static void consider(struct choice *c, struct kvq__session *s)
+// False if it cannot go, old enough or not.
+static bool consider(struct choice *c, struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
     const struct kvq__plea *plea = c->plea;
     struct look look = look_at_all(s, c);
     if (look.gain == 0 || look.own)
-        return;
+        return false;
     if (look.used || look.claimed || look.pinned) {
         plea->in_the_way->pinned += look.pinned;
         plea->in_the_way->in_use += !look.pinned;
@@ -195,28 +189,29 @@ static void consider(struct choice *c, struct kvq__session *s)
             c->busy += look.gain;
             *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
         }
-        return;
+        return false;
     }
     enum way way = look.try_after > core->now ? NOWHERE : way_of(s, plea->shortage, look.bytes);
     uint64_t wait = too_young(core, &look);
     plea->in_the_way->nowhere += way == NOWHERE;
     if (way == NOWHERE)
-        return;
+        return false;
     c->all += look.gain;
     if (wait) {
         plea->in_the_way->young++;
         if (core->now + wait < *plea->look_at)
             *plea->look_at = core->now + wait;
-        return;
+        return true;
     }
     struct kvq__score score = {look.idle, look.gain, look.unsaved, look.bytes};
     double value = kvq__score(&score);
     if (c->best && value <= c->score)
-        return;
+        return true;
     c->best = s;
     c->way = way;
     c->score = value;
     c->gain = look.gain;
+    return true;
 }
 
 // Memory of sessions that are not there yet, since they are read from disk or moved here. That ends
@@ -242,17 +237,79 @@ static void consider_coming(const struct kvq__core *core, struct choice *c)
     *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
 }
 
+// ---- Which of them are looked at ----
+
+static bool may_help(const struct kvq__shortage *shortage, const struct kvq__arena *arena)
+{
+    if (shortage->code == KVQ_E_QUOTA)
+        return arena->ns == shortage->ns &&
+               kvq__pool_limit(arena->pool) == kvq__pool_limit(shortage->pool);
+    return arena->pool == shortage->pool;
+}
+
+// The first of its group that is there, unless this look has had it.
+static struct kvq__session *group_of(struct kvq__session *s)
+{
+    struct kvq__session *first = s;
+    for (uint32_t i = s->shards; i-- > 0;)
+        if (kvq__group_member(s, i))
+            first = kvq__group_member(s, i);
+    if (first->evict_look == s->core->evict_looks)
+        return NULL;
+    first->evict_look = s->core->evict_looks;
+    return first;
+}
+
+// Those used longest ago. What the others would give is estimated from these. Who cannot go gives
+// way to others for the next look.
+static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t most)
+{
+    uint64_t before = c->all;
+    uint32_t n = arena->n_sessions, looks = 0;
+    struct kvq__session *s = TAILQ_FIRST(&arena->sessions), *next;
+    for (; s && looks < n && looks < most; looks++, s = next) {
+        next = TAILQ_NEXT(s, recent_link);
+        s->core->lookup.looks++;
+        if (s->n_pages == 0 && !s->restore && !s->move) { // until it is used again
+            kvq__recent_forget(s);
+            continue;
+        }
+        struct kvq__session *first = group_of(s);
+        bool goes = first && consider(c, first);
+        if (!goes && n > most)
+            kvq__recent_put(s);
+    }
+    if (looks == n)
+        return;
+    c->all += (c->all - before) / looks * (n - looks);
+    c->some = true;
+}
+
 static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool shared,
                    struct choice *c)
 {
     struct kvq__namespace *ns;
-    struct kvq__session *s;
+    uint32_t arenas = 0, most = LOOKS;
+    uint64_t sessions = 0;
     *c = (struct choice){.plea = plea, .shared = shared};
     *plea->in_the_way = (struct kvq__in_the_way){0};
+    core->evict_looks++;
     TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (is_first(s))
-                consider(c, s);
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            if (may_help(plea->shortage, &ns->arenas[i]) && ns->arenas[i].n_sessions) {
+                sessions += ns->arenas[i].n_sessions;
+                arenas++;
+            }
+    if (sessions > LOOKS && arenas)
+        most = LOOKS / arenas < LEAST_LOOKS ? LEAST_LOOKS : LOOKS / arenas;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            if (may_help(plea->shortage, &ns->arenas[i]))
+                consider_some(c, &ns->arenas[i], most);
+    if (c->some && !c->best) { // others at the next look
+        c->busy = plea->need;
+        *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+    }
     consider_coming(core, c);
 }
 

@@ -11,7 +11,7 @@
 // so that of two sessions alike the one used longest ago goes, of two idle for as long the one that
 // is saved already goes, and one whose blocks others share stays, unless only forks of each other
 // are left: then one after the other goes. Under a namespace's limit only sessions of that
-// namespace help.
+// namespace help. Where there are many, those used longest ago are looked at (`choose`).
 //
 // Where to. From a GPU to the host's memory, by a move (they are "demoted": `home` says which GPU
 // they belong to), or, where there is no room, to disk (park.h); from the host's memory to disk.

@@ -86,6 +86,16 @@ bool kvq__group_is_open(const struct kvq__session *s)
     return open;
 }
 
+bool kvq__group_is_unsaved(const struct kvq__session *s)
+{
+    bool unsaved = false;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        unsaved |= m && kvq__is_unsaved(m);
+    }
+    return unsaved;
+}
+
 bool kvq__group_outlived(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {

@@ -16,7 +16,8 @@ struct kvq__session *kvq__group_member(const struct kvq__session *session, uint3
 bool kvq__group_missing(const struct kvq__session *session, uint32_t *shard);
 // What all shards have committed: the least of their counts, 0 if one is missing.
 uint64_t kvq__group_tokens(const struct kvq__session *session);
-bool kvq__group_is_open(const struct kvq__session *session); // some shard, by anybody
+bool kvq__group_is_open(const struct kvq__session *session);    // some shard, by anybody
+bool kvq__group_is_unsaved(const struct kvq__session *session); // some shard
 // Nobody has had any shard of it for as long as it is kept.
 bool kvq__group_outlived(const struct kvq__session *session);
 // And it need not be saved first.

@@ -49,7 +49,7 @@ bool kvq__home_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     struct kvq__core *core = s->core;
     if (!s->home || s->away)
         return false;
-    s->idle_since = core->now; // nobody else's need makes it go now
+    kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading)
         return true;
     uint64_t bytes = kvq__room_bytes(s, s->tokens);

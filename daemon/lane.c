@@ -189,22 +189,12 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
     return 0;
 }
 
-// No session's packing is the lane's any more; all of it has ended.
-static void forget(const struct kvq__lane *lane)
-{
-    struct kvq__namespace *ns;
-    struct kvq__session *s;
-    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            for (uint32_t i = 0; i < s->n_layers; i++)
-                if (s->layers[i].pack_lane == lane)
-                    s->layers[i].pack_lane = NULL;
-}
-
+// Layers may still say that they were packed here: all of that has ended, also for whoever has the
+// lane next, since numbers go on.
 static void spare(struct kvq__lane *lane)
 {
+    assert(lane->ended == lane->given);
     LIST_REMOVE(lane, link);
-    forget(lane);
     LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
 }
 
@@ -526,12 +516,14 @@ static bool packs(const struct kvq__lane *lane, const struct kvq__session *s)
 
 const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane)
 {
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    TAILQ_FOREACH (ns, &lane->core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            if (is_shared(s, lane->client) && packs(lane, s))
+    const struct kvq__client *c = lane->client;
+    for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS && c->handles[i]; i++)
+        for (uint32_t j = 0; j < KVQ__HANDLE_CHUNK; j++) {
+            const struct kvq__session *s = c->handles[i][j].session;
+            lane->core->lookup.looks += s != NULL;
+            if (s && is_shared(s, c) && packs(lane, s))
                 return s;
+        }
     return NULL;
 }
 

@@ -133,8 +133,8 @@ bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *c
 
 // Whether its oldest work has been there for config.stall_ns; true once for each such work.
 bool kvq__lane_stalls(struct kvq__lane *lane);
-// A session that other clients have open, too, and cannot read before the lane has packed what it
-// was given to pack of it. NULL if there is none.
+// A session that the lane's client has open, and others too, who cannot read it before the lane has
+// packed what it was given to pack of it. NULL if there is none.
 const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane);
 
 static inline bool kvq__lane_busy(const struct kvq__lane *lane)

@@ -463,7 +463,7 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
         m->books[i] = book;
     }
     unequip(m, from->gpu);
-    s->pool = move->to;
+    kvq__session_settle_in(s, move->to);
     kvq__home_left(s, from, move->demotes);
     if (!s->pool->gpu)
         publish_outliers(s);

@@ -580,7 +580,7 @@ void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const 
         s->fetch_error = status;
         s->fetch_serial++;
     } else {
-        s->idle_since = s->core->now;
+        kvq__session_used(s);
         kvq__evict_back(s);
     }
     tell_fetched(s, status, bytes, text);

@@ -281,6 +281,7 @@ void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct
 {
     *arena = (struct kvq__arena){.ns = ns, .pool = pool};
     TAILQ_INIT(&arena->extents);
+    TAILQ_INIT(&arena->sessions);
     RB_INIT(&arena->free);
 }
 

@@ -68,13 +68,17 @@ struct kvq__extent {
 };
 TAILQ_HEAD(kvq__extent_list, kvq__extent);
 
+TAILQ_HEAD(kvq__session_list, kvq__session);
+
 // The extents of one pool that a namespace has, and what is free in them.
 struct kvq__arena {
     struct kvq__namespace *ns;
     struct kvq__pool *pool;
     struct kvq__extent_list extents;
-    struct kvq__block_tree free; // the shortest first, then by address
-    uint32_t last_serial;        // extents that it ever had
+    struct kvq__block_tree free;       // the shortest first, then by address
+    uint32_t last_serial;              // extents that it ever had
+    struct kvq__session_list sessions; // of the namespace, there: see kvq__recent_put
+    uint32_t n_sessions;               // of the list
 };
 
 // The memory of one place: the host's or a GPU's. Blocks of a GPU have its addresses, which nobody
@@ -85,6 +89,7 @@ struct kvq__pool {
     uint64_t budget, extent_bytes;
     uint64_t extents_taken; // bytes of extents, the empty ones included
     uint64_t used_bytes;    // of blocks, limbo included
+    uint32_t sessions;      // that are published
     uint64_t huge_bytes;    // of extents in explicit huge pages
     uint64_t *numbers;      // a bit for each number, set if an extent has it
     struct kvq__extent_list empty;

@@ -40,7 +40,8 @@ static void adopt_page(struct kvq__session *s, const struct kvq__node *node)
 void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
 {
     s->n_pages = (uint32_t)(tokens / KVQ_BLOCK_TOKENS);
-    s->tokens = s->floor = tokens;
+    kvq__session_count(s, tokens);
+    s->floor = tokens;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             adopt_layer(s, &s->layers[i], tokens);
@@ -64,7 +65,7 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
     kvq__prefix_counts(s, tokens);
     s->prefix_tokens = s->ids.known = tokens;
     s->foreign = ns != s->ns;
-    s->commits++; // none of it is saved
+    kvq__session_changed(s); // none of it is saved
     for (const struct kvq__node *node = last; node; node = node->parent)
         adopt_page(s, node);
     if (!s->foreign) {
@@ -119,7 +120,8 @@ int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct
                              i, (unsigned long long)spans[i].first,
                              (unsigned long long)h->session->tokens);
     rc = kvq__ids_spans(h->session, spans, n, text);
-    h->session->commits += rc == 0 && n > 0; // to be saved before the tokens themselves
+    if (rc == 0 && n > 0)
+        kvq__session_changed(h->session); // to be saved before the tokens themselves
     return rc;
 }
 

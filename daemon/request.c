@@ -655,7 +655,7 @@ static void keep_others(const struct kvq__queue *q)
     bool any = q->core->n_away + q->core->n_demoted > 0;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
-            h->session->idle_since = q->core->now;
+            kvq__session_used(h->session);
 }
 
 // From the start: nothing is held but what an earlier attempt holds while it waits.

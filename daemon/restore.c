@@ -153,7 +153,7 @@ static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, ch
 static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
-    s->tokens = saved->tokens;
+    kvq__session_count(s, saved->tokens);
     s->floor = saved->floor;
     s->saturated = saved->saturated;
     s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
@@ -184,7 +184,7 @@ static void cut(struct kvq__session *s, uint64_t good)
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             cut_layer(s, &s->layers[i], at, floor);
-    s->tokens = at;
+    kvq__session_count(s, at);
     s->floor = floor;
     s->n_pages = kvq__pages_of(at);
 }
@@ -373,7 +373,7 @@ static int publish(struct kvq__restore *r, char *text)
     take(r);
     s->stored = s->kept = true;
     if (!r->cut && !r->spec.resharded) {
-        s->saved_commits = s->commits;
+        kvq__session_saved(s, s->commits);
         s->stamp = r->spec.saved->stamp;
     }
     return 0;

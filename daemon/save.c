@@ -305,16 +305,6 @@ static int check_shards(const struct kvq__session *s, char *text)
     return rc;
 }
 
-static bool is_unsaved(const struct kvq__session *s)
-{
-    bool unsaved = false;
-    for (uint32_t i = 0; i < s->shards; i++) {
-        const struct kvq__session *m = kvq__group_member(s, i);
-        unsaved |= m && kvq__is_unsaved(m);
-    }
-    return unsaved;
-}
-
 static bool any_away(const struct kvq__session *s)
 {
     bool any = false;
@@ -328,7 +318,7 @@ static bool any_away(const struct kvq__session *s)
 // All of it is stored. 1 if some is not, and the rest has to come back first.
 static int unchanged(struct kvq__session *s, const struct kvq__save_spec *spec)
 {
-    if (is_unsaved(s)) {
+    if (kvq__group_is_unsaved(s)) {
         kvq__fetch_ask(s);
         return 1;
     }
@@ -402,7 +392,7 @@ int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
     rc = check_shards(s, text);
     if (rc)
         return rc;
-    if (any_away(s) || (!spec->again && !is_unsaved(s)))
+    if (any_away(s) || (!spec->again && !kvq__group_is_unsaved(s)))
         return unchanged(s, spec);
     return spec->looks ? KVQ__SAVE_THERE_IS : begin(s, spec->parks, save, text);
 }
@@ -529,8 +519,8 @@ static void note_saved(struct kvq__save *save, uint32_t shard)
     struct kvq__session *s = still_there(save, shard);
     if (s) {
         note_ids(&save->shards[shard], s);
-        s->saved_commits = save->commits[shard];
         s->save_after = s->save_wait = 0;
+        kvq__session_saved(s, save->commits[shard]);
         s->stamp = save->stamp;
         s->stored = true;
         s->kept |= !save->parks;
@@ -557,72 +547,4 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
     }
     LIST_REMOVE(save, link);
     save_free(save);
-}
-
-// ---- Who is to be saved ----
-
-bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *name)
-{
-    const uint64_t first = 1000000000u, minute = 60 * first; // ns
-    struct kvq__namespace *ns;
-    struct kvq__session *s = NULL;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        if (strcmp(ns->name, space) == 0)
-            s = kvq__session_named(ns, name);
-    if (s)
-        s = kvq__group_member(s, 0);
-    if (!s)
-        return false;
-    uint64_t longer = s->save_wait ? 2 * s->save_wait : first;
-    s->save_wait = longer < minute ? longer : minute;
-    s->save_after = core->now + s->save_wait;
-    bool tell = s->save_told == 0 || core->now - s->save_told >= minute;
-    if (tell)
-        s->save_told = core->now;
-    return tell;
-}
-
-static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
-{
-    const struct kvq__core *core = s->core;
-    bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
-    bool idle = !kvq__in_step(s) && s->pins == 0 && core->now - s->idle_since >= idle_ns;
-    uint32_t missing;
-    if (!s->name[0] || !is_unsaved(s))
-        return false;
-    if (kvq__group_missing(s, &missing))
-        return which == KVQ__UNSAVED_ALL && s->tokens > 0;
-    if (which == KVQ__UNSAVED_ALL)
-        return true;
-    return core->now >= s->save_after &&
-           (((which & KVQ__UNSAVED_LEFT) && left) || ((which & KVQ__UNSAVED_IDLE) && idle));
-}
-
-static bool is_first_shard(const struct kvq__session *s)
-{
-    for (uint32_t i = 0; i < s->shard; i++)
-        if (kvq__group_member(s, i))
-            return false;
-    return true;
-}
-
-uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
-                           struct kvq__unsaved *out, uint32_t max)
-{
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    uint32_t n = 0;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link) {
-            if (!is_first_shard(s) || !is_wanted(s, which, idle_ns))
-                continue;
-            if (n < max) {
-                snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
-                snprintf(out[n].name, sizeof out[n].name, "%s", s->name);
-                out[n].id = s->id;
-                out[n].tokens = s->tokens;
-            }
-            n++;
-        }
-    return n;
 }

@@ -126,8 +126,9 @@ enum kvq__unsaved_which {
 // two after the next failure, and for a minute at most; among ALL it is. Saved, it starts anew.
 // Returns whether to tell somebody: once a minute.
 bool kvq__unsaved_failed(struct kvq__core *core, const char *ns, const char *name);
-// At most `max` of those that are one or the other (a group once). Returns how many were found.
-uint32_t kvq__core_unsaved(const struct kvq__core *core, uint32_t which, uint64_t idle_ns,
+// At most `max` of those that are one or the other (a group once). Returns how many were found;
+// once there are `max`, ALL alone goes on counting.
+uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle_ns,
                            struct kvq__unsaved *out, uint32_t max);
 
 // Whether the peer may use a namespace, and its name (KVQ_NAME_BYTES) if it was empty. 0 or a code

@@ -124,7 +124,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
         for (uint32_t i = 0; i < s->n_layers; i++)
             s->layers[i].gpu_book = there.layers[i].gpu_book;
         s->counts = there.counts;
-        s->pool = to;
+        kvq__session_settle_in(s, to);
         kvq__home_lost(s);
     }
     kvq__deallocate(s->core, there.layers, bytes);
@@ -154,6 +154,7 @@ void kvq__session_publish(struct kvq__session *s)
     s->core->n_sessions++;
     TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
     kvq__lookup_add(s);
+    kvq__recent_enter(s);
     kvq__due_set(s);
     kvq__prefix_note(s);
 }
@@ -189,6 +190,7 @@ void kvq__session_end(struct kvq__session *s, const char *why)
     kvq__tables_orphan(s);
     TAILQ_REMOVE(&s->ns->sessions, s, link);
     kvq__lookup_remove(s);
+    kvq__recent_leave(s);
     kvq__due_clear(s);
     kvq__prefix_unnote(s);
     s->ns->used[KVQ__SESSIONS]--;
@@ -216,7 +218,7 @@ void kvq__session_give_up(struct kvq__session *s, int status)
 void kvq__session_pin(struct kvq__session *s)
 {
     s->pins++;
-    s->idle_since = s->core->now;
+    kvq__session_used(s);
 }
 
 void kvq__session_unpin(struct kvq__session *s)
@@ -230,9 +232,12 @@ void kvq__session_detached(struct kvq__session *s)
 {
     if (!LIST_EMPTY(&s->handles))
         return;
-    s->idle_since = s->core->now;
+    kvq__session_used(s);
     if (kvq__group_is_open(s))
         return;
+    for (uint32_t i = 0; i < s->shards; i++)
+        if (kvq__group_member(s, i))
+            kvq__unsaved_note(kvq__group_member(s, i));
     kvq__due_set(s);
     if (!s->settling) // nobody is left to end the others' part
         kvq__step_leave(s);

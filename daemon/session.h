@@ -67,6 +67,15 @@ struct kvq__handle {
 };
 LIST_HEAD(kvq__handle_list, kvq__handle);
 
+// Where a session with a name stands whose last change is not saved.
+enum kvq__unsaved_list {
+    KVQ__SAVED,           // in none: it is saved, has no name, or is not published
+    KVQ__UNSAVED_IN_USE,  // in the order of their last use, or of when they were opened again
+    KVQ__UNSAVED_AT_ONCE, // nobody has it open, and it is to be saved then, or before it goes
+    KVQ__UNSAVED_PUT_OFF, // that has failed
+    KVQ__UNSAVED_LISTS,
+};
+
 struct kvq__session {
     TAILQ_ENTRY(kvq__session) link;      // in its namespace
     RB_ENTRY(kvq__session) tree_link;    // there as well
@@ -75,6 +84,10 @@ struct kvq__session {
     LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
     TAILQ_ENTRY(kvq__session) seal_link; // of those with pages for the index of prefixes
     bool due, seals;                     // whether it stands in these
+    TAILQ_ENTRY(kvq__session) recent_link, unsaved_link; // see recent.c
+    bool published, recent; // it can be found; it stands in its arena's list
+    enum kvq__unsaved_list unsaved;
+    uint64_t unsaved_ask; // the last that has found its group
     uint64_t name_hash;
     struct kvq__core *core;
     struct kvq__namespace *ns;
@@ -157,6 +170,7 @@ struct kvq__session {
     uint64_t home_refused_at;
     uint64_t back_at;        // when it last came back; 0 = never
     uint64_t try_after;      // it could not be evicted; not before then
+    uint64_t evict_look;     // the last look that has found its group
     uint64_t claim, claimed; // the oldest request that waits for room and names it, as of that look
 
     bool pack_queued;
@@ -171,6 +185,25 @@ void kvq__session_free(struct kvq__session *session);
 // 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
+// ---- What happens to it, for lists and counts of published ones (recent.c) ----
+
+void kvq__recent_enter(struct kvq__session *session);                    // it is published
+void kvq__recent_leave(struct kvq__session *session);                    // it ends
+void kvq__session_used(struct kvq__session *session);                    // now
+void kvq__session_changed(struct kvq__session *session);                 // and used
+void kvq__session_saved(struct kvq__session *session, uint64_t commits); // up to that change
+void kvq__session_count(struct kvq__session *session, uint64_t tokens);  // it has so many
+void kvq__session_settle_in(struct kvq__session *session,
+                            struct kvq__pool *pool); // it is there now
+// Its arena lists sessions in the order of their last use, or of when they were looked at since and
+// could not be evicted. One without blocks may be missing; with blocks it is there.
+void kvq__recent_put(struct kvq__session *session);    // to the end
+void kvq__recent_forget(struct kvq__session *session); // it has no blocks
+// Finds its list anew: it was opened, or nobody has it open any more.
+void kvq__unsaved_note(struct kvq__session *session);
+void kvq__unsaved_outlived(struct kvq__session *session); // the time that it is kept is over
+void kvq__unsaved_put_off(struct kvq__session *session);  // saving it has failed
+
 // ---- When published ones are looked at (due.c) ----
 
 // The end of its keep time, and of its other shards', counts from their last use.

@@ -6,17 +6,6 @@
 
 #include "daemon/state.h"
 
-static uint64_t all_tokens(const struct kvq__core *core)
-{
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    uint64_t tokens = 0;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            tokens += s->tokens;
-    return tokens;
-}
-
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 {
     const struct kvq__pool *pool = &core->pools[0];
@@ -29,7 +18,7 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         .pool_huge_bytes = pool->huge_bytes,
         .sessions = core->n_sessions,
         .clients = core->n_clients,
-        .tokens = all_tokens(core),
+        .tokens = core->tokens,
         .steps = core->steps,
         .attends = core->attends,
         .appended_tokens = core->appended_tokens,
@@ -51,17 +40,6 @@ void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts 
         counts->waiting_now++;
 }
 
-static uint32_t sessions_on(const struct kvq__core *core, const struct kvq__pool *pool)
-{
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    uint32_t n = 0;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (s, &ns->sessions, link)
-            n += s->pool == pool;
-    return n;
-}
-
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
 {
     for (uint32_t i = 1; i < core->n_pools; i++) {
@@ -71,7 +49,7 @@ uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *
                                               .pool_bytes = pool->budget,
                                               .extent_bytes = pool->extents_taken,
                                               .used_bytes = pool->used_bytes,
-                                              .sessions = sessions_on(core, pool)};
+                                              .sessions = pool->sessions};
     }
     return core->n_pools - 1;
 }

@@ -27,7 +27,6 @@
 
 // ---- Namespaces (namespace.c) ----
 
-TAILQ_HEAD(kvq__session_list, kvq__session);
 RB_HEAD(kvq__session_tree, kvq__session);
 
 struct kvq__namespace {
@@ -159,10 +158,14 @@ struct kvq__core {
     struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
-    uint32_t n_prepared; // sessions that wait for their groups
-    uint32_t n_settling; // sessions with a STEP under way on a GPU
-    uint32_t n_moving;   // sessions that have a move
-    uint32_t n_moves;    // those included that are over
+    uint64_t tokens;                                      // of all sessions
+    struct kvq__session_list unsaved[KVQ__UNSAVED_LISTS]; // KVQ__SAVED is empty
+    uint32_t n_unsaved;                                   // in all of them
+    uint64_t unsaved_asks;                                // how often kvq__core_unsaved was called
+    uint32_t n_prepared;                                  // sessions that wait for their groups
+    uint32_t n_settling;                                  // sessions with a STEP under way on a GPU
+    uint32_t n_moving;                                    // sessions that have a move
+    uint32_t n_moves;                                     // those included that are over
     uint64_t last_move;
     struct kvq__move_list moves;
     struct kvq__mover *mover; // made at the first move
@@ -184,6 +187,7 @@ struct kvq__core {
     uint64_t last_ticket, last_claim;
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
     struct kvq__evict_counts evicted;
+    uint64_t evict_looks;  // looks for a session that may go
     uint64_t demote_after; // there was no room on the host; not before then
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };

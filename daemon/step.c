@@ -111,7 +111,7 @@ void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tok
     s->step_tokens = tokens;
     if (s->counts)
         *s->counts->host = (struct kvq_gpu_store_counts){0};
-    s->idle_since = s->core->now;
+    kvq__session_used(s);
     LIST_INSERT_HEAD(&step->sessions, s, step_link);
 }
 
@@ -129,13 +129,13 @@ void kvq__step_publish(struct kvq__session *s)
 {
     assert(is_complete(s));
     kvq__ids_commit(s, s->tokens, s->step_tokens);
-    s->tokens += s->step_tokens;
+    kvq__session_count(s, s->tokens + s->step_tokens);
     s->commits += s->step_tokens > 0;
     s->saturated += s->counts ? s->counts->host->saturated : 0;
     s->core->appended_tokens += s->step_tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
-    s->idle_since = s->core->now;
+    kvq__session_used(s);
     kvq__step_over(s);
     kvq__pages_release(s);
     kvq__pack_queue(s);

@@ -443,7 +443,8 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
 
 struct counting {
     const struct kvq__core *core;
-    uint64_t used;
+    uint64_t used, tokens;
+    uint32_t on[1 + KVQ_MAX_GPUS], unsaved;
     uint32_t sessions, prepared, namespaces, away;
 };
 
@@ -676,6 +677,13 @@ static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
     }
 }
 
+// Where recent.c has put it.
+static void check_lists(const struct kvq__session *s)
+{
+    MUST(s->published && (s->recent || s->n_pages == 0));
+    MUST((s->unsaved != KVQ__SAVED) == (s->name[0] && kvq__is_unsaved(s)));
+}
+
 static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
 {
     const struct kvq__session *s;
@@ -697,6 +705,10 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
     check_limits(ns, seen[c->namespaces++].counted);
     TAILQ_FOREACH (s, &ns->sessions, link) {
         check_session(s);
+        check_lists(s);
+        c->tokens += s->tokens;
+        c->unsaved += s->unsaved != KVQ__SAVED;
+        c->on[s->pool - c->core->pools]++;
         c->prepared += s->prepared;
         c->away += s->away;
         sessions++;
@@ -741,6 +753,9 @@ void core_check(const struct kvq__core *core)
     MUST(c.used == 0);
     MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
     MUST(c.away == core->n_away);
+    MUST(c.tokens == core->tokens && c.unsaved == core->n_unsaved);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        MUST(c.on[i] == core->pools[i].sessions);
     check_pools(core);
     MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
     check_clients(core);

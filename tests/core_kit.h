@@ -92,6 +92,7 @@ static inline void kit_name(struct kvq__session *s, const char *name)
     for (size_t i = 0; i < KVQ_NAME_BYTES && (s->name[i] = name[i]); i++)
         ;
     kvq__lookup_add(s);
+    kvq__unsaved_note(s);
 }
 // One step of n tokens: K and V of every layer are rows [position, position + n) of the fp32
 // tensors [rows][heads][dim] at offset 0 and at half of the buffer. 0 or the first code.

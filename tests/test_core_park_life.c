@@ -137,7 +137,7 @@ static void test_wanted_while_it_goes(void **state)
     struct kvq__park *ticket = kit_of(&m, a)->park;
     kvq__park_leave(kit_of(&m, a)); // what a poll does, but for the rest of it
     ticket->phase = KVQ__PARKING_RELEASING;
-    kit_of(&m, a)->saved_commits = kit_of(&m, a)->commits;
+    kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->commits);
     kit_of(&m, a)->stored = true;
     kvq__fetch_ask(kit_of(&m, a));
     assert_false(kvq__park_next(kit.core, &order));
@@ -258,7 +258,7 @@ static void test_groups(void **state)
     assert_true(kvq__park_next(kit.core, &order));
     assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[0]), 0);
     assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
-    kit_of(&m, h[0])->commits++;
+    kvq__session_changed(kit_of(&m, h[0]));
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
     assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 1);
     settle();

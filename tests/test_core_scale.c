@@ -11,6 +11,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/saved.h"
 #include "tests/core_kit.h"
 
 enum { MIB = 1 << 20, DIM = 64, HEADS = 1, TOKENS = 8000, BUFFER = 8 * MIB };
@@ -331,6 +332,88 @@ static void test_order_of_ends(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
+// ---- Sessions that do not matter ----
+
+// Of so many idle ones, what is asked for every few moments looks at those that it is about.
+static void test_unsaved_looks(void **state)
+{
+    enum { N = 3000 };
+    const struct kvq__lookup *l = &kit.core->lookup;
+    struct kvq__unsaved list[4];
+    struct kvq__status status;
+    uint64_t handles[N], looks;
+    char name[32];
+    (void)state;
+    for (uint32_t i = 0; i < N; i++) {
+        snprintf(name, sizeof name, "session %u", i);
+        assert_int_equal(open_named(name, 1, &handles[i]), 0);
+    }
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), N);
+    looks = l->looks;
+    uint32_t which = KVQ__UNSAVED_LEFT | KVQ__UNSAVED_IDLE;
+    tick(1000);
+    assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 0);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
+    assert_in_range(l->looks - looks, 0, 1); // all are too young, and open
+    looks = l->looks;
+    for (uint32_t i = 1; i < N; i++) // all but one are used
+        kvq__session_used(kit_of(&m, handles[i]));
+    tick(1000);
+    assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 1);
+    assert_string_equal(list[0].name, "session 0");
+    assert_in_range(l->looks - looks, 1, 2);
+    (void)kvq__unsaved_failed(kit.core, "uid-1000", "session 0");
+    assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 0);
+    kit_of(&m, handles[7])->save_on_detach = true;
+    assert_int_equal(kvq__session_close(m.client, handles[7], text), 0);
+    looks = l->looks;
+    assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 1);
+    assert_string_equal(list[0].name, "session 7");
+    assert_in_range(l->looks - looks, 1, 3);
+    tick(1000); // what has failed is tried again
+    assert_int_equal(kvq__core_unsaved(kit.core, which, 3000000000, list, 4), 2);
+    looks = l->looks;
+    kvq__core_status(kit.core, &status);
+    assert_int_equal(status.sessions, N);
+    assert_int_equal(l->looks, looks);
+}
+
+// A request that is refused has as many idle sessions looked at as it takes, and not all.
+static void test_evict_looks(void **state)
+{
+    enum { N = 1700 };
+    static const struct kvq__layer_row row = {.q_heads = 1,
+                                              .kv_heads = HEADS,
+                                              .k_dim = DIM,
+                                              .v_dim = DIM,
+                                              .format = "f16",
+                                              .kv_from = -1};
+    const struct kvq__lookup *l = &kit.core->lookup;
+    uint64_t handle = 0, got;
+    (void)state;
+    for (uint32_t i = 0; i < N; i++) {
+        handle = kit_session(&m, &row, 1, 0);
+        assert_true(handle != 0);
+        assert_int_equal(kit_step(&m, handle, 1, HEADS, DIM), 0);
+    }
+    for (uint32_t i = 0; i < N; i++) // as many without blocks, which are passed by once
+        assert_true(kit_session(&m, &row, 1, 0) != 0);
+    struct kvq_entry_wire e = {.handle = handle, .position = 1, .append = 60000};
+    uint64_t looks = 0;
+    for (uint64_t i = 0; i < 5; i++) {
+        tick(2000);
+        looks = l->looks;
+        int rc = kit_simple(&m, KVQ_OP_STEP_BEGIN, 1 + i, e, &got);
+        if (rc != 1)
+            assert_int_equal(rc, KVQ_E_NO_MEMORY);
+        assert_in_range(l->looks - looks, 1, 1000);
+        if (rc == 1) { // it waits: for others to be looked at
+            tick(5000);
+            assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -341,6 +424,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),
         cmocka_unit_test_setup_teardown(test_idle_sessions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_order_of_ends, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_unsaved_looks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_evict_looks, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
