@@ -16,9 +16,11 @@ static void raise(uint32_t *to, uint32_t from)
     *to = from > *to ? from : *to;
 }
 
-static struct kvq_gpu_layer gpu_layer(const struct kvq__local_layer *l)
+static struct kvq_gpu_layer gpu_layer(const struct kvq_bucket *b, const struct kvq__local_layer *l)
 {
-    return (struct kvq_gpu_layer){l->format, &l->shape, &l->book};
+    return (struct kvq_gpu_layer){
+        l->format, &l->shape, &l->book,
+        kvq_gpu_attend_narrow_only(&b->local->pool->kernels, l->shape.k_dim)};
 }
 
 // What one session of so many tokens and queries needs, if that is more.
@@ -56,7 +58,8 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
                        struct kvq_gpu_attend_limits *limits)
 {
     struct kvq_shape shape = l->shape;
-    struct kvq_gpu_layer layer = {l->format, &shape, &l->book};
+    struct kvq_gpu_layer layer = gpu_layer(b, l);
+    layer.shape = &shape;
     uint32_t few = KVQ_GPU_NARROW_ROWS / (l->shape.q_heads / l->shape.kv_heads);
     struct kvq_gpu_attend_limits most = {0};
     shape.window = 0; // sees most
@@ -77,7 +80,7 @@ static int count(struct kvq_bucket *b, size_t *workspace)
     int rc = KVQ_OK;
     *workspace = 0;
     for (uint32_t i = 0; i < b->n_layers && rc == KVQ_OK; i++) {
-        const struct kvq_gpu_layer layer = gpu_layer(&b->layers[i]);
+        const struct kvq_gpu_layer layer = gpu_layer(b, &b->layers[i]);
         rc = count_layer(b, &b->layers[i], &b->limits[i]);
         size_t bytes = kvq_gpu_attend_batch_bytes(&b->limits[i]);
         size_t work = kvq_gpu_attend_workspace_bytes(&layer, &b->limits[i]);
@@ -237,7 +240,7 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 int kvq__bucket_fill(struct kvq_bucket *b, uint32_t layer, uint32_t n)
 {
     char text[KVQ__TEXT_BYTES / 2];
-    const struct kvq_gpu_layer l = gpu_layer(&b->layers[layer]);
+    const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[layer]);
     uint8_t *batch = b->slots[b->slot].memory + b->batch_at[layer];
     if (n == 0) {
         memset(batch, 0, ALIGN); // no items
@@ -259,7 +262,7 @@ int kvq__bucket_copy(struct kvq_bucket *b, uint32_t layer, uint32_t to)
 int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, struct kvq_gpu_stream *stream)
 {
     char text[KVQ_GPU_TEXT];
-    const struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(&b->layers[layer]),
+    const struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(b, &b->layers[layer]),
                                                  .limits = b->limits[layer],
                                                  .batch = b->batch + b->batch_at[layer],
                                                  .workspace = b->workspace,

@@ -106,6 +106,7 @@ enum kvq__event_kind {
     // Of the core again:
     KVQ__EVENT_SESSION_PARKED,  // its memory is free, and all of it on disk; or why not
     KVQ__EVENT_SESSION_FETCHED, // it is back; or why not
+    KVQ__EVENT_GPU_REFUSED,     // a kernel, so that requests failed; at most once a second
     KVQ__EVENTS
 };
 

@@ -50,6 +50,7 @@ static const char *kind_name(enum kvq__event_kind kind)
         [KVQ__EVENT_REMOTE_FAILED] = "remote_failed",
         [KVQ__EVENT_SESSION_PARKED] = "session_parked",
         [KVQ__EVENT_SESSION_FETCHED] = "session_fetched",
+        [KVQ__EVENT_GPU_REFUSED] = "gpu_refused",
     };
     return names[kind];
 }
@@ -58,7 +59,8 @@ static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
     bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
-               e->kind == KVQ__EVENT_QUOTA_REACHED || e->kind == KVQ__EVENT_REMOTE_FAILED ||
+               e->kind == KVQ__EVENT_GPU_REFUSED || e->kind == KVQ__EVENT_QUOTA_REACHED ||
+               e->kind == KVQ__EVENT_REMOTE_FAILED ||
                (e->kind >= KVQ__EVENT_STORAGE_FULL && e->kind <= KVQ__EVENT_STORAGE_DAMAGED);
     enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
     kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",

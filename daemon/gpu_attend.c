@@ -23,15 +23,17 @@ static bool same_layer(const struct kvq_attend *a, const struct kvq_attend *b)
            a->book->v == b->book->v && a->book->smooth == b->book->smooth;
 }
 
-static struct kvq_gpu_layer layer_of(const struct kvq_attend *a)
+static struct kvq_gpu_layer layer_of(const struct kvq__queue *q, const struct kvq_attend *a)
 {
-    return (struct kvq_gpu_layer){a->format, a->shape, a->book->k || a->book->v ? a->book : NULL};
+    return (struct kvq_gpu_layer){
+        a->format, a->shape, a->book->k || a->book->v ? a->book : NULL,
+        kvq_gpu_attend_narrow_only(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
 }
 
 size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_attend *a = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = layer_of(a);
+    struct kvq_gpu_layer layer = layer_of(q, a);
     struct kvq_gpu_attend_limits needs;
     char text[KVQ_GPU_TEXT];
     if (kvq_gpu_attend_needs(&layer, a, NULL, 1, &needs, text, sizeof text))
@@ -152,7 +154,7 @@ static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_att
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_attend *call = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = layer_of(call);
+    struct kvq_gpu_layer layer = layer_of(q, call);
     return launches(&layer, call, q->core->config.lane_workspace) * (2 + KVQ_GPU_ATTEND_LAUNCHES);
 }
 
@@ -188,7 +190,7 @@ int kvq__gpu_attend_wave(struct kvq__queue *q)
             shared[j] = j > i ? shared_tokens(&calls[j - 1], &calls[j]) : 0;
         for (uint32_t j = i; j < i + group; j++)
             calls[j].pages = kvq__wave_there(&wave, calls[j].pages);
-        struct batch b = {layer_of(&calls[i]), calls + i, shared + i};
+        struct batch b = {layer_of(q, &calls[i]), calls + i, shared + i};
         rc = attend(&wave, &b, group);
     }
     return rc;

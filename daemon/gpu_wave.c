@@ -77,8 +77,26 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
     return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->lane->stream};
 }
 
+// Tells it, at most once a second.
+static void tell_refused(struct kvq__wave *wave)
+{
+    struct kvq__core *core = wave->queue->core;
+    if (core->refusal_told && core->now - core->refusal_told < 1000000000)
+        return;
+    core->refusal_told = core->now ? core->now : 1;
+    kvq__event(core, KVQ__EVENT_GPU_REFUSED, "", "",
+               wave->lane->client ? wave->lane->client->id : 0, wave->text);
+}
+
 int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed)
 {
-    kvq__lane_count(wave->lane, ops);
-    return failed ? kvq__gpu_faulted(wave->lane->gpu, wave->text) : 0;
+    struct kvq__lane *lane = wave->lane;
+    kvq__lane_count(lane, ops);
+    if (!failed)
+        return 0;
+    int result = kvq__gpu_driver(lane->gpu)->stream_query(lane->stream);
+    if (result != KVQ_GPU_OK && result != KVQ_GPU_NOT_READY)
+        return kvq__gpu_faulted(lane->gpu, wave->text);
+    tell_refused(wave);
+    return KVQ_E_UNSUPPORTED;
 }

@@ -36,6 +36,8 @@ int kvq__wave_copy(struct kvq__wave *wave);
 // Work of cache.h for n entries of an array.
 struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
 // A code for work that was launched by so many operations at most: `failed` with wave->text filled.
+// KVQ_E_SYSTEM if the GPU has faulted, which is for good; KVQ_E_UNSUPPORTED if it has only refused
+// the launch, which is told and is the end of the request alone.
 int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
 
 // ---- What a wave packs (gpu_pack.c) ----

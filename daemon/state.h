@@ -147,6 +147,7 @@ struct kvq__core {
     struct kvq__block_list limbo; // ordered by retired_at
     uint64_t now;
     bool draining, faulted;
+    uint64_t refusal_told; // when a refused launch was told last
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;           // oldest first

@@ -137,7 +137,8 @@ const kvq_book *layer::cpu_book() const
 
 kvq_gpu_layer layer::gpu() const
 {
-    const kvq_gpu_layer l = {&format, &shape, has_book() ? &device_book : NULL};
+    const kvq_gpu_layer l = {&format, &shape, has_book() ? &device_book : NULL,
+                             kvq_gpu_attend_narrow_only(&dev, shape.k_dim)};
     return l;
 }
 

@@ -276,6 +276,30 @@ static void test_stalled_alone(void **state)
     assert_int_equal(stream_done(&one), 0);
 }
 
+// A kernel that the GPU refuses to start is the end of its own request, which is told, and of
+// nothing else.
+static void test_refused_launch(void **state)
+{
+    struct kvq_request r = end_of();
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    stream_refuse("launch", 1, KVQ_GPU_INVALID_VALUE);
+    const struct kvq_request refused = append_of(&one);
+    const struct kvq_entry_wire e = entry_of(&one);
+    assert_int_equal(kit_request(&one.m, &refused, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_UNSUPPORTED);
+    assert_int_equal(kit.events[KVQ__EVENT_GPU_REFUSED], 1);
+    kvq__core_tick(kit.core);
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+    stream_ready(&one);
+    assert_int_equal(begin(&two), 0);
+    assert_int_equal(append(&two), 0);
+    stream_ready(&two);
+    kit_settle(&two.m);
+    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+}
+
 // A client that goes while some of its request is on the host and some on a GPU: what is held there
 // is held on.
 static void test_gone_with_work_on_a_gpu(void **state)
@@ -615,6 +639,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, stream_setup,
                                         stream_teardown),
         cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_launch, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
                                         stream_teardown),
         cmocka_unit_test_setup_teardown(test_very_many_nan, stream_setup, stream_teardown),

@@ -214,7 +214,7 @@ static void attend_on_gpu(const struct kvq_attend *call, const struct kvq_page *
     own.out = memory + MIB / 4;
     own.lse = (float *)(void *)(memory + MIB / 4 + 4 * DIM * sizeof(float));
     own.pool = NULL;
-    struct kvq_gpu_layer layer = {call->format, call->shape, NULL};
+    struct kvq_gpu_layer layer = {.format = call->format, .shape = call->shape};
     assert_int_equal(kvq__gpu_enter(pool()->gpu), 0);
     assert_int_equal(kvq_gpu_attend_needs(&layer, &own, NULL, 1, &needs, text, sizeof text), 0);
     assert_true(kvq_gpu_attend_batch_bytes(&needs) <= MIB / 4);

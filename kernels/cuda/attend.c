@@ -91,7 +91,7 @@ static uint32_t rows_of(const struct kvq_gpu_layer *layer, const struct kvq_atte
 // Whether the session goes to the wide kernels: a matter of its own rows alone.
 static bool is_wide(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
-    return rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
+    return !layer->narrow_only && rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
 }
 
 // Query rows of the largest tile that the session may have.
@@ -419,23 +419,38 @@ static enum kvq_gpu_source_kind source_of(const struct kvq_gpu_attend_args *a)
     return ANY;
 }
 
-static enum kvq_gpu_kernel narrow_kernel(const struct kvq_gpu_attend_args *a, uint32_t rows)
+static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows,
+                             enum kvq_gpu_source_kind kind)
 {
-    uint32_t dim = a->recipe.dim, shape = dim == 64 ? 0 : dim == 128 ? 2 : 4;
-    static_assert(KVQ_KERNEL_ATTEND_D256_RAW_N1 - KVQ_KERNEL_ATTEND_D64_B2_N1 == 5 * SOURCES - 1,
-                  "attend_list.h has them in order");
-    assert(rows <= 8 || dim < 256);
-    return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + source_of(a);
-}
-
-static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows)
-{
-    enum kvq_gpu_source_kind kind = source_of(a);
     uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits;
     uint32_t raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
     uint32_t stages = kind <= INNERQ3 ? KVQ_GPU_AFFINE_STAGES(dim, bits) : 0;
     return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw)) +
            (kind == BOOK ? KVQ_GPU_TABLES : 0);
+}
+
+// The kernel of a source, or, where a block has less shared memory than its stages and tables take,
+// the one for all formats, which has one stage and reads tables where they lie.
+static enum kvq_gpu_source_kind source_for(const struct kvq_gpu *gpu,
+                                           const struct kvq_gpu_attend_args *a, uint32_t rows)
+{
+    enum kvq_gpu_source_kind kind = source_of(a);
+    return narrow_bytes(a, rows, kind) <= gpu->shared_bytes ? kind : ANY;
+}
+
+static enum kvq_gpu_kernel narrow_kernel(const struct kvq_gpu_attend_args *a, uint32_t rows,
+                                         enum kvq_gpu_source_kind kind)
+{
+    uint32_t dim = a->recipe.dim, shape = dim == 64 ? 0 : dim == 128 ? 2 : 4;
+    static_assert(KVQ_KERNEL_ATTEND_D256_RAW_N1 - KVQ_KERNEL_ATTEND_D64_B2_N1 == 5 * SOURCES - 1,
+                  "attend_list.h has them in order");
+    assert(rows <= 8 || dim < 256);
+    return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + kind;
+}
+
+bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim)
+{
+    return KVQ_GPU_WIDE_BYTES(dim) > gpu->shared_bytes;
 }
 
 static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *launch)
@@ -497,8 +512,10 @@ int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch
 {
     const struct kvq_gpu_attend_limits *l = &launch->limits;
     struct kvq_gpu_attend_args args = args_of(launch);
-    if (l->narrow_items && start(gpu, launch, &args, narrow_kernel(&args, l->narrow_rows),
-                                 narrow_bytes(&args, l->narrow_rows), l->narrow_items, text, n))
+    enum kvq_gpu_source_kind kind = source_for(gpu, &args, l->narrow_rows);
+    if (l->narrow_items &&
+        start(gpu, launch, &args, narrow_kernel(&args, l->narrow_rows, kind),
+              narrow_bytes(&args, l->narrow_rows, kind), l->narrow_items, text, n))
         return -1;
     if (l->wide_items == 0)
         return 0;

@@ -131,7 +131,12 @@ struct kvq_gpu_layer {
     const struct kvq_format *format;
     const struct kvq_shape *shape;
     const struct kvq_book *book; // NULL: none
+    bool narrow_only;            // kvq_gpu_attend_narrow_only of the device that it is for
 };
+
+// Whether the device's blocks have too little shared memory for the wide kernels of this head_dim,
+// as those of capability 8.6, 8.9 and 12.x at 256: then the narrow ones take all rows.
+bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim);
 
 // What n attentions need. Sessions of `calls` have device pointers in pages, extras, pool, fresh
 // views, q, out and lse; format, shape, path and book are not looked at. `shared` says how many of

@@ -139,6 +139,11 @@ int kvq_gpu_launch(const struct kvq_gpu *gpu, enum kvq_gpu_kernel kernel,
     void *extra[] = {(void *)1, (void *)args, (void *)2, &bytes, NULL};
     assert((unsigned)kernel < KVQ_KERNELS && bytes <= KVQ_GPU_MAX_ARGS);
     assert(grid->threads > 0 && grid->threads % 32 == 0);
+    if (grid->shared > gpu->shared_bytes) {
+        snprintf(text, n, "%s takes %u bytes of shared memory, and a block of this GPU has %u",
+                 names[kernel], grid->shared, gpu->shared_bytes);
+        return -1;
+    }
     int result = gpu->driver->launch(gpu->functions[kernel], grid->x, grid->y ? grid->y : 1, 1,
                                      grid->threads, 1, 1, grid->shared, grid->stream, NULL, extra);
     return result ? kvq_gpu_fault(gpu->driver, result, names[kernel], text, n) : 0;

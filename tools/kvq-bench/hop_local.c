@@ -71,9 +71,12 @@ int hop_local_open(struct hop_local **out, const struct hop_gpu *gpu, const stru
                                   .dtype = KVQ_F16};
     l->shape.v_rotation = l->format ? (uint8_t)kvq_v_rotation_by_paper(l->format) : 0;
     l->shape.scale = 1.0f / sqrtf((float)o->head_dim);
-    l->layer = (struct kvq_gpu_layer){l->format, &l->shape, NULL};
+    l->layer = (struct kvq_gpu_layer){.format = l->format, .shape = &l->shape};
     int rc = check_format(l, o->format, text);
-    return rc ? rc : kvq_gpu_open(&l->kernels, &gpu->driver, text, HOP_TEXT);
+    rc = rc ? rc : kvq_gpu_open(&l->kernels, &gpu->driver, text, HOP_TEXT);
+    if (rc == 0)
+        l->layer.narrow_only = kvq_gpu_attend_narrow_only(&l->kernels, l->shape.k_dim);
+    return rc;
 }
 
 // ---- Caches ----

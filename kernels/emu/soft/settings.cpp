@@ -93,13 +93,14 @@ static const char *text_of(const char *name)
 int read_settings(char *text, size_t n)
 {
     uint64_t devices = 1, multiprocessors = 8, pid = (uint64_t)getpid(), seed = 0, capability = 90,
-             connections = 8, depth = 1024;
+             connections = 8, depth = 1024, shared = 227 << 10;
     kvq_emu_options gpu = {};
     gpu.memory = (uint64_t)4 << 30;
     if (!variable("KVQ_EMU_DEVICES", false, 0, MAX_DEVICES, &devices, text, n) ||
         !variable("KVQ_EMU_MEMORY", true, BLOCK, (uint64_t)1 << 40, &gpu.memory, text, n) ||
         !variable("KVQ_EMU_MULTIPROCESSORS", false, 1, 1024, &multiprocessors, text, n) ||
         !variable("KVQ_EMU_CAPABILITY", false, 80, 129, &capability, text, n) ||
+        !variable("KVQ_EMU_SHARED", true, 48 << 10, 227 << 10, &shared, text, n) ||
         !variable("KVQ_EMU_SEED", false, 0, UINT64_MAX, &seed, text, n) ||
         !variable("CUDA_DEVICE_MAX_CONNECTIONS", false, 1, 32, &connections, text, n) ||
         !variable("KVQ_EMU_DEPTH", false, 1, UINT32_MAX, &depth, text, n) ||
@@ -110,6 +111,7 @@ int read_settings(char *text, size_t n)
         m.set.number[i] = i;
     gpu.multiprocessors = (int)multiprocessors;
     gpu.capability = (int)capability;
+    gpu.shared_bytes = (uint32_t)shared;
     m.set.gpu = gpu::emu_complete(&gpu);
     m.set.pid = (uint32_t)pid;
     m.set.connections = (unsigned)connections;
