@@ -164,6 +164,40 @@ part_kernels() {
 
 part_clang() { build clang; }
 
+# A name and what it runs; the longest first.
+attacks() {
+    cat <<'ATTACKS'
+sim_soft_asan build/asan/tests/sim_soft 1 1000
+test_store_faults build/release/tests/test_store_faults
+test_store_crash build/release/tests/test_store_crash
+test_store_edits build/release/tests/test_store_edits
+sim_asan build/asan/tests/sim 501 300
+sim_gpu_asan build/asan/tests/sim_gpu 301 100
+sim build/release/tests/sim 1 500
+sim_gpu build/release/tests/sim_gpu 1 300
+test_store_kill build/release/tests/test_store_kill
+test_store_move build/release/tests/test_store_move
+test_core_save build/release/tests/test_core_save
+test_core_scale build/release/tests/test_core_scale
+test_core_reshard build/release/tests/test_core_reshard
+test_core_reshard_bad build/release/tests/test_core_reshard_bad
+test_remote_s3 build/release/tests/test_remote_s3
+ATTACKS
+}
+
+# What CI takes seconds over takes minutes here; as many at a time as there are jobs.
+part_attacks() {
+    local name status
+    [ -d build/release ] || build release || return
+    build asan sim sim_gpu sim_soft || return
+    while read -r name status; do
+        cat "build/log/attack-$name.log" >>"$(log_file)"
+        if [ "$status" = 0 ]; then count_pass; else count_fail "$name" 40; fi
+    done < <(attacks | KVQ_FULL=1 xargs -P "$jobs" -L 1 bash -c '
+        timeout -k 10 3000 "$@" >"build/log/attack-$0.log" 2>&1
+        echo "$0 $?"')
+}
+
 # same_traces PRESET: a seed of a simulation is the same run in that build as in the optimized one.
 same_traces() {
     local sim
@@ -244,9 +278,10 @@ part_python() {
     [ -d build/release ] || build release || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python.py || return
-    check_counted "misuse of the Python package" 1200 env KVQ_FULL="$full" \
+    check_counted "misuse of the Python package" 1200 env \
         KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python_misuse.py
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python_misuse.py \
+        --cases $((full ? 3000 : 400))
 }
 
 part_install() {

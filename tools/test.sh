@@ -4,14 +4,15 @@
 #
 #   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N] [--seeds N]
 #
-#   --full            the long tier: longer fuzzing, more seeds, clang-tidy over all but tests.
-#                     Resumable: a part that passed on the same sources is not run again. Its
-#                     result, with commit and date, is written into docs/testing.md.
+#   --full            the long tier, two hours at most on two cores: longer fuzzing, more seeds,
+#                     longer attacks, clang-tidy over all but tests. Resumable: a part that passed
+#                     on the same sources is not run again. Its result, with commit and date, is
+#                     written into docs/testing.md.
 #   --only PART       run this part only; may be given several times
 #   --list            name the parts and what each does
 #   --jobs N          compile and test with N jobs (default: all cores)
-#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, under --full 3600)
-#   --seeds N         --full: seeds that the kernel checks run with (default: 20)
+#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, of 1200 with --full)
+#   --seeds N         --full: seeds that the kernel checks run with (default: 3)
 #
 # On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
 # run is quick; what the parts print goes to build/log/PART.log. The last line is
@@ -21,9 +22,10 @@ cd "$(dirname "$0")/.." || exit 1
 . tools/deps.sh
 . tools/test-parts.sh
 
-usage() { sed -n '3,18s/^# \{0,1\}//p' tools/test.sh; }
+usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
 
-parts=(tidy format release planted kernels asan tsan fuzz e2e python install docs lint clang)
+parts=(tidy format release planted kernels asan tsan fuzz e2e python install docs lint
+    clang attacks)
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
@@ -39,9 +41,10 @@ declare -A part_about=(
     [docs]="links, and that manual pages and --help agree"
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
     [clang]="the optimized build with clang 14; under --full alone"
+    [attacks]="simulations and attacks on the store for longer; under --full alone"
 )
 
-full=0 jobs=$(nproc) fuzz_seconds= seeds=20
+full=0 jobs=$(nproc) fuzz_seconds= seeds=3
 only=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -68,11 +71,12 @@ for part in "${only[@]}"; do
         exit 2
     fi
 done
-[ $full = 0 ] && unset 'parts[-1]' # clang
+[ $full = 0 ] && unset 'parts[-1]' 'parts[-2]' # attacks, clang
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
-# All fuzzers together have 48 seconds, so that another one does not make a run longer.
+# All fuzzers together have 48 seconds, or 20 minutes of a CPU, so that another one does not make a
+# run longer.
 fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
-[ -z "$fuzz_seconds" ] && fuzz_seconds=$((full ? 3600 : 48 / $(wc -w <<<"$fuzzers")))
+[ -z "$fuzz_seconds" ] && fuzz_seconds=$(((full ? 1200 : 48) / $(wc -w <<<"$fuzzers")))
 
 exec </dev/null
 mkdir -p build/log build/full
