@@ -41,7 +41,10 @@ static void delete_saved(struct kvq__task *t)
         return;
     t->rc = rc;
     if (rc < 0)
-        snprintf(t->text, sizeof t->text, "%s", text);
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" is out of memory, and what is saved of it is still on disk, from "
+                 "where the next open brings it back; drop it again once this is mended: %.230s",
+                 t->name, text);
     else
         kvq_store_gc(t->keeper->store, &freed, NULL, 0);
 }

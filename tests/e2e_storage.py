@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import resource
 import shutil
 import sqlite3
 import tempfile
@@ -483,6 +484,20 @@ class Trouble(Stored):
         self.assertEqual(sum("event=storage_full" in line for line in self.daemon.lines), 1)
         self.assertEqual(self.client.session(name="large").tokens, 6500)
         self.assertEqual(len(self.daemon.ctl("storage", "list")), 4)
+
+    def test_cannot_be_deleted(self):
+        """A drop says what it has left behind: the session is out of memory, and still on disk."""
+        tokens = Tokens(21, 300)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 200, attend=False)
+        session.save()
+        resource.prlimit(self.daemon.process.pid, resource.RLIMIT_FSIZE, (0, 0))  # no file grows
+        status, _, complaint = self.daemon.ctl("session", "drop", "it", check=False)
+        self.assertNotEqual(status, 0)
+        self.assertIn("out of memory, and what is saved of it is still on disk", complaint)
+        self.assertEqual(self.daemon.status()["sessions"], 0)
+        self.again()
+        self.assertEqual(self.client.session(name="it", must_exist=True).tokens, 200)
 
     def test_refusals(self):
         tokens = Tokens(10, 10)
