@@ -676,5 +676,6 @@ void kvq__keeper_close(struct kvq__keeper **pointer)
     kvq__keeper_quotas_close(keeper);
     kvq_store_close(&keeper->store);
     free(keeper->used);
+    free(keeper->named);
     free(keeper);
 }

@@ -13,6 +13,7 @@ TAILQ_HEAD(kvq__tasks, kvq__task);
 TAILQ_HEAD(kvq__loadings, kvq__loading);
 
 struct kvq__desk;
+struct kvq__used_name;
 
 enum {
     KVQ__KEEPER_UNSAVED = 64, // sessions that are asked for at a time
@@ -81,6 +82,8 @@ struct kvq__keeper {
 
     struct kvq_store_use *used; // not yet in the store
     uint32_t n_used, room_used;
+    struct kvq__used_name *named; // likewise
+    uint32_t n_named, room_named;
     bool untidy; // something was written since there was nothing to be compacted
 
     struct kvq__tasks roomless; // whose sessions wait for room in memory
@@ -126,6 +129,9 @@ int kvq__keeper_refuse_here(struct kvq__task *task);
 
 // A session of the store (0: none) was used just now.
 void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session);
+// The same by name, whether or not the store has it.
+void kvq__keeper_used_name(struct kvq__keeper *keeper, const char *ns, const char *name,
+                           uint32_t shard);
 // Writes down all that were, at the end: blocks for it.
 void kvq__keeper_note_used(struct kvq__keeper *keeper);
 // Does some of what can wait, if nobody else has anything to do.

@@ -403,8 +403,10 @@ void kvq__keeper_load(struct kvq__task *t, const struct kvq__begin *as,
 
 static void opened(struct kvq__task *t)
 {
-    if (t->rc == 0 && t->reply->status == 0)
+    if (t->rc == 0 && t->reply->status == 0 && t->stored)
         kvq__keeper_used(t->keeper, t->stored);
+    else if (t->rc == 0 && t->reply->status == 0 && t->keeper->store)
+        kvq__keeper_used_name(t->keeper, t->ns, t->name, t->as.shard); // it was in memory
     kvq__found_free(&t->found);
     load(t);
     kvq__keeper_load_leave(t);

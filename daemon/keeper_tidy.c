@@ -44,12 +44,62 @@ void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
     used[keeper->n_used++] = (struct kvq_store_use){session, time(NULL)};
 }
 
-// A session that was deleted meanwhile needs no note.
+// A session that was in memory, of which the keeper does not know what the store calls it.
+struct kvq__used_name {
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    uint32_t shard;
+    int64_t at;
+};
+
+void kvq__keeper_used_name(struct kvq__keeper *keeper, const char *ns, const char *name,
+                           uint32_t shard)
+{
+    struct kvq__used_name *named = keeper->named;
+    if (!name[0])
+        return;
+    for (uint32_t i = 0; i < keeper->n_named; i++)
+        if (named[i].shard == shard && strcmp(named[i].name, name) == 0 &&
+            strcmp(named[i].ns, ns) == 0) {
+            named[i].at = time(NULL);
+            return;
+        }
+    if (keeper->n_named == keeper->room_named) {
+        uint32_t room = keeper->room_named ? 2 * keeper->room_named : USED_LEAST;
+        named = room <= USED_MOST ? realloc(named, room * sizeof *named) : NULL;
+        if (!named)
+            return;
+        keeper->named = named;
+        keeper->room_named = room;
+    }
+    named = &keeper->named[keeper->n_named++];
+    *named = (struct kvq__used_name){.shard = shard, .at = time(NULL)};
+    snprintf(named->ns, sizeof named->ns, "%s", ns);
+    snprintf(named->name, sizeof named->name, "%s", name);
+}
+
+// Writes both down. A session that was deleted meanwhile, or was never saved, needs no note. On any
+// thread.
+static void touch(struct kvq_store *store, const struct kvq_store_use *used, uint32_t n,
+                  const struct kvq__used_name *named, uint32_t n_named)
+{
+    struct kvq_store_use *found = n_named ? calloc(n_named, sizeof *found) : NULL;
+    struct kvq_store_session s;
+    uint32_t n_found = 0;
+    for (uint32_t i = 0; found && i < n_named; i++)
+        if (kvq_store_find(store, named[i].ns, named[i].name, named[i].shard, &s, NULL, 0) == 0)
+            found[n_found++] = (struct kvq_store_use){s.id, named[i].at};
+    if (n)
+        (void)kvq_store_touch(store, used, n, NULL, 0);
+    if (n_found)
+        (void)kvq_store_touch(store, found, n_found, NULL, 0);
+    free(found);
+}
+
 void kvq__keeper_note_used(struct kvq__keeper *keeper)
 {
     if (keeper->store)
-        (void)kvq_store_touch(keeper->store, keeper->used, keeper->n_used, NULL, 0);
-    keeper->n_used = 0;
+        touch(keeper->store, keeper->used, keeper->n_used, keeper->named, keeper->n_named);
+    keeper->n_used = keeper->n_named = 0;
 }
 
 // ---- A go ----
@@ -58,6 +108,8 @@ struct chore {
     struct kvq__task task;
     struct kvq_store_use *used;
     uint32_t n_used;
+    struct kvq__used_name *named;
+    uint32_t n_named;
     bool compact;
     struct kvq_store_freed freed;
 };
@@ -72,7 +124,7 @@ static void do_chore(struct kvq__task *t)
 {
     struct chore *c = chore_of(t);
     struct kvq_store *store = t->keeper->store;
-    (void)kvq_store_touch(store, c->used, c->n_used, NULL, 0);
+    touch(store, c->used, c->n_used, c->named, c->n_named);
     if (c->compact)
         t->rc =
             kvq_store_compact(store, GO_BYTES, DEAD_PERCENT, &c->freed, t->text, sizeof t->text);
@@ -104,6 +156,7 @@ static void done(struct kvq__task *t)
         kvq__log(KVQ_LOG_INFO, "compacted", "segments=%u freed=%llu moved=%llu", c->freed.segments,
                  (unsigned long long)c->freed.bytes, (unsigned long long)c->freed.moved);
     free(c->used);
+    free(c->named);
     free(c);
 }
 
@@ -111,7 +164,7 @@ void kvq__keeper_tidy(struct kvq__keeper *keeper)
 {
     if (keeper->ended || keeper->draining || keeper->reads.under_way > 0 || keeper->turns.now)
         return;
-    if (keeper->n_used == 0 && !keeper->untidy)
+    if (keeper->n_used == 0 && keeper->n_named == 0 && !keeper->untidy)
         return;
     struct chore *c = calloc(1, sizeof *c);
     if (!c)
@@ -124,6 +177,10 @@ void kvq__keeper_tidy(struct kvq__keeper *keeper)
     c->n_used = keeper->n_used;
     keeper->used = NULL;
     keeper->n_used = keeper->room_used = 0;
+    c->named = keeper->named;
+    c->n_named = keeper->n_named;
+    keeper->named = NULL;
+    keeper->n_named = keeper->room_named = 0;
     keeper->n_tasks++;
     kvq__task_queue(&c->task, go);
 }

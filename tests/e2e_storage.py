@@ -230,6 +230,19 @@ class Tidy(Stored):
             end = time.monotonic() + BOUND
             while wait and self.daemon.ctl("storage", "list")[0]["used_at"] == 1000:
                 self.assertLess(time.monotonic(), end)
+        # Also of one that is found in memory, to the second.
+        self.client.close()
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        end, last = time.monotonic() + BOUND, 1000
+        for opens in (False, True):  # the note of the open before comes first
+            now = last
+            while now <= last:
+                self.assertLess(time.monotonic(), end)
+                if opens:
+                    self.client.session(name="it").close()
+                now = self.daemon.ctl("storage", "list")[0]["used_at"]
+            last = now
         self.again(kill=False)  # it is kept also if the daemon ends at once
         self.assertGreater(self.daemon.ctl("storage", "list")[0]["used_at"], 1000)
 
