@@ -16,8 +16,10 @@ static void rotate(float *x, uint32_t dim, uint64_t n, uint64_t stride)
     float scale = 1.0f / sqrtf((float)dim);
     for (uint32_t half = 1; half < dim; half *= 2)
         for (uint32_t i = 0; i < dim; i++) {
+            if (i & half) // the other one of a pair
+                continue;
             float *a = x + i * stride, *b = a + half * stride;
-            for (uint64_t j = 0; !(i & half) && j < n; j++) {
+            for (uint64_t j = 0; j < n; j++) {
                 float sum = a[j] + b[j], difference = a[j] - b[j];
                 a[j] = sum;
                 b[j] = difference;
