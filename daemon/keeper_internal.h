@@ -168,6 +168,10 @@ int kvq__keeper_write(struct kvq__task *task, struct kvq_save *out, struct kvq__
 int kvq__keeper_copy(struct kvq__task *task);
 // Bytes of its parts that the store does not have, or may not.
 uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *task);
+// Reads all that is stored of a session without a name and checks it: once it is parked nobody has
+// another copy. 0, KVQ_E_DAMAGED, after which a save puts what is damaged anew, or another code. On
+// a thread of libuv's.
+int kvq__keeper_read_back(struct kvq__task *task);
 // How it has ended, as an event.
 void kvq__keeper_tell_saved(struct kvq__task *task);
 

@@ -73,7 +73,8 @@ static void go_forget(struct kvq__task *t)
 // What counts as stored may have been replaced or damaged since.
 static void look(struct kvq__task *t)
 {
-    t->again = !kvq__keeper_is_whole(t, t->order->stamp);
+    t->again = !kvq__keeper_is_whole(t, t->order->stamp) ||
+               (t->name[0] == '#' && kvq__keeper_read_back(t) != 0);
     t->text[0] = 0;
 }
 

@@ -194,6 +194,51 @@ uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *t)
     return bytes;
 }
 
+// All blocks are read, also behind the first that is damaged: each is marked then.
+static int read_all(struct kvq_store *store, const struct kvq_stored *blocks, size_t n, char *text)
+{
+    uint64_t most = 1;
+    int rc = 0;
+    for (size_t i = 0; i < n; i++)
+        most = blocks[i].bytes > most ? blocks[i].bytes : most;
+    void *room = malloc((size_t)most);
+    if (!room) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory to read back what was stored");
+        return KVQ_E_NO_MEMORY;
+    }
+    for (size_t i = 0; i < n && (rc == 0 || rc == KVQ_E_DAMAGED); i++) {
+        int one = kvq_store_read(store, &blocks[i], room, text, KVQ_TEXT_BYTES);
+        rc = one ? one : rc;
+    }
+    free(room);
+    return rc;
+}
+
+int kvq__keeper_read_back(struct kvq__task *t)
+{
+    struct kvq_store *store = t->keeper->store;
+    struct kvq_store_session s;
+    struct kvq_stored *blocks;
+    size_t n;
+    int rc = kvq_store_find(store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
+    if (rc == 0)
+        rc = kvq_store_blocks(store, &s, &blocks, &n, t->text, sizeof t->text);
+    if (rc < 0)
+        return rc;
+    rc = read_all(store, blocks, n, t->text);
+    free(blocks);
+    return rc;
+}
+
+// What the disk has spoilt is put once more.
+static int write_and_read_back(struct kvq__task *t, uint8_t *scratch)
+{
+    int rc = kvq__keeper_read_back(t);
+    if (rc == KVQ_E_DAMAGED)
+        rc = write_all(t, scratch);
+    return rc ? rc : kvq__keeper_read_back(t);
+}
+
 int kvq__keeper_copy(struct kvq__task *t)
 {
     int rc = kvq__save_copy(t->save);
@@ -219,6 +264,8 @@ static void write_save(struct kvq__task *t)
         t->rc = write_all(t, scratch);
     if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, needed))
         t->rc = write_all(t, scratch);
+    if (t->rc == 0 && t->order && t->name[0] == '#')
+        t->rc = write_and_read_back(t, scratch);
     free(scratch);
 }
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that go to disk while engines have them open, and come back when they are used."""
+import contextlib
 import os
+import sqlite3
+
+import numpy as np
 
 from e2e_rig import Child, Tokens, feed, kvq, long_emulated, read_all
 from e2e_storage import Stored
@@ -209,6 +213,36 @@ class Parks(Stored):
             file.seek(at)
             file.write(b"\xff")
         self.assertEqual(self.daemon.ctl("storage", "verify", check=False)[0], 7)
+        self.park(session)
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+
+    @long_emulated
+    def test_read_back(self):
+        """Without a name what is on disk is the only copy: it is read back before memory is given
+        up. One bit of each kind of record is flipped while the session is in memory again; parked
+        once more, nothing is lost."""
+        tokens = Tokens(17, 1500)
+        session = self.client.session(tokens.rows, "innerq-hybrid", model="m")
+        ids = np.arange(1280)
+        with self.queue.step([session], [1280], ids=ids) as step:
+            for layer in range(2):
+                step.append(layer, tokens.k[layer, :1280], tokens.v[layer, :1280])
+        before = read_all(self.queue, session, 2)
+        self.park(session)
+        self.assertTrue(read_all(self.queue, session, 2) == before)
+        folder = os.path.join(self.folder, "store")
+        path = max(os.path.join(folder, x) for x in os.listdir(folder) if "seg" in x)
+        with contextlib.closing(sqlite3.connect(f"file:{folder}/catalog.db?mode=ro",
+                                                uri=True)) as catalog:
+            blocks = catalog.execute("SELECT e.kind, min(b.offset) FROM entries e JOIN blocks b "
+                                     "ON e.block=b.id GROUP BY e.kind").fetchall()
+        self.assertEqual(sorted(kind for kind, _ in blocks), [1, 2, 3, 4])
+        for _, at in blocks:
+            with open(path, "r+b") as file:
+                file.seek(at + 64 + 5)  # behind the record's head
+                byte = file.read(1)
+                file.seek(at + 64 + 5)
+                file.write(bytes([byte[0] ^ 1]))
         self.park(session)
         self.assertTrue(read_all(self.queue, session, 2) == before)
 
