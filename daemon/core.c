@@ -17,7 +17,7 @@
 #include "daemon/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
-enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20 };
+enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull
@@ -106,6 +106,8 @@ static void set_defaults(struct kvq__core_config *c)
         c->lane_bytes = DEFAULT_LANE;
     if (c->lane_workspace == 0)
         c->lane_workspace = DEFAULT_WORKSPACE;
+    if (c->fork_work == 0)
+        c->fork_work = DEFAULT_FORK_WORK;
     if (c->workers == 0)
         c->workers = 1;
 }

@@ -145,6 +145,7 @@ struct kvq__override {
 struct kvq__core_config {
     uint64_t pool_bytes;     // budget of all extents
     uint64_t extent_bytes;   // multiple of 2 MiB; 0 = 64 MiB
+    uint32_t fork_work;      // sheets and parts of ids that a FORK shares in a turn; 0 = 8192
     uint64_t keep_ns;        // how long named sessions stay when nobody has them open; 0 = for ever
     uint32_t workers;        // threads that run jobs: decides how finely attention is cut
     uint8_t path;            // enum kvq_path for sessions that leave it to the daemon
@@ -696,8 +697,9 @@ struct kvq__job {
     void (*run)(struct kvq__job *job, uint32_t item, void *workspace);
 };
 
-// KVQ__GPU: under way on a GPU; kvq__queue_settled says when to go on.
-enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT, KVQ__GPU };
+// KVQ__GPU: under way on a GPU; kvq__queue_settled says when to go on. KVQ__AGAIN: part of it is
+// done, and others are to have their turn before it goes on.
+enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT, KVQ__GPU, KVQ__AGAIN };
 
 // Private memory of the queue that the poller copies a request to before it starts it: one
 // header, and room for KVQ_MAX_BATCH entries and KVQ_MAX_LAYERS layers of a STEP. The poller has
@@ -710,7 +712,7 @@ struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *queue);
 // Validates the request and takes it as far as it goes. One request of a queue at a time.
 enum kvq__progress kvq__request_start(struct kvq__queue *queue);
 // After KVQ__RUN: every item of the job has been run (the caller's synchronization makes their
-// writes visible here). After KVQ__WAIT: look again. After KVQ__GPU: settled.
+// writes visible here). After KVQ__WAIT and KVQ__AGAIN: look again. After KVQ__GPU: settled.
 enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
 // Whether all GPU work of the queue's requests has ended, those included that are done and whose
 // completions were published. A queue may be closed only then.

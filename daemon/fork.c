@@ -333,19 +333,6 @@ static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
     w->forked = NULL;
 }
 
-// All of them, or, if the request is to wait for room, none.
-static bool clone_entries(struct kvq__queue *q)
-{
-    uint32_t i;
-    bool wait = false;
-    for (i = 0; i < q->header.count && !wait; i++)
-        wait = kvq__entry_alive(q, i) && !clone_entry(q, i);
-    while (wait && i-- > 0)
-        if (q->work[i].forked)
-            clone_undo(q, &q->work[i]);
-    return !wait;
-}
-
 static void start_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
@@ -365,7 +352,6 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     kvq__session_pin(w->forked);
     w->forked->exclusive = q;
     w->fork.handle = kvq__handle_value(h);
-    kvq__hold_reading(q, i);
 }
 
 void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
@@ -396,18 +382,78 @@ static bool packs(const struct kvq__session *s)
     return false;
 }
 
-enum kvq__progress kvq__op_fork(struct kvq__queue *q)
+// Nothing of it is held any more. (Nobody has seen the new sessions.)
+static void clone_none(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->cloned; i++)
+        if (q->work[i].forked)
+            clone_undo(q, &q->work[i]);
+    q->cloning = false;
+    kvq__request_release(q);
+    kvq__flight_end(q->core, &q->flight);
+}
+
+// What has become of an entry's session since the request began. It is held, but goes on.
+static int check_again(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    uint64_t at = q->entries[i].position;
+    if (s->dropped)
+        return kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+    if (kvq__fork_possible(s, at) != at)
+        return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, kvq__fork_possible(s, at));
+    return 0;
+}
+
+// What it took to share the beginning.
+static uint64_t work_of(const struct kvq__session *s)
+{
+    return 1 + s->n_sheets + s->tokens / KVQ__IDS_PART;
+}
+
+// Makes new sessions until that has been work enough for a turn, or all are there; if the request
+// is to wait for room there is none.
+enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
+    uint64_t work = 0;
+    if (q->client->gone) {
+        clone_none(q);
+        return kvq__request_end(q, KVQ_E_CANCELLED);
+    }
+    for (; q->cloned < q->header.count; q->cloned++) {
+        uint32_t i = q->cloned;
+        if (work >= q->core->config.fork_work)
+            return KVQ__AGAIN;
+        if (!kvq__entry_alive(q, i) || check_again(q, i) < 0)
+            continue;
+        if (packs(q->work[i].session))
+            return KVQ__WAIT;
+        if (!clone_entry(q, i)) {
+            clone_none(q);
+            return KVQ__WAIT;
+        }
+        work += q->work[i].forked ? work_of(q->work[i].forked) : 1;
+    }
+    q->cloning = false;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (q->work[i].forked)
+            start_entry(q, i);
+    return kvq__request_run(q, passes, 1);
+}
+
+enum kvq__progress kvq__op_fork(struct kvq__queue *q)
+{
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_entry(q, i) == 0 && (q->work[i].session->exclusive || packs(q->work[i].session)))
             return KVQ__WAIT;
-    if (!clone_entries(q))
-        return KVQ__WAIT;
+    kvq__flight_begin(q->core, &q->flight);
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
-            start_entry(q, i);
-    return kvq__request_run(q, passes, 1);
+            kvq__hold_reading(q, i);
+    q->cloning = true;
+    q->cloned = 0;
+    return kvq__fork_on(q);
 }
 
 static bool prepare(struct kvq__queue *q, uint32_t i)

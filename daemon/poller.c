@@ -219,8 +219,9 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
         kvq__schedule_add(&p->schedule, &port->work);
         break;
     case KVQ__WAIT:
+    case KVQ__AGAIN:
         port->state = KVQ__PORT_WAIT;
-        port->retry_ns = p->now + RETRY_NS;
+        port->retry_ns = progress == KVQ__AGAIN ? 0 : p->now + RETRY_NS;
         port->seen_ended = p->ended;
         p->waiting++;
         break;

@@ -553,7 +553,8 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
     q->stage = passes[0]->n_stages; // an empty wave has just been done
     q->running = true;
     q->gpu = NULL;
-    kvq__flight_begin(q->core, &q->flight);
+    if (!q->flight.number)
+        kvq__flight_begin(q->core, &q->flight);
     return run_stages(q);
 }
 
@@ -709,6 +710,8 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
 enum kvq__progress kvq__request_continue(struct kvq__queue *q)
 {
     assert(q->busy);
+    if (q->cloning)
+        return kvq__fork_on(q);
     if (!q->running)
         return q->gpu_wait ? begin(q) : attempt(q);
     if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)

@@ -192,6 +192,8 @@ struct kvq__queue {
     const struct kvq__pass *passes[3];
     struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
     bool wave_more;          // the wave's last entry goes on in the next one
+    bool cloning;            // FORK: entries before `cloned` have their new sessions
+    uint32_t cloned;
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;
     size_t arena_used, arena_bytes;
@@ -266,6 +268,8 @@ void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
 
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
     kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
+// Goes on with a FORK whose new sessions are not all made yet.
+enum kvq__progress kvq__fork_on(struct kvq__queue *q);
 // Lets go of an entry's new session, if there is one.
 void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 // What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it

@@ -330,10 +330,11 @@ int kit_request(struct member *m, const struct kvq_request *header,
 {
     kit_load(m, header, entries);
     enum kvq__progress p = kvq__request_start(m->queue);
-    while (p == KVQ__RUN || p == KVQ__GPU) {
+    while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN) {
+        m->kit->again += p == KVQ__AGAIN;
         if (p == KVQ__RUN)
             kit_run_job(m->kit, kvq__queue_job(m->queue));
-        else
+        else if (p == KVQ__GPU)
             kit_settle(m);
         p = kvq__request_continue(m->queue);
     }

@@ -15,6 +15,7 @@ struct kit {
     void *workspace;
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
     uint64_t extents_out, allocated_out;
+    uint64_t again; // how often a request that kit_request drives gave others a turn
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
     char event_session[KVQ_NAME_BYTES], event_text[KVQ_TEXT_BYTES]; // of the last one

@@ -134,6 +134,116 @@ static void test_forks_live_on(void **state)
     assert_int_equal(kit_of(&m, d)->tokens, 1024);
 }
 
+static struct kvq__namespace_info info_of(void)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__namespace_info info;
+    assert_int_equal(kvq__core_namespace_info(kit.core, &admin, "uid-1000", &info, text), 0);
+    return info;
+}
+
+// Many forks in one request are made in pieces, so that others have their turn; between two of them
+// their session goes on, or ends, and so may the client.
+enum { MANY = 256 };
+
+static struct kvq_request load_many(uint64_t handle, uint64_t at, struct kvq_entry_wire *e)
+{
+    for (uint32_t i = 0; i < MANY; i++)
+        e[i] = (struct kvq_entry_wire){.handle = handle, .position = at};
+    return kit_header(KVQ_OP_FORK, MANY);
+}
+
+static void test_forks_in_pieces(void **state)
+{
+    static struct kvq_entry_wire e[MANY];
+    (void)state;
+    uint64_t a = make(7000), tokens = 6912;
+    const struct kvq__session *s = kit_of(&m, a);
+    uint64_t work = s->n_sheets + tokens / KVQ__IDS_PART;
+    struct kvq_request r = load_many(a, tokens, e);
+    kit.core->config.fork_work = (uint32_t)(4 * work);
+    kit.again = 0;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_in_range(kit.again, MANY / 5, MANY);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kvq__queue_results(m.queue)[i].status, 0);
+    assert_int_equal(kit.core->n_sessions, 1 + MANY);
+    core_check(kit.core);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kvq__session_drop(m.client, kvq__queue_results(m.queue)[i].value, text),
+                         0);
+    core_check(kit.core);
+}
+
+// A step of the session takes its floor beyond where the rest would be forked: that is told. Then
+// it ends: so is that.
+static void test_forks_meanwhile(void **state)
+{
+    static struct kvq_entry_wire e[MANY];
+    struct member other;
+    struct kvq__session_info info;
+    (void)state;
+    uint64_t a = make(3000);
+    kit_name(kit_of(&m, a), "it");
+    assert_int_equal(member_open(&kit, &other, 1000, 65536), 0);
+    struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
+    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+    struct kvq_request r = load_many(info.handle, 2944, e);
+    kit.core->config.fork_work = 8;
+    kit_load(&other, &r, e);
+    assert_int_equal(kvq__request_start(other.queue), KVQ__AGAIN);
+    assert_int_equal(kit_step(&m, a, 300, HEADS, DIM), 0);
+    kit_pack(&kit);
+    assert_int_equal(kvq__request_continue(other.queue), KVQ__AGAIN);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    enum kvq__progress p;
+    while ((p = kvq__request_continue(other.queue)) != KVQ__DONE)
+        if (p == KVQ__RUN)
+            kit_run_job(&kit, kvq__queue_job(other.queue));
+    uint32_t good = 0, gone = 0;
+    for (uint32_t i = 0; i < MANY; i++) {
+        int status = kvq__queue_results(other.queue)[i].status;
+        good += status == 0;
+        gone += status == KVQ_E_CANCELLED;
+        if (status == 0)
+            assert_int_equal(kit_of(&other, kvq__queue_results(other.queue)[i].value)->tokens,
+                             2944);
+    }
+    assert_true(good >= 1 && gone > MANY / 2);
+    core_check(kit.core);
+    member_close(&other);
+}
+
+// Nothing stays of new sessions that nobody has seen, whose client has gone or that found no room.
+static void test_forks_undone(void **state)
+{
+    static struct kvq_entry_wire e[MANY];
+    struct member other;
+    struct kvq__session_info info;
+    (void)state;
+    uint64_t a = make(3000);
+    kit_name(kit_of(&m, a), "it");
+    assert_int_equal(member_open(&kit, &other, 1000, 65536), 0);
+    struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
+    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+    struct kvq_request r = load_many(info.handle, 2944, e);
+    uint64_t used = kit.core->pools[0].used_bytes, tables = info_of().used[KVQ__TABLE_BYTES];
+    kit.core->config.fork_work = 8;
+    kit_load(&other, &r, e);
+    assert_int_equal(kvq__request_start(other.queue), KVQ__AGAIN);
+    assert_int_equal(kvq__request_continue(other.queue), KVQ__AGAIN);
+    assert_true(info_of().used[KVQ__TABLE_BYTES] > tables);
+    kvq__client_detach(other.client);
+    assert_int_equal(kvq__request_continue(other.queue), KVQ__DONE);
+    assert_int_equal(kit.core->pools[0].used_bytes, used);
+    assert_int_equal(info_of().used[KVQ__TABLE_BYTES], tables);
+    assert_int_equal(kit.core->n_sessions, 1);
+    core_check(kit.core);
+    kvq__queue_close(&other.queue);
+    member_free(&other);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+}
+
 // Where memory is missing nothing is left behind, wherever it is.
 static void test_forks_fail(void **state)
 {
@@ -156,14 +266,6 @@ static void test_forks_fail(void **state)
 }
 
 // ---- What all of it takes ----
-
-static struct kvq__namespace_info info_of(void)
-{
-    static const struct kvq__peer admin = {.admin = true};
-    struct kvq__namespace_info info;
-    assert_int_equal(kvq__core_namespace_info(kit.core, &admin, "uid-1000", &info, text), 0);
-    return info;
-}
 
 static void limit_tables(uint64_t bytes)
 {
@@ -419,6 +521,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_forks_share, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_live_on, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_in_pieces, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_meanwhile, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_undone, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
         cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
         cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),
