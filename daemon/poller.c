@@ -307,7 +307,7 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
     }
     if (ready == 0)
         return false;
-    p->now = kvq__now_ns();
+    p->now = p->config.clock();
     kvq__core_clock(p->core, p->now);
     note_arrival(p, port);
     if (take_request(port, ready)) {
@@ -409,7 +409,7 @@ static void feed_workers(struct kvq__poller *p)
 // whatever clients make the poller look at takes half of its time at most.
 static uint64_t slice_end(struct kvq__poller *p)
 {
-    p->now = kvq__now_ns();
+    p->now = p->config.clock();
     uint64_t taken = p->now - p->turn_at;
     uint64_t slice = taken < SLICE_MOST_NS ? taken : SLICE_MOST_NS;
     return p->now + (slice > SLICE_NS ? slice : SLICE_NS);
@@ -456,7 +456,7 @@ static bool hurry_background(struct kvq__poller *p)
 {
     bool busy = true, any = false;
     for (uint64_t until = slice_end(p); busy && p->background_open && p->now < until;
-         p->now = kvq__now_ns()) {
+         p->now = p->config.clock()) {
         busy = run_background(p);
         any |= busy;
     }
@@ -477,7 +477,7 @@ static bool run_items(struct kvq__poller *p)
             break;
         busy = true;
         kvq__work_run(work, item, p->workspace);
-        p->now = kvq__now_ns();
+        p->now = p->config.clock();
         if (p->now >= until)
             return true;
     }
@@ -562,13 +562,13 @@ static void sleep_until_woken(struct kvq__poller *p)
         epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
     }
     kvq_ring_sleep_end(flag);
-    p->now = kvq__now_ns();
+    p->now = p->config.clock();
     p->count_at = 0;
 }
 
 static void rest(struct kvq__poller *p)
 {
-    p->now = kvq__now_ns();
+    p->now = p->config.clock();
     note_spin(p);
     if (p->now >= p->count_at)
         count_runnable(p);
@@ -589,7 +589,7 @@ static void *poller_main(void *context)
         bool busy = false;
         p->turn_at = p->now;
         if (kvq__mailbox_pending(&p->box)) {
-            p->now = kvq__now_ns();
+            p->now = p->config.clock();
             kvq__core_clock(p->core, p->now);
             kvq__mailbox_deliver(&p->box);
             busy = true;
@@ -606,7 +606,7 @@ static void *poller_main(void *context)
         else if (!busy)
             busy |= run_background(p);
         if (busy) {
-            p->idle_since = p->now = kvq__now_ns();
+            p->idle_since = p->now = p->config.clock();
             p->spun_at = 0;
         } else {
             rest(p);
@@ -653,6 +653,7 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
         return KVQ_E_NO_MEMORY;
     }
     p->config = *config;
+    p->config.clock = config->clock ? config->clock : kvq__now_ns;
     p->core = config->core;
     p->epoll = p->wake_event = -1;
     p->background.slot = BACKGROUND_SLOT;

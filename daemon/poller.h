@@ -33,6 +33,7 @@ struct kvq__poller_config {
     uint32_t workers;             // threads that run items, the poller included; at least 1
     uint64_t spin_ns;             // longest time to spin; 0: never
     bool pin;
+    uint64_t (*clock)(void); // nanoseconds; NULL: CLOCK_MONOTONIC
 };
 
 struct kvq__port;

@@ -15,6 +15,28 @@ static bool background_open;
 static uint32_t started; // requests of all queues
 static _Thread_local bool poller_thread;
 
+struct fake_time fake_time;
+
+uint64_t fake_clock(void)
+{
+    return fake_time.now;
+}
+
+static void pass_look(void)
+{
+    fake_time.now += fake_time.look_ns;
+    fake_time.items = 0;
+}
+
+static void pass_item(void)
+{
+    if (!fake_time.item_ns)
+        return;
+    fake_time.now += fake_time.item_ns;
+    fake_time.items++;
+    fake_time.most = fake_time.items > fake_time.most ? fake_time.items : fake_time.most;
+}
+
 struct kvq__queue *fake_queue_new(void)
 {
     return calloc(1, sizeof(struct kvq__queue));
@@ -35,6 +57,8 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
 bool kvq__core_poll(struct kvq__core *core)
 {
     (void)core;
+    if (fake_time.item_ns)
+        pass_look();
     return false;
 }
 
@@ -102,6 +126,7 @@ static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
     }
     if (job->n_items <= FAKE_ITEMS)
         queue->runs[item]++;
+    pass_item();
 }
 
 static enum kvq__progress done(struct kvq__queue *queue, uint64_t value)
@@ -179,6 +204,7 @@ static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
     while (core->background_gate && kvq_word_load_acquire(core->background_gate) == 0)
         sched_yield();
     kvq_word_add(&core->background_run, 1);
+    pass_item();
 }
 
 struct kvq__job *kvq__background_start(struct kvq__core *core)

@@ -38,6 +38,15 @@ struct kvq__core {
     struct kvq__job background;
 };
 
+// A clock for the poller that only its work moves, and how many items it runs between two looks at
+// the rings. To be set before it starts, and read when it has ended.
+struct fake_time {
+    uint64_t now, look_ns, item_ns; // what a look and an item take
+    uint32_t items, most;           // since the last look; between any two
+};
+extern struct fake_time fake_time;
+uint64_t fake_clock(void);
+
 struct kvq__queue *fake_queue_new(void);
 void fake_queue_free(struct kvq__queue *queue);
 

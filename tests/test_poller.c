@@ -58,8 +58,11 @@ static void rig_open(struct rig *rig, uint32_t workers, uint64_t spin_ns)
     memset(rig, 0, sizeof *rig);
     rig->page.cpus = 64; // so that spinning is allowed wherever the test runs
     rig->page.workers = workers;
-    struct kvq__poller_config config = {
-        .core = &rig->core, .page = &rig->page, .workers = workers, .spin_ns = spin_ns};
+    struct kvq__poller_config config = {.core = &rig->core,
+                                        .page = &rig->page,
+                                        .workers = workers,
+                                        .spin_ns = spin_ns,
+                                        .clock = fake_time.item_ns ? fake_clock : NULL};
     assert_int_equal(kvq__poller_open(&config, &rig->poller, text), 0);
 }
 
@@ -394,6 +397,46 @@ static void test_background_under_load(void **state)
     kvq__poller_close(&rig.poller);
 }
 
+// Runs 1,000 items for one client, or in the background while a client waits for their end, where a
+// look at the rings takes so long and an item 5 us. Returns how many were run between two looks.
+static uint32_t most_between_looks(uint64_t look_ns, bool background)
+{
+    struct rig rig;
+    struct fake_client c;
+    struct kvq_completion done;
+    uint32_t gate = 0;
+    fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
+    rig_open(&rig, 1, 0);
+    client_open(&c, &rig);
+    if (background) {
+        rig.core.background_gate = &gate;
+        kvq_word_store_release(&rig.core.background_items, 1000);
+        while (kvq_word_load_acquire(&rig.core.background_begun) == 0)
+            wake_poller(&c);
+    }
+    struct kvq_request r =
+        make_request(background ? KVQ_OP_READ : KVQ_OP_ATTEND, 1, background ? 0 : 1000, 0);
+    put_request(&c, &r);
+    kvq_word_store_release(&gate, 1);
+    while (!try_completion(&c, &done))
+        sched_yield();
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+    fake_time.item_ns = 0;
+    return fake_time.most;
+}
+
+// Items have a slice of 20 us of each turn, or as long as the look took, but 1 ms at most.
+static void test_slices(void **state)
+{
+    (void)state;
+    for (uint32_t background = 0; background < 2; background++) {
+        assert_in_range(most_between_looks(0, background), 4, 5);
+        assert_in_range(most_between_looks(200000, background), 40, 41);
+        assert_in_range(most_between_looks(50000000, background), 200, 201);
+    }
+}
+
 // What a client can write into its ring to be cut off.
 enum scribble { TAIL_FAR, TAIL_BACK, SHORT, TOO_MANY, WRONG_LENGTH, UNFINISHED, HEAD_FAR, CREDITS };
 
@@ -640,6 +683,7 @@ int main(void)
         cmocka_unit_test(test_workers_wake_the_poller),
         cmocka_unit_test(test_background_work),
         cmocka_unit_test(test_background_under_load),
+        cmocka_unit_test(test_slices),
         cmocka_unit_test(test_scribblers_are_cut_off),
         cmocka_unit_test(test_removal_waits_for_the_job),
         cmocka_unit_test(test_many_clients),
