@@ -177,6 +177,23 @@ static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
         words ? "work" : "do not work", events ? "work" : "do not work");
 }
 
+// Streams that wait for a client have a hardware queue each, and there are few.
+static void check_queues(struct findings *f, const struct kvq__server *s,
+                         const struct kvq__gpu *gpu)
+{
+    uint32_t queues = kvq__gpu_connections(gpu), clients = kvq__gpu_clients_alone(gpu);
+    bool few = clients < s->config.max_clients, more = queues < KVQ_GPU_CONNECTIONS;
+    add(f, "gpu_queues", few ? NOTE : FINE,
+        !few   ? ""
+        : more ? "start kvqd with CUDA_DEVICE_MAX_CONNECTIONS=32, or without that variable"
+               : "engines that attend in their own context (kvq_local_open) wait once a step "
+                 "instead of once a layer",
+        "%s has %u hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): the requests of %u clients are "
+        "ordered on streams; further ones get the same answers, but wait on the host for each "
+        "request",
+        kvq__gpu_uuid_text(gpu), queues, clients);
+}
+
 // Without MPS the contexts of two processes take turns on a GPU. Under MPS they share one fate: a
 // fault in one, and a kill of one with work in flight, can end the others' work.
 static void check_mps(struct findings *f)
@@ -197,8 +214,10 @@ static void check_mps(struct findings *f)
 
 static void check_gpus(struct findings *f, const struct kvq__server *s)
 {
-    for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++)
+    for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++) {
         check_gpu(f, kvq__gpus_get(s->gpus, i));
+        check_queues(f, s, kvq__gpus_get(s->gpus, i));
+    }
     if (s->gpus)
         check_mps(f);
     else if (s->no_gpu)

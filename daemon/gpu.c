@@ -140,6 +140,17 @@ uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu)
     return gpu->connections;
 }
 
+static uint32_t connections_for_clients(const struct kvq__gpu *gpu)
+{
+    const uint32_t own = KVQ__GPU_STREAMS + 1; // with the default stream, which libuv's threads use
+    return gpu->connections > own ? gpu->connections - own : 0;
+}
+
+uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu)
+{
+    return connections_for_clients(gpu) / 2;
+}
+
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu)
 {
     if (gpu->connections_left < 2)
@@ -507,7 +518,6 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
     return result;
 }
 
-// The default stream has a queue as well, since libuv's threads use that.
 static int open_streams(struct kvq__gpu *gpu)
 {
     const char *set = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
@@ -517,8 +527,7 @@ static int open_streams(struct kvq__gpu *gpu)
         result = gpu->driver->stream_create(&gpu->streams[i], KVQ_GPU_STREAM_OWN);
     gpu->stream = gpu->streams[KVQ__GPU_STREAM_SMALL];
     gpu->connections = n >= 1 && n <= KVQ_GPU_CONNECTIONS ? (uint32_t)n : 8; // as CUDA does
-    if (gpu->connections > KVQ__GPU_STREAMS + 1)
-        gpu->connections_left = gpu->connections - KVQ__GPU_STREAMS - 1;
+    gpu->connections_left = connections_for_clients(gpu);
     return result;
 }
 

@@ -70,6 +70,8 @@ struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
 void kvq__gpu_give_queues(struct kvq__gpu *gpu);
 uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
+// How many clients can have streams of their own, two each, besides the daemon's. Any thread.
+uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);
 
 // Memory for caches.
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu);

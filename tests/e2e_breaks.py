@@ -167,6 +167,20 @@ class Breaks(Test):
             child.tell()
             child.end()
 
+    def test_queues_are_told(self):
+        """For how many clients the GPU's hardware queues are enough, and what others do."""
+        for queues, clients in (("", 13), ("32", 13), ("8", 1), ("2", 0)):
+            environment = {"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}
+            with mock.patch.dict(os.environ, environment), Daemon() as daemon:
+                found = [f for f in daemon.ctl("doctor") if f["check"] == "gpu_queues"]
+                self.assertEqual(len(found), 1)
+                self.assertEqual(found[0]["level"], 1)  # fewer than max_clients
+                self.assertIn(f" has {queues or 32} hardware queues", found[0]["text"])
+                self.assertIn(f"the requests of {clients} clients", found[0]["text"])
+                self.assertIn("wait on the host", found[0]["text"])
+                self.assertEqual("MAX_CONNECTIONS=32" in found[0]["remedy"],
+                                 queues in ("8", "2"))
+
     @unittest.skipUnless(BACKEND == "emu", "only the software driver lacks what it is told to")
     def test_orders_are_told(self):
         """What streams can be ordered by is tried at the start, and kvqctl doctor tells it."""

@@ -269,6 +269,10 @@ static void open_session(struct sim *sim, struct actor *a)
     else if (kit_chance(&sim->kit, 20))
         spec.flags |= KVQ__OPEN_TAKE_OVER;
     int expect = predict_open(t, spec.flags);
+    const struct kvq__session *s = t ? find_session(sim, t->id) : NULL;
+    if (expect == 0 && s && s->settling && !s->writer &&
+        !(spec.flags & (KVQ__OPEN_READ_ONLY | KVQ__OPEN_TAKE_OVER)))
+        expect = KVQ_E_BUSY; // its writer died with a step that a GPU has yet to end
     if (expect == 0 && !t && spec.prefix.tokens && !can_share(variant))
         expect = KVQ_E_UNSUPPORTED;
     if (!t && expect != KVQ_E_NO_SESSION && quota_is_full(sim, KVQ__SESSIONS))
