@@ -9,7 +9,9 @@ import resource
 import subprocess
 import unittest
 
-from e2e_rig import BIN, BOUND, ROUNDING, Child, Daemon
+import numpy as np
+
+from e2e_rig import BIN, BOUND, ROUNDING, Child, Daemon, kvq
 
 LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "64 256 2048").split()]
 FULL = os.environ.get("KVQ_FULL") == "1"
@@ -24,6 +26,12 @@ def ask_as(daemon, user, *arguments):
                           stdin=subprocess.DEVNULL, user=user if ROOT else None,
                           extra_groups=[] if ROOT else None)
     return done.returncode, done.stdout, done.stderr
+
+
+def resident(daemon):
+    """Bytes of memory that the daemon has."""
+    with open(f"/proc/{daemon.process.pid}/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
 
 
 class Floods(unittest.TestCase):
@@ -133,4 +141,31 @@ class Floods(unittest.TestCase):
             self.look(daemon, victim)
         self.assertIsNone(child.process.poll())
         child.kill()
+        self.look(daemon, victim)
+
+    def test_forks_of_a_long_session(self):
+        """Forks share what is long; what they take is counted, and its limit ends them."""
+        limit, tokens = 8 << 20, 1 << 20 if FULL else 1 << 18
+        daemon = self.start(256, table_bytes=limit)
+        victim = self.victim(daemon)
+        self.look(daemon, victim)
+        with daemon.client(name="forks") as client, client.queue() as queue:
+            session = client.session([kvq.Layer(1, 1, 64, window=128)], "f16")
+            rows = client.buffer(4 * 16384 * 64).array((16384, 1, 64), np.float32)
+            rows[:] = 1
+            while session.tokens < tokens:
+                queue.step_whole([session], 16384, [rows], [rows],
+                                 ids=np.arange(16384, dtype=np.int32) + session.tokens)
+            del rows
+            before, forks, error = resident(daemon), 0, None
+            while error is None and forks < 4000:
+                try:
+                    queue.fork([session] * 256)
+                    forks += 256
+                except kvq.Error as caught:
+                    error = caught
+                self.look(daemon, victim)
+            self.assertEqual(error.code, kvq.Code.E_QUOTA)
+            self.assertGreater(forks, 255)
+            self.assertLess(resident(daemon) - before, 4 * limit)
         self.look(daemon, victim)

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What a busy client's steps cost beside others, in pairs of short windows on the same machine.
+
+  tools/fairness.py idle [SESSIONS]   beside no and beside so many idle sessions, of two daemons
+  tools/fairness.py lookups           beside a neighbour that steps, and one that looks up 1M ids
+  tools/fairness.py nops              the same with NOPs on 64 queues of one client
+  tools/fairness.py forks             the same with three FORKs of 256 sessions of 1M tokens
+
+KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/python.py. Figures are of the moment: read
+the ratios of pairs, not the microseconds.
+"""
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.join(ROOT, "tests"), os.path.join(ROOT, "client", "python")]
+import kvq  # noqa: E402
+from e2e_rig import Daemon  # noqa: E402
+
+PAIRS, WINDOW = int(os.environ.get("KVQ_PAIRS", "10")), 0.6
+DIM, LONG = 64, 1 << 20
+ROWS = [kvq.Layer(1, 1, DIM)]
+
+
+class Steps:
+    """A client that makes steps of one token, with attention."""
+
+    def __init__(self, directory, name):
+        self.client = kvq.Client(directory, name=name)
+        self.queue = self.client.queue()
+        self.session = self.client.session(ROWS, "f16", max_rollback=1024)
+        self.rows = np.ones((1, 1, DIM), np.float32)
+
+    def one(self):
+        if self.session.tokens >= 1024:
+            self.queue.truncate([self.session], 64)
+        with self.queue.step([self.session], 1) as step:
+            step.append_attend(0, self.rows, self.rows, self.rows)
+
+    def window(self):
+        """Latencies in microseconds."""
+        taken, end = [], time.perf_counter() + WINDOW
+        while (now := time.perf_counter()) < end:
+            self.one()
+            taken.append((time.perf_counter() - now) * 1e6)
+        return np.array(taken)
+
+
+def told(name, pairs):
+    """A line for each of both sides, and the ratios with their spread."""
+    for i, side in enumerate(name):
+        rows = [[np.percentile(p[i], 50), np.percentile(p[i], 99), p[i].max()] for p in pairs]
+        p50, p99, worst = np.median(rows, axis=0)
+        print(f"{side:28} p50 {p50:8.0f} us  p99 {p99:8.0f} us  worst {worst:8.0f} us "
+              f"(of all {max(r[2] for r in rows):.0f})")
+    for q in (50, 99):
+        ratios = sorted(np.percentile(b, q) / np.percentile(a, q) for a, b in pairs)
+        print(f"ratio of p{q}: {np.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+
+def rss(daemon):
+    with open(f"/proc/{daemon.process.pid}/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmRSS"))
+
+
+def idle(sessions="100000"):
+    n, options = int(sessions), {"pool_bytes": "64mb", "max_sessions": 0, "keep_seconds": 3600,
+                            "table_bytes": "1gb"}
+    empty, full = Daemon(**options), Daemon(**options)
+    storage = full.client()
+    before, start = rss(full), time.perf_counter()
+    for i in range(n):
+        storage.session(ROWS, "f16", name=f"idle {i}").close()
+    taken = time.perf_counter() - start
+    print(f"{n} opens and closes: {n / taken:.0f} a second; "
+          f"{(rss(full) - before) / n:.0f} bytes of RSS for each session")
+    a, b = Steps(empty.directory, "a"), Steps(full.directory, "b")
+    a.window(), b.window()
+    told(("no idle session", f"{n} idle sessions"),
+         [(a.window(), b.window()) for _ in range(PAIRS)])
+    for d in (empty, full):
+        d.process.kill()
+
+
+# ---- Neighbours: processes that do something while they are told to ----
+
+def stepping(directory):
+    return Steps(directory, "neighbour").one
+
+
+def lookups(directory):
+    client = kvq.Client(directory, name="lookups")
+    ids = np.arange(LONG, dtype=np.int32)
+    return lambda: client.lookup(ROWS, "f16", prefix=ids, model="m")
+
+
+def nops(directory):
+    client = kvq.Client(directory, name="nops")
+    queues = [client.queue() for _ in range(64)]
+
+    def all_queues():
+        threads = [threading.Thread(target=lambda q=q: [q.nop() for _ in range(20)])
+                   for q in queues]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    return all_queues
+
+
+def forks(directory):
+    client = kvq.Client(directory, name="forks")
+    queue = client.queue()
+    session = client.session([kvq.Layer(1, 1, DIM, window=128)], "f16")
+    rows = client.buffer(4 * 16384 * DIM).array((16384, 1, DIM), np.float32)
+    rows[:] = 1
+    while session.tokens < LONG:
+        queue.step_whole([session], 16384, [rows], [rows],
+                         ids=np.arange(16384, dtype=np.int32) + session.tokens)
+
+    def some():
+        made = []
+        try:
+            for _ in range(3):
+                made += queue.fork([session] * 256)
+        except kvq.Error as error:
+            print("refused:", error, file=sys.stderr)
+        for fork in made:
+            fork.close()
+    return some
+
+
+def neighbour(kind, directory):
+    work = {"stepping": stepping, "lookups": lookups, "nops": nops, "forks": forks}[kind](directory)
+    going = threading.Event()
+
+    def loop():
+        while True:
+            going.wait()
+            work()
+    threading.Thread(target=loop, daemon=True).start()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        going.set() if line == "go\n" else going.clear()
+        print("ready", flush=True)
+
+
+class Neighbour:
+    def __init__(self, kind, directory):
+        self.process = subprocess.Popen([sys.executable, __file__, "neighbour", kind, directory],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process.stdout.readline()
+
+    def say(self, word):
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+
+
+def beside(kind):
+    daemon = Daemon(pool_bytes="256mb", extent_bytes="16mb")
+    victim = Steps(daemon.directory, "victim")
+    others = [Neighbour("stepping", daemon.directory), Neighbour(kind, daemon.directory)]
+    pairs, most = [], rss(daemon)
+    for _ in range(PAIRS):
+        pair = []
+        for other in others:
+            other.say("go")
+            pair.append(victim.window())
+            most = max(most, rss(daemon))
+            other.say("stop")
+            time.sleep(0.2)
+        pairs.append(pair)
+    told(("neighbour steps", f"neighbour: {kind}"), pairs)
+    print(f"RSS at most {most / 2**20:.0f} MiB")
+    for other in others:
+        other.process.kill()
+    daemon.process.kill()
+
+
+def main(what, *arguments):
+    if what == "idle":
+        idle(*arguments)
+    elif what == "neighbour":
+        neighbour(*arguments)
+    else:
+        beside(what)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
