@@ -270,21 +270,13 @@ static void look_in_memory(struct kvq__task *t)
 
 static void hash(struct kvq__task *t)
 {
-    t->rc = kvq__prefix_ask_hash(t->ask);
-}
-
-// Poller's thread.
-static void hash_failed(struct kvq__task *t)
-{
-    kvq__prefix_ask_end(&t->ask); // the command looks for itself
-    go_on(t);
+    kvq__prefix_ask_hash(t->ask);
 }
 
 static void hashed(uv_work_t *work, int status)
 {
-    struct kvq__task *t = kvq__task_of(work);
     (void)status;
-    kvq__task_to_poller(t, t->rc == 0 ? look_in_memory : hash_failed);
+    kvq__task_to_poller(kvq__task_of(work), look_in_memory);
 }
 
 static void go_hash(struct kvq__task *t)

@@ -5,7 +5,6 @@
 // any thread; the index is then looked at in pieces, for a prompt may have thousands of pages, and
 // the poller has others to serve meanwhile.
 #include <assert.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "daemon/group.h"
@@ -53,23 +52,44 @@ static void copy_ids(const struct kvq__prefix_ask *ask, uint32_t page, int32_t *
 
 // ---- Making one ----
 
-static void add_space(struct kvq__prefix_ask *ask, struct kvq__namespace *ns)
+static size_t chains_bytes(const struct kvq__prefix_ask *ask)
 {
-    struct kvq__prefix_space *space = &ask->spaces[ask->n_spaces++];
+    return ask->pages * sizeof *ask->spaces[0].chains;
+}
+
+// Memory for the hashes is had here, where it can be counted for who asks, and not by the thread
+// that computes them.
+static int add_space(struct kvq__prefix_ask *ask, struct kvq__namespace *ns)
+{
+    struct kvq__prefix_space *space = &ask->spaces[ask->n_spaces];
+    int rc = 0;
+    space->chains = ask->pages ? kvq__ns_allocate(ask->like->ns, chains_bytes(ask), &rc) : NULL;
+    if (rc < 0)
+        return rc;
+    ask->n_spaces++;
     space->ns = ns;
     space->name = ns->name;
     kvq__prefix_root(ask->like, ns->name, space->root);
+    return 0;
 }
 
-static void add_spaces(struct kvq__prefix_ask *ask)
+static int add_spaces(struct kvq__prefix_ask *ask, char *text)
 {
     const struct kvq__session *s = ask->like;
     struct kvq__namespace *ns;
-    add_space(ask, s->ns);
+    int rc = add_space(ask, s->ns);
     TAILQ_FOREACH (ns, &s->core->namespaces, link)
-        if (ns != s->ns && kvq__namespace_shares(ns, s->ns->name) &&
+        if (rc == 0 && ns != s->ns && kvq__namespace_shares(ns, s->ns->name) &&
             ask->n_spaces <= KVQ_MAX_NAMESPACES)
-            add_space(ask, ns);
+            rc = add_space(ask, ns);
+    return rc < 0 ? kvq__ns_refused(s->ns, rc, "the hashes of a prefix", text) : 0;
+}
+
+static void ask_free(struct kvq__prefix_ask *ask)
+{
+    for (uint32_t i = 0; i < ask->n_spaces; i++)
+        kvq__ns_deallocate(ask->like->ns, ask->spaces[i].chains, chains_bytes(ask));
+    kvq__deallocate(ask->core, ask, sizeof *ask);
 }
 
 static int make_ask(struct kvq__client *client, struct kvq__session *like,
@@ -86,11 +106,11 @@ static int make_ask(struct kvq__client *client, struct kvq__session *like,
     int rc = open_source(client, spec, ask, text);
     rc = rc ? rc : kvq__ids_spans(like, spec->spans, spec->n_spans, text);
     rc = rc ? rc : kvq__ids_identify(like, text);
+    rc = rc ? rc : add_spaces(ask, text);
     if (rc < 0) {
-        kvq__deallocate(like->core, ask, sizeof *ask);
+        ask_free(ask);
         return rc;
     }
-    add_spaces(ask);
     *out = ask;
     return 0;
 }
@@ -152,38 +172,31 @@ void kvq__prefix_ask_end(struct kvq__prefix_ask **pointer)
     *pointer = NULL;
     if (!ask)
         return;
-    for (uint32_t i = 0; i < ask->n_spaces; i++)
-        free(ask->spaces[i].chains);
-    if (ask->own)
-        kvq__session_free(ask->like);
-    kvq__deallocate(ask->core, ask, sizeof *ask);
+    struct kvq__session *like = ask->own ? ask->like : NULL;
+    ask_free(ask);
+    if (like)
+        kvq__session_free(like);
 }
 
 // ---- Hashes ----
 
-static bool hash_space(struct kvq__prefix_ask *ask, struct kvq__prefix_space *space)
+static void hash_space(struct kvq__prefix_ask *ask, struct kvq__prefix_space *space)
 {
     const struct kvq__ids *like = &ask->like->ids;
     uint8_t chain[KVQ__HASH_BYTES];
     int32_t ids[KVQ_BLOCK_TOKENS];
-    space->chains = calloc(ask->pages + 1, sizeof *space->chains);
-    if (!space->chains)
-        return false;
     memcpy(chain, space->root, sizeof chain);
     for (uint32_t i = 0; i < ask->pages; i++) {
         copy_ids(ask, i, ids);
         kvq__prefix_chain(ask->core, chain, ids, like->spans, like->n_spans, i);
         memcpy(space->chains[i], chain, sizeof chain);
     }
-    return true;
 }
 
-int kvq__prefix_ask_hash(struct kvq__prefix_ask *ask)
+void kvq__prefix_ask_hash(struct kvq__prefix_ask *ask)
 {
     for (uint32_t i = 0; i < ask->n_spaces; i++)
-        if (!hash_space(ask, &ask->spaces[i]))
-            return KVQ_E_NO_MEMORY;
-    return 0;
+        hash_space(ask, &ask->spaces[i]);
 }
 
 bool kvq__prefix_ask_same(const struct kvq__prefix_ask *a, const struct kvq__prefix_ask *b,
@@ -308,12 +321,11 @@ struct kvq__node *kvq__prefix_ask_found(const struct kvq__prefix_ask *ask,
     return node_of(ask, ask->best, ask->here - 1);
 }
 
-static int answer_now(struct kvq__prefix_ask *ask, char *text)
+static void answer_now(struct kvq__prefix_ask *ask)
 {
-    int rc = kvq__prefix_ask_hash(ask);
-    while (rc == 0 && !kvq__prefix_ask_match(ask))
+    kvq__prefix_ask_hash(ask);
+    while (!kvq__prefix_ask_match(ask))
         continue;
-    return rc ? kvq__fail(text, rc, "no memory for the hashes of %u pages", ask->pages) : 0;
 }
 
 int kvq__prefix_ask_now(struct kvq__client *client, struct kvq__session *s,
@@ -321,9 +333,8 @@ int kvq__prefix_ask_now(struct kvq__client *client, struct kvq__session *s,
                         char *text)
 {
     int rc = make_ask(client, s, spec, ask, text);
-    rc = rc ? rc : answer_now(*ask, text);
-    if (rc < 0)
-        kvq__prefix_ask_end(ask);
+    if (rc == 0)
+        answer_now(*ask);
     return rc;
 }
 
@@ -335,11 +346,9 @@ int kvq__prefix_lookup(struct kvq__client *client, const struct kvq__session_spe
     *tokens = 0;
     if (!ask) {
         int rc = ask_like_sketch(client, spec, &own, text);
-        rc = rc ? rc : answer_now(own, text);
-        if (rc < 0) {
-            kvq__prefix_ask_end(&own);
+        if (rc < 0)
             return rc;
-        }
+        answer_now(own);
         ask = own;
     }
     struct kvq__prefixes *p = &ask->like->ns->prefixes;

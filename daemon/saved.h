@@ -223,13 +223,14 @@ struct kvq__prefix_ask {
 };
 
 // Poller's thread. *ask is NULL where nothing is to be looked for: the session is there already, or
-// less than a page is asked for. 0, or what is wrong: opening and looking up say so, too.
+// less than a page is asked for. Its hashes count among the namespace's table bytes. 0, or what is
+// wrong: opening and looking up say so, too.
 int kvq__prefix_ask(struct kvq__client *client, const struct kvq__session_spec *spec,
                     struct kvq__prefix_ask **ask, char *text);
 // Poller's thread. Accepts pointers to NULL.
 void kvq__prefix_ask_end(struct kvq__prefix_ask **ask);
-// Any thread. Computes the hashes of all pages. 0 or KVQ_E_NO_MEMORY.
-int kvq__prefix_ask_hash(struct kvq__prefix_ask *ask);
+// Any thread. Computes the hashes of all pages.
+void kvq__prefix_ask_hash(struct kvq__prefix_ask *ask);
 // Poller's thread. Looks at so many pages of the index as take some tens of microseconds. True once
 // all have been looked at: `here` is then how many it has.
 bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask);

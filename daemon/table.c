@@ -26,22 +26,25 @@ static size_t pages_bytes(const struct kvq__table *t)
 
 static void free_table(struct kvq__table *t)
 {
-    struct kvq__core *core = t->client->core;
-    kvq__deallocate(core, t->layers, t->memory.layers * sizeof *t->layers);
-    kvq__deallocate(core, t->pages, pages_bytes(t));
-    kvq__deallocate(core, t, sizeof *t);
+    struct kvq__namespace *ns = t->ns;
+    kvq__ns_deallocate(ns, t->layers, t->memory.layers * sizeof *t->layers);
+    kvq__ns_deallocate(ns, t->pages, pages_bytes(t));
+    kvq__ns_deallocate(ns, t, sizeof *t);
 }
 
-static struct kvq__table *new_table(struct kvq__client *client, const struct kvq__table_memory *m)
+// NULL: *rc says why.
+static struct kvq__table *new_table(struct kvq__client *client, struct kvq__namespace *ns,
+                                    const struct kvq__table_memory *m, int *rc)
 {
-    struct kvq__table *t = kvq__allocate(client->core, sizeof *t);
+    struct kvq__table *t = kvq__ns_allocate(ns, sizeof *t, rc);
     if (!t)
         return NULL;
     t->client = client;
+    t->ns = ns;
     t->memory = *m;
-    t->layers = kvq__allocate(client->core, m->layers * sizeof *t->layers);
-    t->pages = kvq__allocate(client->core, pages_bytes(t));
-    if (!t->layers || !t->pages) {
+    t->layers = kvq__ns_allocate(ns, m->layers * sizeof *t->layers, rc);
+    t->pages = t->layers ? kvq__ns_allocate(ns, pages_bytes(t), rc) : NULL;
+    if (!t->pages) {
         free_table(t);
         return NULL;
     }
@@ -86,9 +89,9 @@ int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_a
     rc = check_open(h, memory, text);
     if (rc < 0)
         return rc;
-    struct kvq__table *t = new_table(client, memory);
+    struct kvq__table *t = new_table(client, h->session->ns, memory, &rc);
     if (!t)
-        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for another page table");
+        return kvq__ns_refused(h->session->ns, rc, "another page table", text);
     t->handle = handle;
     t->pool_at = pool_at;
     t->session = h->session;

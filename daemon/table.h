@@ -18,6 +18,7 @@ struct kvq__table_layer {
 struct kvq__table {
     LIST_ENTRY(kvq__table) client_link, session_link;
     struct kvq__client *client;
+    struct kvq__namespace *ns;    // that its memory counts for
     struct kvq__session *session; // NULL: it was dropped, or the table is closed
     uint64_t handle;              // that it was opened for, maybe stale by now
     uint64_t pool_at;             // where the client maps the pool

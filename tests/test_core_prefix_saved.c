@@ -218,7 +218,7 @@ static struct kvq__prefix_ask *ask_of(struct member *m, const struct kvq__sessio
     assert_int_equal(kvq__prefix_ask(m->client, spec, &ask, text), status);
     if (!ask)
         return NULL;
-    assert_int_equal(kvq__prefix_ask_hash(ask), 0);
+    kvq__prefix_ask_hash(ask);
     while (!kvq__prefix_ask_match(ask))
         continue;
     if (ask->here == ask->pages)
@@ -314,6 +314,37 @@ static void nobody_asked(void **state)
     spec.flags = 0;
     spec.format = "ott2";
     assert_null(ask_of(&one, &spec, KVQ_E_UNSUPPORTED));
+}
+
+// The hashes of what is asked for count for the namespace that asks, up to its limit.
+static void hashes_count(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&two, 9 * PAGE);
+    struct kvq__prefix_ask *few, *many;
+    struct kvq__override o = {.ns = "team", .set = 1u << KVQ__TABLE_BYTES};
+    const struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &kit.core->namespaces, link)
+        if (strcmp(ns->name, "team") == 0)
+            break;
+    uint64_t before = ns->used[KVQ__TABLE_BYTES];
+    assert_int_equal(kvq__prefix_ask(two.client, &spec, &many, text), 0);
+    uint64_t with_many = ns->used[KVQ__TABLE_BYTES] - before;
+    kvq__prefix_ask_end(&many);
+    assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
+    spec.prefix.tokens = PAGE;
+    assert_int_equal(kvq__prefix_ask(two.client, &spec, &few, text), 0);
+    uint64_t with_few = ns->used[KVQ__TABLE_BYTES] - before;
+    assert_int_equal((with_many - with_few) % (8 * 32), 0); // in each namespace that may be asked
+    assert_true(with_many - with_few >= 8 * 32);
+    kvq__prefix_ask_end(&few);
+    o.quota.limit[KVQ__TABLE_BYTES] = before + with_many - 1;
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    spec.prefix.tokens = 9 * PAGE;
+    assert_int_equal(kvq__prefix_ask(two.client, &spec, &many, text), KVQ_E_QUOTA);
+    assert_non_null(strstr(text, "the hashes of a prefix"));
+    assert_null(many);
+    assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
 }
 
 // What may be shared across namespaces is asked for there, too, and nowhere else.
@@ -670,6 +701,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(cut, setup, teardown),
         cmocka_unit_test_setup_teardown(known_by, setup, teardown),
         cmocka_unit_test_setup_teardown(nobody_asked, setup, teardown),
+        cmocka_unit_test_setup_teardown(hashes_count, setup, teardown),
         cmocka_unit_test_setup_teardown(spaces, setup, teardown),
         cmocka_unit_test_setup_teardown(prefix_alone, setup, teardown),
         cmocka_unit_test_setup_teardown(windows, setup, teardown),

@@ -552,6 +552,28 @@ static void test_refusals(void **state)
     core_check(kit.core);
 }
 
+// A page table counts for the session's namespace, up to its limit.
+static void test_counts(void **state)
+{
+    (void)state;
+    struct mapping map;
+    char text[KVQ_TEXT_BYTES];
+    uint64_t one = open_named(&m, "one", 0, 0);
+    const struct kvq__namespace *ns = kit_of(&m, one)->ns;
+    uint64_t before = ns->used[KVQ__TABLE_BYTES];
+    assert_int_equal(try_map(&m, one, &map, PAGES), 0);
+    uint64_t with = ns->used[KVQ__TABLE_BYTES];
+    assert_true(with - before >= (uint64_t)PAGES * sizeof(struct kvq__pageref));
+    close_map(&map);
+    assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
+    struct kvq__override o = {.set = 1u << KVQ__TABLE_BYTES};
+    memcpy(o.ns, ns->name, strlen(ns->name) + 1);
+    o.quota.limit[KVQ__TABLE_BYTES] = with - 1;
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    assert_int_equal(try_map(&m, one, &map, PAGES), KVQ_E_QUOTA);
+    assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
+}
+
 // All of it or nothing, also where memory ends in the middle.
 static void test_no_room(void **state)
 {
@@ -583,6 +605,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extents_stay, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_counts, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_room, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
