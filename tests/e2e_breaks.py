@@ -8,7 +8,7 @@ import time
 import unittest
 from unittest import mock
 
-from e2e_rig import BACKEND, BOUND, LIBC, Child, Daemon, Test, Tokens, long_emulated
+from e2e_rig import BACKEND, BOUND, LIBC, Child, Daemon, Test, Tokens, feed, long_emulated
 
 NEW_MOUNTS, RECURSIVE, PRIVATE, READ_ONLY = 0x20000, 0x4000, 0x40000, 1
 PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -117,6 +117,31 @@ class Breaks(Test):
         with Daemon(daemon.directory):  # what it left there is no obstacle
             pass
         daemon.stop()
+
+    def test_beside_a_stalled(self):
+        """While one stream stands still others step, give back, end, and read 400 sessions."""
+        others, sessions = 5, 400
+        stuck = Child("gpu_stuck", self.daemon.directory, "words")
+        said = stuck.hear()
+        tokens = Tokens(1, 8)
+        clients = [self.daemon.client() for _ in range(others)]
+        for client in clients:
+            with client.session(tokens.rows, "f16") as session:
+                tokens.feed(client.queue(), session, 4)
+        self.assertEqual(self.daemon.status()["clients"], others + 2)
+        for client in clients:
+            client.close()
+        self.assertEqual(self.daemon.status()["clients"], 2)
+        many = [self.client.session(tokens.rows, "f16") for _ in range(sessions)]
+        feed(self.queue, [tokens] * sessions, many, [4] * sessions, attend=False)
+        for session in many:
+            k, _ = self.queue.read(session, 0)
+            self.assertEqual(k.tobytes(), tokens.expect_stored(k, 0).tobytes())
+            session.close()
+        self.assertEqual(self.daemon.status()["clients"], 2)  # it stands still as ever
+        stuck.kill()
+        self.daemon.wait_gone(said["client"])
+        self.client.session(name="stuck", must_exist=True).drop()
 
     def check(self, said, tokens):
         self.assertLess(said["error"], NEAR)
