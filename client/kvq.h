@@ -253,8 +253,8 @@ enum {
     KVQ_OPEN_TAKE_OVER = 2, /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
     KVQ_OPEN_MUST_EXIST = 4,
     KVQ_OPEN_MUST_CREATE = 8,
-    KVQ_OPEN_EXACT_PROMPT = 16 /* nothing is packed before prompt_tokens are there, so that outputs
-                                * do not depend on the pieces; needs memory (info.exact_tokens) */
+    KVQ_OPEN_EXACT_PROMPT = 16, /* the default, but prompt_tokens must be said; see those */
+    KVQ_OPEN_PACKED_PROMPT = 32 /* less memory; outputs of a prompt depend on its pieces */
 };
 
 /* Tokens that stand for an image or for audio: the same ids mean something else with another. */
@@ -287,7 +287,7 @@ struct kvq_session_options {
     uint8_t on_detach;
     uint16_t shard, shards;
     uint32_t flags, max_rollback;
-    uint64_t prompt_tokens, keep_seconds;
+    uint64_t prompt_tokens, keep_seconds; /* a prompt is read in 16 bits to its end if it fits */
     const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon chooses, or as it is */
     const char *salt;    /* sessions share prefixes only where these two are equal; NULL: "". */
     const char *adapter; /* what changes the weights: a LoRA's name and version */
@@ -307,7 +307,7 @@ struct kvq_session_info {
     uint32_t shard, shards;
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
     uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
-    uint64_t exact_tokens;  /* KVQ_OPEN_EXACT_PROMPT: 0 where so long a prompt does not fit */
+    uint64_t exact_tokens;  /* of the prompt, read in 16 bits to its end; 0: packed as it comes */
     uint64_t shared_bytes;  /* of packed_bytes, others have them, too; of kvq_session_info alone */
     char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
     uint8_t pinned;         /* kvq_session_pin */

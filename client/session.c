@@ -61,7 +61,7 @@ static int check_options(const struct kvq_session_options *o)
             return rc;
     }
     const uint32_t known = KVQ_OPEN_READ_ONLY | KVQ_OPEN_TAKE_OVER | KVQ_OPEN_MUST_EXIST |
-                           KVQ_OPEN_MUST_CREATE | KVQ_OPEN_EXACT_PROMPT;
+                           KVQ_OPEN_MUST_CREATE | KVQ_OPEN_EXACT_PROMPT | KVQ_OPEN_PACKED_PROMPT;
     if (o->flags & ~known)
         return kvq__fail(KVQ_E_INVALID, "opening a session: flags %#x are unknown, %#x are known",
                          o->flags, known);
@@ -118,6 +118,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->must_exist = o->flags & KVQ_OPEN_MUST_EXIST;
     m->must_create = o->flags & KVQ_OPEN_MUST_CREATE;
     m->exact_prompt = o->flags & KVQ_OPEN_EXACT_PROMPT;
+    m->packed_prompt = o->flags & KVQ_OPEN_PACKED_PROMPT;
     m->place = text_of(o->place);
     m->salt = text_of(o->salt);
     m->adapter = text_of(o->adapter);

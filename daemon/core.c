@@ -175,6 +175,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->moves);
     TAILQ_INIT(&core->parks);
     TAILQ_INIT(&core->forgets);
+    TAILQ_INIT(&core->prompts);
     TAILQ_INIT(&core->fetches);
     core->last_stamp = c.run;
     TAILQ_INIT(&core->waiters);

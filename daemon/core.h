@@ -303,7 +303,8 @@ enum kvq__open_flag {
     KVQ__OPEN_TAKE_OVER = 2,
     KVQ__OPEN_MUST_EXIST = 4,
     KVQ__OPEN_MUST_CREATE = 8,
-    KVQ__OPEN_EXACT_PROMPT = 16,
+    KVQ__OPEN_EXACT_PROMPT = 16, // as it is without: it only needs to know where the prompt ends
+    KVQ__OPEN_PACKED_PROMPT = 32,
 };
 // How V is to be rotated. What a session has is resolved when it is opened: enum kvq_v_rotation of
 // each of its layers.
@@ -380,6 +381,7 @@ struct kvq__session_info {
     bool stays;             // pinned: it is never parked
     uint64_t prefix_tokens; // that it began with
     uint64_t exact_tokens;  // of a prompt that is read in 16 bits until it has ended; 0: none
+    bool packs_early;       // of a prompt of which that is no longer so, for room
     uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well
     bool shared_unknown;    // not counted: see kvq__core_sessions
     uint8_t path;           // enum kvq_path
@@ -594,11 +596,12 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
 // Of sessions that made room for others (evict.h), since the start; kvq__core_parks has those that
 // went to disk.
 struct kvq__evict_counts {
-    uint64_t demoted, demoted_bytes;   // to the host's memory
-    uint64_t promoted, promoted_bytes; // and back
-    uint64_t waited, refused;          // requests
-    uint64_t failed;                   // sessions that were to go, and stayed
-    uint64_t ended;                    // all of it that has come to an end
+    uint64_t demoted, demoted_bytes;               // to the host's memory
+    uint64_t promoted, promoted_bytes;             // and back
+    uint64_t waited, refused;                      // requests
+    uint64_t failed;                               // sessions that were to go, and stayed
+    uint64_t prompts_packed, prompts_packed_bytes; // before their end; bytes: that went by it
+    uint64_t ended;                                // all of it that has come to an end
     uint32_t demoted_now, waiting_now;
 };
 void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts);

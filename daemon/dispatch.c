@@ -72,6 +72,7 @@ Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__se
     s->group_tokens = info->group_tokens;
     s->prefix_tokens = info->prefix_tokens;
     s->exact_tokens = info->exact_tokens;
+    s->packs_early = info->packs_early;
     s->shared_unknown = info->shared_unknown;
     s->shared_bytes = info->shared_bytes;
     s->loading_layers = info->loading;
@@ -252,7 +253,8 @@ static int spec_of(const Kvq__OpenSession *open, struct kvq_arena *arena,
                  (open->take_over ? KVQ__OPEN_TAKE_OVER : 0) |
                  (open->must_exist ? KVQ__OPEN_MUST_EXIST : 0) |
                  (open->must_create ? KVQ__OPEN_MUST_CREATE : 0) |
-                 (open->exact_prompt ? KVQ__OPEN_EXACT_PROMPT : 0),
+                 (open->exact_prompt ? KVQ__OPEN_EXACT_PROMPT : 0) |
+                 (open->packed_prompt ? KVQ__OPEN_PACKED_PROMPT : 0),
     };
     int error = layer_rows(open, arena, spec, text);
     return error ? error : prefix_of(open->prefix, arena, &spec->prefix, text);

@@ -447,6 +447,29 @@ static bool is_enough(const struct choice *c, uint64_t busy)
            (c->best || *plea->look_at != UINT64_MAX);
 }
 
+static enum kvq__help evict(struct kvq__core *core, const struct kvq__plea *plea, struct choice *c)
+{
+    if (under_way(core, plea->shortage))
+        return KVQ__HELP_NOW;
+    if (is_in_limbo(core, plea->shortage->pool)) {
+        *plea->look_at = core->now;
+        return KVQ__HELP_LATER;
+    }
+    if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
+        choose(core, plea, true, c);
+    if (!is_enough(c, 0)) // nobody goes in vain
+        return is_enough(c, c->busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
+                                                                     : KVQ__HELP_NONE;
+    bool quota = plea->shortage->code == KVQ_E_QUOTA;
+    while (c->best) {
+        int rc = start(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
+        if (rc == 0 || rc == KVQ_E_BUSY)
+            return KVQ__HELP_NOW;
+        choose(core, plea, c->shared, c);
+    }
+    return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+}
+
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
 {
     struct choice c;
@@ -454,25 +477,15 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
         return KVQ__HELP_NONE;
     claim_all(core, plea);
     choose(core, plea, false, &c);
-    if (under_way(core, plea->shortage))
-        return KVQ__HELP_NOW;
-    if (is_in_limbo(core, plea->shortage->pool)) {
-        *plea->look_at = core->now;
-        return KVQ__HELP_LATER;
-    }
-    if (!is_enough(&c, c.busy)) // forks of each other: one alone frees nothing, but all do
-        choose(core, plea, true, &c);
-    if (!is_enough(&c, 0)) // nobody goes in vain
-        return is_enough(&c, c.busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
-                                                                     : KVQ__HELP_NONE;
-    bool quota = plea->shortage->code == KVQ_E_QUOTA;
-    while (c.best) {
-        int rc = start(core, &c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
-        if (rc == 0 || rc == KVQ_E_BUSY)
-            return KVQ__HELP_NOW;
-        choose(core, plea, c.shared, &c);
-    }
-    return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+    enum kvq__help prompts =
+        kvq__exact_give_way(core, plea, free_of(plea->shortage), c.all + c.busy);
+    if (prompts == KVQ__HELP_NOW)
+        return prompts;
+    enum kvq__help others = evict(core, plea, &c);
+    if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
+        return others;
+    *plea->look_at = core->now;
+    return prompts;
 }
 
 bool kvq__evict_too_late(uint64_t since, uint64_t look_at)

@@ -17,6 +17,8 @@
 // they belong to), or, where there is no room, to disk (park.h); from the host's memory to disk.
 // Whoever uses one waits until it is back at its home. Requests see nothing of it but the delay.
 //
+// Before anybody goes, prompts that are kept in full precision are packed (exact.c).
+//
 // When. (1) A request, restore or fetch was refused a block: at once, if it could help. (2) Above
 // evict_above percent of a pool, and after park_idle_ns of idle time, one session after the other
 // goes before anybody needs the room (kvq__evict_tick).
@@ -104,6 +106,20 @@ bool kvq__evict_poll(struct kvq__core *core); // looks what has ended; true if a
 void kvq__evict_tick(struct kvq__core *core); // before anybody needs the room
 // The session has come back, or is there for the first time: it stays for a while.
 void kvq__evict_back(struct kvq__session *session);
+
+// ---- Prompts in full precision (exact.c) ----
+
+// How many tokens of a new session's prompt are kept in 16 bits until it has ended: all, or none
+// where that takes more than a share of its place or of its namespace's limit.
+uint64_t kvq__exact_fits(const struct kvq__session *session, uint64_t prompt_tokens);
+// Bytes of a session that such a prompt has and would not have if it were packed as it comes.
+uint64_t kvq__exact_bytes(const struct kvq__session *session);
+// Has prompts packed that hold what is missing, those first that hold most, if that is enough with
+// the bytes that are free and those that others may give. KVQ__HELP_NOW while some are being
+// packed, KVQ__HELP_LATER if requests under way or a GPU come first, KVQ__HELP_NONE if there is
+// nothing to be had of them.
+enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__plea *plea,
+                                   uint64_t free, uint64_t others);
 
 // ---- Demoted sessions (home.c) ----
 

@@ -125,6 +125,7 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
     to->max_rollback = from->max_rollback;
     to->prompt_tokens = from->prompt_tokens;
     to->exact_tokens = from->exact_tokens;
+    to->packs_early = from->packs_early;
     to->path = from->path;
     to->v_rotation = from->v_rotation;
     to->dtype = from->dtype;

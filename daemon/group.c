@@ -165,7 +165,6 @@ static const char *difference(const struct kvq__session *a, const struct kvq__se
            : strcmp(a->model, b->model) != 0      ? "model fingerprint"
            : a->max_rollback != b->max_rollback   ? "max_rollback"
            : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
-           : a->exact_tokens != b->exact_tokens   ? "exact_prompt"
            : !rotates_alike(a, b)                 ? "v_rotation"
            : a->dtype != b->dtype                 ? "dtype"
            : a->drop_on_detach != b->drop_on_detach || a->save_on_detach != b->save_on_detach ||

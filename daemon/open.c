@@ -70,6 +70,9 @@ static int check_flags(const struct kvq__session_spec *spec, char *text)
     if ((spec->flags & KVQ__OPEN_EXACT_PROMPT) && spec->prompt_tokens == 0)
         return kvq__fail(text, KVQ_E_INVALID,
                          "exact_prompt needs to know where the prompt ends; set prompt_tokens");
+    if ((spec->flags & KVQ__OPEN_EXACT_PROMPT) && (spec->flags & KVQ__OPEN_PACKED_PROMPT))
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "exact_prompt and packed_prompt exclude each other; give one of them");
     uint32_t both = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
     if ((spec->flags & both) == both)
         return kvq__fail(text, KVQ_E_INVALID,
@@ -325,24 +328,6 @@ static uint8_t choose_path(const struct kvq__session *s, uint32_t asked)
     return KVQ_PATH_EXACT;
 }
 
-// Memory of so many tokens while nothing of them is packed.
-static uint64_t unpacked_bytes(const struct kvq__session *s, uint64_t tokens)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers; i++)
-        if (kvq__layer_owns(s, i))
-            bytes += s->layers[i].raw_bytes + s->layers[i].packed_bytes;
-    return bytes * kvq__pages_of(tokens);
-}
-
-// By counts and configuration alone: what a session answers does not depend on who else is there.
-static uint64_t exact_tokens(const struct kvq__session *s, const struct kvq__session_spec *spec)
-{
-    uint64_t most = s->pool->budget / KVQ_EXACT_PROMPT_SHARE;
-    bool fits = unpacked_bytes(s, spec->prompt_tokens) <= most;
-    return (spec->flags & KVQ__OPEN_EXACT_PROMPT) && fits ? spec->prompt_tokens : 0;
-}
-
 // What all layers have; where they differ, the daemon rotates some and others come as they are.
 static uint8_t common_rotation(const struct kvq__session *s)
 {
@@ -422,7 +407,8 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
     s->shards = spec->shards ? spec->shards : 1;
     s->max_rollback = spec->max_rollback;
     s->prompt_tokens = spec->prompt_tokens;
-    s->exact_tokens = exact_tokens(s, spec);
+    if (!(spec->flags & KVQ__OPEN_PACKED_PROMPT))
+        s->exact_tokens = kvq__exact_fits(s, spec->prompt_tokens);
     s->v_rotation = common_rotation(s);
     s->dtype = s->layers[0].shape.dtype;
     s->path = choose_path(s, spec->path);

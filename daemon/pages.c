@@ -13,17 +13,29 @@
 
 enum { FIRST_SHEETS = 2 };
 
-uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
+static uint64_t packed_after(const struct kvq__session *s, const struct kvq__layer *layer,
+                             uint64_t raw, uint64_t past)
 {
     if (layer->packed_bytes == 0)
         return 0;
     uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
-    uint64_t raw = layer->learn > s->exact_tokens ? layer->learn : s->exact_tokens;
     if (past < raw + s->max_rollback)
         return layer->base;
     uint64_t unit = layer->format->unit_tokens;
     uint64_t packed = past > back ? (past - back) / unit * unit : 0;
     return packed > layer->base ? packed : layer->base;
+}
+
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
+{
+    uint64_t raw = layer->learn > s->exact_tokens ? layer->learn : s->exact_tokens;
+    return packed_after(s, layer, raw, past);
+}
+
+uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
+                           uint64_t past)
+{
+    return packed_after(s, layer, layer->learn, past);
 }
 
 // ---- Sheets ----

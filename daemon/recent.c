@@ -97,6 +97,7 @@ void kvq__session_count(struct kvq__session *s, uint64_t tokens)
     if (s->published)
         s->core->tokens += tokens - s->tokens;
     s->tokens = tokens;
+    kvq__exact_note(s);
 }
 
 void kvq__session_settle_in(struct kvq__session *s, struct kvq__pool *pool)
@@ -117,6 +118,7 @@ void kvq__recent_enter(struct kvq__session *s)
     s->published = true;
     s->pool->sessions++;
     s->core->tokens += s->tokens;
+    kvq__exact_note(s);
     kvq__recent_put(s);
     kvq__unsaved_note(s);
 }
@@ -124,6 +126,7 @@ void kvq__recent_enter(struct kvq__session *s)
 void kvq__recent_leave(struct kvq__session *s)
 {
     assert(s->published);
+    kvq__exact_leave(s);
     kvq__recent_forget(s);
     s->published = false;
     s->pool->sessions--;

@@ -405,6 +405,8 @@ static void describe(struct making *m)
     struct kvq__saved *to = &m->out->saved;
     bool own_format = true;
     *to = *m->sources[0].saved;
+    for (uint32_t i = 1; i < m->n; i++) // what one has packed early is packed of all
+        to->exact_tokens = m->sources[i].saved->exact_tokens ? to->exact_tokens : 0;
     to->layers = NULL;
     to->shard = m->as.shard;
     to->shards = m->as.shards;

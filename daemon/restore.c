@@ -119,6 +119,12 @@ static int refuse(const struct kvq__session *s, uint32_t layer, const char *why,
 
 static int check_counts(const struct kvq__session *s, char *text)
 {
+    if (s->exact_tokens && s->exact_tokens != s->prompt_tokens)
+        return kvq__fail(text, KVQ_E_DAMAGED,
+                         "what was stored of session \"%s\" makes no sense: %llu tokens of a "
+                         "prompt of %llu are to be read in 16 bits; it can be all of them or none",
+                         s->name, (unsigned long long)s->exact_tokens,
+                         (unsigned long long)s->prompt_tokens);
     if (s->tokens <= KVQ_MAX_SESSION_TOKENS && s->floor <= s->tokens &&
         s->tokens - s->floor <= s->max_rollback)
         return 0;
@@ -153,6 +159,7 @@ static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, ch
 static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
+    s->exact_tokens = saved->exact_tokens; // what is packed was decided by it
     kvq__session_count(s, saved->tokens);
     s->floor = saved->floor;
     s->saturated = saved->saturated;

@@ -46,7 +46,8 @@ static struct need need_of(const struct kvq__queue *q)
         uint64_t now = kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
         uint64_t then = kvq__room_bytes(s, s->tokens + q->entries[i].append);
         need.missing += then > now ? then - now : 0;
-        need.whole += then > now ? then : now;
+        uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
+        need.whole += whole > prompt ? whole - prompt : 0;
     }
     if (need.missing < shortage->bytes) // of a fork
         need.missing = shortage->bytes;

@@ -116,6 +116,7 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
                      : s->save_on_detach ? KVQ__DETACH_SAVE
                                          : KVQ__DETACH_KEEP,
         .prompt_tokens = s->prompt_tokens,
+        .exact_tokens = s->exact_tokens,
         .keep_seconds = s->keep_ns / 1000000000,
         .tokens = s->tokens,
         .floor = s->floor,

@@ -38,7 +38,7 @@ struct kvq__saved {
     char own_format[KVQ_FORMAT_NAME]; // of the configuration, that it was opened with, or empty
     char isa[16];                     // that it was computed on, for people
     uint32_t shard, shards, dtype, path, max_rollback, on_detach;
-    uint64_t prompt_tokens, keep_seconds;
+    uint64_t prompt_tokens, exact_tokens, keep_seconds; // exact_tokens: as the session's
     uint64_t tokens, floor, saturated;
     uint64_t stamp; // of this save, unlike that of any other; 0: of a version that had none
     uint32_t n_layers;

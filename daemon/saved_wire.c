@@ -169,6 +169,7 @@ static Kvq__SavedSession *session_message(struct kvq_arena *arena, const struct 
     s->max_rollback = from->max_rollback;
     s->on_detach = from->on_detach;
     s->prompt_tokens = from->prompt_tokens;
+    s->exact_tokens = from->exact_tokens;
     s->keep_seconds = from->keep_seconds;
     s->tokens = from->tokens;
     s->floor = from->floor;
@@ -256,6 +257,7 @@ static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
         .max_rollback = m->max_rollback,
         .on_detach = m->on_detach,
         .prompt_tokens = m->prompt_tokens,
+        .exact_tokens = m->exact_tokens,
         .keep_seconds = m->keep_seconds,
         .tokens = m->tokens,
         .floor = m->floor,

@@ -226,6 +226,8 @@ void kvq__session_unpin(struct kvq__session *s)
     assert(s->pins > 0);
     if (--s->pins == 0 && s->dropped)
         kvq__session_free(s);
+    else if (s->gives_way)
+        kvq__exact_unpinned(s);
 }
 
 void kvq__session_detached(struct kvq__session *s)
@@ -337,6 +339,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .stays = s->stays,
         .prefix_tokens = s->prefix_tokens,
         .exact_tokens = s->exact_tokens,
+        .packs_early = s->packs_early,
         .demoted = s->home != NULL,
     };
     if (!kvq__group_is_open(s) && s->keep_ns)

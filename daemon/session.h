@@ -102,7 +102,11 @@ struct kvq__session {
     char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
-    uint64_t exact_tokens; // before so many are final nothing is packed; not saved
+    uint64_t exact_tokens; // before so many are final nothing is packed; 0: it is as it comes
+    TAILQ_ENTRY(kvq__session) prompt_link; // among those whose prompts may hold memory
+    bool in_prompts;                       // it stands there
+    bool packs_early;                      // it was not 0, and gave way to others (exact.c)
+    bool gives_way;                        // it is about to: requests under way read it as it is
     uint8_t path, dtype;
     uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
     bool drop_on_detach, save_on_detach, dropped;
@@ -228,6 +232,11 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
                      const char *name, struct kvq__session **s, char *text);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
 void kvq__session_end(struct kvq__session *session, const char *why);
+// Its count has changed, or it is published; and it ends (exact.c).
+void kvq__exact_note(struct kvq__session *session);
+void kvq__exact_leave(struct kvq__session *session);
+// Nothing uses it any more: its prompt may be packed.
+void kvq__exact_unpinned(struct kvq__session *session);
 void kvq__session_pin(struct kvq__session *session);
 void kvq__session_unpin(struct kvq__session *session);
 // Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
@@ -260,6 +269,9 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
+// And that it would without exact_tokens.
+uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
+                           uint64_t past);
 // The first token that a view at or above `floor` may still need of a layer of which `keep` tokens
 // must stay readable behind the newest (0: all): what is behind is freed.
 static inline uint64_t kvq__kept_from(uint32_t keep, uint64_t floor)

@@ -175,6 +175,7 @@ struct kvq__core {
     TAILQ_HEAD(, kvq__park) parks;
     TAILQ_HEAD(, kvq__forget) forgets;
     struct kvq__session_list fetches; // sessions that are wanted back
+    struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
     uint32_t n_away, n_parks, n_forgets;
     uint64_t last_stamp;
     bool closing;

@@ -101,55 +101,6 @@ class SameBits(Test):
             for piece, what in seen.items():
                 self.assertTrue(what == seen[n], f"{format} in pieces of {piece}")
 
-    def test_prompt_in_pieces(self):
-        """Outputs of a prompt in pieces are those of one piece, to the bit, in every format, where
-        that was asked for; then its memory is what it is without."""
-        n = 512
-        tokens = Tokens(12, n + 131, q_heads=4, dim=64)
-        formats = {f["name"] for f in self.daemon.ctl("format", "list")}
-        if BACKEND != "cpu":  # which takes seconds for each
-            formats = {"f16", "oscar2"}
-        tried = 0
-        for format in sorted(formats):
-            seen, used = {}, {}
-            for piece, exact in ((n, False), (64, True), (100, True), (64, False)):
-                try:
-                    session = self.client.session(tokens.rows, format, prompt_tokens=n,
-                                                  dtype="bf16" if format == "bf16" else "f16",
-                                                  exact_prompt=exact)
-                except kvq.Error as error:  # needs a codebook
-                    self.assertEqual(error.code, kvq.Code.E_FORMAT, format)
-                    break
-                with session:
-                    self.assertEqual(session.info()["exact_tokens"], n if exact else 0)
-                    outs = []
-                    while session.tokens < n:
-                        outs.append(tokens.feed(self.queue, session,
-                                                min(piece, n - session.tokens)))
-                    tokens.feed(self.queue, session, 130)
-                    stored = read_all(self.queue, session, 2)  # packs what is due
-                    tokens.feed(self.queue, session, 1)  # and its raw blocks are given back
-                    info = session.info()
-                    used[piece, exact] = (info["packed_bytes"], info["window_bytes"],
-                                          info["full_precision_tokens"], stored)
-                    seen[piece, exact] = b"".join(
-                        np.concatenate([o[layer][i] for o in outs]).tobytes()
-                        for layer in range(2) for i in range(2))
-            else:
-                tried += 1
-                self.assertTrue(seen[64, True] == seen[n, False], format)
-                if BACKEND == "cpu":  # a GPU's sums depend on where in a tile a piece begins
-                    self.assertTrue(seen[100, True] == seen[n, False], format)
-                self.assertTrue(used[64, True] == used[n, False], format)
-                if format == "oscar2":
-                    self.assertFalse(seen[64, False] == seen[n, False])
-        self.assertGreater(tried, 15 if BACKEND == "cpu" else 1)
-        self.fails(kvq.Code.E_INVALID, self.client.session, tokens.rows, "oscar2",
-                   exact_prompt=True, text="prompt_tokens")
-        with self.client.session(tokens.rows, "oscar2", prompt_tokens=1 << 20,
-                                 exact_prompt=True) as session:  # more than half of the pool
-            self.assertEqual(session.info()["exact_tokens"], 0)
-
     def test_decode_does_not_depend_on_the_prefill(self):
         """Outputs of single tokens are the same whether their past came in one piece or in ten."""
         tokens = Tokens(10, 400)

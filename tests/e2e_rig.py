@@ -6,6 +6,7 @@ Nothing here sleeps to wait. The daemon says when it is ready on a descriptor an
 its log; processes say where they are on their standard output. Every wait has a bound.
 """
 import ctypes
+import gc
 import json
 import os
 import re
@@ -328,6 +329,7 @@ class Test(unittest.TestCase):
         cls.daemon.stop()
 
     def setUp(self):
+        gc.collect()  # buffers of tests before, which are held in circles
         self.fds_before = own_fds()
         self.client = self.daemon.client()
         self.queue = self.client.queue()

@@ -586,8 +586,9 @@ static void test_hostile(void **state)
     struct kvq__saved_layer layers[LAYERS];
     memcpy(layers, good.layers, sizeof layers);
     for (uint32_t i = 0; i < 400; i++) {
-        uint64_t *numbers[] = {&from->saved.tokens, &from->saved.floor, &from->saved.layers[0].base,
-                               &from->saved.layers[1].packed};
+        uint64_t *numbers[] = {&from->saved.tokens,         &from->saved.floor,
+                               &from->saved.layers[0].base, &from->saved.layers[1].packed,
+                               &from->saved.exact_tokens,   &from->saved.prompt_tokens};
         uint32_t *smalls[] = {&from->saved.layers[1].first_page,
                               &from->saved.layers[0].raw_page,
                               &from->saved.max_rollback,
@@ -597,7 +598,9 @@ static void test_hostile(void **state)
         static const uint64_t steps[] = {1, 32, 128, 256, 1u << 31, UINT64_MAX - 5};
         uint64_t by = steps[kit_below(&kit, 6)];
         if (kit_chance(&kit, 50))
-            *numbers[kit_below(&kit, 4)] += kit_chance(&kit, 50) ? by : -by;
+            *numbers[kit_below(&kit, 6)] += kit_chance(&kit, 50) ? by : -by;
+        else if (kit_chance(&kit, 20))
+            from->saved.exact_tokens = from->saved.prompt_tokens = by;
         else if (kit_chance(&kit, 80))
             *smalls[kit_below(&kit, 6)] += (uint32_t)(kit_chance(&kit, 50) ? by : -by) % 7;
         else
@@ -624,6 +627,10 @@ static void test_hostile(void **state)
         memcpy(from->saved.layers, layers, sizeof layers);
     }
     assert_true(refused > 20 && taken > 20);
+    from->saved.exact_tokens = 600; // of a prompt of no tokens
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, 0, &r, text), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "600 tokens of a prompt of 0"));
+    from->saved = good;
 }
 
 static void test_no_room(void **state)

@@ -46,6 +46,9 @@ static void print_eviction(const Kvq__EvictionStatus *e)
         printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu32
                " are there now\n",
                e->demoted, kvq__ctl_bytes(e->demoted_bytes), e->returned, e->demoted_now);
+    if (e->prompts_packed)
+        printf("prompts    %" PRIu64 " were packed before their end, for room (%s)\n",
+               e->prompts_packed, kvq__ctl_bytes(e->prompts_packed_bytes));
     if (e->waited + e->refused + e->failed)
         printf("for room   %" PRIu64 " requests waited, %" PRIu32 " wait now, %" PRIu64
                " were refused; %" PRIu64 " sessions could not go\n",

@@ -150,6 +150,8 @@ static void print_session(const Kvq__Session *s)
     if (s->exact_tokens)
         printf("prompt      read in 16 bits until its %" PRIu64 " tokens are there\n",
                s->exact_tokens);
+    if (s->packs_early)
+        printf("prompt      packed before its end, since others needed the room\n");
     if (s->prefix_tokens)
         printf("prefix      it began with %" PRIu64 " tokens that were there\n", s->prefix_tokens);
     print_size(s);

@@ -20,7 +20,7 @@ _ROTATIONS = {"default": 0, "engine": 1, "daemon": 2, "none": 3}
 _ATTENTION = {"default": 0, "exact": 1, "fast": 2}
 _DETACH = {"default": 0, "drop": 1, "keep": 2, "save": 3}
 _FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8,
-          "exact_prompt": 16}
+          "exact_prompt": 16, "packed_prompt": 32}
 
 
 @dataclass
@@ -264,7 +264,7 @@ class Client:
         """Opens or creates a session. layers: of Layer. prefix: ids of its first tokens, of which a
         new session has as many as are there (session.tokens). spans: (first, tokens, digest) of
         images and audio. Flags, all False by default: read_only, take_over, must_exist,
-        must_create, exact_prompt. The rest is as in struct kvq_session_options."""
+        must_create, exact_prompt, packed_prompt. The rest is as in struct kvq_session_options."""
         layers = list(layers)
         described, ids = self._describe(layers, format, **options)
         handle, info = c_uint64(), _ffi.SessionInfo()
