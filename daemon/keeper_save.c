@@ -84,7 +84,8 @@ static int write_part(const struct writing *w, uint32_t shard, uint32_t i, struc
     const void *shared = kvq__save_shared(t->save, shard, i);
     struct kvq_place place = {part->layer, part->page, part->kind, part->from};
     int rc = KVQ_E_NO_SESSION;
-    part->id = part->id ? part->id : find_same(w->same, shared);
+    uint64_t put = find_same(w->same, shared); // what it was saved as before may be gone since
+    part->id = put ? put : part->id;
     if (part->id)
         rc = kvq_save_keep(out, &place, part->id, t->text, sizeof t->text);
     t->kept_blocks += rc == 0;
