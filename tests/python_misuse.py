@@ -8,9 +8,9 @@ buffers closed too early, several threads on one queue.
 A case is a call with arguments drawn from its seed. What is wrong about them is known: such a call
 must raise an error of the package's kinds, and one with nothing wrong gives the same bits as plain
 arrays do. Whatever happens, memory around outputs stays as it was, and so does what is committed.
-Cases run in child processes, so that a crash is found and has a seed. KVQ_PRELOAD is
-preloaded into the children: the runtime of AddressSanitizer, where libkvq and kvqd ($KVQ_LIBRARY,
-$KVQ_BIN_DIR) were built with it.
+Cases run in child processes, so that a crash is found and has a seed. With AddressSanitizer:
+KVQ_BIN_DIR names a build with it, KVQ_CHILD_LIBRARY its libkvq and KVQ_PRELOAD the runtime, which
+are for the children alone; KVQ_LIBRARY stays a libkvq without.
 """
 import argparse
 import itertools
@@ -450,7 +450,8 @@ def run_chunk(daemon, first, cases):
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     preload = os.environ.get("KVQ_PRELOAD")
     if preload:
-        environment.update(LD_PRELOAD=preload, ASAN_OPTIONS="detect_leaks=0:handle_segv=1")
+        environment.update(LD_PRELOAD=preload, KVQ_LIBRARY=os.environ["KVQ_CHILD_LIBRARY"],
+                           ASAN_OPTIONS="detect_leaks=0:handle_segv=1")
     done = subprocess.run([sys.executable, os.path.abspath(__file__), "--child", daemon.directory,
                            str(first), str(cases)], env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True, timeout=600)
