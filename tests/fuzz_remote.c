@@ -53,8 +53,12 @@ static void read_head(const uint8_t *data, size_t size)
     }
     assert(sum == index.bytes);
     if (kvq__index_write(&index, &text, &n) == 0 && kvq__index_read(text, n, &again, &why) == 0) {
-        assert(again.bytes == index.bytes && again.n_chunks == index.n_chunks &&
-               memcmp(again.chunks, index.chunks, index.n_chunks * sizeof *index.chunks) == 0);
+        assert(again.bytes == index.bytes && again.n_chunks == index.n_chunks);
+        for (uint32_t i = 0; i < index.n_chunks; i++) {
+            const struct kvq__chunk *a = &index.chunks[i], *b = &again.chunks[i];
+            assert(a->size == b->size && a->at == b->at && a->pack == b->pack &&
+                   memcmp(a->sha, b->sha, sizeof a->sha) == 0);
+        }
         kvq__index_free(&again);
     }
     free(text);

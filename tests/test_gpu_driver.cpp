@@ -459,7 +459,7 @@ static void test_bad_launches(void **)
     refused({0, 1, 32, 0, NULL}, bytes, "cannot have");
     refused({1, 65536, 32, 0, NULL}, bytes, "cannot have");
     refused({1, 1, 2048, 0, NULL}, bytes, "at most 1024");
-    refused({1, 1, 32, dev.shared_bytes + 16, NULL}, bytes, "more shared memory");
+    refused({1, 1, 32, dev.shared_bytes + 16, NULL}, bytes, "of shared memory");
 }
 
 static void test_bad_memory(void **)
