@@ -41,7 +41,7 @@ int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
         printf("no clients\n");
     else
         print_clients(&list);
-    return kvq__ctl_whole(&list, &clients);
+    return kvq__ctl_list_end(&list, &clients);
 }
 
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)

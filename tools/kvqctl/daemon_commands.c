@@ -115,7 +115,7 @@ int kvq__ctl_status(struct kvq__ctl *ctl, char **args)
         kvq__ctl_print_json(&kvq__ctl_status_of(&list)->base);
     else
         print_status(kvq__ctl_status_of(&list));
-    return kvq__ctl_whole(&list, &namespaces);
+    return kvq__ctl_list_end(&list, &namespaces);
 }
 
 static void print_formats(const struct kvq__ctl_list *list)
@@ -149,7 +149,7 @@ int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
         kvq__ctl_print_json_array(list.elements, list.n);
     else
         print_formats(&list);
-    return kvq__ctl_whole(&list, &formats);
+    return kvq__ctl_list_end(&list, &formats);
 }
 
 // Sends a ping. On success *microseconds is the round trip.

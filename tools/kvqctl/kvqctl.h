@@ -69,8 +69,8 @@ Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
 // Prints what went wrong in words, or the code's own, and returns the exit status for it.
 int kvq__ctl_refused(int status, const char *text);
 
-// A list that comes in pages, asked for to its end. The elements live until it is freed or the run
-// ends; `reply` is the first page's, and holds what is no element.
+// A list that comes in pages, asked for to its end. The elements live until it is freed; `reply` is
+// the first page's, and holds what is no element.
 struct kvq__ctl_list {
     ProtobufCMessage **elements;
     size_t n, room;
@@ -96,8 +96,9 @@ struct kvq__ctl_kind {
 int kvq__ctl_ask_list(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Cursor **cursor,
                       const struct kvq__ctl_kind *kind, struct kvq__ctl_list *list);
 void kvq__ctl_list_free(struct kvq__ctl_list *list);
-// KVQ_EXIT_OK, or, if the list is not whole, words on standard error and KVQ_EXIT_FAILED.
-int kvq__ctl_whole(const struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind);
+// Frees the list that was printed. KVQ_EXIT_OK, or, if it was not whole, words on standard error
+// and KVQ_EXIT_FAILED.
+int kvq__ctl_list_end(struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind);
 
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);

@@ -102,14 +102,17 @@ void kvq__ctl_list_free(struct kvq__ctl_list *list)
     *list = (struct kvq__ctl_list){0};
 }
 
-int kvq__ctl_whole(const struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind)
+int kvq__ctl_list_end(struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind)
 {
-    if (!list->truncated)
+    size_t n = list->n;
+    bool truncated = list->truncated;
+    kvq__ctl_list_free(list);
+    if (!truncated)
         return KVQ_EXIT_OK;
     fflush(stdout);
     fprintf(stderr,
             "kvqctl: the list is not whole: the daemon told %zu %s, has more, and does not say how "
             "to ask for them; is it of an earlier release?%s%s\n",
-            list->n, kind->what, *kind->remedy ? " Else " : "", kind->remedy);
+            n, kind->what, *kind->remedy ? " Else " : "", kind->remedy);
     return KVQ_EXIT_FAILED;
 }

@@ -38,7 +38,7 @@ int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
         printf("no prefixes: no engine has told token ids\n");
     else
         print_prefixes(&list);
-    return kvq__ctl_whole(&list, &prefixes);
+    return kvq__ctl_list_end(&list, &prefixes);
 }
 
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)

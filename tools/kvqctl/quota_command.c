@@ -136,7 +136,7 @@ int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
         printf("no namespaces that this user may see\n");
     else
         print_list(&list);
-    return kvq__ctl_whole(&list, &quotas);
+    return kvq__ctl_list_end(&list, &quotas);
 }
 
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)

@@ -131,7 +131,7 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
         return result;
     if (ctl->json) {
         kvq__ctl_print_json_array(list.elements, list.n);
-        return kvq__ctl_whole(&list, &stored);
+        return kvq__ctl_list_end(&list, &stored);
     }
     if (list.n == 0)
         printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
@@ -142,7 +142,7 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
         printf("%-20s %11s  %s\n", kvq__ctl_clean(e->namespace_), kvq__ctl_bytes(e->bytes),
                kvq__ctl_clean(e->name));
     }
-    return kvq__ctl_whole(&list, &stored);
+    return kvq__ctl_list_end(&list, &stored);
 }
 
 int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)
@@ -193,7 +193,7 @@ int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args)
     r->next = NULL;
     if (ctl->json) {
         kvq__ctl_print_json(&r->base);
-        return kvq__ctl_whole(&list, &transfers);
+        return kvq__ctl_list_end(&list, &transfers);
     }
     printf("endpoint    %s\nbucket      %s\nprefix      %s\n", kvq__ctl_clean(r->endpoint),
            kvq__ctl_clean(r->bucket), kvq__ctl_clean(r->prefix));
@@ -203,7 +203,7 @@ int kvq__ctl_remote_status(struct kvq__ctl *ctl, char **args)
         printf("transfers   none\n");
     for (size_t i = 0; i < r->n_transfers; i++)
         print_transfer(r->transfers[i]);
-    return kvq__ctl_whole(&list, &transfers);
+    return kvq__ctl_list_end(&list, &transfers);
 }
 
 int kvq__ctl_remote_cancel(struct kvq__ctl *ctl, char **args)

@@ -81,7 +81,7 @@ int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
         printf("no sessions%s\n", ctl->ns ? " in that namespace" : "");
     else
         kvq__ctl_print_sessions((Kvq__Session *const *)list.elements, list.n);
-    return kvq__ctl_whole(&list, &kind);
+    return kvq__ctl_list_end(&list, &kind);
 }
 
 static void print_shards(const Kvq__Session *s)

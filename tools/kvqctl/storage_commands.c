@@ -187,7 +187,7 @@ int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
         printf("nothing is saved%s\n", ctl->ns ? " of that namespace" : "");
     else
         print_entries(&list);
-    return kvq__ctl_whole(&list, &saved);
+    return kvq__ctl_list_end(&list, &saved);
 }
 
 static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)
