@@ -116,7 +116,8 @@ static uint32_t layer_rows(const struct config *c, struct kvq_layer rows[2])
 }
 
 // A buffer with the prompt's ids, for the daemon to look them up. The last one stays out: its
-// logits must be computed.
+// logits must be computed. Who begins with a prefix reads it packed, and so does whoever computes
+// it, so that both say the same.
 static int put_prompt(struct engine *e, const struct cache_options *o, kvq_buffer **buffer,
                       struct kvq_session_options *so)
 {
@@ -126,6 +127,7 @@ static int put_prompt(struct engine *e, const struct cache_options *o, kvq_buffe
         return rc;
     memcpy(kvq_buffer_data(*buffer), o->prompt, n * sizeof(int32_t));
     so->prefix = (struct kvq_prefix){.buffer = *buffer, .tokens = n};
+    so->flags |= KVQ_OPEN_PACKED_PROMPT;
     return 0;
 }
 
