@@ -152,7 +152,8 @@ class Shapes(Test):
         kind = np.float16
         k, v = (np.concatenate([p, np.float32(kind(x[-queries:]))]) for p, x in zip(past, (k, v)))
         want, want_lse = attend64(k, v, q[-queries:], n - queries, row.window, row.softcap)
-        self.assertLess(relative_error(out, want), 1e-3)
+        # On a GPU the bound of single rows (docs/testing.md), for there are few here.
+        self.assertLess(relative_error(out, want), 1e-3 if BACKEND == "cpu" else 2e-3)
         self.assertLess(np.abs(lse - want_lse).max(), 1e-3 * ROUNDING)
 
     def test_head_dims_and_groups(self):
