@@ -319,7 +319,7 @@ def feed_piece(queue, tokens, session, n):
 class Short(Test, Prompts):
     """Room for all that is asked for here if prompts are packed, and not if they are not."""
     SESSIONS, LONG = 6, 4096 if BACKEND == "cpu" else 1280
-    DAEMON = {"pool_bytes": "20mb" if BACKEND == "cpu" else "8mb", "extent_bytes": "2mb"}
+    DAEMON = {"pool_bytes": "20mb" if BACKEND == "cpu" else "6mb", "extent_bytes": "2mb"}
 
     def prompts(self, **options):
         """As many prompts at once, in pieces of 256. How many sessions were packed early."""
