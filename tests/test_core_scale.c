@@ -175,20 +175,26 @@ static void test_forks_in_pieces(void **state)
     core_check(kit.core);
 }
 
+// Another client's handle of the session, which may only read it.
+static uint64_t read_as(struct member *other, uint64_t handle)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
+    kit_name(kit_of(&m, handle), spec.name);
+    assert_int_equal(member_open(&kit, other, 1000, 65536), 0);
+    assert_int_equal(kvq__session_open(other->client, &spec, &info, text), 0);
+    return info.handle;
+}
+
 // A step of the session takes its floor beyond where the rest would be forked: that is told. Then
 // it ends: so is that.
 static void test_forks_meanwhile(void **state)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
-    struct kvq__session_info info;
     (void)state;
-    uint64_t a = make(3000);
-    kit_name(kit_of(&m, a), "it");
-    assert_int_equal(member_open(&kit, &other, 1000, 65536), 0);
-    struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
-    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
-    struct kvq_request r = load_many(info.handle, 2944, e);
+    uint64_t a = make(3000), reader = read_as(&other, a);
+    struct kvq_request r = load_many(reader, 2944, e);
     kit.core->config.fork_work = 8;
     kit_load(&other, &r, e);
     assert_int_equal(kvq__request_start(other.queue), KVQ__AGAIN);
@@ -219,14 +225,9 @@ static void test_forks_undone(void **state)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
-    struct kvq__session_info info;
     (void)state;
-    uint64_t a = make(3000);
-    kit_name(kit_of(&m, a), "it");
-    assert_int_equal(member_open(&kit, &other, 1000, 65536), 0);
-    struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
-    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
-    struct kvq_request r = load_many(info.handle, 2944, e);
+    uint64_t a = make(3000), reader = read_as(&other, a);
+    struct kvq_request r = load_many(reader, 2944, e);
     uint64_t used = kit.core->pools[0].used_bytes, tables = info_of().used[KVQ__TABLE_BYTES];
     kit.core->config.fork_work = 8;
     kit_load(&other, &r, e);
