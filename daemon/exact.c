@@ -160,7 +160,7 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__ple
     struct prompts p = look_at_all(core, plea->shortage);
     if (p.there + p.coming + free + others < plea->need) // nobody gives way in vain
         return KVQ__HELP_NONE;
-    // What is free may be of no use, lying in extents of other blocks.
+    // What is free may be of no use, lying in extents of other namespaces.
     while (p.largest && (p.coming == 0 || p.coming + free < plea->need)) {
         give_way(p.largest);
         p = look_at_all(core, plea->shortage);
