@@ -4,6 +4,7 @@
 // the lanes: codes become offsets of 16 bits, and centroids are put together to 8 values, of
 // 8 / vector tokens (K) or of 8 channels of a token (V), that up to 4 rows share.
 #include "kernels/avx2.h"
+#include "kernels/book.h"
 
 enum {
     TILE = 4, // query rows that share the values
@@ -11,57 +12,49 @@ enum {
     VALUES = 2, // registers of values at a time; 4 rows by 2 of them are 8 accumulators
 };
 
-// The codes of one side of a group, and the tables that they are numbers of.
-struct side {
-    const uint8_t *low, *high; // layout.h, 7
-    const char *table;         // of sub-vector 0
-    size_t stride;             // bytes to that of the next; 0: all share one
-    uint32_t dim, subs, bits;
-};
-
-static struct side side_of(const struct kvq__side *s, uint32_t dim, const uint8_t *codes)
-{
-    uint32_t subs = dim / s->row.vector;
-    return (struct side){.low = codes,
-                         .high = codes + KVQ_GROUP_TOKENS * subs,
-                         .table = (const char *)s->book,
-                         .stride = s->book_sub * sizeof(float),
-                         .dim = dim,
-                         .subs = subs,
-                         .bits = s->row.bits};
-}
-
 // ---- Offsets ----
 
-// Bits 8 and up of codes 16 h to 16 h + 15 of sub-vector m, as 16-bit numbers.
-KVQ__INLINE __m256i high_bits(const struct side *s, uint32_t m, uint32_t h)
+// Fields 16 h to 16 h + 15 of a row of a plane, as 16-bit numbers.
+KVQ__INLINE __m256i fields(const uint8_t *row, uint32_t h, int width)
 {
-    if (s->bits == 12) { // byte i holds tokens 2 i and 2 i + 1
-        const uint8_t *at = s->high + 16 * m + 8 * h;
-        __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)at));
+    const uint8_t *at = row + 2 * (uint32_t)width * h;
+    __m256i x;
+    if (width == 8)
+        return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)at));
+    if (width == 4) { // byte i holds tokens 2 i and 2 i + 1
+        x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)at));
         x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
-        return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(15)), 8);
+        return _mm256_and_si256(x, _mm256_set1_epi16(15));
     }
-    __m256i x = _mm256_cvtepu8_epi64(_mm_loadu_si32(s->high + 8 * m + 4 * h));
-    x = _mm256_or_si256(x, _mm256_slli_epi64(x, 14));
-    x = _mm256_or_si256(x, _mm256_slli_epi64(x, 28));
-    return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(3)), 8);
+    if (width == 2) {
+        x = _mm256_cvtepu8_epi64(_mm_loadu_si32(at));
+        x = _mm256_or_si256(x, _mm256_slli_epi64(x, 14));
+        x = _mm256_or_si256(x, _mm256_slli_epi64(x, 28));
+        return _mm256_and_si256(x, _mm256_set1_epi16(3));
+    }
+    const __m256i bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096,
+                                          8192, 16384, INT16_MIN);
+    x = _mm256_set1_epi16((short)(at[0] | at[1] << 8));
+    return _mm256_srli_epi16(_mm256_cmpeq_epi16(_mm256_and_si256(x, bit), bit), 15);
 }
 
-// Where centroids lie in their table: code * 4 * vector, and half of that for vectors of 8, whose
-// tables are larger than 64 KiB.
-KVQ__INLINE void set_offsets(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
-                             int vector)
+KVQ__INLINE void offsets_of(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+                            int low, int high)
 {
-    for (uint32_t m = 0; m < s->subs; m++)
+    const uint8_t *low_row = s->low, *high_row = s->high;
+    for (uint32_t m = 0; m < s->subs; m++, low_row += 4 * low, high_row += 4 * high)
         for (uint32_t h = 0; h < 2; h++) {
-            const uint8_t *low = s->low + KVQ_GROUP_TOKENS * m + 16 * h;
-            __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)low));
-            if (s->bits > 8)
-                code = _mm256_or_si256(code, high_bits(s, m, h));
-            _mm256_store_si256((void *)(offsets[m] + 16 * h),
-                               _mm256_slli_epi16(code, vector == 2 ? 3 : 4));
+            __m256i code = fields(low_row, h, low);
+            if (high)
+                code = _mm256_or_si256(code, _mm256_slli_epi16(fields(high_row, h, high), low));
+            _mm256_store_si256((void *)(offsets[m] + 16 * h), _mm256_slli_epi16(code, s->shift));
         }
+}
+
+// Where centroids lie in their table: code << shift, in units of UNIT bytes (book.h).
+static void set_offsets(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS])
+{
+    KVQ__BY_PLANES(s->bits, offsets_of(s, offsets, LOW, HIGH));
 }
 
 // ---- Values ----
@@ -72,11 +65,10 @@ KVQ__INLINE __m128 pair(const double *a, const double *b)
 }
 
 // The centroids at 8 / vector offsets that lie `step` apart, one behind the other. Offset i counts
-// from table + i * stride.
+// from table + i * stride, in units of `unit` bytes.
 KVQ__INLINE __m256 pick(const uint16_t *offsets, uint32_t step, const char *table, size_t stride,
-                        int vector)
+                        int vector, size_t unit)
 {
-    const size_t unit = vector == 8 ? 2 : 1;
 #define AT(i)   ((const void *)(table + (i)*stride + unit * offsets[step * (i)]))
 #define FOUR(i) _mm_loadu_ps(AT(i))
 #define TWO(i)  pair(AT(i), AT((i) + 1))
@@ -122,9 +114,9 @@ KVQ__INLINE __m256 load_query(const float *q, int vector)
 }
 
 // kept: [sub-vector][32 tokens][vector].
-KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+KVQ__INLINE void qk_rows(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
                          const float *q, const uint8_t *ahead, float *kept, float *logits,
-                         enum source source, int rows, int vector)
+                         enum source source, int rows, int vector, size_t unit)
 {
     const uint32_t lanes = 8 / (uint32_t)vector, ahead_step = KVQ_GROUP_TOKENS * s->bits / 8;
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t += VALUES * lanes) {
@@ -140,7 +132,7 @@ KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOK
             for (uint32_t j = 0; j < VALUES; j++) {
                 x[j] = source == LOADED ? _mm256_load_ps(keep + 8 * j)
                                         : pick(offsets[m] + t + j * lanes, 1,
-                                               s->table + m * s->stride, 0, vector);
+                                               s->table + m * s->stride, 0, vector, unit);
                 if (source == KEPT)
                     _mm256_store_ps(keep + 8 * j, x[j]);
             }
@@ -156,23 +148,23 @@ KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOK
     }
 }
 
-KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct side *s, float *logits,
-                          int vector)
+KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq__book_codes *s,
+                          float *logits, int vector, size_t unit)
 {
     _Alignas(64) uint16_t offsets[MOST_SUBS][KVQ_GROUP_TOKENS];
     const float *q = tile->qt;
     float *kept = tile->group_f32;
-    set_offsets(s, offsets, vector);
+    set_offsets(s, offsets);
     if (tile->rows > TILE)
-        qk_rows(s, offsets, q, tile->ahead, kept, logits, KEPT, TILE, vector);
+        qk_rows(s, offsets, q, tile->ahead, kept, logits, KEPT, TILE, vector, unit);
     else
         KVQ__BY_ROWS(tile->rows,
-                     qk_rows(s, offsets, q, tile->ahead, kept, logits, PICKED, ROWS, vector));
+                     qk_rows(s, offsets, q, tile->ahead, kept, logits, PICKED, ROWS, vector, unit));
     for (uint32_t r = TILE; r < tile->rows; r += TILE) {
         q += TILE * s->dim;
         logits += TILE * KVQ__LOGITS_STRIDE;
         KVQ__BY_ROWS(tile->rows - r,
-                     qk_rows(s, offsets, q, NULL, kept, logits, LOADED, ROWS, vector));
+                     qk_rows(s, offsets, q, NULL, kept, logits, LOADED, ROWS, vector, unit));
     }
 }
 
@@ -190,17 +182,8 @@ static void multiply_norms(const struct kvq__tile *tile, const uint8_t *norms, f
 static void qk_book(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
     const struct kvq__codec *c = tile->codec;
-    struct side s = side_of(&c->k, c->dim, packed->group + c->layout.k_codes);
-    switch (c->k.row.vector) {
-    case 2:
-        qk_group(tile, &s, logits, 2);
-        break;
-    case 4:
-        qk_group(tile, &s, logits, 4);
-        break;
-    default:
-        qk_group(tile, &s, logits, 8);
-    }
+    struct kvq__book_codes s = kvq__book_codes_of(&c->k, c->dim, packed->group + c->layout.k_codes);
+    KVQ__BY_BOOK(&c->k.row, qk_group(tile, &s, logits, VECTOR, UNIT));
     if (c->has_norms)
         multiply_norms(tile, packed->group + c->layout.k_norms, logits);
 }
@@ -208,9 +191,9 @@ static void qk_book(const struct kvq__tile *tile, const struct kvq_packed *packe
 // ---- V ----
 
 // 16 channels from c on. kept: [32 tokens][dim].
-KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS], uint32_t c,
-                          const float *p, const uint8_t *ahead, float *kept, float *o,
-                          enum source source, int rows, int vector)
+KVQ__INLINE void pv_block(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+                          uint32_t c, const float *p, const uint8_t *ahead, float *kept, float *o,
+                          enum source source, int rows, int vector, size_t unit)
 {
     const uint32_t lanes = 8 / (uint32_t)vector, first = c / (uint32_t)vector;
     const char *table = s->table + first * s->stride;
@@ -223,9 +206,10 @@ KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TO
             kvq__fetch(ahead + t * (VALUES * lanes) * s->bits / 8);
         for (uint32_t j = 0; j < VALUES; j++) {
             float *keep = kept + t * s->dim + c + 8 * j;
-            __m256 x = source == LOADED ? _mm256_load_ps(keep)
-                                        : pick(offsets[first + j * lanes] + t, KVQ_GROUP_TOKENS,
-                                               table + j * lanes * s->stride, s->stride, vector);
+            __m256 x = source == LOADED
+                           ? _mm256_load_ps(keep)
+                           : pick(offsets[first + j * lanes] + t, KVQ_GROUP_TOKENS,
+                                  table + j * lanes * s->stride, s->stride, vector, unit);
             if (source == KEPT)
                 _mm256_store_ps(keep, x);
             for (int i = 0; i < rows; i++) {
@@ -239,49 +223,41 @@ KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TO
             _mm256_store_ps(o + (uint32_t)i * s->dim + c + 8 * j, acc[i][j]);
 }
 
-KVQ__INLINE void pv_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+KVQ__INLINE void pv_rows(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
                          const float *p, const uint8_t *ahead, float *kept, float *o,
-                         enum source source, int rows, int vector)
+                         enum source source, int rows, int vector, size_t unit)
 {
     const uint32_t step = 8 * VALUES;
     for (uint32_t c = 0; c < s->dim; c += step) {
-        pv_block(s, offsets, c, p, ahead, kept, o, source, rows, vector);
+        pv_block(s, offsets, c, p, ahead, kept, o, source, rows, vector, unit);
         ahead = ahead ? ahead + step / (uint32_t)vector * KVQ_GROUP_TOKENS * s->bits / 8 : NULL;
     }
 }
 
-KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct side *s, const float *p,
-                          int vector)
+KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq__book_codes *s,
+                          const float *p, int vector, size_t unit)
 {
     _Alignas(64) uint16_t offsets[MOST_SUBS][KVQ_GROUP_TOKENS];
     float *o = tile->ot, *kept = tile->group_f32;
-    set_offsets(s, offsets, vector);
+    set_offsets(s, offsets);
     if (tile->rows > TILE)
-        pv_rows(s, offsets, p, tile->ahead, kept, o, KEPT, TILE, vector);
+        pv_rows(s, offsets, p, tile->ahead, kept, o, KEPT, TILE, vector, unit);
     else
         KVQ__BY_ROWS(tile->rows,
-                     pv_rows(s, offsets, p, tile->ahead, kept, o, PICKED, ROWS, vector));
+                     pv_rows(s, offsets, p, tile->ahead, kept, o, PICKED, ROWS, vector, unit));
     for (uint32_t r = TILE; r < tile->rows; r += TILE) {
         p += TILE * KVQ__LOGITS_STRIDE;
         o += TILE * s->dim;
-        KVQ__BY_ROWS(tile->rows - r, pv_rows(s, offsets, p, NULL, kept, o, LOADED, ROWS, vector));
+        KVQ__BY_ROWS(tile->rows - r,
+                     pv_rows(s, offsets, p, NULL, kept, o, LOADED, ROWS, vector, unit));
     }
 }
 
 static void pv_book(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
     const struct kvq__codec *c = tile->codec;
-    struct side s = side_of(&c->v, c->dim, packed->group + c->layout.v_codes);
-    switch (c->v.row.vector) {
-    case 2:
-        pv_group(tile, &s, p, 2);
-        break;
-    case 4:
-        pv_group(tile, &s, p, 4);
-        break;
-    default:
-        pv_group(tile, &s, p, 8);
-    }
+    struct kvq__book_codes s = kvq__book_codes_of(&c->v, c->dim, packed->group + c->layout.v_codes);
+    KVQ__BY_BOOK(&c->v.row, pv_group(tile, &s, p, VECTOR, UNIT));
 }
 
 void kvq__init_avx2_book(struct kvq_kernels *k)

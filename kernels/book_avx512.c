@@ -12,65 +12,61 @@
 // a row and sums across lanes stay within a token. V: 16 channels of one token, so that nothing is
 // added across lanes.
 #include "kernels/avx512.h"
+#include "kernels/book.h"
 
 enum {
     MOST_SUBS = KVQ_MAX_HEAD_DIM / 2,
     VALUES = 4,    // registers of values at a time; 4 rows by 4 of them are 16 accumulators
     BLOCK = 64,    // channels of V whose sums are kept in registers
-    REACH = 65536, // bytes that an offset reaches; twice as many for vectors of 8
+    REACH = 65536, // units that an offset reaches
 };
-
-// The codes of one side of a group, and the tables that they are numbers of.
-struct side {
-    const uint8_t *low, *high; // layout.h, 7
-    const char *table;         // of sub-vector 0
-    size_t stride;             // bytes to that of the next; 0: all share one
-    uint32_t dim, subs, bits;
-};
-
-static struct side side_of(const struct kvq__side *s, uint32_t dim, const uint8_t *codes)
-{
-    uint32_t subs = dim / s->row.vector;
-    return (struct side){.low = codes,
-                         .high = codes + KVQ_GROUP_TOKENS * subs,
-                         .table = (const char *)s->book,
-                         .stride = s->book_sub * sizeof(float),
-                         .dim = dim,
-                         .subs = subs,
-                         .bits = s->row.bits};
-}
 
 // ---- Offsets ----
 
-// Bits 8 and up of the 32 codes of sub-vector m, as 16-bit numbers.
-KVQ__INLINE __m512i high_bits(const struct side *s, uint32_t m)
+// A row of a plane as 16-bit numbers.
+KVQ__INLINE __m512i fields(const uint8_t *row, int width)
 {
-    if (s->bits == 12) { // byte i holds tokens 2 i and 2 i + 1
-        __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(s->high + 16 * m)));
+    __m512i x;
+    uint32_t bits;
+    if (width == 8)
+        return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)row));
+    if (width == 4) { // byte i holds tokens 2 i and 2 i + 1
+        x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)row));
         x = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
-        return _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(15)), 8);
+        return _mm512_and_si512(x, _mm512_set1_epi16(15));
     }
-    __m512i x = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)(s->high + 8 * m)));
-    x = _mm512_or_si512(x, _mm512_slli_epi64(x, 14));
-    x = _mm512_or_si512(x, _mm512_slli_epi64(x, 28));
-    return _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(3)), 8);
+    if (width == 2) {
+        x = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)row));
+        x = _mm512_or_si512(x, _mm512_slli_epi64(x, 14));
+        x = _mm512_or_si512(x, _mm512_slli_epi64(x, 28));
+        return _mm512_and_si512(x, _mm512_set1_epi16(3));
+    }
+    memcpy(&bits, row, sizeof bits);
+    return _mm512_maskz_mov_epi16(bits, _mm512_set1_epi16(1));
 }
 
-// Where centroids of `vector` channels lie in their table: code * 4 * vector, and half of that for
-// vectors of 8, whose tables are larger than 64 KiB. `fold` is the distance from each sub-vector's
-// table to the next, in the same units, within runs of `run`; 0 if loads add it themselves.
-KVQ__INLINE void set_offsets(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
-                             size_t fold, uint32_t run, int vector)
+// `fold`: see set_offsets.
+KVQ__INLINE void offsets_of(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+                            size_t fold, uint32_t run, int low, int high)
 {
-    for (uint32_t m = 0; m < s->subs; m++) {
-        __m256i low = _mm256_loadu_si256((const void *)(s->low + KVQ_GROUP_TOKENS * m));
-        __m512i code = _mm512_cvtepu8_epi16(low);
-        if (s->bits > 8)
-            code = _mm512_or_si512(code, high_bits(s, m));
-        code = _mm512_slli_epi16(code, vector == 2 ? 3 : 4);
+    const uint8_t *low_row = s->low, *high_row = s->high;
+    for (uint32_t m = 0; m < s->subs; m++, low_row += 4 * low, high_row += 4 * high) {
+        __m512i code = fields(low_row, low);
+        if (high)
+            code = _mm512_or_si512(code, _mm512_slli_epi16(fields(high_row, high), (unsigned)low));
+        code = _mm512_slli_epi16(code, (unsigned)s->shift);
         __m512i start = _mm512_set1_epi16((short)(uint16_t)(fold * (m % run)));
         _mm512_store_si512(offsets[m], _mm512_add_epi16(code, start));
     }
+}
+
+// Where centroids lie in their table: code << shift, in units of UNIT bytes (book.h). `fold` is
+// the distance from each sub-vector's table to the next, in the same units, within runs of `run`;
+// 0 if loads add it themselves.
+static void set_offsets(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+                        size_t fold, uint32_t run)
+{
+    KVQ__BY_PLANES(s->bits, offsets_of(s, offsets, fold, run, LOW, HIGH));
 }
 
 // ---- Values ----
@@ -91,11 +87,10 @@ KVQ__INLINE __m128 pair(const double *a, const double *b)
 }
 
 // The centroids at 16 / vector offsets, one behind the other. Offset i counts from
-// table + i * stride.
+// table + i * stride, in units of `unit` bytes.
 KVQ__INLINE __m512 pick(const uint16_t *offsets, uint32_t step, const char *table, size_t stride,
-                        int vector)
+                        int vector, size_t unit)
 {
-    const size_t unit = vector == 8 ? 2 : 1;
 #define AT(i)   ((const void *)(table + (i)*stride + unit * offset_at(offsets, step, i)))
 #define FOUR(i) _mm_loadu_ps(AT(i))
 #define TWO(i)  pair(AT(i), AT((i) + 1))
@@ -157,9 +152,9 @@ KVQ__INLINE __m512 load_query(const float *q, int vector)
 }
 
 // kept: [sub-vector][32 tokens][vector].
-KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+KVQ__INLINE void qk_rows(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
                          const float *q, const uint8_t *ahead, float *kept, float *logits,
-                         enum source source, int rows, int vector)
+                         enum source source, int rows, int vector, size_t unit)
 {
     const uint32_t lanes = 16 / (uint32_t)vector, ahead_step = KVQ_GROUP_TOKENS * s->bits / 8;
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t += VALUES * lanes) {
@@ -175,7 +170,7 @@ KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOK
             for (uint32_t j = 0; j < VALUES; j++) {
                 x[j] = source == LOADED ? _mm512_load_ps(keep + 16 * j)
                                         : pick(offsets[m] + t + j * lanes, 1,
-                                               s->table + m * s->stride, 0, vector);
+                                               s->table + m * s->stride, 0, vector, unit);
                 if (source == KEPT)
                     _mm512_store_ps(keep + 16 * j, x[j]);
             }
@@ -191,23 +186,23 @@ KVQ__INLINE void qk_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOK
     }
 }
 
-KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct side *s, float *logits,
-                          int vector)
+KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq__book_codes *s,
+                          float *logits, int vector, size_t unit)
 {
     _Alignas(64) uint16_t offsets[MOST_SUBS][KVQ_GROUP_TOKENS];
     const float *q = tile->qt;
     float *kept = tile->group_f32;
-    set_offsets(s, offsets, 0, 1, vector);
+    set_offsets(s, offsets, 0, 1);
     if (tile->rows > KVQ__TILE4)
-        qk_rows(s, offsets, q, tile->ahead, kept, logits, KEPT, KVQ__TILE4, vector);
+        qk_rows(s, offsets, q, tile->ahead, kept, logits, KEPT, KVQ__TILE4, vector, unit);
     else
         KVQ__BY_ROWS(tile->rows,
-                     qk_rows(s, offsets, q, tile->ahead, kept, logits, PICKED, ROWS, vector));
+                     qk_rows(s, offsets, q, tile->ahead, kept, logits, PICKED, ROWS, vector, unit));
     for (uint32_t r = KVQ__TILE4; r < tile->rows; r += KVQ__TILE4) {
         q += KVQ__TILE4 * s->dim;
         logits += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
         KVQ__BY_ROWS(tile->rows - r,
-                     qk_rows(s, offsets, q, NULL, kept, logits, LOADED, ROWS, vector));
+                     qk_rows(s, offsets, q, NULL, kept, logits, LOADED, ROWS, vector, unit));
     }
 }
 
@@ -223,17 +218,8 @@ static void multiply_norms(const struct kvq__tile *tile, const uint8_t *norms, f
 static void qk_book(const struct kvq__tile *tile, const struct kvq_packed *packed, float *logits)
 {
     const struct kvq__codec *c = tile->codec;
-    struct side s = side_of(&c->k, c->dim, packed->group + c->layout.k_codes);
-    switch (c->k.row.vector) {
-    case 2:
-        qk_group(tile, &s, logits, 2);
-        break;
-    case 4:
-        qk_group(tile, &s, logits, 4);
-        break;
-    default:
-        qk_group(tile, &s, logits, 8);
-    }
+    struct kvq__book_codes s = kvq__book_codes_of(&c->k, c->dim, packed->group + c->layout.k_codes);
+    KVQ__BY_BOOK(&c->k.row, qk_group(tile, &s, logits, VECTOR, UNIT));
     if (c->has_norms)
         multiply_norms(tile, packed->group + c->layout.k_norms, logits);
 }
@@ -241,9 +227,9 @@ static void qk_book(const struct kvq__tile *tile, const struct kvq_packed *packe
 // ---- V ----
 
 // 64 channels from c on. kept: [32 tokens][dim].
-KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS], uint32_t c,
-                          const float *p, const uint8_t *ahead, float *kept, float *o,
-                          enum source source, int rows, bool folded, int vector)
+KVQ__INLINE void pv_block(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+                          uint32_t c, const float *p, const uint8_t *ahead, float *kept, float *o,
+                          enum source source, int rows, bool folded, int vector, size_t unit)
 {
     const uint32_t lanes = 16 / (uint32_t)vector, first = c / (uint32_t)vector;
     const char *table = s->table + first * s->stride;
@@ -259,7 +245,7 @@ KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TO
             float *keep = kept + t * s->dim + c + 16 * j;
             __m512 x = source == LOADED ? _mm512_load_ps(keep)
                                         : pick(offsets[first + j * lanes] + t, KVQ_GROUP_TOKENS,
-                                               table + j * lanes * stride, stride, vector);
+                                               table + j * lanes * stride, stride, vector, unit);
             if (source == KEPT)
                 _mm512_store_ps(keep, x);
             for (int i = 0; i < rows; i++) {
@@ -273,67 +259,57 @@ KVQ__INLINE void pv_block(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TO
             _mm512_store_ps(o + (uint32_t)i * s->dim + c + 16 * j, acc[i][j]);
 }
 
-KVQ__INLINE void pv_rows(const struct side *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
+KVQ__INLINE void pv_rows(const struct kvq__book_codes *s, uint16_t (*offsets)[KVQ_GROUP_TOKENS],
                          const float *p, const uint8_t *ahead, float *kept, float *o,
-                         enum source source, int rows, bool folded, int vector)
+                         enum source source, int rows, bool folded, int vector, size_t unit)
 {
     size_t ahead_step = BLOCK / (uint32_t)vector * KVQ_GROUP_TOKENS * s->bits / 8;
     for (uint32_t c = 0; c < s->dim; c += BLOCK) {
-        pv_block(s, offsets, c, p, ahead, kept, o, source, rows, folded, vector);
+        pv_block(s, offsets, c, p, ahead, kept, o, source, rows, folded, vector, unit);
         ahead = ahead ? ahead + ahead_step : NULL;
     }
 }
 
-KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct side *s, const float *p,
-                          bool folded, int vector)
+KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq__book_codes *s,
+                          const float *p, bool folded, int vector, size_t unit)
 {
     _Alignas(64) uint16_t offsets[MOST_SUBS][KVQ_GROUP_TOKENS];
     float *o = tile->ot, *kept = tile->group_f32;
-    set_offsets(s, offsets, folded ? s->stride >> (vector == 8) : 0, BLOCK / (uint32_t)vector,
-                vector);
+    set_offsets(s, offsets, folded ? s->stride / unit : 0, BLOCK / (uint32_t)vector);
     if (tile->rows > KVQ__TILE4)
-        pv_rows(s, offsets, p, tile->ahead, kept, o, KEPT, KVQ__TILE4, folded, vector);
+        pv_rows(s, offsets, p, tile->ahead, kept, o, KEPT, KVQ__TILE4, folded, vector, unit);
     else
-        KVQ__BY_ROWS(tile->rows,
-                     pv_rows(s, offsets, p, tile->ahead, kept, o, PICKED, ROWS, folded, vector));
+        KVQ__BY_ROWS(tile->rows, pv_rows(s, offsets, p, tile->ahead, kept, o, PICKED, ROWS, folded,
+                                         vector, unit));
     for (uint32_t r = KVQ__TILE4; r < tile->rows; r += KVQ__TILE4) {
         p += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
         o += KVQ__TILE4 * s->dim;
         KVQ__BY_ROWS(tile->rows - r,
-                     pv_rows(s, offsets, p, NULL, kept, o, LOADED, ROWS, folded, vector));
+                     pv_rows(s, offsets, p, NULL, kept, o, LOADED, ROWS, folded, vector, unit));
     }
 }
 
 // Whether an offset reaches every table of a block.
-static bool is_folded(const struct side *s, uint32_t vector)
+static bool is_folded(const struct kvq__book_codes *s, uint32_t vector, size_t unit)
 {
-    size_t table = (sizeof(float) * vector) << s->bits, reach = vector == 8 ? 2 * REACH : REACH;
-    return s->stride * (BLOCK / vector - 1) + table <= reach;
+    size_t table = (sizeof(float) * vector) << s->bits;
+    return s->stride * (BLOCK / vector - 1) + table <= REACH * unit && s->stride % unit == 0;
 }
 
-KVQ__INLINE void pv_vector(const struct kvq__tile *tile, const struct side *s, const float *p,
-                           int vector)
+KVQ__INLINE void pv_vector(const struct kvq__tile *tile, const struct kvq__book_codes *s,
+                           const float *p, int vector, size_t unit)
 {
-    if (is_folded(s, (uint32_t)vector))
-        pv_group(tile, s, p, true, vector);
+    if (is_folded(s, (uint32_t)vector, unit))
+        pv_group(tile, s, p, true, vector, unit);
     else
-        pv_group(tile, s, p, false, vector);
+        pv_group(tile, s, p, false, vector, unit);
 }
 
 static void pv_book(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
     const struct kvq__codec *c = tile->codec;
-    struct side s = side_of(&c->v, c->dim, packed->group + c->layout.v_codes);
-    switch (c->v.row.vector) {
-    case 2:
-        pv_vector(tile, &s, p, 2);
-        break;
-    case 4:
-        pv_vector(tile, &s, p, 4);
-        break;
-    default:
-        pv_vector(tile, &s, p, 8);
-    }
+    struct kvq__book_codes s = kvq__book_codes_of(&c->v, c->dim, packed->group + c->layout.v_codes);
+    KVQ__BY_BOOK(&c->v.row, pv_vector(tile, &s, p, VECTOR, UNIT));
 }
 
 void kvq__init_avx512_book(struct kvq_kernels *k)

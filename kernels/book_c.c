@@ -14,17 +14,23 @@ static const float *table_of(const struct kvq__side *side, uint32_t sub)
     return side->book + sub * side->book_sub;
 }
 
+// Field t of a row of a plane becomes the lowest bits of `code`.
+static void put_field(uint8_t *row, uint32_t width, uint32_t t, uint32_t code)
+{
+    uint32_t bit = width * t % 8, mask = (1u << width) - 1;
+    uint8_t *at = row + width * t / 8;
+    *at = (uint8_t)((*at & ~(mask << bit)) | (code & mask) << bit);
+}
+
 // Code of token t of sub-vector m, `subs` in all. See layout.h, 7.
 void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m, uint32_t t,
                         uint32_t code)
 {
-    uint32_t more = bits - 8, bit = kvq__book_bit(bits, t);
-    codes[m * KVQ_GROUP_TOKENS + t] = (uint8_t)code;
-    if (more == 0)
-        return;
-    uint8_t *high = codes + kvq__book_byte(bits, subs, m, t);
-    uint32_t mask = (1u << more) - 1;
-    *high = (uint8_t)((*high & ~(mask << bit)) | code >> 8 << bit);
+    uint32_t low = kvq__book_low(bits), high = kvq__book_high(bits);
+    assert(code >> bits == 0);
+    put_field(codes + kvq__book_low_row(bits, m), low, t, code);
+    if (high)
+        put_field(codes + kvq__book_high_row(bits, subs, m), high, t, code >> low);
 }
 
 static void quant(const struct kvq__side *side, uint32_t dim, const float *rows, uint8_t *codes)

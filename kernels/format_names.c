@@ -318,8 +318,13 @@ static const char *check_book(const struct kvq_side *s)
 {
     if (s->vector != 2 && s->vector != 4 && s->vector != 8)
         return "a codebook's code stands for 2, 4 or 8 channels";
-    if (s->bits != 8 && s->bits != 10 && s->bits != 12)
-        return "a codebook's codes have 8, 10 or 12 bits";
+    if (s->bits != 3 && s->bits != 4 && s->bits != 6 && s->bits != 8 && s->bits != 10 &&
+        s->bits != 12 && s->bits != 16)
+        return "a codebook's codes have 3, 4, 6, 8, 10, 12 or 16 bits";
+    if (s->bits < s->vector)
+        return "a codebook's code has at least 1 bit for each channel";
+    if (s->bits == 16 && s->vector != 8)
+        return "a codebook's codes of 16 bits stand for 8 channels";
     if (s->group || s->axis || s->full || s->wide)
         return "a codebook's codes have no scales and no levels";
     return NULL;

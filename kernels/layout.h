@@ -79,8 +79,8 @@
 //      K, V      [sink tokens][D] 16-bit       the first tokens, as handed over
 //
 // 7. Codebook codes of a group: M = D / vector rows of 32 codes, one row per sub-vector in
-//    ascending order; first the low 8 bits of all rows, 32 bytes each, then the other 2 or 4 bits
-//    of all rows, 8 or 16 bytes each, token t at bit (b - 8) * t, least significant bit first.
+//    ascending order; first the lowest l bits of all rows, then the other h of all rows. Token t
+//    is at bit l * t (h * t) of a row; l + h = 2+1, 4+0, 4+2, 8+0, 8+2, 8+4 or 8+8 bits of a code.
 #ifndef KVQ_KERNELS_LAYOUT_H
 #define KVQ_KERNELS_LAYOUT_H
 

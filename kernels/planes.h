@@ -138,26 +138,42 @@ KVQ_INLINE uint32_t kvq__wide_byte(uint32_t dim, uint32_t t, uint32_t c)
     return t * (dim / 32) + c / 8;
 }
 
-// Codebooks: the high bits of sub-vector m's code of token t, in the byte at this offset from the
-// codes' start, from bit kvq__book_bit() on.
-KVQ_INLINE uint32_t kvq__book_byte(uint32_t bits, uint32_t subs, uint32_t m, uint32_t t)
+// Codebooks: the width of the plane that a code's lowest bits stand in, and of that of the others.
+KVQ_INLINE uint32_t kvq__book_low(uint32_t bits)
 {
-    return subs * KVQ_GROUP_TOKENS + m * (bits - 8) * 4 + (bits - 8) * t / 8;
+    return bits >= 8 ? 8 : bits >= 4 ? 4 : 2;
 }
 
-KVQ_INLINE uint32_t kvq__book_bit(uint32_t bits, uint32_t t)
+KVQ_INLINE uint32_t kvq__book_high(uint32_t bits)
 {
-    return (bits - 8) * t % 8;
+    return bits - kvq__book_low(bits);
+}
+
+// Where sub-vector m's row of each plane starts, in bytes from the codes' start.
+KVQ_INLINE uint32_t kvq__book_low_row(uint32_t bits, uint32_t m)
+{
+    return m * kvq__book_low(bits) * KVQ_GROUP_TOKENS / 8;
+}
+
+KVQ_INLINE uint32_t kvq__book_high_row(uint32_t bits, uint32_t subs, uint32_t m)
+{
+    return kvq__book_low_row(bits, subs) + m * kvq__book_high(bits) * KVQ_GROUP_TOKENS / 8;
+}
+
+// Field t of a row of a plane.
+KVQ_INLINE uint32_t kvq__book_field(const uint8_t *row, uint32_t width, uint32_t t)
+{
+    return (uint32_t)row[width * t / 8] >> width * t % 8 & ((1u << width) - 1);
 }
 
 KVQ_INLINE uint32_t kvq__book_code(const uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m,
                                    uint32_t t)
 {
-    uint32_t code = codes[m * KVQ_GROUP_TOKENS + t], mask = (1u << (bits - 8)) - 1;
-    if (bits == 8)
+    uint32_t low = kvq__book_low(bits), high = kvq__book_high(bits);
+    uint32_t code = kvq__book_field(codes + kvq__book_low_row(bits, m), low, t);
+    if (high == 0)
         return code;
-    uint32_t high = codes[kvq__book_byte(bits, subs, m, t)];
-    return code | (high >> kvq__book_bit(bits, t) & mask) << 8;
+    return code | kvq__book_field(codes + kvq__book_high_row(bits, subs, m), high, t) << low;
 }
 
 #endif

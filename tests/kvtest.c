@@ -143,6 +143,12 @@ const struct kvq_format *kvt_format(const char *name)
     return NULL;
 }
 
+bool kvt_has_huge_book(const struct kvq_format *f)
+{
+    return (f->k.codec == KVQ_CODEC_BOOK && f->k.bits == 16) ||
+           (f->v.codec == KVQ_CODEC_BOOK && f->v.bits == 16);
+}
+
 const char *kvt_any_format(struct kvt_rng *rng)
 {
     static const char *const composed[] = {
@@ -159,6 +165,8 @@ const char *kvt_any_format(struct kvt_rng *rng)
         const char *name = i < rows ? kvq_formats[i].name : composed[i - rows];
         const struct kvq_format *f = kvt_format(name);
         bool large = f->k.codec == KVQ_CODEC_BOOK && (f->k.bits > 8 || f->v.bits > 8);
+        if (kvt_has_huge_book(f))
+            continue;
         if (!large || kvt_below(rng, 12) == 0) // searching 4,096 centroids in C takes a while
             return name;
     }
@@ -168,7 +176,7 @@ const char *kvt_any_format(struct kvt_rng *rng)
 static const float *noise(size_t n)
 {
     static float *x;
-    static const size_t most = 128 * 256 * 8 + 4096 * 8;
+    static const size_t most = 65536 * 8 + 4096 * 8;
     assert_true(n <= most);
     if (x)
         return x;

@@ -44,6 +44,10 @@ void *kvt_workspace(void);      // kvq_workspace_bytes(), guarded
 const struct kvq_format *kvt_format(const char *name);
 // A row of the table, or what suffixes and pairs make of some.
 const char *kvt_any_format(struct kvt_rng *rng);
+// Whether a format has codes of 16 bits: packing searches 65,536 centroids for each, so tests that
+// go over all formats take fewer tokens of it.
+bool kvt_has_huge_book(const struct kvq_format *f);
+
 // Codebooks of random numbers for a format, valid for ever; NULL if it has no use for them.
 const struct kvq_book *kvt_book(const struct kvq_format *f, const struct kvq_shape *s);
 

@@ -223,12 +223,15 @@ static struct part part_of(const struct kvq_side *row, uint32_t dim, bool v)
 
 static uint32_t book_code(const struct part *p, const uint8_t *codes, uint32_t t, uint32_t sub)
 {
-    uint32_t subs = p->dim / p->row.vector, more = p->row.bits - 8, code = codes[32 * sub + t];
-    const uint8_t *row = codes + 32 * subs + sub * 4 * more;
-    for (uint32_t i = 0; i < more;
-         i++) { // bit by bit: `more` bits of each token, one after another
-        uint32_t at = more * t + i;
-        code += (uint32_t)(row[at / 8] >> at % 8 & 1) << (8 + i);
+    // Bits of the low plane by bits of a code.
+    static const uint32_t lows[17] = {
+        [3] = 2, [4] = 4, [6] = 4, [8] = 8, [10] = 8, [12] = 8, [16] = 8};
+    uint32_t subs = p->dim / p->row.vector, bits = p->row.bits, low = lows[bits], code = 0;
+    for (uint32_t i = 0; i < bits; i++) { // bit by bit
+        uint32_t width = i < low ? low : bits - low;
+        const uint8_t *row = codes + (i < low ? 0 : 4 * low * subs) + 4 * width * sub;
+        uint32_t at = width * t + (i < low ? i : i - low);
+        code += (uint32_t)(row[at / 8] >> at % 8 & 1) << i;
     }
     return code;
 }

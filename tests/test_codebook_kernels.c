@@ -35,7 +35,7 @@ struct setup {
 static const float *numbers(bool coarse)
 {
     static float *x[2];
-    const size_t n = (size_t)KVQ_MAX_HEAD_DIM * 4096 + 64 * KVQ_MAX_HEAD_DIM;
+    const size_t n = (size_t)KVQ_MAX_HEAD_DIM * 65536 + 64 * KVQ_MAX_HEAD_DIM;
     struct kvt_rng rng = {5};
     if (x[coarse])
         return x[coarse];
@@ -66,18 +66,22 @@ static struct setup setup_of(const struct kvq_kernels *k, uint32_t bits, uint32_
     return s;
 }
 
+// Every codec there is, and every table.
 static void for_each(bool coarse, void (*run)(struct setup *s))
 {
+    static const struct {
+        uint32_t vector, bits;
+    } codes[] = {{2, 3}, {2, 4},  {2, 6},  {2, 8}, {2, 10}, {2, 12}, {4, 4}, {4, 6},
+                 {4, 8}, {4, 10}, {4, 12}, {8, 8}, {8, 10}, {8, 12}, {8, 16}};
     for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_AVX512; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
-        for (uint32_t bits = 8; bits <= 12 && k->isa == isa; bits += 2)
-            for (uint32_t vector = 2; vector <= 8; vector *= 2)
-                for (uint32_t dim = 64; dim <= 256; dim *= 2)
-                    for (enum tables t = SHARED; t < TABLES; t++) {
-                        struct setup s = setup_of(k, bits, vector, dim, t, coarse);
-                        run(&s);
-                        kvt_guarded_free(s.record);
-                    }
+        for (size_t i = 0; i < sizeof codes / sizeof *codes && k->isa == isa; i++)
+            for (uint32_t dim = 64; dim <= 256; dim *= 2)
+                for (enum tables t = SHARED; t < TABLES; t++) {
+                    struct setup s = setup_of(k, codes[i].bits, codes[i].vector, dim, t, coarse);
+                    run(&s);
+                    kvt_guarded_free(s.record);
+                }
     }
 }
 
@@ -337,7 +341,7 @@ static void fill_rows(struct setup *s, float *rows, bool coarse)
 static void compare_codes(struct setup *s)
 {
     const struct kvq__codec *c = &s->codec;
-    if (c->k.row.bits == 12 && c->dim > 64)
+    if (c->k.row.bits >= 12 && c->dim > 64)
         return; // C takes its time, and no kernel looks at head_dim but for counting sub-vectors
     size_t n = c->layout.record_bytes;
     float *rows = floats((size_t)KVQ_GROUP_TOKENS * c->dim);

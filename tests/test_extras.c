@@ -155,7 +155,8 @@ static void test_pieces(void **state)
     (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         bool large = f->k.codec == KVQ_CODEC_BOOK && (f->k.bits > 8 || f->v.bits > 8);
-        check_pieces(f, 64, large ? 256 : 640);
+        if (!kvt_has_huge_book(f))
+            check_pieces(f, 64, large ? 256 : 640);
     }
     for (size_t i = 0; i < sizeof composed / sizeof *composed; i++)
         check_pieces(kvt_format(composed[i]), 128, 640);

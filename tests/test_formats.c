@@ -45,6 +45,10 @@ static const struct {
     {"vecinfer-1.5", 48},
     {"vecinfer-1.25", 40},
     {"vecinfer-1", 32},
+    {"vecinfer-d8b16", 64},
+    {"vecinfer-d2b4", 64},
+    {"vecinfer-d4b6", 48},
+    {"vecinfer-d2b3", 48},
     {"million-4", 128},
     {"million-3", 96},
     {"million-2", 64},
@@ -286,9 +290,6 @@ static void test_refused_names(void **state)
         {"+oscar2", "is unknown"},
         {"oscar2+kivi2+kivi2", "is unknown"},
         {"oscar2 +kivi2", "is unknown"},
-        {"vecinfer-k3x8v4x8", "K: a codebook's code stands for 2, 4 or 8"},
-        {"vecinfer-k4x9v4x8", "K: a codebook's codes have 8, 10 or 12"},
-        {"vecinfer-k4x8v4x14", "V: a codebook's codes have 8, 10 or 12"},
         {"vecinfer-k4x264v4x8", "unknown"},
         {"vecinfer-k 4x8v4x8", "unknown"},
         {"vecinfer-k4x8v4x-8", "unknown"},
@@ -319,6 +320,45 @@ static void test_refused_names(void **state)
             fail_msg("%s was not refused", refused[i].name);
         if (!strstr(text, refused[i].part))
             fail_msg("%s: \"%s\" does not say \"%s\"", refused[i].name, text, refused[i].part);
+    }
+}
+
+// Why a code of so many bits cannot stand for so many channels; NULL if it can.
+static const char *wrong_code(uint32_t channels, uint32_t bits)
+{
+    static const bool known[20] = {
+        [3] = 1, [4] = 1, [6] = 1, [8] = 1, [10] = 1, [12] = 1, [16] = 1};
+    if (channels != 2 && channels != 4 && channels != 8)
+        return "a codebook's code stands for 2, 4 or 8 channels";
+    if (!known[bits])
+        return "a codebook's codes have 3, 4, 6, 8, 10, 12 or 16 bits";
+    if (bits < channels)
+        return "a codebook's code has at least 1 bit for each channel";
+    return bits == 16 && channels < 8 ? "a codebook's codes of 16 bits stand for 8 channels" : NULL;
+}
+
+static void test_codes_of_books(void **state)
+{
+    char name[KVQ_FORMAT_NAME], text[300] = "";
+    struct kvq_format f, row;
+    (void)state;
+    for (uint32_t i = 0; i < 10 * 20; i++) {
+        uint32_t channels = i / 20, bits = i % 20;
+        const char *wrong = wrong_code(channels, bits);
+        for (int v = 0; v < 2; v++) {
+            snprintf(name, sizeof name, "vecinfer-k%ux%uv%ux%u", v ? 4 : channels, v ? 8 : bits,
+                     v ? channels : 4, v ? bits : 8);
+            if (kvq_format_parse(name, &f, text, sizeof text) != (wrong ? -1 : 0))
+                fail_msg("%s was%s refused", name, wrong ? " not" : "");
+            if (wrong && (!strstr(text, wrong) || !strstr(text, v ? "V: " : "K: ")))
+                fail_msg("%s: \"%s\" does not say \"%s\"", name, text, wrong);
+        }
+        snprintf(name, sizeof name, "vecinfer-d%ub%u", channels, bits);
+        if (kvq_format_parse(name, &row, text, sizeof text) == 0) {
+            snprintf(name, sizeof name, "vecinfer-k%ux%uv%ux%u", channels, bits, channels, bits);
+            parse(name, &f);
+            assert_true(kvq_format_same(&row, &f));
+        }
     }
 }
 
@@ -423,8 +463,9 @@ int main(void)
         cmocka_unit_test(test_bytes_per_token), cmocka_unit_test(test_windows),
         cmocka_unit_test(test_learn_tokens),    cmocka_unit_test(test_suffixes),
         cmocka_unit_test(test_pairs_and_books), cmocka_unit_test(test_stages),
-        cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_longest_name),
-        cmocka_unit_test(test_garbage_names),   cmocka_unit_test(test_refused_rows),
+        cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_codes_of_books),
+        cmocka_unit_test(test_longest_name),    cmocka_unit_test(test_garbage_names),
+        cmocka_unit_test(test_refused_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

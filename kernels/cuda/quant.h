@@ -347,9 +347,10 @@ KVQ_DEVICE void kvq_gpu_search(kvq_gpu_rows rows, const float *tables, size_t su
         for (int j = 0; j < VECTOR; j++)
             x[j] = kvq_gpu_get(kvq_gpu_at(rows, gpu::lane(), m * VECTOR + j));
         const uint32_t code = kvq__nearest_centroid(x, tables + m * sub, VECTOR, 1u << bits);
-        kvq_gpu_put_row(codes + m * KVQ_GROUP_TOKENS, code & 0xff, 8);
-        if (bits > 8)
-            kvq_gpu_put_row(codes + kvq__book_byte(bits, subs, m, 0), code >> 8, bits - 8);
+        const uint32_t low = kvq__book_low(bits), high = kvq__book_high(bits);
+        kvq_gpu_put_row(codes + kvq__book_low_row(bits, m), code & ((1u << low) - 1), low);
+        if (high)
+            kvq_gpu_put_row(codes + kvq__book_high_row(bits, subs, m), code >> low, high);
     }
 }
 
