@@ -18,6 +18,7 @@
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
 enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
+enum { DEFAULT_RELEASE_WORK = 2048 };
 enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull
@@ -108,6 +109,8 @@ static void set_defaults(struct kvq__core_config *c)
         c->lane_workspace = DEFAULT_WORKSPACE;
     if (c->fork_work == 0)
         c->fork_work = DEFAULT_FORK_WORK;
+    if (c->release_work == 0)
+        c->release_work = DEFAULT_RELEASE_WORK;
     if (c->workers == 0)
         c->workers = 1;
 }
@@ -168,6 +171,9 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     core->config = c;
     open_pools(core);
     STAILQ_INIT(&core->limbo);
+    TAILQ_INIT(&core->ended);
+    core->drop_flight = UINT64_MAX;
+    core->release_left = c.release_work;
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
@@ -210,6 +216,7 @@ void kvq__core_close(struct kvq__core **pointer)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s, "the daemon ends");
+    kvq__ended_close(core);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);
     kvq__lanes_close(core);
@@ -288,6 +295,7 @@ bool kvq__core_poll(struct kvq__core *core)
         next = LIST_NEXT(lane, link);
         any |= kvq__lane_poll(lane);
     }
+    any |= kvq__ended_poll(core);
     any |= kvq__moves_poll(core);
     any |= kvq__parks_poll(core);
     any |= kvq__evict_poll(core);

@@ -145,6 +145,7 @@ struct kvq__override {
 struct kvq__core_config {
     uint64_t pool_bytes;     // budget of all extents
     uint64_t extent_bytes;   // multiple of 2 MiB; 0 = 64 MiB
+    uint32_t release_work;   // sheets, blocks and parts of ids given back in a turn; 0 = 2048
     uint32_t fork_work;      // sheets and parts of ids that a FORK shares in a turn; 0 = 8192
     uint64_t keep_ns;        // how long named sessions stay when nobody has them open; 0 = for ever
     uint32_t workers;        // threads that run jobs: decides how finely attention is cut

@@ -475,6 +475,8 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
     struct choice c;
     if (core->draining)
         return KVQ__HELP_NONE;
+    if (kvq__ended_helps(core, plea->shortage)) // before anybody has to go
+        return KVQ__HELP_NOW;
     claim_all(core, plea);
     choose(core, plea, false, &c);
     enum kvq__help prompts =

@@ -24,6 +24,7 @@
 // goes before anybody needs the room (kvq__evict_tick).
 //
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
+// sessions that have ended have yet to give their memory back (ended.c), or
 // an eviction that may help it is under way or can be begun, or will be once a session is old
 // enough, or once work under way has ended that uses a session, reads one from disk, saves or moves
 // one, or may look at blocks which are given back (for two seconds at most). What a client holds,
@@ -77,7 +78,8 @@ struct kvq__in_the_way {
 enum kvq__help {
     KVQ__HELP_NONE,  // nothing that could go would help
     KVQ__HELP_LATER, // something is not old enough yet
-    KVQ__HELP_NOW,   // an eviction is under way; core->freed changes when it ends
+    KVQ__HELP_NOW,   // an eviction is under way, or what has ended gives its memory back;
+                     // core->freed changes by it
 };
 
 // Somebody who was refused a block.

@@ -334,6 +334,14 @@ static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
     w->forked = NULL;
 }
 
+// Likewise, but in pieces: there may be many.
+static void clone_discard(struct kvq__queue *q, struct kvq__entry *w)
+{
+    kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
+    kvq__session_free(w->forked);
+    w->forked = NULL;
+}
+
 static void start_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
@@ -343,7 +351,7 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     if (rc == 0)
         rc = kvq__handle_new(q->client, &h);
     if (rc < 0) {
-        clone_undo(q, w);
+        clone_discard(q, w);
         kvq__entry_fail(q, i, rc, w->session->tokens);
         return;
     }
@@ -383,15 +391,29 @@ static bool packs(const struct kvq__session *s)
     return false;
 }
 
-// Nothing of it is held any more. (Nobody has seen the new sessions.)
-static void clone_none(struct kvq__queue *q)
+// What it took to share the beginning.
+static uint64_t work_of(const struct kvq__session *s)
 {
-    for (uint32_t i = 0; i < q->cloned; i++)
-        if (q->work[i].forked)
-            clone_undo(q, &q->work[i]);
-    q->cloning = false;
+    return 1 + s->n_sheets + s->tokens / KVQ__IDS_PART;
+}
+
+// Gives the new sessions back, which nobody has seen, until that has been work enough for a turn;
+// then nothing of the request is held any more.
+static enum kvq__progress undo_on(struct kvq__queue *q)
+{
+    uint64_t work = 0;
+    for (; q->cloned > 0; q->cloned--) {
+        struct kvq__entry *w = &q->work[q->cloned - 1];
+        if (work >= q->core->config.fork_work)
+            return KVQ__AGAIN;
+        work += w->forked ? work_of(w->forked) : 1;
+        if (w->forked)
+            clone_undo(q, w);
+    }
+    q->cloning = q->undoing = false;
     kvq__request_release(q);
     kvq__flight_end(q->core, &q->flight);
+    return q->client->gone ? kvq__request_end(q, KVQ_E_CANCELLED) : KVQ__WAIT;
 }
 
 // What has become of an entry's session since the request began. It is held, but goes on.
@@ -406,22 +428,15 @@ static int check_again(struct kvq__queue *q, uint32_t i)
     return 0;
 }
 
-// What it took to share the beginning.
-static uint64_t work_of(const struct kvq__session *s)
-{
-    return 1 + s->n_sheets + s->tokens / KVQ__IDS_PART;
-}
-
 // Makes new sessions until that has been work enough for a turn, or all are there; if the request
 // is to wait for room there is none.
 enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     uint64_t work = 0;
-    if (q->client->gone) {
-        clone_none(q);
-        return kvq__request_end(q, KVQ_E_CANCELLED);
-    }
+    q->undoing |= q->client->gone;
+    if (q->undoing)
+        return undo_on(q);
     for (; q->cloned < q->header.count; q->cloned++) {
         uint32_t i = q->cloned;
         if (work >= q->core->config.fork_work)
@@ -431,8 +446,8 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
         if (packs(q->work[i].session))
             return KVQ__WAIT;
         if (!clone_entry(q, i)) {
-            clone_none(q);
-            return KVQ__WAIT;
+            q->undoing = true;
+            return undo_on(q);
         }
         work += q->work[i].forked ? work_of(q->work[i].forked) : 1;
     }
@@ -453,6 +468,7 @@ enum kvq__progress kvq__op_fork(struct kvq__queue *q)
         if (kvq__entry_alive(q, i))
             kvq__hold_reading(q, i);
     q->cloning = true;
+    q->undoing = false;
     q->cloned = 0;
     return kvq__fork_on(q);
 }

@@ -291,10 +291,15 @@ uint64_t kvq__ids_bytes(const struct kvq__session *s)
     return bytes;
 }
 
+void kvq__ids_pop(struct kvq__session *s)
+{
+    part_drop(s->ns, s->ids.parts[--s->ids.n_parts]);
+}
+
 void kvq__ids_free(struct kvq__session *s)
 {
     while (s->ids.n_parts > 0)
-        part_drop(s->ns, s->ids.parts[--s->ids.n_parts]);
+        kvq__ids_pop(s);
     kvq__ns_deallocate(s->ns, s->ids.parts, s->ids.room * sizeof *s->ids.parts);
     kvq__ns_deallocate(s->ns, s->ids.spans, s->ids.n_spans * sizeof *s->ids.spans);
     s->ids = (struct kvq__ids){0};

@@ -374,11 +374,13 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (!here->block)
         return 0;
     // What a fork shares stays as well; the rest only changes its place.
-    bool shared = is_shared(m, m->session->sheets, ref);
-    move->shared_bytes += shared || here->block->refs > 1 ? bytes : 0;
+    bool shared = is_shared(m, m->session->sheets, ref), stays = shared || here->block->refs > 1;
     struct kvq__ref *there = kvq__moved_there(m, ref);
     int rc = shared ? kvq__block_new(move->core, move->ns, move->to, bytes, there)
                     : kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
+    if (rc < 0 && kvq__ended_helps(move->core, &move->core->shortage))
+        return 1; // what has ended gives its memory back first
+    move->shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
         there->block->saved = here->block->saved;
         move->reserved_bytes += bytes;
@@ -403,8 +405,8 @@ static void note_refused(const struct kvq__move *move, int rc)
 static void reserve(struct kvq__move *move)
 {
     int rc = 0;
-    for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && next_ref(move); i++)
-        rc = reserve_one(move, &move->moved[move->at], move->ref++);
+    for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && next_ref(move); i++, move->ref += !rc)
+        rc = reserve_one(move, &move->moved[move->at], move->ref);
     if (rc < 0) {
         refuse_room(move, rc, move->text);
         note_refused(move, rc);

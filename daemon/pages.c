@@ -133,6 +133,17 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
     kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 
+uint32_t kvq__sheets_pop(struct kvq__session *s)
+{
+    uint32_t last = s->n_sheets - 1;
+    uint32_t work = s->sheets[last]->refs > 1 ? 1 : 2 * s->n_owned * KVQ__SHEET_PAGES;
+    kvq__sheet_drop(s->ns, &s->sheets[last], s->n_owned);
+    s->n_sheets = last;
+    if (s->n_pages > last * KVQ__SHEET_PAGES)
+        s->n_pages = last * KVQ__SHEET_PAGES;
+    return work;
+}
+
 static void sheets_cut(struct kvq__session *s, uint32_t keep)
 {
     while (s->n_sheets > keep)

@@ -435,9 +435,9 @@ static void release(struct kvq__park *t)
     uint32_t done = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
-        while (s && s->n_pages > 0 && done < RELEASE_AT_ONCE)
-            done += kvq__pages_pop(s);
-        if (s && s->n_pages > 0)
+        while (s && s->n_sheets > 0 && done < RELEASE_AT_ONCE)
+            done += kvq__sheets_pop(s);
+        if (s && s->n_sheets > 0)
             return;
         if (s)
             kvq__park_empty(s);
@@ -624,14 +624,26 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
 
 // ---- The end of a session ----
 
+// The session ends, and gives back what it has by itself. Whether others are left.
+static bool part_with(struct kvq__park *t, struct kvq__session *s)
+{
+    bool others = false;
+    for (uint32_t i = 0; i < t->n; i++) {
+        if (t->members[i] == s)
+            t->members[i] = NULL;
+        others |= t->members[i] != NULL;
+    }
+    s->park = NULL;
+    return others;
+}
+
 static void ticket_lost(struct kvq__session *s)
 {
     struct kvq__park *t = s->park;
     if (!t)
         return;
-    if (t->phase == KVQ__PARKING_RELEASING) // the others are away all the same
-        for (uint32_t i = 0; i < t->n; i++)
-            kvq__park_empty(t->members[i]);
+    if (t->phase == KVQ__PARKING_RELEASING && part_with(t, s))
+        return; // the others are away all the same, and go on giving their memory back
     kvq__fail(t->text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile", t->name);
     finish(t, KVQ_E_CANCELLED);
 }

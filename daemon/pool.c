@@ -305,6 +305,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     if (rc < 0)
         return rc;
     b->refs = 1;
+    b->retired_at = 0;
     b->saved = 0;
     b->extent->used_bytes += bytes;
     pool->used_bytes += bytes;
@@ -329,7 +330,8 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
     do
         rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, bytes, ref)
                                                  : KVQ_E_QUOTA;
-    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) && kvq__prefix_reclaim(core, ns, pool, rc));
+    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
+           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
 }
 
@@ -343,7 +345,8 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
     int rc;
     do
         rc = block_take(core, ns, pool, bytes, ref);
-    while (rc == KVQ_E_NO_MEMORY && kvq__prefix_reclaim(core, ns, pool, rc));
+    while (rc == KVQ_E_NO_MEMORY &&
+           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
     if (rc == 0)
         kvq__block_exempt(old, true);
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
@@ -389,14 +392,18 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (!b)
         return;
     assert(b->refs > 0 && !b->free);
-    b->retired_at = core->last_flight;
+    uint64_t last = core->last_flight < core->drop_flight ? core->last_flight : core->drop_flight;
+    b->retired_at = last > b->retired_at ? last : b->retired_at;
     if (--b->refs > 0)
         return;
-    if (TAILQ_EMPTY(&core->flights)) {
+    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    const struct kvq__block *first = STAILQ_FIRST(&core->limbo);
+    if (!oldest || oldest->number > b->retired_at)
         block_free(core, b);
-        return;
-    }
-    STAILQ_INSERT_TAIL(&core->limbo, b, link);
+    else if (first && first->retired_at > b->retired_at)
+        STAILQ_INSERT_HEAD(&core->limbo, b, link);
+    else
+        STAILQ_INSERT_TAIL(&core->limbo, b, link);
 }
 
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b)
@@ -441,10 +448,21 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     assert(flight->number != 0);
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
-    struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    kvq__limbo_free(core, false);
+}
+
+bool kvq__limbo_free(struct kvq__core *core, bool all)
+{
+    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
     struct kvq__block *b;
-    while ((b = STAILQ_FIRST(&core->limbo)) && (!oldest || b->retired_at < oldest->number)) {
+    bool any = false;
+    while ((all || core->release_left > 0) && (b = STAILQ_FIRST(&core->limbo)) &&
+           (!oldest || b->retired_at < oldest->number)) {
         STAILQ_REMOVE_HEAD(&core->limbo, link);
         block_free(core, b);
+        core->release_left -= core->release_left > 0;
+        core->released++;
+        any = true;
     }
+    return any;
 }

@@ -135,6 +135,9 @@ void kvq__block_exempt(struct kvq__block *block, bool exempt);
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
+// Frees blocks that no request under way can look at any more, as many as this turn may (ended.c),
+// or all. True if there were any.
+bool kvq__limbo_free(struct kvq__core *core, bool all);
 // `to` becomes the flight that `from` was; `from` is then not under way.
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);
 // Gives back extents that have been empty since before `now - age`.

@@ -99,6 +99,8 @@ int kvq__ids_grow(struct kvq__session *session, uint64_t tokens);
 int kvq__ids_spans(struct kvq__session *session, const struct kvq__span *spans, uint32_t n,
                    char *text);
 uint64_t kvq__ids_bytes(const struct kvq__session *session);
+// Gives back the last part, of which nothing is known any more.
+void kvq__ids_pop(struct kvq__session *session);
 void kvq__ids_free(struct kvq__session *session);
 
 // ---- The index (prefix.c) ----

@@ -82,7 +82,9 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 
 void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc)
 {
-    if (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes)) {
+    while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes)) {
+        if (kvq__ended_reclaim(ns))
+            continue;
         *rc = kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
         return NULL;
     }

@@ -193,6 +193,7 @@ struct kvq__queue {
     struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
     bool wave_more;          // the wave's last entry goes on in the next one
     bool cloning;            // FORK: entries before `cloned` have their new sessions
+    bool undoing;            // and give them back
     uint32_t cloned;
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;

@@ -143,7 +143,11 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
     struct kvq__core *core = r->core;
     struct kvq__shortage shortage = core->shortage;
     uint64_t look_at = UINT64_MAX, need = need_of(r->session);
-    if (shortage.code == 0 || r->spec.prefix_tokens || need > kvq__shortage_limit(&shortage))
+    if (shortage.code == 0 || need > kvq__shortage_limit(&shortage))
+        return false;
+    if (kvq__ended_helps(core, &shortage))
+        return true;
+    if (r->spec.prefix_tokens)
         return false;
     take_ticket(r);
     struct kvq__plea plea = {.shortage = &shortage,

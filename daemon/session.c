@@ -133,9 +133,14 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
 
 void kvq__session_free(struct kvq__session *s)
 {
-    const struct kvq__core_config *config = &s->core->config;
     kvq__follow_leave(s);
-    kvq__pages_trim(s, 0);
+    kvq__ended_add(s);
+}
+
+void kvq__session_dispose(struct kvq__session *s)
+{
+    const struct kvq__core_config *config = &s->core->config;
+    assert(s->n_sheets == 0 && s->pins == 0 && !s->ending);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
@@ -196,9 +201,7 @@ void kvq__session_end(struct kvq__session *s, const char *why)
     s->ns->used[KVQ__SESSIONS]--;
     s->core->n_sessions--;
     tell_end(s, why);
-    kvq__pages_trim(s, 0);
-    if (s->pins == 0)
-        kvq__session_free(s);
+    kvq__session_free(s);
 }
 
 void kvq__session_give_up(struct kvq__session *s, int status)

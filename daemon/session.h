@@ -77,7 +77,7 @@ enum kvq__unsaved_list {
 };
 
 struct kvq__session {
-    TAILQ_ENTRY(kvq__session) link;      // in its namespace
+    TAILQ_ENTRY(kvq__session) link;      // in its namespace; among those that have ended
     RB_ENTRY(kvq__session) tree_link;    // there as well
     LIST_ENTRY(kvq__session) id_link;    // among those of the core
     LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
@@ -110,6 +110,8 @@ struct kvq__session {
     uint8_t path, dtype;
     uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
     bool drop_on_detach, save_on_detach, dropped;
+    bool ending;           // it stands among those that have ended (ended.c)
+    uint64_t ended_flight; // the last that began before its end
 
     uint64_t tokens; // committed
     uint64_t floor;  // truncation cannot go below
@@ -185,6 +187,21 @@ struct kvq__session {
 // kvq__session_free before and by kvq__session_end after it was published.
 int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__session **out);
 void kvq__session_free(struct kvq__session *session);
+// Frees what is left of it; it has no pages, sheets or parts of ids.
+void kvq__session_dispose(struct kvq__session *session);
+
+// ---- Those that have ended, and have yet to give their memory back (ended.c) ----
+
+// Its memory goes back, at once as far as this turn may, and then in pieces: its pages, and all
+// else when nothing pins it.
+void kvq__ended_add(struct kvq__session *session);
+bool kvq__ended_poll(struct kvq__core *core); // a piece; true if there was something to do
+// Whether who was refused a block may have one when what has ended has given its memory back.
+bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage);
+// Frees one of the namespace's at once, for its bookkeeping memory. False if there is none.
+bool kvq__ended_reclaim(struct kvq__namespace *ns);
+void kvq__ended_close(struct kvq__core *core); // all, at once; nothing is under way
+
 // Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
 // 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
@@ -310,6 +327,9 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint3
 void kvq__sheets_place(struct kvq__session *s);
 // Of the memory of its page table, its part of what it shares included.
 uint64_t kvq__sheets_bytes(const struct kvq__session *s);
+// Takes the last sheet off the session, with its pages. Returns the work that it was: blocks that
+// it has looked at, or 1 if others have the sheet as well.
+uint32_t kvq__sheets_pop(struct kvq__session *s);
 // Takes the last page off the session, or, if that stands in a sheet that others have as well, all
 // pages of this sheet. Returns the blocks that it has looked at.
 uint32_t kvq__pages_pop(struct kvq__session *s);

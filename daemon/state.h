@@ -144,7 +144,11 @@ struct kvq__core {
     struct kvq__session_list seals;           // with pages for the index that may be final by now
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;
-    struct kvq__block_list limbo; // ordered by retired_at
+    struct kvq__block_list limbo; // by retired_at; some stand behind others that are retired later
+    uint64_t drop_flight; // no later one looks at what is dropped just now; UINT64_MAX = any may
+    struct kvq__session_list ended; // that have yet to give memory back, the oldest first (ended.c)
+    uint64_t release_left;          // work that giving back may take until the next turn
+    uint64_t released;              // that it has taken
     uint64_t now;
     bool draining, faulted;
     uint64_t refusal_told; // when a refused launch was told last

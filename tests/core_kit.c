@@ -330,9 +330,12 @@ int kit_request(struct member *m, const struct kvq_request *header,
 {
     kit_load(m, header, entries);
     enum kvq__progress p = kvq__request_start(m->queue);
-    while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN) {
+    while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN ||
+           (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->ended))) {
         m->kit->again += p == KVQ__AGAIN;
-        if (p == KVQ__RUN)
+        if (p == KVQ__WAIT) // it may be for the memory of what has ended
+            kit_poll(m->kit->core);
+        else if (p == KVQ__RUN)
             kit_run_job(m->kit, kvq__queue_job(m->queue));
         else if (p == KVQ__GPU)
             kit_settle(m);
@@ -535,6 +538,8 @@ static uint64_t references(const struct kvq__core *core, const struct kvq__names
             n += session_references(s, ns, block);
         n += prefix_references(&other->prefixes, ns, block);
     }
+    TAILQ_FOREACH (s, &core->ended, link)
+        n += session_references(s, ns, block);
     return n + table_references(core, ns, block) + saves_references(core, ns, block);
 }
 
@@ -742,6 +747,15 @@ static void check_clients(const struct kvq__core *core)
     MUST(clients == core->n_clients && steps == core->n_steps);
 }
 
+// Nobody finds those that have ended.
+static void check_ended(const struct kvq__core *core)
+{
+    const struct kvq__session *s;
+    TAILQ_FOREACH (s, &core->ended, link)
+        MUST(s->ending && LIST_EMPTY(&s->handles) && !s->park && !s->seals && !s->recent &&
+             !s->due && !s->pack_queued && s->ids.known == 0);
+}
+
 void core_check(const struct kvq__core *core)
 {
     struct counting c = {.core = core};
@@ -758,6 +772,7 @@ void core_check(const struct kvq__core *core)
     for (uint32_t i = 0; i < core->n_pools; i++)
         MUST(c.on[i] == core->pools[i].sessions);
     check_pools(core);
-    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo));
+    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo) || core->release_left == 0);
+    check_ended(core);
     check_clients(core);
 }

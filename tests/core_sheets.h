@@ -68,6 +68,8 @@ static void check_sheets(const struct kvq__core *core)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link)
             note_sheets(s->sheets, s->n_sheets, s);
+    TAILQ_FOREACH (s, &core->ended, link)
+        note_sheets(s->sheets, s->n_sheets, s);
     TAILQ_FOREACH (move, &core->moves, link)
         for (uint32_t i = 0; i < move->n; i++)
             note_sheets(move->moved[i].sheets, move->moved[i].n_sheets, &move->moved[i]);

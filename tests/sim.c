@@ -640,6 +640,7 @@ static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
     quota_begin(sim, seed % 3 == 1);
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;
     sim->kit.core->config.evict_idle_ns = seed % 2 ? 200000000 : 1000000000;
+    sim->kit.core->config.release_work = seed % 3 ? 1 + (uint32_t)(seed % 50) : 2048;
     sim->kit.core->config.evict_above = seed % 4 == 3 ? 70 : 0;
     sim->kit.core->config.park_idle_ns = seed % 7 == 6 ? 3000000000 : 0;
     sim->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);

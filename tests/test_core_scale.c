@@ -235,6 +235,7 @@ static void test_forks_undone(void **state)
     assert_int_equal(kvq__request_continue(other.queue), KVQ__AGAIN);
     assert_true(info_of().used[KVQ__TABLE_BYTES] > tables);
     kvq__client_detach(other.client);
+    assert_int_equal(kvq__request_continue(other.queue), KVQ__AGAIN); // in pieces as well
     assert_int_equal(kvq__request_continue(other.queue), KVQ__DONE);
     assert_int_equal(kit.core->pools[0].used_bytes, used);
     assert_int_equal(info_of().used[KVQ__TABLE_BYTES], tables);
@@ -243,6 +244,124 @@ static void test_forks_undone(void **state)
     kvq__queue_close(&other.queue);
     member_free(&other);
     assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+}
+
+// ---- What has ended ----
+
+// Between two looks at the rings so much is given back, and a sheet or a session's own memory more.
+enum { PIECE = 64, PIECE_MOST = PIECE + 64 };
+
+static uint64_t piece(void)
+{
+    uint64_t before = kit.core->released;
+    kit_poll(kit.core);
+    return kit.core->released - before;
+}
+
+// Polls until nothing is left, and returns the pieces. None is larger than it may be.
+static uint32_t all_pieces(void)
+{
+    uint32_t n = 0;
+    for (uint64_t work; (work = piece()) > 0; n++) {
+        assert_true(work <= PIECE_MOST);
+        core_check(kit.core);
+    }
+    return n;
+}
+
+static void fork_many(struct member *who, uint64_t handle, uint64_t at)
+{
+    static struct kvq_entry_wire e[MANY];
+    struct kvq_request r = load_many(handle, at, e);
+    assert_int_equal(kit_request(who, &r, e), 0);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kvq__queue_results(who->queue)[i].status, 0);
+    kit.core->config.release_work = PIECE;
+    while (piece() > 0)
+        ;
+}
+
+// A client dies with many forks, closes them or drops them: they are gone at once for everybody,
+// and their memory comes back in pieces. So does that of the session they came from.
+static void test_forks_end_in_pieces(void **state)
+{
+    struct member other;
+    (void)state;
+    uint64_t tables = info_of().used[KVQ__TABLE_BYTES], used = kit.core->pools[0].used_bytes;
+    uint64_t a = make(7000), reader = read_as(&other, a);
+    uint64_t with_a = info_of().used[KVQ__TABLE_BYTES];
+    for (int way = 0; way < 3; way++) {
+        struct member *who = way == 2 ? &other : &m;
+        fork_many(who, way == 2 ? reader : a, 6912);
+        uint64_t before = kit.core->released;
+        for (uint32_t i = 0; way < 2 && i < MANY; i++) {
+            uint64_t fork = kvq__queue_results(m.queue)[i].value;
+            assert_int_equal(way ? kvq__session_drop(m.client, fork, text)
+                                 : kvq__session_close(m.client, fork, text),
+                             0);
+        }
+        if (way == 2)
+            kvq__client_detach(other.client);
+        assert_true(kit.core->released - before <= PIECE_MOST);
+        assert_int_equal(kit.core->n_sessions, 1);
+        assert_int_equal(info_of().used[KVQ__SESSIONS], 1);
+        assert_true(all_pieces() > MANY / 8);
+        assert_int_equal(info_of().used[KVQ__TABLE_BYTES], with_a);
+    }
+    kvq__queue_close(&other.queue);
+    member_free(&other);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    assert_true(all_pieces() > 3);
+    assert_int_equal(info_of().used[KVQ__TABLE_BYTES], tables);
+    assert_int_equal(kit.core->pools[0].used_bytes, used);
+}
+
+// Who needs the room waits for these pieces instead of being refused, and a session that nobody
+// uses has not to go for it.
+static void test_room_of_what_ended(void **state)
+{
+    (void)state;
+    uint64_t a = make(7000), b = kit_session(&m, rows, 2, 0), idle = make(300);
+    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
+    struct kvq_entry_wire e = {.handle = b, .append = 400};
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    r.step = KIT_STEP;
+    o.quota.limit[KVQ__HOST_BYTES] = info_of().used[KVQ__HOST_BYTES];
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit.core->config.release_work = 8;
+    kit_poll(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_load(&m, &r, &e);
+    enum kvq__progress p = kvq__request_start(m.queue);
+    uint32_t waits = 0;
+    for (; p == KVQ__WAIT && waits < 1000; waits++) {
+        kit_poll(kit.core);
+        p = kvq__request_continue(m.queue);
+    }
+    assert_true(waits > 0);
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_non_null(kit_of(&m, idle));
+    core_check(kit.core);
+}
+
+// The same of page tables: what has ended makes room for them at once.
+static void test_tables_of_what_ended(void **state)
+{
+    uint64_t fork;
+    (void)state;
+    uint64_t a = make(3000), b = fork_at(a, 2944);
+    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__TABLE_BYTES};
+    o.quota.limit[KVQ__TABLE_BYTES] = info_of().used[KVQ__TABLE_BYTES];
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    struct kvq_entry_wire e = {.handle = a, .position = 2944};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), KVQ_E_QUOTA);
+    kit.core->config.release_work = 1;
+    kit_poll(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, b, text), 0);
+    assert_false(TAILQ_EMPTY(&kit.core->ended));
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    core_check(kit.core);
 }
 
 // Where memory is missing nothing is left behind, wherever it is.
@@ -260,6 +379,7 @@ static void test_forks_fail(void **state)
         failed += rc == KVQ_E_NO_MEMORY;
         if (rc == 0)
             assert_int_equal(kvq__session_drop(m.client, fork, text), 0);
+        kit_poll(kit.core);
         assert_true(kit.allocated_out - before < 8192); // handles come in chunks
         assert_int_equal(kit.core->pools[0].used_bytes, used);
     }
@@ -525,6 +645,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_forks_in_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_meanwhile, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_undone, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_end_in_pieces, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_room_of_what_ended, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_tables_of_what_ended, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
         cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
         cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),

@@ -170,6 +170,10 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
             core_check(core);
         if (rc == 1)
             continue;
+        if (!TAILQ_EMPTY(&core->ended)) {
+            kit_poll(core);
+            continue;
+        }
         if (!v->serves || ++waits == 50)
             return core->shortage.code;
         vault_serve(v, core);
@@ -366,7 +370,7 @@ static int restore_made(struct vault *v, struct kvq__core *core, const struct kv
     if (rc < 0)
         return rc;
     while ((rc = kvq__restore_reserve(restore, text)) > 0)
-        continue;
+        kit_poll(core);
     for (uint32_t i = 0; i < r->saved.n_layers && rc == 0; i++)
         if (r->saved.layers[i].row.kv_from < 0)
             rc = gather_layer(v, restore, r, from, i);
