@@ -116,6 +116,60 @@ static void test_more_rounds_are_no_worse(void **unused)
     }
 }
 
+struct watched {
+    uint32_t calls;
+    double error;
+};
+
+static void watch_round(void *context, const struct kmeans_result *so_far)
+{
+    struct watched *w = context;
+    assert_int_equal(so_far->rounds, w->calls++);
+    assert_true(so_far->error <= w->error);
+    w->error = so_far->error;
+}
+
+// More clusters than starts are drawn for: what parts are passed over for has to be what a look at
+// all centroids finds, with every point counted once.
+static void test_many_clusters(void **unused)
+{
+    enum { COUNT = 9001, K = KMEANS_MOST_DRAWN + 104 };
+    (void)unused;
+    for (uint32_t dim = 2; dim <= 8; dim += 6) {
+        float *points = malloc(sizeof(float) * COUNT * dim);
+        float *found = malloc(sizeof(float) * K * dim), *again = malloc(sizeof(float) * K * dim);
+        struct kvt_rng rng = {kvt_seed() + dim};
+        struct kmeans_result result;
+        struct watched w = {0, INFINITY};
+        double error = 0;
+        for (uint32_t i = 0; i < COUNT * dim; i++)
+            points[i] = kvt_normal(&rng) * (i / dim % 3 ? 1.0f : 4.0f);
+        struct kmeans_job job = {.points = points, .count = COUNT, .dim = dim, .k = K, .rounds = 3};
+        job.seed = 11, job.round = watch_round, job.context = &w;
+        assert_int_equal(kmeans(&job, found, &result), 0);
+        assert_int_equal(w.calls, result.rounds + 1);
+        for (uint32_t p = 0; p < COUNT; p++) {
+            float least = INFINITY;
+            for (uint32_t j = 0; j < K; j++) {
+                float sum = 0;
+                for (uint32_t i = 0; i < dim; i++) {
+                    float d = points[p * dim + i] - found[j * dim + i];
+                    sum += d * d;
+                }
+                least = fminf(least, sum);
+            }
+            error += (double)least;
+        }
+        assert_true(fabs(result.error - error) <= 1e-9 * error);
+        job.round = NULL;
+        assert_int_equal(kmeans(&job, again, &result), 0);
+        assert_memory_equal(found, again, sizeof(float) * K * dim);
+        free(points);
+        free(found);
+        free(again);
+    }
+}
+
 // ---- Training ----
 
 // K and V of every layer: some channels large, one of K always 0. All fit fp16 exactly.
@@ -536,6 +590,7 @@ int main(void)
         cmocka_unit_test(test_empty_clusters),
         cmocka_unit_test(test_fewer_points_than_clusters),
         cmocka_unit_test(test_more_rounds_are_no_worse),
+        cmocka_unit_test(test_many_clusters),
         cmocka_unit_test(test_factors),
         cmocka_unit_test(test_errors_are_those_of_packing),
         cmocka_unit_test(test_too_few_tokens),

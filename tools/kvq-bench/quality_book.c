@@ -8,7 +8,8 @@
 #include "tools/kvq-bench/quality.h"
 #include "tools/kvq-codebook/train.h"
 
-enum { MOST_SAMPLES = 65536 }; // for one table: 16 for each of 4,096 centroids
+// For one table: 16 for each of 4,096 centroids, and at least 4 for each of 65,536.
+enum { MOST_SAMPLES = 65536, LEAST_PER_CENTROID = 4 };
 
 static bool is_book(const struct kvq_side *side)
 {
@@ -77,8 +78,11 @@ bool quality_book_train(struct quality_book *b, const struct quality_method *m,
         rc = kvq_codebook_new(&plan, &b->codebook, text, n);
     if (rc)
         return false;
-    if (TRAIN_SAMPLES_PER_CENTROID << (f.k.bits > f.v.bits ? f.k.bits : f.v.bits) > MOST_SAMPLES)
+    uint32_t centroids = 1u << (f.k.bits > f.v.bits ? f.k.bits : f.v.bits);
+    if (centroids * TRAIN_SAMPLES_PER_CENTROID > MOST_SAMPLES)
         options.samples = MOST_SAMPLES;
+    if (centroids * LEAST_PER_CENTROID > MOST_SAMPLES)
+        options.samples = centroids * LEAST_PER_CENTROID;
     rc = train_layer(b->codebook, 0, &source, &options, text, n);
     if (rc == 0)
         kvq_codebook_layer(b->codebook, 0, &b->book);

@@ -110,8 +110,12 @@ static int open_capture(struct making *m)
                 m->o->capture, torn);
     rc = digest_of(m, &digest);
     char samples[32];
-    snprintf(samples, sizeof samples, m->o->train.samples ? "%u" : "%u-per-centroid",
-             m->o->train.samples ? m->o->train.samples : TRAIN_SAMPLES_PER_CENTROID);
+    if (m->o->train.samples)
+        snprintf(samples, sizeof samples, "%u", m->o->train.samples);
+    else if (m->format.k.bits == 16 || m->format.v.bits == 16)
+        snprintf(samples, sizeof samples, "%u", TRAIN_MOST_SAMPLES);
+    else
+        snprintf(samples, sizeof samples, "%u-per-centroid", TRAIN_SAMPLES_PER_CENTROID);
     snprintf(m->made, sizeof m->made,
              "seed=%" PRIu64 " samples=%s iterations=%u tokens=%" PRIu64
              " sequences=%u source=%016" PRIx64 " program=kvq-codebook/" KVQ_VERSION,
@@ -207,6 +211,14 @@ static void progress(void *context, const struct train_table *t)
             layers, t->number, t->tables, t->v ? "V" : "K", t->points, t->rounds, 100 * t->error);
 }
 
+static void tell_round(void *context, const struct train_table *t)
+{
+    const struct making *m = context;
+    fprintf(stderr, "layer %u: table %u of %u for %s: iteration %u of at most %u, error %.2f%%\n",
+            t->layer, t->number, t->tables, t->v ? "V" : "K", t->rounds, m->o->train.rounds,
+            100 * t->error);
+}
+
 static int train_all(struct making *m)
 {
     const struct kvq_codebook_header *head = kvq_codebook_head(m->book);
@@ -214,6 +226,7 @@ static int train_all(struct making *m)
     struct train_options options = m->o->train;
     uint32_t step = head->flags & KVQ_CODEBOOK_GLOBAL ? head->layers : 1, done;
     options.progress = m->o->quiet ? NULL : progress;
+    options.round = m->o->quiet ? NULL : tell_round;
     options.context = m;
     int rc = take_up(m, &done);
     for (uint32_t i = done; i < head->layers && rc == KVQ_OK; i += step) {

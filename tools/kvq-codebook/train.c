@@ -201,10 +201,28 @@ static uint64_t count_vectors(const struct training *t, const struct part *p, ui
 
 // ---- Tables ----
 
-static int cluster(struct training *t, const struct kmeans_job *job, struct train_table *report,
+struct rounds {
+    const struct train_options *options;
+    struct train_table table;
+};
+
+static void tell_round(void *context, const struct kmeans_result *so_far)
+{
+    struct rounds *r = context;
+    r->table.rounds = so_far->rounds;
+    r->table.error = so_far->energy > 0 ? so_far->error / so_far->energy : 0;
+    r->options->round(r->options->context, &r->table);
+}
+
+static int cluster(struct training *t, struct kmeans_job *job, struct train_table *report,
                    float *table)
 {
     struct kmeans_result result;
+    struct rounds rounds = {t->options, *report};
+    rounds.table.points = job->count;
+    rounds.table.number++;
+    job->context = &rounds;
+    job->round = t->options->round && job->k > KMEANS_MOST_DRAWN ? tell_round : NULL;
     if (kmeans(job, table, &result))
         return fail(t, KVQ_E_NO_MEMORY, "no memory for k-means; give fewer --samples");
     report->points = job->count;
@@ -251,6 +269,8 @@ static int make_tables(struct training *t, const struct part *p, struct train_ta
     s.seed = kmeans_mix(t->options->seed, name);
     s.total = count_vectors(t, p, s.width);
     uint64_t most = t->options->samples ? t->options->samples : k * TRAIN_SAMPLES_PER_CENTROID;
+    if (most > TRAIN_MOST_SAMPLES)
+        most = TRAIN_MOST_SAMPLES;
     s.points = (uint32_t)(s.total < most ? s.total : most);
     if (s.points < k) {
         snprintf(t->text, t->n,

@@ -10,7 +10,7 @@
 enum {
     TRAIN_MOST_ROUNDS = 30,
     TRAIN_MOST_SAMPLES = 1 << 20,
-    TRAIN_SAMPLES_PER_CENTROID = 64,
+    TRAIN_SAMPLES_PER_CENTROID = 64, // TRAIN_MOST_SAMPLES for one table at most
 };
 
 // Where keys and values come from. Every layer and head has the same number of tokens.
@@ -36,6 +36,8 @@ struct train_options {
     uint32_t rounds;  // of k-means, at most TRAIN_MOST_ROUNDS
     uint32_t samples; // sub-vectors for one table, at most; 0: 64 for each centroid
     void (*progress)(void *context, const struct train_table *table); // or NULL
+    // Of tables that take long (more than KMEANS_MOST_DRAWN centroids), before each round; or NULL.
+    void (*round)(void *context, const struct train_table *table);
     void *context;
 };
 
