@@ -92,7 +92,7 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     LIST_INIT(&ns->tellings);
     TAILQ_INIT(&ns->sessions);
     RB_INIT(&ns->by_id);
-    kvq__prefixes_init(&ns->prefixes);
+    kvq__prefixes_init(&ns->prefixes, ns);
     if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
         !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) || !copy_names(core, c, ns)) {
         namespace_free(core, ns);

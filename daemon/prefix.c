@@ -19,9 +19,9 @@ static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-
 #define NS_PER_SECOND 1000000000ull
 enum { FIRST_BUCKETS = 64 };
 
-void kvq__prefixes_init(struct kvq__prefixes *prefixes)
+void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns)
 {
-    *prefixes = (struct kvq__prefixes){0};
+    *prefixes = (struct kvq__prefixes){.ns = ns};
     TAILQ_INIT(&prefixes->leaves);
 }
 
@@ -229,14 +229,14 @@ bool kvq__prefix_has_shard(const struct kvq__prefixes *p, const uint8_t *chain, 
     return false;
 }
 
-static int table_grow(struct kvq__core *core, struct kvq__prefixes *p)
+static int table_grow(struct kvq__prefixes *p)
 {
     struct kvq__prefixes old = *p;
     struct kvq__node *node;
     uint32_t n = p->buckets ? 2 * p->n_buckets : FIRST_BUCKETS;
     if (p->n_nodes < p->n_buckets)
         return 0;
-    struct kvq__node_list *buckets = kvq__allocate(core, n * sizeof *buckets);
+    struct kvq__node_list *buckets = kvq__ns_try(p->ns, n * sizeof *buckets);
     if (!buckets)
         return p->buckets ? 0 : KVQ_E_NO_MEMORY; // it works as it is, only slower
     p->buckets = buckets;
@@ -246,29 +246,29 @@ static int table_grow(struct kvq__core *core, struct kvq__prefixes *p)
             LIST_REMOVE(node, link);
             LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
         }
-    kvq__deallocate(core, old.buckets, old.n_buckets * sizeof *old.buckets);
+    kvq__ns_deallocate(p->ns, old.buckets, old.n_buckets * sizeof *old.buckets);
     return 0;
 }
 
 // ---- Nodes ----
 
-static void node_free(struct kvq__core *core, struct kvq__node *node)
+static void node_free(struct kvq__prefixes *p, struct kvq__node *node)
 {
     if (node->from)
         LIST_REMOVE(node, from_link);
-    kvq__deallocate(core, node->pages, node->n_layers * sizeof *node->pages);
-    kvq__deallocate(core, node, sizeof *node);
+    kvq__ns_deallocate(p->ns, node->pages, node->n_layers * sizeof *node->pages);
+    kvq__ns_deallocate(p->ns, node, sizeof *node);
 }
 
-static struct kvq__node *node_new(struct kvq__core *core, uint32_t n_layers)
+static struct kvq__node *node_new(struct kvq__prefixes *p, uint32_t n_layers)
 {
-    struct kvq__node *node = kvq__allocate(core, sizeof *node);
+    struct kvq__node *node = kvq__ns_try(p->ns, sizeof *node);
     if (!node)
         return NULL;
     node->n_layers = n_layers;
-    node->pages = kvq__allocate(core, n_layers * sizeof *node->pages);
+    node->pages = kvq__ns_try(p->ns, n_layers * sizeof *node->pages);
     if (!node->pages) {
-        node_free(core, node);
+        node_free(p, node);
         return NULL;
     }
     return node;
@@ -340,7 +340,7 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     p->untold.bytes += node->bytes;
     if (node->parent && --node->parent->children == 0)
         leaf_insert(p, node->parent);
-    node_free(core, node);
+    node_free(p, node);
 }
 
 void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
@@ -381,8 +381,10 @@ static int add_node(struct kvq__session *s, uint32_t page, const uint8_t *chain,
                     struct kvq__node *parent, struct kvq__node **out)
 {
     struct kvq__prefixes *p = &s->ns->prefixes;
-    struct kvq__node *node;
-    if (table_grow(s->core, p) < 0 || !(node = node_new(s->core, s->n_owned)))
+    p->keep = parent; // others may have to make room for this page
+    struct kvq__node *node = table_grow(p) < 0 ? NULL : node_new(p, s->n_owned);
+    p->keep = NULL;
+    if (!node)
         return KVQ_E_NO_MEMORY;
     node->parent = parent;
     node->page = page;
@@ -611,6 +613,19 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
     return false;
 }
 
+// By its own memory, whoever else has its blocks.
+bool kvq__prefix_reclaim_node(struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    struct kvq__node *node = TAILQ_FIRST(&p->leaves);
+    if (node && node == p->keep)
+        node = TAILQ_NEXT(node, leaf);
+    if (!node)
+        return false;
+    node_evict(ns->core, p, node, KVQ__EVICT_ROOM);
+    return true;
+}
+
 // What sessions use counts as used now; the rest goes when its time is over.
 static void expire(struct kvq__core *core, struct kvq__prefixes *p)
 {
@@ -725,6 +740,6 @@ void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns)
     struct kvq__node *node;
     while ((node = TAILQ_FIRST(&p->leaves)))
         node_evict(core, p, node, KVQ__EVICT_DROP);
-    kvq__deallocate(core, p->buckets, p->n_buckets * sizeof *p->buckets);
-    kvq__prefixes_init(p);
+    kvq__ns_deallocate(ns, p->buckets, p->n_buckets * sizeof *p->buckets);
+    kvq__prefixes_init(p, ns);
 }

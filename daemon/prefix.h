@@ -126,6 +126,8 @@ TAILQ_HEAD(kvq__leaf_list, kvq__node);
 enum kvq__eviction { KVQ__EVICT_ROOM, KVQ__EVICT_AGE, KVQ__EVICT_DROP, KVQ__EVICTIONS };
 
 struct kvq__prefixes {
+    struct kvq__namespace *ns;      // whose bookkeeping memory the nodes are
+    const struct kvq__node *keep;   // is not given up just now; NULL = none
     struct kvq__node_list *buckets; // NULL: nothing was ever shared
     uint32_t n_buckets, n_nodes;
     struct kvq__leaf_list leaves; // the one used longest ago first
@@ -136,7 +138,7 @@ struct kvq__prefixes {
     uint64_t told_at;
 };
 
-void kvq__prefixes_init(struct kvq__prefixes *prefixes);
+void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns);
 // What the hashes go back to. 0, or KVQ_E_UNSUPPORTED with a text: the session cannot share.
 int kvq__ids_identify(struct kvq__session *session, char *text);
 // The hash of the first page's predecessor, for the sessions of a namespace.
@@ -178,6 +180,9 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *prefixes,
 // if there is none.
 bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
                          const struct kvq__pool *pool, int code);
+// The namespace is at its limit of bookkeeping bytes: gives the page up that was used longest ago.
+// False if there is none.
+bool kvq__prefix_reclaim_node(struct kvq__namespace *ns);
 void kvq__prefixes_tick(struct kvq__core *core); // seals, and gives up what nobody uses
 void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns);
 

@@ -55,12 +55,12 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
     struct kvq__node *last = kvq__prefix_ask_found(ask, s);
     uint64_t tokens = last ? (uint64_t)ask->here * KVQ_BLOCK_TOKENS : 0;
     s->ns->prefixes.lookups++;
-    s->ns->prefixes.hits += tokens > 0;
     if (!last)
         return 0;
+    kvq__prefix_touch(s->core, &ns->prefixes, last); // others go first where tables need room
     int rc = kvq__pages_grow(s, ask->here);
     rc = rc ? rc : kvq__ids_grow(s, tokens);
-    if (rc < 0)
+    if (rc < 0 || !(last = kvq__prefix_ask_found(ask, s)))
         return rc;
     kvq__prefix_counts(s, tokens);
     s->prefix_tokens = s->ids.known = tokens;
@@ -75,7 +75,7 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
     rc = kvq__follow(s, last);
     if (rc < 0)
         return rc;
-    kvq__prefix_touch(s->core, &ns->prefixes, last);
+    s->ns->prefixes.hits++;
     s->ns->prefixes.hit_tokens += tokens;
     return 0;
 }

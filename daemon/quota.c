@@ -9,6 +9,8 @@
 #include "daemon/evict.h"
 #include "daemon/state.h"
 
+enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
+
 static const struct {
     const char *where, *unit, *option;
 } names[KVQ__LIMITS] = {
@@ -80,20 +82,31 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 
 // ---- What is no block ----
 
-void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc)
+// What has ended goes first, then pages of the index of prefixes.
+static bool has_room(struct kvq__namespace *ns, size_t bytes)
 {
-    while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes)) {
-        if (kvq__ended_reclaim(ns))
-            continue;
-        *rc = kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
-        return NULL;
-    }
-    void *memory = kvq__allocate(ns->core, bytes);
+    while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes))
+        if (!kvq__ended_reclaim(ns) && !kvq__prefix_reclaim_node(ns))
+            return false;
+    return true;
+}
+
+void *kvq__ns_try(struct kvq__namespace *ns, size_t bytes)
+{
+    void *memory = has_room(ns, bytes) ? kvq__allocate(ns->core, bytes) : NULL;
     if (memory)
         ns->used[KVQ__TABLE_BYTES] += bytes;
-    else
-        *rc = KVQ_E_NO_MEMORY;
     return memory;
+}
+
+void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc)
+{
+    void *memory = kvq__ns_try(ns, bytes);
+    if (memory)
+        return memory;
+    *rc = has_room(ns, bytes) ? KVQ_E_NO_MEMORY
+                              : kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
+    return NULL;
 }
 
 void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes)
@@ -134,9 +147,19 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
         }
 }
 
+// The same of what is no block.
+static void shrink_index(struct kvq__namespace *ns)
+{
+    for (uint32_t i = 0; i < NODES_AT_ONCE && kvq__quota_excess(ns, KVQ__TABLE_BYTES) > 0; i++)
+        if (!kvq__prefix_reclaim_node(ns))
+            return;
+}
+
 void kvq__quotas_tick(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        shrink_index(ns);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools && i < 2; i++) // all GPUs have one limit
             work_towards(core, ns, &core->pools[i]);

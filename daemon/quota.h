@@ -28,9 +28,11 @@ int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t
 // Whether there is room for one more session: 0 or KVQ_E_QUOTA, as above.
 int kvq__namespace_room(struct kvq__namespace *ns, char *text);
 // Zeroed memory for what the host keeps of a namespace's sessions besides blocks: it counts under
-// KVQ__TABLE_BYTES. NULL if that or the machine has no room; then *rc is KVQ_E_QUOTA, which is
-// noted and told of as above, or KVQ_E_NO_MEMORY.
+// KVQ__TABLE_BYTES, and pages of the index of prefixes go for it. NULL if that or the machine has
+// no room; then *rc is KVQ_E_QUOTA, which is noted and told of as above, or KVQ_E_NO_MEMORY.
 void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc);
+// The same, but tells nobody of a refusal: where it can be done without.
+void *kvq__ns_try(struct kvq__namespace *ns, size_t bytes);
 void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes); // accepts NULL
 // Says in text what kvq__ns_allocate has refused by this code, for what ("a session of 3 layers").
 // Returns the code.

@@ -195,12 +195,81 @@ static void reading_fails(void **state)
     }
 }
 
+// ---- What the index itself takes ----
+
+static struct kvq__namespace_info team_info(void)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__namespace_info info;
+    assert_int_equal(kvq__core_namespace_info(kit.core, &admin, "team", &info, text), 0);
+    return info;
+}
+
+static void limit_tables(uint64_t bytes)
+{
+    struct kvq__override o = {.ns = "team", .set = 1u << KVQ__TABLE_BYTES};
+    o.quota.limit[KVQ__TABLE_BYTES] = bytes;
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+}
+
+static const struct kvq__prefixes *team_index(void)
+{
+    const struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &kit.core->namespaces, link)
+        if (strcmp(ns->name, "team") == 0)
+            return &ns->prefixes;
+    return NULL;
+}
+
+// Pages of the index count under the limit of bookkeeping bytes. At the limit they go for sessions,
+// whoever else has their blocks, and none comes in but for another one.
+static void index_counts(void **state)
+{
+    struct kvq__session_spec spec = spec_of(&one, 1000);
+    const struct kvq__prefixes *p = team_index();
+    struct kvq__session_info info;
+    (void)state;
+    drop(&one, feed(&one, &spec, 1000));
+    kit_poll(kit.core);
+    uint64_t node = sizeof(struct kvq__node) + 3 * sizeof(struct kvq__pageref);
+    uint64_t used = team_info().used[KVQ__TABLE_BYTES];
+    assert_int_equal(p->n_nodes, 7);
+    assert_int_equal(used, 7 * node + p->n_buckets * sizeof *p->buckets);
+    limit_tables(used + 6000);
+    uint64_t handle = open_as(&one, &spec, &info); // its prefix goes last
+    assert_true(p->n_nodes < 7);
+    assert_true(p->evicted > 0);
+    assert_true(team_info().used[KVQ__TABLE_BYTES] <= used + 6000);
+    core_check(kit.core);
+    drop(&one, handle);
+    limit_tables(0);
+    for (int32_t i = 0; i < TOKENS; i++)
+        ids(&one)[i] = 5 * i;
+    handle = feed(&one, &spec, 1000); // others' pages make room for it
+    used = team_info().used[KVQ__TABLE_BYTES];
+    uint32_t n = p->n_nodes;
+    limit_tables(used);
+    assert_int_equal(kit_step(&one, handle, 300, HEADS, DIM), 0);
+    kit_pack(&kit);
+    assert_true(team_info().used[KVQ__TABLE_BYTES] <= used && p->n_nodes <= n);
+    assert_int_equal(kit_of(&one, handle)->tokens, 1300);
+    core_check(kit.core);
+    limit_tables(1); // what is above a limit that was lowered goes
+    kvq__core_tick(kit.core);
+    assert_int_equal(p->n_nodes, 0);
+    core_check(kit.core);
+    assert_int_equal(kit_of(&one, handle)->tokens, 1300);
+    limit_tables(0);
+    drop(&one, handle);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(begins_at_once, setup, teardown),
         cmocka_unit_test_setup_teardown(follows_two, setup, teardown),
         cmocka_unit_test_setup_teardown(reading_fails, setup, teardown),
+        cmocka_unit_test_setup_teardown(index_counts, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
