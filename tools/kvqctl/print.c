@@ -7,6 +7,8 @@
 
 #include "tools/kvqctl/kvqctl.h"
 
+enum { ELEMENT_BYTES = 4096 }; // that printing one begins with
+
 // A ring of static buffers, so that one printf may use several short forms.
 static char *short_buffer(size_t *size)
 {
@@ -84,6 +86,27 @@ const char *kvq__ctl_clean(const char *text)
 
 static cJSON *json_of_message(const ProtobufCMessage *message);
 
+// To the last digit: cJSON's own numbers are doubles, which it writes and reads back to see whether
+// all digits are there.
+static cJSON *json_of_whole(uint64_t value, bool negative)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%s%llu", negative ? "-" : "", (unsigned long long)value);
+    return cJSON_CreateRaw(text);
+}
+
+static cJSON *json_of_signed(int64_t value)
+{
+    return json_of_whole(value < 0 ? 0 - (uint64_t)value : (uint64_t)value, value < 0);
+}
+
+static cJSON *json_of_real(double value)
+{
+    bool small = value > -1e15 && value < 1e15;
+    return small && value == (double)(int64_t)value ? json_of_signed((int64_t)value)
+                                                    : cJSON_CreateNumber(value);
+}
+
 // The value at `at`, a member of the given type as protobuf-c lays it out.
 static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *at)
 {
@@ -91,18 +114,18 @@ static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *a
     case PROTOBUF_C_TYPE_BOOL:
         return cJSON_CreateBool(*(const protobuf_c_boolean *)at);
     case PROTOBUF_C_TYPE_UINT32:
-        return cJSON_CreateNumber(*(const uint32_t *)at);
+        return json_of_whole(*(const uint32_t *)at, false);
     case PROTOBUF_C_TYPE_ENUM:
     case PROTOBUF_C_TYPE_SINT32:
-        return cJSON_CreateNumber(*(const int32_t *)at);
+        return json_of_signed(*(const int32_t *)at);
     case PROTOBUF_C_TYPE_UINT64:
-        return cJSON_CreateNumber((double)*(const uint64_t *)at);
+        return json_of_whole(*(const uint64_t *)at, false);
     case PROTOBUF_C_TYPE_INT64:
-        return cJSON_CreateNumber((double)*(const int64_t *)at);
+        return json_of_signed(*(const int64_t *)at);
     case PROTOBUF_C_TYPE_FLOAT:
-        return cJSON_CreateNumber(*(const float *)at);
+        return json_of_real(*(const float *)at);
     case PROTOBUF_C_TYPE_DOUBLE:
-        return cJSON_CreateNumber(*(const double *)at);
+        return json_of_real(*(const double *)at);
     case PROTOBUF_C_TYPE_STRING:
         return cJSON_CreateString(*(char *const *)at);
     case PROTOBUF_C_TYPE_MESSAGE:
@@ -134,27 +157,19 @@ static cJSON *json_of_message(const ProtobufCMessage *message)
         // A handle belongs to a client's attachment, a cursor to a page: here they say nothing.
         if (strcmp(field->name, "handle") == 0 || strcmp(field->name, "next") == 0)
             continue;
-        cJSON_AddItemToObject(object, field->name,
-                              field->label == PROTOBUF_C_LABEL_REPEATED
-                                  ? json_of_repeated(field, base)
-                                  : json_of_value(field, base + field->offset));
+        cJSON_AddItemToObjectCS(object, field->name,
+                                field->label == PROTOBUF_C_LABEL_REPEATED
+                                    ? json_of_repeated(field, base)
+                                    : json_of_value(field, base + field->offset));
     }
     return object;
-}
-
-static cJSON *json_of_array(ProtobufCMessage *const *messages, size_t n)
-{
-    cJSON *array = cJSON_CreateArray();
-    for (size_t i = 0; i < n; i++)
-        cJSON_AddItemToArray(array, json_of_message(messages[i]));
-    return array;
 }
 
 static void print_and_free(cJSON *json)
 {
     char *text = cJSON_Print(json);
     printf("%s\n", text ? text : "null");
-    free(text);
+    cJSON_free(text);
     cJSON_Delete(json);
 }
 
@@ -163,22 +178,50 @@ void kvq__ctl_print_json(const ProtobufCMessage *message)
     print_and_free(json_of_message(message));
 }
 
+// As an element of an array: the brackets of one that holds nothing else are left out.
+static void print_element(const ProtobufCMessage *message, bool formatted)
+{
+    cJSON *array = cJSON_CreateArray();
+    cJSON_AddItemToArray(array, json_of_message(message));
+    char *text = cJSON_PrintBuffered(array, ELEMENT_BYTES, formatted);
+    size_t n = text ? strlen(text) : 0;
+    if (n > 2)
+        fwrite(text + 1, 1, n - 2, stdout);
+    else
+        fputs("null", stdout);
+    cJSON_free(text);
+    cJSON_Delete(array);
+}
+
+// One element after the other: a list may be long.
+static void print_elements(ProtobufCMessage *const *messages, size_t n, bool formatted)
+{
+    putchar('[');
+    for (size_t i = 0; i < n; i++) {
+        if (i > 0)
+            fputs(formatted ? ", " : ",", stdout);
+        print_element(messages[i], formatted);
+    }
+    putchar(']');
+}
+
 void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n)
 {
-    print_and_free(json_of_array(messages, n));
+    print_elements(messages, n, true);
+    putchar('\n');
 }
 
 void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
                               size_t n)
 {
-    cJSON *both = cJSON_CreateObject();
-    cJSON_AddItemToObject(both, "status", json_of_message(status));
-    cJSON_AddItemToObject(both, "sessions", json_of_array(sessions, n));
-    char *text = cJSON_PrintUnformatted(both);
-    printf("%s\n", text ? text : "null");
+    cJSON *json = json_of_message(status);
+    char *text = cJSON_PrintUnformatted(json);
+    printf("{\"status\":%s,\"sessions\":", text ? text : "null");
+    print_elements(sessions, n, false);
+    fputs("}\n", stdout);
     fflush(stdout);
-    free(text);
-    cJSON_Delete(both);
+    cJSON_free(text);
+    cJSON_Delete(json);
 }
 
 void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const char *name)
