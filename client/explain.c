@@ -167,10 +167,15 @@ static bool explain_layer(const struct subject *s)
     return true;
 }
 
-static bool explain_step_limits(const struct subject *s)
+static bool explain_limits(const struct subject *s)
 {
     const struct kvq_entry *e = s->entry;
-    if (e->append > KVQ_MAX_STEP_TOKENS)
+    if (s->request->op == KVQ_OP_FORK) // of a fork the daemon limits nothing else by this code
+        kvq__fail(KVQ_E_LIMIT,
+                  "%s: this client has %d sessions open, the most it can have; it was not forked; "
+                  "close some (kvq_session_close), or fork from another client",
+                  s->where, KVQ_MAX_OPEN);
+    else if (e->append > KVQ_MAX_STEP_TOKENS)
         kvq__fail(KVQ_E_LIMIT, "%s: %u tokens, at most %d go into one step", s->where, e->append,
                   KVQ_MAX_STEP_TOKENS);
     else if (e->queries > KVQ_MAX_STEP_QUERIES)
@@ -345,7 +350,7 @@ static bool explain_code(const struct subject *s)
     case KVQ_E_SHAPE:
         return explain_layer(s);
     case KVQ_E_LIMIT:
-        return explain_step_limits(s);
+        return explain_limits(s);
     case KVQ_E_POSITION:
         return explain_position(s);
     case KVQ_E_STALE:
