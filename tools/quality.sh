@@ -64,7 +64,8 @@ if [ -n "$quick" ]; then
     books='' sizes='' seeds=1 queries=4 tokens=2112 bytes=4096 variants='1 10' count=2
 else
     results=${results:-$kept/$(basename "$model").jsonl}
-    sizes=vecinfer-1,vecinfer-4,million-2${long:+,vecinfer-1.5,vecinfer-3,million-3}
+    sizes=vecinfer-1,vecinfer-4,million-2,vecinfer-d2b4,vecinfer-d4b6,vecinfer-d2b3
+    sizes=$sizes${long:+,vecinfer-1.5,vecinfer-3,million-3}
     [ -z "$methods" ] || asked=$methods books='' sizes=''
     methods=${methods:-all,$claims,$more}
     variants='1 10 30' seeds=1 queries=8 tokens=2112 bytes=8192 count=3
