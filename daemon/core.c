@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include "daemon/evict.h"
+#include "daemon/gpu_extents.h"
 #include "daemon/group.h"
 #include "daemon/lane.h"
 #include "daemon/move.h"
@@ -253,6 +254,7 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
 {
     struct kvq__lane *lane;
     const char *fault = kvq__gpu_look(gpu);
+    kvq__reserve_tick(gpu);
     if (fault && !core->faulted && core->config.fault) {
         core->faulted = true;
         core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
@@ -290,7 +292,7 @@ void kvq__core_drain(struct kvq__core *core)
 bool kvq__core_poll(struct kvq__core *core)
 {
     struct kvq__lane *lane, *next;
-    bool any = false;
+    bool any = kvq__pools_poll(core);
     for (lane = LIST_FIRST(&core->lanes); lane; lane = next) {
         next = LIST_NEXT(lane, link);
         any |= kvq__lane_poll(lane);

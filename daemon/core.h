@@ -65,6 +65,12 @@ struct kvq__memory_ops {
     // these two the core takes it from the system.
     void *(*allocate)(void *context, size_t bytes);
     void (*deallocate)(void *context, void *memory, size_t bytes);
+    // Where acquire may take long: as acquire, or KVQ_E_BUSY instead of waiting, and then some is
+    // being made elsewhere; `want` says for how many extents somebody waits; `made` gives another
+    // number once they are there, or as many as there will be. All three or none.
+    int (*take)(void *context, size_t bytes, struct kvq__memory *memory);
+    void (*want)(void *context, uint32_t extents);
+    uint32_t (*made)(void *context);
 };
 
 // A format of the configuration. Its rows have passed kvq_format_check; their names are what users

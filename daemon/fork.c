@@ -311,8 +311,10 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
     struct cloning c = {.at = q->entries[i].position};
     c.floor = kvq__fork_floor(w->session, c.at);
     q->core->shortage.code = 0;
+    q->core->patient = true;
     int rc = kvq__namespace_room(w->session->ns, NULL);
     rc = rc ? rc : clone(&c, w->session);
+    q->core->patient = false;
     q->core->shortage.bytes = c.bytes;
     if (rc < 0 && kvq__room_ask(q, i))
         return false;

@@ -7,10 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
-#include <unistd.h>
 
+#include "daemon/gpu_extents.h"
 #include "daemon/order.h"
-#include "kernels/cuda/share.h"
 
 // Device memory that is freed when nothing runs on the GPU: kvq__gpu_sweep.
 struct leftover {
@@ -52,6 +51,7 @@ struct kvq__gpu {
     LIST_HEAD(, leftover) leftovers;
     struct slab *slabs;
     struct kvq__gpu_counts *free_counts;
+    struct kvq__reserve *reserve; // NULL = none (gpu_extents.h)
 };
 
 struct kvq__gpus {
@@ -128,6 +128,16 @@ bool kvq__gpu_has_events(const struct kvq__gpu *gpu)
 bool kvq__gpu_exports(const struct kvq__gpu *gpu)
 {
     return gpu->exports;
+}
+
+bool kvq__gpu_maps(const struct kvq__gpu *gpu)
+{
+    return gpu->mapping;
+}
+
+struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu)
+{
+    return &gpu->reserve;
 }
 
 struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which)
@@ -234,26 +244,9 @@ int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value)
     return result ? kvq__gpu_failed(gpu, result, "writing a word of a timeline") : 0;
 }
 
-// ---- Memory for caches ----
+// ---- Memory that is freed when nothing runs ----
 
-static int zero_all(struct kvq__gpu *gpu, kvq_gpu_ptr at, size_t bytes)
-{
-    int result = gpu->driver->fill8(at, 0, bytes, gpu->stream);
-    return result ? result : gpu->driver->stream_sync(gpu->stream);
-}
-
-// Memory that clients can map; where there is none such, memory that they cannot.
-static int make_piece(struct kvq__gpu *gpu, size_t bytes, struct kvq_gpu_piece *piece)
-{
-    char text[KVQ_GPU_TEXT];
-    *piece = (struct kvq_gpu_piece){.bytes = bytes};
-    if (!gpu->mapping)
-        return gpu->driver->memory_alloc(&piece->at, bytes);
-    return kvq_gpu_piece_make(gpu->driver, gpu->device, bytes, piece, text, sizeof text);
-}
-
-// Freed by kvq__gpu_sweep: here it would wait for the whole GPU.
-static void free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
+void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
 {
     struct leftover *l = calloc(1, sizeof *l);
     if (!l) {
@@ -262,71 +255,6 @@ static void free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
     }
     l->memory = memory;
     LIST_INSERT_HEAD(&gpu->leftovers, l, link);
-}
-
-static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
-{
-    if (gpu->mapping)
-        kvq_gpu_piece_release(gpu->driver, piece);
-    else
-        free_later(gpu, piece->at);
-}
-
-// Here and not when a client asks, for the driver may take its time.
-static int export_piece(struct kvq__gpu *gpu, const struct kvq_gpu_piece *piece, int *fd)
-{
-    char text[KVQ_GPU_TEXT];
-    return kvq_gpu_piece_export(gpu->driver, piece, fd, text, sizeof text);
-}
-
-static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
-{
-    struct kvq__gpu *gpu = context;
-    struct kvq_gpu_piece piece;
-    int result = kvq__gpu_enter(gpu);
-    result = result ? result : make_piece(gpu, bytes, &piece);
-    if (result)
-        return kvq__gpu_failed(gpu, result, "taking memory for caches");
-    result = zero_all(gpu, piece.at, bytes);
-    if (result) {
-        release_piece(gpu, &piece);
-        return kvq__gpu_failed(gpu, result, "zeroing memory for caches");
-    }
-    *memory = (struct kvq__memory){.base = (uint8_t *)(uintptr_t)piece.at,
-                                   .bytes = piece.bytes,
-                                   .fd = -1,
-                                   .handle = piece.memory};
-    if (gpu->exports && export_piece(gpu, &piece, &memory->fd)) {
-        release_piece(gpu, &piece);
-        return KVQ_E_SYSTEM;
-    }
-    return 0;
-}
-
-static void zero(void *context, struct kvq__memory *memory)
-{
-    struct kvq__gpu *gpu = context;
-    int result = kvq__gpu_enter(gpu);
-    result = result ? result : zero_all(gpu, (uintptr_t)memory->base, memory->bytes);
-    if (result)
-        kvq__gpu_failed(gpu, result, "zeroing memory for caches");
-}
-
-static void release(void *context, struct kvq__memory *memory)
-{
-    struct kvq__gpu *gpu = context;
-    struct kvq_gpu_piece piece = {KVQ_GPU_PIECE_MADE, (uintptr_t)memory->base, memory->bytes,
-                                  memory->handle};
-    if (memory->fd >= 0)
-        close(memory->fd);
-    kvq__gpu_enter(gpu);
-    release_piece(gpu, &piece);
-}
-
-struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu)
-{
-    return (struct kvq__memory_ops){
-        .context = gpu, .acquire = acquire, .zero = zero, .release = release};
 }
 
 // ---- Counters ----
@@ -445,7 +373,7 @@ static int new_book(struct kvq__gpu *gpu, const struct kvq_format *f, const stru
     error = error ? error : put_table(gpu, &b->copy.smooth, smooth, &next);
     if (error) {
         if (b->memory)
-            free_later(gpu, b->memory);
+            kvq__gpu_free_later(gpu, b->memory);
         free(b);
         return error;
     }
@@ -472,7 +400,7 @@ void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
     if (--b->uses > 0)
         return;
     LIST_REMOVE(b, link);
-    free_later(gpu, b->memory);
+    kvq__gpu_free_later(gpu, b->memory);
     free(b);
 }
 
@@ -547,6 +475,10 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
     gpu->memory_ops = kvq__order_words_work(d, gpu->device, gpu->stream);
     gpu->shared_events = kvq__order_events_work(d, gpu->device);
     gpu->kernels_open = kvq_gpu_open(&gpu->kernels, d, text, KVQ_TEXT_BYTES) == 0;
+    if (gpu->kernels_open && !add_slab(gpu)) { // before a session needs some
+        snprintf(text, KVQ_TEXT_BYTES, "no memory on %s for counters", gpu->uuid_text);
+        return KVQ_E_NO_MEMORY;
+    }
     return gpu->kernels_open ? 0 : KVQ_E_UNSUPPORTED;
 }
 
@@ -554,6 +486,7 @@ static void close_gpu(struct kvq__gpu *gpu)
 {
     if (gpu->context)
         kvq__gpu_enter(gpu);
+    kvq__reserve_close(gpu);
     kvq__gpu_sweep(gpu);
     free_slabs(gpu);
     if (gpu->kernels_open)

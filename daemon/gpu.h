@@ -17,6 +17,7 @@
 enum { KVQ__GPU_NAME = 96, KVQ__GPU_UUID_TEXT = 48 };
 
 struct kvq__gpus;
+struct kvq__reserve;
 
 struct kvq__gpus_config {
     const char *driver;                 // the driver's library; NULL or empty: libcuda.so.1
@@ -45,6 +46,7 @@ const uint8_t *kvq__gpu_uuid(const struct kvq__gpu *gpu);
 const char *kvq__gpu_uuid_text(const struct kvq__gpu *gpu); // "GPU-.." or "MIG-.."
 const char *kvq__gpu_name(const struct kvq__gpu *gpu);
 bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu); // stream_wait64 and stream_write64 work
+bool kvq__gpu_maps(const struct kvq__gpu *gpu);           // memory is made apart from addresses
 bool kvq__gpu_exports(const struct kvq__gpu *gpu);        // memory for caches has descriptors
 bool kvq__gpu_has_events(const struct kvq__gpu *gpu);     // that other processes can open
 
@@ -73,9 +75,9 @@ uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
 // How many clients can have streams of their own, two each, besides the daemon's. Any thread.
 uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);
 
-// Memory for caches.
+// Of memory for caches (gpu_extents.h): how much there may be, and where its reserve stands.
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu);
-struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu);
+struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu);
 
 // Small copies between host and GPU on the daemon's own stream; they wait for it and for nothing
 // else. 0 or KVQ_E_SYSTEM. One thread at a time, as for all below.
@@ -91,6 +93,8 @@ int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
                   const struct kvq_shape *shape, const struct kvq_book *book,
                   struct kvq_book *copy);
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book);
+// Memory that kvq__gpu_sweep frees.
+void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory);
 // Frees what was released. It waits for the whole GPU, so it is called when nothing runs there.
 void kvq__gpu_sweep(struct kvq__gpu *gpu);
 

@@ -13,122 +13,12 @@
 #include "daemon/park.h"
 
 enum {
-    RESERVE_AT_ONCE = 256, // blocks between two looks at the rings
-    RELEASE_AT_ONCE = 512,
-    MOST = 64, // moves that are remembered
+    RELEASE_AT_ONCE = 512, // blocks between two looks at the rings
+    MOST = 64,             // moves that are remembered
 };
 #define KEEP_NS         60000000000ull // so long at least
 #define DEFAULT_WAIT_NS 10000000000ull
 #define NS_PER_MS       1000000ull
-
-// ---- References ----
-
-static uint64_t refs_of_layer(const struct kvq__moved *m)
-{
-    return 2 * (uint64_t)m->n_pages + 1;
-}
-
-struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref)
-{
-    uint64_t layer = ref / refs_of_layer(m), i = ref % refs_of_layer(m);
-    if (i == refs_of_layer(m) - 1)
-        return &m->extras[m->owned[layer]];
-    struct kvq__sheet *sheet = m->sheets[i / 2 / KVQ__SHEET_PAGES];
-    struct kvq__pageref *page = &sheet->pages[layer * KVQ__SHEET_PAGES + i / 2 % KVQ__SHEET_PAGES];
-    return i % 2 ? &page->packed : &page->raw;
-}
-
-struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref)
-{
-    uint64_t i = ref % refs_of_layer(m);
-    struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
-    if (i == refs_of_layer(m) - 1)
-        return &l->extras;
-    struct kvq__pageref *page = kvq__page(l, (uint32_t)(i / 2));
-    return i % 2 ? &page->packed : &page->raw;
-}
-
-// Whether others have the sheet, of these, that the reference stands in.
-static bool is_shared(const struct kvq__moved *m, struct kvq__sheet *const *sheets, uint64_t ref)
-{
-    uint64_t i = ref % refs_of_layer(m);
-    return i < refs_of_layer(m) - 1 && sheets[i / 2 / KVQ__SHEET_PAGES]->refs > 1;
-}
-
-uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
-{
-    uint64_t i = ref % refs_of_layer(m);
-    const struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
-    if (i == refs_of_layer(m) - 1)
-        return kvq_extras_bytes(l->format, &l->shape);
-    return i % 2 ? l->packed_bytes : l->raw_bytes;
-}
-
-// ---- What a session needs on another place ----
-
-static uint64_t need_of(const struct kvq__session *s)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers; i++) {
-        const struct kvq__layer *l = &s->layers[i];
-        if (!kvq__layer_owns(s, i))
-            continue;
-        bytes += (uint64_t)(s->n_pages - l->first_page) * l->packed_bytes;
-        bytes += (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
-        bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
-    }
-    return bytes;
-}
-
-static uint64_t need_of_all(const struct kvq__move *move)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < move->n; i++)
-        bytes += need_of(move->moved[i].session);
-    return bytes;
-}
-
-static int refuse_room(const struct kvq__move *move, int rc, char *text)
-{
-    const struct kvq__pool *to = move->to;
-    enum kvq__limit which = kvq__pool_limit(to);
-    if (rc == KVQ_E_QUOTA)
-        kvq__quota_refuse(move->ns, which, need_of_all(move), text);
-    if (rc == KVQ_E_QUOTA && which == KVQ__DEVICE_BYTES && move->shared_bytes)
-        return kvq__fail(
-            text, rc,
-            "session \"%s\" shares blocks with forks or with a prefix that is kept, and "
-            "these stay; with copies of them namespace \"%s\" would have more than "
-            "its limit of %llu bytes in the memory of GPUs; drop the forks or raise the limit",
-            move->name, move->ns->name, (unsigned long long)move->ns->quota.limit[which]);
-    if (rc == KVQ_E_QUOTA)
-        return rc;
-    return kvq__fail(text, rc,
-                     "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
-                     "free (in extents of %llu, each for one namespace); move "
-                     "or drop others there, or give it more memory",
-                     kvq__pool_name(to), move->name, (unsigned long long)need_of_all(move),
-                     (unsigned long long)(to->budget - to->used_bytes + move->reserved_bytes),
-                     (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
-}
-
-// Whether none of it counts under the limit that is asked there.
-static bool changes_tier(const struct kvq__move *move)
-{
-    bool changes = true;
-    for (uint32_t i = 0; i < move->n; i++)
-        changes &= kvq__pool_limit(move->moved[i].session->pool) != kvq__pool_limit(move->to);
-    return changes;
-}
-
-// Whether it could ever fit. What is free depends on what is given up for it: reserving tells.
-static int check_room(const struct kvq__move *move, char *text)
-{
-    uint64_t need = need_of_all(move), limit = move->ns->quota.limit[kvq__pool_limit(move->to)];
-    if (need > move->to->budget)
-        return refuse_room(move, KVQ_E_NO_MEMORY, text);
-    return limit && need > limit && changes_tier(move) ? refuse_room(move, KVQ_E_QUOTA, text) : 0;
-}
 
 int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
 {
@@ -327,8 +217,8 @@ static void begin(struct kvq__move *move)
         kvq__pack_unqueue(move->moved[i].session);
     }
     kvq__flight_begin(move->core, &move->flight);
-    move->bytes = need_of_all(move);
-    rc = rc ? rc : check_room(move, move->text);
+    move->bytes = kvq__move_need(move);
+    rc = rc ? rc : kvq__move_check_room(move, move->text);
     for (uint32_t i = 0; rc == 0 && i < move->n; i++)
         rc = take_part(move, &move->moved[i]);
     if (rc == 0)
@@ -357,65 +247,18 @@ static bool wait(struct kvq__move *move)
     return true;
 }
 
-// The next reference of the move; false behind the last one.
-static bool next_ref(struct kvq__move *move)
+// False while extents for it are being made.
+static bool reserve(struct kvq__move *move)
 {
-    while (move->at < move->n && move->ref >= kvq__moved_refs(&move->moved[move->at])) {
-        move->at++;
-        move->ref = 0;
-    }
-    return move->at < move->n;
-}
-
-static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref)
-{
-    const struct kvq__ref *here = kvq__moved_here(m, ref);
-    uint64_t bytes = kvq__moved_bytes(m, ref);
-    if (!here->block)
-        return 0;
-    // What a fork shares stays as well; the rest only changes its place.
-    bool shared = is_shared(m, m->session->sheets, ref), stays = shared || here->block->refs > 1;
-    struct kvq__ref *there = kvq__moved_there(m, ref);
-    int rc = shared ? kvq__block_new(move->core, move->ns, move->to, bytes, there)
-                    : kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
-    if (rc < 0 && kvq__ended_helps(move->core, &move->core->shortage))
-        return 1; // what has ended gives its memory back first
-    move->shared_bytes += stays ? bytes : 0;
-    if (rc == 0) {
-        there->block->saved = here->block->saved;
-        move->reserved_bytes += bytes;
-    }
-    return rc;
-}
-
-// Those that wanted to go home try again when there may be more room.
-static void note_refused(const struct kvq__move *move, int rc)
-{
-    bool home = false;
-    for (uint32_t i = 0; i < move->n; i++) {
-        struct kvq__session *s = move->moved[i].session;
-        home |= s->home == move->to;
-        if (s->home == move->to)
-            kvq__home_refused(s);
-    }
-    if (!home && !move->demotes)
-        kvq__namespace_full(move->core, move->ns, move->to, need_of_all(move), rc, NULL);
-}
-
-static void reserve(struct kvq__move *move)
-{
-    int rc = 0;
-    for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && next_ref(move); i++, move->ref += !rc)
-        rc = reserve_one(move, &move->moved[move->at], move->ref);
+    int rc = kvq__move_reserve(move);
     if (rc < 0) {
-        refuse_room(move, rc, move->text);
-        note_refused(move, rc);
         fail(move, rc);
-    } else if (!next_ref(move)) {
+    } else if (rc == 0) {
         move->phase = KVQ__MOVE_COPYING;
         move->at = 0;
         move->ref = 0;
     }
+    return rc != 2;
 }
 
 // ---- The moment ----
@@ -497,12 +340,12 @@ static void copy(struct kvq__move *move, bool *any)
 
 static void release(struct kvq__move *move)
 {
-    for (uint32_t i = 0; i < RELEASE_AT_ONCE && next_ref(move); i++, move->ref++) {
+    for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];
-        if (!is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
+        if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
             kvq__block_drop(move->core, kvq__moved_there(m, move->ref));
     }
-    if (next_ref(move))
+    if (kvq__move_next(move))
         return;
     for (uint32_t i = 0; i < move->n; i++)
         free_part(move->ns, &move->moved[i]);
@@ -538,8 +381,7 @@ static bool go_on(struct kvq__move *move)
     case KVQ__MOVE_WAITING:
         return wait(move);
     case KVQ__MOVE_RESERVING:
-        reserve(move);
-        return true;
+        return reserve(move);
     case KVQ__MOVE_COPYING:
         copy(move, &any);
         return any;
@@ -700,14 +542,14 @@ static int add_sessions(struct kvq__move *move, struct kvq__session *s,
         if (m && (!spec->one_shard || i == spec->shard))
             rc = add_session(move, m, text);
     }
-    return rc ? rc : check_room(move, text);
+    return rc ? rc : kvq__move_check_room(move, text);
 }
 
 static void publish(struct kvq__move *move)
 {
     struct kvq__core *core = move->core;
     move->id = ++core->last_move;
-    move->bytes = need_of_all(move);
+    move->bytes = kvq__move_need(move);
     TAILQ_INSERT_TAIL(&core->moves, move, link);
     core->n_moves++;
     for (uint32_t i = 0; i < move->n; i++) {

@@ -80,6 +80,21 @@ struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref);
 struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref);
 uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref);
 
+// Whether others have the sheet, of these, that the reference stands in.
+bool kvq__moved_is_shared(const struct kvq__moved *m, struct kvq__sheet *const *sheets,
+                          uint64_t ref);
+
+// ---- Room at the other place (move_room.c) ----
+
+uint64_t kvq__move_need(const struct kvq__move *move); // bytes
+// Whether it could ever fit: 0, or a code with a text.
+int kvq__move_check_room(const struct kvq__move *move, char *text);
+// Goes to the next reference of the move, if need be; false behind the last one.
+bool kvq__move_next(struct kvq__move *move);
+// Takes some of its blocks. 0 once it has all, 1 if there are more to be taken, 2 if extents for it
+// are being made; or a code, which has been told, with move->text.
+int kvq__move_reserve(struct kvq__move *move);
+
 // ---- For the rest of the core (move.c) ----
 
 // Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.

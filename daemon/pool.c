@@ -55,15 +55,22 @@ static struct kvq__extent *find_untold(struct kvq__pool *pool)
     return NULL;
 }
 
+static int memory_get(struct kvq__core *core, struct kvq__pool *pool, struct kvq__memory *memory)
+{
+    const struct kvq__memory_ops *ops = &pool->memory;
+    if (ops->take && core->patient)
+        return ops->take(ops->context, pool->extent_bytes, memory);
+    return ops->acquire(ops->context, pool->extent_bytes, memory);
+}
+
 static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent **out)
 {
-    struct kvq__memory_ops *ops = &pool->memory;
     if (pool->extents_taken + pool->extent_bytes > pool->budget)
         return KVQ_E_NO_MEMORY;
     struct kvq__extent *e = kvq__allocate(core, sizeof *e);
     if (!e)
         return KVQ_E_NO_MEMORY;
-    int rc = ops->acquire(ops->context, pool->extent_bytes, &e->memory);
+    int rc = memory_get(core, pool, &e->memory);
     if (rc < 0) {
         kvq__deallocate(core, e, sizeof *e);
         return rc;
@@ -97,6 +104,21 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
     }
 }
 
+// Another namespace's, which is zeroed before anybody gets it. Where that takes long it is given
+// back, and a new one made in its place.
+static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
+                     struct kvq__extent **out)
+{
+    if (pool->memory.take) {
+        extent_release(core, pool, e);
+        return extent_acquire(core, pool, out);
+    }
+    pool->memory.zero(pool->memory.context, &e->memory);
+    e->last = NULL;
+    *out = e;
+    return 0;
+}
+
 // Gives an extent back that nobody looks at any more, though somebody did. False if there is none.
 static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
 {
@@ -120,19 +142,40 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
                        const struct kvq__namespace *ns, struct kvq__extent **out)
 {
-    int rc = 0;
     *out = find_own(pool, ns);
-    if (!*out)
+    if (*out)
+        return 0;
+    int rc = extent_acquire(core, pool, out);
+    struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
+    if (untold)
+        return take_over(core, pool, untold, out);
+    if (rc == KVQ_E_NO_MEMORY && release_told(core, pool))
         rc = extent_acquire(core, pool, out);
-    if (!*out && (*out = find_untold(pool)))
-        rc = 0;
-    if (!*out && rc == KVQ_E_NO_MEMORY && release_told(core, pool))
-        rc = extent_acquire(core, pool, out);
-    if (*out && (*out)->last && (*out)->last != ns) {
-        pool->memory.zero(pool->memory.context, &(*out)->memory);
-        (*out)->last = NULL;
-    }
     return rc;
+}
+
+void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *pool, uint64_t bytes)
+{
+    const struct kvq__extent *e;
+    uint64_t n = (bytes + pool->extent_bytes - 1) / pool->extent_bytes;
+    uint64_t most = (pool->budget - pool->extents_taken) / pool->extent_bytes;
+    TAILQ_FOREACH (e, &pool->empty, link) // it has these already
+        n -= e->last == ns && n > 0;
+    n = n == 0 ? 1 : n < most ? n : most;
+    pool->memory.want(pool->memory.context, (uint32_t)n);
+}
+
+bool kvq__pools_poll(struct kvq__core *core)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        uint32_t made = pool->memory.made ? pool->memory.made(pool->memory.context) : pool->made;
+        any |= made != pool->made;
+        pool->made = made;
+    }
+    core->extents_made += any;
+    return any;
 }
 
 // ---- Stretches of extents ----
@@ -317,7 +360,8 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
 
 static int note_shortage(struct kvq__core *core, const struct kvq__shortage *shortage)
 {
-    if (shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY)
+    if (shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY ||
+        shortage->code == KVQ_E_BUSY)
         core->shortage = *shortage;
     return shortage->code;
 }

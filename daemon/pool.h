@@ -92,11 +92,12 @@ struct kvq__pool {
     uint32_t sessions;      // that are published
     uint64_t huge_bytes;    // of extents in explicit huge pages
     uint64_t *numbers;      // a bit for each number, set if an extent has it
+    uint32_t made;          // of memory.made, as it was seen last
     struct kvq__extent_list empty;
 };
 
-// A block that was refused: whose, where, and KVQ_E_NO_MEMORY (the pool) or KVQ_E_QUOTA (the
-// namespace's limit). code 0: none was.
+// A block that was refused: whose, where, and KVQ_E_NO_MEMORY (the pool), KVQ_E_QUOTA (the
+// namespace's limit) or KVQ_E_BUSY (an extent for it is being made). code 0: none was.
 struct kvq__shortage {
     struct kvq__namespace *ns;
     struct kvq__pool *pool;
@@ -121,7 +122,9 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 {
     return pool->gpu ? KVQ__DEVICE_BYTES : KVQ__HOST_BYTES;
 }
-// 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY (after these core->shortage says the same) or KVQ_E_SYSTEM.
+// 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY (after these core->shortage says the same) or KVQ_E_SYSTEM; while
+// core->patient, also KVQ_E_BUSY, as core->shortage says, too: the caller asks again when
+// core->extents_made has changed.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
 // One that is to take the place of another, whose last reference goes once it has: where the same
@@ -140,6 +143,11 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 bool kvq__limbo_free(struct kvq__core *core, bool all);
 // `to` becomes the flight that `from` was; `from` is then not under way.
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);
+// Somebody waits for so many bytes of a namespace's in a pool that has room for them, and was told
+// KVQ_E_BUSY: has extents made for that.
+void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *pool, uint64_t bytes);
+// Looks whether extents were made that somebody waits for; true if some were.
+bool kvq__pools_poll(struct kvq__core *core);
 // Gives back extents that have been empty since before `now - age`.
 void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns);
 

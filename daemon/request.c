@@ -667,7 +667,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_CANCELLED);
     if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
         return kvq__request_end(q, KVQ_E_DEADLINE);
-    if (q->turn.listed && q->core->draining)
+    if (q->turn.listed && !q->turn.extents && q->core->draining)
         return kvq__request_end(q, KVQ_E_DRAINING);
     if (!kvq__room_turn(q))
         return KVQ__WAIT;

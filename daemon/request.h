@@ -153,7 +153,8 @@ struct kvq__turn {
     uint64_t ticket; // 0: it does not; smaller ones came earlier
     bool listed;
     uint64_t since;                // when it began to
-    uint64_t seen;                 // core->freed when it was looked at last
+    bool extents;                  // it waits for extents that are being made, not for others
+    uint64_t seen;                 // core->freed (or extents_made) when it was looked at last
     uint64_t look_at;              // when it is looked at again though nothing was freed
     const struct kvq__pool *place; // where it found no room
 };

@@ -171,7 +171,13 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     }
     struct kvq__in_the_way way = {0};
     r->core->shortage.code = 0;
+    r->core->patient = true;
     int rc = reserve_some(r);
+    r->core->patient = false;
+    if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
+        kvq__pool_want(r->session->ns, r->session->pool, need_of(r->session) - r->reserved);
+        return 2;
+    }
     if (rc < 0 && waits(r, &way))
         return 2;
     return rc < 0 ? refuse_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;

@@ -63,6 +63,12 @@ uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
 
 // ---- Turns ----
 
+// What changes when a request that waits like this one should look again.
+static uint64_t changes(const struct kvq__queue *q)
+{
+    return q->turn.extents ? q->core->extents_made : q->core->freed;
+}
+
 static void enlist(struct kvq__queue *q, uint64_t look_at)
 {
     struct kvq__core *core = q->core;
@@ -76,7 +82,8 @@ static void enlist(struct kvq__queue *q, uint64_t look_at)
         TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
     q->turn.listed = true;
     q->turn.place = core->shortage.pool;
-    q->turn.seen = core->freed;
+    q->turn.extents = core->shortage.code == KVQ_E_BUSY;
+    q->turn.seen = changes(q);
     q->turn.look_at = look_at < most ? look_at : most;
 }
 
@@ -93,11 +100,11 @@ bool kvq__room_turn(struct kvq__queue *q)
     const struct kvq__queue *before;
     if (!q->turn.listed)
         return true;
-    if (q->turn.seen == core->freed && core->now < q->turn.look_at)
+    if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
         return false;
     for (before = TAILQ_FIRST(&core->waiters); before != q;
          before = TAILQ_NEXT(before, waiter_link))
-        if (before->turn.place == q->turn.place && before->turn.seen != core->freed)
+        if (before->turn.place == q->turn.place && before->turn.seen != changes(before))
             return false;
     delist(q);
     return true;
@@ -139,6 +146,11 @@ bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64
     enum kvq__help help = KVQ__HELP_NONE;
     bool fits = whole <= kvq__shortage_limit(&shortage), first = q->turn.ticket == 0;
     take_ticket(q);
+    if (shortage.code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
+        kvq__pool_want(shortage.ns, shortage.pool, missing);
+        enlist(q, look_at);
+        return true;
+    }
     struct kvq__plea plea = {&shortage, missing, q->turn.ticket, own, q, &way, &look_at};
     if (fits && !core->draining)
         help = kvq__evict_for(core, &plea);
@@ -172,7 +184,9 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->taker == q)
         return true;
     q->core->shortage.code = 0;
+    q->core->patient = true;
     int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+    q->core->patient = false;
     if (rc < 0 && kvq__room_ask(q, i))
         return false;
     if (rc < 0)

@@ -18,6 +18,7 @@
 #include "daemon/gpu.h"
 #include "daemon/keeper.h"
 #include "daemon/log.h"
+#include "daemon/refill.h"
 #include "daemon/workers.h"
 #include "proto/ring.h"
 
@@ -330,6 +331,8 @@ int kvq__server_open(struct kvq__server *server, char *text)
     error = error ? error : open_page(server, text);
     error = error ? error : open_gpus(server, text);
     server->identity.backend = server->gpus ? "gpu" : "cpu";
+    if (!error)
+        error = kvq__refill_open(server->gpus, server->config.extent_bytes, &server->refill, text);
     error = error ? error : open_core(server, text);
     if (error)
         return error;
@@ -447,6 +450,7 @@ void kvq__server_close(struct kvq__server *server)
     kvq__poller_close(&server->poller);
     if (server->core)
         kvq__core_close(&server->core);
+    kvq__refill_close(&server->refill);
     kvq__gpus_close(&server->gpus);
     free(server->no_gpu);
     kvq__codebooks_free(&server->codebooks);

@@ -30,6 +30,7 @@ struct kvq__server {
     uv_async_t async;                 // mail has come
     struct kvq__mailbox box;          // to the loop's thread; any thread posts
     struct kvq__gpus *gpus;           // from start to stop; NULL: none
+    struct kvq__refill *refill;       // of their reserves
     char *no_gpu;                     // why there is none, if one was looked for; else NULL
     struct kvq__core *core;           // the poller's, from start to stop
     struct kvq__memory_source memory; // the core's

@@ -188,6 +188,8 @@ struct kvq__core {
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
     struct kvq__shortage shortage;   // the last block that was refused
+    bool patient;                    // whoever takes blocks just now can come again (KVQ_E_BUSY)
+    uint64_t extents_made;           // changes whenever some are there that were waited for
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;

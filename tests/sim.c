@@ -634,6 +634,7 @@ static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
     uint64_t pool = seed % 4 ? (uint64_t)(6 + seed % 19) * 2 * MIB : 96ull * MIB;
     uint64_t limit = seed % 5 == 1 ? 5ull * MIB : 0;
     sim_in_steps(seed);
+    sim_reserves(seed);
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
     sim->kit.table_gone = table_free;

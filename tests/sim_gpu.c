@@ -122,3 +122,8 @@ void sim_in_steps(uint64_t seed)
 {
     (void)seed;
 }
+
+void sim_reserves(uint64_t seed)
+{
+    (void)seed;
+}

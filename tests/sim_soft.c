@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/gpu.h"
+#include "daemon/gpu_extents.h"
 #include "kernels/emu/soft.h"
 #include "tests/sim.h"
 
@@ -16,6 +16,7 @@ static struct kvq__gpus *gpus;
 static struct kit_gpus own;
 static void (*set_seed)(uint64_t seed), (*set_steps)(uint64_t seed);
 static bool (*take_step)(void);
+static uint64_t draws; // when extents are made and freed, of the seed
 
 static const struct kvq_gpu_driver *driver(void)
 {
@@ -77,6 +78,21 @@ static void open_gpus(void)
                             .memory_free = memory_free};
 }
 
+static uint64_t draw(void)
+{
+    draws ^= draws << 13;
+    draws ^= draws >> 7;
+    return draws ^= draws << 17;
+}
+
+// What streams do, and now and then what the thread does that makes extents and frees them.
+static bool step(void)
+{
+    if (draw() % 4 == 0)
+        kvq__reserve_work(kvq__gpus_get(gpus, draw() % kvq__gpus_count(gpus)));
+    return take_step();
+}
+
 const struct kit_gpus *sim_gpus(void)
 {
     if (gpus)
@@ -114,4 +130,14 @@ void sim_in_steps(uint64_t seed)
     open_gpus();
     set_steps(seed);
     own.step = take_step;
+}
+
+void sim_reserves(uint64_t seed)
+{
+    draws = seed + 1;
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
+        const struct kvq__reserve_config config = {.extent_bytes = 2 * MIB, .mark = seed % 3};
+        MUST(kvq__reserve_open(kvq__gpus_get(gpus, i), &config) == 0);
+    }
+    own.step = step;
 }

@@ -163,14 +163,15 @@ static int read_ids(void *context, uint32_t part, void *out)
 static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__restore *restore,
                        char *text)
 {
-    uint32_t waits = 0;
+    uint32_t waits = 0, looks = 0;
     int rc;
     while ((rc = kvq__restore_reserve(restore, text)) > 0) {
         if (restore->fetches) // else nobody sees it yet
             core_check(core);
         if (rc == 1)
             continue;
-        if (!TAILQ_EMPTY(&core->ended)) {
+        bool making = core->shortage.code == KVQ_E_BUSY && looks++ < 1000; // of extents
+        if (making || !TAILQ_EMPTY(&core->ended)) {
             kit_poll(core);
             continue;
         }

@@ -46,6 +46,11 @@ void kvq_soft_counts(struct kvq_soft_counts *counts);
 // asked for this call. 0, or -1 if there is no such call.
 int kvq_soft_fail(const char *call, uint64_t n, bool every_later, int result);
 
+// How many calls a thread of this process (gettid) has made that wait for the device or take the
+// driver's locks for long: making, mapping, exporting, registering and freeing memory, and waiting
+// for a stream, an event or the context. A thread that has to go on makes none of them.
+uint64_t kvq_soft_slow(int thread);
+
 // What can be changed while a program runs, also from another process: KVQ_EMU_CONTROL names a
 // file that starts with this struct and is mapped by driver.init. Plain 32-bit words.
 struct kvq_soft_control {

@@ -29,6 +29,7 @@ struct plan {
 
 static std::mutex lock; // of plans and fault_text
 static plan plans[CALLS];
+static std::map<int, uint64_t> slow_calls; // of each thread; under the lock, too
 static char fault_text[1280];
 static thread_local char own_text[512];
 static thread_local bool in_function;
@@ -93,6 +94,45 @@ static bool survives_faults(call row)
     }
 }
 
+// Calls that take the driver's locks for long, or wait until the device has done something: never
+// for whoever must go on.
+static bool takes_time(call row)
+{
+    switch (row) {
+    case CALL_context_sync:
+    case CALL_stream_sync:
+    case CALL_event_sync:
+    case CALL_memory_alloc:
+    case CALL_memory_free:
+    case CALL_host_alloc:
+    case CALL_host_free:
+    case CALL_host_register:
+    case CALL_host_unregister:
+    case CALL_memory_create:
+    case CALL_memory_release:
+    case CALL_memory_export:
+    case CALL_memory_import:
+    case CALL_address_reserve:
+    case CALL_address_free:
+    case CALL_memory_map:
+    case CALL_memory_unmap:
+    case CALL_memory_access:
+    case CALL_ipc_memory_open:
+    case CALL_ipc_memory_close:
+        return true;
+    default:
+        return false;
+    }
+}
+
+static void count_slow(call row)
+{
+    if (!takes_time(row))
+        return;
+    guard g(lock);
+    slow_calls[gettid()]++;
+}
+
 int broken()
 {
     if (m.ended)
@@ -116,6 +156,7 @@ int count(call row)
 int enter(call row)
 {
     ((std::atomic<uint32_t> *)&control->calls)->fetch_add(1);
+    count_slow(row);
     own_text[0] = row == CALL_error_name || row == CALL_error_text ? own_text[0] : '\0';
     if (!needs_nothing(row)) {
         if (m.ended)
@@ -215,6 +256,13 @@ int kvq_soft_fail(const char *call, uint64_t n, bool every_later, int result)
     plans[row].every_later = every_later;
     plans[row].result = result;
     return 0;
+}
+
+uint64_t kvq_soft_slow(int thread)
+{
+    guard g(soft::lock);
+    const auto found = slow_calls.find(thread);
+    return found == slow_calls.end() ? 0 : found->second;
 }
 
 struct kvq_soft_control *kvq_soft_control(void)
