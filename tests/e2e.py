@@ -10,6 +10,7 @@ last a minute. The last line is "N passed, M failed, K skipped".
 import sys
 
 import e2e_breaks
+import e2e_campaign
 import e2e_errors
 import e2e_evict
 import e2e_faults
@@ -36,7 +37,8 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_work.Requests, e2e_work.Holding, e2e_errors.BadOpen, e2e_errors.BadWork,
           e2e_errors.BadPeople, e2e_faults.DeadClients, e2e_faults.DeadDaemon,
           e2e_faults.Memory, e2e_formats.OwnFormats, e2e_life.Life, e2e_gpu.Faults,
-          e2e_breaks.Breaks, e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
+          e2e_breaks.Breaks, e2e_campaign.Campaign,
+          e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
           e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,
           e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage, e2e_names.Names,
           e2e_lists.Lists, e2e_storage.Saves, e2e_storage.Tidy, e2e_storage.Killed,

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 
+import e2e_chaos
 import e2e_engine
 import e2e_flooders
 from e2e_rig import Tokens, attend64, feed, kvq, np, read_all, relative_error
@@ -322,6 +323,14 @@ def gpu_engine(*arguments):
 
 def gpu_scribbler(*arguments):
     e2e_engine.gpu_scribbler(say, wait, *arguments)
+
+
+def gpu_victim(*arguments):
+    e2e_chaos.victim(say, wait, *arguments)
+
+
+def gpu_chaos(*arguments):
+    e2e_chaos.chaos(say, wait, *arguments)
 
 
 def gpu_stuck(*arguments):

@@ -14,11 +14,13 @@ READY = 128  # where that word stands in a timeline page
 class Engine:
     """A connection, a stream, and memory that the daemon made or that it imports."""
 
-    def __init__(self, directory, order):
-        os.environ["KVQ_GPU_DRIVER"], os.environ["KVQ_GPU_ORDER"] = DRIVER, order
+    def __init__(self, directory, order, **options):
+        os.environ["KVQ_GPU_DRIVER"] = DRIVER
+        if order:  # by force
+            os.environ["KVQ_GPU_ORDER"] = order
         self.cuda = Cuda(DRIVER)
         self.stream = self.cuda.stream()
-        self.client = kvq.Client(directory)
+        self.client = kvq.Client(directory, **options)
         self.queue = self.client.queue()
         self.place = self.client.gpus()[0]["place"]
         self.tokens = Tokens(1, 400, layers=LAYERS)
