@@ -160,6 +160,76 @@ int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kv
     return rc;
 }
 
+// ---- The host's, for kernels of this process ----
+
+static size_t whole_pages(size_t bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return (bytes + page - 1) / page * page;
+}
+
+// The engine has pinned it: as long as all of it is, that serves.
+static int find_pinned(const kvq_buffer *b, const struct kvq__here *here, kvq_gpu_ptr *at)
+{
+    kvq_gpu_ptr last = 0;
+    int result = here->driver->host_device(at, b->host, 0);
+    if (result == KVQ_GPU_OK)
+        result = here->driver->host_device(&last, b->host + b->bytes - 1, 0);
+    return result == KVQ_GPU_OK && last - *at != b->bytes - 1 ? KVQ_GPU_INVALID_VALUE : result;
+}
+
+static int pin(kvq_buffer *b, const struct kvq__here *here)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    kvq_gpu_ptr at = 0;
+    int result =
+        kvq_gpu_host_register(here->driver, b->host, whole_pages(b->bytes), &at, text, sizeof text);
+    b->pinned = result == KVQ_GPU_OK;
+    if (result == KVQ_GPU_ALREADY_REGISTERED)
+        result = find_pinned(b, here, &at);
+    if (result != KVQ_GPU_OK)
+        return kvq__fail(kvq__gpu_code(result),
+                         "a buffer of %zu bytes in the host's memory cannot be pinned for the GPU "
+                         "(%s); make buffers by kvq_buffer_create_on or kvq_buffer_import",
+                         b->bytes, text);
+    b->here = *here;
+    kvq_long_store(&b->reach, at);
+    return KVQ_OK;
+}
+
+bool kvq__gpu_buffer_reached(const kvq_buffer *b)
+{
+    return kvq_long_load(&b->reach) != 0;
+}
+
+int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here)
+{
+    kvq_buffer *b = (kvq_buffer *)(uintptr_t)buffer; // ours
+    if (kvq__gpu_buffer_reached(b))
+        return KVQ_OK;
+    pthread_mutex_lock(&b->client->control);
+    int rc = kvq__gpu_buffer_reached(b) ? KVQ_OK : pin(b, here);
+    pthread_mutex_unlock(&b->client->control);
+    return rc;
+}
+
+// Pinned memory has one address for all GPUs.
+kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__here *here)
+{
+    if (b->kind == KVQ__BUFFER_HOST)
+        return kvq_long_load(&b->reach);
+    return b->here.context == here->context ? b->at : 0;
+}
+
+// Kernels may still be on their way to it.
+static void unpin(kvq_buffer *b)
+{
+    struct kvq_gpu_context *before = kvq__gpu_enter(&b->here);
+    b->here.driver->context_sync();
+    kvq_gpu_host_unregister(b->here.driver, b->host);
+    kvq__gpu_leave(&b->here, before);
+}
+
 // ---- Both ----
 
 int kvq__gpu_buffer_register(kvq_buffer *b)
@@ -176,6 +246,8 @@ int kvq__gpu_buffer_register(kvq_buffer *b)
 
 void kvq__gpu_buffer_release(kvq_buffer *b)
 {
+    if (b->pinned)
+        unpin(b);
     if (b->piece.kind == KVQ_GPU_PIECE_NONE)
         return;
     struct kvq_gpu_context *before = kvq__gpu_enter(&b->here);

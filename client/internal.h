@@ -76,10 +76,13 @@ struct kvq_buffer {
     size_t bytes;
     void *data;                 // NULL for an imported one, and on GPUs
     uint8_t *host;              // where the library itself sees it; NULL on GPUs
-    struct kvq__here here;      // on GPUs: where it was made
+    struct kvq__here here;      // on GPUs: where it was made; on the host: where it was pinned
     kvq_gpu_ptr at;             // likewise: its first byte
     struct kvq_gpu_piece piece; // an arena's mapping
     uint64_t number;            // a tensor's: of its allocation
+    // Of the host: its first byte for the GPUs that this process uses; 0: they do not know it.
+    uint64_t reach;
+    bool pinned; // for them, by the library
 };
 
 // A request in flight, or done and not waited for.
@@ -283,6 +286,13 @@ int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
 // As kvq__buffer_register, for buffers on GPUs.
 int kvq__gpu_buffer_register(kvq_buffer *buffer);
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
+// Pins a buffer of the host, so that kernels of this process read and write it where it lies.
+// Nothing if that was done before. `here` is current. Takes the control lock; not for hot paths.
+int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here);
+// Whether that was done.
+bool kvq__gpu_buffer_reached(const kvq_buffer *buffer);
+// A buffer's first byte for kernels of this process in that context; 0: they cannot use it.
+kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__here *here);
 // Copies out of it, behind what was given to the default stream.
 int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
 

@@ -723,8 +723,8 @@ KVQ_API void kvq_local_abort(kvq_local *local);
  * launches; kvq_local_begin_on_stream before each replay, outside of the graph, sets the bucket up
  * for the entries it is given, which may be others each time, up to the bucket's limits, and of any
  * lengths. Rows may differ; tensors are those of the capture. kvq_local_end_on_stream comes after
- * the replay, outside of it.
- *
+ * the replay, outside of it. Tensors may lie in buffers of the host: the first call that has one
+ * pins it; if that call is captured it is refused (KVQ_E_UNSUPPORTED).
  * The next step's work begins, in the order of the stream, when the daemon has published. The host
  * may be one step ahead. */
 typedef struct kvq_bucket kvq_bucket;

@@ -60,15 +60,23 @@ static uint32_t value_bytes(const struct kvq_tensor *t)
     return t->dtype == KVQ_DTYPE_F32 ? 4 : 2;
 }
 
+// Its buffer's first byte for whoever attends: this process, or kernels of its GPU. 0: there is
+// none.
+static uint64_t base_of(const struct kvq_local *local, const struct kvq_tensor *t)
+{
+    return local->here.driver ? kvq__gpu_buffer_at(t->buffer, &local->here)
+                              : (uintptr_t)t->buffer->host;
+}
+
 // What does not depend on an entry, as the daemon checks it.
 static int check_tensor(const struct kvq_local *local, const struct kvq_tensor *t)
 {
     if (!t->buffer)
         return KVQ_OK;
-    bool gpu = local->here.driver != NULL;
-    if (gpu ? !t->buffer->at || t->buffer->here.context != local->here.context : !t->buffer->host)
+    uint64_t base = base_of(local, t);
+    if (base == 0)
         return KVQ_E_BUFFER; // of another place
-    if (gpu && t->buffer->at % value_bytes(t))
+    if (base % value_bytes(t))
         return KVQ_E_INVALID;
     if (t->offset > t->buffer->bytes || t->token_stride > KVQ_MAX_BUFFER_BYTES ||
         t->head_stride > KVQ_MAX_BUFFER_BYTES)
@@ -90,16 +98,16 @@ static int check_rows(const struct kvq_tensor *t, uint32_t heads, uint32_t dim, 
     return end <= t->buffer->bytes ? KVQ_OK : KVQ_E_BOUNDS;
 }
 
-static uint8_t *row_at(const struct kvq_tensor *t, uint64_t row)
+static uint8_t *row_at(const struct kvq_local *local, const struct kvq_tensor *t, uint64_t row)
 {
-    uint8_t *base = t->buffer->host ? t->buffer->host : (uint8_t *)(uintptr_t)t->buffer->at;
-    return base + t->offset + row * t->token_stride;
+    return (uint8_t *)(uintptr_t)base_of(local, t) + t->offset + row * t->token_stride;
 }
 
-static struct kvq_view view_at(const struct kvq_tensor *t, uint64_t row)
+static struct kvq_view view_at(const struct kvq_local *local, const struct kvq_tensor *t,
+                               uint64_t row)
 {
-    return (struct kvq_view){row_at(t, row), (int64_t)t->token_stride, (int64_t)t->head_stride,
-                             t->dtype};
+    return (struct kvq_view){row_at(local, t, row), (int64_t)t->token_stride,
+                             (int64_t)t->head_stride, t->dtype};
 }
 
 // ---- One entry ----
@@ -183,8 +191,9 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
 }
 
 // From the first row to the last of all entries that can be.
-static struct kvq_rows touched(const struct kvq_tensor *t, const struct kvq_entry *entries,
-                               uint32_t n, bool tokens, uint32_t heads, uint32_t dim)
+static struct kvq_rows touched(const struct kvq_local *local, const struct kvq_tensor *t,
+                               const struct kvq_entry *entries, uint32_t n, bool tokens,
+                               uint32_t heads, uint32_t dim)
 {
     uint64_t from = UINT64_MAX, to = 0;
     struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
@@ -198,7 +207,7 @@ static struct kvq_rows touched(const struct kvq_tensor *t, const struct kvq_entr
         from = row < from ? row : from;
         to = (uint64_t)row + rows > to ? (uint64_t)row + rows : to;
     }
-    r.start = (uint64_t)(uintptr_t)row_at(t, 0);
+    r.start = (uint64_t)(uintptr_t)row_at(local, t, 0);
     r.first = to ? from : 0;
     r.n = to ? to - from : 0;
     r.heads = heads;
@@ -211,8 +220,10 @@ static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out
                        const struct kvq_entry *entries, uint32_t n, const struct kvq_shape *s)
 {
     for (uint32_t l = 0; l < local->n_layers; l++) {
-        const struct kvq_rows k = touched(&local->k[l], entries, n, true, s->kv_heads, s->k_dim);
-        const struct kvq_rows v = touched(&local->v[l], entries, n, true, s->kv_heads, s->v_dim);
+        const struct kvq_rows k =
+            touched(local, &local->k[l], entries, n, true, s->kv_heads, s->k_dim);
+        const struct kvq_rows v =
+            touched(local, &local->v[l], entries, n, true, s->kv_heads, s->v_dim);
         if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v))
             return true;
     }
@@ -228,11 +239,11 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
     if (i == n)
         return KVQ_OK;
     const struct kvq_shape *s = &kvq__local_find(local, entries[i].session)->layers[w->layer].shape;
-    const struct kvq_rows out = touched(&w->out, entries, n, false, s->q_heads, s->v_dim);
-    const struct kvq_rows lse = touched(&w->lse, entries, n, false, s->q_heads, 1);
-    const struct kvq_rows in[] = {touched(&w->q, entries, n, false, s->q_heads, s->k_dim),
-                                  touched(&w->k, entries, n, true, s->kv_heads, s->k_dim),
-                                  touched(&w->v, entries, n, true, s->kv_heads, s->v_dim)};
+    const struct kvq_rows out = touched(local, &w->out, entries, n, false, s->q_heads, s->v_dim);
+    const struct kvq_rows lse = touched(local, &w->lse, entries, n, false, s->q_heads, 1);
+    const struct kvq_rows in[] = {touched(local, &w->q, entries, n, false, s->q_heads, s->k_dim),
+                                  touched(local, &w->k, entries, n, true, s->kv_heads, s->k_dim),
+                                  touched(local, &w->v, entries, n, true, s->kv_heads, s->v_dim)};
     bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
     for (int j = 0; j < 3; j++)
         bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
@@ -268,7 +279,7 @@ static void put_pages(const struct part *p, struct kvq_attend *a)
     }
 }
 
-static struct kvq_attend call_of(const struct part *p)
+static struct kvq_attend call_of(const struct kvq_local *local, const struct part *p)
 {
     const struct kvq_work *w = p->work;
     const struct kvq_entry *e = p->entry;
@@ -282,8 +293,8 @@ static struct kvq_attend call_of(const struct part *p)
         .step_tokens = e->append,
         .q_start = p->session->past + (e->append ? e->append - e->queries : 0),
         .q_tokens = e->queries,
-        .q = view_at(&w->q, e->q_row),
-        .out = row_at(&w->out, e->q_row),
+        .q = view_at(local, &w->q, e->q_row),
+        .out = row_at(local, &w->out, e->q_row),
         .out_token_stride = (int64_t)w->out.token_stride,
         .out_head_stride = (int64_t)w->out.head_stride,
         .out_dtype = w->out.dtype,
@@ -291,12 +302,12 @@ static struct kvq_attend call_of(const struct part *p)
     };
     put_pages(p, &a);
     if (w->lse.buffer)
-        a.lse = (float *)(void *)row_at(&w->lse, e->q_row);
+        a.lse = (float *)(void *)row_at(local, &w->lse, e->q_row);
     if (p->k && !(a.flags & KVQ_ATTEND_PAST_ONLY)) {
         a.fresh_start = p->session->past;
         a.fresh_tokens = e->append;
-        a.fresh_k = view_at(p->k, e->row);
-        a.fresh_v = view_at(p->v, e->row);
+        a.fresh_k = view_at(local, p->k, e->row);
+        a.fresh_v = view_at(local, p->v, e->row);
     }
     return a;
 }
@@ -315,7 +326,7 @@ struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kv
     int rc = check_part(local, &p);
     assert(rc == KVQ_OK);
     (void)rc;
-    return call_of(&p);
+    return call_of(local, &p);
 }
 
 // ---- Plans ----
@@ -468,7 +479,7 @@ static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
         if (entries[i].status)
             continue;
         appends |= entries[i].append > 0;
-        local->jobs[m] = (struct kvq_attend_job){.call = call_of(&p)};
+        local->jobs[m] = (struct kvq_attend_job){.call = call_of(local, &p)};
         local->sorted[m] = &local->jobs[m];
         m++;
     }

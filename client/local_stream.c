@@ -122,6 +122,33 @@ static int is_capturing(const struct kvq_local *local, struct kvq_gpu_stream *st
                   : KVQ_OK;
 }
 
+// Tensors in the host's memory are pinned when they are first given, which would spoil a capture.
+static int reach(const struct kvq_local *local, const struct kvq_tensor *t, uint32_t layer,
+                 bool capturing)
+{
+    const kvq_buffer *b = t->buffer;
+    bool known = !b || b->kind != KVQ__BUFFER_HOST || b->client != local->client ||
+                 kvq__gpu_buffer_reached(b);
+    if (known)
+        return KVQ_OK;
+    if (!capturing)
+        return kvq__gpu_buffer_reach(b, &local->here);
+    return kvq__fail(KVQ_E_UNSUPPORTED,
+                     "attend, layer %u: the stream is being captured into a graph, and a buffer of "
+                     "%zu bytes in the host's memory is not pinned yet; give it to a "
+                     "kvq_local_attend_on_stream before the capture begins",
+                     layer, b->bytes);
+}
+
+static int reach_all(const struct kvq_local *local, const struct kvq_work *w, bool capturing)
+{
+    const struct kvq_tensor *tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    int rc = KVQ_OK;
+    for (int i = 0; i < 5 && rc == KVQ_OK; i++)
+        rc = reach(local, tensors[i], w->layer, capturing);
+    return rc;
+}
+
 static int capture(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
                    struct kvq_entry *entries, uint32_t n)
 {
@@ -181,7 +208,9 @@ static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kv
     if (!*local->why && work->layer >= b->n_layers)
         return kvq__fail(KVQ_E_SHAPE, "attend, layer %u: the bucket's sessions have %u",
                          work->layer, b->n_layers);
-    rc = kvq__local_check_work(local, work);
+    rc = *local->why ? KVQ_OK : reach_all(local, work, capturing);
+    if (rc == KVQ_OK)
+        rc = kvq__local_check_work(local, work);
     if (rc == KVQ_OK)
         rc = capturing ? capture(local, b, work, entries, n)
                        : attend_now(local, b, work, entries, n);

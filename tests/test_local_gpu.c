@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -40,8 +41,10 @@ static struct {
     kvq_queue *queue;
     kvq_local *local;
     kvq_bucket *bucket;
-    kvq_buffer *buffer;
+    kvq_buffer *buffer, *host;
     kvq_gpu_ptr at;
+    void *mapping;    // the engine's of `host`; NULL: kvq_buffer_data
+    uint32_t on_host; // bits of the parts that the calls here have in the host's memory
     char gpu[48];
     struct kvq_gpu_stream *stream;
     struct kvq_soft_counts before;
@@ -139,6 +142,8 @@ static int teardown(void **state)
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
     kvq_buffer_close(&rig.buffer);
+    kvq_buffer_close(&rig.host);
+    rig.on_host = 0;
     kvq_disconnect(&rig.client);
     rig.queue = NULL;
     OK(drv.stream_destroy(rig.stream));
@@ -200,13 +205,31 @@ static struct kvq_tensor tensor(uint32_t part, uint32_t layer)
                            KVQ_DTYPE_F32);
 }
 
+static bool on_host(uint32_t part)
+{
+    return rig.on_host >> part & 1;
+}
+
+static struct kvq_tensor tensor_here(uint32_t part, uint32_t layer)
+{
+    struct kvq_tensor t = tensor(part, layer);
+    t.buffer = on_host(part) ? rig.host : rig.buffer;
+    return t;
+}
+
 static struct kvq_work work_of(uint32_t layer, bool here)
 {
+    struct kvq_tensor (*of)(uint32_t, uint32_t) = here ? tensor_here : tensor;
     return (struct kvq_work){.layer = layer,
-                             .k = tensor(0, layer),
-                             .v = tensor(1, layer),
-                             .q = tensor(2, layer),
-                             .out = tensor(here ? 3 : 4, layer)};
+                             .k = of(0, layer),
+                             .v = of(1, layer),
+                             .q = of(2, layer),
+                             .out = of(here ? 3 : 4, layer)};
+}
+
+static uint8_t *host_memory(void)
+{
+    return rig.mapping ? rig.mapping : kvq_buffer_data(rig.host);
 }
 
 // Other values in every step.
@@ -218,6 +241,8 @@ static void fill(void)
         values[i] = (float)((i * 7919 + rig.salt % 1009 * 31) % 2003) / 1000 - 1;
     OK(drv.copy_in(rig.at, values, sizeof values, rig.stream));
     OK(drv.stream_sync(rig.stream));
+    if (rig.host)
+        memcpy(host_memory(), values, sizeof values);
 }
 
 static void compare(uint32_t rows, uint64_t tokens)
@@ -228,6 +253,8 @@ static void compare(uint32_t rows, uint64_t tokens)
         OK(drv.copy_out(here, rig.at + tensor(3, i).offset, bytes, rig.stream));
         OK(drv.copy_out(there, rig.at + tensor(4, i).offset, bytes, rig.stream));
         OK(drv.stream_sync(rig.stream));
+        if (on_host(3))
+            memcpy(here, host_memory() + tensor(3, i).offset, bytes);
         if (memcmp(here, there, bytes) != 0)
             fail_msg("outputs of layer %u differ at %llu tokens", i, (unsigned long long)tokens);
     }
@@ -318,6 +345,11 @@ static struct kvq_gpu_exec *capture(struct pair *p, uint32_t n)
 
 // ---- Tests ----
 
+static int begin(struct batch *b)
+{
+    return kvq_local_begin_on_stream(rig.local, rig.bucket, b->entries, b->n, rig.stream);
+}
+
 static void replay(const char *format, uint32_t prompt, uint32_t steps)
 {
     struct pair p[SESSIONS];
@@ -377,6 +409,98 @@ static void test_raw(void **state)
     replay("f16", 60, 10);
 }
 
+// Tensors in the host's memory, all or some: the bits of device tensors, by launches and replayed,
+// and nothing is taken after the step that gave them first.
+static void host_tensors(uint32_t parts)
+{
+    struct pair p[SESSIONS];
+    rig.on_host = parts;
+    open_local(KVQ_LOCAL_REQUIRE);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        open_pair("oscar2", &p[i]);
+    open_bucket(p[0].here, 64);
+    step(p, SESSIONS, 40, NULL);
+    const struct kvq_soft_counts first = soft_counts();
+    for (uint32_t i = 0; i < 3; i++)
+        step(p, SESSIONS, 30, NULL);
+    struct kvq_soft_counts now = soft_counts();
+    assert_memory_equal(&now, &first, sizeof now);
+    struct kvq_gpu_exec *exec = capture(p, SESSIONS);
+    for (uint32_t i = 0; i < 10; i++)
+        step(p, SESSIONS, 1, i == 7 ? NULL : exec);
+    OK(drv.stream_sync(rig.stream));
+    OK(drv.exec_destroy(exec));
+    now = soft_counts();
+    assert_memory_equal(&now, &first, sizeof now);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        close_pair(&p[i]);
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+}
+
+static void test_host_tensors(void **state)
+{
+    (void)state;
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    host_tensors(15); // all
+    host_tensors(3);  // K and V
+    host_tensors(8);  // outputs
+}
+
+// Memory that the engine made, and pinned itself.
+static void test_host_tensors_of_engine(void **state)
+{
+    void *mapping;
+    (void)state;
+    int fd = memfd_create("engine", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, ARENA), 0);
+    fine(kvq_buffer_import_memfd(rig.client, fd, 0, ARENA, &rig.host));
+    mapping = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(mapping, MAP_FAILED);
+    close(fd);
+    rig.mapping = mapping;
+    host_tensors(15);
+    kvq_buffer_close(&rig.host);
+    rig.mapping = NULL;
+    munmap(mapping, ARENA);
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    OK(drv.host_register(kvq_buffer_data(rig.host), ARENA, KVQ_GPU_HOST_MAPPED));
+    host_tensors(15);
+    OK(drv.host_unregister(kvq_buffer_data(rig.host)));
+}
+
+// Memory that cannot be pinned, and a capture that a first use would spoil.
+static void test_host_refusals(void **state)
+{
+    struct pair p[1];
+    struct kvq_gpu_graph *graph;
+    (void)state;
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    open_local(KVQ_LOCAL_REQUIRE);
+    open_pair("oscar2", p);
+    open_bucket(p->here, 64);
+    struct batch b = batch_of(p, 1, 4, true);
+    rig.on_host = 15;
+    const struct kvq_work w = work_of(0, true);
+    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
+    refused(KVQ_E_UNSUPPORTED,
+            kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
+            "before the capture begins");
+    OK(drv.capture_end(rig.stream, &graph));
+    OK(drv.graph_destroy(graph));
+    fine(begin(&b));
+    fine(b.entries[0].status);
+    assert_int_equal(soft_fail("host_register", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
+    refused(KVQ_E_UNSUPPORTED,
+            kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
+            "kvq_buffer_create_on");
+    kvq_local_abort(rig.local);
+    step(p, 1, 4, NULL);
+    rig.on_host = 0;
+    step(p, 1, 4, NULL);
+    close_pair(p);
+}
+
 static void test_through_daemon(void **state)
 {
     struct pair p[SESSIONS];
@@ -404,15 +528,11 @@ static void test_through_daemon(void **state)
         close_pair(&p[i]);
 }
 
-static int begin(struct batch *b)
-{
-    return kvq_local_begin_on_stream(rig.local, rig.bucket, b->entries, b->n, rig.stream);
-}
-
 static void test_refusals(void **state)
 {
     struct pair p[1];
     kvq_local *host;
+    kvq_client *other;
     kvq_buffer *elsewhere;
     (void)state;
     open_local(KVQ_LOCAL_REQUIRE);
@@ -440,11 +560,12 @@ static void test_refusals(void **state)
     b.entries[0].position = 0;
     fine(begin(&b));
     fine(b.entries[0].status);
-    fine(kvq_buffer_create(rig.client, ARENA, &elsewhere));
+    fine(kvq_connect(&(struct kvq_connect_options){.runtime_dir = rig.directory}, &other));
+    fine(kvq_buffer_create(other, ARENA, &elsewhere));
     w.q.buffer = elsewhere;
     refused(KVQ_E_BUFFER,
             kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream), "q");
-    kvq_buffer_close(&elsewhere);
+    kvq_disconnect(&other);
     kvq_local_abort(rig.local);
     step(p, 1, 4, NULL);
     close_pair(p);
@@ -521,6 +642,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shards, setup, teardown),
         cmocka_unit_test_setup_teardown(test_raw, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extras, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_host_tensors, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_host_tensors_of_engine, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_host_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, setup, teardown),
