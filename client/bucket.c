@@ -230,6 +230,8 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
         result = d->event_record(b->slots[b->slot].passed, b->stream);
     b->slot = (b->slot + 1) % SLOTS;
     if (result == KVQ_GPU_OK && b->slots[b->slot].used)
+        result = d->event_query(b->slots[b->slot].passed);
+    if (result == KVQ_GPU_NOT_READY) // the host is as many steps ahead as there are slots
         result = d->event_sync(b->slots[b->slot].passed);
     b->slots[b->slot].used = true;
     b->stream = stream;

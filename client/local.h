@@ -81,7 +81,7 @@ struct kvq__local_layer {
     struct kvq_book book;
     uint32_t source; // layer whose pages it reads
     const struct kvq_table_layer *pages;
-    kvq_gpu_ptr pages_there, extras_there; // on a GPU
+    kvq_gpu_ptr pages_there; // on a GPU
 };
 
 struct kvq__local_session {
@@ -94,12 +94,11 @@ struct kvq__local_session {
     uint32_t append;
     uint8_t appended[KVQ_MAX_LAYERS]; // through the daemon: these layers' K and V are there
     // Attention here.
-    const struct kvq_table_page *table; // NULL: through the daemon
+    const struct kvq_table_page *table; // a GPU's: its copy on the host. NULL: through the daemon
     size_t table_bytes;
-    struct kvq_gpu_piece piece; // a GPU's table
+    struct kvq_gpu_piece piece; // a GPU's: the one that kernels read
     uint64_t published;         // on a GPU: at so many tokens; UINT64_MAX: it is not known
     bool sharded;               // its steps publish nothing: another shard's may be yet to end
-    bool extras_known;          // likewise: where the layers' extras are
     uint64_t known;             // extents
     bool lacking;               // there are more, which could not be mapped when it was looked at
     uint8_t path;
@@ -234,9 +233,6 @@ int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *sessi
                        const Kvq__OpenTableReply *reply, int fd);
 // When the GPU has done what this process gave it.
 void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
-// Reads where its layers' extras are, when the stream has come here. The host waits.
-int kvq__table_gpu_extras(struct kvq_local *local, struct kvq__local_session *session,
-                          struct kvq_gpu_stream *stream);
 // A code and a text for a result of the driver.
 int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
 

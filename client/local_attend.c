@@ -262,20 +262,21 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
 
 // ---- The call of the kernels ----
 
-// The pages of what is committed: here by the table, on a GPU by its address and the count alone.
+// The pages of what is committed: kernels on a GPU read the table there, which by then says what
+// its copy says here.
 static void put_pages(const struct part *p, struct kvq_attend *a)
 {
     const struct kvq_table_layer *t = p->source->pages;
     uint64_t past = p->session->past;
-    if (t) {
+    if (p->session->piece.at) {
+        a->pages = (const struct kvq_page *)(uintptr_t)p->source->pages_there;
+        a->n_pages = (uint32_t)((past + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+        a->extras = past ? (const uint8_t *)(uintptr_t)t->extras : NULL;
+    } else {
         a->pages = (const struct kvq_page *)(const void *)(t + 1);
         a->n_pages = t->n_pages;
         a->extras = (const uint8_t *)(uintptr_t)t->extras;
         a->pool = t->extras && p->source->format->outliers ? t->outliers : NULL;
-    } else {
-        a->pages = (const struct kvq_page *)(uintptr_t)p->source->pages_there;
-        a->n_pages = (uint32_t)((past + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
-        a->extras = past ? (const uint8_t *)(uintptr_t)p->source->extras_there : NULL;
     }
 }
 

@@ -169,24 +169,3 @@ void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *s)
     kvq_gpu_piece_release(local->here.driver, &s->piece);
     kvq__gpu_leave(&local->here, before);
 }
-
-int kvq__table_gpu_extras(struct kvq_local *local, struct kvq__local_session *s,
-                          struct kvq_gpu_stream *stream)
-{
-    const struct kvq_gpu_driver *driver = local->here.driver;
-    int result = KVQ_GPU_OK;
-    bool any = false;
-    static_assert(offsetof(struct kvq_table_layer, extras) == 0, "it is read alone");
-    for (uint32_t i = 0; i < s->n_layers && result == KVQ_GPU_OK; i++) {
-        struct kvq__local_layer *l = &s->layers[i];
-        if (l->source != i || kvq_extras_bytes(l->format, &l->shape) == 0)
-            continue;
-        any = true;
-        result = driver->copy_out(&l->extras_there, s->piece.at + layer_at(local, i),
-                                  sizeof l->extras_there, stream);
-    }
-    if (any && result == KVQ_GPU_OK)
-        result = driver->stream_sync(stream);
-    s->extras_known = result == KVQ_GPU_OK;
-    return result ? fault(&local->here, result, "reading a page table") : KVQ_OK;
-}

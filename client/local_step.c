@@ -139,7 +139,7 @@ void kvq__local_over(struct kvq_local *local)
 // The count that its table was published at; UINT64_MAX if that is not known.
 static uint64_t published_at(const struct kvq__local_session *s)
 {
-    if (!s->table)
+    if (!s->table || s->piece.at)
         return s->published;
     return s->table->number ? s->table->tokens : UINT64_MAX;
 }
@@ -196,7 +196,6 @@ static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
         return KVQ_OK;
     int rc = look_at(local, s, local->extents[j]);
     s->published = e->value;
-    s->extras_known = false;
     if (rc == KVQ_OK && published_at(s) != e->position)
         rc = kvq__fail(KVQ_E_PROTOCOL,
                        "the daemon published a page table for %llu tokens of a session with %llu",

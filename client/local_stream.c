@@ -68,15 +68,10 @@ static int fill_noted(struct kvq_local *local, struct kvq_bucket *b,
 static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
                   uint32_t n)
 {
-    int rc = KVQ_OK;
-    for (uint32_t i = 0; i < local->n_members && rc == KVQ_OK; i++)
-        if (local->members[i]->past && !local->members[i]->extras_known)
-            rc = kvq__table_gpu_extras(local, local->members[i], b->stream);
     for (uint32_t l = 0; l < b->n_layers; l++)
         if (b->noted[l] && b->works[l].k.buffer)
             kvq__local_note(local, &b->works[l]);
-    if (rc == KVQ_OK)
-        rc = check_noted(local, b, entries, n);
+    int rc = check_noted(local, b, entries, n);
     return rc ? rc : fill_noted(local, b, entries, n);
 }
 

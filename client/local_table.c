@@ -78,12 +78,26 @@ static int map(struct kvq_local *local, struct kvq__local_session *s,
     return check_head(s->table, s->n_layers, local->max_tokens);
 }
 
+// On a GPU there are two: what kernels read, and its copy.
+static int map_all(struct kvq_local *local, struct kvq__local_session *s,
+                   const Kvq__OpenTableReply *reply, const int *fds, uint32_t n)
+{
+    if (!local->here.driver)
+        return map(local, s, reply, fds[0]);
+    if (n != 2)
+        return kvq__fail(n == 1 ? KVQ_E_VERSION : KVQ_E_PROTOCOL,
+                         "the daemon gave %u descriptors of a page table on a GPU, 2 are needed%s",
+                         n, n == 1 ? "; it is of an earlier version: install matching ones" : "");
+    int rc = kvq__table_gpu_map(local, s, reply, fds[0]);
+    return rc ? rc : map(local, s, reply, fds[1]);
+}
+
 static int open_table(struct kvq_local *local, struct kvq__local_session *s)
 {
     Kvq__OpenTable message = KVQ__OPEN_TABLE__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
-                             .want_fds = 1,
+                             .want_fds = local->here.driver ? KVQ__ANY_FDS : 1,
                              .want = KVQ__REPLY__RESULT_OPEN_TABLE,
                              .what = "opening a page table"};
     message.handle = s->handle;
@@ -94,13 +108,13 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     call.request.open_table = &message;
     if (local->here.driver)
         message.gpu = (ProtobufCBinaryData){sizeof local->here.uuid, local->here.uuid};
+    message.copy = local->here.driver != NULL;
     int rc = kvq__exchange(local->client, &call);
     if (rc)
         return rc;
     rc = kvq__reading_take(local->pool, call.reply->open_table, s);
     if (rc == KVQ_OK)
-        rc = local->here.driver ? kvq__table_gpu_map(local, s, call.reply->open_table, call.fds[0])
-                                : map(local, s, call.reply->open_table, call.fds[0]);
+        rc = map_all(local, s, call.reply->open_table, call.fds, call.n_fds);
     kvq__close_fds(call.fds, call.n_fds);
     if (rc)
         kvq__give_back(local->client);

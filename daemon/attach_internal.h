@@ -255,6 +255,9 @@ struct kvq__region *kvq__region_import(struct kvq__connection *connection, int f
 struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, uint64_t bytes,
                                           int *error, char *text);
 // A region of so many bytes of which `counted` count, with nothing in it.
+// The same on the host beside memory of a GPU, once that was counted. What it fails with leaves the
+// region as it was.
+int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text);
 struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
                                       uint64_t counted, int *error, char *text);
 // Adds bytes to what a client and all clients have, and takes others away.

@@ -95,9 +95,15 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
                              : kvq__region_new_table(c, bytes, &error, text);
     if (!c->table)
         return error;
-    if (!c->table->gpu)
-        *(struct kvq_table_page *)c->table->host.shm.map = head_of(open);
     kvq__region_count(c->table);
+    if (open->gpu.len && open->copy)
+        error = kvq__region_add_copy(c->table, bytes, text);
+    if (error) {
+        kvq__local_undo(c);
+        return error;
+    }
+    if (c->table->host.shm.map)
+        *(struct kvq_table_page *)c->table->host.shm.map = head_of(open);
     kvq__open_table_reply__init(reply);
     reply->bytes = bytes;
     c->reply.open_table = reply;
@@ -165,8 +171,10 @@ void kvq__local_put_made(struct kvq__connection *c)
     if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_TABLE)
         return;
     c->reply.open_table->allocation_bytes = c->table->piece.bytes;
-    c->fds[0] = c->table->gpu ? c->table->fd : c->table->host.shm.fd;
-    c->n_fds = 1;
+    if (c->table->gpu)
+        c->fds[c->n_fds++] = c->table->fd;
+    if (c->table->host.shm.fd >= 0)
+        c->fds[c->n_fds++] = c->table->host.shm.fd;
 }
 
 // ---- A thread of libuv's ----
@@ -307,8 +315,9 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
 static int run_open_table(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
-    struct kvq__table_memory memory = {.host = c->table->host.shm.map,
+    struct kvq__table_memory memory = {.host = c->table->gpu ? NULL : c->table->host.shm.map,
                                        .gpu = c->table->gpu ? c->table->at : 0,
+                                       .copy = c->table->gpu ? c->table->host.shm.map : NULL,
                                        .layers = open->layers,
                                        .pages = pages_of(open)};
     int error = describe_table(c, open->handle, text);

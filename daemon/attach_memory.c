@@ -226,6 +226,18 @@ struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, ui
     return make_region(connection, "kvq-table", bytes, true, error, text);
 }
 
+int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text)
+{
+    int error = check_room(region->connection, bytes, text);
+    if (error == 0)
+        error = kvq__shm_create(&region->host.shm, "kvq-table", bytes, true, text);
+    if (error)
+        return error;
+    kvq__connection_count(region->connection, bytes, 0);
+    region->counted += bytes;
+    return 0;
+}
+
 struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
                                        uint64_t bytes, int *error, char *text)
 {

@@ -224,12 +224,11 @@ void kvq__region_give_back(struct kvq__region *r)
                 (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
     if (r->host.at)
         let_go(c, &r->host, r->counted, false);
-    if (slow) {
-        give_back(c, &r->back, r->import != NULL, run_region, end_region);
-        return;
-    }
     kvq__shm_close(&r->host.shm);
-    free_region(r);
+    if (slow)
+        give_back(c, &r->back, r->import != NULL, run_region, end_region);
+    else
+        free_region(r);
 }
 
 static struct kvq__line *line_of(struct kvq__return *what)

@@ -472,6 +472,7 @@ int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__
 struct kvq__table_memory {
     uint8_t *host; // NULL: memory of a GPU
     uint64_t gpu;
+    uint8_t *copy; // of a GPU's, on the host; NULL: none
     uint32_t layers, pages;
 };
 // Makes the table of an open session, which a STEP then publishes; `pool_at`: where the client maps

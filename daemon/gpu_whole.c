@@ -193,6 +193,10 @@ struct publishing {
     uint32_t n;
     kvq_gpu_ptr table;
     const uint32_t *guard;
+    // The table's copy on the host, and the piece that is yet to be written there.
+    uint8_t *copy, *piece;
+    uint64_t piece_at;
+    size_t piece_bytes;
 };
 
 static struct kvq__table *table_of(const struct kvq__queue *q, uint32_t i)
@@ -231,10 +235,22 @@ static void add_copy(struct publishing *p, uint64_t offset, const uint8_t *from,
                                                 .rows = rows};
 }
 
+// The client reads the copy when the request has been answered, whatever the GPU has done by then.
+static void write_copy(struct publishing *p)
+{
+    if (p->copy && p->piece_bytes > 0)
+        memcpy(p->copy + p->piece_at, p->piece, p->piece_bytes);
+    p->piece_bytes = 0;
+}
+
 static uint8_t *place(void *context, uint64_t offset, size_t bytes)
 {
     struct publishing *p = context;
     uint8_t *memory = kvq__wave_take(&p->wave, bytes);
+    write_copy(p);
+    p->piece = memory;
+    p->piece_at = offset;
+    p->piece_bytes = bytes;
     uint32_t rows = (uint32_t)(bytes / ROW);
     add_copy(p, offset, memory, ROW, rows);
     add_copy(p, offset + (uint64_t)rows * ROW, memory + (size_t)rows * ROW, bytes % ROW, 1);
@@ -250,11 +266,13 @@ static void publish_entry(struct publishing *p, uint32_t i)
     struct kvq__table_writer writer = {p, place};
     p->table = t->memory.gpu;
     p->guard = (const uint32_t *)(uintptr_t)guard_of(q, i);
+    p->copy = t->memory.copy;
     for (uint32_t l = w->part.from; l < w->part.to; l++)
         if (kvq__layer_owns(w->session, l))
             kvq__table_publish_layer(t, l, tokens, &writer);
     if (!w->part.more)
         kvq__table_publish_head(t, tokens, &writer);
+    write_copy(p);
 }
 
 int kvq__gpu_publish_wave(struct kvq__queue *q)

@@ -264,7 +264,7 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__t
     struct kvq__table *t = v->table;
     struct kvq__table_layer *was = &t->layers[layer];
     const struct kvq__layer *l = v->layer;
-    // On a GPU the client learns the address once: nothing is read there before units are packed.
+    // On a GPU kernels look at counts alone: nothing is read there before units are packed.
     bool has_extras = kvq__extras_view(t->session, l, v->tokens) != NULL || !t->memory.host;
     struct kvq_table_layer head = {.n_pages = v->n_pages};
     hold(t->client->core, &was->extras, &l->extras);

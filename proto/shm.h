@@ -129,7 +129,8 @@ static_assert(offsetof(struct kvq_timeline_page, trial) == 384, "layout");
 // Page tables of clients that attend in their own context. Addresses are the client's: it says
 // where it maps the pool (OpenTable.pool_at), and extent number i of the pool lies i * extent bytes
 // behind that. The daemon writes a table only while it carries out a STEP request of the same
-// client with that session, and the client reads it at no such time.
+// client with that session, and the client reads it at no such time. Of one on a GPU there may be a
+// copy on the host, which is written when the GPU is told to write the table.
 //
 //     struct kvq_table_page
 //     layers x layer_bytes: struct kvq_table_layer, then `pages` x struct kvq_table_entry

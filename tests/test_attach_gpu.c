@@ -537,7 +537,7 @@ static int open_pool(struct peer *p, const char *place)
     return peer_ask(p, &request, NULL, 0);
 }
 
-static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t layers)
+static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t layers, bool copy)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
@@ -545,6 +545,7 @@ static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t lay
     open.pool_at = 1ull << 40;
     open.tokens = 100000;
     open.layers = layers;
+    open.copy = copy;
     open.gpu = bytes_of(&gpu_uuid, on_gpu ? sizeof gpu_uuid : 0);
     request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
     request.open_table = &open;
@@ -558,6 +559,17 @@ static int close_table(struct peer *p, uint64_t handle)
     request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
     request.close_table = &close;
     return peer_ask(p, &request, NULL, 0);
+}
+
+// What the client reads on the host of a table, and cannot write.
+static void check_copy(int fd, uint64_t bytes)
+{
+    assert_ptr_equal(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), MAP_FAILED);
+    const struct kvq_table_page *page = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(page, MAP_FAILED);
+    assert_int_equal(page->magic, KVQ_SHM_MAGIC_TABLE);
+    assert_int_equal(page->pages, (100000 + 127) / 128);
+    munmap((void *)(uintptr_t)page, bytes);
 }
 
 // A page table lies in the GPU's memory, where its client maps it; what is refused leaves nothing.
@@ -584,11 +596,11 @@ static void test_tables(void **state)
     assert_int_equal(p->reply->open_pool->kernels_bytes, 0); // its driver has them inside
     assert_int_equal(p->n_fds, 0);
     assert_true(p->reply->open_pool->span >= p->reply->open_pool->extent_bytes);
-    assert_int_equal(open_table(p, handle, false, 1), KVQ_E_INVALID);
+    assert_int_equal(open_table(p, handle, false, 1, false), KVQ_E_INVALID);
     peer_says(p, place);
-    assert_int_equal(open_table(p, handle, true, 2), KVQ_E_SHAPE);
-    assert_int_equal(open_table(p, handle + 1, true, 1), KVQ_E_STALE);
-    assert_int_equal(open_table(p, handle, true, 1), 0);
+    assert_int_equal(open_table(p, handle, true, 2, false), KVQ_E_SHAPE);
+    assert_int_equal(open_table(p, handle + 1, true, 1, false), KVQ_E_STALE);
+    assert_int_equal(open_table(p, handle, true, 1, false), 0);
     assert_int_equal(p->n_fds, 1);
     const uint64_t bytes = p->reply->open_table->allocation_bytes;
     assert_true(bytes >= p->reply->open_table->bytes && bytes % SOFT_BLOCK == 0);
@@ -599,10 +611,15 @@ static void test_tables(void **state)
     assert_int_equal(head.pages, (100000 + 127) / 128);
     assert_int_equal(head.tokens, 0);
     kvq_gpu_piece_release(&drv, &piece);
-    assert_int_equal(open_table(p, handle, true, 1), KVQ_E_EXISTS);
+    assert_int_equal(open_table(p, handle, true, 1, false), KVQ_E_EXISTS);
+    assert_int_equal(open_table(p, handle, true, 1, true), KVQ_E_EXISTS);
     assert_int_equal(close_table(p, handle), 0);
     assert_int_equal(close_table(p, handle), KVQ_E_STALE);
-    assert_int_equal(open_table(p, handle, true, 1), 0); // goes with its client
+    assert_int_equal(open_table(p, handle, true, 1, true), 0);
+    assert_int_equal(p->n_fds, 2);
+    check_copy(p->fds[1], p->reply->open_table->bytes);
+    assert_int_equal(close_table(p, handle), 0);
+    assert_int_equal(open_table(p, handle, true, 1, true), 0); // goes with its client
     peer_free(p);
     gpu_end();
 }

@@ -7,6 +7,7 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <cmocka.h>
@@ -45,15 +46,18 @@ static uint32_t layers_of(struct streamer *s)
 struct table {
     struct streamer *s;
     struct kvq_table_page *page;
+    uint8_t *copy; // on the host
 };
 
 static struct table open_table(struct streamer *s)
 {
     char text[KVQ_TEXT_BYTES];
     uint32_t layers = layers_of(s);
-    struct table t = {s, sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES))};
+    struct table t = {s, sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES)),
+                      calloc(1, kvq_table_bytes(layers, PAGES))};
     memset(t.page, 0, kvq_table_bytes(layers, PAGES));
-    struct kvq__table_memory memory = {.gpu = (uintptr_t)t.page, .layers = layers, .pages = PAGES};
+    struct kvq__table_memory memory = {
+        .gpu = (uintptr_t)t.page, .copy = t.copy, .layers = layers, .pages = PAGES};
     assert_int_equal(kvq__table_open(s->m.client, s->session, 1ull << 40, &memory, text), 0);
     return t;
 }
@@ -76,7 +80,7 @@ static struct kvq_table_entry entry_of(const struct table *t, uint32_t layer, ui
 }
 
 // Says of all pages what the session's own view at its count says.
-static void check_table(const struct table *t)
+static void check_page(const struct table *t)
 {
     struct kvq__session *s = kit_of(&t->s->m, t->s->session);
     struct kvq_page pages[PAGES];
@@ -94,6 +98,13 @@ static void check_table(const struct table *t)
             assert_true(e.packed_tokens == e.tokens || e.raw);
         }
     }
+}
+
+// And so does its copy on the host.
+static void check_table(const struct table *t)
+{
+    check_page(t);
+    assert_memory_equal(t->copy, t->page, kvq_table_bytes(layers_of(t->s), PAGES));
 }
 
 static uint64_t tokens_of(struct streamer *s)
@@ -145,6 +156,7 @@ static void close_table(struct table *t)
     stream_settle(t->s);
     assert_int_equal(kit.tables_gone, gone + 1);
     sim_gpus()->memory_free(t->page);
+    free(t->copy);
 }
 
 // ---- In order ----
@@ -226,7 +238,7 @@ static void test_nan(void **state)
     assert_true(s->tokens == OUTLIERS && s->layers[2].packed == packed);
     extras_of(&one, after);
     assert_memory_equal(before, after, sizeof before);
-    check_table(&t);
+    check_page(&t); // the copy was written before anybody knew
     assert_int_equal(request(&one, 2 * OUTLIERS, 1, true), KVQ_E_NONFINITE);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, OUTLIERS);
     assert_int_equal(step(&one, OUTLIERS), 0);
@@ -258,6 +270,7 @@ static void test_dies(void **state)
     kit_settle(&one.m);
     assert_int_equal(kit.tables_gone, gone + 1);
     sim_gpus()->memory_free(t.page);
+    free(t.copy);
     stream_reopen(&one, "one");
     stream_session(&one, "packed", NULL);
     assert_int_equal(tokens_of(&one), OUTLIERS);
@@ -352,6 +365,7 @@ static void test_dropped(void **state)
     kit_settle(&one.m);
     assert_true(kit.core->pools[1].used_bytes < used);
     sim_gpus()->memory_free(t.page);
+    free(t.copy);
     stream_reopen(&one, "one");
 }
 
@@ -434,6 +448,7 @@ static void test_table_closed(void **state)
     assert_int_equal(kit.tables_gone, gone + 1);
     assert_int_equal(tokens_of(&one), 10);
     sim_gpus()->memory_free(t.page);
+    free(t.copy);
 }
 
 int main(void)

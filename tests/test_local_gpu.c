@@ -49,6 +49,7 @@ static struct {
     struct kvq_gpu_stream *stream;
     struct kvq_soft_counts before;
     int files;
+    uint64_t waits; // for the GPU, of the last step here
     uint32_t salt;
 } rig;
 
@@ -298,12 +299,19 @@ static void step_there(struct batch *b)
     all_fine(kvq_step_end(rig.queue, step, b->entries, b->n), b);
 }
 
+// How often this process has waited for the GPU.
+static uint64_t waits(void)
+{
+    return soft_calls("stream_sync") + soft_calls("event_sync") + soft_calls("context_sync");
+}
+
 // With a graph the attentions are replayed, else launched one by one.
 static void step(struct pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exec *exec)
 {
     struct batch here = batch_of(p, n, append, true), there = batch_of(p, n, append, false);
     fill();
     step_there(&there);
+    uint64_t before = waits();
     all_fine(kvq_local_begin_on_stream(rig.local, rig.bucket, here.entries, n, rig.stream), &here);
     for (uint32_t i = 0; i < LAYERS && !exec; i++) {
         const struct kvq_work w = work_of(i, true);
@@ -313,6 +321,7 @@ static void step(struct pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exe
     if (exec)
         OK(drv.graph_launch(exec, rig.stream));
     all_fine(kvq_local_end_on_stream(rig.local, NULL, here.entries, n, rig.stream), &here);
+    rig.waits = waits() - before;
     compare(here.q_rows, p->tokens);
     for (uint32_t i = 0; i < n; i++) {
         p[i].tokens += append;
@@ -401,6 +410,29 @@ static void test_extras(void **state)
 {
     (void)state;
     replay("innerq-hybrid", 220, 20);
+}
+
+// Where a session's extras lie is not known before its first step has ended. No step after that
+// waits for the GPU for it.
+static void test_waits(void **state)
+{
+    static const char *const formats[] = {"oscar2", "innerq-hybrid", "ott2", "oscar2:sink=32"};
+    struct pair p[SESSIONS];
+    (void)state;
+    open_local(KVQ_LOCAL_REQUIRE);
+    for (uint32_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+        for (uint32_t i = 0; i < SESSIONS; i++)
+            open_pair(formats[f], &p[i]);
+        open_bucket(p[0].here, 64);
+        for (uint32_t i = 0; i < 10; i++) {
+            step(p, i < 5 ? 1 : SESSIONS, i % 5 ? 1 : 200, NULL); // the first ones of each
+            if (i % 5 && rig.waits && kvq_queue_order(rig.queue) != KVQ_ORDER_HOST)
+                fail_msg("%s, step %u: %llu waits", formats[f], i, (unsigned long long)rig.waits);
+        }
+        kvq_bucket_close(&rig.bucket);
+        for (uint32_t i = 0; i < SESSIONS; i++)
+            close_pair(&p[i]);
+    }
 }
 
 static void test_raw(void **state)
@@ -642,6 +674,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shards, setup, teardown),
         cmocka_unit_test_setup_teardown(test_raw, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extras, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_waits, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_tensors, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_tensors_of_engine, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_refusals, setup, teardown),

@@ -51,6 +51,9 @@ int kvq_soft_fail(const char *call, uint64_t n, bool every_later, int result);
 // for a stream, an event or the context. A thread that has to go on makes none of them.
 uint64_t kvq_soft_slow(int thread);
 
+// How many calls of a row of KVQ_GPU_CALLS this process has made, those that failed included.
+uint64_t kvq_soft_calls(const char *call);
+
 // What can be changed while a program runs, also from another process: KVQ_EMU_CONTROL names a
 // file that starts with this struct and is mapped by driver.init. Plain 32-bit words.
 struct kvq_soft_control {

@@ -265,6 +265,13 @@ uint64_t kvq_soft_slow(int thread)
     return found == slow_calls.end() ? 0 : found->second;
 }
 
+uint64_t kvq_soft_calls(const char *call)
+{
+    const int row = find_call(call, strlen(call));
+    guard g(soft::lock);
+    return row < 0 ? 0 : plans[row].calls;
+}
+
 struct kvq_soft_control *kvq_soft_control(void)
 {
     return control;
