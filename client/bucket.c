@@ -72,6 +72,10 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
                                              .wide_items = most.wide_items * b->max_sessions,
                                              .narrow_rows = most.narrow_rows,
                                              .partial_rows = most.partial_rows * b->max_sessions};
+    // So that two sessions of one query each can share blocks in a captured launch, too.
+    uint32_t two = 2u * l->shape.q_heads / l->shape.kv_heads;
+    if (b->max_sessions > 1 && two <= kvq_gpu_attend_stack_rows(&layer) && two > most.narrow_rows)
+        limits->narrow_rows = kvq_gpu_attend_stack_rows(&layer);
     return rc;
 }
 
@@ -97,8 +101,12 @@ static int take_host(struct kvq_bucket *b, const struct kvq__local_session *s)
     b->layers = calloc(s->n_layers, sizeof *b->layers);
     b->limits = calloc(s->n_layers, sizeof *b->limits);
     b->batch_at = calloc(s->n_layers + 1u, sizeof *b->batch_at);
+    b->narrow_rows = calloc(s->n_layers, sizeof *b->narrow_rows);
+    b->order = calloc(b->max_sessions, sizeof *b->order);
     b->calls = calloc(b->max_sessions, sizeof *b->calls);
-    if (!b->layers || !b->limits || !b->batch_at || !b->calls)
+    b->shared = calloc(b->max_sessions, sizeof *b->shared);
+    if (!b->layers || !b->limits || !b->batch_at || !b->narrow_rows || !b->order || !b->calls ||
+        !b->shared)
         return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
     b->n_layers = s->n_layers;
     memcpy(b->layers, s->layers, s->n_layers * sizeof *b->layers);
@@ -194,7 +202,10 @@ void kvq_bucket_close(kvq_bucket **bucket)
     free(b->layers);
     free(b->limits);
     free(b->batch_at);
+    free(b->narrow_rows);
+    free(b->order);
     free(b->calls);
+    free(b->shared);
     free(b);
     *bucket = NULL;
 }
@@ -239,16 +250,82 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
     return result ? kvq__local_fault(b->local, result, "waiting for an earlier step") : KVQ_OK;
 }
 
-int kvq__bucket_fill(struct kvq_bucket *b, uint32_t layer, uint32_t n)
+// The pages of an entry's layer, as the table's copy on the host has them.
+static const struct kvq_table_layer *pages_of(const struct kvq_bucket *b, uint32_t layer,
+                                              const struct kvq_entry *e)
+{
+    const struct kvq__local_session *s = kvq__local_find(b->local, e->session);
+    return s->layers[s->layers[layer].source].pages;
+}
+
+static uint64_t first_block(const struct kvq_bucket *b, uint32_t layer, const struct kvq_entry *e)
+{
+    const struct kvq_table_layer *t = pages_of(b, layer, e);
+    return t->n_pages ? ((const struct kvq_table_entry *)(const void *)(t + 1))->packed : 0;
+}
+
+// Shellsort: it takes no memory, and entries come in nearly the same order every time.
+static void sort_by_block(struct kvq_bucket *b, uint32_t layer, const struct kvq_entry *entries,
+                          uint32_t n)
+{
+    static const uint32_t gaps[] = {701, 301, 132, 57, 23, 10, 4, 1};
+    for (size_t g = 0; g < sizeof gaps / sizeof *gaps; g++)
+        for (uint32_t i = gaps[g], j; i < n; i++) {
+            uint32_t moved = b->order[i];
+            uint64_t block = first_block(b, layer, &entries[moved]);
+            for (j = i; j >= gaps[g]; j -= gaps[g]) {
+                if (first_block(b, layer, &entries[b->order[j - gaps[g]]]) <= block)
+                    break;
+                b->order[j] = b->order[j - gaps[g]];
+            }
+            b->order[j] = moved;
+        }
+}
+
+static uint64_t common_tokens(const struct kvq_bucket *b, uint32_t layer, const struct kvq_entry *e,
+                              const struct kvq_entry *before)
+{
+    const struct kvq_table_layer *t = pages_of(b, layer, e), *u = pages_of(b, layer, before);
+    return kvq_gpu_attend_common((const struct kvq_page *)(const void *)(t + 1), t->n_pages,
+                                 (const struct kvq_page *)(const void *)(u + 1), u->n_pages);
+}
+
+// Fills order, calls and shared. Returns how many entries there are; *shares: whether any do.
+static uint32_t gather(struct kvq_bucket *b, const struct kvq_work *w,
+                       const struct kvq_entry *entries, uint32_t n, bool *shares)
+{
+    uint32_t m = 0;
+    *shares = false;
+    for (uint32_t i = 0; i < n; i++)
+        if (entries[i].status == KVQ_OK)
+            b->order[m++] = i;
+    sort_by_block(b, w->layer, entries, m);
+    for (uint32_t i = 0; i < m; i++) {
+        const struct kvq_entry *e = &entries[b->order[i]];
+        b->calls[i] = kvq__local_call(b->local, w, e);
+        b->shared[i] = i ? common_tokens(b, w->layer, e, &entries[b->order[i - 1]]) : 0;
+        *shares |= b->shared[i] > 0;
+    }
+    return m;
+}
+
+int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
+                     const struct kvq_entry *entries, uint32_t n, bool captured)
 {
     char text[KVQ__TEXT_BYTES / 2];
-    const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[layer]);
-    uint8_t *batch = b->slots[b->slot].memory + b->batch_at[layer];
-    if (n == 0) {
+    bool shares;
+    const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[w->layer]);
+    struct kvq_gpu_attend_limits limits = b->limits[w->layer];
+    uint8_t *batch = b->slots[b->slot].memory + b->batch_at[w->layer];
+    uint32_t m = gather(b, w, entries, n, &shares);
+    if (shares && !captured)
+        limits.narrow_rows = kvq_gpu_attend_stack_rows(&l);
+    b->narrow_rows[w->layer] = limits.narrow_rows;
+    if (m == 0) {
         memset(batch, 0, ALIGN); // no items
         return KVQ_OK;
     }
-    return kvq_gpu_attend_fill(&l, b->calls, NULL, n, &b->limits[layer], batch, text, sizeof text)
+    return kvq_gpu_attend_fill(&l, b->calls, b->shared, m, &limits, batch, text, sizeof text)
                ? kvq__fail(KVQ_E_LIMIT, "attention on a stream: %s", text)
                : KVQ_OK;
 }
@@ -261,14 +338,17 @@ int kvq__bucket_copy(struct kvq_bucket *b, uint32_t layer, uint32_t to)
     return result ? kvq__local_fault(b->local, result, "copying a batch to the GPU") : KVQ_OK;
 }
 
-int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, struct kvq_gpu_stream *stream)
+int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, bool captured,
+                       struct kvq_gpu_stream *stream)
 {
     char text[KVQ_GPU_TEXT];
-    const struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(b, &b->layers[layer]),
-                                                 .limits = b->limits[layer],
-                                                 .batch = b->batch + b->batch_at[layer],
-                                                 .workspace = b->workspace,
-                                                 .stream = stream};
+    struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(b, &b->layers[layer]),
+                                           .limits = b->limits[layer],
+                                           .batch = b->batch + b->batch_at[layer],
+                                           .workspace = b->workspace,
+                                           .stream = stream};
+    if (!captured)
+        launch.limits.narrow_rows = b->narrow_rows[layer];
     if (kvq_gpu_attend(&b->local->pool->kernels, &launch, text, sizeof text))
         return kvq__fail(KVQ_E_SYSTEM, "launching attention: %.600s", text);
     return KVQ_OK;

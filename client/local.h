@@ -259,7 +259,13 @@ struct kvq_bucket {
     // Noted while a graph was captured.
     bool noted[KVQ_MAX_LAYERS];
     struct kvq_work works[KVQ_MAX_LAYERS];
-    struct kvq_attend *calls; // max_sessions of them
+    // Of one layer's batch, max_sessions of each: which entries they are for, sorted so that those
+    // that share blocks stand side by side, their calls, and how many tokens each shares with the
+    // one before.
+    uint32_t *order;
+    struct kvq_attend *calls;
+    uint64_t *shared;
+    uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
 // Whether an entry can be in its steps: KVQ_OK, KVQ_E_SHAPE or KVQ_E_LIMIT.
@@ -267,11 +273,14 @@ int kvq__bucket_takes(const struct kvq_bucket *bucket, const struct kvq__local_s
                       const struct kvq_entry *entry);
 // The next slot, once the stream has passed what was copied from it.
 int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
-// Writes a layer's batch of the first n of bucket->calls to the slot, and copies it there; several
-// layers [layer, to) at once when all are written.
-int kvq__bucket_fill(struct kvq_bucket *bucket, uint32_t layer, uint32_t n);
+// Writes a layer's batch, of the entries whose status is 0, to the slot, and copies it there;
+// several layers [layer, to) at once when all are written. `captured`: for the launches of a
+// graph.
+int kvq__bucket_fill(struct kvq_bucket *bucket, const struct kvq_work *work,
+                     const struct kvq_entry *entries, uint32_t n, bool captured);
 int kvq__bucket_copy(struct kvq_bucket *bucket, uint32_t layer, uint32_t to);
-int kvq__bucket_launch(struct kvq_bucket *bucket, uint32_t layer, struct kvq_gpu_stream *stream);
+int kvq__bucket_launch(struct kvq_bucket *bucket, uint32_t layer, bool captured,
+                       struct kvq_gpu_stream *stream);
 
 // ---- local_daemon.c ----
 

@@ -46,19 +46,14 @@ static int check_noted(struct kvq_local *local, const struct kvq_bucket *b,
     return rc;
 }
 
-static int fill_noted(struct kvq_local *local, struct kvq_bucket *b,
-                      const struct kvq_entry *entries, uint32_t n)
+static int fill_noted(struct kvq_bucket *b, const struct kvq_entry *entries, uint32_t n)
 {
     uint32_t from = b->n_layers, to = 0;
     int rc = KVQ_OK;
     for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++) {
-        uint32_t m = 0;
         if (!b->noted[l])
             continue;
-        for (uint32_t i = 0; i < n; i++)
-            if (entries[i].status == KVQ_OK)
-                b->calls[m++] = kvq__local_call(local, &b->works[l], &entries[i]);
-        rc = kvq__bucket_fill(b, l, m);
+        rc = kvq__bucket_fill(b, &b->works[l], entries, n, true);
         from = from < l ? from : l;
         to = l + 1;
     }
@@ -72,7 +67,7 @@ static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entr
         if (b->noted[l] && b->works[l].k.buffer)
             kvq__local_note(local, &b->works[l]);
     int rc = check_noted(local, b, entries, n);
-    return rc ? rc : fill_noted(local, b, entries, n);
+    return rc ? rc : fill_noted(b, entries, n);
 }
 
 static int begin(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
@@ -162,8 +157,8 @@ static int capture(struct kvq_local *local, struct kvq_bucket *b, const struct k
 static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
                       struct kvq_entry *entries, uint32_t n)
 {
-    uint32_t m = 0;
     uint64_t from = UINT64_MAX, to = 0;
+    bool failed = false;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_entry *e = &entries[i];
         e->status = kvq__local_check_part(local, work, e);
@@ -172,17 +167,16 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
         if (e->status == KVQ_OK && e->queries > b->max_queries)
             e->status = KVQ_E_LIMIT;
         e->value = e->position;
-        if (e->status == KVQ_OK)
-            b->calls[m++] = kvq__local_call(local, work, e);
+        failed |= e->status != KVQ_OK;
     }
     int rc = kvq__local_check_outputs(local, work, entries, n, false);
     if (rc == KVQ_OK)
-        rc = kvq__bucket_fill(b, work->layer, m);
+        rc = kvq__bucket_fill(b, work, entries, n, false);
     if (rc == KVQ_OK)
         rc = kvq__bucket_copy(b, work->layer, work->layer + 1);
     if (rc == KVQ_OK && work->k.buffer)
         kvq__local_note(local, work);
-    if (rc == KVQ_OK && m < n)
+    if (rc == KVQ_OK && failed)
         kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
                            entries, n);
     return rc;
@@ -209,7 +203,7 @@ static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kv
     if (rc == KVQ_OK)
         rc = capturing ? capture(local, b, work, entries, n)
                        : attend_now(local, b, work, entries, n);
-    return rc ? rc : kvq__bucket_launch(b, work->layer, stream);
+    return rc ? rc : kvq__bucket_launch(b, work->layer, capturing, stream);
 }
 
 int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struct kvq_work *work,

@@ -51,15 +51,9 @@ static int by_block(const void *a, const void *b)
     return (p > r) - (p < r);
 }
 
-// Tokens in whole blocks that lie in the same memory for both.
 static uint64_t shared_tokens(const struct kvq_attend *a, const struct kvq_attend *b)
 {
-    uint32_t n = a->n_pages < b->n_pages ? a->n_pages : b->n_pages, i = 0;
-    while (i < n && a->pages[i].packed && a->pages[i].packed == b->pages[i].packed &&
-           a->pages[i].packed_tokens == KVQ_BLOCK_TOKENS &&
-           b->pages[i].packed_tokens == KVQ_BLOCK_TOKENS)
-        i++;
-    return (uint64_t)i * KVQ_BLOCK_TOKENS;
+    return kvq_gpu_attend_common(a->pages, a->n_pages, b->pages, b->n_pages);
 }
 
 // ---- Launching ----

@@ -23,6 +23,7 @@
 
 struct kvq_gpu_driver drv;
 struct kvq_gpu_context *soft_context;
+uint64_t (*soft_brought)(void);
 uint64_t (*soft_calls)(const char *call);
 int (*soft_fail)(const char *call, uint64_t n, bool every_later, int result);
 struct kvq_soft_control *(*soft_control)(void);
@@ -59,6 +60,7 @@ void soft_open(void)
         exit(1);
     }
     find("kvq_soft_counts", &counts_into);
+    find("kvq_soft_brought", &soft_brought);
     find("kvq_soft_calls", &soft_calls);
     find("kvq_soft_fail", &soft_fail);
     find("kvq_soft_control", &soft_control);

@@ -17,6 +17,7 @@ enum { SOFT_BLOCK = 2 << 20 };
 extern struct kvq_gpu_driver drv;
 extern struct kvq_gpu_context *soft_context; // of device 0
 extern struct kvq_soft_counts (*soft_counts)(void);
+extern uint64_t (*soft_brought)(void);
 extern uint64_t (*soft_calls)(const char *call);
 extern int (*soft_fail)(const char *call, uint64_t n, bool every_later, int result);
 extern struct kvq_soft_control *(*soft_control)(void);

@@ -49,7 +49,8 @@ static struct {
     struct kvq_gpu_stream *stream;
     struct kvq_soft_counts before;
     int files;
-    uint64_t waits; // for the GPU, of the last step here
+    uint64_t waits;   // for the GPU, of the last step here
+    uint64_t brought; // bytes by its kernels
     uint32_t salt;
 } rig;
 
@@ -192,6 +193,18 @@ static void open_pair(const char *format, struct pair *p)
     open_shard(format, -1, p);
 }
 
+// Both sides of `of`, up to so many tokens.
+static void fork_pair(const struct pair *of, uint64_t tokens, struct pair *p)
+{
+    struct kvq_entry both[] = {{.session = of->here, .position = tokens},
+                               {.session = of->there, .position = tokens}};
+    fine(kvq_fork(rig.queue, both, 2));
+    fine(both[0].status);
+    fine(both[1].status);
+    *p = (struct pair){both[0].value, both[1].value, tokens};
+    fine(kvq_local_add(rig.local, p->here));
+}
+
 static void close_pair(struct pair *p)
 {
     fine(kvq_session_close(rig.client, p->here));
@@ -262,7 +275,7 @@ static void compare(uint32_t rows, uint64_t tokens)
 }
 
 struct batch {
-    struct kvq_entry entries[SESSIONS];
+    struct kvq_entry entries[4];
     uint32_t n, rows, q_rows;
 };
 
@@ -311,7 +324,7 @@ static void step(struct pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exe
     struct batch here = batch_of(p, n, append, true), there = batch_of(p, n, append, false);
     fill();
     step_there(&there);
-    uint64_t before = waits();
+    uint64_t before = waits(), brought = soft_brought();
     all_fine(kvq_local_begin_on_stream(rig.local, rig.bucket, here.entries, n, rig.stream), &here);
     for (uint32_t i = 0; i < LAYERS && !exec; i++) {
         const struct kvq_work w = work_of(i, true);
@@ -322,6 +335,8 @@ static void step(struct pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exe
         OK(drv.graph_launch(exec, rig.stream));
     all_fine(kvq_local_end_on_stream(rig.local, NULL, here.entries, n, rig.stream), &here);
     rig.waits = waits() - before;
+    OK(drv.stream_sync(rig.stream));
+    rig.brought = soft_brought() - brought;
     compare(here.q_rows, p->tokens);
     for (uint32_t i = 0; i < n; i++) {
         p[i].tokens += append;
@@ -477,6 +492,61 @@ static void test_host_tensors(void **state)
     host_tensors(15); // all
     host_tensors(3);  // K and V
     host_tensors(8);  // outputs
+}
+
+// ---- Blocks that sessions share ----
+
+enum { FORKS = 4, PREFIX = 1024 };
+
+// Steps of FORKS sessions, one token each, after prompts of more than PREFIX tokens: their own, or
+// one and the same, forked. Every session adds two tokens by launches and two by a graph. *launched
+// and *replayed: bytes that kernels here brought in the last step of both kinds.
+static void share(bool forked, uint64_t *launched, uint64_t *replayed)
+{
+    struct pair p[FORKS];
+    const struct kvq_local_options options = {.place = rig.gpu, .max_tokens = 2 * PREFIX};
+    fine(kvq_local_open(rig.queue, &options, &rig.local));
+    for (uint32_t i = 0; i < FORKS; i++) {
+        if (i == 0 || !forked) {
+            open_pair("kivi2", &p[i]);
+            const struct kvq_bucket_options o = {
+                .session = p[i].here, .max_sessions = FORKS, .max_queries = 64};
+            if (i == 0)
+                fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
+            for (uint32_t t = 0; t < PREFIX + 256; t += ROWS)
+                step(&p[i], 1, ROWS, NULL);
+        } else {
+            fork_pair(&p[0], p[0].tokens, &p[i]);
+        }
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        step(p, FORKS, 1, NULL);
+    *launched = rig.brought;
+    struct kvq_gpu_exec *exec = capture(p, FORKS);
+    for (uint32_t i = 0; i < 2; i++)
+        step(p, FORKS, 1, exec);
+    *replayed = rig.brought;
+    OK(drv.exec_destroy(exec));
+    for (uint32_t i = 0; i < FORKS; i++)
+        close_pair(&p[i]);
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+}
+
+// Blocks that several entries of a call share are read once, not once for each; the outputs are
+// those of the daemon, which shares as well.
+static void test_shared(void **state)
+{
+    uint64_t launched, replayed, alone_launched, alone_replayed;
+    (void)state;
+    share(false, &alone_launched, &alone_replayed);
+    share(true, &launched, &replayed);
+    // Codes of K and V, 2 bits each, of layer 0; the other one sees but a window.
+    const uint64_t saved = (FORKS - 1) * (uint64_t)PREFIX * KV_HEADS * DIM * 2 * 2 / 8;
+    if (launched + saved > alone_launched || replayed + saved > alone_replayed)
+        fail_msg("%llu and %llu bytes were read, %llu and %llu where nothing is shared",
+                 (unsigned long long)launched, (unsigned long long)replayed,
+                 (unsigned long long)alone_launched, (unsigned long long)alone_replayed);
 }
 
 // Memory that the engine made, and pinned itself.
@@ -675,6 +745,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_raw, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extras, setup, teardown),
         cmocka_unit_test_setup_teardown(test_waits, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_shared, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_tensors, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_tensors_of_engine, setup, teardown),
         cmocka_unit_test_setup_teardown(test_host_refusals, setup, teardown),

@@ -99,7 +99,7 @@ static uint32_t tile_rows(const struct kvq_gpu_layer *layer, const struct kvq_at
 {
     if (is_wide(layer, a))
         return KVQ_GPU_WIDE_ROWS;
-    return layer->shape->k_dim == 256 ? 8 : KVQ_GPU_NARROW_ROWS;
+    return kvq_gpu_attend_stack_rows(layer);
 }
 
 // The splits that any query sees, one at least.
@@ -239,10 +239,33 @@ static bool may_share(const struct kvq_attend *a, const struct kvq_attend *b)
            !a->extras && !b->extras;
 }
 
+uint64_t kvq_gpu_attend_common(const struct kvq_page *a, uint32_t n_a, const struct kvq_page *b,
+                               uint32_t n_b)
+{
+    uint32_t n = n_a < n_b ? n_a : n_b, i = 0;
+    while (i < n && a[i].packed && a[i].packed == b[i].packed &&
+           a[i].packed_tokens == KVQ_BLOCK_TOKENS && b[i].packed_tokens == KVQ_BLOCK_TOKENS)
+        i++;
+    return (uint64_t)i * KVQ_BLOCK_TOKENS;
+}
+
+uint32_t kvq_gpu_attend_stack_rows(const struct kvq_gpu_layer *layer)
+{
+    return layer->shape->k_dim == 256 ? 8 : KVQ_GPU_NARROW_ROWS;
+}
+
 // Tokens of `a` that lie in blocks, at most so many.
 static uint64_t in_blocks(const struct kvq_attend *a, uint64_t tokens)
 {
     return a->fresh_tokens && a->fresh_start < tokens ? a->fresh_start : tokens;
+}
+
+// Query rows that an item of several sessions may have: kernels of 8 rows stay those.
+static uint32_t item_rows(const struct walk *w, const struct kvq_attend *a)
+{
+    uint32_t rows = tile_rows(w->layer, a);
+    bool fewer = w->limits && !is_wide(w->layer, a) && w->limits->narrow_rows < rows;
+    return fewer ? w->limits->narrow_rows : rows;
 }
 
 // As many sessions from `first` on as share a split and whose rows fit an item.
@@ -251,7 +274,7 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
     const struct kvq_attend *calls = w->calls;
     struct kvq_gpu_session s = session_of(w->layer, &calls[first]);
     struct stack k = {first + 1, {s.first_split, s.first_split + s.splits}};
-    uint32_t most = tile_rows(w->layer, &calls[first]) / rows_of(w->layer, &calls[first]);
+    uint32_t most = item_rows(w, &calls[first]) / rows_of(w->layer, &calls[first]);
     for (; w->shared && k.end < n && k.end - first < most; k.end++) {
         const struct kvq_attend *a = &calls[k.end - 1], *b = &calls[k.end];
         struct kvq_gpu_session other = session_of(w->layer, b);

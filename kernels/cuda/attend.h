@@ -122,7 +122,8 @@ struct kvq_gpu_attend_args {
 
 struct kvq_gpu_attend_limits {
     uint32_t sessions, tiles, narrow_items, wide_items;
-    uint32_t narrow_rows; // of the largest narrow item: 8 or 16
+    uint32_t
+        narrow_rows; // of the largest narrow item, 8 or 16: so many, too, of sessions that share
     uint64_t partial_rows;
 };
 
@@ -145,6 +146,12 @@ bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim);
 int kvq_gpu_attend_needs(const struct kvq_gpu_layer *layer, const struct kvq_attend *calls,
                          const uint64_t *shared, uint32_t n, struct kvq_gpu_attend_limits *needs,
                          char *text, size_t text_n);
+
+// How many of the first tokens of two sessions lie in the same packed blocks; pages are the host's.
+uint64_t kvq_gpu_attend_common(const struct kvq_page *a, uint32_t n_a, const struct kvq_page *b,
+                               uint32_t n_b);
+// Query rows of the largest narrow item that this layer's sessions can make together.
+uint32_t kvq_gpu_attend_stack_rows(const struct kvq_gpu_layer *layer);
 
 size_t kvq_gpu_attend_batch_bytes(const struct kvq_gpu_attend_limits *limits);
 size_t kvq_gpu_attend_workspace_bytes(const struct kvq_gpu_layer *layer,

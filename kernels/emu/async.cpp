@@ -22,6 +22,7 @@ void copy16(smem to, const void *from, bool wanted, const char *file, int line)
     const copy c = {to, from, 16, emu_self().batch, 0, here("copy16", file, line)};
     emu_global_check(from, 16, c.at);
     emu_copy_start(to, 16, c.at);
+    emu_machine->report->brought += 16;
     emu_self().copies.push_back(c);
 }
 
@@ -144,6 +145,7 @@ void copy_bulk(smem to, const void *from, uint32_t bytes, smem barrier, const ch
     const copy c = {to, from, bytes, 0, barrier, p};
     emu_global_check(from, bytes, p);
     emu_copy_start(to, bytes, p);
+    emu_machine->report->brought += bytes;
     emu_machine->flights.push_back(c);
 }
 

@@ -61,6 +61,7 @@ struct emu_report {
     uint64_t loads;         // shared loads of whole warps
     uint64_t passes, least; // shared memory passes they cost, and would cost without conflicts
     char conflict[256];     // line of the first load with a conflict
+    uint64_t brought;       // bytes of device memory, by asynchronous copies
     uint64_t uneven;        // shared loads, of those, that only some lanes of a warp made
 };
 

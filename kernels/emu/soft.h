@@ -54,6 +54,10 @@ uint64_t kvq_soft_slow(int thread);
 // How many calls of a row of KVQ_GPU_CALLS this process has made, those that failed included.
 uint64_t kvq_soft_calls(const char *call);
 
+// Bytes that kernels of this process have brought from device memory by asynchronous copies, which
+// is how they read blocks.
+uint64_t kvq_soft_brought(void);
+
 // What can be changed while a program runs, also from another process: KVQ_EMU_CONTROL names a
 // file that starts with this struct and is mapped by driver.init. Plain 32-bit words.
 struct kvq_soft_control {

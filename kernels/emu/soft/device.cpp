@@ -327,7 +327,7 @@ static int run_kernel(const gpu::emu_job &job, const run_at &at)
     mine.shape.seed = at.draw | 1;
     mine.shape.device = at.device;
     if (!result)
-        result = mine.run(&report);
+        result = mine.run(&report), m.brought += report.brought;
     else
         snprintf(report.text, sizeof(report.text), "%s: a fault that was asked for",
                  job.kernel->name);

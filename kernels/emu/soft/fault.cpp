@@ -277,6 +277,11 @@ struct kvq_soft_control *kvq_soft_control(void)
     return control;
 }
 
+uint64_t kvq_soft_brought(void)
+{
+    return m.brought;
+}
+
 void kvq_soft_seed(uint64_t seed)
 {
     m.seed = seed;

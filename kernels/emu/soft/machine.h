@@ -229,6 +229,7 @@ struct machine {
     const void *last_change = nullptr; // keeps all from memory when the process ends
     std::atomic<int> sticky{0};
     std::atomic<bool> in_steps{false}; // streams have no threads
+    std::atomic<uint64_t> brought{0};  // bytes, by copies of kernels
     std::atomic<uint64_t> seed{0}, used[MAX_DEVICES] = {};
 
     std::mutex lock;
