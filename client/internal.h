@@ -128,6 +128,7 @@ struct kvq_queue {
     uint32_t seq, steps;
     uint64_t tickets;
     uint64_t gap_ns;  // how long waits took lately
+    uint32_t shard;   // of the latest request that was waited for, as in struct kvq__pending
     uint64_t room_ns; // how long requests wait for room; 0: they are refused at once
     struct kvq__pending pending[KVQ_QUEUE_CREDITS];
 };

@@ -133,6 +133,9 @@ struct kvq_local {
     bool mixed; // a layer was given twice, differently
     struct kvq_tensor k[KVQ_MAX_LAYERS], v[KVQ_MAX_LAYERS];
 
+    // The first entry that a begin's own requests failed for, and the shard that is the cause.
+    uint32_t blamed, blamed_entry;
+
     // Scratch.
     struct kvq_entry some[KVQ_MAX_BATCH], others[KVQ_MAX_BATCH];
     uint32_t some_of[KVQ_MAX_BATCH], others_of[KVQ_MAX_BATCH]; // which of the caller's they are

@@ -75,6 +75,12 @@ void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_w
                         struct kvq_entry *entries, uint32_t n)
 {
     struct kvq__pending p = {.request.op = (uint8_t)op, .n = n, .entries = entries};
+    uint32_t first = 0;
+    while (first < n && entries[first].status == KVQ_OK)
+        first++;
+    if (op == KVQ_OP_STEP_BEGIN && local->blamed && local->blamed_entry == first)
+        p.shard = local->blamed;
+    local->blamed = 0;
     if (work)
         kvq__put_work(local->queue, work, &p.request);
     if (!explain_limit(local, entries, n))
@@ -203,6 +209,18 @@ static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
     return rc;
 }
 
+// Whose fault it is that a request of begin failed: a shard that stands in its answer alone.
+static void blame(struct kvq_local *local, uint32_t m)
+{
+    uint32_t j = 0;
+    while (j < m && local->some[j].status == KVQ_OK)
+        j++;
+    if (j < m && (!local->blamed || local->some_of[j] < local->blamed_entry)) {
+        local->blamed = local->queue->shard;
+        local->blamed_entry = local->some_of[j];
+    }
+}
+
 static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_step_work work;
@@ -213,6 +231,7 @@ static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t 
         return kvq__local_fault(local, result, "waiting for the stream");
     while ((m = gather(local, entries, n, &work))) {
         int rc = kvq__step_run(local->queue, &work, local->some, m, local->extents);
+        blame(local, m);
         for (uint32_t j = 0; rc == KVQ_OK && j < m; j++)
             rc = take_one(local, &entries[local->some_of[j]], j);
         if (rc)
@@ -226,6 +245,7 @@ static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t 
 int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     bool failed = false, pending = false;
+    local->blamed = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_entry *e = &entries[i];
         e->status = kvq__local_judge(local, e);

@@ -321,6 +321,7 @@ int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
                    ? kvq__fail(rc, "%s: not done within %llu ns; the ticket stays open",
                                kvq__op_name(p->request.op), (unsigned long long)timeout_ns)
                    : rc;
+    queue->shard = p->any_failed ? p->shard : 0;
     if (rc == KVQ_OK) // else this wait saw the queue die, and said how
         kvq__explain(queue, p);
     p->ticket = 0;

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention in the engine's own context on a GPU, the software driver's: sessions whose shards are
+// with two clients.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/local_gpu_kit.h"
+
+// ---- Ranks ----
+
+static struct {
+    struct lg_rig rigs[2]; // of the one that is not `now`
+    struct lg_pair pairs[2];
+    uint32_t now;
+} ranks;
+
+static void use(uint32_t rank)
+{
+    const uint32_t salt = rig.salt;
+    ranks.rigs[ranks.now] = rig;
+    rig = ranks.rigs[rank];
+    rig.salt = salt;
+    ranks.now = rank;
+}
+
+static void open_rank(uint32_t rank, uint32_t layers, const char *format)
+{
+    rig.layers = layers;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_shard(format, (int)rank, &ranks.pairs[rank]);
+    lg_open_bucket(ranks.pairs[rank].here, 64);
+}
+
+// Two clients, as two processes have them, each with a shard: by heads alike, or one with fewer
+// layers, as a pipeline's stages.
+static void open_ranks(const char *format, uint32_t layers)
+{
+    ranks.now = 0;
+    ranks.rigs[1] = rig;
+    open_rank(0, LAYERS, format);
+    use(1);
+    lg_connect();
+    open_rank(1, layers, format);
+    use(0);
+}
+
+static void close_ranks(void)
+{
+    lg_close_pair(&ranks.pairs[0]);
+    use(1);
+    lg_close_pair(&ranks.pairs[1]);
+    OK(drv.stream_sync(rig.stream));
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+    kvq_buffer_close(&rig.buffer);
+    kvq_disconnect(&rig.client);
+    OK(drv.stream_destroy(rig.stream));
+    use(0);
+}
+
+// One step of both ranks, this one first.
+static void step_ranks(uint32_t first, uint32_t append, struct kvq_gpu_exec *const *execs)
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        use(first ^ i);
+        lg_step(&ranks.pairs[ranks.now], 1, append, execs ? execs[ranks.now] : NULL);
+    }
+}
+
+static void run_ranks(const char *format, uint32_t layers)
+{
+    struct kvq_gpu_exec *execs[2];
+    open_ranks(format, layers);
+    step_ranks(0, 40, NULL);
+    step_ranks(1, 100, NULL);
+    for (uint32_t i = 0; i < 2; i++) {
+        use(i);
+        execs[i] = lg_capture(&ranks.pairs[i], 1);
+    }
+    for (uint32_t i = 0; i < 60; i++)
+        step_ranks(i % 2, 1, i % 10 == 7 ? NULL : execs);
+    for (uint32_t i = 0; i < 2; i++) {
+        use(i);
+        OK(drv.stream_sync(rig.stream));
+        OK(drv.exec_destroy(execs[i]));
+    }
+    use(0);
+    close_ranks();
+}
+
+static void test_heads(void **state)
+{
+    (void)state;
+    run_ranks("oscar2", LAYERS);
+}
+
+static void test_layers(void **state)
+{
+    (void)state;
+    run_ranks("oscar2", 1);
+}
+
+static void test_extras(void **state)
+{
+    (void)state;
+    run_ranks("ott2", LAYERS);
+}
+
+// A step of this rank's shard here, without the other side's.
+static int step_here(uint64_t position, uint32_t append)
+{
+    struct lg_pair p = ranks.pairs[ranks.now];
+    p.tokens = position;
+    struct lg_batch b = lg_batch_of(&p, 1, append, true);
+    lg_fine(lg_begin(&b));
+    if (b.entries[0].status)
+        return b.entries[0].status;
+    for (uint32_t i = 0; i < rig.layers; i++) {
+        const struct kvq_work w = lg_work_of(i, true);
+        lg_all_fine(kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
+                    &b);
+    }
+    lg_fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream));
+    return b.entries[0].status;
+}
+
+// One rank ends its step, the other one leaves it: nobody has it, who ended it is told, and all go
+// on where they were.
+static void test_leaves(void **state)
+{
+    (void)state;
+    open_ranks("oscar2", LAYERS);
+    step_ranks(0, 60, NULL);
+    use(0);
+    const uint64_t tokens = ranks.pairs[0].tokens;
+    assert_int_equal(step_here(tokens, 1), 0);
+    use(1);
+    lg_fine(kvq_session_close(rig.client, ranks.pairs[1].here));
+    use(0);
+    assert_int_equal(step_here(tokens + 1, 1), KVQ_E_CANCELLED);
+    assert_non_null(strstr(kvq_error_text(), "shard 1"));
+    use(1);
+    struct lg_pair again = ranks.pairs[1];
+    const struct kvq_session_options o = {.name = "here", .shard = 1};
+    lg_fine(kvq_session_open(rig.client, &o, &again.here, NULL));
+    lg_fine(kvq_local_add(rig.local, again.here));
+    ranks.pairs[1] = again;
+    for (uint32_t i = 0; i < 10; i++)
+        step_ranks(i % 2, 5, NULL);
+    use(0);
+    close_ranks();
+}
+
+// Values that are not finite at one rank undo the step for both.
+static void test_not_finite(void **state)
+{
+    const float nan = __builtin_nanf("");
+    (void)state;
+    open_ranks("oscar2", LAYERS);
+    step_ranks(0, 60, NULL);
+    use(0);
+    const uint64_t tokens = ranks.pairs[0].tokens;
+    assert_int_equal(step_here(tokens, 1), 0);
+    use(1);
+    OK(drv.copy_in(rig.at, &nan, sizeof nan, rig.stream));
+    int ended = step_here(tokens, 1);
+    if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST) {
+        assert_int_equal(ended, KVQ_E_NONFINITE);
+    } else {
+        assert_int_equal(ended, 0);
+        assert_int_equal(step_here(tokens + 1, 1), KVQ_E_NONFINITE);
+    }
+    use(0);
+    assert_int_equal(step_here(tokens + 1, 1), KVQ_E_CANCELLED);
+    for (uint32_t i = 0; i < 10; i++)
+        step_ranks(i % 2, 5, NULL);
+    use(0);
+    close_ranks();
+}
+
+// One queue that writes both shards and begins one anew before the other has ended would wait for
+// itself.
+static void test_one_queue(void **state)
+{
+    struct lg_pair p[2];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    for (int i = 0; i < 2; i++)
+        lg_open_shard("oscar2", i, &p[i]);
+    lg_open_bucket(p[0].here, 64);
+    lg_step(p, 2, 40, NULL);
+    ranks.pairs[0] = p[0];
+    ranks.now = 0;
+    assert_int_equal(step_here(40, 1), 0);
+    assert_int_equal(step_here(41, 1), KVQ_E_BUSY);
+    ranks.pairs[0] = p[1];
+    assert_int_equal(step_here(40, 1), 0);
+    assert_int_equal(step_here(41, 1), 0);
+    for (int i = 0; i < 2; i++)
+        lg_close_pair(&p[i]);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_heads, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_layers, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_extras, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_leaves, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_one_queue, lg_setup, lg_teardown),
+    };
+    lg_prepare();
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    lg_cleanup();
+    return failed ? 1 : 0;
+}
