@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Attention in the engine's own context on a GPU, the software driver's: sessions whose shards are
-// with two clients.
+// with two clients, and prompts that are attended in full precision, whole and in pieces.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -206,6 +206,78 @@ static void test_one_queue(void **state)
         lg_close_pair(&p[i]);
 }
 
+// ---- Prompts in full precision ----
+
+enum { PROMPT = 256, PIECE = 64, AFTER = 5 };
+
+// A prompt in pieces, and what comes after it. Both sides' outputs are compared on the way; those
+// of here are left in `out`: all layers', of the prompt and of each token after it.
+static void prompt(const char *format, uint32_t piece, uint8_t out[LAYERS * (AFTER + 1) * PART])
+{
+    struct lg_pair p;
+    const size_t row = Q_HEADS * DIM * sizeof(float);
+    rig.salt = 1; // the same values every time
+    lg_open_pair(format, &p);
+    if (!rig.bucket)
+        lg_open_bucket(p.here, PROMPT);
+    for (uint32_t step = 0; step <= AFTER; step++) {
+        lg_fill();
+        for (uint32_t at = 0; step == 0 && at < PROMPT; at += piece)
+            lg_step_from(&p, 1, piece, at, NULL);
+        if (step > 0)
+            lg_step_from(&p, 1, 1, 0, NULL);
+        for (uint32_t l = 0; l < LAYERS; l++)
+            OK(drv.copy_out(out + (l * (AFTER + 1) + step) * PART, rig.at + lg_tensor(3, l).offset,
+                            step ? row : PROMPT * row, rig.stream));
+        OK(drv.stream_sync(rig.stream));
+    }
+    lg_close_pair(&p);
+}
+
+static void same_prompts(const char *format)
+{
+    static uint8_t whole[LAYERS * (AFTER + 1) * PART], pieces[sizeof whole];
+    prompt(format, PROMPT, whole);
+    prompt(format, PIECE, pieces);
+    for (uint32_t i = 0; i < sizeof whole; i++)
+        if (whole[i] != pieces[i])
+            fail_msg("%s: the prompt whole and in pieces differ at layer %u, step %u, byte %u",
+                     format, i / PART / (AFTER + 1), i / PART % (AFTER + 1), i % PART);
+    kvq_bucket_close(&rig.bucket);
+}
+
+// Outputs of a prompt whose length was said do not depend on its pieces, nor on who attends.
+static void test_prompts(void **state)
+{
+    static const char *const formats[] = {"oscar2", "innerq-hybrid", "ott2", "kvq2", "f16"};
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    rig.prompt = PROMPT;
+    rig.queries = PROMPT;
+    for (uint32_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        same_prompts(formats[i]);
+}
+
+// A fork in the middle of the prompt goes on in full precision, as its source does.
+static void test_forked_prompt(void **state)
+{
+    struct lg_pair p[2];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    rig.prompt = PROMPT;
+    lg_open_pair("oscar2", &p[0]);
+    lg_open_bucket(p[0].here, PIECE);
+    lg_step(p, 1, PIECE, NULL);
+    lg_step(p, 1, PIECE, NULL);
+    lg_fork_pair(&p[0], 2 * PIECE, &p[1]);
+    for (uint32_t i = 0; i < 3; i++)
+        lg_step(p, 2, PIECE, NULL);
+    for (uint32_t i = 0; i < AFTER; i++)
+        lg_step(p, 2, 1, NULL);
+    for (uint32_t i = 0; i < 2; i++)
+        lg_close_pair(&p[i]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -215,6 +287,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_leaves, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_one_queue, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_prompts, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_forked_prompt, lg_setup, lg_teardown),
     };
     lg_prepare();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
