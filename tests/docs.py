@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 
+import tidy
+
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
          "kvq-codebook": "kvq-codebook.1"}
@@ -88,6 +90,16 @@ def check_doc_names():
                 yield f"{document} speaks of {name}, which kvq.h does not have"
 
 
+def check_layers():
+    """CONTRIBUTING.md says of each folder what tests/tidy.py lets it include."""
+    told = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", read("CONTRIBUTING.md"), re.M))
+    for folder, arrows in tidy.ARROWS.items():
+        want = "everything" if folder == "tests" else ", ".join(f"`{a}/`" for a in sorted(
+            arrows, key=list(tidy.ARROWS).index)) or "itself"
+        if told.get(folder) != want:
+            yield f"CONTRIBUTING.md says {told.get(folder)} of {folder}/, tests/tidy.py {want}"
+
+
 def check_config(build):
     """Every option in the installed configuration file, its comment mark removed, is taken."""
     lines = read("packaging", "kvqd.conf").split("\n")
@@ -115,6 +127,7 @@ def main():
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
+    checks["folders and their layers"] = (check_layers,)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
     for name, (check, *arguments) in checks.items():
