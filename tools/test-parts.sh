@@ -151,9 +151,11 @@ part_planted() {
 # Under --full also with other numbers, GPU kernels in other orders and shapes, and on an emulated
 # CPU that has no AVX at all, where a stray instruction would be fatal.
 part_kernels() {
-    local mask seed gpu_kernels='^test_gpu_(attend|long|replay|pack)$'
+    local mask masks=(c) seed gpu_kernels='^test_gpu_(attend|long|replay|pack)$'
     [ -d build/release ] || build release || return
-    for mask in c avx2; do # the highest is no mask: the release part has run that
+    # The release part has run the highest instruction set of this CPU.
+    grep -qw avx512_vnni /proc/cpuinfo && masks+=(avx2)
+    for mask in "${masks[@]}"; do
         KVQ_CPU_MASK=$mask run_ctest release 400 -L kernels
     done
     [ $full = 1 ] || return
