@@ -165,6 +165,12 @@ static struct {
 } seen[64];
 
 static bool own_saves;
+static int own_isa = KVQ_ISA_AVX512;
+
+void kit_isa(int isa)
+{
+    own_isa = isa;
+}
 
 void kit_saves(bool saves)
 {
@@ -186,7 +192,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .partial_bytes = 1 << 20,
         .saves = own_saves,
         .run = 1000000,
-        .kernels = kvq_kernels_get(KVQ_ISA_C),
+        .kernels = kvq_kernels_get(own_isa),
         .gpus = own_gpus->gpus,
         .n_gpus = own_gpus->n,
         .lane_bytes = 512 << 10,

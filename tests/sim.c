@@ -716,6 +716,7 @@ int main(int argc, char **argv)
     static struct sim total;
     kit_formats(track_formats(), 1);
     kit_saves(true);
+    kit_isa(KVQ_ISA_C); // the same run on every machine
     const struct kit_gpus *gpus = sim_gpus();
     bool whole = count >= sim_seeds() && events >= DEFAULT_EVENTS;
     kit_gpus(gpus);
