@@ -353,7 +353,7 @@ static const char *environment_value(char *const *environment, const char *name)
 void kvq__config_defaults(struct kvq_config *config, char *const *environment)
 {
     memset(config, 0, sizeof *config);
-    config->ready_fd = -1;
+    config->ready_fd = config->lifetime_fd = -1;
     for (const struct kvq__option *o = kvq__options; o->name; o++) {
         char *field = (char *)config + o->offset;
         if (o->type == KVQ_OPTION_TEXT)

@@ -123,6 +123,7 @@ struct kvq_config {
     // Flags without a name in file and environment.
     char file[KVQ_CONFIG_PATH]; // --config or KVQD_CONFIG; "": none
     int ready_fd;               // -1: none
+    int lifetime_fd;            // -1: none
     bool help, version, print;  // asked for; nothing else is looked at
 };
 

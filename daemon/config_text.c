@@ -17,6 +17,7 @@ static const struct special {
 } specials[] = {
     {"--config", "-c", "PATH", "configuration file (KVQD_CONFIG)"},
     {"--ready-fd", NULL, "N", "write a line to this descriptor when clients may connect"},
+    {"--lifetime-fd", NULL, "N", "end when the other end of this pipe is closed"},
     {"--print-config", NULL, NULL, "print the configuration in effect and leave"},
     {"--foreground", "-n", NULL, "stay in the foreground (it always does)"},
     {"--help", "-h", NULL, "print this and leave"},
@@ -72,6 +73,17 @@ int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag,
     return 0;
 }
 
+static int read_descriptor(const struct kvq__flag *flag, int *out, char *text)
+{
+    char *end;
+    long fd = strtol(flag->value, &end, 10);
+    if (*end || end == flag->value || fd < 0 || fd > 65535)
+        return kvq__config_refuse(text, flag->name, "\"%.64s\" is not the number of a descriptor",
+                                  flag->value);
+    *out = (int)fd;
+    return 0;
+}
+
 int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, char *text)
 {
     const char *name = special_find(flag->name)->name;
@@ -87,12 +99,9 @@ int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, c
                                       sizeof config->file - 1);
         snprintf(config->file, sizeof config->file, "%s", flag->value);
     } else if (strcmp(name, "--ready-fd") == 0) {
-        char *end;
-        long fd = strtol(flag->value, &end, 10);
-        if (*end || end == flag->value || fd < 0 || fd > 65535)
-            return kvq__config_refuse(text, flag->name,
-                                      "\"%.64s\" is not the number of a descriptor", flag->value);
-        config->ready_fd = (int)fd;
+        return read_descriptor(flag, &config->ready_fd, text);
+    } else if (strcmp(name, "--lifetime-fd") == 0) {
+        return read_descriptor(flag, &config->lifetime_fd, text);
     }
     return 0;
 }

@@ -24,7 +24,8 @@ enum { ENDS = sizeof ends / sizeof *ends };
 
 static struct kvq__server server;
 static uv_signal_t watchers[ENDS];
-static uint64_t asked_ns; // when the first signal came; 0: none did
+static uv_poll_t lifetime;
+static uint64_t asked_ns; // when it was first asked to end; 0: not yet
 static bool stop;
 
 static void on_drained(struct kvq__server *s)
@@ -46,6 +47,24 @@ static void on_signal(uv_signal_t *handle, int number)
     }
     asked_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
+    kvq__server_drain(&server);
+}
+
+// A read end of a pipe, of which nobody else holds the write end but who started this process: what
+// ends with him, however he ends.
+static void on_lifetime(uv_poll_t *handle, int status, int events)
+{
+    char unused[64];
+    (void)events;
+    ssize_t n = status ? 0 : read(server.config.lifetime_fd, unused, sizeof unused);
+    if (n > 0 || (n < 0 && (errno == EAGAIN || errno == EINTR)))
+        return;
+    uv_poll_stop(handle);
+    kvq__log(KVQ_LOG_INFO, "lifetime", "fd=%d reason=\"the process that started it is gone\"",
+             server.config.lifetime_fd);
+    if (asked_ns)
+        return;
+    asked_ns = kvq__now_ns();
     kvq__server_drain(&server);
 }
 
@@ -104,6 +123,22 @@ static int watch_signals(char *text)
     return KVQ_E_SYSTEM;
 }
 
+static int watch_lifetime(char *text)
+{
+    int fd = server.config.lifetime_fd;
+    if (fd < 0)
+        return 0;
+    int error = uv_poll_init(&server.loop, &lifetime, fd);
+    error = error ? error : uv_poll_start(&lifetime, UV_READABLE | UV_DISCONNECT, on_lifetime);
+    if (error == 0)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "cannot watch descriptor %d (--lifetime-fd): %s; give the read "
+             "end of a pipe",
+             fd, uv_strerror(error));
+    return KVQ_E_SYSTEM;
+}
+
 static void tell_ready(void)
 {
     const struct kvq_config *c = &server.config;
@@ -155,6 +190,7 @@ static int serve(char *text)
     server.stuck = on_stuck;
     int error = kvq__server_open(&server, text);
     error = error ? error : watch_signals(text);
+    error = error ? error : watch_lifetime(text);
     if (error == 0) {
         server.drained = on_drained;
         tell_ready();

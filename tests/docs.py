@@ -112,7 +112,8 @@ def check_config(build):
                           capture_output=True, text=True, timeout=20)
     if done.returncode:
         yield f"kvqd refuses packaging/kvqd.conf uncommented: {done.stderr.strip()}"
-    flags_only = {"config", "ready-fd", "print-config", "foreground", "help", "version"}
+    flags_only = {"config", "ready-fd", "lifetime-fd", "print-config", "foreground", "help",
+                  "version"}
     inside = {name.replace("_", "-") for name in re.findall(r"^# (\w+) =", "\n".join(lines), re.M)}
     for name in sorted(known - flags_only - inside):
         yield f"packaging/kvqd.conf lacks {name.replace('-', '_')}"

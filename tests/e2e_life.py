@@ -45,6 +45,31 @@ class Life(unittest.TestCase):
             self.assertEqual(self.left(daemon), ["kvqd.lock"])
             daemon.stop()
 
+    def test_ends_with_who_started_it(self):
+        """Killed, he can tell nobody: the pipe says it. What is written into it says nothing."""
+        readable, writable = os.pipe()
+        starter = subprocess.Popen(["sleep", "600"], pass_fds=[writable])
+        self.addCleanup(starter.kill)
+        with Daemon(lifetime_fd=readable, fds=[readable]) as daemon:
+            os.close(readable)
+            step, tokens = self.open_step(daemon)
+            os.write(writable, b"still here")
+            os.close(writable)
+            daemon.status()
+            self.assertNotIn("event=draining", "\n".join(daemon.lines))
+            starter.kill()
+            starter.wait(BOUND)
+            daemon.wait_log("event=lifetime")
+            daemon.wait_log("event=draining")
+            self.end_step(step, tokens)
+            self.assertEqual(daemon.process.wait(BOUND), 0)
+            self.assertEqual(self.left(daemon), ["kvqd.lock"])
+        with tempfile.TemporaryFile() as file:  # what cannot be watched is refused at the start
+            daemon = Daemon(ready=False, lifetime_fd=file.fileno(), fds=[file.fileno()])
+            self.assertEqual(daemon.process.wait(BOUND), 1)
+            daemon.wait_log("lifetime-fd.*give the read end of a pipe")
+            daemon.stop()
+
     def test_a_signal_told_twice_is_one(self):
         """As by timeout(1), which passes on what its whole process group gets."""
         with Daemon() as daemon:

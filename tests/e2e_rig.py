@@ -51,9 +51,9 @@ def die_with_parent():
 
 class Daemon:
     """A kvqd of this build. Options are its flags: Daemon(pool_bytes="64mb"). before: called in the
-    new process."""
+    new process, which has the descriptors of fds."""
 
-    def __init__(self, directory=None, ready=True, before=lambda: None, **options):
+    def __init__(self, directory=None, ready=True, before=lambda: None, fds=(), **options):
         self.own = directory is None
         self.directory = directory or tempfile.mkdtemp(prefix="kvq-e2e-")
         options.setdefault("pool_bytes", "256mb")
@@ -68,7 +68,7 @@ class Daemon:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVQD_")}
         self.process = subprocess.Popen(
             [os.path.join(BIN, "kvqd"), "--runtime-dir", self.directory, "--ready-fd",
-             str(writable), *flags], pass_fds=[writable], stderr=subprocess.PIPE,
+             str(writable), *flags], pass_fds=[writable, *fds], stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL, text=True, env=environment,
             preexec_fn=lambda: (die_with_parent(), before()))
         os.close(writable)

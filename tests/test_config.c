@@ -86,9 +86,11 @@ static void test_values(void **state)
         assert_int_equal(load(arguments, no_environment), 0);
         assert_true(config.pool_bytes == sizes[i].bytes);
     }
-    char *many[] = {"kvqd",    "--pin",       "yes",   "--runtime-mode", "0711", "--admin-uids",
-                    "5,6 , 7", "--log-level", "debug", "--attention",    "fast", "--ready-fd",
-                    "4",       "-n",          NULL};
+    char *many[] = {"kvqd",  "--pin",        "yes",           "--runtime-mode",
+                    "0711",  "--admin-uids", "5,6 , 7",       "--log-level",
+                    "debug", "--attention",  "fast",          "--ready-fd",
+                    "4",     "-n",           "--lifetime-fd", "5",
+                    NULL};
     assert_int_equal(load(many, no_environment), 0);
     assert_true(config.pin);
     assert_int_equal(config.runtime_mode, 0711);
@@ -97,6 +99,7 @@ static void test_values(void **state)
     assert_int_equal(config.log_level, 3);
     assert_int_equal(config.fast, 1);
     assert_int_equal(config.ready_fd, 4);
+    assert_int_equal(config.lifetime_fd, 5);
     assert_true(config.workers >= 1);
     assert_true(config.pool_bytes >= config.extent_bytes);
     assert_true(config.buffer_bytes >= config.client_bytes && config.client_bytes == 4ull << 30);
@@ -147,6 +150,7 @@ static void test_wrong_values(void **state)
     flags_refused("--admin-uids", "4294967295", "below 4294967295");
     flags_refused("--log-file", "a\nb", "control character");
     flags_refused("--ready-fd", "x", "not the number of a descriptor");
+    flags_refused("--lifetime-fd", "-1", "not the number of a descriptor");
     flags_refused("--max-clients", "0", "allowed is 1 to 1024");
 }
 
