@@ -20,11 +20,13 @@ from .client import Client, Layer, Session
 from .errors import Code, Error, strerror, version
 from .gpu import DeviceBuffer
 from .local import Bucket, Local, LocalStep
+from .private import private_daemon, program
 from .work import PAST_ONLY, Pages, Queue, Step, Ticket, make_entries
 
 __all__ = ["BF16", "Bucket", "Buffer", "Capture", "Client", "Code", "DeviceBuffer", "ENTRY",
            "Error", "F16", "F32", "Layer", "Local", "LocalStep", "PAST_ONLY", "Pages", "Queue",
-           "Session", "Step", "Ticket", "make_entries", "merge_states", "strerror", "version"]
+           "Session", "Step", "Ticket", "make_entries", "merge_states", "private_daemon",
+           "program", "strerror", "version"]
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):

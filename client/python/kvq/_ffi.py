@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """libkvq through ctypes: the structures and functions of kvq.h, name by name.
 
-The library is $KVQ_LIBRARY, else libkvq.so.0 where the dynamic linker finds it. Calls release the
-interpreter's lock.
+The library is $KVQ_LIBRARY, else the package's own, else libkvq.so.0 where the dynamic linker finds
+it. Calls release the interpreter's lock.
 """
 import ctypes
 import os
@@ -213,7 +213,8 @@ FUNCTIONS = {
 def load():
     """The library with every function's types declared. ImportError if there is none that fits."""
     asked = os.environ.get("KVQ_LIBRARY")
-    name = asked or "libkvq.so.0"
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "libkvq.so.0")
+    name = asked or (own if os.path.exists(own) else "libkvq.so.0")
     hint = ("this package holds no library: install libkvq (cmake --install of the project), then "
             "run ldconfig, or set LD_LIBRARY_PATH to its folder or KVQ_LIBRARY to the file, e.g. "
             "KVQ_LIBRARY=build/release/lib/libkvq.so")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection and its sessions."""
 import math
+import os
 from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from .buffers import Buffer, dtype_code, numpy_dtype
 from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
+from .private import private_daemon
 from .work import Queue
 
 _ROTATIONS = {"default": 0, "engine": 1, "daemon": 2, "none": 3}
@@ -160,18 +162,31 @@ def make_spans(spans):
 
 
 class Client:
-    """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own."""
+    """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own.
 
-    def __init__(self, runtime_dir=None, name=None, timeout_ms=0, spin_us=0):
-        options = _ffi.ConnectOptions(text("runtime_dir", runtime_dir and str(runtime_dir)),
-                                      text("name", name), integer("timeout_ms", timeout_ms),
-                                      integer("spin_us", spin_us))
+    runtime_dir names the daemon's directory, else KVQ_RUNTIME_DIR. Without either it is the
+    machine's daemon, or, where none is running, one that is started for this process
+    (private_daemon); private says that it must be that one (True) or must not (False)."""
+
+    def __init__(self, runtime_dir=None, name=None, timeout_ms=0, spin_us=0, private=None):
         self.pointer = c_void_p()
         self._gate = Gate("client")
         self._buffers = []
         self._device_buffers = []
         self._queues = []
-        check(lib.kvq_connect(byref(options), byref(self.pointer)))
+        if private and runtime_dir:
+            raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
+        told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
+        options = _ffi.ConnectOptions(text("runtime_dir", runtime_dir and str(runtime_dir)),
+                                      text("name", name), integer("timeout_ms", timeout_ms),
+                                      integer("spin_us", spin_us))
+        code = Code.E_NO_DAEMON
+        if not private:
+            code = lib.kvq_connect(byref(options), byref(self.pointer))
+        if code == Code.E_NO_DAEMON and (private or private is None and not told):
+            options.runtime_dir = text("runtime_dir", private_daemon())
+            code = lib.kvq_connect(byref(options), byref(self.pointer))
+        check(code)
 
     def control(self, function, *arguments):
         """Calls a function of the library's that takes the client first. ValueError if the client

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A daemon of this process's own, for programs that find none running.
+
+It ends with the process, however that ends, and with the processes that this one forks: they hold a
+pipe whose other end the daemon watches. All clients of a process share it.
+"""
+import atexit
+import fcntl
+import glob
+import logging
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+
+from .errors import Code, Error
+
+_BOUND = 60         # seconds until a daemon that starts is taken for one that hangs
+_END = 5            # seconds that this process's end waits for the daemon's
+_PREFIX = "kvq-private-"
+_LONGEST = 60       # bytes of its directory's path; a socket's path has at most 107
+
+_log = logging.getLogger("kvq")
+_lock = threading.Lock()
+_running = None
+
+
+def program(name):
+    """Path of kvqd or kvqctl: in $KVQ_BIN_DIR, else in this package, else on the PATH; or None."""
+    asked = os.environ.get("KVQ_BIN_DIR")
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin")
+    folders = [asked] if asked else [own, *os.get_exec_path()]
+    return shutil.which(name, path=os.pathsep.join(folders))
+
+
+def _parent():
+    """The folder that its directory is made in: the user's own, if its path is short enough."""
+    for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if folder and len(os.fsencode(folder)) < _LONGEST - 24 and os.access(folder, os.W_OK):
+            return folder
+    return "/tmp"
+
+
+def _sweep(parent):
+    """Removes what daemons left whose processes were killed: directories of ours, a minute old or
+    more, whose lock nobody holds."""
+    for path in glob.glob(os.path.join(glob.escape(parent), _PREFIX + "*", "run", "kvqd.lock")):
+        try:
+            with open(path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.getuid() or status.st_mtime > time.time() - 60:
+                    continue
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(os.path.dirname(os.path.dirname(path)), ignore_errors=True)
+        except OSError:
+            continue
+
+
+class _Daemon:
+    def __init__(self, options):
+        self.options = options
+        self.pid = os.getpid()
+        kvqd = program("kvqd")
+        if not kvqd:
+            raise Error(Code.E_NO_DAEMON, "no daemon is running, and there is no kvqd to start: it "
+                        "is neither in this package nor on the PATH; start one, and name its "
+                        "directory by Client(runtime_dir) or KVQ_RUNTIME_DIR")
+        parent = _parent()
+        _sweep(parent)
+        self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # its log, and its directory
+        self.directory = os.path.join(self.folder, "run")
+        self.log = os.path.join(self.folder, "kvqd.log")
+        flags = [x for name, value in options.items()
+                 for x in ("--" + name.replace("_", "-"), str(value))]
+        held, self.lifetime = os.pipe()
+        ready, told = os.pipe()
+        try:
+            # A session of its own: an interrupt from the terminal is for the program, not for it.
+            with open(self.log, "wb") as log:
+                self.process = subprocess.Popen(
+                    [kvqd, "--runtime-dir", self.directory, "--lifetime-fd", str(held),
+                     "--ready-fd", str(told), *flags], pass_fds=[held, told], stdout=log,
+                    stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            os.close(told)
+            told = None
+            if not select.select([ready], [], [], _BOUND)[0] or not os.read(ready, 64):
+                raise Error(Code.E_NO_DAEMON, f"{kvqd} did not start: {self._last_words()}")
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            for fd in (held, ready, told):
+                if fd is not None:
+                    os.close(fd)
+
+    def _last_words(self):
+        with open(self.log, errors="replace") as log:
+            lines = log.read().splitlines()
+        return lines[-1] if lines else f"it said nothing in {_BOUND} seconds"
+
+    def lives(self):
+        """Whether it is there; of a process that forked this one, as far as that can be seen."""
+        return self.pid != os.getpid() or self.process.poll() is None
+
+    def stop(self):
+        if self.lifetime is not None:
+            os.close(self.lifetime)
+            self.lifetime = None
+        if self.pid != os.getpid():
+            return  # the process that started it, or the last one that was forked, ends it
+        process = getattr(self, "process", None)
+        try:
+            if process:
+                process.wait(_END)
+        except subprocess.TimeoutExpired:
+            return  # a step is open, or much is saved: it ends once this process is gone
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def private_daemon(**options):
+    """Starts this process's own daemon, unless it has one, and returns its directory.
+
+    options: kvqd's, as in its configuration file: private_daemon(pool_bytes="8gb",
+    store_dir="/var/tmp/chats"). Without any, the one that is running whatever its options are.
+    ValueError if it has been started with others; kvq.Error if it cannot start. Any thread."""
+    global _running
+    with _lock:
+        if _running and _running.lives():
+            if options and options != _running.options:
+                raise ValueError(f"this process's daemon has been started with {_running.options}, "
+                                 f"not with {options}: ask before the first Client")
+            return _running.directory
+        if _running:
+            _log.warning("kvq: the daemon of this process has ended (status %s); starting another",
+                         _running.process.returncode)
+            _running.stop()
+        _running = _Daemon(options)
+        _log.warning("kvq: no daemon is running; started one for this process alone, in %s (set "
+                     "KVQ_RUNTIME_DIR to share one)", _running.directory)
+        return _running.directory
+
+
+@atexit.register
+def _end():
+    if _running:
+        _running.stop()
