@@ -231,8 +231,8 @@ static void test_of_another_namespace(void **state)
     assert_int_equal(slow_calls(), before);
     const struct kvq__block *b = kvq__page(&kit_of(&stranger, other)->layers[0], 0)->raw.block;
     const uint8_t *behind = b->extent->memory.base + b->extent->used_bytes; // the software's GPU
-    for (uint32_t i = 0; i < EXTENT - b->extent->used_bytes; i++)
-        assert_int_equal(behind[i], 0);
+    uint64_t n = EXTENT - b->extent->used_bytes;
+    assert_true(n > 1 && behind[0] == 0 && memcmp(behind, behind + 1, n - 1) == 0);
 }
 
 // What the driver refuses is told to whoever asks; it is tried again when somebody asks later.
