@@ -18,7 +18,7 @@ kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
     libsimde-dev
 )
-kvq_full_packages=(qemu-user)
+kvq_full_packages=(qemu-user python3-venv)
 kvq_cuda_packages=(g++ python3-pip)
 # The CUDA compiler as Python wheels; CMake finds it where kvq_install_cuda puts it.
 kvq_cuda_wheels=(

@@ -176,6 +176,11 @@ part_kernels() {
 
 part_clang() { build clang; }
 
+part_wheel() {
+    check "tools/wheel.sh" 900 tools/wheel.sh KVQ_CUDA=OFF || return
+    check_counted "the wheel" 300 bash -c 'python3 tests/wheel.py build/wheel-out/*.whl'
+}
+
 # A name and what it runs; the longest first.
 attacks() {
     cat <<'ATTACKS'

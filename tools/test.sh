@@ -25,7 +25,7 @@ cd "$(dirname "$0")/.." || exit 1
 usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
 
 parts=(tidy format release planted kernels asan tsan fuzz e2e python install docs lint
-    clang attacks)
+    clang wheel attacks)
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
@@ -40,6 +40,7 @@ declare -A part_about=(
     [install]="install to a folder, compile README's client against it, run it"
     [docs]="links, and that manual pages and --help agree"
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
+    [wheel]="a wheel with the daemon in it, in an environment of its own; under --full alone"
     [clang]="the optimized build with clang 14; under --full alone"
     [attacks]="simulations and attacks on the store for longer; under --full alone"
 )
@@ -71,7 +72,7 @@ for part in "${only[@]}"; do
         exit 2
     fi
 done
-[ $full = 0 ] && unset 'parts[-1]' 'parts[-2]' # attacks, clang
+[ $full = 0 ] && unset 'parts[-1]' 'parts[-2]' 'parts[-3]' # attacks, wheel, clang
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
 # All fuzzers together have 48 seconds, or 20 minutes of a CPU, so that another one does not make a
 # run longer.
