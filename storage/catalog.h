@@ -59,8 +59,10 @@ enum { KVQ_CATALOG_VERSION = 2 };
     "CREATE TEMP TABLE marks(id INTEGER PRIMARY KEY);"                                             \
     "CREATE TEMP VIEW blocks AS SELECT id, segment, offset, length, kind, refs,"                   \
     " bad=1 OR id IN (SELECT id FROM marks) AS bad, checksum FROM main.blocks;"                    \
-    "CREATE TEMP TRIGGER mark INSTEAD OF UPDATE OF bad ON blocks BEGIN"                            \
-    " INSERT OR IGNORE INTO marks VALUES(old.id); END"
+    "CREATE TEMP TRIGGER mark INSTEAD OF UPDATE OF bad ON blocks WHEN new.bad=1 BEGIN"             \
+    " INSERT OR IGNORE INTO marks VALUES(old.id); END;"                                            \
+    "CREATE TEMP TRIGGER unmark INSTEAD OF UPDATE OF bad ON blocks WHEN new.bad=0 BEGIN"           \
+    " DELETE FROM marks WHERE id=old.id; END"
 
 // X(name, SQL)
 #define KVQ_QUERIES(X)                                                                             \
@@ -89,10 +91,13 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(BLOCK_SWEEP, "DELETE FROM blocks WHERE refs=0")                                              \
     X(BLOCK_MOVE, "UPDATE blocks SET segment=?,offset=?,bad=? WHERE id=?")                         \
     X(BLOCK_BAD, "UPDATE blocks SET bad=1 WHERE id=? AND segment=? AND offset=? AND bad=0")        \
+    X(BLOCK_GOOD, "UPDATE blocks SET bad=0 WHERE id=? AND segment=? AND offset=? AND bad=1")       \
     X(BLOCK_CUT, "UPDATE blocks SET bad=1 WHERE segment=? AND offset+length+64>? AND bad=0")       \
     X(BLOCK_AT, "SELECT min(offset) FROM blocks WHERE segment=? AND offset>=?")                    \
     X(BLOCK_IN, "SELECT id,offset,length,kind,bad,checksum FROM blocks WHERE segment=? AND "       \
                 "offset>=? ORDER BY offset LIMIT ?")                                               \
+    X(BLOCK_BAD_IN, "SELECT id,offset,length,kind,bad,checksum FROM blocks WHERE segment=? AND "   \
+                    "offset>=? AND bad=1 ORDER BY offset LIMIT ?")                                 \
     X(BLOCK_COUNT, "SELECT (SELECT count(*) FROM blocks WHERE kind=2), (SELECT count(*) FROM "     \
                    "blocks WHERE bad=1)")                                                          \
     X(SESSION_PUT, "REPLACE INTO sessions VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)")                \

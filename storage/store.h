@@ -256,15 +256,17 @@ struct kvq_store_verified {
     uint64_t bytes;         // looked at
     uint64_t damaged_bytes; // in records that are not as they were written, dead ones included
     uint64_t bad_blocks;    // newly marked
+    uint64_t good_again;    // marked before, and as they were written now: their marks are gone
     uint32_t missing;       // segments that are not there, or shorter than the catalog says
     bool catalog_bad;       // SQLite finds the catalog damaged; the next open makes it anew
     uint64_t sessions;      // that are cut by bad blocks, also of earlier runs
     char text[KVQ_TEXT_BYTES];
 };
-// Reads every segment, each record's header and payload, and marks blocks that are damaged. May
-// run beside readers and a writer; sees what was committed when it came to a segment. progress()
-// (may be NULL) is told bytes done and all; something else than 0 from it ends the call with
-// KVQ_E_CANCELLED. Returns 0 also where it finds damage: look at *verified.
+// Reads every segment, each record's header and payload, and marks blocks that are damaged. Marks
+// of blocks that read well now, since their file was brought back or the disk was at fault for a
+// while, are taken off. May run beside readers and a writer; sees what was committed when it came
+// to a segment. progress() (may be NULL) is told bytes done and all; something else than 0 from it
+// ends the call with KVQ_E_CANCELLED. Returns 0 also where it finds damage: look at *verified.
 int kvq_store_verify(struct kvq_store *store,
                      int (*progress)(void *context, uint64_t done, uint64_t all), void *context,
                      struct kvq_store_verified *verified, char *text, size_t n);

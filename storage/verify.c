@@ -37,15 +37,16 @@ static uint64_t known_record(void *context, uint64_t from)
     return at < 0 ? UINT64_MAX : (uint64_t)at;
 }
 
-// Blocks of the catalog from an offset of the segment on.
-static int blocks_from(struct verify *f, uint64_t from, struct kvq_stored blocks[BATCH],
-                       size_t *count)
+// Blocks of the catalog from an offset of the segment on: KVQ_Q_BLOCK_IN or, of these the marked
+// ones, KVQ_Q_BLOCK_BAD_IN.
+static int blocks_from(struct verify *f, enum kvq__query which, uint64_t from,
+                       struct kvq_stored blocks[BATCH], size_t *count)
 {
     struct kvq__catalog *k = &f->s->catalog;
     *count = 0;
     pthread_mutex_lock(&f->s->catalog_lock);
     sqlite3_stmt *rows =
-        kvq__rows(k, KVQ_Q_BLOCK_IN, "iii", (int64_t)f->segment, (int64_t)from, (int64_t)BATCH);
+        kvq__rows(k, which, "iii", (int64_t)f->segment, (int64_t)from, (int64_t)BATCH);
     int rc;
     while ((rc = kvq__next(k, rows)) == 1 && *count < BATCH)
         blocks[(*count)++] = (struct kvq_stored){
@@ -63,19 +64,58 @@ static int blocks_from(struct verify *f, uint64_t from, struct kvq_stored blocks
     return rc < 0 ? rc : KVQ_OK;
 }
 
-// Whether a block can still be read although its record is damaged; if not, it is marked by that.
-static int try_block(struct verify *f, const struct kvq_stored *block)
+// Reads a block, whether it is marked or not; where it is damaged it is marked by that.
+static int read_block(struct verify *f, struct kvq_stored block)
 {
-    if (block->bad)
-        return KVQ_OK;
-    void *bytes = malloc(block->bytes + 1);
+    void *bytes = malloc(block.bytes + 1);
     if (!bytes)
         return kvq__complain(f->c, KVQ_E_NO_MEMORY, "no memory for a block of %llu bytes",
-                             (unsigned long long)block->bytes);
-    int rc = kvq_store_read(f->s, block, bytes, f->c->text, f->c->size);
+                             (unsigned long long)block.bytes);
+    block.bad = false;
+    int rc = kvq_store_read(f->s, &block, bytes, f->c->text, f->c->size);
     free(bytes);
+    return rc;
+}
+
+// Whether a block can still be read although its record is damaged.
+static int try_block(struct verify *f, const struct kvq_stored *block)
+{
+    int rc = block->bad ? KVQ_OK : read_block(f, *block);
     f->v->bad_blocks += rc == KVQ_E_DAMAGED;
     return rc == KVQ_E_DAMAGED || rc == KVQ_E_NO_SESSION ? KVQ_OK : rc;
+}
+
+// Whether a block that is marked is as it was written after all.
+static int try_again(struct verify *f, const struct kvq_stored *block)
+{
+    int rc = read_block(f, *block);
+    if (rc != KVQ_OK)
+        return rc == KVQ_E_DAMAGED || rc == KVQ_E_NO_SESSION ? KVQ_OK : rc;
+    pthread_mutex_lock(&f->s->catalog_lock);
+    rc = kvq__run(&f->s->catalog, KVQ_Q_BLOCK_GOOD, "iii", (int64_t)block->id,
+                  (int64_t)block->segment, (int64_t)block->offset);
+    if (rc)
+        rc = kvq__catalog_complain(f->s, rc, f->c);
+    pthread_mutex_unlock(&f->s->catalog_lock);
+    f->v->good_again += rc == KVQ_OK;
+    return rc;
+}
+
+// The marks of the segment, before a look at what it holds now.
+static int look_at_marks(struct verify *f)
+{
+    struct kvq_stored blocks[BATCH];
+    size_t count = BATCH;
+    uint64_t at = 0;
+    int rc = KVQ_OK;
+    while (rc == KVQ_OK && count == BATCH) {
+        rc = blocks_from(f, KVQ_Q_BLOCK_BAD_IN, at, blocks, &count);
+        for (size_t i = 0; i < count && rc == KVQ_OK; i++)
+            rc = try_again(f, &blocks[i]);
+        if (count)
+            at = blocks[count - 1].offset + 1;
+    }
+    return rc;
 }
 
 // A piece of the segment is not as it was written: which blocks does that concern?
@@ -85,7 +125,7 @@ static int look_at_damage(struct verify *f, uint64_t at, uint64_t end)
     size_t count = BATCH;
     int rc = KVQ_OK;
     while (rc == KVQ_OK && count == BATCH && at < end) {
-        rc = blocks_from(f, at, blocks, &count);
+        rc = blocks_from(f, KVQ_Q_BLOCK_IN, at, blocks, &count);
         for (size_t i = 0; i < count && rc == KVQ_OK && blocks[i].offset < end; i++)
             rc = try_block(f, &blocks[i]);
         if (count)
@@ -163,7 +203,8 @@ static int verify_segment(struct verify *f)
         rc = kvq__io_complain(f->c, error, "a segment", "looked at");
     } else if (end > 0) { // else nothing is committed in it yet
         f->v->missing += status.bytes < end;
-        rc = walk(f, g, end);
+        rc = look_at_marks(f);
+        rc = rc ? rc : walk(f, g, end);
     }
     kvq__segment_unpin(s, g);
     return rc;
@@ -201,9 +242,15 @@ static int verify_catalog(struct verify *f)
 
 static void summarize(struct kvq_store_verified *v)
 {
+    int n = 0;
+    if (v->good_again)
+        n = snprintf(v->text, sizeof v->text,
+                     "%llu blocks that were marked as damaged are as they were written again; "
+                     "their marks are taken off. ",
+                     (unsigned long long)v->good_again);
     if (v->damaged_bytes == 0 && v->missing == 0 && v->sessions == 0 && !v->catalog_bad)
         return;
-    snprintf(v->text, sizeof v->text,
+    snprintf(v->text + n, sizeof v->text - (size_t)n,
              "%llu bytes are not as they were written, %u segments are missing or too short; %llu "
              "blocks were newly found bad, and %llu sessions are cut.%s",
              (unsigned long long)v->damaged_bytes, v->missing, (unsigned long long)v->bad_blocks,

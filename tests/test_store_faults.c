@@ -510,12 +510,6 @@ static void read_fails(void **state)
 
 // ---- Damage ----
 
-static void forget_marks(struct kit *k)
-{
-    assert_int_equal(
-        sqlite3_exec(k->store->catalog.db, "UPDATE blocks SET bad=0", NULL, NULL, NULL), SQLITE_OK);
-}
-
 // Whether a session has a block (or its record's header) at an offset of a segment.
 static bool has_byte(struct kit *k, const struct kvq_store_session *s, uint64_t segment,
                      uint64_t at)
@@ -560,8 +554,12 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
     }
     if (cut > v.sessions)
         fail_msg("%s: verify tells of fewer sessions than are cut", when);
-    file->data[at] ^= bit;
-    forget_marks(k);
+    file->data[at] ^= bit; // as it was written: the marks go, and nothing is cut any more
+    uint64_t marked = v.bad_blocks;
+    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    if (v.good_again != marked || v.sessions || v.damaged_bytes)
+        fail_msg("%s: %" PRIu64 " blocks marked, %" PRIu64 " good again; %s", when, marked,
+                 v.good_again, v.text);
 }
 
 static void flipped_bits(void **state)
@@ -645,14 +643,16 @@ static void missing_segment(void **state)
     (void)state;
     struct kit k = {0};
     struct world w = {.random = 7};
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    struct kvq_store_verified v;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8], why[256];
     fault_open(&disk, 7);
     assert_int_equal(kit_open(&k, &disk.io), 0);
     change(&k, &w, 40);
     kvq__segment_name(kvq__segment_after(k.store, 0), name);
     kvq__path(k.store, name, path);
     kvq_store_close(&k.store);
-    assert_int_equal(disk.io.unlink(&disk.io, path), 0);
+    snprintf(elsewhere, sizeof elsewhere, "%s.away", path);
+    assert_int_equal(disk.io.rename(&disk.io, path, elsewhere), 0);
     disk.read_only = true;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(k.report.missing, 1);
@@ -665,6 +665,14 @@ static void missing_segment(void **state)
     assert_non_null(strstr(k.report.text, "1 segments are missing"));
     if (!kit_same(&k, &w, true, why))
         fail_msg("%s", why);
+    kvq_store_close(&k.store);
+    // Somebody finds the file and puts it back.
+    assert_int_equal(disk.io.rename(&disk.io, elsewhere, path), 0);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+    assert_true(v.good_again > 0 && v.sessions == 0);
+    assert_non_null(strstr(v.text, "their marks are taken off"));
+    check(&k, &w, "with the segment again");
     change(&k, &w, 0);
     kvq_store_close(&k.store);
     fault_close(&disk);

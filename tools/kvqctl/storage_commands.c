@@ -238,8 +238,9 @@ static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else if (!bad)
-        printf("%s read in %" PRIu32 " segments: all is good\n", kvq__ctl_bytes(r->verified_bytes),
-               r->segments);
+        printf("%s read in %" PRIu32 " segments: all is good%s%s\n",
+               kvq__ctl_bytes(r->verified_bytes), r->segments, r->text && *r->text ? ". " : "",
+               kvq__ctl_clean(r->text));
     else
         printf("%s read: %s\n%" PRIu64 " sessions have lost tokens; opening one brings back what "
                "is good of it\n",
