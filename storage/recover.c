@@ -163,19 +163,43 @@ static int load_catalog(struct kvq_store *s)
     return rc ? rc : load_segments(s);
 }
 
+// Whether the disk has room for a catalog beside the one there is, as large, with a WAL as large.
+static bool has_room_for_two(struct kvq_store *s)
+{
+    struct kvq_io_status status;
+    uint64_t free_bytes = 0, need = KVQ__RESERVE;
+    for (int i = 0; i < 2; i++) { // the catalog and its WAL
+        char path[KVQ__PATH_BYTES];
+        kvq__path(s, catalog_files[i], path);
+        int file = kvq_io_open(s->io, path, 0);
+        if (file < 0)
+            continue;
+        need += kvq_io_status(s->io, file, &status) == 0 ? 2 * status.physical : 0;
+        s->io->close(s->io, file);
+    }
+    return s->io->space(s->io, s->folder, &free_bytes) != 0 || free_bytes >= need;
+}
+
 // Renames the catalog to catalog.db.bad, over one that was set aside before, and its WAL likewise.
-static int set_aside(struct kvq_store *s, const struct kvq__complaint *c)
+// On a disk without room for another one both are removed: what counts is in the segments.
+static int set_aside(struct kvq_store *s, struct kvq_store_report *report,
+                     const struct kvq__complaint *c)
 {
     int rc = 0;
     kvq__catalog_close(&s->catalog);
     kvq__segments_free(s);
     s->n_owed = 0; // these sessions are back
+    bool keep = has_room_for_two(s);
+    if (!keep)
+        tell(report, "The disk is full, so that no copy of it was kept.");
     for (int i = 0; i < 3 && (rc == 0 || rc == -ENOENT); i++) {
         char from[KVQ__PATH_BYTES], to[KVQ__PATH_BYTES], name[KVQ__NAME_BYTES];
         snprintf(name, sizeof name, "catalog.db.bad%s", catalog_files[i] + 10);
         kvq__path(s, catalog_files[i], from);
         kvq__path(s, name, to);
-        rc = kvq_io_rename(s->io, from, to);
+        rc = keep ? kvq_io_rename(s->io, from, to) : kvq_io_unlink(s->io, from);
+        if (!keep && (rc == 0 || rc == -ENOENT))
+            rc = kvq_io_unlink(s->io, to);
     }
     if (rc == 0 || rc == -ENOENT)
         rc = kvq_io_sync_dir(s->io, s->folder);
@@ -442,7 +466,7 @@ static int recover(struct kvq_store *s, const struct files *f, struct kvq_store_
         tell(report, rc == BEHIND ? "The catalog was older than the segments."
                                   : "The catalog was not that of the segments.");
     }
-    rc = set_aside(s, c);
+    rc = set_aside(s, report, c);
     return rc ? rc : start_over(s, f, report, c);
 }
 

@@ -307,6 +307,33 @@ static void deleted_when_full(void **state)
     }
 }
 
+// A damaged catalog is made anew on a disk without a free byte: its own space has to do.
+static void anew_when_full(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 61};
+    uint64_t free_bytes = 0;
+    fault_open(&disk, 61);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 40);
+    kvq_store_close(&k.store);
+    struct fault_file *file = fault_find(&disk, catalog);
+    memset(file->data + 100, 0xff, 500);
+    disk.capacity = 1ull << 40;
+    assert_int_equal(disk.io.space(&disk.io, "/store", &free_bytes), 0);
+    disk.capacity -= free_bytes;
+    assert_int_equal(disk.io.space(&disk.io, "/store", &free_bytes), 0);
+    assert_int_equal(free_bytes, 0);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.rebuilt);
+    assert_non_null(strstr(k.report.text, "no copy of it was kept"));
+    check(&k, &w, "made anew");
+    kvq_store_close(&k.store);
+    assert_null(fault_find(&disk, "/store/catalog.db.bad"));
+    fault_close(&disk);
+}
+
 // Nobody knows what a write or sync that failed has left, so that nothing is written there again: a
 // segment that has failed is never added to, and the next save begins another one. After a disk
 // that was full, and after a save that was given up, the segment goes on.
@@ -684,6 +711,7 @@ int main(void)
         cmocka_unit_test(storm),
         cmocka_unit_test(disk_fails),
         cmocka_unit_test(deleted_when_full),
+        cmocka_unit_test(anew_when_full),
         cmocka_unit_test(failed_segment),
         cmocka_unit_test(read_only_disk),
         cmocka_unit_test(read_fails),
