@@ -2,12 +2,12 @@
 """What bad input gets: a code, a text that says what was wrong, and nothing lost."""
 import json
 import os
-import shutil
 import socket
 import subprocess
 import unittest
 
-from e2e_rig import (BIN, BOUND, Child, Daemon, Test, Tokens, feed, kvq, np, own_fds, read_all)
+from e2e_rig import (BIN, BOUND, Child, Daemon, Test, Tokens, everybodys_kvqctl, feed, kvq, np,
+                     own_fds, read_all)
 
 
 class BadOpen(Test):
@@ -337,18 +337,11 @@ class BadPeople(Test):
         with Daemon(config=path, runtime_mode="0755") as daemon, daemon.client() as client:
             os.chmod(daemon.directory, 0o755)
             client.session(tokens.rows, "f16", ns="team", name="ours")
-            # Where that user can reach it, wherever this tree lies; with others' libraries if they
-            # came along (tools/gpu-check.sh --pack).
-            there = os.path.join(daemon.directory, "there")
-            shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"), os.path.join(there, "lib"),
-                            ignore=shutil.ignore_patterns("libkvq*"))
-            os.mkdir(os.path.join(there, "bin"))
-            kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), os.path.join(there, "bin"))
 
             def ctl(groups, *arguments):
                 return subprocess.run(
-                    [kvqctl, "--runtime-dir", daemon.directory, "--namespace", "team", "--json",
-                     *arguments], capture_output=True, text=True, timeout=BOUND, cwd="/",
+                    [everybodys_kvqctl(), "--runtime-dir", daemon.directory, "--namespace", "team",
+                     "--json", *arguments], capture_output=True, text=True, timeout=BOUND, cwd="/",
                     user=65534, group=65534, extra_groups=groups)
 
             for groups, code in (([4242], "OK"), ([1, 4242, 70000], "OK"), ([4241], "E_PERMISSION"),
@@ -370,9 +363,9 @@ class BadPeople(Test):
             code, text = child.hear()
             child.end()
             for command, status in (("status", 6), ("doctor", 7)):
-                done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir",
-                                       daemon.directory, command], capture_output=True, user=65534,
-                                      timeout=BOUND, extra_groups=[])
+                done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory,
+                                       command], capture_output=True, user=65534, timeout=BOUND,
+                                      extra_groups=[])
                 self.assertEqual(done.returncode, status, done.stderr)
         self.assertEqual(code, "E_PERMISSION")
         self.assertIn("65534", text)

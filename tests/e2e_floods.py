@@ -11,7 +11,7 @@ import unittest
 
 import numpy as np
 
-from e2e_rig import BIN, BOUND, ROUNDING, Child, Daemon, kvq
+from e2e_rig import BOUND, ROUNDING, Child, Daemon, everybodys_kvqctl, kvq
 
 LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "64 256 2048").split()]
 FULL = os.environ.get("KVQ_FULL") == "1"
@@ -21,10 +21,9 @@ FLOODER, VICTIM = (60001, 60002) if ROOT else (os.geteuid(), os.geteuid())
 
 def ask_as(daemon, user, *arguments):
     """kvqctl of that user: exit status, output and complaint."""
-    done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory,
-                           *arguments], capture_output=True, text=True, timeout=BOUND,
-                          stdin=subprocess.DEVNULL, user=user if ROOT else None,
-                          extra_groups=[] if ROOT else None)
+    done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, *arguments],
+                          capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL,
+                          user=user if ROOT else None, extra_groups=[] if ROOT else None)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -2,12 +2,11 @@
 """Limits of namespaces, set while the daemon runs: held to, kept over restarts, refused clearly."""
 import json
 import os
-import shutil
 import subprocess
 import time
 import unittest
 
-from e2e_rig import BACKEND, BIN, BOUND, Daemon, Tokens, kvq
+from e2e_rig import BACKEND, BIN, BOUND, Daemon, Tokens, everybodys_kvqctl, kvq
 from e2e_storage import Stored
 
 TIER = "host" if BACKEND == "cpu" else "device"  # where sessions are
@@ -225,16 +224,11 @@ class Quotas(Stored):
         with Daemon(runtime_mode="0755") as daemon:
             os.chmod(daemon.directory, 0o755)
             daemon.ctl("quota", "set", "uid-65534", "--sessions", "5")
-            there = os.path.join(daemon.directory, "there")
-            shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"), os.path.join(there, "lib"),
-                            ignore=shutil.ignore_patterns("libkvq*"))
-            os.mkdir(os.path.join(there, "bin"))
-            kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), os.path.join(there, "bin"))
 
             def ctl(*arguments):
-                return subprocess.run([kvqctl, "--runtime-dir", daemon.directory, "--json",
-                                       "quota", *arguments], capture_output=True, text=True,
-                                      timeout=BOUND, cwd="/", user=65534, group=65534,
+                return subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory,
+                                       "--json", "quota", *arguments], capture_output=True,
+                                      text=True, timeout=BOUND, cwd="/", user=65534, group=65534,
                                       extra_groups=[])
 
             listed = json.loads(ctl("list").stdout)

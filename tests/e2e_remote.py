@@ -14,8 +14,8 @@ import threading
 import time
 import unittest
 
-from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, feed, kvq, long_emulated,
-                     read_all)
+from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, everybodys_kvqctl, feed,
+                     kvq, long_emulated, read_all)
 
 KEY, SECRET = "AKIDEXAMPLE", "wJalrXUtnFEMI-secret-never-shown"
 PART = 64 << 10
@@ -465,17 +465,11 @@ class Trouble(Remote):
         one = self.start("one", runtime_mode="0755")
         self.saved(one)
         one.ctl("session", "push", "it")
-        there = os.path.join(one.directory, "there", "bin")
         os.chmod(one.directory, 0o755)
-        os.makedirs(there)
-        shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"),
-                        os.path.join(one.directory, "there", "lib"),
-                        ignore=shutil.ignore_patterns("*.a", "libkvq*"))
-        kvqctl = shutil.copy(os.path.join(BIN, "kvqctl"), there)
 
         def ctl(*words):
-            return subprocess.run([kvqctl, "--runtime-dir", one.directory, "--json", *words],
-                                  capture_output=True, text=True, timeout=BOUND, cwd="/",
+            return subprocess.run([everybodys_kvqctl(), "--runtime-dir", one.directory, "--json",
+                                   *words], capture_output=True, text=True, timeout=BOUND, cwd="/",
                                   user=65534, group=65534, extra_groups=[])
 
         for words in (("session", "push", "it"), ("session", "pull", "it", "--as", "mine"),

@@ -5,7 +5,9 @@ attention in double precision, and a runner that counts.
 Nothing here sleeps to wait. The daemon says when it is ready on a descriptor and what happens in
 its log; processes say where they are on their standard output. Every wait has a bound.
 """
+import atexit
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -42,6 +44,19 @@ long_emulated = unittest.skipIf(BACKEND == "emu" and os.environ.get("KVQ_FULL") 
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+
+
+@functools.cache
+def everybodys_kvqctl():
+    """A copy that any user may run: the build may lie where only its owner gets, as below /root.
+    With others' libraries, if they came along (tools/gpu-check.sh --pack)."""
+    folder = tempfile.mkdtemp(prefix="kvq-e2e-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.chmod(folder, 0o755)
+    shutil.copytree(os.path.join(os.path.dirname(BIN), "lib"), os.path.join(folder, "lib"),
+                    ignore=shutil.ignore_patterns("*.a", "libkvq*"))
+    os.mkdir(os.path.join(folder, "bin"), 0o755)
+    return shutil.copy(os.path.join(BIN, "kvqctl"), os.path.join(folder, "bin"))
 
 
 def die_with_parent():
