@@ -37,8 +37,8 @@ import time
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 FIRST = os.path.join(ROOT, "tests", "mutate_gpu_first.txt")
-ARCHIVES = ("libkvq_gpu_device.a", "libkvq_cuda_emu.a", "libkvq_gpu.a", "libkvq_emu.a",
-            "libkvq_kernels.a")
+ARCHIVES = ("libgpu_kit.a", "libkvtest.a", "libkvq_gpu_device.a", "libkvq_cuda_emu.a",
+            "libkvq_gpu.a", "libkvq_emu.a", "libkvq_kernels.a")
 OBJECTS = {"test_gpu_classic": "kvq_cuda_classic_emu"}  # linked into a test, besides its own
 TEST_SECONDS, COMPILE_SECONDS, SKIPPED = 180, 300, 77
 Look = collections.namedtuple("Look", "source case")  # where an error is seen
