@@ -50,8 +50,8 @@ static void on_signal(uv_signal_t *handle, int number)
     kvq__server_drain(&server);
 }
 
-// A read end of a pipe, of which nobody else holds the write end but who started this process: what
-// ends with him, however he ends.
+// The process that started the daemon holds the write end of the pipe whose read end this is. When
+// that process ends, killed or not, the kernel closes the write end, and read() returns 0.
 static void on_lifetime(uv_poll_t *handle, int status, int events)
 {
     char unused[64];

@@ -46,7 +46,7 @@ class Life(unittest.TestCase):
             daemon.stop()
 
     def test_ends_with_who_started_it(self):
-        """Killed, he can tell nobody: the pipe says it. What is written into it says nothing."""
+        """A starter that is killed closes the pipe by that; bytes in the pipe mean nothing."""
         readable, writable = os.pipe()
         starter = subprocess.Popen(["sleep", "600"], pass_fds=[writable])
         self.addCleanup(starter.kill)

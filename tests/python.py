@@ -174,7 +174,7 @@ print(os.listdir(os.environ["XDG_RUNTIME_DIR"]))
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_ends_with_a_killed_program(self):
-        """In the middle of a step; what it left goes when the next one starts, a minute later."""
+        """In mid-step. The next one that starts a daemon, a minute later, removes the folder."""
         process = self.start("""
 client = kvq.Client()
 queue = client.queue()
@@ -195,7 +195,7 @@ time.sleep(600)
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_who_gets_one(self):
-        """Nobody who names a daemon, or wants none of his own."""
+        """A program that names a daemon, or says private=False, gets no daemon of its own."""
         for code, env in (("kvq.Client('/nowhere')", {}), ("kvq.Client(private=False)", {}),
                           ("kvq.Client()", {"KVQ_RUNTIME_DIR": "/nowhere"})):
             status, _, err = self.run_to_end(code, **env)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A daemon of this process's own, for programs that find none running.
 
-It ends with the process, however that ends, and with the processes that this one forks: they hold a
-pipe whose other end the daemon watches. All clients of a process share it.
+The daemon ends when the process and all processes forked from it have ended, killed or not: they
+hold the write end of a pipe, and the daemon watches the read end. All clients of the process share
+the daemon.
 """
 import atexit
 import fcntl
@@ -45,8 +46,8 @@ def _parent():
 
 
 def _sweep(parent):
-    """Removes what daemons left whose processes were killed: directories of ours, a minute old or
-    more, whose lock nobody holds."""
+    """Removes the folders of private daemons whose programs were killed: folders of this user, a
+    minute old or older, whose lock no daemon holds."""
     for path in glob.glob(os.path.join(glob.escape(parent), _PREFIX + "*", "run", "kvqd.lock")):
         try:
             with open(path, "rb") as file:
@@ -102,7 +103,7 @@ class _Daemon:
         return lines[-1] if lines else f"it said nothing in {_BOUND} seconds"
 
     def lives(self):
-        """Whether it is there; of a process that forked this one, as far as that can be seen."""
+        """Whether the daemon runs. A forked process cannot tell, and takes it for running."""
         return self.pid != os.getpid() or self.process.poll() is None
 
     def stop(self):
