@@ -3,7 +3,6 @@
 // See local_gpu_kit.h.
 #include "tests/local_gpu_kit.h"
 
-#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -12,109 +11,38 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cmocka.h>
 
 struct lg_rig rig;
 
-void lg_fine(int code)
-{
-    if (code)
-        fail_msg("%d: %s", code, kvq_error_text());
-}
-
-void lg_refused(int code, int got, const char *words)
-{
-    if (got != code)
-        fail_msg("%d and not %d: %s", got, code, kvq_error_text());
-    if (!strstr(kvq_error_text(), words))
-        fail_msg("\"%s\" does not say \"%s\"", kvq_error_text(), words);
-}
-
-// ---- The daemon ----
-
-static void run_daemon(int ready)
-{
-    char path[256], number[16];
-    const char *bin = getenv("KVQ_BIN_DIR");
-    snprintf(path, sizeof path, "%s/kvqd", bin ? bin : "bin");
-    snprintf(number, sizeof number, "%d", ready);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    fcntl(ready, F_SETFD, 0);
-    execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
-          KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
-          "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
-          (char *)NULL);
-    fprintf(stderr, "cannot start %s\n", path);
-    _exit(127);
-}
-
-void lg_start_daemon(void)
-{
-    int ready[2];
-    char byte;
-    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
-    rig.daemon = fork();
-    if (rig.daemon == 0)
-        run_daemon(ready[1]);
-    close(ready[1]);
-    assert_int_equal(read(ready[0], &byte, 1), 1);
-    close(ready[0]);
-}
-
-void lg_end_daemon(int signal)
-{
-    int status;
-    kill(rig.daemon, signal);
-    waitpid(rig.daemon, &status, 0);
-    rig.daemon = 0;
-    if (signal == SIGTERM)
-        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
 void lg_open_local(uint32_t flags)
 {
     const struct kvq_local_options o = {.place = rig.gpu, .max_tokens = MAX, .flags = flags};
-    lg_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
 }
 
 void lg_connect(void)
 {
     struct kvq_gpu_info gpu;
     uint32_t n;
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
-    lg_fine(kvq_connect(&options, &rig.client));
-    lg_fine(kvq_queue_open(rig.client, &rig.queue));
-    lg_fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .timeout_ms = 20000};
+    fine(kvq_connect(&options, &rig.client));
+    fine(kvq_queue_open(rig.client, &rig.queue));
+    fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
     assert_int_equal(n, 1);
     memcpy(rig.gpu, gpu.place, sizeof rig.gpu);
     OK(drv.stream_create(&rig.stream, KVQ_GPU_STREAM_OWN));
-    lg_fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &rig.buffer));
+    fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &rig.buffer));
     rig.at = (uintptr_t)kvq_buffer_device(rig.buffer);
     rig.layers = LAYERS;
     rig.prompt = 40;
     rig.queries = 64;
 }
 
-int lg_setup(void **state)
+void lg_disconnect(void)
 {
-    (void)state;
-    unsetenv("KVQ_LOCAL");
-    rig.before = soft_counts();
-    rig.files = soft_open_files();
-    lg_start_daemon();
-    lg_connect();
-    return 0;
-}
-
-// Nothing is left here, and the daemon leaves in good order.
-int lg_teardown(void **state)
-{
-    (void)state;
     OK(drv.stream_sync(rig.stream));
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
@@ -124,8 +52,26 @@ int lg_teardown(void **state)
     kvq_disconnect(&rig.client);
     rig.queue = NULL;
     OK(drv.stream_destroy(rig.stream));
-    if (rig.daemon)
-        lg_end_daemon(SIGTERM);
+}
+
+int lg_setup(void **state)
+{
+    (void)state;
+    unsetenv("KVQ_LOCAL");
+    rig.before = soft_counts();
+    rig.files = soft_open_files();
+    daemon_start(&rig.daemon);
+    lg_connect();
+    return 0;
+}
+
+// Nothing is left here, and the daemon leaves in good order.
+int lg_teardown(void **state)
+{
+    (void)state;
+    lg_disconnect();
+    if (rig.daemon.pid)
+        daemon_end(&rig.daemon, SIGTERM);
     const struct kvq_soft_counts now = soft_counts();
     assert_memory_equal(&now, &rig.before, sizeof now);
     assert_int_equal(soft_open_files(), rig.files);
@@ -152,10 +98,10 @@ void lg_open_shard(const char *format, int shard, struct lg_pair *p)
         o.shard = (uint16_t)shard;
         o.shards = 2;
     }
-    lg_fine(kvq_session_open(rig.client, &o, &p->here, NULL));
+    fine(kvq_session_open(rig.client, &o, &p->here, NULL));
     o.name = shard >= 0 ? "there" : NULL;
-    lg_fine(kvq_session_open(rig.client, &o, &p->there, NULL));
-    lg_fine(kvq_local_add(rig.local, p->here));
+    fine(kvq_session_open(rig.client, &o, &p->there, NULL));
+    fine(kvq_local_add(rig.local, p->here));
 }
 
 void lg_open_pair(const char *format, struct lg_pair *p)
@@ -167,17 +113,17 @@ void lg_fork_pair(const struct lg_pair *of, uint64_t tokens, struct lg_pair *p)
 {
     struct kvq_entry both[] = {{.session = of->here, .position = tokens},
                                {.session = of->there, .position = tokens}};
-    lg_fine(kvq_fork(rig.queue, both, 2));
-    lg_fine(both[0].status);
-    lg_fine(both[1].status);
+    fine(kvq_fork(rig.queue, both, 2));
+    fine(both[0].status);
+    fine(both[1].status);
     *p = (struct lg_pair){both[0].value, both[1].value, tokens};
-    lg_fine(kvq_local_add(rig.local, p->here));
+    fine(kvq_local_add(rig.local, p->here));
 }
 
 void lg_close_pair(struct lg_pair *p)
 {
-    lg_fine(kvq_session_close(rig.client, p->here));
-    lg_fine(kvq_session_close(rig.client, p->there));
+    fine(kvq_session_close(rig.client, p->here));
+    fine(kvq_session_close(rig.client, p->there));
 }
 
 // The buffer: K, V and Q of each layer, then both sides' outputs.
@@ -258,9 +204,9 @@ struct lg_batch lg_batch_of(const struct lg_pair *p, uint32_t n, uint32_t append
 
 void lg_all_fine(int rc, const struct lg_batch *b)
 {
-    lg_fine(rc);
+    fine(rc);
     for (uint32_t i = 0; i < b->n; i++)
-        lg_fine(b->entries[i].status);
+        fine(b->entries[i].status);
 }
 
 static void step_there(struct lg_batch *b)
@@ -273,6 +219,31 @@ static void step_there(struct lg_batch *b)
         lg_all_fine(kvq_append_attend_on_stream(rig.queue, &w, b->entries, b->n, rig.stream), b);
     }
     lg_all_fine(kvq_step_end(rig.queue, step, b->entries, b->n), b);
+}
+
+int lg_begin(struct lg_batch *b)
+{
+    return kvq_local_begin_on_stream(rig.local, rig.bucket, b->entries, b->n, rig.stream);
+}
+
+int lg_attend(const struct kvq_work *w, struct lg_batch *b)
+{
+    return kvq_local_attend_on_stream(rig.local, rig.bucket, w, b->entries, b->n, rig.stream);
+}
+
+int lg_step_here(const struct lg_pair *p, uint64_t position, uint32_t append)
+{
+    struct lg_pair at = *p;
+    at.tokens = position;
+    struct lg_batch b = lg_batch_of(&at, 1, append, true);
+    fine(lg_begin(&b));
+    for (uint32_t i = 0; i < rig.layers && !b.entries[0].status; i++) {
+        const struct kvq_work w = lg_work_of(i, true);
+        lg_all_fine(lg_attend(&w, &b), &b);
+    }
+    if (!b.entries[0].status)
+        fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream));
+    return b.entries[0].status;
 }
 
 uint64_t lg_waits(void)
@@ -291,13 +262,10 @@ void lg_step_from(struct lg_pair *p, uint32_t n, uint32_t append, uint32_t row,
     }
     step_there(&there);
     uint64_t before = lg_waits(), brought = soft_brought();
-    lg_all_fine(kvq_local_begin_on_stream(rig.local, rig.bucket, here.entries, n, rig.stream),
-                &here);
+    lg_all_fine(lg_begin(&here), &here);
     for (uint32_t i = 0; i < rig.layers && !exec; i++) {
         const struct kvq_work w = lg_work_of(i, true);
-        lg_all_fine(
-            kvq_local_attend_on_stream(rig.local, rig.bucket, &w, here.entries, n, rig.stream),
-            &here);
+        lg_all_fine(lg_attend(&w, &here), &here);
     }
     if (exec)
         OK(drv.graph_launch(exec, rig.stream));
@@ -322,7 +290,7 @@ void lg_open_bucket(kvq_session session, uint32_t queries)
 {
     const struct kvq_bucket_options o = {
         .session = session, .max_sessions = SESSIONS, .max_queries = queries};
-    lg_fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
+    fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
 }
 
 struct kvq_gpu_exec *lg_capture(struct lg_pair *p, uint32_t n)
@@ -333,7 +301,7 @@ struct kvq_gpu_exec *lg_capture(struct lg_pair *p, uint32_t n)
     OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
     for (uint32_t i = 0; i < rig.layers; i++) {
         const struct kvq_work w = lg_work_of(i, true);
-        lg_fine(kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, n, rig.stream));
+        fine(lg_attend(&w, &b));
     }
     OK(drv.capture_end(rig.stream, &graph));
     OK(drv.graph_ready(&exec, graph, 0));
@@ -341,24 +309,21 @@ struct kvq_gpu_exec *lg_capture(struct lg_pair *p, uint32_t n)
     return exec;
 }
 
-int lg_begin(struct lg_batch *b)
+void lg_end_capture(struct kvq_gpu_exec *exec)
 {
-    return kvq_local_begin_on_stream(rig.local, rig.bucket, b->entries, b->n, rig.stream);
+    OK(drv.stream_sync(rig.stream));
+    OK(drv.exec_destroy(exec));
 }
 
 void lg_prepare(void)
 {
     soft_open();
-    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-XXXXXX");
-    if (!mkdtemp(rig.directory))
-        exit(1);
+    daemon_prepare(&rig.daemon);
+    rig.daemon.flags = soft_daemon_flags;
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
 }
 
-void lg_cleanup(void)
+int lg_cleanup(void)
 {
-    char path[128];
-    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
-    unlink(path);
-    rmdir(rig.directory);
+    return daemon_cleanup(&rig.daemon);
 }

@@ -7,9 +7,9 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "client/kvq.h"
+#include "tests/daemon_kit.h"
 #include "tests/soft_kit.h"
 
 enum {
@@ -25,8 +25,7 @@ enum {
 };
 
 extern struct lg_rig {
-    char directory[64];
-    pid_t daemon;
+    struct daemon daemon;
     kvq_client *client;
     kvq_queue *queue;
     kvq_local *local;
@@ -45,21 +44,17 @@ extern struct lg_rig {
     uint32_t salt;
 } rig;
 
-// Once in a program: the daemon's directory.
+// Once in a program: the daemon's directory. lg_cleanup returns what daemon_cleanup does.
 void lg_prepare(void);
-void lg_cleanup(void);
+int lg_cleanup(void);
 
 // Setup and teardown of a test: kvqd, a client with a queue, a stream and a buffer there. Nothing
 // may be left behind.
 int lg_setup(void **state);
 int lg_teardown(void **state);
-void lg_start_daemon(void);
-void lg_end_daemon(int signal);
-void lg_connect(void); // the client's part of it, with what rig has then
-
-// Fails the test with the error's text unless the code is 0, or this one with these words.
-void lg_fine(int code);
-void lg_refused(int code, int got, const char *words);
+// The client's part of both, with what rig has then.
+void lg_connect(void);
+void lg_disconnect(void);
 
 void lg_open_local(uint32_t flags);
 void lg_open_bucket(kvq_session session, uint32_t queries);
@@ -94,6 +89,9 @@ struct lg_batch {
 struct lg_batch lg_batch_of(const struct lg_pair *p, uint32_t n, uint32_t append, bool here);
 void lg_all_fine(int rc, const struct lg_batch *b);
 int lg_begin(struct lg_batch *b);
+int lg_attend(const struct kvq_work *w, struct lg_batch *b);
+// A step of a session here, whose other side has none: the entry's status.
+int lg_step_here(const struct lg_pair *p, uint64_t position, uint32_t append);
 
 // How often this process has waited for the GPU.
 uint64_t lg_waits(void);
@@ -105,5 +103,7 @@ void lg_step(struct lg_pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exec
 void lg_step_from(struct lg_pair *p, uint32_t n, uint32_t append, uint32_t row,
                   struct kvq_gpu_exec *exec);
 struct kvq_gpu_exec *lg_capture(struct lg_pair *p, uint32_t n);
+// Once the stream has ended its work.
+void lg_end_capture(struct kvq_gpu_exec *exec);
 
 #endif

@@ -4,7 +4,6 @@
 #include "tests/local_kit.h"
 
 #include <dirent.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -13,9 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -23,20 +19,6 @@
 #include "storage/codebook.h"
 
 struct local_rig rig;
-
-void local_fine(int code)
-{
-    if (code)
-        fail_msg("%d: %s", code, kvq_error_text());
-}
-
-void local_refused(int code, int got, const char *words)
-{
-    if (got != code)
-        fail_msg("%d and not %d: %s", got, code, kvq_error_text());
-    if (!strstr(kvq_error_text(), words))
-        fail_msg("\"%s\" does not say \"%s\"", kvq_error_text(), words);
-}
 
 uint32_t local_random(uint32_t n)
 {
@@ -77,8 +59,11 @@ void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim)
 {
     struct kvq_codebook_row rows[LOCAL_LAYERS];
     rig.seed = 1;
-    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-local-XXXXXX");
-    assert_non_null(mkdtemp(rig.directory));
+    static const char *const flags[] = {
+        "--pool-bytes",   "256mb", "--extent-bytes", "2mb",         "--workers", "1",
+        "--client-bytes", "256mb", "--codebook-dir", rig.codebooks, NULL};
+    daemon_prepare(&rig.daemon);
+    rig.daemon.flags = flags;
     // The daemon's own directory is to have nothing else in it.
     snprintf(rig.codebooks, sizeof rig.codebooks, "/tmp/kvq-books-XXXXXX");
     assert_non_null(mkdtemp(rig.codebooks));
@@ -88,7 +73,7 @@ void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim)
     make_book("m", "million-4", rows, layers);
 }
 
-void local_cleanup(void)
+int local_cleanup(void)
 {
     static const char *const names[] = {"v.kvqbook", "m.kvqbook"};
     char path[128];
@@ -96,52 +81,11 @@ void local_cleanup(void)
         snprintf(path, sizeof path, "%s/%s", rig.codebooks, names[i]);
         unlink(path);
     }
-    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
-    unlink(path);
     rmdir(rig.codebooks);
-    if (rmdir(rig.directory))
-        perror(rig.directory);
+    return daemon_cleanup(&rig.daemon);
 }
 
-// ---- The daemon ----
-
-static void run_daemon(int ready)
-{
-    char path[256], number[16];
-    const char *bin = getenv("KVQ_BIN_DIR");
-    snprintf(path, sizeof path, "%s/kvqd", bin ? bin : "bin");
-    snprintf(number, sizeof number, "%d", ready);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    fcntl(ready, F_SETFD, 0);
-    execl(path, "kvqd", "--runtime-dir", rig.directory, "--pool-bytes", "256mb", "--extent-bytes",
-          "2mb", "--workers", "1", "--client-bytes", "256mb", "--codebook-dir", rig.codebooks,
-          "--log-level", "error", "--ready-fd", number, (char *)NULL);
-    fprintf(stderr, "cannot start %s\n", path);
-    _exit(127);
-}
-
-void local_start_daemon(void)
-{
-    int ready[2];
-    char byte;
-    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
-    rig.daemon = fork();
-    if (rig.daemon == 0)
-        run_daemon(ready[1]);
-    close(ready[1]);
-    assert_int_equal(read(ready[0], &byte, 1), 1);
-    close(ready[0]);
-}
-
-void local_end_daemon(int signal)
-{
-    int status;
-    kill(rig.daemon, signal);
-    waitpid(rig.daemon, &status, 0);
-    rig.daemon = 0;
-    if (signal == SIGTERM)
-        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
+// ---- The daemon and its client ----
 
 static int open_files(void)
 {
@@ -159,11 +103,12 @@ int local_setup(void **state)
     unsetenv("KVQ_LOCAL");
     rig.files = open_files();
     rig.seed = 4711;
-    local_start_daemon();
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
-    local_fine(kvq_connect(&options, &rig.client));
-    local_fine(kvq_queue_open(rig.client, &rig.queue));
-    local_fine(kvq_buffer_create(rig.client, LOCAL_BUFFER, &rig.buffer));
+    daemon_start(&rig.daemon);
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .timeout_ms = 20000};
+    fine(kvq_connect(&options, &rig.client));
+    fine(kvq_queue_open(rig.client, &rig.queue));
+    fine(kvq_buffer_create(rig.client, LOCAL_BUFFER, &rig.buffer));
     return 0;
 }
 
@@ -174,8 +119,8 @@ int local_teardown(void **state)
     kvq_disconnect(&rig.client);
     rig.queue = NULL;
     rig.buffer = NULL;
-    if (rig.daemon)
-        local_end_daemon(SIGTERM);
+    if (rig.daemon.pid)
+        daemon_end(&rig.daemon, SIGTERM);
     assert_int_equal(open_files(), rig.files);
     return 0;
 }
@@ -236,15 +181,15 @@ void local_open_pair(const struct local_model *m, const struct kvq_session_optio
     o.layers = m->rows;
     o.n_layers = m->layers;
     pair->tokens = 0;
-    local_fine(kvq_session_open(rig.client, &o, &pair->here, NULL));
-    local_fine(kvq_session_open(rig.client, &o, &pair->there, NULL));
-    local_fine(kvq_local_add(rig.local, pair->here));
+    fine(kvq_session_open(rig.client, &o, &pair->here, NULL));
+    fine(kvq_session_open(rig.client, &o, &pair->there, NULL));
+    fine(kvq_local_add(rig.local, pair->here));
 }
 
 void local_close_pair(struct local_pair *pair)
 {
-    local_fine(kvq_session_close(rig.client, pair->here));
-    local_fine(kvq_session_close(rig.client, pair->there));
+    fine(kvq_session_close(rig.client, pair->here));
+    fine(kvq_session_close(rig.client, pair->there));
 }
 
 // ---- Steps ----
@@ -314,9 +259,9 @@ static struct batch batch_of(const struct local_pair *pairs, uint32_t n, const u
 
 static void all_fine(int rc, const struct batch *b)
 {
-    local_fine(rc);
+    fine(rc);
     for (uint32_t i = 0; i < b->n; i++)
-        local_fine(b->entries[i].status);
+        fine(b->entries[i].status);
 }
 
 static void attend_here(struct batch *b, struct kvq_work *w, bool own)
@@ -333,9 +278,9 @@ static void attend_there(struct batch *b, const struct kvq_work *w, bool own, ui
         struct kvq_entry *e = &b->entries[i];
         struct kvq_work one = *w;
         one.step = e->append ? step : 0;
-        local_fine(own && e->append ? kvq_append_attend(rig.queue, &one, e, 1)
-                                    : kvq_attend(rig.queue, &one, e, 1));
-        local_fine(e->status);
+        fine(own && e->append ? kvq_append_attend(rig.queue, &one, e, 1)
+                              : kvq_attend(rig.queue, &one, e, 1));
+        fine(e->status);
     }
 }
 
@@ -403,7 +348,7 @@ void local_step(const struct local_model *m, struct local_pair *pairs, uint32_t 
     if (!commit) {
         kvq_local_abort(rig.local);
         if (some.n)
-            local_fine(kvq_step_abort(rig.queue, step, NULL, 0));
+            fine(kvq_step_abort(rig.queue, step, NULL, 0));
         return;
     }
     all_fine(kvq_local_end(rig.local, NULL, here.entries, n), &here);
@@ -424,21 +369,21 @@ void local_plain_step(const struct local_model *m, struct local_pair *pair, uint
     parts.session = whole_here ? pair->there : pair->here;
     uint64_t step;
     fill_all(m, append);
-    local_fine(kvq_step_begin(rig.queue, &parts, 1, &step));
+    fine(kvq_step_begin(rig.queue, &parts, 1, &step));
     for (uint32_t i = 0; i < m->layers; i++) {
         if (m->rows[i].kv_from)
             continue;
         k[i] = tensor(m, PART_K, i, append);
         v[i] = tensor(m, PART_V, i, append);
         const struct kvq_work w = {.step = step, .layer = i, .k = k[i], .v = v[i]};
-        local_fine(kvq_append(rig.queue, &w, &parts, 1));
-        local_fine(parts.status);
+        fine(kvq_append(rig.queue, &w, &parts, 1));
+        fine(parts.status);
     }
-    local_fine(kvq_step_end(rig.queue, step, &parts, 1));
+    fine(kvq_step_end(rig.queue, step, &parts, 1));
     const struct kvq_step_work work = {.k = k, .v = v, .n_layers = m->layers};
-    local_fine(kvq_step(rig.queue, &work, &whole, 1));
-    local_fine(whole.status);
-    local_fine(parts.status);
+    fine(kvq_step(rig.queue, &work, &whole, 1));
+    fine(whole.status);
+    fine(parts.status);
     pair->tokens += append;
     assert_int_equal(whole.value, pair->tokens);
 }
@@ -459,8 +404,8 @@ void local_same_cache(const struct local_model *m, const struct local_pair *pair
             memset((char *)kvq_buffer_data(rig.buffer) + w.k.offset, 0, rows * m->stride);
             memset((char *)kvq_buffer_data(rig.buffer) + w.v.offset, 0, rows * m->stride);
             e.position = 0;
-            local_fine(kvq_read(rig.queue, &w, &e, 1));
-            local_fine(e.status);
+            fine(kvq_read(rig.queue, &w, &e, 1));
+            fine(e.status);
             written[side] = e.value;
         }
         assert_int_equal(written[0], written[1]);

@@ -7,15 +7,15 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "client/kvq.h"
+#include "tests/daemon_kit.h"
 
 enum { LOCAL_ROWS = 2048, LOCAL_BUFFER = 96 << 20, LOCAL_LAYERS = 8, LOCAL_BATCH = 8 };
 
 struct local_rig {
-    char directory[64], codebooks[80];
-    pid_t daemon;
+    struct daemon daemon;
+    char codebooks[80];
     kvq_client *client;
     kvq_queue *queue;
     kvq_buffer *buffer; // of LOCAL_BUFFER bytes
@@ -26,18 +26,13 @@ struct local_rig {
 extern struct local_rig rig;
 
 // Once in a program: the directories, and codebooks "v" (for vecinfer-2) and "m" (for million-4).
+// local_cleanup returns what daemon_cleanup does.
 void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim);
-void local_cleanup(void);
+int local_cleanup(void);
 
 // Setup and teardown of a test: kvqd, a client, a queue, a buffer. Nothing may be left behind.
 int local_setup(void **state);
 int local_teardown(void **state);
-void local_start_daemon(void);
-void local_end_daemon(int signal);
-
-// Fails the test with the error's text unless the code is 0, or this one with these words.
-void local_fine(int code);
-void local_refused(int code, int got, const char *words);
 
 // A random number below n.
 uint32_t local_random(uint32_t n);

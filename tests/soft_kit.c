@@ -41,6 +41,12 @@ static struct kvq_soft_counts get_counts(void)
 
 struct kvq_soft_counts (*soft_counts)(void) = get_counts;
 
+const char *const soft_daemon_flags[] = {"--backend",      "emu",          "--gpu-driver",
+                                         KVQ_EMU_LIBRARY,  "--pool-bytes", "64mb",
+                                         "--extent-bytes", "2mb",          "--gpu-bytes",
+                                         "64mb",           "--workers",    "1",
+                                         "--client-bytes", "64mb",         NULL};
+
 static void find(const char *name, void *function)
 {
     void *symbol = dlsym(drv.library, name);

@@ -24,6 +24,9 @@ extern struct kvq_soft_control *(*soft_control)(void);
 extern void (*soft_stall)(struct kvq_gpu_stream *stream, bool held);
 extern void (*soft_seed)(uint64_t seed);
 
+// Flags of a kvqd that has this driver's GPU, for daemon_kit.
+extern const char *const soft_daemon_flags[];
+
 // Opens the library and makes device 0 current. Ends the test program if that fails.
 void soft_open(void);
 

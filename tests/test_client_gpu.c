@@ -2,7 +2,6 @@
 //
 // libkvq on a GPU, the software driver's: this process is the engine, with streams and memory of
 // its own, and kvqd is another process that is stopped, killed and started again.
-#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -12,21 +11,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 #include "client/kvq.h"
 #include "kernels/cuda/share.h"
+#include "tests/daemon_kit.h"
 #include "tests/soft_kit.h"
 
 enum { TOKENS = 70, DIM = 64, Q_HEADS = 4, KV_HEADS = 2, ARENA = 1 << 20 };
 
 static struct {
-    char directory[64];
-    pid_t daemon;
+    struct daemon daemon;
     kvq_client *client;
     kvq_queue *queue;
     char gpu[48];
@@ -38,60 +35,11 @@ static struct {
     const char *lacks; // what the daemon's driver does not have; or NULL
 } rig = {.order = KVQ_ORDER_WORDS};
 
-static void fine(int code)
+// Before the new process becomes kvqd.
+static void take_from_driver(void)
 {
-    if (code)
-        fail_msg("%d: %s", code, kvq_error_text());
-}
-
-static void refused(int code, int got, const char *words)
-{
-    assert_int_equal(got, code);
-    if (!strstr(kvq_error_text(), words))
-        fail_msg("\"%s\" does not say \"%s\"", kvq_error_text(), words);
-}
-
-// ---- The daemon ----
-
-static void run_daemon(int ready)
-{
-    char path[256], number[16];
-    const char *bin = getenv("KVQ_BIN_DIR");
-    snprintf(path, sizeof path, "%s/kvqd", bin ? bin : "bin");
-    snprintf(number, sizeof number, "%d", ready);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    fcntl(ready, F_SETFD, 0);
     if (rig.lacks)
         setenv("KVQ_EMU_LACKS", rig.lacks, 1);
-    execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
-          KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
-          "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
-          (char *)NULL);
-    fprintf(stderr, "cannot start %s\n", path);
-    _exit(127);
-}
-
-static void start_daemon(void)
-{
-    int ready[2];
-    char byte;
-    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
-    rig.daemon = fork();
-    if (rig.daemon == 0)
-        run_daemon(ready[1]);
-    close(ready[1]);
-    assert_int_equal(read(ready[0], &byte, 1), 1);
-    close(ready[0]);
-}
-
-static void end_daemon(int signal)
-{
-    int status;
-    kill(rig.daemon, signal);
-    waitpid(rig.daemon, &status, 0);
-    rig.daemon = 0;
-    if (signal == SIGTERM)
-        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 static int setup(void **state)
@@ -102,8 +50,9 @@ static int setup(void **state)
     rig.before = soft_counts();
     rig.files = soft_open_files();
     setenv("KVQ_GPU_ORDER", rig.asked ? rig.asked : "", 1);
-    start_daemon();
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
+    daemon_start(&rig.daemon);
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .timeout_ms = 20000};
     fine(kvq_connect(&options, &rig.client));
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
@@ -124,8 +73,8 @@ static int teardown(void **state)
     soft_stall(rig.stream, false);
     OK(drv.stream_sync(rig.stream));
     OK(drv.stream_destroy(rig.stream));
-    if (rig.daemon)
-        end_daemon(SIGTERM);
+    if (rig.daemon.pid)
+        daemon_end(&rig.daemon, SIGTERM);
     const struct kvq_soft_counts now = soft_counts();
     assert_memory_equal(&now, &rig.before, sizeof now);
     assert_int_equal(soft_open_files(), rig.files);
@@ -328,7 +277,8 @@ static void test_import_mapped(void **state)
 // Lets the stream go on, but not at once.
 static void *let_go(void *context)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .timeout_ms = 20000};
     kvq_client *client;
     for (int i = 0; i < 5; i++) {
         if (kvq_connect(&options, &client) == KVQ_OK)
@@ -554,7 +504,7 @@ static void test_daemon_killed(void **state)
     OK(drv.copy_in(at, inputs(0, TOKENS), 512 << 10, rig.stream));
     fine(kvq_append_attend_on_stream(rig.queue, &arena.work, &arena.entry, 1, rig.stream));
     fine(kvq_attend_on_stream(rig.queue, &arena.work, &arena.entry, 1, rig.stream));
-    end_daemon(SIGKILL);
+    daemon_end(&rig.daemon, SIGKILL);
     soft_stall(rig.stream, false);
     OK(drv.stream_sync(rig.stream)); // would wait for ever
     refused(KVQ_E_DISCONNECTED,
@@ -566,7 +516,7 @@ static void test_daemon_killed(void **state)
     OK(drv.stream_sync(rig.stream));
     assert_memory_equal(gpu_one, inputs(5, 1), 4 * DIM);
     assert_int_not_equal(kvq_reattach(rig.client, &lost), KVQ_OK); // nobody is there yet
-    start_daemon();
+    daemon_start(&rig.daemon);
     assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
     assert_int_equal(lost, 1);
     assert_int_equal(kvq_queue_order(rig.queue), rig.order);
@@ -620,7 +570,7 @@ static void test_capture(void **state)
     static uint8_t of_host[1 << 20], of_gpu[1 << 20];
     struct run host = {0}, gpu = {0};
     char path[96];
-    snprintf(path, sizeof path, "%s/capture", rig.directory);
+    snprintf(path, sizeof path, "%s/capture", rig.daemon.directory);
     fine(kvq_buffer_create(rig.client, ARENA, &host.buffer));
     fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &gpu.buffer));
     memcpy(kvq_buffer_data(host.buffer), inputs(0, TOKENS), 512 << 10);
@@ -638,7 +588,7 @@ static void test_example(void **state)
 {
     (void)state;
     char line[256] = "";
-    setenv("KVQ_RUNTIME_DIR", rig.directory, 1);
+    setenv("KVQ_RUNTIME_DIR", rig.daemon.directory, 1);
     FILE *output = popen(KVQ_EXAMPLE, "r");
     assert_non_null(output);
     assert_non_null(fgets(line, sizeof line, output));
@@ -682,14 +632,16 @@ int main(int argc, char **argv)
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
     soft_open();
-    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-gpu-XXXXXX");
-    if (!mkdtemp(rig.directory))
-        return 1;
+    daemon_prepare(&rig.daemon);
+    rig.daemon.flags = soft_daemon_flags;
+    rig.daemon.before = take_from_driver;
+    int failed;
     if (getenv("CUDA_DEVICE_MAX_CONNECTIONS")) { // so few that the daemon has none for a client
         rig.order = KVQ_ORDER_HOST;
-        return cmocka_run_group_tests_name("few hardware queues", by_host, NULL, NULL);
+        failed = cmocka_run_group_tests_name("few hardware queues", by_host, NULL, NULL);
+        return daemon_cleanup(&rig.daemon) || failed;
     }
-    int failed = cmocka_run_group_tests_name("words", tests, NULL, NULL);
+    failed = cmocka_run_group_tests_name("words", tests, NULL, NULL);
     rig.order = KVQ_ORDER_EVENTS;
     rig.asked = "events";
     failed += cmocka_run_group_tests_name("events", by_events, NULL, NULL);
@@ -699,13 +651,5 @@ int main(int argc, char **argv)
     rig.order = KVQ_ORDER_HOST;
     rig.lacks = "memory_ops,ipc_events";
     failed += cmocka_run_group_tests_name("neither there", by_host, NULL, NULL);
-    char command[128];
-    snprintf(command, sizeof command, "%s/admin", rig.directory);
-    rmdir(command);
-    snprintf(command, sizeof command, "%s/kvqd.lock", rig.directory);
-    unlink(command);
-    snprintf(command, sizeof command, "%s/attach.sock", rig.directory);
-    unlink(command);
-    rmdir(rig.directory);
-    return failed;
+    return daemon_cleanup(&rig.daemon) || failed;
 }

@@ -25,7 +25,7 @@ static void open_local(uint32_t threads)
                                   .flags = KVQ_LOCAL_REQUIRE,
                                   .threads = threads,
                                   .parallel = threads > 1 ? local_parallel : NULL};
-    local_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
     assert_null(kvq_local_why(rig.local));
 }
 
@@ -129,7 +129,7 @@ static void open_shard(const struct local_model *m, const char *name, uint16_t s
                                           .max_rollback = 4,
                                           .shard = shard,
                                           .shards = 2};
-    local_fine(kvq_session_open(rig.client, &o, session, NULL));
+    fine(kvq_session_open(rig.client, &o, session, NULL));
 }
 
 // Both shards of a session in one request.
@@ -144,7 +144,7 @@ static void test_shards(void **state)
     for (uint16_t i = 0; i < 2; i++) {
         open_shard(&m, "here", i, &pairs[i].here);
         open_shard(&m, "there", i, &pairs[i].there);
-        local_fine(kvq_local_add(rig.local, pairs[i].here));
+        fine(kvq_local_add(rig.local, pairs[i].here));
     }
     local_step(&m, pairs, 2, append, 0, true);
     for (uint32_t i = 0; i < 60; i++) {
@@ -182,45 +182,45 @@ static void test_ranks(void **state)
     (void)state;
     open_local(1);
     local_model(&m, LAYERS, 4, KV_HEADS, DIM);
-    local_fine(kvq_queue_open(rig.client, &queue));
-    local_fine(kvq_local_open(queue, &o, &locals[1]));
+    fine(kvq_queue_open(rig.client, &queue));
+    fine(kvq_local_open(queue, &o, &locals[1]));
     locals[0] = rig.local;
     for (uint16_t i = 0; i < 2; i++) {
         open_shard(&m, "it", i, &shards[i]);
-        local_fine(kvq_local_add(locals[i], shards[i]));
+        fine(kvq_local_add(locals[i], shards[i]));
     }
     for (uint32_t turn = 0; turn < 40; turn++) {
         uint32_t first = turn % 2, append = turn ? 1 + turn % 3 : 130;
         for (uint32_t i = 0; i < 2; i++) {
             e[i] = (struct kvq_entry){.session = shards[i], .position = tokens, .append = append};
-            local_fine(kvq_local_begin(locals[i], &e[i], 1));
-            local_fine(e[i].status);
+            fine(kvq_local_begin(locals[i], &e[i], 1));
+            fine(e[i].status);
         }
         if (turn % 5 == 4) { // given up by one, and begun anew
             kvq_local_abort(locals[first]);
-            local_fine(kvq_local_begin(locals[first], &e[first], 1));
-            local_fine(e[first].status);
+            fine(kvq_local_begin(locals[first], &e[first], 1));
+            fine(e[first].status);
         }
         for (uint32_t i = first, n = 0; n < 2; i = 1 - i, n++) {
-            local_fine(end_rank(locals[i], &m, &e[i]));
-            local_fine(e[i].status);
+            fine(end_rank(locals[i], &m, &e[i]));
+            fine(e[i].status);
             assert_int_equal(e[i].value, tokens + append);
-            local_fine(kvq_session_info(rig.client, shards[i], &info));
+            fine(kvq_session_info(rig.client, shards[i], &info));
             assert_int_equal(info.group_tokens, n ? tokens + append : tokens);
         }
         tokens += append;
     }
     // One ends its step, the other leaves: nobody has it, and who ended it is told.
     e[0] = (struct kvq_entry){.session = shards[0], .position = tokens, .append = 1};
-    local_fine(kvq_local_begin(locals[0], &e[0], 1));
-    local_fine(end_rank(locals[0], &m, &e[0]));
+    fine(kvq_local_begin(locals[0], &e[0], 1));
+    fine(end_rank(locals[0], &m, &e[0]));
     kvq_local_close(&locals[1]);
-    local_fine(kvq_session_close(rig.client, shards[1]));
+    fine(kvq_session_close(rig.client, shards[1]));
     e[0] = (struct kvq_entry){.session = shards[0], .position = tokens + 1, .append = 1};
-    local_fine(kvq_local_begin(locals[0], &e[0], 1));
+    fine(kvq_local_begin(locals[0], &e[0], 1));
     assert_int_equal(e[0].status, KVQ_E_CANCELLED);
     kvq_queue_close(&queue);
-    local_fine(kvq_session_close(rig.client, shards[0]));
+    fine(kvq_session_close(rig.client, shards[0]));
 }
 
 static void test_threads(void **state)
@@ -234,8 +234,8 @@ static void truncate_pair(struct local_pair *pair, uint64_t tokens)
 {
     for (int side = 0; side < 2; side++) {
         struct kvq_entry e = {.session = side ? pair->there : pair->here, .position = pair->tokens};
-        local_fine(kvq_truncate(rig.queue, &e, &tokens, 1));
-        local_fine(e.status);
+        fine(kvq_truncate(rig.queue, &e, &tokens, 1));
+        fine(e.status);
     }
     pair->tokens = tokens;
 }
@@ -301,9 +301,9 @@ static void test_forks(void **state)
     for (uint32_t i = 1; i < N; i++) {
         struct kvq_entry e[2] = {{.session = pairs[0].here, .position = pairs[0].tokens},
                                  {.session = pairs[0].there, .position = pairs[0].tokens}};
-        local_fine(kvq_fork(rig.queue, e, 2));
+        fine(kvq_fork(rig.queue, e, 2));
         pairs[i] = (struct local_pair){e[0].value, e[1].value, pairs[0].tokens};
-        local_fine(kvq_local_add(rig.local, pairs[i].here));
+        fine(kvq_local_add(rig.local, pairs[i].here));
     }
     append[0] = 1;
     for (uint32_t i = 0; i < 70; i++)
@@ -339,7 +339,7 @@ static kvq_session open_small(const char *name, uint32_t flags, uint32_t layers)
                                     .on_detach = KVQ_ON_DETACH_KEEP,
                                     .max_rollback = 8,
                                     .flags = flags};
-    local_fine(kvq_session_open(rig.client, &o, &s, NULL));
+    fine(kvq_session_open(rig.client, &o, &s, NULL));
     return s;
 }
 
@@ -367,17 +367,17 @@ static void test_without_requests(void **state)
     open_local(1);
     local_model(&m, 1, 4, KV_HEADS, DIM);
     struct kvq_entry e = {.session = open_small("quiet", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 200));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 200));
     e.position = e.value;
     e.append = 1;
-    kill(rig.daemon, SIGSTOP);
+    kill(rig.daemon.pid, SIGSTOP);
     struct kvq_work w = small_work(&m, 0);
-    local_fine(kvq_local_begin(rig.local, &e, 1));
+    fine(kvq_local_begin(rig.local, &e, 1));
     for (int i = 0; i < 3; i++)
-        local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    kill(rig.daemon, SIGCONT);
-    local_fine(kvq_local_end(rig.local, NULL, &e, 1));
+        fine(kvq_local_attend(rig.local, &w, &e, 1));
+    kill(rig.daemon.pid, SIGCONT);
+    fine(kvq_local_end(rig.local, NULL, &e, 1));
     assert_int_equal(e.value, 201);
 }
 
@@ -390,10 +390,10 @@ static void through(const char *words)
     struct local_pair pairs[2];
     struct kvq_session_options options = {.format = "oscar2"};
     uint32_t append[2] = {150, 300};
-    local_refused(KVQ_E_UNSUPPORTED, kvq_local_open(rig.queue, &o, &rig.local), words);
+    refused(KVQ_E_UNSUPPORTED, kvq_local_open(rig.queue, &o, &rig.local), words);
     assert_null(rig.local);
     o.flags = 0;
-    local_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
     assert_non_null(strstr(kvq_local_why(rig.local), words));
     local_model(&m, LAYERS, 4, KV_HEADS, DIM);
     local_open_pair(&m, &options, &pairs[0]);
@@ -419,7 +419,7 @@ static void test_other_instructions(void **state)
 {
     struct kvq_daemon_info info;
     (void)state;
-    local_fine(kvq_daemon_info(rig.client, &info));
+    fine(kvq_daemon_info(rig.client, &info));
     if (strcmp(info.isa, "c") == 0)
         skip();
     const char *mask = getenv("KVQ_CPU_MASK");
@@ -440,28 +440,28 @@ static void test_refusals(void **state)
     local_model(&m, 2, 4, KV_HEADS, DIM);
     struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1}, twice[2];
     struct kvq_work w = small_work(&m, 0);
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_refused(KVQ_E_STALE, e.status, "step begin, entry 0");
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_refused(KVQ_E_NO_STEP, kvq_local_end(rig.local, NULL, &e, 1), "kvq_local_begin");
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_NO_STEP, e.status, "attend");
+    fine(kvq_local_begin(rig.local, &e, 1));
+    refused(KVQ_E_STALE, e.status, "step begin, entry 0");
+    fine(kvq_local_add(rig.local, e.session));
+    fine(kvq_local_add(rig.local, e.session));
+    refused(KVQ_E_NO_STEP, kvq_local_end(rig.local, NULL, &e, 1), "kvq_local_begin");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_NO_STEP, e.status, "attend");
     e.position = 7;
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_refused(KVQ_E_POSITION, e.status, "holds 0 tokens");
+    fine(kvq_local_begin(rig.local, &e, 1));
+    refused(KVQ_E_POSITION, e.status, "holds 0 tokens");
     assert_int_equal(e.value, 0);
     e.position = 0;
     e.append = 2049;
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_refused(KVQ_E_LIMIT, e.status, "max_tokens");
+    fine(kvq_local_begin(rig.local, &e, 1));
+    refused(KVQ_E_LIMIT, e.status, "max_tokens");
     e.append = 3;
     twice[0] = twice[1] = e;
-    local_fine(kvq_local_begin(rig.local, twice, 2));
+    fine(kvq_local_begin(rig.local, twice, 2));
     assert_int_equal(twice[0].status, 0);
-    local_refused(KVQ_E_BUSY, twice[1].status, "entry 1");
-    local_refused(KVQ_E_BUSY, kvq_local_begin(rig.local, &e, 1), "kvq_local_abort");
-    local_refused(KVQ_E_BUSY, kvq_local_remove(rig.local, e.session), "step");
+    refused(KVQ_E_BUSY, twice[1].status, "entry 1");
+    refused(KVQ_E_BUSY, kvq_local_begin(rig.local, &e, 1), "kvq_local_abort");
+    refused(KVQ_E_BUSY, kvq_local_remove(rig.local, e.session), "step");
 }
 
 static void test_refused_attention(void **state)
@@ -472,32 +472,32 @@ static void test_refused_attention(void **state)
     local_model(&m, 2, 4, KV_HEADS, DIM);
     struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1};
     struct kvq_work w = small_work(&m, 0);
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(kvq_local_begin(rig.local, &e, 1));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(kvq_local_begin(rig.local, &e, 1));
     w.layer = 2;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_SHAPE, e.status, "2 layers");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_SHAPE, e.status, "2 layers");
     w = small_work(&m, 0);
     e.queries = 4;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_INVALID, e.status, "4 query tokens");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_INVALID, e.status, "4 query tokens");
     e.queries = 1;
     e.row = 1 << 20;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_BOUNDS, e.status, "k rows 1048576");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_BOUNDS, e.status, "k rows 1048576");
     e.row = 0;
     w.out.token_stride = 6;
     e.queries = 3;
-    local_refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "out");
+    refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "out");
     e.queries = 1;
     w = small_work(&m, 0);
     w.k.buffer = w.v.buffer = NULL;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_INCOMPLETE, e.status, "append every layer");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_INCOMPLETE, e.status, "append every layer");
     w = small_work(&m, 0);
     w.pages.page_tokens = 16;
     w.pages.list = rig.buffer;
-    local_refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "paged");
+    refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "paged");
 }
 
 static void test_refused_ends(void **state)
@@ -508,60 +508,60 @@ static void test_refused_ends(void **state)
     local_model(&m, 2, 4, KV_HEADS, DIM);
     struct kvq_entry e = {.session = open_small("a", 0, 2), .append = 3, .queries = 1};
     struct kvq_work w = small_work(&m, 0);
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_fine(e.status);
+    fine(kvq_local_add(rig.local, e.session));
+    fine(kvq_local_begin(rig.local, &e, 1));
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    fine(e.status);
     // A layer is lacking.
-    local_fine(kvq_local_end(rig.local, NULL, &e, 1));
+    fine(kvq_local_end(rig.local, NULL, &e, 1));
     assert_int_not_equal(e.status, 0);
-    local_fine(small_step(rig.local, &e, 2, 3));
+    fine(small_step(rig.local, &e, 2, 3));
     assert_int_equal(e.value, 3);
     // Given twice, differently.
     e.position = 3;
-    local_fine(kvq_local_begin(rig.local, &e, 1));
+    fine(kvq_local_begin(rig.local, &e, 1));
     w.k.offset += 4096;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
     w.k.offset = 0;
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1));
-    local_refused(KVQ_E_INVALID, kvq_local_end(rig.local, NULL, &e, 1), "given twice");
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_INVALID, kvq_local_end(rig.local, NULL, &e, 1), "given twice");
     struct kvq_tensor k[2] = {w.k, w.k}, v[2] = {w.v, w.v};
     const struct kvq_step_work said = {.k = k, .v = v, .n_layers = 2};
-    local_fine(kvq_local_end(rig.local, &said, &e, 1));
-    local_fine(e.status);
+    fine(kvq_local_end(rig.local, &said, &e, 1));
+    fine(e.status);
     // What the daemon alone can see, at the end.
     e.position = e.value;
     *(uint32_t *)kvq_buffer_data(rig.buffer) = 0x7fc00000;
-    local_refused(KVQ_E_NONFINITE, small_step(rig.local, &e, 2, 1), "NaN");
+    refused(KVQ_E_NONFINITE, small_step(rig.local, &e, 2, 1), "NaN");
     *(uint32_t *)kvq_buffer_data(rig.buffer) = 0;
-    local_fine(small_step(rig.local, &e, 2, 1));
+    fine(small_step(rig.local, &e, 2, 1));
 }
 
 static void test_options(void **state)
 {
     struct kvq_local_options o = {.flags = 8};
     (void)state;
-    local_refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "flags 0x8");
+    refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "flags 0x8");
     o = (struct kvq_local_options){.threads = 3};
-    local_refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "parallel NULL");
+    refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "parallel NULL");
     o = (struct kvq_local_options){.max_tokens = UINT64_C(1) << 30};
-    local_refused(KVQ_E_LIMIT, kvq_local_open(rig.queue, &o, &rig.local), "max_tokens");
+    refused(KVQ_E_LIMIT, kvq_local_open(rig.queue, &o, &rig.local), "max_tokens");
     o = (struct kvq_local_options){.max_tokens = 128};
-    local_fine(kvq_local_open(rig.queue, &o, &rig.local));
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
     struct kvq_entry e = {.session = open_small("long", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 100));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 100));
     e.position = 100;
     e.append = 29;
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_refused(KVQ_E_LIMIT, e.status, "at most 128");
+    fine(kvq_local_begin(rig.local, &e, 1));
+    refused(KVQ_E_LIMIT, e.status, "at most 128");
     kvq_local *second;
-    local_fine(kvq_local_open(rig.queue, NULL, &second));
-    local_refused(KVQ_E_EXISTS, kvq_local_add(second, e.session), "already");
+    fine(kvq_local_open(rig.queue, NULL, &second));
+    refused(KVQ_E_EXISTS, kvq_local_add(second, e.session), "already");
     kvq_local_close(&second);
-    local_fine(kvq_local_remove(rig.local, e.session));
-    local_refused(KVQ_E_STALE, kvq_local_remove(rig.local, e.session), "not in this");
-    local_refused(KVQ_E_STALE, kvq_local_add(rig.local, 12345), "not open");
+    fine(kvq_local_remove(rig.local, e.session));
+    refused(KVQ_E_STALE, kvq_local_remove(rig.local, e.session), "not in this");
+    refused(KVQ_E_STALE, kvq_local_add(rig.local, 12345), "not open");
 }
 
 // An engine's own memfd is read in place, too.
@@ -571,13 +571,13 @@ static void test_imported(void **state)
     kvq_buffer *mine;
     int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(ftruncate(fd, 4 << 20), 0);
-    local_fine(kvq_buffer_import_memfd(rig.client, fd, 4096, 2 << 20, &mine));
+    fine(kvq_buffer_import_memfd(rig.client, fd, 4096, 2 << 20, &mine));
     kvq_buffer *before = rig.buffer;
     rig.buffer = mine;
     open_local(1);
     struct kvq_entry e = {.session = open_small("m", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 10));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 10));
     rig.buffer = before;
     kvq_buffer_close(&mine);
     close(fd);
@@ -587,10 +587,11 @@ static void test_imported(void **state)
 
 static kvq_client *second_client(kvq_queue **queue)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .name = "second"};
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .name = "second"};
     kvq_client *client;
-    local_fine(kvq_connect(&options, &client));
-    local_fine(kvq_queue_open(client, queue));
+    fine(kvq_connect(&options, &client));
+    fine(kvq_queue_open(client, queue));
     return client;
 }
 
@@ -598,7 +599,7 @@ static kvq_session open_there(kvq_client *client, const char *name, uint32_t fla
 {
     struct kvq_session_options o = {.name = name, .flags = flags | KVQ_OPEN_MUST_EXIST};
     kvq_session s;
-    local_fine(kvq_session_open(client, &o, &s, NULL));
+    fine(kvq_session_open(client, &o, &s, NULL));
     return s;
 }
 
@@ -611,34 +612,34 @@ static void test_reader(void **state)
     (void)state;
     open_local(1);
     struct kvq_entry e = {.session = open_small("book", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 300));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 300));
     kvq_client *client = second_client(&queue);
-    local_fine(kvq_local_open(queue, NULL, &local));
-    local_fine(kvq_buffer_create(client, 2 << 20, &buffer));
+    fine(kvq_local_open(queue, NULL, &local));
+    fine(kvq_buffer_create(client, 2 << 20, &buffer));
     struct kvq_entry r = {.session = open_there(client, "book", KVQ_OPEN_READ_ONLY),
                           .position = 300};
-    local_fine(kvq_local_add(local, r.session));
+    fine(kvq_local_add(local, r.session));
     rig.buffer = buffer;
-    local_fine(small_step(local, &r, 1, 0));
-    local_refused(KVQ_E_READ_ONLY, small_step(local, &r, 1, 1), "without KVQ_OPEN_READ_ONLY");
+    fine(small_step(local, &r, 1, 0));
+    refused(KVQ_E_READ_ONLY, small_step(local, &r, 1, 1), "without KVQ_OPEN_READ_ONLY");
     rig.buffer = before;
     for (int i = 0; i < 200; i++) {
         e.position = e.value;
-        local_fine(small_step(rig.local, &e, 1, 1));
+        fine(small_step(rig.local, &e, 1, 1));
     }
     rig.buffer = buffer;
-    local_fine(small_step(local, &r, 1, 0)); // still as at 300
+    fine(small_step(local, &r, 1, 0)); // still as at 300
     r.position = 500;
-    local_fine(small_step(local, &r, 1, 0));
+    fine(small_step(local, &r, 1, 0));
     r.position = 501;
-    local_refused(KVQ_E_POSITION, small_step(local, &r, 1, 0), "holds 500 tokens");
+    refused(KVQ_E_POSITION, small_step(local, &r, 1, 0), "holds 500 tokens");
     r.position = 500;
-    local_fine(small_step(local, &r, 1, 0));
+    fine(small_step(local, &r, 1, 0));
     rig.buffer = before;
-    local_fine(kvq_session_drop(rig.client, e.session));
+    fine(kvq_session_drop(rig.client, e.session));
     rig.buffer = buffer;
-    local_fine(small_step(local, &r, 1, 0)); // its blocks stay
+    fine(small_step(local, &r, 1, 0)); // its blocks stay
     kvq_disconnect(&client);
     rig.buffer = before;
 }
@@ -649,22 +650,22 @@ static void test_taken_over(void **state)
     (void)state;
     open_local(1);
     struct kvq_entry e = {.session = open_small("prize", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 50));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 50));
     kvq_client *client = second_client(&queue);
     open_there(client, "prize", KVQ_OPEN_TAKE_OVER);
     e.position = 50;
-    local_refused(KVQ_E_TAKEN, small_step(rig.local, &e, 1, 1), "TAKE_OVER");
+    refused(KVQ_E_TAKEN, small_step(rig.local, &e, 1, 1), "TAKE_OVER");
     kvq_disconnect(&client);
     // Closed by its own engine: the handle's place may be another's then.
     struct kvq_entry f = {.session = open_small("other", 0, 1)};
-    local_fine(kvq_local_add(rig.local, f.session));
-    local_fine(kvq_session_close(rig.client, f.session));
-    local_refused(KVQ_E_STALE, small_step(rig.local, &f, 1, 1), "");
+    fine(kvq_local_add(rig.local, f.session));
+    fine(kvq_session_close(rig.client, f.session));
+    refused(KVQ_E_STALE, small_step(rig.local, &f, 1, 1), "");
     f.session = open_small("another", 0, 1);
     f.position = 0;
-    local_fine(kvq_local_add(rig.local, f.session));
-    local_fine(small_step(rig.local, &f, 1, 1));
+    fine(kvq_local_add(rig.local, f.session));
+    fine(small_step(rig.local, &f, 1, 1));
 }
 
 // ---- When the daemon dies ----
@@ -677,26 +678,26 @@ static void test_daemon_dies(void **state)
     open_local(1);
     local_model(&m, 1, 4, KV_HEADS, DIM);
     struct kvq_entry e = {.session = open_small("torn", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 200));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 200));
     e.position = 200;
     e.append = 1;
     struct kvq_work w = small_work(&m, 0);
-    local_fine(kvq_local_begin(rig.local, &e, 1));
-    local_end_daemon(SIGKILL);
-    local_fine(kvq_local_attend(rig.local, &w, &e, 1)); // what is mapped stays
-    local_fine(e.status);
-    local_refused(KVQ_E_DISCONNECTED, kvq_local_end(rig.local, NULL, &e, 1), "kvq_reattach");
-    local_refused(KVQ_E_DISCONNECTED, kvq_local_begin(rig.local, &e, 1), "kvq_reattach");
-    local_start_daemon();
+    fine(kvq_local_begin(rig.local, &e, 1));
+    daemon_end(&rig.daemon, SIGKILL);
+    fine(kvq_local_attend(rig.local, &w, &e, 1)); // what is mapped stays
+    fine(e.status);
+    refused(KVQ_E_DISCONNECTED, kvq_local_end(rig.local, NULL, &e, 1), "kvq_reattach");
+    refused(KVQ_E_DISCONNECTED, kvq_local_begin(rig.local, &e, 1), "kvq_reattach");
+    daemon_start(&rig.daemon);
     assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
     assert_int_equal(lost, 1);
-    local_refused(KVQ_E_CANCELLED, kvq_local_begin(rig.local, &e, 1), "open another");
+    refused(KVQ_E_CANCELLED, kvq_local_begin(rig.local, &e, 1), "open another");
     kvq_local_close(&rig.local);
     open_local(1);
     e = (struct kvq_entry){.session = open_small("torn", 0, 1)};
-    local_fine(kvq_local_add(rig.local, e.session));
-    local_fine(small_step(rig.local, &e, 1, 200));
+    fine(kvq_local_add(rig.local, e.session));
+    fine(small_step(rig.local, &e, 1, 200));
 }
 
 int main(void)
@@ -726,6 +727,5 @@ int main(void)
     };
     local_prepare(LAYERS, KV_HEADS, DIM);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
-    local_cleanup();
-    return failed ? 1 : 0;
+    return local_cleanup() || failed;
 }

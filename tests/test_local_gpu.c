@@ -2,7 +2,6 @@
 //
 // Attention in the engine's own context on a GPU, the software driver's: the same steps there, on
 // the engine's stream or replayed from a captured graph, and by the daemon give the same bits.
-#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -12,8 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -21,23 +18,33 @@
 #include "kernels/cuda/share.h"
 #include "tests/local_gpu_kit.h"
 
+// Sessions of their own, or the shards of one; a bucket for all of them.
+static void open_all(const char *format, bool shards, struct lg_pair p[SESSIONS])
+{
+    for (int i = 0; i < SESSIONS; i++)
+        lg_open_shard(format, shards ? i : -1, &p[i]);
+    lg_open_bucket(p[0].here, 64);
+}
+
+static void close_all(struct lg_pair *p, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        lg_close_pair(&p[i]);
+}
+
 static void replay(const char *format, uint32_t prompt, uint32_t steps)
 {
     struct lg_pair p[SESSIONS];
     lg_open_local(KVQ_LOCAL_REQUIRE);
     assert_null(kvq_local_why(rig.local));
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_open_pair(format, &p[i]);
-    lg_open_bucket(p[0].here, 64);
+    open_all(format, false, p);
     lg_step(p, 1, prompt, NULL);
     lg_step(p, SESSIONS, 5, NULL);
     struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
     for (uint32_t i = 0; i < steps; i++)
         lg_step(p, i % 8 == 5 ? 1 : SESSIONS, 1, i % 50 == 7 ? NULL : exec);
-    OK(drv.stream_sync(rig.stream));
-    OK(drv.exec_destroy(exec));
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_close_pair(&p[i]);
+    lg_end_capture(exec);
+    close_all(p, SESSIONS);
 }
 
 // Both shards of a session: what a step commits on both is packed, and shown in the page tables,
@@ -47,18 +54,14 @@ static void test_shards(void **state)
     struct lg_pair p[SESSIONS];
     (void)state;
     lg_open_local(KVQ_LOCAL_REQUIRE);
-    for (int i = 0; i < SESSIONS; i++)
-        lg_open_shard("oscar2", i, &p[i]);
-    lg_open_bucket(p[0].here, 64);
+    open_all("oscar2", true, p);
     lg_step(p, SESSIONS, 40, NULL);
     lg_step(p, SESSIONS, 60, NULL);
     struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
     for (uint32_t i = 0; i < 150; i++)
         lg_step(p, SESSIONS, 1, i % 20 == 7 ? NULL : exec);
-    OK(drv.stream_sync(rig.stream));
-    OK(drv.exec_destroy(exec));
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_close_pair(&p[i]);
+    lg_end_capture(exec);
+    close_all(p, SESSIONS);
 }
 
 // One graph, over 300 steps: units of 32 tokens are packed, and splits become two.
@@ -83,17 +86,14 @@ static void test_waits(void **state)
     (void)state;
     lg_open_local(KVQ_LOCAL_REQUIRE);
     for (uint32_t f = 0; f < sizeof formats / sizeof *formats; f++) {
-        for (uint32_t i = 0; i < SESSIONS; i++)
-            lg_open_pair(formats[f], &p[i]);
-        lg_open_bucket(p[0].here, 64);
+        open_all(formats[f], false, p);
         for (uint32_t i = 0; i < 10; i++) {
             lg_step(p, i < 5 ? 1 : SESSIONS, i % 5 ? 1 : 200, NULL); // the first ones of each
             if (i % 5 && rig.waits && kvq_queue_order(rig.queue) != KVQ_ORDER_HOST)
                 fail_msg("%s, step %u: %llu waits", formats[f], i, (unsigned long long)rig.waits);
         }
         kvq_bucket_close(&rig.bucket);
-        for (uint32_t i = 0; i < SESSIONS; i++)
-            lg_close_pair(&p[i]);
+        close_all(p, SESSIONS);
     }
 }
 
@@ -110,9 +110,7 @@ static void host_tensors(uint32_t parts)
     struct lg_pair p[SESSIONS];
     rig.on_host = parts;
     lg_open_local(KVQ_LOCAL_REQUIRE);
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_open_pair("oscar2", &p[i]);
-    lg_open_bucket(p[0].here, 64);
+    open_all("oscar2", false, p);
     lg_step(p, SESSIONS, 40, NULL);
     const struct kvq_soft_counts first = soft_counts();
     for (uint32_t i = 0; i < 3; i++)
@@ -122,12 +120,10 @@ static void host_tensors(uint32_t parts)
     struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
     for (uint32_t i = 0; i < 10; i++)
         lg_step(p, SESSIONS, 1, i == 7 ? NULL : exec);
-    OK(drv.stream_sync(rig.stream));
-    OK(drv.exec_destroy(exec));
+    lg_end_capture(exec);
     now = soft_counts();
     assert_memory_equal(&now, &first, sizeof now);
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_close_pair(&p[i]);
+    close_all(p, SESSIONS);
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
 }
@@ -135,7 +131,7 @@ static void host_tensors(uint32_t parts)
 static void test_host_tensors(void **state)
 {
     (void)state;
-    lg_fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
     host_tensors(15); // all
     host_tensors(3);  // K and V
     host_tensors(8);  // outputs
@@ -152,14 +148,14 @@ static void share(bool forked, uint64_t *launched, uint64_t *replayed)
 {
     struct lg_pair p[FORKS];
     const struct kvq_local_options options = {.place = rig.gpu, .max_tokens = 2 * PREFIX};
-    lg_fine(kvq_local_open(rig.queue, &options, &rig.local));
+    fine(kvq_local_open(rig.queue, &options, &rig.local));
     for (uint32_t i = 0; i < FORKS; i++) {
         if (i == 0 || !forked) {
             lg_open_pair("kivi2", &p[i]);
             const struct kvq_bucket_options o = {
                 .session = p[i].here, .max_sessions = FORKS, .max_queries = 64};
             if (i == 0)
-                lg_fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
+                fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
             for (uint32_t t = 0; t < PREFIX + 256; t += ROWS)
                 lg_step(&p[i], 1, ROWS, NULL);
         } else {
@@ -173,9 +169,8 @@ static void share(bool forked, uint64_t *launched, uint64_t *replayed)
     for (uint32_t i = 0; i < 2; i++)
         lg_step(p, FORKS, 1, exec);
     *replayed = rig.brought;
-    OK(drv.exec_destroy(exec));
-    for (uint32_t i = 0; i < FORKS; i++)
-        lg_close_pair(&p[i]);
+    lg_end_capture(exec);
+    close_all(p, FORKS);
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
 }
@@ -203,7 +198,7 @@ static void test_host_tensors_of_engine(void **state)
     (void)state;
     int fd = memfd_create("engine", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(ftruncate(fd, ARENA), 0);
-    lg_fine(kvq_buffer_import_memfd(rig.client, fd, 0, ARENA, &rig.host));
+    fine(kvq_buffer_import_memfd(rig.client, fd, 0, ARENA, &rig.host));
     mapping = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     assert_ptr_not_equal(mapping, MAP_FAILED);
     close(fd);
@@ -212,37 +207,39 @@ static void test_host_tensors_of_engine(void **state)
     kvq_buffer_close(&rig.host);
     rig.mapping = NULL;
     munmap(mapping, ARENA);
-    lg_fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
     OK(drv.host_register(kvq_buffer_data(rig.host), ARENA, KVQ_GPU_HOST_MAPPED));
     host_tensors(15);
     OK(drv.host_unregister(kvq_buffer_data(rig.host)));
+}
+
+static void refused_in_capture(struct lg_batch *b, const char *words)
+{
+    struct kvq_gpu_graph *graph;
+    const struct kvq_work w = lg_work_of(0, true);
+    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
+    refused(KVQ_E_UNSUPPORTED, lg_attend(&w, b), words);
+    OK(drv.capture_end(rig.stream, &graph));
+    OK(drv.graph_destroy(graph));
 }
 
 // Memory that cannot be pinned, and a capture that a first use would spoil.
 static void test_host_refusals(void **state)
 {
     struct lg_pair p[1];
-    struct kvq_gpu_graph *graph;
     (void)state;
-    lg_fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
     lg_open_local(KVQ_LOCAL_REQUIRE);
     lg_open_pair("oscar2", p);
     lg_open_bucket(p->here, 64);
     struct lg_batch b = lg_batch_of(p, 1, 4, true);
     rig.on_host = 15;
     const struct kvq_work w = lg_work_of(0, true);
-    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
-    lg_refused(KVQ_E_UNSUPPORTED,
-               kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-               "before the capture begins");
-    OK(drv.capture_end(rig.stream, &graph));
-    OK(drv.graph_destroy(graph));
-    lg_fine(lg_begin(&b));
-    lg_fine(b.entries[0].status);
+    refused_in_capture(&b, "before the capture begins");
+    fine(lg_begin(&b));
+    fine(b.entries[0].status);
     assert_int_equal(soft_fail("host_register", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
-    lg_refused(KVQ_E_UNSUPPORTED,
-               kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-               "kvq_buffer_create_on");
+    refused(KVQ_E_UNSUPPORTED, lg_attend(&w, &b), "kvq_buffer_create_on");
     kvq_local_abort(rig.local);
     lg_step(p, 1, 4, NULL);
     rig.on_host = 0;
@@ -253,28 +250,17 @@ static void test_host_refusals(void **state)
 static void test_through_daemon(void **state)
 {
     struct lg_pair p[SESSIONS];
-    struct lg_batch b;
-    struct kvq_gpu_graph *graph;
     (void)state;
     setenv("KVQ_LOCAL", "daemon", 1);
     lg_open_local(0);
     assert_non_null(strstr(kvq_local_why(rig.local), "KVQ_LOCAL"));
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_open_pair("oscar2", &p[i]);
-    lg_open_bucket(p[0].here, 64);
+    open_all("oscar2", false, p);
     lg_step(p, SESSIONS, 40, NULL);
     for (uint32_t i = 0; i < 5; i++)
         lg_step(p, SESSIONS, 1, NULL);
-    b = lg_batch_of(p, 1, 1, true);
-    const struct kvq_work w = lg_work_of(0, true);
-    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
-    lg_refused(KVQ_E_UNSUPPORTED,
-               kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-               "through the daemon");
-    OK(drv.capture_end(rig.stream, &graph));
-    OK(drv.graph_destroy(graph));
-    for (uint32_t i = 0; i < SESSIONS; i++)
-        lg_close_pair(&p[i]);
+    struct lg_batch b = lg_batch_of(p, 1, 1, true);
+    refused_in_capture(&b, "through the daemon");
+    close_all(p, SESSIONS);
 }
 
 static void test_refusals(void **state)
@@ -286,35 +272,31 @@ static void test_refusals(void **state)
     (void)state;
     lg_open_local(KVQ_LOCAL_REQUIRE);
     const struct kvq_bucket_options o = {.session = 4711};
-    lg_refused(KVQ_E_STALE, kvq_bucket_open(rig.local, &o, &rig.bucket), "not in this");
+    refused(KVQ_E_STALE, kvq_bucket_open(rig.local, &o, &rig.bucket), "not in this");
     lg_open_pair("oscar2", p);
     lg_open_bucket(p->here, 4);
     struct lg_batch b = lg_batch_of(p, 1, 4, true);
     struct kvq_work w = lg_work_of(0, true);
-    lg_refused(KVQ_E_INVALID, kvq_local_begin(rig.local, b.entries, 1), "have a stream");
-    lg_fine(kvq_local_open(rig.queue, NULL, &host));
-    lg_refused(KVQ_E_INVALID, kvq_local_begin_on_stream(host, rig.bucket, b.entries, 1, rig.stream),
-               "no stream");
+    refused(KVQ_E_INVALID, kvq_local_begin(rig.local, b.entries, 1), "have a stream");
+    fine(kvq_local_open(rig.queue, NULL, &host));
+    refused(KVQ_E_INVALID, kvq_local_begin_on_stream(host, rig.bucket, b.entries, 1, rig.stream),
+            "no stream");
     kvq_local_close(&host);
-    lg_refused(KVQ_E_NO_STEP,
-               kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-               "begin_on_stream");
+    refused(KVQ_E_NO_STEP, lg_attend(&w, &b), "begin_on_stream");
     b.entries[0].queries = 5;
-    lg_fine(lg_begin(&b));
-    lg_refused(KVQ_E_LIMIT, b.entries[0].status, "entry 0");
+    fine(lg_begin(&b));
+    refused(KVQ_E_LIMIT, b.entries[0].status, "entry 0");
     b.entries[0].queries = 4;
     b.entries[0].position = 3;
-    lg_fine(lg_begin(&b));
-    lg_refused(KVQ_E_POSITION, b.entries[0].status, "holds 0 tokens");
+    fine(lg_begin(&b));
+    refused(KVQ_E_POSITION, b.entries[0].status, "holds 0 tokens");
     b.entries[0].position = 0;
-    lg_fine(lg_begin(&b));
-    lg_fine(b.entries[0].status);
-    lg_fine(kvq_connect(&(struct kvq_connect_options){.runtime_dir = rig.directory}, &other));
-    lg_fine(kvq_buffer_create(other, ARENA, &elsewhere));
+    fine(lg_begin(&b));
+    fine(b.entries[0].status);
+    fine(kvq_connect(&(struct kvq_connect_options){.runtime_dir = rig.daemon.directory}, &other));
+    fine(kvq_buffer_create(other, ARENA, &elsewhere));
     w.q.buffer = elsewhere;
-    lg_refused(KVQ_E_BUFFER,
-               kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-               "q");
+    refused(KVQ_E_BUFFER, lg_attend(&w, &b), "q");
     kvq_disconnect(&other);
     kvq_local_abort(rig.local);
     lg_step(p, 1, 4, NULL);
@@ -334,23 +316,11 @@ static void test_not_finite(void **state)
     lg_step(p, 1, 30, NULL);
     bool waits = kvq_queue_order(rig.queue) == KVQ_ORDER_HOST;
     for (int round = 0; round < (waits ? 1 : 2); round++) {
-        struct lg_batch b = lg_batch_of(p, 1, 1, true);
         lg_fill();
         if (round == 0)
             OK(drv.copy_in(rig.at, &nan, sizeof nan, rig.stream));
-        b.entries[0].position += (uint64_t)round;
-        lg_fine(lg_begin(&b));
-        lg_fine(b.entries[0].status);
-        for (uint32_t i = 0; i < LAYERS; i++) {
-            const struct kvq_work w = lg_work_of(i, true);
-            lg_fine(
-                kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream));
-        }
-        lg_fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream));
-        if (round == 0 && !waits)
-            lg_fine(b.entries[0].status);
-        else
-            assert_int_equal(b.entries[0].status, KVQ_E_NONFINITE);
+        int ended = lg_step_here(p, p->tokens + (uint64_t)round, 1);
+        assert_int_equal(ended, round == 0 && !waits ? 0 : KVQ_E_NONFINITE);
         OK(drv.stream_sync(rig.stream));
     }
     lg_step(p, 1, 1, NULL);
@@ -369,16 +339,16 @@ static void test_daemon_dies(void **state)
     lg_step(p, 1, 40, NULL);
     struct lg_batch b = lg_batch_of(p, 1, 1, true);
     const struct kvq_work w = lg_work_of(0, true);
-    lg_fine(lg_begin(&b));
-    lg_end_daemon(SIGKILL);
-    lg_fine(kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream));
+    fine(lg_begin(&b));
+    daemon_end(&rig.daemon, SIGKILL);
+    fine(lg_attend(&w, &b));
     OK(drv.stream_sync(rig.stream));
-    lg_refused(KVQ_E_DISCONNECTED,
-               kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream), "kvq_reattach");
+    refused(KVQ_E_DISCONNECTED, kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream),
+            "kvq_reattach");
     OK(drv.stream_sync(rig.stream));
-    lg_start_daemon();
+    daemon_start(&rig.daemon);
     assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
-    lg_refused(KVQ_E_CANCELLED, lg_begin(&b), "open another");
+    refused(KVQ_E_CANCELLED, lg_begin(&b), "open another");
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
     lg_open_local(KVQ_LOCAL_REQUIRE);
@@ -406,6 +376,5 @@ int main(void)
     };
     lg_prepare();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
-    lg_cleanup();
-    return failed ? 1 : 0;
+    return lg_cleanup() || failed;
 }

@@ -55,12 +55,7 @@ static void close_ranks(void)
     lg_close_pair(&ranks.pairs[0]);
     use(1);
     lg_close_pair(&ranks.pairs[1]);
-    OK(drv.stream_sync(rig.stream));
-    kvq_bucket_close(&rig.bucket);
-    kvq_local_close(&rig.local);
-    kvq_buffer_close(&rig.buffer);
-    kvq_disconnect(&rig.client);
-    OK(drv.stream_destroy(rig.stream));
+    lg_disconnect();
     use(0);
 }
 
@@ -87,8 +82,7 @@ static void run_ranks(const char *format, uint32_t layers)
         step_ranks(i % 2, 1, i % 10 == 7 ? NULL : execs);
     for (uint32_t i = 0; i < 2; i++) {
         use(i);
-        OK(drv.stream_sync(rig.stream));
-        OK(drv.exec_destroy(execs[i]));
+        lg_end_capture(execs[i]);
     }
     use(0);
     close_ranks();
@@ -115,19 +109,7 @@ static void test_extras(void **state)
 // A step of this rank's shard here, without the other side's.
 static int step_here(uint64_t position, uint32_t append)
 {
-    struct lg_pair p = ranks.pairs[ranks.now];
-    p.tokens = position;
-    struct lg_batch b = lg_batch_of(&p, 1, append, true);
-    lg_fine(lg_begin(&b));
-    if (b.entries[0].status)
-        return b.entries[0].status;
-    for (uint32_t i = 0; i < rig.layers; i++) {
-        const struct kvq_work w = lg_work_of(i, true);
-        lg_all_fine(kvq_local_attend_on_stream(rig.local, rig.bucket, &w, b.entries, 1, rig.stream),
-                    &b);
-    }
-    lg_fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream));
-    return b.entries[0].status;
+    return lg_step_here(&ranks.pairs[ranks.now], position, append);
 }
 
 // One rank ends its step, the other one leaves it: nobody has it, who ended it is told, and all go
@@ -141,15 +123,15 @@ static void test_leaves(void **state)
     const uint64_t tokens = ranks.pairs[0].tokens;
     assert_int_equal(step_here(tokens, 1), 0);
     use(1);
-    lg_fine(kvq_session_close(rig.client, ranks.pairs[1].here));
+    fine(kvq_session_close(rig.client, ranks.pairs[1].here));
     use(0);
     assert_int_equal(step_here(tokens + 1, 1), KVQ_E_CANCELLED);
     assert_non_null(strstr(kvq_error_text(), "shard 1"));
     use(1);
     struct lg_pair again = ranks.pairs[1];
     const struct kvq_session_options o = {.name = "here", .shard = 1};
-    lg_fine(kvq_session_open(rig.client, &o, &again.here, NULL));
-    lg_fine(kvq_local_add(rig.local, again.here));
+    fine(kvq_session_open(rig.client, &o, &again.here, NULL));
+    fine(kvq_local_add(rig.local, again.here));
     ranks.pairs[1] = again;
     for (uint32_t i = 0; i < 10; i++)
         step_ranks(i % 2, 5, NULL);
@@ -195,13 +177,10 @@ static void test_one_queue(void **state)
         lg_open_shard("oscar2", i, &p[i]);
     lg_open_bucket(p[0].here, 64);
     lg_step(p, 2, 40, NULL);
-    ranks.pairs[0] = p[0];
-    ranks.now = 0;
-    assert_int_equal(step_here(40, 1), 0);
-    assert_int_equal(step_here(41, 1), KVQ_E_BUSY);
-    ranks.pairs[0] = p[1];
-    assert_int_equal(step_here(40, 1), 0);
-    assert_int_equal(step_here(41, 1), 0);
+    assert_int_equal(lg_step_here(&p[0], 40, 1), 0);
+    assert_int_equal(lg_step_here(&p[0], 41, 1), KVQ_E_BUSY);
+    assert_int_equal(lg_step_here(&p[1], 40, 1), 0);
+    assert_int_equal(lg_step_here(&p[1], 41, 1), 0);
     for (int i = 0; i < 2; i++)
         lg_close_pair(&p[i]);
 }
@@ -292,6 +271,5 @@ int main(void)
     };
     lg_prepare();
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
-    lg_cleanup();
-    return failed ? 1 : 0;
+    return lg_cleanup() || failed;
 }

@@ -3,7 +3,6 @@
 // Whose work comes when, with kvqd and this process as an engine on the software driver: several
 // streams of one queue, several queues, and streams that stand still. CUDA_DEVICE_MAX_CONNECTIONS
 // in the environment is the daemon's; streams of this process have a hardware queue each.
-#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -13,13 +12,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 #include "client/kvq.h"
+#include "tests/daemon_kit.h"
 #include "tests/soft_kit.h"
 
 enum { DIM = 64, Q_HEADS = 2, KV_HEADS = 1, SESSIONS = 2, PART = 1 << 16, INPUTS = PART / 2 };
@@ -27,9 +25,8 @@ enum { DIM = 64, Q_HEADS = 2, KV_HEADS = 1, SESSIONS = 2, PART = 1 << 16, INPUTS
 static const uint32_t bits_of_1 = 0x3f800000, bits_of_5 = 0x40a00000;
 
 static struct {
-    char directory[64];
+    struct daemon daemon;
     char connections[16]; // of the daemon; empty: as it likes
-    pid_t daemon;
     kvq_client *client;
     kvq_queue *queue;
     kvq_buffer *buffer;
@@ -40,49 +37,18 @@ static struct {
     struct kvq_entry entries[SESSIONS];
 } rig;
 
-static void fine(int code)
+// Before the new process becomes kvqd.
+static void give_connections(void)
 {
-    if (code)
-        fail_msg("%d: %s", code, kvq_error_text());
-}
-
-// ---- The daemon ----
-
-static void run_daemon(int ready)
-{
-    char path[256], number[16];
-    const char *bin = getenv("KVQ_BIN_DIR");
-    snprintf(path, sizeof path, "%s/kvqd", bin ? bin : "bin");
-    snprintf(number, sizeof number, "%d", ready);
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    fcntl(ready, F_SETFD, 0);
     unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
     if (rig.connections[0])
         setenv("CUDA_DEVICE_MAX_CONNECTIONS", rig.connections, 1);
-    execl(path, "kvqd", "--runtime-dir", rig.directory, "--backend", "emu", "--gpu-driver",
-          KVQ_EMU_LIBRARY, "--pool-bytes", "64mb", "--extent-bytes", "2mb", "--gpu-bytes", "64mb",
-          "--workers", "1", "--client-bytes", "64mb", "--log-level", "error", "--ready-fd", number,
-          (char *)NULL);
-    fprintf(stderr, "cannot start %s\n", path);
-    _exit(127);
-}
-
-static void start_daemon(void)
-{
-    int ready[2];
-    char byte;
-    assert_int_equal(pipe2(ready, O_CLOEXEC), 0);
-    rig.daemon = fork();
-    if (rig.daemon == 0)
-        run_daemon(ready[1]);
-    close(ready[1]);
-    assert_int_equal(read(ready[0], &byte, 1), 1);
-    close(ready[0]);
 }
 
 static kvq_client *connect_client(void)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.directory, .timeout_ms = 20000};
+    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
+                                                .timeout_ms = 20000};
     kvq_client *client;
     fine(kvq_connect(&options, &client));
     return client;
@@ -110,7 +76,7 @@ static int setup(void **state)
     struct kvq_gpu_info gpu;
     uint32_t n;
     (void)state;
-    start_daemon();
+    daemon_start(&rig.daemon);
     rig.client = connect_client();
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
@@ -127,7 +93,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    int status;
     (void)state;
     for (uint32_t i = 0; i < SESSIONS; i++) {
         soft_stall(rig.streams[i], false);
@@ -135,9 +100,7 @@ static int teardown(void **state)
         OK(drv.stream_destroy(rig.streams[i]));
     }
     kvq_disconnect(&rig.client);
-    kill(rig.daemon, SIGTERM);
-    waitpid(rig.daemon, &status, 0);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    daemon_end(&rig.daemon, SIGTERM);
     return 0;
 }
 
@@ -264,10 +227,10 @@ static void test_two_queues(void **state)
         c.first = round % SESSIONS;
         for (uint32_t i = 0; i < SESSIONS; i++)
             fine(kvq_step_begin(c.queues[i], &rig.entries[i], 1, &rig.works[i].step));
-        kill(rig.daemon, SIGSTOP);
+        kill(rig.daemon.pid, SIGSTOP);
         assert_int_equal(pthread_create(&thread, NULL, submit_chain, &c), 0);
         streams_work();
-        kill(rig.daemon, SIGCONT);
+        kill(rig.daemon.pid, SIGCONT);
         pthread_join(thread, NULL);
         for (uint32_t i = 0; i < SESSIONS; i++) {
             fine(rig.entries[i].status);
@@ -379,13 +342,9 @@ int main(int argc, char **argv)
     snprintf(rig.connections, sizeof rig.connections, "%s", connections ? connections : "");
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
     soft_open();
-    snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-order-XXXXXX");
-    if (!mkdtemp(rig.directory))
-        return 1;
+    daemon_prepare(&rig.daemon);
+    rig.daemon.flags = soft_daemon_flags;
+    rig.daemon.before = give_connections;
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
-    char path[128];
-    snprintf(path, sizeof path, "%s/kvqd.lock", rig.directory);
-    unlink(path);
-    rmdir(rig.directory);
-    return failed;
+    return daemon_cleanup(&rig.daemon) || failed;
 }
