@@ -12,17 +12,27 @@ import tempfile
 import unittest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import kvqtest  # noqa: E402  starts and stops daemons
+from e2e_rig import BIN, ROOT, Daemon, run  # noqa: E402
 
-MODEL = kvqtest.SOURCE / "tools/model/kvq-bytes"
-GOLDEN = json.loads((kvqtest.SOURCE / "tools/model/golden.json").read_text())
-HELDOUT = kvqtest.SOURCE / "tools/model/heldout.txt"
+MODEL = os.path.join(ROOT, "tools/model/kvq-bytes")
+with open(os.path.join(ROOT, "tools/model/golden.json"), encoding="utf-8") as golden:
+    GOLDEN = json.load(golden)
+HELDOUT = os.path.join(ROOT, "tools/model/heldout.txt")
+
+
+def program(name):
+    return os.path.join(BIN, name)
+
+
+def start_daemon(**options):
+    """With the attention that users have who choose none."""
+    return Daemon(pool_bytes="1gb", backend="cpu", attention="fast", **options)
 
 
 class KvqRun(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.daemon = kvqtest.Daemon("--pool-bytes", "1gb")
+        cls.daemon = start_daemon()
 
     @classmethod
     def tearDownClass(cls):
@@ -30,8 +40,8 @@ class KvqRun(unittest.TestCase):
 
     def kvq_run(self, *arguments, status=0):
         done = subprocess.run(
-            [kvqtest.program("kvq-run"), *map(str, arguments), "--model", str(MODEL),
-             "--runtime-dir", self.daemon.runtime_dir],
+            [program("kvq-run"), *map(str, arguments), "--model", MODEL, "--runtime-dir",
+             self.daemon.directory],
             capture_output=True, timeout=300, check=False)
         self.assertEqual(done.returncode, status, done.stderr)
         return done
@@ -94,7 +104,7 @@ class KvqRun(unittest.TestCase):
 
     def test_bench_of_steps(self):
         """kvq-bench step compares the outputs of both ways itself."""
-        done = subprocess.run([kvqtest.program("kvq-bench"), "step", "--format", "kvq2", "--tokens",
+        done = subprocess.run([program("kvq-bench"), "step", "--format", "kvq2", "--tokens",
                                "300", "--reps", "2", "--path", "fast", "--json"],
                               capture_output=True, check=True)
         row, = json.loads(done.stdout)
@@ -157,7 +167,7 @@ class KvqRun(unittest.TestCase):
         """kvq-bench quality, which needs no daemon, has the same model and the same formats."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "results.jsonl")
-            subprocess.run([kvqtest.program("kvq-bench"), "quality", "perplexity",
+            subprocess.run([program("kvq-bench"), "quality", "perplexity",
                             "--results", path,
                             "--model", MODEL, "--text", HELDOUT, "--bytes", "2048", "--step", "16",
                             "--methods", "oscar2,oscar4"], check=True, timeout=300)
@@ -180,7 +190,8 @@ class KvqRun(unittest.TestCase):
         rotation gives but for what fp16 rounds in another basis. It is the default."""
         def apart(a, b):
             return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b)) / len(a))
-        ids = ",".join(map(str, HELDOUT.read_bytes()[:900]))
+        with open(HELDOUT, "rb") as text:
+            ids = ",".join(map(str, text.read(900)))
         plain = self.logits(ids, "--format", "f16")
         folded = self.logits(ids, "--format", "f16", "--v-rotation", "engine")
         self.assertNotEqual(plain, folded)
@@ -231,7 +242,7 @@ class KvqRun(unittest.TestCase):
 
     def test_no_model_there(self):
         with tempfile.TemporaryDirectory() as empty:
-            done = subprocess.run([kvqtest.program("kvq-run"), "generate", "--model", empty],
+            done = subprocess.run([program("kvq-run"), "generate", "--model", empty],
                                   capture_output=True, timeout=60, check=False)
         self.assertEqual(done.returncode, 1)
         self.assertIn(b"config.json", done.stderr)
@@ -243,7 +254,7 @@ class Restart(unittest.TestCase):
     kvq_run, json = KvqRun.kvq_run, KvqRun.json
 
     def start(self, folder):
-        self.daemon = kvqtest.Daemon("--pool-bytes", "1gb", "--storage-dir", folder)
+        self.daemon = start_daemon(storage_dir=folder)
 
     def test_text_goes_on_after_a_kill(self):
         ids = ",".join(str((7 * i + 3) % 250) for i in range(700))
@@ -253,8 +264,7 @@ class Restart(unittest.TestCase):
             whole = self.json("generate", "--ids", ids, "--tokens", 80, "--temperature", 0)
             half = self.json("generate", "--ids", ids, "--tokens", 40, "--temperature", 0,
                              "--session", "chat", "--keep")
-            subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", self.daemon.runtime_dir,
-                            "session", "save", "chat"], check=True, capture_output=True)
+            self.daemon.ctl("session", "save", "chat")
             self.daemon.kill()
             self.daemon.stop()
             self.start(folder)
@@ -275,8 +285,7 @@ class Restart(unittest.TestCase):
         try:
             self.start(folder)
             first = self.json(*ask, "--session", "chat", "--keep")
-            subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", self.daemon.runtime_dir,
-                            "session", "save", "chat"], check=True, capture_output=True)
+            self.daemon.ctl("session", "save", "chat")
             self.daemon.kill()
             self.daemon.stop()
             self.start(folder)
@@ -296,8 +305,7 @@ class Restart(unittest.TestCase):
         folder, runtime = tempfile.mkdtemp(prefix="kvq-store-"), tempfile.mkdtemp(prefix="kvqd-")
 
         def start():
-            return kvqtest.Daemon("--pool-bytes", "1gb", "--storage-dir", folder,
-                                  runtime_dir=runtime)
+            return start_daemon(directory=runtime, storage_dir=folder)
         self.daemon = start()
         try:
             text = ("--text", HELDOUT, "--bytes", 900, "--step", 60, "--format", "oscar2")
@@ -308,9 +316,7 @@ class Restart(unittest.TestCase):
                 for key in ("tokens_per_s", "tokens_per_s_against"):
                     del run[key]
             self.assertEqual(halves, whole)
-            saved = subprocess.run([kvqtest.program("kvqctl"), "--runtime-dir", runtime, "--json",
-                                    "storage", "list"], check=True, capture_output=True).stdout
-            self.assertEqual(json.loads(saved), [])  # it leaves nothing behind
+            self.assertEqual(self.daemon.ctl("storage", "list"), [])  # it leaves nothing behind
         finally:
             self.daemon.stop()
             shutil.rmtree(folder, ignore_errors=True)
@@ -320,8 +326,8 @@ class Restart(unittest.TestCase):
 def broken_in_two(daemon, restart, *arguments):
     """Perplexity with a pause, in which the daemon is killed with -9 and another one started."""
     process = subprocess.Popen(
-        [kvqtest.program("kvq-run"), "perplexity", "--model", str(MODEL), "--text", str(HELDOUT),
-         "--runtime-dir", daemon.runtime_dir, "--json", *map(str, arguments)],
+        [program("kvq-run"), "perplexity", "--model", MODEL, "--text", HELDOUT, "--runtime-dir",
+         daemon.directory, "--json", *map(str, arguments)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stderr:
         if b"paused" in line:
@@ -339,14 +345,14 @@ class Codebooks(unittest.TestCase):
     """From captured keys and values to attention over their codes."""
 
     def run_program(self, name, *arguments, status=0):
-        done = subprocess.run([kvqtest.program(name), *map(str, arguments)], capture_output=True,
+        done = subprocess.run([program(name), *map(str, arguments)], capture_output=True,
                               text=True, timeout=300, check=False)
         self.assertEqual(done.returncode, status, done.stderr)
         return done
 
     def perplexity(self, fmt, *arguments, status=0):
         return self.run_program("kvq-run", "perplexity", "--model", MODEL, "--runtime-dir",
-                                self.daemon.runtime_dir, "--text", HELDOUT, "--bytes", 3000,
+                                self.daemon.directory, "--text", HELDOUT, "--bytes", 3000,
                                 "--format", fmt, "--json", *arguments, status=status)
 
     def refused(self, fmt, words):
@@ -359,9 +365,8 @@ class Codebooks(unittest.TestCase):
             runtime = os.path.join(folder, "run")
 
             def start():
-                return kvqtest.Daemon("--pool-bytes", "1gb", "--codebook-dir", folder,
-                                      "--storage-dir", os.path.join(folder, "store"),
-                                      runtime_dir=runtime)
+                return start_daemon(directory=runtime, codebook_dir=folder,
+                                    storage_dir=os.path.join(folder, "store"))
             self.daemon = start()
             try:
                 self.perplexity("f16", "--capture", capture)
@@ -388,4 +393,4 @@ class Codebooks(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    kvqtest.main()
+    sys.exit(run([KvqRun, Restart, Codebooks], __doc__))

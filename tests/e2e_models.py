@@ -17,8 +17,8 @@ import unittest
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import kvqtest  # noqa: E402  starts and stops daemons
 import llama_reference as reference  # noqa: E402
+from e2e_rig import BIN, Daemon, run  # noqa: E402
 
 TOKENS = 700  # two prefill steps, several blocks of 128
 
@@ -77,7 +77,7 @@ REFUSED = {
 class Models(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.daemon = kvqtest.Daemon("--pool-bytes", "1gb")
+        cls.daemon = Daemon(pool_bytes="1gb", backend="cpu", attention="fast")
         cls.folder = tempfile.TemporaryDirectory(prefix="kvq-models-")
 
     @classmethod
@@ -87,9 +87,9 @@ class Models(unittest.TestCase):
 
     def run_logits(self, model, ids, cache_format, *more):
         return subprocess.run(
-            [kvqtest.program("kvq-run"), "logits", "--model", model, "--ids",
+            [os.path.join(BIN, "kvq-run"), "logits", "--model", model, "--ids",
              ",".join(map(str, ids)), "--format", cache_format, "--json", "--top", "300",
-             "--runtime-dir", self.daemon.runtime_dir, *more],
+             "--runtime-dir", self.daemon.directory, *more],
             capture_output=True, text=True, timeout=300, check=False)
 
     def logits(self, model, ids, cache_format, *more):
@@ -134,8 +134,8 @@ class Models(unittest.TestCase):
     def test_no_daemon(self):
         model = os.path.join(self.folder.name, "none")
         reference.make_model(model, WORKS["SmolLM2 135M"][0])
-        done = subprocess.run([kvqtest.program("kvq-run"), "logits", "--model", model, "--ids", "1",
-                               "--runtime-dir", self.folder.name],
+        done = subprocess.run([os.path.join(BIN, "kvq-run"), "logits", "--model", model,
+                               "--ids", "1", "--runtime-dir", self.folder.name],
                               capture_output=True, text=True, timeout=60, check=False)
         self.assertEqual(done.returncode, 3, done.stderr)
 
@@ -151,4 +151,4 @@ def add_cases():
 add_cases()
 
 if __name__ == "__main__":
-    kvqtest.main()
+    sys.exit(run([Models], __doc__))

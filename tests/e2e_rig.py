@@ -74,7 +74,7 @@ class Daemon:
         options.setdefault("pool_bytes", "256mb")
         options.setdefault("extent_bytes", "4mb")
         options.setdefault("backend", BACKEND)
-        if BACKEND != "cpu":
+        if options["backend"] != "cpu":
             options.setdefault("gpu_bytes", options["pool_bytes"])
         options.setdefault("attention", "exact")  # held against double precision here
         flags = [x for name, value in options.items()

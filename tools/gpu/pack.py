@@ -24,7 +24,7 @@ PROGRAMS = ["bin/kvqd", "bin/kvqctl", "bin/kvq-hop", "tests/test_gpu_driver",
             "tests/example_cuda_engine"]
 LIBRARIES = ["lib/libkvq.so.0", "lib/libkvq-emu.so", "lib/libkvq_gpu_images.so"]
 SOURCES = ["client/python/kvq", "client/kvq.h", "examples", "tests/e2e.py", "tests/e2e_*.py",
-           "tests/kvqtest.py", "tools/gpu-check.sh", "tools/gpu/*.py"]
+           "tools/gpu-check.sh", "tools/gpu/*.py"]
 # The C and C++ run time of every system, and the driver, which is no library of ours to bring.
 OUTSIDE = re.compile(r"(libc|libm|libdl|libpthread|librt|libresolv|libanl|ld-linux-x86-64|libgcc_s"
                      r"|libstdc\+\+|libcuda)\.so(\.\d+)?")

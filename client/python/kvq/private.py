@@ -64,6 +64,7 @@ class _Daemon:
     def __init__(self, options):
         self.options = options
         self.pid = os.getpid()
+        self.process = None  # until it is started
         kvqd = program("kvqd")
         if not kvqd:
             raise Error(Code.E_NO_DAEMON, "no daemon is running, and there is no kvqd to start: it "
@@ -112,10 +113,9 @@ class _Daemon:
             self.lifetime = None
         if self.pid != os.getpid():
             return  # the process that started it, or the last one that was forked, ends it
-        process = getattr(self, "process", None)
         try:
-            if process:
-                process.wait(_END)
+            if self.process:
+                self.process.wait(_END)
         except subprocess.TimeoutExpired:
             return  # a step is open, or much is saved: it ends once this process is gone
         shutil.rmtree(self.folder, ignore_errors=True)
