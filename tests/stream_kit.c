@@ -39,9 +39,11 @@ void stream_open(struct streamer *s, const char *name)
     assert_int_equal(member_open(&kit, &s->m, 1000, BUFFER), 0);
     s->words = sim_gpus()->memory_new(4096);
     memset(s->words, 0, 4096);
-    assert_int_equal(kvq__queue_timeline(s->m.queue, kit.core->pools[1].gpu, (uintptr_t)s->words,
-                                         (uintptr_t)(s->words + 1), s->words, text),
-                     0);
+    struct kvq__gpu *gpu = kit.core->pools[1].gpu;
+    int rc = kvq__queue_timeline(s->m.queue, gpu, (uintptr_t)s->words, (uintptr_t)(s->words + 1),
+                                 s->words, text);
+    s->alone = kvq__gpu_clients_alone(gpu) > 0;
+    assert_int_equal(rc, s->alone ? 0 : KVQ_E_UNSUPPORTED);
     float *memory = (float *)(void *)s->m.memory;
     for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)
         memory[i] = kit_float(&kit);
@@ -64,6 +66,20 @@ void stream_reopen(struct streamer *s, const char *name)
     member_free(&s->m);
     sim_gpus()->memory_free(s->words);
     stream_open(s, name);
+}
+
+void stream_order(struct streamer *s, struct kvq_request *r)
+{
+    if (s->alone) {
+        r->flags |= KVQ_REQ_ON_STREAM;
+        r->signal = ++s->signal;
+    }
+}
+
+void stream_needed(void)
+{
+    if (!one.alone)
+        skip();
 }
 
 void stream_stall(struct kvq_gpu_stream *stream, bool held)

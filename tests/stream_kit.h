@@ -19,10 +19,12 @@ enum {
     OUT_AT = 3 * (BUFFER / 8),
 };
 
-// A client with a session on the first GPU and a timeline there.
+// A client with a session on the first GPU, and a timeline there unless the GPU has too few
+// hardware queues (CUDA_DEVICE_MAX_CONNECTIONS).
 struct streamer {
     struct member m;
     uint64_t *words; // ready, done
+    bool alone;      // it has the timeline; else its requests are in the host's order
     uint64_t session, signal;
 };
 
@@ -41,6 +43,10 @@ void stream_reopen(struct streamer *s, const char *name);
 // A session of one layer, or, without a format, an open one; s->session is it from now on.
 void stream_session(struct streamer *s, const char *name, const char *format);
 
+// Makes a request one in the order of the client's stream, if it has a timeline.
+void stream_order(struct streamer *s, struct kvq_request *r);
+// Skips the test where clients have no timelines.
+void stream_needed(void);
 void stream_ready(struct streamer *s); // its stream comes to its last signal
 uint64_t stream_done(const struct streamer *s);
 // Holds a stream of the driver's back, or lets it go on.

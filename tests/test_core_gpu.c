@@ -29,13 +29,13 @@ static int begin(struct streamer *s)
     return kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, entry_of(s), NULL);
 }
 
-// An append in the order of the client's stream, which has not signalled yet.
+// An append in the order of the client's stream, which has not signalled yet; or, where there is no
+// timeline, in the host's.
 static struct kvq_request append_of(struct streamer *s)
 {
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
     r.step = 1;
-    r.flags = KVQ_REQ_ON_STREAM;
-    r.signal = ++s->signal;
+    stream_order(s, &r);
     r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     return r;
@@ -56,8 +56,7 @@ static int attend(struct streamer *s, uint32_t appended)
     r.step = appended ? 1 : 0;
     e.append = appended;
     e.queries = 1;
-    r.flags = KVQ_REQ_ON_STREAM;
-    r.signal = ++s->signal;
+    stream_order(s, &r);
     r.q = kit_view(&s->m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
     r.out = kit_view(&s->m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
     int rc = kit_request(&s->m, &r, &e);
@@ -83,6 +82,7 @@ static uint32_t buffer_uses(const struct streamer *s)
 static void test_append_is_held(void **state)
 {
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     const struct kvq__session *s = kit_of(&one.m, one.session);
@@ -110,6 +110,7 @@ static void test_dropped_while_under_way(void **state)
 {
     char text[KVQ_TEXT_BYTES];
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(attend(&one, TOKENS), 0);
@@ -131,6 +132,7 @@ static void test_nan_on_a_stream(void **state)
     const struct kvq__session *s = kit_of(&one.m, one.session);
     struct kvq_request r = end_of();
     (void)state;
+    stream_needed();
     k[5] = NAN;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -154,6 +156,7 @@ static void test_very_many_nan(void **state)
     float *k = (float *)(void *)one.m.memory;
     struct kvq_request r = end_of();
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     kit_of(&one.m, one.session)->counts->host->nonfinite = UINT32_MAX - 15;
     for (int i = 0; i < 16; i++)
@@ -172,6 +175,7 @@ static void test_refused_are_done_in_order(void **state)
     struct kvq_request r;
     struct kvq_entry_wire e = entry_of(&one);
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     r = append_of(&one);
@@ -194,6 +198,7 @@ static void test_done_is_under_way(void **state)
     struct kvq_entry_wire e = entry_of(&one);
     struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
     (void)state;
+    stream_needed();
     stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
@@ -214,6 +219,7 @@ static void test_many_refused(void **state)
     enum kvq__progress p = KVQ__DONE;
     uint32_t n = 0;
     (void)state;
+    stream_needed();
     stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
     for (; n < 2 * KVQ_MAX_GPU_PENDING && p == KVQ__DONE; n++) {
@@ -234,6 +240,7 @@ static void test_signals_out_of_reach(void **state)
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
     (void)state;
+    stream_needed();
     r.signal = (uint64_t)INT64_MAX + 1;
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
     r.signal = UINT64_MAX;
@@ -265,6 +272,7 @@ static void test_stalled_alone(void **state)
 {
     struct kvq_request r = end_of();
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(begin(&two), 0);
@@ -468,6 +476,7 @@ static void test_no_memory_beside_a_stalled(void **state)
                                      .layers = &stream_row,
                                      .n_layers = 1};
     (void)state;
+    stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
