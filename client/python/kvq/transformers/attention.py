@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention function that transformers calls for each layer.
+
+transformers does not hand it the cache: KvqLayer.update() tags the new K with itself.
+"""
+import torch
+
+from .table import refuse
+
+
+def _check(query, dropout, asked):
+    if torch.is_grad_enabled() and query.requires_grad:
+        refuse("kvqd does not differentiate; generate(), or wrap the forward in torch.no_grad()")
+    if dropout:
+        refuse(f"dropout is {dropout}; kvqd attends without: call model.eval()")
+    if asked.get("output_attentions"):
+        refuse("output_attentions=True asks for the weights of attention, which kvqd does not give "
+               "out; attn_implementation=\"eager\" does")
+    if asked.get("is_causal") is False:
+        refuse("bidirectional attention is not served")
+    if asked.get("position_bias") is not None:
+        refuse("a position bias added to the logits is not served")
+
+
+def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                  sliding_window=None, softcap=None, s_aux=None, **asked):
+    """Attention of one layer: (out [batch][columns][heads][dim], None)."""
+    layer = getattr(key, "kvq_layer", None)
+    if layer is None:
+        refuse("attn_implementation=\"kvq\" attends to a KvqCache alone: pass "
+               "past_key_values=kvq.transformers.KvqCache(model) (a static, quantized or paged "
+               "cache is not served, nor use_cache=False, nor continuous batching)")
+    _check(query, dropout, asked)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        refuse(f"a mask of one's own with shape {tuple(attention_mask.shape)} is not served; "
+               "attention_mask can be [batch][tokens]")
+    out, lse = layer.attend(query, key, value, attention_mask, scaling, sliding_window, softcap,
+                            s_aux is not None)
+    if s_aux is not None:  # a sink takes its part of the softmax, and has no value
+        out = out * torch.sigmoid(lse - s_aux.float()).unsqueeze(-1).to(out.dtype)
+    return out, None

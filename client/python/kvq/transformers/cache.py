@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KvqCache: a cache of transformers whose keys and values lie in kvqd."""
+import weakref
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .memory import CODES
+from .rows import MAX_TOKENS, Rows, shared_client
+from .table import Table, check_implementation, refuse
+
+_LENGTHS = int(transformers.__version__.split(".", 1)[0]) < 5  # crop() takes the length to keep
+
+
+class KvqLayer(CacheLayerMixin):
+    """One layer of a KvqCache. Stores nothing: it tells the attention function whose K this is."""
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, state, number):
+        super().__init__()
+        self.state, self.number = state, number
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_):
+        """Nothing is to be done: sessions are opened by the first attention."""
+
+    def update(self, key_states, value_states, *_, **__):
+        """New K and V, tagged for the attention function."""
+        self.state.came(self.number, key_states)
+        key = key_states.view_as(key_states)
+        key.kvq_layer = self
+        return key, value_states
+
+    def attend(self, query, key, value, mask, scaling, window, softcap, want_lse):
+        return self.state.attend(self.number, query, key, value, mask, scaling, window, softcap,
+                                 want_lse)
+
+    def get_seq_length(self, *_):
+        return self.state.rows.seen
+
+    def get_mask_sizes(self, query_length):
+        # transformers 4: the positions of the new tokens instead of their number
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.state.rows.seen + new, 0
+
+    def get_max_length(self):
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    @property
+    def batch_size(self):
+        return len(self.state.rows.sessions) or -1
+
+    def _whole(self, *_):
+        refuse("layers of a KvqCache change together: call the cache's own method")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset = _whole
+    offload = prefetch = _whole
+
+
+class State:
+    """What a forward goes through, from layer to layer."""
+
+    def __init__(self, table, rows):
+        self.table, self.rows = table, rows
+        self.waiting = None   # the layer whose K came and was not attended to yet
+        self.ids = None       # of the forward under way, where they are to be told
+
+    def came(self, number, key):
+        check_implementation(self.table.config)
+        if key.dtype not in CODES:
+            refuse(f"keys are {key.dtype}; float16, bfloat16 and float32 are served")
+        if key.device.type != "cpu":
+            refuse(f"the model is on {key.device}; models on the CPU are served")
+        if number and self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            self.rows.abort()
+            refuse(f"layer {waiting} came without being attended to by kvq")
+        self.waiting = number
+
+    def attend(self, number, query, key, value, mask, scaling, window, softcap, want_lse):
+        rows = self.rows
+        self.waiting = None
+        if number == 0:
+            rows.begin(key, mask, self.ids)
+        if rows.step is None or rows.step.next != number:
+            rows.abort()
+            refuse(f"layer {number} came out of turn; the layers of a forward come from the first "
+                   "to the last")
+        try:
+            self.table.check(number, query, key, value, scaling, window, softcap)
+            out = rows.attend(number, query, key, value, want_lse)
+            rows.step.next += 1
+            if rows.step.next == self.table.layers:
+                rows.end()
+        except BaseException:
+            rows.abort()
+            raise
+        return out
+
+    def over(self, failed):
+        """A forward has ended. What is still open is no whole step."""
+        left = self.waiting is not None or self.rows.step is not None
+        self.waiting = self.ids = None
+        self.rows.abort()
+        if left and not failed:
+            refuse("the forward ended before its last layer (an early exit): its tokens are not in "
+                   "the cache")
+
+
+class KvqCache(Cache):
+    """A cache for generate() and for forwards of `model`, which attends by "kvq".
+
+    format         of docs/formats.md; "16bit": f16, or bf16 for a model in bfloat16
+    client         a kvq.Client; None: one that all caches share, as kvq.Client() finds it
+    attention      "exact", "fast", or "default": as the daemon is configured
+    max_rollback   tokens that crop() can take away, as speculative decoding does
+    prompt_tokens  of a prompt that comes in pieces: so many are attended to in 16 bits
+    max_tokens     that a row may have
+
+    copy.deepcopy() of a cache is a fork: it shares what is packed.
+    """
+
+    def __init__(self, model, format="oscar4", *, client=None, attention="default",
+                 max_rollback=32, prompt_tokens=None, max_tokens=None):
+        table = Table(model)
+        longest = getattr(table.config, "max_position_embeddings", 0) or 0
+        rows = Rows(table, client or shared_client(),
+                    {"format": format, "attention": attention, "max_rollback": max_rollback,
+                     "prompt_tokens": prompt_tokens},
+                    max_tokens or min(max(longest, MAX_TOKENS), 1 << 20))
+        self._set(State(table, rows))
+        watch(model)
+
+    def _set(self, state):
+        self.state = state
+        super().__init__(layers=[KvqLayer(state, i) for i in range(state.table.layers)])
+
+    def __repr__(self):
+        rows = self.state.rows
+        return f"KvqCache({rows.format}, {len(rows.sessions)} rows of {rows.seen} tokens)"
+
+    @property
+    def sessions(self):
+        """The kvq.Session of each row; none before the first forward."""
+        return list(self.state.rows.sessions)
+
+    @property
+    def why(self):
+        """None, or why steps of few tokens attend in the daemon instead of this process."""
+        return self.state.rows.attach().why
+
+    def crop(self, tokens):
+        """Takes tokens away: -n the last n. As in transformers 4, n above 0 keeps the first n."""
+        rows = self.state.rows
+        if tokens > 0 or (tokens == 0 and _LENGTHS):
+            tokens = min(tokens - rows.seen, 0)
+        if -tokens > rows.seen:
+            raise ValueError(f"crop({tokens}) of {rows.seen} tokens")
+        if tokens and -tokens == rows.seen:
+            self.reset()
+        else:
+            rows.crop(-tokens)
+
+    def reorder_cache(self, beam_idx):
+        self.state.rows.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats):
+        rows = self.state.rows
+        rows.select([i for i in range(len(rows.sessions)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices):
+        chosen = torch.arange(len(self.state.rows.sessions))[indices]
+        self.state.rows.select(chosen.tolist())
+
+    def reset(self):
+        """Empties the cache: its sessions end, also those with a name."""
+        self.state.rows.drop()
+
+    def close(self):
+        """Gives sessions and buffers back. A cache that nothing refers to does so by itself."""
+        self.state.rows.close()
+
+    def __deepcopy__(self, _):
+        made = KvqCache.__new__(KvqCache)
+        made._set(State(self.state.table, self.state.rows.fork()))
+        return made
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+# ---- Forwards of the model: what they begin with, and how they end ----
+
+_watched = weakref.WeakSet()
+
+
+def watch(model):
+    """So that a forward that fails leaves no step open. Once for each model."""
+    if model not in _watched:
+        _watched.add(model)
+        model.register_forward_hook(_ended, with_kwargs=True, always_call=True)
+
+
+def _ended(_model, _args, options, output):
+    cache = options.get("past_key_values")
+    if isinstance(cache, KvqCache):
+        cache.state.over(failed=output is None)

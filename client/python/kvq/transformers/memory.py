@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of kvq as PyTorch tensors, and requests that are prepared once."""
+from ctypes import byref
+
+import torch
+
+import kvq
+from kvq import _ffi
+
+CODES = {torch.float16: kvq.F16, torch.bfloat16: kvq.BF16, torch.float32: kvq.F32}
+
+
+class Area:
+    """A buffer that is given out front to back, as tensors."""
+
+    def __init__(self, client, nbytes):
+        self.buffer = client.buffer(nbytes)
+        with torch.inference_mode(False):  # else no other mode could write to its tensors
+            self._bytes = torch.frombuffer(self.buffer._memory, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape, dtype):
+        """The next tensor, and where it lies: struct kvq_tensor of [tokens][heads][dim]."""
+        nbytes = dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        start = self._used
+        self._used = start + (nbytes + 63 & ~63)
+        with torch.inference_mode(False):
+            made = self._bytes[start:start + nbytes].view(dtype).view(shape)
+        if dtype not in CODES:
+            return made, start
+        strides = [n * dtype.itemsize for n in made.stride()]
+        return made, self.buffer.strided(start, strides[0], strides[1], CODES[dtype])
+
+    def close(self):
+        self._bytes = None
+        self.buffer.close()
+
+
+class Desk:
+    """What the tensors of a step travel in: K and V of `kept` layers, the others' in their place by
+    turns, Q, the output and its LSE of one layer; and struct kvq_work for each layer."""
+
+    def __init__(self, client, table, dtype, rows, kept):
+        self.rows, self.dtype, self.kept = rows, dtype, kept
+        kv, qo = (rows, table.kv_heads, table.head_dim), (rows, table.q_heads, table.head_dim)
+        size = table.head_dim * dtype.itemsize * rows
+        need = 2 * kept * (size * table.kv_heads + 64) + 2 * (size * table.q_heads + 64) \
+            + rows * (4 * table.q_heads + 4) + 128
+        self.area = Area(client, need)
+        keys = [self.area.take(kv, dtype) for _ in range(kept)]
+        values = [self.area.take(kv, dtype) for _ in range(kept)]
+        self.keys, self.values = [k for k, _ in keys], [v for v, _ in values]
+        self.queries, q = self.area.take(qo, dtype)
+        self.out, out = self.area.take(qo, dtype)
+        log_sums, start = self.area.take((rows, table.q_heads, 4), torch.uint8)
+        with torch.inference_mode(False):
+            self.lse = log_sums.view(torch.float32).squeeze(2)
+        lse = self.area.buffer.strided(start, 4 * table.q_heads, 4, kvq.F32)
+        ids, self.ids_start = self.area.take((rows, 4), torch.uint8)
+        with torch.inference_mode(False):
+            self.ids = ids.view(torch.int32).squeeze(1)
+        self.work = [_ffi.Work(layer=i, k=keys[i % kept][1], v=values[i % kept][1], q=q, out=out,
+                               lse=lse) for i in range(table.layers)]
+        self.pointers = [byref(work) for work in self.work]
+
+    def told(self):
+        """struct kvq_ids of `ids`."""
+        return _ffi.Ids(self.area.buffer.pointer, self.ids_start)
+
+    def close(self):
+        self.area.close()

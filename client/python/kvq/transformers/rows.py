@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sessions of a batch, one for each row, and the steps that go over them.
+
+A step of few tokens attends in this process (kvq_local_*): K and V of all layers stay in buffers
+until its end. A longer one goes through the daemon layer by layer, so that buffers hold one layer
+at a time.
+"""
+import threading
+from ctypes import byref, c_uint64
+
+import torch
+
+import kvq
+from kvq import _ffi
+from kvq._ffi import lib
+from kvq.errors import check
+
+from .fresh import causal, merge
+from .memory import Desk
+from .table import refuse
+
+NEAR_ROWS = 256     # tokens of a step that attends here
+QUERIES = 512       # kvqd's limit of a session's queries in a request
+MAX_TOKENS = 131072
+
+_shared = None
+_shared_lock = threading.Lock()
+
+
+def shared_client():
+    """One connection for all caches that are given none."""
+    global _shared
+    with _shared_lock:
+        if _shared is None or not _shared.pointer:
+            _shared = kvq.Client(name="transformers")
+        return _shared
+
+
+class Step:
+    """What is open between the first layer's attention and the last one's."""
+
+    def __init__(self, counts, keep, tokens, near):
+        self.counts = counts    # tokens of each row
+        self.keep = keep        # None, or [batch][columns]: which columns are tokens
+        self.columns = tokens   # columns of the forward
+        self.near = near        # attends in this process
+        self.next = 0           # the layer that comes next
+        self.rows = [i for i, n in enumerate(counts) if n]
+        self.total = sum(counts)
+        self.entries = None
+        self.pointer = None     # of the entries
+        self.number = 0         # of the daemon's step
+        self.past = None        # what each row had before
+
+
+class Rows:
+    """Sessions and steps. Knows nothing of transformers' classes."""
+
+    def __init__(self, table, client, options, max_tokens):
+        self.table, self.client, self.options = table, client, options
+        self.format = options.pop("format")
+        self.max_tokens = max_tokens
+        self.queue = client.queue()
+        self.local = None
+        self.held = set()       # handles that the kvq_local has
+        self.sessions = []
+        self.dtype = None
+        self.seen = 0           # columns, those of pad tokens included
+        self.real = None        # None, or [batch][seen]: which of them are tokens
+        self.step = None
+        self.desks = {}
+
+    # ---- Sessions ----
+
+    def open(self, batch, dtype, prompt=0):
+        """One session for each row of a batch."""
+        options = dict(self.options)
+        name = options.pop("name", None)
+        if options.get("prompt_tokens") is None:
+            options["prompt_tokens"] = min(prompt, QUERIES)
+        stored = "bf16" if dtype == torch.bfloat16 else "f16"
+        form = stored if self.format == "16bit" else self.format
+        rows = self.table.rows()
+        for i in range(batch):
+            own = name if name is None or batch == 1 else f"{name}.{i}"
+            self.sessions.append(self.client.session(
+                rows, form, dtype=form if form in ("f16", "bf16") else stored, name=own,
+                **options))
+        self.dtype = dtype
+
+    def _take_in(self, sessions):
+        local = self.attach()
+        for session in sessions:
+            if session.handle not in self.held:
+                check(lib.kvq_local_add(local.pointer, session.handle))
+                self.held.add(session.handle)
+
+    def attach(self):
+        """The kvq.Local that steps of few tokens attend by."""
+        if self.local is None:
+            self.local = self.queue.local(max_tokens=self.max_tokens)
+        return self.local
+
+    def select(self, indices):
+        """Rows become those of `indices`: forks where one is named again, and what nobody names is
+        closed."""
+        self.abort()
+        if not self.sessions:
+            return
+        chosen, used = [], set()
+        for i in indices:
+            if i in used:
+                chosen += self.queue.fork([self.sessions[i]])
+            else:
+                used.add(i)
+                chosen.append(self.sessions[i])
+        for i, session in enumerate(self.sessions):
+            if i not in used:
+                self._close(session)
+        self.sessions = chosen
+        if self.real is not None:
+            self.real = self.real[list(indices)]
+
+    def fork(self):
+        """The same sessions once more, for a copy of the cache."""
+        self.abort()
+        options = {n: v for n, v in self.options.items() if n not in ("name", "on_detach")}
+        other = Rows(self.table, self.client, {**options, "format": self.format}, self.max_tokens)
+        if self.sessions:
+            other.sessions = self.queue.fork(self.sessions)
+        other.dtype, other.seen, other.real = self.dtype, self.seen, self.real
+        return other
+
+    def _close(self, session):
+        self.held.discard(session.handle)
+        session.close()
+
+    def crop(self, columns):
+        """Takes the last `columns` away again."""
+        self.abort()
+        if not columns or not self.sessions:
+            return
+        left = [s.tokens - columns for s in self.sessions]
+        if self.real is not None:
+            gone = self.real[:, -columns:].sum(1).tolist()
+            left = [s.tokens - n for s, n in zip(self.sessions, gone)]
+        pairs = [(s, n) for s, n in zip(self.sessions, left) if n != s.tokens]
+        try:
+            if pairs:
+                self.queue.truncate(*map(list, zip(*pairs)))
+        except kvq.Error as error:
+            if error.code == kvq.Code.E_ROLLBACK:
+                error.add_note(f"KvqCache(max_rollback={self.options['max_rollback']}) says how "
+                               "many tokens can be cropped") \
+                    if hasattr(error, "add_note") else None
+            raise
+        self.seen -= columns
+        self.real = None if self.real is None else self.real[:, :self.seen]
+
+    def drop(self):
+        """Ends all sessions: those with names are destroyed."""
+        self.abort()
+        for session in self.sessions:
+            self.held.discard(session.handle)
+            session.drop()
+        self.sessions, self.seen, self.real = [], 0, None
+
+    def close(self):
+        """Gives everything back. May be called again."""
+        if not self.queue.pointer:
+            return
+        self.abort()
+        for session in self.sessions:
+            session.close()
+        self.sessions = []
+        self.local = None
+        for desk in self.desks.values():
+            desk.close()
+        self.desks = {}
+        self.queue.close()
+
+    def __del__(self):
+        try:
+            if self.client.pointer:
+                self.close()
+        except Exception:  # the interpreter ends, or the daemon is gone: nothing is left to close
+            pass
+
+    # ---- Steps ----
+
+    def _counts(self, batch, columns, mask):
+        """How many tokens each row appends, and which columns they are."""
+        if mask is None:
+            if self.real is not None:
+                refuse("this cache holds pad tokens, but the forward came without an "
+                       "attention_mask; give it the mask of all columns")
+            return [columns] * batch, None
+        known = self.real if self.real is not None else torch.ones(batch, self.seen,
+                                                                    dtype=torch.bool)
+        if not torch.equal(mask[:, :self.seen], known):
+            refuse("attention_mask hides other tokens of the past than it did when they came; what "
+                   "is in a cache stays visible")
+        keep = mask[:, self.seen:]
+        counts = keep.sum(1).tolist()
+        return counts, None if all(n == columns for n in counts) else keep
+
+    def begin(self, key, mask, ids=None):
+        """Begins a step of K's tokens. ids: [batch][columns], told to the daemon."""
+        self.abort()
+        batch, _, columns, _ = key.shape
+        if self.sessions and len(self.sessions) != batch:
+            refuse(f"the cache has {len(self.sessions)} rows, the forward {batch}")
+        counts, keep = self._counts(batch, columns, mask)
+        if not self.sessions:
+            self.open(batch, key.dtype, max(counts))
+        if self.dtype is None:
+            self.dtype = key.dtype
+        if key.dtype != self.dtype:
+            refuse(f"the cache was begun with {self.dtype}, this forward has {key.dtype}")
+        total = sum(counts)
+        step = Step(counts, keep, columns, total <= NEAR_ROWS or columns == 1)
+        step.past = [s.tokens for s in self.sessions]
+        if total:
+            self._begin(step, ids)
+        self.step = step
+
+    def _begin(self, step, ids):
+        table = self.table
+        active = [self.sessions[i] for i in step.rows]
+        counts = [step.counts[i] for i in step.rows]
+        step.entries = kvq.make_entries(active, append=counts,
+                                        queries=[min(n, QUERIES) for n in counts])
+        step.entries["q_row"] = step.entries["row"]
+        step.pointer = step.entries.ctypes.data
+        step.desk = self._desk(step.total, table.layers if step.near else 1)
+        step.told = None
+        if ids is not None:
+            chosen = ids.reshape(-1) if step.keep is None else ids[step.keep]
+            step.desk.ids[:step.total].copy_(chosen)
+            step.told = step.desk.told()
+        n = len(active)
+        if step.near:
+            self._take_in(active)
+            check(lib.kvq_local_begin(self.local.pointer, step.pointer, n))
+        else:
+            number = c_uint64()
+            begin = (self.queue.pointer, step.pointer, n)
+            check(lib.kvq_step_begin(*begin, byref(number)) if step.told is None else
+                  lib.kvq_step_begin_ids(*begin, byref(step.told), byref(number)))
+            step.number = number.value
+            for work in step.desk.work:
+                work.step = step.number
+        self.step = step  # so that a failure below aborts it
+        self._check(step)
+
+    def _desk(self, rows, kept):
+        """A desk with at least so many rows: one of K and V of all layers, one of a single one."""
+        desk = self.desks.get(kept)
+        if desk is None or desk.rows < rows or desk.dtype != self.dtype:
+            if desk is not None:
+                desk.close()
+            size = max(8, 1 << (rows - 1).bit_length())
+            desk = self.desks[kept] = Desk(self.client, self.table, self.dtype, size, kept)
+        return desk
+
+    def _check(self, step):
+        """Raises for the first row that failed; the step is over for all of them then."""
+        if step.entries["status"].any():
+            try:
+                check(0, step.entries)
+            finally:
+                self.abort()
+
+    def end(self):
+        """Commits the step."""
+        step = self.step
+        if step.total:
+            n = len(step.rows)
+            if step.near:
+                work = None if step.told is None else byref(_ffi.StepWork(ids=step.told))
+                code = lib.kvq_local_end(self.local.pointer, work, step.pointer, n)
+            else:
+                code = lib.kvq_step_end(self.queue.pointer, step.number, step.pointer, n)
+            check(code, step.entries)
+            for i, value in zip(step.rows, step.entries["value"].tolist()):
+                self.sessions[i].tokens = value
+        self._remember(step)
+        self.seen += step.columns
+        self.step = None
+
+    def _remember(self, step):
+        """Which columns are tokens, as long as one of them is not."""
+        if self.real is None and step.keep is None:
+            return
+        batch = len(self.sessions)
+        old = self.real if self.real is not None else torch.ones(batch, self.seen,
+                                                                  dtype=torch.bool)
+        new = step.keep if step.keep is not None else torch.ones(batch, step.columns,
+                                                                 dtype=torch.bool)
+        self.real = torch.cat([old, new], 1)
+
+    def abort(self):
+        """Ends an open step, and leaves every session as it was."""
+        step, self.step = self.step, None
+        if step is None or not step.total:
+            return
+        if step.near:
+            lib.kvq_local_abort(self.local.pointer)
+        else:
+            check(lib.kvq_step_abort(self.queue.pointer, step.number, None, 0))
+
+    # ---- Attention ----
+
+    def attend(self, layer, query, key, value, want_lse):
+        """Appends K and V [batch][heads][columns][dim] of a layer to the step, and attends. Returns
+        [batch][columns][q_heads][dim], zeros at pads, and the LSE alike where it is wanted."""
+        step = self.step
+        if not step.total:
+            shape = (query.shape[0], query.shape[2], query.shape[1])
+            return query.new_zeros(*shape, query.shape[3]), torch.zeros(shape)
+        desk, total = step.desk, step.total
+        for kept, given in ((desk.keys, key), (desk.values, value)):
+            self._gather(step, given, kept[layer % desk.kept][:total])
+        if step.near or (any(step.past) and max(step.counts) <= QUERIES):
+            self._gather(step, query, desk.queries[:total])
+            if step.near:
+                code = lib.kvq_local_attend(self.local.pointer, desk.pointers[layer],
+                                            step.pointer, len(step.rows))
+            else:
+                code = lib.kvq_append_attend(self.queue.pointer, desk.pointers[layer],
+                                             step.pointer, len(step.rows))
+            check(code)
+            self._check(step)
+            return (self._spread(step, desk.out[:total]),
+                    self._spread(step, desk.lse[:total]) if want_lse else None)
+        return self._prefill(step, layer, query, key, value, want_lse)
+
+    @staticmethod
+    def _gather(step, given, rows):
+        """Tokens of [batch][heads][columns][dim] one behind the other: [tokens][heads][dim]."""
+        given = given.transpose(1, 2)
+        if step.keep is None:
+            rows.view(given.shape).copy_(given)
+        else:
+            rows.copy_(given[step.keep])
+
+    @staticmethod
+    def _spread(step, rows):
+        """The opposite: new tensors [batch][columns]..."""
+        shape = (len(step.counts), step.columns, *rows.shape[1:])
+        if step.keep is None:
+            return rows.view(shape).clone()
+        made = rows.new_zeros(shape)
+        made[step.keep] = rows
+        return made
+
+    def _prefill(self, step, layer, query, key, value, want_lse):
+        """A long piece: its own tokens in PyTorch, what was there before merged by LSE."""
+        desk = step.desk
+        entries = step.entries.copy()
+        entries["queries"] = 0
+        check(lib.kvq_append(self.queue.pointer, byref(self._only_kv(desk, layer)),
+                             entries.ctypes.data, len(entries)))
+        step.entries["status"] = entries["status"]
+        self._check(step)
+        if self.dtype == torch.float32:  # what is attended to is what is stored
+            key, value = key.half().float(), value.half().float()
+        batch, heads, columns, dim = query.shape
+        out = query.new_zeros(batch, columns, heads, dim)
+        sums = torch.zeros(batch, columns, heads) if want_lse else None
+        for i in step.rows:
+            own = slice(None) if step.keep is None else step.keep[i]
+            done, lse = self._prefill_row(layer, i, *(x[i][:, own] for x in (query, key, value)),
+                                          want_lse)
+            out[i, own] = done.transpose(0, 1).to(out.dtype)
+            if want_lse:
+                sums[i, own] = lse.transpose(0, 1)
+        return out, sums
+
+    @staticmethod
+    def _only_kv(desk, layer):
+        full = desk.work[layer]
+        return _ffi.Work(step=full.step, layer=layer, k=full.k, v=full.v)
+
+    def _prefill_row(self, layer, row, query, key, value, want_lse):
+        table, past = self.table, self.step.past[row]
+        scale, window, cap = table.scales[layer], table.windows[layer], table.softcaps[layer]
+        if not past:
+            return causal(query, key, value, scale, window, cap, want_lse)
+        session = self.sessions[row]
+        if window:  # few tokens of the past are seen, and by some of the queries: read them
+            first = max(past - window + 1, 0)
+            old = [torch.from_numpy(a).transpose(0, 1).to(key.dtype)
+                   for a in self.queue.read(session, layer, first, past - first)]
+            key, value = (torch.cat([o, new], 1) for o, new in zip(old, (key, value)))
+            return causal(query, key, value, scale, window, cap, want_lse)
+        out, lse = causal(query, key, value, scale, window, cap)
+        then, then_lse = self._past(session, layer, query)
+        return merge(out, lse, then, then_lse)
+
+    def _past(self, session, layer, query):
+        """Attention of all queries to what the session had before the step."""
+        heads, n, dim = query.shape
+        out = torch.empty(heads, n, dim)
+        lse = torch.empty(heads, n)
+        desk = self.step.desk
+        full = desk.work[layer]
+        work = _ffi.Work(layer=layer, q=full.q, out=full.out, lse=full.lse)
+        for at in range(0, n, QUERIES):
+            count = min(QUERIES, n - at)
+            desk.queries[:count].copy_(query[:, at:at + count].transpose(0, 1))
+            entries = kvq.make_entries([session], queries=count)
+            check(lib.kvq_attend(self.queue.pointer, byref(work), entries.ctypes.data, 1))
+            check(0, entries)
+            out[:, at:at + count] = desk.out[:count].transpose(0, 1)
+            lse[:, at:at + count] = desk.lse[:count].transpose(0, 1)
+        return out, lse

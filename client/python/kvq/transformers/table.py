@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's attention is like, layer by layer, and which models are refused."""
+import torch
+
+import kvq
+
+HEAD_DIMS = (64, 128, 256)
+KINDS = {"full_attention", "sliding_attention"}
+
+
+def refuse(why):
+    """Raises: the model, or what is asked of it, is not served."""
+    raise NotImplementedError(f"kvq: {why}")
+
+
+def text_config(model):
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(model, torch.nn.Module):
+        raise TypeError(f"KvqCache was given {type(model).__name__}; expected the model itself, "
+                        "as KvqCache(model)")
+    return config.get_text_config(decoder=True)
+
+
+def check_implementation(config):
+    """The cache holds nothing that another implementation could attend to."""
+    if config._attn_implementation != "kvq":
+        refuse(f"the model attends by {config._attn_implementation!r}, which finds nothing in a "
+               "KvqCache; load the model with attn_implementation=\"kvq\", or call "
+               "model.set_attn_implementation(\"kvq\")")
+
+
+def attention_modules(model, layers):
+    """The module of each layer's attention, by its number."""
+    found = {}
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx") \
+                and hasattr(module, "scaling"):
+            found[module.layer_idx] = module
+    missing = [i for i in range(layers) if i not in found]
+    if missing:
+        refuse(f"layers {missing[:8]} of this {type(model).__name__} have no attention that says "
+               "its layer_idx and scaling; models whose layers all attend are served")
+    return [found[i] for i in range(layers)]
+
+
+class Table:
+    """Heads, dimensions, scale, window and soft-cap of each layer."""
+
+    def __init__(self, model):
+        self.config = config = text_config(model)
+        check_implementation(config)
+        if getattr(model.config, "is_encoder_decoder", False):
+            refuse("encoder-decoder models are not served: their cross-attention has no cache here")
+        kinds = set(getattr(config, "layer_types", None) or ()) - KINDS
+        if kinds:
+            refuse(f"layers of type {', '.join(sorted(kinds))} are not served; those of type "
+                   "full_attention and sliding_attention are")
+        if getattr(config, "num_kv_shared_layers", 0):
+            refuse("models whose layers read other layers' K and V (num_kv_shared_layers) are not "
+                   "served yet")
+        self.layers = config.num_hidden_layers
+        modules = attention_modules(model, self.layers)
+        self.q_heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.q_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.q_heads
+        if self.head_dim not in HEAD_DIMS:
+            refuse(f"this model's heads have {self.head_dim} dimensions; "
+                   f"{', '.join(map(str, HEAD_DIMS))} are served")
+        self.scales = [float(m.scaling) for m in modules]
+        self.windows = [self._window(m) for m in modules]
+        self.softcaps = [self._softcap(m) for m in modules]
+
+    def _window(self, module):
+        window = getattr(module, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if not hasattr(module, "sliding_window") and (
+                not kinds or kinds[module.layer_idx] == "sliding_attention"):
+            window = getattr(self.config, "sliding_window", None)
+        return int(window or 0)
+
+    def _softcap(self, module):
+        cap = getattr(module, "attn_logit_softcapping", None)
+        return float(cap or 0.0)
+
+    def rows(self):
+        """The table that kvq.Client.session takes."""
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, window=window, softcap=cap,
+                          scale=scale)
+                for window, cap, scale in zip(self.windows, self.softcaps, self.scales)]
+
+    def check(self, layer, query, key, value, scaling, window, softcap):
+        """What the model asks for in this call is what the sessions were opened with."""
+        heads, dims = (self.q_heads, self.kv_heads), (self.head_dim,) * 3
+        given = (query.shape[1], key.shape[1]), (query.shape[3], key.shape[3], value.shape[3])
+        if given != (heads, dims):
+            refuse(f"layer {layer} has {given[0][0]} query heads, {given[0][1]} KV heads and "
+                   f"dimensions {given[1]} of Q, K and V; the model's configuration says "
+                   f"{heads[0]}, {heads[1]} and {self.head_dim}")
+        asked = (float(scaling) if scaling else self.head_dim ** -0.5, int(window or 0),
+                 float(softcap or 0))
+        have = self.scales[layer], self.windows[layer], self.softcaps[layer]
+        if asked != have:
+            refuse(f"layer {layer} attends with (scale, window, soft-cap) {asked}; the layers were "
+                   f"understood as {have} when the cache was made")

@@ -1,0 +1,489 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq.transformers: models of all families, made here with random weights, against the same
+models with transformers' own eager attention and its own cache.
+
+    tests/transformers_test.py [NAME]...
+
+Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
+kvqd is.
+"""
+import copy
+import sys
+import unittest
+
+import e2e_rig
+from e2e_rig import Test, kvq
+
+try:
+    import torch
+    import transformers
+except ImportError as missing:
+    print(f"kvq.transformers is not tested: {missing}")
+    print("0 passed, 0 failed, 1 skipped")
+    sys.exit(0)
+
+from kvq.transformers import KvqCache  # noqa: E402
+
+TIE = 0.02    # tokens whose logits, from -3 to 3, are as near may change places: the cache is f16
+NEAR = 5e-3   # between logits over an f16 cache and eager's over keys and values rounded alike
+WINDOW = 16   # of layers with a sliding window
+
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256,
+         "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": None,
+         "pad_token_id": 0, "initializer_range": 0.08}
+FAMILIES = {  # the class of the configuration, and what differs from SIZES
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"hidden_size": 256, "head_dim": None}),
+    "qwen2_window": ("Qwen2Config", {"hidden_size": 256, "head_dim": None, "max_window_layers": 1,
+                                     "use_sliding_window": True, "sliding_window": WINDOW}),
+    "qwen3": ("Qwen3Config", {"head_dim": 128}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma2": ("Gemma2Config", {"sliding_window": WINDOW, "query_pre_attn_scalar": 48,
+                                "attn_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": 48,
+                                    "head_dim": 256, "sliding_window_pattern": 2}),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": WINDOW, "num_local_experts": 4,
+                                 "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3Config", {}),
+    "phi3": ("Phi3Config", {"hidden_size": 256, "head_dim": None, "sliding_window": WINDOW}),
+}
+
+
+def config_of(family):
+    name, changes = FAMILIES[family]
+    sizes = {n: v for n, v in {**SIZES, **changes}.items() if v is not None or n == "eos_token_id"}
+    return getattr(transformers, name)(**sizes)
+
+
+_models = {}
+
+
+def models(family, dtype=torch.float32):
+    """The same model twice: with eager attention, and with kvq's."""
+    if (family, dtype) not in _models:
+        torch.manual_seed(1)
+        made = []
+        for kind in ("eager", "kvq"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config_of(family)), attn_implementation=kind)
+            made.append(model.eval())
+        for name, tensor in made[0].named_parameters():  # sinks and norms are made as 0 or 1
+            if tensor.ndim == 1:
+                torch.nn.init.uniform_(tensor, 0.5, 1.5)
+                tensor.data -= int(family.startswith("gemma"))  # whose norms add 1 to it
+        made[1].load_state_dict(made[0].state_dict())
+        if dtype != torch.float32:  # not .to(): that would cast RoPE's frequencies
+            made = [_with_dtype(m, dtype) for m in made]
+        _models[family, dtype] = made
+    return _models[family, dtype]
+
+
+def _with_dtype(model, dtype):
+    for tensor in model.parameters():
+        tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+class Rounded(transformers.DynamicCache):
+    """Keys and values as a session of f16 stores them."""
+
+    def update(self, key_states, value_states, *rest, **options):
+        return super().update(key_states.half().float(), value_states.half().float(), *rest,
+                              **options)
+
+
+def prompt(n, seed=0, rows=1):
+    torch.manual_seed(seed)
+    return torch.randint(3, 256, (rows, n))
+
+
+class Case(Test):
+    """Tests with models."""
+
+    def setUp(self):
+        super().setUp()
+        torch.set_grad_enabled(False)
+
+    def cache(self, model, format="16bit", **options):
+        return KvqCache(model, format, client=self.client, **options)
+
+    def same_tokens(self, eager, want, got, mask=None):
+        """Equal; or, where they part for the first time, a tie of eager's."""
+        self.assertEqual(want.shape, got.shape)
+        for row in range(len(want)):
+            different = (want[row] != got[row]).nonzero()
+            if not len(different):
+                continue
+            at = int(different[0])
+            given = None if mask is None else torch.nn.functional.pad(
+                mask[row:row + 1], (0, at - mask.shape[1]), value=1)
+            logits = eager(want[row:row + 1, :at], attention_mask=given).logits[0, -1]
+            gap = float(logits[want[row, at]] - logits[got[row, at]])
+            self.assertLess(abs(gap), TIE, f"row {row}, token {at}: {want[row]} {got[row]}")
+
+    def logits(self, family, ids, **options):
+        """Eager's, over rounded keys and values."""
+        return models(family)[0](ids, past_key_values=Rounded(), **options).logits
+
+    def same_logits(self, want, got, near=NEAR):
+        self.assertEqual(want.shape, got.shape)
+        self.assertLess(float((want.float() - got.float()).abs().max()), near)
+
+    def generate(self, family, ids, count=24, mask=None, cache=None, **options):
+        """By eager and by kvq; both the same."""
+        eager, model = models(family)
+        options = {"max_new_tokens": count, "do_sample": False,
+                   "attention_mask": torch.ones_like(ids) if mask is None else mask, **options}
+        want = eager.generate(ids, **options)
+        cache = cache or self.cache(model)
+        got = model.generate(ids, past_key_values=cache, **options)
+        return eager, want, got, cache
+
+
+class Families(Case):
+    """Each family in each mode; see the functions below, named mode_*."""
+
+
+def mode_greedy(test, family):
+    eager, want, got, cache = test.generate(family, prompt(12), count=40)
+    test.same_tokens(eager, want, got)
+    test.assertEqual(cache.get_seq_length(), want.shape[1] - 1)
+    test.assertEqual(cache.sessions[0].refresh(), want.shape[1] - 1)
+
+
+def mode_left_padding(test, family):
+    """Pads are no tokens: sessions are as long as their rows without them."""
+    ids, mask = prompt(22, rows=3), torch.ones(3, 22, dtype=torch.long)
+    for row, pads in ((0, 9), (2, 20)):
+        mask[row, :pads] = 0
+        ids[row, :pads] = 0
+    eager, want, got, cache = test.generate(family, ids, mask=mask)
+    test.same_tokens(eager, want, got, mask)
+    test.assertEqual([s.tokens for s in cache.sessions], [36, 45, 25])
+
+
+def mode_beams(test, family):
+    eager, want, got, cache = test.generate(family, prompt(12), num_beams=3)
+    if not torch.equal(want, got):  # a tie between beams is one between their sums
+        scores = [float(eager(x).logits[0, :-1].log_softmax(-1).gather(
+            1, x[0, 1:, None])[11:].sum()) for x in (want, got)]
+        test.assertLess(abs(scores[0] - scores[1]), TIE)
+    test.assertEqual(len(cache.sessions), 3)
+
+
+def mode_prompt_lookup(test, family):
+    ids = prompt(9).repeat(1, 3)
+    eager, want, got, _ = test.generate(family, ids, prompt_lookup_num_tokens=3, eos_token_id=2)
+    test.same_tokens(eager, want, got)
+
+
+def mode_chunked_prefill(test, family):
+    eager, want, got, _ = test.generate(family, prompt(45), prefill_chunk_size=7)
+    test.same_tokens(eager, want, got)
+
+
+def mode_second_turn(test, family):
+    eager, _, got, cache = test.generate(family, prompt(12))
+    ids = torch.cat([got, prompt(9, 5)], 1)
+    eager, want, got, _ = test.generate(family, ids, cache=cache)
+    test.same_tokens(eager, want, got)
+
+
+def mode_crop(test, family):
+    """What is cropped is as if it had never been."""
+    _, model = models(family)
+    ids, other = prompt(40), prompt(14, 3)
+    cache = test.cache(model)
+    model(ids, past_key_values=cache)
+    cache.crop(-9)
+    test.assertEqual(cache.get_seq_length(), 31)
+    got = model(other, past_key_values=cache).logits
+    want = test.logits(family, torch.cat([ids[:, :31], other], 1))[:, 31:]
+    test.same_logits(want, got)
+
+
+def mode_deepcopy(test, family):
+    """A copy is a fork: both go on by themselves."""
+    _, model = models(family)
+    ids = prompt(40)
+    cache = test.cache(model)
+    model(ids, past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    for seed, one in ((1, cache), (2, fork), (3, cache)):
+        more = prompt(10, seed)
+        mine = torch.cat([ids, prompt(10, 1), more], 1) if seed == 3 else torch.cat([ids, more], 1)
+        got = model(more, past_key_values=one).logits
+        test.same_logits(test.logits(family, mine)[:, -10:], got)
+
+
+def mode_long(test, family):
+    """Prompts of more than 512 tokens, with and without tokens before them, and a batch of two."""
+    _, model = models(family)
+    for rows, pieces in ((1, (600, 1, 530)), (2, (20, 300, 3))):
+        ids = prompt(sum(pieces), rows=rows)
+        mask = torch.ones_like(ids)
+        mask[0, :7 * (rows - 1)] = 0
+        want, cache, at = test.logits(family, ids, attention_mask=mask), test.cache(model), 0
+        for n in pieces:
+            got = model(ids[:, at:at + n], attention_mask=mask[:, :at + n],
+                        past_key_values=cache).logits
+            shown = mask[:, at:at + n].bool()
+            test.same_logits(want[:, at:at + n][shown], got[shown])
+            at += n
+
+
+def _add_modes():
+    for family in FAMILIES:
+        for name, mode in list(globals().items()):
+            if name.startswith("mode_"):
+                def test(self, family=family, mode=mode):
+                    if not hasattr(transformers, FAMILIES[family][0]):
+                        self.skipTest(f"this transformers has no {FAMILIES[family][0]}")
+                    mode(self, family)
+                test.__doc__ = mode.__doc__
+                setattr(Families, f"test_{family}_{name[5:]}", test)
+
+
+_add_modes()
+
+
+class Llama(Case):
+    """What does not depend on the family."""
+
+    def test_dtypes(self):
+        """Models in 16 bits: logits as near to eager's as their own rounding."""
+        for dtype, near in ((torch.float16, 0.02), (torch.bfloat16, 0.15)):
+            eager, model = models("llama", dtype)
+            ids = prompt(60)
+            cache = self.cache(model)
+            got = [model(ids[:, :50], past_key_values=cache).logits]
+            got += [model(ids[:, i:i + 1], past_key_values=cache).logits for i in range(50, 60)]
+            self.same_logits(eager(ids).logits, torch.cat(got, 1), near)
+            self.assertEqual(cache.sessions[0].info()["format"],
+                             {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype])
+
+    def test_quantized(self):
+        """A format of few bits is what the session has, and its logits are near."""
+        eager, model = models("llama")
+        ids = prompt(700)
+        want = eager(ids).logits[:, 600:]
+        for form, near in (("oscar4", 0.995), ("oscar2", 0.9)):
+            cache = self.cache(model, form)
+            model(ids[:, :600], past_key_values=cache)
+            got = torch.cat([model(ids[:, i:i + 1], past_key_values=cache).logits
+                             for i in range(600, 700)], 1)
+            alike = float(torch.corrcoef(torch.stack([want.flatten(), got.flatten()]))[0, 1])
+            self.assertGreater(alike, near)
+            self.assertLess(alike, 0.99999, "nothing was quantized")
+            self.assertLess(cache.sessions[0].info()["bits_per_value"], 6)
+
+    def test_a_failed_forward(self):
+        """Leaves no step open, and the cache as it was."""
+        _, model = models("llama")
+        ids = prompt(900)
+        for first, n in ((10, 3), (10, 600)):
+            cache = self.cache(model)
+            model(ids[:, :first], past_key_values=cache)
+
+            def fail(*_):
+                raise ZeroDivisionError
+            hook = model.model.layers[1].mlp.register_forward_hook(fail)
+            with self.assertRaises(ZeroDivisionError):
+                model(ids[:, first:first + n], past_key_values=cache)
+            hook.remove()
+            self.assertEqual(cache.get_seq_length(), first)
+            session = cache.sessions[0]
+            with self.queue.step([session], 1) as step:  # nobody else has one open
+                step.abort()
+            got = model(ids[:, first:first + n], past_key_values=cache).logits
+            self.same_logits(self.logits("llama", ids[:, :first + n])[:, first:], got)
+
+    def test_pads_in_the_middle(self):
+        """The second turn of a batch may have pads of its own."""
+        _, model = models("llama")
+        ids, mask = prompt(20, rows=2), torch.ones(2, 20, dtype=torch.long)
+        mask[0, 10:14] = 0
+        positions = (mask.cumsum(1) - 1).clamp(0)
+        want = self.logits("llama", ids, attention_mask=mask, position_ids=positions)
+        cache = self.cache(model)
+        for at, end in ((0, 10), (10, 12), (12, 20)):
+            got = model(ids[:, at:end], attention_mask=mask[:, :end],
+                        position_ids=positions[:, at:end], past_key_values=cache).logits
+            shown = mask[:, at:end].bool()
+            self.same_logits(want[:, at:end][shown], got[shown])
+        cache.crop(-9)
+        self.assertEqual([s.tokens for s in cache.sessions], [10, 11])
+
+    def test_rows_that_are_chosen(self):
+        _, model = models("llama")
+        ids, more = prompt(10, rows=2), prompt(4, 2, rows=4)
+        cache = self.cache(model)
+        model(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        all_ids = torch.cat([ids.repeat_interleave(2, 0), more], 1)
+        self.same_logits(self.logits("llama", all_ids)[:, 10:],
+                         model(more, past_key_values=cache).logits)
+        cache.batch_select_indices(torch.tensor([3, 1]))
+        all_ids = torch.cat([ids[[1, 0]], more[[3, 1]], more[:2]], 1)
+        self.same_logits(self.logits("llama", all_ids)[:, 14:],
+                         model(more[:2], past_key_values=cache).logits)
+        cache.reset()
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(self.logits("llama", ids), model(ids, past_key_values=cache).logits)
+
+    def test_assistant(self):
+        """Another model drafts; both have a cache of kvq's, the assistant's its own."""
+        eager, _ = models("llama")
+        assistant = copy.deepcopy(eager)
+        torch.manual_seed(3)
+        for tensor in assistant.parameters():
+            tensor.data += torch.randn_like(tensor) * 0.004
+        ids = prompt(12)
+        eager, want, got, _ = self.generate("llama", ids, assistant_model=assistant)
+        self.same_tokens(eager, want, got)
+
+    def test_what_is_left(self):
+        """Sessions and buffers go with the cache."""
+        _, model = models("llama")
+        for _ in range(3):
+            cache = self.cache(model)
+            model(prompt(600), past_key_values=cache)
+            model(prompt(3), past_key_values=cache)
+            self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+            self.assertEqual(len(self.client._buffers), 2)
+            del cache
+            self.assertEqual(self.client._buffers, [])
+        self.assertEqual(self.daemon.ctl("session", "list"), [])
+
+
+class Refused(Case):
+    """What is not served is refused with a sentence that says what is wrong, and the cache is as
+    it was."""
+
+    def setUp(self):
+        super().setUp()
+        self.ids = prompt(12)
+        self.model = models("llama")[1]
+
+    def refused(self, text, call, *arguments, **options):
+        with self.assertRaises(NotImplementedError) as caught:
+            call(*arguments, **options)
+        self.assertIn(text, str(caught.exception))
+
+    def still_serves(self, cache):
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(self.logits("llama", self.ids),
+                         self.model(self.ids, past_key_values=cache).logits)
+
+    def test_other_caches(self):
+        for options in ({}, {"use_cache": False}):
+            self.refused("KvqCache", self.model, self.ids, **options)
+            self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2, **options)
+        self.refused("KvqCache", self.model, self.ids,
+                     past_key_values=transformers.DynamicCache())
+        self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2,
+                     cache_implementation="static")
+
+    @unittest.skipIf(transformers.__version__ < "5", "transformers 4 fails without a sentence")
+    def test_continuous_batching(self):
+        """transformers itself says that it takes other implementations alone."""
+        with self.assertRaises(Exception) as caught:
+            self.model.generate_batch([[5, 6, 7]], transformers.GenerationConfig(
+                max_new_tokens=2, eos_token_id=2, pad_token_id=0))
+        self.assertIn("kvq", str(caught.exception))
+
+    def test_other_attention(self):
+        for name in ("eager", "sdpa"):
+            model = copy.deepcopy(self.model)
+            cache = self.cache(model)
+            model.set_attn_implementation(name)
+            self.refused(f"attends by '{name}'", KvqCache, model)
+            self.refused(f"attends by '{name}'", model, self.ids, past_key_values=cache)
+            model.set_attn_implementation("kvq")
+            self.still_serves(cache)
+
+    def test_training(self):
+        cache = self.cache(self.model)
+        with torch.enable_grad():
+            self.refused("torch.no_grad()", self.model, self.ids, past_key_values=cache)
+        model = copy.deepcopy(self.model).train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        self.refused("model.eval()", model, self.ids, past_key_values=self.cache(model))
+        self.still_serves(cache)
+
+    def test_weights_of_attention(self):
+        cache = self.cache(self.model)
+        self.refused("output_attentions", self.model, self.ids, past_key_values=cache,
+                     output_attentions=True)
+        self.still_serves(cache)
+
+    def test_shapes(self):
+        sizes = {**SIZES, "head_dim": 96}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**sizes), attn_implementation="kvq")
+        self.refused("96 dimensions; 64, 128, 256 are served", KvqCache, model)
+        double = copy.deepcopy(self.model).double()
+        self.refused("float64", double, self.ids, past_key_values=self.cache(double))
+        with self.assertRaises(TypeError):
+            KvqCache(self.model.config)
+
+    def test_models(self):
+        config = transformers.T5Config(d_model=64, d_ff=64, num_layers=1, num_heads=1, d_kv=64,
+                                       vocab_size=64)
+        model = transformers.T5ForConditionalGeneration(config)
+        model.config._attn_implementation = "kvq"
+        self.refused("encoder-decoder", KvqCache, model)
+        model = copy.deepcopy(self.model)
+        model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+        self.refused("linear_attention", KvqCache, model)
+
+    def test_masks(self):
+        cache = self.cache(self.model)
+        mask = torch.zeros(1, 1, 12, 12)
+        self.refused("a mask of one's own", self.model, self.ids, past_key_values=cache,
+                     attention_mask=mask)
+        self.refused("attention_mask has 11 columns", self.model, self.ids, past_key_values=cache,
+                     attention_mask=torch.ones(1, 11, dtype=torch.long))
+        self.still_serves(cache)
+        mask = torch.ones(1, 13, dtype=torch.long)
+        mask[0, 3] = 0
+        self.refused("stays visible", self.model, self.ids[:, :1], past_key_values=cache,
+                     attention_mask=mask)
+        padded = self.cache(self.model)
+        self.model(self.ids, past_key_values=padded, attention_mask=mask[:, :12])
+        self.refused("pad tokens", self.model, self.ids[:, :1], past_key_values=padded)
+        self.refused("has 1 rows, the forward 2", self.model, prompt(1, rows=2),
+                     past_key_values=cache)
+
+    def test_early_exit(self):
+        """Of a forward that leaves out the last layers nothing is kept."""
+        model = copy.deepcopy(self.model)
+        cache = self.cache(model)
+        last = model.model.layers[-1:]
+        model.model.layers = model.model.layers[:-1]
+        model.config.num_hidden_layers -= 1
+        self.refused("before its last layer", model, self.ids, past_key_values=cache)
+        model.model.layers += last
+        model.config.num_hidden_layers += 1
+        self.still_serves(cache)
+
+    def test_cropping_too_much(self):
+        cache = self.cache(self.model, "oscar2", max_rollback=4)
+        self.model(prompt(700), past_key_values=cache)
+        error = self.fails(kvq.Code.E_ROLLBACK, cache.crop, -300)
+        if hasattr(error, "__notes__"):
+            self.assertIn("max_rollback=4", error.__notes__[0])
+        self.assertEqual(cache.get_seq_length(), 700)
+        self.assertEqual(cache.sessions[0].refresh(), 700)
+        with self.assertRaises(ValueError):
+            cache.crop(-701)
+        self.refused("change together", cache.layers[0].crop, -1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(e2e_rig.run([Families, Llama, Refused], __doc__))
