@@ -9,7 +9,9 @@ Needs PyTorch and transformers; says so and ends well where they are missing. KV
 kvqd is.
 """
 import copy
+import os
 import sys
+import tempfile
 import unittest
 
 import e2e_rig
@@ -359,6 +361,121 @@ class Llama(Case):
         self.assertEqual(self.daemon.ctl("session", "list"), [])
 
 
+class Sessions(Case):
+    """Sessions that outlive their cache, and beginnings that sessions have in common."""
+    DAEMON = {"attention": "exact"}
+
+    def setUp(self):
+        super().setUp()
+        self.model = models("llama")[1]
+
+    def test_name(self):
+        """The second turn in another cache, of another connection."""
+        ids, more = prompt(300), prompt(20, 5)
+        with self.cache(self.model, name="chat") as cache:
+            first = self.model.generate(ids, past_key_values=cache, max_new_tokens=6,
+                                        do_sample=False)
+        turn = torch.cat([first, more], 1)
+        with self.daemon.client() as client, \
+                KvqCache(self.model, "16bit", client=client, name="chat") as cache:
+            self.assertEqual(cache.get_seq_length(), 305)
+            got = self.model.generate(turn, past_key_values=cache, max_new_tokens=9,
+                                      do_sample=False)
+            cache.crop(-3)
+            self.assertEqual(cache.get_seq_length(), got.shape[1] - 4)
+            eager = models("llama")[0]
+            want = eager.generate(turn, max_new_tokens=9, do_sample=False)
+            self.same_tokens(eager, want, got)
+            cache.reset()
+        with self.cache(self.model, name="chat") as cache:
+            self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_names_that_do_not_fit(self):
+        """Other weights do not go on with a session, nor does another writer beside the first."""
+        with self.cache(self.model, name="one") as cache:
+            self.model(prompt(9), past_key_values=cache)
+        self.fails(kvq.Code.E_PERMISSION, self.cache, self.model, name="one", namespace="others")
+        other = copy.deepcopy(self.model)
+        other.model.layers[1].mlp.up_proj.weight.data += 0.01
+        self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
+        cache = self.cache(self.model, name="one")
+        self.assertEqual(cache.get_seq_length(), 9)
+        self.fails(kvq.Code.E_BUSY, self.cache, self.model, name="one",
+                   namespace=f"uid-{os.getuid()}")
+        with self.assertRaises(NotImplementedError):
+            self.model(prompt(3, rows=2), past_key_values=cache)
+
+    def test_prefix(self):
+        """What one cache has computed the next finds; so does a fork's, and one after a crop."""
+        for family in ("llama", "mistral", "gemma3"):
+            with self.subTest(family):
+                eager, model = models(family)
+                ids = torch.cat([prompt(400, 7), prompt(30)], 1)
+                with self.cache(model, prefix=ids) as cache:
+                    self.assertEqual(cache.get_seq_length(), 0)
+                    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False,
+                                   prompt_lookup_num_tokens=3, eos_token_id=2)
+                other = torch.cat([ids[:, :390], prompt(60, 2)], 1)
+                with self.cache(model, prefix=other[0].tolist()) as cache:
+                    found = cache.get_seq_length()
+                    self.assertEqual(found, 384)
+                    got = model.generate(other, past_key_values=cache, max_new_tokens=12,
+                                         do_sample=False)
+                    want = eager.generate(other, max_new_tokens=12, do_sample=False)
+                    self.same_tokens(eager, want, got)
+                with self.cache(model, prefix=ids, salt="another tenant") as cache:
+                    self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_prefix_of_short_steps(self):
+        """Ids are told by steps of this process as well, by pieces and by a copy."""
+        ids = prompt(400, 11)
+        with self.cache(self.model, prefix=ids) as cache:
+            for at in range(0, 200, 50):
+                self.model(ids[:, at:at + 50], past_key_values=cache)
+            fork = copy.deepcopy(cache)
+        for at in range(200, 400, 50):
+            self.model(ids[:, at:at + 50], past_key_values=fork)
+        fork.close()  # 32 tokens could have been cropped: they are nobody else's
+        self.assertEqual(self.cache(self.model, prefix=ids).get_seq_length(), 256)
+
+    def test_embeddings_tell_nothing(self):
+        ids = prompt(300, 13)
+        embedded = self.model.get_input_embeddings()(ids)
+        with self.cache(self.model, prefix=ids) as cache:
+            self.model(inputs_embeds=embedded, past_key_values=cache)
+            self.model(ids[:, :200], past_key_values=cache)
+        self.assertEqual(self.cache(self.model, prefix=ids).get_seq_length(), 0)
+
+
+class Saved(Case):
+    """Sessions on disk."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory(prefix="kvq-")
+        cls.daemon = e2e_rig.Daemon(storage_dir=cls.folder.name)
+
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        cls.folder.cleanup()
+
+    def test_another_daemon_goes_on(self):
+        eager, model = models("llama")
+        ids = prompt(300)
+        with self.cache(model, name="saved", on_detach="save") as cache:
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            cache.save()
+        self.client.close()
+        self.daemon.stop()
+        type(self).daemon = e2e_rig.Daemon(storage_dir=self.folder.name)
+        with self.daemon.client() as client:
+            cache = KvqCache(model, "16bit", client=client, name="saved")
+            self.assertEqual(cache.get_seq_length(), 305)
+            got = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        self.same_tokens(eager, eager.generate(ids, max_new_tokens=9, do_sample=False), got)
+
+
 class Refused(Case):
     """What is not served is refused with a sentence that says what is wrong, and the cache is as
     it was."""
@@ -486,4 +603,4 @@ class Refused(Case):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(e2e_rig.run([Families, Llama, Refused], __doc__))
+    sys.exit(e2e_rig.run([Families, Llama, Sessions, Saved, Refused], __doc__))

@@ -125,7 +125,7 @@ def private_daemon(**options):
     """Starts this process's own daemon, unless it has one, and returns its directory.
 
     options: kvqd's, as in its configuration file: private_daemon(pool_bytes="8gb",
-    store_dir="/var/tmp/chats"). Without any, the one that is running whatever its options are.
+    storage_dir="/var/tmp/chats"). Without any, the one that is running whatever its options are.
     ValueError if it has been started with others; kvq.Error if it cannot start. Any thread."""
     global _running
     with _lock:

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .memory import CODES
 from .rows import MAX_TOKENS, Rows, shared_client
-from .table import Table, check_implementation, refuse
+from .table import Table, check_implementation, fingerprint, refuse
 
 _LENGTHS = int(transformers.__version__.split(".", 1)[0]) < 5  # crop() takes the length to keep
 
@@ -69,7 +69,8 @@ class State:
     def __init__(self, table, rows):
         self.table, self.rows = table, rows
         self.waiting = None   # the layer whose K came and was not attended to yet
-        self.ids = None       # of the forward under way, where they are to be told
+        self.tells = False    # the daemon learns which tokens they are, for others to find
+        self.ids = None       # of the forward under way, if it tells
 
     def came(self, number, key):
         check_implementation(self.table.config)
@@ -87,6 +88,7 @@ class State:
         rows = self.rows
         self.waiting = None
         if number == 0:
+            self.tells = self.tells and self.ids is not None  # the model itself was not called
             rows.begin(key, mask, self.ids)
         if rows.step is None or rows.step.next != number:
             rows.abort()
@@ -102,6 +104,11 @@ class State:
             rows.abort()
             raise
         return out
+
+    def begins(self, ids):
+        """A forward begins with these ids; None: with embeddings. Ids are told without a gap."""
+        self.tells = self.tells and ids is not None
+        self.ids = ids if self.tells else None
 
     def over(self, failed):
         """A forward has ended. What is still open is no whole step."""
@@ -122,20 +129,37 @@ class KvqCache(Cache):
     max_rollback   tokens that crop() can take away, as speculative decoding does
     prompt_tokens  of a prompt that comes in pieces: so many are attended to in 16 bits
     max_tokens     that a row may have
+    name           of a session that outlives the cache: one that is there goes on where it stands,
+                   and get_seq_length() says how many tokens it has. Its cache has one row
+    namespace      of the name, and of prefixes
+    prefix         ids of the prompt: what other sessions have of it need not be computed again, and
+                   what this one computes is there for others. The cache has one row
+
+    on_detach, keep_seconds, salt and adapter are those of kvq.Client.session.
 
     copy.deepcopy() of a cache is a fork: it shares what is packed.
     """
 
     def __init__(self, model, format="oscar4", *, client=None, attention="default",
-                 max_rollback=32, prompt_tokens=None, max_tokens=None):
+                 max_rollback=32, prompt_tokens=None, max_tokens=None, name=None, namespace=None,
+                 prefix=None, on_detach="default", keep_seconds=0, salt=None, adapter=None):
         table = Table(model)
         longest = getattr(table.config, "max_position_embeddings", 0) or 0
-        rows = Rows(table, client or shared_client(),
-                    {"format": format, "attention": attention, "max_rollback": max_rollback,
-                     "prompt_tokens": prompt_tokens},
+        options = {"format": format, "attention": attention, "max_rollback": max_rollback,
+                   "prompt_tokens": prompt_tokens, "name": name, "ns": namespace,
+                   "on_detach": on_detach, "keep_seconds": keep_seconds, "salt": salt,
+                   "adapter": adapter}
+        if prefix is not None:
+            options["prefix"] = _one_row(prefix)[:-1]  # the last token's logits are needed
+        if name is not None or prefix is not None:
+            options["model"] = fingerprint(model)
+        rows = Rows(table, client or shared_client(), options,
                     max_tokens or min(max(longest, MAX_TOKENS), 1 << 20))
         self._set(State(table, rows))
+        self.state.tells = prefix is not None
         watch(model)
+        if "model" in options:
+            rows.open(1, model.dtype, 0 if prefix is None else len(options["prefix"]))
 
     def _set(self, state):
         self.state = state
@@ -186,9 +210,15 @@ class KvqCache(Cache):
         """Gives sessions and buffers back. A cache that nothing refers to does so by itself."""
         self.state.rows.close()
 
+    def save(self):
+        """Saves a named session to the daemon's storage; returns when that is durable."""
+        for session in self.state.rows.sessions:
+            session.save()
+
     def __deepcopy__(self, _):
         made = KvqCache.__new__(KvqCache)
         made._set(State(self.state.table, self.state.rows.fork()))
+        made.state.tells = self.state.tells
         return made
 
     def __enter__(self):
@@ -198,16 +228,32 @@ class KvqCache(Cache):
         self.close()
 
 
+def _one_row(ids):
+    """Ids of a prompt as a list."""
+    ids = torch.as_tensor(ids)
+    if ids.numel() == 0 or ids.numel() != ids.shape[-1]:
+        refuse(f"prefix has shape {tuple(ids.shape)}; the ids of one row are served")
+    return ids.reshape(-1).tolist()
+
+
 # ---- Forwards of the model: what they begin with, and how they end ----
 
 _watched = weakref.WeakSet()
 
 
 def watch(model):
-    """So that a forward that fails leaves no step open. Once for each model."""
+    """So that ids of tokens are known, and a forward that fails leaves no step open. Once for each
+    model."""
     if model not in _watched:
         _watched.add(model)
+        model.register_forward_pre_hook(_begins, with_kwargs=True)
         model.register_forward_hook(_ended, with_kwargs=True, always_call=True)
+
+
+def _begins(_model, args, options):
+    cache = options.get("past_key_values")
+    if isinstance(cache, KvqCache):
+        cache.state.begins(options.get("input_ids", args[0] if args else None))
 
 
 def _ended(_model, _args, options, output):

@@ -22,6 +22,7 @@ from .table import refuse
 NEAR_ROWS = 256     # tokens of a step that attends here
 QUERIES = 512       # kvqd's limit of a session's queries in a request
 MAX_TOKENS = 131072
+OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
 _shared = None
 _shared_lock = threading.Lock()
@@ -73,20 +74,22 @@ class Rows:
     # ---- Sessions ----
 
     def open(self, batch, dtype, prompt=0):
-        """One session for each row of a batch."""
+        """One session for each row of a batch. One that is there already, by its name or by what it
+        begins with, goes on where it stands."""
         options = dict(self.options)
-        name = options.pop("name", None)
         if options.get("prompt_tokens") is None:
             options["prompt_tokens"] = min(prompt, QUERIES)
+        self.options.pop("prefix", None)  # of the first sessions alone
+        if batch > 1 and (options.get("name") or "prefix" in options):
+            refuse(f"a cache with a name or a prefix has one row; this forward has {batch}")
         stored = "bf16" if dtype == torch.bfloat16 else "f16"
         form = stored if self.format == "16bit" else self.format
         rows = self.table.rows()
-        for i in range(batch):
-            own = name if name is None or batch == 1 else f"{name}.{i}"
+        for _ in range(batch):
             self.sessions.append(self.client.session(
-                rows, form, dtype=form if form in ("f16", "bf16") else stored, name=own,
-                **options))
+                rows, form, dtype=form if form in ("f16", "bf16") else stored, **options))
         self.dtype = dtype
+        self.seen = self.sessions[0].tokens
 
     def _take_in(self, sessions):
         local = self.attach()
@@ -124,7 +127,7 @@ class Rows:
     def fork(self):
         """The same sessions once more, for a copy of the cache."""
         self.abort()
-        options = {n: v for n, v in self.options.items() if n not in ("name", "on_detach")}
+        options = {n: v for n, v in self.options.items() if n not in OF_NAMES}
         other = Rows(self.table, self.client, {**options, "format": self.format}, self.max_tokens)
         if self.sessions:
             other.sessions = self.queue.fork(self.sessions)
@@ -213,8 +216,6 @@ class Rows:
         counts, keep = self._counts(batch, columns, mask)
         if not self.sessions:
             self.open(batch, key.dtype, max(counts))
-        if self.dtype is None:
-            self.dtype = key.dtype
         if key.dtype != self.dtype:
             refuse(f"the cache was begun with {self.dtype}, this forward has {key.dtype}")
         total = sum(counts)
