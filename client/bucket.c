@@ -156,13 +156,12 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *o, kvq_bu
     if (rc)
         return rc;
     if (o->max_tokens > local->max_tokens || o->max_sessions > KVQ_MAX_BATCH ||
-        o->max_queries > KVQ_MAX_STEP_QUERIES)
+        o->max_queries > KVQ_MAX_GPU_QUERIES)
         return kvq__fail(KVQ_E_LIMIT,
                          "kvq_bucket_open: %llu tokens, %u sessions, %u queries; at most %llu, %d "
                          "and %d can be",
                          (unsigned long long)o->max_tokens, o->max_sessions, o->max_queries,
-                         (unsigned long long)local->max_tokens, KVQ_MAX_BATCH,
-                         KVQ_MAX_STEP_QUERIES);
+                         (unsigned long long)local->max_tokens, KVQ_MAX_BATCH, KVQ_MAX_GPU_QUERIES);
     kvq_bucket *b = calloc(1, sizeof *b);
     if (!b)
         return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");

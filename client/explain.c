@@ -184,6 +184,10 @@ static bool explain_limits(const struct subject *s)
     else if (e->position + e->append > KVQ_MAX_SESSION_TOKENS)
         kvq__fail(KVQ_E_LIMIT, "%s: %" PRIu64 " and %u more tokens, a session holds at most %d",
                   s->where, e->position, e->append, KVQ_MAX_SESSION_TOKENS);
+    else if (e->queries > KVQ_MAX_GPU_QUERIES)
+        kvq__fail(KVQ_E_LIMIT,
+                  "%s: %u query tokens, at most %d go into one call for a session on a GPU",
+                  s->where, e->queries, KVQ_MAX_GPU_QUERIES);
     else
         return false;
     return true;

@@ -121,14 +121,14 @@ struct part {
     const struct kvq_tensor *k, *v; // of the step; NULL: none are needed
 };
 
-static int check_queries(const struct part *p)
+static int check_queries(const struct kvq_local *local, const struct part *p)
 {
     const struct kvq_entry *e = p->entry;
     const struct kvq_shape *s = &p->layer->shape;
     const struct kvq_work *w = p->work;
     if (e->queries == 0 || (e->append && e->queries > e->append))
         return KVQ_E_INVALID;
-    if (e->queries > KVQ_MAX_STEP_QUERIES)
+    if (e->queries > (local->here.driver ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_STEP_QUERIES))
         return KVQ_E_LIMIT;
     int rc = check_rows(&w->q, s->q_heads, s->k_dim, e->q_row, e->queries);
     if (rc == KVQ_OK)
@@ -171,7 +171,7 @@ static int check_part(const struct kvq_local *local, struct part *p)
     p->layer = &p->session->layers[p->work->layer];
     p->source = &p->session->layers[p->layer->source];
     rc = find_tail(local, p);
-    return rc ? rc : check_queries(p);
+    return rc ? rc : check_queries(local, p);
 }
 
 // ---- What a call writes ----

@@ -5,6 +5,9 @@
 #include "daemon/lane.h"
 #include "daemon/state.h"
 
+static_assert((int)KVQ_MAX_STEP_QUERIES == (int)KVQ_MAX_QUERY_TOKENS,
+              "the protocol promises what the kernels can");
+
 static bool is_append(const struct kvq__queue *q)
 {
     return q->header.op == KVQ_OP_APPEND_ATTEND;
@@ -70,7 +73,7 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
         rc = KVQ_E_SHAPE;
     else if (e->queries == 0)
         rc = KVQ_E_INVALID;
-    else if (e->queries > KVQ_MAX_STEP_QUERIES)
+    else if (e->queries > (s->pool->gpu ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_STEP_QUERIES))
         rc = KVQ_E_LIMIT;
     else if (e->append)
         rc = check_tail(q, i);

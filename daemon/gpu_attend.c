@@ -9,6 +9,9 @@
 #include "daemon/gpu_wave.h"
 #include "kernels/cuda/attend.h"
 
+static_assert((int)KVQ_MAX_GPU_QUERIES == (int)KVQ_GPU_MAX_QUERIES,
+              "the protocol promises what the kernels can");
+
 // Entries of one format, shape and codebook, as a launch takes them.
 struct batch {
     struct kvq_gpu_layer layer;

@@ -21,9 +21,9 @@ extern "C" {
 
 enum {
     KVQ_MAX_HEAD_DIM = 256,
-    KVQ_MAX_QUERY_TOKENS = 512, // per session and call
-    KVQ_MAX_GQA = 64,           // query heads per KV head (MQA by tiles)
-    KVQ_TILE_ROWS = 64,         // query rows (tokens x heads of the group) in one item
+    KVQ_MAX_QUERY_TOKENS = 1 << 15, // per session and call
+    KVQ_MAX_GQA = 64,               // query heads per KV head (MQA by tiles)
+    KVQ_TILE_ROWS = 64,             // query rows (tokens x heads of the group) in one item
     KVQ_SPLIT_MIN = 512,
     KVQ_SPLIT_MAX = 2048,
 };

@@ -17,9 +17,10 @@ enum {
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,
     KVQ_MAX_SESSION_TOKENS = 1 << 24,
-    KVQ_MAX_STEP_TOKENS = 1 << 16, // appended to one session in one step
-    KVQ_MAX_SPANS = 1024,          // of images and audio among a session's tokens
-    KVQ_MAX_STEP_QUERIES = 512,    // query tokens of one session in one call
+    KVQ_MAX_STEP_TOKENS = 1 << 16,  // appended to one session in one step
+    KVQ_MAX_SPANS = 1024,           // of images and audio among a session's tokens
+    KVQ_MAX_STEP_QUERIES = 1 << 15, // query tokens of one session in one call
+    KVQ_MAX_GPU_QUERIES = 512,      // the same of a session on a GPU
     KVQ_MAX_ROLLBACK = 1024,
     KVQ_EXACT_PROMPT_SHARE = 2, // a prompt kept in 16 bits takes up to 1/2 of its place's memory
 

@@ -112,6 +112,21 @@ class Pieces(Test, Prompts):
         layer = kvq.Layer(4, 2, 64)
         self.check(rows=[layer, kvq.Layer(4, 2, 64, window=200)])
 
+    def test_whole_prompt_in_one_call(self):
+        """Thousands of queries go into one call on the host, 512 on a GPU."""
+        most, n = 512, 3001
+        tokens = Tokens(12, n, q_heads=4, dim=64)
+        with self.client.session(tokens.rows, "oscar2", prompt_tokens=n) as session:
+            if BACKEND != "cpu":
+                self.fails(kvq.Code.E_LIMIT, tokens.feed, self.queue, session, most + 1,
+                           text=("513 query tokens", "512", "GPU"))
+                return
+            whole, pieces = Outputs(), Outputs()
+            whole.add(tokens.feed(self.queue, session, n))
+        with self.client.session(tokens.rows, "oscar2", prompt_tokens=n) as session:
+            self.feed_to(session, tokens, n, most, pieces)
+        self.assertTrue(whole.array().tobytes() == pieces.array().tobytes())
+
     def test_opt_out(self):
         """Packed as it comes outputs do depend on the pieces: the tests here can fail. So they do
         where nobody says how long the prompt is."""

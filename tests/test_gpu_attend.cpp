@@ -548,7 +548,7 @@ static void test_limits(void **)
     calls.pop_back();
     calls[0].q_tokens = 0;
     refused(g, calls, needs, "session 0 of the batch has 0 query tokens");
-    calls[0].q_tokens = KVQ_MAX_QUERY_TOKENS + 1;
+    calls[0].q_tokens = KVQ_GPU_MAX_QUERIES + 1;
     refused(g, calls, needs, "513 query tokens; it can have 1 to 512");
     calls.clear();
     refused(g, calls, needs, "a batch of 0 sessions");

@@ -323,10 +323,10 @@ static int check_calls(const struct kvq_attend *calls, uint32_t n, char *text, s
         return -1;
     }
     for (uint32_t i = 0; i < n; i++)
-        if (calls[i].q_tokens == 0 || calls[i].q_tokens > KVQ_MAX_QUERY_TOKENS) {
+        if (calls[i].q_tokens == 0 || calls[i].q_tokens > KVQ_GPU_MAX_QUERIES) {
             snprintf(text, text_n,
                      "session %u of the batch has %u query tokens; it can have 1 to %d", i,
-                     calls[i].q_tokens, KVQ_MAX_QUERY_TOKENS);
+                     calls[i].q_tokens, KVQ_GPU_MAX_QUERIES);
             return -1;
         }
     return 0;

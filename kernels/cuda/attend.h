@@ -45,6 +45,7 @@ enum {
     KVQ_GPU_NARROW_ROWS = 16, // a session with more goes to the wide kernels
     KVQ_GPU_WIDE_ROWS = 64,
     KVQ_GPU_MAX_SESSIONS = 4096, // in a batch
+    KVQ_GPU_MAX_QUERIES = 512,   // query tokens of a session in a batch
 };
 
 // ---- What lies in device memory ----
