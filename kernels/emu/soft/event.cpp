@@ -50,7 +50,7 @@ struct event_name {
 };
 static_assert(sizeof(event_name) <= sizeof(kvq_gpu_ipc_event), "a handle has 64 bytes");
 
-static const char magic[8] = {'k', 'v', 'q', 'e', 'v', 'e', 'n', 't'};
+static const char event_magic[8] = {'k', 'v', 'q', 'e', 'v', 'e', 'n', 't'};
 
 static page_ptr map_page(int fd)
 {
@@ -328,7 +328,7 @@ int ipc_event_get(kvq_gpu_ipc_event *handle, kvq_gpu_event *event)
     if (result || e->fd < 0 || fstat(e->fd, &st) != 0)
         return result ? result : KVQ_GPU_INVALID_HANDLE;
     event_name name = {{}, m.set.pid, getpid(), e->fd, e->slot, st.st_ino, e->generation};
-    memcpy(name.magic, magic, sizeof(magic));
+    memcpy(name.magic, event_magic, sizeof(event_magic));
     memset(handle, 0, sizeof(*handle));
     memcpy(handle, &name, sizeof(name));
     return KVQ_GPU_OK;
@@ -361,7 +361,7 @@ int ipc_event_open(kvq_gpu_event **handle, kvq_gpu_ipc_event from)
         return KVQ_GPU_INVALID_CONTEXT;
     if (lacks(NO_IPC_EVENTS))
         return KVQ_GPU_NOT_SUPPORTED;
-    if (memcmp(name.magic, magic, sizeof(magic)) != 0 || name.slot >= SLOTS)
+    if (memcmp(name.magic, event_magic, sizeof(event_magic)) != 0 || name.slot >= SLOTS)
         return KVQ_GPU_INVALID_HANDLE;
     if (name.named == m.set.pid)
         return KVQ_GPU_INVALID_CONTEXT;

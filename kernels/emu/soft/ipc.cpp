@@ -29,7 +29,7 @@ struct memory_name {
 };
 static_assert(sizeof(memory_name) <= sizeof(kvq_gpu_ipc_memory), "a handle has 64 bytes");
 
-static const char magic[8] = {'k', 'v', 'q', 'm', 'e', 'm', 'o', 'r'};
+static const char memory_magic[8] = {'k', 'v', 'q', 'm', 'e', 'm', 'o', 'r'};
 
 int ipc_memory_get(kvq_gpu_ipc_memory *handle, kvq_gpu_ptr at)
 {
@@ -42,7 +42,7 @@ int ipc_memory_get(kvq_gpu_ipc_memory *handle, kvq_gpu_ptr at)
     auto b = m.blocks.upper_bound(at);
     --b;
     memory_name name = {};
-    memcpy(name.magic, magic, sizeof(magic));
+    memcpy(name.magic, memory_magic, sizeof(memory_magic));
     name.named = m.set.pid;
     name.pid = getpid();
     name.block = b->first;
@@ -135,8 +135,9 @@ int ipc_memory_open(kvq_gpu_ptr *at, kvq_gpu_ipc_memory handle, unsigned flags)
         return c ? KVQ_GPU_CAPTURE_UNSUPPORTED : KVQ_GPU_INVALID_CONTEXT;
     if (lacks(NO_LEGACY))
         return KVQ_GPU_NOT_SUPPORTED;
-    if (flags != KVQ_GPU_IPC_LAZY_PEER || memcmp(name.magic, magic, sizeof(magic)) != 0 ||
-        name.bytes == 0 || name.bytes % BLOCK != 0 || name.offset >= name.bytes)
+    if (flags != KVQ_GPU_IPC_LAZY_PEER ||
+        memcmp(name.magic, memory_magic, sizeof(memory_magic)) != 0 || name.bytes == 0 ||
+        name.bytes % BLOCK != 0 || name.offset >= name.bytes)
         return KVQ_GPU_INVALID_VALUE;
     if (name.named == m.set.pid || name.pid == getpid())
         return KVQ_GPU_INVALID_CONTEXT;
