@@ -24,14 +24,14 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
 
-parts=(tidy format release planted kernels asan tsan fuzz e2e python install docs lint
-    clang wheel attacks)
+parts=(tidy format release planted asan tsan fuzz e2e python install docs lint)
+long_parts=(kernels clang wheel attacks) # under --full alone
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
     [release]="gcc build, every test, and what the libraries export"
     [planted]="errors planted into the GPU kernels are caught; all of them under --full"
-    [kernels]="the kernel checks at lower CPU masks (c; avx2 where there is AVX-512)"
+    [kernels]="the kernel checks at lower CPU masks and with other seeds; under --full alone"
     [asan]="clang build; AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"
     [tsan]="ThreadSanitizer: tests labelled threads"
     [fuzz]="every fuzzer from its committed corpus"
@@ -55,7 +55,9 @@ while [ $# -gt 0 ]; do
     --seeds) seeds=${2:?--seeds needs a number} && shift ;;
     --fuzz-seconds) fuzz_seconds=${2:?--fuzz-seconds needs a number} && shift ;;
     --list)
-        for part in "${parts[@]}"; do printf '%-8s  %s\n' "$part" "${part_about[$part]}"; done
+        for part in "${parts[@]}" "${long_parts[@]}"; do
+            printf '%-8s  %s\n' "$part" "${part_about[$part]}"
+        done
         exit 0
         ;;
     -h | --help) usage && exit 0 ;;
@@ -68,11 +70,11 @@ while [ $# -gt 0 ]; do
 done
 for part in "${only[@]}"; do
     if [ -z "${part_about[$part]:-}" ]; then
-        echo "test.sh: there is no part '$part'; the parts are: ${parts[*]}" >&2
+        echo "test.sh: there is no part '$part'; the parts are: ${parts[*]} ${long_parts[*]}" >&2
         exit 2
     fi
 done
-[ $full = 0 ] && unset 'parts[-1]' 'parts[-2]' 'parts[-3]' # attacks, wheel, clang
+[ $full = 1 ] && parts+=("${long_parts[@]}")
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
 # All fuzzers together have 48 seconds, or 20 minutes of a CPU, so that another one does not make a
 # run longer.
