@@ -763,7 +763,7 @@ static void run_job(void **state)
 {
     const struct job *job = *state;
     for (uint64_t round = 0; round < ROUNDS && !same_entry(job); round++) {
-        struct kvt_rng rng = {kvt_seed() + 1000 * round};
+        struct kvt_rng rng = {.state = kvt_seed() + 1000 * round};
         job->check->run(&job->pair, &rng);
     }
 }

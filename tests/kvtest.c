@@ -40,10 +40,17 @@ uint32_t kvt_below(struct kvt_rng *rng, uint32_t n)
     return (uint32_t)(kvt_u64(rng) >> 32) % n;
 }
 
+// The polar method (Marsaglia, Bray, 1964), which needs no cosine.
 float kvt_normal(struct kvt_rng *rng)
 {
-    double u = ((double)(kvt_u64(rng) >> 11) + 1) * 0x1p-53, v = (double)kvt_u64(rng) * 0x1p-64;
-    return (float)(sqrt(-2 * log(u)) * cos(6.283185307179586 * v));
+    double x, y, square;
+    do {
+        uint64_t bits = kvt_u64(rng);
+        x = (double)(int32_t)(uint32_t)bits * 0x1p-31;
+        y = (double)(int32_t)(uint32_t)(bits >> 32) * 0x1p-31;
+        square = x * x + y * y;
+    } while (square >= 1 || square == 0);
+    return (float)(x * sqrt(-2 * log(square) / square));
 }
 
 static float extreme(struct kvt_rng *rng)
@@ -180,7 +187,7 @@ static const float *noise(size_t n)
     assert_true(n <= most);
     if (x)
         return x;
-    struct kvt_rng rng = {77};
+    struct kvt_rng rng = {.state = 77};
     x = malloc(most * sizeof *x);
     for (size_t i = 0; i < most; i++)
         x[i] = kvt_normal(&rng);
@@ -337,7 +344,7 @@ static void fill_random(const void *data, const struct kvq_shape *s, float *k, f
                         uint32_t tokens)
 {
     const struct random *r = data;
-    struct kvt_rng rng = {r->seed};
+    struct kvt_rng rng = {.state = r->seed};
     kvt_fill(&rng, r->kind, k, tokens, (uint32_t)s->kv_heads * s->k_dim);
     kvt_fill(&rng, r->kind, v, tokens, (uint32_t)s->kv_heads * s->k_dim);
 }
@@ -374,7 +381,7 @@ struct kvq_reading kvt_reading(const struct kvt_cache *c)
 struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uint64_t seed)
 {
     struct kvt_request r = {0};
-    struct kvt_rng rng = {seed};
+    struct kvt_rng rng = {.state = seed};
     uint32_t heads = c->shape.q_heads, dim = c->shape.k_dim;
     size_t n = (size_t)q_tokens * heads;
     r.q = kvt_guarded(sizeof(float) * n * dim, 4);

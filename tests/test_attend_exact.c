@@ -160,7 +160,7 @@ static bool random_name(struct kvt_rng *rng, char *name)
 // Whatever can be composed and is not refused is computed as its stages say.
 static void test_random_compositions(void **state)
 {
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     char name[KVQ_FORMAT_NAME];
     (void)state;
     for (int done = 0; done < 60;) {

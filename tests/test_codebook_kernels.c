@@ -36,7 +36,7 @@ static const float *numbers(bool coarse)
 {
     static float *x[2];
     const size_t n = (size_t)KVQ_MAX_HEAD_DIM * 65536 + 64 * KVQ_MAX_HEAD_DIM;
-    struct kvt_rng rng = {5};
+    struct kvt_rng rng = {.state = 5};
     if (x[coarse])
         return x[coarse];
     x[coarse] = malloc(n * sizeof(float));

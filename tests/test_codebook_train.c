@@ -36,7 +36,7 @@ static void test_planted_clusters(void **unused)
     (void)unused;
     enum { K = 32, EACH = 50, D = 4 };
     static float centre[K][D], points[K * EACH][D], found[K][D];
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     struct kmeans_result result;
     for (int j = 0; j < K; j++)
         for (int i = 0; i < D; i++)
@@ -101,7 +101,7 @@ static void test_more_rounds_are_no_worse(void **unused)
 {
     (void)unused;
     static float points[3000];
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     float found[64 * 2];
     double last = INFINITY;
     for (int i = 0; i < 3000; i++)
@@ -138,7 +138,7 @@ static void test_many_clusters(void **unused)
     for (uint32_t dim = 2; dim <= 8; dim += 6) {
         float *points = malloc(sizeof(float) * COUNT * dim);
         float *found = malloc(sizeof(float) * K * dim), *again = malloc(sizeof(float) * K * dim);
-        struct kvt_rng rng = {kvt_seed() + dim};
+        struct kvt_rng rng = {.state = kvt_seed() + dim};
         struct kmeans_result result;
         struct watched w = {0, INFINITY};
         double error = 0;
@@ -180,7 +180,7 @@ struct tensors {
 static struct tensors *make_tensors(uint64_t seed)
 {
     struct tensors *x = malloc(sizeof *x);
-    struct kvt_rng rng = {seed};
+    struct kvt_rng rng = {.state = seed};
     assert_non_null(x);
     for (int l = 0; l < 2; l++)
         for (int h = 0; h < HEADS; h++)

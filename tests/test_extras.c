@@ -125,7 +125,7 @@ static void append(struct session *x, const float *k, const float *v, uint32_t n
 static void check_pieces(const struct kvq_format *f, uint32_t dim, uint32_t tokens)
 {
     static const uint32_t pieces[] = {17, 1, 128, 512};
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     size_t n = (size_t)tokens * 2 * dim;
     float *k = malloc(sizeof(float) * n), *v = malloc(sizeof(float) * n);
     kvt_fill(&rng, KVT_OUTLIERS, k, tokens, 2 * dim);
@@ -184,7 +184,7 @@ static void check_factors(uint32_t tokens, uint32_t prompt, uint32_t learn)
     struct session x = open_session("innerq-base", HEADS, DIM, KVQ_BF16, tokens, prompt);
     size_t n = (size_t)tokens * HEADS * DIM;
     float *k = calloc(n, sizeof *k), *v = calloc(n, sizeof *v);
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     assert_int_equal(x.learn, learn);
     kvt_fill(&rng, KVT_NORMAL, k, tokens, HEADS * DIM);
     for (uint32_t i = 0; i < n; i++) {
@@ -286,7 +286,7 @@ struct ott {
 static struct ott ott_keys(uint32_t tokens, bool falling, uint64_t seed)
 {
     struct ott o = {.tokens = tokens};
-    struct kvt_rng rng = {seed};
+    struct kvt_rng rng = {.state = seed};
     o.k = malloc(sizeof(float) * tokens * 128);
     o.v = malloc(sizeof(float) * tokens * 128);
     o.scores = calloc((size_t)2 * tokens, sizeof(double));
@@ -562,7 +562,7 @@ struct weighty {
 static void fill_weighty(struct weighty *w)
 {
     static const uint32_t outliers[WEIGHTY] = {40, 75, 200, 301, 333};
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     memset(w->want, 0, sizeof w->want);
     for (uint32_t t = 0; t < SEEN; t++)
         for (uint32_t i = 0; i < HEADS * DIM; i++) {

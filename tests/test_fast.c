@@ -54,8 +54,8 @@ static void fill_data(const void *data, const struct kvq_shape *s, float *k, flo
                       uint32_t tokens)
 {
     const struct data *d = data;
-    struct kvt_rng rng = {kvt_seed() + 1 +
-                          (uint64_t)(d - all_data)}; // queries have the seed itself
+    struct kvt_rng rng = {.state = kvt_seed() + 1 +
+                                   (uint64_t)(d - all_data)}; // queries have the seed itself
     kvt_fill(&rng, KVT_NORMAL, k, tokens, s->k_dim);
     kvt_fill(&rng, KVT_NORMAL, v, tokens, s->k_dim);
     for (uint32_t i = 0; i < tokens * s->k_dim; i++) {

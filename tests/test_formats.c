@@ -396,7 +396,7 @@ static void garbage(struct kvt_rng *rng, char *name, size_t n)
 // Whatever a name says, it is refused with a reason or it is a format that has a layout.
 static void test_garbage_names(void **state)
 {
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     uint32_t accepted = 0;
     (void)state;
     for (int round = 0; round < 50000; round++) {

@@ -28,7 +28,7 @@ static struct session *open_session(const char *format, struct kvq_shape shape, 
                                     uint32_t q_tokens, uint64_t seed)
 {
     struct session *s = calloc(1, sizeof *s);
-    s->c = kvt_cache(all_kernels[0], format, shape, tokens, -1, KVT_NORMAL, seed);
+    s->c = kvt_cache(all_kernels[n_kernels - 1], format, shape, tokens, -1, KVT_NORMAL, seed);
     s->r = kvt_request(&s->c, q_tokens, seed + 1);
     s->rows = (size_t)q_tokens * shape.q_heads;
     s->values = s->rows * shape.k_dim;
@@ -122,6 +122,7 @@ static void attend_batch(const struct kvq_kernels *k, struct session **s, uint32
         assert_same_bits(s[i]);
 }
 
+// The C kernels are slow, and what is above them does not ask which they are: a quarter of these.
 static void test_batch(void **state)
 {
     struct session *s[64];
@@ -129,10 +130,11 @@ static void test_batch(void **state)
     for (int i = 0; i < 64; i++)
         s[i] = typical(i % 4 == 2 ? 3 : i % 4, kvt_seed() + (uint64_t)i);
     for (int isa = 0; isa < n_kernels; isa++) {
-        for (int i = 0; i < 64; i++)
+        uint32_t n = isa == 0 && n_kernels > 1 ? 16 : 64;
+        for (uint32_t i = 0; i < n; i++)
             remember(s[i], all_kernels[isa]);
-        attend_batch(all_kernels[isa], s, 64, 2);
-        attend_batch(all_kernels[isa], s, 64, 5);
+        attend_batch(all_kernels[isa], s, n, 2);
+        attend_batch(all_kernels[isa], s, n, 5);
         attend_batch(all_kernels[isa], s, 3, 5); // so few that splits are spread
     }
     for (int i = 0; i < 64; i++)

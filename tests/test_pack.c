@@ -124,7 +124,7 @@ static void test_known_answers(void **state)
         for (uint32_t dim = 64; dim <= 256; dim *= 2) {
             struct kvq_format f = plain_format(bits);
             struct packed p = packed_of(&f, dim, KVQ_F16);
-            struct kvt_rng rng = {kvt_seed()};
+            struct kvt_rng rng = {.state = kvt_seed()};
             double want[32];
             kvt_fill(&rng, KVT_NORMAL, p.k, 32, dim);
             kvt_fill(&rng, KVT_NORMAL, p.v, 32, dim);
@@ -151,7 +151,7 @@ static void test_known_answers(void **state)
 // The order of the operations, which is part of the format, on numbers where it shows.
 static void test_order_of_operations(void **state)
 {
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     float *x = kvt_guarded(sizeof(float) * 256, 0), *sum = kvt_guarded(sizeof(float), 0);
     (void)state;
     for (uint32_t dim = 64; dim <= 256; dim *= 2) {
@@ -187,7 +187,7 @@ static void test_reconstruction(void **state)
     for (const struct kvq_format *f = kvq_format_by_name("oscar2"); f->k_token_scale; f++)
         for (uint32_t dim = 64; dim <= 256; dim *= 2) {
             struct packed p = packed_of(f, dim, KVQ_F16);
-            struct kvt_rng rng = {kvt_seed() + dim};
+            struct kvt_rng rng = {.state = kvt_seed() + dim};
             const uint8_t *scales = p.group + 32 * dim * f->k.bits / 8;
             kvt_fill(&rng, KVT_OUTLIERS, p.k, 32, dim);
             kvt_fill(&rng, KVT_OUTLIERS, p.v, 32, dim);
@@ -416,7 +416,7 @@ static void check_scale_of_numbers(float factor, uint8_t dtype, double floor)
     for (const struct kvq_format *f = kvq_format_by_name("oscar2"); strcmp(f->name, "oscar2-xh");
          f++) {
         struct packed p = packed_of(f, 128, dtype);
-        struct kvt_rng rng = {kvt_seed() + f->k.bits};
+        struct kvt_rng rng = {.state = kvt_seed() + f->k.bits};
         kvt_fill(&rng, KVT_NORMAL, p.k, 32, 128);
         for (uint32_t i = 0; i < 32 * 128; i++)
             p.v[i] = p.k[i] = fmaxf(fminf(p.k[i], 2.0f), -2.0f) * factor;
@@ -452,7 +452,7 @@ static void test_huge_norms(void **state)
     (void)state;
     struct packed p = packed_of(kvq_format_by_name("oscar4"), 128, KVQ_BF16);
     struct kvq_layout l = kvq_layout_of(&p.format, &p.shape);
-    struct kvt_rng rng = {kvt_seed()};
+    struct kvt_rng rng = {.state = kvt_seed()};
     kvt_fill(&rng, KVT_NORMAL, p.k, 32, 128);
     for (uint32_t i = 0; i < 32 * 128; i++) {
         p.k[i] *= 1e8f;
