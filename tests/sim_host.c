@@ -10,11 +10,11 @@ const struct kit_gpus *sim_gpus(void)
 
 #ifdef __has_feature
 #if __has_feature(address_sanitizer)
-#define SEEDS 150 // which take as long
+#define SEEDS 100 // which take as long
 #endif
 #endif
 #ifndef SEEDS
-#define SEEDS 500
+#define SEEDS 200
 #endif
 
 uint32_t sim_seeds(void)
