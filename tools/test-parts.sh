@@ -270,26 +270,27 @@ part_fuzz() {
     [ $ran -gt 0 ] || count_fail "no fuzzer was built"
 }
 
-# The same over the software GPU, beside the others: they wait for each other's processes more than
-# they compute.
+# Three at a time: they wait for each other's processes more than they compute.
 part_e2e() {
-    local script limit=$((full ? 7200 : 900)) out=build/log/e2e-emu bins="$PWD/build/release/bin"
+    local limit=$((full ? 7200 : 900)) out=build/log/e2e bins="$PWD/build/release/bin" run
+    local scripts=(tests/e2e.py tests/e2e_kvq_run.py tests/e2e_models.py)
     [ -d build/release ] || build release || return
-    rm -f "$out".*
-    if [ -e build/release/lib/libkvq-emu.so ]; then
-        (
-            timeout -k 10 $((limit * patience)) env KVQ_E2E_BACKEND=emu KVQ_BIN_DIR="$bins" \
-                KVQ_FULL="$full" python3 tests/e2e.py >"$out.log" 2>&1
-            echo $? >"$out.status"
-        ) &
-    fi
-    for script in tests/e2e.py tests/e2e_models.py tests/e2e_kvq_run.py; do
-        check_counted "$script" "$limit" env KVQ_BIN_DIR="$bins" KVQ_FULL="$full" python3 "$script"
-    done
-    wait
-    [ ! -e "$out.status" ] ||
-        check_counted "tests/e2e.py on the software GPU" 10 \
+    [ -e build/release/lib/libkvq-emu.so ] && scripts=("tests/e2e.py emu" "${scripts[@]}")
+    rm -f "$out"-*
+    # shellcheck disable=SC2016
+    printf '%s\n' "${scripts[@]}" | KVQ_BIN_DIR=$bins KVQ_FULL=$full OUT=$out \
+        LIMIT=$((limit * patience)) xargs -P 3 -I{} bash -c '
+            set -- {}
+            name=$OUT-$(basename "$1" .py)-${2:-host}
+            export KVQ_E2E_BACKEND=${2:-cpu}
+            timeout -k 10 "$LIMIT" python3 "$1" >"$name.log" 2>&1
+            echo $? >"$name.status"'
+    for run in "${scripts[@]}"; do
+        set -- $run
+        out=build/log/e2e-$(basename "$1" .py)-${2:-host}
+        check_counted "$1${2:+ on the software GPU}" 10 \
             bash -c "cat $out.log; exit \$(cat $out.status)"
+    done
 }
 
 part_python() {
