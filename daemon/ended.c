@@ -40,7 +40,8 @@ static void drop_extras(struct kvq__session *s)
 static bool give_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    core->drop_flight = s->ended_flight; // requests that began since then have not found it
+    // Requests that began since it ended have not found it.
+    core->drop_flight = kvq__session_quiet(s) ? 0 : s->ended_flight;
     while (core->release_left > 0 && has_pages(s))
         spend(core, pop(s));
     if (!has_pages(s))

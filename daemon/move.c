@@ -190,19 +190,11 @@ void kvq__move_lost(struct kvq__session *s)
 }
 
 // What a GPU packs before anybody asks holds no session.
-static bool is_packed(const struct kvq__session *s)
-{
-    bool ended = true;
-    for (uint32_t i = 0; i < s->n_layers; i++)
-        ended &= kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
-    return ended;
-}
-
 static bool is_idle(const struct kvq__move *move)
 {
     for (uint32_t i = 0; i < move->n; i++) {
         const struct kvq__session *s = move->moved[i].session;
-        if (kvq__in_step(s) || s->pins > 0 || s->exclusive || s->n_loading || !is_packed(s))
+        if (kvq__in_step(s) || s->exclusive || s->n_loading || !kvq__session_quiet(s))
             return false;
     }
     return true;

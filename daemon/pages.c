@@ -124,12 +124,20 @@ static void page_drop(struct kvq__core *core, struct kvq__pageref *p)
 
 void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uint32_t n_owned)
 {
+    struct kvq__core *core = ns->core;
     struct kvq__sheet *sheet = *pointer;
+    const uint64_t drop_flight = core->drop_flight;
     *pointer = NULL;
-    if (!sheet || --sheet->refs > 0)
+    if (!sheet)
         return;
+    uint64_t last = kvq__drop_flight(core);
+    sheet->retired_at = last > sheet->retired_at ? last : sheet->retired_at;
+    if (--sheet->refs > 0)
+        return;
+    core->drop_flight = sheet->retired_at; // whoever gave it up before
     for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
-        page_drop(ns->core, &sheet->pages[i]);
+        page_drop(core, &sheet->pages[i]);
+    core->drop_flight = drop_flight;
     kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 

@@ -429,6 +429,11 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
         extent_empty(core, e);
 }
 
+uint64_t kvq__drop_flight(const struct kvq__core *core)
+{
+    return core->last_flight < core->drop_flight ? core->last_flight : core->drop_flight;
+}
+
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
 {
     struct kvq__block *b = ref->block;
@@ -436,7 +441,7 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (!b)
         return;
     assert(b->refs > 0 && !b->free);
-    uint64_t last = core->last_flight < core->drop_flight ? core->last_flight : core->drop_flight;
+    uint64_t last = kvq__drop_flight(core);
     b->retired_at = last > b->retired_at ? last : b->retired_at;
     if (--b->refs > 0)
         return;

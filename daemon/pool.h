@@ -134,6 +134,8 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
 // Says whether the limit of the block's namespace is to count it; until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);
+// The last flight that may look at what is given up just now.
+uint64_t kvq__drop_flight(const struct kvq__core *core);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);

@@ -9,6 +9,7 @@
 #include "daemon/evict.h"
 #include "daemon/gpu.h"
 #include "daemon/group.h"
+#include "daemon/lane.h"
 #include "daemon/move.h"
 #include "daemon/park.h"
 #include "daemon/saved_internal.h"
@@ -231,6 +232,14 @@ void kvq__session_unpin(struct kvq__session *s)
         kvq__session_free(s);
     else if (s->gives_way)
         kvq__exact_unpinned(s);
+}
+
+bool kvq__session_quiet(const struct kvq__session *s)
+{
+    bool ended = s->pins == 0;
+    for (uint32_t i = 0; ended && i < s->n_layers; i++)
+        ended = kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
+    return ended;
 }
 
 void kvq__session_detached(struct kvq__session *s)

@@ -23,6 +23,7 @@ enum { KVQ__SHEET_PAGES = 4 };
 
 struct kvq__sheet {
     uint32_t refs;               // sessions, and moves that have yet to give it back
+    uint64_t retired_at;         // as a block's: the last flight that may look at its blocks by it
     struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
 };
 
@@ -189,6 +190,10 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
 void kvq__session_free(struct kvq__session *session);
 // Frees what is left of it; it has no pages, sheets or parts of ids.
 void kvq__session_dispose(struct kvq__session *session);
+
+// Whether nothing under way looks at its blocks: no request holds it, and no stream packs it. Then
+// what it gives up waits for nobody, also while some client's stream never goes on.
+bool kvq__session_quiet(const struct kvq__session *session);
 
 // ---- Those that have ended, and have yet to give their memory back (ended.c) ----
 

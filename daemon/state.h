@@ -10,8 +10,10 @@
 // sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
-// the addresses it needs before its job starts, and as long as any request (a "flight") that
-// started earlier is under way, no block that lost its last reference is given out again.
+// the addresses it needs before its job starts, and pins the sessions that they are of. What a
+// session had that ends or is parked is free at once if nothing pins the session and no stream
+// packs it (kvq__session_quiet); any other block that lost its last reference is not given out
+// again as long as any request (a "flight") that started earlier is under way.
 #ifndef KVQ_DAEMON_STATE_H
 #define KVQ_DAEMON_STATE_H
 

@@ -4,6 +4,7 @@ that are killed, containers that keep processes apart, what a machine does not h
 import ctypes
 import os
 import subprocess
+import threading
 import time
 import unittest
 from unittest import mock
@@ -119,29 +120,55 @@ class Breaks(Test):
         daemon.stop()
 
     def test_beside_a_stalled(self):
-        """While one stream stands still others step, give back, end, and read 400 sessions."""
-        others, sessions = 5, 400
+        """While one stream stands still others step, on streams of their own too, end, and read 400
+        sessions; and all memory that they had comes back."""
         stuck = Child("gpu_stuck", self.daemon.directory, "words")
-        said = stuck.hear()
-        tokens = Tokens(1, 8)
+        bound = threading.Timer(BOUND, stuck.process.kill)
+        bound.start()
+        try:
+            said = stuck.hear()
+            self.work_beside(said)
+            self.assertIsNone(stuck.process.poll(), "others went on when it was killed")
+        finally:
+            bound.cancel()
+            stuck.kill()
+        self.daemon.wait_gone(said["client"])
+        left = self.client.session(name="stuck", must_exist=True)
+        self.assertEqual(left.tokens, 20)  # its last commit
+        left.drop()
+
+    def work_beside(self, said):
+        """What others do, while the one that said this stands still."""
+        others, sessions, tokens = 5, 400, Tokens(1, 8)
+        self.assertEqual(said["order"], "words")
+        quiet = self.counts()
+        engine = Child("gpu_engine", self.daemon.directory, "words")
+        heard = engine.hear()
+        self.check(heard, 10)
         clients = [self.daemon.client() for _ in range(others)]
+        gone = [heard["client"], *(client.info()["client_id"] for client in clients)]
         for client in clients:
             with client.session(tokens.rows, "f16") as session:
                 tokens.feed(client.queue(), session, 4)
-        self.assertEqual(self.daemon.status()["clients"], others + 2)
+        self.assertEqual(self.counts()["clients"], quiet["clients"] + others + 1)
         for client in clients:
             client.close()
-        self.assertEqual(self.daemon.status()["clients"], 2)
+        engine.tell()
+        self.check(engine.hear(), 20)
+        engine.tell()
+        engine.end()
+        for one in gone:
+            self.daemon.wait_gone(one)
+        self.until(self.counts, quiet)
         many = [self.client.session(tokens.rows, "f16") for _ in range(sessions)]
         feed(self.queue, [tokens] * sessions, many, [4] * sessions, attend=False)
+        self.assertGreater(self.counts()["pool_used_bytes"], quiet["pool_used_bytes"])
         for session in many:
             k, _ = self.queue.read(session, 0)
             self.assertEqual(k.tobytes(), tokens.expect_stored(k, 0).tobytes())
             session.close()
-        self.assertEqual(self.daemon.status()["clients"], 2)  # it stands still as ever
-        stuck.kill()
-        self.daemon.wait_gone(said["client"])
-        self.client.session(name="stuck", must_exist=True).drop()
+        self.until(self.counts, quiet)
+        self.daemon.wait_log(rf"event=client_stalled .*client={said['client']}\b")  # as ever
 
     def check(self, said, tokens):
         self.assertLess(said["error"], NEAR)

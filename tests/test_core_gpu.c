@@ -284,6 +284,56 @@ static void test_stalled_alone(void **state)
     assert_int_equal(stream_done(&one), 0);
 }
 
+// While it does not signal, what others' sessions had comes back, on its GPU and on the host.
+static void test_given_back_beside_a_stalled(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pools = kit.core->pools;
+    struct kvq__session_spec spec = {
+        .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    const uint64_t gpu = pools[1].used_bytes, host = pools[0].used_bytes;
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(kit_step(&two.m, two.session, MANY, HEADS, DIM), 0);
+        assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+        assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
+        assert_true(pools[1].used_bytes > gpu && pools[0].used_bytes > host);
+        assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+        assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+        assert_true(pools[1].used_bytes == gpu && pools[0].used_bytes == host);
+        stream_session(&two, "two", "f16");
+    }
+    assert_int_equal(stream_done(&one), 0);
+}
+
+// Blocks that a stream may look at by way of a session that is gone stay when a fork that shares
+// them goes as well, which nobody looks at.
+static void test_shared_with_a_stalled(void **state)
+{
+    enum { SHEET = (KVQ__SHEET_PAGES + 1) * KVQ_BLOCK_TOKENS };
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pool = &kit.core->pools[1];
+    uint64_t fork;
+    (void)state;
+    stream_needed();
+    assert_int_equal(kit_step(&one.m, one.session, SHEET, HEADS, DIM), 0);
+    struct kvq_entry_wire e = {.handle = one.session, .position = SHEET};
+    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, &fork), 0);
+    assert_int_equal(kvq__page_owners(&kit_of(&one.m, one.session)->layers[0], 0), 2);
+    assert_int_equal(attend(&one, 0), 0);
+    const uint64_t used = pool->used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kvq__session_drop(one.m.client, fork, text), 0);
+    assert_int_equal(pool->used_bytes, used);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(pool->used_bytes, 0);
+}
+
 // A kernel that the GPU refuses to start is the end of its own request, which is told, and of
 // nothing else.
 static void test_refused_launch(void **state)
@@ -429,6 +479,21 @@ static void test_gone_while_packing(void **state)
         kvq__core_poll(kit.core);
     assert_null(lane->client);
     assert_ptr_equal(LIST_FIRST(&kit.core->spare_lanes), lane);
+}
+
+// No request holds a session that a stream packs: what it had stays all the same until that ended.
+static void test_dropped_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_int_equal(kit_of(&one.m, one.session)->pins, 0);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stream_stall(stream, false);
+    stream_settle(&one);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
 }
 
 // What a session that nobody reads has been given is packed all the same, and its raw blocks are
@@ -648,6 +713,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, stream_setup,
                                         stream_teardown),
         cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_given_back_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_shared_with_a_stalled, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_refused_launch, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
                                         stream_teardown),
@@ -655,6 +723,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_stalled_while_packing, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_gone_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_while_packing, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_packs_unasked, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, stream_setup,
                                         stream_teardown),
