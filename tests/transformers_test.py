@@ -6,10 +6,11 @@ models with transformers' own eager attention and its own cache.
     tests/transformers_test.py [NAME]...
 
 Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
-kvqd is.
+kvqd is, KVQ_SMOLLM2 where a GGUF file of SmolLM2-135M-Instruct is.
 """
 import copy
 import os
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -30,6 +31,8 @@ from kvq.transformers import KvqCache  # noqa: E402
 TIE = 0.02    # tokens whose logits, from -3 to 3, are as near may change places: the cache is f16
 NEAR = 5e-3   # between logits over an f16 cache and eager's over keys and values rounded alike
 WINDOW = 16   # of layers with a sliding window
+
+SMOLLM2 = os.environ.get("KVQ_SMOLLM2")
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256,
@@ -347,6 +350,22 @@ class Llama(Case):
         eager, want, got, _ = self.generate("llama", ids, assistant_model=assistant)
         self.same_tokens(eager, want, got)
 
+    def test_closed(self):
+        """A cache whose connection is closed says so, also in the middle of a step."""
+        _, model = models("llama")
+        for n in (3, 600):
+            client = self.daemon.client()
+            cache = KvqCache(model, "16bit", client=client)
+            model(prompt(9), past_key_values=cache)
+            hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: client.close())
+            with self.assertRaises(ValueError):
+                model(prompt(n), past_key_values=cache)
+            hook.remove()
+            for call in (lambda: model(prompt(2), past_key_values=cache), lambda: cache.crop(-1)):
+                with self.assertRaises(ValueError):
+                    call()
+            cache.close()
+
     def test_what_is_left(self):
         """Sessions and buffers go with the cache."""
         _, model = models("llama")
@@ -476,6 +495,57 @@ class Saved(Case):
         self.same_tokens(eager, eager.generate(ids, max_new_tokens=9, do_sample=False), got)
 
 
+@unittest.skipUnless(SMOLLM2, "needs the weights of SmolLM2-135M-Instruct: KVQ_SMOLLM2=FILE.gguf")
+class Weights(Case):
+    """A real model: its own text goes on as with eager attention, and with few bits nearly so."""
+    COUNT = 64
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder, file = os.path.split(SMOLLM2)
+        torch.set_grad_enabled(False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        cls.eager, cls.model = (transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, attn_implementation=kind, dtype=torch.float32)
+            for kind in ("eager", "kvq"))
+        with open(os.path.join(e2e_rig.ROOT, "docs", "writing-a-client.md"),
+                  encoding="utf-8") as text:
+            cls.ids = tokenizer(text.read(6000), return_tensors="pt")["input_ids"][:, :1200]
+        cls.want = cls.eager.generate(cls.ids, max_new_tokens=cls.COUNT, do_sample=False)
+
+    def test_f16(self):
+        with self.cache(self.model) as cache:
+            got = self.model.generate(self.ids, past_key_values=cache, do_sample=False,
+                                      max_new_tokens=self.COUNT)
+        self.assertEqual(self.want.tolist(), got.tolist())
+
+    def test_few_bits(self):
+        """Of each of eager's tokens: how far the distribution is from eager's, on the mean."""
+        new = self.want[:, self.ids.shape[1]:]
+        should = self.eager(self.want).logits[:, self.ids.shape[1]:].log_softmax(-1)
+        for form, most in (("oscar4", 0.01), ("oscar2", 0.1)):
+            with self.cache(self.model, form) as cache:
+                self.model(self.ids, past_key_values=cache)
+                got = torch.cat([self.model(new[:, i:i + 1], past_key_values=cache).logits
+                                 for i in range(self.COUNT)], 1).log_softmax(-1)
+                bits = cache.sessions[0].info()["bits_per_value"]
+            kl = float((should.exp() * (should - got)).sum(-1).mean())
+            print(f"{form}: KL {kl:.4f}, {bits:.2f} bits a value; ", end="")
+            self.assertLess(kl, most)
+            self.assertLess(bits, {"oscar4": 5.5, "oscar2": 3.5}[form])
+
+    def test_example(self):
+        program = os.path.join(e2e_rig.ROOT, "examples", "transformers_chat.py")
+        done = subprocess.run(
+            [sys.executable, program, SMOLLM2, "oscar4", "What is the capital of France?"],
+            capture_output=True, text=True, check=True, env=dict(
+                os.environ, KVQ_RUNTIME_DIR=self.daemon.directory,
+                PYTHONPATH=os.path.join(e2e_rig.ROOT, "client", "python")))
+        self.assertIn("Paris", done.stdout)
+        self.assertRegex(done.stdout, r"\n\d+ tokens in oscar4, \d\.\d\d bits per packed value\n$")
+
+
 class Refused(Case):
     """What is not served is refused with a sentence that says what is wrong, and the cache is as
     it was."""
@@ -603,4 +673,4 @@ class Refused(Case):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(e2e_rig.run([Families, Llama, Sessions, Saved, Refused], __doc__))
+    sys.exit(e2e_rig.run([Families, Llama, Sessions, Saved, Weights, Refused], __doc__))

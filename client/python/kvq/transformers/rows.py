@@ -107,6 +107,7 @@ class Rows:
     def select(self, indices):
         """Rows become those of `indices`: forks where one is named again, and what nobody names is
         closed."""
+        self.check_open()
         self.abort()
         if not self.sessions:
             return
@@ -126,6 +127,7 @@ class Rows:
 
     def fork(self):
         """The same sessions once more, for a copy of the cache."""
+        self.check_open()
         self.abort()
         options = {n: v for n, v in self.options.items() if n not in OF_NAMES}
         other = Rows(self.table, self.client, {**options, "format": self.format}, self.max_tokens)
@@ -140,6 +142,7 @@ class Rows:
 
     def crop(self, columns):
         """Takes the last `columns` away again."""
+        self.check_open()
         self.abort()
         if not columns or not self.sessions:
             return
@@ -209,6 +212,7 @@ class Rows:
 
     def begin(self, key, mask, ids=None):
         """Begins a step of K's tokens. ids: [batch][columns], told to the daemon."""
+        self.check_open()
         self.abort()
         batch, _, columns, _ = key.shape
         if self.sessions and len(self.sessions) != batch:
@@ -300,10 +304,15 @@ class Rows:
                                                                  dtype=torch.bool)
         self.real = torch.cat([old, new], 1)
 
+    def check_open(self):
+        """The library is told pointers: of what is closed there are none."""
+        if not self.queue.pointer:
+            raise ValueError("the cache, or the kvq.Client that it is of, is closed")
+
     def abort(self):
         """Ends an open step, and leaves every session as it was."""
         step, self.step = self.step, None
-        if step is None or not step.total:
+        if step is None or not step.total or not self.queue.pointer:
             return
         if step.near:
             lib.kvq_local_abort(self.local.pointer)
@@ -316,6 +325,7 @@ class Rows:
         """Appends K and V [batch][heads][columns][dim] of a layer to the step, and attends. Returns
         [batch][columns][q_heads][dim], zeros at pads, and the LSE alike where it is wanted."""
         step = self.step
+        self.check_open()
         if not step.total:
             shape = (query.shape[0], query.shape[2], query.shape[1])
             return query.new_zeros(*shape, query.shape[3]), torch.zeros(shape)
