@@ -110,8 +110,8 @@ bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *
     return false;
 }
 
-// The first one's bookkeeping memory, whatever the turn may. It is some kilobytes at the least, so
-// that little is done for who asks for little.
+// Frees the first one's bookkeeping memory, also when the turn's work is used up. That memory is
+// some kilobytes at the least, so a caller that asks for little causes little work.
 bool kvq__ended_reclaim(struct kvq__namespace *ns)
 {
     struct kvq__core *core = ns->core;

@@ -11,9 +11,9 @@
 //     worker:     make ---+             +--> free
 //
 // All extents count against the GPU's budget, those in the reserve included. An attempt to make one
-// that failed answers everybody who asks until the next tick; then the next who asks has it tried
-// again. A GPU without a reserve, and one whose memory cannot be mapped (that is freed when nothing
-// runs there: kvq__gpu_free_later), makes and frees extents where it is asked to.
+// that failed is the answer to all requests until the next tick; the first request after that has
+// it tried again. A GPU without a reserve, and one whose memory cannot be mapped (that is freed
+// when nothing runs there: kvq__gpu_free_later), makes and frees extents where it is asked to.
 #ifndef KVQ_DAEMON_GPU_EXTENTS_H
 #define KVQ_DAEMON_GPU_EXTENTS_H
 
@@ -24,8 +24,8 @@ struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu);
 struct kvq__reserve_config {
     uint64_t extent_bytes; // the core's
     uint32_t mark;         // so many are kept ready, or what the budget leaves
-    // There is work. Called on the poller's thread, maybe when there is some no more. NULL: whoever
-    // calls kvq__reserve_work does that by himself.
+    // There is work. Called on the poller's thread, maybe when there is none any more. NULL: the
+    // caller of kvq__reserve_work calls it without being asked.
     void (*ask)(void *context);
     void *context;
 };
@@ -41,7 +41,7 @@ bool kvq__reserve_work(struct kvq__gpu *gpu);
 
 // Poller's thread. What failed may be tried again, and what nobody waits for any more is freed.
 void kvq__reserve_tick(struct kvq__gpu *gpu);
-// How many extents were made where they were asked for, since nobody could wait.
+// How many extents were made where they were asked for, since the caller could not wait.
 uint64_t kvq__reserve_made_in_place(const struct kvq__gpu *gpu);
 
 #endif
