@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, and the promise that a session's numbers are its own: not its batch's, not its
 pieces', not the threads'."""
-from e2e_rig import (BACKEND, ROUNDING, Child, Daemon, Test, Tokens, attend64, feed, kvq,
+from e2e_rig import (BACKEND, ROUNDING, Child, Daemon, Test, Tokens, attend64, feed, kvq, less,
                      long_emulated, np, read_all, relative_error)
 
 FORMATS = ["f16", "oscar2", "oscar3", "oscar4", "oscar2-xh"]
@@ -85,9 +85,9 @@ class SameBits(Test):
         """Tokens in pieces of 1, 17, 128, 512 and all at once leave the same bytes and answers."""
         n = 700
         tokens = Tokens(9, n)
-        for format in ["f16", "oscar2", "oscar2-xh"]:
+        for format in less(["f16", "oscar2", "oscar2-xh"], ["oscar2"]):
             seen = {}
-            for piece in [1, 17, 128, 512, n]:
+            for piece in less([1, 17, 128, 512, n], [17, 128, n]):
                 with self.client.session(tokens.rows, format) as session:
                     while session.tokens < n:
                         tokens.feed(self.queue, session, min(piece, n - session.tokens),
@@ -158,7 +158,8 @@ class Shapes(Test):
 
     def test_head_dims_and_groups(self):
         for dim in (64, 128, 256):
-            for q_heads, kv_heads in ((1, 1), (6, 2), (12, 1), (32, 2), (64, 1)):
+            for q_heads, kv_heads in less(((1, 1), (6, 2), (12, 1), (32, 2), (64, 1)),
+                                          ((6, 2), (12, 1))):
                 with self.subTest(dim=dim, q_heads=q_heads, kv_heads=kv_heads):
                     self.check(kvq.Layer(q_heads, kv_heads, dim))
 

@@ -5,7 +5,7 @@ import mmap
 import os
 import time
 
-from e2e_rig import (Test, Tokens, attend64, feed, kvq, long_emulated, np, read_all,
+from e2e_rig import (Test, Tokens, attend64, feed, kvq, less, long_emulated, np, read_all,
                      relative_error)
 
 
@@ -32,8 +32,8 @@ class Change(Test):
     def test_truncate_within_rollback(self):
         """A draft that was taken back has never been, wherever the units end."""
         tokens, drafts = Tokens(1, 400), Tokens(2, 400)
-        for format in ("f16", "oscar2", "oscar3"):
-            for n in (100, 128, 130, 250, 256, 300):
+        for format in less(("f16", "oscar2", "oscar3"), ("oscar2",)):
+            for n in less((100, 128, 130, 250, 256, 300), (100, 130, 256)):
                 drafted = self.twin(tokens, format, n, max_rollback=16)
                 plain = self.twin(tokens, format, n, max_rollback=16)
                 feed(self.queue, [drafts], [drafted], [16], attend=False)
@@ -285,7 +285,7 @@ class Requests(Test):
         def work():
             try:
                 with self.client.queue() as queue:
-                    for _ in range(5):
+                    for _ in range(less(5, 1)):
                         with self.client.session(tokens.rows, "oscar2") as own:
                             got = b"".join(a.tobytes() for n in (100, 1, 19)
                                            for pair in tokens.feed(queue, own, n) for a in pair)
