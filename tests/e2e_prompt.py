@@ -6,10 +6,10 @@ import unittest
 
 import numpy as np
 
-from e2e_rig import BACKEND, BOUND, MIB, Test, Tokens, kvq, long_emulated, read_all
+from e2e_rig import BACKEND, BOUND, MIB, Test, Tokens, kvq, less, long_emulated, read_all
 from e2e_storage import Stored
 
-PROMPT, MORE = 512, 131
+PROMPT, MORE = less(512, 384), 131
 PIECES = (PROMPT, 64, 100, 7, 1) if BACKEND == "cpu" else (PROMPT, 64, 100)
 # A GPU multiplies in fp16 and adds up in fp32, in tiles of 64 tokens, and calls with few queries
 # have a kernel of their own: pieces that are no multiple of 64 tokens have sums in another order,
@@ -90,6 +90,7 @@ class Pieces(Test, Prompts):
         tokens = self.tokens()
         tried = 0
         formats = formats_of(self.daemon) if BACKEND == "cpu" else {"f16", "oscar2"}
+        formats -= less(set(), {"f16"})
         for format in sorted(formats):
             dtype = "bf16" if format == "bf16" else "f16"
             try:
@@ -99,7 +100,7 @@ class Pieces(Test, Prompts):
                 continue
             self.check(format, pieces=(64, 100), dtype=dtype)
             tried += 1
-        self.assertGreater(tried, 15 if BACKEND == "cpu" else 1)
+        self.assertGreater(tried, 15 if BACKEND == "cpu" else 0)
 
     @long_emulated
     def test_small_pieces(self):
@@ -107,6 +108,7 @@ class Pieces(Test, Prompts):
         for format in sorted(formats_of(self.daemon) & {"oscar2", "kvq2", "ott2", "kivi2"}):
             self.check(format)
 
+    @long_emulated
     def test_windows(self):
         """With layers that forget what lies behind a window."""
         layer = kvq.Layer(4, 2, 64)
