@@ -674,9 +674,9 @@ struct kvq_local_options {
     const char *place;   /* of its sessions: "host" (NULL too) or a kvq_gpu_info.place */
     uint64_t max_tokens; /* of a session, a step's included: so long are page tables; 0: 131,072 */
     uint32_t flags;
-    /* The host: the engine's own threads, as many as may be used at a time. `parallel` calls
-     * item(arg, i) once for every i below n, in any order and on any threads, and returns when all
-     * have returned. NULL: the calling thread does it all. */
+    /* The host: how many threads may be used at a time, the caller's included; 0: 1. `parallel`
+     * calls item(arg, i) once for every i below n, in any order and on any threads, and returns
+     * when all have returned. NULL: the library starts threads of its own, until the close. */
     uint32_t threads;
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);
     void *parallel_context;

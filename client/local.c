@@ -92,10 +92,9 @@ static int check_options(const kvq_queue *queue, const struct kvq_local_options 
     if (o->max_tokens > KVQ_MAX_SESSION_TOKENS)
         return kvq__fail(KVQ_E_LIMIT, "kvq_local_open: max_tokens %llu; a session holds at most %d",
                          (unsigned long long)o->max_tokens, KVQ_MAX_SESSION_TOKENS);
-    if (o->threads > KVQ__LOCAL_THREADS || (o->threads > 1 && !o->parallel))
-        return kvq__fail(KVQ_E_INVALID,
-                         "kvq_local_open: %u threads%s; at most %d, with a function that runs them",
-                         o->threads, o->parallel ? "" : " and parallel NULL", KVQ__LOCAL_THREADS);
+    if (o->threads > KVQ__LOCAL_THREADS)
+        return kvq__fail(KVQ_E_INVALID, "kvq_local_open: %u threads; there can be %d at most",
+                         o->threads, KVQ__LOCAL_THREADS);
     if (o->place && strlen(o->place) >= KVQ__PLACE_BYTES)
         return kvq__fail(KVQ_E_INVALID,
                          "kvq_local_open: the place is \"host\", or \"GPU-\" or \"MIG-\" "
@@ -115,7 +114,7 @@ static struct kvq_local *make(kvq_queue *queue, const struct kvq_local_options *
     local->connection = queue->client->connection;
     local->max_tokens = o->max_tokens ? o->max_tokens : KVQ__LOCAL_TOKENS;
     local->flags = o->flags;
-    local->threads = o->parallel && o->threads ? o->threads : 1;
+    local->threads = o->threads ? o->threads : 1;
     local->parallel = o->parallel;
     local->parallel_context = o->parallel_context;
     snprintf(local->place, sizeof local->place, "%s", o->place ? o->place : "host");

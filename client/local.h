@@ -24,7 +24,7 @@
 
 enum {
     KVQ__LOCAL_TOKENS = 131072, // of a page table, if nobody says
-    KVQ__LOCAL_THREADS = 1024,
+    KVQ__LOCAL_THREADS = 256,
     KVQ__LOCAL_PARTIALS = 64 << 20, // bytes of partial results; addresses until they are needed
 };
 
@@ -122,6 +122,7 @@ struct kvq_local {
     struct kvq_gpu_stream *stream; // likewise
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);
     void *parallel_context;
+    struct kvq_pool *workers; // in place of parallel; NULL: there is one, or one thread is enough
     struct kvq__local_session *sessions[KVQ__HANDLES]; // by the handle's index
 
     // The step: who is in it, and K and V of its layers as they were given.

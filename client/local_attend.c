@@ -5,11 +5,15 @@
 #include "client/local.h"
 
 #include <assert.h>
+#include <string.h>
 #include <sys/mman.h>
 
+#include "kernels/pool.h"
 #include "proto/rows.h"
 
 enum { ALIGN = 64 };
+
+static_assert((int)KVQ__LOCAL_THREADS <= (int)KVQ_POOL_MAX_THREADS, "a pool has so many");
 
 // ---- Memory, once ----
 
@@ -33,12 +37,29 @@ static size_t jobs_bytes(void)
     return KVQ_MAX_BATCH * sizeof(struct kvq_attend_job);
 }
 
+// The library's own threads have workspaces of their own.
+static size_t workspaces_bytes(const struct kvq_local *local)
+{
+    return (local->parallel ? local->threads : 1) * workspace_bytes();
+}
+
+static int start_workers(struct kvq_local *local)
+{
+    int error = local->threads > 1 && !local->parallel
+                    ? kvq_pool_open(&local->workers, local->threads, false)
+                    : 0;
+    if (error == 0)
+        return KVQ_OK;
+    return kvq__fail(KVQ_E_SYSTEM, "kvq_local_open: %u threads cannot be started: %s",
+                     local->threads, strerror(-error));
+}
+
 int kvq__attend_open(struct kvq_local *local)
 {
     local->jobs = reserve(jobs_bytes());
     local->partials = local->jobs ? reserve(KVQ__LOCAL_PARTIALS) : NULL;
-    local->workspaces = local->partials ? reserve(local->threads * workspace_bytes()) : NULL;
-    return local->workspaces ? KVQ_OK : KVQ_E_SYSTEM;
+    local->workspaces = local->partials ? reserve(workspaces_bytes(local)) : NULL;
+    return local->workspaces ? start_workers(local) : KVQ_E_SYSTEM;
 }
 
 void kvq__attend_close(struct kvq_local *local)
@@ -48,7 +69,8 @@ void kvq__attend_close(struct kvq_local *local)
     if (local->partials)
         munmap(local->partials, KVQ__LOCAL_PARTIALS);
     if (local->workspaces)
-        munmap(local->workspaces, local->threads * workspace_bytes());
+        munmap(local->workspaces, workspaces_bytes(local));
+    kvq_pool_close(&local->workers);
 }
 
 // ---- Tensors ----
@@ -386,11 +408,9 @@ struct stage {
     uint32_t taken; // a word
 };
 
-static void run_lane(void *arg, uint32_t lane)
+static void run_items(struct stage *s, void *workspace)
 {
-    struct stage *s = arg;
     const struct kvq_local *local = s->local;
-    uint8_t *workspace = local->workspaces + lane * workspace_bytes();
     uint32_t item, job = 0;
     while ((item = kvq_word_add(&s->taken, 1) - 1) < s->n_items) {
         while (item >= local->first_item[job + 1])
@@ -399,11 +419,25 @@ static void run_lane(void *arg, uint32_t lane)
     }
 }
 
+static void run_lane(void *arg, uint32_t lane)
+{
+    struct stage *s = arg;
+    run_items(s, s->local->workspaces + lane * workspace_bytes());
+}
+
+static void run_worker(void *arg, uint32_t lane, void *workspace)
+{
+    (void)lane;
+    run_items(arg, workspace);
+}
+
 static void run_stage(struct stage *s)
 {
     const struct kvq_local *local = s->local;
     uint32_t lanes = local->threads < s->n_items ? local->threads : s->n_items;
-    if (lanes > 1)
+    if (lanes > 1 && local->workers)
+        kvq_pool_run(local->workers, run_worker, s, lanes);
+    else if (lanes > 1)
         local->parallel(local->parallel_context, lanes, run_lane, s);
     else if (lanes == 1)
         run_lane(s, 0);

@@ -269,7 +269,7 @@ class Package(Test):
         k, v, q = (self.client.array((100, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
         for view, x in zip((k, v, q), "kvq"):
             view[...] = getattr(self.tokens, x)[0]
-        with self.queue.local(require=True, max_tokens=1024) as local:
+        with self.queue.local(require=True, max_tokens=1024, threads=2) as local:
             self.assertIsNone(local.why)
             local.add(here)
             for _ in range(3):

@@ -2,6 +2,7 @@
 //
 // Attention in the engine's own context, on the host: the same steps there and by the daemon give
 // the same bits, for every family of formats, across packing, truncation, forks and threads.
+#include <dirent.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -26,14 +27,20 @@ enum { LESS = 10 };
 enum { LESS = 1 };
 #endif
 
-static void open_local(uint32_t threads)
+// Threads are the library's own where parallel is NULL.
+static void open_threads(uint32_t threads, bool own)
 {
     struct kvq_local_options o = {.max_tokens = 2048,
                                   .flags = KVQ_LOCAL_REQUIRE,
                                   .threads = threads,
-                                  .parallel = threads > 1 ? local_parallel : NULL};
+                                  .parallel = threads > 1 && !own ? local_parallel : NULL};
     fine(kvq_local_open(rig.queue, &o, &rig.local));
     assert_null(kvq_local_why(rig.local));
+}
+
+static void open_local(uint32_t threads)
+{
+    open_threads(threads, false);
 }
 
 // ---- The same bits ----
@@ -95,14 +102,14 @@ static void test_shapes(void **state)
 
 // Batches of sessions of all lengths, some of which only read, on one thread or several; steps
 // that are given up, and attention to what was there before the step.
-static void ragged(uint32_t threads)
+static void ragged(uint32_t threads, bool own)
 {
     enum { N = 5 };
     struct local_model m;
     struct local_pair pairs[N];
     struct kvq_session_options o = {.format = "oscar2", .attention = KVQ_ATTENTION_FAST};
     uint32_t append[N];
-    open_local(threads);
+    open_threads(threads, own);
     local_model(&m, LAYERS, 8, KV_HEADS, DIM);
     for (uint32_t i = 0; i < N; i++) {
         local_open_pair(&m, &o, &pairs[i]);
@@ -121,7 +128,7 @@ static void ragged(uint32_t threads)
 static void test_ragged(void **state)
 {
     (void)state;
-    ragged(1);
+    ragged(1, false);
 }
 
 // ---- Shards ----
@@ -233,7 +240,29 @@ static void test_ranks(void **state)
 static void test_threads(void **state)
 {
     (void)state;
-    ragged(4);
+    ragged(4, false);
+}
+
+static uint32_t threads_here(void)
+{
+    uint32_t n = 0;
+    DIR *d = opendir("/proc/self/task");
+    assert_non_null(d);
+    for (const struct dirent *e; (e = readdir(d));)
+        n += e->d_name[0] != '.';
+    closedir(d);
+    return n;
+}
+
+// The library's threads: the same bits, as many as were asked for, and none is left.
+static void test_own_threads(void **state)
+{
+    uint32_t before = threads_here();
+    (void)state;
+    ragged(3, true);
+    assert_int_equal(threads_here(), before + 2);
+    kvq_local_close(&rig.local);
+    assert_int_equal(threads_here(), before);
 }
 
 // Taken back by ordinary calls between two steps: pages are looked at anew.
@@ -549,8 +578,8 @@ static void test_options(void **state)
     struct kvq_local_options o = {.flags = 8};
     (void)state;
     refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "flags 0x8");
-    o = (struct kvq_local_options){.threads = 3};
-    refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "parallel NULL");
+    o = (struct kvq_local_options){.threads = 257};
+    refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "256 at most");
     o = (struct kvq_local_options){.max_tokens = UINT64_C(1) << 30};
     refused(KVQ_E_LIMIT, kvq_local_open(rig.queue, &o, &rig.local), "max_tokens");
     o = (struct kvq_local_options){.max_tokens = 128};
@@ -715,6 +744,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shapes, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ragged, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_threads, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_own_threads, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_shards, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ranks, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_rollback, local_setup, local_teardown),

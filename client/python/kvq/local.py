@@ -20,13 +20,14 @@ class Local:
     through the daemon, and `why` says why.
     """
 
-    def __init__(self, queue, place=None, max_tokens=0, require=False):
+    def __init__(self, queue, place=None, max_tokens=0, require=False, threads=1):
         self.queue, self.client, self.turn = queue, queue.client, queue.turn
         self.pointer = c_void_p()
         self._buckets, self._given = [], []  # _given: buffers of K and V of the step under way
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
-                                    flags=REQUIRE if require else 0)
+                                    flags=REQUIRE if require else 0,
+                                    threads=integer("threads", threads))
         with self.turn():
             queue._check_open()
             check(lib.kvq_local_open(queue.pointer, byref(options), byref(self.pointer)))

@@ -228,11 +228,11 @@ class Queue:
         told.owner = buffer
         return told
 
-    def local(self, place=None, max_tokens=0, require=False):
+    def local(self, place=None, max_tokens=0, require=False, threads=1):
         """Attention in this process instead of the daemon's: a Local. require: fail where that
-        cannot be."""
+        cannot be. threads: on the host, how many attend, the caller's included."""
         from .local import Local
-        return Local(self, place, max_tokens, require)
+        return Local(self, place, max_tokens, require, threads)
 
     @alone
     def attend(self, sessions, layer, q, queries=1, **options):
