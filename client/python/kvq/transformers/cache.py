@@ -129,6 +129,7 @@ class KvqCache(Cache):
     max_rollback   tokens that crop() can take away, as speculative decoding does
     prompt_tokens  of a prompt that comes in pieces: so many are attended to in 16 bits
     max_tokens     that a row may have
+    threads        that attend in this process; see docs/engines.md
     name           of a session that outlives the cache: one that is there goes on where it stands,
                    and get_seq_length() says how many tokens it has. Its cache has one row
     namespace      of the name, and of prefixes
@@ -141,14 +142,15 @@ class KvqCache(Cache):
     """
 
     def __init__(self, model, format="oscar4", *, client=None, attention="default",
-                 max_rollback=32, prompt_tokens=None, max_tokens=None, name=None, namespace=None,
-                 prefix=None, on_detach="default", keep_seconds=0, salt=None, adapter=None):
+                 max_rollback=32, prompt_tokens=None, max_tokens=None, threads=1, name=None,
+                 namespace=None, prefix=None, on_detach="default", keep_seconds=0, salt=None,
+                 adapter=None):
         table = Table(model)
         longest = getattr(table.config, "max_position_embeddings", 0) or 0
         options = {"format": format, "attention": attention, "max_rollback": max_rollback,
                    "prompt_tokens": prompt_tokens, "name": name, "ns": namespace,
                    "on_detach": on_detach, "keep_seconds": keep_seconds, "salt": salt,
-                   "adapter": adapter}
+                   "adapter": adapter, "threads": threads}
         if prefix is not None:
             options["prefix"] = _one_row(prefix)[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:

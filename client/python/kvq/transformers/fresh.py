@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over keys and values at hand, in PyTorch: of a prompt's own tokens.
 
-kvqd attends to 512 queries of a session in a request, the step's last ones. A longer prompt goes
-through here, and what was there before it is merged by LSE (kvq.merge_states does the same).
+A prompt goes through here, and what was there before it is merged by LSE (kvq.merge_states does the
+same).
 """
 import torch
 import torch.nn.functional as F

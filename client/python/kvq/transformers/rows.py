@@ -20,7 +20,7 @@ from .memory import Desk
 from .table import refuse
 
 NEAR_ROWS = 256     # tokens of a step that attends here
-QUERIES = 512       # kvqd's limit of a session's queries in a request
+QUERIES = 512       # of a session in a request; more are merged with PyTorch's attention
 MAX_TOKENS = 131072
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
@@ -59,7 +59,7 @@ class Rows:
 
     def __init__(self, table, client, options, max_tokens):
         self.table, self.client, self.options = table, client, options
-        self.format = options.pop("format")
+        self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
         self.queue = client.queue()
         self.local = None
@@ -101,7 +101,8 @@ class Rows:
     def attach(self):
         """The kvq.Local that steps of few tokens attend by."""
         if self.local is None:
-            self.local = self.queue.local(max_tokens=self.max_tokens)
+            self.local = self.queue.local(max_tokens=self.max_tokens,
+                                          threads=self.threads)
         return self.local
 
     def select(self, indices):
@@ -130,7 +131,8 @@ class Rows:
         self.check_open()
         self.abort()
         options = {n: v for n, v in self.options.items() if n not in OF_NAMES}
-        other = Rows(self.table, self.client, {**options, "format": self.format}, self.max_tokens)
+        options |= {"format": self.format, "threads": self.threads}
+        other = Rows(self.table, self.client, options, self.max_tokens)
         if self.sessions:
             other.sessions = self.queue.fork(self.sessions)
         other.dtype, other.seen, other.real = self.dtype, self.seen, self.real
