@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 import e2e_rig
 from e2e_rig import Test, kvq
@@ -322,6 +323,82 @@ class Llama(Case):
         cache.crop(-9)
         self.assertEqual([s.tokens for s in cache.sessions], [10, 11])
 
+    def test_no_memory_for_a_prompt(self):
+        """The cache goes on with what it had."""
+        _, model = models("llama")
+        ids, cache = prompt(300), self.cache(model)
+        model(ids[:, :3], past_key_values=cache)
+        with unittest.mock.patch.object(cache.state.rows.client, "buffer", side_effect=MemoryError):
+            self.assertRaises(MemoryError, model, ids[:, 3:203], past_key_values=cache)
+            self.assertRaises(MemoryError, model, ids[:, 3:103], past_key_values=cache)
+        got = model(ids[:, 3:6], past_key_values=cache).logits
+        self.same_logits(self.logits("llama", ids[:, :6])[:, 3:], got)
+
+    def test_uneven_crop(self):
+        """Rows of which one cannot go back so far: none of them does."""
+        _, model = models("llama")
+        ids, mask = prompt(30, rows=2), torch.ones(2, 30, dtype=torch.long)
+        mask[0, 20:25] = 0
+        cache = self.cache(model, max_rollback=6)
+        for at, end in ((0, 20), (20, 30)):
+            model(ids[:, at:end], attention_mask=mask[:, :end], past_key_values=cache)
+        with self.assertRaises(kvq.Error):
+            cache.crop(-9)
+        self.assertEqual([s.refresh() for s in cache.sessions], [25, 30])
+        self.assertEqual(cache.get_seq_length(), 30)
+
+    def test_a_row_that_fails_at_the_end(self):
+        """No row has the tokens of such a step, and the cache goes on."""
+        _, model = models("llama")
+        ids, cache = prompt(20, rows=2), self.cache(model)
+        model(ids[:, :10], past_key_values=cache)
+
+        def spoil(_module, _arguments, out):
+            out = out.clone()
+            out[1] = float("nan")
+            return out
+        hook = model.model.embed_tokens.register_forward_hook(spoil)
+        with self.assertRaises(kvq.Error) as raised:
+            model(ids[:, 10:13], past_key_values=cache)
+        hook.remove()
+        self.assertEqual(raised.exception.code, kvq.Code.E_NONFINITE)
+        self.assertEqual([s.refresh() for s in cache.sessions], [10, 10])
+        got = model(ids[:, 10:12], past_key_values=cache).logits
+        self.same_logits(self.logits("llama", ids[:, :12])[:, 10:], got)
+
+    def test_nonfinite_prompt(self):
+        """The reason is told, and not what came of it."""
+        _, model = models("llama")
+
+        def spoil(_module, _arguments, out):
+            return out * float("nan")
+        hook = model.model.embed_tokens.register_forward_hook(spoil)
+        with self.assertRaises(kvq.Error) as raised:
+            model(prompt(400), past_key_values=self.cache(model))
+        hook.remove()
+        self.assertEqual(raised.exception.code, kvq.Code.E_NONFINITE)
+
+    def test_pads_that_went(self):
+        """A row without pads that is left alone needs no mask."""
+        _, model = models("llama")
+        ids, mask = prompt(12, rows=2), torch.ones(2, 12, dtype=torch.long)
+        mask[0, :4] = 0
+        cache = self.cache(model)
+        model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        got = model(ids[1:, 10:], past_key_values=cache).logits
+        self.same_logits(self.logits("llama", ids[1:])[:, 10:], got)
+
+    def test_threads(self):
+        """As many as are asked for give the same."""
+        _, model = models("llama")
+        ids, logits = prompt(40), []
+        for threads in (1, 3):
+            cache = self.cache(model, threads=threads)
+            model(ids[:, :30], past_key_values=cache)
+            logits.append(model(ids[:, 30:], past_key_values=cache).logits)
+        self.assertTrue(torch.equal(*logits))
+
     def test_rows_that_are_chosen(self):
         _, model = models("llama")
         ids, more = prompt(10, rows=2), prompt(4, 2, rows=4)
@@ -560,10 +637,10 @@ class Refused(Case):
             call(*arguments, **options)
         self.assertIn(text, str(caught.exception))
 
-    def still_serves(self, cache):
+    def still_serves(self, cache, model=None):
         self.assertEqual(cache.get_seq_length(), 0)
         self.same_logits(self.logits("llama", self.ids),
-                         self.model(self.ids, past_key_values=cache).logits)
+                         (model or self.model)(self.ids, past_key_values=cache).logits)
 
     def test_other_caches(self):
         for options in ({}, {"use_cache": False}):
@@ -590,7 +667,7 @@ class Refused(Case):
             self.refused(f"attends by '{name}'", KvqCache, model)
             self.refused(f"attends by '{name}'", model, self.ids, past_key_values=cache)
             model.set_attn_implementation("kvq")
-            self.still_serves(cache)
+            self.still_serves(cache, model)
 
     def test_training(self):
         cache = self.cache(self.model)
@@ -656,7 +733,27 @@ class Refused(Case):
         self.refused("before its last layer", model, self.ids, past_key_values=cache)
         model.model.layers += last
         model.config.num_hidden_layers += 1
-        self.still_serves(cache)
+        self.still_serves(cache, model)
+
+    def test_another_model(self):
+        _, model = models("llama")
+        _, other = models("llama", torch.float16)
+        cache = self.cache(model)
+        self.refused("another model", other, prompt(5), past_key_values=cache)
+        model(prompt(5), past_key_values=cache)
+
+    def test_too_long(self):
+        _, model = models("llama")
+        cache = self.cache(model, max_tokens=64)
+        self.refused("max_tokens=64", model, prompt(65), past_key_values=cache)
+
+    def test_a_name_has_one_row(self):
+        _, model = models("llama")
+        cache = self.cache(model, name="one row")
+        model(prompt(5), past_key_values=cache)
+        self.refused("without one", cache.batch_repeat_interleave, 2)
+        self.refused("destroy", cache.crop, -5)
+        cache.reset()
 
     def test_cropping_too_much(self):
         cache = self.cache(self.model, "oscar2", max_rollback=4)

@@ -31,6 +31,7 @@ def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropo
                "past_key_values=kvq.transformers.KvqCache(model) (a static, quantized or paged "
                "cache is not served, nor use_cache=False, nor continuous batching)")
     _check(query, dropout, asked)
+    layer.state.table.check_module(layer.number, module)
     if attention_mask is not None and attention_mask.ndim != 2:
         refuse(f"a mask of one's own with shape {tuple(attention_mask.shape)} is not served; "
                "attention_mask can be [batch][tokens]")

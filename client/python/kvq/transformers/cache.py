@@ -189,6 +189,8 @@ class KvqCache(Cache):
         if -tokens > rows.seen:
             raise ValueError(f"crop({tokens}) of {rows.seen} tokens")
         if tokens and -tokens == rows.seen:
+            if rows.options.get("name"):
+                refuse("crop() of all tokens would destroy the session and its name; reset() does")
             self.reset()
         else:
             rows.crop(-tokens)

@@ -63,6 +63,7 @@ class Rows:
         self.max_tokens = max_tokens
         self.queue = client.queue()
         self.local = None
+        self.broken = None      # or why the cache can only be closed or reset
         self.held = set()       # handles that the kvq_local has
         self.sessions = []
         self.dtype = None
@@ -85,9 +86,16 @@ class Rows:
         stored = "bf16" if dtype == torch.bfloat16 else "f16"
         form = stored if self.format == "16bit" else self.format
         rows = self.table.rows()
-        for _ in range(batch):
-            self.sessions.append(self.client.session(
-                rows, form, dtype=form if form in ("f16", "bf16") else stored, **options))
+        opened = []
+        try:
+            for _ in range(batch):
+                opened.append(self.client.session(
+                    rows, form, dtype=form if form in ("f16", "bf16") else stored, **options))
+        except BaseException:
+            for session in opened:
+                session.close()
+            raise
+        self.sessions = opened
         self.dtype = dtype
         self.seen = self.sessions[0].tokens
 
@@ -106,25 +114,30 @@ class Rows:
         return self.local
 
     def select(self, indices):
-        """Rows become those of `indices`: forks where one is named again, and what nobody names is
-        closed."""
+        """Makes the rows those of `indices`: forks a session for each further time that its row is
+        there, and closes the sessions of rows that are not."""
         self.check_open()
         self.abort()
-        if not self.sessions:
+        if not self.sessions or list(indices) == list(range(len(self.sessions))):
             return
+        if self.options.get("name"):
+            refuse("the session has a name, which one row has; beams and batches need a cache "
+                   "without one")
+        again = [i for n, i in enumerate(indices) if i in indices[:n]]
+        forks = iter(self.queue.fork([self.sessions[i] for i in again]) if again else ())
         chosen, used = [], set()
         for i in indices:
-            if i in used:
-                chosen += self.queue.fork([self.sessions[i]])
-            else:
-                used.add(i)
-                chosen.append(self.sessions[i])
+            chosen.append(next(forks) if i in used else self.sessions[i])
+            used.add(i)
         for i, session in enumerate(self.sessions):
             if i not in used:
                 self._close(session)
         self.sessions = chosen
-        if self.real is not None:
-            self.real = self.real[list(indices)]
+        self._know(None if self.real is None else self.real[list(indices)])
+
+    def _know(self, real):
+        """Which columns are tokens; None: all."""
+        self.real = None if real is None or bool(real.all()) else real
 
     def fork(self):
         """The same sessions once more, for a copy of the cache."""
@@ -153,9 +166,12 @@ class Rows:
             gone = self.real[:, -columns:].sum(1).tolist()
             left = [s.tokens - n for s, n in zip(self.sessions, gone)]
         pairs = [(s, n) for s, n in zip(self.sessions, left) if n != s.tokens]
+        pairs.sort(key=lambda pair: pair[1] - pair[0].tokens)
         try:
-            if pairs:
-                self.queue.truncate(*map(list, zip(*pairs)))
+            if pairs:  # the one that goes back furthest alone: if it cannot, nothing is done
+                self.queue.truncate([pairs[0][0]], [pairs[0][1]])
+            if pairs[1:]:
+                self._truncate(pairs[1:])
         except kvq.Error as error:
             if error.code == kvq.Code.E_ROLLBACK:
                 error.add_note(f"KvqCache(max_rollback={self.options['max_rollback']}) says how "
@@ -163,7 +179,15 @@ class Rows:
                     if hasattr(error, "add_note") else None
             raise
         self.seen -= columns
-        self.real = None if self.real is None else self.real[:, :self.seen]
+        self._know(None if self.real is None else self.real[:, :self.seen])
+
+    def _truncate(self, pairs):
+        """Sessions to so many tokens, all or the cache is of no use any more."""
+        try:
+            self.queue.truncate(*map(list, zip(*pairs)))
+        except kvq.Error as error:
+            self.broken = f"rows of the cache stand at different tokens since this: {error}"
+            raise
 
     def drop(self):
         """Ends all sessions: those with names are destroyed."""
@@ -171,7 +195,7 @@ class Rows:
         for session in self.sessions:
             self.held.discard(session.handle)
             session.drop()
-        self.sessions, self.seen, self.real = [], 0, None
+        self.sessions, self.seen, self.real, self.broken = [], 0, None, None
 
     def close(self):
         """Gives everything back. May be called again."""
@@ -224,7 +248,10 @@ class Rows:
             self.open(batch, key.dtype, max(counts))
         if key.dtype != self.dtype:
             refuse(f"the cache was begun with {self.dtype}, this forward has {key.dtype}")
-        total = sum(counts)
+        total, most = sum(counts), max(s.tokens + n for s, n in zip(self.sessions, counts))
+        if most > self.max_tokens:
+            refuse(f"a row would have {most} tokens; this cache was made with max_tokens="
+                   f"{self.max_tokens}")
         step = Step(counts, keep, columns, total <= NEAR_ROWS or columns == 1)
         step.past = [s.tokens for s in self.sessions]
         if total:
@@ -264,8 +291,8 @@ class Rows:
         """A desk with at least so many rows: one of K and V of all layers, one of a single one."""
         desk = self.desks.get(kept)
         if desk is None or desk.rows < rows or desk.dtype != self.dtype:
-            if desk is not None:
-                desk.close()
+            if desk is not None:  # closed ones are not kept, also if the new one cannot be made
+                self.desks.pop(kept).close()
             size = max(8, 1 << (rows - 1).bit_length())
             desk = self.desks[kept] = Desk(self.client, self.table, self.dtype, size, kept)
         return desk
@@ -288,12 +315,28 @@ class Rows:
                 code = lib.kvq_local_end(self.local.pointer, work, step.pointer, n)
             else:
                 code = lib.kvq_step_end(self.queue.pointer, step.number, step.pointer, n)
-            check(code, step.entries)
+            if code or step.entries["status"].any():
+                self._take_back(step)
+                check(code, step.entries)
             for i, value in zip(step.rows, step.entries["value"].tolist()):
                 self.sessions[i].tokens = value
         self._remember(step)
         self.seen += step.columns
         self.step = None
+
+    def _take_back(self, step):
+        """A step that some rows could not commit is none: the others' tokens go again."""
+        self.abort()
+        done = [(self.sessions[i], step.past[i])
+                for i, entry in zip(step.rows, step.entries)
+                if entry["status"] == 0 and entry["value"] > step.past[i]]
+        for session, _ in done:
+            session.refresh()
+        try:
+            if done:
+                self._truncate(done)
+        except kvq.Error:
+            pass  # said by whatever is asked of the cache next; the reason for all this is raised
 
     def _remember(self, step):
         """Which columns are tokens, as long as one of them is not."""
@@ -310,6 +353,8 @@ class Rows:
         """The library is told pointers: of what is closed there are none."""
         if not self.queue.pointer:
             raise ValueError("the cache, or the kvq.Client that it is of, is closed")
+        if self.broken:
+            raise ValueError(f"{self.broken}; reset() or close() the cache")
 
     def abort(self):
         """Ends an open step, and leaves every session as it was."""
@@ -319,7 +364,8 @@ class Rows:
         if step.near:
             lib.kvq_local_abort(self.local.pointer)
         else:
-            check(lib.kvq_step_abort(self.queue.pointer, step.number, None, 0))
+            code = lib.kvq_step_abort(self.queue.pointer, step.number, None, 0)
+            check(0 if code == kvq.Code.E_NO_STEP else code)  # ended by the failure itself
 
     # ---- Attention ----
 
@@ -377,7 +423,7 @@ class Rows:
         step.entries["status"] = entries["status"]
         self._check(step)
         if self.dtype == torch.float32:  # what is attended to is what is stored
-            key, value = key.half().float(), value.half().float()
+            key, value = (x.clamp(-65504, 65504).half().float() for x in (key, value))
         batch, heads, columns, dim = query.shape
         out = query.new_zeros(batch, columns, heads, dim)
         sums = torch.zeros(batch, columns, heads) if want_lse else None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's attention is like, layer by layer, and which models are refused."""
 import hashlib
+import weakref
 
 import torch
 
@@ -68,6 +69,7 @@ class Table:
         if self.head_dim not in HEAD_DIMS:
             refuse(f"this model's heads have {self.head_dim} dimensions; "
                    f"{', '.join(map(str, HEAD_DIMS))} are served")
+        self._modules = [weakref.ref(m) for m in modules]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
         self.softcaps = [self._softcap(m) for m in modules]
@@ -83,6 +85,12 @@ class Table:
     def _softcap(self, module):
         cap = getattr(module, "attn_logit_softcapping", None)
         return float(cap or 0.0)
+
+    def check_module(self, layer, module):
+        """The attention that asks is that of the model which the cache was made for."""
+        if module is not self._modules[layer]():
+            refuse(f"layer {layer} of another model was given this cache; a KvqCache is for the "
+                   "model that it was made with")
 
     def rows(self):
         """The table that kvq.Client.session takes."""
