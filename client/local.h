@@ -122,7 +122,7 @@ struct kvq_local {
     struct kvq_gpu_stream *stream; // likewise
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);
     void *parallel_context;
-    struct kvq_pool *workers; // in place of parallel; NULL: there is one, or one thread is enough
+    struct kvq_pool *workers; // our threads; NULL: the engine gave `parallel`, or one is enough
     struct kvq__local_session *sessions[KVQ__HANDLES]; // by the handle's index
 
     // The step: who is in it, and K and V of its layers as they were given.

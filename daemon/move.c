@@ -189,7 +189,6 @@ void kvq__move_lost(struct kvq__session *s)
     fail(move, KVQ_E_CANCELLED);
 }
 
-// What a GPU packs before anybody asks holds no session.
 static bool is_idle(const struct kvq__move *move)
 {
     for (uint32_t i = 0; i < move->n; i++) {

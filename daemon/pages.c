@@ -134,7 +134,7 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
     sheet->retired_at = last > sheet->retired_at ? last : sheet->retired_at;
     if (--sheet->refs > 0)
         return;
-    core->drop_flight = sheet->retired_at; // whoever gave it up before
+    core->drop_flight = sheet->retired_at; // the latest of all owners that gave the sheet up
     for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
         page_drop(core, &sheet->pages[i]);
     core->drop_flight = drop_flight;

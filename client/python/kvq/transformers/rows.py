@@ -325,7 +325,7 @@ class Rows:
         self.step = None
 
     def _take_back(self, step):
-        """A step that some rows could not commit is none: the others' tokens go again."""
+        """Takes the step's tokens from the rows that committed where others could not."""
         self.abort()
         done = [(self.sessions[i], step.past[i])
                 for i, entry in zip(step.rows, step.entries)
@@ -336,7 +336,7 @@ class Rows:
             if done:
                 self._truncate(done)
         except kvq.Error:
-            pass  # said by whatever is asked of the cache next; the reason for all this is raised
+            pass  # the caller raises what failed first; the next use of the cache tells of this
 
     def _remember(self, step):
         """Which columns are tokens, as long as one of them is not."""
