@@ -54,6 +54,8 @@ FAMILIES = {  # the class of the configuration, and what differs from SIZES
                                  "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3Config", {}),
     "phi3": ("Phi3Config", {"hidden_size": 256, "head_dim": None, "sliding_window": WINDOW}),
+    "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 256, "head_dim": None,
+                                   "num_key_value_heads": None}),
 }
 
 
@@ -684,6 +686,28 @@ class Refused(Case):
         self.refused("output_attentions", self.model, self.ids, past_key_values=cache,
                      output_attentions=True)
         self.still_serves(cache)
+
+    def test_unknown_keywords(self):
+        """They may change attention, as head_mask does with eager in transformers 4."""
+        _, model = models("gpt_neox")
+        cache = self.cache(model)
+        self.refused("the keyword 'head_mask'", model, self.ids, past_key_values=cache,
+                     head_mask=torch.zeros(3, 4))
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(self.logits("gpt_neox", self.ids),
+                         model(self.ids, past_key_values=cache, head_mask=None).logits)
+        cache = self.cache(self.model)
+        lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+        self.refused("the keyword 'cu_seq_lens_q'", self.model, self.ids, past_key_values=cache,
+                     cu_seq_lens_q=lengths)
+        self.still_serves(cache)
+
+    def test_keywords_without_effect(self):
+        """What concerns the output of the model, or was done before attention, is let through."""
+        got = self.model(self.ids, past_key_values=self.cache(self.model), use_cache=True,
+                         position_ids=torch.arange(12)[None], output_hidden_states=True,
+                         num_items_in_batch=torch.tensor(1), logits_to_keep=0)
+        self.same_logits(self.logits("llama", self.ids), got.logits)
 
     def test_shapes(self):
         sizes = {**SIZES, "head_dim": 96}

@@ -7,6 +7,14 @@ import torch
 
 from .table import refuse
 
+# What models hand to their attention that does not change its result: the Q and K that come have
+# their positions already, and the rest concerns what the model gives out.
+HARMLESS = frozenset((
+    "cache_position", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
+    "token_type_ids", "use_cache"))
+CHECKED = frozenset(("is_causal", "output_attentions", "position_bias"))  # by their value
+
 
 def _check(query, dropout, asked):
     if torch.is_grad_enabled() and query.requires_grad:
@@ -20,6 +28,10 @@ def _check(query, dropout, asked):
         refuse("bidirectional attention is not served")
     if asked.get("position_bias") is not None:
         refuse("a position bias added to the logits is not served")
+    for name in asked.keys() - HARMLESS - CHECKED:
+        if asked[name] is not None:
+            refuse(f"the model hands its attention the keyword {name!r}, which kvq does not know: "
+                   "it may change what is attended to; call the model without it")
 
 
 def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
