@@ -624,6 +624,32 @@ class Refused(Case):
         self.refused("has 1 rows, the forward 2", self.model, prompt(1, rows=2),
                      past_key_values=cache)
 
+    def test_windows_of_masks(self):
+        """A layer whose mask has another window than its attention says: eager goes by the mask."""
+        model = copy.deepcopy(models("gemma2")[1])
+        cache = self.cache(model)
+        kinds = ["full_attention"] * 3
+        model.config.layer_types = kinds
+        for layer, kind in zip(model.model.layers, kinds):
+            layer.attention_type = kind
+        self.refused(f"no window, but its attention and configuration say a window of {WINDOW}",
+                     model, prompt(40), past_key_values=cache)
+        mask = torch.ones(1, 40, dtype=torch.long)
+        mask[0, 0] = 0
+        self.refused("mask for layer 0 has no window", model, prompt(40), past_key_values=cache,
+                     attention_mask=mask)
+        self.assertEqual(cache.get_seq_length(), 0)
+
+    @unittest.skipIf(transformers.__version__ < "5", "OLMoE of transformers 4 takes no attention "
+                     "function")
+    def test_a_window_that_the_mask_lacks(self):
+        """OLMoE hands its attention a window of the configuration, and makes its masks without."""
+        sizes = {**SIZES, "hidden_size": 256, "num_key_value_heads": 4, "num_experts": 8}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.OlmoeConfig(**sizes, sliding_window=WINDOW), attn_implementation="kvq")
+        self.refused("mask for layer 0 has no window", model, prompt(40),
+                     past_key_values=self.cache(model.eval()))
+
     def test_early_exit(self):
         """Of a forward that leaves out the last layers nothing is kept."""
         model = copy.deepcopy(self.model)

@@ -44,9 +44,13 @@ def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropo
                "cache is not served, nor use_cache=False, nor continuous batching)")
     _check(query, dropout, asked)
     layer.state.table.check_module(layer.number, module)
-    if attention_mask is not None and attention_mask.ndim != 2:
-        refuse(f"a mask of one's own with shape {tuple(attention_mask.shape)} is not served; "
-               "attention_mask can be [batch][tokens]")
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            refuse(f"a mask of one's own with shape {tuple(attention_mask.shape)} is not served; "
+                   "attention_mask can be [batch][tokens]")
+        layer.state.table.check_mask(layer.number, getattr(attention_mask, "kvq_window", None))
+        if not attention_mask.numel():
+            attention_mask = None  # no pads
     out, lse = layer.attend(query, key, value, attention_mask, scaling, sliding_window, softcap,
                             s_aux is not None)
     if s_aux is not None:  # a sink takes its part of the softmax, and has no value

@@ -2,34 +2,45 @@
 """The mask function: what transformers wants to hide, as the attention function needs it.
 
 Causality and windows are the daemon's. What is left of a mask are pad tokens, told as a tensor
-[batch][columns], False at pads; None if there are none. All other masks are refused here, before
-anything is computed.
+[batch][columns], False at pads; one without elements if there are none. The tensor's kvq_window is
+the window of the mask, 0 for none: the attention function holds it against the layer's. All other
+masks are refused here, before anything is computed.
 """
+import torch
 from transformers.masking_utils import causal_mask_function
 
 from .table import refuse
 
+_no_pads = {}  # by window
 
-def _is_plain(function):
-    """Whether a mask is causal, maybe with a sliding window: with no other rule."""
+
+def _window(function):
+    """The window of a mask that is causal, maybe with a sliding window, 0 for none; None for one
+    with another rule."""
     if function is None or function is causal_mask_function:
-        return True
+        return 0
     parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    if len(parts) != 1 or not isinstance(parts[0], tuple) or len(parts[0]) != 2:
-        return False
-    window, causal = parts[0]
-    return causal is causal_mask_function and "sliding_window_overlay" in window.__qualname__ \
-        and function.__qualname__.startswith("and_masks.")
+    if len(parts) != 1 or not isinstance(parts[0], tuple) or len(parts[0]) != 2 \
+            or not function.__qualname__.startswith("and_masks."):
+        return None
+    overlay, causal = parts[0]
+    if causal is not causal_mask_function or "sliding_window_overlay" not in overlay.__qualname__:
+        return None
+    (window,) = overlay.__closure__
+    return int(window.cell_contents)
 
 
 def kvq_mask(batch_size, kv_length, mask_function=None, attention_mask=None, **_):
     """Called by transformers once for each kind of mask in a forward."""
-    if not _is_plain(mask_function):
+    window = _window(mask_function)
+    if window is None:
         refuse("this forward has a mask that is neither causal nor a sliding window (packed "
                "sequences, bidirectional spans, chunked attention, or no KvqCache): such masks "
                "are not served")
     if attention_mask is None:
-        return None
+        return _without_pads(window)
+    if getattr(attention_mask, "kvq_window", None) == window:
+        return attention_mask  # generate() has had it made before the forward
     if attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size:
         refuse(f"attention_mask has shape {tuple(attention_mask.shape)}; one number for each token "
                f"of the batch of {batch_size} is served")
@@ -37,4 +48,16 @@ def kvq_mask(batch_size, kv_length, mask_function=None, attention_mask=None, **_
         refuse(f"attention_mask has {attention_mask.shape[1]} columns, the cache and new tokens "
                f"{kv_length}: the mask is not of this cache, or the cache is no KvqCache, or a "
                "forward before this one was left early")
-    return None if attention_mask.all() else attention_mask.bool()
+    if attention_mask.all():
+        return _without_pads(window)
+    mask = attention_mask != 0  # a copy, since the tag is this mask's alone
+    mask.kvq_window = window
+    return mask
+
+
+def _without_pads(window):
+    if window not in _no_pads:
+        mask = torch.empty(0, 0, dtype=torch.bool)
+        mask.kvq_window = window
+        _no_pads[window] = mask
+    return _no_pads[window]

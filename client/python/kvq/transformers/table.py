@@ -92,6 +92,15 @@ class Table:
             refuse(f"layer {layer} of another model was given this cache; a KvqCache is for the "
                    "model that it was made with")
 
+    def check_mask(self, layer, window):
+        """The mask that the model made for a layer, and would go by in eager attention, has the
+        window that the layer's sessions have. None: it was not made by kvq_mask."""
+        have = self.windows[layer]
+        if window is not None and window != have:
+            asked, have = (f"a window of {n} tokens" if n else "no window" for n in (window, have))
+            refuse(f"the model's mask for layer {layer} has {asked}, but its attention and "
+                   f"configuration say {have}; make both the same in the model's configuration")
+
     def rows(self):
         """The table that kvq.Client.session takes."""
         return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, window=window, softcap=cap,
