@@ -9,12 +9,14 @@ Needs PyTorch and transformers; says so and ends well where they are missing. KV
 kvqd is, KVQ_SMOLLM2 where a GGUF file of SmolLM2-135M-Instruct is.
 """
 import copy
+import inspect
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
 import unittest.mock
+import warnings
 
 import e2e_rig
 from e2e_rig import kvq
@@ -413,13 +415,51 @@ class Sessions(Case):
         fork.close()  # 32 tokens could have been cropped: they are nobody else's
         self.assertEqual(self.cache(self.model, prefix=ids).get_seq_length(), 256)
 
-    def test_embeddings_tell_nothing(self):
-        ids = prompt(300, 13)
-        embedded = self.model.get_input_embeddings()(ids)
-        with self.cache(self.model, prefix=ids) as cache:
-            self.model(inputs_embeds=embedded, past_key_values=cache)
-            self.model(ids[:, :200], past_key_values=cache)
-        self.assertEqual(self.cache(self.model, prefix=ids).get_seq_length(), 0)
+    def test_prefix_in_other_calls(self):
+        """Ids are told too where the cache comes by position, where a wrapper calls the model's
+        forward past its hooks, as PEFT does, and where the decoder is called by itself."""
+        class Wrapper(torch.nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner, self.config, self.dtype = inner, inner.config, inner.dtype
+
+            def forward(self, *arguments, **options):
+                return self.inner.forward(*arguments, **options)
+
+        def by_position(model, ids, cache):
+            at = list(inspect.signature(llama.forward).parameters).index("past_key_values")
+            return model(ids, *[None] * (at - 1), cache)  # LlamaModel's begins with the same ones
+
+        def by_name(model, ids, cache):
+            return model(ids, past_key_values=cache)
+        llama, wrapped = self.model, Wrapper(self.model)
+        calls = [(llama, llama, by_position), (llama, wrapped, by_name),
+                 (wrapped, wrapped, by_name), (llama, wrapped, by_position),
+                 (llama, llama.model, by_name), (llama, llama.model, by_position)]
+        for n, (made_with, called, call) in enumerate(calls):
+            with self.subTest(n):
+                ids = prompt(400, 30 + n)
+                with self.cache(made_with, prefix=ids, salt=f"call {n}") as cache:
+                    call(called, ids, cache)
+                cache = self.cache(made_with, prefix=ids, salt=f"call {n}")
+                self.assertEqual(cache.get_seq_length(), 256)
+                cache.close()
+
+    def test_nothing_to_tell(self):
+        """Forwards whose ids cannot be known end the telling, with one warning."""
+        embedded = self.model.get_input_embeddings()(prompt(300, 13))
+        for n, first in enumerate((
+                lambda cache: self.model(inputs_embeds=embedded, past_key_values=cache),
+                lambda cache: self.model.model.forward(prompt(300, 13), past_key_values=cache))):
+            ids = prompt(300, 13)
+            with self.cache(self.model, prefix=ids, salt=f"nothing {n}") as cache:
+                with self.assertWarnsRegex(UserWarning, "will not find them"):
+                    first(cache)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    self.model(ids[:, :200], past_key_values=cache)
+            cache = self.cache(self.model, prefix=ids, salt=f"nothing {n}")
+            self.assertEqual(cache.get_seq_length(), 0)
 
 
 class Saved(Case):

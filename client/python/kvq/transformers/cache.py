@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvqCache: a cache of transformers whose keys and values lie in kvqd."""
+import inspect
+import warnings
 import weakref
 
 import torch
@@ -88,7 +90,9 @@ class State:
         rows = self.rows
         self.waiting = None
         if number == 0:
-            self.tells = self.tells and self.ids is not None  # the model itself was not called
+            if self.ids is None:  # begins() was not called
+                self._tell_no_more("something called the forward of the model's decoder past "
+                                   "PyTorch's hooks")
             rows.begin(key, mask, self.ids)
         if rows.step is None or rows.step.next != number:
             rows.abort()
@@ -107,8 +111,15 @@ class State:
 
     def begins(self, ids):
         """A forward begins with these ids; None: with embeddings. Ids are told without a gap."""
-        self.tells = self.tells and ids is not None
+        if ids is None:
+            self._tell_no_more("this forward came with embeddings instead of ids")
         self.ids = ids if self.tells else None
+
+    def _tell_no_more(self, why):
+        if self.tells:
+            warnings.warn(f"kvq: {why}: the daemon cannot know the tokens of this cache from here "
+                          "on, and other caches with a prefix will not find them", stacklevel=2)
+        self.tells = False
 
     def over(self, failed):
         """A forward has ended. What is still open is no whole step."""
@@ -159,7 +170,7 @@ class KvqCache(Cache):
                     max_tokens or min(max(longest, MAX_TOKENS), 1 << 20))
         self._set(State(table, rows))
         self.state.tells = prefix is not None
-        watch(model)
+        watch(table.decoder(model))
         if "model" in options:
             rows.open(1, model.dtype, 0 if prefix is None else len(options["prefix"]))
 
@@ -240,27 +251,36 @@ def _one_row(ids):
     return ids.reshape(-1).tolist()
 
 
-# ---- Forwards of the model: what they begin with, and how they end ----
+# ---- Forwards of the decoder: what they begin with, and how they end ----
 
 _watched = weakref.WeakSet()
 
 
-def watch(model):
+def watch(decoder):
     """So that ids of tokens are known, and a forward that fails leaves no step open. Once for each
-    model."""
-    if model not in _watched:
-        _watched.add(model)
-        model.register_forward_pre_hook(_begins, with_kwargs=True)
-        model.register_forward_hook(_ended, with_kwargs=True, always_call=True)
+    decoder. A wrapper that calls the model's forward() itself, as PEFT does, calls no hooks of the
+    model, but the model calls its decoder as a module."""
+    if decoder not in _watched:
+        _watched.add(decoder)
+        decoder.register_forward_pre_hook(_begins, with_kwargs=True)
+        decoder.register_forward_hook(_ended, with_kwargs=True, always_call=True)
 
 
-def _begins(_model, args, options):
-    cache = options.get("past_key_values")
+def _named(decoder, args, options):
+    """All arguments of a forward by their names."""
+    if not args:
+        return options
+    return dict(zip(inspect.signature(decoder.forward).parameters, args)) | options
+
+
+def _begins(decoder, args, options):
+    given = _named(decoder, args, options)
+    cache = given.get("past_key_values")
     if isinstance(cache, KvqCache):
-        cache.state.begins(options.get("input_ids", args[0] if args else None))
+        cache.state.begins(given.get("input_ids"))
 
 
-def _ended(_model, _args, options, output):
-    cache = options.get("past_key_values")
+def _ended(decoder, args, options, output):
+    cache = _named(decoder, args, options).get("past_key_values")
     if isinstance(cache, KvqCache):
         cache.state.over(failed=output is None)

@@ -4,6 +4,7 @@ import hashlib
 import weakref
 
 import torch
+from transformers import PreTrainedModel
 
 import kvq
 
@@ -85,6 +86,16 @@ class Table:
     def _softcap(self, module):
         cap = getattr(module, "attn_logit_softcapping", None)
         return float(cap or 0.0)
+
+    def decoder(self, model):
+        """The innermost model that has all layers."""
+        found = model
+        for module in model.modules():  # outer ones first
+            if isinstance(module, PreTrainedModel):
+                inside = set(module.modules())
+                if all(layer() in inside for layer in self._modules):
+                    found = module
+        return found
 
     def check_module(self, layer, module):
         """The attention that asks is that of the model which the cache was made for."""
