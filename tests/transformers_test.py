@@ -664,6 +664,25 @@ class Refused(Case):
         self.refused("has 1 rows, the forward 2", self.model, prompt(1, rows=2),
                      past_key_values=cache)
 
+    def test_packed_sequences(self):
+        """Positions that begin anew within a row: each of its sequences is to see itself alone."""
+        cache = self.cache(self.model)
+        packed = torch.tensor([[*range(7), *range(5)]])
+        self.refused("row 0 go from 6 to 0: packed", self.model, self.ids, past_key_values=cache,
+                     position_ids=packed)
+        self.refused("row 0 go from 0 to 0", self.model, self.ids, past_key_values=cache,
+                     position_ids=torch.zeros_like(packed))
+        mask, padded = torch.ones(2, 12, dtype=torch.long), packed.repeat(2, 1)
+        mask[0, :7] = 0
+        self.refused("row 1 go from 6 to 0", self.model, prompt(12, rows=2), position_ids=padded,
+                     past_key_values=cache, attention_mask=mask)
+        self.still_serves(cache)
+        cache = self.cache(self.model)  # the pads of a row have any position, its tokens go on
+        self.model(self.ids, past_key_values=cache, position_ids=packed, attention_mask=mask[:1])
+        self.model(self.ids[:, :3], past_key_values=cache, position_ids=torch.tensor([[5, 6, 9]]),
+                   attention_mask=torch.cat([mask[:1], torch.ones(1, 3, dtype=torch.long)], 1))
+        self.assertEqual(cache.sessions[0].tokens, 8)
+
     def test_windows_of_masks(self):
         """A layer whose mask has another window than its attention says: eager goes by the mask."""
         model = copy.deepcopy(models("gemma2")[1])

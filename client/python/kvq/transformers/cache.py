@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .masks import check_positions
 from .memory import CODES
 from .rows import MAX_TOKENS, Rows, shared_client
 from .table import Table, check_implementation, fingerprint, refuse
@@ -277,6 +278,7 @@ def _begins(decoder, args, options):
     given = _named(decoder, args, options)
     cache = given.get("past_key_values")
     if isinstance(cache, KvqCache):
+        check_positions(given.get("position_ids"), given.get("attention_mask"))
         cache.state.begins(given.get("input_ids"))
 
 

@@ -61,3 +61,22 @@ def _without_pads(window):
         mask.kvq_window = window
         _no_pads[window] = mask
     return _no_pads[window]
+
+
+def check_positions(positions, attention_mask):
+    """Refuses positions [rows][columns] that begin anew within a row: several sequences in one,
+    each of which is to see itself alone."""
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
+        return
+    rows = positions
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 \
+            and attention_mask.shape[1] >= positions.shape[1]:  # pads have any position
+        shown = attention_mask[:, -positions.shape[1]:] != 0
+        if not shown.all():
+            rows = [of[keep] for of, keep in zip(positions.expand(len(shown), -1), shown)]
+    for i, row in enumerate(rows):
+        again = (row[1:] <= row[:-1]).nonzero()
+        if len(again):
+            at = int(again[0])
+            refuse(f"position_ids of row {i} go from {int(row[at])} to {int(row[at + 1])}: packed "
+                   "sequences, which would see each other; give each a row of its own")
