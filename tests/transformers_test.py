@@ -247,6 +247,45 @@ class Llama(Case):
         got = model(ids[:, 10:12], past_key_values=cache).logits
         self.same_logits(self.logits("llama", ids[:, :12])[:, 10:], got)
 
+    def test_a_row_that_fails_at_the_end_of_a_long_step(self):
+        """Steps of more tokens than could be cropped are taken by all rows or by none."""
+        _, model = models("llama")
+        ids = prompt(560, rows=2)
+
+        def spoil(_module, _arguments, out):
+            out = out.clone()
+            out[1] = float("nan")
+            return out
+        append = kvq._ffi.lib.kvq_append
+
+        def forget(queue, work, entries, n):  # the last row's K and V of the last layer
+            return append(queue, work, entries, n - int(work._obj.layer == 2))
+        for first, n, code in ((10, 100, kvq.Code.E_NONFINITE), (0, 90, kvq.Code.E_NONFINITE),
+                               (10, 300, kvq.Code.E_NONFINITE), (0, 300, kvq.Code.E_INCOMPLETE),
+                               (10, 550, kvq.Code.E_INCOMPLETE)):
+            with self.subTest(first=first, tokens=n, code=code):
+                cache = self.cache(model, "oscar4")
+                if first:
+                    model(ids[:, :first], past_key_values=cache)
+                    was = [s.tokens for s in cache.sessions]
+                hook = model.model.embed_tokens.register_forward_hook(spoil)
+                if code == kvq.Code.E_INCOMPLETE:
+                    hook.remove()
+                    kvq._ffi.lib.kvq_append = forget
+                error = self.fails(code, model, ids[:, first:first + n], past_key_values=cache)
+                hook.remove()
+                kvq._ffi.lib.kvq_append = append
+                self.assertTrue(error.text)
+                self.assertEqual(cache.get_seq_length(), first)
+                self.assertEqual([s.refresh() for s in cache.sessions], [first] * 2)
+                got = model(ids[:, first:first + n], past_key_values=cache).logits
+                again = self.cache(model, "oscar4")
+                if first:
+                    self.assertEqual(was, [first] * 2)
+                    model(ids[:, :first], past_key_values=again)
+                self.assertTrue(torch.equal(
+                    got, model(ids[:, first:first + n], past_key_values=again).logits))
+
     def test_nonfinite_prompt(self):
         """The reason is told, and not what came of it."""
         _, model = models("llama")

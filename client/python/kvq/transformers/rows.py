@@ -4,6 +4,10 @@
 A step of few tokens attends in this process (kvq_local_*): K and V of all layers stay in buffers
 until its end. A longer one goes through the daemon layer by layer, so that buffers hold one layer
 at a time.
+
+All rows take a step or none does. The daemon ends its own steps like that. One of this process
+commits row by row: rows go back from it if another failed, so in a batch it has no more tokens than
+can be cropped.
 """
 import threading
 from ctypes import byref, c_uint64
@@ -252,7 +256,8 @@ class Rows:
         if most > self.max_tokens:
             refuse(f"a row would have {most} tokens; this cache was made with max_tokens="
                    f"{self.max_tokens}")
-        step = Step(counts, keep, columns, total <= NEAR_ROWS or columns == 1)
+        near = total <= NEAR_ROWS and (batch == 1 or max(counts) <= self.options["max_rollback"])
+        step = Step(counts, keep, columns, near or columns == 1)
         step.past = [s.tokens for s in self.sessions]
         if total:
             self._begin(step, ids)
@@ -309,17 +314,16 @@ class Rows:
         """Commits the step."""
         step = self.step
         if step.total:
-            n = len(step.rows)
             if step.near:
                 work = None if step.told is None else byref(_ffi.StepWork(ids=step.told))
-                code = lib.kvq_local_end(self.local.pointer, work, step.pointer, n)
-            else:
-                code = lib.kvq_step_end(self.queue.pointer, step.number, step.pointer, n)
-            if code or step.entries["status"].any():
-                self._take_back(step)
-                check(code, step.entries)
-            for i, value in zip(step.rows, step.entries["value"].tolist()):
-                self.sessions[i].tokens = value
+                code = lib.kvq_local_end(self.local.pointer, work, step.pointer, len(step.rows))
+                if code or step.entries["status"].any():
+                    self._take_back(step)
+                    check(code, step.entries)
+            else:  # of all rows or of none
+                check(lib.kvq_step_end(self.queue.pointer, step.number, None, 0))
+            for i in step.rows:
+                self.sessions[i].tokens = step.past[i] + step.counts[i]
         self._remember(step)
         self.seen += step.columns
         self.step = None
