@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kvq.transformers does not serve; transformers_test.py runs these."""
+import copy
+import unittest
+
+from e2e_rig import kvq
+from transformers_rig import SIZES, WINDOW, Case, models, prompt
+
+import torch
+import transformers
+from kvq.transformers import KvqCache
+
+
+class Refused(Case):
+    """What is not served is refused with a sentence that says what is wrong, and the cache is as
+    it was."""
+
+    def setUp(self):
+        super().setUp()
+        self.ids = prompt(12)
+        self.model = models("llama")[1]
+
+    def refused(self, text, call, *arguments, **options):
+        with self.assertRaises(NotImplementedError) as caught:
+            call(*arguments, **options)
+        self.assertIn(text, str(caught.exception))
+
+    def still_serves(self, cache, model=None):
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(self.logits("llama", self.ids),
+                         (model or self.model)(self.ids, past_key_values=cache).logits)
+
+    def test_other_caches(self):
+        for options in ({}, {"use_cache": False}):
+            self.refused("KvqCache", self.model, self.ids, **options)
+            self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2, **options)
+        self.refused("KvqCache", self.model, self.ids,
+                     past_key_values=transformers.DynamicCache())
+        self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2,
+                     cache_implementation="static")
+
+    @unittest.skipIf(transformers.__version__ < "5", "transformers 4 fails without a sentence")
+    def test_continuous_batching(self):
+        """transformers itself says that it takes other implementations alone."""
+        with self.assertRaises(Exception) as caught:
+            self.model.generate_batch([[5, 6, 7]], transformers.GenerationConfig(
+                max_new_tokens=2, eos_token_id=2, pad_token_id=0))
+        self.assertIn("kvq", str(caught.exception))
+
+    def test_other_attention(self):
+        for name in ("eager", "sdpa"):
+            model = copy.deepcopy(self.model)
+            cache = self.cache(model)
+            model.set_attn_implementation(name)
+            self.refused(f"attends by '{name}'", KvqCache, model)
+            self.refused(f"attends by '{name}'", model, self.ids, past_key_values=cache)
+            model.set_attn_implementation("kvq")
+            self.still_serves(cache, model)
+
+    def test_training(self):
+        cache = self.cache(self.model)
+        with torch.enable_grad():
+            self.refused("torch.no_grad()", self.model, self.ids, past_key_values=cache)
+        model = copy.deepcopy(self.model).train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        self.refused("model.eval()", model, self.ids, past_key_values=self.cache(model))
+        self.still_serves(cache)
+
+    def test_weights_of_attention(self):
+        cache = self.cache(self.model)
+        self.refused("output_attentions", self.model, self.ids, past_key_values=cache,
+                     output_attentions=True)
+        self.still_serves(cache)
+
+    def test_unknown_keywords(self):
+        """They may change attention, as head_mask does with eager in transformers 4."""
+        _, model = models("gpt_neox")
+        cache = self.cache(model)
+        self.refused("the keyword 'head_mask'", model, self.ids, past_key_values=cache,
+                     head_mask=torch.zeros(3, 4))
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(self.logits("gpt_neox", self.ids),
+                         model(self.ids, past_key_values=cache, head_mask=None).logits)
+        cache = self.cache(self.model)
+        lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+        self.refused("the keyword 'cu_seq_lens_q'", self.model, self.ids, past_key_values=cache,
+                     cu_seq_lens_q=lengths)
+        self.still_serves(cache)
+
+    def test_keywords_without_effect(self):
+        """What concerns the output of the model, or was done before attention, is let through."""
+        got = self.model(self.ids, past_key_values=self.cache(self.model), use_cache=True,
+                         position_ids=torch.arange(12)[None], output_hidden_states=True,
+                         num_items_in_batch=torch.tensor(1), logits_to_keep=0)
+        self.same_logits(self.logits("llama", self.ids), got.logits)
+
+    def test_shapes(self):
+        sizes = {**SIZES, "head_dim": 96}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**sizes), attn_implementation="kvq")
+        self.refused("96 dimensions; 64, 128, 256 are served", KvqCache, model)
+        double = copy.deepcopy(self.model).double()
+        self.refused("float64", double, self.ids, past_key_values=self.cache(double))
+        with self.assertRaises(TypeError):
+            KvqCache(self.model.config)
+
+    def test_models(self):
+        config = transformers.T5Config(d_model=64, d_ff=64, num_layers=1, num_heads=1, d_kv=64,
+                                       vocab_size=64)
+        model = transformers.T5ForConditionalGeneration(config)
+        model.config._attn_implementation = "kvq"
+        self.refused("encoder-decoder", KvqCache, model)
+        model = copy.deepcopy(self.model)
+        model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+        self.refused("linear_attention", KvqCache, model)
+
+    def test_masks(self):
+        cache = self.cache(self.model)
+        mask = torch.zeros(1, 1, 12, 12)
+        self.refused("a mask of one's own", self.model, self.ids, past_key_values=cache,
+                     attention_mask=mask)
+        self.refused("attention_mask has 11 columns", self.model, self.ids, past_key_values=cache,
+                     attention_mask=torch.ones(1, 11, dtype=torch.long))
+        self.still_serves(cache)
+        mask = torch.ones(1, 13, dtype=torch.long)
+        mask[0, 3] = 0
+        self.refused("stays visible", self.model, self.ids[:, :1], past_key_values=cache,
+                     attention_mask=mask)
+        padded = self.cache(self.model)
+        self.model(self.ids, past_key_values=padded, attention_mask=mask[:, :12])
+        self.refused("pad tokens", self.model, self.ids[:, :1], past_key_values=padded)
+        self.refused("has 1 rows, the forward 2", self.model, prompt(1, rows=2),
+                     past_key_values=cache)
+
+    def test_packed_sequences(self):
+        """Positions that begin anew within a row: each of its sequences is to see itself alone."""
+        cache = self.cache(self.model)
+        packed = torch.tensor([[*range(7), *range(5)]])
+        self.refused("row 0 go from 6 to 0: packed", self.model, self.ids, past_key_values=cache,
+                     position_ids=packed)
+        self.refused("row 0 go from 0 to 0", self.model, self.ids, past_key_values=cache,
+                     position_ids=torch.zeros_like(packed))
+        mask, padded = torch.ones(2, 12, dtype=torch.long), packed.repeat(2, 1)
+        mask[0, :7] = 0
+        self.refused("row 1 go from 6 to 0", self.model, prompt(12, rows=2), position_ids=padded,
+                     past_key_values=cache, attention_mask=mask)
+        self.still_serves(cache)
+        cache = self.cache(self.model)  # the pads of a row have any position, its tokens go on
+        self.model(self.ids, past_key_values=cache, position_ids=packed, attention_mask=mask[:1])
+        self.model(self.ids[:, :3], past_key_values=cache, position_ids=torch.tensor([[5, 6, 9]]),
+                   attention_mask=torch.cat([mask[:1], torch.ones(1, 3, dtype=torch.long)], 1))
+        self.assertEqual(cache.sessions[0].tokens, 8)
+
+    def test_windows_of_masks(self):
+        """A layer whose mask has another window than its attention says: eager goes by the mask."""
+        model = copy.deepcopy(models("gemma2")[1])
+        cache = self.cache(model)
+        kinds = ["full_attention"] * 3
+        model.config.layer_types = kinds
+        for layer, kind in zip(model.model.layers, kinds):
+            layer.attention_type = kind
+        self.refused(f"no window, but its attention and configuration say a window of {WINDOW}",
+                     model, prompt(40), past_key_values=cache)
+        mask = torch.ones(1, 40, dtype=torch.long)
+        mask[0, 0] = 0
+        self.refused("mask for layer 0 has no window", model, prompt(40), past_key_values=cache,
+                     attention_mask=mask)
+        self.assertEqual(cache.get_seq_length(), 0)
+
+    @unittest.skipIf(transformers.__version__ < "5", "OLMoE of transformers 4 takes no attention "
+                     "function")
+    def test_a_window_that_the_mask_lacks(self):
+        """OLMoE hands its attention a window of the configuration, and makes its masks without."""
+        sizes = {**SIZES, "hidden_size": 256, "num_key_value_heads": 4, "num_experts": 8}
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.OlmoeConfig(**sizes, sliding_window=WINDOW), attn_implementation="kvq")
+        self.refused("mask for layer 0 has no window", model, prompt(40),
+                     past_key_values=self.cache(model.eval()))
+
+    def test_early_exit(self):
+        """Of a forward that leaves out the last layers nothing is kept."""
+        model = copy.deepcopy(self.model)
+        cache = self.cache(model)
+        last = model.model.layers[-1:]
+        model.model.layers = model.model.layers[:-1]
+        model.config.num_hidden_layers -= 1
+        self.refused("before its last layer", model, self.ids, past_key_values=cache)
+        model.model.layers += last
+        model.config.num_hidden_layers += 1
+        self.still_serves(cache, model)
+
+    def test_another_model(self):
+        _, model = models("llama")
+        _, other = models("llama", torch.float16)
+        cache = self.cache(model)
+        self.refused("another model", other, prompt(5), past_key_values=cache)
+        model(prompt(5), past_key_values=cache)
+
+    def test_too_long(self):
+        _, model = models("llama")
+        cache = self.cache(model, max_tokens=64)
+        self.refused("max_tokens=64", model, prompt(65), past_key_values=cache)
+
+    def test_a_name_has_one_row(self):
+        _, model = models("llama")
+        cache = self.cache(model, name="one row")
+        model(prompt(5), past_key_values=cache)
+        self.refused("without one", cache.batch_repeat_interleave, 2)
+        self.refused("destroy", cache.crop, -5)
+        cache.reset()
+
+    def test_cropping_too_much(self):
+        cache = self.cache(self.model, "oscar2", max_rollback=4)
+        self.model(prompt(700), past_key_values=cache)
+        error = self.fails(kvq.Code.E_ROLLBACK, cache.crop, -300)
+        if hasattr(error, "__notes__"):
+            self.assertIn("max_rollback=4", error.__notes__[0])
+        self.assertEqual(cache.get_seq_length(), 700)
+        self.assertEqual(cache.sessions[0].refresh(), 700)
+        with self.assertRaises(ValueError):
+            cache.crop(-701)
+        self.refused("change together", cache.layers[0].crop, -1)
