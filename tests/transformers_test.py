@@ -364,6 +364,21 @@ class Llama(Case):
                     call()
             cache.close()
 
+    def test_buffers_of_a_long_prompt(self):
+        """They have K and V of all its tokens in one layer; Q and the output of few at a time."""
+        _, model = models("llama")
+        sizes, ids, cache = [], prompt(3200), self.cache(model)
+        made = self.client.buffer
+        with unittest.mock.patch.object(self.client, "buffer", side_effect=lambda nbytes, **options:
+                                        sizes.append(nbytes) or made(nbytes, **options)):
+            model(ids[:, :2500], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, 2500:2503], past_key_values=cache)  # of this process: all layers, 4 rows
+            got = model(ids[:, 2503:], past_key_values=cache).logits
+            self.same_logits(self.logits("llama", ids)[:, 2503:], got)
+        key, query, rows = 2 * 64 * 4, 4 * 64 * 4, 4096
+        self.assertEqual(len(sizes), 2)
+        self.assertLessEqual(sizes[0], rows * (2 * key + 4) + 512 * (2 * query + 4 * 4) + 512)
+
     def test_what_is_left(self):
         """Sessions and buffers go with the cache."""
         _, model = models("llama")

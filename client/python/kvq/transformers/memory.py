@@ -39,22 +39,23 @@ class Area:
 
 
 class Desk:
-    """What the tensors of a step travel in: K and V of `kept` layers, the others' in their place by
-    turns, Q, the output and its LSE of one layer; and struct kvq_work for each layer."""
+    """What the tensors of a step travel in: K and V of `rows` tokens of `kept` layers, the others'
+    in their place by turns; Q, the output and its LSE of one layer, of `asked` tokens at a time;
+    and struct kvq_work for each layer."""
 
-    def __init__(self, client, table, dtype, rows, kept):
-        self.rows, self.dtype, self.kept = rows, dtype, kept
-        kv, qo = (rows, table.kv_heads, table.head_dim), (rows, table.q_heads, table.head_dim)
-        size = table.head_dim * dtype.itemsize * rows
-        need = 2 * kept * (size * table.kv_heads + 64) + 2 * (size * table.q_heads + 64) \
-            + rows * (4 * table.q_heads + 4) + 128
+    def __init__(self, client, table, dtype, rows, kept, asked):
+        self.rows, self.dtype, self.kept, self.asked = rows, dtype, kept, asked
+        kv, qo = (rows, table.kv_heads, table.head_dim), (asked, table.q_heads, table.head_dim)
+        size = table.head_dim * dtype.itemsize
+        need = 2 * kept * (size * table.kv_heads * rows + 64) \
+            + 2 * (size * table.q_heads * asked + 64) + 4 * table.q_heads * asked + 4 * rows + 128
         self.area = Area(client, need)
         keys = [self.area.take(kv, dtype) for _ in range(kept)]
         values = [self.area.take(kv, dtype) for _ in range(kept)]
         self.keys, self.values = [k for k, _ in keys], [v for v, _ in values]
         self.queries, q = self.area.take(qo, dtype)
         self.out, out = self.area.take(qo, dtype)
-        log_sums, start = self.area.take((rows, table.q_heads, 4), torch.uint8)
+        log_sums, start = self.area.take((asked, table.q_heads, 4), torch.uint8)
         with torch.inference_mode(False):
             self.lse = log_sums.view(torch.float32).squeeze(2)
         lse = self.area.buffer.strided(start, 4 * table.q_heads, 4, kvq.F32)

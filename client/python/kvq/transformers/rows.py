@@ -26,6 +26,7 @@ from .table import refuse
 NEAR_ROWS = 256     # tokens of a step that attends here
 QUERIES = 512       # of a session in a request; more are merged with PyTorch's attention
 MAX_TOKENS = 131072
+ROOMY = 8192        # buffers of more rows have a multiple of it
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
 _shared = None
@@ -39,6 +40,11 @@ def shared_client():
         if _shared is None or not _shared.pointer:
             _shared = kvq.Client(name="transformers")
         return _shared
+
+
+def _roomy(rows):
+    """Some more rows, so that a desk serves a next step of a few more as well."""
+    return max(8, 1 << (rows - 1).bit_length()) if rows < ROOMY else -(-rows // ROOMY) * ROOMY
 
 
 class Step:
@@ -56,6 +62,7 @@ class Step:
         self.pointer = None     # of the entries
         self.number = 0         # of the daemon's step
         self.past = None        # what each row had before
+        self.together = False   # one request for a layer appends and attends
 
 
 class Rows:
@@ -271,7 +278,9 @@ class Rows:
                                         queries=[min(n, QUERIES) for n in counts])
         step.entries["q_row"] = step.entries["row"]
         step.pointer = step.entries.ctypes.data
-        step.desk = self._desk(step.total, table.layers if step.near else 1)
+        step.together = step.near or (any(step.past) and max(step.counts) <= QUERIES)
+        step.desk = self._desk(step.total, table.layers if step.near else 1,
+                               step.total if step.together else min(step.total, QUERIES))
         step.told = None
         if ids is not None:
             chosen = ids.reshape(-1) if step.keep is None else ids[step.keep]
@@ -292,14 +301,16 @@ class Rows:
         self.step = step  # so that a failure below aborts it
         self._check(step)
 
-    def _desk(self, rows, kept):
-        """A desk with at least so many rows: one of K and V of all layers, one of a single one."""
+    def _desk(self, rows, kept, asked):
+        """A desk with at least so many rows of K and V, and `asked` of Q: one has K and V of all
+        layers, one of a single one."""
         desk = self.desks.get(kept)
-        if desk is None or desk.rows < rows or desk.dtype != self.dtype:
+        if desk is None or desk.rows < rows or desk.asked < asked or desk.dtype != self.dtype:
             if desk is not None:  # closed ones are not kept, also if the new one cannot be made
+                rows, asked = max(rows, desk.rows), max(asked, desk.asked)
                 self.desks.pop(kept).close()
-            size = max(8, 1 << (rows - 1).bit_length())
-            desk = self.desks[kept] = Desk(self.client, self.table, self.dtype, size, kept)
+            desk = self.desks[kept] = Desk(self.client, self.table, self.dtype, _roomy(rows), kept,
+                                           _roomy(asked))
         return desk
 
     def _check(self, step):
@@ -384,7 +395,7 @@ class Rows:
         desk, total = step.desk, step.total
         for kept, given in ((desk.keys, key), (desk.values, value)):
             self._gather(step, given, kept[layer % desk.kept][:total])
-        if step.near or (any(step.past) and max(step.counts) <= QUERIES):
+        if step.together:
             self._gather(step, query, desk.queries[:total])
             if step.near:
                 code = lib.kvq_local_attend(self.local.pointer, desk.pointers[layer],
