@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 import unittest.mock
 import warnings
@@ -363,6 +364,54 @@ class Llama(Case):
                 with self.assertRaises(ValueError):
                     call()
             cache.close()
+
+    def test_two_threads(self):
+        """A thread that comes into another's forward is told so, and the forward is none the
+        worse; after it, or after the end of its thread, the cache serves any thread."""
+        model = copy.deepcopy(models("llama")[1])
+        ids, got = prompt(900), {}
+        inside, done = threading.Event(), threading.Event()
+
+        def wait(*_):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                done.wait()
+                if "stop" in got:
+                    raise KeyboardInterrupt
+
+        def forward(cache, first, n):
+            try:
+                with torch.no_grad():
+                    got["logits"] = model(ids[:, first:first + n], past_key_values=cache).logits
+            except KeyboardInterrupt:
+                got["stopped"] = True
+        model.model.layers[1].mlp.register_forward_hook(wait)
+        for called in (model, model.model.forward):  # with and without the decoder's hooks
+            cache = self.cache(model)
+            called(ids[:, :10], past_key_values=cache)
+            for first, n in ((10, 3), (13, 600)):
+                inside.clear(), done.clear()
+                other = threading.Thread(target=forward, args=(cache, first, n), name="the other")
+                other.start()
+                inside.wait()
+                try:
+                    for call in (lambda: called(ids[:, :2], past_key_values=cache),
+                                 lambda: cache.crop(-1), lambda: copy.deepcopy(cache), cache.reset,
+                                 cache.close, lambda: cache.batch_repeat_interleave(2)):
+                        with self.assertRaisesRegex(RuntimeError, "'the other' is in a forward"):
+                            call()
+                finally:
+                    done.set()
+                    other.join()
+                want = self.logits("llama", ids[:, :first + n])[:, first:]
+                self.same_logits(want, got["logits"])
+            got["stop"] = True
+            other = threading.Thread(target=forward, args=(cache, 613, 3))
+            other.start()
+            other.join()
+            self.assertTrue(got.pop("stop") and got.pop("stopped"))
+            self.same_logits(self.logits("llama", ids[:, :620])[:, 613:],
+                             model(ids[:, 613:620], past_key_values=cache).logits)
 
     def test_buffers_of_a_long_prompt(self):
         """They have K and V of all its tokens in one layer; Q and the output of few at a time."""

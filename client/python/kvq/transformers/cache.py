@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvqCache: a cache of transformers whose keys and values lie in kvqd."""
+import functools
 import inspect
 import warnings
 import weakref
@@ -10,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .masks import check_positions
 from .memory import CODES
+from .owner import Owner
 from .rows import MAX_TOKENS, Rows, shared_client
 from .table import Table, check_implementation, fingerprint, refuse
 
@@ -71,11 +73,27 @@ class State:
 
     def __init__(self, table, rows):
         self.table, self.rows = table, rows
+        self.owner = Owner()
+        self.hooked = False   # begins() was called, and over() will be
         self.waiting = None   # the layer whose K came and was not attended to yet
         self.tells = False    # the daemon learns which tokens they are, for others to find
         self.ids = None       # of the forward under way, if it tells
 
     def came(self, number, key):
+        self.owner.take()
+        try:
+            self._check(number, key)
+        except BaseException:
+            self._leave()
+            raise
+        self.waiting = number
+
+    def _leave(self):
+        """Lets other threads in, unless over() will do so."""
+        if not self.hooked:
+            self.owner.leave()
+
+    def _check(self, number, key):
         check_implementation(self.table.config)
         if key.dtype not in CODES:
             refuse(f"keys are {key.dtype}; float16, bfloat16 and float32 are served")
@@ -85,9 +103,16 @@ class State:
             waiting, self.waiting = self.waiting, None
             self.rows.abort()
             refuse(f"layer {waiting} came without being attended to by kvq")
-        self.waiting = number
 
-    def attend(self, number, query, key, value, mask, scaling, window, softcap, want_lse):
+    def attend(self, number, *arguments):
+        self.owner.take()
+        try:
+            return self._attend(number, *arguments)
+        finally:
+            if self.rows.step is None:  # after the last layer, or a failure
+                self._leave()
+
+    def _attend(self, number, query, key, value, mask, scaling, window, softcap, want_lse):
         rows = self.rows
         self.waiting = None
         if number == 0:
@@ -112,6 +137,8 @@ class State:
 
     def begins(self, ids):
         """A forward begins with these ids; None: with embeddings. Ids are told without a gap."""
+        self.owner.take()
+        self.hooked = True
         if ids is None:
             self._tell_no_more("this forward came with embeddings instead of ids")
         self.ids = ids if self.tells else None
@@ -124,12 +151,27 @@ class State:
 
     def over(self, failed):
         """A forward has ended. What is still open is no whole step."""
+        if not self.owner.is_mine():  # begins() has refused it
+            return
         left = self.waiting is not None or self.rows.step is not None
         self.waiting = self.ids = None
-        self.rows.abort()
+        self.hooked = False
+        try:
+            self.rows.abort()
+        finally:
+            self.owner.leave()
         if left and not failed:
             refuse("the forward ended before its last layer (an early exit): its tokens are not in "
                    "the cache")
+
+
+def _alone(method):
+    """Of a KvqCache: no other thread may be in a forward or a call of it."""
+    @functools.wraps(method)
+    def wrapped(self, *arguments):
+        with self.state.owner.use():
+            return method(self, *arguments)
+    return wrapped
 
 
 class KvqCache(Cache):
@@ -193,6 +235,7 @@ class KvqCache(Cache):
         """None, or why steps of few tokens attend in the daemon instead of this process."""
         return self.state.rows.attach().why
 
+    @_alone
     def crop(self, tokens):
         """Takes tokens away: -n the last n. As in transformers 4, n above 0 keeps the first n."""
         rows = self.state.rows
@@ -207,21 +250,26 @@ class KvqCache(Cache):
         else:
             rows.crop(-tokens)
 
+    @_alone
     def reorder_cache(self, beam_idx):
         self.state.rows.select(beam_idx.tolist())
 
+    @_alone
     def batch_repeat_interleave(self, repeats):
         rows = self.state.rows
         rows.select([i for i in range(len(rows.sessions)) for _ in range(repeats)])
 
+    @_alone
     def batch_select_indices(self, indices):
         chosen = torch.arange(len(self.state.rows.sessions))[indices]
         self.state.rows.select(chosen.tolist())
 
+    @_alone
     def reset(self):
         """Empties the cache: its sessions end, also those with a name."""
         self.state.rows.drop()
 
+    @_alone
     def close(self):
         """Gives sessions and buffers back. A cache that nothing refers to does so by itself."""
         self.state.rows.close()
@@ -231,6 +279,7 @@ class KvqCache(Cache):
         for session in self.state.rows.sessions:
             session.save()
 
+    @_alone
     def __deepcopy__(self, _):
         made = KvqCache.__new__(KvqCache)
         made._set(State(self.state.table, self.state.rows.fork()))
