@@ -365,6 +365,40 @@ class Llama(Case):
                     call()
             cache.close()
 
+    def test_a_fork_that_fails(self):
+        """Of rows that are forked together, none is if one cannot be; the others stay."""
+        _, model = models("llama")
+        for call in (lambda cache: cache.batch_repeat_interleave(2), copy.deepcopy,
+                     lambda cache: self.queue.fork(cache.sessions)):
+            cache = self.cache(model)
+            model(prompt(10, rows=2), past_key_values=cache)
+            self.client.control(kvq._ffi.lib.kvq_session_close, cache.sessions[1].handle)
+            self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+            error = self.fails(kvq.Code.E_STALE, call, cache)
+            self.assertIn("session", error.text)
+            self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+            cache.batch_select_indices(torch.tensor([0]))
+            got = model(prompt(3, 1), past_key_values=cache).logits
+            want = self.logits("llama", torch.cat([prompt(10, rows=2)[:1], prompt(3, 1)], 1))
+            self.same_logits(want[:, 10:], got)
+            cache.close()
+
+    def test_a_row_that_is_gone(self):
+        """Its session was ended by somebody else: the others end with the cache all the same."""
+        _, model = models("llama")
+        for end in (KvqCache.reset, KvqCache.close):
+            cache = self.cache(model)
+            model(prompt(10, rows=2), past_key_values=cache)
+            self.client.control(kvq._ffi.lib.kvq_session_close, cache.sessions[0].handle)
+            self.fails(kvq.Code.E_STALE, model, prompt(1, rows=2), past_key_values=cache)
+            end(cache)
+            self.assertEqual(self.daemon.ctl("session", "list"), [])
+            if end is KvqCache.reset:
+                self.same_logits(self.logits("llama", prompt(9)),
+                                 model(prompt(9), past_key_values=cache).logits)
+                cache.close()
+        self.assertEqual(self.client._buffers, [])
+
     def test_two_threads(self):
         """A thread that comes into another's forward is told so, and the forward is none the
         worse; after it, or after the end of its thread, the cache serves any thread."""

@@ -6,6 +6,7 @@ buffer; that is convenient, and slower.
 """
 import functools
 import time
+from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from ._ffi import ENTRY, U64_MAX, lib
 from .buffers import F16, F32, Buffer, dtype_code, numpy_dtype
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
-from .errors import check
+from .errors import Error, check
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10,
@@ -265,12 +266,21 @@ class Queue:
 
     @alone
     def fork(self, sessions, at=None):
-        """New unnamed sessions with the first `at` tokens of each (None: all of them)."""
+        """New unnamed sessions with the first `at` tokens of each (None: all of them). If one
+        cannot be made, none is."""
         sessions = batch(sessions, self.client, Session())
         entries = make_entries(sessions)
         if at is not None:
             entries["position"] = integers("at", at, np.uint64, (len(entries),))
-        check(lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries)), entries)
+        code = lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries))
+        try:
+            check(code, entries)
+        except Error:
+            made = entries["value"][entries["status"] == 0].tolist() if not code else ()
+            for handle in made:
+                with suppress(Error):  # what failed first is what the caller is told
+                    self.client.control(lib.kvq_session_close, handle)
+            raise
         return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers)
                 for s, e in zip(sessions, entries)]
 

@@ -140,11 +140,10 @@ class Rows:
         for i in indices:
             chosen.append(next(forks) if i in used else self.sessions[i])
             used.add(i)
-        for i, session in enumerate(self.sessions):
-            if i not in used:
-                self._close(session)
+        left = [session for i, session in enumerate(self.sessions) if i not in used]
         self.sessions = chosen
         self._know(None if self.real is None else self.real[list(indices)])
+        self._end_all(left, kvq.Session.close)
 
     def _know(self, real):
         """Which columns are tokens; None: all."""
@@ -162,9 +161,17 @@ class Rows:
         other.dtype, other.seen, other.real = self.dtype, self.seen, self.real
         return other
 
-    def _close(self, session):
-        self.held.discard(session.handle)
-        session.close()
+    def _end_all(self, sessions, end):
+        """Ends every one; raises for the first that could not be. One that is gone has ended."""
+        failed = None
+        for session in sessions:
+            self.held.discard(session.handle)
+            try:
+                end(session)
+            except kvq.Error as error:
+                failed = failed or (error if error.code != kvq.Code.E_STALE else None)
+        if failed:
+            raise failed
 
     def crop(self, columns):
         """Takes the last `columns` away again."""
@@ -203,24 +210,24 @@ class Rows:
     def drop(self):
         """Ends all sessions: those with names are destroyed."""
         self.abort()
-        for session in self.sessions:
-            self.held.discard(session.handle)
-            session.drop()
-        self.sessions, self.seen, self.real, self.broken = [], 0, None, None
+        sessions, self.sessions = self.sessions, []
+        self.seen, self.real, self.broken = 0, None, None
+        self._end_all(sessions, kvq.Session.drop)
 
     def close(self):
         """Gives everything back. May be called again."""
         if not self.queue.pointer:
             return
         self.abort()
-        for session in self.sessions:
-            session.close()
-        self.sessions = []
-        self.local = None
-        for desk in self.desks.values():
-            desk.close()
-        self.desks = {}
-        self.queue.close()
+        sessions, self.sessions = self.sessions, []
+        try:
+            self._end_all(sessions, kvq.Session.close)
+        finally:
+            self.local = None
+            for desk in self.desks.values():
+                desk.close()
+            self.desks = {}
+            self.queue.close()
 
     def __del__(self):
         try:
