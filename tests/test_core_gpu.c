@@ -310,6 +310,35 @@ static void test_given_back_beside_a_stalled(void **state)
     assert_int_equal(stream_done(&one), 0);
 }
 
+// A client that goes beside a stalled one is rid of its buffer and its queue as soon as its own
+// lane has ended, whether that was under way when the client went or not.
+static void test_gone_beside_a_stalled(void **state)
+{
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    for (int under_way = 0; under_way < 2; under_way++) {
+        const uint64_t gone = kit.buffers_gone;
+        assert_int_equal(begin(&two), 0);
+        assert_int_equal(append(&two), 0);
+        if (!under_way) {
+            stream_ready(&two);
+            stream_settle(&two);
+        }
+        kvq__client_detach(two.m.client);
+        assert_int_equal(kvq__queue_settled(two.m.queue), !under_way);
+        assert_int_equal(kit.buffers_gone, gone + !under_way);
+        kvq__queue_ending(two.m.queue);
+        stream_settle(&two);
+        assert_true(kvq__queue_settled(two.m.queue));
+        assert_int_equal(kit.buffers_gone, gone + 1);
+        stream_reopen(&two, "two");
+    }
+    assert_true(kvq__lane_busy(one.m.client->lanes[0]));
+    assert_int_equal(stream_done(&one), 0);
+}
+
 // Blocks that a stream may look at by way of a session that is gone stay when a fork that shares
 // them goes as well, which nobody looks at.
 static void test_shared_with_a_stalled(void **state)
@@ -715,6 +744,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_given_back_beside_a_stalled, stream_setup,
                                         stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_beside_a_stalled, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_shared_with_a_stalled, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_refused_launch, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
