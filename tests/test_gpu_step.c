@@ -127,10 +127,10 @@ static int request(struct streamer *s, uint64_t position, uint32_t n, bool on_st
     return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
 }
 
-// In the order of the stream, which has yet to signal.
+// In the order of the stream, which has yet to signal; without a timeline in the host's.
 static int step(struct streamer *s, uint32_t n)
 {
-    return request(s, tokens_of(s), n, true);
+    return request(s, tokens_of(s), n, s->alone);
 }
 
 static void go_on(struct streamer *s)
@@ -166,6 +166,7 @@ static void close_table(struct table *t)
 static void test_settles(void **state)
 {
     (void)state;
+    stream_needed();
     stream_session(&one, "packed", "oscar2");
     struct table t = open_table(&one);
     assert_int_equal(step(&one, MANY), 0);
@@ -196,6 +197,7 @@ static void test_readers_go_on(void **state)
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
     (void)state;
+    stream_needed();
     assert_int_equal(step(&one, 100), 0);
     go_on(&one);
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
@@ -224,6 +226,7 @@ static void test_nan(void **state)
     static uint8_t before[EXTRAS], after[EXTRAS];
     float *k = (float *)(void *)one.m.memory;
     (void)state;
+    stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
     assert_int_equal(step(&one, OUTLIERS), 0);
@@ -258,6 +261,7 @@ static void test_dies(void **state)
 {
     static uint8_t before[EXTRAS], after[EXTRAS];
     (void)state;
+    stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
     assert_int_equal(step(&one, OUTLIERS), 0);
@@ -288,6 +292,7 @@ static void test_closes(void **state)
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one"};
     (void)state;
+    stream_needed();
     assert_int_equal(step(&one, 100), 0);
     assert_int_equal(kvq__session_close(one.m.client, one.session, text), 0);
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), KVQ_E_BUSY);
@@ -304,6 +309,7 @@ static void test_taken_over(void **state)
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
     struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
     (void)state;
+    stream_needed();
     assert_int_equal(step(&one, 100), 0);
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
     two.session = info.handle;
@@ -339,6 +345,7 @@ static void test_dropped(void **state)
     uint8_t before[64], after[64];
     struct kvq__gpu *gpu = kit.core->pools[1].gpu;
     (void)state;
+    stream_needed();
     stream_session(&one, "packed", "oscar2");
     struct table t = open_table(&one);
     assert_int_equal(step(&one, MANY), 0);
@@ -439,6 +446,7 @@ static void test_dies_between_chunks(void **state)
 static void test_table_closed(void **state)
 {
     (void)state;
+    stream_needed();
     struct table t = open_table(&one);
     uint64_t gone = kit.tables_gone;
     assert_int_equal(step(&one, 10), 0);
