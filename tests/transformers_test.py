@@ -27,6 +27,7 @@ from transformers_refused import Refused
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from kvq.transformers import KvqCache
 
 SMOLLM2 = os.environ.get("KVQ_SMOLLM2")
@@ -398,6 +399,34 @@ class Llama(Case):
                                  model(prompt(9), past_key_values=cache).logits)
                 cache.close()
         self.assertEqual(self.client._buffers, [])
+
+    def test_operations_of_a_token(self):
+        """What PyTorch is asked for in a layer's attention to one token: Q, K and V are copied to
+        the daemon's buffers, and the output from there."""
+        counted, inside = [], []
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, call, _types, arguments=(), options=None):
+                if inside:
+                    counted[-1].append(call.name())
+                return call(*arguments, **(options or {}))
+        attend = kvq.transformers.cache.KvqLayer.attend
+
+        def watched(*arguments):
+            counted.append([])
+            inside.append(True)
+            try:
+                return attend(*arguments)
+            finally:
+                inside.pop()
+        _, model = models("llama")
+        cache = self.cache(model)
+        model(prompt(10), past_key_values=cache)
+        model(prompt(1), past_key_values=cache)
+        with unittest.mock.patch.object(kvq.transformers.cache.KvqLayer, "attend", watched), \
+                Count():
+            model(prompt(1), past_key_values=cache)
+        self.assertEqual(counted, [["aten::copy_"] * 3 + ["aten::clone"]] * 3)
 
     def test_two_threads(self):
         """A thread that comes into another's forward is told so, and the forward is none the

@@ -65,6 +65,22 @@ class Desk:
         self.work = [_ffi.Work(layer=i, k=keys[i % kept][1], v=values[i % kept][1], q=q, out=out,
                                lse=lse) for i in range(table.layers)]
         self.pointers = [byref(work) for work in self.work]
+        self._shape, self._views = None, None
+
+    def shaped(self, batch, columns):
+        """Of a step of all columns, each a token: K and V of the kept layers and Q as
+        [batch][heads][columns][dim], the output and its LSE as [batch][columns].. Kept, since a
+        token has as many of them as the last."""
+        if self._shape != (batch, columns):
+            with torch.inference_mode(False):
+                keys, values, (queries,), (out,), (lse,) = (
+                    [t[:batch * columns].view(batch, columns, *t.shape[1:]) for t in tensors]
+                    for tensors in (self.keys, self.values, [self.queries], [self.out], [self.lse]))
+                self._views = ([k.transpose(1, 2) for k in keys],
+                               [v.transpose(1, 2) for v in values], queries.transpose(1, 2), out,
+                               lse)
+            self._shape = batch, columns
+        return self._views
 
     def told(self):
         """struct kvq_ids of `ids`."""

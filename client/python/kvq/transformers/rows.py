@@ -59,9 +59,11 @@ class Step:
         self.rows = [i for i, n in enumerate(counts) if n]
         self.total = sum(counts)
         self.entries = None
+        self.status = None      # of the entries
         self.pointer = None     # of the entries
         self.number = 0         # of the daemon's step
         self.past = None        # what each row had before
+        self.shaped = None      # the desk's tensors, where no column is a pad
         self.together = False   # one request for a layer appends and attends
 
 
@@ -284,10 +286,13 @@ class Rows:
         step.entries = kvq.make_entries(active, append=counts,
                                         queries=[min(n, QUERIES) for n in counts])
         step.entries["q_row"] = step.entries["row"]
+        step.status = step.entries["status"]
         step.pointer = step.entries.ctypes.data
         step.together = step.near or (any(step.past) and max(step.counts) <= QUERIES)
         step.desk = self._desk(step.total, table.layers if step.near else 1,
                                step.total if step.together else min(step.total, QUERIES))
+        if step.together and step.keep is None:
+            step.shaped = step.desk.shaped(len(step.counts), step.columns)
         step.told = None
         if ids is not None:
             chosen = ids.reshape(-1) if step.keep is None else ids[step.keep]
@@ -322,7 +327,7 @@ class Rows:
 
     def _check(self, step):
         """Raises for the first row that failed; the step is over for all of them then."""
-        if step.entries["status"].any():
+        if any(step.status.tolist()):
             try:
                 check(0, step.entries)
             finally:
@@ -400,21 +405,37 @@ class Rows:
             shape = (query.shape[0], query.shape[2], query.shape[1])
             return query.new_zeros(*shape, query.shape[3]), torch.zeros(shape)
         desk, total = step.desk, step.total
+        if step.shaped:
+            return self._attend_shaped(step, layer, query, key, value, want_lse)
         for kept, given in ((desk.keys, key), (desk.values, value)):
             self._gather(step, given, kept[layer % desk.kept][:total])
         if step.together:
             self._gather(step, query, desk.queries[:total])
-            if step.near:
-                code = lib.kvq_local_attend(self.local.pointer, desk.pointers[layer],
-                                            step.pointer, len(step.rows))
-            else:
-                code = lib.kvq_append_attend(self.queue.pointer, desk.pointers[layer],
-                                             step.pointer, len(step.rows))
-            check(code)
-            self._check(step)
+            self._ask(step, layer)
             return (self._spread(step, desk.out[:total]),
                     self._spread(step, desk.lse[:total]) if want_lse else None)
         return self._prefill(step, layer, query, key, value, want_lse)
+
+    def _attend_shaped(self, step, layer, query, key, value, want_lse):
+        """The same where no column is a pad, with one operation of PyTorch for each tensor."""
+        keys, values, queries, out, lse = step.shaped
+        at = layer % step.desk.kept
+        keys[at].copy_(key)
+        values[at].copy_(value)
+        queries.copy_(query)
+        self._ask(step, layer)
+        return out.clone(), lse.clone() if want_lse else None
+
+    def _ask(self, step, layer):
+        if step.near:
+            code = lib.kvq_local_attend(self.local.pointer, step.desk.pointers[layer],
+                                        step.pointer, len(step.rows))
+        else:
+            code = lib.kvq_append_attend(self.queue.pointer, step.desk.pointers[layer],
+                                         step.pointer, len(step.rows))
+        if code:
+            check(code)
+        self._check(step)
 
     @staticmethod
     def _gather(step, given, rows):
