@@ -16,6 +16,26 @@ static void spend(struct kvq__core *core, uint64_t work)
     core->released += work;
 }
 
+// Counts it where its pages are, as long as it has some to give back.
+static void note_pages(struct kvq__session *s)
+{
+    struct kvq__arena *was = s->ended_in, *now = NULL;
+    if (s->ending && s->n_pages > 0)
+        now = &s->ns->arenas[s->pool - s->core->pools];
+    if (was == now)
+        return;
+    if (was) {
+        assert(was->n_ended > 0 && was->pool->n_ended > 0);
+        was->n_ended--;
+        was->pool->n_ended--;
+    }
+    if (now) {
+        now->n_ended++;
+        now->pool->n_ended++;
+    }
+    s->ended_in = now;
+}
+
 // A request under way may still look at the page table, and finds no block there any more.
 static uint32_t pop(struct kvq__session *s)
 {
@@ -44,6 +64,7 @@ static bool give_back(struct kvq__session *s)
     core->drop_flight = kvq__session_quiet(s) ? 0 : s->ended_flight;
     while (core->release_left > 0 && has_pages(s))
         spend(core, pop(s));
+    note_pages(s);
     if (!has_pages(s))
         drop_extras(s);
     core->drop_flight = UINT64_MAX;
@@ -62,6 +83,7 @@ static void leave_list(struct kvq__session *s)
 {
     TAILQ_REMOVE(&s->core->ended, s, link);
     s->ending = false;
+    note_pages(s);
 }
 
 static void go_on(struct kvq__core *core)
@@ -89,6 +111,7 @@ void kvq__ended_add(struct kvq__session *s)
     s->ended_flight = core->last_flight;
     kvq__ids_cut(s, 0);
     TAILQ_INSERT_TAIL(&core->ended, s, link);
+    note_pages(s);
     go_on(core);
 }
 
@@ -102,12 +125,15 @@ bool kvq__ended_poll(struct kvq__core *core)
 
 bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage)
 {
-    const struct kvq__session *s;
-    bool refused = shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY;
-    TAILQ_FOREACH (s, &core->ended, link)
-        if (refused && s->n_pages > 0 && kvq__shortage_counts(shortage, s))
-            return true;
-    return false;
+    uint32_t n = 0;
+    if (shortage->code == KVQ_E_NO_MEMORY)
+        return shortage->pool->n_ended > 0;
+    for (uint32_t i = 0; shortage->code == KVQ_E_QUOTA && i < core->n_pools; i++) {
+        const struct kvq__arena *arena = &shortage->ns->arenas[i];
+        if (kvq__pool_limit(arena->pool) == kvq__pool_limit(shortage->pool))
+            n += arena->n_ended;
+    }
+    return n > 0;
 }
 
 // Frees the first one's bookkeeping memory, also when the turn's work is used up. That memory is

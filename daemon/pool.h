@@ -79,6 +79,7 @@ struct kvq__arena {
     uint32_t last_serial;              // extents that it ever had
     struct kvq__session_list sessions; // of the namespace, there: see kvq__recent_put
     uint32_t n_sessions;               // of the list
+    uint32_t n_ended;                  // that have ended, and have yet to give pages back
 };
 
 // The memory of one place: the host's or a GPU's. Blocks of a GPU have its addresses, which nobody
@@ -90,6 +91,7 @@ struct kvq__pool {
     uint64_t extents_taken; // bytes of extents, the empty ones included
     uint64_t used_bytes;    // of blocks, limbo included
     uint32_t sessions;      // that are published
+    uint32_t n_ended;       // of all namespaces' arenas there
     uint64_t huge_bytes;    // of extents in explicit huge pages
     uint64_t *numbers;      // a bit for each number, set if an extent has it
     uint32_t made;          // of memory.made, as it was seen last

@@ -29,6 +29,7 @@ struct need {
 
 bool kvq__shortage_counts(const struct kvq__shortage *s, const struct kvq__session *session)
 {
+    session->core->shortage_looks++;
     if (s->code != KVQ_E_QUOTA)
         return session->pool == s->pool;
     return session->ns == s->ns && kvq__pool_limit(session->pool) == kvq__pool_limit(s->pool);

@@ -113,6 +113,8 @@ struct kvq__session {
     bool drop_on_detach, save_on_detach, dropped;
     bool ending;           // it stands among those that have ended (ended.c)
     uint64_t ended_flight; // the last that began before its end
+    struct kvq__arena
+        *ended_in; // which counts it while it is ending and has pages; NULL: none does
 
     uint64_t tokens; // committed
     uint64_t floor;  // truncation cannot go below

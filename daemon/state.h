@@ -151,6 +151,7 @@ struct kvq__core {
     struct kvq__session_list ended; // that have yet to give memory back, the oldest first (ended.c)
     uint64_t release_left;          // work that giving back may take until the next turn
     uint64_t released;              // that it has taken
+    uint64_t shortage_looks;        // sessions that were held against what somebody was refused
     uint64_t now;
     bool draining, faulted;
     uint64_t refusal_told; // when a refused launch was told last

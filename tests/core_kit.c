@@ -758,10 +758,21 @@ static void check_clients(const struct kvq__core *core)
     MUST(clients == core->n_clients && steps == core->n_steps);
 }
 
-// Nobody finds those that have ended.
+// Nobody finds those that have ended; whoever is refused a block sees where some have pages.
 static void check_ended(const struct kvq__core *core)
 {
+    const struct kvq__namespace *ns;
     const struct kvq__session *s;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        uint32_t n = 0, noted = 0;
+        TAILQ_FOREACH (ns, &core->namespaces, link) {
+            noted += ns->arenas[i].n_ended;
+            TAILQ_FOREACH (s, &core->ended, link)
+                n += s->ns == ns && s->pool == &core->pools[i] && s->n_pages > 0;
+            MUST(n == noted);
+        }
+        MUST(noted == core->pools[i].n_ended);
+    }
     TAILQ_FOREACH (s, &core->ended, link)
         MUST(s->ending && LIST_EMPTY(&s->handles) && !s->park && !s->seals && !s->recent &&
              !s->due && !s->pack_queued && s->ids.known == 0);

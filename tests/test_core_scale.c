@@ -345,7 +345,40 @@ static void test_room_of_what_ended(void **state)
     core_check(kit.core);
 }
 
-// The same of page tables: what has ended makes room for them at once.
+// Who is refused by a limit of its own looks at none of the many sessions that others have ended.
+static void test_refused_beside_what_ended(void **state)
+{
+    struct member other;
+    (void)state;
+    uint64_t a = make(7000);
+    assert_int_equal(member_open(&kit, &other, 2000, BUFFER), 0);
+    uint64_t idle = kit_session(&other, rows, 2, 0), asks = kit_session(&other, rows, 2, 0);
+    struct kvq__override o = {.ns = "uid-2000", .set = 1u << KVQ__HOST_BYTES};
+    struct kvq_entry_wire e = {.handle = asks, .append = 200};
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    r.step = KIT_STEP;
+    assert_int_equal(kit_step(&other, idle, 400, HEADS, DIM), 0);
+    o.quota.limit[KVQ__HOST_BYTES] = kit_of(&other, idle)->ns->used[KVQ__HOST_BYTES];
+    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kvq__core_clock(kit.core, kit.now += 60000000000);
+    fork_many(&m, a, 6912);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kvq__session_drop(m.client, kvq__queue_results(m.queue)[i].value, text),
+                         0);
+    assert_true(kit.core->pools[0].n_ended > MANY / 2);
+    core_check(kit.core);
+    uint64_t looks = kit.core->shortage_looks;
+    kit_load(&other, &r, &e);
+    assert_int_equal(kvq__request_start(other.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(other.queue)[0].status, KVQ_E_QUOTA);
+    looks = kit.core->shortage_looks - looks;
+    assert_true(all_pieces() > MANY / 8);
+    assert_int_equal(kit.core->pools[0].n_ended, 0);
+    member_close(&other);
+    assert_in_range(looks, 1, 8);
+}
+
+// Page tables: what has ended makes room for them at once.
 static void test_tables_of_what_ended(void **state)
 {
     uint64_t fork;
@@ -647,6 +680,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_forks_undone, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_end_in_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(test_room_of_what_ended, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_refused_beside_what_ended, setup, teardown),
         cmocka_unit_test_setup_teardown(test_tables_of_what_ended, setup, teardown),
         cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
         cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
