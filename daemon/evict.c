@@ -457,6 +457,10 @@ static enum kvq__help evict(struct kvq__core *core, const struct kvq__plea *plea
     }
     if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
         choose(core, plea, true, c);
+    if (!is_enough(c, 0) && plea->shortage->later) {
+        *plea->look_at = core->now;
+        return KVQ__HELP_LATER;
+    }
     if (!is_enough(c, 0)) // nobody goes in vain
         return is_enough(c, c->busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
                                                                      : KVQ__HELP_NONE;

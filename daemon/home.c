@@ -60,7 +60,7 @@ bool kvq__home_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     }
     bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
     core->shortage =
-        (struct kvq__shortage){s->ns, s->home, bytes, quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY};
+        (struct kvq__shortage){s->ns, s->home, bytes, quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
     if (kvq__room_wait(q, s, bytes, bytes))
         return true;
     q->work[i].no_room = core->shortage.code;

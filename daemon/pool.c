@@ -376,7 +376,7 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
            (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
-    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
@@ -393,7 +393,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
            (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
     if (rc == 0)
         kvq__block_exempt(old, true);
-    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc});
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
 }
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)

@@ -105,6 +105,7 @@ struct kvq__shortage {
     struct kvq__pool *pool;
     uint64_t bytes; // of the block
     int code;
+    bool later; // there is some that the index alone has, once requests under way have ended
 };
 
 // Something whose jobs run; see the top of this file.

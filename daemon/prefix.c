@@ -515,7 +515,7 @@ void kvq__prefix_seal_all(struct kvq__core *core)
 
 // Whether giving the reference up frees memory, at once: of the namespace under the limit that the
 // pool has there, or, without a namespace, in the pool (if not NULL).
-static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref,
+static bool frees_block(struct kvq__core *core, const struct kvq__ref *ref,
                         const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     const struct kvq__arena *arena = ref->block ? ref->block->extent->owner : NULL;
@@ -523,10 +523,12 @@ static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref
         return false;
     bool helps =
         ns ? kvq__pool_limit(arena->pool) == kvq__pool_limit(pool) : !pool || arena->pool == pool;
-    return helps && kvq__block_is_idle(core, ref->block);
+    bool idle = helps && kvq__block_is_idle(core, ref->block);
+    core->index_later |= helps && !idle && ref->block->refs == 1;
+    return idle;
 }
 
-static bool frees(const struct kvq__core *core, const struct kvq__node *node,
+static bool frees(struct kvq__core *core, const struct kvq__node *node,
                   const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     for (uint32_t i = 0; i < node->n_layers; i++)
@@ -541,7 +543,7 @@ static bool is_empty(const struct kvq__node *node)
     return node->bytes == 0;
 }
 
-static struct kvq__node *oldest(const struct kvq__core *core, const struct kvq__prefixes *p,
+static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefixes *p,
                                 const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     struct kvq__node *node;
@@ -596,6 +598,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
     struct kvq__namespace *at;
     struct kvq__prefixes *of = NULL;
     struct kvq__node *first = NULL;
+    core->index_later = false;
     TAILQ_FOREACH (at, &core->namespaces, link) {
         struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
         if (node && (!first || node->used_at < first->used_at)) {

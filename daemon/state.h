@@ -191,6 +191,7 @@ struct kvq__core {
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
     struct kvq__shortage shortage;   // the last block that was refused
+    bool index_later;                // what the last look for room in the index says of its `later`
     bool patient;                    // whoever takes blocks just now can come again (KVQ_E_BUSY)
     uint64_t extents_made;           // changes whenever some are there that were waited for
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
