@@ -171,9 +171,10 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
     core->config = c;
     open_pools(core);
-    STAILQ_INIT(&core->limbo);
+    TAILQ_INIT(&core->limbo);
+    TAILQ_INIT(&core->givers);
     TAILQ_INIT(&core->ended);
-    core->drop_flight = UINT64_MAX;
+    kvq__drops_end(core);
     core->release_left = c.release_work;
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);

@@ -61,13 +61,13 @@ static bool give_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
     // Requests that began since it ended have not found it.
-    core->drop_flight = kvq__session_quiet(s) ? 0 : s->ended_flight;
+    kvq__session_gives(s, s->ended_flight);
     while (core->release_left > 0 && has_pages(s))
         spend(core, pop(s));
     note_pages(s);
     if (!has_pages(s))
         drop_extras(s);
-    core->drop_flight = UINT64_MAX;
+    kvq__drops_end(core);
     if (has_pages(s))
         return false;
     if (s->pins > 0)
@@ -76,7 +76,7 @@ static bool give_back(struct kvq__session *s)
         kvq__ids_pop(s);
         spend(core, 1);
     }
-    return s->ids.n_parts == 0 && core->release_left > 0;
+    return s->ids.n_parts == 0 && core->release_left > 0 && kvq__given_end(s);
 }
 
 static void leave_list(struct kvq__session *s)
@@ -161,5 +161,5 @@ void kvq__ended_close(struct kvq__core *core)
     core->release_left = UINT64_MAX;
     go_on(core);
     kvq__limbo_free(core, true);
-    assert(TAILQ_EMPTY(&core->ended) && STAILQ_EMPTY(&core->limbo));
+    assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->limbo));
 }

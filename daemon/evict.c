@@ -430,7 +430,7 @@ static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *po
 {
     const struct kvq__block *b;
     const struct kvq__move *move;
-    STAILQ_FOREACH (b, &core->limbo, link)
+    TAILQ_FOREACH (b, &core->limbo, limbo_link)
         if (b->extent->owner->pool == pool)
             return true;
     TAILQ_FOREACH (move, &core->moves, link)

@@ -331,16 +331,18 @@ static void copy(struct kvq__move *move, bool *any)
 
 static void release(struct kvq__move *move)
 {
+    // The session was quiet as the move began; who shares what it had has references.
+    kvq__drops_begin(move->core, NULL, 0);
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];
         if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
             kvq__block_drop(move->core, kvq__moved_there(m, move->ref));
     }
-    if (kvq__move_next(move))
-        return;
-    for (uint32_t i = 0; i < move->n; i++)
+    bool more = kvq__move_next(move);
+    for (uint32_t i = 0; !more && i < move->n; i++)
         free_part(move->ns, &move->moved[i]);
-    move->phase = KVQ__MOVE_OVER;
+    kvq__drops_end(move->core);
+    move->phase = more ? KVQ__MOVE_RELEASING : KVQ__MOVE_OVER;
 }
 
 static void drain(struct kvq__move *move)

@@ -126,18 +126,18 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
 {
     struct kvq__core *core = ns->core;
     struct kvq__sheet *sheet = *pointer;
-    const uint64_t drop_flight = core->drop_flight;
+    const struct kvq__drop drop = core->drop;
     *pointer = NULL;
     if (!sheet)
         return;
-    uint64_t last = kvq__drop_flight(core);
-    sheet->retired_at = last > sheet->retired_at ? last : sheet->retired_at;
+    kvq__retire(core, &sheet->retired);
     if (--sheet->refs > 0)
         return;
-    core->drop_flight = sheet->retired_at; // the latest of all owners that gave the sheet up
+    core->drop.last = sheet->retired.at; // the latest of all owners that gave the sheet up
+    core->drop.by = sheet->retired.by;
     for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
         page_drop(core, &sheet->pages[i]);
-    core->drop_flight = drop_flight;
+    core->drop = drop;
     kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 
@@ -269,7 +269,9 @@ void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
     kvq__ids_cut(s, tokens);
+    kvq__session_gives(s, UINT64_MAX);
     pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
+    kvq__drops_end(s->core);
 }
 
 // ---- What nobody can read any more ----
@@ -305,12 +307,14 @@ void kvq__pages_release(struct kvq__session *s)
     s->release_due = s->reading > 0 && s->reading_floor < floor;
     if (s->release_due)
         floor = s->reading_floor;
+    kvq__session_gives(s, UINT64_MAX);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (!kvq__layer_owns(s, i))
             continue;
         release_window(s, &s->layers[i], floor);
         release_raw(s, &s->layers[i], floor);
     }
+    kvq__drops_end(s->core);
 }
 
 // ---- Views ----

@@ -422,14 +422,14 @@ static bool go_on_leaving(struct kvq__park *t)
 void kvq__park_empty(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    core->drop_flight = kvq__session_quiet(s) ? 0 : UINT64_MAX;
+    kvq__session_gives(s, UINT64_MAX);
     forget_layers(s);
     while (s->n_pages > 0)
         kvq__pages_pop(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         kvq__block_drop(core, &s->layers[i].extras);
     kvq__sheets_free(s);
-    core->drop_flight = UINT64_MAX;
+    kvq__drops_end(core);
 }
 
 static void release(struct kvq__park *t)
@@ -438,14 +438,15 @@ static void release(struct kvq__park *t)
     uint32_t done = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
-        core->drop_flight = s && kvq__session_quiet(s) ? 0 : UINT64_MAX;
-        while (s && s->n_sheets > 0 && done < RELEASE_AT_ONCE)
+        if (!s)
+            continue;
+        kvq__session_gives(s, UINT64_MAX);
+        while (s->n_sheets > 0 && done < RELEASE_AT_ONCE)
             done += kvq__sheets_pop(s);
-        core->drop_flight = UINT64_MAX;
-        if (s && s->n_sheets > 0)
+        kvq__drops_end(core);
+        if (s->n_sheets > 0)
             return;
-        if (s)
-            kvq__park_empty(s);
+        kvq__park_empty(s);
     }
     core->park_stats.parked[t->reason]++;
     core->park_stats.freed_bytes[t->reason] += t->freed_bytes;

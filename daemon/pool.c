@@ -348,7 +348,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     if (rc < 0)
         return rc;
     b->refs = 1;
-    b->retired_at = 0;
+    b->retired = (struct kvq__retired){0};
     b->saved = 0;
     b->extent->used_bytes += bytes;
     pool->used_bytes += bytes;
@@ -429,10 +429,143 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
         extent_empty(core, e);
 }
 
-uint64_t kvq__drop_flight(const struct kvq__core *core)
+// ---- Limbo ----
+
+// Looks for sessions that have become quiet, in one go.
+enum { GIVERS_AT_ONCE = 4, GIVERS_FOR_ROOM = 256 };
+
+// Whether all flights until this one have ended.
+static bool is_over(const struct kvq__core *core, uint64_t flight)
 {
-    return core->last_flight < core->drop_flight ? core->last_flight : core->drop_flight;
+    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    return !oldest || oldest->number > flight;
 }
+
+void kvq__drops_begin(struct kvq__core *core, struct kvq__session *giver, uint64_t last)
+{
+    assert(!core->drop.giver && core->drop.last == UINT64_MAX);
+    core->drop = (struct kvq__drop){giver, last, giver ? giver->serial : KVQ__BY_SEVERAL};
+}
+
+void kvq__drops_end(struct kvq__core *core)
+{
+    core->drop = (struct kvq__drop){NULL, UINT64_MAX, KVQ__BY_SEVERAL};
+}
+
+void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
+{
+    const struct kvq__drop *d = &core->drop;
+    uint64_t last = core->last_flight < d->last ? core->last_flight : d->last;
+    if (is_over(core, last))
+        return;
+    r->by = is_over(core, r->at) || r->by == d->by ? d->by : KVQ__BY_SEVERAL;
+    r->at = last > r->at ? last : r->at;
+}
+
+static void limbo_add(struct kvq__core *core, struct kvq__block *b)
+{
+    struct kvq__session *giver = core->drop.giver;
+    const struct kvq__block *first = TAILQ_FIRST(&core->limbo);
+    if (first && first->retired.at > b->retired.at)
+        TAILQ_INSERT_HEAD(&core->limbo, b, limbo_link);
+    else
+        TAILQ_INSERT_TAIL(&core->limbo, b, limbo_link);
+    b->given_link.le_prev = NULL;
+    if (!giver || giver->serial != b->retired.by)
+        return;
+    LIST_INSERT_HEAD(&giver->given, b, given_link);
+    if (!giver->gives) {
+        TAILQ_INSERT_TAIL(&core->givers, giver, giver_link);
+        core->n_givers++;
+    }
+    giver->gives = true;
+}
+
+static void take_back(struct kvq__block *b)
+{
+    if (b->given_link.le_prev)
+        LIST_REMOVE(b, given_link);
+    b->given_link.le_prev = NULL;
+}
+
+static void limbo_end(struct kvq__core *core, struct kvq__block *b)
+{
+    take_back(b);
+    TAILQ_REMOVE(&core->limbo, b, limbo_link);
+    block_free(core, b);
+}
+
+static void spend(struct kvq__core *core)
+{
+    core->release_left -= core->release_left > 0;
+    core->released++;
+}
+
+static bool free_given(struct kvq__session *s, bool all)
+{
+    struct kvq__block *b;
+    bool any = false;
+    while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->given))) {
+        limbo_end(s->core, b);
+        spend(s->core);
+        any = true;
+    }
+    return any;
+}
+
+// Of sessions that are quiet by now. Some are looked at, by turns.
+static bool free_quiet(struct kvq__core *core, bool all)
+{
+    uint32_t most = all ? GIVERS_FOR_ROOM : GIVERS_AT_ONCE;
+    bool any = false;
+    for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
+        struct kvq__session *s = TAILQ_FIRST(&core->givers);
+        if (!LIST_EMPTY(&s->given) && kvq__session_quiet(s))
+            any |= free_given(s, all);
+        TAILQ_REMOVE(&core->givers, s, giver_link);
+        s->gives = !LIST_EMPTY(&s->given);
+        if (s->gives)
+            TAILQ_INSERT_TAIL(&core->givers, s, giver_link);
+        else
+            core->n_givers--;
+    }
+    return any;
+}
+
+bool kvq__limbo_free(struct kvq__core *core, bool all)
+{
+    struct kvq__block *b;
+    bool any = false;
+    while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->limbo)) &&
+           is_over(core, b->retired.at)) {
+        limbo_end(core, b);
+        spend(core);
+        any = true;
+    }
+    return free_quiet(core, all) || any;
+}
+
+bool kvq__given_end(struct kvq__session *s)
+{
+    struct kvq__block *b;
+    if (kvq__session_quiet(s))
+        free_given(s, false);
+    else // a stream still packs it: what that has waits for flights, like everything else
+        while (s->core->release_left > 0 && (b = LIST_FIRST(&s->given))) {
+            take_back(b);
+            spend(s->core);
+        }
+    if (!LIST_EMPTY(&s->given))
+        return false;
+    if (s->gives) {
+        TAILQ_REMOVE(&s->core->givers, s, giver_link);
+        s->core->n_givers--;
+    }
+    s->gives = false;
+    return true;
+}
+
+// ---- References ----
 
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
 {
@@ -441,24 +574,25 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (!b)
         return;
     assert(b->refs > 0 && !b->free);
-    uint64_t last = kvq__drop_flight(core);
-    b->retired_at = last > b->retired_at ? last : b->retired_at;
+    kvq__retire(core, &b->retired);
     if (--b->refs > 0)
         return;
-    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
-    const struct kvq__block *first = STAILQ_FIRST(&core->limbo);
-    if (!oldest || oldest->number > b->retired_at)
+    if (is_over(core, b->retired.at))
         block_free(core, b);
-    else if (first && first->retired_at > b->retired_at)
-        STAILQ_INSERT_HEAD(&core->limbo, b, link);
     else
-        STAILQ_INSERT_TAIL(&core->limbo, b, link);
+        limbo_add(core, b);
+}
+
+void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref)
+{
+    kvq__drops_begin(core, NULL, 0);
+    kvq__block_drop(core, ref);
+    kvq__drops_end(core);
 }
 
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b)
 {
-    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
-    return b->refs == 1 && (!oldest || oldest->number > b->retired_at);
+    return b->refs == 1 && is_over(core, b->retired.at);
 }
 
 void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
@@ -498,20 +632,4 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
     kvq__limbo_free(core, false);
-}
-
-bool kvq__limbo_free(struct kvq__core *core, bool all)
-{
-    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
-    struct kvq__block *b;
-    bool any = false;
-    while ((all || core->release_left > 0) && (b = STAILQ_FIRST(&core->limbo)) &&
-           (!oldest || b->retired_at < oldest->number)) {
-        STAILQ_REMOVE_HEAD(&core->limbo, link);
-        block_free(core, b);
-        core->release_left -= core->release_left > 0;
-        core->released++;
-        any = true;
-    }
-    return any;
 }

@@ -20,6 +20,14 @@
 
 #include "daemon/core.h"
 
+// Who may still look at what was given up: flights until `at`, and of these none that does not hold
+// or pack the session of the serial number `by` (0: nobody; KVQ__BY_SEVERAL: not known).
+struct kvq__retired {
+    uint64_t at, by;
+};
+enum { KVQ__BY_NOBODY = 0 };
+#define KVQ__BY_SEVERAL UINT64_MAX
+
 // A stretch of an extent: in use (referenced or in limbo), or free.
 struct kvq__block {
     uint32_t refs;
@@ -28,14 +36,19 @@ struct kvq__block {
     uint64_t saved; // the store's id of its bytes, which do not change any more; 0 = none
     uint64_t at, bytes; // in its extent, multiples of 64
     struct kvq__extent *extent;
-    uint64_t retired_at; // when it last lost a reference: the last flight that may look at it
+    struct kvq__retired retired;    // as it lost references
     TAILQ_ENTRY(kvq__block) beside; // of its extent, by address
     union {
-        STAILQ_ENTRY(kvq__block) link;   // in limbo, or among the extent's spare records
+        struct {
+            TAILQ_ENTRY(kvq__block) limbo_link;
+            LIST_ENTRY(kvq__block) given_link; // in limbo, of the session that gave it up
+        };
+        STAILQ_ENTRY(kvq__block) link;   // among the extent's spare records
         RB_ENTRY(kvq__block) free_entry; // in its arena's free stretches
     };
 };
 STAILQ_HEAD(kvq__block_list, kvq__block);
+LIST_HEAD(kvq__given_list, kvq__block);
 TAILQ_HEAD(kvq__block_row, kvq__block);
 RB_HEAD(kvq__block_tree, kvq__block);
 
@@ -137,15 +150,24 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
 // Says whether the limit of the block's namespace is to count it; until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);
-// The last flight that may look at what is given up just now.
-uint64_t kvq__drop_flight(const struct kvq__core *core);
+// What is dropped from here to kvq__drops_end is looked at by no flight after `last`; and by none
+// at all once `giver` (NULL: not known) is quiet, if nobody else had it. Outside of such pairs any
+// flight may look at it. Pairs do not nest.
+void kvq__drops_begin(struct kvq__core *core, struct kvq__session *giver, uint64_t last);
+void kvq__drops_end(struct kvq__core *core);
+// Notes that who drops something just now gives it up.
+void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
+// As kvq__block_drop, for a reference by which no flight has looked at the block.
+void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees blocks that no request under way can look at any more, as many as this turn may (ended.c),
 // or all. True if there were any.
 bool kvq__limbo_free(struct kvq__core *core, bool all);
+// The session is about to be disposed of. False if this turn may do no more of it.
+bool kvq__given_end(struct kvq__session *session);
 // `to` becomes the flight that `from` was; `from` is then not under way.
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);
 // Somebody waits for so many bytes of a namespace's in a pool that has room for them, and was told

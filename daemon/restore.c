@@ -300,7 +300,7 @@ static void hold(struct kvq__restore *r)
 static void restore_free(struct kvq__restore *r)
 {
     for (uint32_t i = 0; i < r->n; i++)
-        kvq__block_drop(r->core, &r->arriving[i].ref);
+        kvq__block_let_go(r->core, &r->arriving[i].ref);
     kvq__ferry_give(r->core, &r->ferry);
     kvq__deallocate(r->core, r->arriving, r->room * sizeof *r->arriving);
     kvq__deallocate(r->core, r, sizeof *r);

@@ -337,7 +337,7 @@ static void save_free(struct kvq__save *save)
     for (uint32_t i = 0; i < save->n_shards; i++) {
         struct kvq__save_shard *shard = &save->shards[i];
         for (uint32_t j = 0; j < shard->n; j++) {
-            kvq__block_drop(core, &shard->held[j].ref);
+            kvq__block_let_go(core, &shard->held[j].ref);
             free(shard->held[j].copy);
         }
         kvq__ferry_give(core, &shard->ferry);
@@ -491,7 +491,7 @@ void kvq__save_copied(struct kvq__save *save)
         struct kvq__save_shard *shard = &save->shards[i];
         for (uint32_t j = 0; j < shard->n; j++)
             if (!shard->held[j].final)
-                kvq__block_drop(save->core, &shard->held[j].ref);
+                kvq__block_let_go(save->core, &shard->held[j].ref);
         let_go(save, shard->session);
         shard->session = NULL; // it may end
     }

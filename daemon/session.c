@@ -35,6 +35,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
     s->n_layers = n_layers;
     s->idle_since = ns->core->now;
     s->commits = 1;
+    s->serial = ++ns->core->last_serial;
     LIST_INIT(&s->handles);
     LIST_INIT(&s->tables);
     *out = s;
@@ -141,7 +142,7 @@ void kvq__session_free(struct kvq__session *s)
 void kvq__session_dispose(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
-    assert(s->n_sheets == 0 && s->pins == 0 && !s->ending);
+    assert(s->n_sheets == 0 && s->pins == 0 && !s->ending && !s->gives);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
@@ -240,6 +241,11 @@ bool kvq__session_quiet(const struct kvq__session *s)
     for (uint32_t i = 0; ended && i < s->n_layers; i++)
         ended = kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
     return ended;
+}
+
+void kvq__session_gives(struct kvq__session *s, uint64_t last)
+{
+    kvq__drops_begin(s->core, s, kvq__session_quiet(s) ? 0 : last);
 }
 
 void kvq__session_detached(struct kvq__session *s)

@@ -23,7 +23,7 @@ enum { KVQ__SHEET_PAGES = 4 };
 
 struct kvq__sheet {
     uint32_t refs;               // sessions, and moves that have yet to give it back
-    uint64_t retired_at;         // as a block's: the last flight that may look at its blocks by it
+    struct kvq__retired retired; // as a block's: who may look at its blocks by it
     struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
 };
 
@@ -184,6 +184,11 @@ struct kvq__session {
 
     bool pack_queued;
     TAILQ_ENTRY(kvq__session) pack_link;
+
+    uint64_t serial;              // of all that were made, published or not
+    struct kvq__given_list given; // blocks in limbo that are free once it is quiet
+    TAILQ_ENTRY(kvq__session) giver_link;
+    bool gives; // it stands among the core's givers
 };
 
 // A session with zeroed layers that nobody sees yet. 0, or as kvq__ns_allocate. End it by
@@ -196,6 +201,8 @@ void kvq__session_dispose(struct kvq__session *session);
 // Whether nothing under way looks at its blocks: no request holds it, and no stream packs it. Then
 // what it gives up waits for nobody, also while some client's stream never goes on.
 bool kvq__session_quiet(const struct kvq__session *session);
+// As kvq__drops_begin, for what the session gives up.
+void kvq__session_gives(struct kvq__session *session, uint64_t last);
 
 // ---- Those that have ended, and have yet to give their memory back (ended.c) ----
 

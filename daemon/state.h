@@ -10,10 +10,10 @@
 // sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
-// the addresses it needs before its job starts, and pins the sessions that they are of. What a
-// session had that ends or is parked is free at once if nothing pins the session and no stream
-// packs it (kvq__session_quiet); any other block that lost its last reference is not given out
-// again as long as any request (a "flight") that started earlier is under way.
+// the addresses it needs before its job starts, and pins the sessions that they are of. A
+// block that lost its last reference is not given out again as long as any request (a "flight")
+// that started earlier is under way, or, if one session alone had it, until nothing pins that
+// session and no stream packs it (kvq__session_quiet), whichever comes first.
 #ifndef KVQ_DAEMON_STATE_H
 #define KVQ_DAEMON_STATE_H
 
@@ -146,8 +146,13 @@ struct kvq__core {
     struct kvq__session_list seals;           // with pages for the index that may be final by now
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;
-    struct kvq__block_list limbo; // by retired_at; some stand behind others that are retired later
-    uint64_t drop_flight; // no later one looks at what is dropped just now; UINT64_MAX = any may
+    struct kvq__block_row limbo; // by retired.at; some stand behind others that are retired later
+    struct kvq__session_list givers; // that may have blocks there (session->given)
+    uint32_t n_givers;
+    struct kvq__drop { // of what is dropped just now: see kvq__drops_begin
+        struct kvq__session *giver;
+        uint64_t last, by;
+    } drop;
     struct kvq__session_list ended; // that have yet to give memory back, the oldest first (ended.c)
     uint64_t release_left;          // work that giving back may take until the next turn
     uint64_t released;              // that it has taken
@@ -160,7 +165,7 @@ struct kvq__core {
     struct kvq__flight_list flights;           // oldest first
     LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
     struct kvq__stream_use *common_use;        // of the stream that lanes share, for each GPU
-    uint64_t last_flight, last_namespace, last_client, last_session, last_queue;
+    uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
     struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs

@@ -114,10 +114,10 @@ static void drop_pages(struct kvq__table *t, struct kvq__table_layer *l)
 {
     struct kvq__core *core = t->client->core;
     for (uint32_t i = l->first_page; i < l->n_pages; i++) {
-        kvq__block_drop(core, &l->pages[i].packed);
-        kvq__block_drop(core, &l->pages[i].raw);
+        kvq__block_let_go(core, &l->pages[i].packed);
+        kvq__block_let_go(core, &l->pages[i].raw);
     }
-    kvq__block_drop(core, &l->extras);
+    kvq__block_let_go(core, &l->extras);
 }
 
 // Gives back the references and the memory, once nothing in flight uses the table.
@@ -284,6 +284,7 @@ void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tok
     struct kvq__table_layer *was = &t->layers[layer];
     struct view v = view_of(t, layer, tokens);
     struct kvq__table_run run = kvq__table_changes(t, layer, tokens);
+    kvq__drops_begin(t->client->core, t->session, UINT64_MAX);
     uint64_t at = layer_at(t, layer) + sizeof(struct kvq_table_layer);
     size_t one = sizeof(struct kvq_table_entry);
     write_head(&v, layer, writer);
@@ -299,6 +300,7 @@ void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tok
     was->settled = v.layer->raw_page < settled ? v.layer->raw_page : (uint32_t)settled;
     was->first_page = v.layer->first_page;
     was->n_pages = v.n_pages;
+    kvq__drops_end(t->client->core);
 }
 
 void kvq__table_publish(struct kvq__table *t, uint64_t tokens,

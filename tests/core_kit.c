@@ -794,7 +794,7 @@ void core_check(const struct kvq__core *core)
     for (uint32_t i = 0; i < core->n_pools; i++)
         MUST(c.on[i] == core->pools[i].sessions);
     check_pools(core);
-    MUST(!TAILQ_EMPTY(&core->flights) || STAILQ_EMPTY(&core->limbo) || core->release_left == 0);
+    MUST(!TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->limbo) || core->release_left == 0);
     check_ended(core);
     check_clients(core);
 }

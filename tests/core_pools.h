@@ -10,16 +10,35 @@
 typedef uint64_t references_fn(const struct kvq__core *core, const struct kvq__namespace *ns,
                                const struct kvq__block *block);
 
-// Blocks of the list that belong to the extent; all of them must be unreferenced.
-static uint32_t count_list(const struct kvq__block_list *list, const struct kvq__extent *e)
+// Blocks in limbo that belong to the extent; all of them must be unreferenced.
+static uint32_t count_limbo(const struct kvq__core *core, const struct kvq__extent *e)
 {
     const struct kvq__block *b;
     uint32_t n = 0;
-    STAILQ_FOREACH (b, list, link) {
+    TAILQ_FOREACH (b, &core->limbo, limbo_link) {
         MUST(b->refs == 0 && !b->free);
         n += b->extent == e;
     }
     return n;
+}
+
+// Each session that has given blocks up stands among the givers, and all of them are in limbo.
+static void check_givers(const struct kvq__core *core)
+{
+    const struct kvq__session *s;
+    const struct kvq__block *b;
+    uint32_t givers = 0, given = 0, marked = 0;
+    TAILQ_FOREACH (s, &core->givers, giver_link) {
+        MUST(s->gives);
+        givers++;
+        LIST_FOREACH (b, &s->given, given_link) {
+            MUST(b->refs == 0 && !b->free && b->retired.by == s->serial);
+            given++;
+        }
+    }
+    TAILQ_FOREACH (b, &core->limbo, limbo_link)
+        marked += b->given_link.le_prev != NULL;
+    MUST(givers == core->n_givers && given == marked);
 }
 
 // What the extent's blocks add up to.
@@ -55,7 +74,7 @@ static void check_extent(const struct kvq__core *core, const struct kvq__arena *
         check_block(core, arena->ns, b, &c);
     }
     MUST(c.at == arena->pool->extent_bytes && c.used == e->used_bytes && c.used > 0);
-    MUST(c.unreferenced == count_list(&core->limbo, e));
+    MUST(c.unreferenced == count_limbo(core, e));
     sum->used += c.used;
     sum->refs += c.refs;
     sum->exempt += c.exempt;
@@ -109,6 +128,7 @@ static void check_pools(const struct kvq__core *core)
         MUST(extents * pool->extent_bytes == pool->extents_taken);
         MUST(huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
     }
+    check_givers(core);
 }
 
 #endif

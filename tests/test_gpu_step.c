@@ -12,6 +12,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/move.h"
 #include "daemon/table.h"
 #include "tests/stream_kit.h"
 
@@ -215,6 +216,107 @@ static void test_readers_go_on(void **state)
     assert_int_equal(request(&two, 101, 0, false), 0);
     check_table(&t);
     close_table(&t);
+}
+
+// ---- Beside a stalled client ----
+
+// What happens to a session in use: it packs, a window passes, it goes back, or it moves.
+struct use {
+    const char *format;
+    uint32_t window, goes_back;
+    bool moves;
+};
+
+static uint64_t used_now(void)
+{
+    stream_settle(&two);
+    while (kvq__core_poll(kit.core))
+        continue;
+    core_check(kit.core);
+    return kit.core->pools[0].used_bytes + kit.core->pools[1].used_bytes;
+}
+
+// Bytes that it has after some steps of client two.
+static uint64_t holds_after(const struct use *use)
+{
+    struct kvq__layer_row row = stream_row;
+    struct kvq__session_spec spec = {
+        .format = use->format, .layers = &row, .n_layers = 1, .max_rollback = 200};
+    struct kvq__move_spec to = {.place = "host"};
+    struct kvq__move_info move;
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    const uint64_t before = used_now();
+    row.window = use->window;
+    spec.place = kvq__pool_name(&kit.core->pools[1]);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
+        stream_settle(&two);
+    }
+    struct kvq__session *s = kit_of(&two.m, info.handle);
+    struct kvq_entry_wire e = {info.handle, 2 * MANY, .list_token = use->goes_back};
+    if (use->goes_back)
+        assert_int_equal(kit_simple(&two.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    if (use->moves)
+        assert_int_equal(kvq__move_start(s, &to, &move, text), 0);
+    while (kvq__core_moves(kit.core))
+        kvq__core_poll(kit.core);
+    const uint64_t held = used_now() - before;
+    assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+    assert_int_equal(used_now(), before);
+    return held;
+}
+
+// No more of what sessions in use give up is kept while another client's stream does not signal.
+static void test_in_use_beside_a_stalled(void **state)
+{
+    static const struct use uses[] = {
+        {"oscar2", 0, 0, 0}, {"f16", 200, 0, 0}, {"oscar2", 0, 200, 0}, {"oscar2", 0, 0, 1}};
+    uint64_t alone[4];
+    (void)state;
+    stream_needed();
+    for (int i = 0; i < 4; i++)
+        alone[i] = holds_after(&uses[i]);
+    assert_int_equal(step(&one, 1), 0);
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(holds_after(&uses[i]), alone[i]);
+    assert_int_equal(stream_done(&one), 0);
+    go_on(&one);
+}
+
+// What client two has of a new session after some steps, which its page table names.
+static uint64_t holds_after_steps(void)
+{
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pool = &kit.core->pools[1];
+    const uint64_t before = pool->used_bytes;
+    open_layers(&two, NULL, "oscar2");
+    struct table t = open_table(&two);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(step(&two, MANY), 0);
+        go_on(&two);
+    }
+    assert_int_equal(step(&two, 1), 0); // since which the table names no raw tokens
+    go_on(&two);
+    kvq__core_poll(kit.core);
+    const uint64_t held = pool->used_bytes - before;
+    close_table(&t);
+    assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+    assert_int_equal(pool->used_bytes, before);
+    return held;
+}
+
+// While another client's stream does not signal.
+static void test_steps_beside_a_stalled(void **state)
+{
+    (void)state;
+    stream_needed();
+    const uint64_t alone = holds_after_steps();
+    assert_int_equal(step(&one, 1), 0);
+    assert_int_equal(holds_after_steps(), alone);
+    assert_int_equal(stream_done(&one), 0);
+    go_on(&one);
 }
 
 // ---- Values that are not finite ----
@@ -465,6 +567,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_settles, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_readers_go_on, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_in_use_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_steps_beside_a_stalled, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_nan, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_dies, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_closes, stream_setup, stream_teardown),
