@@ -20,6 +20,7 @@ import unittest
 import e2e_rig
 from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
 from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
+from python_hints import Hints
 
 from kvq import _ffi
 
@@ -785,5 +786,5 @@ class Examples(Test):
 
 
 if __name__ == "__main__":
-    sys.exit(e2e_rig.run([Header, Package, Private, Captures, WithoutGpu, OnGpu, Examples],
+    sys.exit(e2e_rig.run([Header, Hints, Package, Private, Captures, WithoutGpu, OnGpu, Examples],
                          __doc__))

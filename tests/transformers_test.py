@@ -21,6 +21,7 @@ import warnings
 
 import e2e_rig
 from e2e_rig import kvq
+from python_hints import faults
 from transformers_rig import (  # before torch: says if it is missing
     FAMILIES, TIE, Case, models, prompt)
 from transformers_refused import Refused
@@ -505,6 +506,11 @@ class Llama(Case):
         self.assertEqual(self.daemon.ctl("session", "list"), [])
 
 
+class Hints(unittest.TestCase):
+    def test_everything_public_has_hints(self):
+        self.assertEqual(faults(kvq.transformers), [])
+
+
 class Sessions(Case):
     """Sessions that outlive their cache, and beginnings that sessions have in common."""
     DAEMON = {"attention": "exact"}
@@ -711,4 +717,4 @@ class Weights(Case):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(e2e_rig.run([Families, Llama, Sessions, Saved, Weights, Refused], __doc__))
+    sys.exit(e2e_rig.run([Families, Llama, Hints, Sessions, Saved, Weights, Refused], __doc__))

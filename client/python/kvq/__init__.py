@@ -11,7 +11,12 @@
 
 Failures raise kvq.Error with .code (a kvq.Code) and .text.
 """
+from __future__ import annotations
+
+from typing import Tuple
+
 import numpy as np
+import numpy.typing as npt
 
 from ._ffi import ENTRY, lib
 from .buffers import BF16, F16, F32, Buffer
@@ -19,6 +24,7 @@ from .capture import Capture
 from .client import Client, Layer, Session
 from .errors import Code, Error, strerror, version
 from .gpu import DeviceBuffer
+from .hints import Floats
 from .local import Bucket, Local, LocalStep
 from .private import private_daemon, program
 from .work import PAST_ONLY, Pages, Queue, Step, Ticket, make_entries
@@ -29,9 +35,10 @@ __all__ = ["BF16", "Bucket", "Buffer", "Capture", "Client", "Code", "DeviceBuffe
            "program", "strerror", "version"]
 
 
-def merge_states(out_a, lse_a, out_b, lse_b):
-    """Merges two attentions over disjoint keys by their LSE: out [..., dim] and lse [...] fp32.
-    Returns new (out, lse)."""
+def merge_states(out_a: npt.ArrayLike, lse_a: npt.ArrayLike, out_b: npt.ArrayLike,
+                 lse_b: npt.ArrayLike) -> Tuple[Floats, Floats]:
+    """Merges two attentions over disjoint keys by their LSE (natural logarithms): out [..., dim]
+    and lse [...], array-likes of any float dtype, computed in float32. Returns new (out, lse)."""
     arrays = [np.ascontiguousarray(a, np.float32) for a in (out_a, lse_a, out_b, lse_b)]
     if arrays[0].shape != arrays[2].shape or arrays[1].shape != arrays[3].shape \
             or arrays[0].shape[:-1] != arrays[1].shape:

@@ -8,6 +8,7 @@ import ctypes
 import os
 from ctypes import (CFUNCTYPE, POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int,
                     c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p)
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class GpuInfo(Structure):
 
 
 class Tensor(Structure):
-    owner = None  # the buffer that it lies in
+    owner: Any = None  # the buffer that it lies in
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64), ("token_stride", c_uint64),
                 ("head_stride", c_uint64), ("dtype", c_uint8)]
 
@@ -51,7 +52,7 @@ class Prefix(Structure):
 
 
 class Ids(Structure):
-    owner = None
+    owner: Any = None
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64)]
 
 
@@ -81,7 +82,7 @@ class SessionInfo(Structure):
 
 
 class Pages(Structure):
-    owner = None
+    owner: Any = None
     _fields_ = [("page_tokens", c_uint32), ("k_page_stride", c_uint64),
                 ("v_page_stride", c_uint64), ("list", c_void_p), ("list_offset", c_uint64)]
 

@@ -1,33 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers: memory shared with the daemon, seen as NumPy arrays."""
+from __future__ import annotations
+
 import ctypes
 import mmap
 import os
 import weakref
 from ctypes import byref, c_void_p
+from typing import Any, Dict, Optional, SupportsIndex, cast
 
 import numpy as np
+import numpy.typing as npt
+
+import kvq
 
 from ._ffi import Tensor, lib
 from .checks import integer
+from .hints import Array, Dtype, Shape
 
 F16, BF16, F32 = 1, 2, 3
-_NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16), F32: np.dtype(np.float32)}
+_NUMPY: Dict[int, np.dtype[Any]] = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16),
+                                    F32: np.dtype(np.float32)}
 _NAMES = {"f16": F16, "float16": F16, "bf16": BF16, "bfloat16": BF16, "f32": F32, "float32": F32,
           "uint16": BF16}
 
 
-def dtype_code(dtype):
+def dtype_code(dtype: Dtype) -> int:
     """1, 2 or 3 for a name, a code or a NumPy dtype. bfloat16 travels as uint16."""
     if dtype in (F16, BF16, F32) and not isinstance(dtype, (np.dtype, type)):
-        return int(dtype)
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return int(cast(int, dtype))
+    name = dtype if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name
     if name not in _NAMES:
         raise TypeError(f"dtype {name}: f16, bf16 (as uint16) and f32 are known")
     return _NAMES[name]
 
 
-def numpy_dtype(dtype):
+def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
     """The NumPy dtype that holds values of a dtype."""
     return _NUMPY[dtype_code(dtype)]
 
@@ -37,9 +45,14 @@ class Buffer:
 
     Made by Client.buffer. Arrays from array() are views of it; passing them, or any view of
     them, to a Queue copies nothing.
+
+    client   its Client
+    nbytes   its size in bytes
+    address  where it begins in this process
     """
 
-    def __init__(self, client, nbytes, daemon_made=False, memfd=None, offset=0):
+    def __init__(self, client: kvq.Client, nbytes: SupportsIndex, daemon_made: bool = False,
+                 memfd: Optional[int] = None, offset: int = 0) -> None:
         nbytes = integer("nbytes", nbytes, 62)
         if nbytes == 0:
             raise ValueError("a buffer of 0 bytes: at least 1 is needed")
@@ -47,6 +60,7 @@ class Buffer:
         self.nbytes = nbytes
         self.pointer = c_void_p()
         self._used = 0
+        self._memory: Any
         if daemon_made:
             client.control(lib.kvq_buffer_create, nbytes, byref(self.pointer))
             self.address = lib.kvq_buffer_data(self.pointer)
@@ -72,8 +86,9 @@ class Buffer:
                 os.close(memfd)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
-    def array(self, shape, dtype=np.float32, offset=0):
-        """An array over the bytes from offset. dtype as for NumPy, or "f16", "bf16", "f32"."""
+    def array(self, shape: Shape, dtype: npt.DTypeLike = np.float32, offset: int = 0) -> Array:
+        """An array of that shape over the bytes from offset (in bytes) on. dtype: any of NumPy's
+        without objects, or "f16", "bf16" (an array of uint16), "f32"."""
         if isinstance(dtype, str) and dtype in _NAMES:
             dtype = numpy_dtype(dtype)
         if np.dtype(dtype).hasobject:
@@ -82,23 +97,28 @@ class Buffer:
             raise ValueError("the buffer is closed")
         return np.ndarray(shape, dtype, self._memory, offset)
 
-    def take(self, shape, dtype=np.float32):
-        """The next array of a buffer used front to back, aligned to 64 bytes."""
+    def take(self, shape: Shape, dtype: npt.DTypeLike = np.float32) -> Array:
+        """The next array of a buffer used front to back, aligned to 64 bytes; shape and dtype as
+        for array()."""
         at = self._used
         made = self.array(shape, dtype, at)
         self._used = at + (made.nbytes + 63 & ~63)
         return made
 
-    def contains(self, array):
-        """Whether all of an array lies in this buffer, which is open."""
+    def contains(self, array: object) -> bool:
+        """Whether all of an array, of any shape and dtype, lies in this buffer, which is open.
+        False for what is no array."""
         if not self.pointer or not isinstance(array, np.ndarray):
             return False
-        start, end = np.lib.array_utils.byte_bounds(array) if hasattr(
-            np.lib, "array_utils") else np.byte_bounds(array)
+        bounds = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
+                  getattr(np, "byte_bounds"))  # until NumPy 2
+        start, end = bounds(array)
         return self.address <= start and end <= self.address + self.nbytes
 
-    def tensor(self, array, dtype=None):
-        """Tensor for a [tokens][heads][dim] array (dim contiguous) that lies in this buffer."""
+    def tensor(self, array: Array, dtype: Optional[Dtype] = None) -> Tensor:
+        """Tensor for a [tokens][heads][dim] array (dim contiguous) of float16, float32 or uint16
+        that lies in this buffer. dtype: what a uint16 array holds, "bf16" (None as well) or
+        "f16"."""
         if array.ndim != 3:
             raise ValueError(f"shape {array.shape}: [tokens, heads, dim] is needed")
         code = dtype_code(dtype if dtype is not None else array.dtype)
@@ -114,8 +134,10 @@ class Buffer:
         return self.strided(array.ctypes.data - self.address, array.strides[0], array.strides[1],
                             code)
 
-    def strided(self, offset, token_stride, head_stride, dtype="f32"):
-        """Tensor from offset on, with strides in bytes as they are given."""
+    def strided(self, offset: SupportsIndex, token_stride: SupportsIndex,
+                head_stride: SupportsIndex, dtype: Dtype = "f32") -> Tensor:
+        """Tensor of [tokens][heads][dim] from offset on; offset and strides are in bytes, and go to
+        the daemon as they are given."""
         if not self.pointer:
             raise ValueError("the buffer is closed")
         made = Tensor(self.pointer, integer("offset", offset, 64),
@@ -124,7 +146,7 @@ class Buffer:
         made.owner = self
         return made
 
-    def close(self):
+    def close(self) -> None:
         """Unregisters it; waits until nothing in flight uses it.
 
         A buffer made by the daemon raises BufferError while arrays still refer to it.
@@ -152,8 +174,8 @@ class Buffer:
         self.pointer = c_void_p()
         self._memory = None
 
-    def __enter__(self):
+    def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures: K, V and, if asked for, Q that an engine appends, in a file for tools that make
 codebooks and measure formats."""
+from __future__ import annotations
+
+import os
 from ctypes import byref, c_void_p
+from typing import Iterable, Optional, SupportsIndex, Union
+
+import kvq
 
 from . import _ffi
 from ._ffi import lib
-from .client import _rows
 from .checks import entries, integer, owner, text
+from .client import _rows
 from .errors import check
 
 
@@ -18,16 +24,19 @@ class Capture:
     queries     Q as well; each entry then has as many query tokens as tokens
     """
 
-    def __init__(self, path, layers, model=None, max_tokens=0, queries=False):
+    def __init__(self, path: Union[str, os.PathLike[str]], layers: Iterable[kvq.Layer],
+                 model: Optional[str] = None, max_tokens: SupportsIndex = 0,
+                 queries: bool = False) -> None:
         self.pointer = c_void_p()
         layers, rows = _rows(layers)
         options = _ffi.CaptureOptions(rows, len(layers), text("model", model),
                                       integer("max_tokens", max_tokens, 64), bool(queries))
         check(lib.kvq_capture_open(text("path", str(path)), byref(options), byref(self.pointer)))
 
-    def append(self, ticket):
-        """What an append or append_attend handed over: its ticket, once it is done (Queue.call) and
-        before its tensors change. Entries that failed are passed over."""
+    def append(self, ticket: kvq.Ticket) -> None:
+        """What an append or append_attend handed over, K, V and Q as [tokens][heads][dim]: its
+        ticket, once it is done (Queue.call) and before its tensors change. Entries that failed are
+        passed over."""
         for name, tensor in ticket.tensors.items():
             owner(name, tensor)
         self._check_open()
@@ -39,18 +48,18 @@ class Capture:
             raise ValueError("the capture is closed")
 
     @property
-    def tokens(self):
-        """Begun so far, as one layer counts them."""
+    def tokens(self) -> int:
+        """Number of tokens begun so far, as one layer counts them."""
         self._check_open()
         return lib.kvq_capture_tokens(self.pointer)
 
-    def close(self):
+    def close(self) -> None:
         """Writes the counts and closes the file."""
         if self.pointer:
             check(lib.kvq_capture_close(byref(self.pointer)))
 
-    def __enter__(self):
+    def __enter__(self) -> Capture:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -6,9 +6,12 @@ So arrays are held against the session's layers and the step here, and numbers a
 that they become. Failures are TypeError, for what can never be such an argument, and ValueError,
 with what was expected and what was given.
 """
+from __future__ import annotations
+
 import operator
 import threading
 from contextlib import contextmanager
+from typing import Any, List
 
 import numpy as np
 
@@ -19,7 +22,7 @@ KINDS = (np.float16, np.uint16, np.float32)  # of K, V, Q and outputs
 
 # ---- Numbers and texts ----
 
-def integer(name, value, bits=32):
+def integer(name: str, value: Any, bits: int = 32) -> int:
     """An int that fits so many bits."""
     try:
         number = operator.index(value)
@@ -77,7 +80,7 @@ def choice(name, value, known):
 
 # ---- Objects ----
 
-def batch(sessions, client, kind):
+def batch(sessions: Any, client: Any, kind: Any) -> List[Any]:
     """Sessions as a list, all of this client."""
     if isinstance(sessions, kind):
         raise TypeError("sessions is a Session; give a list of them")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection and its sessions."""
+from __future__ import annotations
+
 import math
 import os
 from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple,
+                    Union)
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _ffi
 from ._ffi import lib
@@ -15,6 +19,7 @@ from .buffers import Buffer, dtype_code, numpy_dtype
 from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
+from .hints import Array, CudaTensor, Ids, Shape, Span
 from .private import private_daemon
 from .work import Queue
 
@@ -27,7 +32,8 @@ _FLAGS = {"read_only": 1, "take_over": 2, "must_exist": 4, "must_create": 8,
 
 @dataclass
 class Layer:
-    """One row of a session's table of layers; struct kvq_layer says what each field means."""
+    """One row of a session's table of layers; struct kvq_layer says what each field means. Windows
+    are in tokens; head_dim and v_dim are in values."""
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -40,7 +46,8 @@ class Layer:
     repeat: int = 1
 
     @property
-    def dim_of_v(self):
+    def dim_of_v(self) -> int:
+        """v_dim, or head_dim where that is None."""
         return self.head_dim if self.v_dim is None else self.v_dim
 
     def _row(self):
@@ -54,7 +61,7 @@ class Layer:
                              integer("repeat", self.repeat))
 
 
-def _rows(layers):
+def _rows(layers: Iterable[Layer]) -> Tuple[List[Layer], Any]:
     """Layers as a list, and struct kvq_layer of each."""
     layers = list(layers)
     for i, layer in enumerate(layers):
@@ -72,14 +79,15 @@ def _values(structure):
 class Session:
     """A session handle. `tokens` is the committed count as this process knows it."""
 
-    def __init__(self, client, handle, tokens, layers, read_only=False):
+    def __init__(self, client: Client, handle: int, tokens: int, layers: List[Layer],
+                 read_only: bool = False) -> None:
         self.client = client
         self.handle = handle
         self.tokens = tokens
         self.layers = layers  # of Layer, one for each layer
         self.read_only = read_only
 
-    def layer(self, number):
+    def layer(self, number: int) -> Layer:
         """The Layer of that number."""
         if not self.layers:
             raise ValueError("the daemon, of an earlier version, does not say what layers the "
@@ -89,59 +97,60 @@ class Session:
                                       f" 0 to {len(self.layers) - 1}")
         return self.layers[number]
 
-    def info(self):
+    def info(self) -> Dict[str, Any]:
         """What the daemon knows of it, as a dict with the fields of struct kvq_session_info."""
         out = _ffi.SessionInfo()
         self.client.control(lib.kvq_session_info, self.handle, byref(out))
         return _values(out)
 
-    def refresh(self):
+    def refresh(self) -> int:
         """Takes the committed count from the daemon and returns it."""
         self.tokens = self.info()["tokens"]
         return self.tokens
 
-    def close(self):
+    def close(self) -> None:
         """Detaches; the session goes by its on_detach."""
         if self.handle:
             handle, self.handle = self.handle, 0
             self.client.control(lib.kvq_session_close, handle)
 
-    def tell_spans(self, spans):
-        """Says what tokens to come stand for: (first, tokens, digest) of each image or audio."""
+    def tell_spans(self, spans: Iterable[Span]) -> None:
+        """Says what tokens to come stand for: (first, tokens, digest of 32 bytes) of each image or
+        audio."""
         spans = list(spans)
         self.client.control(lib.kvq_session_spans, self.handle, make_spans(spans), len(spans))
 
-    def move(self, place):
+    def move(self, place: str) -> None:
         """Moves it to "host" or a GPU's place, and returns when it is there."""
         self.client.control(lib.kvq_session_move, self.handle, text("place", place))
 
-    def park(self):
+    def park(self) -> None:
         """Writes it to disk with all its shards, and returns when its memory is free.
 
         It comes back when it is used."""
         self.client.control(lib.kvq_session_park, self.handle)
 
-    def prefetch(self):
+    def prefetch(self) -> None:
         """Begins to bring it back from disk, and returns at once."""
         self.client.control(lib.kvq_session_prefetch, self.handle)
 
-    def pin(self, pinned=True):
+    def pin(self, pinned: bool = True) -> None:
         """Keeps it in memory: it is never parked. With False it may be."""
         self.client.control(lib.kvq_session_pin, self.handle, int(bool(pinned)))
 
-    def save(self):
+    def save(self) -> None:
         """Saves it with all its shards, and returns when that is durable."""
         self.client.control(lib.kvq_session_save, self.handle)
 
-    def drop(self):
+    def drop(self) -> None:
         """Destroys the session, with all its shards."""
         handle, self.handle = self.handle, 0
         self.client.control(lib.kvq_session_drop, handle)
 
-    def __enter__(self):
+    def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         try:
             self.close()
         except Error as error:
@@ -150,7 +159,7 @@ class Session:
                 raise
 
 
-def make_spans(spans):
+def make_spans(spans: Sequence[Span]) -> Any:
     """struct kvq_span of (first, tokens, digest of 32 bytes) each."""
     made = (_ffi.Span * max(len(spans), 1))()
     for i, (first, tokens, digest) in enumerate(spans):
@@ -166,14 +175,18 @@ class Client:
 
     runtime_dir names the daemon's directory, else KVQ_RUNTIME_DIR. Without either it is the
     machine's daemon, or, where none is running, one that is started for this process
-    (private_daemon); private says that it must be that one (True) or must not (False)."""
+    (private_daemon); private says that it must be that one (True) or must not (False). name is for
+    people, e.g. "myengine 1.2". timeout_ms: for connecting and control calls, in milliseconds; 0:
+    5000. spin_us: the longest time to spin before sleeping, in microseconds; 0: adaptive."""
 
-    def __init__(self, runtime_dir=None, name=None, timeout_ms=0, spin_us=0, private=None):
+    def __init__(self, runtime_dir: Union[str, os.PathLike[str], None] = None,
+                 name: Optional[str] = None, timeout_ms: SupportsIndex = 0,
+                 spin_us: SupportsIndex = 0, private: Optional[bool] = None) -> None:
         self.pointer = c_void_p()
         self._gate = Gate("client")
-        self._buffers = []
-        self._device_buffers = []
-        self._queues = []
+        self._buffers: List[Buffer] = []
+        self._device_buffers: List[DeviceBuffer] = []
+        self._queues: List[Queue] = []
         if private and runtime_dir:
             raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
         told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
@@ -188,61 +201,64 @@ class Client:
             code = lib.kvq_connect(byref(options), byref(self.pointer))
         check(code)
 
-    def control(self, function, *arguments):
+    def control(self, function: Callable[..., int], *arguments: Any) -> None:
         """Calls a function of the library's that takes the client first. ValueError if the client
         is closed."""
         with self._gate:
             check(function(self.pointer, *arguments))
 
-    def info(self):
+    def info(self) -> Dict[str, Any]:
         """About the daemon, as a dict with the fields of struct kvq_daemon_info."""
         out = _ffi.DaemonInfo()
         self.control(lib.kvq_daemon_info, byref(out))
         return _values(out)
 
-    def gpus(self):
+    def gpus(self) -> List[Dict[str, Any]]:
         """The daemon's GPUs: dicts with "place", for session() and buffer_on(), and "name"."""
         found, n = (_ffi.GpuInfo * 16)(), c_uint32()
         self.control(lib.kvq_daemon_gpus, found, len(found), byref(n))
         return [_values(g) for g in found[:n.value]]
 
-    def queue(self):
+    def queue(self) -> Queue:
         """A new Queue, for one thread at a time."""
         return Queue(self)
 
-    def buffer(self, nbytes, daemon_made=False):
+    def buffer(self, nbytes: SupportsIndex, daemon_made: bool = False) -> Buffer:
         """Shared memory of so many bytes: Python's own, or made by the daemon."""
         return Buffer(self, nbytes, daemon_made)
 
-    def import_memfd(self, memfd, nbytes, offset=0):
-        """Registers memory of a memfd that the caller keeps."""
+    def import_memfd(self, memfd: int, nbytes: SupportsIndex, offset: int = 0) -> Buffer:
+        """Registers nbytes of a memfd that the caller keeps, from offset (in bytes) on."""
         return Buffer(self, nbytes, memfd=memfd, offset=offset)
 
-    def buffer_on(self, nbytes, gpu=None):
-        """Memory of a GPU made by the daemon; gpu is its place, None the current context's."""
+    def buffer_on(self, nbytes: SupportsIndex, gpu: Optional[str] = None) -> DeviceBuffer:
+        """Memory of a GPU, of so many bytes, made by the daemon; gpu is its place, None the current
+        context's."""
         return DeviceBuffer(self, nbytes, gpu=gpu)
 
-    def import_tensor(self, tensor):
-        """Registers the memory of a contiguous CUDA tensor (of PyTorch, or anything else with
-        data_ptr, numel and element_size), which must stay until the buffer is closed."""
+    def import_tensor(self, tensor: CudaTensor) -> DeviceBuffer:
+        """Registers the memory of a contiguous CUDA tensor, of any shape and dtype (of PyTorch, or
+        anything else with data_ptr, numel and element_size), which must stay until the buffer is
+        closed."""
         return DeviceBuffer(self, tensor.numel() * tensor.element_size(), tensor=tensor)
 
-    def array(self, shape, dtype=np.float32):
-        """An array in a buffer of its own."""
+    def array(self, shape: Shape, dtype: npt.DTypeLike = np.float32) -> Array:
+        """An array in a buffer of its own; shape and dtype as for Buffer.array."""
         kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         sizes = [integer("shape", n, 62) for n in np.atleast_1d(np.asarray(shape, object))]
         nbytes = math.prod(sizes) * kind.itemsize
         return self.buffer(max(nbytes, 1)).array(shape, dtype)
 
-    def find_buffer(self, array):
-        """The open buffer that holds all of an array, or None."""
+    def find_buffer(self, array: object) -> Optional[Buffer]:
+        """The open buffer that holds all of an array, of any shape and dtype, or None."""
         return next((b for b in self._buffers if b.contains(array)), None)
 
-    def find_device_buffer(self, tensor):
+    def find_device_buffer(self, tensor: CudaTensor) -> Optional[DeviceBuffer]:
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
         return next((b for b in self._device_buffers if b.contains(tensor)), None)
 
-    def restore(self, name, ns=None, shard=0, shards=0):
+    def restore(self, name: str, ns: Optional[str] = None, shard: SupportsIndex = 0,
+                shards: SupportsIndex = 0) -> None:
         """Reads a saved session into the daemon's memory, and returns when all of it is there.
         shards: how many it is to have; 0: as many as it was saved with."""
         self.control(lib.kvq_session_restore, text("ns", ns), text("name", name),
@@ -275,11 +291,23 @@ class Client:
             described.prefix.buffer, described.prefix.tokens = buffer.pointer, ids.size
         return described, buffer
 
-    def session(self, layers=(), format=None, **options):
-        """Opens or creates a session. layers: of Layer. prefix: ids of its first tokens, of which a
-        new session has as many as are there (session.tokens). spans: (first, tokens, digest) of
-        images and audio. Flags, all False by default: read_only, take_over, must_exist,
-        must_create, exact_prompt, packed_prompt. The rest is as in struct kvq_session_options."""
+    def session(self, layers: Iterable[Layer] = (), format: Optional[str] = None,
+                **options: Any) -> Session:
+        """Opens or creates a session. layers: of Layer; none: of a session that is there. Options
+        are
+
+        prefix     array-like of the ids of its first tokens, of which a new session has as many as
+                   are there (session.tokens)
+        spans      (first, tokens, digest of 32 bytes) of images and audio
+        dtype      of the engine's values: "f16" (the default), "bf16", "f32"
+        v_rotation "default", "engine", "daemon", "none"
+        attention  "default", "exact", "fast"
+        on_detach  "default", "drop", "keep", "save"; keep_seconds: for how many seconds
+        read_only, take_over, must_exist, must_create, exact_prompt, packed_prompt
+                   flags, all False by default
+
+        and ns, name, model, place, salt, adapter (each a str), shard, shards, max_rollback and
+        prompt_tokens (integers, the last two in tokens) as in struct kvq_session_options."""
         layers = list(layers)
         described, ids = self._describe(layers, format, **options)
         handle, info = c_uint64(), _ffi.SessionInfo()
@@ -305,8 +333,10 @@ class Client:
                       kv_from=r.kv_from - 1 if r.kv_from else None)
                 for r in rows[:n.value]]
 
-    def lookup(self, layers, format=None, *, prefix, **options):
-        """How many tokens of the prefix a new session of these options would begin with."""
+    def lookup(self, layers: Iterable[Layer], format: Optional[str] = None, *, prefix: Ids,
+               **options: Any) -> int:
+        """How many tokens of the prefix (array-like of ids) a new session would begin with, which
+        is described as for session()."""
         described, ids = self._describe(list(layers), format, prefix=prefix, **options)
         tokens = c_uint64()
         try:
@@ -316,7 +346,7 @@ class Client:
                 ids.close()
         return tokens.value
 
-    def reattach(self):
+    def reattach(self) -> Tuple[bool, int]:
         """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was
         restarted, and how many session handles are lost. Queues and buffers go on working."""
         lost = c_uint32()
@@ -335,7 +365,7 @@ class Client:
             with self._gate.alone():
                 yield
 
-    def close(self):
+    def close(self) -> None:
         """Disconnects; closes what is still open. BufferError while arrays refer to a buffer that
         the daemon made; RuntimeError while another thread is in a call."""
         if not self.pointer:
@@ -353,8 +383,8 @@ class Client:
             lib.kvq_disconnect(byref(self.pointer))
         self._gate.closed = True
 
-    def __enter__(self):
+    def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

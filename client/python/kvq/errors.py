@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Status codes and the exception that carries them."""
+from __future__ import annotations
+
 import enum
+from typing import Optional, Union
 
 from ._ffi import lib
+from .hints import Entries
 
 
 class Code(enum.IntEnum):
@@ -47,17 +51,17 @@ class Code(enum.IntEnum):
     E_REMOTE = -37
 
 
-def strerror(code):
+def strerror(code: int) -> str:
     """One sentence for a code."""
     return lib.kvq_strerror(int(code)).decode()
 
 
-def version():
+def version() -> str:
     """The library's version, as "0.1.0"."""
     return lib.kvq_version().decode()
 
 
-def _as_code(value):
+def _as_code(value: int) -> Union[Code, int]:
     try:
         return Code(value)
     except ValueError:
@@ -67,12 +71,12 @@ def _as_code(value):
 class Error(Exception):
     """A call that failed.
 
-    code     a Code
+    code     a Code, or the number of one that this package does not know
     text     what was wrong: the value, the limit, what to do
-    entries  of a call over a batch: its entries with their status and value; else None
+    entries  of a call over a batch: its entries [sessions] with their status and value; else None
     """
 
-    def __init__(self, code, text, entries=None):
+    def __init__(self, code: int, text: str, entries: Optional[Entries] = None) -> None:
         self.code = _as_code(code)
         self.text = text
         self.entries = entries
@@ -80,12 +84,12 @@ class Error(Exception):
         super().__init__(f"{name}: {text or strerror(code)}")
 
 
-def last_text():
+def last_text() -> str:
     """What went wrong in this thread's last failed call."""
     return lib.kvq_error_text().decode(errors="replace")
 
 
-def check(code, entries=None):
+def check(code: int, entries: Optional[Entries] = None) -> None:
     """Raises Error for a negative code, or for the first entry that failed."""
     if code:
         raise Error(code, last_text(), entries)

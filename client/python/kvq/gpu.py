@@ -4,17 +4,25 @@
 Tensors are PyTorch's, or anything with the same methods: data_ptr, element_size, numel, shape,
 stride, dtype and is_contiguous. PyTorch itself is not needed here.
 """
+from __future__ import annotations
+
 from ctypes import byref, c_void_p
+from typing import Optional, SupportsIndex
+
+import kvq
 
 from ._ffi import Tensor, lib
 from .buffers import dtype_code
 from .checks import integer, text
+from .hints import CudaTensor, Dtype
 
 
 class DeviceBuffer:
-    """Made by Client.buffer_on (address: its device pointer) or Client.import_tensor."""
+    """Made by Client.buffer_on (address: its device pointer) or Client.import_tensor. nbytes: its
+    size in bytes."""
 
-    def __init__(self, client, nbytes, gpu=None, tensor=None):
+    def __init__(self, client: kvq.Client, nbytes: SupportsIndex, gpu: Optional[str] = None,
+                 tensor: Optional[CudaTensor] = None) -> None:
         self.client = client
         self.nbytes = nbytes = integer("nbytes", nbytes, 62)
         self.pointer = c_void_p()
@@ -28,8 +36,8 @@ class DeviceBuffer:
         self.address = lib.kvq_buffer_device(self.pointer)
         client._device_buffers.append(self)
 
-    def contains(self, tensor):
-        """Whether all of a tensor lies in this buffer, which is open."""
+    def contains(self, tensor: CudaTensor) -> bool:
+        """Whether all of a tensor, of any shape and dtype, lies in this buffer, which is open."""
         if not self.pointer:
             return False
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
@@ -37,9 +45,9 @@ class DeviceBuffer:
         end = start + (last + 1) * tensor.element_size()
         return self.address <= start and end <= self.address + self.nbytes
 
-    def tensor(self, tensor, dtype=None):
+    def tensor(self, tensor: CudaTensor, dtype: Optional[Dtype] = None) -> Tensor:
         """Tensor for a [tokens][heads][dim] tensor (dim contiguous), or [tokens][heads] (lse), that
-        lies in this buffer."""
+        lies in this buffer. It holds float16, bfloat16 or float32: dtype, else its own."""
         size, strides = tensor.element_size(), list(tensor.stride())
         if len(strides) not in (2, 3):
             raise ValueError(f"shape {tuple(tensor.shape)}: [tokens, heads, dim] is needed")
@@ -53,7 +61,7 @@ class DeviceBuffer:
         made.owner = self
         return made
 
-    def close(self):
+    def close(self) -> None:
         """Unregisters it; waits until nothing in flight uses it."""
         if self.pointer:
             with self.client._gate:
@@ -65,8 +73,8 @@ class DeviceBuffer:
         self.pointer = c_void_p()
         self._keep = None
 
-    def __enter__(self):
+    def __enter__(self) -> DeviceBuffer:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

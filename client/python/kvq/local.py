@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in this process, over the daemon's memory: in-context mode (kvq.h)."""
+from __future__ import annotations
+
 from ctypes import byref, c_void_p
+from typing import Any, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple, Type
 
 import numpy as np
+
+import kvq
 
 from . import _ffi
 from ._ffi import lib
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import check
-from .work import (Session, alone, attend, device_fields, make_entries, make_work, step_work)
+from .hints import Array, Counts, CudaTensor, Entries, Floats, Ids
+from .work import alone, attend, device_fields, make_entries, make_work, step_work
 
 REQUIRE = 1
 
@@ -18,12 +24,20 @@ class Local:
 
     Results are those of the queue's own steps, to the bit. Where attention cannot be here it goes
     through the daemon, and `why` says why.
+
+    place       of its sessions: "host" (None as well) or a GPU's
+    max_tokens  of a session, a step's included; 0: 131,072
+    require     fail where attention cannot be here
+    threads     on the host, how many attend, the caller's included
     """
 
-    def __init__(self, queue, place=None, max_tokens=0, require=False, threads=1):
+    def __init__(self, queue: kvq.Queue, place: Optional[str] = None,
+                 max_tokens: SupportsIndex = 0, require: bool = False,
+                 threads: SupportsIndex = 1) -> None:
         self.queue, self.client, self.turn = queue, queue.client, queue.turn
         self.pointer = c_void_p()
-        self._buckets, self._given = [], []  # _given: buffers of K and V of the step under way
+        self._buckets: List[Bucket] = []
+        self._given: List[Any] = []  # buffers of K and V of the step under way
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
@@ -42,28 +56,30 @@ class Local:
             raise ValueError("a buffer with K or V of the step was closed before the step's end")
 
     @property
-    def why(self):
+    def why(self) -> Optional[str]:
         """None if attention runs here, else why it goes through the daemon."""
         self._check_open()
         said = lib.kvq_local_why(self.pointer)
         return said.decode() if said else None
 
     @alone
-    def add(self, session):
+    def add(self, session: kvq.Session) -> None:
         """Takes a session in: maps what is not mapped yet."""
-        session, = batch([session], self.client, Session())
+        session, = batch([session], self.client, kvq.Session)
         check(lib.kvq_local_add(self.pointer, session.handle))
 
     @alone
-    def remove(self, session):
-        session, = batch([session], self.client, Session())
+    def remove(self, session: kvq.Session) -> None:
+        """Takes a session out again; the session stays open."""
+        session, = batch([session], self.client, kvq.Session)
         check(lib.kvq_local_remove(self.pointer, session.handle))
 
-    def step(self, sessions, tokens, ids=None):
+    def step(self, sessions: Iterable[kvq.Session], tokens: Counts,
+             ids: Optional[Ids] = None) -> LocalStep:
         """As Queue.step; tokens 0: of reading alone."""
         return LocalStep(self, sessions, tokens, ids)
 
-    def close(self):
+    def close(self) -> None:
         """Closes its Buckets, too."""
         with self.turn():
             if not self.pointer:
@@ -73,10 +89,10 @@ class Local:
             lib.kvq_local_close(byref(self.pointer))
             self.queue._locals.remove(self)
 
-    def __enter__(self):
+    def __enter__(self) -> Local:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- What work.attend asks of a queue ----
@@ -85,7 +101,8 @@ class Local:
         return self.queue._place(arrays)
 
     @alone
-    def call(self, _operation, entries, *, step, **fields):
+    def call(self, _operation: str, entries: Entries, *, step: int, **fields: Any) -> _Done:
+        """kvq_local_attend with the fields of struct kvq_work."""
         self._check_given()
         work, tensors = make_work(fields)
         self._given += [t.owner for n, t in tensors.items() if n in ("k", "v")]
@@ -98,11 +115,13 @@ class Bucket:
     place is a GPU; its calls take entries (make_entries) and the number of a CUDA stream. attend()
     may be captured into a graph, which replays for whatever entries begin() was given last."""
 
-    def __init__(self, local, session, max_tokens=0, max_sessions=1, max_queries=1):
+    def __init__(self, local: Local, session: kvq.Session, max_tokens: SupportsIndex = 0,
+                 max_sessions: SupportsIndex = 1, max_queries: SupportsIndex = 1) -> None:
         self.local, self.turn = local, local.turn
         self.pointer = c_void_p()
-        self._session, = batch([session], local.client, Session())
-        self._tensors = {}  # of each layer: what a captured graph goes on reading
+        self._session, = batch([session], local.client, kvq.Session)
+        # Of each layer: what a captured graph goes on reading.
+        self._tensors: Dict[int, Dict[str, Any]] = {}
         options = _ffi.BucketOptions(session=session.handle,
                                      max_tokens=integer("max_tokens", max_tokens, 64),
                                      max_sessions=integer("max_sessions", max_sessions),
@@ -121,15 +140,18 @@ class Bucket:
                     raise ValueError(f"{name} of layer {layer} lies in a buffer that is closed")
 
     @alone
-    def begin(self, entries, stream):
+    def begin(self, entries: Entries, stream: SupportsIndex) -> None:
+        """Begins a step over entries [sessions] in the order of the stream."""
         check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer,
                                             check_entries(entries).ctypes.data, len(entries),
                                             integer("stream", stream, 64)), entries)
 
     @alone
-    def attend(self, entries, layer, stream, **tensors):
-        """k, v, q, out and lse: CUDA tensors in buffers of Client.import_tensor or buffer_on, with
-        at least as many rows as the entries name."""
+    def attend(self, entries: Entries, layer: SupportsIndex, stream: SupportsIndex,
+               **tensors: CudaTensor) -> None:
+        """k, v, q, out ([tokens][heads][dim]) and lse ([tokens][heads], float32): CUDA tensors in
+        buffers of Client.import_tensor or buffer_on, with at least as many rows as the entries
+        name."""
         entries, layer = check_entries(entries), integer("layer", layer)
         shapes = Shapes([self._session], layer, entries)
 
@@ -147,7 +169,7 @@ class Bucket:
                                              integer("stream", stream, 64)), entries)
 
     @alone
-    def end(self, entries, stream, ids=None):
+    def end(self, entries: Entries, stream: SupportsIndex, ids: Optional[Ids] = None) -> None:
         """Commits; the entries' values are the sessions' new counts. ids: as in Queue.step."""
         check_entries(entries)
         work = _ffi.StepWork()
@@ -155,7 +177,7 @@ class Bucket:
         check(lib.kvq_local_end_on_stream(self.local.pointer, byref(work), entries.ctypes.data,
                                           len(entries), integer("stream", stream, 64)), entries)
 
-    def close(self):
+    def close(self) -> None:
         """When its stream has passed its last work."""
         with self.turn():
             if self.pointer:
@@ -164,21 +186,22 @@ class Bucket:
 
 
 class _Done:
-    def __init__(self, entries):
+    def __init__(self, entries: Entries) -> None:
         self.entries = entries
 
 
 class LocalStep:
     """An open step of a Local."""
 
-    def __init__(self, local, sessions, tokens, ids=None):
+    def __init__(self, local: Local, sessions: Iterable[kvq.Session], tokens: Counts,
+                 ids: Optional[Ids] = None) -> None:
         self.local, self.turn, self.ids, self.open = local, local.turn, ids, False
         with self.turn():
             local._check_open()
             self._begin(local, sessions, tokens)
 
     def _begin(self, local, sessions, tokens):
-        self.sessions = batch(sessions, local.client, Session())
+        self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
         check(lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries)),
               None)
@@ -196,10 +219,12 @@ class LocalStep:
             raise ValueError("the step has ended")
 
     @alone
-    def attend(self, layer, q, k=None, v=None, queries=None, **options):
-        """Attention of one layer. k and v, of the step's tokens, lie in buffers and stay as they
-        are until the step's end; None for layers that read another layer's cache. Returns
-        (out, lse)."""
+    def attend(self, layer: SupportsIndex, q: Array, k: Optional[Array] = None,
+               v: Optional[Array] = None, queries: Optional[Counts] = None,
+               **options: Any) -> Tuple[Array, Optional[Floats]]:
+        """Attention of one layer, with arrays and options as for Step.attend. k and v, of the
+        step's tokens, lie in buffers and stay as they are until the step's end; None for layers
+        that read another layer's cache. Returns (out, lse)."""
         for array in (k, v):
             if array is not None and self.local.client.find_buffer(array) is None:
                 raise ValueError("k and v must lie in a buffer: they are read until the step's end")
@@ -210,8 +235,10 @@ class LocalStep:
                       **options)
 
     @alone
-    def end(self, k=None, v=None):
-        """Commits. k and v: for each layer the step's K and V, if attend() did not get them."""
+    def end(self, k: Optional[Sequence[Optional[Array]]] = None,
+            v: Optional[Sequence[Optional[Array]]] = None) -> None:
+        """Commits. k and v: for each layer the step's K and V, [tokens][kv_heads][dim] in buffers,
+        if attend() did not get them."""
         if (k is None) != (v is None):
             raise ValueError("one of k and v was given; expected both, or neither")
         entries = make_entries(self.sessions, append=self.entries["append"])
@@ -233,17 +260,17 @@ class LocalStep:
             self.abort()
             raise
 
-    def abort(self):
+    def abort(self) -> None:
         """Leaves every session as it was."""
         self.open = False
         with self.turn():
             if self.local.pointer:
                 lib.kvq_local_abort(self.local.pointer)
 
-    def __enter__(self):
+    def __enter__(self) -> LocalStep:
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
         if not self.open:
             return
         if kind is None:

@@ -5,6 +5,8 @@ The daemon ends when the process and all processes forked from it have ended, ki
 hold the write end of a pipe, and the daemon watches the read end. All clients of the process share
 the daemon.
 """
+from __future__ import annotations
+
 import atexit
 import fcntl
 import glob
@@ -16,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from typing import Optional
 
 from .errors import Code, Error
 
@@ -29,7 +32,7 @@ _lock = threading.Lock()
 _running = None
 
 
-def program(name):
+def program(name: str) -> Optional[str]:
     """Path of kvqd or kvqctl: in $KVQ_BIN_DIR, else in this package, else on the PATH; or None."""
     asked = os.environ.get("KVQ_BIN_DIR")
     own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin")
@@ -121,12 +124,13 @@ class _Daemon:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def private_daemon(**options):
+def private_daemon(**options: object) -> str:
     """Starts this process's own daemon, unless it has one, and returns its directory.
 
-    options: kvqd's, as in its configuration file: private_daemon(pool_bytes="8gb",
-    storage_dir="/var/tmp/chats"). Without any, the one that is running whatever its options are.
-    ValueError if it has been started with others; kvq.Error if it cannot start. Any thread."""
+    options: kvqd's, as in its configuration file, by names with _ for -, values as str() gives
+    them: private_daemon(pool_bytes="8gb", storage_dir="/var/tmp/chats"). Without any, the one that
+    is running whatever its options are. ValueError if it has been started with others; kvq.Error if
+    it cannot start. Any thread."""
     global _running
     with _lock:
         if _running and _running.lives():

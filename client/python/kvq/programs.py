@@ -13,11 +13,11 @@ def _run(name):
     os.execv(path, [name, *sys.argv[1:]])
 
 
-def kvqd():
+def kvqd() -> None:
     """The command kvqd."""
     _run("kvqd")
 
 
-def kvqctl():
+def kvqctl() -> None:
     """The command kvqctl."""
     _run("kvqctl")

@@ -4,14 +4,19 @@
 Arrays that lie in a Buffer are used in place. Others are copied through the queue's own staging
 buffer; that is convenient, and slower.
 """
+from __future__ import annotations
+
 import functools
 import time
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsFloat,
+                    SupportsIndex, Tuple, Type, TypeVar, cast)
 
 import numpy as np
+
+import kvq
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
@@ -19,6 +24,7 @@ from .buffers import F16, F32, Buffer, dtype_code, numpy_dtype
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Error, check
+from .hints import Array, Counts, CudaTensor, Dtype, Entries, Floats, Ids
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10,
@@ -26,32 +32,35 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 
 @dataclass
 class Pages:
     """K and V in the engine's own paged cache.
 
-    k, v     arrays [pages][page_tokens][heads][dim] in buffers
+    k, v     arrays [pages][page_tokens][heads][dim] in buffers, of float16, float32 or uint16
+             (which holds bfloat16)
     lists    for each session of the call its page numbers
     skip     for each session the tokens to skip in its first page; default none
     """
-    k: Any
-    v: Any
-    lists: Any
-    skip: Any = None
+    k: Array
+    v: Array
+    lists: Sequence[Ids]
+    skip: Optional[Counts] = None
 
 
-def alone(method):
+def alone(method: _Method) -> _Method:
     """Of an object with a queue's turn: no other thread may be in a call of that queue."""
     @functools.wraps(method)
     def wrapped(self, *arguments, **options):
         with self.turn():
             self._check_open()
             return method(self, *arguments, **options)
-    return wrapped
+    return cast(_Method, wrapped)
 
 
-def nanoseconds(seconds):
+def nanoseconds(seconds: Optional[SupportsFloat]) -> int:
     """0 to 2^64 - 1 for a number of seconds; None is for ever."""
     if seconds is None:
         return U64_MAX
@@ -59,14 +68,16 @@ def nanoseconds(seconds):
 
 
 class Ticket:
-    """A request under way. Keeps alive what the daemon reads and writes."""
+    """A request under way. Keeps alive what the daemon reads and writes. entries: an array
+    [sessions] of ENTRY, whose status and value the daemon sets."""
 
-    def __init__(self, queue, number, entries, work, tensors, keep):
+    def __init__(self, queue: Queue, number: int, entries: Entries, work: _ffi.Work,
+                 tensors: Dict[str, Any], keep: object) -> None:
         self.queue, self.number, self.entries = queue, number, entries
         self.step, self.work, self.tensors = work.step, work, tensors
         self._keep = keep
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: Optional[SupportsFloat] = None) -> Entries:
         """Waits at most timeout seconds (None: for as long as the daemon lives) and returns the
         entries. Error with E_DEADLINE if it is not done yet; the ticket stays open then."""
         return self.queue._wait(self, nanoseconds(timeout))
@@ -75,16 +86,16 @@ class Ticket:
 class Queue:
     """One ring pair; for one thread at a time."""
 
-    def __init__(self, client):
+    def __init__(self, client: kvq.Client) -> None:
         self.client = client
         self.pointer = c_void_p()
         self.turn = Turn("queue")
-        self._staging = None
-        self._locals = []
+        self._staging: Optional[Buffer] = None
+        self._locals: List[kvq.Local] = []
         client.control(lib.kvq_queue_open, byref(self.pointer))
         client._queues.append(self)
 
-    def close(self):
+    def close(self) -> None:
         """Closes its Locals, too."""
         with self.turn():
             if not self.pointer:
@@ -109,20 +120,21 @@ class Queue:
         self.pointer = c_void_p()
         self._staging = None
 
-    def __enter__(self):
+    def __enter__(self) -> Queue:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- As in kvq.h ----
 
     @alone
-    def submit(self, operation, entries, *, keep=None, stream=None, **work):
-        """kvq_submit: operation by name, entries an array of ENTRY, work by the fields of struct
-        kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the number of
-        a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one) kvq_submit_on_stream.
-        Returns a Ticket."""
+    def submit(self, operation: str, entries: Entries, *, keep: object = None,
+               stream: Optional[SupportsIndex] = None, **work: Any) -> Ticket:
+        """kvq_submit: operation by name, entries an array [sessions] of ENTRY, work by the fields
+        of struct kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the
+        number of a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one)
+        kvq_submit_on_stream. Returns a Ticket."""
         fields, tensors = make_work(work)
         number = c_uint64()
         front = [self.pointer, choice("operation", operation, OPERATIONS), byref(fields),
@@ -134,7 +146,7 @@ class Queue:
         return Ticket(self, number.value, entries, fields, tensors, keep)
 
     @alone
-    def call(self, operation, entries, **work):
+    def call(self, operation: str, entries: Entries, **work: Any) -> Ticket:
         """submit() and wait(), without raising for single entries: returns the ticket."""
         ticket = self.submit(operation, entries, **work)
         check(lib.kvq_wait(self.pointer, ticket.number, U64_MAX))
@@ -146,12 +158,12 @@ class Queue:
         return ticket.entries
 
     @alone
-    def order(self):
+    def order(self) -> str:
         """How calls with a stream order it: "words", "events", "host"; "none" before the first."""
         return ORDERS[lib.kvq_queue_order(self.pointer)]
 
     @alone
-    def wait_for_room(self, seconds):
+    def wait_for_room(self, seconds: SupportsFloat) -> None:
         """How long steps and forks wait where memory is short and nothing can make room; 0: they
         are refused at once. After that they raise kvq.Error with KVQ_E_DEADLINE."""
         if number("seconds", seconds) < 0:
@@ -159,7 +171,7 @@ class Queue:
         check(lib.kvq_queue_wait_for_room(self.pointer, nanoseconds(seconds)))
 
     @alone
-    def prepare_streams(self):
+    def prepare_streams(self) -> None:
         """Does now what the first call with a stream would do."""
         check(lib.kvq_queue_prepare_streams(self.pointer))
 
@@ -196,17 +208,21 @@ class Queue:
 
     # ---- Steps ----
 
-    def step(self, sessions, tokens, ids=None):
+    def step(self, sessions: Iterable[kvq.Session], tokens: Counts,
+             ids: Optional[Ids] = None) -> Step:
         """Begins a step over sessions with so many tokens each (a number, or one for each). Use it
         as a context manager: it commits at the end, and aborts if the body raises. ids: of the
-        tokens of all sessions, one after the other."""
+        tokens of all sessions, one after the other: as many integers as the step has tokens."""
         return Step(self, sessions, tokens, ids)
 
     @alone
-    def step_whole(self, sessions, tokens, k, v, ids=None):
-        """A whole step in one request: for each layer an array of K and one of V, in buffers (None
-        for layers that read another layer's cache). ids: as in step."""
-        sessions = batch(sessions, self.client, Session())
+    def step_whole(self, sessions: Iterable[kvq.Session], tokens: Counts,
+                   k: Iterable[Optional[Array]], v: Iterable[Optional[Array]],
+                   ids: Optional[Ids] = None) -> None:
+        """A whole step in one request: for each layer an array [all tokens][kv_heads][dim] of K and
+        one of V, in buffers (None for layers that read another layer's cache), of float16, float32
+        or uint16 (which holds bfloat16). ids: as in step."""
+        sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions, append=tokens)
         work, _ = step_work(self.client, sessions, entries, k, v)
         work.ids = self._place_ids(entries, ids)
@@ -229,32 +245,36 @@ class Queue:
         told.owner = buffer
         return told
 
-    def local(self, place=None, max_tokens=0, require=False, threads=1):
-        """Attention in this process instead of the daemon's: a Local. require: fail where that
-        cannot be. threads: on the host, how many attend, the caller's included."""
+    def local(self, place: Optional[str] = None, max_tokens: SupportsIndex = 0,
+              require: bool = False, threads: SupportsIndex = 1) -> kvq.Local:
+        """Attention in this process instead of the daemon's: a Local, which says what the arguments
+        are."""
         from .local import Local
         return Local(self, place, max_tokens, require, threads)
 
     @alone
-    def attend(self, sessions, layer, q, queries=1, **options):
-        """Attention over committed tokens, without a step. Queries stand behind all tokens."""
-        sessions = batch(sessions, self.client, Session())
+    def attend(self, sessions: Iterable[kvq.Session], layer: SupportsIndex, q: Array,
+               queries: Counts = 1, **options: Any) -> Tuple[Array, Optional[Floats]]:
+        """Attention over committed tokens, without a step, with arrays and options as for
+        Step.attend: q is [all queries][q_heads][head_dim]. Queries stand behind all tokens. Returns
+        (out, lse)."""
+        sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions, queries=queries)
         return attend(self, "attend", sessions, entries, 0, layer, q=q, **options)
 
     @alone
-    def nop(self, sessions=()):
+    def nop(self, sessions: Iterable[kvq.Session] = ()) -> None:
         """A request that does nothing: measures the ring."""
         sessions = list(sessions)
-        entries = make_entries(sessions and batch(sessions, self.client, Session()))
+        entries = make_entries(sessions and batch(sessions, self.client, kvq.Session))
         check(lib.kvq_nop(self.pointer, entries.ctypes.data, len(entries)), entries)
 
     # ---- Change of course ----
 
     @alone
-    def truncate(self, sessions, tokens):
+    def truncate(self, sessions: Iterable[kvq.Session], tokens: Counts) -> None:
         """Shortens each session to so many tokens (a number, or one for each)."""
-        sessions = batch(sessions, self.client, Session())
+        sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions)
         wanted = integers("tokens", tokens, np.uint64, (len(entries),)).copy()
         code = lib.kvq_truncate(self.pointer, entries.ctypes.data, wanted.ctypes.data,
@@ -265,10 +285,11 @@ class Queue:
         check(code, entries)
 
     @alone
-    def fork(self, sessions, at=None):
+    def fork(self, sessions: Iterable[kvq.Session],
+             at: Optional[Counts] = None) -> List[kvq.Session]:
         """New unnamed sessions with the first `at` tokens of each (None: all of them). If one
         cannot be made, none is."""
-        sessions = batch(sessions, self.client, Session())
+        sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions)
         if at is not None:
             entries["position"] = integers("at", at, np.uint64, (len(entries),))
@@ -285,10 +306,11 @@ class Queue:
                 for s, e in zip(sessions, entries)]
 
     @alone
-    def accept(self, sessions, drafted, keep):
+    def accept(self, sessions: Iterable[kvq.Session], drafted: Counts,
+               keep: Iterable[Ids]) -> None:
         """Of the last `drafted` tokens (a number, or one for each session) keeps those at the
-        ascending indices keep[i], and moves them together."""
-        sessions = batch(sessions, self.client, Session())
+        ascending indices keep[i] (from 0, below drafted), and moves them together."""
+        sessions = batch(sessions, self.client, kvq.Session)
         lists = [integers("keep", k, np.int32).ravel() for k in keep]
         if len(lists) != len(sessions) or any(len(k) > 65535 for k in lists):
             raise ValueError(f"keep has {len(lists)} lists for {len(sessions)} sessions; expected "
@@ -306,11 +328,12 @@ class Queue:
         check(code, entries)
 
     @alone
-    def read(self, session, layer, start=0, tokens=None, dtype="f32"):
-        """K and V of tokens [start, start + tokens) of one layer, dequantized, in the engine's
-        basis: two arrays [tokens][heads][dim], shorter where the session ends and where the
-        layer's window has let tokens go."""
-        session, = batch([session], self.client, Session())
+    def read(self, session: kvq.Session, layer: SupportsIndex, start: SupportsIndex = 0,
+             tokens: Optional[SupportsIndex] = None, dtype: Dtype = "f32") -> Tuple[Array, Array]:
+        """K and V of tokens [start, start + tokens) of one layer (tokens None: all from start),
+        dequantized, in the engine's basis: two arrays [tokens][kv_heads][dim] of dtype, shorter
+        where the session ends and where the layer's window has let tokens go."""
+        session, = batch([session], self.client, kvq.Session)
         start = integer("start", start, 64)
         tokens = max(session.tokens - start, 0) if tokens is None else integer("tokens", tokens)
         row = session.layer(integer("layer", layer))
@@ -328,12 +351,7 @@ class Queue:
         return tuple(array[first:end].copy() for array, _, _ in placed)
 
 
-def Session():  # noqa: N802: the class; client.py imports this file
-    from .client import Session as found
-    return found
-
-
-def make_work(fields):
+def make_work(fields: Dict[str, Any]) -> Tuple[_ffi.Work, Dict[str, Any]]:
     """struct kvq_work, and its tensors by name, whose buffers are open."""
     tensors = {n: f for n, f in fields.items()
                if n in ("k", "v", "q", "out", "lse", "pages", "ids") and f is not None}
@@ -344,8 +362,10 @@ def make_work(fields):
     return _ffi.Work(**others, **tensors), tensors
 
 
-def make_entries(sessions, append=0, queries=0):
-    """One ENTRY for each session, rows and query rows one behind the other."""
+def make_entries(sessions: Iterable[kvq.Session], append: Counts = 0,
+                 queries: Counts = 0) -> Entries:
+    """One ENTRY for each session, rows and query rows one behind the other: an array [sessions].
+    append and queries: numbers of tokens, for all or for each."""
     sessions = list(sessions)
     shape = (len(sessions),)
     entries = np.zeros(shape, ENTRY)
@@ -510,7 +530,8 @@ def device_fields(client, check_shape, tensors):
 class Step:
     """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
 
-    def __init__(self, queue, sessions, tokens, ids=None):
+    def __init__(self, queue: Queue, sessions: Iterable[kvq.Session], tokens: Counts,
+                 ids: Optional[Ids] = None) -> None:
         self.queue, self.turn = queue, queue.turn
         self.number = None
         with self.turn():
@@ -518,7 +539,7 @@ class Step:
             self._begin(queue, sessions, tokens, ids)
 
     def _begin(self, queue, sessions, tokens, ids):
-        self.sessions = batch(sessions, queue.client, Session())
+        self.sessions = batch(sessions, queue.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
         step = c_uint64()
         told = queue._place_ids(self.entries, ids)
@@ -547,31 +568,51 @@ class Step:
         return entries
 
     @alone
-    def append(self, layer, k=None, v=None, **options):
-        """Hands over K and V of one layer: [all tokens][kv_heads][dim]."""
+    def append(self, layer: SupportsIndex, k: Optional[Array] = None, v: Optional[Array] = None,
+               **options: Any) -> None:
+        """Hands over K and V of one layer, [all tokens][kv_heads][dim]: the sessions' rows one
+        behind the other, of float16, float32 or uint16. Options are
+
+        dtype    what uint16 arrays hold: "bf16" (None as well) or "f16"
+        pages    a Pages instead of k and v
+        timeout  in seconds, after which kvq.Error with E_DEADLINE is raised; None: none"""
         attend(self.queue, "append", self.sessions, self._entries(0), self.number, layer, k=k, v=v,
                **options)
 
     @alone
-    def attend(self, layer, q, queries=None, **options):
+    def attend(self, layer: SupportsIndex, q: Array, queries: Optional[Counts] = None,
+               **options: Any) -> Tuple[Array, Optional[Floats]]:
         """Attention of one layer for the last `queries` tokens of each session (None: all of the
-        step's). Returns (out, lse). past_only: attend only to tokens before the step."""
+        step's): q [all queries][q_heads][head_dim] of float16, float32 or uint16. Returns (out,
+        lse): out [all queries][q_heads][v_dim], lse [all queries][q_heads] float32 (natural
+        logarithms). Options are
+
+        out        the array for the output, float16, float32 or uint16; None: a new one
+        out_dtype  of a new output (None: "f32"), or what a uint16 one holds
+        lse        False: not wanted, None is returned
+        past_only  True: attend only to tokens before the step
+        dtype, timeout  as for append"""
         entries = self._entries(self.entries["append"] if queries is None else queries)
         return attend(self.queue, "attend", self.sessions, entries, self.number, layer, q=q,
                       **options)
 
     @alone
-    def append_attend(self, layer, k, v, q, queries=None, **options):
-        """append and attend in one request. Returns (out, lse)."""
+    def append_attend(self, layer: SupportsIndex, k: Optional[Array], v: Optional[Array], q: Array,
+                      queries: Optional[Counts] = None,
+                      **options: Any) -> Tuple[Array, Optional[Floats]]:
+        """append and attend in one request, with the arrays and options of both. Returns
+        (out, lse)."""
         entries = self._entries(self.entries["append"] if queries is None else queries)
         return attend(self.queue, "append_attend", self.sessions, entries, self.number, layer,
                       k=k, v=v, q=q, **options)
 
     @alone
-    def on_stream(self, operation, layer, stream, queries=None, flags=0, **tensors):
-        """"append", "attend" or "append_attend" in the order of a CUDA stream (its number), with
-        k, v, q, out and lse as CUDA tensors in buffers of Client.import_tensor or buffer_on.
-        Results are there for later work of the stream."""
+    def on_stream(self, operation: str, layer: SupportsIndex, stream: SupportsIndex,
+                  queries: Optional[Counts] = None, flags: SupportsIndex = 0,
+                  **tensors: CudaTensor) -> None:
+        """"append", "attend" or "append_attend" in the order of a CUDA stream (its number), with k,
+        v, q, out ([tokens][heads][dim]) and lse ([tokens][heads]) as CUDA tensors in buffers of
+        Client.import_tensor or buffer_on. Results are there for later work of the stream."""
         wanted = self.entries["append"] if queries is None else queries
         entries = self._entries(0 if operation == "append" else wanted)
         shapes = Shapes(self.sessions, layer, entries)
@@ -581,7 +622,7 @@ class Step:
         check(0, ticket.entries)
 
     @alone
-    def end(self):
+    def end(self) -> None:
         """Commits; sessions get their new counts."""
         entries = make_entries(self.sessions, append=self.entries["append"])
         number, self.number = self.number, None
@@ -592,15 +633,15 @@ class Step:
         check(code, entries)
 
     @alone
-    def abort(self):
+    def abort(self) -> None:
         """Leaves every session as it was."""
         number, self.number = self.number, None
         check(lib.kvq_step_abort(self.queue.pointer, number, None, 0))
 
-    def __enter__(self):
+    def __enter__(self) -> Step:
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
         if self.number is None:
             return
         if kind is None:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvqCache: a cache of transformers whose keys and values lie in kvqd."""
+from __future__ import annotations
+
 import functools
 import inspect
 import warnings
 import weakref
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+import kvq
 
 from .masks import check_positions
 from .memory import CODES
@@ -188,24 +193,29 @@ class KvqCache(Cache):
     name           of a session that outlives the cache: one that is there goes on where it stands,
                    and get_seq_length() says how many tokens it has. Its cache has one row
     namespace      of the name, and of prefixes
-    prefix         ids of the prompt: what other sessions have of it need not be computed again, and
-                   what this one computes is there for others. The cache has one row
+    prefix         ids of the prompt, [tokens] or [1][tokens]: what other sessions have of it need
+                   not be computed again, and what this one computes is there for others. The cache
+                   has one row
 
     on_detach, keep_seconds, salt and adapter are those of kvq.Client.session.
 
     copy.deepcopy() of a cache is a fork: it shares what is packed.
     """
 
-    def __init__(self, model, format="oscar4", *, client=None, attention="default",
-                 max_rollback=32, prompt_tokens=None, max_tokens=None, threads=1, name=None,
-                 namespace=None, prefix=None, on_detach="default", keep_seconds=0, salt=None,
-                 adapter=None):
+    def __init__(self, model: transformers.PreTrainedModel, format: str = "oscar4", *,
+                 client: Optional[kvq.Client] = None, attention: str = "default",
+                 max_rollback: int = 32, prompt_tokens: Optional[int] = None,
+                 max_tokens: Optional[int] = None, threads: int = 1, name: Optional[str] = None,
+                 namespace: Optional[str] = None,
+                 prefix: Union[torch.Tensor, Sequence[int], None] = None,
+                 on_detach: str = "default", keep_seconds: int = 0, salt: Optional[str] = None,
+                 adapter: Optional[str] = None) -> None:
         table = Table(model)
         longest = getattr(table.config, "max_position_embeddings", 0) or 0
-        options = {"format": format, "attention": attention, "max_rollback": max_rollback,
-                   "prompt_tokens": prompt_tokens, "name": name, "ns": namespace,
-                   "on_detach": on_detach, "keep_seconds": keep_seconds, "salt": salt,
-                   "adapter": adapter, "threads": threads}
+        options: Dict[str, Any] = {
+            "format": format, "attention": attention, "max_rollback": max_rollback,
+            "prompt_tokens": prompt_tokens, "name": name, "ns": namespace, "on_detach": on_detach,
+            "keep_seconds": keep_seconds, "salt": salt, "adapter": adapter, "threads": threads}
         if prefix is not None:
             options["prefix"] = _one_row(prefix)[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:
@@ -227,17 +237,17 @@ class KvqCache(Cache):
         return f"KvqCache({rows.format}, {len(rows.sessions)} rows of {rows.seen} tokens)"
 
     @property
-    def sessions(self):
+    def sessions(self) -> List[kvq.Session]:
         """The kvq.Session of each row; none before the first forward."""
         return list(self.state.rows.sessions)
 
     @property
-    def why(self):
+    def why(self) -> Optional[str]:
         """None, or why steps of few tokens attend in the daemon instead of this process."""
         return self.state.rows.attach().why
 
     @_alone
-    def crop(self, tokens):
+    def crop(self, tokens: int) -> None:
         """Takes tokens away: -n the last n. As in transformers 4, n above 0 keeps the first n."""
         rows = self.state.rows
         if tokens > 0 or (tokens == 0 and _LENGTHS):
@@ -252,30 +262,33 @@ class KvqCache(Cache):
             rows.crop(-tokens)
 
     @_alone
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes row i a fork of row beam_idx[i]: an integer tensor [rows]."""
         self.state.rows.select(beam_idx.tolist())
 
     @_alone
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Makes `repeats` forks of each row, one behind the other."""
         rows = self.state.rows
         rows.select([i for i in range(len(rows.sessions)) for _ in range(repeats)])
 
     @_alone
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows of these indices, an integer tensor [rows kept], or of a mask [rows]."""
         chosen = torch.arange(len(self.state.rows.sessions))[indices]
         self.state.rows.select(chosen.tolist())
 
     @_alone
-    def reset(self):
+    def reset(self) -> None:
         """Empties the cache: its sessions end, also those with a name."""
         self.state.rows.drop()
 
     @_alone
-    def close(self):
+    def close(self) -> None:
         """Gives sessions and buffers back. A cache that nothing refers to does so by itself."""
         self.state.rows.close()
 
-    def save(self):
+    def save(self) -> None:
         """Saves a named session to the daemon's storage; returns when that is durable."""
         for session in self.state.rows.sessions:
             session.save()
@@ -287,10 +300,10 @@ class KvqCache(Cache):
         made.state.tells = self.state.tells
         return made
 
-    def __enter__(self):
+    def __enter__(self) -> KvqCache:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -304,7 +317,7 @@ def _one_row(ids):
 
 # ---- Forwards of the decoder: what they begin with, and how they end ----
 
-_watched = weakref.WeakSet()
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def watch(decoder):

@@ -6,12 +6,16 @@ Causality and windows are the daemon's. What is left of a mask are pad tokens, t
 the window of the mask, 0 for none: the attention function holds it against the layer's. All other
 masks are refused here, before anything is computed.
 """
+from __future__ import annotations
+
+from typing import Dict
+
 import torch
 from transformers.masking_utils import causal_mask_function
 
 from .table import refuse
 
-_no_pads = {}  # by window
+_no_pads: Dict[int, torch.Tensor] = {}  # by window
 
 
 def _window(function):
