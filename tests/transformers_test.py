@@ -25,6 +25,7 @@ from python_hints import faults
 from transformers_rig import (  # before torch: says if it is missing
     FAMILIES, TIE, Case, models, prompt)
 from transformers_refused import Refused
+from transformers_torch import TensorsOnTheHost, WithoutTorch
 
 import torch
 import transformers
@@ -717,4 +718,5 @@ class Weights(Case):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(e2e_rig.run([Families, Llama, Hints, Sessions, Saved, Weights, Refused], __doc__))
+    sys.exit(e2e_rig.run([Families, Llama, Hints, Sessions, Saved, Weights, Refused,
+                          TensorsOnTheHost, WithoutTorch], __doc__))

@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 from ctypes import byref, c_void_p
-from typing import Any, Dict, Optional, SupportsIndex, cast
+from typing import Any, Dict, Optional, SupportsIndex, Tuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,13 @@ import kvq
 
 from ._ffi import Tensor, lib
 from .checks import integer
-from .hints import Array, Dtype, Shape
+from .hints import Array, Dtype, HostArray, Shape
+from .views import bounds, dtype_of, is_tensor, on_host, view
 
 F16, BF16, F32 = 1, 2, 3
 _NUMPY: Dict[int, np.dtype[Any]] = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16),
                                     F32: np.dtype(np.float32)}
+_TORCH = {F16: "float16", BF16: "bfloat16", F32: "float32"}
 _NAMES = {"f16": F16, "float16": F16, "bf16": BF16, "bfloat16": BF16, "f32": F32, "float32": F32,
           "uint16": BF16}
 
@@ -35,16 +37,32 @@ def dtype_code(dtype: Dtype) -> int:
     return _NAMES[name]
 
 
+def own_code(name: str, tensor: Any, dtype: Optional[Dtype] = None) -> int:
+    """1, 2 or 3 for the dtype of a tensor of PyTorch's; what dtype says may not be another one of
+    that size."""
+    own = dtype_code(dtype_of(tensor))
+    if dtype is not None and dtype_code(dtype) != own \
+            and numpy_dtype(dtype).itemsize == tensor.element_size():
+        raise TypeError(f"dtype {dtype!r} of {name}, which is {tensor.dtype}: only uint16 arrays "
+                        "hold another one, bf16 or f16")
+    return own
+
+
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
     """The NumPy dtype that holds values of a dtype."""
     return _NUMPY[dtype_code(dtype)]
 
 
+def _with(shape: Shape, last: int) -> Tuple[int, ...]:
+    sizes = (shape,) if isinstance(shape, SupportsIndex) else tuple(shape)
+    return (*(integer("shape", n, 62) for n in sizes), last)
+
+
 class Buffer:
     """Shared memory that the daemon reads and writes in place.
 
-    Made by Client.buffer. Arrays from array() are views of it; passing them, or any view of
-    them, to a Queue copies nothing.
+    Made by Client.buffer. Arrays from array() and tensors from torch() are views of it; passing
+    them, or any view of them, to a Queue copies nothing.
 
     client   its Client
     nbytes   its size in bytes
@@ -97,6 +115,22 @@ class Buffer:
             raise ValueError("the buffer is closed")
         return np.ndarray(shape, dtype, self._memory, offset)
 
+    def torch(self, shape: Shape, dtype: Any = "f32", offset: int = 0) -> Any:
+        """A torch.Tensor of that shape over the bytes from offset (in bytes) on; used in place as
+        arrays are. dtype: "f16", "bf16", "f32", or any of PyTorch's. Needs PyTorch."""
+        import torch
+        kind = getattr(torch, _TORCH[dtype_code(dtype)]) if isinstance(dtype, str) else dtype
+        if not isinstance(kind, torch.dtype):
+            raise TypeError(f"dtype {dtype!r}: expected a torch.dtype, or f16, bf16 or f32")
+        size = torch.empty(0, dtype=kind).element_size()
+        raw = self.array(_with(shape, size), np.uint8, offset)
+        with torch.inference_mode(False):  # else no other mode could write to it
+            if raw.size == 0:
+                return torch.empty(raw.shape[:-1], dtype=kind)
+            flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=raw.nbytes,
+                                    offset=offset)
+            return flat.view(kind).view(raw.shape[:-1])
+
     def take(self, shape: Shape, dtype: npt.DTypeLike = np.float32) -> Array:
         """The next array of a buffer used front to back, aligned to 64 bytes; shape and dtype as
         for array()."""
@@ -108,17 +142,27 @@ class Buffer:
     def contains(self, array: object) -> bool:
         """Whether all of an array, of any shape and dtype, lies in this buffer, which is open.
         False for what is no array."""
-        if not self.pointer or not isinstance(array, np.ndarray):
+        if not self.pointer:
             return False
-        bounds = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
-                  getattr(np, "byte_bounds"))  # until NumPy 2
-        start, end = bounds(array)
+        if is_tensor(array):
+            if not on_host(array):
+                return False
+            start, end = bounds(array)
+        elif isinstance(array, np.ndarray):
+            of_array = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
+                        getattr(np, "byte_bounds"))  # until NumPy 2
+            start, end = of_array(array)
+        else:
+            return False
         return self.address <= start and end <= self.address + self.nbytes
 
-    def tensor(self, array: Array, dtype: Optional[Dtype] = None) -> Tensor:
-        """Tensor for a [tokens][heads][dim] array (dim contiguous) of float16, float32 or uint16
-        that lies in this buffer. dtype: what a uint16 array holds, "bf16" (None as well) or
-        "f16"."""
+    def tensor(self, array: HostArray, dtype: Optional[Dtype] = None) -> Tensor:
+        """Tensor for a [tokens][heads][dim] array (dim contiguous) of float16, float32 or uint16,
+        or for a CPU tensor of PyTorch, that lies in this buffer. dtype: what a uint16 array holds,
+        "bf16" (None as well) or "f16"."""
+        if is_tensor(array):
+            dtype, array = own_code("the tensor", array, dtype), view("the tensor", array)
+        assert isinstance(array, np.ndarray)
         if array.ndim != 3:
             raise ValueError(f"shape {array.shape}: [tokens, heads, dim] is needed")
         code = dtype_code(dtype if dtype is not None else array.dtype)

@@ -16,6 +16,7 @@ from typing import Any, List
 import numpy as np
 
 from ._ffi import ENTRY, Ids, Pages, Tensor
+from .views import is_tensor, view
 
 KINDS = (np.float16, np.uint16, np.float32)  # of K, V, Q and outputs
 
@@ -177,10 +178,13 @@ def _given(array):
 
 
 def array(name, value, shape, meaning, kinds=KINDS, written=False):
-    """An array of K, V, Q or an output against the shape that it must have."""
+    """An array of K, V, Q or an output, or a tensor of PyTorch on the CPU, against the shape that
+    it must have. Returns the array, or one over the tensor's memory."""
+    if is_tensor(value):
+        value = view(name, value)
     if not isinstance(value, np.ndarray):
-        where = "; CUDA tensors go through on_stream" if hasattr(value, "data_ptr") else ""
-        raise TypeError(f"{name} is {type(value).__name__}; expected a NumPy array{where}")
+        raise TypeError(f"{name} is {type(value).__name__}; expected a NumPy array, or a tensor of "
+                        "PyTorch on the CPU")
     if value.dtype.type not in kinds or not value.dtype.isnative:
         raise TypeError(f"{name} has dtype {value.dtype.str}; expected "
                         f"{', '.join(np.dtype(k).name for k in kinds)} in native byte order "

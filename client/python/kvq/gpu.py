@@ -15,6 +15,7 @@ from ._ffi import Tensor, lib
 from .buffers import dtype_code
 from .checks import integer, text
 from .hints import CudaTensor, Dtype
+from .views import bounds
 
 
 class DeviceBuffer:
@@ -40,9 +41,7 @@ class DeviceBuffer:
         """Whether all of a tensor, of any shape and dtype, lies in this buffer, which is open."""
         if not self.pointer:
             return False
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-        start = tensor.data_ptr()
-        end = start + (last + 1) * tensor.element_size()
+        start, end = bounds(tensor)
         return self.address <= start and end <= self.address + self.nbytes
 
     def tensor(self, tensor: CudaTensor, dtype: Optional[Dtype] = None) -> Tensor:

@@ -3,6 +3,8 @@
 
 Array      K, V, Q or an output: float16, float32, or uint16, which holds bfloat16 (or float16 where
            the call says so by dtype)
+HostArray  an Array, or a tensor of PyTorch on the CPU of float16, bfloat16 or float32
+Output     `out` as it was given, or a new Array: Any, since checkers cannot tell which
 Floats     an array of float32
 Entries    an array [sessions] of kvq.ENTRY
 Counts     one integer for all sessions, or an array-like with one for each
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Output = Any
 Floats = npt.NDArray[np.float32]
 Entries = npt.NDArray[np.void]
 Counts = npt.ArrayLike
@@ -26,8 +29,8 @@ Dtype = Union[npt.DTypeLike, int]
 Span = Tuple[int, int, bytes]
 
 
-class CudaTensor(Protocol):
-    """A tensor of PyTorch in a GPU's memory, or anything with the same methods."""
+class AnyTensor(Protocol):
+    """What tensors of PyTorch on all devices have."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -44,3 +47,17 @@ class CudaTensor(Protocol):
     def stride(self) -> Sequence[int]: ...
 
     def is_contiguous(self) -> bool: ...
+
+
+class CudaTensor(AnyTensor, Protocol):
+    """A tensor of PyTorch in a GPU's memory, or anything with the same methods."""
+
+
+class HostTensor(AnyTensor, Protocol):
+    """A strided tensor of PyTorch on the CPU, without gradients."""
+
+    @property
+    def device(self) -> Any: ...
+
+
+HostArray = Union[Array, HostTensor]

@@ -13,7 +13,7 @@ from . import _ffi
 from ._ffi import lib
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import check
-from .hints import Array, Counts, CudaTensor, Entries, Floats, Ids
+from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output
 from .work import alone, attend, device_fields, make_entries, make_work, step_work
 
 REQUIRE = 1
@@ -97,8 +97,8 @@ class Local:
 
     # ---- What work.attend asks of a queue ----
 
-    def _place(self, arrays):
-        return self.queue._place(arrays)
+    def _place(self, arrays, results=()):
+        return self.queue._place(arrays, results)
 
     @alone
     def call(self, _operation: str, entries: Entries, *, step: int, **fields: Any) -> _Done:
@@ -219,9 +219,9 @@ class LocalStep:
             raise ValueError("the step has ended")
 
     @alone
-    def attend(self, layer: SupportsIndex, q: Array, k: Optional[Array] = None,
-               v: Optional[Array] = None, queries: Optional[Counts] = None,
-               **options: Any) -> Tuple[Array, Optional[Floats]]:
+    def attend(self, layer: SupportsIndex, q: HostArray, k: Optional[HostArray] = None,
+               v: Optional[HostArray] = None, queries: Optional[Counts] = None,
+               **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention of one layer, with arrays and options as for Step.attend. k and v, of the
         step's tokens, lie in buffers and stay as they are until the step's end; None for layers
         that read another layer's cache. Returns (out, lse)."""
@@ -235,8 +235,8 @@ class LocalStep:
                       **options)
 
     @alone
-    def end(self, k: Optional[Sequence[Optional[Array]]] = None,
-            v: Optional[Sequence[Optional[Array]]] = None) -> None:
+    def end(self, k: Optional[Sequence[Optional[HostArray]]] = None,
+            v: Optional[Sequence[Optional[HostArray]]] = None) -> None:
         """Commits. k and v: for each layer the step's K and V, [tokens][kv_heads][dim] in buffers,
         if attend() did not get them."""
         if (k is None) != (v is None):

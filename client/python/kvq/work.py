@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queues, steps and tickets: what happens at every step of a model.
 
-Arrays that lie in a Buffer are used in place. Others are copied through the queue's own staging
-buffer; that is convenient, and slower.
+Arrays, and tensors of PyTorch on the CPU, that lie in a Buffer are used in place. Others are copied
+through the queue's own staging buffer; that is convenient, and slower.
 """
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ import kvq
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
-from .buffers import F16, F32, Buffer, dtype_code, numpy_dtype
+from .buffers import F32, Buffer, dtype_code, numpy_dtype, own_code
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Error, check
-from .hints import Array, Counts, CudaTensor, Dtype, Entries, Floats, Ids
+from .hints import Array, Counts, CudaTensor, Dtype, Entries, Floats, HostArray, Ids, Output
+from .views import is_tensor
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10,
@@ -44,8 +45,8 @@ class Pages:
     lists    for each session of the call its page numbers
     skip     for each session the tokens to skip in its first page; default none
     """
-    k: Array
-    v: Array
+    k: HostArray
+    v: HostArray
     lists: Sequence[Ids]
     skip: Optional[Counts] = None
 
@@ -189,9 +190,10 @@ class Queue:
             self._staging = Buffer(self.client, max(end, 1 << 16))
         return self._staging, starts
 
-    def _place(self, arrays):
-        """Buffer arrays for the given ones: themselves if they lie in a buffer, else staged copies.
-        None stays None. Each comes with its buffer, and whether it is a copy."""
+    def _place(self, arrays, results=()):
+        """Buffer arrays for the given ones: themselves if they lie in a buffer, else staged copies;
+        of those among the results, which the daemon writes, just the room. None stays None. Each
+        comes with its buffer, and whether it is a copy."""
         outside = [a for a in arrays if a is not None and self.client.find_buffer(a) is None]
         buffer, starts = self._stage([a.nbytes for a in outside]) if outside else (None, [])
         placed = []
@@ -200,7 +202,8 @@ class Queue:
                 placed.append((None, None, False))
             elif any(array is o for o in outside):
                 copy = buffer.array(array.shape, array.dtype, starts.pop(0))
-                copy[...] = array
+                if not any(array is r for r in results):
+                    copy[...] = array
                 placed.append((copy, buffer, True))
             else:
                 placed.append((array, self.client.find_buffer(array), False))
@@ -217,7 +220,7 @@ class Queue:
 
     @alone
     def step_whole(self, sessions: Iterable[kvq.Session], tokens: Counts,
-                   k: Iterable[Optional[Array]], v: Iterable[Optional[Array]],
+                   k: Iterable[Optional[HostArray]], v: Iterable[Optional[HostArray]],
                    ids: Optional[Ids] = None) -> None:
         """A whole step in one request: for each layer an array [all tokens][kv_heads][dim] of K and
         one of V, in buffers (None for layers that read another layer's cache), of float16, float32
@@ -253,8 +256,8 @@ class Queue:
         return Local(self, place, max_tokens, require, threads)
 
     @alone
-    def attend(self, sessions: Iterable[kvq.Session], layer: SupportsIndex, q: Array,
-               queries: Counts = 1, **options: Any) -> Tuple[Array, Optional[Floats]]:
+    def attend(self, sessions: Iterable[kvq.Session], layer: SupportsIndex, q: HostArray,
+               queries: Counts = 1, **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention over committed tokens, without a step, with arrays and options as for
         Step.attend: q is [all queries][q_heads][head_dim]. Queries stand behind all tokens. Returns
         (out, lse)."""
@@ -339,8 +342,8 @@ class Queue:
         row = session.layer(integer("layer", layer))
         shape = (row.kv_heads, row.head_dim, row.dim_of_v)
         kind = numpy_dtype(dtype)
-        placed = self._place([np.empty((tokens, shape[0], shape[1]), kind),
-                              np.empty((tokens, shape[0], shape[2]), kind)])
+        arrays = [np.empty((tokens, shape[0], dim), kind) for dim in shape[1:]]
+        placed = self._place(arrays, arrays)
         tensors = [buffer.tensor(array, dtype) for array, buffer, _ in placed]
         entries = make_entries([session], append=tokens)
         entries["position"] = start
@@ -393,7 +396,7 @@ def step_work(client, sessions, entries, k, v):
         for i, given in enumerate(arrays):
             if given is None:
                 continue
-            Shapes(sessions, i, entries).check(name, given)
+            given = Shapes(sessions, i, entries).check(name, given)
             buffer = client.find_buffer(given)
             if buffer is None:
                 raise ValueError(f"{name} of layer {i} lies in no buffer")
@@ -409,44 +412,48 @@ def _page_fields(queue, sessions, layer, pages, entries):
         raise TypeError(f"pages is {type(pages).__name__}; expected Pages")
     row, n = sessions[0].layer(integer("layer", layer)), len(sessions)
     Shapes(sessions, layer, entries)  # all alike
-    found = []
+    found, arrays = [], []
     for name, given, dim in (("k", pages.k, row.head_dim), ("v", pages.v, row.dim_of_v)):
-        size = given.shape[:2] if isinstance(given, np.ndarray) and given.ndim == 4 else (1, 1)
-        check_array(f"pages.{name}", given, (*size, row.kv_heads, dim),
-                    "[pages][page_tokens][kv_heads][dim]")
+        shape = tuple(getattr(given, "shape", ()))
+        size = shape[:2] if len(shape) == 4 else (1, 1)
+        arrays.append(check_array(f"pages.{name}", given, (*size, row.kv_heads, dim),
+                                  "[pages][page_tokens][kv_heads][dim]"))
         if 0 in size:
             raise ValueError(f"pages.{name} has shape {given.shape}: no page, or no token in one")
         found.append(queue.client.find_buffer(given))
     if None in found:
         raise ValueError("a paged cache must lie in a buffer")
-    if pages.k.shape[:2] != pages.v.shape[:2]:
-        raise ValueError(f"pages.k has {pages.k.shape[:2]} pages and tokens in each, pages.v "
-                         f"{pages.v.shape[:2]}")
-    size = pages.k.shape[1]
+    k, v = arrays
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"pages.k has {k.shape[:2]} pages and tokens in each, pages.v "
+                         f"{v.shape[:2]}")
+    size = k.shape[1]
     lists = [integers("pages.lists", p, np.int32).ravel() for p in pages.lists]
     skip = integers("pages.skip", 0 if pages.skip is None else pages.skip, np.uint16, (n,))
     if len(lists) != n:
         raise ValueError(f"pages.lists has {len(lists)} lists for {n} sessions")
     for i, (own, first, tokens) in enumerate(zip(lists, skip, entries["append"])):
         need = -(-(int(first) + int(tokens)) // size)
-        if len(own) < need or (own < 0).any() or (own >= len(pages.k)).any():
+        if len(own) < need or (own < 0).any() or (own >= len(k)).any():
             raise ValueError(f"pages.lists[{i}] is {own.tolist()[:8]}; expected at least {need} "
-                             f"numbers of pages below {len(pages.k)}")
+                             f"numbers of pages below {len(k)}")
     entries["row"] = np.cumsum([0] + [len(p) for p in lists[:-1]])
     entries["list_token"] = skip
     table = Buffer(queue.client, max(sum(p.nbytes for p in lists), 1))
     flat = np.concatenate(lists)
     table.array(flat.shape, np.int32)[...] = flat
-    tensors = [buffer.tensor(a[0]) for buffer, a in zip(found, (pages.k, pages.v))]
-    for tensor, buffer, a in zip(tensors, found, (pages.k, pages.v)):
+    tensors = [buffer.tensor(a[0]) for buffer, a in zip(found, arrays)]
+    for tensor, buffer, a in zip(tensors, found, arrays):
         tensor.offset = a.ctypes.data - buffer.address
-    fields = _ffi.Pages(size, pages.k.strides[0], pages.v.strides[0], table.pointer, 0)
+    fields = _ffi.Pages(size, k.strides[0], v.strides[0], table.pointer, 0)
     fields.owner = table
     return {"k": tensors[0], "v": tensors[1], "pages": fields}, table
 
 
-def _kind(array, dtype):
+def _kind(name, array, dtype):
     """What an array holds: uint16 arrays what dtype says, others what they are."""
+    if is_tensor(array):
+        return own_code(name, array, dtype)
     if array.dtype != np.uint16:
         if dtype is not None and numpy_dtype(dtype) != array.dtype \
                 and numpy_dtype(dtype).itemsize == array.itemsize:
@@ -456,44 +463,38 @@ def _kind(array, dtype):
     return dtype if dtype is not None and dtype_code(dtype) != F32 else None
 
 
-def _new_out(q, shape, out_dtype):
-    kind = numpy_dtype(out_dtype or "f32")
-    return np.empty(shape, kind)
-
-
 def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, q=None, out=None,
            lse=True, past_only=False, dtype=None, out_dtype=None, pages=None, timeout=None):
     """One request of append, attend or both. Returns (out, lse): `out` as given, or a new array of
-    out_dtype (default f32); lse [queries][heads] fp32, or None if lse is False."""
+    out_dtype (default f32); lse [queries][heads] fp32, or None if lse is False. What is copied is
+    copied once: inputs to the staging buffer, results from there."""
     shapes = Shapes(sessions, layer, entries)
     if not isinstance(lse, bool) or not isinstance(past_only, bool):
         raise TypeError(f"lse is {lse!r}, past_only is {past_only!r}; each is True or False")
     if q is None and out is not None:
         raise ValueError("out was given, but no q")
     want_lse = q is not None and lse
-    if q is not None:
-        shapes.check("q", q)
-        if out is None:
-            out = _new_out(q, shapes.of["out"], out_dtype)
-        shapes.check("out", out, written=True)
+    if q is not None and out is None:
+        out = np.empty(shapes.of["out"], numpy_dtype(out_dtype or "f32"))
     log_sum = np.empty(shapes.of["lse"], np.float32) if want_lse else None
     fields, table = {}, None
     if pages is not None and (k is not None or v is not None):
         raise ValueError("pages were given, and k or v as well")
-    for name, given in (("k", k), ("v", v)):
-        if given is not None:
-            shapes.check(name, given)
-    kinds = {"k": dtype, "v": dtype, "q": dtype, "out": out_dtype or dtype}
-    kinds = {n: None if a is None else _kind(a, kinds[n])
-             for n, a in (("k", k), ("v", v), ("q", q), ("out", out))}
+    given = {"q": q, "out": out, "k": k, "v": v}
+    arrays = {n: None if a is None else shapes.check(n, a, written=n == "out")
+              for n, a in given.items()}
+    kinds = {n: None if a is None else _kind(n, a, out_dtype or dtype if n == "out" else dtype)
+             for n, a in given.items()}
     deadline = 0 if timeout is None else max(time.monotonic_ns() + nanoseconds(timeout), 1)
     if timeout is not None and timeout < 0:
         deadline = 1
-    placed = queue._place([k, v, q, out, log_sum])
+    names = ("k", "v", "q", "out")
+    results = [x for x in (arrays["out"], log_sum) if x is not None]
+    placed = queue._place([*(arrays[n] for n in names), log_sum], results)
     try:
         if pages is not None:
             fields, table = _page_fields(queue, sessions, layer, pages, entries)
-        for name, (array, buffer, _) in zip(("k", "v", "q", "out"), placed):
+        for name, (array, buffer, _) in zip(names, placed):
             if array is not None:
                 fields[name] = buffer.tensor(array, kinds[name])
         if log_sum is not None:
@@ -505,12 +506,21 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
     finally:
         if table is not None:
             table.close()
-    if placed[3][2]:
-        out[...] = placed[3][0]
-    if want_lse:
-        log_sum[...] = placed[4][0]
+    for result, (staged, _, copied) in zip((arrays["out"], log_sum), placed[3:]):
+        if copied:
+            _fetch(result, staged, ticket.entries)
     check(0, ticket.entries)
     return out, log_sum
+
+
+def _fetch(result, staged, entries):
+    """Rows of a result from where the daemon wrote them; those of entries that failed stay."""
+    if (entries["status"] == 0).all():
+        result[...] = staged
+        return
+    for entry in entries[entries["status"] == 0]:
+        rows = slice(int(entry["q_row"]), int(entry["q_row"]) + int(entry["queries"]))
+        result[rows] = staged[rows]
 
 
 def device_fields(client, check_shape, tensors):
@@ -568,8 +578,8 @@ class Step:
         return entries
 
     @alone
-    def append(self, layer: SupportsIndex, k: Optional[Array] = None, v: Optional[Array] = None,
-               **options: Any) -> None:
+    def append(self, layer: SupportsIndex, k: Optional[HostArray] = None,
+               v: Optional[HostArray] = None, **options: Any) -> None:
         """Hands over K and V of one layer, [all tokens][kv_heads][dim]: the sessions' rows one
         behind the other, of float16, float32 or uint16. Options are
 
@@ -580,14 +590,15 @@ class Step:
                **options)
 
     @alone
-    def attend(self, layer: SupportsIndex, q: Array, queries: Optional[Counts] = None,
-               **options: Any) -> Tuple[Array, Optional[Floats]]:
+    def attend(self, layer: SupportsIndex, q: HostArray, queries: Optional[Counts] = None,
+               **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention of one layer for the last `queries` tokens of each session (None: all of the
         step's): q [all queries][q_heads][head_dim] of float16, float32 or uint16. Returns (out,
         lse): out [all queries][q_heads][v_dim], lse [all queries][q_heads] float32 (natural
         logarithms). Options are
 
-        out        the array for the output, float16, float32 or uint16; None: a new one
+        out        the array or CPU tensor for the output, float16, float32 or uint16; None: a new
+                   array
         out_dtype  of a new output (None: "f32"), or what a uint16 one holds
         lse        False: not wanted, None is returned
         past_only  True: attend only to tokens before the step
@@ -597,9 +608,9 @@ class Step:
                       **options)
 
     @alone
-    def append_attend(self, layer: SupportsIndex, k: Optional[Array], v: Optional[Array], q: Array,
-                      queries: Optional[Counts] = None,
-                      **options: Any) -> Tuple[Array, Optional[Floats]]:
+    def append_attend(self, layer: SupportsIndex, k: Optional[HostArray], v: Optional[HostArray],
+                      q: HostArray, queries: Optional[Counts] = None,
+                      **options: Any) -> Tuple[Output, Optional[Floats]]:
         """append and attend in one request, with the arrays and options of both. Returns
         (out, lse)."""
         entries = self._entries(self.entries["append"] if queries is None else queries)

@@ -15,8 +15,7 @@ class Area:
 
     def __init__(self, client, nbytes):
         self.buffer = client.buffer(nbytes)
-        with torch.inference_mode(False):  # else no other mode could write to its tensors
-            self._bytes = torch.frombuffer(self.buffer._memory, dtype=torch.uint8)
+        self._bytes = self.buffer.torch(nbytes, torch.uint8)
         self._used = 0
 
     def take(self, shape, dtype):
