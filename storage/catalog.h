@@ -114,8 +114,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SESSION_SAVE, "SELECT save,tokens FROM sessions WHERE id=?")                                 \
     X(SESSION_DROP, "DELETE FROM sessions WHERE id=?")                                             \
     X(SESSION_TOUCH, "UPDATE sessions SET used_at=? WHERE id=?")                                   \
-    X(SESSION_LARGEST, "SELECT sum(blocks) FROM sessions GROUP BY space,name ORDER BY 1 DESC "     \
-                       "LIMIT 1")                                                                  \
+    X(SESSION_LARGEST, "SELECT max(b),max(t) FROM (SELECT sum(blocks) b,sum(tokens) t FROM "       \
+                       "sessions GROUP BY space,name)")                                            \
     X(SESSION_COUNT, "SELECT count(*) FROM sessions")                                              \
     X(SESSION_CUT, "SELECT count(DISTINCT session) FROM entries WHERE block IN (SELECT id FROM "   \
                    "blocks WHERE bad=1)")                                                          \

@@ -12,33 +12,41 @@
 
 // Space for the database as the transaction under way leaves it, and for a little more. Holding the
 // catalog's lock.
-static int hold_database(struct kvq_store *s)
+// Pages of the database; 0 if it does not say, and whoever asks next is told why.
+static uint64_t database_pages(struct kvq_store *s)
 {
     struct kvq__catalog *k = &s->catalog;
     int64_t pages = 0;
-    if (kvq__number(k, kvq__rows(k, KVQ_Q_PAGES, ""), 0, &pages))
-        return 0; // whoever asks next is told
-    return kvq__vfs_hold(&k->vfs, KVQ__VFS_DATABASE,
-                         (uint64_t)pages * KVQ_IO_PAGE + KVQ__CATALOG_SPARE);
+    return kvq__number(k, kvq__rows(k, KVQ_Q_PAGES, ""), 0, &pages) ? 0 : (uint64_t)pages;
 }
 
-static uint64_t wal_bytes(uint64_t largest)
+static int hold_database(struct kvq_store *s, uint64_t pages)
 {
-    uint64_t bytes = KVQ__RESERVE + largest * KVQ__RESERVE_LARGEST;
+    return pages == 0 ? 0
+                      : kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_DATABASE,
+                                      pages * KVQ_IO_PAGE + KVQ__CATALOG_SPARE);
+}
+
+static uint64_t wal_bytes(const struct kvq__largest *l, uint64_t pages)
+{
+    uint64_t hashes = l->hashes < pages ? l->hashes : pages;
+    uint64_t bytes = KVQ__RESERVE + l->blocks * KVQ__RESERVE_BLOCK + hashes * KVQ__RESERVE_HASH;
     return (bytes + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
 }
 
-static int hold(struct kvq_store *s, uint64_t largest)
+static int hold(struct kvq_store *s, const struct kvq__largest *largest)
 {
     pthread_mutex_lock(&s->catalog_lock);
-    int rc = kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_WAL, wal_bytes(largest));
+    uint64_t pages = database_pages(s);
+    int rc = kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_WAL, wal_bytes(largest, pages));
     if (rc == 0)
-        rc = hold_database(s);
+        rc = hold_database(s, pages);
     pthread_mutex_unlock(&s->catalog_lock);
     return rc;
 }
 
-int kvq__catalog_hold(struct kvq_store *s, uint64_t largest, const struct kvq__complaint *c)
+int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
+                      const struct kvq__complaint *c)
 {
     uint64_t left, need = KVQ__RESERVE + s->writer.rows * KVQ__RESERVE_ROW;
     if (s->io->space(s->io, s->folder, &left) == 0 && left < need)
@@ -58,7 +66,7 @@ void kvq__catalog_hold_some(struct kvq_store *s)
     uint64_t bytes = KVQ__RESERVE;
     while (bytes >= KVQ_IO_PAGE && kvq__vfs_hold(&s->catalog.vfs, KVQ__VFS_WAL, bytes))
         bytes /= 2;
-    (void)hold_database(s);
+    (void)hold_database(s, database_pages(s));
     pthread_mutex_unlock(&s->catalog_lock);
 }
 
@@ -156,7 +164,7 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
 {
     struct kvq__catalog *k = &s->catalog;
     // A checkpoint that finds no room for the database would leave no room in the WAL.
-    int held = rc == KVQ_OK ? hold_database(s) : 0;
+    int held = rc == KVQ_OK ? hold_database(s, database_pages(s)) : 0;
     if ((held == -ENOSPC || held == -EDQUOT) && !s->writer.frees) {
         snprintf(k->error, sizeof k->error, "there is no room to make it longer: free some");
         rc = KVQ_E_NO_SPACE;

@@ -28,33 +28,39 @@ static struct kvq__complaint complaint(const struct kvq_store *s, char *text, si
 
 // ---- Beginning ----
 
-// Blocks of the largest session: space is kept to delete it.
-static int largest_session(struct kvq_store *s, uint64_t *blocks, const struct kvq__complaint *c)
+// Space is kept to delete them.
+static int find_largest(struct kvq_store *s, struct kvq__largest *largest,
+                        const struct kvq__complaint *c)
 {
-    int64_t most = 0;
+    struct kvq__catalog *k = &s->catalog;
+    *largest = (struct kvq__largest){0};
     pthread_mutex_lock(&s->catalog_lock);
-    int rc = kvq__number(&s->catalog, kvq__rows(&s->catalog, KVQ_Q_SESSION_LARGEST, ""), 0, &most);
-    if (rc)
-        rc = kvq__catalog_complain(s, rc, c);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SESSION_LARGEST, "");
+    int rc = kvq__next(k, rows);
+    if (rc == 1) { // NULLs, where there are no sessions, are 0
+        largest->blocks = (uint64_t)sqlite3_column_int64(rows, 0);
+        largest->hashes = (uint64_t)sqlite3_column_int64(rows, 1) / KVQ__HASH_TOKENS;
+        (void)sqlite3_reset(rows);
+    }
+    rc = rc < 0 ? kvq__catalog_complain(s, rc, c) : KVQ_OK;
     pthread_mutex_unlock(&s->catalog_lock);
-    *blocks = (uint64_t)most;
     return rc;
 }
 
 int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, size_t n)
 {
     const struct kvq__complaint c = complaint(store, text, n);
-    uint64_t largest = 0;
+    struct kvq__largest largest = {0};
     *save = NULL;
     int rc = kvq__write_begin(store, &c);
     if (rc)
         return rc;
     struct kvq_save *v = calloc(1, sizeof *v);
-    rc = v ? largest_session(store, &largest, &c) : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    rc = v ? find_largest(store, &largest, &c) : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK)
-        rc = kvq__writer_begin(store, false, largest / 2, &c); // they take half of a new row
+        rc = kvq__writer_begin(store, false, largest.blocks / 2, &c); // they take half of a new row
     if (rc == KVQ_OK)
-        rc = kvq__catalog_hold(store, largest, &c);
+        rc = kvq__catalog_hold(store, &largest, &c);
     if (rc) {
         free(v);
         kvq__write_end(store);
@@ -486,10 +492,16 @@ static int catalog_gone(struct kvq_save *v)
 static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
-    uint64_t blocks = 0;
-    for (size_t i = 0; i < v->n; i++)
-        blocks += v->sessions[i].head.entries;
-    int rc = kvq__catalog_hold(s, blocks > s->writer.largest ? blocks : s->writer.largest, c);
+    struct kvq__largest all = {0}, *most = &s->writer.largest;
+    for (size_t i = 0; i < v->n; i++) {
+        const struct kvq_manifest_head *head = &v->sessions[i].head;
+        uint64_t hashes = (uint64_t)head->prefixes * head->shards;
+        all.blocks += head->entries; // as if they were one
+        all.hashes = hashes > all.hashes ? hashes : all.hashes;
+    }
+    most->blocks = all.blocks > most->blocks ? all.blocks : most->blocks;
+    most->hashes = all.hashes > most->hashes ? all.hashes : most->hashes;
+    int rc = kvq__catalog_hold(s, most, c);
     if (rc == KVQ_OK)
         rc = kvq__catalog_begin(s, c);
     if (rc)

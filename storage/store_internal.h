@@ -27,9 +27,12 @@ enum {
     KVQ__RESERVE_FREE_ROW = 256,
     // Space on disk that only the catalog can have, so that deleting works on a full disk:
     // KVQ__RESERVE and so many bytes for each block of the largest session in its WAL (deleting
-    // one takes about 90, docs/storage.md), of which what no checkpoint has copied yet takes up
-    // to KVQ__WAL_BACKLOG; and so many bytes behind the end of its database.
-    KVQ__RESERVE_LARGEST = 128,
+    // one takes about 90, docs/storage.md) and each page of tokens of the longest one (whose hash
+    // may have a page of the database to itself), of which what no checkpoint has copied yet takes
+    // up to KVQ__WAL_BACKLOG; and so many bytes behind the end of its database.
+    KVQ__RESERVE_BLOCK = 128,
+    KVQ__RESERVE_HASH = 4200,
+    KVQ__HASH_TOKENS = 128,
     KVQ__WAL_BACKLOG = 1 << 20,
     KVQ__CATALOG_SPARE = 256 << 10,
     KVQ__READ_AHEAD = 16 << 20,
@@ -50,6 +53,12 @@ struct kvq__segment {
     bool gone;         // removed; freed with the last pin
     int file;          // for reading, -1: not open
     uint64_t ahead;    // up to where the system was told that it will be read
+};
+
+// What takes most to delete, of all sessions.
+struct kvq__largest {
+    uint64_t blocks; // of the one that has most
+    uint64_t hashes; // of prefixes, of the longest, if it has them all
 };
 
 // Writes one buffer while the next is filled. Its thread starts with the first full buffer.
@@ -95,7 +104,7 @@ struct kvq__writer {
     uint64_t first_new;         // the number of the first segment that it makes
     struct kvq__written commit; // its COMMIT record
     uint64_t rows;              // of the catalog that it will change, about
-    uint64_t largest;           // blocks of the largest session
+    struct kvq__largest largest;
     uint64_t records;           // appended
     bool frees;                 // it is to free space: it may use what is kept for that
     bool broken;                // a write or sync failed: nobody knows what is on disk
@@ -197,9 +206,10 @@ bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
 
 // ---- commit.c: one transaction of the catalog ----
 
-// Has the space on disk that deleting needs once the store has a session of so many blocks. Without
-// it nothing is saved. KVQ_E_NO_SPACE.
-int kvq__catalog_hold(struct kvq_store *s, uint64_t largest, const struct kvq__complaint *c);
+// Has the space on disk that deleting needs once the store has such sessions. Without it nothing is
+// saved. KVQ_E_NO_SPACE.
+int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
+                      const struct kvq__complaint *c);
 // As much of it as there is: a store opens on a full disk, too.
 void kvq__catalog_hold_some(struct kvq_store *s);
 // Begins; the caller holds catalog_lock until kvq__catalog_end.

@@ -30,6 +30,8 @@ enum {
     SMALL = 60,           // sessions of one block each
     LARGE_BLOCKS = 12000, // of the session that takes most to delete
     BLOCK = 64 << 10,
+    PROMPTS = 80, // whose hashes fill more pages of the catalog than a WAL of 4 MiB has
+    PROMPT_PAGES = 2048,
 };
 
 static struct fault_io disk;
@@ -406,6 +408,54 @@ static void on_ext4(void **state)
     run(&places[2]);
 }
 
+// ---- A catalog that is much larger than what deleting has ----
+
+// A session of a long prompt: it shares its first page with all others, and has the hashes of all
+// pages, which lie wherever they belong among those of all sessions.
+static int save_prompt(const char *name, uint32_t number)
+{
+    struct kvq_save *save;
+    uint8_t data[64], hash[KVQ_PREFIX_BYTES];
+    uint64_t id;
+    const struct kvq_place at = {0, 0, 1, 0};
+    const struct kvq_store_meta meta = {
+        .space = "full", .name = name, .shards = 1, .tokens = PROMPT_PAGES * 128};
+    assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
+    int rc = kvq_save_session(save, &meta, text, sizeof text);
+    world_fill(number, data, sizeof data);
+    rc = rc ? rc : kvq_save_put(save, &at, data, sizeof data, &id, text, sizeof text);
+    for (uint32_t i = 0; i < PROMPT_PAGES && rc == 0; i++) {
+        world_fill(number * PROMPT_PAGES + i, hash, sizeof hash);
+        rc = kvq_save_prefix(save, hash, text, sizeof text);
+    }
+    if (rc == 0)
+        return kvq_save_commit(&save, text, sizeof text);
+    kvq_save_abort(&save);
+    return rc;
+}
+
+static void scattered(void **state)
+{
+    char name[16];
+    (void)state;
+    place = &places[0];
+    assert_true(place->make());
+    assert_int_equal(open_it(), 0);
+    for (uint32_t i = 0; i < PROMPTS; i++) {
+        snprintf(name, sizeof name, "prompt%u", i);
+        if (save_prompt(name, i))
+            fail_msg("%s: %s", name, text);
+    }
+    for (uint32_t i = 0; i < PROMPTS; i++) {
+        snprintf(name, sizeof name, "prompt%u", i);
+        fill_up();
+        drop(name);
+    }
+    check_store();
+    kvq_store_close(&store);
+    place->end();
+}
+
 static int set_up(void **state)
 {
     (void)state;
@@ -428,6 +478,7 @@ int main(void)
         cmocka_unit_test(in_memory),
         cmocka_unit_test(on_tmpfs),
         cmocka_unit_test(on_ext4),
+        cmocka_unit_test(scattered),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
