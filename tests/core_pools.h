@@ -4,11 +4,7 @@
 #ifndef KVQ_TESTS_CORE_POOLS_H
 #define KVQ_TESTS_CORE_POOLS_H
 
-#include "tests/core_kit.h"
-
-// How many references there are to a block.
-typedef uint64_t references_fn(const struct kvq__core *core, const struct kvq__namespace *ns,
-                               const struct kvq__block *block);
+#include "tests/core_refs.h"
 
 // Blocks in limbo that belong to the extent; all of them must be unreferenced.
 static uint32_t count_limbo(const struct kvq__core *core, const struct kvq__extent *e)
@@ -43,18 +39,16 @@ static void check_givers(const struct kvq__core *core)
 
 // What the extent's blocks add up to.
 struct cut {
-    references_fn *references;
     uint64_t at, used, refs, exempt;
     uint32_t unreferenced, free;
 };
 
-static void check_block(const struct kvq__core *core, const struct kvq__namespace *ns,
-                        const struct kvq__block *b, struct cut *c)
+static void check_block(const struct kvq__block *b, struct cut *c)
 {
     const struct kvq__block *next = TAILQ_NEXT(b, beside);
     MUST(b->at == c->at && b->bytes > 0 && b->bytes % 64 == 0 && b->at % 64 == 0);
     MUST(!b->free || (b->refs == 0 && !b->exempt && !(next && next->free)));
-    MUST(b->refs == 0 || b->refs == c->references(core, ns, b));
+    MUST(b->refs == 0 || b->refs == references_to(b));
     c->at += b->bytes;
     c->used += b->free ? 0 : b->bytes;
     c->refs += b->refs;
@@ -67,11 +61,11 @@ static void check_extent(const struct kvq__core *core, const struct kvq__arena *
                          const struct kvq__extent *e, struct cut *sum)
 {
     const struct kvq__block *b;
-    struct cut c = {.references = sum->references};
+    struct cut c = {0};
     MUST(e->owner == arena && e->last == arena->ns);
     TAILQ_FOREACH (b, &e->blocks, beside) {
         MUST(b->extent == e);
-        check_block(core, arena->ns, b, &c);
+        check_block(b, &c);
     }
     MUST(c.at == arena->pool->extent_bytes && c.used == e->used_bytes && c.used > 0);
     MUST(c.unreferenced == count_limbo(core, e));

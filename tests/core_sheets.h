@@ -77,11 +77,4 @@ static void check_sheets(const struct kvq__core *core)
         MUST(sheets[i].check != this_check || sheets[i].owners == sheets[i].sheet->refs);
 }
 
-// Whether a reference is to the block; NULL: to any of the namespace's.
-static bool names(const struct kvq__namespace *ns, const struct kvq__block *at,
-                  const struct kvq__block *block)
-{
-    return block ? at == block : at && at->extent->owner->ns == ns;
-}
-
 #endif
