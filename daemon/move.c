@@ -331,7 +331,7 @@ static void copy(struct kvq__move *move, bool *any)
 
 static void release(struct kvq__move *move)
 {
-    // The session was quiet as the move began; who shares what it had has references.
+    // The session was quiet as the move began, and the copies of a move that failed have ended.
     kvq__drops_begin(move->core, NULL, 0);
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];

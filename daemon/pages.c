@@ -126,18 +126,16 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
 {
     struct kvq__core *core = ns->core;
     struct kvq__sheet *sheet = *pointer;
-    const struct kvq__drop drop = core->drop;
     *pointer = NULL;
     if (!sheet)
         return;
     kvq__retire(core, &sheet->retired);
     if (--sheet->refs > 0)
         return;
-    core->drop.last = sheet->retired.at; // the latest of all owners that gave the sheet up
-    core->drop.by = sheet->retired.by;
-    for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++)
-        page_drop(core, &sheet->pages[i]);
-    core->drop = drop;
+    for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++) {
+        kvq__block_drop_as(core, &sheet->pages[i].raw, &sheet->retired);
+        kvq__block_drop_as(core, &sheet->pages[i].packed, &sheet->retired);
+    }
     kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 

@@ -583,6 +583,16 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
         limbo_add(core, b);
 }
 
+void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
+                        const struct kvq__retired *retired)
+{
+    const struct kvq__drop drop = core->drop;
+    core->drop.last = retired->at;
+    core->drop.by = retired->by;
+    kvq__block_drop(core, ref);
+    core->drop = drop;
+}
+
 void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref)
 {
     kvq__drops_begin(core, NULL, 0);

@@ -25,7 +25,6 @@
 struct kvq__retired {
     uint64_t at, by;
 };
-enum { KVQ__BY_NOBODY = 0 };
 #define KVQ__BY_SEVERAL UINT64_MAX
 
 // A stretch of an extent: in use (referenced or in limbo), or free.
@@ -159,6 +158,9 @@ void kvq__drops_end(struct kvq__core *core);
 void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
+// As kvq__block_drop, for a reference that all of those who retired something gave up together.
+void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
+                        const struct kvq__retired *retired);
 // As kvq__block_drop, for a reference by which no flight has looked at the block.
 void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);

@@ -10,9 +10,8 @@
 
 // ---- Space ----
 
-// Space for the database as the transaction under way leaves it, and for a little more. Holding the
-// catalog's lock.
-// Pages of the database; 0 if it does not say, and whoever asks next is told why.
+// Pages of the database as the transaction under way leaves it; 0 if SQLite does not say, and
+// whoever asks next is told why. Holding the catalog's lock.
 static uint64_t database_pages(struct kvq_store *s)
 {
     struct kvq__catalog *k = &s->catalog;
@@ -20,6 +19,7 @@ static uint64_t database_pages(struct kvq_store *s)
     return kvq__number(k, kvq__rows(k, KVQ_Q_PAGES, ""), 0, &pages) ? 0 : (uint64_t)pages;
 }
 
+// Space for the database, and for a little more. Holding the catalog's lock.
 static int hold_database(struct kvq_store *s, uint64_t pages)
 {
     return pages == 0 ? 0

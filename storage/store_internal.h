@@ -58,7 +58,7 @@ struct kvq__segment {
 // What takes most to delete, of all sessions.
 struct kvq__largest {
     uint64_t blocks; // of the one that has most
-    uint64_t hashes; // of prefixes, of the longest, if it has them all
+    uint64_t hashes; // of the longest: at most one for each page of its tokens
 };
 
 // Writes one buffer while the next is filled. Its thread starts with the first full buffer.
