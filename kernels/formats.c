@@ -224,7 +224,8 @@ static int check_dims(const struct kvq_shape *s, char *text, size_t n)
                  "head_dim is %u for K and %u for V; unequal dims (as in MLA) are not supported",
                  s->k_dim, s->v_dim);
     else if (!is_head_dim(s->k_dim))
-        snprintf(text, n, "head_dim %u is not supported; it can be 64, 128 or 256", s->k_dim);
+        snprintf(text, n, "head_dim %u is not supported; it can be 64, 128 or 256%s", s->k_dim,
+                 s->k_dim < 256 ? " (zeros behind Q, K and V leave attention as it is)" : "");
     else
         return 0;
     return -1;

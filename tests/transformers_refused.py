@@ -96,10 +96,10 @@ class Refused(Case):
         self.same_logits(self.logits("llama", self.ids), got.logits)
 
     def test_shapes(self):
-        sizes = {**SIZES, "head_dim": 96}
+        sizes = {**SIZES, "head_dim": 320}
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(**sizes), attn_implementation="kvq")
-        self.refused("96 dimensions; 64, 128, 256 are served", KvqCache, model)
+        self.refused("320 dimensions; up to 256 are served", KvqCache, model)
         double = copy.deepcopy(self.model).double()
         self.refused("float64", double, self.ids, past_key_values=self.cache(double))
         with self.assertRaises(TypeError):

@@ -40,6 +40,12 @@ FAMILIES = {  # the class of the configuration, and what differs from SIZES
                                  "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3Config", {}),
     "phi3": ("Phi3Config", {"hidden_size": 256, "head_dim": None, "sliding_window": WINDOW}),
+    "phi3_mini": ("Phi3Config", {"hidden_size": 384, "head_dim": None,     # heads of 96 dimensions
+                                 "initializer_range": 0.05}),
+    "phi": ("PhiConfig", {"hidden_size": 320, "head_dim": None}),          # of 80
+    "gemma_small": ("Gemma3TextConfig", {"sliding_window": WINDOW, "head_dim": 48,
+                                         "query_pre_attn_scalar": 48,
+                                         "sliding_window_pattern": 2}),
     "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 256, "head_dim": None,
                                    "num_key_value_heads": None}),
 }

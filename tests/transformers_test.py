@@ -159,18 +159,23 @@ class Llama(Case):
 
     def test_quantized(self):
         """A format of few bits is what the session has, and its logits are near."""
-        eager, model = models("llama")
+        for family in ("llama", "phi3_mini"):
+            for form, near in (("oscar4", 0.995), ("oscar2", 0.9)):
+                with self.subTest(family=family, form=form):
+                    self.quantized(family, form, near)
+
+    def quantized(self, family, form, near):
+        eager, model = models(family)
         ids = prompt(700)
         want = eager(ids).logits[:, 600:]
-        for form, near in (("oscar4", 0.995), ("oscar2", 0.9)):
-            cache = self.cache(model, form)
-            model(ids[:, :600], past_key_values=cache)
-            got = torch.cat([model(ids[:, i:i + 1], past_key_values=cache).logits
-                             for i in range(600, 700)], 1)
-            alike = float(torch.corrcoef(torch.stack([want.flatten(), got.flatten()]))[0, 1])
-            self.assertGreater(alike, near)
-            self.assertLess(alike, 0.99999, "nothing was quantized")
-            self.assertLess(cache.sessions[0].info()["bits_per_value"], 6)
+        cache = self.cache(model, form)
+        model(ids[:, :600], past_key_values=cache)
+        got = torch.cat([model(ids[:, i:i + 1], past_key_values=cache).logits
+                         for i in range(600, 700)], 1)
+        alike = float(torch.corrcoef(torch.stack([want.flatten(), got.flatten()]))[0, 1])
+        self.assertGreater(alike, near)
+        self.assertLess(alike, 0.99999, "nothing was quantized")
+        self.assertLess(cache.sessions[0].info()["bits_per_value"], 6)
 
     def test_a_failed_forward(self):
         """Leaves no step open, and the cache as it was."""

@@ -40,20 +40,27 @@ class Area:
 class Desk:
     """What the tensors of a step travel in: K and V of `rows` tokens of `kept` layers, the others'
     in their place by turns; Q, the output and its LSE of one layer, of `asked` tokens at a time;
-    and struct kvq_work for each layer."""
+    and struct kvq_work for each layer.
+
+    Where kvqd stores more dimensions than the model's heads have, the tensors are the first ones.
+    The others stay as the buffer came, zero: they add nothing to a product of Q and K, and the
+    output has zeros there."""
 
     def __init__(self, client, table, dtype, rows, kept, asked):
         self.rows, self.dtype, self.kept, self.asked = rows, dtype, kept, asked
-        kv, qo = (rows, table.kv_heads, table.head_dim), (asked, table.q_heads, table.head_dim)
-        size = table.head_dim * dtype.itemsize
+        dim = table.stored_dim
+        kv, qo = (rows, table.kv_heads, dim), (asked, table.q_heads, dim)
+        size = dim * dtype.itemsize
         need = 2 * kept * (size * table.kv_heads * rows + 64) \
             + 2 * (size * table.q_heads * asked + 64) + 4 * table.q_heads * asked + 4 * rows + 128
         self.area = Area(client, need)
         keys = [self.area.take(kv, dtype) for _ in range(kept)]
         values = [self.area.take(kv, dtype) for _ in range(kept)]
-        self.keys, self.values = [k for k, _ in keys], [v for v, _ in values]
-        self.queries, q = self.area.take(qo, dtype)
-        self.out, out = self.area.take(qo, dtype)
+        (queries, q), (outputs, out) = (self.area.take(qo, dtype) for _ in range(2))
+        with torch.inference_mode(False):
+            self.keys, self.values = ([t[..., :table.head_dim] for t, _ in some]
+                                      for some in (keys, values))
+            self.queries, self.out = (t[..., :table.head_dim] for t in (queries, outputs))
         log_sums, start = self.area.take((asked, table.q_heads, 4), torch.uint8)
         with torch.inference_mode(False):
             self.lse = log_sums.view(torch.float32).squeeze(2)

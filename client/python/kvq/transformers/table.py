@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import kvq
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # that kvqd stores; others get zeros behind them
 KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -67,9 +67,10 @@ class Table:
         self.q_heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or self.q_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.q_heads
-        if self.head_dim not in HEAD_DIMS:
-            refuse(f"this model's heads have {self.head_dim} dimensions; "
-                   f"{', '.join(map(str, HEAD_DIMS))} are served")
+        if self.head_dim > HEAD_DIMS[-1]:
+            refuse(f"this model's heads have {self.head_dim} dimensions; up to {HEAD_DIMS[-1]} are "
+                   "served")
+        self.stored_dim = min(dim for dim in HEAD_DIMS if dim >= self.head_dim)
         self._modules = [weakref.ref(m) for m in modules]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
@@ -114,7 +115,7 @@ class Table:
 
     def rows(self):
         """The table that kvq.Client.session takes."""
-        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, window=window, softcap=cap,
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.stored_dim, window=window, softcap=cap,
                           scale=scale)
                 for window, cap, scale in zip(self.windows, self.softcaps, self.scales)]
 
