@@ -16,6 +16,8 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# The build that is tested may have kernels for more GPUs, and more libraries, than a pack has.
+ROOMY = ("--limit", "200000000")
 PACK = ROOT / "tools" / "gpu" / "pack.py"
 
 
@@ -35,7 +37,7 @@ class Pack(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.scratch = Path(tempfile.mkdtemp(prefix="kvq-pack-"))
-        cls.made = call(sys.executable, PACK, BUILD, cls.scratch / "made")
+        cls.made = call(sys.executable, PACK, *ROOMY, BUILD, cls.scratch / "made")
         cls.folder = cls.scratch / "moved"
         (cls.scratch / "made").rename(cls.folder)
 
@@ -60,7 +62,7 @@ class Pack(unittest.TestCase):
         self.assertRegex(text, r"- libzmq\.so\.5: libzmq5 ")
 
     def test_whole_after_a_move(self):
-        call(sys.executable, PACK, "--check", self.folder)
+        call(sys.executable, PACK, *ROOMY, "--check", self.folder)
 
     def test_a_missing_library_is_told(self):
         library = self.folder / "lib" / "libzmq.so.5"

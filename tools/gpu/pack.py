@@ -3,8 +3,10 @@
 """Makes a folder with kvqd, its libraries and its tests that runs on a machine without any of the
 libraries that kvqd needs: tools/gpu-check.sh --pack.
 
-    pack.py BUILD FOLDER     from a build with -DKVQ_PORTABLE=ON -DKVQ_EMU=ON
-    pack.py --check FOLDER   is anything missing in it, found elsewhere, or too big?
+    pack.py [--limit BYTES] BUILD FOLDER     from a build with -DKVQ_PORTABLE=ON -DKVQ_EMU=ON
+    pack.py [--limit BYTES] --check FOLDER   is anything missing in it, found elsewhere, or too big?
+
+--limit: how large the folder may be, 60,000,000 bytes unless told.
 
 What every machine with a compiler has stays outside: the C library, libstdc++, libgcc_s. The
 folder's README.md says which versions of them are needed.
@@ -119,7 +121,7 @@ def size_of(folder):
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
 
 
-def check(folder):
+def check(folder, limit):
     """Raises Incomplete unless each binary finds each library it needs, in the folder or in the C
     and C++ run time."""
     files, wrong = binaries(folder), []
@@ -136,8 +138,8 @@ def check(folder):
             if not OUTSIDE.fullmatch(name) and at and folder not in at.resolve().parents:
                 wrong.append(f"{path.relative_to(folder)} takes {name} from {at}: it was not built "
                              "with -DKVQ_PORTABLE=ON")
-    if (size := size_of(folder)) > LIMIT:
-        wrong.append(f"it has {size:,} bytes, more than {LIMIT:,}: pack for fewer GPUs "
+    if (size := size_of(folder)) > limit:
+        wrong.append(f"it has {size:,} bytes, more than {limit:,}: pack for fewer GPUs "
                      "(KVQ_CUDA_ARCHITECTURES=90a tools/gpu-check.sh --pack)")
     if wrong:
         raise Incomplete(f"{folder} is not whole:\n  " + "\n  ".join(wrong))
@@ -158,7 +160,7 @@ def write_readme(folder, taken):
     (folder / "README.md").write_text("\n".join(lines) + "\n")
 
 
-def pack(build, folder):
+def pack(build, folder, limit):
     if folder.exists():
         if not (folder / "bin" / "kvqd").exists() and any(folder.iterdir()):
             raise Incomplete(f"{folder} holds something else; name an empty folder")
@@ -169,21 +171,24 @@ def pack(build, folder):
     (folder / "lib" / "libkvq.so").symlink_to("libkvq.so.0")
     copy_sources(folder)
     write_readme(folder, copy_libraries(folder))
-    check(folder)
+    check(folder, limit)
     print(f"{folder}: {len(binaries(folder))} programs and libraries, {size_of(folder):,} bytes; "
           "asks for " + ", ".join(f"{k}_{v}" for k, v in versions(binaries(folder)).items()))
 
 
 def main():
-    if len(sys.argv) != 3:
+    words, limit = sys.argv[1:], LIMIT
+    if words[:1] == ["--limit"] and words[1:] and words[1].isdigit():
+        words, limit = words[2:], int(words[1])
+    if len(words) != 2:
         print(__doc__)
         return 2
-    folder = Path(sys.argv[2]).resolve()
+    folder = Path(words[1]).resolve()
     try:
-        if sys.argv[1] == "--check":
-            check(folder)
+        if words[0] == "--check":
+            check(folder, limit)
         else:
-            pack(Path(sys.argv[1]).resolve(), folder)
+            pack(Path(words[0]).resolve(), folder, limit)
     except Incomplete as error:
         print(f"pack.py: {error}", file=sys.stderr)
         return 1
