@@ -6,6 +6,10 @@
     cache = kvq.transformers.KvqCache(model, "oscar4")
     model.generate(**inputs, past_key_values=cache)
 
+or, where other people's code calls generate():
+
+    kvq.transformers.attach(model, "oscar4")
+
 Importing this package registers "kvq" as an attention implementation. docs/engines.md says which
 models and modes of generation are served, and what is refused.
 """
@@ -18,9 +22,10 @@ except ImportError as error:
 
 from .attention import kvq_attention
 from .cache import KvqCache
+from .generate import attach, detach
 from .masks import kvq_mask
 
-__all__ = ["KvqCache"]
+__all__ = ["KvqCache", "attach", "detach"]
 
 AttentionInterface.register("kvq", kvq_attention)
 AttentionMaskInterface.register("kvq", kvq_mask)

@@ -12,7 +12,7 @@ from .table import refuse
 HARMLESS = frozenset((
     "cache_position", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
-    "token_type_ids", "use_cache"))
+    "token_type_ids", "tokenizer", "use_cache"))
 CHECKED = frozenset(("is_causal", "output_attentions", "position_bias"))  # by their value
 
 

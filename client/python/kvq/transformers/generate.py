@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate() of a model with a KvqCache of its own for each call that is given none."""
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+
+import kvq
+
+from .cache import KvqCache
+from .table import Table
+
+
+def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *, reuse: bool = True,
+           **options: Any) -> None:
+    """Makes model.generate() put K and V into kvqd: each call that is given no cache has a
+    KvqCache(model, format, **options) of its own, which is closed when the call ends, unless the
+    output holds it.
+
+    reuse   a call with one row begins with what kvqd has of its prompt, and computes the rest; what
+            it computes is there for later calls. Formats that cannot share prefixes need False
+
+    Programs that know nothing of kvq, as `transformers serve`, serve an attached model. A second
+    attach() replaces the first; detach() ends it. Raises NotImplementedError for models that
+    KvqCache refuses, TypeError for options that it does not know.
+    """
+    for word in ("name", "prefix"):
+        if word in options:
+            raise TypeError(f"attach() makes a cache for every call; {word!r} is one cache's own")
+    Table(model)
+    inspect.signature(KvqCache).bind(model, format, **options)
+    detach(model)
+    plain = type(model)
+    setattr(model, "_kvq_attached", _How(format, reuse, options))
+    # Of the same name, which transformers writes into configurations that it saves.
+    model.__class__ = type(plain.__name__, (_Attached, plain), {"__module__": plain.__module__})
+
+
+def detach(model: transformers.PreTrainedModel) -> None:
+    """Gives the model its own generate() back."""
+    if isinstance(model, _Attached):
+        model.__class__ = type(model).__bases__[1]
+        delattr(model, "_kvq_attached")
+
+
+class _How:
+    """The arguments of attach(). A copy of the model has the same client."""
+
+    def __init__(self, format, reuse, options):
+        self.format, self.reuse, self.options = format, reuse, options
+
+    def __deepcopy__(self, _):
+        return self
+
+
+class _Attached:
+    """What attach() puts before a model's class. A copy of the model is attached as well."""
+
+    def generate(self, inputs=None, generation_config=None, *rest, **given):
+        plain, how = super(), self._kvq_attached
+        asked = _Asked(self, inputs, generation_config, given)
+        if asked.makes_its_own():
+            return plain.generate(inputs, generation_config, *rest, **given)
+        try:
+            cache = KvqCache(self, how.format, prefix=asked.prompt() if how.reuse else None,
+                             **how.options)
+        except kvq.Error as error:
+            if error.code == kvq.Code.E_UNSUPPORTED and hasattr(error, "add_note"):
+                error.add_note("attach(reuse=False) shares no prefixes")
+            raise
+        done = None
+        try:
+            done = plain.generate(inputs, generation_config, *rest, past_key_values=cache, **given)
+            return done
+        finally:
+            if getattr(done, "past_key_values", None) is not cache:
+                cache.close()
+
+
+class _Asked:
+    """What a call of generate() asks for."""
+
+    def __init__(self, model, inputs, config, given):
+        self.model, self.config, self.given = model, config, given
+        self.ids = inputs if inputs is not None else given.get("input_ids")
+
+    def option(self, name, otherwise=None):
+        """As generate() finds it: of the call, its configuration, or the model's."""
+        configured = {} if self.config is None else vars(self.config)
+        for place in (self.given, configured, vars(self.model.generation_config)):
+            if place.get(name) is not None:
+                return place[name]
+        return otherwise
+
+    def makes_its_own(self):
+        """A cache was given, or is asked for by another name; generate() or kvq's attention says
+        what is wrong with it."""
+        return self.given.get("past_key_values") is not None \
+            or self.option("cache_implementation") is not None \
+            or self.option("use_cache") is False
+
+    def prompt(self):
+        """The ids of the call's one row; None where it has more rows, pads, or embeddings."""
+        ids, mask = self.ids, self.given.get("attention_mask")
+        if self.given.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) \
+                or ids.ndim != 2 or len(ids) != 1 or ids.shape[1] < 2:
+            return None
+        if self.option("num_beams", 1) > 1 or self.option("num_return_sequences", 1) > 1:
+            return None
+        return ids if mask is None or bool(mask.all()) else None

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach(), and `transformers serve` over it; transformers_test.py runs these."""
+import contextlib
+import copy
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+import unittest.mock
+import urllib.error
+import urllib.request
+
+import e2e_rig
+from e2e_rig import kvq
+from transformers_rig import SIZES, Case, models, prompt
+
+import torch
+import transformers
+from kvq.transformers import KvqCache, attach, detach, serve
+
+STEPS = {"max_new_tokens": 8, "do_sample": False}
+
+
+class Attached(Case):
+    """generate() of an attached model, without a cache of the caller's."""
+    DAEMON = {"attention": "exact"}
+
+    def setUp(self):
+        super().setUp()
+        self.eager, self.model = models("llama")
+        attach(self.model, "16bit", client=self.client, salt=self.id())
+        self.addCleanup(detach, self.model)
+
+    def pages(self):
+        """Of the prefix index: asked for and found so far."""
+        found = self.daemon.ctl("prefix", "status")
+        return sum(p["hit_tokens"] for p in found)
+
+    def check(self, ids, **options):
+        options = {**STEPS, **options}
+        got = self.model.generate(ids, **options)
+        self.same_tokens(self.eager, self.eager.generate(ids, **options), got,
+                         options.get("attention_mask"))
+        return got
+
+    def test_begins_with_what_is_there(self):
+        """The second call computes what is new, and its tokens are the same."""
+        ids = prompt(300)
+        before = self.pages()
+        first = self.check(ids)
+        self.assertEqual(self.pages() - before, 0)
+        self.check(ids)
+        self.assertEqual(self.pages() - before, 256)
+        self.check(torch.cat([first, prompt(9, 3)], 1))
+        self.assertEqual(self.pages() - before, 512)
+
+    def test_without_reuse(self):
+        attach(self.model, "16bit", reuse=False, client=self.client)
+        ids, before = prompt(300), self.pages()
+        for _ in range(2):
+            self.check(ids)
+        self.assertEqual(self.pages(), before)
+
+    def test_rows_and_beams(self):
+        """Calls of several rows have caches without a prefix."""
+        ids, mask = prompt(200, rows=2), torch.ones(2, 200, dtype=torch.long)
+        mask[0, :5] = 0
+        self.check(ids, attention_mask=mask)
+        self.check(ids[:1], num_beams=2)
+        self.check(ids[:1], attention_mask=mask[:1])
+        self.check(ids[:1], num_return_sequences=2, num_beams=2)
+        config = transformers.GenerationConfig(num_beams=2, max_new_tokens=4, do_sample=False)
+        self.assertEqual(self.model.generate(ids[:1], config).shape, (1, 204))
+
+    def test_closes_its_caches(self):
+        """But for the one that the output holds."""
+        ids, before = prompt(40), len(self.daemon.ctl("session", "list"))
+        self.model.generate(ids, **STEPS)
+        held = self.model.generate(ids, return_dict_in_generate=True, **STEPS)
+        self.assertIsInstance(held.past_key_values, KvqCache)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before + 1)
+
+        def fail(*_, **__):
+            raise ZeroDivisionError
+        with self.assertRaises(ZeroDivisionError):
+            self.model.generate(ids, stopping_criteria=[fail], **STEPS)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before + 1)
+        held.past_key_values.close()
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before)
+
+    def test_a_cache_of_the_callers(self):
+        """Is used as it is; one by another name is refused as ever."""
+        ids = prompt(40)
+        with self.cache(self.model) as cache:
+            self.check_with(ids, cache)
+            self.assertEqual(cache.get_seq_length(), 47)
+        for options in ({"use_cache": False}, {"cache_implementation": "static"}):
+            with self.assertRaises(NotImplementedError):
+                self.model.generate(ids, **STEPS, **options)
+
+    def check_with(self, ids, cache):
+        got = self.model.generate(ids, past_key_values=cache, **STEPS)
+        self.same_tokens(self.eager, self.eager.generate(ids, **STEPS), got)
+
+    def test_a_copy(self):
+        """Of an attached model generates by its own weights, also when the model is detached."""
+        twin = copy.deepcopy(self.model)
+        twin.lm_head.weight.data.neg_()
+        eager = copy.deepcopy(self.eager)
+        eager.lm_head.weight.data.neg_()
+        detach(self.model)
+        ids = prompt(40)
+        self.same_tokens(eager, eager.generate(ids, **STEPS), twin.generate(ids, **STEPS))
+        self.assertEqual(type(twin).__name__, type(self.model).__name__)
+
+    def test_detach(self):
+        attach(self.model, "oscar2", client=self.client)  # in place of the first
+        detach(self.model)
+        self.assertIs(type(self.model), type(self.eager))
+        with self.assertRaises(NotImplementedError):
+            self.model.generate(prompt(4), **STEPS)
+        detach(self.model)
+
+    def test_refused(self):
+        for text, options in (("'name'", {"name": "x"}), ("'prefix'", {"prefix": [1]}),
+                              ("colour", {"colour": 1})):
+            with self.assertRaises(TypeError) as caught:
+                attach(self.model, "16bit", **options)
+            self.assertIn(text, str(caught.exception))
+        with self.assertRaises(NotImplementedError):
+            attach(self.eager, "16bit")
+        attach(self.model, "innerq-base", client=self.client)
+        with self.assertRaises(kvq.Error) as caught:
+            self.model.generate(prompt(200), **STEPS)
+        if hasattr(caught.exception, "__notes__"):
+            self.assertIn("reuse=False", caught.exception.__notes__[0])
+        attach(self.model, "innerq-base", reuse=False, client=self.client)
+        self.assertEqual(self.model.generate(prompt(200), **STEPS).shape, (1, 208))
+
+
+def save_model(folder):
+    """A model whose tokens are bytes, and a tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models as kinds, pre_tokenizers
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    made = Tokenizer(kinds.BPE(words, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n" \
+                              "{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes = {**SIZES, "vocab_size": len(words), "eos_token_id": 2}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**sizes), attn_implementation="eager").eval()
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    return model, tokenizer
+
+
+def has_server():
+    try:
+        import fastapi, openai, uvicorn  # noqa: F401, E401
+        from transformers.cli.serving import model_manager  # noqa: F401
+        return True
+    except ImportError:
+        return False
+
+
+@unittest.skipUnless(has_server(), "transformers[serving] of version 5 is not installed")
+class Server(Case):
+    """Chats over HTTP have eager's tokens, and a chat's next turn begins with the last one's."""
+    DAEMON = {"attention": "exact"}
+
+    def setUp(self):
+        super().setUp()
+        self.process = None
+        self.folder = tempfile.mkdtemp(prefix="kvq-")
+        self.eager, self.tokenizer = save_model(self.folder)
+
+    def tearDown(self):
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.reader.join()
+            self.process.stderr.close()
+        shutil.rmtree(self.folder)
+        super().tearDown()
+
+    def start(self, *options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {**os.environ, "KVQ_RUNTIME_DIR": self.daemon.directory,
+                       "HF_HUB_OFFLINE": "1",
+                       "PYTHONPATH": os.path.join(e2e_rig.ROOT, "client", "python")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvq.transformers.serve", self.folder, "--host", "127.0.0.1",
+             "--port", str(port), "--log-level", "info", *options], env=environment,
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            preexec_fn=e2e_rig.die_with_parent)
+        self.said, running = [], threading.Event()
+
+        def read():
+            for line in self.process.stderr:
+                self.said.append(line)
+                if "Uvicorn running on" in line:
+                    running.set()
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
+        self.assertTrue(running.wait(5 * e2e_rig.BOUND), "".join(self.said))
+        self.address = f"http://127.0.0.1:{port}/v1/chat/completions"
+
+    def ask(self, messages, tokens=12):
+        body = {"model": self.folder, "messages": messages, "temperature": 0,
+                "max_tokens": tokens, "stream": False}
+        request = urllib.request.Request(self.address, json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=e2e_rig.BOUND) as answer:
+                return json.load(answer)["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as error:
+            self.fail(f"{error}\n{''.join(self.said)}")
+
+    def should(self, messages, tokens=12):
+        ids = self.tokenizer.apply_chat_template(messages, return_tensors="pt",
+                                                 add_generation_prompt=True)
+        ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+        done = self.eager.generate(ids, max_new_tokens=tokens, do_sample=False)
+        return self.tokenizer.decode(done[0, ids.shape[1]:], skip_special_tokens=True)
+
+    def test_chat(self):
+        self.start("--kvq-format", "16bit")
+        messages = [{"role": "user", "content": "Say in many words what a cache is. " * 12}]
+        for _ in range(2):
+            answer = self.ask(messages)
+            self.assertEqual(answer, self.should(messages))
+            messages += [{"role": "assistant", "content": answer},
+                         {"role": "user", "content": "And then?"}]
+        found = self.daemon.ctl("prefix", "status")
+        self.assertEqual(sum(p["hit_tokens"] for p in found), 384)
+
+    def test_words(self):
+        """What cannot be is refused before a model is loaded."""
+        for words, text in (("--continuous-batching", "leave it out"),
+                            ("--attn-implementation=sdpa", "attention is kvq's"),
+                            ("--kvq-attention slow", "invalid choice")):
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said), self.assertRaises(SystemExit) as ended:
+                serve.parse(["model", *words.split()])
+            self.assertIn(text, said.getvalue())
+            self.assertEqual(ended.exception.code, 2)
+        ours, rest = serve.parse("model --kvq-format oscar2 --port 80".split())
+        self.assertEqual((ours.kvq_format, ours.kvq_no_reuse), ("oscar2", False))
+        self.assertEqual(rest, ["model", "--port", "80", "--device", "cpu"])
+        self.assertEqual(serve.parse(["--device=cuda"])[1], ["--device=cuda"])
+
+    def test_another_server(self):
+        """A transformers whose server has another inside."""
+        with unittest.mock.patch.dict(sys.modules,
+                                      {"transformers.cli.serving.model_manager": None}), \
+                self.assertRaises(SystemExit) as ended:
+            serve.main(["model"])
+        self.assertIn("transformers[serving]==5.23", str(ended.exception))
