@@ -67,7 +67,8 @@ class Wheel(unittest.TestCase):
         """One wheel for all versions of Python, with types and licences, and no link."""
         names = zipfile.ZipFile(self.wheel).namelist()
         self.assertRegex(os.path.basename(self.wheel), r"^kvq-[0-9.]+-py3-none-manylinux_2_")
-        for want in ("kvq/py.typed", "kvq/bin/kvqd", "kvq/bin/kvqctl", "kvq/lib/libkvq.so.0"):
+        for want in ("kvq/py.typed", "kvq/transformers/cache.py", "kvq/eval/__main__.py",
+                     "kvq/bin/kvqd", "kvq/bin/kvqctl", "kvq/lib/libkvq.so.0"):
             self.assertIn(want, names)
         for want in ("LICENSE", "NOTICE"):
             self.assertTrue(any(n.endswith("/" + want) for n in names), want)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `python -m kvq.eval`."""
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from typing import Any, Dict, List, Optional, Sequence
+
+FORMATS = "16bit,oscar4,oscar3,oscar2,kivi4,kivi2,turboquant4,kvq2"
+ABOUT = """\
+Measures what kvq's formats do to a model: perplexity, KL divergence from the same model with the
+engine's own cache, how often the likeliest token stays the same, the memory of the cache, and
+speed. Text goes through the model with the tokens that stand in it (teacher-forced), and all
+attention to the past is kvqd's; a daemon is started where none runs.
+
+MODEL is a folder with a model in it, a GGUF file, or a name of the Hugging Face hub that was
+downloaded before: nothing is downloaded here.
+
+Measurements are kept as they are made, in OUT/results.jsonl: the same command goes on where a run
+was ended. OUT/report.md and OUT/report.json are written at the end.
+"""
+END = "Exit status: 0 done, 1 something could not be measured, 2 the command line is wrong."
+
+
+def _counting(least):
+    def parse(text):
+        try:
+            n = int(text)
+        except ValueError:
+            n = least - 1
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return n
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser("python -m kvq.eval", description=ABOUT, epilog=END,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", metavar="MODEL", help="a folder, a file *.gguf, or a name of the hub")
+    p.add_argument("--formats", default=FORMATS, metavar="F,..",
+                   help="formats of kvq, each with /fast or /exact behind it if it is not to take "
+                        "the path of --attention (%(default)s)")
+    p.add_argument("--attention", choices=("exact", "fast"), default="exact",
+                   help="kvq's path of attention (%(default)s)")
+    p.add_argument("--text", metavar="FILE",
+                   help="UTF-8 text that the model has not seen in training, if possible (kvq's "
+                        "held-out text, or Python's language reference where that is not there)")
+    p.add_argument("--windows", type=_counting(1), default=2, metavar="N",
+                   help="pieces of the text, each from an empty cache (%(default)s)")
+    p.add_argument("--context", type=_counting(16), default=4096, metavar="N",
+                   help="tokens of a window (%(default)s)")
+    p.add_argument("--step", type=_counting(1), default=128, metavar="N",
+                   help="tokens of a forward (%(default)s)")
+    p.add_argument("--skip", type=_counting(0), default=0, metavar="N",
+                   help="tokens at the text's beginning that are passed over (%(default)s)")
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+                   help="of weights, and of the reference's cache (%(default)s)")
+    p.add_argument("--reference", choices=("eager", "sdpa"), default="eager",
+                   help="attention of the reference (%(default)s)")
+    p.add_argument("--threads", type=_counting(1), default=1, metavar="N",
+                   help="of PyTorch and of kvq's attention (%(default)s)")
+    p.add_argument("--together", type=_counting(1), default=6, metavar="N",
+                   help="caches that run beside the reference at a time; each takes memory, and "
+                        "the reference runs once for all of them (%(default)s)")
+    p.add_argument("--out", metavar="FOLDER",
+                   help="where results go (kvq-eval-MODEL in this folder)")
+    return p
+
+
+class Run:
+    """The parts of a run, one after the other. What they found ends in the rows."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        import kvq
+        from . import models, results, score
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(options.threads)
+        self.options, self.failures = options, score.Failures()
+        self.models = models.load(options.model, options.dtype, options.reference)
+        self.out = options.out or "kvq-eval-" + self.models.name.removesuffix(".gguf")
+        os.makedirs(self.out, exist_ok=True)
+        self.client = kvq.Client(name="kvq.eval")
+        self.results = results.Results(os.path.join(self.out, "results.jsonl"))
+        self.reference, self.sides = self.open_sides()
+
+    def open_sides(self) -> Any:
+        """The reference, and what is held against it, in the order of the table."""
+        from .sides import Format, Side
+        o = self.options
+        return Side(self.models), [
+            Format(self.models, name, path, o.threads, self.client) for name, path in o.formats]
+
+    def close(self) -> None:
+        """Closes the results and the connection."""
+        self.results.close()
+        self.client.close()
+
+    def measure(self) -> None:
+        """Everything that was asked for and is not in the results yet."""
+        from . import score, texts
+        o = self.options
+        text, self.text_name = texts.read(o.text)
+        self.windows = texts.windows(self.models.tokenizer, text, o.windows, o.context, o.skip)
+        self.names = [texts.name_of(ids) for ids in self.windows]
+        score.run(self.results, self.reference, self.sides, self.windows, self.names, o.step,
+                  o.together, self.failures)
+
+    def row(self, side: Any) -> Dict[str, Any]:
+        """What the table says of a cache."""
+        from . import report, score
+        row: Dict[str, Any] = {"name": side.name, "path": side.path, "kind": side.kind,
+                               "dtype": self.models.dtype}
+        lines = [self.results.get(score.score_key(self.reference, side, name, self.options.step))
+                 for name in self.names]
+        if all(lines):
+            row.update(report.score_of(lines))
+        if side.key in self.failures.why:
+            row["failed"] = self.failures.why[side.key]
+        return row
+
+    def report(self) -> Dict[str, Any]:
+        """The report, as report.py says."""
+        import torch
+        import transformers
+        import kvq
+        o = self.options
+        return {
+            "model": self.models.name, "machine": machine(),
+            "settings": {
+                "dtype": self.models.dtype, "attention": self.models.attention, "step": o.step,
+                "context": o.context, "windows": o.windows, "skip": o.skip, "threads": o.threads,
+                "text": self.text_name, "transformers": transformers.__version__,
+                "torch": torch.__version__, "kvq": kvq_version(kvq)},
+            "rows": [self.row(side) for side in [self.reference, *self.sides]]}
+
+    def write(self) -> None:
+        """report.json and report.md."""
+        from . import report
+        made = self.report()
+        for name, text in (("report.json", report.as_json(made)),
+                           ("report.md", report.markdown(made))):
+            with open(os.path.join(self.out, name), "w", encoding="utf-8") as file:
+                file.write(text)
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file
+                         if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} CPUs"
+
+
+def kvq_version(kvq: Any) -> str:
+    """Of the library in use."""
+    try:
+        from importlib.metadata import version
+        return version("kvq")
+    except ImportError:
+        return "from a checkout"
+
+
+def checked(p: argparse.ArgumentParser, arguments: Optional[Sequence[str]]) -> argparse.Namespace:
+    """The options, or an exit with a sentence."""
+    from .sides import parse_format
+    options = p.parse_args(arguments)
+    try:
+        options.formats = [parse_format(text, options.attention)
+                           for text in options.formats.split(",") if text]
+    except ValueError as error:
+        p.error(str(error))
+    twice = {f for f in options.formats if options.formats.count(f) > 1}
+    if twice:
+        p.error(f"{'/'.join(sorted(twice)[0])} is there twice")
+    if options.text and not os.path.isfile(options.text):
+        p.error(f"--text {options.text}: there is no such file")
+    if options.step >= options.context:
+        p.error(f"--step {options.step} has to be less than --context {options.context}")
+    return options
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Runs the command; returns its exit status."""
+    p = parser()
+    if (sys.argv[1:] if arguments is None else arguments) in (["-h"], ["--help"]):
+        p.print_help()  # without PyTorch
+        return 0
+    try:
+        import kvq.transformers
+    except ImportError as error:
+        print(f"kvq.eval: {error}", file=sys.stderr)
+        return 1
+    from .models import Failed
+    options = checked(p, arguments)
+    run = None
+    try:
+        run = Run(options)
+        run.measure()
+        run.write()
+    except (Failed, ValueError, kvq.Error) as error:
+        print(f"kvq.eval: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if run:
+            run.close()
+    print(os.path.join(run.out, "report.md"))
+    return 1 if run.failures.why else 0

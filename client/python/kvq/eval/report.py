@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, as JSON and as Markdown.
+
+The report is a dict: "model", "settings", "rows" (a dict for each cache, in the order of the
+table, with "score", and "failed" where it could not be measured) and "machine". What depends on
+the machine stands under "speed" of a row, everything else comes out the same everywhere, but for
+rounding.
+"""
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from . import stats
+from .results import array
+
+Row = Dict[str, Any]
+
+
+def score_of(lines: Sequence[Dict[str, Any]]) -> Row:
+    """"score" and "speed" of a row, from its line of each window."""
+    measured = {name: [array(line, name) for line in lines]
+                for name in ("nll", "gain", "kl", "same")}
+    largest = max(lines, key=lambda line: line["sizes"]["tokens"])
+    tokens, seconds = (sum(values) for values in zip(
+        *((line["sizes"]["tokens"], line["seconds"]) for line in lines)))
+    return {"score": {**stats.summary(**measured), "sizes": largest["sizes"]},
+            "speed": {"prefill_tokens_per_second": tokens / seconds if seconds else math.nan,
+                      "prefill_step": lines[0]["step"]}}
+
+
+# ---- Numbers in a table ----
+
+def number(x: float, digits: int = 3) -> str:
+    """With so many digits that count, and no exponent above 0.0001."""
+    if x is None or not math.isfinite(x):
+        return "-"
+    if x == 0 or abs(x) >= 10 ** digits:
+        return f"{x:,.0f}"
+    if abs(x) < 1e-4:
+        return f"{x:.1e}"
+    return f"{x:.{max(digits - 1 - math.floor(math.log10(abs(x))), 0)}f}"
+
+
+def with_error(x: float, error: float) -> str:
+    """A number and its standard error, with the error's digits."""
+    if not math.isfinite(error) or error <= 0:
+        return number(x)
+    digits = max(1 - math.floor(math.log10(error)), 0)
+    return f"{x:.{digits}f} ± {error:.{digits}f}"
+
+
+def share(x: float, digits: int = 1) -> str:
+    """In percent."""
+    return f"{100 * x:.{digits}f}%"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> List[str]:
+    """Lines of a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(x).replace("|", "\\|") for x in row) + " |"
+                    for row in rows]
+
+
+# ---- Sections ----
+
+def name_of(row: Row) -> str:
+    """How a row is called in tables."""
+    return f"`{row['name']}`" if row["kind"] != "reference" else f"{row['name']} ({row['dtype']})"
+
+
+def quality(report: Dict[str, Any]) -> List[str]:
+    """The table of perplexity and KL."""
+    rows = []
+    for row in report["rows"]:
+        if "score" not in row:
+            continue
+        s = row["score"]
+        reference = row["kind"] == "reference"
+        packed = s["sizes"].get("bits_packed")
+        rows.append([
+            name_of(row), row["path"], number(s["sizes"]["bits"]),
+            number(packed) if packed else "-", f"{s['sizes']['bytes']:,}",
+            f"{s['perplexity']:.4g}",
+            "-" if reference else with_error(s["gain"], s["gain_error"]),
+            "-" if reference else with_error(s["kl"], s["kl_error"]),
+            "-" if reference else number(s["kl_99"]),
+            "-" if reference else share(s["same_top"], 2)])
+    return [] if not rows else ["## Text", "", *table(
+        ("cache", "path", "bits a value", "packed", "KV bytes", "perplexity",
+         "log p against the reference", "KL, mean", "KL, 99%", "same top token"), rows), "",
+        _about_text(report), ""]
+
+
+def _about_text(report):
+    first = next(row["score"] for row in report["rows"] if "score" in row)
+    return (
+        f"{first['windows']} window(s), {first['tokens']:,} tokens scored, teacher-forced in steps "
+        f"of {report['settings']['step']}. Standard errors by {first['errors_by']} "
+        f"({first['clusters']} of them)"
+        + (", which depend on each other within a window: the errors are lower bounds"
+           if first["errors_by"] != "windows" else "")
+        + ". KL and log p in nats. Bits a value are the bytes that the cache took at a window's "
+        "end, those of tokens in full precision included, over the numbers of K and V that "
+        "attention can see; \"packed\" are those of a packed token alone.")
+
+
+def speeds(report: Dict[str, Any]) -> List[str]:
+    """What depends on the machine."""
+    rows = []
+    for row in report["rows"]:
+        speed = row.get("speed")
+        if speed:
+            rows.append([name_of(row), row["path"],
+                         number(speed.get("prefill_tokens_per_second", math.nan)),
+                         number(speed.get("decode_tokens_per_second", math.nan))])
+    if not rows:
+        return []
+    return ["## Speed on this machine", "", *table(
+        ("cache", "path", "prefill, tokens a second", "decoding, tokens a second"), rows), "",
+        f"{report['machine']}. The whole model, with its matrix products; caches took turns, and "
+        "what else the machine did meanwhile is in these numbers.", ""]
+
+
+def failed(report: Dict[str, Any]) -> List[str]:
+    """Rows without numbers, and why."""
+    rows = [[name_of(row), row["path"], row["failed"]] for row in report["rows"]
+            if "failed" in row]
+    return ["## Not measured", "", *table(("cache", "path", "why"), rows), ""] if rows else []
+
+
+Section = Callable[[Dict[str, Any]], List[str]]
+SECTIONS: Tuple[Section, ...] = (quality, speeds, failed)
+
+
+def markdown(report: Dict[str, Any]) -> str:
+    """The whole report as a page."""
+    s = report["settings"]
+    lines = [f"# {report['model']}", "",
+             f"Written by `python -m kvq.eval`; do not edit. Weights in {s['dtype']}; the "
+             f"reference is the engine's own cache in {s['dtype']} with {s['attention']} attention "
+             f"(transformers {s['transformers']}, PyTorch {s['torch']}), over the same weights. "
+             f"Text: {s['text']}.", ""]
+    for section in SECTIONS:
+        lines += section(report)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def without_nan(thing: Any) -> Any:
+    """The same with None for what JSON has no number for."""
+    if isinstance(thing, dict):
+        return {name: without_nan(value) for name, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [without_nan(value) for value in thing]
+    return None if isinstance(thing, float) and not math.isfinite(thing) else thing
+
+
+def as_json(report: Dict[str, Any]) -> str:
+    """The whole report as JSON."""
+    return json.dumps(without_nan(report), indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq.eval: its statistics against others' arithmetic, and the command over small models with
+random weights.
+
+    tests/eval_test.py [NAME]...
+
+Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
+kvqd is.
+"""
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+import unittest
+import unittest.mock
+
+import e2e_rig
+from e2e_rig import np
+from python_hints import faults
+from transformers_rig import Case, models  # before torch: says if it is missing
+
+import tokenizers
+import torch
+import transformers
+
+import kvq.eval
+from kvq.eval import report, results, score, sides, stats, texts
+from kvq.eval.models import Models
+
+TEXT = os.path.join(e2e_rig.ROOT, "LICENSE")
+CONTEXT, STEP = 320, 64
+
+
+class Statistics(unittest.TestCase):
+    """Means, and standard errors by clusters."""
+
+    def test_blocks_of_one_size(self):
+        """The error is that of the mean of the blocks' means."""
+        rng = np.random.default_rng(1)
+        windows = [rng.normal(size=4 * stats.BLOCK) for _ in range(2)]
+        middle, error = stats.mean(windows)
+        blocks = np.concatenate(windows).reshape(-1, stats.BLOCK).mean(1)
+        self.assertAlmostEqual(middle, blocks.mean(), places=12)
+        self.assertAlmostEqual(error, blocks.std(ddof=1) / math.sqrt(len(blocks)), places=12)
+
+    def test_windows_are_the_clusters_where_there_are_many(self):
+        """What all tokens of a window share does not average out within it."""
+        rng = np.random.default_rng(2)
+        shared = rng.normal(size=16)
+        windows = [s + 0.1 * rng.normal(size=1000) for s in shared]
+        _, error = stats.mean(windows)
+        self.assertAlmostEqual(error, shared.std(ddof=1) / 4, delta=0.01)
+        naive = np.concatenate(windows).std(ddof=1) / math.sqrt(16000)
+        self.assertGreater(error, 20 * naive)
+
+    def test_clusters_of_several_sizes(self):
+        """Every token counts the same; the error is near what drawing clusters again gives."""
+        rng = np.random.default_rng(3)
+        windows = [rng.normal(rng.normal(), 1, size=n) for n in rng.integers(20, 400, size=40)]
+        middle, error = stats.mean(windows)
+        self.assertAlmostEqual(middle, np.concatenate(windows).mean(), places=12)
+        drawn = [np.concatenate([windows[i] for i in rng.integers(0, 40, size=40)]).mean()
+                 for _ in range(2000)]
+        self.assertAlmostEqual(error, np.std(drawn), delta=0.15 * error)
+
+    def test_one_cluster_has_no_error(self):
+        middle, error = stats.mean([np.ones(5)])
+        self.assertEqual((middle, math.isnan(error)), (1, True))
+
+    def test_summary(self):
+        kl = [np.arange(1, 201) / 100.0, np.zeros(100)]
+        told = stats.summary([np.full(200, 2.0), np.full(100, 5.0)],
+                             [np.full(200, -0.5), np.zeros(100)], kl,
+                             [np.arange(200) < 150, np.ones(100, bool)])
+        self.assertAlmostEqual(told["perplexity"], math.exp(3), places=9)
+        self.assertAlmostEqual(told["gain"], -1 / 3, places=12)
+        self.assertAlmostEqual(told["kl"], sum(range(1, 201)) / 100 / 300, places=12)
+        self.assertAlmostEqual(told["kl_99"], 1.9701, places=9)  # of 300 numbers, not of windows
+        self.assertAlmostEqual(told["same_top"], 250 / 300, places=12)
+        self.assertEqual((told["tokens"], told["windows"], told["clusters"]), (300, 2, 3))
+        self.assertEqual(told["errors_by"], "blocks of 128 tokens")
+
+
+class Kept(unittest.TestCase):
+    """The file that measurements are kept in."""
+
+    def test_a_line_that_was_cut(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "results.jsonl")
+            kept = results.Results(path)
+            kept.put("a", {"kl": results.rounded([1 / 3, 1e-9])})
+            kept.put("b", {"same": "0110"})
+            kept.close()
+            with open(path, "r+", encoding="utf-8") as file:
+                file.truncate(os.path.getsize(path) - 5)
+            kept = results.Results(path)
+            self.assertEqual(list(kept.lines), ["a"])
+            kept.put("b", {"same": "0110"})
+            kept.close()
+            kept = results.Results(path)
+            kept.close()
+        self.assertEqual(results.array(kept.get("a"), "kl").tolist(), [0.3333333, 1e-9])
+        self.assertEqual(results.array(kept.get("b"), "same").tolist(), [False, True, True, False])
+
+    def test_numbers_in_tables(self):
+        self.assertEqual([report.number(x) for x in (0, 1234.5, 12.34, 0.01234, 2.5e-7, math.nan)],
+                         ["0", "1,234", "12.3", "0.0123", "2.5e-07", "-"])
+        self.assertEqual(report.with_error(-0.012345, 0.00067), "-0.01235 ± 0.00067")
+
+
+def alphabet(folder):
+    """A tokenizer whose tokens are the bytes."""
+    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    made.save_pretrained(folder)
+    return made
+
+
+class Command(Case):
+    """python -m kvq.eval over a model in a folder."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory(prefix="kvq-eval-")
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.tokenizer = alphabet(cls.path("model"))
+        models("llama")[0].save_pretrained(cls.path("model"))
+        cls.both = Models(models("llama")[0], cls.tokenizer, "llama")
+
+    @classmethod
+    def path(cls, *names):
+        return os.path.join(cls.folder.name, *names)
+
+    def command(self, out, *more, status=0, model=None):
+        """Runs it; the report."""
+        said, errors = io.StringIO(), io.StringIO()
+        arguments = [model or self.path("model"), "--text", TEXT, "--context", str(CONTEXT),
+                     "--step", str(STEP), "--out", self.path(out), *more]
+        with unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory), \
+                contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+            try:
+                got = kvq.eval.main(arguments)
+            except SystemExit as ended:
+                got = ended.code
+        torch.set_grad_enabled(False)
+        self.assertEqual(got, status, errors.getvalue())
+        self.said = errors.getvalue()
+        if status == 2 or not os.path.exists(self.path(out, "report.json")):
+            return None
+        with open(self.path(out, "report.json"), encoding="utf-8") as file:
+            return json.load(file)
+
+    def rows(self, made):
+        return {row["name"] + "/" + row["path"]: row for row in made["rows"]}
+
+    def test_scores(self):
+        """The reference's perplexity is the model's; f16 is the reference; fewer bits are farther
+        away, on both paths."""
+        rows = self.rows(self.command(
+            "scores", "--formats", "f16,oscar4,oscar2,oscar2/fast", "--windows", "2"))
+        with open(TEXT, encoding="utf-8") as file:
+            ids = self.tokenizer(file.read())["input_ids"][:2 * CONTEXT]
+        losses = []
+        for at in (0, CONTEXT):
+            window = torch.tensor([ids[at:at + CONTEXT]])
+            logits = models("llama")[0](window).logits[0, :-1].double()
+            losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:]))
+        reference = rows["reference/engine"]["score"]
+        self.assertAlmostEqual(reference["perplexity"], float(torch.stack(losses).mean().exp()),
+                               delta=1e-4 * reference["perplexity"])
+        self.assertEqual((reference["kl"], reference["gain"], reference["same_top"]), (0, 0, 1))
+        self.assertEqual(reference["tokens"], 2 * (CONTEXT - 1))
+        self.assertEqual(reference["sizes"]["bits"], 32)
+        f16, four, two, fast = (rows[name]["score"] for name in (
+            "f16/exact", "oscar4/exact", "oscar2/exact", "oscar2/fast"))
+        self.assertLess(f16["kl"], 1e-6)
+        self.assertGreater(f16["same_top"], 0.99)
+        self.assertAlmostEqual(f16["perplexity"], reference["perplexity"],
+                               delta=1e-4 * reference["perplexity"])
+        self.assertLess(30 * f16["kl"], four["kl"])
+        self.assertLess(3 * four["kl"], two["kl"])
+        self.assertLess(two["kl"], two["kl_99"])
+        self.assertLess(two["kl_99"], two["kl_max"])
+        self.assertNotEqual(two["kl"], fast["kl"])
+        self.assertEqual(fast["sizes"]["attention"], "fast")
+        self.assertAlmostEqual(fast["kl"], two["kl"], delta=0.3 * two["kl"])
+        self.assertAlmostEqual(two["sizes"]["bits_packed"], 3.125)
+        self.assertEqual(two["sizes"]["in_full"], CONTEXT % 128)
+
+    def test_kl(self):
+        """Against NumPy in double precision."""
+        rng = np.random.default_rng(5)
+        want, have = (rng.normal(0, 3, size=(37, 50)).astype(np.float32) for _ in range(2))
+        have[:9] = want[:9]
+        next_ids = rng.integers(0, 50, size=37)
+        got = score.compare(*(torch.from_numpy(x) for x in (want, have, next_ids)))
+        log_p, log_q = (x - np.log(np.exp(x).sum(1, keepdims=True))
+                        for x in (want.astype(np.float64), have.astype(np.float64)))
+        at = np.arange(37), next_ids
+        for name, numbers in (("kl", (np.exp(log_p) * (log_p - log_q)).sum(1)),
+                              ("nll", -log_q[at]), ("gain", log_q[at] - log_p[at]),
+                              ("same", log_p.argmax(1) == log_q.argmax(1))):
+            np.testing.assert_allclose(got[name], numbers, rtol=1e-9, atol=1e-12, err_msg=name)
+
+    def test_goes_on(self):
+        """A run that was ended says the same in the end as one that was not."""
+        arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
+        whole = self.command("whole", *arguments)
+        with open(self.path("whole", "results.jsonl"), encoding="utf-8") as file:
+            lines = file.readlines()
+        self.assertEqual(len(lines), 3 * 3)
+        os.mkdir(self.path("ended"))
+        with open(self.path("ended", "results.jsonl"), "w", encoding="utf-8") as file:
+            file.write("".join(lines[:4]) + lines[4][:len(lines[4]) // 2])
+        again = self.command("ended", *arguments)
+        self.assertIn("window 2", self.said)
+        self.assertNotIn("window 1", self.said)
+        for made in (whole, again):
+            for row in made["rows"]:
+                del row["speed"]
+        self.assertEqual(whole, again)
+        self.command("ended", *arguments)
+        self.assertNotIn("window", self.said, "it was measured once more")
+
+    def test_other_settings_are_other_measurements(self):
+        first = self.command("settings", "--formats", "oscar2", "--windows", "1")
+        other = self.command("settings", "--formats", "oscar2", "--windows", "1", "--skip", "50")
+        self.assertIn("window 1", self.said)
+        self.assertNotEqual(*(self.rows(x)["oscar2/exact"]["score"]["kl"] for x in (first, other)))
+
+    def test_what_fails_is_told(self):
+        """A format that cannot be measured has a row that says why; the others have numbers."""
+        rows = self.rows(self.command("failing", "--formats", "oscar9,vecinfer-2,oscar4",
+                                      "--windows", "1", status=1))
+        self.assertIn("oscar9", rows["oscar9/exact"]["failed"])
+        self.assertIn("codebook", rows["vecinfer-2/exact"]["failed"])
+        self.assertIn("score", rows["oscar4/exact"])
+        with open(self.path("failing", "report.md"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("## Not measured", page)
+        self.assertRegex(page, r"\| `oscar9` \| exact \| .*oscar9")
+
+    def test_the_page(self):
+        """Every table has as many cells in each line; exact and fast are told apart; speeds have a
+        section of their own."""
+        self.command("page", "--formats", "oscar4,oscar2/fast", "--windows", "1")
+        with open(self.path("page", "report.md"), encoding="utf-8") as file:
+            text, speeds = file.read().split("## Speed")
+        for part in (text, speeds):
+            table = [line for line in part.split("\n") if line.startswith("|")]
+            self.assertEqual(len(table), 5)
+            self.assertEqual(len({line.count("|") for line in table}), 1)
+        self.assertNotIn("a second |", text)
+        self.assertIn("| `oscar2` | fast |", text)
+        self.assertIn("lower bounds", text)
+
+    def test_bad_arguments(self):
+        for words, arguments in (
+                ("no format", ("--formats", "oscar4/quick")),
+                ("there twice", ("--formats", "oscar4,oscar4/exact")),
+                ("no such file", ("--text", "/nowhere/at.all")),
+                ("less than --context", ("--step", str(CONTEXT))),
+                ("whole number from 1", ("--windows", "0")),
+                ("whole number from 1", ("--threads", "many"))):
+            self.command("bad", *arguments, status=2)
+            self.assertIn(words, self.said)
+        for words, arguments, model in (
+                ("fewer --windows", ("--windows", "999"), None),
+                ("no such file", (), self.path("none.gguf")),
+                ("no such folder", (), self.path("none")),
+                ("cannot be loaded", (), self.path())):
+            self.command("bad", *arguments, status=1, model=model)
+            self.assertIn(words, self.said)
+
+    def test_models_that_are_not_served(self):
+        """Are refused with the sentence of kvq.transformers."""
+        config = transformers.LlamaConfig(
+            hidden_size=320, num_attention_heads=1, num_key_value_heads=1, head_dim=320,
+            intermediate_size=64, num_hidden_layers=1, vocab_size=256)
+        transformers.LlamaForCausalLM(config).save_pretrained(self.path("large"))
+        alphabet(self.path("large"))
+        self.command("large-out", status=1, model=self.path("large"))
+        self.assertIn("320 dimensions; up to 256 are served", self.said)
+
+    def test_weights_are_there_once(self):
+        """Both models are over the same parameters."""
+        for one, other in zip(self.both.reference.parameters(), self.both.over_kvq.parameters()):
+            self.assertEqual(one.data_ptr(), other.data_ptr())
+        self.assertEqual(self.both.reference.config._attn_implementation, "eager")
+        self.assertEqual(self.both.over_kvq.config._attn_implementation, "kvq")
+
+    def test_windows_count_what_is_seen(self):
+        """Bits a value are of the numbers that attention can see: layers with a sliding window
+        have no more than that."""
+        both = Models(models("gemma2")[0], self.tokenizer, "gemma2")
+        full, slid = sum(not w for w in both.table.windows), sum(map(bool, both.table.windows))
+        self.assertTrue(full and slid)
+        self.assertEqual(both.values_at(1000), 2 * 2 * 64 * (1000 * full + 16 * slid))
+        self.assertEqual(both.values_at(10), 2 * 2 * 64 * 10 * (full + slid))
+
+    def test_beginning(self):
+        """<bos> stands before each window where the tokenizer puts it before a text."""
+        text = "some words of a text that has enough of them"
+        plain = texts.windows(self.tokenizer, text, 2, 16)
+        self.assertEqual(plain[0] + plain[1], self.tokenizer(text)["input_ids"][:32])
+        made = unittest.mock.Mock(bos_token_id=1)
+        made.side_effect = lambda t, add_special_tokens=True, **_: {
+            "input_ids": [1] * add_special_tokens + [ord(c) for c in t]}
+        with_bos = texts.windows(made, text, 2, 16, skip=3)
+        self.assertEqual([w[0] for w in with_bos], [1, 1])
+        self.assertEqual("".join(map(chr, with_bos[0][1:] + with_bos[1][1:])), text[3:33])
+
+
+class Hints(unittest.TestCase):
+    def test_everything_public_has_hints(self):
+        self.assertEqual(faults(kvq.eval), [])
+
+
+SUITES = [Statistics, Kept, Command, Hints]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(e2e_rig.run(SUITES, __doc__))
