@@ -28,7 +28,8 @@ import torch
 import transformers
 
 import kvq.eval
-from kvq.eval import report, results, score, sides, stats, texts
+from kvq.eval import report, results, score, stats, texts
+from kvq.eval.controls import Dropped, Int2, rounded
 from kvq.eval.models import Models
 
 TEXT = os.path.join(e2e_rig.ROOT, "LICENSE")
@@ -144,7 +145,8 @@ class Command(Case):
         """Runs it; the report."""
         said, errors = io.StringIO(), io.StringIO()
         arguments = [model or self.path("model"), "--text", TEXT, "--context", str(CONTEXT),
-                     "--step", str(STEP), "--out", self.path(out), *more]
+                     "--step", str(STEP), "--out", self.path(out), "--controls", "", "--peers", "",
+                     *more]
         with unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory), \
                 contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
             try:
@@ -211,6 +213,64 @@ class Command(Case):
                               ("same", log_p.argmax(1) == log_q.argmax(1))):
             np.testing.assert_allclose(got[name], numbers, rtol=1e-9, atol=1e-12, err_msg=name)
 
+    def test_controls(self):
+        """Formats have to be better than what needs no format."""
+        rows = self.rows(self.command("controls", "--formats", "oscar4,oscar2", "--windows", "1",
+                                      "--controls", "dropped,int2-token"))
+        four, two, gone, int2 = (rows[name]["score"] for name in (
+            "oscar4/exact", "oscar2/exact", "dropped/engine", "int2-token/engine"))
+        self.assertLess(5 * two["kl"], gone["kl"])
+        self.assertLess(5 * four["kl"], int2["kl"])
+        self.assertLess(int2["kl"], gone["kl"])
+        self.assertEqual([x["sizes"]["in_full"] for x in (gone, int2, two)], [CONTEXT % 128] * 3)
+        self.assertAlmostEqual(gone["sizes"]["bits"], 32 * (CONTEXT % 128) / CONTEXT)
+        self.assertAlmostEqual(int2["sizes"]["bits_packed"], 2.5)
+
+    def test_dropped(self):
+        """As with a mask of one's own, of the whole window in one forward."""
+        ids = torch.arange(CONTEXT) * 7 % 256
+        side = Dropped(self.both, "dropped")
+        side.begin()
+        got = torch.cat([side.forward(ids[at:at + STEP]) for at in range(0, CONTEXT, STEP)])
+        at = torch.arange(CONTEXT)
+        first = at // STEP * STEP // 128 * 128  # of what a token sees
+        seen = (at <= at[:, None]) & (at >= first[:, None])
+        mask = torch.zeros(CONTEXT, CONTEXT).masked_fill(~seen, torch.finfo(torch.float32).min)
+        want = models("llama")[0](ids[None], attention_mask=mask[None, None]).logits[0]
+        self.same_logits(want, got, 1e-4)
+        self.assertGreater(float((want[-1] - models("llama")[0](ids[None]).logits[0, -1]).abs()
+                                 .max()), 0.05, "nothing was dropped")
+
+    def test_int2(self):
+        """Whole units of 128 tokens have 4 values a head and token; the rest is as it came."""
+        side = Int2(self.both, "int2-token")
+        side.begin()
+        for n in (100, 100, 100):
+            side.forward(torch.arange(n))
+            before = [layer.keys.clone() for layer in side.cache.layers]
+        side.forward(torch.arange(1))
+        for old, layer in zip(before, side.cache.layers):
+            self.assertTrue(torch.equal(layer.keys[:, :, 256:300], old[:, :, 256:]))
+            for row in layer.keys[0, :, :256].reshape(-1, 64):
+                self.assertLessEqual(len(row.unique()), 4)
+            self.assertEqual(len(layer.keys[0, 0, 256].unique()), 64)
+        x = torch.tensor([[0.0, 0.9, 1.1, 2.4, 3.0], [5.0] * 5])
+        self.assertEqual(rounded(x).tolist(), [[0, 1, 1, 2, 3], [5] * 5])
+
+    def test_peers(self):
+        """With numbers where their package is installed, with a row that says so where not."""
+        rows = self.rows(self.command("peers", "--formats", "", "--windows", "1", "--peers",
+                                      "quanto4,quanto2,hqq4,hqq2"))
+        for backend, package in (("quanto", "optimum-quanto"), ("hqq", "hqq")):
+            four, two = (rows[f"{backend}{bits}/engine"] for bits in (4, 2))
+            if "failed" in four:
+                self.assertIn(f"pip install {package}", four["failed"])
+                self.assertNotIn("score", four)
+                continue
+            self.assertLess(3 * four["score"]["kl"], two["score"]["kl"])
+            self.assertLess(two["score"]["sizes"]["bits"], four["score"]["sizes"]["bits"])
+            self.assertLess(four["score"]["sizes"]["bits"], 8)
+
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
         arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
@@ -267,6 +327,9 @@ class Command(Case):
         for words, arguments in (
                 ("no format", ("--formats", "oscar4/quick")),
                 ("there twice", ("--formats", "oscar4,oscar4/exact")),
+                ("there twice", ("--controls", "dropped,dropped")),
+                ("no control; known are dropped", ("--controls", "lost")),
+                ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),
                 ("no such file", ("--text", "/nowhere/at.all")),
                 ("less than --context", ("--step", str(CONTEXT))),
                 ("whole number from 1", ("--windows", "0")),

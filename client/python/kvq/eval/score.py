@@ -4,7 +4,7 @@ are held than a step has."""
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence, Set
 
 import torch
 
@@ -49,6 +49,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.why: Dict[str, str] = {}
+        self.absent: Set[str] = set()  # of them, those whose packages are not installed
 
     def attempt(self, side: Side, what: Callable[[], Any]) -> Any:
         """What the side does, or None if it has failed, now or before."""
@@ -59,6 +60,8 @@ class Failures:
         except (kvq.Error, Failed, NotImplementedError, ImportError, RuntimeError, ValueError
                 ) as error:
             self.why[side.key] = " ".join(str(error).split())
+            if isinstance(error, ImportError):
+                self.absent.add(side.key)
             say(f"  {side.key}: {self.why[side.key]}")
             side.end()
             return None
