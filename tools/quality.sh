@@ -6,7 +6,7 @@
 #
 #     tools/quality.sh                everything; about a quarter of an hour on two idle CPUs
 #     tools/quality.sh --quick        less text, fewer formats; a few minutes
-#     tools/quality.sh --long         more seeds, more text, larger codebooks; over an hour
+#     tools/quality.sh --long         more seeds, more text, larger codebooks; over two hours
 #     tools/quality.sh --model DIR --text FILE     the same for another checkpoint
 #
 # Measurements are kept in a results file (--results FILE) as they are made: a run that was ended
@@ -65,7 +65,7 @@ if [ -n "$quick" ]; then
 else
     results=${results:-$kept/$(basename "$model").jsonl}
     sizes=vecinfer-1,vecinfer-4,million-2,vecinfer-d2b4,vecinfer-d4b6,vecinfer-d2b3
-    sizes=$sizes${long:+,vecinfer-1.5,vecinfer-3,million-3}
+    sizes=$sizes${long:+,vecinfer-1.5,vecinfer-3,vecinfer-d8b16,million-3}
     [ -z "$methods" ] || asked=$methods books='' sizes=''
     methods=${methods:-all,$claims,$more}
     variants='1 10 30' seeds=1 queries=8 tokens=2112 bytes=8192 count=3
