@@ -22,11 +22,12 @@ patience=3
 
 # step SECONDS COMMAND...: runs it with a limit, output to the log. Its exit status is returned.
 step() {
-    local limit=$(($1 * patience)) status
+    local limit=$(($1 * patience)) status began=$SECONDS
     shift
     echo "\$ $*" >>"$(log_file)"
     timeout -k 10 "$limit" "$@" >>"$(log_file)" 2>&1
     status=$?
+    echo "took $((SECONDS - began)) s" >>"$(log_file)"
     [ $status = 124 ] && echo "stopped: it ran past its $limit seconds" >>"$(log_file)"
     return $status
 }
@@ -230,11 +231,20 @@ same_traces() {
     done
 }
 
-# Under --full the slow ones as well.
+# Under --full the slow ones as well. Without them, only what the fast ones need is built: programs,
+# tests of these names, and test_soft_order, which several of them run.
 part_asan() {
-    local which=(-L fast)
-    [ $full = 1 ] && which=()
-    build asan || return
+    local which=(-L fast) targets=()
+    if [ $full = 1 ]; then
+        which=()
+    else
+        step 120 cmake --preset asan
+        mapfile -t targets < <(comm -12 <(cmake --build build/asan --target help |
+            sed -n 's/^\.\.\. \([a-z0-9_]*\).*/\1/p' | sort -u) <(ctest --test-dir build/asan \
+            -N -L fast | sed -n 's/^ *Test *#[0-9]*: //p' | sort -u))
+        targets+=(kvqd kvqctl kvq kvq-bench kvq-run kvq_soft_driver test_soft_order)
+    fi
+    build asan "${targets[@]}" || return
     ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
         run_ctest asan $((full ? 3600 : 1200)) "${which[@]}"
     same_traces asan
