@@ -28,9 +28,10 @@ import torch
 import transformers
 
 import kvq.eval
-from kvq.eval import report, results, score, stats, texts
+from kvq.eval import answers, needles, report, results, score, stats, texts
 from kvq.eval.controls import Dropped, Int2, rounded
 from kvq.eval.models import Models
+from kvq.eval.sides import Format, Side
 
 TEXT = os.path.join(e2e_rig.ROOT, "LICENSE")
 CONTEXT, STEP = 320, 64
@@ -111,6 +112,7 @@ class Kept(unittest.TestCase):
         self.assertEqual([report.number(x) for x in (0, 1234.5, 12.34, 0.01234, 2.5e-7, math.nan)],
                          ["0", "1,234", "12.3", "0.0123", "2.5e-07", "-"])
         self.assertEqual(report.with_error(-0.012345, 0.00067), "-0.01235 ± 0.00067")
+        self.assertEqual(report.with_error(4.08e-7, 3.14e-8), "4.1e-07 ± 3.1e-08")
 
 
 def alphabet(folder):
@@ -146,7 +148,7 @@ class Command(Case):
         said, errors = io.StringIO(), io.StringIO()
         arguments = [model or self.path("model"), "--text", TEXT, "--context", str(CONTEXT),
                      "--step", str(STEP), "--out", self.path(out), "--controls", "", "--peers", "",
-                     *more]
+                     "--needles", "0", "--answers", "0", *more]
         with unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory), \
                 contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
             try:
@@ -271,6 +273,83 @@ class Command(Case):
             self.assertLess(two["score"]["sizes"]["bits"], four["score"]["sizes"]["bits"])
             self.assertLess(four["score"]["sizes"]["bits"], 8)
 
+    def test_needles(self):
+        """An item holds its needle at its distance; what is told is what the logits say."""
+        with open(TEXT, encoding="utf-8") as file:
+            text = file.read()
+        items = needles.make(self.tokenizer, text, (100, 300), 2)
+        self.assertEqual(items, needles.make(self.tokenizer, text, (100, 300), 2))
+        self.assertEqual([item["distance"] for item in items], [100, 100, 300, 300])
+        for item in items:
+            words = self.tokenizer.decode(item["prompt"])
+            answer = self.tokenizer.decode(item["answer"])
+            question = words[words.rindex("\n\nThe secret number of "):]
+            self.assertTrue(words.endswith(question))
+            at = words.index(question + answer + ".\n\n") + len(question)
+            self.assertEqual(len(words) - at, item["distance"])
+            self.assertEqual(at - len(question), needles.LEAD)
+        item = items[3]
+        logits = models("llama")[0](torch.tensor([item["prompt"] + item["answer"]])).logits[0]
+        told = logits[len(item["prompt"]) - 1:-1].double().log_softmax(-1)
+        bits = -sum(float(told[i, t]) for i, t in enumerate(item["answer"])) / math.log(2)
+        side = Side(self.both)
+        self.assertAlmostEqual(needles.ask(side, item, STEP)["bits"], bits, delta=1e-4 * bits)
+        item["answer"] = [int(told[0].argmax()), int(told[1].argmin())]
+        self.assertEqual(needles.ask(side, item, STEP)["right"], "10")
+        self.assertEqual(needles.ask(side, item, STEP)["outside"], 0)
+        four = needles.ask(Format(self.both, "oscar4", "exact", client=self.client), item, STEP)
+        n = len(item["prompt"]) - 1
+        self.assertAlmostEqual(four["outside"], n // 128 * 128 / n, places=6)
+
+    def test_recall(self):
+        """By distance, and by what is outside; an item is right if all its tokens are."""
+        lines = [{"distance": d, "right": right, "bits": bits, "outside": outside}
+                 for d, right, bits, outside in ((64, "11", 1.0, 0), (64, "10", 3.0, 0.5),
+                                                 (256, "11", 2.0, 0.51), (256, "11", 4.0, 1.0))]
+        told = needles.summary(lines)
+        self.assertEqual([(g["distance"], g["right"], g["tokens"], g["bits"])
+                          for g in told["by_distance"]], [(64, 0.5, 0.75, 2), (256, 1, 1, 3)])
+        self.assertEqual([(g["outside"], g["items"], g["right"]) for g in told["by_outside"]],
+                         [("0%", 1, 1), ("up to 50%", 1, 0), ("50 to 90%", 1, 1),
+                          ("90 to 100%", 1, 1)])
+
+    def test_answers(self):
+        """The reference says what generate() says; others are followed to where they part."""
+        prompt = [int(x) for x in torch.arange(200) * 7 % 256]
+        side = Side(self.both)
+        said = answers.answer(side, prompt, 40, STEP)["said"]
+        want = models("llama")[0].generate(torch.tensor([prompt]), max_new_tokens=40,
+                                           do_sample=False, attention_mask=torch.ones(1, 200))
+        self.assertEqual(said, want[0, 200:].tolist())
+        like = said[:7] + [said[7] ^ 1] + said[8:]
+        short = answers.answer(side, prompt, 40, STEP, like)
+        self.assertEqual(len(short["said"]), answers.TIMED + 1)
+        self.assertEqual(answers.same(short["said"], like), 7)
+        self.assertEqual(answers.same(said, said), 40)
+        told = answers.summary([{"same": n, "tokens": 40} for n in (40, 7, 10)])
+        self.assertEqual((told["same"], told["median"], told["whole"]), (19, 10, 1))
+        self.assertAlmostEqual(told["same_error"], np.std([40, 7, 10], ddof=1) / math.sqrt(3))
+
+    def test_all_parts(self):
+        """Needles and answers in the report, and taken up again from what is kept."""
+        arguments = ("--formats", "f16,oscar2", "--windows", "1", "--needles", "2", "--distances",
+                     "100,300", "--answers", "2", "--answer-tokens", "20", "--prompt", "200")
+        made = self.command("parts", *arguments)
+        rows = self.rows(made)
+        for row in rows.values():
+            self.assertEqual([g["items"] for g in row["needles"]["by_distance"]], [2, 2])
+            self.assertGreater(row["speed"]["decode_tokens_per_second"], 0)
+        self.assertEqual(rows["f16/exact"]["answers"]["same"], 20)
+        self.assertEqual(rows["f16/exact"]["needles"]["by_outside"][0]["outside"], "0%")
+        self.assertEqual([g["outside"] for g in rows["oscar2/exact"]["needles"]["by_outside"]],
+                         ["50 to 90%", "90 to 100%"])
+        with open(self.path("parts", "report.md"), encoding="utf-8") as file:
+            page = file.read()
+        for words in ("## Needles", "300 tokens away", "50 to 90% outside", "## Long answers"):
+            self.assertIn(words, page)
+        self.assertEqual(self.command("parts", *arguments), made)
+        self.assertNotRegex(self.said, "window|needles|answer", "something was measured again")
+
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
         arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
@@ -328,6 +407,7 @@ class Command(Case):
                 ("no format", ("--formats", "oscar4/quick")),
                 ("there twice", ("--formats", "oscar4,oscar4/exact")),
                 ("there twice", ("--controls", "dropped,dropped")),
+                ("tokens, as in", ("--distances", "64,far")),
                 ("no control; known are dropped", ("--controls", "lost")),
                 ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),
                 ("no such file", ("--text", "/nowhere/at.all")),

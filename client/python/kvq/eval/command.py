@@ -6,14 +6,15 @@ import argparse
 import os
 import platform
 import sys
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 FORMATS = "16bit,oscar4,oscar3,oscar2,kivi4,kivi2,turboquant4,kvq2"
 ABOUT = """\
 Measures what kvq's formats do to a model: perplexity, KL divergence from the same model with the
-engine's own cache, how often the likeliest token stays the same, the memory of the cache, and
-speed. Text goes through the model with the tokens that stand in it (teacher-forced), and all
-attention to the past is kvqd's; a daemon is started where none runs.
+engine's own cache, how often the likeliest token stays the same, whether facts are found again
+(needles), how long greedy answers stay the same, the memory of the cache, and speed. Text goes
+through the model with the tokens that stand in it (teacher-forced), and all attention to the past
+is kvqd's; a daemon is started where none runs.
 
 MODEL is a folder with a model in it, a GGUF file, or a name of the Hugging Face hub that was
 downloaded before: nothing is downloaded here.
@@ -65,6 +66,17 @@ def parser() -> argparse.ArgumentParser:
                    help="tokens of a forward (%(default)s)")
     p.add_argument("--skip", type=_counting(0), default=0, metavar="N",
                    help="tokens at the text's beginning that are passed over (%(default)s)")
+    p.add_argument("--needles", type=_counting(0), default=8, metavar="N",
+                   help="sentences to be found again, at each distance; 0: none (%(default)s)")
+    p.add_argument("--distances", default="64,256,1024,3072", metavar="N,..",
+                   help="of needles, in tokens (%(default)s)")
+    p.add_argument("--answers", type=_counting(0), default=4, metavar="N",
+                   help="pieces of the text that are gone on with greedily, to see how long a "
+                        "cache says what the reference says, and how fast; 0: none (%(default)s)")
+    p.add_argument("--answer-tokens", type=_counting(2), default=128, metavar="N",
+                   help="of an answer (%(default)s)")
+    p.add_argument("--prompt", type=_counting(16), default=1024, metavar="N",
+                   help="tokens before an answer (%(default)s)")
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
                    help="of weights, and of the reference's cache (%(default)s)")
     p.add_argument("--reference", choices=("eager", "sdpa"), default="eager",
@@ -115,23 +127,41 @@ class Run:
 
     def measure(self) -> None:
         """Everything that was asked for and is not in the results yet."""
-        from . import score, texts
-        o = self.options
+        from . import answers, needles, score, texts
+        o, tokenizer = self.options, self.models.tokenizer
         text, self.text_name = texts.read(o.text)
-        self.windows = texts.windows(self.models.tokenizer, text, o.windows, o.context, o.skip)
+        self.windows = texts.windows(tokenizer, text, o.windows, o.context, o.skip)
         self.names = [texts.name_of(ids) for ids in self.windows]
+        self.items = needles.make(tokenizer, text, o.distances, o.needles)
+        self.prompts = texts.windows(tokenizer, text, o.answers, o.prompt, o.skip)
         score.run(self.results, self.reference, self.sides, self.windows, self.names, o.step,
                   o.together, self.failures)
+        every = [self.reference, *self.sides]
+        needles.run(self.results, every, self.items, o.step, self.failures)
+        answers.run(self.results, every, self.prompts, o.answer_tokens, o.step, self.failures)
+
+    def found(self, keys: Iterable[str]) -> List[Dict[str, Any]]:
+        """The lines of these keys; none where one of them is missing."""
+        lines = [self.results.get(key) for key in keys]
+        return [line for line in lines if line] if all(lines) else []
 
     def row(self, side: Any) -> Dict[str, Any]:
         """What the table says of a cache."""
-        from . import report, score
+        from . import answers, needles, report, score
+        reference, step = self.reference, self.options.step
         row: Dict[str, Any] = {"name": side.name, "path": side.path, "kind": side.kind,
                                "dtype": self.models.dtype}
-        lines = [self.results.get(score.score_key(self.reference, side, name, self.options.step))
-                 for name in self.names]
-        if all(lines):
+        lines = self.found(score.score_key(reference, side, name, step) for name in self.names)
+        if lines:
             row.update(report.score_of(lines))
+        lines = self.found(needles.needle_key(reference, side, item, step) for item in self.items)
+        if lines:
+            row["needles"] = needles.summary(lines)
+        lines = self.found(answers.answer_key(reference, side, prompt, self.options.answer_tokens,
+                                              step) for prompt in self.prompts)
+        if lines:
+            row["answers"] = answers.summary(lines)
+            row.setdefault("speed", {}).update(answers.speed(lines))
         if side.key in self.failures.why:
             row["failed"] = self.failures.why[side.key]
         return row
@@ -147,6 +177,7 @@ class Run:
             "settings": {
                 "dtype": self.models.dtype, "attention": self.models.attention, "step": o.step,
                 "context": o.context, "windows": o.windows, "skip": o.skip, "threads": o.threads,
+                "prompt": o.prompt, "distances": o.distances, "needles": o.needles,
                 "text": self.text_name, "transformers": transformers.__version__,
                 "torch": torch.__version__, "kvq": kvq_version(kvq)},
             "rows": [self.row(side) for side in [self.reference, *self.sides]]}
@@ -200,6 +231,9 @@ def checked(p: argparse.ArgumentParser, arguments: Optional[Sequence[str]]) -> a
             parse(name)
     except ValueError as error:
         p.error(str(error))
+    if not all(n.isdigit() and int(n) for n in _list(options.distances)):
+        p.error(f"--distances {options.distances}: tokens, as in 64,1024")
+    options.distances = [int(n) for n in _list(options.distances)]
     for name in options.controls:
         if name not in CONTROLS:
             p.error(f"{name!r} is no control; known are {', '.join(CONTROLS)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from . import stats
@@ -47,6 +48,8 @@ def with_error(x: float, error: float) -> str:
     """A number and its standard error, with the error's digits."""
     if not math.isfinite(error) or error <= 0:
         return number(x)
+    if error < 1e-6:
+        return f"{x:.1e} ± {error:.1e}"
     digits = max(1 - math.floor(math.log10(error)), 0)
     return f"{x:.{digits}f} ± {error:.{digits}f}"
 
@@ -106,6 +109,47 @@ def _about_text(report):
         "attention can see; \"packed\" are those of a packed token alone.")
 
 
+def needles(report: Dict[str, Any]) -> List[str]:
+    """Recall by distance, and by what part of the cache is not in full."""
+    rows = [row for row in report["rows"] if "needles" in row]
+    if not rows:
+        return []
+    lines = ["## Needles", ""]
+    for by, name, head in (("by_distance", "distance", "{:,} tokens away"),
+                           ("by_outside", "outside", "{} outside")):
+        groups = list(dict.fromkeys(g[name] for row in rows for g in row["needles"][by]))
+        if by == "by_outside":
+            groups.sort(key=lambda g: int(re.findall(r"[0-9]+", g)[-1]))
+        cells = []
+        for row in rows:
+            found = {g[name]: g for g in row["needles"][by]}
+            cells.append([name_of(row), row["path"], *(
+                f"{share(found[g]['right'], 0)} of {found[g]['items']}, "
+                f"{number(found[g]['bits'])} bits" if g in found else "-" for g in groups)])
+        lines += [*table(("cache", "path", *(head.format(g) for g in groups)), cells), ""]
+    return [*lines, "How many needles were found (each token of the answer is the likeliest one), "
+            "and the bits that the answer cost on the mean, for the reference first. \"Outside\" "
+            "is the part of the cache that is not in full precision when the answer begins, so a "
+            "format stands in the column of its window.", ""]
+
+
+def answers(report: Dict[str, Any]) -> List[str]:
+    """How long greedy answers stay the reference's."""
+    rows = [[name_of(row), row["path"],
+             with_error(row["answers"]["same"], row["answers"]["same_error"]),
+             number(row["answers"]["median"]),
+             f"{row['answers']['whole']} of {row['answers']['prompts']}"]
+            for row in report["rows"] if "answers" in row and row["kind"] != "reference"]
+    if not rows:
+        return []
+    tokens = next(row["answers"]["tokens"] for row in report["rows"] if "answers" in row)
+    return ["## Long answers", "", *table(
+        ("cache", "path", "same tokens, mean", "median", "never parted"), rows), "",
+        f"Greedy answers of {tokens} tokens behind {report['settings']['prompt']} tokens of the "
+        "text: how many are the reference's before the first that is not. Standard errors by "
+        "prompts.", ""]
+
+
 def speeds(report: Dict[str, Any]) -> List[str]:
     """What depends on the machine."""
     rows = []
@@ -131,7 +175,7 @@ def failed(report: Dict[str, Any]) -> List[str]:
 
 
 Section = Callable[[Dict[str, Any]], List[str]]
-SECTIONS: Tuple[Section, ...] = (quality, speeds, failed)
+SECTIONS: Tuple[Section, ...] = (quality, needles, answers, speeds, failed)
 
 
 def markdown(report: Dict[str, Any]) -> str:
