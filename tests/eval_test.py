@@ -20,6 +20,7 @@ import sys
 import tempfile
 import unittest
 import unittest.mock
+import xml.etree.ElementTree
 import zipfile
 
 import e2e_rig
@@ -32,7 +33,7 @@ import torch
 import transformers
 
 import kvq.eval
-from kvq.eval import answers, needles, report, results, score, stats, texts
+from kvq.eval import answers, needles, plots, report, results, score, stats, texts
 from kvq.eval.controls import Dropped, Int2, rounded
 from kvq.eval.models import Models
 from kvq.eval.sides import Format, Side
@@ -353,6 +354,25 @@ class Command(Case):
             self.assertIn(words, page)
         self.assertEqual(self.command("parts", *arguments), made)
         self.assertNotRegex(self.said, "window|needles|answer", "something was measured again")
+        for name, words in (("kl.svg", ("oscar2", "f16", "KL by bits")),
+                            ("needles.svg", ("reference", "oscar2", "found, %")),
+                            ("answers.svg", ("oscar2", "tokens like the reference"))):
+            self.assertIn(f"]({name})", page)
+            root = xml.etree.ElementTree.parse(self.path("parts", name)).getroot()
+            told = " ".join(root.itertext())
+            for word in words:
+                self.assertIn(word, told)
+
+    def test_plots(self):
+        """Each cache stands at its bits and its KL; one that takes nothing has no place."""
+        def row(name, bits, kl, kind="format", path="exact"):
+            return {"name": name, "path": path, "kind": kind,
+                    "score": {"kl": kl, "sizes": {"bits": bits}}}
+        made = {"model": "m", "rows": [row("reference", 32, 0, "reference", "engine"),
+                                       row("oscar2", 3, 0.1), row("oscar2", 3, 0.2, path="fast"),
+                                       row("dropped", 0, 0.5, "control", "engine")]}
+        self.assertEqual(plots.by_bits(made), {"oscar2": [(3, 0.1)], "oscar2/fast": [(3, 0.2)]})
+        self.assertEqual([name for _, name in plots.write(made, self.path())], ["kl.svg"])
 
     def test_capture(self):
         """K and V of the file are those of the model's own cache, Q is there, and each window is a

@@ -13,7 +13,9 @@ import math
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+sys.path.append(os.path.join(HERE, "..", "..", "client", "python", "kvq", "eval"))  # svg
 import claims  # noqa: E402
 import svg  # noqa: E402
 from results import CONTROLS, FULL, Results  # noqa: E402

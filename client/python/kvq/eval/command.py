@@ -20,7 +20,7 @@ MODEL is a folder with a model in it, a GGUF file, or a name of the Hugging Face
 downloaded before: nothing is downloaded here.
 
 Measurements are kept as they are made, in OUT/results.jsonl: the same command goes on where a run
-was ended. OUT/report.md and OUT/report.json are written at the end.
+was ended. OUT/report.md, OUT/report.json and plots (*.svg) are written at the end.
 """
 END = """\
 Exit status: 0 done (peers whose packages are not installed are passed over), 1 something could not
@@ -199,9 +199,10 @@ class Run:
             "rows": [self.row(side) for side in [self.reference, *self.sides]]}
 
     def write(self) -> None:
-        """report.json and report.md."""
-        from . import report
+        """report.json, report.md and the plots."""
+        from . import plots, report
         made = self.report()
+        made["plots"] = plots.write(made, self.out)
         for name, text in (("report.json", report.as_json(made)),
                            ("report.md", report.markdown(made))):
             with open(os.path.join(self.out, name), "w", encoding="utf-8") as file:

@@ -174,8 +174,14 @@ def failed(report: Dict[str, Any]) -> List[str]:
     return ["## Not measured", "", *table(("cache", "path", "why"), rows), ""] if rows else []
 
 
+def plots(report: Dict[str, Any]) -> List[str]:
+    """The plots that lie beside the page."""
+    return [line for title, name in report.get("plots", ())
+            for line in (f"![{title}]({name})", "")]
+
+
 Section = Callable[[Dict[str, Any]], List[str]]
-SECTIONS: Tuple[Section, ...] = (quality, needles, answers, speeds, failed)
+SECTIONS: Tuple[Section, ...] = (quality, needles, answers, plots, speeds, failed)
 
 
 def markdown(report: Dict[str, Any]) -> str:
