@@ -33,7 +33,7 @@ import torch
 import transformers
 
 import kvq.eval
-from kvq.eval import answers, needles, plots, report, results, score, stats, texts
+from kvq.eval import allocate, answers, needles, plots, report, results, score, stats, texts
 from kvq.eval.controls import Dropped, Int2, rounded
 from kvq.eval.models import Models
 from kvq.eval.sides import Format, Side
@@ -437,6 +437,43 @@ class Command(Case):
         self.assertAlmostEqual(score["sizes"]["bits_packed"], 2)
         self.assertLess(score["kl"], rows["dropped/engine"]["score"]["kl"])
 
+    def test_choose(self):
+        """The mix buys what takes away the most KL for a bit, within the budget; a jump over a
+        level that is no help is made."""
+        bits = {"two": 2.0, "three": 3.0, "four": 4.0}
+        sensitive = [{"two": 1.0, "three": 0.1, "four": 0.0},
+                     {"two": 0.2, "three": 0.19, "four": 0},
+                     {"two": 5.0, "three": 5.0, "four": 0.0}]
+        for budget, want in ((2.0, "two two two"), (2.4, "three two two"), (2.7, "two two four"),
+                             (3.0, "three two four"), (4.0, "four four four")):
+            self.assertEqual(" ".join(allocate.choose(sensitive, bits, budget)), want, budget)
+        with self.assertRaisesRegex(ValueError, "less than two takes"):
+            allocate.choose(sensitive, bits, 1.5)
+        self.assertEqual(allocate.section("mix", "a", ["b", "b", "a", "c", "a", "b"]),
+                         "[format mix]\nbase = a\nlayers = 0-1:b\nlayers = 3-3:c\n"
+                         "layers = 5-5:b\n")
+
+    def test_allocate(self):
+        """The mix has a row, with the bits that were asked for and a KL between its levels', and a
+        section that kvqd takes."""
+        made = self.command("mixed", "--formats", "", "--windows", "1", "--allocate", "3.8",
+                            "--levels", "oscar2,oscar4", "--together", "12")
+        rows = self.rows(made)
+        mix, low, high = (rows[name] for name in ("mix-3.8/exact", "oscar2/exact", "oscar4/exact"))
+        self.assertEqual(sorted(mix["levels"]), ["oscar2", "oscar2", "oscar4"])
+        self.assertAlmostEqual(mix["score"]["sizes"]["bits_packed"], (2 * 3.125 + 5.125) / 3)
+        self.assertLess(high["score"]["kl"], mix["score"]["kl"])
+        self.assertLess(mix["score"]["kl"], low["score"]["kl"])
+        worst = max(range(3), key=lambda i: mix["sensitivity"][i]["oscar2"])
+        self.assertEqual(mix["levels"][worst], "oscar4")
+        done = subprocess.run(
+            [os.path.join(e2e_rig.BIN, "kvqd"), "--print-config", "--config",
+             self.path("mixed", "format.conf")], capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("mix-3.8", done.stdout)
+        self.command("mixed", "--formats", "", "--allocate", "1", "--windows", "1", status=1)
+        self.assertIn("less than oscar2 takes", self.said)
+
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
         arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
@@ -496,6 +533,7 @@ class Command(Case):
                 ("there twice", ("--controls", "dropped,dropped")),
                 ("tokens, as in", ("--distances", "64,far")),
                 ("an option of kvqd", ("--daemon", "codebook_dir")),
+                ("at least two --levels", ("--allocate", "3", "--levels", "oscar2")),
                 ("no control; known are dropped", ("--controls", "lost")),
                 ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),
                 ("no such file", ("--text", "/nowhere/at.all")),

@@ -86,6 +86,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--together", type=_counting(1), default=6, metavar="N",
                    help="caches that run beside the reference at a time; each takes memory, and "
                         "the reference runs once for all of them (%(default)s)")
+    p.add_argument("--allocate", type=float, metavar="BITS",
+                   help="also find, by measuring each layer by itself, which layers need more "
+                        "bits: a mix of --levels with so many bits a packed value on the mean, "
+                        "which becomes a row and a [format] section in OUT/format.conf")
+    p.add_argument("--levels", default="oscar2,oscar3,oscar4", metavar="F,..",
+                   help="formats of the mix, the one with the fewest bits first (%(default)s)")
     p.add_argument("--daemon", action="append", default=[], metavar="NAME=VALUE",
                    help="start a kvqd for this run with this option, as codebook_dir=FOLDER; may "
                         "be given several times")
@@ -150,11 +156,26 @@ class Run:
         self.names = [texts.name_of(ids) for ids in self.windows]
         self.items = needles.make(tokenizer, text, o.distances, o.needles)
         self.prompts = texts.windows(tokenizer, text, o.answers, o.prompt, o.skip)
+        if o.allocate:
+            self.allocate()
         score.run(self.results, self.reference, self.sides, self.windows, self.names, o.step,
                   o.together, self.failures)
         every = [self.reference, *self.sides]
         needles.run(self.results, every, self.items, o.step, self.failures)
         answers.run(self.results, every, self.prompts, o.answer_tokens, o.step, self.failures)
+
+    def allocate(self) -> None:
+        """Adds the mix of --allocate, and its levels, to what is measured."""
+        from .allocate import Allocation
+        from .sides import Format
+        o = self.options
+        like = Format(self.models, o.levels[-1], o.attention, o.threads, self.client)
+        made = Allocation(self.models, self.reference, like, o.levels)
+        made.measure(self.results, self.windows, self.names, o.step, o.together)
+        mix = made.mix(o.allocate, self.out)
+        there = {side.key for side in self.sides}
+        self.sides = [mix, *(side for side in made.uniform if side.key not in there), *self.sides]
+        self.sensitivity = made.sensitivity
 
     def found(self, keys: Iterable[str]) -> List[Dict[str, Any]]:
         """The lines of these keys; none where one of them is missing."""
@@ -167,6 +188,8 @@ class Run:
         reference, step = self.reference, self.options.step
         row: Dict[str, Any] = {"name": side.name, "path": side.path, "kind": side.kind,
                                "dtype": self.models.dtype}
+        if hasattr(side, "levels"):
+            row.update(levels=side.levels, sensitivity=self.sensitivity)
         lines = self.found(score.score_key(reference, side, name, step) for name in self.names)
         if lines:
             row.update(report.score_of(lines))
@@ -248,6 +271,9 @@ def checked(p: argparse.ArgumentParser, arguments: Optional[Sequence[str]]) -> a
             parse(name)
     except ValueError as error:
         p.error(str(error))
+    options.levels = _list(options.levels)
+    if options.allocate and len(options.levels) < 2:
+        p.error("--allocate needs at least two --levels")
     for told in options.daemon:
         if not all(told.partition("=")):
             p.error(f"--daemon {told}: an option of kvqd, as codebook_dir=FOLDER")
