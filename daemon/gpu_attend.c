@@ -4,7 +4,6 @@
 // or several where their partial results are more than the lane's workspace holds. The results are
 // the same to the bit.
 #include <stdlib.h>
-#include <string.h>
 
 #include "daemon/gpu_wave.h"
 #include "kernels/cuda/attend.h"
@@ -21,9 +20,9 @@ struct batch {
 
 static bool same_layer(const struct kvq_attend *a, const struct kvq_attend *b)
 {
-    return (a->format == b->format || memcmp(a->format, b->format, sizeof *a->format) == 0) &&
-           memcmp(a->shape, b->shape, sizeof *a->shape) == 0 && a->book->k == b->book->k &&
-           a->book->v == b->book->v && a->book->smooth == b->book->smooth;
+    return kvq_format_same(a->format, b->format) && kvq_shape_same(a->shape, b->shape) &&
+           a->book->k == b->book->k && a->book->v == b->book->v &&
+           a->book->smooth == b->book->smooth;
 }
 
 static struct kvq_gpu_layer layer_of(const struct kvq__queue *q, const struct kvq_attend *a)

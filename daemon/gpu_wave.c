@@ -25,24 +25,19 @@ void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *q)
     kvq__wave_begin_for(wave, q, q->wave_to - q->wave_from);
 }
 
-static bool is_recipe_of(const struct kvq_recipe *r, const struct kvq__layer *l)
+// Of the same format, and of shapes that differ in nothing that a recipe has.
+static bool is_same(const struct kvq_recipe *a, const struct kvq_recipe *b)
 {
-    return r->dim == l->shape.k_dim && r->kv_heads == l->shape.kv_heads &&
-           r->raw.record_bytes == l->raw_layout.record_bytes;
-}
-
-// Formats have one row for each name in a session, but not over sessions: rows are compared.
-static bool is_format(const struct kvq_format *a, const struct kvq_format *b)
-{
-    return a == b || memcmp(a, b, sizeof *a) == 0;
+    return a->dim == b->dim && a->kv_heads == b->kv_heads && a->dtype == b->dtype &&
+           a->v.rotation == b->v.rotation && a->raw.record_bytes == b->raw.record_bytes;
 }
 
 const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *l)
 {
     struct kvq_recipe recipe = kvq_recipe_of(l->format, &l->shape);
     for (uint32_t i = 0; i < wave->n_recipes; i++)
-        if (is_format(wave->formats[i], l->format) && is_recipe_of(wave->recipes[i], l) &&
-            memcmp(wave->recipes[i], &recipe, sizeof recipe) == 0)
+        // Formats have one row for each name in a session, but not over sessions.
+        if (kvq_format_same(wave->formats[i], l->format) && is_same(wave->recipes[i], &recipe))
             return wave->recipes[i];
     struct kvq_recipe *own = kvq__wave_take(wave, sizeof *own);
     memcpy(own, &recipe, sizeof recipe);

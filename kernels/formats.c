@@ -50,6 +50,7 @@
         .name = (row_name), .source = "KIVI, section 4", KIVI_SIDES(nbits, 32), .unit_tokens = 128 \
     }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): initializers have none
 #define INNERQ_ROW(row_name, v_side)                                                               \
     {                                                                                              \
         .name = (row_name), .source = "InnerQ, sections 4 and 5", .k_channel = KVQ_CHANNEL_PROMPT, \
@@ -60,6 +61,7 @@
     {                                                                                              \
         .codec = KVQ_CODEC_HYBRID, .bits = 2, .axis = KVQ_PER_CHANNEL, .group = 32                 \
     }
+// NOLINTEND(bugprone-macro-parentheses)
 
 #define VECINFER_ROW(row_name, kd, kb, vd, vb)                                                     \
     {                                                                                              \

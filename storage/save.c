@@ -119,7 +119,7 @@ static int copy_text(char *to, size_t n, const char *what, const char *from, boo
                                  (unsigned char)from[i]);
     memset(to, 0, n);
     if (used)
-        memcpy(to, from, used);
+        memcpy(to, from, used); // NOLINT(bugprone-not-null-terminated-result): zeros stand behind
     return KVQ_OK;
 }
 

@@ -80,12 +80,13 @@ double bench_huge_share(void)
 // all dies of a socket, of which a core has one.
 static size_t kernels_last_level_cache(void)
 {
+    char line[32];
     unsigned long kib = 0;
     FILE *f = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");
     if (!f)
         return 0;
-    if (fscanf(f, "%luK", &kib) != 1)
-        kib = 0;
+    if (fgets(line, sizeof line, f))
+        kib = strtoul(line, NULL, 10); // "32768K"
     fclose(f);
     return kib * 1024;
 }

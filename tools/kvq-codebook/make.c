@@ -140,9 +140,10 @@ static uint32_t layers_in(const struct making *m, const struct kvq_codebook *par
 {
     const struct kvq_codebook_header *ours = kvq_codebook_head(m->book);
     const struct kvq_codebook_header *its = kvq_codebook_head(part);
+    static const char word[] = " done=";
     size_t n = strlen(m->made);
-    unsigned done;
-    char end;
+    unsigned long done;
+    char *end;
     if (strcmp(its->format, ours->format) != 0 || its->layers != ours->layers ||
         its->flags != (ours->flags | KVQ_CODEBOOK_PART) ||
         memcmp(its->model, ours->model, sizeof its->model) != 0)
@@ -150,10 +151,10 @@ static uint32_t layers_in(const struct making *m, const struct kvq_codebook *par
     for (uint32_t i = 0; i < ours->layers; i++)
         if (memcmp(kvq_codebook_row(part, i), &m->rows[i], sizeof m->rows[i]) != 0)
             return 0;
-    if (strncmp(its->made, m->made, n) != 0 ||
-        sscanf(its->made + n, " done=%3u%c", &done, &end) != 1 || done > ours->layers)
+    if (strncmp(its->made, m->made, n) != 0 || strncmp(its->made + n, word, sizeof word - 1) != 0)
         return 0;
-    return done;
+    done = strtoul(its->made + n + sizeof word - 1, &end, 10);
+    return *end || done > ours->layers ? 0 : (uint32_t)done;
 }
 
 static void copy_layer(struct kvq_codebook *to, struct kvq_codebook *from, uint32_t layer)

@@ -136,9 +136,9 @@ static int set_word(const struct option_row *r, const char *text, struct options
     static const char *const attention[] = {"default", "exact", "fast"};
     static const char *const rotation[] = {"default", "engine", "daemon", "none"};
     const char *const *words = r->kind == ATTENTION ? attention : rotation;
-    for (uint8_t i = 0; i < (r->kind == ATTENTION ? 3 : 4); i++)
+    for (int i = 0; i < (r->kind == ATTENTION ? 3 : 4); i++)
         if (!strcmp(words[i], text)) {
-            *((uint8_t *)o + r->offset) = i;
+            *((uint8_t *)o + r->offset) = (uint8_t)i;
             return 0;
         }
     return problem_set(p, RUN_USAGE, "--%s %s: must be %s", r->name, text,

@@ -89,7 +89,7 @@ struct kvq__ctl_kind {
     {                                                                                              \
         .result = KVQ__REPLY__RESULT_##RESULT, .n = offsetof(TYPE, n_##ELEMENTS),                  \
         .elements = offsetof(TYPE, ELEMENTS), .truncated = offsetof(TYPE, truncated),              \
-        .next = offsetof(TYPE, next), .what = WHAT, .remedy = REMEDY                               \
+        .next = offsetof(TYPE, next), .what = (WHAT), .remedy = (REMEDY)                           \
     }
 // Sends the request again and again, with *cursor (a field of its command) set to where the next
 // page begins. As kvq__ctl_ask; the list is empty if it fails.
