@@ -21,7 +21,8 @@ FLOODER, VICTIM = (60001, 60002) if ROOT else (os.geteuid(), os.geteuid())
 
 def ask_as(daemon, user, *arguments):
     """kvqctl of that user: exit status, output and complaint."""
-    done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, *arguments],
+    done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, "--timeout",
+                           str(1000 * BOUND), *arguments],
                           capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL,
                           user=user if ROOT else None, extra_groups=[] if ROOT else None)
     return done.returncode, done.stdout, done.stderr
@@ -144,7 +145,7 @@ class Floods(unittest.TestCase):
 
     def test_forks_of_a_long_session(self):
         """Forks share what is long; what they take is counted, and its limit ends them."""
-        limit, tokens = 8 << 20, 1 << 20 if FULL else 1 << 18
+        limit, tokens = (32 << 20, 1 << 20) if FULL else (8 << 20, 1 << 18)
         daemon = self.start(256, table_bytes=limit)
         victim = self.victim(daemon)
         self.look(daemon, victim)

@@ -386,7 +386,8 @@ class Short(Test, Prompts):
                         with client.session(tokens.rows, "oscar2",
                                             prompt_tokens=self.LONG) as session:
                             while session.tokens < self.LONG:
-                                feed_piece(queue, tokens, session, 512)
+                                feed_piece(queue, tokens, session,
+                                           min(512, self.LONG - session.tokens))
             except Exception as error:  # noqa: BLE001: told by the test
                 failures.append(error)
         threads = [threading.Thread(target=engine, args=(50 + i,)) for i in range(5)]

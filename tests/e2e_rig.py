@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.join(ROOT, "client", "python"))
 import kvq  # noqa: E402
 import numpy as np  # noqa: E402
 
-BOUND = 60  # seconds; no wait that works takes anywhere near it
+BOUND = 240  # seconds; no wait that works takes anywhere near it, on a machine that others load
 # gpu, emu: sessions live on this machine's first GPU, or on the software GPU
 BACKEND = os.environ.get("KVQ_E2E_BACKEND") or "cpu"
 ROUNDING = 1 if BACKEND == "cpu" else 20  # GPUs multiply in fp16, the CPU's exact path in fp32
@@ -172,6 +172,15 @@ class Daemon:
                 raise
             return False
         return True
+
+    def wait_status(self, field, expected):
+        """The status, once this field of it has the value: a GPU gives memory back when it has come
+        to the end of what it was given before."""
+        end = time.monotonic() + BOUND
+        while (status := self.status())[field] != expected:
+            if time.monotonic() > end:
+                raise AssertionError(f"{field} is {status[field]}, not {expected}")
+        return status
 
     def wait_fds(self, expected):
         """Connections come and go until it has so many descriptors open: it closes those of the
