@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import kvq
 
 from .masks import check_positions
-from .memory import CODES
+from ..memory import CODES
 from .owner import Owner
 from .rows import MAX_TOKENS, Rows, shared_client
 from .table import Table, check_implementation, fingerprint, refuse

@@ -20,7 +20,7 @@ from kvq._ffi import lib
 from kvq.errors import check
 
 from .fresh import causal, merge
-from .memory import Desk
+from ..memory import Desk
 from .table import refuse
 
 NEAR_ROWS = 256     # tokens of a step that attends here
