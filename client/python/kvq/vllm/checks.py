@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of kvq in vLLM's configuration, and what is refused before an engine starts."""
+import glob
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Optional
+
+from . import CONNECTOR
+
+HEAD_DIMS = (64, 128, 256)
+MOST_QUERIES = 32768  # tokens of one session in a request
+MOST_SESSIONS = 1024  # of a request
+_SAMPLES, _SAMPLE = 256, 4096  # of a file of weights: places, and bytes at each
+
+
+def refuse(what, why, instead):
+    """Raises: something that is asked for is not served."""
+    raise NotImplementedError(f"kvq: {what}: {why}; {instead}")
+
+
+@dataclass
+class Options:
+    """kv_connector_extra_config of vLLM's kv_transfer_config."""
+    format: str = "oscar4"
+    attention: str = "default"
+    namespace: Optional[str] = None
+    runtime_dir: Optional[str] = None
+    threads: int = 1
+    prefix: bool = True
+    model: Optional[str] = None
+
+
+def options(config):
+    """The Options of a VllmConfig."""
+    given = dict(config.kv_transfer_config.kv_connector_extra_config or {})
+    known = Options.__dataclass_fields__
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        refuse(f"kv_connector_extra_config has {', '.join(unknown)}", "kvq knows no such option",
+               f"it can have {', '.join(known)}")
+    return Options(**given)
+
+
+def is_connected(config):
+    """Whether the configuration names kvq's connector."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def check_connected(config):
+    if not is_connected(config):
+        refuse("KVQ_VLLM is set, but the engine has no kv_transfer_config with kv_connector="
+               f"\"{CONNECTOR}\"", "without the connector nobody knows which tokens are whose",
+               "give it one, or unset KVQ_VLLM")
+
+
+def check_config(config):
+    """Refuses what a VllmConfig asks for and kvq does not serve."""
+    check_connected(config)
+    model, cache = config.model_config, config.cache_config
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    if cache.enable_prefix_caching:
+        refuse("enable_prefix_caching=True", "vLLM would take over pages of its own, in which "
+               "nothing is", "start with enable_prefix_caching=False: kvqd finds common prefixes")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                 "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            refuse(f"{name}={getattr(parallel, name)}", "one worker has all heads and layers of a "
+                   "session", f"start with {name}=1")
+    if config.speculative_config is not None:
+        refuse("speculative decoding", "rejected drafts are not taken back from kvqd yet",
+               "start without speculative_config")
+    if config.lora_config is not None:
+        refuse("LoRA", "kvq does not tell adapters apart yet, whose K and V differ",
+               "start without enable_lora")
+    if model.use_mla:
+        refuse("multi-head latent attention (MLA)", "kvqd holds K and V of each head",
+               "serve this model without KVQ_VLLM")
+    if model.is_encoder_decoder:
+        refuse("an encoder-decoder model", "cross-attention has no cache in kvqd",
+               "serve this model without KVQ_VLLM")
+    if model.is_multimodal_model or model.enable_prompt_embeds:
+        refuse("a multimodal model, or enable_prompt_embeds", "what is no token has no id that "
+               "prefixes could be compared by", "serve this model without KVQ_VLLM")
+    if model.runner_type != "generate":
+        refuse(f"a {model.runner_type} model", "only generation is served",
+               "serve this model without KVQ_VLLM")
+    if getattr(scheduler, "async_scheduling", False):
+        refuse("async_scheduling", "a step's ids are not known when it is planned (vLLM turns "
+               "async scheduling off on CPUs)", "start with async_scheduling=False")
+    if scheduler.max_num_batched_tokens > MOST_QUERIES:
+        refuse(f"max_num_batched_tokens={scheduler.max_num_batched_tokens}",
+               f"a request to kvqd takes {MOST_QUERIES} tokens of a session",
+               f"start with at most {MOST_QUERIES}; vLLM cuts longer prompts into pieces")
+    if scheduler.max_num_seqs > MOST_SESSIONS:
+        refuse(f"max_num_seqs={scheduler.max_num_seqs}",
+               f"a step of kvqd takes {MOST_SESSIONS} sessions",
+               f"start with at most {MOST_SESSIONS}")
+
+
+def check_layer(layer):
+    """Refuses what one attention layer asks for; takes vLLM's arguments by name."""
+    if layer["attn_type"] != "decoder":
+        refuse(f"attention of type {layer['attn_type']}", "kvqd's attention is causal",
+               "serve this model without KVQ_VLLM")
+    if layer["head_size"] not in HEAD_DIMS:
+        refuse(f"heads of {layer['head_size']} dimensions",
+               f"this plug-in serves {', '.join(map(str, HEAD_DIMS))}",
+               "serve this model without KVQ_VLLM")
+    if layer["kv_cache_dtype"] not in ("auto", "float16", "bfloat16"):
+        refuse(f"kv_cache_dtype={layer['kv_cache_dtype']!r}", "kvqd's format says how K and V are "
+               "stored", "leave kv_cache_dtype at \"auto\", and choose a format in "
+               "kv_connector_extra_config")
+    served = "serve this model without KVQ_VLLM"
+    if layer["sliding_window"]:
+        refuse(f"a sliding window of {layer['sliding_window']} tokens", "vLLM gives a request's "
+               "first page away once it is out of the window, and kvq knows requests by it", served)
+    if layer["alibi_slopes"] is not None:
+        refuse("ALiBi", "kvqd adds no bias to logits", served)
+    if layer["sinks"] is not None:
+        refuse("attention sinks", "not done", served)
+    if layer["kv_sharing_target_layer_name"] is not None:
+        refuse("layers that read other layers' K and V", "not done", served)
+
+
+def _weights(folder):
+    return sorted(path for kind in ("safetensors", "bin", "pt", "pth", "gguf")
+                  for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}")))
+
+
+def _folder(model):
+    """Where a model's files are on this machine, or None."""
+    if os.path.isdir(model.model):
+        return model.model
+    try:
+        from huggingface_hub import snapshot_download
+        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
+    except Exception:  # whatever the hub's client finds wrong: there are no files to look at
+        return None
+
+
+def model_name(config, told):
+    """What tells models apart whose K and V differ: the configuration, and samples of all files of
+    weights. `told` is the user's own word for it. None: it cannot be known."""
+    model = config.model_config
+    digest = hashlib.sha256()
+    if told:
+        digest.update(told.encode())
+    else:
+        folder = _folder(model) if config.load_config.load_format != "dummy" else None
+        files = _weights(folder) if folder else []
+        if not files:
+            return None
+        for path in files:
+            size = os.path.getsize(path)
+            digest.update(f"{os.path.basename(path)} {size}\n".encode())
+            with open(path, "rb") as file:
+                for at in range(0, size, max(size // _SAMPLES, _SAMPLE)):
+                    file.seek(at)
+                    digest.update(file.read(_SAMPLE))
+    digest.update(model.hf_config.to_json_string().encode())
+    digest.update(f"{model.dtype} {model.quantization}".encode())
+    return f"vllm {digest.hexdigest()[:32]}"

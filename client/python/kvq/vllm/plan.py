@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side finds out and tells the worker's. Knows nothing of vLLM's classes.
+
+A request that begins gets what kvqd has of its prompt. Between the scheduler's asking and the
+worker's opening a session these tokens could be given up; a session of the scheduler's holds them
+until the worker's step has been made.
+"""
+import logging
+from dataclasses import dataclass, field
+from typing import Dict, List, Optional, Set, Tuple
+
+import kvq
+
+PAGE = 128  # tokens that prefixes are shared by
+
+_log = logging.getLogger("vllm.kvq")
+
+
+@dataclass
+class Layers:
+    """What the worker tells the scheduler: the model's layers, and how sessions are opened."""
+    rows: List[kvq.Layer]
+    session: dict
+
+
+@dataclass
+class Opening:
+    """A session that begins: with so many tokens that kvqd has."""
+    request: str
+    prompt: int             # tokens
+    prefix: List[int]       # ids that are there
+    model: Optional[str]    # None: nobody is to find its tokens
+    salt: Optional[str]
+
+
+@dataclass
+class Plan:
+    """Of a step."""
+    ended: Set[str] = field(default_factory=set)
+    opened: List[Opening] = field(default_factory=list)
+    # By a request's first page: the request, where its new tokens stand, and their ids.
+    tokens: Dict[int, Tuple[str, int, List[int]]] = field(default_factory=dict)
+
+
+class Planner:
+    """The scheduler's side."""
+
+    def __init__(self, asked, model):
+        self.layers = None  # until the worker has told
+        self.client = kvq.Client(asked.runtime_dir, name="vllm scheduler", private=False)
+        self.model = model if asked.prefix else None
+        if asked.prefix and self.model is None:
+            _log.warning("kvq: prompts that begin alike are not shared: the model's weights are in "
+                         "no files on this machine that tell it from others. Name it by \"model\" "
+                         "in kv_connector_extra_config")
+        self.held = {}      # of a request that waits: a session that keeps what it will begin with
+        self.done = []      # held sessions whose requests begin in the step that is planned
+        self.old = []       # .. that began in the step before it, which has been made
+        self.requests = {}  # that have pages
+        self.first = {}     # of each, its first page
+        self.opened = []    # since the last plan
+        self.ended = set()
+
+    def _salt(self, request):
+        return getattr(request, "cache_salt", None)
+
+    def matched(self, request):
+        """How many of a request's first tokens kvqd has. A session holds them from here on, so that
+        they are still there when the worker opens its own."""
+        if self.model is None or self.layers is None or request.skip_reading_prefix_cache:
+            return 0
+        held = self.held.get(request.request_id)
+        if held is None:
+            ids = list(request.all_token_ids)[:-1]  # the last one's logits are needed
+            if len(ids) < PAGE:
+                return 0
+            try:
+                held = self.client.session(
+                    self.layers.rows, prefix=ids, model=self.model, salt=self._salt(request),
+                    on_detach="drop", **self.layers.session)
+            except kvq.Error as error:
+                if error.code != kvq.Code.E_UNSUPPORTED:
+                    raise
+                _log.warning("kvq: prompts that begin alike are not shared: %s", error)
+                self.model = None
+                return 0
+            if not held.tokens:  # nothing to keep, and maybe there is something next time
+                held.close()
+                return 0
+            self.held[request.request_id] = held
+        return held.tokens
+
+    def placed(self, request, blocks, found):
+        """A request has got pages, and begins with `found` tokens that kvqd has."""
+        name = request.request_id
+        held = self.held.pop(name, None)
+        if held is not None:
+            self.done.append(held)
+        self.requests[name] = request
+        self.first[name] = blocks.get_block_ids()[0][0]
+        ids = list(request.all_token_ids)
+        self.opened.append(Opening(name, request.num_prompt_tokens, ids[:found], self.model,
+                                   self._salt(request)))
+
+    def over(self, request):
+        """A request has finished, or was given up."""
+        name = request.request_id
+        held = self.held.pop(name, None)
+        if held is not None:
+            held.close()
+        self.requests.pop(name, None)
+        self.first.pop(name, None)
+        self.opened = [o for o in self.opened if o.request != name]
+        self.ended.add(name)
+
+    def plan(self, output):
+        """What the worker is told of a step."""
+        for session in self.old:
+            session.close()
+        self.old, self.done = self.done, []
+        preempted = output.preempted_req_ids or set()
+        opened = {o.request for o in self.opened}
+        for name in preempted - opened:
+            self.first.pop(name, None)
+        plan = Plan(self.ended | set(preempted), self.opened)
+        self.opened, self.ended = [], set()
+        started = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        going = zip(cached.req_ids, cached.num_computed_tokens)
+        for name, at in [*started, *going]:
+            count = output.num_scheduled_tokens[name]
+            ids = list(self.requests[name].all_token_ids[at:at + count])
+            if len(ids) != count or min(ids) < 0:
+                raise RuntimeError(f"kvq: request {name} gets {count} tokens from {at} on; "
+                                   f"{sum(i >= 0 for i in ids)} are known")
+            page = self.first[name]
+            if page in plan.tokens:
+                raise RuntimeError(f"kvq: requests {name} and {plan.tokens[page][0]} both begin "
+                                   f"with page {page}")
+            plan.tokens[page] = (name, at, ids)
+        return plan
+
+    def close(self):
+        self.client.close()

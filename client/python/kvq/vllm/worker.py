@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side: a session for each request, and the steps that go over them.
+
+A forward of few tokens attends in this process (kvq_local_*): K and V of all layers stay in buffers
+until its end. A longer one goes through the daemon layer by layer, so that buffers hold one layer
+at a time.
+"""
+from ctypes import byref, c_uint64
+
+import torch
+
+import kvq
+from kvq import _ffi
+from kvq._ffi import lib
+from kvq.errors import check
+
+from ..memory import CODES, Desk
+from .checks import refuse
+
+NEAR_ROWS = 256  # tokens of a step that attends here
+
+
+class Table:
+    """What the layers' attention is like. All layers are alike."""
+
+    def __init__(self, config, names):
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        context = config.compilation_config.static_forward_context
+        names = sorted(names, key=extract_layer_index)
+        wrong = [n for n in names if not isinstance(context.get(n), Attention)]
+        if wrong:
+            refuse(f"layer {wrong[0]}", "kvqd serves layers of attention alone",
+                   "serve this model without KVQ_VLLM")
+        self.numbers = {name: i for i, name in enumerate(names)}
+        impls = [context[name].impl for name in names]
+        shapes = {(i.num_heads, i.num_kv_heads, i.head_size) for i in impls}
+        if len(shapes) != 1:
+            refuse("layers with other numbers of heads than others", "not done",
+                   "serve this model without KVQ_VLLM")
+        ((self.q_heads, self.kv_heads, self.head_dim),) = shapes
+        self.stored_dim = self.head_dim
+        self.scales = [(i.scale, i.softcap) for i in impls]
+        self.layers = len(names)
+
+    def rows(self):
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, scale=scale, softcap=softcap)
+                for scale, softcap in self.scales]
+
+
+class Worker:
+    """Sessions of requests, and what a step of them needs."""
+
+    def __init__(self, config, asked):
+        self.config, self.asked = config, asked
+        self.dtype = config.model_config.dtype
+        if self.dtype not in CODES:
+            refuse(f"a model of {self.dtype}", "kvqd takes float16, bfloat16 and float32",
+                   "start with one of these as dtype")
+        self.client = kvq.Client(asked.runtime_dir, name="vllm worker", private=False)
+        self.queue = self.client.queue()
+        self.local = self.queue.local(max_tokens=config.model_config.max_model_len,
+                                      threads=asked.threads)
+        self.table = None
+        self.sessions = {}  # by request
+        self.desks = {}
+        self.step = None
+        self.made = False   # the step that is planned
+
+    def understand(self, caches):
+        """Learns what the layers are, whose pages vLLM has made."""
+        self.table = Table(self.config, caches)
+
+    def options(self):
+        """Of all sessions."""
+        wide = "bf16" if self.dtype == torch.bfloat16 else "f16"
+        form = wide if self.asked.format == "16bit" else self.asked.format
+        return {"format": form, "dtype": form if form in ("f16", "bf16") else wide,
+                "attention": self.asked.attention, "ns": self.asked.namespace}
+
+    def prepare(self, plan):
+        """Ends and begins the sessions of a step. A request that was preempted begins anew."""
+        self.abort()
+        self.made = False
+        for name in plan.ended:
+            self._end(name)
+        for opening in plan.opened:
+            self._end(opening.request)
+            self._open(opening)
+
+    def _end(self, name):
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            session.close()
+
+    def _open(self, opening):
+        more = {}
+        if opening.model is not None:
+            more = {"model": opening.model, "salt": opening.salt}
+        if opening.prefix:
+            more["prefix"] = opening.prefix
+        session = self.client.session(self.table.rows(), prompt_tokens=opening.prompt,
+                                      on_detach="drop", **self.options(), **more)
+        self.sessions[opening.request] = session
+        if session.tokens != len(opening.prefix):
+            raise RuntimeError(f"kvq: request {opening.request} was planned with "
+                               f"{len(opening.prefix)} tokens that kvqd had; it has "
+                               f"{session.tokens} now")
+        self.local.add(session)
+
+    def begin(self, plan, batch, dtype):
+        """Begins the step of a forward, whose batch vLLM may have put in any order."""
+        self.abort()
+        if len(batch.pages) != len(plan.tokens):
+            raise RuntimeError(f"kvq: a forward of {len(batch.pages)} requests was planned with "
+                               f"{len(plan.tokens)}")
+        sessions, ids = [], []
+        for row, page in enumerate(batch.pages):
+            name, at, some = plan.tokens[page]
+            session = self.sessions[name]
+            new = batch.starts[row + 1] - batch.starts[row]
+            if not session.tokens == at == batch.lengths[row] - new or new != len(some):
+                raise RuntimeError(
+                    f"kvq: request {name} has {session.tokens} tokens in kvqd; its plan has "
+                    f"{len(some)} from {at} on, its forward {new} from {batch.lengths[row] - new}")
+            sessions.append(session)
+            ids += some
+        self.step = Step(self, sessions, batch.starts, ids, dtype)
+        self.step.begin()
+        return self.step
+
+    def desk(self, rows, kept, dtype):
+        """A desk with room for so many tokens: one has K and V of all layers, one of one."""
+        desk = self.desks.get(kept)
+        if desk is None or desk.rows < rows or desk.dtype != dtype:
+            if desk is not None:
+                self.desks.pop(kept).close()
+            room = max(8, 1 << (rows - 1).bit_length())
+            desk = self.desks[kept] = Desk(self.client, self.table, dtype, room, kept, room)
+        return desk
+
+    def finished(self, plan):
+        """A forward has ended; with an open step if it failed, or left layers out."""
+        if self.made or not plan.tokens:
+            return
+        reached = 0 if self.step is None else self.step.next
+        self.abort()
+        raise RuntimeError(f"kvq: a forward ended before layer {reached} of {self.table.layers} "
+                           "attended; its tokens are not in kvqd")
+
+    def abort(self):
+        step, self.step = self.step, None
+        if step is not None:
+            step.abort()
+
+    def close(self):
+        self.client.close()
+
+
+class Step:
+    """Of a forward, from the first layer's attention to the last one's."""
+
+    def __init__(self, worker, sessions, starts, ids, dtype):
+        self.worker, self.sessions, self.next = worker, sessions, 0
+        self.total = starts[-1]
+        self.near = self.total <= NEAR_ROWS
+        self.counts = [b - a for a, b in zip(starts, starts[1:])]
+        self.desk = worker.desk(self.total, worker.table.layers if self.near else 1, dtype)
+        self.desk.ids[:self.total].copy_(torch.tensor(ids, dtype=torch.int32))
+        self.entries = kvq.make_entries(sessions, append=self.counts, queries=self.counts)
+        self.entries["q_row"] = self.entries["row"]
+        self.pointer, self.n = self.entries.ctypes.data, len(sessions)
+        self.status = self.entries["status"]
+        self.number = 0
+
+    def begin(self):
+        told = self.desk.told()
+        if self.near:
+            check(lib.kvq_local_begin(self.worker.local.pointer, self.pointer, self.n))
+        else:
+            number = c_uint64()
+            check(lib.kvq_step_begin_ids(self.worker.queue.pointer, self.pointer, self.n,
+                                         byref(told), byref(number)))
+            self.number = number.value
+            for work in self.desk.work:
+                work.step = self.number
+        self._check()
+
+    def attend(self, name, query, key, value, output):
+        """Hands over K and V of a layer, [tokens][heads][dim], and attends into `output`."""
+        layer, total, desk = self.worker.table.numbers[name], self.total, self.desk
+        if layer != self.next:
+            raise RuntimeError(f"kvq: layer {layer} ({name}) attends where {self.next} was "
+                               "expected")
+        at = layer % desk.kept
+        desk.keys[at][:total].copy_(key[:total])
+        desk.values[at][:total].copy_(value[:total])
+        desk.queries[:total].copy_(query[:total])
+        if self.near:
+            code = lib.kvq_local_attend(self.worker.local.pointer, desk.pointers[layer],
+                                        self.pointer, self.n)
+        else:
+            code = lib.kvq_append_attend(self.worker.queue.pointer, desk.pointers[layer],
+                                         self.pointer, self.n)
+        if code:
+            check(code)
+        self._check()
+        output[:total].copy_(desk.out[:total])
+        self.next += 1
+        if self.next == self.worker.table.layers:
+            self._end()
+
+    def _end(self):
+        told = self.desk.told()
+        if self.near:
+            check(lib.kvq_local_end(self.worker.local.pointer, byref(_ffi.StepWork(ids=told)),
+                                    self.pointer, self.n))
+        else:
+            check(lib.kvq_step_end(self.worker.queue.pointer, self.number, self.pointer, self.n))
+        self._check()
+        for session, new in zip(self.sessions, self.counts):
+            session.tokens += new
+        self.worker.step, self.worker.made = None, True
+
+    def _check(self):
+        if self.status.any():
+            check(0, self.entries)
+
+    def abort(self):
+        """Leaves the sessions as they were."""
+        if self.near:
+            lib.kvq_local_abort(self.worker.local.pointer)
+        elif self.number:
+            lib.kvq_step_abort(self.worker.queue.pointer, self.number, None, 0)

@@ -1,0 +1,505 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq.vllm: its steps over a real daemon, planned here as vLLM's scheduler would, what it refuses,
+and engines of vLLM against stock ones.
+
+    tests/vllm_test.py [NAME]...
+
+Needs PyTorch, and vLLM on the CPU for the engines; says so and ends well where these are missing.
+KVQ_BIN_DIR says where kvqd is.
+"""
+import importlib.util
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import unittest.mock
+from types import SimpleNamespace
+
+import e2e_rig
+from e2e_rig import kvq
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"kvq.vllm is not tested: {missing}")
+    print("0 passed, 0 failed, 1 skipped")
+    sys.exit(0)
+
+import kvq.vllm
+from kvq.vllm import checks
+from kvq.vllm.plan import Layers, Planner
+from kvq.vllm.worker import NEAR_ROWS, Table, Worker
+
+LAYERS, Q_HEADS, KV_HEADS, DIM, IDS, LONGEST = 3, 4, 2, 64, 50, 1024
+NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
+
+
+class Tokens:
+    """K, V and Q of a token: by its id, where it stands, and the layer."""
+
+    def __init__(self):
+        make = torch.Generator().manual_seed(3)
+        self.by_id, self.by_place = (
+            torch.randn(n, LAYERS, KV_HEADS + Q_HEADS, 2, DIM, generator=make)
+            for n in (IDS, LONGEST))
+
+    def of(self, ids, first, layer):
+        made = self.by_id[torch.tensor(ids), layer] + self.by_place[first:first + len(ids), layer]
+        return made[:, :KV_HEADS, 0], made[:, :KV_HEADS, 1], made[:, KV_HEADS:, 0]
+
+
+class Engine:
+    """A scheduler that does what it is told, and a model without anything but attention."""
+
+    def __init__(self, directory, tokens, **options):
+        options = {"format": "f16", "attention": "exact", **options}
+        asked = checks.Options(runtime_dir=directory, **options)
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32,
+                                                              max_model_len=LONGEST))
+        self.tokens, self.planner, self.worker = tokens, Planner(asked, "m"), Worker(config, asked)
+        table = self.worker.table = Table.__new__(Table)
+        table.numbers = {f"layer {i}": i for i in range(LAYERS)}
+        table.q_heads, table.kv_heads = Q_HEADS, KV_HEADS
+        table.head_dim = table.stored_dim = DIM
+        table.scales, table.layers = [(DIM ** -0.5, 0.0)] * LAYERS, LAYERS
+        self.planner.layers = Layers(table.rows(), self.worker.options())
+        self.placed, self.pages = {}, 100
+
+    def ask(self, name, ids, prompt=None, salt=None):
+        return SimpleNamespace(request_id=name, all_token_ids=list(ids), cache_salt=salt,
+                               num_prompt_tokens=prompt or len(ids), done=0,
+                               skip_reading_prefix_cache=False)
+
+    def plan(self, work, preempted=(), finished=()):
+        """work: of (request, tokens). A request without pages gets some, and what kvqd has."""
+        for request in preempted:
+            del self.placed[request.request_id]
+            request.done = 0
+        for request in finished:
+            del self.placed[request.request_id]
+            self.planner.over(request)
+        new, old = [], []
+        for request, _ in work:
+            if request.request_id in self.placed:
+                old.append(request)
+                continue
+            new.append(request)
+            request.done = self.planner.matched(request)
+            self.pages += 1
+            self.placed[request.request_id] = self.pages
+            blocks = SimpleNamespace(get_block_ids=lambda page=self.pages: ([page, 7, 8],))
+            self.planner.placed(request, blocks, request.done)
+        counts = {r.request_id: r.num_prompt_tokens - r.done if n is None else n for r, n in work}
+        return counts, pickle.loads(pickle.dumps(self.planner.plan(SimpleNamespace(
+            preempted_req_ids={r.request_id for r in preempted},
+            scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id, num_computed_tokens=r.done)
+                                for r in new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[r.request_id for r in old],
+                                                  num_computed_tokens=[r.done for r in old]),
+            num_scheduled_tokens=counts))))
+
+    def step(self, work, preempted=(), finished=(), leave=LAYERS):
+        """Plans and makes a step; its batch has the requests in another order. Returns how far the
+        outputs are from attention over all of each request's tokens."""
+        counts, plan = self.plan(work, preempted, finished)
+        self.worker.prepare(plan)
+        batch = [(r, counts[r.request_id]) for r, _ in work][::-1]
+        starts = [0]
+        for _, n in batch:
+            starts.append(starts[-1] + n)
+        far, step = [], None
+        told = SimpleNamespace(pages=[self.placed[r.request_id] for r, _ in batch], starts=starts,
+                               lengths=[r.done + n for r, n in batch])
+        for layer in range(leave):
+            parts = [self.tokens.of(r.all_token_ids[:r.done + n], 0, layer) for r, n in batch]
+            k, v, q = (torch.cat([p[i][r.done:] for p, (r, _) in zip(parts, batch)])
+                       for i in range(3))
+            step = step or self.worker.begin(plan, told, k.dtype)
+            out = torch.full_like(q, torch.nan)
+            step.attend(f"layer {layer}", q, k, v, out)
+            for i, (r, n) in enumerate(batch):
+                want = attention(*parts[i], n)
+                far.append((out[starts[i]:starts[i + 1]] - want).abs().max())
+        self.worker.finished(plan)
+        for r, n in batch:
+            r.done += n
+        return float(torch.stack(far).max()) if far else 0.0  # NaN if one is
+
+    def close(self):
+        self.planner.client.close()
+        self.worker.close()
+
+
+def attention(k, v, q, last):
+    """Of the last queries, causal."""
+    k, v = (x.half().float().repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q[-last:], k) * DIM ** -0.5
+    n = len(k)
+    hidden = torch.arange(n)[None] > torch.arange(n - last, n)[:, None]
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def ids(count, seed=0):
+    return torch.randint(0, IDS, (count,),
+                         generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Steps(e2e_rig.Test):
+    """What vLLM's scheduler may do."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tokens = Tokens()
+
+    def engine(self, **options):
+        engine = Engine(self.daemon.directory, self.tokens, **options)
+        self.addCleanup(engine.close)
+        return engine
+
+    def tearDown(self):
+        self.doCleanups()
+        super().tearDown()
+
+    def near(self, far):
+        self.assertLess(far, NEAR)  # false for NaN as well
+
+    def test_ragged_batch_then_decoding(self):
+        engine = self.engine()
+        some = [engine.ask(str(n), ids(n + 6, n), n) for n in (1, 40, 7, 90)]
+        self.near(engine.step([(r, None) for r in some]))
+        for _ in range(3):
+            self.near(engine.step([(r, 1) for r in some]))
+        self.assertEqual({n: s.refresh() for n, s in engine.worker.sessions.items()},
+                         {str(n): n + 3 for n in (1, 40, 7, 90)})
+
+    def test_pieces_of_prompts_beside_decoding(self):
+        """Steps of more and of fewer tokens than attend in this process."""
+        engine = self.engine()
+        one, long = engine.ask("one", ids(20, 1), 10), engine.ask("long", ids(900, 2))
+        self.near(engine.step([(one, None)]))
+        for piece in (64, NEAR_ROWS, NEAR_ROWS - 1, 300):
+            self.near(engine.step([(one, 1), (long, piece)]))
+        self.assertEqual(engine.worker.sessions["long"].refresh(), 64 + 2 * NEAR_ROWS - 1 + 300)
+
+    def test_preempted_requests_begin_anew(self):
+        engine = self.engine(prefix=False)
+        one, two = engine.ask("one", ids(60, 1), 50), engine.ask("two", ids(60, 2), 50)
+        self.near(engine.step([(one, None), (two, None)]))
+        self.near(engine.step([(one, 1), (two, 1)]))
+        self.near(engine.step([(one, 1)], preempted=[two]))
+        self.assertEqual(list(engine.worker.sessions), ["one"])
+        self.near(engine.step([(two, 30), (one, 1)]))
+        self.near(engine.step([(two, 22), (one, 1)]))
+        self.assertEqual(engine.worker.sessions["two"].refresh(), 52)
+
+    def test_preempted_and_resumed_in_one_step(self):
+        engine = self.engine(prefix=False)
+        one = engine.ask("one", ids(60, 1), 50)
+        self.near(engine.step([(one, None)]))
+        self.near(engine.step([(one, 50)], preempted=[one]))
+        self.near(engine.step([(one, 1)]))
+
+    def test_finished_requests_leave_nothing(self):
+        engine = self.engine(prefix=False)
+        one, two = engine.ask("one", ids(60, 1)), engine.ask("two", ids(60, 2), 50)
+        self.near(engine.step([(one, None), (two, None)]))
+        self.near(engine.step([(two, 1)], finished=[one]))
+        self.assertEqual(list(engine.worker.sessions), ["two"])
+        self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+
+    def test_prompts_that_begin_alike(self):
+        """Within an engine, and for one that starts later; under a salt of its own, not."""
+        common = ids(300, 5)
+        engine = self.engine()
+        first = engine.ask("first", common + ids(30, 6), 310)
+        self.near(engine.step([(first, None)]))
+        self.assertEqual(len(engine.planner.held), 0)
+        second = engine.ask("second", common + ids(40, 7), 320)
+        self.near(engine.step([(second, 9), (first, 1)]))
+        self.assertEqual(second.done, 256 + 9)
+        self.near(engine.step([(second, 64 - 9), (first, 1)]))
+        salted = engine.ask("salted", common, salt="other")
+        self.near(engine.step([(salted, None)]))
+        engine.close()
+        later = self.engine()
+        again = later.ask("again", common[:280] + ids(40, 8), 290)
+        self.near(later.step([(again, 1)]))
+        self.assertEqual(again.done, 256 + 1)
+        salted = later.ask("salted", common, salt="third")
+        self.near(later.step([(salted, 1)]))
+        self.assertEqual(salted.done, 1)
+
+    def test_prompts_in_pieces_are_found(self):
+        """Ids of steps that attend in this process are told as well, and those of decoding."""
+        common = ids(300, 11)
+        engine = self.engine()
+        first = engine.ask("first", common, 150)
+        for piece in (100, 50, *[1] * 110):
+            self.near(engine.step([(first, piece)]))
+        second = engine.ask("second", common)
+        self.near(engine.step([(second, 1)]))
+        self.assertEqual(second.done, 256 + 1)
+
+    def test_what_is_promised_is_held(self):
+        """Between the scheduler's asking and the worker's step nobody can give it up."""
+        common = ids(300, 9)
+        engine = self.engine()
+        first = engine.ask("first", common)
+        self.near(engine.step([(first, None)]))
+        second = engine.ask("second", common + ids(20, 6))
+        _, plan = engine.plan([(second, 5)], finished=[first])
+        self.assertEqual(second.done, 256)
+        engine.worker._end("first")
+        self.daemon.ctl("prefix", "drop")
+        engine.worker.prepare(plan)
+        self.assertEqual(engine.worker.sessions["second"].tokens, 256)
+
+    def test_a_request_given_up_while_it_waits(self):
+        common = ids(300, 10)
+        engine = self.engine()
+        self.near(engine.step([(engine.ask("first", common), None)]))
+        waits = engine.ask("waits", common + ids(20, 6))
+        before = len(self.daemon.ctl("session", "list"))
+        self.assertEqual(engine.planner.matched(waits), 256)
+        self.assertEqual(engine.planner.matched(waits), 256)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before + 1)
+        engine.planner.over(waits)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before)
+
+    def test_a_forward_that_leaves_layers_out(self):
+        """Its tokens are not stored, and it does not go unnoticed."""
+        engine = self.engine()
+        one = engine.ask("one", ids(60, 1), 50)
+        for leave in (0, LAYERS - 1):
+            with self.assertRaisesRegex(RuntimeError, f"before layer {leave} of {LAYERS}"):
+                engine.step([(one, 20 if leave else None)], leave=leave)
+            self.assertEqual(engine.worker.sessions["one"].refresh(), 0)
+
+    def test_a_forward_that_is_not_the_planned_one(self):
+        engine = self.engine()
+        one = engine.ask("one", ids(60, 1), 50)
+        _, plan = engine.plan([(one, 20)])
+        engine.worker.prepare(plan)
+        page = engine.placed["one"]
+        for pages, starts, lengths in (([page], [0, 19], [19]), ([page], [0, 20], [21]),
+                                       ([page, page], [0, 10, 20], [10, 10])):
+            told = SimpleNamespace(pages=pages, starts=starts, lengths=lengths)
+            with self.assertRaises(RuntimeError):
+                engine.worker.begin(plan, told, torch.float32)
+
+
+def config(**changes):
+    """As much of vLLM's configuration as is looked at; changes by "part.name"."""
+    made = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=kvq.vllm.CONNECTOR,
+                                           kv_connector_extra_config={}),
+        model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False,
+                                     is_multimodal_model=False, enable_prompt_embeds=False,
+                                     runner_type="generate"),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1,
+                                        data_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=False, max_num_batched_tokens=2048,
+                                         max_num_seqs=64),
+        speculative_config=None, lora_config=None)
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        part = made
+        for p in parts:
+            part = getattr(part, p)
+        setattr(part, last, value)
+    return made
+
+
+LAYER = {"head_size": 64, "alibi_slopes": None, "sinks": None, "sliding_window": None,
+         "kv_cache_dtype": "auto", "attn_type": "decoder", "kv_sharing_target_layer_name": None}
+
+
+class Refused(unittest.TestCase):
+    """Each with a sentence that names what was asked for."""
+
+    def test_nothing_of_what_is_served(self):
+        checks.check_config(config())
+        checks.check_layer(LAYER)
+
+    def test_configurations(self):
+        for name, value, says in (
+                ("kv_transfer_config", None, "kv_transfer_config"),
+                ("kv_transfer_config__kv_connector", "Other", "kv_transfer_config"),
+                ("cache_config__enable_prefix_caching", True, "enable_prefix_caching=False"),
+                ("parallel_config__tensor_parallel_size", 2, "tensor_parallel_size=2"),
+                ("parallel_config__pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
+                ("parallel_config__data_parallel_size", 2, "data_parallel_size=2"),
+                ("speculative_config", object(), "speculative"),
+                ("lora_config", object(), "LoRA"),
+                ("model_config__use_mla", True, "MLA"),
+                ("model_config__is_encoder_decoder", True, "encoder-decoder"),
+                ("model_config__is_multimodal_model", True, "multimodal"),
+                ("model_config__enable_prompt_embeds", True, "enable_prompt_embeds"),
+                ("model_config__runner_type", "pooling", "pooling"),
+                ("scheduler_config__async_scheduling", True, "async_scheduling"),
+                ("scheduler_config__max_num_batched_tokens", 40000, "40000"),
+                ("scheduler_config__max_num_seqs", 1025, "1025")):
+            with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
+                checks.check_config(config(**{name: value}))
+
+    def test_layers(self):
+        for name, value, says in (
+                ("head_size", 96, "96"), ("alibi_slopes", [1.0], "ALiBi"),
+                ("sinks", object(), "sinks"), ("sliding_window", 4096, "4096"),
+                ("kv_cache_dtype", "fp8", "fp8"), ("attn_type", "encoder_only", "encoder_only"),
+                ("kv_sharing_target_layer_name", "l", "other layers")):
+            with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
+                checks.check_layer({**LAYER, name: value})
+
+    def test_options(self):
+        made = config()
+        made.kv_transfer_config.kv_connector_extra_config = {"format": "f16", "fromat": "f16"}
+        with self.assertRaisesRegex(NotImplementedError, "fromat"):
+            checks.options(made)
+
+    def test_unasked(self):
+        """An installed plug-in changes nothing."""
+        for value in (None, "", "0"):
+            changed = {} if value is None else {"KVQ_VLLM": value}
+            with unittest.mock.patch.dict(os.environ, changed):
+                if value is None:
+                    os.environ.pop("KVQ_VLLM", None)
+                with unittest.mock.patch.dict(sys.modules, {"vllm": None}):  # cannot be imported
+                    kvq.vllm.register()
+
+
+def prompts(*counts, seed=0, common=()):
+    draw = random.Random(seed)
+    return [[*common, *(draw.randrange(3, 256) for _ in range(n))] for n in counts]
+
+
+def make_model(folder):
+    """A Llama with random weights."""
+    import transformers
+    torch.manual_seed(7)
+    sizes = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.08)
+    transformers.LlamaForCausalLM(sizes).save_pretrained(folder)
+
+
+COMMON = prompts(300, seed=1)[0]
+JOBS = {  # prompts, and how many tokens are generated for each
+    "single": (prompts(20, seed=2), 12),
+    "ragged": (prompts(5, 130, 33, 260, 1, 64, seed=3), 12),
+    "first": ([COMMON], 4),
+    "alike": (prompts(9, 41, seed=4, common=COMMON), 8),
+    "many": (prompts(*(10 + 7 * i % 90 for i in range(64)), seed=5), 24),
+}
+TIE = 0.02  # of logits from -3 to 3: near enough to change places over a cache in f16
+KVQ = {"kv_transfer_config": {
+    "kv_connector": kvq.vllm.CONNECTOR, "kv_role": "kv_both",
+    "kv_connector_extra_config": {"format": "16bit", "attention": "exact"}}}
+SMALL = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+
+
+@unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed")
+class Engines(e2e_rig.Test):
+    """Two engines over one daemon, the second with few pages and small steps, and a stock one."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        make_model(os.path.join(cls.folder.name, "model"))
+        stock, _ = cls.run_engines([({}, JOBS)])
+        cls.stock = stock[0]
+        (cls.plain, cls.small), cls.refused = cls.run_engines(
+            [(KVQ, [n for n in JOBS if n != "many"]), ({**KVQ, **SMALL}, ["many", "alike"]),
+             ({**KVQ, "enable_prefix_caching": True}, []), ({}, [])], KVQ_VLLM="1")
+
+    @classmethod
+    def run_engines(cls, engines, **environment):
+        """Runs (arguments, names of jobs) one after the other in a process: their answers, and the
+        sentences of those that were refused."""
+        plugin = os.path.join(cls.folder.name, "plugin")
+        info = os.path.join(plugin, "kvq_tested-0.dist-info")
+        os.makedirs(info, exist_ok=True)
+        with open(os.path.join(e2e_rig.ROOT, "client", "python", "pyproject.toml")) as file:
+            point = re.search(r'"vllm.general_plugins"]\nkvq = "(.*)"', file.read())[1]
+        for name, text in (("entry_points.txt", f"[vllm.general_plugins]\nkvq = {point}\n"),
+                           ("METADATA", "Metadata-Version: 2.1\nName: kvq-tested\nVersion: 0\n")):
+            with open(os.path.join(info, name), "w") as file:
+                file.write(text)
+        base = {"model": os.path.join(cls.folder.name, "model"), "dtype": "float32",
+                "enable_prefix_caching": False, "max_model_len": 448, "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 64 << 20}
+        asked = "".join(json.dumps({
+            "engine": {**base, **arguments},
+            "jobs": [{"prompts": JOBS[n][0], "count": JOBS[n][1]} for n in jobs]})
+            + "\n" for arguments, jobs in engines)
+        done = subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.HERE, "vllm_engine.py")], input=asked, text=True,
+            capture_output=True, timeout=1800, env={
+                **os.environ, **environment, "KVQ_RUNTIME_DIR": cls.daemon.directory,
+                "PYTHONPATH": os.pathsep.join([plugin, os.path.join(e2e_rig.ROOT, "client",
+                                                                    "python")])})
+        if done.returncode:
+            raise AssertionError(done.stderr[-5000:])
+        lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+        found = iter([json.loads(text) for kind, text in lines if kind == "RESULT"])
+        answers = [{n: next(found) for n in jobs} for _, jobs in engines]
+        return [a for a in answers if a], [json.loads(t) for kind, t in lines if kind == "REFUSED"]
+
+    def same(self, name, engine):
+        """The stock engine's tokens; or, where they part for the first time, its second best, which
+        is as likely but for what a cache in f16 makes of it."""
+        stock = self.stock[name]
+        self.assertEqual(*([len(t) for t in x["tokens"]] for x in (stock, engine[name])))
+        parted = 0
+        for row, (want, got) in enumerate(zip(stock["tokens"], engine[name]["tokens"])):
+            at = next((i for i, (a, b) in enumerate(zip(want, got)) if a != b), None)
+            if at is not None:
+                token, gap = stock["nearly"][row][at]
+                self.assertEqual(got[at], token, f"request {row}, token {at}")
+                self.assertLess(gap, TIE, f"request {row}, token {at}")
+                parted += 1
+        self.assertLess(parted, 1 + len(stock["tokens"]) // 16)
+
+    def test_single_request(self):
+        self.same("single", self.plain)
+
+    def test_batch_of_ragged_prompts(self):
+        self.same("ragged", self.plain)
+
+    def test_prompts_that_begin_alike(self):
+        self.same("first", self.plain)
+        self.same("alike", self.plain)
+        self.assertEqual(self.plain["first"]["found"], 0)
+        self.assertEqual(self.plain["alike"]["found"], 2 * 256)
+
+    def test_prompts_that_an_earlier_engine_had(self):
+        self.same("alike", self.small)
+        self.assertEqual(self.small["alike"]["found"], 2 * 256)
+
+    def test_64_requests_in_pieces_with_preemption(self):
+        self.same("many", self.small)
+        self.assertGreater(self.small["many"]["preempted"], 0)
+        self.assertLessEqual(self.small["many"]["longest"], SMALL["max_num_batched_tokens"])
+
+    def test_refused(self):
+        self.assertEqual(len(self.refused), 2)
+        self.assertIn("enable_prefix_caching=False", self.refused[0])
+        self.assertIn("kv_transfer_config", self.refused[1])
+
+
+SUITES = [Steps, Refused, Engines]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(e2e_rig.run(SUITES, __doc__))
