@@ -186,7 +186,7 @@ part_wheel() {
 # A name and what it runs; the longest first.
 attacks() {
     cat <<'ATTACKS'
-sim_soft_asan build/asan/tests/sim_soft 1 1000
+sim_soft_asan build/asan/tests/sim_soft 1 400
 test_store_faults build/release/tests/test_store_faults
 test_store_crash build/release/tests/test_store_crash
 test_store_edits build/release/tests/test_store_edits
@@ -231,12 +231,13 @@ same_traces() {
     done
 }
 
-# Under --full the slow ones as well. Without them, only what the fast ones need is built: programs,
+# Under --full the slow ones as well, but no test twice that the release part runs in several orders
+# or with less shared memory. Without them, only what the fast ones need is built: programs,
 # tests of these names, and test_soft_order, which several of them run.
 part_asan() {
     local which=(-L fast) targets=()
     if [ $full = 1 ]; then
-        which=()
+        which=(-E '_by_(events|host)$|_in_99k$')
     else
         step 120 cmake --preset asan
         mapfile -t targets < <(comm -12 <(cmake --build build/asan --target help |
