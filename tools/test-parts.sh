@@ -181,6 +181,7 @@ part_clang() { build clang; }
 part_wheel() {
     check "tools/wheel.sh" 900 tools/wheel.sh KVQ_CUDA=OFF || return
     check_counted "the wheel" 300 bash -c 'python3 tests/wheel.py build/wheel-out/*.whl'
+    check_counted "the tour" 1800 bash -c 'python3 tests/tour.py build/wheel-out/*.whl'
 }
 
 # A name and what it runs; the longest first.
