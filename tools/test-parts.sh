@@ -313,13 +313,13 @@ part_python() {
         KVQ_BIN_DIR="$PWD/build/release/bin" \
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python_misuse.py \
         --cases $((full ? 3000 : 400))
-    check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/vllm_test.py || return
     python3 -c 'import torch, transformers' 2>/dev/null || return 0
     check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/transformers_test.py
     check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/release/bin" \
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/eval_test.py
+    check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/release/bin" \
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/vllm_test.py
 }
 
 part_install() {
