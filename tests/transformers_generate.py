@@ -37,10 +37,9 @@ class Attached(Case):
         attach(self.model, "16bit", client=self.client, salt=self.id())
         self.addCleanup(detach, self.model)
 
-    def pages(self):
-        """Of the prefix index: asked for and found so far."""
-        found = self.daemon.ctl("prefix", "status")
-        return sum(p["hit_tokens"] for p in found)
+    def found(self):
+        """Tokens that sessions have begun with so far."""
+        return sum(p["hit_tokens"] for p in self.daemon.ctl("prefix", "status"))
 
     def check(self, ids, **options):
         options = {**STEPS, **options}
@@ -52,20 +51,20 @@ class Attached(Case):
     def test_begins_with_what_is_there(self):
         """The second call computes what is new, and its tokens are the same."""
         ids = prompt(300)
-        before = self.pages()
+        before = self.found()
         first = self.check(ids)
-        self.assertEqual(self.pages() - before, 0)
+        self.assertEqual(self.found() - before, 0)
         self.check(ids)
-        self.assertEqual(self.pages() - before, 256)
+        self.assertEqual(self.found() - before, 256)
         self.check(torch.cat([first, prompt(9, 3)], 1))
-        self.assertEqual(self.pages() - before, 512)
+        self.assertEqual(self.found() - before, 512)
 
     def test_without_reuse(self):
         attach(self.model, "16bit", reuse=False, client=self.client)
-        ids, before = prompt(300), self.pages()
+        ids, before = prompt(300), self.found()
         for _ in range(2):
             self.check(ids)
-        self.assertEqual(self.pages(), before)
+        self.assertEqual(self.found(), before)
 
     def test_rows_and_beams(self):
         """Calls of several rows have caches without a prefix."""
