@@ -83,13 +83,32 @@ void kvq__connection_reply(struct kvq__connection *c)
 
 static void on_readable(uv_poll_t *handle, int status, int events);
 
+// The loop looks at timers before it looks at sockets: where the loop itself was late, a hello may
+// lie there unread. So who is late is given one more pass of the loop.
+static void on_hello_late(uv_timer_t *timer)
+{
+    struct kvq__connection *c = timer->data;
+    if (c->is_late) {
+        kvq__connection_end(c, "said no hello in time");
+        return;
+    }
+    c->is_late = true;
+    uv_timer_start(timer, on_hello_late, 1, 0);
+}
+
+static void wait_for_hello(struct kvq__connection *c)
+{
+    c->is_late = false;
+    uv_timer_start(&c->timer, on_hello_late, KVQ_ATTACH_TIMEOUT_MS, 0);
+}
+
 void kvq__connection_back(struct kvq__connection *c)
 {
     if (c->end_when_back) {
         kvq__connection_detach(c);
     } else if (c->state != KVQ__CONNECTION_ENDING) {
-        if (c->id)
-            uv_timer_stop(&c->timer);
+        if (c->id == 0)
+            wait_for_hello(c);
         uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
     }
 }
@@ -110,9 +129,12 @@ static void on_readable(uv_poll_t *handle, int status, int events)
         return;
     }
     kvq__connection_request(c, packet);
-    // While the command is at the poller the socket is only watched for its end.
-    if (c->state == KVQ__CONNECTION_BUSY && !c->end_when_back)
+    // While the command is at the poller the socket is only watched for its end, and how long that
+    // takes is not the client's doing.
+    if (c->state == KVQ__CONNECTION_BUSY && !c->end_when_back) {
+        uv_timer_stop(&c->timer);
         uv_poll_start(&c->poll, UV_DISCONNECT, on_readable);
+    }
 }
 
 static void on_exit_of_peer(uv_poll_t *handle, int status, int events)
@@ -120,11 +142,6 @@ static void on_exit_of_peer(uv_poll_t *handle, int status, int events)
     (void)status;
     (void)events;
     kvq__connection_end(handle->data, "its process ended");
-}
-
-static void on_hello_late(uv_timer_t *timer)
-{
-    kvq__connection_end(timer->data, "said no hello in time");
 }
 
 // Takes over fd and pidfd.
@@ -165,7 +182,7 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
         close(pidfd);
         c->pidfd = -1;
     }
-    uv_timer_start(&c->timer, on_hello_late, KVQ_ATTACH_TIMEOUT_MS, 0);
+    wait_for_hello(c);
     uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
 }
 

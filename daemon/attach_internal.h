@@ -133,6 +133,7 @@ struct kvq__connection {
     uv_timer_t timer;
     int handles;        // open in the loop
     bool end_when_back; // ended while a command was at the poller
+    bool is_late;       // with its hello
     struct kvq__peer peer;
     uint64_t id; // the client's; 0: none yet
     char name[KVQ_NAME_BYTES];

@@ -4,7 +4,9 @@
 #include "tests/attach_kit.h"
 
 #include <dirent.h>
+#include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -17,7 +19,7 @@
 #include <cmocka.h>
 
 #include "daemon/gpu.h"
-#include "daemon/server.h"
+#include "daemon/poller.h"
 #include "proto/status.h"
 
 // ---- The daemon ----
@@ -107,6 +109,60 @@ const struct kvq_config *attach_config(void)
 const char *attach_directory(void)
 {
     return rig.directory;
+}
+
+struct letter {
+    struct kvq__mail mail;
+    void (*run)(struct kvq__server *server, void *context);
+    void *context;
+    sem_t read;
+};
+
+static void read_letter(struct kvq__mail *mail)
+{
+    struct letter *letter = (struct letter *)mail;
+    letter->run(&rig.server, letter->context);
+    sem_post(&letter->read);
+}
+
+static void wait_for(sem_t *sem)
+{
+    while (sem_wait(sem) != 0)
+        assert_int_equal(errno, EINTR);
+}
+
+void attach_in_loop(void (*run)(struct kvq__server *server, void *context), void *context)
+{
+    struct letter letter = {.run = run, .context = context};
+    sem_init(&letter.read, 0, 0);
+    kvq__mailbox_post(&rig.server.box, &letter.mail, read_letter);
+    wait_for(&letter.read);
+    sem_destroy(&letter.read);
+}
+
+static struct {
+    struct kvq__mail mail;
+    sem_t held, released;
+} hold;
+
+static void hold_poller(struct kvq__mail *mail)
+{
+    (void)mail;
+    sem_post(&hold.held);
+    wait_for(&hold.released);
+}
+
+void attach_hold_poller(void)
+{
+    sem_init(&hold.held, 0, 0);
+    sem_init(&hold.released, 0, 0);
+    kvq__mailbox_post(kvq__poller_box(rig.server.poller), &hold.mail, hold_poller);
+    wait_for(&hold.held);
+}
+
+void attach_release_poller(void)
+{
+    sem_post(&hold.released);
 }
 
 // ---- A client ----
@@ -210,7 +266,7 @@ int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_f
     return peer_answer(p);
 }
 
-int peer_hello(struct peer *p, uint32_t min, uint32_t max)
+void peer_send_hello(struct peer *p, uint32_t min, uint32_t max)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Hello hello = KVQ__HELLO__INIT;
@@ -219,7 +275,13 @@ int peer_hello(struct peer *p, uint32_t min, uint32_t max)
     hello.client_name = (char *)"test";
     request.command_case = KVQ__REQUEST__COMMAND_HELLO;
     request.hello = &hello;
-    return peer_ask(p, &request, NULL, 0);
+    send_request(p, &request, NULL, 0);
+}
+
+int peer_hello(struct peer *p, uint32_t min, uint32_t max)
+{
+    peer_send_hello(p, min, max);
+    return peer_answer(p);
 }
 
 struct peer *peer_attached(void)

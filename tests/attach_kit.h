@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "daemon/config.h"
+#include "daemon/server.h"
 #include "proto/wire.h"
 
 // Setup and teardown of a test: the daemon, with 2 workers, 8 clients, and 20 MiB of buffers of
@@ -19,6 +20,12 @@ const struct kvq_config *attach_config(void);
 void attach_codebooks(const char *folder); // of daemons started from now on
 void attach_gpus(const char *library);     // likewise: with the GPUs of this driver
 const char *attach_directory(void);        // of the daemon's sockets
+
+// In the thread of the daemon's loop; returns when it is done.
+void attach_in_loop(void (*run)(struct kvq__server *server, void *context), void *context);
+// The daemon's poller stands still in between.
+void attach_hold_poller(void);
+void attach_release_poller(void);
 
 // ---- A client ----
 
@@ -47,6 +54,8 @@ int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_f
 
 // Commands, with the status of their reply.
 int peer_hello(struct peer *p, uint32_t protocol_min, uint32_t protocol_max);
+void peer_send_hello(struct peer *p, uint32_t protocol_min,
+                     uint32_t protocol_max); // its first half
 int peer_import(struct peer *p, const int *fds, uint32_t n_fds, uint64_t offset, uint64_t bytes);
 int peer_create_buffer(struct peer *p, uint64_t bytes);
 int peer_close_buffer(struct peer *p, uint32_t buffer);

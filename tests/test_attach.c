@@ -6,7 +6,9 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -19,6 +21,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/attach_internal.h"
 #include "daemon/log.h"
 #include "daemon/packet.h"
 #include "daemon/server.h"
@@ -545,10 +548,114 @@ static void test_no_room_for_words(void **state)
     assert_string_equal(reply.text, "");
 }
 
+// ---- Hellos that come late ----
+
+// The newest connection, as the loop sees it.
+struct seen {
+    enum kvq__connection_state state;
+    uint64_t now; // milliseconds
+};
+
+static void look(struct kvq__server *server, void *context)
+{
+    struct seen *seen = context;
+    const struct kvq__connection *c = TAILQ_LAST(&server->attach->connections, kvq__connections);
+    seen->state = c ? c->state : KVQ__CONNECTION_ENDING;
+    seen->now = uv_now(&server->loop);
+}
+
+// The newest connection's time for a hello is up, if it is still counted.
+static void expire(struct kvq__server *server, void *context)
+{
+    struct kvq__connection *c = TAILQ_LAST(&server->attach->connections, kvq__connections);
+    (void)context;
+    if (uv_is_active((uv_handle_t *)&c->timer))
+        uv_timer_start(&c->timer, c->timer.timer_cb, 1, 0);
+}
+
+static struct peer *peer_accepted(void)
+{
+    struct seen seen;
+    struct peer *p = peer_new();
+    do
+        attach_in_loop(look, &seen);
+    while (seen.state != KVQ__CONNECTION_HELLO);
+    return p;
+}
+
+static void test_no_hello(void **state)
+{
+    (void)state;
+    struct peer *p = peer_accepted();
+    attach_in_loop(expire, NULL);
+    assert_false(peer_receive(p));
+    peer_free(p);
+}
+
+// The time that the daemon takes to answer is not the client's.
+static void test_hello_at_a_slow_poller(void **state)
+{
+    struct seen seen, later;
+    (void)state;
+    struct peer *p = peer_accepted();
+    attach_hold_poller();
+    peer_send_hello(p, 1, KVQ_PROTOCOL_MAX);
+    do
+        attach_in_loop(look, &seen);
+    while (seen.state != KVQ__CONNECTION_BUSY);
+    attach_in_loop(expire, NULL);
+    do
+        attach_in_loop(look, &later);
+    while (later.now < seen.now + 10); // timers of 1 ms and 1 ms have run
+    attach_release_poller();
+    assert_int_equal(peer_answer(p), 0);
+    peer_free(p);
+}
+
+static sem_t loop_stands, hello_sent;
+
+// The loop stands still beyond the connection's time, and meanwhile a hello comes.
+static void stand(struct kvq__server *server, void *context)
+{
+    expire(server, context);
+    sem_post(&loop_stands);
+    while (sem_wait(&hello_sent) != 0)
+        ;
+    const uint64_t end = uv_hrtime() + 10000000;
+    while (uv_hrtime() < end)
+        sched_yield();
+}
+
+static void *run_stand(void *context)
+{
+    attach_in_loop(stand, context);
+    return NULL;
+}
+
+static void test_hello_at_a_slow_loop(void **state)
+{
+    pthread_t thread;
+    (void)state;
+    sem_init(&loop_stands, 0, 0);
+    sem_init(&hello_sent, 0, 0);
+    struct peer *p = peer_accepted();
+    assert_int_equal(pthread_create(&thread, NULL, run_stand, NULL), 0);
+    while (sem_wait(&loop_stands) != 0)
+        ;
+    peer_send_hello(p, 1, KVQ_PROTOCOL_MAX);
+    sem_post(&hello_sent);
+    pthread_join(thread, NULL);
+    assert_int_equal(peer_answer(p), 0);
+    peer_free(p);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_hello),
+        cmocka_unit_test(test_no_hello),
+        cmocka_unit_test(test_hello_at_a_slow_poller),
+        cmocka_unit_test(test_hello_at_a_slow_loop),
         cmocka_unit_test(test_daemon_page),
         cmocka_unit_test(test_garbage),
         cmocka_unit_test(test_descriptors_are_counted),
