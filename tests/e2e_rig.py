@@ -132,10 +132,17 @@ class Daemon:
         return kvq.Client(self.directory, **options)
 
     def ctl(self, *arguments, check=True):
-        """What kvqctl --json prints. With check=False: exit status, output and complaint."""
-        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.directory,
-                               *arguments, "--json"], capture_output=True, text=True,
-                              timeout=BOUND, stdin=subprocess.DEVNULL)
+        """What kvqctl --json prints. With check=False: exit status, output and complaint. A save
+        that comes too early, before a busy machine is through with what was packed, is tried
+        again, as its refusal says."""
+        end = time.monotonic() + BOUND
+        while True:
+            done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.directory,
+                                   *arguments, "--json"], capture_output=True, text=True,
+                                  timeout=BOUND, stdin=subprocess.DEVNULL)
+            early = arguments[:2] == ("session", "save") and "try again (E_BUSY)" in done.stderr
+            if not (check and early and time.monotonic() < end):
+                break
         if not check:
             return done.returncode, done.stdout, done.stderr
         if done.returncode:
