@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
@@ -69,8 +70,7 @@ def run(results: Results, sides: Sequence[Side], prompts: Sequence[List[int]], t
             line = results.get(key)
             if line is None and side.key not in failures.why:
                 say(f"answer {number + 1} of {len(prompts)}: {side.key}")
-                told = failures.attempt(side, lambda side=side, like=like, prompt=prompt: answer(
-                    side, prompt, tokens, step, like))
+                told = failures.attempt(side, partial(answer, side, prompt, tokens, step, like))
                 if told:
                     told["same"] = tokens if like is None else same(told["said"], like)
                     results.put(key, {"part": "answer", "side": side.key, "tokens": tokens, **told})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from functools import partial
 from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
@@ -93,7 +94,7 @@ def run(results: Results, sides: Sequence[Side], items: Sequence[Item], step: in
         if missing and side.key not in failures.why:
             say(f"needles: {side.key}, {len(missing)} of {len(items)}")
         for item in missing:
-            told = failures.attempt(side, lambda side=side, item=item: ask(side, item, step))
+            told = failures.attempt(side, partial(ask, side, item, step))
             if told:
                 results.put(needle_key(sides[0], side, item, step),
                             {"part": "needle", "side": side.key, "distance": item["distance"],
