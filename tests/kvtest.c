@@ -163,7 +163,7 @@ const char *kvt_any_format(struct kvt_rng *rng)
         "ott2-o0",    "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
         "kivi1-g64",  "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
         "int8-g64",   "innerq-base+int8",   "oscar2-s32-w17",    "oscar4-max",
-        "ott2-s32",   "oscar3-mean-norot",  "kvq2:v_group=32",   "oscar2:v_axis=channel"};
+        "ott2-s32",   "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel"};
     uint32_t rows = 0, n = sizeof composed / sizeof *composed;
     while (kvq_formats[rows].name[0])
         rows++;

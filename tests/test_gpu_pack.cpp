@@ -275,7 +275,7 @@ static const char *const composed[] = {
     "ott2-o0",           "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
     "kivi1-g64",         "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
     "int8-g64",          "innerq-base+int8",   "oscar2-s32-w17",    "oscar4-max",
-    "ott2-s32",          "oscar3-mean-norot",  "kvq2:v_group=32",   "oscar2:v_axis=channel",
+    "ott2-s32",          "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel",
     "innerq-hybrid-g128"};
 
 // Every row of the table and what suffixes make of some, at one head_dim.
@@ -368,7 +368,7 @@ static void test_outliers(void **)
 static void test_lesson(void **)
 {
     const kvq_shape s = kvt_shape(1, 1, 64, KVQ_BF16);
-    for (const char *name : {"ott2-oscar", "innerq-small", "kvq2"})
+    for (const char *name : {"ott2-oscar", "innerq-small", "innerq-small:rot=signed"})
         check_pack(name, s, full() ? 4096 + 192 : 864, KVT_NORMAL, kvt_seed());
 }
 

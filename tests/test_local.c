@@ -280,7 +280,8 @@ static void test_rollback(void **state)
 {
     struct local_model m;
     struct local_pair pair;
-    struct kvq_session_options o = {.format = "kvq2", .max_rollback = 8};
+    struct kvq_session_options o = {.format = "innerq-small:rot=signed:k_codec=lloyd:k_group=0",
+                                    .max_rollback = 8};
     const uint32_t prompt = 250, draft = 6, one = 1;
     (void)state;
     open_local(1);

@@ -224,7 +224,8 @@ def main():
     test = Bench(args.bench, os.path.join(args.work, "search-test.jsonl"))
     report = Report()
     report.heading(1, "Search for a better composition")
-    report.say("Written by `tools/quality/search.py`; do not edit.\n" + __doc__.split("\n\n", 2)[2])
+    report.say("Written by `tools/quality/search.py`; do not edit. What it found failed on real "
+               "weights: [kvq2.md](kvq2.md).\n" + __doc__.split("\n\n", 2)[2])
     best = rank_pairs(train, report, *rank_sides(train, report), args.best)
     tested = test.run([*best, *OTHERS], ["formats"], *caches(101, 100000), *caches(102, 150000),
                       *models(200000, 8192, (1, 10, 30)))
