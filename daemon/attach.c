@@ -96,21 +96,14 @@ static void on_hello_late(uv_timer_t *timer)
     uv_timer_start(timer, on_hello_late, 1, 0);
 }
 
-static void wait_for_hello(struct kvq__connection *c)
-{
-    c->is_late = false;
-    uv_timer_start(&c->timer, on_hello_late, KVQ_ATTACH_TIMEOUT_MS, 0);
-}
-
 void kvq__connection_back(struct kvq__connection *c)
 {
-    if (c->end_when_back) {
+    if (c->end_when_back)
         kvq__connection_detach(c);
-    } else if (c->state != KVQ__CONNECTION_ENDING) {
-        if (c->id == 0)
-            wait_for_hello(c);
+    else if (c->state != KVQ__CONNECTION_ENDING && c->id == 0)
+        kvq__connection_end(c, "its hello was refused");
+    else if (c->state != KVQ__CONNECTION_ENDING)
         uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
-    }
 }
 
 static void on_readable(uv_poll_t *handle, int status, int events)
@@ -182,7 +175,7 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
         close(pidfd);
         c->pidfd = -1;
     }
-    wait_for_hello(c);
+    uv_timer_start(&c->timer, on_hello_late, KVQ_ATTACH_TIMEOUT_MS, 0);
     uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
 }
 

@@ -458,6 +458,7 @@ static void test_too_many_clients(void **state)
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, 1, 1), KVQ_E_LIMIT);
     assert_non_null(strstr(p->reply->text, "max_clients"));
+    assert_false(peer_receive(p)); // and the connection is closed
     peer_free(p);
     for (int i = 0; i < 8; i++)
         peer_free(peers[i]);
