@@ -23,8 +23,7 @@ static bool gains(const struct kvq_attend *a)
     struct kvq__codec c = kvq__codec_of(a->format, a->shape, a->book, 0);
     if (kvq_is_raw(a->format) || c.k.kind == KVQ__BOOK || c.v.kind == KVQ__BOOK)
         return true;
-    return a->path == KVQ_PATH_FAST && c.k.kind == KVQ__PER_CHANNEL_32 &&
-           c.v.kind == KVQ__PER_TOKEN_32;
+    return a->path == KVQ_PATH_FAST && kvq__fits_bytes(&c);
 }
 
 // Whether rows of both may stand in one item, if the blocks are the same.

@@ -6,7 +6,8 @@
 // the other, rounded once for each row and group, for all groups of a chunk before the first of
 // them is multiplied; the middle of the codes stays in fp32. What differs is what the instruction
 // leaves: sums of two products in 16 bits, which are added up in 16 bits as long as they cannot
-// overflow (32, 16 and 8 steps for K with 2, 3 and 4 bits, 8, 8 and 4 for V) and then widened.
+// overflow (32, 16 and 8 steps for K with 2, 3 and 4 bits, 8, 8 and 4 for V, 4 where V has four
+// levels) and then widened.
 #include "kernels/bytes_avx2.h"
 
 static void softmax_bytes(struct kvq__tile *tile, uint32_t n)
@@ -17,8 +18,7 @@ static void softmax_bytes(struct kvq__tile *tile, uint32_t n)
 
 static bool has_fast_bytes(const struct kvq__codec *c, uint32_t rows)
 {
-    return c->k.kind == KVQ__PER_CHANNEL_32 && c->v.kind == KVQ__PER_TOKEN_32 &&
-           rows <= KVQ_TILE_ROWS;
+    return kvq__fits_bytes(c) && rows <= KVQ_TILE_ROWS;
 }
 
 static void prepare_bytes(struct kvq__tile *tile)
@@ -56,11 +56,11 @@ static void attend_chunk_bytes(const struct kvq_kernels *k, struct kvq__tile *ti
     struct kvq__bytes *v = kvq__bytes_of(tile);
     struct kvq_kernels fast = *k;
     fast.softmax = softmax_bytes;
-    fast.pv_packed[KVQ__PER_TOKEN_32] = kvq__bytes_pv;
+    fast.pv_packed[tile->codec->v.kind] = kvq__bytes_pv;
     v->exact = k;
     v->chunk = chunk;
     if (keys_as_bytes(tile->codec)) {
-        fast.qk_packed[KVQ__PER_CHANNEL_32] = kvq__bytes_qk;
+        fast.qk_packed[tile->codec->k.kind] = kvq__bytes_qk;
         kvq__bytes_prepare_k(tile);
     }
     kvq__attend_chunk(&fast, tile, chunk);

@@ -17,7 +17,7 @@ enum {
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
 // (or p), and in fp32 what the middle of the codes stands for, of channels (or of [channel group]
 // [token in the order of sets]). Besides, the value of 1 in K's scales, and each token's largest
-// scale of V, which those of V are parts of.
+// scale of V, which those of V are parts of. V of four levels has nothing but `largest`.
 struct kvq__opened {
     _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
@@ -30,6 +30,9 @@ struct kvq__opened {
 struct kvq__bytes {
     const struct kvq__chunk *chunk;
     const struct kvq_kernels *exact; // the table that the steps in between come from
+    // The group whose opened K, bytes, units and biases serve this one: the first of its record
+    // that is packed, where scales stand before a record's groups, else itself.
+    uint8_t k_of[KVQ__CHUNK_GROUPS];
     // Of all tiles of the item, by slot.
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     float q_unit[KVQ_TILE_ROWS + KVQ__TILE4];                  // max |q| / KVQ__INT16_TOP

@@ -118,24 +118,30 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
     _mm_store_ps(v->bias[group] + first, kvq__sum4(bias[0], bias[1], bias[2], bias[3]));
 }
 
+static inline bool has_own_k(const struct kvq__bytes *v, uint32_t group)
+{
+    return v->chunk->group[group].packed_tokens && v->k_of[group] == group;
+}
+
 // In steps that each run over all groups: from scales to bytes is a chain of some hundred cycles,
 // which thus hides behind those of other groups.
 KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
 {
     struct kvq__bytes *v = kvq__bytes_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             find_factors(tile, i, first, dim, rows);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             scale_queries(tile, i, first, dim, rows);
 }
 
 KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
 {
     struct kvq__bytes *v = kvq__bytes_of(tile);
+    kvq__find_own_k(v->chunk, v->k_of);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             open_k(v, tile->codec, i, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, dim, ROWS));
@@ -281,9 +287,10 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, const struct kvq_packed *
 {
     const struct kvq__bytes *v = kvq__bytes_of(tile);
     const struct kvq_layout *l = &tile->codec->layout;
+    const uint32_t own = v->k_of[group];
     const uint8_t *q[KVQ__TILE4];
     for (int i = 0; i < rows; i++)
-        q[i] = kvq__row_bytes(tile, group, first + (uint32_t)i);
+        q[i] = kvq__row_bytes(tile, own, first + (uint32_t)i);
     for (uint32_t half = 0; half < HALVES; half++) {
         __m256i sum[KVQ__TILE4][2];
         __m256 norm[2] = {_mm256_set1_ps(1.0f), _mm256_set1_ps(1.0f)};
@@ -292,8 +299,8 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, const struct kvq_packed *
             norm[z] = kvq__load8(packed->group + l->k_norms + 32 * half + 16 * z, KVQ_F16);
         for (int i = 0; i < rows; i++)
             for (uint32_t z = 0; z < 2; z++) {
-                __m256 unit = _mm256_set1_ps(v->unit[group][first + (uint32_t)i]);
-                __m256 bias = _mm256_set1_ps(v->bias[group][first + (uint32_t)i]);
+                __m256 unit = _mm256_set1_ps(v->unit[own][first + (uint32_t)i]);
+                __m256 bias = _mm256_set1_ps(v->bias[own][first + (uint32_t)i]);
                 __m256 x = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i][z]), unit, bias);
                 _mm256_storeu_ps(logits + i * KVQ__LOGITS_STRIDE + 16 * half + 8 * z,
                                  _mm256_mul_ps(x, norm[z]));

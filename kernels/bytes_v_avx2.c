@@ -12,6 +12,13 @@ enum {
     SETS = 8,
 };
 
+// What the loops are written out for: codes of so many bits with a scale and a zero for 32
+// channels, or of four levels with one scale for a token.
+struct how {
+    int bits;
+    bool lloyd;
+};
+
 // ---- p * scale as u8, for all groups of the chunk ----
 //
 // A token's weight is p times the largest of its scales (one for each 32 channels), and a scale is
@@ -149,6 +156,43 @@ KVQ__INLINE void scale_rows(const struct kvq__tile *tile, uint32_t group, uint32
     }
 }
 
+// V of four levels: the bytes of a row are those of its tokens, and nothing else is needed.
+KVQ__INLINE void weigh_lloyd(const struct kvq__tile *tile, uint32_t group, uint32_t row)
+{
+    struct kvq__bytes *v = kvq__bytes_of(tile);
+    const float *p = tile->logits + (size_t)row * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
+    const float *scale = v->opened[group].largest;
+    _Alignas(32) float sorted[KVQ_GROUP_TOKENS];
+    float top = kvq__max_all(sort_weights(&v->chunk->group[group], scale, p, sorted));
+    __m256 f[4];
+    for (uint32_t j = 0; j < 4; j++)
+        f[j] = _mm256_mul_ps(_mm256_load_ps(scale + 8 * j), _mm256_set1_ps(255.0f / top));
+    const float *x = sorted;
+    __m256i low = kvq__to_int16(_mm256_load_ps(x), _mm256_load_ps(x + 8), f[0], f[1]);
+    __m256i high = kvq__to_int16(_mm256_load_ps(x + 16), _mm256_load_ps(x + 24), f[2], f[3]);
+    uint8_t *bytes = kvq__row_bytes(tile, group, row);
+    _mm256_store_si256((void *)bytes, _mm256_packus_epi16(low, high));
+    v->unit[group][row] = top * (KVQ__LLOYD2_TOP / (KVQ__LLOYD2_OUTER * 255.0f));
+}
+
+static void prepare_lloyd(const struct kvq__tile *tile)
+{
+    struct kvq__bytes *v = kvq__bytes_of(tile);
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        memset(v->o[r], 0, tile->dim * sizeof(float));
+        memset(v->middle[r], 0, sizeof v->middle[r]);
+    }
+    for (uint32_t i = 0; i < v->chunk->groups; i++) {
+        if (v->chunk->group[i].packed_tokens == 0)
+            continue;
+        const uint8_t *scales = v->chunk->group[i].packed.v_scales;
+        find_largest(scales, KVQ_GROUP_CHANNELS, v->opened[i].largest);
+        find_largest(scales + 32, KVQ_GROUP_CHANNELS, v->opened[i].largest + 16);
+        for (uint32_t r = 0; r < tile->rows; r++)
+            weigh_lloyd(tile, i, r);
+    }
+}
+
 KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
 {
     struct kvq__bytes *v = kvq__bytes_of(tile);
@@ -173,7 +217,10 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__bytes_prepare_v(const struct kvq__tile *tile)
 {
-    KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
+    if (kvq__is_lloyd2(&tile->codec->v))
+        prepare_lloyd(tile);
+    else
+        KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
 }
 
 // ---- Products ----
@@ -193,13 +240,15 @@ static inline __m256i load(const uint8_t *p)
     return _mm256_load_si256((const void *)p);
 }
 
-// Entry i is 2 * code - (2^bits - 1) for the code i, or where a nibble holds two codes of 2 bits,
-// for its lower (odd 0) or upper one.
-KVQ__INLINE __m256i table_of(int bits, int odd)
+// Entry i is 2 * code - (2^bits - 1), or the level, for the code i, or where a nibble holds two
+// codes of 2 bits, for its lower (odd 0) or upper one.
+KVQ__INLINE __m256i table_of(int odd, struct how how)
 {
     int8_t table[16];
-    for (int i = 0; i < 16; i++)
-        table[i] = (int8_t)(2 * (bits > 2 ? i : odd ? i >> 2 : i & 3) - ((1 << bits) - 1));
+    for (int i = 0; i < 16; i++) {
+        int code = how.bits > 2 ? i : odd ? i >> 2 : i & 3;
+        table[i] = (int8_t)(how.lloyd ? kvq__lloyd2_byte(code) : 2 * code - ((1 << how.bits) - 1));
+    }
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
 }
 
@@ -224,23 +273,23 @@ KVQ__INLINE __m256i load_high(const struct kvq__half *plane, uint32_t set, uint3
     return _mm256_and_si256(set % 2 ? _mm256_srli_epi16(x, 1) : x, _mm256_set1_epi8(0x55));
 }
 
-// The codes at position s, centred and doubled.
+// What the codes at position s stand for.
 KVQ__INLINE __m256i v_codes(const struct planes *p, uint32_t set, uint32_t z, bool wide, int s,
-                            int bits)
+                            struct how how)
 {
     __m256i x = load_low(&p->low, set, z, wide);
-    if (bits > 2)
-        x = kvq__join_planes(x, load_high(&p->high, set, z, wide, bits), s % 2);
+    if (how.bits > 2)
+        x = kvq__join_planes(x, load_high(&p->high, set, z, wide, how.bits), s % 2);
     x = _mm256_and_si256(s >= 2 ? _mm256_srli_epi16(x, 4) : x, _mm256_set1_epi8(15));
-    return _mm256_shuffle_epi8(table_of(bits, s % 2), x);
+    return _mm256_shuffle_epi8(table_of(s % 2, how), x);
 }
 
 // Sets `from` to `from` + 3 at position s.
 KVQ__INLINE void v_sets(__m256i acc[][2], const struct planes *p, uint32_t from,
-                        const uint8_t *const *w, int rows, bool wide, int s, int bits)
+                        const uint8_t *const *w, int rows, bool wide, int s, struct how how)
 {
     for (uint32_t set = from; set < from + 4; set++) {
-        __m256i c0 = v_codes(p, set, 0, wide, s, bits), c1 = v_codes(p, set, 1, wide, s, bits);
+        __m256i c0 = v_codes(p, set, 0, wide, s, how), c1 = v_codes(p, set, 1, wide, s, how);
         for (int i = 0; i < rows; i++) {
             __m256i x = kvq__broadcast_word(w[i] + weight_at(set));
             acc[i][0] = kvq__add_products(acc[i][0], x, c0);
@@ -254,22 +303,23 @@ KVQ__INLINE void add_sum(float *o, __m256i sum, __m256 unit)
     _mm256_store_ps(o, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), unit, _mm256_load_ps(o)));
 }
 
-// Position s of half of the words of a slab. 16 bits hold the sums of 8 sets, with 4 bits of 4.
+// Position s of half of the words of a slab. 16 bits hold the sums of 8 sets, with 4 bits and with
+// four levels of 4.
 KVQ__INLINE void v_half(const struct planes *p, float *o, const uint8_t *const *w,
-                        const float *unit, int rows, bool wide, int s, int bits)
+                        const float *unit, int rows, bool wide, int s, struct how how)
 {
     __m256i acc[KVQ__TILE4][2], sum[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++)
         acc[i][0] = acc[i][1] = sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-    for (int line = 0; line <= bits; line++)
+    for (int line = 0; line <= how.bits; line++)
         kvq__fetch(p->ahead + 64 * line);
-    v_sets(acc, p, 0, w, rows, wide, s, bits);
-    for (int i = 0; bits == 4 && i < rows; i++)
+    v_sets(acc, p, 0, w, rows, wide, s, how);
+    for (int i = 0; (how.bits == 4 || how.lloyd) && i < rows; i++)
         for (int z = 0; z < 2; z++) {
             sum[i][z] = kvq__widen(sum[i][z], acc[i][z]);
             acc[i][z] = _mm256_setzero_si256();
         }
-    v_sets(acc, p, 4, w, rows, wide, s, bits);
+    v_sets(acc, p, 4, w, rows, wide, s, how);
     for (int i = 0; i < rows; i++, o += KVQ_MAX_HEAD_DIM) {
         __m256 x = _mm256_set1_ps(unit[i]);
         add_sum(o, kvq__widen(sum[i][0], acc[i][0]), x);
@@ -279,31 +329,31 @@ KVQ__INLINE void v_half(const struct planes *p, float *o, const uint8_t *const *
 
 // Position s of a slab, whose sums and weights o and w are.
 KVQ__INLINE void v_position(const struct slab *v, float *o, const uint8_t *const *w,
-                            const float *unit, int rows, bool wide, int s, int bits)
+                            const float *unit, int rows, bool wide, int s, struct how how)
 {
     const uint8_t *at[KVQ__TILE4];
     for (int i = 0; i < rows; i++)
-        at[i] = w[i] + KVQ_GROUP_CHANNELS * (wide ? s : s / 2);
+        at[i] = w[i] + (how.lloyd ? 0 : KVQ_GROUP_CHANNELS * (wide ? s : s / 2));
     for (uint32_t half = 0; half < (wide ? 2u : 1u); half++) {
         uint32_t i = (wide ? 2 : 1) * (uint32_t)s + half;
         struct planes p = {kvq__half_of(v->low, half), kvq__half_of(v->high, half),
-                           v->ahead + 64 * i * ((uint32_t)bits + 1)};
-        v_half(&p, o + 16 * i, at, unit, rows, wide, s, bits);
+                           v->ahead + 64 * i * ((uint32_t)how.bits + 1)};
+        v_half(&p, o + 16 * i, at, unit, rows, wide, s, how);
     }
 }
 
 KVQ__INLINE void v_slab(const struct slab *v, float *o, const uint8_t *const *w, const float *unit,
-                        int rows, bool wide, int bits)
+                        int rows, bool wide, struct how how)
 {
-    v_position(v, o, w, unit, rows, wide, 0, bits);
-    v_position(v, o, w, unit, rows, wide, 1, bits);
-    v_position(v, o, w, unit, rows, wide, 2, bits);
-    v_position(v, o, w, unit, rows, wide, 3, bits);
+    v_position(v, o, w, unit, rows, wide, 0, how);
+    v_position(v, o, w, unit, rows, wide, 1, how);
+    v_position(v, o, w, unit, rows, wide, 2, how);
+    v_position(v, o, w, unit, rows, wide, 3, how);
 }
 
 // Adds up to four rows times one group of V to the chunk's sums.
 KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct slab slab, uint32_t group,
-                         uint32_t first, int rows, int bits)
+                         uint32_t first, int rows, struct how how)
 {
     struct kvq__bytes *v = kvq__bytes_of(tile);
     const uint8_t *w[KVQ__TILE4];
@@ -311,33 +361,36 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct slab slab, uint32_
     for (int i = 0; i < rows; i++)
         w[i] = kvq__row_bytes(tile, group, first + (uint32_t)i);
     if (tile->dim == 64)
-        v_slab(&slab, v->o[first], w, unit, rows, false, bits);
+        v_slab(&slab, v->o[first], w, unit, rows, false, how);
     for (uint32_t c = 0; c + KVQ__SLAB <= tile->dim; c += KVQ__SLAB) {
-        v_slab(&slab, v->o[first] + c, w, unit, rows, true, bits);
+        v_slab(&slab, v->o[first] + c, w, unit, rows, true, how);
         slab.low += KVQ__SLAB * 8;
-        slab.high += KVQ__SLAB * (bits == 3 ? 4 : 8);
-        slab.ahead += KVQ__SLAB * 4 * (bits + 1);
+        slab.high += KVQ__SLAB * (how.bits == 3 ? 4 : 8);
+        slab.ahead += KVQ__SLAB * 4 * (how.bits + 1);
         for (int i = 0; i < rows; i++)
-            w[i] += KVQ__SLAB;
+            w[i] += how.lloyd ? 0 : KVQ__SLAB;
     }
 }
 
 KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq_packed *packed,
-                          const float *p, int bits)
+                          const float *p, struct how how)
 {
     const uint8_t *codes = packed->group + tile->codec->layout.v_codes;
     const uint8_t *ahead = tile->ahead ? tile->ahead : codes;
     uint32_t group = (uint32_t)(p - tile->logits) / KVQ_GROUP_TOKENS;
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         struct slab slab = {codes, codes + 8 * tile->dim, ahead};
-        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, slab, group, r, ROWS, bits));
+        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, slab, group, r, ROWS, how));
         ahead = codes; // what was asked for once is on its way
     }
 }
 
 void kvq__bytes_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
-    KVQ__BY_BITS(tile->codec->v_bits, pv_group(tile, packed, p, BITS));
+    if (kvq__is_lloyd2(&tile->codec->v))
+        pv_group(tile, packed, p, (struct how){2, true});
+    else
+        KVQ__BY_BITS(tile->codec->v_bits, pv_group(tile, packed, p, (struct how){BITS, false}));
 }
 
 // ---- The chunk's sums ----

@@ -65,6 +65,31 @@ struct kvq__codec {
     struct kvq__side k, v;
 };
 
+// Whether V is TurboQuant's of 2 bits: four levels and one scale for each token.
+static inline bool kvq__is_lloyd2(const struct kvq__side *v)
+{
+    return v->row.codec == KVQ_CODEC_LLOYD && v->row.bits == 2 && !v->row.wide;
+}
+
+// Its levels, -1.5104, -0.4528, 0.4528 and 1.5104, as whole numbers: 0.2998 of each other, and 0.3.
+#define KVQ__LLOYD2_TOP 1.5104176f
+enum { KVQ__LLOYD2_INNER = 3, KVQ__LLOYD2_OUTER = 10 };
+
+static inline int kvq__lloyd2_byte(int code)
+{
+    int size = code == 1 || code == 2 ? KVQ__LLOYD2_INNER : KVQ__LLOYD2_OUTER;
+    return code < 2 ? -size : size;
+}
+
+// Whether the loops over bytes, the fast path, know both sides: scales of 32 values on both (oscar,
+// KIVI), or K of 3 bits whose scales stand before a record's groups, with V of four levels (kvq2).
+static inline bool kvq__fits_bytes(const struct kvq__codec *c)
+{
+    if (kvq__is_lloyd2(&c->v))
+        return c->k.row.codec == KVQ_CODEC_AFFINE && c->k_bits == 3 && c->layout.k_set;
+    return c->k.kind == KVQ__PER_CHANNEL_32 && c->v.kind == KVQ__PER_TOKEN_32;
+}
+
 // The 32 positions of one group and where their keys lie. Positions [0, packed_tokens) are in the
 // packed group, [raw_from, raw_to) in the raw rows; both pointers stand for position 0, and raw
 // rows are `dim` elements apart. Everything in these ranges is finite and may be computed with,
@@ -91,6 +116,22 @@ struct kvq__chunk {
     const struct kvq__chunk *next; // what comes after, of any head, to prefetch; NULL if unknown
     bool fetched;                  // whether this one was the next of another
 };
+
+// For each packed group the first one that has the same scales of K: itself, or where scales stand
+// before a record's groups, the first of its record.
+static inline void kvq__find_own_k(const struct kvq__chunk *chunk, uint8_t *own)
+{
+    const uint8_t *scales = NULL;
+    uint8_t first = 0;
+    for (uint32_t i = 0; i < chunk->groups; i++) {
+        if (chunk->group[i].packed_tokens == 0)
+            continue;
+        if (scales != chunk->group[i].packed.k_scales)
+            first = (uint8_t)i;
+        scales = chunk->group[i].packed.k_scales;
+        own[i] = first;
+    }
+}
 
 // The queries of one KV head in an item (tokens x heads that share it, of one or more sessions),
 // and their state on the way through the keys. The softmax state is in powers of

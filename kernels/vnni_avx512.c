@@ -18,6 +18,9 @@
 // stands for (zero + 1.5 * scale) goes with exact fp32 weights into a bias of the logits, and into
 // sums of its own for the values; it never passes through 8 bits.
 //
+// V of four levels (kvq2) has one scale for a token and none for channels: a weight is a byte for
+// each token, made of p * scale at once, and the table has the levels as small whole numbers.
+//
 // Both operands are turned into bytes for all groups of a chunk (512 tokens) before the first of
 // them is multiplied, and in steps that each run over all groups: from scales to bytes is a chain
 // of some hundred cycles, which thus hides behind those of other groups.
@@ -47,7 +50,9 @@ static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     v->chunk = chunk;
+    v->ahead_of_dots = tile->codec->layout.k_set ? 0 : 4 * KVQ__GROUPS_A_RECORD * tile->dim;
     set_ahead(v, 0);
+    kvq__find_own_k(chunk, v->k_of);
     if (!chunk->fetched)
         fetch_cold(tile, chunk);
     kvq__vnni_prepare_k(tile);
@@ -68,8 +73,7 @@ static bool pv_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk
 
 static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
 {
-    return c->k.kind == KVQ__PER_CHANNEL_32 && c->v.kind == KVQ__PER_TOKEN_32 &&
-           rows <= KVQ_TILE_ROWS;
+    return kvq__fits_bytes(c) && rows <= KVQ_TILE_ROWS;
 }
 
 static void prepare_vnni(struct kvq__tile *tile)
@@ -108,8 +112,8 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
 {
     struct kvq_kernels fast = *k;
     if (keys_as_bytes(tile->codec))
-        fast.qk_chunk[KVQ__PER_CHANNEL_32] = qk_chunk_vnni;
-    fast.pv_chunk[KVQ__PER_TOKEN_32] = pv_chunk_vnni;
+        fast.qk_chunk[tile->codec->k.kind] = qk_chunk_vnni;
+    fast.pv_chunk[tile->codec->v.kind] = pv_chunk_vnni;
     kvq__attend_chunk(&fast, tile, chunk);
 }
 

@@ -17,7 +17,7 @@ enum {
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
 // (or p), and in fp32 what the middle of the codes stands for, of channels (or of [channel group]
 // [slot]). Besides, the value of 1 in K's scales, and each token's largest scale of V, by slots,
-// which those of V are parts of.
+// which those of V are parts of. V of four levels has nothing but `largest`, by tokens.
 struct kvq__opened {
     _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
@@ -30,6 +30,10 @@ struct kvq__opened {
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
     const uint8_t *ahead[2]; // two records of the next chunk, to be fetched in this pass
+    size_t ahead_of_dots;    // bytes of such a record that the steps before the dot products fetch
+    // The group whose opened K, bytes, units and biases serve this one: the first of its record
+    // that is packed, where scales stand before a record's groups, else itself.
+    uint8_t k_of[KVQ__CHUNK_GROUPS];
     // Of all tiles of the item, by slot.
     _Alignas(64) int16_t q16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM]; // in the order of opened scales
     int16_t abs16[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];            // |q16|
@@ -128,17 +132,15 @@ struct kvq__planes {
 enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
 
 // A step that makes bytes fetches a line for each 32 channels; what follows are the lines for each
-// 16 channels in the products.
-KVQ__INLINE uint32_t kvq__lines_a_row(int bits)
-{
-    return (uint32_t)bits;
-}
+// 16 channels in the products, as many as codes have bits. Records of kvq2 are small enough for
+// three lines to hold all there is (2.75 bits a number), and its steps, which run once for each
+// record, are not counted on.
 
 // Bytes of a record that come before the share of one group in the dot products.
-KVQ__INLINE size_t kvq__ahead_of_dots(uint32_t group, uint32_t dim, int bits)
+KVQ__INLINE size_t kvq__ahead_of_group(const struct kvq__vnni *v, uint32_t group, uint32_t dim,
+                                       int lines)
 {
-    uint32_t i = group % KVQ__GROUPS_A_RECORD;
-    return (size_t)dim * (2 * 2 * KVQ__GROUPS_A_RECORD + 4 * i * kvq__lines_a_row(bits));
+    return v->ahead_of_dots + (size_t)dim * 4 * (group % KVQ__GROUPS_A_RECORD) * (uint32_t)lines;
 }
 
 // The share of one group in step 0 or 1: a line for each 32 channels.
@@ -158,10 +160,11 @@ KVQ__INLINE void kvq__fetch_share(const uint8_t *ahead, uint32_t dim, int n, int
 }
 
 // The lines that are left, one for each group's norms, at the end of a record; by groups 0 to 3.
-KVQ__INLINE void kvq__fetch_rest(const struct kvq__vnni *v, uint32_t group, uint32_t dim, int bits)
+KVQ__INLINE void kvq__fetch_rest(const struct kvq__vnni *v, uint32_t group, uint32_t dim, int lines)
 {
-    size_t rest = kvq__ahead_of_dots(0, dim, bits) +
-                  (size_t)4 * dim * kvq__lines_a_row(bits) * KVQ__GROUPS_A_RECORD;
+    if (!v->ahead_of_dots)
+        return;
+    size_t rest = v->ahead_of_dots + (size_t)4 * dim * (uint32_t)lines * KVQ__GROUPS_A_RECORD;
     for (int i = 0; i < KVQ__RECORDS_AHEAD; i++)
         kvq__fetch(v->ahead[i] + rest + 64 * group);
 }
@@ -173,20 +176,20 @@ KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint
     const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
     if (group < KVQ_BLOCK_GROUPS)
         kvq__fetch_rest(v, group, dim, bits);
-    return (struct kvq__planes){codes, codes + 8 * dim, at + kvq__ahead_of_dots(group, dim, bits),
-                                dim};
+    return (struct kvq__planes){codes, codes + 8 * dim,
+                                at + kvq__ahead_of_group(v, group, dim, bits), dim};
 }
 
 KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
 {
     p->low += KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
     p->high += KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4);
-    p->ahead += 4 * KVQ__SLAB * kvq__lines_a_row(bits);
+    p->ahead += 4 * KVQ__SLAB * bits;
 }
 
 KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, int bits)
 {
-    unsigned n = kvq__lines_a_row(bits);
+    unsigned n = (unsigned)bits;
     for (unsigned i = place * n / 2; i < (place + 1) * n / 2; i++)
         kvq__fetch(p->ahead + 64 * i);
 }

@@ -118,15 +118,20 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
     _mm_store_ps(v->bias[group] + first, _mm512_castps512_ps128(sums));
 }
 
+static inline bool has_own_k(const struct kvq__vnni *v, uint32_t group)
+{
+    return v->chunk->group[group].packed_tokens && v->k_of[group] == group;
+}
+
 KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, __m512 centre,
                               uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             find_factors(tile, i, first, dim, rows);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             scale_queries(tile, i, first, centre, dim, rows);
 }
 
@@ -135,7 +140,7 @@ KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
     struct kvq__vnni *v = kvq__vnni_of(tile);
     __m512 centre = _mm512_set1_ps(kvq__centre_of(tile->codec->k_bits));
     for (uint32_t i = 0; i < v->chunk->groups; i++)
-        if (v->chunk->group[i].packed_tokens)
+        if (has_own_k(v, i))
             open_k(v, i, centre, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, centre, dim, ROWS));
@@ -224,10 +229,11 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
                          uint32_t first, const uint8_t *norms, float *logits, int rows, int bits)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const uint32_t own = v->k_of[group];
     const uint8_t *q[KVQ__TILE4];
     __m512i plain[KVQ__TILE4][2], high[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++) {
-        q[i] = kvq__vnni_bytes(tile, group, first + (uint32_t)i, p.dim);
+        q[i] = kvq__vnni_bytes(tile, own, first + (uint32_t)i, p.dim);
         plain[i][0] = plain[i][1] = high[i][0] = high[i][1] = _mm512_setzero_si512();
     }
     if (p.dim == 64)
@@ -243,8 +249,8 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
         norm[z] = kvq__load_f16(norms + 32 * z);
     for (int i = 0; i < rows; i++)
         for (int z = 0; z < 2; z++) {
-            __m512 unit = _mm512_set1_ps(v->unit[group][first + (uint32_t)i]);
-            __m512 bias = _mm512_set1_ps(v->bias[group][first + (uint32_t)i]);
+            __m512 unit = _mm512_set1_ps(v->unit[own][first + (uint32_t)i]);
+            __m512 bias = _mm512_set1_ps(v->bias[own][first + (uint32_t)i]);
             __m512i sum = _mm512_srai_epi32(high[i][z], bits == 2 ? 2 : 4);
             sum = _mm512_add_epi32(plain[i][z], sum);
             __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), unit, bias);

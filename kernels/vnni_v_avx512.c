@@ -9,6 +9,13 @@
 
 enum { V16_TOP = 2890 }; // what the largest weight and 1 become as int16: 2890^2 / 2^15 < 255
 
+// What the loops are written out for: codes of so many bits with a scale and a zero for 32
+// channels, or of four levels with one scale for a token.
+struct how {
+    int bits;
+    bool lloyd;
+};
+
 // ---- V: p * scale as u8, for all groups of the chunk ----
 //
 // A token's weight is p times the largest of its scales (one for each 32 channels), and a scale is
@@ -128,6 +135,70 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
     }
 }
 
+// ---- V of four levels: p * scale as u8 at once ----
+
+// Scales of tokens, from the order of slots. No token's is 0, and nothing else is needed.
+static inline void open_lloyd(struct kvq__vnni *v, uint32_t index)
+{
+    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
+                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
+                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
+    __m512i x = _mm512_load_si512(v->chunk->group[index].packed.v_scales);
+    x = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), x);
+    float *largest = v->opened[index].largest;
+    _mm512_store_ps(largest, _mm512_cvtph_ps(_mm512_castsi512_si256(x)));
+    _mm512_store_ps(largest + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)));
+}
+
+// The bytes of up to four rows, in the order of sets, and what 1 is worth.
+KVQ__INLINE void weigh_lloyd(const struct kvq__tile *tile, uint32_t group, uint32_t first, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
+    const float *scale = v->opened[group].largest;
+    uint8_t *bytes = kvq__vnni_bytes(tile, group, first, KVQ_GROUP_TOKENS);
+    const __m128i sets =
+        _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15); // from tokens
+    __m512 a[KVQ__TILE4], b[KVQ__TILE4], top[KVQ__TILE4];
+    for (int i = 0; i < KVQ__TILE4; i++)
+        top[i] = _mm512_set1_ps(1e-30f);
+    KVQ__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const float *at = p + i * KVQ__LOGITS_STRIDE;
+        a[i] = _mm512_mul_ps(_mm512_load_ps(at), _mm512_load_ps(scale));
+        b[i] = _mm512_mul_ps(_mm512_load_ps(at + 16), _mm512_load_ps(scale + 16));
+        top[i] = _mm512_max_ps(top[i], _mm512_max_ps(a[i], b[i]));
+    }
+    _Alignas(16) float weigh[KVQ__TILE4];
+    __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
+    _mm_store_ps(weigh, _mm_div_ps(_mm_set1_ps(255.0f), x));
+    const float unit = KVQ__LLOYD2_TOP / (KVQ__LLOYD2_OUTER * 255.0f);
+    _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
+    KVQ__UNROLL
+    for (int i = 0; i < rows; i++) {
+        __m512 w = _mm512_set1_ps(weigh[i]);
+        __m128i c = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(a[i], w)));
+        __m128i d = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(b[i], w)));
+        uint8_t *to = bytes + i * KVQ_GROUP_TOKENS;
+        _mm_store_si128((void *)to, _mm_shuffle_epi8(c, sets));
+        _mm_store_si128((void *)(to + 16), _mm_shuffle_epi8(d, sets));
+    }
+}
+
+static void prepare_lloyd(const struct kvq__tile *tile)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (v->chunk->group[i].packed_tokens)
+            open_lloyd(v, i);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+        for (uint32_t i = 0; i < v->chunk->groups; i++)
+            if (v->chunk->group[i].packed_tokens)
+                KVQ__BY_ROWS(tile->rows - r, weigh_lloyd(tile, i, r, ROWS));
+}
+
+// ---- V: both ----
+
 enum { AT_ONCE = 4 }; // channel groups
 
 // The sums of p * middle of up to four rows and four channel groups, over all groups of tokens.
@@ -187,30 +258,35 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 {
-    KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
+    if (kvq__is_lloyd2(&tile->codec->v))
+        prepare_lloyd(tile);
+    else
+        KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
 }
 
 // ---- V: dot products ----
 
-// Entry i is 2 * code - (2^bits - 1) for the code that stands in i from bit `at` on.
-KVQ__INLINE __m512i table_of(int bits, int at)
+// Entry i is 2 * code - (2^bits - 1), or the level, for the code that stands in i from bit `at` on.
+KVQ__INLINE __m512i table_of(int at, struct how how)
 {
     _Alignas(64) int8_t table[64];
-    for (int i = 0; i < 64; i++)
-        table[i] = (int8_t)(2 * (i >> at & (bits == 2 ? 3 : 15)) - ((1 << bits) - 1));
+    for (int i = 0; i < 64; i++) {
+        int code = i >> at & (how.bits == 2 ? 3 : 15);
+        table[i] = (int8_t)(how.lloyd ? kvq__lloyd2_byte(code) : 2 * code - ((1 << how.bits) - 1));
+    }
     return _mm512_load_si512(table);
 }
 
-// Codes at position s of a word's bytes, centred and doubled. vpermb looks at 6 bits of a byte.
-KVQ__INLINE __m512i part(__m512i low, __m512i high, int s, int bits)
+// What codes at position s of a word's bytes stand for. vpermb looks at 6 bits of a byte.
+KVQ__INLINE __m512i part(__m512i low, __m512i high, int s, struct how how)
 {
-    if (bits == 2) {
+    if (how.bits == 2) {
         __m512i x = s == 3 ? _mm512_srli_epi16(low, 2) : low;
-        return _mm512_permutexvar_epi8(x, table_of(2, s == 3 ? 4 : 2 * s));
+        return _mm512_permutexvar_epi8(x, table_of(s == 3 ? 4 : 2 * s, how));
     }
     struct kvq__nibbles n = kvq__join_planes(low, high);
     __m512i x = s % 2 ? n.odd : n.even;
-    return _mm512_permutexvar_epi8(s < 2 ? x : _mm512_srli_epi16(x, 4), table_of(bits, 0));
+    return _mm512_permutexvar_epi8(s < 2 ? x : _mm512_srli_epi16(x, 4), table_of(0, how));
 }
 
 KVQ__INLINE __m512 add_scaled(__m512 sum, __m512i acc, float unit)
@@ -239,45 +315,55 @@ KVQ__INLINE __m512i load_high(const uint8_t *plane, unsigned set, unsigned z, ui
     return _mm512_and_si512(set % 2 ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
 }
 
+// Lines that are fetched for each four tokens: those of codes, or all of a record of kvq2.
+KVQ__INLINE uint32_t lines_of(struct how how)
+{
+    return (uint32_t)how.bits + (how.lloyd ? 1 : 0);
+}
+
 // The V planes of one group from a slab on, and the bytes of the first row that meet a position.
 struct operands {
     const uint8_t *low, *high, *weights;
+    uint32_t stride;      // bytes of a row
     const uint8_t *ahead; // what to fetch meanwhile
 };
 
 // Every pass over the groups, one for each 32 channels, fetches the next part of the record.
 KVQ__INLINE struct operands operands_of(const struct kvq__tile *tile, uint32_t group,
-                                        uint32_t first, uint32_t pass, uint32_t dim, int bits)
+                                        uint32_t first, uint32_t pass, uint32_t dim, struct how how)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     const uint8_t *codes = v->chunk->group[group].packed.group + tile->codec->layout.v_codes;
-    uint32_t slab = pass / 4, s = pass % 4, share = 2 * kvq__lines_a_row(bits) * 64;
+    uint32_t slab = pass / 4, s = pass % 4, share = 2 * lines_of(how) * 64;
+    uint32_t stride = how.lloyd ? KVQ_GROUP_TOKENS : dim;
     size_t line = pass * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
     return (struct operands){
         .low = codes + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / 4,
-        .high = codes + 8 * dim + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4),
-        .weights = kvq__vnni_bytes(tile, group, first, dim) + slab * KVQ__SLAB + weight_at(s, 0),
-        .ahead = v->ahead[group / KVQ__GROUPS_A_RECORD] + kvq__ahead_of_dots(0, dim, bits) +
-                 line * share,
+        .high = codes + 8 * dim + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / (how.bits == 3 ? 8 : 4),
+        .weights = kvq__vnni_bytes(tile, group, first, stride) +
+                   (how.lloyd ? 0 : slab * KVQ__SLAB + weight_at(s, 0)),
+        .stride = stride,
+        .ahead = v->ahead[group / KVQ__GROUPS_A_RECORD] + v->ahead_of_dots + line * share,
     };
 }
 
 // One set of four tokens, 32 channels: position s of two registers, or of head_dim 64 positions
 // 2 s and 2 s + 1 of one.
 KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set, uint32_t dim,
-                       int rows, int s, int bits)
+                       int rows, int s, struct how how)
 {
-    unsigned lines = 2 * kvq__lines_a_row(bits);
+    unsigned lines = 2 * lines_of(how);
     __m512i code[2];
     for (unsigned i = set * lines / 8; i < (set + 1) * lines / 8; i++)
         kvq__fetch(p->ahead + 64 * i);
     for (unsigned z = 0; z < 2; z++) {
         __m512i low = load_set(p->low, set, z, dim);
-        __m512i high = bits > 2 ? load_high(p->high, set, z, dim, bits) : low;
-        code[z] = part(low, high, dim == 64 ? 2 * s + (int)z : s, bits);
+        __m512i high = how.bits > 2 ? load_high(p->high, set, z, dim, how.bits) : low;
+        code[z] = part(low, high, dim == 64 ? 2 * s + (int)z : s, how);
     }
     for (int i = 0; i < rows; i++) {
-        const uint8_t *at = p->weights + (size_t)i * dim + weight_at(0, set);
+        const uint8_t *at = p->weights + (size_t)i * p->stride;
+        at += how.lloyd ? 4 * set : weight_at(0, set);
         __m512i weights = kvq__broadcast_word(at);
         acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], weights, code[0]);
         acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], weights, code[1]);
@@ -287,7 +373,7 @@ KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set,
 // Up to four rows times 32 channels of all groups of the chunk. Only so few, for the sums to stay
 // in registers; the codes of a chunk stay in the first level cache.
 KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t pass, uint32_t dim,
-                         int rows, int s, int bits)
+                         int rows, int s, struct how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     __m512 sum[KVQ__TILE4][2];
@@ -296,13 +382,13 @@ KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t 
     for (uint32_t group = 0; group < v->chunk->groups; group++) {
         if (v->chunk->group[group].packed_tokens == 0)
             continue;
-        struct operands p = operands_of(tile, group, first, pass, dim, bits);
+        struct operands p = operands_of(tile, group, first, pass, dim, how);
         __m512i acc[KVQ__TILE4][2];
         for (int i = 0; i < rows; i++)
             acc[i][0] = acc[i][1] = _mm512_setzero_si512();
         KVQ__UNROLL
         for (unsigned set = 0; set < 8; set++)
-            v_set(acc, &p, set, dim, rows, s, bits);
+            v_set(acc, &p, set, dim, rows, s, how);
         const float *unit = v->unit[group] + first;
         for (int i = 0; i < rows; i++)
             for (int z = 0; z < 2; z++)
@@ -314,32 +400,46 @@ KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t 
 }
 
 KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows,
-                         int bits)
+                         struct how how)
 {
     for (uint32_t pass = 0; pass < dim / KVQ_GROUP_CHANNELS; pass += 2) {
         if (pass % 4 == 0) {
-            pv_pass(tile, first, pass, dim, rows, 0, bits);
-            pv_pass(tile, first, pass + 1, dim, rows, 1, bits);
+            pv_pass(tile, first, pass, dim, rows, 0, how);
+            pv_pass(tile, first, pass + 1, dim, rows, 1, how);
         } else {
-            pv_pass(tile, first, pass, dim, rows, 2, bits);
-            pv_pass(tile, first, pass + 1, dim, rows, 3, bits);
+            pv_pass(tile, first, pass, dim, rows, 2, how);
+            pv_pass(tile, first, pass + 1, dim, rows, 3, how);
         }
     }
 }
 
-KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, int bits)
+KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, struct how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < KVQ_BLOCK_GROUPS && i < v->chunk->groups; i++)
-        kvq__fetch_rest(v, i, dim, bits);
+        kvq__fetch_rest(v, i, dim, how.bits);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
-        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, r, dim, ROWS, bits));
+        KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, r, dim, ROWS, how));
     }
+}
+
+static void pv_affine(const struct kvq__tile *tile)
+{
+    KVQ__BY_BITS(tile->codec->v_bits,
+                 KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct how){BITS, false})));
+}
+
+static void pv_lloyd(const struct kvq__tile *tile)
+{
+    KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct how){2, true}));
 }
 
 void kvq__vnni_pv(const struct kvq__tile *tile)
 {
-    KVQ__BY_BITS(tile->codec->v_bits, KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, BITS)));
+    if (kvq__is_lloyd2(&tile->codec->v))
+        pv_lloyd(tile);
+    else
+        pv_affine(tile);
 }
 
 // ---- The chunk's sums ----
@@ -381,7 +481,8 @@ static void add_narrow(const float *sums, __m512 bias, float *out)
 KVQ__INLINE void flush(const struct kvq__tile *tile, uint32_t r, uint32_t slab, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    __m512 sums = middles(v, r, slab * AT_ONCE, n);
+    bool lloyd = kvq__is_lloyd2(&tile->codec->v);
+    __m512 sums = lloyd ? _mm512_setzero_ps() : middles(v, r, slab * AT_ONCE, n);
     for (uint32_t g = 0; g < n; g++) {
         __m512 bias = _mm512_permutexvar_ps(_mm512_set1_epi32((int32_t)g), sums);
         uint32_t c = slab * KVQ__SLAB + g * KVQ_GROUP_CHANNELS;

@@ -106,6 +106,17 @@ KVQ__SHIM simde__m512i kvq__cvtps_epi32(simde__m512 from)
 #undef _mm512_cvtps_epi32
 #define _mm512_cvtps_epi32(x) kvq__cvtps_epi32(x)
 
+KVQ__SHIM __m128i kvq__cvtepi32_epi8(simde__m512i from)
+{
+    union kvq__lanes512 x = {.si = from};
+    union kvq__lanes256 h;
+    for (int i = 0; i < 16; i++)
+        h.u8[i] = (uint8_t)x.i32[i];
+    return h.half[0];
+}
+#undef _mm512_cvtepi32_epi8
+#define _mm512_cvtepi32_epi8(x) kvq__cvtepi32_epi8(x)
+
 KVQ__SHIM simde__m512 kvq__cvtph_ps(__m256i from)
 {
     union kvq__lanes256 h = {.si = from};
