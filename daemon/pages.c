@@ -11,7 +11,10 @@
 #include "daemon/state.h"
 #include "daemon/table.h"
 
-enum { FIRST_SHEETS = 2 };
+enum {
+    FIRST_SHEETS = 2,
+    LONG_STEP = 4, // pages
+};
 
 static uint64_t packed_after(const struct kvq__session *s, const struct kvq__layer *layer,
                              uint64_t raw, uint64_t past)
@@ -193,11 +196,14 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
     return rc ? rc : kvq__extras_init(s, l);
 }
 
-static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page)
+// The raw blocks of pages that end at `passing` or before are dropped as soon as these are packed.
+static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t passing)
 {
     struct kvq__pageref *p = own_page(l, page);
     int rc = extras_fill(s, l);
-    if (rc == 0)
+    if (rc == 0 && (page + 1ull) * KVQ_BLOCK_TOKENS <= passing)
+        rc = kvq__block_new_passing(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
+    else if (rc == 0)
         rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
     if (rc == 0 && l->packed_bytes)
         rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &p->packed);
@@ -208,11 +214,17 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
     int rc = kvq__pages_grow(s, want);
+    // A client that attends in its own context reads the pages of a step of few tokens before they
+    // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
+    bool is_long = !s->pool->gpu && want >= had + LONG_STEP;
+    uint64_t back = tokens > s->max_rollback ? tokens - s->max_rollback : 0; // may be gone to
     while (rc == 0 && s->n_pages < want) {
         uint32_t page = s->n_pages++;
-        for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++)
+        for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++) {
+            struct kvq__layer *l = &s->layers[i];
             if (kvq__layer_owns(s, i))
-                rc = page_fill(s, &s->layers[i], page);
+                rc = page_fill(s, l, page, is_long ? kvq__packed_early(s, l, back) : 0);
+        }
     }
     if (rc < 0)
         kvq__pages_untake(s, had);

@@ -214,24 +214,30 @@ static struct kvq__block *record_take(struct kvq__extent *e)
     return b;
 }
 
+static struct kvq__block_tree *tree_of(const struct kvq__block *b)
+{
+    return &b->extent->owner->free[b->extent->passing];
+}
+
 static void set_free(struct kvq__block *b)
 {
     b->free = true;
-    RB_INSERT(kvq__block_tree, &b->extent->owner->free, b);
+    RB_INSERT(kvq__block_tree, tree_of(b), b);
 }
 
 static void set_used(struct kvq__block *b)
 {
     b->free = false;
-    RB_REMOVE(kvq__block_tree, &b->extent->owner->free, b);
+    RB_REMOVE(kvq__block_tree, tree_of(b), b);
 }
 
-// The shortest free stretch that holds so many bytes. NULL: there is none.
-static struct kvq__block *find_stretch(struct kvq__arena *arena, uint64_t bytes)
+// The shortest free stretch that holds so many bytes, of extents of either kind. NULL: there is
+// none.
+static struct kvq__block *find_stretch(struct kvq__arena *arena, bool passing, uint64_t bytes)
 {
     struct kvq__extent first = {.number = 0};
     struct kvq__block least = {.bytes = bytes, .extent = &first};
-    return RB_NFIND(kvq__block_tree, &arena->free, &least);
+    return RB_NFIND(kvq__block_tree, &arena->free[passing], &least);
 }
 
 // The first bytes of a free stretch; what is behind them stays free.
@@ -279,9 +285,15 @@ static void stretch_free(struct kvq__block *b)
     set_free(b);
 }
 
+void kvq__extent_show(struct kvq__extent *e)
+{
+    if (e->serial == 0)
+        e->serial = ++e->owner->last_serial;
+}
+
 // Gives an empty extent to a namespace.
 static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq__arena *arena,
-                       uint64_t bytes)
+                       bool passing, uint64_t bytes)
 {
     SLIST_INIT(&e->records);
     STAILQ_INIT(&e->spare);
@@ -291,8 +303,11 @@ static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq
     TAILQ_REMOVE(&arena->pool->empty, e, link);
     TAILQ_INSERT_HEAD(&arena->extents, e, link);
     e->owner = arena;
+    e->passing = passing;
     if (e->last != arena->ns)
-        e->serial = ++arena->last_serial;
+        e->serial = 0;
+    if (!passing)
+        kvq__extent_show(e);
     e->last = arena->ns;
     struct kvq__block *all = record_take(e);
     all->bytes = arena->pool->extent_bytes;
@@ -325,26 +340,51 @@ void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct
     *arena = (struct kvq__arena){.ns = ns, .pool = pool};
     TAILQ_INIT(&arena->extents);
     TAILQ_INIT(&arena->sessions);
-    RB_INIT(&arena->free);
+    RB_INIT(&arena->free[false]);
+    RB_INIT(&arena->free[true]);
 }
 
 // ---- Blocks ----
 
+// What a block is asked for.
+struct wanted {
+    uint64_t bytes;
+    bool passing;
+};
+
+// A free stretch: in extents of its kind, then in a further one, then in those of the other kind;
+// where the pool is half taken, in either before a further one.
+static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
+                        const struct wanted *wanted, struct kvq__block **out)
+{
+    struct kvq__pool *pool = arena->pool;
+    struct kvq__extent *e = NULL;
+    bool apart = pool->extents_taken + pool->extent_bytes <= pool->budget / 2;
+    *out = find_stretch(arena, wanted->passing, wanted->bytes);
+    if (!*out && !apart)
+        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
+    if (*out)
+        return 0;
+    int rc = extent_find(core, pool, arena->ns, &e);
+    rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
+    if (rc == 0)
+        *out = TAILQ_FIRST(&e->blocks);
+    else if (rc != KVQ_E_BUSY)
+        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
+    return *out ? 0 : rc;
+}
+
 static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                      uint64_t bytes, struct kvq__ref *ref)
+                      const struct wanted *wanted, struct kvq__ref *ref)
 {
     struct kvq__arena *arena = &ns->arenas[pool - core->pools];
-    struct kvq__extent *e = NULL;
+    uint64_t bytes = wanted->bytes;
+    struct kvq__block *b;
     assert(bytes > 0 && bytes % GRAIN == 0 && bytes <= pool->extent_bytes && !ref->block);
-    struct kvq__block *b = find_stretch(arena, bytes);
-    if (!b) {
-        int rc = extent_find(core, pool, ns, &e);
-        rc = rc ? rc : extent_give(core, e, arena, bytes);
-        if (rc < 0)
-            return rc;
-        b = TAILQ_FIRST(&e->blocks);
-    }
-    int rc = stretch_cut(core, b, bytes);
+    int rc = stretch_find(core, arena, wanted, &b);
+    if (rc < 0)
+        return rc;
+    rc = stretch_cut(core, b, bytes);
     if (rc < 0)
         return rc;
     b->refs = 1;
@@ -366,17 +406,30 @@ static int note_shortage(struct kvq__core *core, const struct kvq__shortage *sho
     return shortage->code;
 }
 
-int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                   uint64_t bytes, struct kvq__ref *ref)
+static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                     const struct wanted *wanted, struct kvq__ref *ref)
 {
     enum kvq__limit which = kvq__pool_limit(pool);
+    uint64_t bytes = wanted->bytes;
     int rc;
     do
-        rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, bytes, ref)
+        rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
            (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
+}
+
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                   uint64_t bytes, struct kvq__ref *ref)
+{
+    return block_new(core, ns, pool, &(struct wanted){bytes, false}, ref);
+}
+
+int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
+                           struct kvq__pool *pool, uint64_t bytes, struct kvq__ref *ref)
+{
+    return block_new(core, ns, pool, &(struct wanted){bytes, true}, ref);
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
@@ -388,7 +441,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
         return kvq__block_new(core, ns, pool, bytes, ref);
     int rc;
     do
-        rc = block_take(core, ns, pool, bytes, ref);
+        rc = block_take(core, ns, pool, &(struct wanted){bytes, false}, ref);
     while (rc == KVQ_E_NO_MEMORY &&
            (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
     if (rc == 0)

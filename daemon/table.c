@@ -226,8 +226,9 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
 {
     if (!ref->block)
         return 0;
-    const struct kvq__extent *e = ref->block->extent;
+    struct kvq__extent *e = ref->block->extent;
     uint64_t at = (uint64_t)(ref->data - e->memory.base);
+    kvq__extent_show(e);
     return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
 }
 

@@ -40,7 +40,7 @@ static void check_givers(const struct kvq__core *core)
 // What the extent's blocks add up to.
 struct cut {
     uint64_t at, used, refs, exempt;
-    uint32_t unreferenced, free;
+    uint32_t unreferenced, free[2]; // free: stretches of extents that hold what stays, what passes
 };
 
 static void check_block(const struct kvq__block *b, struct cut *c)
@@ -54,7 +54,7 @@ static void check_block(const struct kvq__block *b, struct cut *c)
     c->refs += b->refs;
     c->exempt += b->exempt ? b->bytes : 0;
     c->unreferenced += b->refs == 0 && !b->free;
-    c->free += b->free;
+    c->free[b->extent->passing] += b->free;
 }
 
 static void check_extent(const struct kvq__core *core, const struct kvq__arena *arena,
@@ -63,6 +63,7 @@ static void check_extent(const struct kvq__core *core, const struct kvq__arena *
     const struct kvq__block *b;
     struct cut c = {0};
     MUST(e->owner == arena && e->last == arena->ns);
+    MUST(e->serial <= arena->last_serial && (e->serial > 0 || e->passing));
     TAILQ_FOREACH (b, &e->blocks, beside) {
         MUST(b->extent == e);
         check_block(b, &c);
@@ -72,7 +73,8 @@ static void check_extent(const struct kvq__core *core, const struct kvq__arena *
     sum->used += c.used;
     sum->refs += c.refs;
     sum->exempt += c.exempt;
-    sum->free += c.free;
+    for (int i = 0; i < 2; i++)
+        sum->free[i] += c.free[i];
 }
 
 static uint32_t tree_size(const struct kvq__block *b)
@@ -88,10 +90,11 @@ static void check_arena(const struct kvq__core *core, const struct kvq__arena *a
                         struct cut *sum)
 {
     const struct kvq__extent *e;
-    sum->free = 0;
+    sum->free[0] = sum->free[1] = 0;
     TAILQ_FOREACH (e, &arena->extents, link)
         check_extent(core, arena, e, sum);
-    MUST(sum->free == tree_size(RB_ROOT(&arena->free)));
+    for (int i = 0; i < 2; i++)
+        MUST(sum->free[i] == tree_size(RB_ROOT(&arena->free[i])));
 }
 
 // All extents of a pool, and those in huge pages.

@@ -66,12 +66,21 @@ static void see_page(const struct kvq__pageref *page)
     see(&page->packed);
 }
 
+// A client can only map extents that have a number for it.
+static void see_shown(const struct kvq__ref *ref)
+{
+    MUST(!ref->block || ref->block->extent->serial > 0);
+    see(ref);
+}
+
 static void see_table(const struct kvq__table *t)
 {
     for (uint32_t i = 0; i < t->memory.layers; i++) {
-        see(&t->layers[i].extras);
-        for (uint32_t p = 0; p < t->memory.pages; p++)
-            see_page(&t->layers[i].pages[p]);
+        see_shown(&t->layers[i].extras);
+        for (uint32_t p = 0; p < t->memory.pages; p++) {
+            see_shown(&t->layers[i].pages[p].raw);
+            see_shown(&t->layers[i].pages[p].packed);
+        }
     }
 }
 

@@ -62,7 +62,9 @@ static uint32_t n_held;
 static int take(struct kvq__namespace *ns, uint64_t bytes)
 {
     assert_true(n_held < HELD);
-    int rc = kvq__block_new(kit.core, ns, pool(), bytes, &held[n_held]);
+    int rc = kit_chance(&kit, 25)
+                 ? kvq__block_new_passing(kit.core, ns, pool(), bytes, &held[n_held])
+                 : kvq__block_new(kit.core, ns, pool(), bytes, &held[n_held]);
     n_held += rc == 0;
     return rc;
 }
@@ -244,9 +246,152 @@ static void test_sessions(void **state)
     }
 }
 
+// ---- Long steps ----
+
+enum { HEADS = 8, DIM = 64, LONG = 4000, LARGE = 64 }; // tokens; extents
+
+static const struct kvq__layer_row long_row = {.q_heads = HEADS,
+                                               .kv_heads = HEADS,
+                                               .k_dim = DIM,
+                                               .v_dim = DIM,
+                                               .format = "kvq2",
+                                               .kv_from = -1};
+
+// Empty extents go back, as they do some time after they have become empty.
+static void pass_time(void)
+{
+    kit.now += 11 * 1000000000ull;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+}
+
+static uint32_t told_of(struct member *m, uint64_t handle, uint64_t *known)
+{
+    struct kvq__extent_export told[LARGE];
+    char text[KVQ_TEXT_BYTES];
+    bool more;
+    int n = kvq__extents_tell(m->client, handle, told, LARGE, known, &more, text);
+    assert_true(n >= 0 && !more);
+    return (uint32_t)n;
+}
+
+static uint32_t extents_taken(void)
+{
+    return (uint32_t)(pool()->extents_taken / EXTENT);
+}
+
+// The tokens of a long step as they came take five times what is left of them once they are packed.
+// The rest goes back to the system, and no client that maps the session's extents keeps it.
+static void test_long_steps(void **state)
+{
+    struct member m;
+    uint64_t handle, known;
+    (void)state;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0); // two pages stay as they are
+    assert_int_equal(kit_step(&m, handle, LONG, HEADS, DIM), 0);
+    uint32_t most = extents_taken();
+    kit_pack(&kit);
+    uint64_t needs = (pool()->used_bytes + EXTENT - 1) / EXTENT;
+    assert_true(most >= 3 * needs);
+    uint32_t told = told_of(&m, handle, &known);
+    pass_time();
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &kit_of(&m, handle)->ns->arenas[0].extents, link)
+        assert_false(e->passing);
+    assert_true(extents_taken() <= needs + 1);
+    assert_int_equal(told, extents_taken());
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+}
+
+// A page table that names tokens which are yet to be packed, of a prompt that has not ended: its
+// client has to know where they lie.
+static void test_seen_while_passing(void **state)
+{
+    struct member m;
+    uint64_t known;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_info info;
+    (void)state;
+    start(2, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    struct kvq__session_spec spec = {.layers = &long_row, .n_layers = 1, .prompt_tokens = LONG + 1};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t handle = info.handle;
+    assert_int_equal(kit_step(&m, handle, LONG, HEADS, DIM), 0);
+    uint32_t before = told_of(&m, handle, &known);
+    struct kvq__table_memory memory = {
+        .layers = 1, .pages = LARGE, .host = calloc(1, kvq_table_bytes(1, LARGE))};
+    assert_int_equal(kvq__table_open(m.client, handle, 1ull << 40, &memory, text), 0);
+    assert_int_equal(kit_whole(&m, handle, 0, HEADS, DIM), 0);
+    assert_true(kvq__queue_results(m.queue)[0].extents > known);
+    uint32_t after = told_of(&m, handle, &known);
+    assert_int_equal(before + after, extents_taken());
+    assert_int_equal(kvq__queue_results(m.queue)[0].extents, known);
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+    free(memory.host);
+}
+
+// Where half of the pool is taken, what passes and what stays lie side by side again.
+static void test_apart_while_there_is_room(void **state)
+{
+    (void)state;
+    for (uint64_t extents = 1; extents <= 8; extents++) {
+        start(extents, extents);
+        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__ref stays = {0}, passes = {0};
+        assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        assert_int_equal(stays.block->extent == passes.block->extent, extents < 4);
+        kvq__block_drop(kit.core, &stays);
+        kvq__block_drop(kit.core, &passes);
+        kit_close(&kit);
+    }
+}
+
+static int refuse(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    (void)context, (void)bytes, (void)memory;
+    return KVQ_E_NO_MEMORY;
+}
+
+// Where the system has no memory for a further extent, either goes where there is room.
+static void test_together_for_want_of_memory(void **state)
+{
+    (void)state;
+    for (int first = 0; first < 2; first++) {
+        start(3, LARGE);
+        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__ref stays = {0}, passes = {0};
+        if (first)
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        else
+            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        pool()->memory.acquire = refuse;
+        if (first)
+            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        else
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        assert_ptr_equal(stays.block->extent, passes.block->extent);
+        kvq__block_drop(kit.core, &stays);
+        kvq__block_drop(kit.core, &passes);
+        kit_close(&kit);
+    }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fills), cmocka_unit_test(test_churn),
-                                       cmocka_unit_test(test_sessions)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fills),
+                                       cmocka_unit_test(test_churn),
+                                       cmocka_unit_test(test_sessions),
+                                       cmocka_unit_test(test_long_steps),
+                                       cmocka_unit_test(test_seen_while_passing),
+                                       cmocka_unit_test(test_apart_while_there_is_room),
+                                       cmocka_unit_test(test_together_for_want_of_memory)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
