@@ -8,9 +8,9 @@
 // from another extent. Blocks that pass, the tokens of a long step as they came, until they are
 // packed, lie in extents of their own, as long as half of the pool is untaken: these become empty
 // again, and go back to the system, where a few blocks that stay would keep each of them. Where no
-// further extent is to be had, both take what is free in either. So a block of n bytes is refused (KVQ_E_NO_MEMORY) only if each stretch that
-// is free in the namespace's extents is shorter than n, and no extent is left that it may have.
-// What is free and cannot be had is then
+// further extent is to be had, both take what is free in either. So a block of n bytes is refused
+// (KVQ_E_NO_MEMORY) only if each stretch that is free in the namespace's extents is shorter than n,
+// and no extent is left that it may have. What is free and cannot be had is then
 //
 //     at most n bytes for each extent of the namespace, where it has given nothing back yet;
 //     at most n bytes for each extent and each block in use of the namespace, in any case;
