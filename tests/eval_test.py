@@ -644,12 +644,52 @@ class Fetched(unittest.TestCase):
         self.assertNotIn("entry", text)
 
 
+class BenchEngines(unittest.TestCase):
+    """tools/bench-engines.py over a small model. What it times says nothing there."""
+
+    def bench(self, *arguments):
+        folder = os.path.join(e2e_rig.ROOT, "client", "python")
+        paths = [folder, os.environ.get("PYTHONPATH", "")]
+        return subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", "bench-engines.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+                 "KVQ_BIN_DIR": e2e_rig.BIN}, capture_output=True, text=True)
+
+    def test_rows(self):
+        """Each row is filled, timed in each round, and has a size; what is no row is named."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "measured.json")
+            done = self.bench("--small", "--tokens", "256", "--threads", "1", "--rounds", "2",
+                              "--rows", "static,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
+                              "--json", path)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            with open(path, encoding="utf-8") as file:
+                measured, = json.load(file)
+        self.assertIn("not measured: nonsense: ValueError: 'nonsense' is no row", done.stdout)
+        rows = measured["rows"]
+        self.assertEqual(list(rows), ["static", "kvq:kvq2/fast", "kvq:16bit@daemon"])
+        for name, row in rows.items():
+            self.assertEqual(len(row["ms"]), 2, name)
+            self.assertIn(f"| `{name}` |", done.stdout)
+        values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
+        self.assertGreater(rows["static"]["bytes"], 2 * values)
+        self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
+
+    def test_what_cannot_be_meant(self):
+        for arguments, said in ((("--tokens", "100"), "multiples of 64"),
+                                (("--threads", "x"), "whole numbers"),
+                                (("--python", "vllm=x"), "vllm is no engine")):
+            done = self.bench(*arguments)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(said, done.stderr)
+
+
 class Hints(unittest.TestCase):
     def test_everything_public_has_hints(self):
         self.assertEqual(faults(kvq.eval), [])
 
 
-SUITES = [Statistics, Kept, Command, Fetched, Hints]
+SUITES = [Statistics, Kept, Command, Fetched, BenchEngines, Hints]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times whole models at full caches: a token at a time, by turns, in the engines people run.
+
+Each engine is a process of its own with one model of 1.07 billion random weights in bfloat16
+(hidden size 2048, 16 layers, 32 query and 8 KV heads of 128). In a round each row decodes a token,
+one row after the other, so that all see the same machine. Rows that cannot be measured are named,
+with the reason.
+
+    tools/bench-engines.py --rows static,dynamic,kvq:kvq2/fast,llama:f16 --tokens 4096,32768
+
+needs PyTorch, transformers and kvq's package for the rows of transformers, optimum-quanto for
+quanto, hqq for hqq, and llama-cpp-python and gguf for llama.cpp: `--python` may name an interpreter
+for each engine, as `--python llama=/venv/bin/python`.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
+ENGINES = {"llama": "in_llama.py", "transformers": "in_transformers.py"}
+ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
+        "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa")
+
+
+def arguments():
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=ROWS, metavar="R,..",
+                        help="what to time (%(default)s); tools/engines/in_*.py say how rows are "
+                             "named")
+    parser.add_argument("--tokens", default="512,4096,16384,32768", metavar="N,..",
+                        help="in the cache, multiples of 64 (%(default)s)")
+    parser.add_argument("--threads", default="1,2", metavar="N,..",
+                        help="of each engine, and of kvqd (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(%(default)s)")
+    parser.add_argument("--base", default="static", metavar="R",
+                        help="the row that others are held against (%(default)s)")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH",
+                        help="interpreter for transformers or llama (the one that runs this)")
+    parser.add_argument("--small", action="store_true",
+                        help="a model of two small layers, to see whether everything runs")
+    parser.add_argument("--json", metavar="FILE", help="write what was measured there as well")
+    given = parser.parse_args()
+    given.rows = given.rows.split(",")
+    for name in ("tokens", "threads"):
+        try:
+            values = [int(x) for x in getattr(given, name).split(",")]
+        except ValueError:
+            parser.error(f"--{name} {getattr(given, name)}: whole numbers with commas between")
+        if min(values) < 1 or (name == "tokens" and any(x % 64 for x in values)):
+            parser.error(f"--{name} {getattr(given, name)}: expected "
+                         + ("multiples of 64" if name == "tokens" else "1 or more"))
+        setattr(given, name, values)
+    given.python = dict(x.partition("=")[::2] for x in given.python)
+    unknown = set(given.python) - set(ENGINES)
+    if unknown:
+        parser.error(f"--python: {', '.join(sorted(unknown))} is no engine; there are "
+                     + " and ".join(ENGINES))
+    return given
+
+
+class Engine:
+    """A worker's process."""
+
+    def __init__(self, name, given, threads):
+        python = given.python.get(name, sys.executable)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
+                                    "KVQ_BENCH_SMALL": "1" if given.small else ""}
+        self.process = subprocess.Popen([python, os.path.join(HERE, ENGINES[name])], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env=environment)
+        self.error = None
+        self.what = self.ask(do="start", threads=threads).get("what")
+
+    def ask(self, **request):
+        """The answer; with "error" in it if there is none."""
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return {"error": f"the process ended with status {self.process.wait()}"}
+        return json.loads(line)
+
+    def stop(self):
+        """Ends it."""
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self.process.wait()
+
+
+def engine_of(row):
+    """The engine that a row runs in."""
+    return "llama" if row.startswith("llama:") else "transformers"
+
+
+def measure(given, engines, tokens, failed):
+    """{row: {"bytes", "resident", "ms": [one of each round]}} of those that could be opened."""
+    results = {}
+    for row in given.rows:
+        print(f"  filling {row}", file=sys.stderr, flush=True)
+        answer = engines[engine_of(row)].ask(do="open", row=row, tokens=tokens)
+        if "error" in answer:
+            failed[row] = answer["error"]
+        else:
+            results[row] = {**answer, "ms": []}
+    for number in range(given.rounds):
+        print(f"  round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
+        for row in list(results):
+            answer = engines[engine_of(row)].ask(do="step", row=row, times=1)
+            if "error" in answer:
+                failed[row] = answer["error"]
+                del results[row]
+            else:
+                results[row]["ms"].append(answer["ms"])
+    for row in results:
+        engines[engine_of(row)].ask(do="close", row=row)
+    return results
+
+
+def table(results, base):
+    """Lines of Markdown."""
+    yield "| row | ms a token | over " + base + " | cache, MB | memory in use, MB |"
+    yield "|---|---|---|---|---|"
+    for row, result in results.items():
+        times = "-"
+        if base in results:
+            pairs = zip(results[base]["ms"], result["ms"])
+            times = f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}"
+        yield (f"| `{row}` | {statistics.median(result['ms']):.0f} | {times} | "
+               f"{result['bytes'] / 1e6:.0f} | {result['resident'] / 1e6:.0f} |")
+
+
+def main():
+    """Exit status: 0, or 1 if a row could not be measured."""
+    given = arguments()
+    everything, failed = [], {}
+    for threads in given.threads:
+        engines = {name: Engine(name, given, threads)
+                   for name in sorted({engine_of(row) for row in given.rows})}
+        for name, engine in engines.items():
+            print(f"{name}: {engine.what or 'did not start'}", file=sys.stderr)
+        for tokens in given.tokens:
+            print(f"{tokens} tokens, {threads} threads", file=sys.stderr, flush=True)
+            results = measure(given, engines, tokens, failed)
+            everything.append({"tokens": tokens, "threads": threads, "rows": results,
+                               "engines": {n: e.what for n, e in engines.items()}})
+            print(f"\n{tokens} tokens, {threads} thread{'s' if threads > 1 else ''}:\n")
+            print("\n".join(table(results, given.base)), flush=True)
+        for engine in engines.values():
+            engine.stop()
+    for row, why in failed.items():
+        print(f"not measured: {row}: {why}")
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(everything, file, indent=1)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

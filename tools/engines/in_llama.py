@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of bench-engines.py that run in llama.cpp (llama-cpp-python):
+
+    llama:TYPE[/fa]    f16, bf16, q8_0, q4_0 ...; /fa: with its flash attention, which types of
+                       fewer than 16 bits need for V
+
+The model, random weights in bfloat16, is written to a GGUF file. A cache is filled by decoding a
+few tokens, asking for the sequence's state, and giving back one that has these tokens again and
+again."""
+import ctypes
+import os
+import struct
+import sys
+import tempfile
+
+import gguf
+import llama_cpp as api
+import numpy as np
+
+from worker import SHAPE, serve
+
+SEED = 64       # tokens that are really decoded
+ROOM = 256
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+
+
+@api.llama_log_callback
+def _quiet(_level, _text, _data):
+    pass
+
+
+def _write_model(path):
+    rng = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(path, "llama")
+    heads, dim, hidden = SHAPE["heads"], SHAPE["head_dim"], SHAPE["hidden"]
+    writer.add_block_count(SHAPE["layers"])
+    writer.add_context_length(1 << 18)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(SHAPE["intermediate"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(SHAPE["kv_heads"])
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(SHAPE["vocabulary"])
+    writer.add_tokenizer_model("no_vocab")
+
+    def matrix(name, rows, columns):
+        values = rng.standard_normal((rows, columns), np.float32) * np.float32(0.02)
+        words = (values.view(np.uint32) >> 16).astype(np.uint16)
+        writer.add_tensor(name, words.view(np.uint8),
+                          raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    def norm(name):
+        writer.add_tensor(name, np.ones(hidden, np.float32))
+    matrix("token_embd.weight", SHAPE["vocabulary"], hidden)
+    matrix("output.weight", SHAPE["vocabulary"], hidden)
+    norm("output_norm.weight")
+    for i in range(SHAPE["layers"]):
+        norm(f"blk.{i}.attn_norm.weight")
+        norm(f"blk.{i}.ffn_norm.weight")
+        for name, rows, columns in (
+                ("attn_q", heads * dim, hidden), ("attn_k", SHAPE["kv_heads"] * dim, hidden),
+                ("attn_v", SHAPE["kv_heads"] * dim, hidden), ("attn_output", hidden, heads * dim),
+                ("ffn_gate", SHAPE["intermediate"], hidden),
+                ("ffn_up", SHAPE["intermediate"], hidden),
+                ("ffn_down", hidden, SHAPE["intermediate"])):
+            matrix(f"blk.{i}.{name}.weight", rows, columns)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class _Reader:
+    """Walks through a state."""
+
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def take(self, nbytes):
+        self.at += nbytes
+        return self.data[self.at - nbytes:self.at]
+
+    def fields(self, form):
+        return struct.unpack(form, self.take(struct.calcsize(form)))
+
+
+def _longer(state, tokens):
+    """The state of a sequence of SEED tokens as one of so many."""
+    times = tokens // SEED
+    read = _Reader(state)
+    magic, sequence, streams, cells = read.fields("<IiII")
+    if streams != 1 or cells != SEED:
+        raise RuntimeError(f"the state has {streams} streams of {cells} cells, not 1 of {SEED}")
+    read.take(12 * SEED)
+    where = np.zeros((tokens, 3), np.int32)  # position, number of sequences, the sequence
+    where[:, 0], where[:, 1] = np.arange(tokens), 1
+    transposed, layers = read.fields("<II")
+    parts = [struct.pack("<IiII", magic, sequence, 1, tokens), where.tobytes(),
+             struct.pack("<II", transposed, layers)]
+    for is_v in (False, True):
+        for _ in range(layers):
+            head = read.take(12)
+            parts.append(head)
+            if is_v and transposed:
+                _, size, values = struct.unpack("<iII", head)
+                rows = np.frombuffer(read.take(SEED * size * values), np.uint8)
+                parts.append(np.tile(rows.reshape(values, -1), (1, times)).tobytes())
+            else:
+                parts.append(read.take(SEED * struct.unpack("<iQ", head)[1]) * times)
+    if read.at != len(state):
+        raise RuntimeError(f"{len(state) - read.at} bytes of the state were not understood: this "
+                           "version of llama.cpp writes another one")
+    return b"".join(parts)
+
+
+class Cache:
+    """A context that is full."""
+
+    def __init__(self, worker, row, tokens):
+        kind, _, flash = row[6:].partition("/")
+        options = api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = tokens + ROOM, 512, 512
+        options.n_threads = options.n_threads_batch = worker.threads
+        options.type_k = options.type_v = TYPES[kind]
+        options.flash_attn_type = 1 if flash else 0
+        self.context = api.llama_init_from_model(worker.model, options)
+        if not self.context:
+            raise RuntimeError(f"{row}: llama.cpp makes no such context")
+        self.at = 0
+        self._decode(range(1, 1 + SEED))
+        state = (ctypes.c_uint8 * api.llama_state_seq_get_size(self.context, 0))()
+        api.llama_state_seq_get_data(self.context, state, len(state), 0)
+        longer = _longer(bytes(state), tokens)
+        given = (ctypes.c_uint8 * len(longer)).from_buffer_copy(longer)
+        if api.llama_state_seq_set_data(self.context, given, len(longer), 0) != len(longer):
+            raise RuntimeError("llama.cpp does not take the longer state")
+        self.nbytes = len(longer)
+        self.at = tokens
+
+    def _decode(self, ids):
+        batch = api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i] = token, self.at + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = i + 1 == len(ids)
+        if api.llama_decode(self.context, batch):
+            raise RuntimeError("llama_decode failed")
+        api.llama_batch_free(batch)
+        self.at += len(ids)
+
+    def step(self):
+        """One token."""
+        self._decode([5])
+
+    def close(self):
+        """Gives it back."""
+        api.llama_free(self.context)
+
+
+class Worker:
+    """All rows share the weights."""
+
+    def __init__(self, threads):
+        self.threads, self.rows = threads, {}
+        self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
+        path = os.path.join(self.folder.name, "model.gguf")
+        _write_model(path)
+        api.llama_log_set(_quiet, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        self.model = api.llama_model_load_from_file(path.encode(),
+                                                    api.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError("llama.cpp does not load the model")
+        what = api.llama_print_system_info().decode()
+        self.what = f"llama-cpp-python {api.__version__}: {what}"
+
+    def pids(self):
+        """See worker.py."""
+        return [os.getpid()]
+
+    def open(self, row, tokens):
+        """See worker.py."""
+        self.rows[row] = Cache(self, row, tokens)
+
+    def nbytes(self, row):
+        """See worker.py: of the sequence's state."""
+        return self.rows[row].nbytes
+
+    def settle(self, row):
+        """See worker.py."""
+
+    def step(self, row):
+        """See worker.py."""
+        self.rows[row].step()
+
+    def close(self, row):
+        """See worker.py."""
+        self.rows.pop(row).close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    serve(Worker)

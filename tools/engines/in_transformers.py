@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of bench-engines.py that run in transformers: its own caches, and kvq.
+
+    static, dynamic          StaticCache, DynamicCache: bfloat16, attention by SDPA
+    quanto4, quanto2,        QuantizedCache
+    hqq4, hqq2
+    kvq:FORMAT[/PATH][@daemon]   KvqCache; exact unless PATH is fast; attention in the engine's
+                             process, or with @daemon in kvqd, each row with a daemon of its own
+
+The model has random weights. Its caches are filled with random K and V, as a prompt would leave
+them: kvq's through the daemon, 4,096 tokens a step."""
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import transformers
+
+import kvq
+from kvq.eval.models import Models
+from kvq.eval.peers import BACKENDS, Peer
+from kvq.eval.sides import tensors_of
+from kvq.private import program
+from kvq.transformers import KvqCache
+from worker import SETTLES, SHAPE, resident, serve
+
+AT_ONCE = 4096  # tokens of a step that fills
+ROOM = 256      # tokens that may be decoded
+
+
+def _model():
+    config = transformers.LlamaConfig(
+        hidden_size=SHAPE["hidden"], num_hidden_layers=SHAPE["layers"],
+        num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["kv_heads"],
+        head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["intermediate"],
+        vocab_size=SHAPE["vocabulary"], max_position_embeddings=1 << 18)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model
+
+
+class Daemon:
+    """A kvqd in a folder of its own."""
+
+    def __init__(self, workers):
+        self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
+        self.directory = os.path.join(self.folder.name, "run")
+        ready, told = os.pipe()
+        self.process = subprocess.Popen(
+            [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
+             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn"],
+            pass_fds=[told])
+        os.close(told)
+        if not os.read(ready, 64):
+            raise RuntimeError("kvqd did not start")
+        os.close(ready)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class Cache:
+    """A row of transformers' own."""
+
+    def __init__(self, worker, row, tokens):
+        self.worker, self.at = worker, tokens
+        self.model = worker.models.reference
+        self.cache = self._make(row, tokens)
+        k, v = (torch.randn(1, SHAPE["kv_heads"], tokens, SHAPE["head_dim"]).bfloat16()
+                for _ in "kv")
+        for layer in range(SHAPE["layers"]):
+            self.cache.update(k, v, layer)
+
+    def _make(self, row, tokens):
+        config = self.model.config
+        if row == "static":
+            return transformers.StaticCache(config, max_cache_len=tokens + ROOM)
+        if row == "dynamic":
+            return transformers.DynamicCache(config=config)
+        return Peer(self.worker.models, row).make()
+
+    def nbytes(self):
+        """Of its tensors."""
+        return sum(t.nbytes for layer in self.cache.layers for t in tensors_of(vars(layer)))
+
+    def step(self):
+        """One token."""
+        position = torch.tensor([[self.at]])
+        self.model(torch.tensor([[5]]), past_key_values=self.cache, position_ids=position,
+                   use_cache=True)
+        self.at += 1
+
+    def close(self):
+        """Gives it back."""
+        self.cache = None
+
+
+class Kvq(Cache):
+    """A row of kvq."""
+
+    def __init__(self, worker, row, tokens):  # pylint: disable=super-init-not-called
+        name, _, where = row[4:].partition("@")
+        form, _, path = name.partition("/")
+        self.model, self.at = worker.models.over_kvq, tokens
+        self.daemon = Daemon(worker.threads)
+        self.client = kvq.Client(runtime_dir=self.daemon.directory)
+        os.environ["KVQ_LOCAL"] = "daemon" if where == "daemon" else ""
+        self.cache = KvqCache(self.model, form, client=self.client, attention=path or "exact",
+                              max_rollback=0, threads=worker.threads)
+        rows = self.cache.state.rows
+        rows.open(1, torch.bfloat16, tokens)
+        self._fill(rows.sessions[0], tokens)
+        rows.seen = rows.sessions[0].tokens
+        if (self.cache.why is None) == (where == "daemon"):
+            raise RuntimeError(f"attention is not where it should be: {self.cache.why}")
+
+    def _fill(self, session, tokens):
+        shape = (min(tokens, AT_ONCE), SHAPE["kv_heads"], SHAPE["head_dim"])
+        count = shape[0] * shape[1] * shape[2]
+        with self.client.queue() as queue, self.client.buffer(4 * count) as buffer:
+            k, v = (buffer.torch(shape, "bf16", 2 * count * i) for i in range(2))
+            for half in (k, v):
+                half.copy_(torch.randn(shape))
+            for begun in range(0, tokens, AT_ONCE):
+                n = min(AT_ONCE, tokens - begun)
+                with queue.step([session], n) as step:
+                    for layer in range(SHAPE["layers"]):
+                        step.append(layer, k[:n], v[:n])
+            del k, v, half
+
+    def nbytes(self):
+        """Of the session, as the daemon counts."""
+        info = self.cache.sessions[0].info()
+        return info["packed_bytes"] + info["window_bytes"]
+
+    def close(self):
+        """Ends its daemon as well."""
+        self.cache.close()
+        self.client.close()
+        self.daemon.stop()
+
+
+class Worker:
+    """All rows share the weights."""
+
+    def __init__(self, threads):
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.threads, self.rows = threads, {}
+        self.models = Models(_model(), None, "bench")
+        self.what = f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+    def pids(self):
+        """This process, and kvq's daemons."""
+        daemons = [row.daemon for row in self.rows.values() if isinstance(row, Kvq)]
+        return [os.getpid(), *(daemon.process.pid for daemon in daemons)]
+
+    def open(self, row, tokens):
+        """See worker.py."""
+        if not (row in ("static", "dynamic") or row.startswith("kvq:") or
+                row.rstrip("0123456789") in BACKENDS):
+            raise ValueError(f"{row!r} is no row; see --help")
+        self.rows[row] = (Kvq if row.startswith("kvq:") else Cache)(self, row, tokens)
+
+    def nbytes(self, row):
+        """See worker.py."""
+        return self.rows[row].nbytes()
+
+    def settle(self, row):
+        """See worker.py. kvqd gives empty memory back after ten seconds."""
+        if not isinstance(self.rows[row], Kvq):
+            return
+        pids, since = [self.rows[row].daemon.process.pid], time.monotonic()
+        last = resident(pids)
+        while time.monotonic() < since + SETTLES:
+            time.sleep(0.5)
+            now = resident(pids)
+            if now != last:
+                last, since = now, time.monotonic()
+
+    def step(self, row):
+        """See worker.py."""
+        self.rows[row].step()
+
+    def close(self, row):
+        """See worker.py."""
+        self.rows.pop(row).close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    serve(Worker)
