@@ -305,8 +305,10 @@ static void test_frozen_bytes(void **state)
         {"int8", 128, 0x349c14ddc62baf61u},
         {"int8", 256, 0xc1aeb374df5c3d48u},
         {"k8v4", 64, 0xe245afd71c01fba3u},
-        {"kvq2", 128, 0x9c0a7e7b3fc4bff5u},
-        {"kvq2", 64, 0x94a35c888e28e603u},
+        {"oscar3-g128+turboquant3:vbits=2", 128, 0x9c0a7e7b3fc4bff5u},
+        {"oscar3-g128+turboquant3:vbits=2", 64, 0x94a35c888e28e603u},
+        {"kvq2", 128, 0xdf6cf7867bd72538u},
+        {"kvq2", 64, 0x9f34074ae983bb6au},
     };
     (void)state;
     for (size_t i = 0; i < sizeof frozen / sizeof *frozen; i++) {
