@@ -16,7 +16,7 @@ def compute(n):
 
 with kvq.Client() as client, client.queue() as queue:
     layers = [kvq.Layer(Q_HEADS, KV_HEADS, DIM, repeat=LAYERS)]
-    with client.session(layers, "oscar2") as session:
+    with client.session(layers, "kvq2") as session:
         for n in [PROMPT] + [1] * 200:
             with queue.step([session], n) as step:
                 for layer in range(LAYERS):
