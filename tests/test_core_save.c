@@ -102,7 +102,8 @@ static void have_codebooks(void)
 }
 
 // Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
-// centroids takes its time: KVQ_FULL=1 takes these formats, too.
+// centroids takes its time: KVQ_FULL=1 takes these formats, too. `numbers` has no room for
+// 65,536.
 static void test_codebook_formats(void **state)
 {
     const char *wanted = getenv("KVQ_FULL");
@@ -112,11 +113,13 @@ static void test_codebook_formats(void **state)
     have_codebooks();
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         char name[KVQ_FORMAT_NAME];
-        if ((f->k.codec != KVQ_CODEC_BOOK && f->v.codec != KVQ_CODEC_BOOK) ||
+        if ((f->k.codec != KVQ_CODEC_BOOK && f->v.codec != KVQ_CODEC_BOOK) || f->k.bits == 16 ||
             (f->k.bits + f->v.bits > 16 && !full))
             continue;
         assert_true(snprintf(name, sizeof name, "%s@a", f->name) < (int)sizeof name);
         check_format(name, n % 2 ? 40 : 513, n % 2 ? 11 : 0);
+        while (holds > 0 && kvq__ended_poll(kit.core)) // what has ended goes bit by bit
+            continue;
         assert_int_equal(holds, 0);
         n++;
     }
