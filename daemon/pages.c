@@ -217,13 +217,13 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
     // A client that attends in its own context reads the pages of a step of few tokens before they
     // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
     bool is_long = !s->pool->gpu && want >= had + LONG_STEP;
-    uint64_t back = tokens > s->max_rollback ? tokens - s->max_rollback : 0; // may be gone to
+    uint64_t fewest = tokens > s->max_rollback ? tokens - s->max_rollback : 0; // after a rollback
     while (rc == 0 && s->n_pages < want) {
         uint32_t page = s->n_pages++;
         for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++) {
             struct kvq__layer *l = &s->layers[i];
             if (kvq__layer_owns(s, i))
-                rc = page_fill(s, l, page, is_long ? kvq__packed_early(s, l, back) : 0);
+                rc = page_fill(s, l, page, is_long ? kvq__packed_early(s, l, fewest) : 0);
         }
     }
     if (rc < 0)

@@ -352,8 +352,8 @@ struct wanted {
     bool passing;
 };
 
-// A free stretch: in extents of its kind, then in a further one, then in those of the other kind;
-// where the pool is half taken, in either before a further one.
+// A free stretch: in extents of the wanted kind, then in a further extent, then in extents of the
+// other kind. Once half of the pool is taken, both kinds come before a further extent.
 static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
                         const struct wanted *wanted, struct kvq__block **out)
 {

@@ -5,16 +5,17 @@
 //
 // An extent belongs to one namespace at a time; blocks of all sizes share it. A block is taken from
 // the shortest free stretch of the namespace's extents that holds it, and only where there is none
-// from another extent. Blocks that pass, the tokens of a long step as they came, until they are
-// packed, lie in extents of their own, as long as half of the pool is untaken: these become empty
-// again, and go back to the system, where a few blocks that stay would keep each of them. Where no
-// further extent is to be had, both take what is free in either. So a block of n bytes is refused
-// (KVQ_E_NO_MEMORY) only if each stretch that is free in the namespace's extents is shorter than n,
-// and no extent is left that it may have. What is free and cannot be had is then
+// from another extent. So a block of n bytes is refused (KVQ_E_NO_MEMORY) only if each stretch that
+// is free in the namespace's extents is shorter than n, and no extent is left that it may have.
+// What is free and cannot be had is then
 //
 //     at most n bytes for each extent of the namespace, where it has given nothing back yet;
 //     at most n bytes for each extent and each block in use of the namespace, in any case;
 //     besides, what is free in the extents of other namespaces.
+//
+// A passing block is a raw one that is dropped as soon as its tokens are packed; a long step makes
+// many. While less than half of the pool is taken, passing blocks have extents of their own, which
+// become empty and go back to the system. An extent that also held a block that stays would not.
 #ifndef KVQ_DAEMON_POOL_H
 #define KVQ_DAEMON_POOL_H
 
@@ -73,9 +74,9 @@ struct kvq__extent {
     uint32_t number;             // in its pool
     struct kvq__arena *owner;    // NULL while empty
     struct kvq__namespace *last; // whose bytes it holds; NULL = zeroed
-    bool passing;                // of blocks that pass; see the top of this file
-    // It was the namespace's so-many-th extent of the pool. 0: no client needs to know it, for only
-    // what passes lies there, and nobody's page table names it.
+    bool passing;                // it holds passing blocks; see the top of this file
+    // It was the namespace's so-many-th extent of the pool. 0: no client needs to map it, for no
+    // page table has named one of its blocks.
     uint32_t serial;
     bool told;           // to a client: it will never be another namespace's
     uint64_t used_bytes; // of blocks in use; 0 only while it is empty
@@ -93,8 +94,8 @@ struct kvq__arena {
     struct kvq__namespace *ns;
     struct kvq__pool *pool;
     struct kvq__extent_list extents;
-    struct kvq__block_tree free[2]; // what stays, what passes: the shortest first, then by address
-    uint32_t last_serial;           // extents that it ever had
+    struct kvq__block_tree free[2];    // by extent.passing; the shortest first, then by address
+    uint32_t last_serial;              // extents that it ever had
     struct kvq__session_list sessions; // of the namespace, there: see kvq__recent_put
     uint32_t n_sessions;               // of the list
     uint32_t n_ended;                  // that have ended, and have yet to give pages back
@@ -148,7 +149,7 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 // core->extents_made has changed.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__ref *ref);
-// As kvq__block_new, for one that is dropped soon.
+// As kvq__block_new, for a passing block.
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
                            struct kvq__pool *pool, uint64_t bytes, struct kvq__ref *ref);
 // A page table is about to name the extent's blocks: clients have to know it from now on.

@@ -226,9 +226,8 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
 {
     if (!ref->block)
         return 0;
-    struct kvq__extent *e = ref->block->extent;
+    const struct kvq__extent *e = ref->block->extent;
     uint64_t at = (uint64_t)(ref->data - e->memory.base);
-    kvq__extent_show(e);
     return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
 }
 
@@ -238,6 +237,8 @@ static void hold(struct kvq__core *core, struct kvq__ref *mine, const struct kvq
         return;
     kvq__block_drop(core, mine);
     *mine = kvq__block_share(*ref);
+    if (mine->block)
+        kvq__extent_show(mine->block->extent);
 }
 
 static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)

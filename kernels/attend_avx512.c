@@ -189,22 +189,6 @@ static void qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_pack
 
 // ---- V ----
 
-// Slots are 0, 4, 1, 5, 2, 6, 3, 7 of each 8 tokens; this is the way back.
-static inline __m512i tokens_from_slots(void)
-{
-    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
-                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
-                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
-    return _mm512_loadu_si512(order);
-}
-
-static inline void load_slots(const uint8_t *p, float *out)
-{
-    __m512i x = _mm512_permutexvar_epi16(tokens_from_slots(), _mm512_load_si512(p));
-    _mm512_store_ps(out, _mm512_cvtph_ps(_mm512_castsi512_si256(x)));
-    _mm512_store_ps(out + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)));
-}
-
 // The high plane's share of set (j, half), lanes z, as 2-bit fields.
 KVQ__INLINE __m512i v_high(const uint8_t *high, unsigned j, unsigned half, unsigned z, int bits)
 {
@@ -334,8 +318,8 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, co
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
     for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_TOKENS) {
-        load_slots(group + c->layout.v_scales + 2 * i, f[i / KVQ__SLAB].scale + i % KVQ__SLAB);
-        load_slots(group + c->layout.v_zeros + 2 * i, f[i / KVQ__SLAB].zero + i % KVQ__SLAB);
+        kvq__load_slots(group + c->layout.v_scales + 2 * i, f[i / KVQ__SLAB].scale + i % KVQ__SLAB);
+        kvq__load_slots(group + c->layout.v_zeros + 2 * i, f[i / KVQ__SLAB].zero + i % KVQ__SLAB);
     }
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {

@@ -64,6 +64,23 @@ KVQ__INLINE __m512 kvq__load_f16(const void *p)
     return _mm512_cvtph_ps(_mm256_loadu_si256(p));
 }
 
+// Slots are 0, 4, 1, 5, 2, 6, 3, 7 of each 8 tokens; this is the way back.
+static inline __m512i kvq__tokens_from_slots(void)
+{
+    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
+                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
+                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
+    return _mm512_loadu_si512(order);
+}
+
+// Scales or zeros of V of 32 tokens, in fp32 and in the order of tokens.
+static inline void kvq__load_slots(const uint8_t *p, float *out)
+{
+    __m512i x = _mm512_permutexvar_epi16(kvq__tokens_from_slots(), _mm512_load_si512(p));
+    _mm512_store_ps(out, _mm512_cvtph_ps(_mm512_castsi512_si256(x)));
+    _mm512_store_ps(out + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)));
+}
+
 // 16 bf16 to fp32.
 KVQ__INLINE __m512 kvq__load_bf16(const void *p)
 {

@@ -71,7 +71,7 @@ static inline bool kvq__is_lloyd2(const struct kvq__side *v)
     return v->row.codec == KVQ_CODEC_LLOYD && v->row.bits == 2 && !v->row.wide;
 }
 
-// Its levels, -1.5104, -0.4528, 0.4528 and 1.5104, as whole numbers: 0.2998 of each other, and 0.3.
+// Its levels as bytes. The inner ones are 0.2998 of the outer ones; 3 / 10 is near enough.
 #define KVQ__LLOYD2_TOP 1.5104176f
 enum { KVQ__LLOYD2_INNER = 3, KVQ__LLOYD2_OUTER = 10 };
 

@@ -132,9 +132,8 @@ struct kvq__planes {
 enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
 
 // A step that makes bytes fetches a line for each 32 channels; what follows are the lines for each
-// 16 channels in the products, as many as codes have bits. Records of kvq2 are small enough for
-// three lines to hold all there is (2.75 bits a number), and its steps, which run once for each
-// record, are not counted on.
+// 16 channels in the products, as many as codes have bits. For kvq2 the products alone fetch whole
+// records: 2.75 bits a number fit three lines, and the steps run once for a record.
 
 // Bytes of a record that come before the share of one group in the dot products.
 KVQ__INLINE size_t kvq__ahead_of_group(const struct kvq__vnni *v, uint32_t group, uint32_t dim,

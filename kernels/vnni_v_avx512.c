@@ -137,19 +137,6 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
 
 // ---- V of four levels: p * scale as u8 at once ----
 
-// Scales of tokens, from the order of slots. No token's is 0, and nothing else is needed.
-static inline void open_lloyd(struct kvq__vnni *v, uint32_t index)
-{
-    static const uint16_t order[32] = {0,  2,  4,  6,  1,  3,  5,  7,  8,  10, 12,
-                                       14, 9,  11, 13, 15, 16, 18, 20, 22, 17, 19,
-                                       21, 23, 24, 26, 28, 30, 25, 27, 29, 31};
-    __m512i x = _mm512_load_si512(v->chunk->group[index].packed.v_scales);
-    x = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), x);
-    float *largest = v->opened[index].largest;
-    _mm512_store_ps(largest, _mm512_cvtph_ps(_mm512_castsi512_si256(x)));
-    _mm512_store_ps(largest + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)));
-}
-
 // The bytes of up to four rows, in the order of sets, and what 1 is worth.
 KVQ__INLINE void weigh_lloyd(const struct kvq__tile *tile, uint32_t group, uint32_t first, int rows)
 {
@@ -190,7 +177,7 @@ static void prepare_lloyd(const struct kvq__tile *tile)
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
-            open_lloyd(v, i);
+            kvq__load_slots(v->chunk->group[i].packed.v_scales, v->opened[i].largest);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
         for (uint32_t i = 0; i < v->chunk->groups; i++)
             if (v->chunk->group[i].packed_tokens)

@@ -108,7 +108,7 @@ def measure(given, engines, tokens, failed):
     results = {}
     for row in given.rows:
         print(f"  filling {row}", file=sys.stderr, flush=True)
-        answer = engines[engine_of(row)].ask(do="open", row=row, tokens=tokens)
+        answer = engines[engine_of(row)].ask(do="open", name=row, tokens=tokens)
         if "error" in answer:
             failed[row] = answer["error"]
         else:
@@ -116,14 +116,14 @@ def measure(given, engines, tokens, failed):
     for number in range(given.rounds):
         print(f"  round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
         for row in list(results):
-            answer = engines[engine_of(row)].ask(do="step", row=row, times=1)
+            answer = engines[engine_of(row)].ask(do="step", name=row)
             if "error" in answer:
                 failed[row] = answer["error"]
                 del results[row]
             else:
                 results[row]["ms"].append(answer["ms"])
     for row in results:
-        engines[engine_of(row)].ask(do="close", row=row)
+        engines[engine_of(row)].ask(do="close", name=row)
     return results
 
 

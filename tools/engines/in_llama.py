@@ -11,14 +11,13 @@ again."""
 import ctypes
 import os
 import struct
-import sys
 import tempfile
 
 import gguf
 import llama_cpp as api
 import numpy as np
 
-from worker import SHAPE, serve
+from worker import SHAPE, Worker, serve
 
 SEED = 64       # tokens that are really decoded
 ROOM = 256
@@ -138,7 +137,7 @@ class Cache:
         given = (ctypes.c_uint8 * len(longer)).from_buffer_copy(longer)
         if api.llama_state_seq_set_data(self.context, given, len(longer), 0) != len(longer):
             raise RuntimeError("llama.cpp does not take the longer state")
-        self.nbytes = len(longer)
+        self.state_bytes = len(longer)
         self.at = tokens
 
     def _decode(self, ids):
@@ -154,19 +153,30 @@ class Cache:
         self.at += len(ids)
 
     def step(self):
-        """One token."""
+        """See worker.py."""
         self._decode([5])
 
+    def nbytes(self):
+        """See worker.py: of the sequence's state."""
+        return self.state_bytes
+
+    def settle(self):
+        """See worker.py."""
+
+    def pids(self):
+        """See worker.py."""
+        return []
+
     def close(self):
-        """Gives it back."""
+        """See worker.py."""
         api.llama_free(self.context)
 
 
-class Worker:
+class Llama(Worker):
     """All rows share the weights."""
 
     def __init__(self, threads):
-        self.threads, self.rows = threads, {}
+        super().__init__(threads)
         self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
         path = os.path.join(self.folder.name, "model.gguf")
         _write_model(path)
@@ -179,30 +189,9 @@ class Worker:
         what = api.llama_print_system_info().decode()
         self.what = f"llama-cpp-python {api.__version__}: {what}"
 
-    def pids(self):
-        """See worker.py."""
-        return [os.getpid()]
-
-    def open(self, row, tokens):
-        """See worker.py."""
-        self.rows[row] = Cache(self, row, tokens)
-
-    def nbytes(self, row):
-        """See worker.py: of the sequence's state."""
-        return self.rows[row].nbytes
-
-    def settle(self, row):
-        """See worker.py."""
-
-    def step(self, row):
-        """See worker.py."""
-        self.rows[row].step()
-
-    def close(self, row):
-        """See worker.py."""
-        self.rows.pop(row).close()
+    def make(self, name, tokens):
+        return Cache(self, name, tokens)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    serve(Worker)
+    serve(Llama)

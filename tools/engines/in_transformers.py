@@ -12,7 +12,6 @@ The model has random weights. Its caches are filled with random K and V, as a pr
 them: kvq's through the daemon, 4,096 tokens a step."""
 import os
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -25,7 +24,7 @@ from kvq.eval.peers import BACKENDS, Peer
 from kvq.eval.sides import tensors_of
 from kvq.private import program
 from kvq.transformers import KvqCache
-from worker import SETTLES, SHAPE, resident, serve
+from worker import SETTLES, SHAPE, Worker, resident, serve
 
 AT_ONCE = 4096  # tokens of a step that fills
 ROOM = 256      # tokens that may be decoded
@@ -65,54 +64,75 @@ class Daemon:
         self.folder.cleanup()
 
 
-class Cache:
-    """A row of transformers' own."""
+class Row:
+    """A model over a cache of so many tokens."""
 
-    def __init__(self, worker, row, tokens):
-        self.worker, self.at = worker, tokens
-        self.model = worker.models.reference
-        self.cache = self._make(row, tokens)
+    def __init__(self, model, tokens):
+        self.model, self.at = model, tokens
+        self.cache = None
+
+    def step(self):
+        """See worker.py."""
+        self.model(torch.tensor([[5]]), past_key_values=self.cache,
+                   position_ids=torch.tensor([[self.at]]), use_cache=True)
+        self.at += 1
+
+    def settle(self):
+        """See worker.py."""
+
+    def pids(self):
+        """See worker.py."""
+        return []
+
+    def close(self):
+        """See worker.py."""
+        self.cache = None
+
+
+class Own(Row):
+    """A cache of transformers."""
+
+    def __init__(self, worker, name, tokens):
+        super().__init__(worker.models.reference, tokens)
+        config = self.model.config
+        if name == "static":
+            self.cache = transformers.StaticCache(config, max_cache_len=tokens + ROOM)
+        elif name == "dynamic":
+            self.cache = transformers.DynamicCache(config=config)
+        elif name.rstrip("0123456789") in BACKENDS:
+            self.cache = Peer(worker.models, name).make()
+        else:
+            raise ValueError(f"{name!r} is no row; see --help")
         k, v = (torch.randn(1, SHAPE["kv_heads"], tokens, SHAPE["head_dim"]).bfloat16()
                 for _ in "kv")
         for layer in range(SHAPE["layers"]):
             self.cache.update(k, v, layer)
 
-    def _make(self, row, tokens):
-        config = self.model.config
-        if row == "static":
-            return transformers.StaticCache(config, max_cache_len=tokens + ROOM)
-        if row == "dynamic":
-            return transformers.DynamicCache(config=config)
-        return Peer(self.worker.models, row).make()
-
     def nbytes(self):
-        """Of its tensors."""
+        """See worker.py: of its tensors."""
         return sum(t.nbytes for layer in self.cache.layers for t in tensors_of(vars(layer)))
 
-    def step(self):
-        """One token."""
-        position = torch.tensor([[self.at]])
-        self.model(torch.tensor([[5]]), past_key_values=self.cache, position_ids=position,
-                   use_cache=True)
-        self.at += 1
 
-    def close(self):
-        """Gives it back."""
-        self.cache = None
+class Kvq(Row):
+    """A KvqCache, with a kvqd of its own."""
 
-
-class Kvq(Cache):
-    """A row of kvq."""
-
-    def __init__(self, worker, row, tokens):  # pylint: disable=super-init-not-called
-        name, _, where = row[4:].partition("@")
-        form, _, path = name.partition("/")
-        self.model, self.at = worker.models.over_kvq, tokens
+    def __init__(self, worker, name, tokens):
+        super().__init__(worker.models.over_kvq, tokens)
+        self.client = None
         self.daemon = Daemon(worker.threads)
+        try:
+            self._open(name, tokens, worker.threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name, tokens, threads):
+        name, _, where = name[4:].partition("@")
+        form, _, path = name.partition("/")
         self.client = kvq.Client(runtime_dir=self.daemon.directory)
         os.environ["KVQ_LOCAL"] = "daemon" if where == "daemon" else ""
         self.cache = KvqCache(self.model, form, client=self.client, attention=path or "exact",
-                              max_rollback=0, threads=worker.threads)
+                              max_rollback=0, threads=threads)
         rows = self.cache.state.rows
         rows.open(1, torch.bfloat16, tokens)
         self._fill(rows.sessions[0], tokens)
@@ -135,64 +155,44 @@ class Kvq(Cache):
             del k, v, half
 
     def nbytes(self):
-        """Of the session, as the daemon counts."""
+        """See worker.py: of the session, as kvqd counts."""
         info = self.cache.sessions[0].info()
         return info["packed_bytes"] + info["window_bytes"]
 
-    def close(self):
-        """Ends its daemon as well."""
-        self.cache.close()
-        self.client.close()
-        self.daemon.stop()
-
-
-class Worker:
-    """All rows share the weights."""
-
-    def __init__(self, threads):
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(False)
-        self.threads, self.rows = threads, {}
-        self.models = Models(_model(), None, "bench")
-        self.what = f"transformers {transformers.__version__}, torch {torch.__version__}"
-
-    def pids(self):
-        """This process, and kvq's daemons."""
-        daemons = [row.daemon for row in self.rows.values() if isinstance(row, Kvq)]
-        return [os.getpid(), *(daemon.process.pid for daemon in daemons)]
-
-    def open(self, row, tokens):
-        """See worker.py."""
-        if not (row in ("static", "dynamic") or row.startswith("kvq:") or
-                row.rstrip("0123456789") in BACKENDS):
-            raise ValueError(f"{row!r} is no row; see --help")
-        self.rows[row] = (Kvq if row.startswith("kvq:") else Cache)(self, row, tokens)
-
-    def nbytes(self, row):
-        """See worker.py."""
-        return self.rows[row].nbytes()
-
-    def settle(self, row):
+    def settle(self):
         """See worker.py. kvqd gives empty memory back after ten seconds."""
-        if not isinstance(self.rows[row], Kvq):
-            return
-        pids, since = [self.rows[row].daemon.process.pid], time.monotonic()
-        last = resident(pids)
+        last, since = resident(self.pids()), time.monotonic()
         while time.monotonic() < since + SETTLES:
             time.sleep(0.5)
-            now = resident(pids)
+            now = resident(self.pids())
             if now != last:
                 last, since = now, time.monotonic()
 
-    def step(self, row):
+    def pids(self):
         """See worker.py."""
-        self.rows[row].step()
+        return [self.daemon.process.pid]
 
-    def close(self, row):
+    def close(self):
         """See worker.py."""
-        self.rows.pop(row).close()
+        for thing in (self.cache, self.client):
+            if thing:
+                thing.close()
+        self.daemon.stop()
+
+
+class Transformers(Worker):
+    """All rows share the weights."""
+
+    def __init__(self, threads):
+        super().__init__(threads)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.models = Models(_model(), None, "bench")
+        self.what = f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+    def make(self, name, tokens):
+        return (Kvq if name.startswith("kvq:") else Own)(self, name, tokens)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    serve(Worker)
+    serve(Transformers)

@@ -3,17 +3,15 @@
 answer for each on what the standard output was at the start. Everything else goes to the error
 output.
 
-A worker's class has
-    open(row, tokens)  makes a full cache
-    nbytes(row)        the bytes that it takes, as its engine counts
-    step(row)          decodes one token
-    close(row)         gives the cache back
-    pids()             processes whose memory counts, this one among them
-    settle(row)        returns when what filling left behind has been given back
+A row is a full cache. Its class has
+    step()    decodes one token
+    nbytes()  the bytes that the cache takes, as its engine counts
+    settle()  returns when what filling left behind has been given back
+    pids()    other processes whose memory counts
+    close()   gives the cache back
 """
 import json
 import os
-import statistics
 import sys
 import time
 
@@ -35,40 +33,57 @@ def resident(pids):
     return total
 
 
-def _answer(worker, request):
-    kind, row = request["do"], request.get("row")
-    if kind == "open":
-        before = resident(worker.pids())
-        worker.open(row, request["tokens"])
-        worker.step(row)
-        worker.settle(row)
-        return {"bytes": worker.nbytes(row), "resident": resident(worker.pids()) - before}
-    if kind == "step":
-        times = []
-        for _ in range(request["times"]):
-            began = time.perf_counter()
-            worker.step(row)
-            times.append(1e3 * (time.perf_counter() - began))
-        return {"ms": statistics.median(times)}
-    if kind == "close":
-        worker.close(row)
+class Worker:
+    """The rows of an engine. Subclasses make them, and share a model among them."""
+    what = "?"  # engine and versions
+
+    def __init__(self, threads):
+        self.threads, self.rows = threads, {}
+
+    def make(self, name, tokens):
+        """A row of that name."""
+        raise NotImplementedError
+
+    def _resident(self):
+        return resident([os.getpid(), *(pid for row in self.rows.values() for pid in row.pids())])
+
+    def open(self, name, tokens):
+        """Fills a cache and decodes a token."""
+        before = self._resident()
+        row = self.rows[name] = self.make(name, tokens)
+        row.step()
+        row.settle()
+        return {"bytes": row.nbytes(), "resident": self._resident() - before}
+
+    def step(self, name):
+        """Decodes a token."""
+        began = time.perf_counter()
+        self.rows[name].step()
+        return {"ms": 1e3 * (time.perf_counter() - began)}
+
+    def close(self, name):
+        """Gives a cache back."""
+        self.rows.pop(name).close()
         return {}
-    raise ValueError(f"{kind!r} is no request")
 
 
 def serve(make):
-    """Answers until the input ends. make(threads) makes the worker, at the first request."""
+    """Answers until the input ends. make(threads) makes the worker, at the first request, `start`;
+    the others are Worker's methods, with their arguments."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = None
     for line in sys.stdin:
         request = json.loads(line)
+        what = request.pop("do")
         try:
-            if request["do"] == "start":
-                worker = make(request["threads"])
+            if what == "start":
+                worker = make(**request)
                 answer = {"what": worker.what}
             else:
-                answer = _answer(worker, request)
+                answer = getattr(worker, what)(**request)
         except Exception as error:  # pylint: disable=broad-except
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=out, flush=True)
+    for name in list(worker.rows if worker else ()):
+        worker.close(name)
