@@ -34,9 +34,9 @@ struct rebuild {
     size_t n_found, room_found;
     uint64_t *committed; // transactions
     size_t n_committed, room_committed;
+    struct kvq_commit *commits; // COMMITs that were found, believed or not
+    size_t n_commits, room_commits;
     uint64_t proven; // a later one was begun after this one was acknowledged, so it was synced
-    struct kvq_commit *unproven; // those that were not proven when they were found
-    size_t n_unproven, room_unproven;
     struct claim *claims;
     size_t n_claims, room_claims;
     uint64_t last_seen; // transaction, committed or not
@@ -57,16 +57,10 @@ static int take_commit(struct rebuild *r, const struct kvq_walk *w)
     int rc = kvq_io_read(w->io, w->file, &commit, sizeof commit, w->at + KVQ_RECORD_HEAD, NULL);
     if (rc)
         return kvq__io_complain(r->c, rc, "a segment", "read");
-    if (commit.before > r->proven)
-        r->proven = commit.before;
-    if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
-                   sizeof *r->committed) ||
-        !kvq__grow((void **)&r->unproven, &r->room_unproven, r->n_unproven, sizeof *r->unproven))
+    if (!kvq__grow((void **)&r->commits, &r->room_commits, r->n_commits, sizeof *r->commits))
         return no_memory(r);
-    if (commit.transaction <= r->proven)
-        r->committed[r->n_committed++] = commit.transaction;
-    else
-        r->unproven[r->n_unproven++] = commit;
+    r->commits[r->n_commits++] = commit;
+    r->proven = commit.before > r->proven ? commit.before : r->proven;
     return KVQ_OK;
 }
 
@@ -182,19 +176,39 @@ static bool is_committed(const struct rebuild *r, uint64_t transaction)
            bsearch(&transaction, r->committed, r->n_committed, sizeof transaction, by_number);
 }
 
+static int by_transaction(const void *a, const void *b)
+{
+    uint64_t x = ((const struct kvq_commit *)a)->transaction;
+    uint64_t y = ((const struct kvq_commit *)b)->transaction;
+    return (x > y) - (x < y);
+}
+
 // A COMMIT may have reached the disk before what it commits did, when the power failed before the
 // sync had ended. So the last transaction, which nothing proves to have been synced, counts only if
 // all of its records are there and sound.
-static int judge_unproven(struct rebuild *r)
+static bool is_whole(const struct rebuild *r, const struct kvq_commit *commit)
 {
-    for (size_t i = 0; i < r->n_unproven; i++) {
-        const struct kvq_commit *commit = &r->unproven[i];
-        uint64_t sound = 0;
-        for (size_t j = 0; j < r->n_found && commit->transaction > r->proven; j++) {
-            const struct found *f = &r->found[j];
-            sound += f->transaction == commit->transaction && !f->bad && f->w.id != 0;
-        }
-        if (commit->transaction > r->proven && sound != commit->records + 1) // and itself
+    uint64_t sound = 0;
+    for (size_t i = 0; i < r->n_found; i++) {
+        const struct found *f = &r->found[i];
+        sound += f->transaction == commit->transaction && !f->bad && f->w.id != 0;
+    }
+    return sound == commit->records + 1; // and itself
+}
+
+// Which COMMITs count. One that failed may be on the disk all the same, when what cut it off was
+// not synced: whoever came next says that it had another one before it.
+static int judge_commits(struct rebuild *r)
+{
+    uint64_t before = UINT64_MAX; // the least that a later one says
+    if (r->n_commits)
+        qsort(r->commits, r->n_commits, sizeof *r->commits, by_transaction);
+    for (size_t i = r->n_commits; i-- > 0;) {
+        const struct kvq_commit *commit = &r->commits[i];
+        bool refuted = before < commit->transaction;
+        if (i == 0 || r->commits[i - 1].transaction != commit->transaction)
+            before = commit->before < before ? commit->before : before;
+        if (refuted || (commit->transaction > r->proven && !is_whole(r, commit)))
             continue;
         if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
                        sizeof *r->committed))
@@ -305,7 +319,7 @@ static int by_session(const void *a, const void *b)
     return (x->transaction < y->transaction) - (x->transaction > y->transaction);
 }
 
-static int by_transaction(const void *a, const void *b)
+static int by_age(const void *a, const void *b)
 {
     const struct claim *x = a, *y = b;
     return (x->transaction > y->transaction) - (x->transaction < y->transaction);
@@ -325,7 +339,7 @@ static int select_claims(struct rebuild *r)
         if (i == 0 || r->claims[i].session != r->claims[i - 1].session)
             r->claims[kept++] = r->claims[i];
     r->n_claims = kept;
-    qsort(r->claims, kept, sizeof *r->claims, by_transaction);
+    qsort(r->claims, kept, sizeof *r->claims, by_age);
     return KVQ_OK;
 }
 
@@ -492,7 +506,7 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
     s->next_segment = n ? numbers[n - 1] + 1 : 1;
     int rc = r.buffer ? read_segments(&r, numbers, n) : no_memory(&r);
     if (rc == KVQ_OK)
-        rc = judge_unproven(&r);
+        rc = judge_commits(&r);
     if (rc == KVQ_OK) {
         select_records(&r);
         rc = select_claims(&r);
@@ -502,7 +516,7 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
     if (rc == KVQ_OK)
         forget_segments(s);
     free(r.claims);
-    free(r.unproven);
+    free(r.commits);
     free(r.committed);
     free(r.found);
     free(r.buffer);

@@ -79,6 +79,7 @@ void kvq__segment_remove(struct kvq_store *s, uint64_t number)
     kvq__segment_name(number, name);
     kvq__path(s, name, path);
     (void)kvq_io_unlink(s->io, path);
+    s->names_unsynced = true;
 }
 
 // Closes a file that nobody reads, if too many are open. The caller holds the lock.

@@ -183,6 +183,7 @@ int kvq_store_open(const char *folder, const struct kvq_store_options *options,
     pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_init(&s->catalog_lock, NULL);
     s->lock_file = s->writer.file = -1;
+    s->names_unsynced = true;
     int rc = take_options(s, folder, options, &c);
     if (rc == KVQ_OK)
         rc = lock_folder(s, &c);

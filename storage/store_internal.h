@@ -138,6 +138,7 @@ struct kvq_store {
     struct kvq__writer writer;
     uint64_t *owed; // sessions that were deleted without a DROP record, as in the catalog
     size_t n_owed, room_owed;
+    bool names_unsynced; // a file was removed, by this process or the one before, and may come back
     uint64_t last_transaction; // in the catalog
     uint64_t next_transaction, next_block, next_session, next_segment;
 };

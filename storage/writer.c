@@ -364,6 +364,17 @@ static int reopen_segment(struct kvq_store *s, const struct kvq__complaint *c)
 
 // ---- Transactions ----
 
+// What was removed is gone for good before anything new is written: a segment that comes back after
+// a loss of power would bring back what later segments had done away with, if these are gone.
+static int sync_names(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    int rc = s->names_unsynced ? kvq_io_sync_dir(s->io, s->folder) : 0;
+    if (rc)
+        return kvq__io_complain(c, rc, "the folder", "synced");
+    s->names_unsynced = false;
+    return KVQ_OK;
+}
+
 int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
                       const struct kvq__complaint *c)
 {
@@ -377,7 +388,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
     w->n_drops = 0;
     int rc = w->segment ? KVQ_OK : reopen_segment(s, c);
     w->begun = w->segment;
-    return rc;
+    return rc ? rc : sync_names(s, c);
 }
 
 // A segment that the record fits in. A record larger than a segment has one for itself.

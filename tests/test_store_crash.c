@@ -9,6 +9,7 @@
 // all. References in the catalog must be sound, verify must find nothing, and the store must go on.
 //
 // KVQ_FULL=1 takes more seeds, and crashes at every change of the disk, not at syncs alone.
+#include <errno.h>
 #include <inttypes.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -188,6 +189,129 @@ static void between_changes(void **state)
     }
 }
 
+// ---- The catalog is lost, and what was done away with is not to come back ----
+
+static void add_session(struct kit *k, struct world *w, const char *name)
+{
+    for (int i = 0; i < WORLD_SESSIONS; i++) {
+        struct world_session *s = &w->sessions[i];
+        if (s->used)
+            continue;
+        *s = (struct world_session){.used = true, .shards = 1, .seed = world_random(w, 1000)};
+        snprintf(s->name, sizeof s->name, "%s", name);
+        s->blocks[s->n++] =
+            (struct world_block){.place = {0, 0, 1, 0}, .seed = (uint64_t)i, .bytes = 9000};
+        if (kit_save(k, w, name))
+            memset(s, 0, sizeof *s);
+        return;
+    }
+}
+
+static void drop_session(struct kit *k, struct world *w, const char *name)
+{
+    for (int i = 0; i < WORLD_SESSIONS; i++)
+        if (strcmp(w->sessions[i].name, name) == 0)
+            memset(&w->sessions[i], 0, sizeof w->sessions[i]);
+    if (kvq_store_delete(k->store, "uid-1", name, k->text, sizeof k->text))
+        fail_msg("%s", k->text);
+}
+
+static void compact_all(struct kit *k)
+{
+    struct kvq_store_freed freed;
+    do {
+        if (kvq_store_compact(k->store, UINT64_MAX, 1, &freed, k->text, sizeof k->text))
+            fail_msg("%s", k->text);
+    } while (freed.more);
+}
+
+// The power fails, the catalog with it, and the store is what *w is.
+static void only_segments(struct kit *k, const struct world *w, uint64_t seed)
+{
+    char when[40], why[256];
+    snprintf(when, sizeof when, "seed %" PRIu64, seed);
+    disk.crashed = true;
+    kvq_store_close(&k->store);
+    fault_crash(&disk);
+    lose_catalog();
+    if (kit_open(k, &disk.io))
+        fail_msg("%s: it does not open: %s", when, k->text);
+    if (!kit_same(k, w, false, why))
+        fail_msg("%s: %s", when, why);
+    kvq_store_close(&k->store);
+    fault_close(&disk);
+}
+
+static void drop_some(struct kit *k, struct world *w, const char *series)
+{
+    char name[8];
+    for (int i = 1; i <= 3; i++) {
+        snprintf(name, sizeof name, "%s%d", series, i);
+        drop_session(k, w, name);
+    }
+}
+
+static void add_some(struct kit *k, struct world *w, const char *series, int n)
+{
+    char name[8];
+    for (int i = 1; i <= n; i++) {
+        snprintf(name, sizeof name, "%s%d", series, i);
+        add_session(k, w, name);
+        assert_int_equal(k->text[0], '\0');
+    }
+}
+
+// Removed files come back one by one, as file systems may have it: the first segment, which had
+// sessions that were dropped, without the second, which had their DROPs.
+static void dropped_stays_dropped(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 1; seed <= 64; seed++) {
+        struct kit k = {0};
+        struct world w = {.random = seed};
+        fault_open(&disk, seed);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        add_some(&k, &w, "a", 5);
+        drop_some(&k, &w, "a");
+        add_some(&k, &w, "b", 4);
+        compact_all(&k); // what is left of the first goes to the third
+        if (seed % 2) {  // the next process does not know what the one before it has removed
+            kvq_store_close(&k.store);
+            assert_int_equal(kit_open(&k, &disk.io), 0);
+        }
+        drop_some(&k, &w, "b");
+        compact_all(&k);
+        assert_null(fault_find(&disk, "/store/segment-0000000000000002.kvqs"));
+        only_segments(&k, &w, seed);
+    }
+}
+
+// A save failed, and what it had written could be cut off but the cut was not synced.
+static void refused_stays_refused(void **state)
+{
+    (void)state;
+    uint64_t refused = 0;
+    for (uint64_t seed = 1; seed <= 64; seed++) {
+        struct kit k = {0};
+        struct world w = {.random = seed};
+        fault_open(&disk, seed);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        add_session(&k, &w, "first");
+        fault_reset_counts(&disk);
+        disk.fail_sync = 1;
+        disk.fail_count = 1;
+        disk.fail_with = EIO;
+        add_session(&k, &w, "refused");
+        disk.fail_sync = 0;
+        refused += !w.sessions[1].used;
+        add_session(&k, &w, "third");
+        add_session(&k, &w, "fourth");
+        add_session(&k, &w, "fifth");
+        only_segments(&k, &w, seed);
+    }
+    assert_int_equal(refused, 64);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -195,6 +319,8 @@ int main(void)
         cmocka_unit_test(every_change),
         cmocka_unit_test(catalog_lost),
         cmocka_unit_test(between_changes),
+        cmocka_unit_test(dropped_stays_dropped),
+        cmocka_unit_test(refused_stays_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
