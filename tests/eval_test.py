@@ -237,6 +237,7 @@ class Command(Case):
         """As with a mask of one's own, of the whole window in one forward."""
         ids = torch.arange(CONTEXT) * 7 % 256
         side = Dropped(self.both, "dropped")
+        self.assertEqual(side.nbytes(), 0)
         side.begin()
         got = torch.cat([side.forward(ids[at:at + STEP]) for at in range(0, CONTEXT, STEP)])
         at = torch.arange(CONTEXT)
@@ -575,6 +576,17 @@ class Command(Case):
         self.assertTrue(full and slid)
         self.assertEqual(both.values_at(1000), 2 * 2 * 64 * (1000 * full + 16 * slid))
         self.assertEqual(both.values_at(10), 2 * 2 * 64 * 10 * (full + slid))
+
+    def test_the_reference_holds_what_is_seen(self):
+        """Layers with a sliding window keep no more than that, and the logits are the model's."""
+        both = Models(models("gemma2")[0], self.tokenizer, "gemma2")
+        ids = torch.arange(120) % 50 + 10
+        side = Side(both)
+        side.begin()
+        made = torch.cat([side.forward(some) for some in ids.split(40)])
+        torch.testing.assert_close(made, both.reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+        self.assertGreater(side.sizes()["bits"], 31)  # a window's newest token is not kept
+        self.assertLessEqual(side.sizes()["bits"], 32)
 
     def test_beginning(self):
         """<bos> stands before each window where the tokenizer puts it before a text."""

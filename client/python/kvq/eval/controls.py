@@ -36,7 +36,7 @@ class Dropped(Side):
 
     def nbytes(self) -> int:
         """Of the tokens that are not gone."""
-        return super().nbytes() * self.in_full() // max(self.tokens, 1)
+        return self.models.values_at(self.in_full()) * self.models.reference.dtype.itemsize
 
     def in_full(self) -> int:
         """The unit that is being filled."""

@@ -36,8 +36,9 @@ class Side:
         return f"{self.name}/{self.path}"
 
     def make(self) -> Any:
-        """A new cache."""
-        return transformers.DynamicCache()
+        """A new cache, as generate() makes it: layers with a sliding window hold no more."""
+        config = self.models.reference.config.get_text_config(decoder=True)
+        return transformers.DynamicCache(config=config)
 
     def begin(self) -> None:
         """Begins with an empty cache."""
