@@ -648,6 +648,8 @@ static void test_hello_at_a_slow_loop(void **state)
     pthread_join(thread, NULL);
     assert_int_equal(peer_answer(p), 0);
     peer_free(p);
+    sem_destroy(&loop_stands);
+    sem_destroy(&hello_sent);
 }
 
 int main(void)

@@ -23,6 +23,8 @@ from .hints import Array, CudaTensor, Ids, Shape, Span
 from .private import private_daemon
 from .work import Queue
 
+HEAD_DIMS = (64, 128, 256)  # that every format is made for; engines put zeros behind others
+
 _ROTATIONS = {"default": 0, "engine": 1, "daemon": 2, "none": 3}
 _ATTENTION = {"default": 0, "exact": 1, "fast": 2}
 _DETACH = {"default": 0, "drop": 1, "keep": 2, "save": 3}

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvq
+from kvq.client import HEAD_DIMS
 
-HEAD_DIMS = (64, 128, 256)  # that kvqd stores; others get zeros behind them
 KINDS = {"full_attention", "sliding_attention"}
 
 

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Optional
 
+from ..client import HEAD_DIMS
 from . import CONNECTOR
 
-HEAD_DIMS = (64, 128, 256)
 MOST_QUERIES = 32768  # tokens of one session in a request
 MOST_SESSIONS = 1024  # of a request
 _SAMPLES, _SAMPLE = 256, 4096  # of a file of weights: places, and bytes at each
