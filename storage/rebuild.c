@@ -196,11 +196,11 @@ static bool is_whole(const struct rebuild *r, const struct kvq_commit *commit)
     return sound == commit->records + 1; // and itself
 }
 
-// Which COMMITs count. One that failed may be on the disk all the same, when what cut it off was
-// not synced: whoever came next says that it had another one before it.
+// Which COMMITs count. That of a failed save may be on the disk all the same, if cutting it off was
+// not synced; the next COMMIT then names an older transaction as the one before it.
 static int judge_commits(struct rebuild *r)
 {
-    uint64_t before = UINT64_MAX; // the least that a later one says
+    uint64_t before = UINT64_MAX; // the oldest that a later COMMIT names
     if (r->n_commits)
         qsort(r->commits, r->n_commits, sizeof *r->commits, by_transaction);
     for (size_t i = r->n_commits; i-- > 0;) {

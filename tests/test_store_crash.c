@@ -286,7 +286,7 @@ static void dropped_stays_dropped(void **state)
     }
 }
 
-// A save failed, and what it had written could be cut off but the cut was not synced.
+// A save fails and its bytes are cut off, but the power fails before the cut was synced.
 static void refused_stays_refused(void **state)
 {
     (void)state;
@@ -307,6 +307,7 @@ static void refused_stays_refused(void **state)
         add_session(&k, &w, "third");
         add_session(&k, &w, "fourth");
         add_session(&k, &w, "fifth");
+        assert_true(w.sessions[3].used); // all but the refused one are saved
         only_segments(&k, &w, seed);
     }
     assert_int_equal(refused, 64);
