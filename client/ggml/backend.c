@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// kvq under an unmodified llama.cpp: a backend of ggml that is loaded by GGML_BACKEND_PATH. ggml
+// offers each node over CPU memory to backends of the kind ACCEL before its own CPU backend; this
+// one takes two kinds: the SET_ROWS that write llama.cpp's KV cache, and the FLASH_ATTN_EXT that
+// read it. llama.cpp's own tensors then hold nothing.
+//
+// A SET_ROWS must be taken if, and only if, the attention that reads its rows is. ggml asks about
+// every node of a graph before it computes it, and about several graphs before the first, so what
+// it asked last is known when it asks about rows: the layouts below.
+#include "client/ggml/cache.h"
+
+#include <ggml-backend-impl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { CACHES = 8 }; // of a context
+
+// What the graphs showed of a cache, whose tensors all lie in one buffer.
+struct layout {
+    struct layout *next;
+    const struct ggml_backend_buffer *buffer;
+    uint32_t n;
+    bool taken[KVQ_GGML_LAYERS]; // by this backend, when it was last asked about
+    struct kvq_ggml_layer layers[KVQ_GGML_LAYERS];
+};
+
+static pthread_mutex_t layouts_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct layout *layouts;
+
+// The backend of one llama_context.
+struct backend {
+    struct kvq_ggml_daemon daemon;
+    struct kvq_ggml_cache *caches[CACHES];
+    const struct ggml_backend_buffer *buffers[CACHES];
+    uint32_t n;
+};
+
+static const struct ggml_tensor *root(const struct ggml_tensor *tensor)
+{
+    return tensor && tensor->view_src ? tensor->view_src : tensor;
+}
+
+// Whether a tensor is K ('k') or V ('v') of a layer of llama.cpp's cache.
+static bool is_cache(const struct ggml_tensor *tensor, char kind, int *number)
+{
+    char is;
+    return tensor && tensor->buffer && sscanf(tensor->name, "cache_%c_l%d", &is, number) == 2 &&
+           is == kind;
+}
+
+static struct layout *layout_of(const struct ggml_backend_buffer *buffer)
+{
+    struct layout *at = layouts;
+    while (at && at->buffer != buffer)
+        at = at->next;
+    return at;
+}
+
+static void forget(const struct ggml_backend_buffer *buffer)
+{
+    for (struct layout **at = &layouts; *at; at = &(*at)->next) {
+        if ((*at)->buffer == buffer) {
+            struct layout *gone = *at;
+            *at = gone->next;
+            free(gone);
+            return;
+        }
+    }
+}
+
+// The place of a layer in its layout, in the order of llama.cpp's numbers; n if it is new.
+static uint32_t place_of(const struct layout *layout, int number)
+{
+    uint32_t i = 0;
+    while (i < layout->n && layout->layers[i].number < number)
+        i++;
+    return i < layout->n && layout->layers[i].number == number ? i : layout->n;
+}
+
+// Keeps what an attention says of its layer. False: there is no room.
+static bool keep(const struct kvq_ggml_layer *layer, bool taken)
+{
+    struct layout *layout = layout_of(layer->k->buffer);
+    if (layout) { // another cache may lie where one was
+        const uint32_t i = place_of(layout, layer->number);
+        if (i < layout->n && (layout->layers[i].k != layer->k || layout->layers[i].v != layer->v)) {
+            forget(layer->k->buffer);
+            layout = NULL;
+        }
+    }
+    if (!layout) {
+        layout = calloc(1, sizeof *layout);
+        if (!layout)
+            return false;
+        layout->buffer = layer->k->buffer;
+        layout->next = layouts;
+        layouts = layout;
+    }
+    uint32_t i = place_of(layout, layer->number);
+    if (i == layout->n) {
+        if (layout->n == KVQ_GGML_LAYERS)
+            return false;
+        for (; i && layout->layers[i - 1].number > layer->number; i--) {
+            layout->layers[i] = layout->layers[i - 1];
+            layout->taken[i] = layout->taken[i - 1];
+        }
+        layout->n++;
+    }
+    layout->layers[i] = *layer;
+    layout->taken[i] = taken;
+    return true;
+}
+
+// Whether an attention is one that kvqd serves.
+static bool serves(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
+{
+    const struct ggml_tensor *q = op->src[0], *k = op->src[1], *mask = op->src[3];
+    float params[3]; // scale, ALiBi's bias, soft-cap
+    memcpy(params, op->op_params, sizeof params);
+    layer->shape = (struct kvq_layer){.q_heads = (uint16_t)q->ne[2],
+                                      .kv_heads = (uint16_t)k->ne[2],
+                                      .k_dim = (uint16_t)k->ne[0],
+                                      .v_dim = (uint16_t)op->src[2]->ne[0],
+                                      .scale = params[0],
+                                      .softcap = params[2]};
+    return (k->ne[0] == 64 || k->ne[0] == 128 || k->ne[0] == 256) &&
+           op->src[2]->ne[0] == k->ne[0] && layer->k->ne[0] == k->ne[0] * k->ne[2] &&
+           layer->v->ne[0] == layer->k->ne[0] && layer->k->ne[2] <= KVQ_GGML_STREAMS &&
+           q->ne[2] % k->ne[2] == 0 && q->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 &&
+           mask && mask->type == GGML_TYPE_F16 && params[1] == 0 && !op->src[4];
+}
+
+static bool takes_attention(const struct ggml_tensor *op)
+{
+    struct kvq_ggml_layer layer = {.k = root(op->src[1]), .v = root(op->src[2])};
+    int number;
+    if (!is_cache(layer.k, 'k', &layer.number) || !is_cache(layer.v, 'v', &number) ||
+        number != layer.number || layer.k->buffer != layer.v->buffer)
+        return false;
+    const bool taken = serves(op, &layer);
+    return keep(&layer, taken) && taken;
+}
+
+// The layer of a cache's tensor, or NULL; and its layout.
+static bool *taken_of(const struct ggml_tensor *tensor)
+{
+    int number;
+    if (!is_cache(tensor, 'k', &number) && !is_cache(tensor, 'v', &number))
+        return NULL;
+    struct layout *layout = layout_of(tensor->buffer);
+    const uint32_t i = layout ? place_of(layout, number) : 0;
+    return layout && i < layout->n ? &layout->taken[i] : NULL;
+}
+
+static bool takes(const struct ggml_tensor *op)
+{
+    bool *taken;
+    switch (op->op) {
+    case GGML_OP_NONE:
+    case GGML_OP_RESHAPE:
+    case GGML_OP_VIEW:
+    case GGML_OP_PERMUTE:
+    case GGML_OP_TRANSPOSE:
+        return true;
+    case GGML_OP_FLASH_ATTN_EXT:
+        return takes_attention(op);
+    case GGML_OP_SET_ROWS:
+        taken = taken_of(root(op));
+        return taken && *taken && op->src[0]->type == GGML_TYPE_F32 &&
+               op->src[1]->type == GGML_TYPE_I64;
+    case GGML_OP_ROPE: // llama.cpp turns its keys in place: taken to be refused
+        taken = taken_of(root(op));
+        return taken && *taken;
+    default: // an attention of another kind reads the cache: its rows must be there
+        for (int i = 0; i < GGML_MAX_SRC; i++) {
+            taken = taken_of(root(op->src[i]));
+            if (taken)
+                *taken = false;
+        }
+        return false;
+    }
+}
+
+static bool device_supports_op(ggml_backend_dev_t device, const struct ggml_tensor *op)
+{
+    (void)device;
+    pthread_mutex_lock(&layouts_lock);
+    const bool yes = takes(op);
+    pthread_mutex_unlock(&layouts_lock);
+    return yes;
+}
+
+// A cache of what the graphs showed of this buffer; NULL: refused.
+static struct kvq_ggml_cache *make_cache(struct backend *backend,
+                                         const struct ggml_backend_buffer *buffer)
+{
+    struct kvq_ggml_cache *cache = NULL;
+    if (backend->n == CACHES) {
+        kvq_ggml_refuse("a context with more than %d caches is not served", CACHES);
+        return NULL;
+    }
+    pthread_mutex_lock(&layouts_lock);
+    const struct layout *layout = layout_of(buffer);
+    bool all = layout != NULL;
+    for (uint32_t i = 0; all && i < layout->n; i++)
+        all = layout->taken[i];
+    if (all)
+        cache = kvq_ggml_cache_new(&backend->daemon, layout->layers, layout->n);
+    pthread_mutex_unlock(&layouts_lock);
+    if (!all)
+        kvq_ggml_refuse("some layers of this model are not served (heads of 64, 128 or 256 "
+                        "dimensions without sinks and ALiBi are); unset GGML_BACKEND_PATH");
+    else if (!cache)
+        kvq_ggml_refuse("no memory for a cache");
+    else {
+        backend->buffers[backend->n] = buffer;
+        backend->caches[backend->n++] = cache;
+    }
+    return cache;
+}
+
+// The cache and the layer of a tensor; NULL: refused.
+static struct kvq_ggml_cache *find(struct backend *backend, const struct ggml_tensor *tensor,
+                                   uint32_t *layer, bool *is_v)
+{
+    uint32_t i = 0;
+    while (i < backend->n && backend->buffers[i] != tensor->buffer)
+        i++;
+    struct kvq_ggml_cache *cache =
+        i < backend->n ? backend->caches[i] : make_cache(backend, tensor->buffer);
+    const int at = cache ? kvq_ggml_cache_find(cache, tensor, is_v) : -1;
+    if (cache && at < 0)
+        kvq_ggml_refuse("%s is in no cache that llama.cpp planned with", tensor->name);
+    *layer = (uint32_t)at;
+    return at < 0 ? NULL : cache;
+}
+
+static bool compute(struct backend *backend, struct ggml_tensor *node)
+{
+    uint32_t layer;
+    bool is_v;
+    struct kvq_ggml_cache *cache;
+    switch (node->op) {
+    case GGML_OP_SET_ROWS:
+        cache = find(backend, root(node), &layer, &is_v);
+        return cache && kvq_ggml_cache_rows(cache, layer, is_v, node);
+    case GGML_OP_FLASH_ATTN_EXT:
+        cache = find(backend, root(node->src[1]), &layer, &is_v);
+        return cache && kvq_ggml_cache_attend(cache, layer, node);
+    case GGML_OP_ROPE:
+        return kvq_ggml_refuse("llama.cpp shifts the positions of tokens that it has (context "
+                               "shift), and kvqd holds these packed; start without it, with a "
+                               "context (-c) that is long enough");
+    default:
+        return true; // a view
+    }
+}
+
+static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggml_cgraph *graph)
+{
+    const int n = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n; i++) {
+        struct ggml_tensor *node = ggml_graph_node(graph, i);
+        if (node->flags & GGML_TENSOR_FLAG_COMPUTE && !compute(backend->context, node))
+            return GGML_STATUS_FAILED;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+static const char *backend_name(ggml_backend_t backend)
+{
+    (void)backend;
+    return "kvq";
+}
+
+static void backend_free(ggml_backend_t backend)
+{
+    struct backend *own = backend->context;
+    for (uint32_t i = 0; i < own->n; i++) {
+        kvq_ggml_cache_free(own->caches[i]);
+        pthread_mutex_lock(&layouts_lock);
+        forget(own->buffers[i]);
+        pthread_mutex_unlock(&layouts_lock);
+    }
+    kvq_queue_close(&own->daemon.queue);
+    kvq_disconnect(&own->daemon.client);
+    free(own);
+    free(backend);
+}
+
+static void backend_set_threads(ggml_backend_t backend, int threads)
+{
+    struct backend *own = backend->context;
+    own->daemon.threads = threads;
+}
+
+static const char *device_name(ggml_backend_dev_t device)
+{
+    (void)device;
+    return "kvq";
+}
+
+static const char *device_description(ggml_backend_dev_t device)
+{
+    (void)device;
+    return "KV caches in kvqd";
+}
+
+static void device_memory(ggml_backend_dev_t device, size_t *unused, size_t *total)
+{
+    (void)device;
+    *unused = *total = 0;
+}
+
+static enum ggml_backend_dev_type device_type(ggml_backend_dev_t device)
+{
+    (void)device;
+    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
+
+static void device_props(ggml_backend_dev_t device, struct ggml_backend_dev_props *props)
+{
+    memset(props, 0, sizeof *props);
+    props->name = device_name(device);
+    props->description = device_description(device);
+    props->type = device_type(device);
+}
+
+static ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t device)
+{
+    (void)device;
+    return ggml_backend_cpu_buffer_type();
+}
+
+static bool device_supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_type_t type)
+{
+    (void)device;
+    return ggml_backend_buft_is_host(type);
+}
+
+// NULL, and a line on stderr, where no daemon is: llama.cpp then makes no context.
+static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
+{
+    (void)params;
+    static uint8_t guid[16] = "kvq for ggml   ";
+    ggml_backend_t backend = calloc(1, sizeof *backend);
+    struct backend *own = calloc(1, sizeof *own);
+    const struct kvq_connect_options options = {.name = "llama.cpp"};
+    if (!backend || !own) {
+        kvq_ggml_refuse("no memory for a backend");
+        goto fail;
+    }
+    own->daemon.threads = 1;
+    if (kvq_connect(&options, &own->daemon.client) ||
+        kvq_queue_open(own->daemon.client, &own->daemon.queue)) {
+        kvq_ggml_refuse("%s; llama.cpp runs without kvq if GGML_BACKEND_PATH is unset",
+                        kvq_error_text());
+        goto fail;
+    }
+    backend->guid = &guid;
+    backend->iface.get_name = backend_name;
+    backend->iface.free = backend_free;
+    backend->iface.graph_compute = backend_graph_compute;
+    backend->device = device;
+    backend->context = own;
+    return backend;
+fail:
+    if (own)
+        kvq_disconnect(&own->daemon.client);
+    free(own);
+    free(backend);
+    return NULL;
+}
+
+static const char *reg_name(ggml_backend_reg_t reg)
+{
+    (void)reg;
+    return "kvq";
+}
+
+static size_t reg_device_count(ggml_backend_reg_t reg)
+{
+    (void)reg;
+    return 1;
+}
+
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t reg, size_t index)
+{
+    (void)index;
+    static struct ggml_backend_device device = {.iface = {.get_name = device_name,
+                                                          .get_description = device_description,
+                                                          .get_memory = device_memory,
+                                                          .get_type = device_type,
+                                                          .get_props = device_props,
+                                                          .init_backend = device_init,
+                                                          .get_buffer_type = device_buffer_type,
+                                                          .supports_op = device_supports_op,
+                                                          .supports_buft = device_supports_buft}};
+    device.reg = reg;
+    return &device;
+}
+
+static void *reg_function(ggml_backend_reg_t reg, const char *name)
+{
+    (void)reg;
+    return strcmp(name, "ggml_backend_set_n_threads") ? NULL : (void *)backend_set_threads;
+}
+
+// What ggml looks for in a library that it loads.
+EXPORT ggml_backend_reg_t ggml_backend_init(void);
+EXPORT ggml_backend_reg_t ggml_backend_init(void)
+{
+    static struct ggml_backend_reg reg = {.api_version = GGML_BACKEND_API_VERSION,
+                                          .iface = {.get_name = reg_name,
+                                                    .get_device_count = reg_device_count,
+                                                    .get_device = reg_device,
+                                                    .get_proc_address = reg_function}};
+    return &reg;
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions of a llama.cpp cache, one for each of its streams, and the steps over them. Short steps
+// attend in this process (kvq_local_*), with K and V of all layers in buffers until the step's end;
+// longer ones, of prompts, go through the daemon layer by layer.
+#include "client/ggml/stream.h"
+
+#include <ggml.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    NEAR_ROWS = 64,          // tokens of a step that attends here
+    FAR_ROWS = 32768,        // .. and of any: of one session in a request
+    ALIGNMENT = 64,          // of tensors in a buffer
+    MINUS_INFINITY = 0xfc00, // in 16 bits: a masked cell
+};
+
+// What a step's tensors travel in.
+struct desk {
+    kvq_buffer *buffer;
+    uint32_t rows, kept; // tokens; layers whose K and V have a place each, the others by turns
+};
+
+enum state { IDLE, GIVEN, UNDER_WAY };
+
+struct kvq_ggml_cache {
+    struct kvq_ggml_sessions all;
+    struct kvq_ggml_stream streams[KVQ_GGML_STREAMS];
+    struct desk near, far, *desk; // desk: the step's
+
+    // The step.
+    enum state state;
+    uint32_t next, n;                           // layer; streams in it
+    uint32_t rows, each;                        // tokens; of each stream
+    bool has_k, has_v;                          // of the next layer
+    uint64_t number;                            // the daemon's, of a long step
+    struct kvq_entry entries[KVQ_GGML_STREAMS]; // .position: the tokens before it
+    uint32_t which[KVQ_GGML_STREAMS];           // their streams
+
+    uint32_t n_layers;
+    struct kvq_ggml_layer layers[];
+};
+
+bool kvq_ggml_refuse(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("kvq: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    return false;
+}
+
+static bool refuse_kvq(const char *what)
+{
+    return kvq_ggml_refuse("%s: %s", what, kvq_error_text());
+}
+
+struct kvq_ggml_cache *kvq_ggml_cache_new(struct kvq_ggml_daemon *daemon,
+                                          const struct kvq_ggml_layer *layers, uint32_t n)
+{
+    struct kvq_ggml_cache *cache = calloc(1, sizeof *cache + n * sizeof *layers);
+    if (cache) {
+        cache->all.daemon = daemon;
+        cache->all.layers = cache->layers;
+        cache->all.n_layers = cache->n_layers = n;
+        cache->all.cells = (uint64_t)layers[0].k->ne[1];
+        memcpy(cache->layers, layers, n * sizeof *layers);
+    }
+    return cache;
+}
+
+void kvq_ggml_cache_free(struct kvq_ggml_cache *cache)
+{
+    if (!cache)
+        return;
+    kvq_local_close(&cache->all.local);
+    for (uint32_t i = 0; i < KVQ_GGML_STREAMS; i++)
+        kvq_ggml_stream_close(&cache->all, &cache->streams[i]);
+    kvq_buffer_close(&cache->near.buffer);
+    kvq_buffer_close(&cache->far.buffer);
+    free(cache);
+}
+
+int kvq_ggml_cache_find(const struct kvq_ggml_cache *cache, const struct ggml_tensor *tensor,
+                        bool *is_v)
+{
+    for (uint32_t i = 0; i < cache->n_layers; i++) {
+        *is_v = cache->layers[i].v == tensor;
+        if (*is_v || cache->layers[i].k == tensor)
+            return (int)i;
+    }
+    return -1;
+}
+
+// ---- Buffers --------------------------------------------------------------------------------
+
+static uint64_t aligned(uint64_t bytes)
+{
+    return (bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1);
+}
+
+// The largest heads * dim of K and of Q; layers of one model are alike but for few.
+static uint64_t widest(const struct kvq_ggml_cache *cache, bool of_q)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < cache->n_layers; i++) {
+        const struct kvq_layer *shape = &cache->layers[i].shape;
+        const uint64_t own = (uint64_t)(of_q ? shape->q_heads : shape->kv_heads) * shape->k_dim;
+        most = own > most ? own : most;
+    }
+    return most;
+}
+
+static uint64_t bytes_of(const struct kvq_ggml_cache *cache, const struct desk *desk, bool of_q)
+{
+    return aligned(desk->rows * widest(cache, of_q) * sizeof(float));
+}
+
+// Places in a desk: K and V of the kept layers by turns, then Q, the output,
+// and the numbers of the tokens.
+static uint64_t place(const struct kvq_ggml_cache *cache, uint32_t layer, bool is_v)
+{
+    const struct desk *desk = cache->desk;
+    return (2 * (layer % desk->kept) + is_v) * bytes_of(cache, desk, false);
+}
+
+static uint64_t q_place(const struct kvq_ggml_cache *cache)
+{
+    return 2 * cache->desk->kept * bytes_of(cache, cache->desk, false);
+}
+
+static uint64_t out_place(const struct kvq_ggml_cache *cache)
+{
+    return q_place(cache) + bytes_of(cache, cache->desk, true);
+}
+
+static uint64_t ids_place(const struct kvq_ggml_cache *cache)
+{
+    return out_place(cache) + bytes_of(cache, cache->desk, true);
+}
+
+static char *at(const struct kvq_ggml_cache *cache, uint64_t offset)
+{
+    return (char *)kvq_buffer_data(cache->desk->buffer) + offset;
+}
+
+// The desk of a step of so many tokens. A prompt's goes when decoding begins.
+static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
+{
+    const bool near = rows <= NEAR_ROWS;
+    struct desk *desk = cache->desk = near ? &cache->near : &cache->far;
+    if (near)
+        kvq_buffer_close(&cache->far.buffer);
+    if (desk->buffer && desk->rows >= rows)
+        return true;
+    kvq_buffer_close(&desk->buffer);
+    desk->rows = near ? NEAR_ROWS : rows;
+    desk->kept = near ? cache->n_layers : 1;
+    const uint64_t bytes = ids_place(cache) + desk->rows * sizeof(int32_t);
+    if (kvq_buffer_create(cache->all.daemon->client, bytes, &desk->buffer))
+        return refuse_kvq("no buffer for a step");
+    return true;
+}
+
+// ---- Steps ----------------------------------------------------------------------------------
+
+static bool is_near(const struct kvq_ggml_cache *cache)
+{
+    return cache->desk == &cache->near;
+}
+
+// Leaves the sessions as they were before the step; always false.
+static bool give_up(struct kvq_ggml_cache *cache)
+{
+    if (cache->state == UNDER_WAY && is_near(cache))
+        kvq_local_abort(cache->all.local);
+    else if (cache->state == UNDER_WAY &&
+             kvq_step_abort(cache->all.daemon->queue, cache->number, NULL, 0))
+        refuse_kvq("a step stays open");
+    cache->state = IDLE;
+    cache->next = 0;
+    cache->has_k = cache->has_v = false;
+    return false;
+}
+
+static bool refuse_step(struct kvq_ggml_cache *cache, const char *what)
+{
+    refuse_kvq(what);
+    return give_up(cache);
+}
+
+// Whether a request and all its entries went well.
+static bool went(const struct kvq_ggml_cache *cache, int code)
+{
+    bool well = code == 0;
+    for (uint32_t i = 0; i < cache->n; i++)
+        well = well && cache->entries[i].status == 0;
+    return well;
+}
+
+// Learns from the cells of a forward's tokens which streams it has, and where they go on.
+static bool plan(struct kvq_ggml_cache *cache, const struct ggml_tensor *cells)
+{
+    const int64_t *cell = cells->data, rows = cells->ne[0], size = cache->layers[0].k->ne[1];
+    uint32_t n = 0;
+    if (rows > FAR_ROWS)
+        return kvq_ggml_refuse("a step of %lld tokens is longer than %d; start with a smaller "
+                               "--ubatch-size",
+                               (long long)rows, FAR_ROWS);
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t stream = cell[i] / size;
+        if (n && stream == cache->which[n - 1]) {
+            if (cell[i] != cell[i - 1] + 1)
+                return kvq_ggml_refuse("llama.cpp scatters a sequence over its cells; start with "
+                                       "one sequence (-np 1), or one stream for each (--no-kv-"
+                                       "unified)");
+            cache->entries[n - 1].append++;
+            continue;
+        }
+        if (n == KVQ_GGML_STREAMS || stream < 0 || stream >= KVQ_GGML_STREAMS)
+            return kvq_ggml_refuse("more than %d streams are not served", KVQ_GGML_STREAMS);
+        cache->which[n] = (uint32_t)stream;
+        cache->entries[n++] = (struct kvq_entry){.position = (uint64_t)(cell[i] % size),
+                                                 .append = 1,
+                                                 .row = (uint32_t)i,
+                                                 .q_row = (uint32_t)i};
+    }
+    cache->n = n;
+    cache->rows = (uint32_t)rows;
+    cache->each = n ? (uint32_t)rows / n : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (cache->entries[i].append != cache->each)
+            return kvq_ggml_refuse("a step with %u tokens of one stream and %u of another",
+                                   cache->entries[i].append, cache->each);
+    }
+    return n && take_desk(cache, cache->rows);
+}
+
+bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v,
+                         const struct ggml_tensor *node)
+{
+    const struct ggml_tensor *rows = node->src[0], *cells = node->src[1];
+    const struct kvq_layer *shape = &cache->layers[layer].shape;
+    const size_t width = (size_t)shape->kv_heads * shape->k_dim * sizeof(float);
+    if (layer == 0 && cache->state != IDLE &&
+        (cache->state == UNDER_WAY || (is_v ? cache->has_v : cache->has_k)))
+        give_up(cache); // llama.cpp has left the last forward
+    if (layer == 0 && cache->state == IDLE) {
+        if (!plan(cache, cells))
+            return give_up(cache);
+        cache->state = GIVEN;
+    }
+    if (cache->state == IDLE || layer != cache->next || (uint64_t)cells->ne[0] != cache->rows ||
+        (size_t)rows->ne[0] * sizeof(float) != width || (uint64_t)rows->ne[1] != cache->rows) {
+        kvq_ggml_refuse("rows of layer %d came where layer %d's were expected",
+                        cache->layers[layer].number, cache->layers[cache->next].number);
+        return give_up(cache);
+    }
+    char *to = at(cache, place(cache, layer, is_v));
+    for (uint32_t i = 0; i < cache->rows; i++)
+        memcpy(to + i * width, (const char *)rows->data + i * rows->nb[1], width);
+    *(is_v ? &cache->has_v : &cache->has_k) = true;
+    return true;
+}
+
+// Whether a token sees the cells up to its own and no others.
+static bool is_causal(const uint16_t *row, int64_t cells, uint64_t seen)
+{
+    uint16_t others = 0;
+    for (uint64_t i = 0; i < seen; i++)
+        others |= row[i];
+    for (uint64_t i = seen; i < (uint64_t)cells; i++)
+        others |= row[i] ^ MINUS_INFINITY;
+    return others == 0;
+}
+
+static bool check_mask(const struct kvq_ggml_cache *cache, const struct ggml_tensor *mask)
+{
+    for (uint32_t s = 0; s < cache->n; s++) {
+        const char *rows = (const char *)mask->data + (mask->ne[3] > 1 ? s * mask->nb[3] : 0);
+        for (uint32_t t = 0; t < cache->each; t++) {
+            const uint64_t seen = cache->entries[s].position + t + 1;
+            if (seen > (uint64_t)mask->ne[0] ||
+                !is_causal((const void *)(rows + t * mask->nb[1]), mask->ne[0], seen))
+                return kvq_ggml_refuse(
+                    "a token does not see all tokens before it, and only these: sequences that "
+                    "share cells (start with -np 1, or --no-kv-unified), a sliding window, or a "
+                    "mask of another kind; these are not served");
+        }
+    }
+    return true;
+}
+
+static bool begin(struct kvq_ggml_cache *cache, const struct ggml_tensor *attention)
+{
+    if (attention->src[0]->ne[1] != cache->each || attention->src[0]->ne[3] != cache->n)
+        return kvq_ggml_refuse("attention of %lld tokens in %lld streams, of which %u in %u have "
+                               "K and V",
+                               (long long)attention->src[0]->ne[1],
+                               (long long)attention->src[0]->ne[3], cache->each, cache->n);
+    if (!check_mask(cache, attention->src[3]))
+        return false;
+    const struct kvq_ids told = {cache->desk->buffer, ids_place(cache)};
+    int32_t *ids = (void *)at(cache, told.offset);
+    for (uint32_t i = 0; i < cache->n; i++) {
+        const uint32_t which = cache->which[i];
+        struct kvq_ggml_stream *stream = &cache->streams[which];
+        struct kvq_entry *entry = &cache->entries[i];
+        if (!kvq_ggml_stream_go_to(&cache->all, stream, which, entry->position, entry->append))
+            return false;
+        kvq_ggml_stream_number(&cache->all, stream, entry->append, ids + entry->row);
+        entry->session = stream->session;
+        entry->queries = (uint16_t)entry->append;
+    }
+    const int code = is_near(cache) ? kvq_local_begin(cache->all.local, cache->entries, cache->n)
+                                    : kvq_step_begin_ids(cache->all.daemon->queue, cache->entries,
+                                                         cache->n, &told, &cache->number);
+    if (code)
+        return refuse_kvq("no step");
+    cache->state = UNDER_WAY;
+    return went(cache, code) || refuse_step(cache, "no step");
+}
+
+// Ends the step behind its last layer.
+static bool end(struct kvq_ggml_cache *cache)
+{
+    const struct kvq_step_work work = {.ids = {cache->desk->buffer, ids_place(cache)}};
+    const int code =
+        is_near(cache)
+            ? kvq_local_end(cache->all.local, &work, cache->entries, cache->n)
+            : kvq_step_end(cache->all.daemon->queue, cache->number, cache->entries, cache->n);
+    if (!went(cache, code))
+        return refuse_step(cache, "the step's tokens are not stored");
+    for (uint32_t i = 0; i < cache->n; i++)
+        kvq_ggml_stream_committed(&cache->all, &cache->streams[cache->which[i]], cache->which[i],
+                                  cache->entries[i].value);
+    cache->state = IDLE;
+    cache->next = 0;
+    return true;
+}
+
+// Q [streams][heads][tokens][dim] by its strides into rows [tokens][heads][dim].
+static void take_queries(const struct kvq_ggml_cache *cache, const struct ggml_tensor *q)
+{
+    const size_t head = (size_t)q->ne[0] * sizeof(float), heads = (size_t)q->ne[2];
+    char *to = at(cache, q_place(cache));
+    for (uint32_t s = 0; s < cache->n; s++) {
+        for (uint32_t t = 0; t < cache->each; t++) {
+            const char *from = (const char *)q->data + s * q->nb[3] + t * q->nb[1];
+            for (size_t h = 0; h < heads; h++, to += head)
+                memcpy(to, from + h * q->nb[2], head);
+        }
+    }
+}
+
+bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct ggml_tensor *node)
+{
+    const struct kvq_layer *shape = &cache->layers[layer].shape;
+    if (layer != cache->next || !cache->has_k || !cache->has_v) {
+        kvq_ggml_refuse("layer %d attends without new K and V", cache->layers[layer].number);
+        return give_up(cache);
+    }
+    if (cache->state == GIVEN && !begin(cache, node))
+        return give_up(cache);
+    take_queries(cache, node->src[0]);
+    const kvq_buffer *buffer = cache->desk->buffer;
+    const uint32_t dim = shape->k_dim;
+    const struct kvq_work work = {
+        .step = is_near(cache) ? 0 : cache->number,
+        .layer = layer,
+        .k = kvq_tensor_make(buffer, place(cache, layer, false), shape->kv_heads, dim,
+                             KVQ_DTYPE_F32),
+        .v =
+            kvq_tensor_make(buffer, place(cache, layer, true), shape->kv_heads, dim, KVQ_DTYPE_F32),
+        .q = kvq_tensor_make(buffer, q_place(cache), shape->q_heads, dim, KVQ_DTYPE_F32),
+        .out = kvq_tensor_make(buffer, out_place(cache), shape->q_heads, dim, KVQ_DTYPE_F32)};
+    const int code =
+        is_near(cache)
+            ? kvq_local_attend(cache->all.local, &work, cache->entries, cache->n)
+            : kvq_append_attend(cache->all.daemon->queue, &work, cache->entries, cache->n);
+    if (!went(cache, code))
+        return refuse_step(cache, "attention failed");
+    memcpy(node->data, at(cache, out_place(cache)),
+           (size_t)cache->rows * shape->q_heads * dim * sizeof(float));
+    cache->has_k = cache->has_v = false;
+    cache->next++;
+    return cache->next < cache->n_layers || end(cache);
+}

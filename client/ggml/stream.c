@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See stream.h.
+#include "client/ggml/stream.h"
+
+#include <ggml.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+enum {
+    ROLLBACK =
+        32, // tokens that llama.cpp may take back cheaply, unless the user says another number
+    MOST_LOCAL = 64, // tokens of a step behind the last cell
+};
+
+static bool refuse_kvq(const char *what)
+{
+    return kvq_ggml_refuse("%s: %s", what, kvq_error_text());
+}
+
+// ---- Options --------------------------------------------------------------------------------
+
+static uint32_t rollback(void)
+{
+    const char *told = getenv("KVQ_LLAMA_ROLLBACK");
+    return told ? (uint32_t)strtoul(told, NULL, 10) : ROLLBACK;
+}
+
+// The path of attention that the user asked for.
+static uint8_t asked_path(void)
+{
+    const char *told = getenv("KVQ_LLAMA_ATTENTION");
+    if (!told)
+        return KVQ_ATTENTION_DEFAULT;
+    return strcmp(told, "exact") ? KVQ_ATTENTION_FAST : KVQ_ATTENTION_EXACT;
+}
+
+// What options point to.
+struct words {
+    char name[128];
+    struct kvq_layer shapes[KVQ_GGML_LAYERS];
+};
+
+// A secret of this cache, and numbers to begin with that no other process has.
+static void draw(struct kvq_ggml_sessions *all)
+{
+    uint64_t random[2] = {(uint64_t)getpid(), 0};
+    (void)!getrandom(random, sizeof random, 0);
+    snprintf(all->salt, sizeof all->salt, "%016llx", (unsigned long long)random[0]);
+    all->next_id = (int32_t)(random[1] & INT32_MAX);
+    all->last_stamp = random[1];
+}
+
+static void describe(struct kvq_ggml_sessions *all, uint32_t which, struct words *words,
+                     struct kvq_session_options *options)
+{
+    const char *format = getenv("KVQ_LLAMA_FORMAT"), *name = getenv("KVQ_LLAMA_SESSION");
+    for (uint32_t i = 0; i < all->n_layers; i++)
+        words->shapes[i] = all->layers[i].shape;
+    if (!all->salt[0])
+        draw(all);
+    snprintf(words->name, sizeof words->name, which ? "%s-%u" : "%s", name ? name : "", which);
+    *options = (struct kvq_session_options){.name = name ? words->name : NULL,
+                                            .model = "llama.cpp",
+                                            .salt = name ? words->name : all->salt,
+                                            .layers = words->shapes,
+                                            .n_layers = all->n_layers,
+                                            .format = format ? format : "kvq2",
+                                            .attention = asked_path(),
+                                            .max_rollback = rollback()};
+}
+
+// ---- Opening --------------------------------------------------------------------------------
+
+// Gives the memory of a stream in llama.cpp's own tensor back to the system: it holds nothing, and
+// reads as zeros. It is private and anonymous, or madvise fails and nothing is lost.
+static void release(const struct ggml_tensor *tensor, uint32_t which)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t start = (uintptr_t)tensor->data + which * tensor->nb[2];
+    const uintptr_t first = (start + page - 1) & ~(page - 1), end = start + tensor->nb[2];
+    if (end > first + page)
+        (void)madvise((void *)first, (end - first) & ~(page - 1), MADV_DONTNEED);
+}
+
+#ifdef _OPENMP
+// Attention on the threads that llama.cpp's own operations run on.
+static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg)
+{
+    const struct kvq_ggml_sessions *all = context;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(all->threads) if (n > 1)
+    for (uint32_t i = 0; i < n; i++)
+        item(arg, i);
+}
+#define PARALLEL in_parallel
+#else
+#define PARALLEL NULL // threads of kvq's own
+#endif
+
+static bool open_local(struct kvq_ggml_sessions *all)
+{
+    all->threads = all->daemon->threads;
+    const struct kvq_local_options options = {.max_tokens = all->cells + MOST_LOCAL,
+                                              .threads = (uint32_t)all->threads,
+                                              .parallel = PARALLEL,
+                                              .parallel_context = all};
+    return !kvq_local_open(all->daemon->queue, &options, &all->local) ||
+           refuse_kvq("no attention in this process");
+}
+
+// The session of a stream. One with a name may be there.
+static bool open_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                         uint32_t which, const struct kvq_session_options *options)
+{
+    struct kvq_session_info info;
+    for (uint32_t i = 0; i < all->n_layers; i++) {
+        release(all->layers[i].k, which);
+        release(all->layers[i].v, which);
+    }
+    if (!all->local && !open_local(all))
+        return false;
+    if (kvq_session_open(all->daemon->client, options, &stream->session, &info))
+        return refuse_kvq("no session");
+    stream->tokens = info.tokens;
+    if (info.created && !stream->ids)
+        stream->ids = calloc(all->cells, sizeof *stream->ids);
+    return !kvq_local_add(all->local, stream->session) || refuse_kvq("no session");
+}
+
+static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
+                      uint32_t rows)
+{
+    struct words words;
+    struct kvq_session_options options;
+    describe(all, which, &words, &options);
+    options.prompt_tokens = rows;
+    return open_session(all, stream, which, &options);
+}
+
+void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
+{
+    if (stream->session)
+        (void)kvq_session_close(all->daemon->client, stream->session);
+    free(stream->ids);
+    *stream = (struct kvq_ggml_stream){0};
+}
+
+static void drop(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
+{
+    if (stream->session)
+        (void)kvq_session_drop(all->daemon->client, stream->session);
+    stream->session = 0;
+    stream->tokens = stream->stamp = 0;
+}
+
+// ---- The stamp -------------------------------------------------------------------------------
+
+// llama.cpp saves, restores and copies its cells without a word to backends. So that this shows, a
+// number stands in the first cell that is another after each step: what is restored is older.
+static void *stamp_of(const struct kvq_ggml_sessions *all, uint32_t which)
+{
+    const struct ggml_tensor *k = all->layers[0].k;
+    return (char *)k->data + which * k->nb[2];
+}
+
+static bool is_stamped(const struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
+                       uint32_t which)
+{
+    return memcmp(stamp_of(all, which), &stream->stamp, sizeof stream->stamp) == 0;
+}
+
+void kvq_ggml_stream_committed(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                               uint32_t which, uint64_t tokens)
+{
+    stream->tokens = tokens;
+    stream->stamp = ++all->last_stamp;
+    memcpy(stamp_of(all, which), &stream->stamp, sizeof stream->stamp);
+}
+
+// ---- Going back -----------------------------------------------------------------------------
+
+// K and V of all layers of the tokens between the pages that a new session shares and the cell
+// that it is to end at.
+struct tail {
+    kvq_buffer *buffer;
+    uint64_t first;
+    uint32_t tokens;
+    struct kvq_tensor k[KVQ_GGML_LAYERS], v[KVQ_GGML_LAYERS];
+};
+
+static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
+                      struct tail *tail)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < all->n_layers; i++)
+        bytes += (uint64_t)2 * tail->tokens * all->layers[i].shape.kv_heads *
+                 all->layers[i].shape.k_dim * sizeof(uint16_t);
+    if (kvq_buffer_create(all->daemon->client, bytes, &tail->buffer))
+        return refuse_kvq("no buffer to go back");
+    bytes = 0;
+    for (uint32_t i = 0; i < all->n_layers; i++) {
+        const struct kvq_layer *shape = &all->layers[i].shape;
+        const uint64_t one =
+            (uint64_t)tail->tokens * shape->kv_heads * shape->k_dim * sizeof(uint16_t);
+        tail->k[i] =
+            kvq_tensor_make(tail->buffer, bytes, shape->kv_heads, shape->k_dim, KVQ_DTYPE_F16);
+        tail->v[i] = kvq_tensor_make(tail->buffer, bytes + one, shape->kv_heads, shape->k_dim,
+                                     KVQ_DTYPE_F16);
+        bytes += 2 * one;
+        const struct kvq_work work = {.layer = i, .k = tail->k[i], .v = tail->v[i]};
+        struct kvq_entry entry = {
+            .session = stream->session, .position = tail->first, .append = tail->tokens};
+        if (kvq_read(all->daemon->queue, &work, &entry, 1) || entry.status)
+            return refuse_kvq("tokens are not read back");
+    }
+    return true;
+}
+
+static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                        const struct tail *tail, const kvq_buffer *ids)
+{
+    const struct kvq_step_work work = {.k = tail->k,
+                                       .v = tail->v,
+                                       .n_layers = all->n_layers,
+                                       .ids = {ids, tail->first * sizeof(int32_t)}};
+    struct kvq_entry entry = {
+        .session = stream->session, .position = stream->tokens, .append = tail->tokens};
+    if (kvq_step(all->daemon->queue, &work, &entry, 1) || entry.status)
+        return refuse_kvq("tokens are not given back");
+    stream->tokens = entry.value;
+    return true;
+}
+
+// A session that ends at the cell in the place of one that is longer.
+static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
+                    uint64_t cell)
+{
+    struct words words;
+    struct kvq_session_options options;
+    struct tail *tail = calloc(1, sizeof *tail);
+    kvq_buffer *ids = NULL;
+    bool well = false;
+    if (!tail || kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids)) {
+        refuse_kvq("no buffer to go back");
+        goto out;
+    }
+    memcpy(kvq_buffer_data(ids), stream->ids, cell * sizeof(int32_t));
+    describe(all, which, &words, &options);
+    options.prefix = (struct kvq_prefix){.buffer = ids, .tokens = cell};
+    if (kvq_lookup(all->daemon->client, &options, &tail->first)) {
+        kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s. KVQ_LLAMA_ROLLBACK "
+                        "(now %u) says how many can be taken back with every format",
+                        (unsigned long long)stream->tokens, (unsigned long long)cell,
+                        kvq_error_text(), rollback());
+        goto out;
+    }
+    tail->tokens = (uint32_t)(cell - tail->first);
+    if (tail->tokens && !read_tail(all, stream, tail))
+        goto out;
+    options.prefix.tokens = tail->first;
+    if (!tail->first)
+        options.prefix.buffer = NULL;
+    drop(all, stream);
+    if (!open_session(all, stream, which, &options))
+        goto out;
+    if (stream->tokens != tail->first) {
+        kvq_ggml_refuse("pages of the first %llu tokens are gone; begin anew",
+                        (unsigned long long)tail->first);
+        drop(all, stream);
+        goto out;
+    }
+    well = !tail->tokens || append_tail(all, stream, tail, ids);
+out:
+    if (tail)
+        kvq_buffer_close(&tail->buffer);
+    kvq_buffer_close(&ids);
+    free(tail);
+    return well;
+}
+
+static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
+                    uint64_t cell)
+{
+    struct kvq_entry entry = {.session = stream->session, .position = stream->tokens};
+    int code = kvq_truncate(all->daemon->queue, &entry, &cell, 1);
+    code = code ? code : entry.status;
+    if (code == 0)
+        stream->tokens = cell;
+    else if (code == KVQ_E_ROLLBACK && stream->ids)
+        return rebuild(all, stream, which, cell);
+    else
+        kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s",
+                        (unsigned long long)stream->tokens, (unsigned long long)cell,
+                        kvq_error_text());
+    return code == 0;
+}
+
+bool kvq_ggml_stream_go_to(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                           uint32_t which, uint64_t cell, uint32_t rows)
+{
+    if (!stream->session && !open_anew(all, stream, which, rows))
+        return false;
+    const bool own = !stream->stamp || is_stamped(all, stream, which);
+    if (cell == 0 && stream->tokens) {
+        drop(all, stream);
+        return open_anew(all, stream, which, rows);
+    }
+    if (cell && !own)
+        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens that it restored or copied, "
+                               "and kvqd does not have; begin anew (llama-server: --cache-ram 0)",
+                               (unsigned long long)cell);
+    if (cell > stream->tokens)
+        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and kvqd has %llu of them; "
+                               "begin anew",
+                               (unsigned long long)cell, (unsigned long long)stream->tokens);
+    return cell == stream->tokens || go_back(all, stream, which, cell);
+}
+
+void kvq_ggml_stream_number(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                            uint32_t rows, int32_t *to)
+{
+    for (uint32_t i = 0; i < rows; i++) {
+        to[i] = all->next_id;
+        all->next_id = (int32_t)(((uint32_t)all->next_id + 1) & INT32_MAX);
+        if (stream->ids && stream->tokens + i < all->cells)
+            stream->ids[stream->tokens + i] = to[i];
+    }
+}
