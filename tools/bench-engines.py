@@ -11,7 +11,8 @@ with the reason.
 
 needs PyTorch, transformers and kvq's package for the rows of transformers, optimum-quanto for
 quanto, hqq for hqq, and llama-cpp-python and gguf for llama.cpp: `--python` may name an interpreter
-for each engine, as `--python llama=/venv/bin/python`.
+for each engine, as `--python llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend
+of ggml (docs/engines.md says how it is built), which --ggml-backend names.
 """
 import argparse
 import json
@@ -21,9 +22,11 @@ import subprocess
 import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
-ENGINES = {"llama": "in_llama.py", "transformers": "in_transformers.py"}
+ENGINES = {"llama": "in_llama.py", "llama over kvq": "in_llama.py",
+           "transformers": "in_transformers.py"}
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
-        "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa")
+        "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa,"
+        "llama:kvq:f16,llama:kvq:kvq2/fast")
 
 
 def arguments():
@@ -42,6 +45,7 @@ def arguments():
                         help="the row that others are held against (%(default)s)")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH",
                         help="interpreter for transformers or llama (the one that runs this)")
+    parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
     parser.add_argument("--small", action="store_true",
                         help="a model of two small layers, to see whether everything runs")
     parser.add_argument("--json", metavar="FILE", help="write what was measured there as well")
@@ -57,10 +61,10 @@ def arguments():
                          + ("multiples of 64" if name == "tokens" else "1 or more"))
         setattr(given, name, values)
     given.python = dict(x.partition("=")[::2] for x in given.python)
-    unknown = set(given.python) - set(ENGINES)
+    unknown = set(given.python) - {name.split()[0] for name in ENGINES}
     if unknown:
         parser.error(f"--python: {', '.join(sorted(unknown))} is no engine; there are "
-                     + " and ".join(ENGINES))
+                     "llama and transformers")
     return given
 
 
@@ -68,9 +72,11 @@ class Engine:
     """A worker's process."""
 
     def __init__(self, name, given, threads):
-        python = given.python.get(name, sys.executable)
+        python = given.python.get(name.split()[0], sys.executable)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
                                     "KVQ_BENCH_SMALL": "1" if given.small else ""}
+        if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
+            environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
         self.process = subprocess.Popen([python, os.path.join(HERE, ENGINES[name])], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         env=environment)
@@ -100,6 +106,8 @@ class Engine:
 
 def engine_of(row):
     """The engine that a row runs in."""
+    if row.startswith("llama:kvq:"):
+        return "llama over kvq"
     return "llama" if row.startswith("llama:") else "transformers"
 
 

@@ -320,6 +320,8 @@ part_python() {
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/eval_test.py
     check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/release/bin" \
         KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/vllm_test.py
+    check_counted "kvq under llama.cpp" 600 env KVQ_BIN_DIR="$PWD/build/release/bin" \
+        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/llama_test.py
 }
 
 part_install() {

@@ -11,9 +11,6 @@
 The model has random weights. Its caches are filled with random K and V, as a prompt would leave
 them: kvq's through the daemon, 4,096 tokens a step."""
 import os
-import subprocess
-import tempfile
-import time
 
 import torch
 import transformers
@@ -22,11 +19,10 @@ import kvq
 from kvq.eval.models import Models
 from kvq.eval.peers import BACKENDS, Peer
 from kvq.eval.sides import tensors_of
-from kvq.private import program
 from kvq.transformers import KvqCache
-from worker import SETTLES, SHAPE, Worker, resident, serve
+from daemon import Daemon, fill
+from worker import SHAPE, Worker, serve
 
-AT_ONCE = 4096  # tokens of a step that fills
 ROOM = 256      # tokens that may be decoded
 
 
@@ -40,28 +36,6 @@ def _model():
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model
-
-
-class Daemon:
-    """A kvqd in a folder of its own."""
-
-    def __init__(self, workers):
-        self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
-        self.directory = os.path.join(self.folder.name, "run")
-        ready, told = os.pipe()
-        self.process = subprocess.Popen(
-            [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
-             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn"],
-            pass_fds=[told])
-        os.close(told)
-        if not os.read(ready, 64):
-            raise RuntimeError("kvqd did not start")
-        os.close(ready)
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait()
-        self.folder.cleanup()
 
 
 class Row:
@@ -135,24 +109,10 @@ class Kvq(Row):
                               max_rollback=0, threads=threads)
         rows = self.cache.state.rows
         rows.open(1, torch.bfloat16, tokens)
-        self._fill(rows.sessions[0], tokens)
+        fill(self.client, rows.sessions[0], tokens, bfloat16=True)
         rows.seen = rows.sessions[0].tokens
         if (self.cache.why is None) == (where == "daemon"):
             raise RuntimeError(f"attention is not where it should be: {self.cache.why}")
-
-    def _fill(self, session, tokens):
-        shape = (min(tokens, AT_ONCE), SHAPE["kv_heads"], SHAPE["head_dim"])
-        count = shape[0] * shape[1] * shape[2]
-        with self.client.queue() as queue, self.client.buffer(4 * count) as buffer:
-            k, v = (buffer.torch(shape, "bf16", 2 * count * i) for i in range(2))
-            for half in (k, v):
-                half.copy_(torch.randn(shape))
-            for begun in range(0, tokens, AT_ONCE):
-                n = min(AT_ONCE, tokens - begun)
-                with queue.step([session], n) as step:
-                    for layer in range(SHAPE["layers"]):
-                        step.append(layer, k[:n], v[:n])
-            del k, v, half
 
     def nbytes(self):
         """See worker.py: of the session, as kvqd counts."""
@@ -160,17 +120,12 @@ class Kvq(Row):
         return info["packed_bytes"] + info["window_bytes"]
 
     def settle(self):
-        """See worker.py. kvqd gives empty memory back after ten seconds."""
-        last, since = resident(self.pids()), time.monotonic()
-        while time.monotonic() < since + SETTLES:
-            time.sleep(0.5)
-            now = resident(self.pids())
-            if now != last:
-                last, since = now, time.monotonic()
+        """See worker.py."""
+        self.daemon.settle()
 
     def pids(self):
         """See worker.py."""
-        return [self.daemon.process.pid]
+        return self.daemon.pids()
 
     def close(self):
         """See worker.py."""

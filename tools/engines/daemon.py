@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows of bench-engines.py over kvqd share: a daemon each, and sessions full of random K and
+V, as a prompt would leave them."""
+import os
+import subprocess
+import tempfile
+import time
+
+import numpy as np
+
+from kvq.private import program
+from worker import SETTLES, SHAPE, resident
+
+AT_ONCE = 4096  # tokens of a step that fills
+
+
+class Daemon:
+    """A kvqd in a folder of its own."""
+
+    def __init__(self, workers):
+        self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
+        self.directory = os.path.join(self.folder.name, "run")
+        ready, told = os.pipe()
+        self.process = subprocess.Popen(
+            [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
+             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn"],
+            pass_fds=[told])
+        os.close(told)
+        if not os.read(ready, 64):
+            raise RuntimeError("kvqd did not start")
+        os.close(ready)
+
+    def pids(self):
+        """Of its process."""
+        return [self.process.pid]
+
+    def settle(self):
+        """Waits until it has given back what filling left behind: it does so after ten seconds."""
+        last, since = resident(self.pids()), time.monotonic()
+        while time.monotonic() < since + SETTLES:
+            time.sleep(0.5)
+            now = resident(self.pids())
+            if now != last:
+                last, since = now, time.monotonic()
+
+    def stop(self):
+        """Ends it."""
+        self.process.terminate()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+def fill(client, session, tokens, bfloat16):
+    """Appends random K and V to all layers, until the session has so many tokens."""
+    shape = (min(tokens, AT_ONCE), SHAPE["kv_heads"], SHAPE["head_dim"])
+    rng = np.random.default_rng(2)
+    with client.queue() as queue, client.buffer(4 * int(np.prod(shape))) as buffer:
+        halves = [buffer.array(shape, np.uint16 if bfloat16 else np.float16, i * buffer.nbytes // 2)
+                  for i in range(2)]
+        for half in halves:
+            values = rng.standard_normal(shape, np.float32)
+            half[:] = values.view(np.uint32) >> 16 if bfloat16 else values
+        while session.tokens < tokens:
+            n = min(AT_ONCE, tokens - session.tokens)
+            with queue.step([session], n) as step:
+                for layer in range(SHAPE["layers"]):
+                    step.append(layer, *(half[:n] for half in halves))
+        del halves, half
