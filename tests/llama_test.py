@@ -61,11 +61,11 @@ class Llama(e2e_rig.Test):
         super().setUpClass()
         os.environ["KVQ_BENCH_SMALL"] = "1"
         sys.path.insert(0, os.path.join(e2e_rig.ROOT, "tools", "engines"))
-        import in_llama
+        import llama_files
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
         cls.model = os.path.join(cls.folder.name, "model.gguf")
-        in_llama.write_model(cls.model)
+        llama_files.write_model(cls.model)
         cls.file = os.path.join(cls.folder.name, "state")
 
     def engine(self, **environment):

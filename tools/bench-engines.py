@@ -10,9 +10,10 @@ with the reason.
     tools/bench-engines.py --rows static,dynamic,kvq:kvq2/fast,llama:f16 --tokens 4096,32768
 
 needs PyTorch, transformers and kvq's package for the rows of transformers, optimum-quanto for
-quanto, hqq for hqq, and llama-cpp-python and gguf for llama.cpp: `--python` may name an interpreter
-for each engine, as `--python llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend
-of ggml (docs/engines.md says how it is built), which --ggml-backend names.
+quanto, hqq for hqq, llama-cpp-python and gguf for llama.cpp, and ik-llama-cpp-python and gguf for
+ik_llama.cpp: `--python` may name an interpreter for each engine, as `--python
+llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend of ggml (docs/engines.md says
+how it is built), which --ggml-backend names.
 """
 import argparse
 import json
@@ -22,7 +23,7 @@ import subprocess
 import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
-ENGINES = {"llama": "in_llama.py", "llama over kvq": "in_llama.py",
+ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "llama over kvq": "in_llama.py",
            "transformers": "in_transformers.py"}
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
         "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa,"
@@ -64,7 +65,7 @@ def arguments():
     unknown = set(given.python) - {name.split()[0] for name in ENGINES}
     if unknown:
         parser.error(f"--python: {', '.join(sorted(unknown))} is no engine; there are "
-                     "llama and transformers")
+                     "ik, llama and transformers")
     return given
 
 
@@ -108,7 +109,7 @@ def engine_of(row):
     """The engine that a row runs in."""
     if row.startswith("llama:kvq:"):
         return "llama over kvq"
-    return "llama" if row.startswith("llama:") else "transformers"
+    return next((n for n in ("llama", "ik") if row.startswith(n + ":")), "transformers")
 
 
 def measure(given, engines, tokens, failed):

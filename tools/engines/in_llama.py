@@ -16,13 +16,12 @@ import os
 import struct
 import tempfile
 
-import gguf
 import llama_cpp as api
 import numpy as np
 
-from worker import SHAPE, Worker, serve
+from llama_files import SEED, Reader, layers_of, write_model
+from worker import Worker, serve
 
-SEED = 64       # tokens that are really decoded
 ROOM = 256
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
@@ -32,91 +31,19 @@ def _quiet(_level, _text, _data):
     pass
 
 
-def write_model(path):
-    rng = np.random.default_rng(1)
-    writer = gguf.GGUFWriter(path, "llama")
-    heads, dim, hidden = SHAPE["heads"], SHAPE["head_dim"], SHAPE["hidden"]
-    writer.add_block_count(SHAPE["layers"])
-    writer.add_context_length(1 << 18)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(SHAPE["intermediate"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(SHAPE["kv_heads"])
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(SHAPE["vocabulary"])
-    writer.add_tokenizer_model("no_vocab")
-
-    def matrix(name, rows, columns):
-        values = rng.standard_normal((rows, columns), np.float32) * np.float32(0.02)
-        words = (values.view(np.uint32) >> 16).astype(np.uint16)
-        writer.add_tensor(name, words.view(np.uint8),
-                          raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    def norm(name):
-        writer.add_tensor(name, np.ones(hidden, np.float32))
-    matrix("token_embd.weight", SHAPE["vocabulary"], hidden)
-    matrix("output.weight", SHAPE["vocabulary"], hidden)
-    norm("output_norm.weight")
-    for i in range(SHAPE["layers"]):
-        norm(f"blk.{i}.attn_norm.weight")
-        norm(f"blk.{i}.ffn_norm.weight")
-        for name, rows, columns in (
-                ("attn_q", heads * dim, hidden), ("attn_k", SHAPE["kv_heads"] * dim, hidden),
-                ("attn_v", SHAPE["kv_heads"] * dim, hidden), ("attn_output", hidden, heads * dim),
-                ("ffn_gate", SHAPE["intermediate"], hidden),
-                ("ffn_up", SHAPE["intermediate"], hidden),
-                ("ffn_down", hidden, SHAPE["intermediate"])):
-            matrix(f"blk.{i}.{name}.weight", rows, columns)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-class _Reader:
-    """Walks through a state."""
-
-    def __init__(self, data):
-        self.data, self.at = data, 0
-
-    def take(self, nbytes):
-        self.at += nbytes
-        return self.data[self.at - nbytes:self.at]
-
-    def fields(self, form):
-        return struct.unpack(form, self.take(struct.calcsize(form)))
-
-
 def _longer(state, tokens):
     """The state of a sequence of SEED tokens as one of so many."""
-    times = tokens // SEED
-    read = _Reader(state)
+    read = Reader(state)
     magic, sequence, streams, cells = read.fields("<IiII")
     if streams != 1 or cells != SEED:
         raise RuntimeError(f"the state has {streams} streams of {cells} cells, not 1 of {SEED}")
     read.take(12 * SEED)
     where = np.zeros((tokens, 3), np.int32)  # position, number of sequences, the sequence
     where[:, 0], where[:, 1] = np.arange(tokens), 1
-    transposed, layers = read.fields("<II")
-    parts = [struct.pack("<IiII", magic, sequence, 1, tokens), where.tobytes(),
-             struct.pack("<II", transposed, layers)]
-    for is_v in (False, True):
-        for _ in range(layers):
-            head = read.take(12)
-            parts.append(head)
-            if is_v and transposed:
-                _, size, values = struct.unpack("<iII", head)
-                rows = np.frombuffer(read.take(SEED * size * values), np.uint8)
-                parts.append(np.tile(rows.reshape(values, -1), (1, times)).tobytes())
-            else:
-                parts.append(read.take(SEED * struct.unpack("<iQ", head)[1]) * times)
-    if read.at != len(state):
-        raise RuntimeError(f"{len(state) - read.at} bytes of the state were not understood: this "
-                           "version of llama.cpp writes another one")
-    return b"".join(parts)
+    transposed, = read.fields("<I")
+    return b"".join([struct.pack("<IiII", magic, sequence, 1, tokens), where.tobytes(),
+                     struct.pack("<I", transposed),
+                     *layers_of(read, tokens, transposed, 0)])
 
 
 class Cache:
