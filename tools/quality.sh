@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Measures what the formats do to keys, values and a model, and writes the report: tables and
-# verdicts to docs/quality.md, plots to docs/quality/, all numbers to docs/quality/quality.json.
+# verdicts to docs/quality/small-model.md, with plots and all numbers (quality.json) beside it.
+# Pretrained models are measured by tools/eval/quality.sh.
 #
 #     tools/quality.sh                everything; about a quarter of an hour on two idle CPUs
 #     tools/quality.sh --quick        less text, fewer formats; a few minutes
@@ -14,7 +15,7 @@
 set -eu
 
 usage() {
-    sed -n '4,13s/^# \{0,1\}//p' "$0"
+    sed -n '4,14s/^# \{0,1\}//p' "$0"
     echo "Options: --quick --long --model DIR --text FILE --results FILE --out FILE" \
         "--methods LIST --jobs N"
 }
@@ -42,8 +43,8 @@ done
     echo "quality.sh: no kvq-bench in $bin; build it, or set KVQ_BIN_DIR" >&2
     exit 1
 }
-out=${out:-$root/docs/quality.md}
-plots=$(dirname "$out")/quality
+out=${out:-$root/docs/quality/small-model.md}
+plots=$(dirname "$out")
 kept=$root/build/quality
 mkdir -p "$plots" "$kept"
 

@@ -17,7 +17,7 @@ static const char help[] =
     "\n"
     "What formats do to keys, values, logits, outputs and a model. tools/quality.sh runs all "
     "parts\n"
-    "and makes docs/quality.md of the results.\n"
+    "and makes docs/quality/small-model.md of the results.\n"
     "\n"
     "  formats     bits a value, and bytes at 1K, 4K, 32K and 128K tokens\n"
     "  synthetic   errors on seeded caches, with queries aimed at keys\n"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the quality report from what kvq-bench quality measured.
 
-    tools/quality/report.py --results FILE --out docs/quality.md --plots docs/quality
+    tools/quality/report.py --results FILE --out docs/quality/small-model.md --plots docs/quality
 
 Markdown goes to --out, the same tables as plain text to standard output with --text, everything
 that was computed to --json. Standard library only.
@@ -175,7 +175,7 @@ def section_models(report, results, plots, out):
         ordered = dict(sorted(series.items(), key=lambda item: item[1][0][1]))
         if svg.plot(os.path.join(plots, name), f"KL from f16 by bits a value, K and V x{v:g}",
                     "bits a value", "mean KL", ordered, log_y=True):
-            report.image(f"quality/{name}", f"KL by bits, K and V x{v:g}")
+            report.image(name, f"KL by bits, K and V x{v:g}")
     out["model"] = {f"{v:g}": lines for v, lines in results.perplexity.items()}
 
 
@@ -200,7 +200,7 @@ def section_recall(report, results, plots, out):
     series = {m: sorted((d, x[d]["bits"]) for d in x) for m, x in results.recall.items()}
     if svg.plot(os.path.join(plots, "recall.svg"), "Bits a digit by distance", "bytes back",
                 "bits a digit", series, log_x=True):
-        report.image("quality/recall.svg", "Recall by distance")
+        report.image("recall.svg", "Recall by distance")
     out["recall"] = results.recall
 
 
@@ -275,7 +275,7 @@ def section_synthetic(report, results, plots, out):
         if svg.plot(os.path.join(plots, f"imbalance-{field}.svg"),
                     f"Token norms that drift apart: {words}", "sigma of log norms", words, series,
                     log_y=True):
-            report.image(f"quality/imbalance-{field}.svg", f"Imbalance: {words}")
+            report.image(f"imbalance-{field}.svg", f"Imbalance: {words}")
     out["synthetic"] = {f"{s} {a:g}": {m: {f: results.value(("synthetic", s, a), m, f)
                                            for f, _ in FIELDS} for m in methods}
                         for s in sets for a in aims}
@@ -304,7 +304,7 @@ def main():
     args = parser.parse_args()
     os.makedirs(args.plots, exist_ok=True)
     results, report, out = Results(args.results), Report(), {}
-    report.heading(1, "Quality of the formats")
+    report.heading(1, "Formats on the small model")
     report.say("Written by `tools/quality.sh`; do not edit. " + args.note)
     report.say("Two controls stand in every table: `dropped`, where what a format would pack is "
                "gone, and `int2-token`, plain 2-bit rounding with one scale for each token and "
@@ -313,13 +313,13 @@ def main():
                "below it), their order there is no evidence of which is better, and the table says "
                "so. Formats that are worse than `dropped` are named above each table: for such "
                "data they are worse than no cache beyond the window.")
-    report.say("The model is the small one in [tools/model](../tools/model/README.md), if no other "
-               "is named above. It is no large language model; what it shows about outliers comes "
-               "from outliers that were put into its weights. Methods with a colon are a format "
-               "with stages changed ([formats.md](formats.md#names)).")
+    report.say("The model is the small one in [tools/model](../../tools/model/README.md), if no "
+               "other is named above. It is no large language model; what it shows about outliers "
+               "comes from outliers that were put into its weights. Methods with a colon are a "
+               "format with stages changed ([formats.md](../formats.md#names)).")
     if os.path.exists(os.path.join(args.plots, "search.md")):
         report.say("Compositions of all stages were searched for a better one: "
-                   "[quality/search.md](quality/search.md).")
+                   "[search.md](search.md).")
     section_claims(report, results, out)
     section_formats(report, results, out)
     section_models(report, results, args.plots, out)
