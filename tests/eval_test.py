@@ -690,7 +690,7 @@ class BenchEngines(unittest.TestCase):
     def test_what_cannot_be_meant(self):
         for arguments, said in ((("--tokens", "100"), "multiples of 64"),
                                 (("--threads", "x"), "whole numbers"),
-                                (("--python", "vllm=x"), "vllm is no engine")):
+                                (("--python", "sglang=x"), "sglang is no engine")):
             done = self.bench(*arguments)
             self.assertEqual(done.returncode, 2)
             self.assertIn(said, done.stderr)

@@ -4,7 +4,8 @@
 
     vllm_engine.py      reads one line of JSON for each engine: its arguments and its jobs
 
-Answers each job with a line "RESULT" of JSON. An engine that cannot start is a line "REFUSED".
+All of an engine runs in this process unless VLLM_ENABLE_V1_MULTIPROCESSING=1. Answers each job
+with a line "RESULT" of JSON. An engine that cannot start is a line "REFUSED".
 """
 import gc
 import json
@@ -18,34 +19,39 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
-counted = {"preempted": 0, "found": 0, "steps": 0, "longest": 0}
+METRICS = {"preempted": "vllm:num_preemptions", "found": "vllm:external_prefix_cache_hits"}
+longest = [0]  # tokens of a step; of engines in this process
 
 
-def count():
-    """Watches the scheduler: of engines in this process."""
-    preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
-
-    def counting(self, *arguments, **options):
-        counted["preempted"] += 1
-        return preempt(self, *arguments, **options)
+def watch():
+    """Watches the scheduler's steps."""
+    schedule = Scheduler.schedule
 
     def scheduling(self, *arguments, **options):
         output = schedule(self, *arguments, **options)
-        counted["steps"] += 1
-        counted["longest"] = max(counted["longest"], *output.num_scheduled_tokens.values(), 0)
-        counted["found"] += sum(r.num_computed_tokens for r in output.scheduled_new_reqs)
+        longest[0] = max(longest[0], *output.num_scheduled_tokens.values(), 0)
         return output
 
-    Scheduler._preempt_request, Scheduler.schedule = counting, scheduling
+    Scheduler.schedule = scheduling
+
+
+def counted(engine):
+    """What vLLM counts, since the process began."""
+    values = {}
+    for metric in engine.get_metrics():
+        values[metric.name] = values.get(metric.name, 0) + getattr(metric, "value", 0)
+    return {name: values.get(metric, 0) for name, metric in METRICS.items()}
 
 
 def do(engine, job):
-    counted.update(dict.fromkeys(counted, 0))
+    before, longest[0] = counted(engine), 0
     ask = SamplingParams(temperature=0, max_tokens=job["count"], detokenize=False,
                          ignore_eos=True, logprobs=2)
     done = engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], ask, use_tqdm=False)
+    after = counted(engine)
     return {"tokens": [list(r.outputs[0].token_ids) for r in done],
-            "nearly": [[next_best(p) for p in r.outputs[0].logprobs] for r in done], **counted}
+            "nearly": [[next_best(p) for p in r.outputs[0].logprobs] for r in done],
+            "longest": longest[0], **{name: after[name] - before[name] for name in after}}
 
 
 def next_best(probabilities):
@@ -56,11 +62,12 @@ def next_best(probabilities):
 
 
 def main():
-    count()
+    watch()
     for line in sys.stdin:
         told = json.loads(line)
         try:
-            engine = LLM(skip_tokenizer_init=True, enforce_eager=True, **told["engine"])
+            engine = LLM(skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False,
+                         **told["engine"])
         except Exception as error:  # whatever vLLM makes of a refusal
             parts = []
             while error is not None:

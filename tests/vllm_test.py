@@ -8,17 +8,21 @@ and engines of vLLM against stock ones.
 Needs PyTorch, and vLLM on the CPU for the engines; says so and ends well where these are missing.
 KVQ_BIN_DIR says where kvqd is.
 """
+import concurrent.futures
 import importlib.util
 import json
 import os
 import pickle
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 import unittest.mock
+import urllib.request
 from types import SimpleNamespace
 
 import e2e_rig
@@ -410,6 +414,7 @@ SMALL = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_token
 @unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed")
 class Engines(e2e_rig.Test):
     """Two engines over one daemon, the second with few pages and small steps, and a stock one."""
+    processes = "0"  # 1: vLLM's scheduler and its worker are processes of their own
 
     @classmethod
     def setUpClass(cls):
@@ -419,14 +424,18 @@ class Engines(e2e_rig.Test):
         make_model(os.path.join(cls.folder.name, "model"))
         stock, _ = cls.run_engines([({}, JOBS)])
         cls.stock = stock[0]
+        cls.start()
+
+    @classmethod
+    def start(cls):
+        """What is held against the stock engine."""
         (cls.plain, cls.small), cls.refused = cls.run_engines(
             [(KVQ, [n for n in JOBS if n != "many"]), ({**KVQ, **SMALL}, ["many", "alike"]),
              ({**KVQ, "enable_prefix_caching": True}, []), ({}, [])], KVQ_VLLM="1")
 
     @classmethod
-    def run_engines(cls, engines, **environment):
-        """Runs (arguments, names of jobs) one after the other in a process: their answers, and the
-        sentences of those that were refused."""
+    def environment(cls):
+        """With kvq as a plug-in that vLLM finds."""
         plugin = os.path.join(cls.folder.name, "plugin")
         info = os.path.join(plugin, "kvq_tested-0.dist-info")
         os.makedirs(info, exist_ok=True)
@@ -436,6 +445,14 @@ class Engines(e2e_rig.Test):
                            ("METADATA", "Metadata-Version: 2.1\nName: kvq-tested\nVersion: 0\n")):
             with open(os.path.join(info, name), "w") as file:
                 file.write(text)
+        paths = [plugin, os.path.join(e2e_rig.ROOT, "client", "python")]
+        return {**os.environ, "KVQ_RUNTIME_DIR": cls.daemon.directory,
+                "PYTHONPATH": os.pathsep.join(paths)}
+
+    @classmethod
+    def run_engines(cls, engines, **environment):
+        """Runs (arguments, names of jobs) one after the other: their answers, and the sentences of
+        those that were refused."""
         base = {"model": os.path.join(cls.folder.name, "model"), "dtype": "float32",
                 "enable_prefix_caching": False, "max_model_len": 448, "max_num_seqs": 8,
                 "kv_cache_memory_bytes": 64 << 20}
@@ -446,12 +463,12 @@ class Engines(e2e_rig.Test):
         done = subprocess.run(
             [sys.executable, os.path.join(e2e_rig.HERE, "vllm_engine.py")], input=asked, text=True,
             capture_output=True, timeout=1800, env={
-                **os.environ, **environment, "KVQ_RUNTIME_DIR": cls.daemon.directory,
-                "PYTHONPATH": os.pathsep.join([plugin, os.path.join(e2e_rig.ROOT, "client",
-                                                                    "python")])})
+                **cls.environment(), **environment,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": cls.processes})
         if done.returncode:
             raise AssertionError(done.stderr[-5000:])
-        lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+        lines = [line.split(" ", 1) for line in done.stdout.splitlines()
+                 if line.startswith(("RESULT ", "REFUSED "))]
         found = iter([json.loads(text) for kind, text in lines if kind == "RESULT"])
         answers = [{n: next(found) for n in jobs} for _, jobs in engines]
         return [a for a in answers if a], [json.loads(t) for kind, t in lines if kind == "REFUSED"]
@@ -490,6 +507,8 @@ class Engines(e2e_rig.Test):
     def test_64_requests_in_pieces_with_preemption(self):
         self.same("many", self.small)
         self.assertGreater(self.small["many"]["preempted"], 0)
+        if self.processes == "0":  # else it is seen by nobody
+            self.assertGreater(self.small["many"]["longest"], 0)
         self.assertLessEqual(self.small["many"]["longest"], SMALL["max_num_batched_tokens"])
 
     def test_refused(self):
@@ -498,7 +517,84 @@ class Engines(e2e_rig.Test):
         self.assertIn("kv_transfer_config", self.refused[1])
 
 
-SUITES = [Steps, Refused, Engines]
+class Processes(Engines):
+    """The same where vLLM's scheduler and its worker are processes of their own, vLLM's default."""
+    processes = "1"
+
+    def test_refused(self):
+        """The engine's process says why on its way out."""
+        self.assertEqual(len(self.refused), 2)
+
+
+class Server(Engines):
+    """vLLM's OpenAI server."""
+
+    @classmethod
+    def start(cls):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cls.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+                   os.path.join(cls.folder.name, "model"), "--dtype", "float32", "--enforce-eager",
+                   "--skip-tokenizer-init", "--no-enable-prefix-caching", "--max-model-len", "448",
+                   "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8",
+                   "--port", str(port), "--kv-transfer-config",
+                   json.dumps(KVQ["kv_transfer_config"])]
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={
+                **cls.environment(), "KVQ_VLLM": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"})
+        rest = threading.Thread(target=lambda: [None for _ in server.stdout])
+        for last_first in server.stdout.close, rest.join, server.wait, server.terminate:
+            cls.addClassCleanup(last_first)
+        said = []
+        for line in server.stdout:
+            said.append(line)
+            if "Application startup complete" in line:
+                break
+        else:
+            rest.start()
+            raise AssertionError("".join(said)[-5000:])
+        rest.start()
+
+    def complete(self, ids, count):
+        """The tokens behind a prompt."""
+        asked = {"model": os.path.join(self.folder.name, "model"), "prompt": ids, "temperature": 0,
+                 "max_tokens": count, "ignore_eos": True, "return_token_ids": True,
+                 "detokenize": False}
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(asked).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+
+    def answered(self, name):
+        """A job's requests, all at a time, against the stock engine's tokens."""
+        prompts, count = JOBS[name]
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+            tokens = list(threads.map(lambda ids: self.complete(ids, count), prompts))
+        self.same(name, {name: {"tokens": tokens}})
+
+    def test_single_request(self):
+        self.answered("single")
+
+    def test_batch_of_ragged_prompts(self):
+        self.answered("ragged")
+
+    def test_prompts_that_begin_alike(self):
+        for name in ("first", "alike"):
+            self.answered(name)
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
+            found = re.search(r"vllm:external_prefix_cache_hits_total{[^}]*} ([0-9.e+]+)",
+                              answer.read().decode())
+        self.assertEqual(float(found[1]), 2 * 256)
+
+    test_prompts_that_an_earlier_engine_had = None
+    test_64_requests_in_pieces_with_preemption = None
+    test_refused = None
+
+
+SUITES = [Steps, Refused, Engines, Processes, Server]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

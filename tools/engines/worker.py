@@ -37,6 +37,7 @@ def resident(pids):
 class Worker:
     """The rows of an engine. Subclasses make them, and share a model among them."""
     what = "?"  # engine and versions
+    with_model = False  # a row brings a model of its own, so that its memory says nothing
 
     def __init__(self, threads):
         self.threads, self.rows = threads, {}
@@ -55,7 +56,8 @@ class Worker:
         row = self.rows[name] = self.make(name, tokens)
         row.step()
         row.settle()
-        return {"bytes": row.nbytes(), "resident": self._resident() - before}
+        return {"bytes": row.nbytes(),
+                "resident": None if self.with_model else self._resident() - before}
 
     def step(self, name):
         """Decodes a token."""
