@@ -327,7 +327,10 @@ static void test_rows_are_taken_with_their_attention(void **state)
     assert_false(takes(&product));
     assert_false(takes(&l->set_k));
     assert_false(takes(&l->set_v));
+    assert_false(takes(&l->attention));
+    // That a product reads other tensors says nothing.
     struct ggml_tensor other = {.op = GGML_OP_MUL_MAT, .src = {&l->q, &l->q}};
+    l = &rig.layers[1];
     assert_true(takes(&l->attention));
     assert_false(takes(&other));
     assert_true(takes(&l->set_k));
@@ -495,6 +498,29 @@ static void test_masks(void **state)
     forward(0, 10, 2);
 }
 
+// A layer of its own kind among others.
+static void test_one_layer_is_another(void **state)
+{
+    (void)state;
+    static uint16_t window[CELLS];
+    struct ggml_tensor *attention = &rig.layers[2].attention, mask;
+    forward(0, 0, 10);
+    for (int i = 0; i < 3; i++) {
+        make_graph(1, 1, 0);
+        make_tokens(0, 10, 1, 0);
+        memcpy(window, rig.visible, sizeof window);
+        window[0] = HIDDEN; // a sliding window
+        mask = rig.mask;
+        mask.data = window;
+        if (i == 0)
+            attention->src[3] = &mask;
+        else
+            rig.layers[2].q.ne[i] += 1;
+        assert_int_equal(compute(), GGML_STATUS_FAILED);
+    }
+    forward(0, 10, 1);
+}
+
 static void test_scattered_cells(void **state)
 {
     (void)state;
@@ -567,6 +593,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
         cmocka_unit_test_setup_teardown(test_restored_cells, setup, teardown),
         cmocka_unit_test_setup_teardown(test_masks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_one_layer_is_another, setup, teardown),
         cmocka_unit_test_setup_teardown(test_scattered_cells, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_context_shift, setup, teardown),
         cmocka_unit_test_setup_teardown(test_attention_without_rows, setup, teardown),

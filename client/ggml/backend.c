@@ -26,6 +26,7 @@ struct layout {
     const struct ggml_backend_buffer *buffer;
     uint32_t n;
     bool taken[KVQ_GGML_LAYERS]; // by this backend, when it was last asked about
+    bool read[KVQ_GGML_LAYERS];  // by something else than flash attention: never taken again
     struct kvq_ggml_layer layers[KVQ_GGML_LAYERS];
 };
 
@@ -82,7 +83,7 @@ static uint32_t place_of(const struct layout *layout, int number)
     return i < layout->n && layout->layers[i].number == number ? i : layout->n;
 }
 
-// Keeps what an attention says of its layer. False: there is no room.
+// Keeps what an attention says of its layer. Whether the layer is taken.
 static bool keep(const struct kvq_ggml_layer *layer, bool taken)
 {
     struct layout *layout = layout_of(layer->k->buffer);
@@ -108,12 +109,14 @@ static bool keep(const struct kvq_ggml_layer *layer, bool taken)
         for (; i && layout->layers[i - 1].number > layer->number; i--) {
             layout->layers[i] = layout->layers[i - 1];
             layout->taken[i] = layout->taken[i - 1];
+            layout->read[i] = layout->read[i - 1];
         }
+        layout->read[i] = false;
         layout->n++;
     }
     layout->layers[i] = *layer;
-    layout->taken[i] = taken;
-    return true;
+    layout->taken[i] = taken && !layout->read[i];
+    return layout->taken[i];
 }
 
 // Whether an attention is one that kvqd serves.
@@ -142,24 +145,33 @@ static bool takes_attention(const struct ggml_tensor *op)
     if (!is_cache(layer.k, 'k', &layer.number) || !is_cache(layer.v, 'v', &number) ||
         number != layer.number || layer.k->buffer != layer.v->buffer)
         return false;
-    const bool taken = serves(op, &layer);
-    return keep(&layer, taken) && taken;
+    const bool served = serves(op, &layer);
+    return keep(&layer, served);
 }
 
-// The layer of a cache's tensor, or NULL; and its layout.
-static bool *taken_of(const struct ggml_tensor *tensor)
+// The layout that a cache's tensor is in, and its layer's place there; NULL: none.
+static struct layout *find_layer(const struct ggml_tensor *tensor, uint32_t *i)
 {
     int number;
     if (!is_cache(tensor, 'k', &number) && !is_cache(tensor, 'v', &number))
         return NULL;
     struct layout *layout = layout_of(tensor->buffer);
-    const uint32_t i = layout ? place_of(layout, number) : 0;
-    return layout && i < layout->n ? &layout->taken[i] : NULL;
+    *i = layout ? place_of(layout, number) : 0;
+    return layout && *i < layout->n ? layout : NULL;
+}
+
+// Whether a tensor is in a cache whose attention is taken.
+static bool is_taken(const struct ggml_tensor *tensor)
+{
+    uint32_t i;
+    const struct layout *layout = find_layer(tensor, &i);
+    return layout && layout->taken[i];
 }
 
 static bool takes(const struct ggml_tensor *op)
 {
-    bool *taken;
+    struct layout *layout;
+    uint32_t at;
     switch (op->op) {
     case GGML_OP_NONE:
     case GGML_OP_RESHAPE:
@@ -170,17 +182,17 @@ static bool takes(const struct ggml_tensor *op)
     case GGML_OP_FLASH_ATTN_EXT:
         return takes_attention(op);
     case GGML_OP_SET_ROWS:
-        taken = taken_of(root(op));
-        return taken && *taken && op->src[0]->type == GGML_TYPE_F32 &&
+        return is_taken(root(op)) && op->src[0]->type == GGML_TYPE_F32 &&
                op->src[1]->type == GGML_TYPE_I64;
     case GGML_OP_ROPE: // llama.cpp turns its keys in place: taken to be refused
-        taken = taken_of(root(op));
-        return taken && *taken;
+        return is_taken(root(op));
     default: // an attention of another kind reads the cache: its rows must be there
         for (int i = 0; i < GGML_MAX_SRC; i++) {
-            taken = taken_of(root(op->src[i]));
-            if (taken)
-                *taken = false;
+            layout = find_layer(root(op->src[i]), &at);
+            if (layout) {
+                layout->read[at] = true;
+                layout->taken[at] = false;
+            }
         }
         return false;
     }

@@ -36,6 +36,7 @@ struct kvq_ggml_cache {
     uint32_t next, n;                           // layer; streams in it
     uint32_t rows, each;                        // tokens; of each stream
     bool has_k, has_v;                          // of the next layer
+    const void *mask;                           // that was looked at
     uint64_t number;                            // the daemon's, of a long step
     struct kvq_entry entries[KVQ_GGML_STREAMS]; // .position: the tokens before it
     uint32_t which[KVQ_GGML_STREAMS];           // their streams
@@ -296,15 +297,28 @@ static bool check_mask(const struct kvq_ggml_cache *cache, const struct ggml_ten
     return true;
 }
 
-static bool begin(struct kvq_ggml_cache *cache, const struct ggml_tensor *attention)
+// Whether a layer's attention is that of the tokens that have K and V, over what they may see.
+// Layers share a mask but for few models.
+static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
+                            const struct ggml_tensor *attention)
 {
-    if (attention->src[0]->ne[1] != cache->each || attention->src[0]->ne[3] != cache->n)
-        return kvq_ggml_refuse("attention of %lld tokens in %lld streams, of which %u in %u have "
-                               "K and V",
-                               (long long)attention->src[0]->ne[1],
-                               (long long)attention->src[0]->ne[3], cache->each, cache->n);
-    if (!check_mask(cache, attention->src[3]))
-        return false;
+    const struct kvq_layer *shape = &cache->layers[layer].shape;
+    const struct ggml_tensor *q = attention->src[0], *mask = attention->src[3];
+    if (q->ne[0] != shape->k_dim || q->ne[2] != shape->q_heads || q->ne[1] != cache->each ||
+        q->ne[3] != cache->n)
+        return kvq_ggml_refuse("layer %d asks for %lld tokens of %lld streams with %lld heads, "
+                               "where %u of %u with %u were expected",
+                               cache->layers[layer].number, (long long)q->ne[1],
+                               (long long)q->ne[3], (long long)q->ne[2], cache->each, cache->n,
+                               shape->q_heads);
+    if (cache->next && mask->data == cache->mask)
+        return true;
+    cache->mask = mask->data;
+    return check_mask(cache, mask);
+}
+
+static bool begin(struct kvq_ggml_cache *cache)
+{
     const struct kvq_ids told = {cache->desk->buffer, ids_place(cache)};
     int32_t *ids = (void *)at(cache, told.offset);
     for (uint32_t i = 0; i < cache->n; i++) {
@@ -365,7 +379,7 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
         kvq_ggml_refuse("layer %d attends without new K and V", cache->layers[layer].number);
         return give_up(cache);
     }
-    if (cache->state == GIVEN && !begin(cache, node))
+    if (!check_attention(cache, layer, node) || (cache->state == GIVEN && !begin(cache)))
         return give_up(cache);
     take_queries(cache, node->src[0]);
     const kvq_buffer *buffer = cache->desk->buffer;
