@@ -365,6 +365,39 @@ static void test_attention_of_other_kinds_is_left(void **state)
     assert_int_equal(compute(), GGML_STATUS_FAILED);
 }
 
+// All layers, or the first two alone, in a cache of half as many cells.
+static void make_small_cache(int layers, void *buffer)
+{
+    for (int i = 0; i < layers; i++) {
+        struct ggml_tensor *both[2] = {&rig.layers[i].k_cache, &rig.layers[i].v_cache};
+        for (int j = 0; j < 2; j++) {
+            both[j]->buffer = buffer;
+            both[j]->ne[1] = CELLS / 2;
+        }
+    }
+    make_graph(1, 1, 0);
+}
+
+static void test_layers_with_windows_are_left(void **state)
+{
+    (void)state;
+    static char windows, whole, draft;
+    rig.layers[2].k_cache.buffer = rig.layers[2].v_cache.buffer = (void *)&whole;
+    make_small_cache(2, (void *)&windows);
+    ask();
+    ask();
+    assert_int_equal(ask(), PER_LAYER); // of the third layer
+    make_tokens(0, 0, 1, 0);
+    for (int i = 0; i < 2 * PER_LAYER; i++)
+        rig.graph.nodes[i]->flags = 0; // ggml's own CPU backend has these
+    assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    make_caches();
+    make_small_cache(LAYERS, (void *)&draft); // another model, with fewer cells
+    ask();
+    ask();
+    assert_int_equal(ask(), rig.graph.n);
+}
+
 // ---- Attention ---------------------------------------------------------------------------------
 
 static void test_prompt_and_decoding(void **state)
@@ -461,6 +494,19 @@ static void test_a_session_with_a_name(void **state)
 // ---- What is refused ---------------------------------------------------------------------------
 
 // llama.cpp saves and restores cells by itself.
+// A plan after which rows are taken, and their attention is not.
+static void test_another_reader_comes(void **state)
+{
+    (void)state;
+    forward(0, 0, 10);
+    make_graph(1, 1, 0);
+    make_tokens(0, 10, 1, 0);
+    ask();
+    struct ggml_tensor product = {.op = GGML_OP_MUL_MAT, .src = {&rig.layers[1].k}};
+    assert_false(takes(&product));
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+}
+
 static void test_restored_cells(void **state)
 {
     (void)state;
@@ -586,11 +632,13 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_rows_are_taken_with_their_attention, setup, teardown),
         cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_layers_with_windows_are_left, setup, teardown),
         cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
         cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_forward_that_ends_early, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_another_reader_comes, setup, teardown),
         cmocka_unit_test_setup_teardown(test_restored_cells, setup, teardown),
         cmocka_unit_test_setup_teardown(test_masks, setup, teardown),
         cmocka_unit_test_setup_teardown(test_one_layer_is_another, setup, teardown),

@@ -24,6 +24,8 @@ enum { CACHES = 8 }; // of a context
 struct layout {
     struct layout *next;
     const struct ggml_backend_buffer *buffer;
+    int64_t cells;
+    bool in_use; // by a cache: what another context plans changes nothing
     uint32_t n;
     bool taken[KVQ_GGML_LAYERS]; // by this backend, when it was last asked about
     bool read[KVQ_GGML_LAYERS];  // by something else than flash attention: never taken again
@@ -99,6 +101,7 @@ static bool keep(const struct kvq_ggml_layer *layer, bool taken)
         if (!layout)
             return false;
         layout->buffer = layer->k->buffer;
+        layout->cells = layer->k->ne[1];
         layout->next = layouts;
         layouts = layout;
     }
@@ -138,6 +141,26 @@ static bool serves(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
            mask && mask->type == GGML_TYPE_F16 && params[1] == 0 && !op->src[4];
 }
 
+// Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have two
+// caches, with other layers in each, and fewer cells in that of the windows. llama.cpp keeps those:
+// they are small, and a cell is no position there.
+static bool has_window(const struct kvq_ggml_layer *layer)
+{
+    const struct layout *own = layout_of(layer->k->buffer);
+    if (own && own->in_use)
+        return false;
+    for (const struct layout *at = layouts; at; at = at->next) {
+        if (at == own || at->cells <= layer->k->ne[1] || place_of(at, layer->number) < at->n)
+            continue;
+        bool apart = true;
+        for (uint32_t i = 0; own && apart && i < at->n; i++)
+            apart = place_of(own, at->layers[i].number) == own->n;
+        if (apart)
+            return true;
+    }
+    return false;
+}
+
 static bool takes_attention(const struct ggml_tensor *op)
 {
     struct kvq_ggml_layer layer = {.k = root(op->src[1]), .v = root(op->src[2])};
@@ -146,7 +169,7 @@ static bool takes_attention(const struct ggml_tensor *op)
         number != layer.number || layer.k->buffer != layer.v->buffer)
         return false;
     const bool served = serves(op, &layer);
-    return keep(&layer, served);
+    return keep(&layer, served && !has_window(&layer));
 }
 
 // The layout that a cache's tensor is in, and its layer's place there; NULL: none.
@@ -217,12 +240,14 @@ static struct kvq_ggml_cache *make_cache(struct backend *backend,
         return NULL;
     }
     pthread_mutex_lock(&layouts_lock);
-    const struct layout *layout = layout_of(buffer);
+    struct layout *layout = layout_of(buffer);
     bool all = layout != NULL;
     for (uint32_t i = 0; all && i < layout->n; i++)
         all = layout->taken[i];
     if (all)
         cache = kvq_ggml_cache_new(&backend->daemon, layout->layers, layout->n);
+    if (cache)
+        layout->in_use = true;
     pthread_mutex_unlock(&layouts_lock);
     if (!all)
         kvq_ggml_refuse("some layers of this model are not served (heads of 64, 128 or 256 "
@@ -245,6 +270,14 @@ static struct kvq_ggml_cache *find(struct backend *backend, const struct ggml_te
         i++;
     struct kvq_ggml_cache *cache =
         i < backend->n ? backend->caches[i] : make_cache(backend, tensor->buffer);
+    // Planned once more, and otherwise: rows may have been taken whose attention was not.
+    pthread_mutex_lock(&layouts_lock);
+    const bool taken = is_taken(tensor);
+    pthread_mutex_unlock(&layouts_lock);
+    if (cache && !taken) {
+        kvq_ggml_refuse("%s is read by an attention that is not kvq's", tensor->name);
+        return NULL;
+    }
     const int at = cache ? kvq_ggml_cache_find(cache, tensor, is_v) : -1;
     if (cache && at < 0)
         kvq_ggml_refuse("%s is in no cache that llama.cpp planned with", tensor->name);
