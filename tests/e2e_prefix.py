@@ -294,6 +294,8 @@ class Stored(e2e_storage.Stored):
         # No more was read than that.
         self.assertEqual(self.daemon.status()["pool_used_bytes"], session.info()["packed_bytes"])
         self.assertEqual(self.engine.lookup(1000), 896)
+        for layer in range(LAYERS):  # waits: pages on their way from the disk are not shared
+            self.engine.queue.read(session, layer, 0)
         longer = self.engine.open(self.TOKENS)  # the rest is read, the beginning shared
         self.assertEqual(longer.tokens, self.TOKENS)
         self.assertEqual(self.daemon.status()["pool_used_bytes"], longer.info()["packed_bytes"])

@@ -48,12 +48,16 @@ static const struct ggml_tensor *root(const struct ggml_tensor *tensor)
     return tensor && tensor->view_src ? tensor->view_src : tensor;
 }
 
-// Whether a tensor is K ('k') or V ('v') of a layer of llama.cpp's cache.
+// Whether a tensor is K ('k') or V ('v') of a layer of llama.cpp's cache: "cache_k_l12".
 static bool is_cache(const struct ggml_tensor *tensor, char kind, int *number)
 {
-    char is;
-    return tensor && tensor->buffer && sscanf(tensor->name, "cache_%c_l%d", &is, number) == 2 &&
-           is == kind;
+    const char form[] = {'c', 'a', 'c', 'h', 'e', '_', kind, '_', 'l'};
+    char *end;
+    if (!tensor || !tensor->buffer || strncmp(tensor->name, form, sizeof form))
+        return false;
+    const long told = strtol(tensor->name + sizeof form, &end, 10);
+    *number = (int)told;
+    return end != tensor->name + sizeof form && *end == 0 && told >= 0 && told < INT32_MAX;
 }
 
 static struct layout *layout_of(const struct ggml_backend_buffer *buffer)
@@ -141,9 +145,9 @@ static bool serves(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
            mask && mask->type == GGML_TYPE_F16 && params[1] == 0 && !op->src[4];
 }
 
-// Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have two
-// caches, with other layers in each, and fewer cells in that of the windows. llama.cpp keeps those:
-// they are small, and a cell is no position there.
+// Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have
+// two caches, with other layers in each, and fewer cells in that of the windows. llama.cpp keeps
+// those: they are small, and a cell is no position there.
 static bool has_window(const struct kvq_ggml_layer *layer)
 {
     const struct layout *own = layout_of(layer->k->buffer);
