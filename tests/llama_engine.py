@@ -3,7 +3,7 @@
 """A llama.cpp in a process of its own, for llama_test.py.
 
     llama_engine.py MODEL       reads lines of JSON, each a list that begins with what to do:
-                                ["decode", [ids]], ["cut", tokens], ["clear"],
+                                ["decode", [ids]], ["cut", tokens], ["clear"], ["shift", by],
                                 ["save", FILE], ["restore", FILE, tokens]
 
 Answers each with a line of JSON: of "decode" the last token's logits, or null if it failed. With
@@ -36,6 +36,7 @@ class Context:
         options = api.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = 2048, 512, 512
         options.n_threads = options.n_threads_batch = 2
+        options.type_k = options.type_v = int(os.environ.get("KVQ_TEST_TYPE", "1"))
         options.flash_attn_type = 1 if os.environ.get("GGML_BACKEND_PATH") else 0
         self.context = api.llama_init_from_model(self.model, options)
         self.words = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
@@ -58,6 +59,11 @@ class Context:
     def cut(self, tokens):
         self.at = tokens
         return bool(api.llama_memory_seq_rm(self.memory, 0, tokens, -1))
+
+    def shift(self, by):
+        self.at += by
+        api.llama_memory_seq_add(self.memory, 0, 0, -1, by)
+        return True
 
     def clear(self):
         self.at = 0

@@ -130,7 +130,20 @@ class Llama(e2e_rig.Test):
         self.assertIsNone(ours.ask("decode", TEXT[50:51]))
         ours.ask("clear")
         self.assertIsNotNone(ours.ask("decode", TEXT[:5]))
-        self.assertIn("restored or copied", ours.end())
+        self.assertIn("restored, copied or shifted", ours.end())
+
+    def test_a_shift_is_refused(self):
+        """Where llama.cpp turns keys in place, and where it takes them out of the cache for it; it
+        goes on itself."""
+        for kind in "1", "8":  # f16, q8_0
+            with self.subTest(kind):
+                ours = self.engine(KVQ_TEST_TYPE=kind)
+                self.assertIsNotNone(ours.ask("decode", TEXT[:50]))
+                ours.ask("shift", 30)
+                self.assertIsNone(ours.ask("decode", TEXT[50:51]))
+                ours.ask("clear")
+                self.assertIsNotNone(ours.ask("decode", TEXT[:5]))
+                self.assertIn("context shift", ours.end())
 
     def test_a_session_outlives_its_engine(self):
         """llama.cpp's own state says which cells are in use; K and V are in kvqd."""
@@ -145,8 +158,9 @@ class Llama(e2e_rig.Test):
         ours.ask("restore", self.file, 200)
         self.near(*(e.ask("decode", TEXT[200:220]) for e in (ours, stock)), 1e-5)
         ours.ask("clear")
-        ours.ask("decode", TEXT[:1])
-        self.assertEqual(self.daemon.ctl("session", "list")[0]["tokens"], 1)
+        ours.ask("decode", TEXT[:1])  # another sequence, as when llama.cpp warms up
+        tokens = {s["name"]: s["tokens"] for s in self.daemon.ctl("session", "list")}
+        self.assertEqual(tokens, {"chat": 220, "": 1})
 
 
 if __name__ == "__main__":

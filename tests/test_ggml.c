@@ -22,9 +22,12 @@
 enum { LAYERS = 3, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, KV = KV_HEADS * DIM, Q = Q_HEADS * DIM };
 enum { CELLS = 1024, STREAMS = 2, MOST = 512 };    // of a forward: tokens
 enum { ZERO = 0, HIDDEN = 0xfc00, PER_LAYER = 3 }; // a mask's values; nodes of a layer
+static const float SCALE = 0.2f, CAP = 3;          // not what kvqd takes unless it is told
 static const float NEAR = 2e-3f;                   // K and V are rounded to 16 bits
 
 ggml_backend_reg_t ggml_backend_init(void);
+
+static size_t buffer_size = 1; // of all buffers
 
 // ---- What ggml has -----------------------------------------------------------------------------
 
@@ -46,6 +49,26 @@ struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i)
 ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void)
 {
     return NULL;
+}
+
+void *ggml_backend_buffer_get_base(struct ggml_backend_buffer *buffer)
+{
+    return buffer;
+}
+
+size_t ggml_backend_buffer_get_size(struct ggml_backend_buffer *buffer)
+{
+    (void)buffer;
+    return buffer_size;
+}
+
+static bool other_version;
+
+const char *ggml_op_name(enum ggml_op op)
+{
+    return op == GGML_OP_SET_ROWS         ? other_version ? "GET_ROWS" : "SET_ROWS"
+           : op == GGML_OP_FLASH_ATTN_EXT ? "FLASH_ATTN_EXT"
+                                          : "OTHER";
 }
 
 bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
@@ -124,7 +147,7 @@ static void make_caches(void)
 static void make_graph(int64_t each, int64_t n, int64_t stream)
 {
     const int64_t rows = each * n;
-    const float params[3] = {1 / 8.0f, 0, 0};
+    const float params[3] = {SCALE, 0, CAP};
     rig.cells = tensor(GGML_TYPE_I64, rig.cell, rows, 1, 1, 1);
     rig.mask = tensor(GGML_TYPE_F16, rig.visible, CELLS, each, 1, n);
     rig.graph.n = 0;
@@ -209,7 +232,7 @@ static void attend(const struct layer *l, int64_t stream, int64_t seen, const fl
         double dot = 0;
         for (int i = 0; i < DIM; i++)
             dot += (double)q[i] * l->all_k[stream][t][from + i];
-        sum += weights[t] = exp(dot / 8);
+        sum += weights[t] = exp((double)CAP * tanh(dot * (double)SCALE / (double)CAP));
     }
     for (int i = 0; i < DIM; i++) {
         out[i] = 0;
@@ -314,8 +337,8 @@ static void test_rows_are_taken_with_their_attention(void **state)
     end_backend();
     rig.backend = rig.device->iface.init_backend(rig.device, NULL);
     make_caches();
-    rig.layers[0].k_cache.buffer = rig.layers[0].v_cache.buffer =
-        (void *)&rig; // seen by nobody yet
+    for (int i = 0; i < LAYERS; i++) // seen by nobody yet
+        rig.layers[i].k_cache.buffer = rig.layers[i].v_cache.buffer = (void *)&rig;
     make_graph(1, 1, 0);
     struct layer *l = &rig.layers[0];
     assert_false(takes(&l->set_k));
@@ -376,6 +399,30 @@ static void make_small_cache(int layers, void *buffer)
         }
     }
     make_graph(1, 1, 0);
+}
+
+// A cache that only was planned with, and another one where it lay.
+static void test_a_cache_where_another_was(void **state)
+{
+    (void)state;
+    static char place;
+    make_small_cache(2, (void *)&place);
+    ask();
+    ask();
+    make_caches();
+    for (int i = 0; i < LAYERS; i++)
+        rig.layers[i].k_cache.buffer = rig.layers[i].v_cache.buffer = (void *)&place;
+    make_graph(1, 1, 0);
+    rig.graph.nodes[0] = rig.graph.nodes[3 * PER_LAYER - 3]; // the third layer's alone
+    rig.graph.nodes[1] = rig.graph.nodes[3 * PER_LAYER - 2];
+    rig.graph.nodes[2] = rig.graph.nodes[3 * PER_LAYER - 1];
+    rig.graph.n = PER_LAYER;
+    buffer_size = 2;
+    ask();
+    assert_int_equal(ask(), PER_LAYER);
+    make_tokens(0, 0, 1, 0);
+    assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    buffer_size = 1;
 }
 
 static void test_layers_with_windows_are_left(void **state)
@@ -471,6 +518,7 @@ static void test_a_session_with_a_name(void **state)
     end_backend();
     setenv("KVQ_LLAMA_SESSION", "chat", 1);
     begin_backend();
+    forward(0, 0, 2); // llama.cpp warms up
     forward(0, 0, 130);
     forward(0, 130, 1);
     end_backend();
@@ -478,35 +526,81 @@ static void test_a_session_with_a_name(void **state)
     forward(0, 131, 1);
     end_backend();
     begin_backend();
-    forward(0, 0, 3); // llama.cpp begins anew
+    static float kept[LAYERS][2][CELLS][KV];
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(kept[i][0], rig.layers[i].all_k[0], sizeof kept[i][0]);
+        memcpy(kept[i][1], rig.layers[i].all_v[0], sizeof kept[i][1]);
+    }
+    forward(0, 0, 2); // warms up: what was kept stays
+    refused_forward(0, 131, 1);
+    forward(0, 0, 3);
     forward(0, 3, 1);
-    end_backend();
-    begin_backend();
-    refused_forward(0, 132, 1);
-    forward(0, 4, 200);
-    forward(0, 204, 1);
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(rig.layers[i].all_k[0], kept[i][0], sizeof kept[i][0]);
+        memcpy(rig.layers[i].all_v[0], kept[i][1], sizeof kept[i][1]);
+    }
+    memset(rig.layers[0].k_cache.data, 0, 64); // llama.cpp restores its cells
+    forward(0, 132, 1);
+    forward(0, 133, 100);
     end_backend();
     begin_backend();
     refused_forward(0, 10, 1); // which tokens these were is forgotten
-    forward(0, 205, 1);
+    forward(0, 233, 1);
+}
+
+// A deep cut in a step that fails for another stream leaves nothing that is taken on trust.
+static void test_a_cut_in_a_step_that_fails(void **state)
+{
+    (void)state;
+    char *cells = rig.layers[0].k_cache.data, old[2 * KV];
+    forward(0, 0, 200);
+    memcpy(old, cells, sizeof old);
+    forward(0, 200, 100);
+    forward(1, 0, 30);
+    cells[2 * KV * CELLS] ^= 1; // the second stream's were restored
+    make_graph(2, 2, 0);
+    make_tokens(0, 150, 2, 0);
+    make_tokens(1, 30, 2, 2);
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    memcpy(cells, old, sizeof old);
+    refused_forward(0, 150, 1);
+    forward(0, 0, 3);
+}
+
+static void test_options_are_checked(void **state)
+{
+    (void)state;
+    static const char *const wrong[][2] = {{"KVQ_LLAMA_ATTENTION", "exat"},
+                                           {"KVQ_LLAMA_ROLLBACK", "many"},
+                                           {"KVQ_LLAMA_ROLLBACK", "-1"},
+                                           {"KVQ_LLAMA_ROLLBACK", "1025"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        setenv(wrong[i][0], wrong[i][1], 1);
+        refused_forward(0, 0, 3);
+        unsetenv(wrong[i][0]);
+    }
+    char name[200];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    setenv("KVQ_LLAMA_SESSION", name, 1);
+    refused_forward(0, 0, 3);
+    unsetenv("KVQ_LLAMA_SESSION");
+    forward(0, 0, 3);
+}
+
+static void test_another_version_of_ggml(void **state)
+{
+    (void)state;
+    other_version = true;
+    assert_null(ggml_backend_init());
+    other_version = false;
+    assert_non_null(ggml_backend_init());
 }
 
 // ---- What is refused ---------------------------------------------------------------------------
 
 // llama.cpp saves and restores cells by itself.
-// A plan after which rows are taken, and their attention is not.
-static void test_another_reader_comes(void **state)
-{
-    (void)state;
-    forward(0, 0, 10);
-    make_graph(1, 1, 0);
-    make_tokens(0, 10, 1, 0);
-    ask();
-    struct ggml_tensor product = {.op = GGML_OP_MUL_MAT, .src = {&rig.layers[1].k}};
-    assert_false(takes(&product));
-    assert_int_equal(compute(), GGML_STATUS_FAILED);
-}
-
+// llama.cpp saves and restores cells by itself.
 static void test_restored_cells(void **state)
 {
     (void)state;
@@ -592,6 +686,18 @@ static void test_a_context_shift(void **state)
     assert_int_equal(compute(), GGML_STATUS_FAILED);
     struct ggml_tensor rope = {.op = GGML_OP_ROPE, .src = {&rig.layers[0].q}};
     assert_false(takes(&rope));
+    refused_forward(0, 10, 1); // llama.cpp goes on all the same
+    forward(0, 0, 10);
+    forward(0, 10, 1);
+    // As it shifts keys of few bits: out of the cache, and back.
+    struct ggml_tensor out = {.op = GGML_OP_CPY, .src = {&rig.layers[1].k}};
+    assert_true(takes(&out));
+    out.flags = GGML_TENSOR_FLAG_COMPUTE;
+    rig.graph.nodes[0] = &out;
+    rig.graph.n = 1;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    refused_forward(0, 11, 1);
+    forward(0, 0, 3);
 }
 
 static void test_attention_without_rows(void **state)
@@ -632,13 +738,16 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_rows_are_taken_with_their_attention, setup, teardown),
         cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_cache_where_another_was, setup, teardown),
         cmocka_unit_test_setup_teardown(test_layers_with_windows_are_left, setup, teardown),
         cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
         cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_forward_that_ends_early, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_another_reader_comes, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_cut_in_a_step_that_fails, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_options_are_checked, setup, teardown),
+        cmocka_unit_test(test_another_version_of_ggml),
         cmocka_unit_test_setup_teardown(test_restored_cells, setup, teardown),
         cmocka_unit_test_setup_teardown(test_masks, setup, teardown),
         cmocka_unit_test_setup_teardown(test_one_layer_is_another, setup, teardown),

@@ -24,16 +24,21 @@ enum { CACHES = 8 }; // of a context
 struct layout {
     struct layout *next;
     const struct ggml_backend_buffer *buffer;
+    void *base; // and size, of the buffer: another one may lie at its address later
+    size_t size;
     int64_t cells;
-    bool in_use; // by a cache: what another context plans changes nothing
+    bool in_use; // by a cache: all nodes that touch it are taken, and refused if they must be
+    bool told;   // the user, that layers are left to llama.cpp
     uint32_t n;
-    bool taken[KVQ_GGML_LAYERS]; // by this backend, when it was last asked about
+    bool taken[KVQ_GGML_LAYERS]; // as ggml was told last
     bool read[KVQ_GGML_LAYERS];  // by something else than flash attention: never taken again
     struct kvq_ggml_layer layers[KVQ_GGML_LAYERS];
 };
 
 static pthread_mutex_t layouts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct layout *layouts;
+// Contexts with a backend of ours: without one, no layout is of a cache that is still there.
+static uint32_t contexts;
 
 // The backend of one llama_context.
 struct backend {
@@ -89,22 +94,32 @@ static uint32_t place_of(const struct layout *layout, int number)
     return i < layout->n && layout->layers[i].number == number ? i : layout->n;
 }
 
+// Whether a layer is of another cache than the one that was seen at its buffer's address.
+static bool is_another(const struct layout *layout, const struct kvq_ggml_layer *layer)
+{
+    struct ggml_backend_buffer *buffer = layer->k->buffer;
+    const uint32_t i = place_of(layout, layer->number);
+    return layout->cells != layer->k->ne[1] ||
+           layout->base != ggml_backend_buffer_get_base(buffer) ||
+           layout->size != ggml_backend_buffer_get_size(buffer) ||
+           (i < layout->n && (layout->layers[i].k != layer->k || layout->layers[i].v != layer->v));
+}
+
 // Keeps what an attention says of its layer. Whether the layer is taken.
 static bool keep(const struct kvq_ggml_layer *layer, bool taken)
 {
     struct layout *layout = layout_of(layer->k->buffer);
-    if (layout) { // another cache may lie where one was
-        const uint32_t i = place_of(layout, layer->number);
-        if (i < layout->n && (layout->layers[i].k != layer->k || layout->layers[i].v != layer->v)) {
-            forget(layer->k->buffer);
-            layout = NULL;
-        }
+    if (layout && is_another(layout, layer)) {
+        forget(layer->k->buffer);
+        layout = NULL;
     }
     if (!layout) {
         layout = calloc(1, sizeof *layout);
         if (!layout)
             return false;
         layout->buffer = layer->k->buffer;
+        layout->base = ggml_backend_buffer_get_base(layer->k->buffer);
+        layout->size = ggml_backend_buffer_get_size(layer->k->buffer);
         layout->cells = layer->k->ne[1];
         layout->next = layouts;
         layouts = layout;
@@ -126,8 +141,8 @@ static bool keep(const struct kvq_ggml_layer *layer, bool taken)
     return layout->taken[i];
 }
 
-// Whether an attention is one that kvqd serves.
-static bool serves(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
+// NULL if an attention is one that kvqd serves, else why not.
+static const char *unserved(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
 {
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *mask = op->src[3];
     float params[3]; // scale, ALiBi's bias, soft-cap
@@ -138,23 +153,26 @@ static bool serves(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
                                       .v_dim = (uint16_t)op->src[2]->ne[0],
                                       .scale = params[0],
                                       .softcap = params[2]};
-    return (k->ne[0] == 64 || k->ne[0] == 128 || k->ne[0] == 256) &&
-           op->src[2]->ne[0] == k->ne[0] && layer->k->ne[0] == k->ne[0] * k->ne[2] &&
-           layer->v->ne[0] == layer->k->ne[0] && layer->k->ne[2] <= KVQ_GGML_STREAMS &&
-           q->ne[2] % k->ne[2] == 0 && q->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 &&
-           mask && mask->type == GGML_TYPE_F16 && params[1] == 0 && !op->src[4];
+    if ((k->ne[0] != 64 && k->ne[0] != 128 && k->ne[0] != 256) || op->src[2]->ne[0] != k->ne[0])
+        return "its heads have other dimensions than 64, 128 or 256";
+    if (layer->k->ne[0] != k->ne[0] * k->ne[2] || layer->v->ne[0] != layer->k->ne[0] ||
+        q->ne[2] % k->ne[2] || q->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32)
+        return "its K, V and Q are not laid out as kvq knows them";
+    if (layer->k->ne[2] > KVQ_GGML_STREAMS)
+        return "there are more than 64 sequences";
+    if (!mask || mask->type != GGML_TYPE_F16)
+        return "its mask is of another kind";
+    return params[1] != 0 ? "it has ALiBi" : op->src[4] ? "it has attention sinks" : NULL;
 }
 
 // Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have
 // two caches, with other layers in each, and fewer cells in that of the windows. llama.cpp keeps
-// those: they are small, and a cell is no position there.
+// those: they are small, and a cell is no position there. Where both have as many, it keeps both.
 static bool has_window(const struct kvq_ggml_layer *layer)
 {
     const struct layout *own = layout_of(layer->k->buffer);
-    if (own && own->in_use)
-        return false;
     for (const struct layout *at = layouts; at; at = at->next) {
-        if (at == own || at->cells <= layer->k->ne[1] || place_of(at, layer->number) < at->n)
+        if (at == own || at->cells < layer->k->ne[1] || place_of(at, layer->number) < at->n)
             continue;
         bool apart = true;
         for (uint32_t i = 0; own && apart && i < at->n; i++)
@@ -172,8 +190,17 @@ static bool takes_attention(const struct ggml_tensor *op)
     if (!is_cache(layer.k, 'k', &layer.number) || !is_cache(layer.v, 'v', &number) ||
         number != layer.number || layer.k->buffer != layer.v->buffer)
         return false;
-    const bool served = serves(op, &layer);
-    return keep(&layer, served && !has_window(&layer));
+    const char *why = unserved(op, &layer);
+    if (!why && has_window(&layer))
+        why = "it has a sliding window, or its cache is as large as that of layers that have one";
+    const bool taken = keep(&layer, !why);
+    struct layout *layout = layout_of(layer.k->buffer);
+    if (why && layout && !layout->told) {
+        layout->told = true;
+        kvq_ggml_refuse("attention of layer %d, and of others like it, is left to llama.cpp: %s",
+                        layer.number, why);
+    }
+    return taken;
 }
 
 // The layout that a cache's tensor is in, and its layer's place there; NULL: none.
@@ -195,10 +222,25 @@ static bool is_taken(const struct ggml_tensor *tensor)
     return layout && layout->taken[i];
 }
 
+// Whether a node reads or writes a cache that kvqd has.
+static bool touches_one_in_use(const struct ggml_tensor *op)
+{
+    uint32_t at;
+    const struct layout *layout = find_layer(root(op), &at);
+    bool touches = layout && layout->in_use;
+    for (int i = 0; i < GGML_MAX_SRC && !touches; i++) {
+        layout = find_layer(root(op->src[i]), &at);
+        touches = layout && layout->in_use;
+    }
+    return touches;
+}
+
 static bool takes(const struct ggml_tensor *op)
 {
     struct layout *layout;
     uint32_t at;
+    if (touches_one_in_use(op))
+        return true; // ggml's own backends would find nothing there
     switch (op->op) {
     case GGML_OP_NONE:
     case GGML_OP_RESHAPE:
@@ -211,8 +253,6 @@ static bool takes(const struct ggml_tensor *op)
     case GGML_OP_SET_ROWS:
         return is_taken(root(op)) && op->src[0]->type == GGML_TYPE_F32 &&
                op->src[1]->type == GGML_TYPE_I64;
-    case GGML_OP_ROPE: // llama.cpp turns its keys in place: taken to be refused
-        return is_taken(root(op));
     default: // an attention of another kind reads the cache: its rows must be there
         for (int i = 0; i < GGML_MAX_SRC; i++) {
             layout = find_layer(root(op->src[i]), &at);
@@ -254,8 +294,8 @@ static struct kvq_ggml_cache *make_cache(struct backend *backend,
         layout->in_use = true;
     pthread_mutex_unlock(&layouts_lock);
     if (!all)
-        kvq_ggml_refuse("some layers of this model are not served (heads of 64, 128 or 256 "
-                        "dimensions without sinks and ALiBi are); unset GGML_BACKEND_PATH");
+        kvq_ggml_refuse("some layers of this model's cache are not served; unset "
+                        "GGML_BACKEND_PATH");
     else if (!cache)
         kvq_ggml_refuse("no memory for a cache");
     else {
@@ -274,19 +314,23 @@ static struct kvq_ggml_cache *find(struct backend *backend, const struct ggml_te
         i++;
     struct kvq_ggml_cache *cache =
         i < backend->n ? backend->caches[i] : make_cache(backend, tensor->buffer);
-    // Planned once more, and otherwise: rows may have been taken whose attention was not.
-    pthread_mutex_lock(&layouts_lock);
-    const bool taken = is_taken(tensor);
-    pthread_mutex_unlock(&layouts_lock);
-    if (cache && !taken) {
-        kvq_ggml_refuse("%s is read by an attention that is not kvq's", tensor->name);
-        return NULL;
-    }
     const int at = cache ? kvq_ggml_cache_find(cache, tensor, is_v) : -1;
     if (cache && at < 0)
         kvq_ggml_refuse("%s is in no cache that llama.cpp planned with", tensor->name);
     *layer = (uint32_t)at;
     return at < 0 ? NULL : cache;
+}
+
+// llama.cpp has made something else of a cache than kvqd knows, and may go on over it.
+static void lose(struct backend *backend, const struct ggml_tensor *node)
+{
+    for (uint32_t i = 0; i < backend->n; i++) {
+        bool touches = root(node)->buffer == backend->buffers[i];
+        for (int j = 0; j < GGML_MAX_SRC; j++)
+            touches |= node->src[j] && root(node->src[j])->buffer == backend->buffers[i];
+        if (touches)
+            kvq_ggml_cache_lose(backend->caches[i]);
+    }
 }
 
 static bool compute(struct backend *backend, struct ggml_tensor *node)
@@ -301,12 +345,18 @@ static bool compute(struct backend *backend, struct ggml_tensor *node)
     case GGML_OP_FLASH_ATTN_EXT:
         cache = find(backend, root(node->src[1]), &layer, &is_v);
         return cache && kvq_ggml_cache_attend(cache, layer, node);
-    case GGML_OP_ROPE:
-        return kvq_ggml_refuse("llama.cpp shifts the positions of tokens that it has (context "
-                               "shift), and kvqd holds these packed; start without it, with a "
-                               "context (-c) that is long enough");
+    case GGML_OP_NONE:
+    case GGML_OP_RESHAPE:
+    case GGML_OP_VIEW:
+    case GGML_OP_PERMUTE:
+    case GGML_OP_TRANSPOSE:
+        return true;
     default:
-        return true; // a view
+        lose(backend, node);
+        return kvq_ggml_refuse("llama.cpp changes or reads K and V that kvqd has (%s), as for a "
+                               "context shift; start without it, with a context (-c) that is long "
+                               "enough",
+                               ggml_op_name(node->op));
     }
 }
 
@@ -330,12 +380,15 @@ static const char *backend_name(ggml_backend_t backend)
 static void backend_free(ggml_backend_t backend)
 {
     struct backend *own = backend->context;
-    for (uint32_t i = 0; i < own->n; i++) {
+    for (uint32_t i = 0; i < own->n; i++)
         kvq_ggml_cache_free(own->caches[i]);
-        pthread_mutex_lock(&layouts_lock);
+    pthread_mutex_lock(&layouts_lock);
+    for (uint32_t i = 0; i < own->n; i++)
         forget(own->buffers[i]);
-        pthread_mutex_unlock(&layouts_lock);
-    }
+    contexts--;
+    while (contexts == 0 && layouts)
+        forget(layouts->buffer);
+    pthread_mutex_unlock(&layouts_lock);
     kvq_queue_close(&own->daemon.queue);
     kvq_disconnect(&own->daemon.client);
     free(own);
@@ -411,6 +464,9 @@ static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
                         kvq_error_text());
         goto fail;
     }
+    pthread_mutex_lock(&layouts_lock);
+    contexts++;
+    pthread_mutex_unlock(&layouts_lock);
     backend->guid = &guid;
     backend->iface.get_name = backend_name;
     backend->iface.free = backend_free;
@@ -469,5 +525,11 @@ EXPORT ggml_backend_reg_t ggml_backend_init(void)
                                                     .get_device_count = reg_device_count,
                                                     .get_device = reg_device,
                                                     .get_proc_address = reg_function}};
+    if (strcmp(ggml_op_name(GGML_OP_SET_ROWS), "SET_ROWS") ||
+        strcmp(ggml_op_name(GGML_OP_FLASH_ATTN_EXT), "FLASH_ATTN_EXT")) {
+        kvq_ggml_refuse("this llama.cpp is another version than libkvq-ggml.so was built for; "
+                        "build it against this one's sources");
+        return NULL;
+    }
     return &reg;
 }

@@ -36,7 +36,7 @@ struct kvq_ggml_cache {
     uint32_t next, n;                           // layer; streams in it
     uint32_t rows, each;                        // tokens; of each stream
     bool has_k, has_v;                          // of the next layer
-    const void *mask;                           // that was looked at
+    const void *mask, *mask_data;               // that was looked at
     uint64_t number;                            // the daemon's, of a long step
     struct kvq_entry entries[KVQ_GGML_STREAMS]; // .position: the tokens before it
     uint32_t which[KVQ_GGML_STREAMS];           // their streams
@@ -311,9 +311,17 @@ static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
                                cache->layers[layer].number, (long long)q->ne[1],
                                (long long)q->ne[3], (long long)q->ne[2], cache->each, cache->n,
                                shape->q_heads);
-    if (cache->next && mask->data == cache->mask)
+    float params[3]; // scale, ALiBi's bias, soft-cap
+    memcpy(params, attention->op_params, sizeof params);
+    if (params[0] != shape->scale || params[1] != 0 || params[2] != shape->softcap ||
+        attention->src[4])
+        return kvq_ggml_refuse("layer %d attends with another scale, soft-cap or bias than it was "
+                               "planned with",
+                               cache->layers[layer].number);
+    if (cache->next && mask == cache->mask && mask->data == cache->mask_data)
         return true;
-    cache->mask = mask->data;
+    cache->mask = mask;
+    cache->mask_data = mask->data;
     return check_mask(cache, mask);
 }
 
@@ -348,11 +356,13 @@ static bool end(struct kvq_ggml_cache *cache)
         is_near(cache)
             ? kvq_local_end(cache->all.local, &work, cache->entries, cache->n)
             : kvq_step_end(cache->all.daemon->queue, cache->number, cache->entries, cache->n);
+    for (uint32_t i = 0; i < cache->n; i++) {
+        if (code == 0 && cache->entries[i].status == 0)
+            kvq_ggml_stream_committed(&cache->all, &cache->streams[cache->which[i]],
+                                      cache->which[i], cache->entries[i].value);
+    }
     if (!went(cache, code))
         return refuse_step(cache, "the step's tokens are not stored");
-    for (uint32_t i = 0; i < cache->n; i++)
-        kvq_ggml_stream_committed(&cache->all, &cache->streams[cache->which[i]], cache->which[i],
-                                  cache->entries[i].value);
     cache->state = IDLE;
     cache->next = 0;
     return true;
@@ -404,4 +414,13 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
     cache->has_k = cache->has_v = false;
     cache->next++;
     return cache->next < cache->n_layers || end(cache);
+}
+
+void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache)
+{
+    give_up(cache);
+    for (uint32_t i = 0; i < KVQ_GGML_STREAMS; i++) {
+        if (cache->streams[i].session)
+            cache->streams[i].stamp = KVQ_GGML_LOST;
+    }
 }

@@ -57,6 +57,9 @@ bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v
 // Computes a layer's FLASH_ATTN_EXT. False: refused, with a line on stderr.
 bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct ggml_tensor *node);
 
+// llama.cpp has changed the cache by itself: what goes on over it is refused until it begins anew.
+void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache);
+
 // "kvq: " and a sentence on stderr; always false.
 bool kvq_ggml_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -14,7 +14,8 @@
 enum {
     ROLLBACK =
         32, // tokens that llama.cpp may take back cheaply, unless the user says another number
-    MOST_LOCAL = 64, // tokens of a step behind the last cell
+    MOST_ROLLBACK = 1024, // that kvqd takes
+    MOST_NAME = 100,      // bytes, before the number of a stream
 };
 
 static bool refuse_kvq(const char *what)
@@ -30,6 +31,11 @@ static uint32_t rollback(void)
     return told ? (uint32_t)strtoul(told, NULL, 10) : ROLLBACK;
 }
 
+static const char *asked_name(void)
+{
+    return getenv("KVQ_LLAMA_SESSION");
+}
+
 // The path of attention that the user asked for.
 static uint8_t asked_path(void)
 {
@@ -37,6 +43,22 @@ static uint8_t asked_path(void)
     if (!told)
         return KVQ_ATTENTION_DEFAULT;
     return strcmp(told, "exact") ? KVQ_ATTENTION_FAST : KVQ_ATTENTION_EXACT;
+}
+
+static bool check_options(void)
+{
+    const char *path = getenv("KVQ_LLAMA_ATTENTION"), *back = getenv("KVQ_LLAMA_ROLLBACK");
+    char *end = "";
+    if (path && strcmp(path, "exact") && strcmp(path, "fast"))
+        return kvq_ggml_refuse("KVQ_LLAMA_ATTENTION is \"%s\"; give exact or fast", path);
+    if (back && (!*back || strspn(back, "0123456789") != strlen(back) ||
+                 strtoul(back, &end, 10) > MOST_ROLLBACK))
+        return kvq_ggml_refuse("KVQ_LLAMA_ROLLBACK is \"%s\"; give tokens, 0 to %d", back,
+                               MOST_ROLLBACK);
+    if (asked_name() && strlen(asked_name()) > MOST_NAME)
+        return kvq_ggml_refuse("KVQ_LLAMA_SESSION has %zu bytes; give a name of at most %d",
+                               strlen(asked_name()), MOST_NAME);
+    return true;
 }
 
 // What options point to.
@@ -55,10 +77,10 @@ static void draw(struct kvq_ggml_sessions *all)
     all->last_stamp = random[1];
 }
 
-static void describe(struct kvq_ggml_sessions *all, uint32_t which, struct words *words,
-                     struct kvq_session_options *options)
+static void describe(struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
+                     uint32_t which, struct words *words, struct kvq_session_options *options)
 {
-    const char *format = getenv("KVQ_LLAMA_FORMAT"), *name = getenv("KVQ_LLAMA_SESSION");
+    const char *format = getenv("KVQ_LLAMA_FORMAT"), *name = stream->spared ? NULL : asked_name();
     for (uint32_t i = 0; i < all->n_layers; i++)
         words->shapes[i] = all->layers[i].shape;
     if (!all->salt[0])
@@ -92,7 +114,8 @@ static void release(const struct ggml_tensor *tensor, uint32_t which)
 static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg)
 {
     const struct kvq_ggml_sessions *all = context;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(all->threads) if (n > 1)
+    const int now = all->daemon->threads < all->threads ? all->daemon->threads : all->threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(now) if (n > 1)
     for (uint32_t i = 0; i < n; i++)
         item(arg, i);
 }
@@ -104,7 +127,7 @@ static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint3
 static bool open_local(struct kvq_ggml_sessions *all)
 {
     all->threads = all->daemon->threads;
-    const struct kvq_local_options options = {.max_tokens = all->cells + MOST_LOCAL,
+    const struct kvq_local_options options = {.max_tokens = all->cells,
                                               .threads = (uint32_t)all->threads,
                                               .parallel = PARALLEL,
                                               .parallel_context = all};
@@ -121,7 +144,7 @@ static bool open_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *
         release(all->layers[i].k, which);
         release(all->layers[i].v, which);
     }
-    if (!all->local && !open_local(all))
+    if (!check_options() || (!all->local && !open_local(all)))
         return false;
     if (kvq_session_open(all->daemon->client, options, &stream->session, &info))
         return refuse_kvq("no session");
@@ -136,7 +159,7 @@ static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *str
 {
     struct words words;
     struct kvq_session_options options;
-    describe(all, which, &words, &options);
+    describe(all, stream, which, &words, &options);
     options.prompt_tokens = rows;
     return open_session(all, stream, which, &options);
 }
@@ -249,7 +272,7 @@ static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
         goto out;
     }
     memcpy(kvq_buffer_data(ids), stream->ids, cell * sizeof(int32_t));
-    describe(all, which, &words, &options);
+    describe(all, stream, which, &words, &options);
     options.prefix = (struct kvq_prefix){.buffer = ids, .tokens = cell};
     if (kvq_lookup(all->daemon->client, &options, &tail->first)) {
         kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s. KVQ_LLAMA_ROLLBACK "
@@ -274,6 +297,8 @@ static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
         goto out;
     }
     well = !tail->tokens || append_tail(all, stream, tail, ids);
+    if (well)
+        kvq_ggml_stream_committed(all, stream, which, stream->tokens);
 out:
     if (tail)
         kvq_buffer_close(&tail->buffer);
@@ -299,19 +324,50 @@ static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
     return code == 0;
 }
 
+// Another sequence begins. A session of the asked name that was there before is let go, not
+// destroyed: llama.cpp begins with a few tokens to warm up.
+static bool begin_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                       uint32_t which, uint32_t rows)
+{
+    if (!stream->ids) {
+        kvq_ggml_stream_close(all, stream);
+        stream->spared = true;
+    } else
+        drop(all, stream);
+    return open_anew(all, stream, which, rows);
+}
+
+// Takes the session back that was spared, if llama.cpp goes on behind all of its tokens.
+static bool take_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
+                      uint64_t cell)
+{
+    drop(all, stream);
+    kvq_ggml_stream_close(all, stream);
+    if (!open_anew(all, stream, which, 0))
+        return false;
+    if (stream->tokens == cell)
+        return true;
+    stream->stamp = KVQ_GGML_LOST;
+    return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and session \"%s\" has %llu of "
+                           "them; begin anew",
+                           (unsigned long long)cell, asked_name() ? asked_name() : "",
+                           (unsigned long long)stream->tokens);
+}
+
 bool kvq_ggml_stream_go_to(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                            uint32_t which, uint64_t cell, uint32_t rows)
 {
     if (!stream->session && !open_anew(all, stream, which, rows))
         return false;
+    if (cell == 0 && stream->tokens)
+        return begin_anew(all, stream, which, rows);
     const bool own = !stream->stamp || is_stamped(all, stream, which);
-    if (cell == 0 && stream->tokens) {
-        drop(all, stream);
-        return open_anew(all, stream, which, rows);
-    }
+    if (cell && stream->spared && (!own || cell > stream->tokens))
+        return take_back(all, stream, which, cell);
     if (cell && !own)
-        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens that it restored or copied, "
-                               "and kvqd does not have; begin anew (llama-server: --cache-ram 0)",
+        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens that it restored, copied or "
+                               "shifted, and kvqd does not have; begin anew (llama-server: "
+                               "--cache-ram 0)",
                                (unsigned long long)cell);
     if (cell > stream->tokens)
         return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and kvqd has %llu of them; "

@@ -6,16 +6,21 @@
 // llama.cpp decides where it goes on; the session is brought there. Behind its end: refused. A few
 // tokens back (KVQ_LLAMA_ROLLBACK): truncated. Further: a new session shares the packed pages that
 // stay, and gets the rest as kvqd reads them back. At cell 0: another sequence, a new session.
-// Behind cells that llama.cpp has restored or copied meanwhile: refused.
+// Behind cells that llama.cpp has restored, copied or shifted meanwhile: refused.
 #ifndef KVQ_GGML_STREAM_H
 #define KVQ_GGML_STREAM_H
 
 #include "client/ggml/cache.h"
 
+#define KVQ_GGML_LOST UINT64_MAX // a stamp that no cell has
+
 struct kvq_ggml_stream {
     kvq_session session; // 0: none yet
     uint64_t tokens;     // committed
     uint64_t stamp;      // in llama.cpp's first cell since the last step; 0: none was made here
+    // The session of the asked name was there before llama.cpp began, and is kept as it is: what
+    // begins at cell 0 has a session without a name.
+    bool spared;
     // llama.cpp tells backends no ids of tokens, so they get numbers here, by which pages of 128
     // tokens are found again. NULL: not known, the session was there before.
     int32_t *ids;

@@ -65,6 +65,8 @@ struct ggml_backend_reg {
 };
 
 ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
+void *ggml_backend_buffer_get_base(struct ggml_backend_buffer *buffer);
+size_t ggml_backend_buffer_get_size(struct ggml_backend_buffer *buffer);
 bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type);
 
 #endif

@@ -20,6 +20,7 @@ enum ggml_op {
     GGML_OP_PERMUTE,
     GGML_OP_TRANSPOSE,
     GGML_OP_MUL_MAT,
+    GGML_OP_CPY,
     GGML_OP_ROPE,
     GGML_OP_SET_ROWS,
     GGML_OP_FLASH_ATTN_EXT,
@@ -39,6 +40,7 @@ struct ggml_tensor {
     char name[64];
 };
 
+const char *ggml_op_name(enum ggml_op op);
 struct ggml_cgraph;
 int ggml_graph_n_nodes(struct ggml_cgraph *graph);
 struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i);
