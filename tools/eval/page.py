@@ -5,9 +5,9 @@ each model's own report beside it.
 
     tools/eval/page.py --page docs/quality.md --models NAME=FOLDER.. [--claims NAME=FOLDER..]
 
-FOLDER is what `python -m kvq.eval --out` wrote; NAME is how the page calls the model. Claims of the
-papers are judged by the folders of --claims: those holds where each comparison holds on a model by
-more than twice its standard error.
+FOLDER is what `python -m kvq.eval --out` wrote, or several of these with commas between; NAME is
+how the page calls the model. Claims of the papers are judged by the folders of --claims: a
+comparison holds on a model if it does by more than twice its standard error.
 """
 import argparse
 import json
@@ -53,14 +53,21 @@ def table(head, rows):
 
 
 class Model:
-    """A model's report."""
+    """A model's report; the rows of further folders come behind the first one's."""
 
     def __init__(self, told):
-        self.name, _, self.folder = told.partition("=")
-        with open(os.path.join(self.folder, "report.json"), encoding="utf-8") as file:
-            self.report = json.load(file)
-        self.rows = {self.key(row): row for row in self.report["rows"]}
+        self.name, _, folders = told.partition("=")
+        self.folder, *more = folders.split(",")
+        self.report = self.read(self.folder)
+        self.rows = {self.key(row): row for folder in [self.folder, *more]
+                     for row in self.read(folder)["rows"]}
         self.file = self.report["model"].removesuffix(".gguf") + ".md"
+
+    @staticmethod
+    def read(folder):
+        """What kvq.eval wrote there."""
+        with open(os.path.join(folder, "report.json"), encoding="utf-8") as file:
+            return json.load(file)
 
     @staticmethod
     def key(row):
@@ -134,7 +141,7 @@ def judge(claim, pairs, models):
     cells = [claim]
     for model in models:
         by_name = {key[1].partition("@")[0]: row["score"] for key, row in model.rows.items()
-                   if "score" in row}
+                   if "score" in row and not key[2]}
         verdicts = []
         for better, worse in pairs:
             if better not in by_name or worse not in by_name:
@@ -162,7 +169,8 @@ def main():
         lines += ["### What the papers say, on these models", "",
                   "The mean KL of the first format and of the second, which is to be larger.", "",
                   *table(["claim", *(model.name for model in claims)],
-                         [judge(claim, pairs, claims) for claim, pairs in CLAIMS])]
+                         [row for row in (judge(claim, pairs, claims) for claim, pairs in CLAIMS)
+                          if set(row[1:]) != {"-"}])]
     with open(given.page, encoding="utf-8") as file:
         page = file.read()
     if BEGIN not in page or END not in page:

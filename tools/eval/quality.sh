@@ -55,10 +55,24 @@ for model in ${*:-smollm2 qwen-coder gemma3-270m}; do
     measure "$model" "claims-$model" --formats "$claims" --controls '' --peers '' $some \
         --needles 0 --answers 0 --windows 2
 done
+# Codebooks, of other text than they are measured on.
+if [ ! -e books-smollm2/report.json ] && [ -e smollm2/report.json ]; then
+    mkdir -p books
+    "$python" -m kvq.eval weights/smollm2.gguf --text weights/articles.txt --skip 100000 \
+        --windows 2 --context 2048 --reference sdpa --capture smollm2.capture
+    names=
+    for format in vecinfer-2 vecinfer-2-norot vecinfer-2-nosmooth vecinfer-2-norot-nosmooth; do
+        "${KVQ_BIN_DIR:-$root/build/release/bin}/kvq-codebook" make --capture smollm2.capture \
+            --format "$format" --out "books/$format.kvqbook" --quiet
+        names=$names${names:+,}$format@$format
+    done
+    measure smollm2 books-smollm2 --formats "$names" --controls '' --peers '' --needles 0 \
+        --answers 0 --windows 4 --context 2048 --daemon "codebook_dir=$out/books"
+fi
 for model in smollm2 qwen-coder gemma3-270m; do
     [ -e "claims-$model/report.json" ] || { echo "no $model yet: the page stays as it is"; exit 0; }
 done
 "$python" "$root/tools/eval/page.py" --page "$root/docs/quality.md" \
     --models SmolLM2-135M=smollm2 Qwen2.5-Coder-1.5B=qwen-coder "Gemma 3 270M=gemma3-270m" \
-    --claims SmolLM2-135M=claims-smollm2 Qwen2.5-Coder-1.5B=claims-qwen-coder \
+    --claims SmolLM2-135M=claims-smollm2,books-smollm2 Qwen2.5-Coder-1.5B=claims-qwen-coder \
     "Gemma 3 270M=claims-gemma3-270m"
