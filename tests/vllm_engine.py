@@ -5,7 +5,8 @@
     vllm_engine.py      reads one line of JSON for each engine: its arguments and its jobs
 
 All of an engine runs in this process unless VLLM_ENABLE_V1_MULTIPROCESSING=1. Answers each job
-with a line "RESULT" of JSON. An engine that cannot start is a line "REFUSED".
+with a line "RESULT" of JSON; one that fails is what was said, and the engine's last. An engine that
+cannot start is a line "REFUSED".
 """
 import gc
 import json
@@ -61,6 +62,23 @@ def next_best(probabilities):
     return token, best - second
 
 
+def sentences(error):
+    """What an error says, and those that led to it."""
+    parts = []
+    while error is not None:
+        parts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return parts
+
+
+def tried(engine, job):
+    """The job's answer, or how it failed."""
+    try:
+        return do(engine, job)
+    except Exception as error:  # whatever vLLM makes of it
+        return {"failed": sentences(error)}
+
+
 def main():
     watch()
     for line in sys.stdin:
@@ -69,14 +87,10 @@ def main():
             engine = LLM(skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False,
                          **told["engine"])
         except Exception as error:  # whatever vLLM makes of a refusal
-            parts = []
-            while error is not None:
-                parts.append(str(error))
-                error = error.__cause__ or error.__context__
-            print("REFUSED", json.dumps(" / ".join(parts)), flush=True)
+            print("REFUSED", json.dumps(" / ".join(sentences(error))), flush=True)
             continue
         for job in told["jobs"]:
-            print("RESULT", json.dumps(do(engine, job)), flush=True)
+            print("RESULT", json.dumps(tried(engine, job)), flush=True)
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()

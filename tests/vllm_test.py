@@ -9,12 +9,14 @@ Needs PyTorch, and vLLM on the CPU for the engines; says so and ends well where 
 KVQ_BIN_DIR says where kvqd is.
 """
 import concurrent.futures
+import copy
 import importlib.util
 import json
 import os
 import pickle
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import threading
 import unittest
 import unittest.mock
+import urllib.error
 import urllib.request
 from types import SimpleNamespace
 
@@ -38,7 +41,7 @@ except ImportError as missing:
 import kvq.vllm
 from kvq.vllm import checks
 from kvq.vllm.plan import Layers, Planner
-from kvq.vllm.worker import NEAR_ROWS, Table, Worker
+from kvq.vllm.worker import NEAR_ROWS, Table, Worker, stored_dim
 
 LAYERS, Q_HEADS, KV_HEADS, DIM, IDS, LONGEST = 3, 4, 2, 64, 50, 1024
 NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
@@ -47,10 +50,11 @@ NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
 class Tokens:
     """K, V and Q of a token: by its id, where it stands, and the layer."""
 
-    def __init__(self):
+    def __init__(self, dim=DIM):
         make = torch.Generator().manual_seed(3)
+        self.dim = dim
         self.by_id, self.by_place = (
-            torch.randn(n, LAYERS, KV_HEADS + Q_HEADS, 2, DIM, generator=make)
+            torch.randn(n, LAYERS, KV_HEADS + Q_HEADS, 2, dim, generator=make)
             for n in (IDS, LONGEST))
 
     def of(self, ids, first, layer):
@@ -70,8 +74,8 @@ class Engine:
         table = self.worker.table = Table.__new__(Table)
         table.numbers = {f"layer {i}": i for i in range(LAYERS)}
         table.q_heads, table.kv_heads = Q_HEADS, KV_HEADS
-        table.head_dim = table.stored_dim = DIM
-        table.scales, table.layers = [(DIM ** -0.5, 0.0)] * LAYERS, LAYERS
+        table.head_dim, table.stored_dim = tokens.dim, stored_dim(tokens.dim)
+        table.scales, table.layers = [(tokens.dim ** -0.5, 0.0)] * LAYERS, LAYERS
         self.planner.layers = Layers(table.rows(), self.worker.options())
         self.placed, self.pages = {}, 100
 
@@ -143,7 +147,7 @@ class Engine:
 def attention(k, v, q, last):
     """Of the last queries, causal."""
     k, v = (x.half().float().repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q[-last:], k) * DIM ** -0.5
+    logits = torch.einsum("qhd,khd->hqk", q[-last:], k) * q.shape[2] ** -0.5
     n = len(k)
     hidden = torch.arange(n)[None] > torch.arange(n - last, n)[:, None]
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
@@ -191,6 +195,19 @@ class Steps(e2e_rig.Test):
         for piece in (64, NEAR_ROWS, NEAR_ROWS - 1, 300):
             self.near(engine.step([(one, 1), (long, piece)]))
         self.assertEqual(engine.worker.sessions["long"].refresh(), 64 + 2 * NEAR_ROWS - 1 + 300)
+
+    def test_heads_of_other_dimensions(self):
+        """Zeros are stored behind them; in steps that attend in this process, and longer ones."""
+        for dim in (80, 96, 192):
+            with self.subTest(dim):
+                engine = Engine(self.daemon.directory, Tokens(dim), prefix=False)
+                self.addCleanup(engine.close)
+                one, long = engine.ask("one", ids(20, 1), 10), engine.ask("long", ids(400, 2), 350)
+                self.near(engine.step([(one, None)]))
+                self.near(engine.step([(one, 1), (long, NEAR_ROWS + 40)]))
+                self.near(engine.step([(one, 1), (long, 50)]))
+                (layer,) = {(layer.head_dim,) for layer in engine.worker.table.rows()}
+                self.assertEqual(layer, (128 if dim < 128 else 256,))
 
     def test_preempted_requests_begin_anew(self):
         engine = self.engine(prefix=False)
@@ -356,7 +373,7 @@ class Refused(unittest.TestCase):
 
     def test_layers(self):
         for name, value, says in (
-                ("head_size", 96, "96"), ("alibi_slopes", [1.0], "ALiBi"),
+                ("head_size", 320, "320"), ("alibi_slopes", [1.0], "ALiBi"),
                 ("sinks", object(), "sinks"), ("sliding_window", 4096, "4096"),
                 ("kv_cache_dtype", "fp8", "fp8"), ("attn_type", "encoder_only", "encoder_only"),
                 ("kv_sharing_target_layer_name", "l", "other layers")):
@@ -385,13 +402,13 @@ def prompts(*counts, seed=0, common=()):
     return [[*common, *(draw.randrange(3, 256) for _ in range(n))] for n in counts]
 
 
-def make_model(folder):
+def make_model(folder, head_dim):
     """A Llama with random weights."""
     import transformers
     torch.manual_seed(7)
     sizes = transformers.LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, vocab_size=256, max_position_embeddings=4096,
+        num_key_value_heads=2, head_dim=head_dim, vocab_size=256, max_position_embeddings=4096,
         bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.08)
     transformers.LlamaForCausalLM(sizes).save_pretrained(folder)
 
@@ -403,35 +420,50 @@ JOBS = {  # prompts, and how many tokens are generated for each
     "first": ([COMMON], 4),
     "alike": (prompts(9, 41, seed=4, common=COMMON), 8),
     "many": (prompts(*(10 + 7 * i % 90 for i in range(64)), seed=5), 24),
+    "large": (prompts(*[240] * 8, seed=6), 180),
 }
 TIE = 0.02  # of logits from -3 to 3: near enough to change places over a cache in f16
 KVQ = {"kv_transfer_config": {
     "kv_connector": kvq.vllm.CONNECTOR, "kv_role": "kv_both",
     "kv_connector_extra_config": {"format": "16bit", "attention": "exact"}}}
+
+
+def over(directory):
+    """KVQ over another daemon."""
+    made = copy.deepcopy(KVQ)
+    made["kv_transfer_config"]["kv_connector_extra_config"]["runtime_dir"] = directory
+    return made
+
+
 SMALL = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
 
 
 @unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed")
 class Engines(e2e_rig.Test):
-    """Two engines over one daemon, the second with few pages and small steps, and a stock one."""
+    """Two engines over one daemon, the second with few pages and small steps; one over a daemon
+    that has too little memory for its job; and a stock one."""
     processes = "0"  # 1: vLLM's scheduler and its worker are processes of their own
+    head_dim = 64
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        make_model(os.path.join(cls.folder.name, "model"))
-        stock, _ = cls.run_engines([({}, JOBS)])
+        make_model(os.path.join(cls.folder.name, "model"), cls.head_dim)
+        stock, _ = cls.run_engines([({}, [n for n in JOBS if n != "large"])])
         cls.stock = stock[0]
         cls.start()
 
     @classmethod
     def start(cls):
         """What is held against the stock engine."""
-        (cls.plain, cls.small), cls.refused = cls.run_engines(
-            [(KVQ, [n for n in JOBS if n != "many"]), ({**KVQ, **SMALL}, ["many", "alike"]),
-             ({**KVQ, "enable_prefix_caching": True}, []), ({}, [])], KVQ_VLLM="1")
+        cramped = e2e_rig.Daemon(pool_bytes="4mb", extent_bytes="2mb")
+        cls.addClassCleanup(cramped.stop)
+        (cls.plain, cls.small, cls.full), cls.refused = cls.run_engines(
+            [(KVQ, ["single", "ragged", "first", "alike"]), ({**KVQ, **SMALL}, ["many", "alike"]),
+             ({**KVQ, "enable_prefix_caching": True}, []), ({}, []),
+             (over(cramped.directory), ["large"])], KVQ_VLLM="1")
 
     @classmethod
     def environment(cls):
@@ -467,6 +499,7 @@ class Engines(e2e_rig.Test):
                 "VLLM_ENABLE_V1_MULTIPROCESSING": cls.processes})
         if done.returncode:
             raise AssertionError(done.stderr[-5000:])
+        cls.said = done.stdout + done.stderr
         lines = [line.split(" ", 1) for line in done.stdout.splitlines()
                  if line.startswith(("RESULT ", "REFUSED "))]
         found = iter([json.loads(text) for kind, text in lines if kind == "RESULT"])
@@ -516,14 +549,27 @@ class Engines(e2e_rig.Test):
         self.assertIn("enable_prefix_caching=False", self.refused[0])
         self.assertIn("kv_transfer_config", self.refused[1])
 
+    def test_a_daemon_without_room(self):
+        """What kvqd says is what the engine says, not that a forward ended early."""
+        self.assertIn("E_NO_MEMORY", self.full["large"]["failed"][0])
+
 
 class Processes(Engines):
-    """The same where vLLM's scheduler and its worker are processes of their own, vLLM's default."""
+    """The same where vLLM's scheduler and its worker are processes of their own, vLLM's default;
+    with heads that kvqd stores zeros behind."""
     processes = "1"
+    head_dim = 96
 
     def test_refused(self):
-        """The engine's process says why on its way out."""
+        """The engine's processes say why on their way out."""
         self.assertEqual(len(self.refused), 2)
+        self.assertRegex(self.said, "NotImplementedError: kvq: .*enable_prefix_caching=False")
+        self.assertRegex(self.said, "NotImplementedError: kvq: .*kv_transfer_config")
+
+    def test_a_daemon_without_room(self):
+        """What the worker tells the scheduler."""
+        self.assertIn("failed", self.full["large"])
+        self.assertRegex(self.said, "RuntimeError: Worker failed with error 'E_NO_MEMORY")
 
 
 class Server(Engines):
@@ -541,22 +587,37 @@ class Server(Engines):
                    "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8",
                    "--port", str(port), "--kv-transfer-config",
                    json.dumps(KVQ["kv_transfer_config"])]
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={
-                **cls.environment(), "KVQ_VLLM": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        environment = {k: v for k, v in cls.environment().items()
+                       if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        cls.server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=e2e_rig.die_with_parent, env={
+                **environment, "KVQ_VLLM": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"})
-        rest = threading.Thread(target=lambda: [None for _ in server.stdout])
-        for last_first in server.stdout.close, rest.join, server.wait, server.terminate:
-            cls.addClassCleanup(last_first)
-        said = []
-        for line in server.stdout:
-            said.append(line)
+        cls.addClassCleanup(cls.stop)
+        cls.lines, cls.answers = [], threading.Event()
+        cls.reader = threading.Thread(target=cls.read)
+        cls.reader.start()
+        if not cls.answers.wait(900) or cls.server.poll() is not None:
+            raise AssertionError("".join(cls.lines)[-5000:])
+
+    @classmethod
+    def read(cls):
+        """What it says, to its end."""
+        for line in cls.server.stdout:
+            cls.lines.append(line)
             if "Application startup complete" in line:
-                break
-        else:
-            rest.start()
-            raise AssertionError("".join(said)[-5000:])
-        rest.start()
+                cls.answers.set()
+        cls.server.wait()
+        cls.answers.set()
+
+    @classmethod
+    def stop(cls):
+        cls.server.terminate()
+        cls.reader.join(e2e_rig.BOUND)
+        cls.server.kill()  # of no effect where it has ended
+        cls.reader.join()
+        cls.server.stdout.close()
 
     def complete(self, ids, count):
         """The tokens behind a prompt."""
@@ -589,9 +650,24 @@ class Server(Engines):
                               answer.read().decode())
         self.assertEqual(float(found[1]), 2 * 256)
 
+    def test_worker_that_is_killed(self):
+        """Its request fails, the server ends, and kvqd has nothing left of it. The last test of the
+        server, for that reason."""
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            begun = len([x for x in self.daemon.lines if "event=session_opened" in x])
+            answer = threads.submit(self.complete, prompts(20, seed=9)[0], 420)
+            self.daemon.wait_log("event=session_opened", begun + 1)
+            (worker,) = (c for c in self.daemon.ctl("client", "list") if c["name"] == "vllm worker")
+            os.kill(worker["pid"], signal.SIGKILL)
+            with self.assertRaises((urllib.error.URLError, ConnectionError)):
+                answer.result(e2e_rig.BOUND)
+        self.server.wait(e2e_rig.BOUND)
+        self.daemon.wait_gone(worker["id"])
+        self.assertEqual(self.daemon.ctl("session", "list"), [])
+
     test_prompts_that_an_earlier_engine_had = None
     test_64_requests_in_pieces_with_preemption = None
-    test_refused = None
+    test_refused = test_a_daemon_without_room = None
 
 
 SUITES = [Steps, Refused, Engines, Processes, Server]

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.v1.attention.backend import (AttentionBackend, AttentionImpl, AttentionMetadata,
                                        AttentionMetadataBuilder, AttentionType, MultipleOf)
 
-from .checks import HEAD_DIMS, check_config, check_layer, refuse
+from .checks import check_config, check_layer, refuse
 
 
 @dataclass
@@ -103,10 +103,6 @@ class KvqBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(1)]
-
-    @classmethod
-    def get_supported_head_sizes(cls):
-        return list(HEAD_DIMS)
 
     @classmethod
     def customize_spec(cls, spec):

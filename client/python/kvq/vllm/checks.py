@@ -104,9 +104,8 @@ def check_layer(layer):
     if layer["attn_type"] != "decoder":
         refuse(f"attention of type {layer['attn_type']}", "kvqd's attention is causal",
                "serve this model without KVQ_VLLM")
-    if layer["head_size"] not in HEAD_DIMS:
-        refuse(f"heads of {layer['head_size']} dimensions",
-               f"this plug-in serves {', '.join(map(str, HEAD_DIMS))}",
+    if layer["head_size"] > HEAD_DIMS[-1]:
+        refuse(f"heads of {layer['head_size']} dimensions", f"kvqd serves up to {HEAD_DIMS[-1]}",
                "serve this model without KVQ_VLLM")
     if layer["kv_cache_dtype"] not in ("auto", "float16", "bfloat16"):
         refuse(f"kv_cache_dtype={layer['kv_cache_dtype']!r}", "kvqd's format says how K and V are "

@@ -6,6 +6,8 @@ processes of their own. The planning one finds what kvqd already has of a prompt
 step, which sessions end and begin and what tokens each of them gets; the other one has the
 sessions.
 """
+import sys
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -69,6 +71,9 @@ class KvqConnector(KVConnectorBase_V1):
         """The attention has handed K and V over."""
 
     def wait_for_save(self):
+        if sys.exc_info()[0] is not None:  # vLLM calls this on its way out of a failed forward too:
+            self.worker.abort()            # what failed is said by that, and is not to be hidden
+            return
         self.worker.finished(self._get_connector_metadata())
 
     def shutdown(self):

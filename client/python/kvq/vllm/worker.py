@@ -14,10 +14,16 @@ from kvq import _ffi
 from kvq._ffi import lib
 from kvq.errors import check
 
+from ..client import HEAD_DIMS
 from ..memory import CODES, Desk
 from .checks import refuse
 
 NEAR_ROWS = 256  # tokens of a step that attends here
+
+
+def stored_dim(head_dim):
+    """What kvqd stores for heads of so many dimensions, with zeros behind them."""
+    return min(dim for dim in HEAD_DIMS if dim >= head_dim)
 
 
 class Table:
@@ -40,13 +46,13 @@ class Table:
             refuse("layers with other numbers of heads than others", "not done",
                    "serve this model without KVQ_VLLM")
         ((self.q_heads, self.kv_heads, self.head_dim),) = shapes
-        self.stored_dim = self.head_dim
+        self.stored_dim = stored_dim(self.head_dim)
         self.scales = [(i.scale, i.softcap) for i in impls]
         self.layers = len(names)
 
     def rows(self):
-        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, scale=scale, softcap=softcap)
-                for scale, softcap in self.scales]
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.stored_dim, scale=scale,
+                          softcap=softcap) for scale, softcap in self.scales]
 
 
 class Worker:
