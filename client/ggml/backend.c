@@ -28,7 +28,7 @@ struct layout {
     size_t size;
     int64_t cells;
     bool in_use; // by a cache: all nodes that touch it are taken, and refused if they must be
-    bool told;   // the user, that layers are left to llama.cpp
+    bool told;   // that layers are left to llama.cpp: one line on stderr is enough
     uint32_t n;
     bool taken[KVQ_GGML_LAYERS]; // as ggml was told last
     bool read[KVQ_GGML_LAYERS];  // by something else than flash attention: never taken again
@@ -141,28 +141,20 @@ static bool keep(const struct kvq_ggml_layer *layer, bool taken)
     return layout->taken[i];
 }
 
-// NULL if an attention is one that kvqd serves, else why not.
-static const char *unserved(const struct ggml_tensor *op, struct kvq_ggml_layer *layer)
+// NULL if an attention is one that kvqd serves, else what it has that kvqd does not serve.
+static const char *unserved(const struct ggml_tensor *op, const struct kvq_ggml_layer *layer)
 {
-    const struct ggml_tensor *q = op->src[0], *k = op->src[1], *mask = op->src[3];
-    float params[3]; // scale, ALiBi's bias, soft-cap
-    memcpy(params, op->op_params, sizeof params);
-    layer->shape = (struct kvq_layer){.q_heads = (uint16_t)q->ne[2],
-                                      .kv_heads = (uint16_t)k->ne[2],
-                                      .k_dim = (uint16_t)k->ne[0],
-                                      .v_dim = (uint16_t)op->src[2]->ne[0],
-                                      .scale = params[0],
-                                      .softcap = params[2]};
-    if ((k->ne[0] != 64 && k->ne[0] != 128 && k->ne[0] != 256) || op->src[2]->ne[0] != k->ne[0])
-        return "its heads have other dimensions than 64, 128 or 256";
+    const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
+    if ((k->ne[0] != 64 && k->ne[0] != 128 && k->ne[0] != 256) || v->ne[0] != k->ne[0])
+        return "heads of other dimensions than 64, 128 or 256";
     if (layer->k->ne[0] != k->ne[0] * k->ne[2] || layer->v->ne[0] != layer->k->ne[0] ||
         q->ne[2] % k->ne[2] || q->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32)
-        return "its K, V and Q are not laid out as kvq knows them";
+        return "K, V or Q that are not laid out as kvq knows them";
     if (layer->k->ne[2] > KVQ_GGML_STREAMS)
-        return "there are more than 64 sequences";
+        return "more than 64 sequences";
     if (!mask || mask->type != GGML_TYPE_F16)
-        return "its mask is of another kind";
-    return params[1] != 0 ? "it has ALiBi" : op->src[4] ? "it has attention sinks" : NULL;
+        return "a mask of another kind";
+    return kvq_ggml_extra(op);
 }
 
 // Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have
@@ -185,19 +177,21 @@ static bool has_window(const struct kvq_ggml_layer *layer)
 
 static bool takes_attention(const struct ggml_tensor *op)
 {
-    struct kvq_ggml_layer layer = {.k = root(op->src[1]), .v = root(op->src[2])};
+    struct kvq_ggml_layer layer = {
+        .k = root(op->src[1]), .v = root(op->src[2]), .shape = kvq_ggml_shape(op)};
     int number;
     if (!is_cache(layer.k, 'k', &layer.number) || !is_cache(layer.v, 'v', &number) ||
         number != layer.number || layer.k->buffer != layer.v->buffer)
         return false;
     const char *why = unserved(op, &layer);
     if (!why && has_window(&layer))
-        why = "it has a sliding window, or its cache is as large as that of layers that have one";
+        why = "a sliding window, or a cache as large as that of layers that have one";
     const bool taken = keep(&layer, !why);
     struct layout *layout = layout_of(layer.k->buffer);
     if (why && layout && !layout->told) {
         layout->told = true;
-        kvq_ggml_refuse("attention of layer %d, and of others like it, is left to llama.cpp: %s",
+        kvq_ggml_refuse("attention of layer %d, and of others like it, is left to llama.cpp; it "
+                        "has %s",
                         layer.number, why);
     }
     return taken;
@@ -222,6 +216,13 @@ static bool is_taken(const struct ggml_tensor *tensor)
     return layout && layout->taken[i];
 }
 
+// Whether a node computes nothing; such nodes go to whichever backend ggml likes.
+static bool is_view(const struct ggml_tensor *op)
+{
+    return op->op == GGML_OP_NONE || op->op == GGML_OP_RESHAPE || op->op == GGML_OP_VIEW ||
+           op->op == GGML_OP_PERMUTE || op->op == GGML_OP_TRANSPOSE;
+}
+
 // Whether a node reads or writes a cache that kvqd has.
 static bool touches_one_in_use(const struct ggml_tensor *op)
 {
@@ -239,15 +240,9 @@ static bool takes(const struct ggml_tensor *op)
 {
     struct layout *layout;
     uint32_t at;
-    if (touches_one_in_use(op))
-        return true; // ggml's own backends would find nothing there
+    if (is_view(op) || touches_one_in_use(op))
+        return true; // ggml's own backends would find nothing in a cache that kvqd has
     switch (op->op) {
-    case GGML_OP_NONE:
-    case GGML_OP_RESHAPE:
-    case GGML_OP_VIEW:
-    case GGML_OP_PERMUTE:
-    case GGML_OP_TRANSPOSE:
-        return true;
     case GGML_OP_FLASH_ATTN_EXT:
         return takes_attention(op);
     case GGML_OP_SET_ROWS:
@@ -345,13 +340,9 @@ static bool compute(struct backend *backend, struct ggml_tensor *node)
     case GGML_OP_FLASH_ATTN_EXT:
         cache = find(backend, root(node->src[1]), &layer, &is_v);
         return cache && kvq_ggml_cache_attend(cache, layer, node);
-    case GGML_OP_NONE:
-    case GGML_OP_RESHAPE:
-    case GGML_OP_VIEW:
-    case GGML_OP_PERMUTE:
-    case GGML_OP_TRANSPOSE:
-        return true;
     default:
+        if (is_view(node))
+            return true;
         lose(backend, node);
         return kvq_ggml_refuse("llama.cpp changes or reads K and V that kvqd has (%s), as for a "
                                "context shift; start without it, with a context (-c) that is long "
@@ -449,7 +440,7 @@ static bool device_supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_
 static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
 {
     (void)params;
-    static uint8_t guid[16] = "kvq for ggml   ";
+    static uint8_t guid[16] = "kvq for ggml";
     ggml_backend_t backend = calloc(1, sizeof *backend);
     struct backend *own = calloc(1, sizeof *own);
     const struct kvq_connect_options options = {.name = "llama.cpp"};

@@ -12,16 +12,19 @@
 #include <string.h>
 
 enum {
-    NEAR_ROWS = 64,          // tokens of a step that attends here
-    FAR_ROWS = 32768,        // .. and of any: of one session in a request
+    NEAR_ROWS = 64,          // tokens of a step that attends in this process, at most
+    FAR_ROWS = 32768,        // tokens of one session in a request to kvqd, at most
     ALIGNMENT = 64,          // of tensors in a buffer
-    MINUS_INFINITY = 0xfc00, // in 16 bits: a masked cell
+    MINUS_INFINITY = 0xfc00, // in fp16: a masked cell
 };
 
-// What a step's tensors travel in.
+// What a step's tensors travel in: K and V of the kept layers by turns, Q, the output, and the
+// numbers of the tokens.
 struct desk {
     kvq_buffer *buffer;
-    uint32_t rows, kept; // tokens; layers whose K and V have a place each, the others by turns
+    uint32_t rows, kept; // tokens; layers whose K and V have a place each
+    uint64_t kv_bytes;   // of K, or of V
+    uint64_t q_at, out_at, ids_at;
 };
 
 enum state { IDLE, GIVEN, UNDER_WAY };
@@ -41,8 +44,7 @@ struct kvq_ggml_cache {
     struct kvq_entry entries[KVQ_GGML_STREAMS]; // .position: the tokens before it
     uint32_t which[KVQ_GGML_STREAMS];           // their streams
 
-    uint32_t n_layers;
-    struct kvq_ggml_layer layers[];
+    struct kvq_ggml_layer layers[]; // all.n_layers
 };
 
 bool kvq_ggml_refuse(const char *format, ...)
@@ -56,9 +58,38 @@ bool kvq_ggml_refuse(const char *format, ...)
     return false;
 }
 
-static bool refuse_kvq(const char *what)
+bool kvq_ggml_failed(const char *what)
 {
     return kvq_ggml_refuse("%s: %s", what, kvq_error_text());
+}
+
+// What ggml keeps in an attention's op_params.
+struct params {
+    float scale, alibi, softcap;
+};
+
+static struct params params_of(const struct ggml_tensor *attention)
+{
+    struct params params;
+    memcpy(&params, attention->op_params, sizeof params);
+    return params;
+}
+
+struct kvq_layer kvq_ggml_shape(const struct ggml_tensor *attention)
+{
+    const struct ggml_tensor *q = attention->src[0], *k = attention->src[1], *v = attention->src[2];
+    const struct params params = params_of(attention);
+    return (struct kvq_layer){.q_heads = (uint16_t)q->ne[2],
+                              .kv_heads = (uint16_t)k->ne[2],
+                              .k_dim = (uint16_t)k->ne[0],
+                              .v_dim = (uint16_t)v->ne[0],
+                              .scale = params.scale,
+                              .softcap = params.softcap};
+}
+
+const char *kvq_ggml_extra(const struct ggml_tensor *attention)
+{
+    return params_of(attention).alibi != 0 ? "ALiBi" : attention->src[4] ? "attention sinks" : NULL;
 }
 
 struct kvq_ggml_cache *kvq_ggml_cache_new(struct kvq_ggml_daemon *daemon,
@@ -66,11 +97,8 @@ struct kvq_ggml_cache *kvq_ggml_cache_new(struct kvq_ggml_daemon *daemon,
 {
     struct kvq_ggml_cache *cache = calloc(1, sizeof *cache + n * sizeof *layers);
     if (cache) {
-        cache->all.daemon = daemon;
-        cache->all.layers = cache->layers;
-        cache->all.n_layers = cache->n_layers = n;
-        cache->all.cells = (uint64_t)layers[0].k->ne[1];
         memcpy(cache->layers, layers, n * sizeof *layers);
+        kvq_ggml_sessions_init(&cache->all, daemon, cache->layers, n);
     }
     return cache;
 }
@@ -90,10 +118,12 @@ void kvq_ggml_cache_free(struct kvq_ggml_cache *cache)
 int kvq_ggml_cache_find(const struct kvq_ggml_cache *cache, const struct ggml_tensor *tensor,
                         bool *is_v)
 {
-    for (uint32_t i = 0; i < cache->n_layers; i++) {
-        *is_v = cache->layers[i].v == tensor;
-        if (*is_v || cache->layers[i].k == tensor)
-            return (int)i;
+    const uint32_t n = cache->all.n_layers;
+    for (uint32_t i = 0; i < n; i++) { // from the layer on that is expected
+        const struct kvq_ggml_layer *layer = &cache->layers[(cache->next + i) % n];
+        *is_v = layer->v == tensor;
+        if (*is_v || layer->k == tensor)
+            return (int)(layer - cache->layers);
     }
     return -1;
 }
@@ -109,40 +139,12 @@ static uint64_t aligned(uint64_t bytes)
 static uint64_t widest(const struct kvq_ggml_cache *cache, bool of_q)
 {
     uint64_t most = 0;
-    for (uint32_t i = 0; i < cache->n_layers; i++) {
+    for (uint32_t i = 0; i < cache->all.n_layers; i++) {
         const struct kvq_layer *shape = &cache->layers[i].shape;
         const uint64_t own = (uint64_t)(of_q ? shape->q_heads : shape->kv_heads) * shape->k_dim;
         most = own > most ? own : most;
     }
     return most;
-}
-
-static uint64_t bytes_of(const struct kvq_ggml_cache *cache, const struct desk *desk, bool of_q)
-{
-    return aligned(desk->rows * widest(cache, of_q) * sizeof(float));
-}
-
-// Places in a desk: K and V of the kept layers by turns, then Q, the output,
-// and the numbers of the tokens.
-static uint64_t place(const struct kvq_ggml_cache *cache, uint32_t layer, bool is_v)
-{
-    const struct desk *desk = cache->desk;
-    return (2 * (layer % desk->kept) + is_v) * bytes_of(cache, desk, false);
-}
-
-static uint64_t q_place(const struct kvq_ggml_cache *cache)
-{
-    return 2 * cache->desk->kept * bytes_of(cache, cache->desk, false);
-}
-
-static uint64_t out_place(const struct kvq_ggml_cache *cache)
-{
-    return q_place(cache) + bytes_of(cache, cache->desk, true);
-}
-
-static uint64_t ids_place(const struct kvq_ggml_cache *cache)
-{
-    return out_place(cache) + bytes_of(cache, cache->desk, true);
 }
 
 static char *at(const struct kvq_ggml_cache *cache, uint64_t offset)
@@ -161,11 +163,22 @@ static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
         return true;
     kvq_buffer_close(&desk->buffer);
     desk->rows = near ? NEAR_ROWS : rows;
-    desk->kept = near ? cache->n_layers : 1;
-    const uint64_t bytes = ids_place(cache) + desk->rows * sizeof(int32_t);
+    desk->kept = near ? cache->all.n_layers : 1;
+    const uint64_t q_bytes = aligned(desk->rows * widest(cache, true) * sizeof(float));
+    desk->kv_bytes = aligned(desk->rows * widest(cache, false) * sizeof(float));
+    desk->q_at = 2 * desk->kept * desk->kv_bytes;
+    desk->out_at = desk->q_at + q_bytes;
+    desk->ids_at = desk->out_at + q_bytes;
+    const uint64_t bytes = desk->ids_at + desk->rows * sizeof(int32_t);
     if (kvq_buffer_create(cache->all.daemon->client, bytes, &desk->buffer))
-        return refuse_kvq("no buffer for a step");
+        return kvq_ggml_failed("no buffer for a step");
     return true;
+}
+
+// Where K or V of a layer lies.
+static uint64_t place(const struct desk *desk, uint32_t layer, bool is_v)
+{
+    return (2 * (layer % desk->kept) + is_v) * desk->kv_bytes;
 }
 
 // ---- Steps ----------------------------------------------------------------------------------
@@ -182,7 +195,7 @@ static bool give_up(struct kvq_ggml_cache *cache)
         kvq_local_abort(cache->all.local);
     else if (cache->state == UNDER_WAY &&
              kvq_step_abort(cache->all.daemon->queue, cache->number, NULL, 0))
-        refuse_kvq("a step stays open");
+        kvq_ggml_failed("a step stays open");
     cache->state = IDLE;
     cache->next = 0;
     cache->has_k = cache->has_v = false;
@@ -191,7 +204,7 @@ static bool give_up(struct kvq_ggml_cache *cache)
 
 static bool refuse_step(struct kvq_ggml_cache *cache, const char *what)
 {
-    refuse_kvq(what);
+    kvq_ggml_failed(what);
     return give_up(cache);
 }
 
@@ -207,7 +220,7 @@ static bool went(const struct kvq_ggml_cache *cache, int code)
 // Learns from the cells of a forward's tokens which streams it has, and where they go on.
 static bool plan(struct kvq_ggml_cache *cache, const struct ggml_tensor *cells)
 {
-    const int64_t *cell = cells->data, rows = cells->ne[0], size = cache->layers[0].k->ne[1];
+    const int64_t *cell = cells->data, rows = cells->ne[0], size = (int64_t)cache->all.cells;
     uint32_t n = 0;
     if (rows > FAR_ROWS)
         return kvq_ggml_refuse("a step of %lld tokens is longer than %d; start with a smaller "
@@ -262,7 +275,7 @@ bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v
                         cache->layers[layer].number, cache->layers[cache->next].number);
         return give_up(cache);
     }
-    char *to = at(cache, place(cache, layer, is_v));
+    char *to = at(cache, place(cache->desk, layer, is_v));
     for (uint32_t i = 0; i < cache->rows; i++)
         memcpy(to + i * width, (const char *)rows->data + i * rows->nb[1], width);
     *(is_v ? &cache->has_v : &cache->has_k) = true;
@@ -302,21 +315,18 @@ static bool check_mask(const struct kvq_ggml_cache *cache, const struct ggml_ten
 static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
                             const struct ggml_tensor *attention)
 {
-    const struct kvq_layer *shape = &cache->layers[layer].shape;
+    const struct kvq_layer *planned = &cache->layers[layer].shape, now = kvq_ggml_shape(attention);
     const struct ggml_tensor *q = attention->src[0], *mask = attention->src[3];
-    if (q->ne[0] != shape->k_dim || q->ne[2] != shape->q_heads || q->ne[1] != cache->each ||
-        q->ne[3] != cache->n)
-        return kvq_ggml_refuse("layer %d asks for %lld tokens of %lld streams with %lld heads, "
-                               "where %u of %u with %u were expected",
+    if (q->ne[1] != cache->each || q->ne[3] != cache->n)
+        return kvq_ggml_refuse("layer %d asks for %lld tokens of %lld streams, where %u of %u were "
+                               "expected",
                                cache->layers[layer].number, (long long)q->ne[1],
-                               (long long)q->ne[3], (long long)q->ne[2], cache->each, cache->n,
-                               shape->q_heads);
-    float params[3]; // scale, ALiBi's bias, soft-cap
-    memcpy(params, attention->op_params, sizeof params);
-    if (params[0] != shape->scale || params[1] != 0 || params[2] != shape->softcap ||
-        attention->src[4])
-        return kvq_ggml_refuse("layer %d attends with another scale, soft-cap or bias than it was "
-                               "planned with",
+                               (long long)q->ne[3], cache->each, cache->n);
+    if (now.q_heads != planned->q_heads || now.kv_heads != planned->kv_heads ||
+        now.k_dim != planned->k_dim || now.v_dim != planned->v_dim || q->ne[0] != now.k_dim ||
+        now.scale != planned->scale || now.softcap != planned->softcap || kvq_ggml_extra(attention))
+        return kvq_ggml_refuse("layer %d attends with other heads, another scale, soft-cap or bias "
+                               "than it was planned with",
                                cache->layers[layer].number);
     if (cache->next && mask == cache->mask && mask->data == cache->mask_data)
         return true;
@@ -327,7 +337,7 @@ static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
 
 static bool begin(struct kvq_ggml_cache *cache)
 {
-    const struct kvq_ids told = {cache->desk->buffer, ids_place(cache)};
+    const struct kvq_ids told = {cache->desk->buffer, cache->desk->ids_at};
     int32_t *ids = (void *)at(cache, told.offset);
     for (uint32_t i = 0; i < cache->n; i++) {
         const uint32_t which = cache->which[i];
@@ -343,7 +353,7 @@ static bool begin(struct kvq_ggml_cache *cache)
                                     : kvq_step_begin_ids(cache->all.daemon->queue, cache->entries,
                                                          cache->n, &told, &cache->number);
     if (code)
-        return refuse_kvq("no step");
+        return kvq_ggml_failed("no step");
     cache->state = UNDER_WAY;
     return went(cache, code) || refuse_step(cache, "no step");
 }
@@ -351,7 +361,7 @@ static bool begin(struct kvq_ggml_cache *cache)
 // Ends the step behind its last layer.
 static bool end(struct kvq_ggml_cache *cache)
 {
-    const struct kvq_step_work work = {.ids = {cache->desk->buffer, ids_place(cache)}};
+    const struct kvq_step_work work = {.ids = {cache->desk->buffer, cache->desk->ids_at}};
     const int code =
         is_near(cache)
             ? kvq_local_end(cache->all.local, &work, cache->entries, cache->n)
@@ -372,7 +382,7 @@ static bool end(struct kvq_ggml_cache *cache)
 static void take_queries(const struct kvq_ggml_cache *cache, const struct ggml_tensor *q)
 {
     const size_t head = (size_t)q->ne[0] * sizeof(float), heads = (size_t)q->ne[2];
-    char *to = at(cache, q_place(cache));
+    char *to = at(cache, cache->desk->q_at);
     for (uint32_t s = 0; s < cache->n; s++) {
         for (uint32_t t = 0; t < cache->each; t++) {
             const char *from = (const char *)q->data + s * q->nb[3] + t * q->nb[1];
@@ -397,23 +407,23 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
     const struct kvq_work work = {
         .step = is_near(cache) ? 0 : cache->number,
         .layer = layer,
-        .k = kvq_tensor_make(buffer, place(cache, layer, false), shape->kv_heads, dim,
+        .k = kvq_tensor_make(buffer, place(cache->desk, layer, false), shape->kv_heads, dim,
                              KVQ_DTYPE_F32),
-        .v =
-            kvq_tensor_make(buffer, place(cache, layer, true), shape->kv_heads, dim, KVQ_DTYPE_F32),
-        .q = kvq_tensor_make(buffer, q_place(cache), shape->q_heads, dim, KVQ_DTYPE_F32),
-        .out = kvq_tensor_make(buffer, out_place(cache), shape->q_heads, dim, KVQ_DTYPE_F32)};
+        .v = kvq_tensor_make(buffer, place(cache->desk, layer, true), shape->kv_heads, dim,
+                             KVQ_DTYPE_F32),
+        .q = kvq_tensor_make(buffer, cache->desk->q_at, shape->q_heads, dim, KVQ_DTYPE_F32),
+        .out = kvq_tensor_make(buffer, cache->desk->out_at, shape->q_heads, dim, KVQ_DTYPE_F32)};
     const int code =
         is_near(cache)
             ? kvq_local_attend(cache->all.local, &work, cache->entries, cache->n)
             : kvq_append_attend(cache->all.daemon->queue, &work, cache->entries, cache->n);
     if (!went(cache, code))
         return refuse_step(cache, "attention failed");
-    memcpy(node->data, at(cache, out_place(cache)),
+    memcpy(node->data, at(cache, cache->desk->out_at),
            (size_t)cache->rows * shape->q_heads * dim * sizeof(float));
     cache->has_k = cache->has_v = false;
     cache->next++;
-    return cache->next < cache->n_layers || end(cache);
+    return cache->next < cache->all.n_layers || end(cache);
 }
 
 void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache)

@@ -60,7 +60,14 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
 // llama.cpp has changed the cache by itself: what goes on over it is refused until it begins anew.
 void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache);
 
+// What a FLASH_ATTN_EXT says of its layer's shape, scale and soft-cap.
+struct kvq_layer kvq_ggml_shape(const struct ggml_tensor *attention);
+// Whether it has what kvqd does not serve: NULL, "ALiBi" or "attention sinks".
+const char *kvq_ggml_extra(const struct ggml_tensor *attention);
+
 // "kvq: " and a sentence on stderr; always false.
 bool kvq_ggml_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
+// The same, of a call of libkvq that failed: what it was for, and what the library says.
+bool kvq_ggml_failed(const char *what);
 
 #endif

@@ -12,94 +12,91 @@
 #include <unistd.h>
 
 enum {
-    ROLLBACK =
-        32, // tokens that llama.cpp may take back cheaply, unless the user says another number
+    ROLLBACK = 32,        // tokens that llama.cpp takes back without loss, unless told otherwise
     MOST_ROLLBACK = 1024, // that kvqd takes
     MOST_NAME = 100,      // bytes, before the number of a stream
 };
 
-static bool refuse_kvq(const char *what)
+void kvq_ggml_sessions_init(struct kvq_ggml_sessions *all, struct kvq_ggml_daemon *daemon,
+                            const struct kvq_ggml_layer *layers, uint32_t n)
 {
-    return kvq_ggml_refuse("%s: %s", what, kvq_error_text());
+    uint64_t random[2] = {(uint64_t)getpid(), 0}; // if the system has none: the salt is no secret
+    (void)!getrandom(random, sizeof random, 0);
+    *all = (struct kvq_ggml_sessions){.daemon = daemon,
+                                      .layers = layers,
+                                      .n_layers = n,
+                                      .cells = (uint64_t)layers[0].k->ne[1],
+                                      .next_id = (int32_t)(random[1] & INT32_MAX),
+                                      .last_stamp = random[1]};
+    snprintf(all->salt, sizeof all->salt, "%016llx", (unsigned long long)random[0]);
 }
 
 // ---- Options --------------------------------------------------------------------------------
 
-static uint32_t rollback(void)
-{
-    const char *told = getenv("KVQ_LLAMA_ROLLBACK");
-    return told ? (uint32_t)strtoul(told, NULL, 10) : ROLLBACK;
-}
+// What the environment asks for.
+struct asked {
+    const char *format, *name; // name: NULL if none
+    uint8_t attention;
+    uint32_t rollback;
+};
 
-static const char *asked_name(void)
+static bool ask(struct asked *asked)
 {
-    return getenv("KVQ_LLAMA_SESSION");
-}
-
-// The path of attention that the user asked for.
-static uint8_t asked_path(void)
-{
-    const char *told = getenv("KVQ_LLAMA_ATTENTION");
-    if (!told)
-        return KVQ_ATTENTION_DEFAULT;
-    return strcmp(told, "exact") ? KVQ_ATTENTION_FAST : KVQ_ATTENTION_EXACT;
-}
-
-static bool check_options(void)
-{
-    const char *path = getenv("KVQ_LLAMA_ATTENTION"), *back = getenv("KVQ_LLAMA_ROLLBACK");
-    char *end = "";
+    const char *format = getenv("KVQ_LLAMA_FORMAT"), *path = getenv("KVQ_LLAMA_ATTENTION");
+    const char *back = getenv("KVQ_LLAMA_ROLLBACK");
+    *asked = (struct asked){.format = format ? format : "kvq2",
+                            .name = getenv("KVQ_LLAMA_SESSION"),
+                            .attention = KVQ_ATTENTION_DEFAULT,
+                            .rollback = ROLLBACK};
     if (path && strcmp(path, "exact") && strcmp(path, "fast"))
         return kvq_ggml_refuse("KVQ_LLAMA_ATTENTION is \"%s\"; give exact or fast", path);
-    if (back && (!*back || strspn(back, "0123456789") != strlen(back) ||
-                 strtoul(back, &end, 10) > MOST_ROLLBACK))
-        return kvq_ggml_refuse("KVQ_LLAMA_ROLLBACK is \"%s\"; give tokens, 0 to %d", back,
-                               MOST_ROLLBACK);
-    if (asked_name() && strlen(asked_name()) > MOST_NAME)
+    if (path)
+        asked->attention = *path == 'e' ? KVQ_ATTENTION_EXACT : KVQ_ATTENTION_FAST;
+    if (back) {
+        const unsigned long told = strtoul(back, NULL, 10);
+        if (!*back || strspn(back, "0123456789") != strlen(back) || told > MOST_ROLLBACK)
+            return kvq_ggml_refuse("KVQ_LLAMA_ROLLBACK is \"%s\"; give tokens, 0 to %d", back,
+                                   MOST_ROLLBACK);
+        asked->rollback = (uint32_t)told;
+    }
+    if (asked->name && strlen(asked->name) > MOST_NAME)
         return kvq_ggml_refuse("KVQ_LLAMA_SESSION has %zu bytes; give a name of at most %d",
-                               strlen(asked_name()), MOST_NAME);
+                               strlen(asked->name), MOST_NAME);
     return true;
 }
 
 // What options point to.
 struct words {
-    char name[128];
+    char name[MOST_NAME + 28];
     struct kvq_layer shapes[KVQ_GGML_LAYERS];
 };
 
-// A secret of this cache, and numbers to begin with that no other process has.
-static void draw(struct kvq_ggml_sessions *all)
-{
-    uint64_t random[2] = {(uint64_t)getpid(), 0};
-    (void)!getrandom(random, sizeof random, 0);
-    snprintf(all->salt, sizeof all->salt, "%016llx", (unsigned long long)random[0]);
-    all->next_id = (int32_t)(random[1] & INT32_MAX);
-    all->last_stamp = random[1];
-}
-
-static void describe(struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
+// Options of a session for this stream. False: the environment asks for what there is not.
+static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
                      uint32_t which, struct words *words, struct kvq_session_options *options)
 {
-    const char *format = getenv("KVQ_LLAMA_FORMAT"), *name = stream->spared ? NULL : asked_name();
+    struct asked asked;
+    if (!ask(&asked))
+        return false;
+    const char *name = stream->spared ? NULL : asked.name;
     for (uint32_t i = 0; i < all->n_layers; i++)
         words->shapes[i] = all->layers[i].shape;
-    if (!all->salt[0])
-        draw(all);
     snprintf(words->name, sizeof words->name, which ? "%s-%u" : "%s", name ? name : "", which);
     *options = (struct kvq_session_options){.name = name ? words->name : NULL,
                                             .model = "llama.cpp",
                                             .salt = name ? words->name : all->salt,
                                             .layers = words->shapes,
                                             .n_layers = all->n_layers,
-                                            .format = format ? format : "kvq2",
-                                            .attention = asked_path(),
-                                            .max_rollback = rollback()};
+                                            .format = asked.format,
+                                            .attention = asked.attention,
+                                            .max_rollback = asked.rollback};
+    return true;
 }
 
 // ---- Opening --------------------------------------------------------------------------------
 
 // Gives the memory of a stream in llama.cpp's own tensor back to the system: it holds nothing, and
-// reads as zeros. It is private and anonymous, or madvise fails and nothing is lost.
+// reads as zeros. ggml's buffers on the CPU are private anonymous memory.
 static void release(const struct ggml_tensor *tensor, uint32_t which)
 {
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -132,7 +129,7 @@ static bool open_local(struct kvq_ggml_sessions *all)
                                               .parallel = PARALLEL,
                                               .parallel_context = all};
     return !kvq_local_open(all->daemon->queue, &options, &all->local) ||
-           refuse_kvq("no attention in this process");
+           kvq_ggml_failed("no attention in this process");
 }
 
 // The session of a stream. One with a name may be there.
@@ -144,14 +141,19 @@ static bool open_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *
         release(all->layers[i].k, which);
         release(all->layers[i].v, which);
     }
-    if (!check_options() || (!all->local && !open_local(all)))
+    if (!all->local && !open_local(all))
         return false;
     if (kvq_session_open(all->daemon->client, options, &stream->session, &info))
-        return refuse_kvq("no session");
+        return kvq_ggml_failed("no session");
     stream->tokens = info.tokens;
     if (info.created && !stream->ids)
         stream->ids = calloc(all->cells, sizeof *stream->ids);
-    return !kvq_local_add(all->local, stream->session) || refuse_kvq("no session");
+    if (kvq_local_add(all->local, stream->session)) {
+        kvq_ggml_failed("no session");
+        kvq_ggml_stream_close(all, stream);
+        return false;
+    }
+    return true;
 }
 
 static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
@@ -159,7 +161,8 @@ static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *str
 {
     struct words words;
     struct kvq_session_options options;
-    describe(all, stream, which, &words, &options);
+    if (!describe(all, stream, which, &words, &options))
+        return false;
     options.prompt_tokens = rows;
     return open_session(all, stream, which, &options);
 }
@@ -172,12 +175,14 @@ void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_
     *stream = (struct kvq_ggml_stream){0};
 }
 
+// Destroys the session. llama.cpp's cells are not taken on trust again before the next step.
 static void drop(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
 {
     if (stream->session)
         (void)kvq_session_drop(all->daemon->client, stream->session);
     stream->session = 0;
-    stream->tokens = stream->stamp = 0;
+    stream->tokens = 0;
+    stream->stamp = KVQ_GGML_LOST;
 }
 
 // ---- The stamp -------------------------------------------------------------------------------
@@ -223,7 +228,7 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
         bytes += (uint64_t)2 * tail->tokens * all->layers[i].shape.kv_heads *
                  all->layers[i].shape.k_dim * sizeof(uint16_t);
     if (kvq_buffer_create(all->daemon->client, bytes, &tail->buffer))
-        return refuse_kvq("no buffer to go back");
+        return kvq_ggml_failed("no buffer to go back");
     bytes = 0;
     for (uint32_t i = 0; i < all->n_layers; i++) {
         const struct kvq_layer *shape = &all->layers[i].shape;
@@ -238,7 +243,7 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
         struct kvq_entry entry = {
             .session = stream->session, .position = tail->first, .append = tail->tokens};
         if (kvq_read(all->daemon->queue, &work, &entry, 1) || entry.status)
-            return refuse_kvq("tokens are not read back");
+            return kvq_ggml_failed("tokens are not read back");
     }
     return true;
 }
@@ -253,7 +258,7 @@ static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_str
     struct kvq_entry entry = {
         .session = stream->session, .position = stream->tokens, .append = tail->tokens};
     if (kvq_step(all->daemon->queue, &work, &entry, 1) || entry.status)
-        return refuse_kvq("tokens are not given back");
+        return kvq_ggml_failed("tokens are not given back");
     stream->tokens = entry.value;
     return true;
 }
@@ -268,17 +273,18 @@ static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
     kvq_buffer *ids = NULL;
     bool well = false;
     if (!tail || kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids)) {
-        refuse_kvq("no buffer to go back");
+        kvq_ggml_failed("no buffer to go back");
         goto out;
     }
     memcpy(kvq_buffer_data(ids), stream->ids, cell * sizeof(int32_t));
-    describe(all, stream, which, &words, &options);
+    if (!describe(all, stream, which, &words, &options))
+        goto out;
     options.prefix = (struct kvq_prefix){.buffer = ids, .tokens = cell};
     if (kvq_lookup(all->daemon->client, &options, &tail->first)) {
         kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s. KVQ_LLAMA_ROLLBACK "
                         "(now %u) says how many can be taken back with every format",
                         (unsigned long long)stream->tokens, (unsigned long long)cell,
-                        kvq_error_text(), rollback());
+                        kvq_error_text(), options.max_rollback);
         goto out;
     }
     tail->tokens = (uint32_t)(cell - tail->first);
@@ -329,11 +335,12 @@ static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
 static bool begin_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                        uint32_t which, uint32_t rows)
 {
-    if (!stream->ids) {
+    if (stream->ids) {
+        drop(all, stream);
+    } else {
         kvq_ggml_stream_close(all, stream);
         stream->spared = true;
-    } else
-        drop(all, stream);
+    }
     return open_anew(all, stream, which, rows);
 }
 
@@ -341,17 +348,15 @@ static bool begin_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *st
 static bool take_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
                       uint64_t cell)
 {
-    drop(all, stream);
-    kvq_ggml_stream_close(all, stream);
+    kvq_ggml_stream_close(all, stream); // the session without a name goes with it
     if (!open_anew(all, stream, which, 0))
         return false;
     if (stream->tokens == cell)
         return true;
     stream->stamp = KVQ_GGML_LOST;
-    return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and session \"%s\" has %llu of "
-                           "them; begin anew",
-                           (unsigned long long)cell, asked_name() ? asked_name() : "",
-                           (unsigned long long)stream->tokens);
+    return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and the session of "
+                           "KVQ_LLAMA_SESSION has %llu; begin anew",
+                           (unsigned long long)cell, (unsigned long long)stream->tokens);
 }
 
 bool kvq_ggml_stream_go_to(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,

@@ -17,12 +17,12 @@
 struct kvq_ggml_stream {
     kvq_session session; // 0: none yet
     uint64_t tokens;     // committed
-    uint64_t stamp;      // in llama.cpp's first cell since the last step; 0: none was made here
-    // The session of the asked name was there before llama.cpp began, and is kept as it is: what
-    // begins at cell 0 has a session without a name.
+    uint64_t stamp;      // in llama.cpp's first cell since the last step; 0: no step was made here
+    // The named session that was there before llama.cpp began was let go for another sequence,
+    // whose session has no name.
     bool spared;
-    // llama.cpp tells backends no ids of tokens, so they get numbers here, by which pages of 128
-    // tokens are found again. NULL: not known, the session was there before.
+    // Of its tokens. llama.cpp tells backends no ids, so tokens get numbers here, by which pages of
+    // 128 tokens are found again. NULL: not known, since the session was there before.
     int32_t *ids;
 };
 
@@ -36,15 +36,19 @@ struct kvq_ggml_sessions {
     uint64_t last_stamp;
     char salt[24]; // pages of sessions without a name are shared within this cache alone
     uint32_t n_layers;
-    struct kvq_ggml_layer *layers;
+    const struct kvq_ggml_layer *layers;
 };
+
+// Of a cache with these layers, which must stay. Opens nothing yet.
+void kvq_ggml_sessions_init(struct kvq_ggml_sessions *all, struct kvq_ggml_daemon *daemon,
+                            const struct kvq_ggml_layer *layers, uint32_t n);
 
 // Brings the stream to `cell` tokens, behind which a step of `rows` follows. False: refused, with a
 // line on stderr; the stream is as it was, or begins anew at cell 0.
 bool kvq_ggml_stream_go_to(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                            uint32_t which, uint64_t cell, uint32_t rows);
 
-// Numbers for the tokens of the step, also into `to`.
+// Gives the tokens of the step numbers, and writes them to `to` as well.
 void kvq_ggml_stream_number(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                             uint32_t rows, int32_t *to);
 
