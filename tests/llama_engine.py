@@ -16,6 +16,9 @@ import sys
 import llama_cpp as api
 import numpy as np
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../tools/engines"))
+import llama_files  # noqa: E402
+
 
 @api.llama_log_callback
 def quiet(_level, _text, _data):
@@ -27,9 +30,7 @@ class Context:
 
     def __init__(self, path):
         api.llama_log_set(quiet, ctypes.c_void_p(0))
-        if os.environ.get("GGML_BACKEND_PATH"):  # llama.cpp's programs do that by themselves
-            folder = os.path.join(os.path.dirname(api.__file__), "lib")
-            ctypes.CDLL(os.path.join(folder, "libggml.so.0")).ggml_backend_load_all()
+        llama_files.load_backends(api)
         api.llama_backend_init()
         self.model = api.llama_model_load_from_file(path.encode(),
                                                     api.llama_model_default_params())
@@ -43,14 +44,7 @@ class Context:
         self.memory, self.at = api.llama_get_memory(self.context), 0
 
     def decode(self, ids):
-        batch = api.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i] = token, self.at + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = i + 1 == len(ids)
-        code = api.llama_decode(self.context, batch)
-        api.llama_batch_free(batch)
+        code = llama_files.decode(api, self.context, self.at, ids)
         if code:
             return None
         self.at += len(ids)

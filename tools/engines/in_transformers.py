@@ -21,7 +21,7 @@ from kvq.eval.peers import BACKENDS, Peer
 from kvq.eval.sides import tensors_of
 from kvq.transformers import KvqCache
 from daemon import Daemon, fill
-from worker import SHAPE, Worker, serve
+from worker import SHAPE, Row, Worker, serve
 
 ROOM = 256      # tokens that may be decoded
 
@@ -38,7 +38,7 @@ def _model():
     return model
 
 
-class Row:
+class Model(Row):
     """A model over a cache of so many tokens."""
 
     def __init__(self, model, tokens):
@@ -51,19 +51,13 @@ class Row:
                    position_ids=torch.tensor([[self.at]]), use_cache=True)
         self.at += 1
 
-    def settle(self):
-        """See worker.py."""
-
-    def pids(self):
-        """See worker.py."""
-        return []
-
     def close(self):
         """See worker.py."""
         self.cache = None
+        super().close()
 
 
-class Own(Row):
+class Own(Model):
     """A cache of transformers."""
 
     def __init__(self, worker, name, tokens):
@@ -87,7 +81,7 @@ class Own(Row):
         return sum(t.nbytes for layer in self.cache.layers for t in tensors_of(vars(layer)))
 
 
-class Kvq(Row):
+class Kvq(Model):
     """A KvqCache, with a kvqd of its own."""
 
     def __init__(self, worker, name, tokens):
@@ -119,20 +113,12 @@ class Kvq(Row):
         info = self.cache.sessions[0].info()
         return info["packed_bytes"] + info["window_bytes"]
 
-    def settle(self):
-        """See worker.py."""
-        self.daemon.settle()
-
-    def pids(self):
-        """See worker.py."""
-        return self.daemon.pids()
-
     def close(self):
         """See worker.py."""
         for thing in (self.cache, self.client):
             if thing:
                 thing.close()
-        self.daemon.stop()
+        super().close()
 
 
 class Transformers(Worker):

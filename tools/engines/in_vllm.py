@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 
-from worker import SHAPE, Worker, serve
+from worker import SHAPE, Row, Worker, serve
 
 ROOM = 256
 os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
@@ -43,11 +43,11 @@ def _model(folder):
                    "tie_word_embeddings": False, "torch_dtype": "bfloat16"}, file)
 
 
-class Row:
+class Engine(Row):
     """An engine with one request, whose prompt is in its cache."""
 
     def __init__(self, worker, name, tokens):
-        kind, self.daemon = name[5:], None
+        kind = name[5:]
         options = {"kv_cache_dtype": kind}
         values = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * (tokens + 2 * ROOM)
         self.bytes = values * (1 if kind.startswith("fp8") else 2)
@@ -84,20 +84,10 @@ class Row:
         """See worker.py: of its pages, or of the session."""
         return self.daemon.session_bytes() if self.daemon else self.bytes
 
-    def settle(self):
-        """See worker.py."""
-        if self.daemon:
-            self.daemon.settle()
-
-    def pids(self):
-        """See worker.py."""
-        return self.daemon.pids() if self.daemon else []
-
     def close(self):
         """See worker.py."""
         self.engine.engine_core.shutdown()
-        if self.daemon:
-            self.daemon.stop()
+        super().close()
 
 
 class Vllm(Worker):
@@ -115,7 +105,7 @@ class Vllm(Worker):
         self.what = f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}"
 
     def make(self, name, tokens):
-        return Row(self, name, tokens)
+        return Engine(self, name, tokens)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows of bench-engines.py in llama.cpp and in ik_llama.cpp share: the model in a GGUF file,
-and a sequence's state as one of more tokens."""
+decoding, and a sequence's state as one of more tokens. `api` is a package's functions and
+structures of llama.h."""
+import ctypes
+import os
 import struct
 
 import gguf
 import numpy as np
 
-from worker import SHAPE
+from worker import SHAPE, Row
 
-SEED = 64  # tokens that are really decoded
+SEED = 64   # tokens that are really decoded
+ROOM = 256  # that may be decoded behind a full cache
+TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
 
 def write_model(path):
@@ -91,3 +96,85 @@ def layers_of(read, tokens, transposed, behind):
         raise RuntimeError(f"{len(read.data) - read.at} bytes of the state were not understood: "
                            "this version writes another one")
     return [*parts, read.take(behind)]
+
+
+def load_backends(api):
+    """Makes ggml load what GGML_BACKEND_PATH names, as llama.cpp's own programs do."""
+    if os.environ.get("GGML_BACKEND_PATH"):
+        folder = os.path.join(os.path.dirname(api.__file__), "lib")
+        ctypes.CDLL(os.path.join(folder, "libggml.so.0")).ggml_backend_load_all()
+
+
+def decode(api, context, at, ids):
+    """Decodes ids from position `at` on, with the last one's logits; llama_decode's status."""
+    batch = api.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i] = token, at + i
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.logits[i] = i + 1 == len(ids)
+    code = api.llama_decode(context, batch)
+    api.llama_batch_free(batch)
+    return code
+
+
+class Cache(Row):
+    """A context that is full. Subclasses say how one begins, and how states are read and set."""
+    api = None
+
+    def __init__(self, worker, kind, flash, tokens):
+        self.worker, self.at, self.context = worker, 0, None
+        self.begin(kind, flash, tokens)
+        self.decode(range(1, 1 + SEED))
+        longer = self.longer(bytes(self.state()), tokens)
+        self.set_state(longer)
+        self.state_bytes, self.at = len(longer), tokens
+
+    def options(self, kind, tokens):
+        """Of a context, but for flash attention."""
+        options = self.api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = tokens + ROOM, 512, 512
+        options.n_threads = options.n_threads_batch = self.worker.threads
+        options.type_k = options.type_v = TYPES[kind]
+        return options
+
+    def begin(self, kind, flash, tokens):
+        """Makes self.context."""
+        raise NotImplementedError
+
+    def make(self, options):
+        """The context of these options."""
+        self.context = self.api.llama_init_from_model(self.worker.model, options)
+        if not self.context:
+            raise RuntimeError("llama.cpp makes no such context")
+
+    def state(self):
+        """Of the sequence."""
+        raise NotImplementedError
+
+    def set_state(self, state):
+        """Gives a state back."""
+        raise NotImplementedError
+
+    def longer(self, state, tokens):
+        """The state of SEED tokens as one of so many."""
+        raise NotImplementedError
+
+    def decode(self, ids):
+        """Goes on."""
+        if decode(self.api, self.context, self.at, ids):
+            raise RuntimeError("llama_decode failed")
+        self.at += len(ids)
+
+    def step(self):
+        """See worker.py."""
+        self.decode([5])
+
+    def nbytes(self):
+        """See worker.py: of the sequence's state."""
+        return self.state_bytes
+
+    def close(self):
+        """See worker.py."""
+        self.api.llama_free(self.context)
+        super().close()

@@ -3,12 +3,6 @@
 answer for each on what the standard output was at the start. Everything else goes to the error
 output.
 
-A row is a full cache. Its class has
-    step()    decodes one token
-    nbytes()  the bytes that the cache takes, as its engine counts
-    settle()  returns when what filling left behind has been given back
-    pids()    other processes whose memory counts
-    close()   gives the cache back
 """
 import ctypes
 import json
@@ -32,6 +26,33 @@ def resident(pids):
             fields = dict(line.split(":", 1) for line in rollup if ":" in line)
         total += 1024 * sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
     return total
+
+
+class Row:
+    """A full cache."""
+    daemon = None  # a kvqd of its own, or None
+
+    def step(self):
+        """Decodes one token."""
+        raise NotImplementedError
+
+    def nbytes(self):
+        """The bytes that the cache takes, as its engine counts."""
+        raise NotImplementedError
+
+    def settle(self):
+        """Returns when what filling left behind has been given back."""
+        if self.daemon:
+            self.daemon.settle()
+
+    def pids(self):
+        """Other processes whose memory counts."""
+        return self.daemon.pids() if self.daemon else []
+
+    def close(self):
+        """Gives the cache back."""
+        if self.daemon:
+            self.daemon.stop()
 
 
 class Worker:
