@@ -39,9 +39,10 @@ except ImportError as missing:
     sys.exit(0)
 
 import kvq.vllm
+from kvq.memory import stored_dim
 from kvq.vllm import checks
 from kvq.vllm.plan import Layers, Planner
-from kvq.vllm.worker import NEAR_ROWS, Table, Worker, stored_dim
+from kvq.vllm.worker import NEAR_ROWS, Table, Worker
 
 LAYERS, Q_HEADS, KV_HEADS, DIM, IDS, LONGEST = 3, 4, 2, 64, 50, 1024
 NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not

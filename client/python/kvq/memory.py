@@ -6,8 +6,14 @@ import torch
 
 import kvq
 from kvq import _ffi
+from kvq.client import HEAD_DIMS
 
 CODES = {torch.float16: kvq.F16, torch.bfloat16: kvq.BF16, torch.float32: kvq.F32}
+
+
+def stored_dim(head_dim):
+    """The dimensions that kvqd stores for a head, with zeros behind the head's own."""
+    return min(dim for dim in HEAD_DIMS if dim >= head_dim)
 
 
 class Area:

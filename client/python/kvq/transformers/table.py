@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 import kvq
 from kvq.client import HEAD_DIMS
+from kvq.memory import stored_dim
 
 KINDS = {"full_attention", "sliding_attention"}
 
@@ -70,7 +71,7 @@ class Table:
         if self.head_dim > HEAD_DIMS[-1]:
             refuse(f"this model's heads have {self.head_dim} dimensions; up to {HEAD_DIMS[-1]} are "
                    "served")
-        self.stored_dim = min(dim for dim in HEAD_DIMS if dim >= self.head_dim)
+        self.stored_dim = stored_dim(self.head_dim)
         self._modules = [weakref.ref(m) for m in modules]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]

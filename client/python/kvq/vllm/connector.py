@@ -71,8 +71,10 @@ class KvqConnector(KVConnectorBase_V1):
         """The attention has handed K and V over."""
 
     def wait_for_save(self):
-        if sys.exc_info()[0] is not None:  # vLLM calls this on its way out of a failed forward too:
-            self.worker.abort()            # what failed is said by that, and is not to be hidden
+        # vLLM also calls this while the exception of a failed forward passes through it. An error
+        # raised here would hide that exception.
+        if sys.exc_info()[0] is not None:
+            self.worker.abort()
             return
         self.worker.finished(self._get_connector_metadata())
 

@@ -14,16 +14,10 @@ from kvq import _ffi
 from kvq._ffi import lib
 from kvq.errors import check
 
-from ..client import HEAD_DIMS
-from ..memory import CODES, Desk
+from ..memory import CODES, Desk, stored_dim
 from .checks import refuse
 
 NEAR_ROWS = 256  # tokens of a step that attends here
-
-
-def stored_dim(head_dim):
-    """What kvqd stores for heads of so many dimensions, with zeros behind them."""
-    return min(dim for dim in HEAD_DIMS if dim >= head_dim)
 
 
 class Table:
