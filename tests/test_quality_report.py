@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The quality report: verdicts follow the numbers, data that say nothing are marked, plots are
-well-formed."""
+well-formed. And the page of pretrained models: its cells, its verdicts, and the script that
+measures what it shows."""
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, "../tools/quality"))
+EVAL = os.path.join(HERE, "../tools/eval")
+sys.path[:0] = [os.path.join(HERE, "../tools/quality"), EVAL]
 import claims  # noqa: E402
+import page  # noqa: E402
 import report  # noqa: E402
 import svg  # noqa: E402
 from results import Results  # noqa: E402
@@ -178,6 +182,134 @@ class Writing(Folder):
         for x, want in ((0.5, "0.5"), (1234.5, "1.23e+03"), (12.3456, "12.346"), (None, "-"),
                         (math.nan, "-"), (1e-5, "1.00e-05"), (0.0, "0"), ("a", "a")):
             self.assertEqual(report.cell(x), want)
+
+
+def score(kl, gain=0.0, gain_error=0.001):
+    return {"kl": kl, "kl_error": 0.01, "gain": gain, "gain_error": gain_error, "windows": 2,
+            "perplexity": 20.5, "errors_by": "windows", "sizes": {"bits": 2.875}}
+
+
+def eval_row(name, kl, kind="kvq", path="exact", **more):
+    return {"kind": kind, "name": name, "path": path, "score": score(kl, **more)}
+
+
+class Page(Folder):
+    """tools/eval/page.py over reports that were made up."""
+
+    def model(self, folder, rows, model="one.gguf", plots=()):
+        os.mkdir(self.path(folder))
+        told = {"model": model, "rows": rows, "plots": [["KL", name] for name in plots],
+                "settings": {"context": 2048, "dtype": "float32"}}
+        with open(self.path(f"{folder}/report.json"), "w", encoding="utf-8") as file:
+            json.dump(told, file)
+        with open(self.path(f"{folder}/report.md"), "w", encoding="utf-8") as file:
+            file.writelines(f"![KL]({name})\n" for name in plots)
+        for name in plots:
+            with open(self.path(f"{folder}/{name}"), "w", encoding="utf-8") as file:
+                file.write("<svg/>")
+
+    def make(self, *options, marks=f"{page.BEGIN} old {page.END}"):
+        """Exit status, and the page."""
+        os.makedirs(self.path("quality"), exist_ok=True)
+        with open(self.path("page.md"), "w", encoding="utf-8") as file:
+            file.write(f"before\n{marks}\nbehind\n")
+        ran = subprocess.run([sys.executable, os.path.join(EVAL, "page.py"), "--page", "page.md",
+                              *options], cwd=self.folder.name, capture_output=True, check=False)
+        with open(self.path("page.md"), encoding="utf-8") as file:
+            return ran.returncode, file.read()
+
+    def test_cells(self):
+        for gain, error, want in ((0.0, 0.0001, "+0.00% ± 0.01"), (-0.02371652, 0.003,
+                                  "+2.4% ± 0.3"), (-0.3, 0.02, "+35% ± 3"), (-5.0, 1.0, "x148")):
+            self.assertEqual(page.percent(score(0, gain, error)), want)
+
+    def test_two_models(self):
+        """A format that a model lacks has empty cells; plots are copied under the model's name."""
+        self.model("a", [eval_row("sdpa", 0, "reference"), eval_row("kvq2", 0.0349, gain=-0.0237),
+                         eval_row("kvq2", 1.25, path="fast")], plots=["kl.svg"])
+        self.model("b", [eval_row("sdpa", 0, "reference"), eval_row("oscar2", 0.25)], "two.gguf")
+        code, text = self.make("--models", "One=a", "Two=b")
+        self.assertEqual(code, 0)
+        for line in ("before", "behind", "| `kvq2` | 2.88 | +2.4% ± 0.1 | 0.0349 | - | - | - |",
+                     "| `kvq2`, fast path | 2.88 | +0.0% ± 0.1 | 1.2 | - | - | - |",
+                     "| `oscar2` | - | - | - | 2.88 | +0.0% ± 0.1 | 0.2500 |"):
+            self.assertIn(line, text.split("\n"))
+        self.assertNotIn("needles", text)
+        self.assertNotIn("old", text)
+        with open(self.path("quality/one.md"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "![KL](one-kl.svg)\n")
+        self.assertTrue(os.path.exists(self.path("quality/one-kl.svg")))
+
+    def test_needles(self):
+        rows = [eval_row("sdpa", 0, "reference"), eval_row("kvq2", 0.1)]
+        rows[1]["needles"] = {"by_distance": [{"items": 6, "right": 1 / 3},
+                                              {"items": 6, "right": 1.0}]}
+        rows[1]["answers"] = {"same": 4.6, "tokens": 96}
+        self.model("a", rows)
+        self.assertIn("| `kvq2` | 8 of 12 | 5 of 96 |", self.make("--models", "One=a")[1])
+
+    def test_claims(self):
+        """Errors of 0.01 each: what is nearer than twice their sum in squares is level."""
+        self.model("a", [eval_row("oscar2", 0.10), eval_row("kivi2", 0.13),
+                         eval_row("ott2", 0.12), eval_row("oscar2-max", 0.05)])
+        self.model("more", [eval_row("turboquant3@book", 0.5)])
+        text = self.make("--models", "One=a", "--claims", "One=a,more")[1]
+        for line in ("| OScaR, table 1: better than KIVI | yes: 0.1 to 0.13 |",
+                     "| OScaR, table 1: better than OTT | level: 0.1 to 0.12 |",
+                     "| OScaR, table 1: better than TurboQuant | yes: 0.1 to 0.5 |",
+                     "| OScaR, table 10: L2 better than the largest value | no: 0.1 to 0.05 |"):
+            self.assertIn(line, text.split("\n"))
+        self.assertNotIn("InnerQ", text)
+
+    def test_no_marks(self):
+        self.model("a", [eval_row("sdpa", 0, "reference")])
+        self.assertEqual(self.make("--models", "One=a", marks="none"),
+                         (2, "before\nnone\nbehind\n"))
+
+
+class Script(Folder):
+    """tools/eval/quality.sh with programs that only write down how they were called."""
+
+    FAKE = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$LOG"
+while [ $# -gt 1 ]; do
+    [ "$1" != --out ] || { mkdir -p "$2"; touch "$2/report.json"; }
+    shift
+done
+"""
+
+    def run_script(self, *models):
+        """What was called."""
+        os.makedirs(self.path("bin"), exist_ok=True)
+        for name in ("python", "kvq-codebook"):
+            with open(self.path(f"bin/{name}"), "w", encoding="utf-8") as file:
+                file.write(self.FAKE)
+            os.chmod(self.path(f"bin/{name}"), 0o755)
+        environment = dict(os.environ, LOG=self.path("log"), PYTHON=self.path("bin/python"),
+                           KVQ_BIN_DIR=self.path("bin"), KVQ_EVAL_DIR=self.path("out"))
+        ran = subprocess.run(["sh", os.path.join(EVAL, "quality.sh"), *models], text=True,
+                             env=environment, capture_output=True, check=False)
+        self.assertEqual((ran.returncode, ran.stderr), (0, ""))
+        with open(self.path("log"), encoding="utf-8") as file:
+            return file.read().split("\n")
+
+    def test_all(self):
+        calls = self.run_script()
+        self.assertEqual(sum("-m kvq.eval" in call for call in calls), 8)
+        self.assertEqual(sum(call.startswith("kvq-codebook make") for call in calls), 4)
+        claimed = next(call for call in calls if "--out claims-gemma3-270m" in call)
+        for name in {name for _, pairs in page.CLAIMS for pair in pairs for name in pair}:
+            if not name.startswith("vecinfer"):
+                self.assertIn(name, claimed.partition("--formats ")[2].split()[0].split(","))
+        self.assertIn("page.py", calls[-2])
+        self.assertEqual(len({call.partition("--out ")[2].split()[0] for call in calls
+                              if "--out " in call and "kvq.eval" in call}), 7)
+
+    def test_in_parts(self):
+        """The page is written when the last model is there, and no sooner."""
+        self.assertFalse(any("page.py" in call for call in self.run_script("smollm2")))
+        self.assertTrue(any("page.py" in call
+                            for call in self.run_script("qwen-coder", "gemma3-270m")))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 # Measures formats on three pretrained models with kvq.eval, and puts the tables into
 # docs/quality.md and docs/quality/. Takes hours on two cores; what is measured is kept in
-# build/eval/, and the same command goes on where it was ended.
+# build/eval/ (or in $KVQ_EVAL_DIR), and the same command goes on where it was ended.
 #
 #     tools/eval/quality.sh
 #
@@ -18,7 +18,7 @@ if [ "${1:-}" = --help ]; then
 fi
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
-out=$root/build/eval
+out=${KVQ_EVAL_DIR:-$root/build/eval}
 formats=16bit,oscar4,oscar3,kvq2,kvq2/fast,oscar2,oscar2/fast,turboquant4,kivi4,kivi2
 formats=$formats,innerq-hybrid,ott2
 # What the papers' claims compare.
