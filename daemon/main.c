@@ -11,10 +11,11 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "daemon/descriptors.h"
-#include "daemon/log.h"
-#include "daemon/server.h"
-#include "daemon/workers.h"
+#include "daemon/lifecycle.h"
+#include "daemon/runtime/descriptors.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/server.h"
+#include "daemon/runtime/workers.h"
 #include "proto/status.h"
 
 enum { ECHO_NS = 200000000 }; // a signal this soon after another is the same one, told twice

@@ -18,8 +18,10 @@
 
 #include <cmocka.h>
 
-#include "daemon/gpu.h"
-#include "daemon/poller.h"
+#include "daemon/attach/attach.h"
+#include "daemon/core/gpu/gpu.h"
+#include "daemon/lifecycle.h"
+#include "daemon/runtime/poller.h"
 #include "proto/status.h"
 
 // ---- The daemon ----

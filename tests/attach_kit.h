@@ -8,8 +8,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "daemon/config.h"
-#include "daemon/server.h"
+#include "daemon/config/config.h"
+#include "daemon/runtime/server.h"
 #include "proto/wire.h"
 
 // Setup and teardown of a test: the daemon, with 2 workers, 8 clients, and 20 MiB of buffers of

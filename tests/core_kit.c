@@ -11,9 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/group.h"
-#include "daemon/saved_internal.h"
-#include "daemon/table.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/table.h"
 
 char kit_context[256];
 

@@ -6,7 +6,7 @@
 #ifndef KVQ_TESTS_CORE_KIT_H
 #define KVQ_TESTS_CORE_KIT_H
 
-#include "daemon/state.h"
+#include "daemon/core/state.h"
 
 struct kit {
     struct kvq__core *core;

@@ -6,8 +6,8 @@
 
 #include <stdlib.h>
 
-#include "daemon/saved_internal.h"
-#include "daemon/table.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/table.h"
 #include "tests/core_kit.h"
 #include "tests/core_sheets.h"
 

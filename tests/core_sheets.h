@@ -5,7 +5,7 @@
 #ifndef KVQ_TESTS_CORE_SHEETS_H
 #define KVQ_TESTS_CORE_SHEETS_H
 
-#include "daemon/move.h"
+#include "daemon/core/residency/move.h"
 #include "tests/core_kit.h"
 
 // Those that several have, by a hash of their address: who has them first, and how many do. Entries

@@ -13,10 +13,10 @@
 
 #include <cmocka.h>
 
-#include "daemon/evict.h"
-#include "daemon/move.h"
-#include "daemon/park.h"
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/residency/saved_internal.h"
 #include "tests/sim.h"
 
 enum {

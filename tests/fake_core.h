@@ -9,7 +9,7 @@
 #ifndef KVQ_TESTS_FAKE_CORE_H
 #define KVQ_TESTS_FAKE_CORE_H
 
-#include "daemon/core.h"
+#include "daemon/core/core.h"
 
 enum { FAKE_ITEMS = 1024 };
 

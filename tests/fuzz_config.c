@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/config.h"
+#include "daemon/config/config.h"
 #include "proto/status.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

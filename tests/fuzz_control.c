@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/dispatch.h"
-#include "daemon/server.h"
+#include "daemon/commands/dispatch.h"
+#include "daemon/runtime/server.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

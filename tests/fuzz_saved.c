@@ -10,8 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/saved_internal.h"
-#include "daemon/saved_wire.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/store/saved_wire.h"
 #include "tests/core_kit.h"
 
 enum { MIB = 1 << 20, POOL = 24 * MIB, PAGES = 20000 };

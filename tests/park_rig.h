@@ -5,7 +5,7 @@
 #ifndef KVQ_TESTS_PARK_RIG_H
 #define KVQ_TESTS_PARK_RIG_H
 
-#include "daemon/park.h"
+#include "daemon/core/residency/park.h"
 #include "tests/save_rig.h"
 
 static inline int setup_saves(void **state)

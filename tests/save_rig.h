@@ -14,7 +14,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/saved_internal.h"
 #include "tests/vault.h"
 
 enum {

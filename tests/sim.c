@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/gpu.h"
+#include "daemon/core/gpu/gpu.h"
 #include "proto/ring.h"
 
 enum { DEFAULT_EVENTS = 600, MIB = 1 << 20 };

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/gpu.h"
+#include "daemon/core/gpu/gpu.h"
 #include "kernels/emu/driver.h"
 #include "tests/sim.h"
 

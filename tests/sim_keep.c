@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/saved_internal.h"
 #include "tests/sim.h"
 
 static const struct kvq__peer admin = {.uid = 1000, .admin = true};

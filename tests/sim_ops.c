@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "daemon/table.h"
+#include "daemon/core/session/table.h"
 #include "tests/sim.h"
 #include <stdio.h>
 

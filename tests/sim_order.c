@@ -5,7 +5,7 @@
 // waits until the actor writes `ready`, and writes `done` once the daemon's event is reached.
 #include <stdlib.h>
 
-#include "daemon/gpu.h"
+#include "daemon/core/gpu/gpu.h"
 #include "proto/ring.h"
 #include "tests/sim.h"
 

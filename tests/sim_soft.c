@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/gpu_extents.h"
+#include "daemon/core/gpu/extents.h"
 #include "kernels/emu/soft.h"
 #include "tests/sim.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The simulation's tracks: sessions as they should be.
-#include "daemon/evict.h"
+#include "daemon/core/residency/evict.h"
 #include "tests/sim.h"
 
 #include <assert.h>

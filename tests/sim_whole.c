@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/evict.h"
-#include "daemon/table.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/session/table.h"
 #include "tests/sim.h"
 
 enum { PAGES = (SIM_MAX_TOKENS + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS };

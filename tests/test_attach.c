@@ -21,10 +21,13 @@
 
 #include <cmocka.h>
 
-#include "daemon/attach_internal.h"
-#include "daemon/log.h"
-#include "daemon/packet.h"
-#include "daemon/server.h"
+#include "daemon/attach/attach.h"
+#include "daemon/attach/internal.h"
+#include "daemon/commands/dispatch.h"
+#include "daemon/lifecycle.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/packet.h"
+#include "daemon/runtime/server.h"
 #include "proto/ring.h"
 #include "tests/attach_kit.h"
 

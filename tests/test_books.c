@@ -14,8 +14,8 @@
 
 #include <cmocka.h>
 
-#include "daemon/codebooks.h"
-#include "daemon/server.h"
+#include "daemon/runtime/server.h"
+#include "daemon/store/codebooks.h"
 #include "proto/limits.h"
 #include "proto/status.h"
 #include "storage/codebook.h"

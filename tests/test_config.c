@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/config.h"
+#include "daemon/config/config.h"
 #include "proto/status.h"
 
 static struct kvq_config config;

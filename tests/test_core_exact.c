@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/evict.h"
+#include "daemon/core/residency/evict.h"
 #include "proto/status.h"
 #include "tests/core_kit.h"
 

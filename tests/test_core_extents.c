@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Extents of a GPU that another thread makes and frees (daemon/gpu_extents.h). The software driver
-// counts the calls of each thread that wait for the device. The thread that runs the core, which is
-// the poller's in the daemon, makes none of them while sessions grow, end and take each other's
-// memory. The other thread runs when a test says so, and no test waits for it.
+// Extents of a GPU that another thread makes and frees (daemon/core/gpu/extents.h). The software
+// driver counts the calls of each thread that wait for the device. The thread that runs the core,
+// which is the poller's in the daemon, makes none of them while sessions grow, end and take each
+// other's memory. The other thread runs when a test says so, and no test waits for it.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -16,7 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "daemon/gpu_extents.h"
+#include "daemon/core/gpu/extents.h"
 #include "tests/stream_kit.h"
 
 enum {

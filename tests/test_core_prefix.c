@@ -2,7 +2,7 @@
 //
 // Prefixes: sessions that begin with the same tokens share blocks, those whose tokens mean
 // something else never do, and what only the index keeps gives way before anything fails.
-#include "daemon/saved.h"
+#include "daemon/core/residency/saved.h"
 #include "tests/prefix_rig.h"
 
 static int refused(struct member *m, const struct kvq__session_spec *spec)

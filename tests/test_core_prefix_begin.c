@@ -4,7 +4,7 @@
 // what cannot be read ends them.
 #include "tests/prefix_rig.h"
 
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/saved_internal.h"
 
 // The daemon ends, and another begins with what is stored.
 static void restart(void)

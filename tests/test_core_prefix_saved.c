@@ -4,7 +4,7 @@
 // that were lost or make no sense never stand for anything.
 #include "tests/prefix_rig.h"
 
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/saved_internal.h"
 
 static const struct kvq__span cat = {.first = 200, .tokens = 150, .digest = {1, 2, 3}};
 

@@ -3,7 +3,7 @@
 // What is refused of sessions that are to get another number of shards: formats that look across
 // heads, what cannot be shared equally, stored numbers that make no sense; and sessions in memory,
 // which make way or not.
-#include "daemon/park.h"
+#include "daemon/core/residency/park.h"
 #include "tests/reshard_rig.h"
 
 static void refused(const struct set *s, uint32_t shard, int rc, const char *why)

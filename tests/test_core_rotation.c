@@ -2,7 +2,7 @@
 //
 // Rotation of V over saves and restores: what a session was opened with it keeps, layer by layer,
 // whatever the default has become since.
-#include "daemon/saved_wire.h"
+#include "daemon/store/saved_wire.h"
 #include "tests/save_rig.h"
 
 // What is written of it, and read again: that is what is in the vault now. Returns the version.

@@ -11,7 +11,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/saved.h"
+#include "daemon/core/residency/saved.h"
 #include "tests/core_kit.h"
 
 enum { MIB = 1 << 20, DIM = 64, HEADS = 1, TOKENS = 8000, BUFFER = 8 * MIB };

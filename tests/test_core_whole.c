@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/table.h"
+#include "daemon/core/session/table.h"
 #include "kernels/cuda/attend.h"
 #include "tests/sim.h"
 

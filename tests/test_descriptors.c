@@ -9,7 +9,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/descriptors.h"
+#include "daemon/runtime/descriptors.h"
 
 enum { USERS = 6 };
 #define MOST 4096ull

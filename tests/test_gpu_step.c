@@ -12,8 +12,8 @@
 
 #include <cmocka.h>
 
-#include "daemon/move.h"
-#include "daemon/table.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/session/table.h"
 #include "tests/stream_kit.h"
 
 enum {

@@ -18,9 +18,9 @@
 
 #include <cmocka.h>
 
-#include "daemon/log.h"
-#include "daemon/memory.h"
-#include "daemon/shm.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/memory.h"
+#include "daemon/runtime/shm.h"
 
 enum { MIB = 1 << 20, EXTENT = 4 * MIB, NEEDED = 4 };
 

@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/keeper_order.h"
+#include "daemon/store/order.h"
 
 enum { HOLDS = 24, STEPS = 20000 };
 

@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/dispatch.h"
+#include "daemon/commands/dispatch.h"
 #include "proto/status.h"
 #include "tests/core_kit.h"
 

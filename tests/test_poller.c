@@ -15,7 +15,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/poller.h"
+#include "daemon/runtime/poller.h"
 #include "proto/sync.h"
 #include "tests/fake_core.h"
 

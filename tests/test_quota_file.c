@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/quota_file.h"
+#include "daemon/store/quota_file.h"
 #include "tests/fault_io.h"
 
 static struct fault_io disk;

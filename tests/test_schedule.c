@@ -9,7 +9,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/schedule.h"
+#include "daemon/runtime/schedule.h"
 
 enum { ITEMS = 100000 };
 

@@ -35,7 +35,7 @@ ARROWS = {
 
 # Third-party headers and the places that may know them (a folder ends in a slash).
 CONFINED = {
-    r"zmq(_utils)?\.h": ("daemon/control.c", "tools/kvqctl/transport.c", "tests/"),
+    r"zmq(_utils)?\.h": ("daemon/control/control.c", "tools/kvqctl/transport.c", "tests/"),
     r"uv\.h": ("daemon/",),
     r"protobuf-c/.*": ("proto/",),
     r"ini\.h": ("daemon/", "storage/remote.c", "tests/"),
@@ -72,7 +72,7 @@ LOUD = ("printf", "fprintf", "vprintf", "vfprintf", "dprintf", "puts", "fputs", 
         "err", "errx", "warn", "warnx", "exit", "_exit", "quick_exit")
 LOUD_ALLOWED = {
     "daemon/main.c": "the program's edge: help, start-up errors and the exit status",
-    "daemon/log.c": "writing the log is its purpose",
+    "daemon/runtime/log.c": "writing the log is its purpose",
     "client/ggml/cache.c": "llama.cpp gives backends no place for a text",
     "storage/remote_index.c": "it writes into memory",
     "storage/remote_upload.c": "it writes into memory",
@@ -482,11 +482,11 @@ PLANTED = (
     ("spdx", "tools/planted.py", "#!/usr/bin/env python3\nprint()\n"),
     ("arrows", "kernels/planted.c", C_HEAD + '#include "proto/a.h"\n'),
     ("arrows", "proto/planted.c", C_HEAD + '#include "a.h"\n'),
-    ("arrows", "kernels/cuda/planted.cu", C_HEAD + '#include "daemon/core.h"\n'),
+    ("arrows", "kernels/cuda/planted.cu", C_HEAD + '#include "daemon/core/core.h"\n'),
     ("arrows", "kernels/emu/planted.cpp", C_HEAD + '#include "emu.h"\n'),
     ("arrows", "client/kvq.h", C_HEAD + '#include "proto/a.h"\n'),
     ("arrows", "daemon/planted.c", C_HEAD + '#include "kernels/internal.h"\n'),
-    ("arrows", "client/planted.c", C_HEAD + '#include "daemon/core.h"\n'),
+    ("arrows", "client/planted.c", C_HEAD + '#include "daemon/core/core.h"\n'),
     ("thirdparty", "daemon/planted.c", C_HEAD + "#include <zmq.h>\n"),
     ("thirdparty", "client/planted.c", C_HEAD + "#include <uv.h>\n"),
     ("thirdparty", "daemon/planted.c", C_HEAD + "#include <protobuf-c/protobuf-c.h>\n"),

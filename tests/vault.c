@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/park.h"
-#include "daemon/saved_internal.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/residency/saved_internal.h"
 
 static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 

@@ -5,8 +5,8 @@
 #ifndef KVQ_TESTS_VAULT_H
 #define KVQ_TESTS_VAULT_H
 
-#include "daemon/reshard.h"
-#include "daemon/saved.h"
+#include "daemon/core/residency/reshard.h"
+#include "daemon/core/residency/saved.h"
 #include "tests/core_kit.h"
 
 struct vault_block {

@@ -356,7 +356,7 @@ part_lint() {
         grep -q "\"file\": \".*/$file\"" build/release/compile_commands.json || continue
         case $file in
         tests/*) ;;
-        proto/* | client/* | daemon/control* | daemon/attach* | daemon/config* | \
+        proto/* | client/* | daemon/control/* | daemon/attach/* | daemon/config/* | \
             storage/remote_reply.c | storage/remote_parts.c)
             parsers+=("$file")
             ;;

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Connections of the attach socket, shared by attach.c (their life), commands.c (what they
+// ask for), memory.c (queues and buffers), gpu.c (memory of GPUs, and known to them),
+// return.c (giving that back) and order.c (what orders requests on streams).
+//
+// A connection runs one command at a time. On the loop's thread it is received, checked, and what
+// needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
+// is done on a thread of libuv's; then its mail takes it to the poller, where the core does its
+// part; then the mail brings it back, and the reply is sent. While it is on a thread of libuv's or
+// at the poller the loop's thread touches nothing that is marked "with the command".
+//
+// Giving back what takes long goes the same way: the connection ends when all of it is back but
+// host memory that GPUs reach, which nobody waits for.
+#ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
+#define KVQ_DAEMON_ATTACH_INTERNAL_H
+
+#include <sys/queue.h>
+
+#include "daemon/core/gpu/gpu.h"
+#include "daemon/runtime/listen.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/packet.h"
+#include "daemon/runtime/server.h"
+#include "daemon/store/store.h"
+#include "kernels/cuda/share.h"
+
+struct kvq__connection;
+
+// Something that is given back on a thread of libuv's, one after the other. Zero-initialize.
+struct kvq__return {
+    STAILQ_ENTRY(kvq__return) link;
+    struct kvq__connection *connection;
+    bool awaited;                           // by the command under way
+    void (*run)(struct kvq__return *what);  // on that thread
+    void (*done)(struct kvq__return *what); // on the loop's
+};
+
+// Host memory that is being taken from the GPUs: the driver waits for all work that they were
+// given, and so, maybe, for a client that never signals. Loop's thread, but for the first one's
+// memory.
+struct kvq__letting_go {
+    STAILQ_ENTRY(kvq__letting_go) link;
+    struct kvq__connection *connection; // whose it was; NULL: that is gone
+    uint32_t uid;
+    bool timeline;
+    struct kvq__shm shm;
+    uint64_t counted; // of its bytes, against what its client and all clients may have
+};
+
+// Host memory that GPUs can reach.
+struct kvq__pinned {
+    struct kvq__shm shm;
+    kvq_gpu_ptr at;                     // 0: they cannot
+    struct kvq__letting_go *letting_go; // for then; NULL if they cannot
+};
+
+// Events that order a queue's requests, and what other processes open them by.
+struct kvq__line_events {
+    struct kvq__gpu *gpu;
+    struct kvq__events all;
+    struct kvq_gpu_ipc_event ready[KVQ_QUEUE_EVENTS], done[KVQ_QUEUE_EVENTS];
+};
+
+// A queue's memory and descriptors.
+struct kvq__line {
+    struct kvq__port port;
+    struct kvq__mail mail;
+    struct kvq__connection *connection;
+    LIST_ENTRY(kvq__line) link; // poller's
+    uint32_t id;
+    struct kvq__shm request, reply;
+    struct kvq__pinned timeline;     // its map is NULL if there is none
+    struct kvq__line_events *events; // or NULL
+    int request_event;               // both sides: the client writes it
+    int wake_ours, wake_theirs;
+    struct kvq__return back; // of the timeline and the events
+};
+
+// An allocation of a client's in a GPU's memory, opened here once for all buffers that lie in it.
+// Loop's thread, but for the piece while it is being opened or closed.
+struct kvq__import {
+    LIST_ENTRY(kvq__import) link; // of its connection
+    struct kvq__gpu *gpu;
+    bool by_handle, closing;
+    struct kvq_gpu_ipc_memory handle;
+    uint64_t number, bytes; // as the client says; bytes not of those by handle
+    uint32_t users;
+    struct kvq_gpu_piece piece;
+};
+
+// GPU memory that a client has closed: it may still hold a descriptor or mapping, so it counts
+// until the client is gone, and only the same client gets it again.
+struct kvq__spare {
+    LIST_ENTRY(kvq__spare) link; // of its connection
+    struct kvq__gpu *gpu;
+    struct kvq_gpu_piece piece;
+};
+
+// A buffer's memory: the host's, a GPU's that was made here, or in a client's allocation.
+struct kvq__region {
+    struct kvq__mail mail;
+    struct kvq__connection *connection;
+    LIST_ENTRY(kvq__region) link; // poller's
+    uint32_t id;
+    uint64_t bytes, counted;    // counted: against the client's limit
+    struct kvq__pinned host;    // the host's
+    struct kvq__gpu *gpu;       // whose memory it is; NULL: the host's
+    kvq_gpu_ptr at;             // for kernels; 0: no GPU can reach it
+    struct kvq_gpu_piece piece; // made here
+    bool shared;                // a descriptor of the piece was made
+    int fd;                     // of a piece made here, or by which a client's is opened
+    struct kvq__import *import; // a client's
+    uint64_t offset;            // in it
+    struct kvq__return back;
+};
+
+enum kvq__connection_state {
+    KVQ__CONNECTION_HELLO, // has not said hello yet
+    KVQ__CONNECTION_READY,
+    KVQ__CONNECTION_BUSY,   // its command is at the poller, or does what takes long before
+    KVQ__CONNECTION_ENDING, // its client is being taken down at the poller
+};
+
+struct kvq__connection {
+    struct kvq__attach *attach;
+    struct kvq__server *server;
+    TAILQ_ENTRY(kvq__connection) link;       // loop's list of all
+    LIST_ENTRY(kvq__connection) client_link; // poller's list of those with a client
+    enum kvq__connection_state state;
+    int fd, pidfd;
+    uv_poll_t poll, pid_poll;
+    uv_timer_t timer;
+    int handles;        // open in the loop
+    bool end_when_back; // ended while a command was at the poller
+    bool is_late;       // with its hello
+    struct kvq__peer peer;
+    uint64_t id; // the client's; 0: none yet
+    char name[KVQ_NAME_BYTES];
+    uint32_t protocol;
+    uint64_t buffer_bytes;
+    uint32_t n_lines; // with those that are not given back yet
+    LIST_HEAD(, kvq__import) imports;
+    LIST_HEAD(, kvq__spare) spares;
+    uint32_t giving_back; // so much of what was this client's is not back yet
+    uint32_t awaited;     // and so much of that the command waits for
+    bool finish_due;      // the command is back, but for that
+    bool gone_due;        // the client is gone, but for what is not back
+    struct kvq__return back;
+    struct kvq_log_budget log_budget;
+    struct { // what the last command made, and the command that gives it back; or 0
+        uint32_t request;
+        Kvq__Request__CommandCase back;
+        uint64_t what;
+    } made;
+
+    // With the command.
+    struct kvq__mail mail;
+    uv_work_t work; // what takes long
+    struct kvq__task task;
+    int error; // of it, with the next
+    char text[KVQ_TEXT_BYTES];
+    Kvq__Request *request;
+    Kvq__Reply reply;
+    struct kvq_arena arena;
+    int fds[KVQ_MAX_PACKET_FDS]; // to send beside the reply; not closed then
+    uint32_t n_fds;
+    struct kvq__line *line;          // being opened or closed
+    struct kvq__region *region;      // being added or removed
+    struct kvq__region *table;       // being opened
+    void *book;                      // a hold on the codebook that the reply tells of; NULL: none
+    struct kvq__gpu *gpu;            // of the timeline
+    struct kvq__pinned timeline;     // being opened
+    struct kvq__line_events *events; // the same
+
+    // The poller's.
+    struct kvq__member member;
+    struct kvq__client *client;
+    uint64_t client_id;
+    LIST_HEAD(, kvq__line) lines;
+    LIST_HEAD(, kvq__region) regions, tables;
+    uint32_t next_line;
+    bool detaching, holding;
+    struct kvq__mail broken_mail;
+    char broken_text[128];
+
+    uint8_t arena_memory[KVQ_WIRE_ARENA]; // last: most of it is never touched
+};
+
+TAILQ_HEAD(kvq__connections, kvq__connection);
+
+struct kvq__attach {
+    struct kvq__server *server;
+    struct kvq__door door;
+    struct kvq_log_budget log_budget;
+    STAILQ_HEAD(, kvq__return) returns; // the first is being given back
+    uv_work_t return_work;
+    bool returning;
+    STAILQ_HEAD(, kvq__letting_go) letting_go; // the first is being taken from the GPUs
+    uv_work_t letting_go_work;
+    uint32_t n_letting_go;
+    struct kvq__connections connections;
+    uint32_t count, n_lines;
+    uint64_t buffer_bytes;                 // of all clients
+    struct kvq__shm bundles[KVQ_MAX_GPUS]; // kernels of each GPU; fd -1: none that are handed over
+    LIST_HEAD(, kvq__connection) clients;  // poller's
+    struct kvq__packet packet;             // the one being looked at
+    uint8_t out[KVQ_MAX_MESSAGE];
+};
+
+// ---- attach.c ----
+
+// Sends connection->reply with its descriptors; ends the connection if it cannot be sent.
+void kvq__connection_reply(struct kvq__connection *connection);
+// The client is gone or has to go.
+void kvq__connection_end(struct kvq__connection *connection, const char *reason);
+// Its command has come back and was answered: look at the socket again, or end it.
+void kvq__connection_back(struct kvq__connection *connection);
+// Nothing of it is left at the poller.
+void kvq__connection_gone(struct kvq__connection *connection);
+
+// ---- commands.c ----
+
+// Takes one packet's request. Its descriptors are used up or closed.
+void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
+// Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
+void kvq__connection_detach(struct kvq__connection *connection);
+// Poller's thread. Posts the connection's end to the loop once nothing of the client is left there.
+void kvq__connection_check_gone(struct kvq__connection *connection);
+// Says that a reply does not fit its arena; returns KVQ_E_NO_MEMORY.
+int kvq__attach_no_room(char *text);
+// The version of both ranges, or KVQ_E_VERSION with a text.
+int kvq__attach_agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max,
+                      const char *what, uint32_t *agreed, char *text);
+// Loop's thread: what it waited for is back.
+void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
+
+// ---- memory.c ----
+
+// Loop's thread. What a user's connections hold together.
+struct kvq__held {
+    uint32_t connections, queues;
+};
+struct kvq__held kvq__attach_held(const struct kvq__attach *attach, uint32_t uid);
+// Whether the user may have so many descriptors more. KVQ_E_LIMIT with a text.
+int kvq__attach_check_files(const struct kvq__attach *attach, const struct kvq__peer *peer,
+                            uint32_t more, char *text);
+// Loop's thread. A line or region with its system objects, or NULL with a code and a text.
+struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, char *text);
+void kvq__line_free(struct kvq__line *line);
+struct kvq__region *kvq__region_new(struct kvq__connection *connection, uint64_t bytes, int *error,
+                                    char *text);
+struct kvq__region *kvq__region_import(struct kvq__connection *connection, int fd, uint64_t offset,
+                                       uint64_t bytes, int *error, char *text);
+// Memory of a page table, which clients map for reading only.
+struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, uint64_t bytes,
+                                          int *error, char *text);
+// A region of so many bytes of which `counted` count, with nothing in it.
+// The same on the host beside memory of a GPU, once that was counted. What it fails with leaves the
+// region as it was.
+int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text);
+struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
+                                      uint64_t counted, int *error, char *text);
+// Adds bytes to what a client and all clients have, and takes others away.
+void kvq__connection_count(struct kvq__connection *connection, uint64_t more, uint64_t less);
+// The same of a region's bytes.
+void kvq__region_count(struct kvq__region *region);
+void kvq__region_uncount(struct kvq__region *region);
+// Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
+void kvq__region_close_fd(struct kvq__region *region);
+
+// ---- local.c ----
+
+// The parts of its commands; loop's thread but for _make (a thread of libuv's; sets the
+// connection's error and text) and _run (the poller's, which says whether the command is one).
+void kvq__local_make(struct kvq__connection *connection);
+int kvq__local_prepare(struct kvq__connection *connection, char *text);
+// What clients need of each GPU's kernels, for all of them.
+void kvq__local_open(struct kvq__attach *attach);
+void kvq__local_close(struct kvq__attach *attach);
+bool kvq__local_run(struct kvq__connection *connection, int *error, char *text);
+void kvq__local_put_made(struct kvq__connection *connection);
+void kvq__local_sent(struct kvq__connection *connection);
+void kvq__local_undo(struct kvq__connection *connection);
+
+// ---- gpu.c ----
+
+// Loop's thread. The GPU of that UUID. KVQ_E_UNSUPPORTED or KVQ_E_INVALID with a text.
+int kvq__attach_gpu(const struct kvq__connection *connection, const ProtobufCBinaryData *uuid,
+                    struct kvq__gpu **gpu, char *text);
+// As in memory.c, for memory of a GPU. The import takes the descriptor over if there is one
+// and it succeeds (fd -1: by handle).
+struct kvq__region *kvq__region_new_on(struct kvq__connection *connection, uint64_t bytes,
+                                       const ProtobufCBinaryData *uuid, int *error, char *text);
+struct kvq__region *kvq__region_import_on(struct kvq__connection *connection, int fd,
+                                          const Kvq__ImportBuffer *import, int *error, char *text);
+// A thread of libuv's: the part that may take long. Sets connection->error and text.
+void kvq__region_make(struct kvq__region *region);
+// A thread of libuv's. Makes a timeline page; as kvq__region_make.
+void kvq__timeline_make(struct kvq__connection *connection);
+
+// ---- return.c ----
+
+// Loop's thread. Gives back what there is, at once or on a thread of libuv's, and frees it. A
+// region has been counted.
+void kvq__region_give_back(struct kvq__region *region);
+void kvq__line_give_back(struct kvq__line *line);
+// Loop's thread. Gives back what is left of a client that is gone.
+void kvq__spares_give_back(struct kvq__connection *connection);
+// Loop's thread. Gives back what is being opened of a timeline or of events; no queue took it.
+void kvq__order_give_back(struct kvq__connection *connection);
+// Loop's thread. Whether the user may have more host memory made known to GPUs: so much of it that
+// was closed may be waiting to be let go of. KVQ_E_LIMIT with a text.
+int kvq__attach_check_pins(const struct kvq__connection *connection, char *text);
+// Loop's thread. The connection is about to be freed.
+void kvq__pins_leave(const struct kvq__connection *connection);
+
+// ---- order.c ----
+
+// OpenTimeline and OpenEvents: on the loop's thread what can be checked at once; on a thread of
+// libuv's what may take long (sets connection->error and text); on the poller's what the core does;
+// on the loop's again what the reply tells.
+int kvq__order_prepare(struct kvq__connection *connection, char *text);
+void kvq__order_make(struct kvq__connection *connection);
+int kvq__order_open(struct kvq__connection *connection, char *text);
+void kvq__order_put(struct kvq__connection *connection);
+// When no stream waits for them any more. NULL is fine.
+void kvq__line_events_close(struct kvq__line_events **events);
+
+#endif

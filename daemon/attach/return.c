@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Giving back what clients had. Two kinds of it never wait for each other, each on one thread of
+// libuv's at a time:
+//
+// - Memory of GPUs, imports and events: the driver unmaps and closes them without a look at what
+//   runs. A close of an import and the end of a connection wait for these.
+// - Host memory that GPUs reach: to take it from them is to wait for all work they were given, and
+//   some of it may wait for a client that never signals. So nobody waits for this: the memory
+//   leaves its connection at once and counts on until it is back (for its client, and for all), and
+//   a user who has much of it gets no other host memory made known to GPUs.
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "daemon/attach/internal.h"
+#include "daemon/runtime/descriptors.h"
+
+static const struct kvq_gpu_driver *driver_of(const struct kvq__gpu *gpu)
+{
+    return kvq__gpu_driver(gpu);
+}
+
+// ---- Host memory ----
+
+static void let_go_next(struct kvq__attach *a);
+
+// A word of a timeline may be about to be written that lets a queue's work go on.
+static void await_pokes(const struct kvq__gpus *gpus)
+{
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(gpus, i);
+        if (kvq__gpu_enter(gpu) == KVQ_GPU_OK)
+            driver_of(gpu)->stream_sync(kvq__gpu_stream(gpu, KVQ__GPU_STREAM_SMALL));
+    }
+}
+
+static void run_letting_go(uv_work_t *work)
+{
+    const struct kvq__attach *a = work->data;
+    const struct kvq__gpus *gpus = a->server->gpus;
+    struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
+    if (l->timeline)
+        await_pokes(gpus);
+    kvq__gpu_enter(kvq__gpus_get(gpus, 0));
+    kvq_gpu_host_unregister(driver_of(kvq__gpus_get(gpus, 0)), l->shm.map);
+    kvq__shm_close(&l->shm);
+}
+
+static void end_letting_go(uv_work_t *work, int status)
+{
+    struct kvq__attach *a = work->data;
+    struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
+    (void)status;
+    STAILQ_REMOVE_HEAD(&a->letting_go, link);
+    a->n_letting_go--;
+    if (l->connection)
+        l->connection->buffer_bytes -= l->counted;
+    a->buffer_bytes -= l->counted;
+    free(l);
+    if (!STAILQ_EMPTY(&a->letting_go))
+        let_go_next(a);
+}
+
+static void let_go_next(struct kvq__attach *a)
+{
+    a->letting_go_work.data = a;
+    uv_queue_work(&a->server->loop, &a->letting_go_work, run_letting_go, end_letting_go);
+}
+
+// Takes the memory away from its connection.
+static void let_go(struct kvq__connection *c, struct kvq__pinned *p, uint64_t counted,
+                   bool timeline)
+{
+    struct kvq__attach *a = c->attach;
+    struct kvq__letting_go *l = p->letting_go;
+    const bool first = STAILQ_EMPTY(&a->letting_go);
+    assert(l && p->at);
+    if (p->shm.fd >= 0)
+        close(p->shm.fd);
+    *l = (struct kvq__letting_go){.connection = c,
+                                  .uid = c->peer.uid,
+                                  .shm = {.fd = -1, .map = p->shm.map, .bytes = p->shm.bytes},
+                                  .counted = counted,
+                                  .timeline = timeline};
+    *p = (struct kvq__pinned){.shm.fd = -1};
+    kvq__connection_count(c, counted, 0);
+    STAILQ_INSERT_TAIL(&a->letting_go, l, link);
+    a->n_letting_go++;
+    if (first)
+        let_go_next(a);
+}
+
+int kvq__attach_check_pins(const struct kvq__connection *c, char *text)
+{
+    const struct kvq__attach *a = c->attach;
+    const struct kvq__letting_go *l;
+    uint32_t own = 0;
+    if (a->n_letting_go == 0)
+        return 0;
+    STAILQ_FOREACH (l, &a->letting_go, link)
+        own += l->uid == c->peer.uid;
+    if (kvq__share_allows(own, 1, a->n_letting_go, KVQ_MAX_LETTING_GO))
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "user %u has closed %u pieces of host memory that the GPUs have yet to let go of, and "
+             "all users %u of %d; one user gets as many as stay free for others; they go when no "
+             "client's stream keeps its work waiting (kvqd's log names such a client)",
+             c->peer.uid, own, a->n_letting_go, KVQ_MAX_LETTING_GO);
+    return KVQ_E_LIMIT;
+}
+
+void kvq__pins_leave(const struct kvq__connection *c)
+{
+    struct kvq__letting_go *l;
+    STAILQ_FOREACH (l, &c->attach->letting_go, link)
+        if (l->connection == c)
+            l->connection = NULL;
+}
+
+// ---- The rest ----
+static void return_next(struct kvq__attach *a);
+
+static void run_return(uv_work_t *work)
+{
+    struct kvq__attach *a = work->data;
+    struct kvq__return *what = STAILQ_FIRST(&a->returns);
+    what->run(what);
+}
+
+static void end_return(uv_work_t *work, int status)
+{
+    struct kvq__attach *a = work->data;
+    struct kvq__return *what = STAILQ_FIRST(&a->returns);
+    struct kvq__connection *c = what->connection;
+    bool awaited = what->awaited;
+    (void)status;
+    a->returning = false;
+    STAILQ_REMOVE_HEAD(&a->returns, link);
+    what->done(what);
+    kvq__connection_gave_back(c, awaited);
+    if (!STAILQ_EMPTY(&a->returns))
+        return_next(a);
+}
+
+static void return_next(struct kvq__attach *a)
+{
+    if (a->returning)
+        return;
+    a->returning = true;
+    a->return_work.data = a;
+    uv_queue_work(&a->server->loop, &a->return_work, run_return, end_return);
+}
+
+static void give_back(struct kvq__connection *c, struct kvq__return *what, bool awaited,
+                      void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
+{
+    struct kvq__attach *a = c->attach;
+    *what = (struct kvq__return){.connection = c, .awaited = awaited, .run = run, .done = done};
+    c->giving_back++;
+    c->awaited += awaited;
+    STAILQ_INSERT_TAIL(&a->returns, what, link);
+    return_next(a);
+}
+
+static struct kvq__region *region_of(struct kvq__return *what)
+{
+    return (struct kvq__region *)((char *)what - offsetof(struct kvq__region, back));
+}
+
+static void run_region(struct kvq__return *what)
+{
+    struct kvq__region *r = region_of(what);
+    kvq__gpu_enter(r->gpu);
+    if (r->import)
+        kvq_gpu_piece_release(driver_of(r->gpu), &r->import->piece);
+    else
+        kvq_gpu_piece_release(driver_of(r->gpu), &r->piece);
+}
+
+static void free_region(struct kvq__region *r)
+{
+    if (r->import) {
+        LIST_REMOVE(r->import, link);
+        free(r->import);
+    }
+    free(r);
+}
+
+static void end_region(struct kvq__return *what)
+{
+    free_region(region_of(what));
+}
+
+// A client may go on using memory that it has closed: it counts on until the client is gone.
+static bool keep_as_spare(struct kvq__region *r)
+{
+    struct kvq__connection *c = r->connection;
+    if (!r->shared || c->state == KVQ__CONNECTION_ENDING)
+        return false;
+    struct kvq__spare *spare = calloc(1, sizeof *spare);
+    if (!spare)
+        return false;
+    spare->gpu = r->gpu;
+    spare->piece = r->piece;
+    LIST_INSERT_HEAD(&c->spares, spare, link);
+    kvq__connection_count(c, spare->piece.bytes, 0);
+    r->piece = (struct kvq_gpu_piece){0};
+    return true;
+}
+
+// Its client waits for the end of an import alone: only then may it free the memory.
+void kvq__region_give_back(struct kvq__region *r)
+{
+    struct kvq__connection *c = r->connection;
+    kvq__region_close_fd(r);
+    kvq__region_uncount(r);
+    if (r->import && --r->import->users > 0)
+        r->import = NULL; // others use it
+    else if (r->import)
+        r->import->closing = true;
+    keep_as_spare(r);
+    bool slow = r->piece.kind != KVQ_GPU_PIECE_NONE ||
+                (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
+    if (r->host.at)
+        let_go(c, &r->host, r->counted, false);
+    kvq__shm_close(&r->host.shm);
+    if (slow)
+        give_back(c, &r->back, r->import != NULL, run_region, end_region);
+    else
+        free_region(r);
+}
+
+static struct kvq__line *line_of(struct kvq__return *what)
+{
+    return (struct kvq__line *)((char *)what - offsetof(struct kvq__line, back));
+}
+
+static void run_line(struct kvq__return *what)
+{
+    kvq__line_events_close(&line_of(what)->events);
+}
+
+static void end_line(struct kvq__return *what)
+{
+    kvq__line_free(line_of(what));
+}
+
+void kvq__line_give_back(struct kvq__line *line)
+{
+    if (line->timeline.at)
+        let_go(line->connection, &line->timeline, 0, true);
+    if (line->events)
+        give_back(line->connection, &line->back, false, run_line, end_line);
+    else
+        kvq__line_free(line);
+}
+
+static void run_events(struct kvq__return *what)
+{
+    kvq__line_events_close(&what->connection->events);
+}
+
+static void end_nothing(struct kvq__return *what)
+{
+    (void)what;
+}
+
+void kvq__order_give_back(struct kvq__connection *c)
+{
+    if (c->timeline.at)
+        let_go(c, &c->timeline, 0, true);
+    if (c->events)
+        give_back(c, &c->back, true, run_events, end_nothing);
+}
+
+static void run_spares(struct kvq__return *what)
+{
+    struct kvq__spare *spare;
+    LIST_FOREACH (spare, &what->connection->spares, link) {
+        kvq__gpu_enter(spare->gpu);
+        kvq_gpu_piece_release(driver_of(spare->gpu), &spare->piece);
+    }
+}
+
+static void end_spares(struct kvq__return *what)
+{
+    struct kvq__connection *c = what->connection;
+    struct kvq__spare *spare;
+    while ((spare = LIST_FIRST(&c->spares))) {
+        LIST_REMOVE(spare, link);
+        free(spare);
+    }
+}
+
+void kvq__spares_give_back(struct kvq__connection *c)
+{
+    struct kvq__spare *spare;
+    LIST_FOREACH (spare, &c->spares, link)
+        kvq__connection_count(c, 0, spare->piece.bytes);
+    if (!LIST_EMPTY(&c->spares))
+        give_back(c, &c->back, false, run_spares, end_spares);
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Findings about the machine and the configuration, for people: what is fine, what is worth
+// knowing, what is a problem, and what to do about it.
+#include "daemon/commands/doctor.h"
+
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "daemon/commands/dispatch.h"
+#include "daemon/core/gpu/gpu.h"
+#include "daemon/runtime/server.h"
+
+enum level { FINE, NOTE, PROBLEM };
+enum { MOST = 16 + 2 * KVQ_MAX_GPUS };
+
+struct findings {
+    struct kvq_arena *arena;
+    Kvq__DoctorReply *reply;
+};
+
+__attribute__((format(printf, 5, 6))) static void add(struct findings *f, const char *check,
+                                                      enum level level, const char *remedy,
+                                                      const char *format, ...)
+{
+    char text[KVQ_TEXT_BYTES];
+    va_list arguments;
+    Kvq__Finding *finding = kvq_arena_alloc(f->arena, sizeof *finding);
+    if (!finding || f->reply->n_findings == MOST)
+        return;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    kvq__finding__init(finding);
+    finding->check = kvq_arena_text(f->arena, check);
+    finding->level = level;
+    finding->text = kvq_arena_text(f->arena, text);
+    finding->remedy = kvq_arena_text(f->arena, remedy);
+    f->reply->findings[f->reply->n_findings++] = finding;
+}
+
+// The first bytes of a file as text; empty if it cannot be read.
+static void read_small(const char *path, char *out, size_t size)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, out, size - 1);
+    if (fd >= 0)
+        close(fd);
+    out[got > 0 ? got : 0] = 0;
+    out[strcspn(out, "\n")] = 0;
+}
+
+static void check_cpu(struct findings *f, const struct kvq__server *s)
+{
+    const char *isa = s->identity.isa;
+    bool wide = strcmp(isa, "avx512") == 0;
+    add(f, "cpu", wide ? FINE : NOTE,
+        wide ? "" : "a CPU with AVX-512 VNNI computes attention faster; nothing is wrong",
+        "kernels of %s are in use", isa);
+    uint32_t cpus = kvq__usable_cpus();
+    uint32_t workers = s->identity.workers;
+    if (cpus == 1)
+        add(f, "spinning", NOTE, "give the daemon and its engines at least 2 CPUs",
+            "1 usable CPU: nobody spins, so each request pays two wake-ups");
+    else if (workers >= cpus)
+        add(f, "spinning", NOTE, "set workers below the number of CPUs, so that engines may spin",
+            "%u workers on %u usable CPUs: engines sleep instead of spinning", workers, cpus);
+    else
+        add(f, "spinning", FINE, "", "%u workers on %u usable CPUs leave %u for engines that spin",
+            workers, cpus, cpus - workers);
+}
+
+static void check_memory(struct findings *f, const struct kvq__server *s)
+{
+    char limit[32];
+    uint64_t pool = s->config.pool_bytes, buffers = s->config.buffer_bytes;
+    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    read_small("/sys/fs/cgroup/memory.max", limit, sizeof limit);
+    uint64_t group = limit[0] >= '0' && limit[0] <= '9' ? strtoull(limit, NULL, 10) : memory;
+    uint64_t most = group < memory ? group : memory;
+    bool tight = pool > most / 10 * 9;
+    add(f, "pool", tight ? PROBLEM : FINE,
+        tight ? "lower pool_bytes to 9/10 of the memory or less" : "",
+        "the pool may grow to %llu MiB of %llu MiB that the %s allows",
+        (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
+        group < memory ? "control group" : "machine");
+    bool over = !tight && buffers > most - pool;
+    add(f, "buffers", over ? NOTE : FINE,
+        over ? "lower pool_bytes or buffer_bytes if clients may ever fill all of it" : "",
+        "clients' buffers may grow to %llu MiB besides the pool",
+        (unsigned long long)(buffers >> 20));
+}
+
+static void check_huge_pages(struct findings *f, const struct kvq__server *s)
+{
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    uint64_t need = s->config.pool_bytes / KVQ__HUGE_PAGE;
+    char remedy[160];
+    if (counts.transparent && s->memory.huge != KVQ__HUGE_REQUIRE) {
+        add(f, "huge_pages", FINE, "", "shared memory may use huge pages");
+        return;
+    }
+    if (s->memory.huge == KVQ__HUGE_OFF) {
+        add(f, "huge_pages", NOTE, "set huge_pages = auto",
+            "caches lie in small pages (huge_pages = off); huge ones would save some time at long "
+            "contexts");
+        return;
+    }
+    bool few = counts.total < need;
+    snprintf(remedy, sizeof remedy,
+             "sysctl vm.nr_hugepages=%llu and restart, or echo advise > "
+             "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
+             (unsigned long long)need);
+    add(f, "huge_pages", few ? NOTE : FINE, few ? remedy : "",
+        "a full pool needs %llu huge pages of 2 MiB; the system has %llu, of which %llu are "
+        "available%s",
+        (unsigned long long)need, (unsigned long long)counts.total,
+        (unsigned long long)counts.available,
+        few ? "; small ones cost some time at long contexts" : "");
+}
+
+static void check_limits(struct findings *f, const struct kvq__server *s)
+{
+    struct rlimit files = {0, 0}, locked = {0, 0};
+    getrlimit(RLIMIT_NOFILE, &files);
+    getrlimit(RLIMIT_MEMLOCK, &locked);
+    // A client holds a socket and a pidfd, each queue 4 descriptors, each extent one.
+    uint64_t need = 64 + s->config.max_clients * 6 + s->config.pool_bytes / s->config.extent_bytes;
+    bool few = files.rlim_cur != RLIM_INFINITY && files.rlim_cur < need;
+    add(f, "descriptors", few ? PROBLEM : FINE,
+        few ? "raise LimitNOFILE= of the service, or ulimit -n" : "",
+        "%llu descriptors may be open; max_clients with one queue each and a full pool need %llu",
+        (unsigned long long)files.rlim_cur, (unsigned long long)need);
+    bool small = locked.rlim_cur != RLIM_INFINITY && locked.rlim_cur < s->config.pool_bytes;
+    if (small)
+        add(f, "memlock", NOTE, "raise LimitMEMLOCK= if swapping caches out would hurt",
+            "caches are not locked in memory (limit %llu KiB), so they can be swapped out",
+            (unsigned long long)(locked.rlim_cur >> 10));
+    else
+        add(f, "memlock", FINE, "", "the limit of locked memory covers the pool");
+}
+
+static void check_permissions(struct findings *f, const struct kvq__server *s)
+{
+    struct stat st;
+    if (stat(s->config.runtime_dir, &st) != 0) {
+        add(f, "runtime_dir", PROBLEM, "restart kvqd", "%s has vanished", s->config.runtime_dir);
+        return;
+    }
+    bool open_to_all = (st.st_mode & 0001) != 0;
+    bool writable = (st.st_mode & 0022) != 0;
+    add(f, "runtime_dir", writable ? PROBLEM : FINE,
+        writable ? "chmod go-w: others could replace the sockets" : "",
+        "%s has mode %03o, group %u: %s may connect", s->config.runtime_dir,
+        (unsigned)st.st_mode & 0777, (unsigned)st.st_gid,
+        open_to_all ? "every user" : "its owner and group");
+}
+
+static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
+{
+    bool words = kvq__gpu_has_memory_ops(gpu), events = kvq__gpu_has_events(gpu);
+    add(f, "gpu", FINE, "", "%s, %s: caches may take %llu MiB", kvq__gpu_uuid_text(gpu),
+        kvq__gpu_name(gpu), (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
+    add(f, "gpu_order", words ? FINE : NOTE,
+        words ? "" : "a newer driver, if there is one, has 64-bit stream memory operations",
+        "%s: streams of engines and daemon wait for each other by %s%s; tried at the start: "
+        "timeline "
+        "words %s, events between processes %s",
+        kvq__gpu_uuid_text(gpu),
+        words    ? "timeline words"
+        : events ? "events"
+                 : "nothing",
+        words || events ? "" : ", so engines wait on the host for each request",
+        words ? "work" : "do not work", events ? "work" : "do not work");
+}
+
+// Streams that wait for a client have a hardware queue each, and there are few.
+static void check_queues(struct findings *f, const struct kvq__server *s,
+                         const struct kvq__gpu *gpu)
+{
+    uint32_t queues = kvq__gpu_connections(gpu), clients = kvq__gpu_clients_alone(gpu);
+    bool few = clients < s->config.max_clients, more = queues < KVQ_GPU_CONNECTIONS;
+    add(f, "gpu_queues", few ? NOTE : FINE,
+        !few   ? ""
+        : more ? "start kvqd with CUDA_DEVICE_MAX_CONNECTIONS=32, or without that variable"
+               : "engines that attend in their own context (kvq_local_open) wait once a step "
+                 "instead of once a layer",
+        "%s has %u hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): the requests of %u clients are "
+        "ordered on streams; further ones get the same answers, but wait on the host for each "
+        "request",
+        kvq__gpu_uuid_text(gpu), queues, clients);
+}
+
+// Without MPS the contexts of two processes take turns on a GPU. Under MPS they share one fate: a
+// fault in one, and a kill of one with work in flight, can end the others' work.
+static void check_mps(struct findings *f)
+{
+    const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY");
+    bool runs = access(pipe ? pipe : "/tmp/nvidia-mps", F_OK) == 0;
+    add(f, "mps", NOTE,
+        runs ? "end engines in order; or run without MPS, with attention in their own context "
+               "(kvq_local_open)"
+             : "let engines attend in their own context (kvq_local_open), one hop a step; MPS "
+               "(nvidia-cuda-mps-control -d) helps as well, but ties engines' and daemon's fates",
+        runs ? "MPS seems to run: kernels run side by side, but a fault in one process, or a kill "
+               "-9 "
+               "of one with work in flight, can end the GPU work of all, the daemon's too"
+             : "MPS does not seem to run: daemon and engines take turns on a GPU, which costs time "
+               "at every change");
+}
+
+static void check_gpus(struct findings *f, const struct kvq__server *s)
+{
+    for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++) {
+        check_gpu(f, kvq__gpus_get(s->gpus, i));
+        check_queues(f, s, kvq__gpus_get(s->gpus, i));
+    }
+    if (s->gpus)
+        check_mps(f);
+    else if (s->no_gpu)
+        add(f, "backend", FINE, "", "caches and attention are on the CPU: %s", s->no_gpu);
+    else
+        add(f, "backend", FINE, "", "caches and attention are on the CPU; no GPU was looked for");
+}
+
+void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    struct findings f = {arena, kvq_arena_alloc(arena, sizeof(Kvq__DoctorReply))};
+    if (f.reply) {
+        kvq__doctor_reply__init(f.reply);
+        f.reply->findings = kvq_arena_alloc(arena, MOST * sizeof *f.reply->findings);
+    }
+    if (!f.reply || !f.reply->findings) {
+        kvq__reply_status(reply, arena, KVQ_E_NO_MEMORY, "no room left for the reply");
+        return;
+    }
+    check_gpus(&f, server);
+    check_cpu(&f, server);
+    check_memory(&f, server);
+    check_huge_pages(&f, server);
+    check_limits(&f, server);
+    check_permissions(&f, server);
+    reply->doctor = f.reply;
+    reply->result_case = KVQ__REPLY__RESULT_DOCTOR;
+}

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Lists, page by page: each ends before its reply would grow beyond a message, and says where the
+// next one begins.
+#include "daemon/commands/cursor.h"
+#include "daemon/commands/dispatch.h"
+
+#include <stdio.h>
+
+enum {
+    PIECE = 64,         // elements that the core is asked for at a time
+    REST_BYTES = 16384, // of a status that is not its namespaces: GPUs, a folder, evictions
+};
+
+// A page that is being filled.
+struct page {
+    const struct kvq__dispatch *d;
+    struct kvq_arena *arena;
+    Kvq__Request__CommandCase list;
+    struct kvq__list_at at; // what is listed by now
+    ProtobufCMessage **elements;
+    size_t n, bytes, room;
+    bool truncated;
+};
+
+// Begins behind what the cursor says was listed; `newest` is the last that there could be.
+static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at newest, char *text)
+{
+    p->elements = kvq_arena_alloc(p->arena, KVQ_MAX_LIST * sizeof *p->elements);
+    p->room = p->room ? p->room : KVQ__LIST_BYTES;
+    if (!p->elements)
+        return KVQ_E_NO_MEMORY;
+    int error = kvq__cursor_check(cursor, p->d->identity->epoch, p->list, text);
+    if (error || !cursor)
+        return error;
+    if (cursor->namespace_ > newest.ns || cursor->id > newest.id) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "the cursor is behind namespace %llu and element %llu; the daemon has given none "
+                 "above %llu and %llu: begin the list anew",
+                 (unsigned long long)cursor->namespace_, (unsigned long long)cursor->id,
+                 (unsigned long long)newest.ns, (unsigned long long)newest.id);
+        return KVQ_E_INVALID;
+    }
+    p->at = (struct kvq__list_at){cursor->namespace_, cursor->id};
+    return 0;
+}
+
+// Takes an element that stands at a place of the list. False: the page is full.
+static bool add(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
+{
+    p->bytes += element ? protobuf_c_message_get_packed_size(element) + 4 : 0;
+    p->truncated = !element || p->arena->full || p->bytes > p->room || p->n == KVQ_MAX_LIST;
+    if (p->truncated)
+        return false;
+    p->elements[p->n++] = element;
+    p->at = at;
+    return true;
+}
+
+// Where the next page begins; NULL where there is none.
+static Kvq__Cursor *next_of(const struct page *p)
+{
+    Kvq__Cursor *next = NULL;
+    if (p->truncated && p->n)
+        next = kvq__cursor_new(p->arena, p->d->identity->epoch, p->list);
+    if (next) {
+        next->namespace_ = p->at.ns;
+        next->id = p->at.id;
+    }
+    return next;
+}
+
+// ---- Sessions ----
+
+static int list_sessions(struct page *p, const Kvq__ListSessions *ask, Kvq__Reply *reply,
+                         char *text)
+{
+    uint64_t looks = KVQ__LIST_LOOKS;
+    struct kvq__newest newest = kvq__core_newest(p->d->core);
+    Kvq__SessionList *list = kvq_arena_alloc(p->arena, sizeof *list);
+    struct kvq__session_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    if (!list || !infos)
+        return KVQ_E_NO_MEMORY;
+    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session}, text);
+    for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
+        n = kvq__core_sessions(p->d->core, p->d->peer, ask->namespace_, p->at, &looks, infos,
+                               PIECE);
+        for (uint32_t i = 0; i < n && !p->truncated; i++) {
+            Kvq__Session *s = kvq__session_message(p->arena, &infos[i], p->d->identity->isa);
+            add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, infos[i].id});
+        }
+    }
+    kvq__session_list__init(list);
+    list->sessions = (Kvq__Session **)p->elements;
+    list->n_sessions = p->n;
+    list->truncated = p->truncated;
+    list->next = next_of(p);
+    reply->sessions = list;
+    reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
+    return error;
+}
+
+// ---- Clients ----
+
+static Kvq__Client *client_message(struct kvq_arena *arena, const struct kvq__client_info *info)
+{
+    Kvq__Client *c = kvq_arena_alloc(arena, sizeof *c);
+    if (!c)
+        return NULL;
+    kvq__client__init(c);
+    c->id = info->id;
+    c->name = kvq_arena_text(arena, info->name);
+    c->pid = info->pid;
+    c->uid = info->uid;
+    c->queues = info->queues;
+    c->buffers = info->buffers;
+    c->buffer_bytes = info->buffer_bytes;
+    c->sessions = info->sessions;
+    c->requests = info->requests;
+    c->connected_ms = info->connected_ms;
+    return c;
+}
+
+static int list_clients(struct page *p, const Kvq__ListClients *ask, Kvq__Reply *reply, char *text)
+{
+    struct kvq__newest newest = kvq__core_newest(p->d->core);
+    Kvq__ClientList *list = kvq_arena_alloc(p->arena, sizeof *list);
+    struct kvq__client_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    if (!list || !infos)
+        return KVQ_E_NO_MEMORY;
+    int error = begin(p, ask->cursor, (struct kvq__list_at){0, newest.client}, text);
+    for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
+        n = kvq__core_clients(p->d->core, p->d->peer, p->at.id, infos, PIECE);
+        for (uint32_t i = 0; i < n && !p->truncated; i++) {
+            Kvq__Client *c = client_message(p->arena, &infos[i]);
+            add(p, c ? &c->base : NULL, (struct kvq__list_at){0, infos[i].id});
+        }
+    }
+    kvq__client_list__init(list);
+    list->clients = (Kvq__Client **)p->elements;
+    list->n_clients = p->n;
+    list->truncated = p->truncated;
+    list->next = next_of(p);
+    reply->clients = list;
+    reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
+    return error;
+}
+
+// ---- Formats, which stay the same for the daemon's whole run ----
+
+static Kvq__Format *format_message(struct kvq_arena *arena, const struct kvq__format_info *info)
+{
+    const struct kvq_shape shape = {.kv_heads = 1, .k_dim = 128, .v_dim = 128};
+    char layers[32] = "";
+    Kvq__Format *f = kvq_arena_alloc(arena, sizeof *f);
+    if (!f)
+        return NULL;
+    if (info->others && info->last == UINT32_MAX)
+        snprintf(layers, sizeof layers, "others");
+    else if (info->others)
+        snprintf(layers, sizeof layers, info->first == info->last ? "%u" : "%u-%u", info->first,
+                 info->last);
+    kvq__format__init(f);
+    f->name = kvq_arena_text(arena, info->name);
+    f->layers = kvq_arena_text(arena, layers);
+    f->row = kvq_arena_text(arena, info->row->name);
+    f->own = info->own;
+    f->bits_per_value = kvq_bits_per_value(info->row, &shape);
+    f->unit_tokens = info->row->unit_tokens;
+    f->recent_tokens = info->row->recent_tokens;
+    f->sink_tokens = info->row->sink_tokens;
+    f->source = kvq_arena_text(arena, info->row->source);
+    return f;
+}
+
+static int list_formats(struct page *p, const Kvq__ListFormats *ask, Kvq__Reply *reply, char *text)
+{
+    enum { MOST = KVQ_MAX_OWN_FORMATS * (KVQ_MAX_FORMAT_RANGES + 1) + KVQ_MAX_LIST };
+    Kvq__FormatList *list = kvq_arena_alloc(p->arena, sizeof *list);
+    struct kvq__format_info *infos = kvq_arena_alloc(p->arena, MOST * sizeof *infos);
+    if (!list || !infos)
+        return KVQ_E_NO_MEMORY;
+    uint32_t n = kvq__core_formats(p->d->core, infos, MOST);
+    int error = begin(p, ask->cursor, (struct kvq__list_at){0, n}, text);
+    for (uint64_t i = p->at.id; !error && i < n && !p->truncated; i++) {
+        Kvq__Format *f = format_message(p->arena, &infos[i]);
+        add(p, f ? &f->base : NULL, (struct kvq__list_at){0, i + 1});
+    }
+    kvq__format_list__init(list);
+    list->formats = (Kvq__Format **)p->elements;
+    list->n_formats = p->n;
+    list->truncated = p->truncated;
+    list->next = next_of(p);
+    reply->formats = list;
+    reply->result_case = KVQ__REPLY__RESULT_FORMATS;
+    return error;
+}
+
+// ---- Namespaces: their prefixes, their limits, and what a status tells of them ----
+
+static Kvq__PrefixStatus *prefix_message(struct kvq_arena *arena,
+                                         const struct kvq__prefix_info *info)
+{
+    Kvq__PrefixStatus *p = kvq_arena_alloc(arena, sizeof *p);
+    if (!p)
+        return NULL;
+    kvq__prefix_status__init(p);
+    p->namespace_ = kvq_arena_text(arena, info->ns);
+    p->pages = info->pages;
+    p->bytes = info->bytes;
+    p->idle_bytes = info->idle_bytes;
+    p->lookups = info->lookups;
+    p->hits = info->hits;
+    p->hit_tokens = info->hit_tokens;
+    p->evicted = info->evicted;
+    return p;
+}
+
+static int list_prefixes(struct page *p, const Kvq__ListPrefixes *ask, Kvq__Reply *reply,
+                         char *text)
+{
+    struct kvq__newest newest = kvq__core_newest(p->d->core);
+    Kvq__PrefixList *list = kvq_arena_alloc(p->arena, sizeof *list);
+    struct kvq__prefix_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    if (!list || !infos)
+        return KVQ_E_NO_MEMORY;
+    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, 0}, text);
+    for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
+        n = kvq__core_prefixes(p->d->core, p->d->peer, p->at.ns, infos, PIECE);
+        for (uint32_t i = 0; i < n && !p->truncated; i++) {
+            Kvq__PrefixStatus *s = prefix_message(p->arena, &infos[i]);
+            add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, 0});
+        }
+    }
+    kvq__prefix_list__init(list);
+    list->prefixes = (Kvq__PrefixStatus **)p->elements;
+    list->n_prefixes = p->n;
+    list->truncated = p->truncated;
+    list->next = next_of(p);
+    reply->prefixes = list;
+    reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
+    return error;
+}
+
+typedef ProtobufCMessage *make_message(struct kvq_arena *, const struct kvq__namespace_info *);
+
+// Fills a page with what is made of each namespace that the peer may see.
+static int add_namespaces(struct page *p, const Kvq__Cursor *cursor, make_message *make, char *text)
+{
+    struct kvq__newest newest = kvq__core_newest(p->d->core);
+    struct kvq__namespace_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    if (!infos)
+        return KVQ_E_NO_MEMORY;
+    int error = begin(p, cursor, (struct kvq__list_at){newest.ns, 0}, text);
+    for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
+        n = kvq__core_namespaces(p->d->core, p->d->peer, p->at.ns, infos, PIECE);
+        for (uint32_t i = 0; i < n && !p->truncated; i++)
+            add(p, make(p->arena, &infos[i]), (struct kvq__list_at){infos[i].number, 0});
+    }
+    return error;
+}
+
+static int list_quotas(struct page *p, const Kvq__ListQuotas *ask, Kvq__Reply *reply, char *text)
+{
+    if (ask->namespace_[0])
+        return kvq__dispatch_quota(p->d, ask->namespace_, p->arena, reply, text);
+    Kvq__QuotaList *list = kvq_arena_alloc(p->arena, sizeof *list);
+    int error =
+        list ? add_namespaces(p, ask->cursor, kvq__quota_status_message, text) : KVQ_E_NO_MEMORY;
+    if (error)
+        return error;
+    kvq__quota_list__init(list);
+    list->quotas = (Kvq__QuotaStatus **)p->elements;
+    list->n_quotas = p->n;
+    list->truncated = p->truncated;
+    list->next = next_of(p);
+    list->kept = p->d->identity->stores;
+    reply->quotas = list;
+    reply->result_case = KVQ__REPLY__RESULT_QUOTAS;
+    return 0;
+}
+
+static ProtobufCMessage *namespace_message(struct kvq_arena *arena,
+                                           const struct kvq__namespace_info *info)
+{
+    Kvq__NamespaceStatus *ns = kvq_arena_alloc(arena, sizeof *ns);
+    if (!ns)
+        return NULL;
+    kvq__namespace_status__init(ns);
+    ns->name = kvq_arena_text(arena, info->name);
+    ns->limit = kvq__quota_message(arena, info->quota.limit);
+    ns->used = kvq__quota_message(arena, info->used);
+    return &ns->base;
+}
+
+int kvq__dispatch_namespaces(const struct kvq__dispatch *d, const Kvq__Cursor *cursor,
+                             struct kvq_arena *arena, Kvq__StatusReply *s, char *text)
+{
+    struct page page = {.d = d,
+                        .arena = arena,
+                        .list = KVQ__REQUEST__COMMAND_STATUS,
+                        .room = KVQ_MAX_MESSAGE - REST_BYTES};
+    int error = add_namespaces(&page, cursor, namespace_message, text);
+    s->namespaces = (Kvq__NamespaceStatus **)page.elements;
+    s->n_namespaces = page.n;
+    s->truncated = page.truncated;
+    s->next = next_of(&page);
+    return error;
+}
+
+// ---- The table ----
+
+int kvq__dispatch_list(const struct kvq__dispatch *d, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply, char *text)
+{
+    struct page page = {.d = d, .arena = arena, .list = request->command_case};
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_LIST_SESSIONS:
+        return list_sessions(&page, request->list_sessions, reply, text);
+    case KVQ__REQUEST__COMMAND_LIST_CLIENTS:
+        return list_clients(&page, request->list_clients, reply, text);
+    case KVQ__REQUEST__COMMAND_LIST_FORMATS:
+        return list_formats(&page, request->list_formats, reply, text);
+    case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
+        return list_prefixes(&page, request->list_prefixes, reply, text);
+    default:
+        return list_quotas(&page, request->list_quotas, reply, text);
+    }
+}

@@ -1,0 +1,508 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The table of options, and how values become part of the configuration. The file's grammar is
+// in file.c.
+#include "daemon/config/config.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "daemon/config/internal.h"
+#include "daemon/runtime/log.h"
+#include "proto/status.h"
+
+static const char *const bool_words[] = {"no", "yes", NULL};
+static const char *const level_words[] = {"error", "warn", "info", "debug", NULL};
+static const char *const huge_words[] = {"auto", "off", "require", NULL};
+static const char *const backend_words[] = {"auto", "cpu", "gpu", "emu", NULL};
+static const char *const path_words[] = {"exact", "fast", NULL};
+
+#define FIELD(name) #name, offsetof(struct kvq_config, name), sizeof((struct kvq_config *)0)->name
+
+const struct kvq__option kvq__options[] = {
+    {FIELD(runtime_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "directory of sockets and lock; $XDG_RUNTIME_DIR/kvqd, else /run/kvqd"},
+    {FIELD(runtime_mode), KVQ_OPTION_MODE, "MODE", .initial = 0750, .max = 0777,
+     .help = "its permissions; who may enter may connect"},
+    {FIELD(runtime_group), KVQ_OPTION_TEXT, "GROUP", .initial_text = "",
+     .help = "group that owns it; empty: the daemon's own"},
+    {FIELD(pool_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 0, .max = 1ull << 46,
+     .help = "memory for caches; 0: a quarter of the machine's"},
+    {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 64ull << 20, .min = 2ull << 20,
+     .max = 1ull << 30, .help = "piece in which it is handed to namespaces; multiple of 2mb"},
+    {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", .words = huge_words,
+     .help = "huge pages set aside (vm.nr_hugepages): where there are no transparent ones"},
+    {FIELD(backend), KVQ_OPTION_WORD, "WORD", .words = backend_words,
+     .help = "gpu: GPUs or no start; auto: GPUs if there are any; emu: a software GPU, for tests"},
+    {FIELD(gpus), KVQ_OPTION_TEXT, "UUID,..", .initial_text = "",
+     .help = "GPUs that sessions may live on (nvidia-smi -L); empty: all"},
+    {FIELD(gpu_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "memory for caches on each of them; 0: half of what is free at start"},
+    {FIELD(gpu_driver), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "library of the GPUs' driver; empty: libcuda.so.1"},
+    {FIELD(workers), KVQ_OPTION_NUMBER, "N", .max = KVQ_MAX_WORKERS,
+     .help = "threads that compute, the poller included; 0: usable CPUs - 1"},
+    {FIELD(pin), KVQ_OPTION_WORD, "WORD", .words = bool_words,
+     .help = "bind each worker to a CPU of its own"},
+    {FIELD(spin_us), KVQ_OPTION_NUMBER, "N", .initial = 1000, .max = 1000000,
+     .help = "longest time the poller spins before it sleeps; 0: never spins"},
+    {FIELD(keep_seconds), KVQ_OPTION_NUMBER, "N", .initial = 600, .max = 1ull << 32,
+     .help = "how long a named session outlives its last user"},
+    {FIELD(prefix_keep_seconds), KVQ_OPTION_NUMBER, "N", .initial = 3600, .max = 1ull << 32,
+     .help = "how long a prefix outlives its last use, while there is room; 0: for ever"},
+    {FIELD(drain_ms), KVQ_OPTION_NUMBER, "N", .initial = 5000, .max = 600000,
+     .help = "how long running requests may take to finish after SIGTERM"},
+    {FIELD(max_clients), KVQ_OPTION_NUMBER, "N", .initial = 256, .min = 1, .max = KVQ_MAX_CLIENTS,
+     .help = "clients attached at once"},
+    {FIELD(host_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "of the host's memory, for a namespace without a section of its own; 0: no limit"},
+    {FIELD(device_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "of the memory of GPUs, likewise; 0: no limit"},
+    {FIELD(disk_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 50,
+     .help = "of storage_dir, likewise; 0: no limit"},
+    {FIELD(max_sessions), KVQ_OPTION_NUMBER, "N", .initial = 65536, .max = UINT32_MAX,
+     .help = "sessions of a namespace that says nothing else; 0: no limit"},
+    {FIELD(table_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "of the host's memory, for page tables, token ids and the like of a namespace without "
+             "a section; 0: a quarter of its host_bytes or the pool, 64mb at least"},
+    {FIELD(client_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 4ull << 30, .min = 1 << 20,
+     .max = KVQ_MAX_BUFFER_BYTES, .help = "buffers of one client together"},
+    {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 46,
+     .help = "buffers of all clients together; 0: half of the machine's memory"},
+    {FIELD(fast), KVQ_OPTION_WORD, "WORD", .words = path_words, .initial = 1, .alias = "attention",
+     .help = "path of sessions that leave it to the daemon"},
+    {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "folder of codebooks, NAME.kvqbook for formats FORMAT@NAME; empty: none"},
+    {FIELD(storage_dir), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "folder that sessions are saved in; empty: nothing is saved"},
+    {FIELD(storage_bytes), KVQ_OPTION_SIZE, "SIZE", .max = 1ull << 50,
+     .help = "what its files may take on disk; 0: no cap"},
+    {FIELD(save_idle_seconds), KVQ_OPTION_NUMBER, "N", .max = 1ull << 32,
+     .help = "named sessions that are idle for so long are saved; 0: they are not"},
+    {FIELD(evict_idle_ms), KVQ_OPTION_NUMBER, "N", .initial = 1000, .max = 3600000,
+     .help = "sessions used less long ago than that do not make room for others"},
+    {FIELD(evict_above), KVQ_OPTION_NUMBER, "PERCENT", .initial = 90, .max = 100,
+     .help = "idle sessions leave a pool fuller than that, before room is needed; 0 or 100: never"},
+    {FIELD(park_idle_seconds), KVQ_OPTION_NUMBER, "N", .max = 1ull << 32,
+     .help = "sessions that are idle for so long go to storage_dir; 0: only for room"},
+    {FIELD(save_on_drain), KVQ_OPTION_WORD, "WORD", .words = bool_words, .initial = 1,
+     .help = "save named sessions before the daemon ends"},
+    {FIELD(remote_endpoint), KVQ_OPTION_TEXT, "URL", .initial_text = "",
+     .help = "S3-compatible store that sessions are pushed to, https://HOST[:PORT]; empty: none"},
+    {FIELD(remote_bucket), KVQ_OPTION_TEXT, "NAME", .initial_text = "", .help = "its bucket"},
+    {FIELD(remote_prefix), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "what all keys in it begin with"},
+    {FIELD(remote_region), KVQ_OPTION_TEXT, "NAME", .initial_text = "",
+     .help = "its region; empty: us-east-1, which most makes take"},
+    {FIELD(remote_ca_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "certificates to trust for it; empty: the system's"},
+    {FIELD(remote_virtual_host), KVQ_OPTION_WORD, "WORD", .words = bool_words,
+     .help = "the bucket is part of the host's name, not of the path"},
+    {FIELD(remote_keys_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "keys to it, as AWS's tools have them; empty: AWS_ACCESS_KEY_ID and so on"},
+    {FIELD(remote_keys_section), KVQ_OPTION_TEXT, "NAME", .initial_text = "",
+     .help = "the section there; empty: default"},
+    {FIELD(remote_part_bytes), KVQ_OPTION_SIZE, "SIZE", .initial = 16 << 20, .min = 64 << 10,
+     .max = 256 << 20,
+     .help = "piece that is transferred at a time; each transfer has it in memory"},
+    {FIELD(remote_stall_seconds), KVQ_OPTION_NUMBER, "N", .initial = 60, .min = 1, .max = 3600,
+     .help = "a request that hardly moves for so long is given up, and tried again"},
+    {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
+     .help = "users besides root and the daemon's who may see and end everything"},
+    {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,
+     .help = "least important lines to log"},
+    {FIELD(log_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
+     .help = "file to log to; empty: stderr"},
+    {.name = NULL},
+};
+_Static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
+_Static_assert(KVQ_CONFIG_OPTIONS <= 64, "bits of what the file has set");
+
+const char *kvq__option_name(const struct kvq__option *option)
+{
+    return option->alias ? option->alias : option->name;
+}
+
+// Names are the same with '-' and '_' and in any case, so that flags and environment match.
+bool kvq__same_name(const char *a, const char *b)
+{
+    for (; *a && *b; a++, b++) {
+        char x = *a == '-' ? '_' : *a, y = *b == '-' ? '_' : *b;
+        x = x >= 'A' && x <= 'Z' ? (char)(x + 32) : x;
+        y = y >= 'A' && y <= 'Z' ? (char)(y + 32) : y;
+        if (x != y)
+            return false;
+    }
+    return *a == *b;
+}
+
+const struct kvq__option *kvq__option_find(const char *name)
+{
+    for (const struct kvq__option *o = kvq__options; o->name; o++)
+        if (kvq__same_name(kvq__option_name(o), name))
+            return o;
+    return NULL;
+}
+
+// Edits that turn one name into the other.
+static unsigned distance(const char *a, const char *b)
+{
+    enum { LONGEST = 40 };
+    unsigned row[LONGEST + 1];
+    size_t n = strnlen(b, LONGEST);
+    for (size_t j = 0; j <= n; j++)
+        row[j] = (unsigned)j;
+    for (size_t i = 0; a[i] && i < LONGEST; i++) {
+        unsigned diagonal = row[0];
+        row[0] = (unsigned)i + 1;
+        for (size_t j = 0; j < n; j++) {
+            char c = a[i] == '-' ? '_' : a[i] >= 'A' && a[i] <= 'Z' ? (char)(a[i] + 32) : a[i];
+            unsigned best = diagonal + (c != b[j]);
+            best = row[j] + 1 < best ? row[j] + 1 : best;
+            best = row[j + 1] + 1 < best ? row[j + 1] + 1 : best;
+            diagonal = row[j + 1];
+            row[j + 1] = best;
+        }
+    }
+    return row[n];
+}
+
+const char *kvq__option_nearest(const char *name)
+{
+    const char *best = kvq__option_name(kvq__options);
+    for (const struct kvq__option *o = kvq__options; o->name; o++)
+        if (distance(name, kvq__option_name(o)) < distance(name, best))
+            best = kvq__option_name(o);
+    return best;
+}
+
+int kvq__config_refuse(char *text, const char *where, const char *format, ...)
+{
+    va_list arguments;
+    int used = snprintf(text, KVQ_TEXT_BYTES, "%.200s: ", where);
+    va_start(arguments, format);
+    vsnprintf(text + used, KVQ_TEXT_BYTES - (size_t)used, format, arguments);
+    va_end(arguments);
+    return KVQ_E_INVALID;
+}
+
+// Bytes of a unit's name, 0 if unknown. All units are powers of 1,024, whatever their spelling.
+static uint64_t unit_bytes(const char *unit)
+{
+    static const char letters[] = "kmgt";
+    if (!*unit || kvq__same_name(unit, "b"))
+        return 1;
+    char first[2] = {unit[0], 0}, letter[2] = {0};
+    for (int i = 0; i < 4; i++) {
+        letter[0] = letters[i];
+        bool known = !unit[1] || kvq__same_name(unit + 1, "b") || kvq__same_name(unit + 1, "ib");
+        if (kvq__same_name(first, letter) && known)
+            return 1ull << (10 * (i + 1));
+    }
+    return 0;
+}
+
+// A whole decimal (or, for modes, octal) number with what follows it, or false.
+static bool parse_number(const char *value, int base, uint64_t *number, const char **rest)
+{
+    char *end;
+    if (*value < '0' || *value > '9')
+        return false;
+    errno = 0;
+    *number = strtoull(value, &end, base);
+    *rest = end + strspn(end, " ");
+    return errno == 0;
+}
+
+int kvq__parse_size(const char *where, const char *name, const char *value, uint64_t *bytes,
+                    char *text)
+{
+    const char *unit;
+    if (!parse_number(value, 10, bytes, &unit) || unit_bytes(unit) == 0)
+        return kvq__config_refuse(text, where,
+                                  "%s is \"%.64s\"; a size is a whole number with b, kb, mb, gb or "
+                                  "tb, as in 64mb",
+                                  name, value);
+    if (*bytes > UINT64_MAX / unit_bytes(unit))
+        return kvq__config_refuse(
+            text, where, "%s is \"%.64s\", which is more than any machine has", name, value);
+    *bytes *= unit_bytes(unit);
+    return 0;
+}
+
+int kvq__parse_ids(const char *where, const char *name, const char *value,
+                   struct kvq_config_ids *ids, char *text)
+{
+    ids->n = 0;
+    for (const char *at = value; *at;) {
+        uint64_t id;
+        const char *rest;
+        at += strspn(at, " ");
+        if (!parse_number(at, 10, &id, &rest) || id >= UINT32_MAX || (*rest && *rest != ','))
+            return kvq__config_refuse(text, where,
+                                      "%s is \"%.64s\"; give numbers below 4294967295 with commas "
+                                      "between them, as `id -u NAME` prints them",
+                                      name, value);
+        if (ids->n == KVQ_MAX_NAMESPACE_IDS)
+            return kvq__config_refuse(text, where, "%s lists more than %d numbers; use a group",
+                                      name, KVQ_MAX_NAMESPACE_IDS);
+        ids->id[ids->n++] = (uint32_t)id;
+        at = *rest == ',' ? rest + 1 : rest;
+    }
+    return 0;
+}
+
+// For options of a number's type: within [min, max].
+static int check_range(const struct kvq__option *o, const char *where, const char *value,
+                       uint64_t number, char *text)
+{
+    if (number >= o->min && number <= o->max)
+        return 0;
+    char least[32], most[32];
+    kvq__size_text(least, sizeof least, o->min, o->type);
+    kvq__size_text(most, sizeof most, o->max, o->type);
+    return kvq__config_refuse(text, where, "%s is \"%.64s\"; allowed is %s to %s",
+                              kvq__option_name(o), value, least, most);
+}
+
+static int parse_word(const struct kvq__option *o, const char *where, const char *value,
+                      uint64_t *number, char *text)
+{
+    char allowed[128] = "";
+    size_t used = 0;
+    for (unsigned i = 0; o->words[i]; i++) {
+        if (kvq__same_name(o->words[i], value)) {
+            *number = i;
+            return 0;
+        }
+        used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", i ? ", " : "",
+                                 o->words[i]);
+    }
+    return kvq__config_refuse(text, where, "%s is \"%.64s\"; allowed is %s", kvq__option_name(o),
+                              value, allowed);
+}
+
+static int parse_text(const struct kvq__option *o, const char *where, const char *value,
+                      char *field, char *text)
+{
+    size_t length = strlen(value);
+    if (length >= o->size)
+        return kvq__config_refuse(text, where, "%s is %zu bytes long; allowed is %zu",
+                                  kvq__option_name(o), length, o->size - 1);
+    for (size_t i = 0; i < length; i++)
+        if ((unsigned char)value[i] < 0x20 || value[i] == 0x7f)
+            return kvq__config_refuse(text, where, "%s holds a control character",
+                                      kvq__option_name(o));
+    memcpy(field, value, length + 1);
+    return 0;
+}
+
+int kvq__option_set(struct kvq_config *config, const struct kvq__option *o,
+                    enum kvq_config_source source, const char *where, const char *value, char *text)
+{
+    char *field = (char *)config + o->offset;
+    const char *name = kvq__option_name(o), *rest = "";
+    uint64_t number = 0;
+    int error = 0;
+    switch (o->type) {
+    case KVQ_OPTION_TEXT:
+        error = parse_text(o, where, value, field, text);
+        break;
+    case KVQ_OPTION_IDS:
+        error = kvq__parse_ids(where, name, value, (struct kvq_config_ids *)field, text);
+        break;
+    case KVQ_OPTION_SIZE:
+        error = kvq__parse_size(where, name, value, &number, text);
+        break;
+    case KVQ_OPTION_WORD:
+        error = parse_word(o, where, value, &number, text);
+        break;
+    case KVQ_OPTION_NUMBER:
+    case KVQ_OPTION_MODE:
+        if (!parse_number(value, o->type == KVQ_OPTION_MODE ? 8 : 10, &number, &rest) || *rest)
+            error = kvq__config_refuse(text, where, "%s is \"%.64s\"; give a whole %snumber", name,
+                                       value, o->type == KVQ_OPTION_MODE ? "octal " : "");
+        break;
+    }
+    if (error == 0 && o->type != KVQ_OPTION_TEXT && o->type != KVQ_OPTION_IDS) {
+        error = o->type == KVQ_OPTION_WORD ? 0 : check_range(o, where, value, number, text);
+        if (error == 0 && o->size == sizeof(bool))
+            *(bool *)field = number != 0;
+        else if (error == 0)
+            *(uint64_t *)field = number;
+    }
+    if (error == 0)
+        config->source[o - kvq__options] = (uint8_t)source;
+    return error;
+}
+
+static const char *environment_value(char *const *environment, const char *name)
+{
+    size_t length = strlen(name);
+    for (; environment && *environment; environment++)
+        if (strncmp(*environment, name, length) == 0 && (*environment)[length] == '=')
+            return *environment + length + 1;
+    return NULL;
+}
+
+void kvq__config_defaults(struct kvq_config *config, char *const *environment)
+{
+    memset(config, 0, sizeof *config);
+    config->ready_fd = config->lifetime_fd = -1;
+    for (const struct kvq__option *o = kvq__options; o->name; o++) {
+        char *field = (char *)config + o->offset;
+        if (o->type == KVQ_OPTION_TEXT)
+            snprintf(field, o->size, "%s", o->initial_text);
+        else if (o->type != KVQ_OPTION_IDS && o->size == sizeof(bool))
+            *(bool *)field = o->initial;
+        else if (o->type != KVQ_OPTION_IDS && o->size == sizeof(uint64_t))
+            *(uint64_t *)field = o->initial;
+    }
+    const char *xdg = environment_value(environment, "XDG_RUNTIME_DIR");
+    snprintf(config->runtime_dir, sizeof config->runtime_dir, "%s/kvqd",
+             xdg && *xdg ? xdg : "/run");
+}
+
+static int refuse_variable(const char *name, char *text)
+{
+    char nearest[64];
+    snprintf(nearest, sizeof nearest, "%s", kvq__option_nearest(name + 5));
+    for (char *c = nearest; *c; c++)
+        *c = *c >= 'a' && *c <= 'z' ? (char)(*c - 32) : *c;
+    return kvq__config_refuse(text, name, "this variable is not known; the nearest is KVQD_%s",
+                              nearest);
+}
+
+static int load_environment(struct kvq_config *config, char *const *environment, char *text)
+{
+    for (; environment && *environment; environment++) {
+        char name[64];
+        const char *value = strchr(*environment, '=');
+        if (strncmp(*environment, "KVQD_", 5) != 0 || !value)
+            continue;
+        size_t length = (size_t)(value - *environment);
+        snprintf(name, sizeof name, "%.*s", (int)length, *environment);
+        if (strcmp(name, "KVQD_CONFIG") == 0)
+            continue;
+        const struct kvq__option *o = kvq__option_find(name + 5);
+        if (!o)
+            return refuse_variable(name, text);
+        int error = kvq__option_set(config, o, KVQ_FROM_ENVIRONMENT, name, value + 1, text);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+// One walk over the flags. With only_special those are handled that say where to look (--config)
+// and what to do; without it the options of the table.
+static int load_flags(struct kvq_config *config, int argc, char *const *argv, bool only_special,
+                      char *text)
+{
+    for (int i = 1; i < argc; i++) {
+        struct kvq__flag flag;
+        int error = kvq__flag_next(argc, argv, &i, &flag, text);
+        if (error == 0 && flag.option && !only_special)
+            error =
+                kvq__option_set(config, flag.option, KVQ_FROM_FLAG, flag.name, flag.value, text);
+        else if (error == 0 && !flag.option && only_special)
+            error = kvq__flag_special(config, &flag, text);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
+                     char *const *environment, char *text)
+{
+    kvq__config_defaults(config, environment);
+    const char *file = environment_value(environment, "KVQD_CONFIG");
+    if (file && strlen(file) >= sizeof config->file)
+        return kvq__config_refuse(text, "KVQD_CONFIG", "the path is longer than %zu bytes",
+                                  sizeof config->file - 1);
+    snprintf(config->file, sizeof config->file, "%s", file ? file : "");
+    int error = load_flags(config, argc, argv, true, text);
+    if (error || config->help || config->version)
+        return error;
+    if (config->file[0])
+        error = kvq__config_read_file(config, text);
+    if (error == 0)
+        error = load_environment(config, environment, text);
+    if (error == 0)
+        error = load_flags(config, argc, argv, false, text);
+    return error ? error : kvq__config_resolve(config, text);
+}
+
+uint32_t kvq__usable_cpus(void)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
+        return (uint32_t)CPU_COUNT(&set);
+    return 1;
+}
+
+// What can be told without opening it; see kvq__keeper_remote_open.
+static int check_remote(const struct kvq_config *config, char *text)
+{
+    const char *const others[][2] = {{"remote_bucket", config->remote_bucket},
+                                     {"remote_prefix", config->remote_prefix},
+                                     {"remote_region", config->remote_region},
+                                     {"remote_ca_file", config->remote_ca_file},
+                                     {"remote_keys_file", config->remote_keys_file},
+                                     {"remote_keys_section", config->remote_keys_section}};
+    if (!config->remote_endpoint[0]) {
+        for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+            if (others[i][1][0])
+                return kvq__config_refuse(text, others[i][0],
+                                          "is set, but remote_endpoint, which says where the "
+                                          "store is, is not");
+        return 0;
+    }
+    if (strchr(config->remote_endpoint, '@')) // not repeated: it may hold a password
+        return kvq__config_refuse(text, "remote_endpoint",
+                                  "holds a user's name; keys come from remote_keys_file or the "
+                                  "environment");
+    if (!config->remote_bucket[0])
+        return kvq__config_refuse(text, "remote_bucket", "is empty; remote_endpoint needs one");
+    if (!config->storage_dir[0])
+        return kvq__config_refuse(text, "storage_dir",
+                                  "is empty; what goes to and from remote_endpoint is saved "
+                                  "there first");
+    return 0;
+}
+
+int kvq__config_resolve(struct kvq_config *config, char *text)
+{
+    if (config->extent_bytes % (2 << 20))
+        return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
+                                  (unsigned long long)config->extent_bytes);
+    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    if (config->pool_bytes == 0)
+        config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
+    if (config->buffer_bytes == 0) // what one client was explicitly allowed, it may have
+        config->buffer_bytes =
+            config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
+    if (config->pool_bytes < config->extent_bytes)
+        return kvq__config_refuse(
+            text, "pool_bytes", "%llu is less than one extent (extent_bytes is %llu)",
+            (unsigned long long)config->pool_bytes, (unsigned long long)config->extent_bytes);
+    uint32_t cpus = kvq__usable_cpus();
+    if (config->workers == 0)
+        config->workers = cpus > 1 ? cpus - 1 : 1;
+    if (config->workers > KVQ_MAX_WORKERS)
+        config->workers = KVQ_MAX_WORKERS;
+    if (config->runtime_dir[0] != '/')
+        return kvq__config_refuse(text, "runtime_dir", "\"%.64s\" is not an absolute path",
+                                  config->runtime_dir);
+    if (strlen(config->runtime_dir) > KVQ_MAX_RUNTIME_DIR)
+        return kvq__config_refuse(text, "runtime_dir",
+                                  "%zu bytes long; allowed is %d, for socket paths are short",
+                                  strlen(config->runtime_dir), KVQ_MAX_RUNTIME_DIR);
+    return check_remote(config, text);
+}

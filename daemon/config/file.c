@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The configuration file: options of the table at the top (or under [kvqd]), then sections
+// [namespace NAME] and [format NAME] (formats.c). inih reads it; what inih would silently
+// cut or split is refused first.
+#include <errno.h>
+#include <fcntl.h>
+#include <ini.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "daemon/config/internal.h"
+#include "proto/status.h"
+#include "proto/wire.h"
+
+enum { LONGEST_LINE = 190, LONGEST_SECTION = 48 }; // below inih's own buffers
+
+struct parse {
+    struct kvq_config *config;
+    char *text;
+    uint64_t set; // options seen in the file
+    int error;
+};
+
+// inih tells the line of the first refusal only afterwards, so complaints are written without
+// their place, which kvq__config_parse puts in front.
+static const char nowhere[] = "";
+
+static int refuse_key(struct parse *p, const char *section, const char *name)
+{
+    if (*section)
+        p->error =
+            kvq__config_refuse(p->text, nowhere,
+                               "%.64s is not known in [%.64s]; known are uids, gids, "
+                               "host_bytes, device_bytes, disk_bytes, table_bytes, max_sessions, "
+                               "share_prefixes_with",
+                               name, section);
+    else
+        p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
+                                      name, kvq__option_nearest(name));
+    return 0;
+}
+
+static int refuse_twice(struct parse *p, const char *name)
+{
+    p->error = kvq__config_refuse(p->text, nowhere,
+                                  "%.64s is set twice (or continued on a line "
+                                  "that starts with a blank); set it once",
+                                  name);
+    return 0;
+}
+
+static int handle_option(struct parse *p, const char *name, const char *value)
+{
+    const struct kvq__option *o = kvq__option_find(name);
+    if (!o)
+        return refuse_key(p, "", name);
+    uint64_t bit = 1ull << (o - kvq__options);
+    if (p->set & bit)
+        return refuse_twice(p, name);
+    p->set |= bit;
+    p->error = kvq__option_set(p->config, o, KVQ_FROM_FILE, nowhere, value, p->text);
+    return p->error == 0;
+}
+
+bool kvq__config_is_namespace(const char *name)
+{
+    return *name && *name != '#' && kvq_text_valid(name, strlen(name)) && !strpbrk(name, " /");
+}
+
+static struct kvq_config_namespace *find_namespace(struct parse *p, const char *name)
+{
+    struct kvq_config *config = p->config;
+    for (uint32_t i = 0; i < config->n_namespaces; i++)
+        if (strcmp(config->namespaces[i].name, name) == 0)
+            return &config->namespaces[i];
+    if (config->n_namespaces == KVQ_MAX_NAMESPACES) {
+        p->error =
+            kvq__config_refuse(p->text, nowhere, "more than %d namespaces", KVQ_MAX_NAMESPACES);
+        return NULL;
+    }
+    if (!kvq__config_is_namespace(name)) {
+        p->error = kvq__config_refuse(p->text, nowhere,
+                                      "[namespace %.48s]: a name is 1 to 37 characters of UTF-8 "
+                                      "without blanks, slashes or a # in front",
+                                      name);
+        return NULL;
+    }
+    struct kvq_config_namespace *ns = &config->namespaces[config->n_namespaces++];
+    memset(ns, 0, sizeof *ns);
+    snprintf(ns->name, sizeof ns->name, "%s", name);
+    return ns;
+}
+
+// Names with commas between.
+static int parse_share_with(struct parse *p, const char *value, struct kvq_config_namespace *ns)
+{
+    for (const char *at = value; *at;) {
+        at += strspn(at, " ,");
+        int n = (int)strcspn(at, ",");
+        int length = n;
+        while (length && at[length - 1] == ' ')
+            length--;
+        if (length == 0)
+            break;
+        if (length >= KVQ_NAME_BYTES || ns->n_share_with == KVQ_MAX_SHARE_WITH)
+            return kvq__config_refuse(p->text, nowhere,
+                                      "share_prefixes_with is \"%.64s\"; allowed are %d names of "
+                                      "namespaces with commas between, or *",
+                                      value, KVQ_MAX_SHARE_WITH);
+        snprintf(ns->share_with[ns->n_share_with++], KVQ_NAME_BYTES, "%.*s", length, at);
+        at += n;
+    }
+    return 0;
+}
+
+enum { KEY_SHARE = 2, KEY_SESSIONS };
+
+uint64_t kvq__config_sessions(const struct kvq_config *config,
+                              const struct kvq_config_namespace *ns)
+{
+    return ns->set & 1u << KEY_SESSIONS ? ns->max_sessions : config->max_sessions;
+}
+
+static int handle_namespace(struct parse *p, const char *section, const char *name,
+                            const char *value)
+{
+    static const char *const keys[] = {"uids",         "gids",       "share_prefixes_with",
+                                       "max_sessions", "host_bytes", "device_bytes",
+                                       "disk_bytes",   "table_bytes"};
+    enum { N = sizeof keys / sizeof *keys };
+    unsigned key = 0;
+    while (key < N && !kvq__same_name(keys[key], name))
+        key++;
+    if (key == N)
+        return refuse_key(p, section, name);
+    struct kvq_config_namespace *ns = find_namespace(p, section + strlen("namespace "));
+    if (!ns)
+        return 0;
+    if (ns->set & 1u << key)
+        return refuse_twice(p, name);
+    ns->set |= 1u << key;
+    if (key < 2) {
+        p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
+    } else if (key == KEY_SHARE) {
+        p->error = parse_share_with(p, value, ns);
+    } else {
+        uint64_t *const numbers[] = {&ns->max_sessions, &ns->host_bytes, &ns->device_bytes,
+                                     &ns->disk_bytes, &ns->table_bytes};
+        uint64_t *number = numbers[key - KEY_SESSIONS];
+        p->error = kvq__parse_size(nowhere, name, value, number, p->text);
+        if (p->error == 0 && key == KEY_SESSIONS && *number > UINT32_MAX)
+            p->error = kvq__config_refuse(
+                p->text, nowhere, "max_sessions is \"%.64s\"; allowed is 0 to 4294967295", value);
+        else if (p->error == 0 && *number > KVQ_MAX_QUOTA_BYTES)
+            p->error = kvq__config_refuse(p->text, nowhere,
+                                          "%.32s is \"%.64s\"; allowed is 0 to "
+                                          "1024tb",
+                                          name, value);
+    }
+    return p->error == 0;
+}
+
+static int handle(void *context, const char *section, const char *name, const char *value)
+{
+    struct parse *p = context;
+    if (p->error) // told already
+        return 0;
+    if (!*section || kvq__same_name(section, "kvqd"))
+        return handle_option(p, name, value);
+    if (strncmp(section, "namespace ", strlen("namespace ")) == 0)
+        return handle_namespace(p, section, name, value);
+    if (strncmp(section, "format ", strlen("format ")) == 0) {
+        p->error = kvq__config_format_line(p->config, section, name, value, p->text);
+        return p->error == 0;
+    }
+    p->error = kvq__config_refuse(p->text, nowhere,
+                                  "section [%.64s] is not known; known are [kvqd], "
+                                  "[namespace NAME] and [format NAME]",
+                                  section);
+    return 0;
+}
+
+int kvq__config_overlong(const char *contents, const char **what)
+{
+    int line = 1;
+    for (const char *at = contents; *at; line++) {
+        size_t length = strcspn(at, "\n");
+        const char *start = at + strspn(at, " \t");
+        *what = "a line is longer than 190 bytes; give ids as groups, or shorten it";
+        if (length > LONGEST_LINE)
+            return line;
+        *what = "a section's name is longer than 46 bytes";
+        if (*start == '[' && strcspn(start, "]\n") > LONGEST_SECTION)
+            return line;
+        at += length + (at[length] == '\n');
+    }
+    return 0;
+}
+
+// The first line of the section [format NAME].
+static int line_of_format(const char *contents, const char *name)
+{
+    char header[KVQ_FORMAT_NAME + 16];
+    int line = 1;
+    snprintf(header, sizeof header, "[format %s]", name);
+    for (const char *at = contents; *at; line++) {
+        size_t length = strcspn(at, "\n");
+        const char *start = at + strspn(at, " \t");
+        if (strncmp(start, header, strlen(header)) == 0)
+            return line;
+        at += length + (at[length] == '\n');
+    }
+    return 1;
+}
+
+int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents, char *text)
+{
+    char complaint[KVQ_TEXT_BYTES] = "", where[KVQ_CONFIG_PATH + 16];
+    char what_format[KVQ_TEXT_BYTES + KVQ_FORMAT_NAME + 16];
+    struct parse p = {.config = config, .text = complaint};
+    const char *what = NULL;
+    int line = kvq__config_overlong(contents, &what);
+    if (line == 0) {
+        line = ini_parse_string(contents, handle, &p);
+        what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
+    }
+    const char *format = "";
+    if (line == 0 && kvq__config_formats_end(config, &format, complaint) != 0) {
+        line = line_of_format(contents, format);
+        snprintf(what_format, sizeof what_format, "[format %s]%s", format, complaint);
+        what = what_format;
+    }
+    if (line == 0)
+        return 0;
+    if (line < 0)
+        return kvq__config_refuse(text, name, "out of memory");
+    snprintf(where, sizeof where, "%s:%d", name, line);
+    return kvq__config_refuse(text, where, "%s", what);
+}
+
+int kvq__config_read_file(struct kvq_config *config, char *text)
+{
+    int error = 0;
+    char *contents = NULL;
+    ssize_t length = -1;
+    int fd = open(config->file, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (fd >= 0)
+        contents = calloc(1, KVQ_MAX_CONFIG + 1);
+    if (contents)
+        length = read(fd, contents, KVQ_MAX_CONFIG);
+    if (length < 0)
+        error = kvq__config_refuse(text, config->file, "cannot read it: %s", strerror(errno));
+    else if (length == KVQ_MAX_CONFIG)
+        error = kvq__config_refuse(text, config->file, "longer than %d bytes", KVQ_MAX_CONFIG - 1);
+    else if (memchr(contents, 0, (size_t)length))
+        error = kvq__config_refuse(text, config->file, "holds NUL characters; is it a text file?");
+    else
+        error = kvq__config_parse(config, config->file, contents, text);
+    free(contents);
+    if (fd >= 0)
+        close(fd);
+    return error;
+}

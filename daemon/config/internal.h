@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What config.c, file.c and text.c share: the table of options and its types.
+#ifndef KVQ_DAEMON_CONFIG_INTERNAL_H
+#define KVQ_DAEMON_CONFIG_INTERNAL_H
+
+#include "daemon/config/config.h"
+#include "daemon/config/grammar.h"
+
+// Socket paths hold 107 bytes; the longest name below the directory is "/admin/events.sock".
+enum { KVQ_MAX_RUNTIME_DIR = 80 };
+
+enum kvq__option_type {
+    KVQ_OPTION_TEXT,
+    KVQ_OPTION_NUMBER,
+    KVQ_OPTION_SIZE,
+    KVQ_OPTION_MODE,
+    KVQ_OPTION_WORD,
+    KVQ_OPTION_IDS,
+};
+
+struct kvq__option {
+    const char *name;
+    size_t offset, size; // of the field in struct kvq_config
+    enum kvq__option_type type;
+    const char *argument; // its kind, for --help
+    const char *alias;    // name for people, if not the field's
+    uint64_t initial, min, max;
+    const char *initial_text;
+    const char *const *words;
+    const char *help;
+};
+
+extern const struct kvq__option kvq__options[]; // ended by a row without a name
+
+const char *kvq__option_name(const struct kvq__option *option);
+const struct kvq__option *kvq__option_find(const char *name); // NULL if unknown
+const char *kvq__option_nearest(const char *name);
+bool kvq__same_name(const char *a, const char *b);
+
+// Checks and stores a value. `where` stands before the complaint: a flag, variable or file:line.
+int kvq__option_set(struct kvq_config *config, const struct kvq__option *option,
+                    enum kvq_config_source source, const char *where, const char *value,
+                    char *text);
+
+int kvq__parse_ids(const char *where, const char *name, const char *value,
+                   struct kvq_config_ids *ids, char *text);
+
+// A line of a section "format NAME". Refusals have no place in front, as those of a handler.
+int kvq__config_format_line(struct kvq_config *config, const char *section, const char *name,
+                            const char *value, char *text);
+// After the last line: composes all formats. On failure *failed is the section's NAME.
+int kvq__config_formats_end(struct kvq_config *config, const char **failed, char *text);
+
+int kvq__config_read_file(struct kvq_config *config, char *text);
+
+// One flag of the command line: an option of the table, or a special one without.
+struct kvq__flag {
+    char name[64]; // as given, e.g. "--pool-bytes"
+    const struct kvq__option *option;
+    const char *value;
+};
+int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag, char *text);
+int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, char *text);
+
+// A number as its type is written: 64mb, 0750, 12.
+void kvq__size_text(char *out, size_t size, uint64_t value, enum kvq__option_type type);
+
+#endif

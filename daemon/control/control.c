@@ -1,0 +1,573 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The control socket (ZeroMQ ROUTER) and the events socket (PUB): the only file that knows
+// ZeroMQ. Each connection that the front (front.h) lets in has a ROUTER of its own, so what comes
+// out of it is that peer's. One request is at the poller at a time; others wait in ZeroMQ's queues,
+// and connections take turns.
+//
+// ZeroMQ's descriptor is edge-triggered: it tells once that something changed, and any call on the
+// socket, sending included, may use that up. So messages are looked for in its callback and
+// again before and after each time the loop sleeps (prepare and check), and while some are left
+// an idle handle keeps the loop from sleeping.
+#include "daemon/control/control.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/queue.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include <zmq.h>
+
+#include "daemon/attach/attach.h"
+#include "daemon/commands/dispatch.h"
+#include "daemon/commands/doctor.h"
+#include "daemon/control/front.h"
+#include "daemon/runtime/descriptors.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/server.h"
+#include "daemon/runtime/workers.h"
+#include "daemon/store/store.h"
+
+enum {
+    DRAIN = 32, // messages looked at before others get a turn
+    ENVELOPE = 512,
+    MOST_ERRANDS = 16, // each has an arena
+};
+
+// What answers one connection.
+struct back {
+    struct kvq__control *control;
+    uint64_t serial; // never used twice
+    struct kvq__peer peer;
+    uint32_t requests; // under way
+    void *router;
+    uv_poll_t poll;
+};
+
+// The way back to a ZeroMQ peer.
+struct sender {
+    uint64_t back; // its serial
+    uint8_t identity[ENVELOPE];
+    size_t bytes;
+    bool delimiter; // a REQ socket's empty frame
+};
+
+struct kvq__control {
+    struct kvq__server *server;
+    void *context, *publisher;
+    struct kvq__front *front;
+    struct back *backs[KVQ__FRONT_MOST]; // by the front's number
+    uint32_t turn;                       // the number that is looked at next
+    uint64_t last_serial;
+    uv_prepare_t prepare;
+    uv_check_t check;
+    uv_idle_t idle;
+    bool open;
+    struct kvq_log_budget log_budget;
+
+    // The request under way.
+    bool busy; // at the poller
+    struct kvq__mail mail;
+    struct kvq__peer peer;
+    struct sender sender;
+    uint32_t n_errands;
+    LIST_HEAD(, errand) errands;
+    Kvq__Request *request;
+    Kvq__Reply reply;
+    struct kvq_arena arena;
+    uint8_t out[KVQ_MAX_MESSAGE];
+    uint8_t arena_memory[KVQ_WIRE_ARENA];
+};
+
+// A request that the keeper has: others go on meanwhile.
+struct errand {
+    struct kvq__task task;
+    LIST_ENTRY(errand) link;
+    struct kvq__control *control;
+    struct kvq__peer peer;
+    struct sender sender;
+    Kvq__Request *request;
+    Kvq__Reply reply;
+    struct kvq_arena arena;
+    uint8_t arena_memory[KVQ_WIRE_ARENA]; // last: most of it is never touched
+};
+
+static void drain(struct kvq__control *c);
+
+// ---- Replies ----
+
+// NULL: its connection has ended.
+static struct back *find_back(const struct kvq__control *c, uint64_t serial)
+{
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        if (c->backs[i] && c->backs[i]->serial == serial)
+            return c->backs[i];
+    return NULL;
+}
+
+static void count_request(const struct kvq__control *c, uint64_t serial, bool ended)
+{
+    struct back *b = find_back(c, serial);
+    assert(!b || !ended || b->requests > 0);
+    if (b)
+        b->requests += ended ? -1u : 1u;
+}
+
+static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply *reply,
+                    struct kvq_arena *arena)
+{
+    size_t length;
+    const struct back *b = find_back(c, to->back);
+    if (!b)
+        return;
+    if (kvq_reply_pack(reply, c->out, sizeof c->out, &length) != 0) {
+        kvq__reply_status(reply, arena, KVQ_E_LIMIT, "the reply is longer than a message");
+        kvq_reply_pack(reply, c->out, sizeof c->out, &length);
+    }
+    // A peer that is gone or does not read is nobody's loss: ROUTER drops what it cannot send.
+    if (zmq_send(b->router, to->identity, to->bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
+        return;
+    if (to->delimiter)
+        zmq_send(b->router, "", 0, ZMQ_SNDMORE | ZMQ_DONTWAIT);
+    zmq_send(b->router, c->out, length, ZMQ_DONTWAIT);
+}
+
+static void send_reply(struct kvq__control *c)
+{
+    send_to(c, &c->sender, &c->reply, &c->arena);
+}
+
+static void refuse(struct kvq__control *c, int status, const char *text)
+{
+    char quoted[256];
+    kvq__reply_status(&c->reply, &c->arena, status, text);
+    kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused", "uid=%u status=%s text=%s",
+                    c->peer.uid, kvq_status_name(status),
+                    kvq__log_quote(quoted, sizeof quoted, text));
+    send_reply(c);
+}
+
+static void back(struct kvq__mail *mail)
+{
+    struct kvq__control *c =
+        (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
+    c->busy = false;
+    count_request(c, c->sender.back, true);
+    if (!c->open)
+        return;
+    if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
+        kvq__attach_kick(c->server->attach, c->request->kick_client->id);
+    send_reply(c);
+    drain(c);
+}
+
+// Poller's thread.
+static void run(struct kvq__mail *mail)
+{
+    struct kvq__control *c =
+        (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
+    struct kvq__dispatch d = {.core = c->server->core,
+                              .identity = &c->server->identity,
+                              .peer = &c->peer,
+                              .now_ns = kvq__now_ns()};
+    kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
+    kvq__mailbox_post(&c->server->box, &c->mail, back);
+}
+
+// ---- Requests ----
+
+static void errand_done(struct kvq__task *task)
+{
+    struct errand *e = (struct errand *)task; // its first member
+    struct kvq__control *c = e->control;
+    c->n_errands--;
+    LIST_REMOVE(e, link);
+    count_request(c, e->sender.back, true);
+    if (c->open)
+        send_to(c, &e->sender, &e->reply, &e->arena);
+    free(e);
+}
+
+// Whether this peer may have one more request at the keeper.
+static bool errand_allowed(const struct kvq__control *c)
+{
+    const struct errand *e;
+    uint32_t own = 0;
+    LIST_FOREACH (e, &c->errands, link)
+        own += e->peer.uid == c->peer.uid;
+    return c->peer.admin ? c->n_errands < MOST_ERRANDS
+                         : kvq__share_allows(own, 1, c->n_errands, MOST_ERRANDS);
+}
+
+// The message was unpacked before, so it can be again.
+static void start_errand(struct kvq__control *c, zmq_msg_t *body)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    struct errand *e = errand_allowed(c) ? calloc(1, sizeof *e) : NULL;
+    if (!e) {
+        refuse(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
+        return;
+    }
+    e->control = c;
+    e->peer = c->peer;
+    e->sender = c->sender;
+    kvq_arena_init(&e->arena, e->arena_memory, sizeof e->arena_memory);
+    kvq__reply__init(&e->reply);
+    e->reply.epoch = c->reply.epoch;
+    e->reply.id = c->reply.id;
+    int error =
+        kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &e->arena, &e->request, text);
+    if (error) {
+        refuse(c, error, text);
+        free(e);
+        return;
+    }
+    e->task = (struct kvq__task){.request = e->request,
+                                 .arena = &e->arena,
+                                 .reply = &e->reply,
+                                 .peer = &e->peer,
+                                 .done = errand_done};
+    c->n_errands++;
+    LIST_INSERT_HEAD(&c->errands, e, link);
+    count_request(c, e->sender.back, false);
+    kvq__keeper_start(c->server->keeper, &e->task);
+}
+
+static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    c->arena.used = 0;
+    kvq__reply__init(&c->reply);
+    c->reply.epoch = c->server->identity.epoch;
+    if (extra) {
+        refuse(c, KVQ_E_PROTOCOL, "a request is one frame (behind an optional empty one)");
+        return;
+    }
+    int error =
+        kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &c->arena, &c->request, text);
+    if (error) {
+        refuse(c, error, text);
+        return;
+    }
+    c->reply.id = c->request->id;
+    if (c->request->protocol < KVQ_PROTOCOL_MIN || c->request->protocol > KVQ_PROTOCOL_MAX) {
+        snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
+                 c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
+        refuse(c, KVQ_E_VERSION, text);
+    } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
+        kvq__doctor(c->server, &c->arena, &c->reply);
+        send_reply(c);
+    } else if (kvq__keeper_takes(c->server->keeper, c->request)) {
+        start_errand(c, body);
+    } else if (!kvq__dispatch_knows(c->request->command_case)) {
+        refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
+    } else {
+        c->busy = true;
+        count_request(c, c->sender.back, false);
+        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+    }
+}
+
+// Receives one whole message: identity, maybe an empty frame, body. False if there is none.
+static bool receive(struct kvq__control *c, const struct back *b)
+{
+    zmq_msg_t frame, body;
+    int parts = 0;
+    bool more = true, have_body = false;
+    c->sender.back = b->serial;
+    c->sender.delimiter = false;
+    c->sender.bytes = 0;
+    c->peer = b->peer;
+    zmq_msg_init(&body);
+    while (more) {
+        zmq_msg_init(&frame);
+        if (zmq_msg_recv(&frame, b->router, ZMQ_DONTWAIT) < 0) {
+            zmq_msg_close(&frame);
+            zmq_msg_close(&body);
+            return false;
+        }
+        more = zmq_msg_more(&frame);
+        size_t size = zmq_msg_size(&frame);
+        if (parts == 0 && size <= sizeof c->sender.identity) {
+            memcpy(c->sender.identity, zmq_msg_data(&frame), size);
+            c->sender.bytes = size;
+        } else if (parts == 1 && size == 0 && more) {
+            c->sender.delimiter = true;
+        } else if (parts > 0 && !have_body) {
+            zmq_msg_move(&body, &frame);
+            have_body = true;
+        }
+        parts++;
+        zmq_msg_close(&frame);
+    }
+    if (have_body && c->sender.bytes)
+        take_request(c, &body, parts > 2 + c->sender.delimiter);
+    zmq_msg_close(&body);
+    return true;
+}
+
+static bool readable(const struct back *b)
+{
+    int events = 0;
+    size_t size = sizeof events;
+    return zmq_getsockopt(b->router, ZMQ_EVENTS, &events, &size) == 0 && (events & ZMQ_POLLIN);
+}
+
+static bool any_readable(const struct kvq__control *c)
+{
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        if (c->backs[i] && readable(c->backs[i]))
+            return true;
+    return false;
+}
+
+// A message of each connection in turn.
+static void drain(struct kvq__control *c)
+{
+    uint32_t quiet = 0; // so many in a row had none
+    for (int taken = 0; taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->busy;) {
+        const struct back *b = c->backs[c->turn];
+        c->turn = (c->turn + 1) % KVQ__FRONT_MOST;
+        bool got = b && receive(c, b);
+        taken += got;
+        quiet = got ? 0 : quiet + 1;
+    }
+}
+
+static void on_idle(uv_idle_t *handle)
+{
+    (void)handle; // its being active keeps the loop from sleeping
+}
+
+static void on_prepare(uv_prepare_t *handle)
+{
+    struct kvq__control *c = handle->data;
+    if (!c->busy && any_readable(c))
+        uv_idle_start(&c->idle, on_idle);
+    else
+        uv_idle_stop(&c->idle);
+}
+
+static void on_check(uv_check_t *handle)
+{
+    drain(handle->data);
+}
+
+static void on_poll(uv_poll_t *handle, int status, int events)
+{
+    const struct back *b = handle->data;
+    (void)status;
+    (void)events;
+    drain(b->control);
+}
+
+// ---- Events ----
+
+void kvq__control_publish(struct kvq__control *c, const Kvq__Event *event)
+{
+    uint8_t bytes[4 * KVQ_TEXT_BYTES];
+    size_t length;
+    if (!c || !c->open || kvq_event_pack(event, bytes, sizeof bytes, &length) != 0)
+        return;
+    if (zmq_send(c->publisher, event->kind, strlen(event->kind), ZMQ_SNDMORE | ZMQ_DONTWAIT) >= 0)
+        zmq_send(c->publisher, bytes, length, ZMQ_DONTWAIT);
+}
+
+// ---- Opening and closing ----
+
+static int fail(const char *what, char *text)
+{
+    snprintf(text, KVQ_TEXT_BYTES, "cannot %s: %s", what, zmq_strerror(zmq_errno()));
+    return KVQ_E_SYSTEM;
+}
+
+static void *bind_at(struct kvq__control *c, int type, const char *path)
+{
+    char address[KVQ_CONFIG_PATH + 64];
+    const int queue = 64, linger = type == ZMQ_PUB ? 200 : 0, patience = KVQ_ATTACH_TIMEOUT_MS;
+    const int64_t longest = KVQ_MAX_MESSAGE;
+    void *socket = zmq_socket(c->context, type);
+    if (!socket)
+        return NULL;
+    zmq_setsockopt(socket, ZMQ_RCVHWM, &queue, sizeof queue);
+    zmq_setsockopt(socket, ZMQ_SNDHWM, &queue, sizeof queue);
+    zmq_setsockopt(socket, ZMQ_LINGER, &linger, sizeof linger);
+    zmq_setsockopt(socket, ZMQ_HANDSHAKE_IVL, &patience, sizeof patience);
+    zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &longest, sizeof longest);
+    snprintf(address, sizeof address, "ipc://%s", path);
+    if (zmq_bind(socket, address) == 0 && chmod(path, 0600) == 0)
+        return socket;
+    zmq_close(socket);
+    return NULL;
+}
+
+static void on_back_closed(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
+static void close_back(void *context, uint32_t number)
+{
+    struct kvq__control *c = context;
+    struct back *b = c->backs[number];
+    if (!b)
+        return;
+    c->backs[number] = NULL;
+    uv_close((uv_handle_t *)&b->poll, on_back_closed);
+    zmq_close(b->router);
+}
+
+// A connected socket to a ROUTER that nobody else can reach: its path is in a directory of the
+// daemon's user alone, and only there until it is connected to. ZeroMQ goes on listening: ending
+// that would end the connection.
+static int connect_router(struct kvq__control *c, struct back *b, char *text)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ADMIN_DIR "/c%u",
+             c->server->config.runtime_dir, (unsigned)(b->serial % 100000));
+    b->router = bind_at(c, ZMQ_ROUTER, address.sun_path);
+    if (!b->router)
+        return fail("serve another connection", text);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
+        unlink(address.sun_path);
+        return fd;
+    }
+    snprintf(text, KVQ_TEXT_BYTES, "cannot serve another connection: %s", strerror(errno));
+    unlink(address.sun_path);
+    zmq_close(b->router);
+    if (fd >= 0)
+        close(fd);
+    return KVQ_E_SYSTEM;
+}
+
+static int open_back(void *context, uint32_t number, const struct kvq__peer *peer, char *text)
+{
+    struct kvq__control *c = context;
+    int event;
+    size_t size = sizeof event;
+    struct back *b = calloc(1, sizeof *b);
+    assert(!c->backs[number]);
+    if (!b) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for another connection");
+        return KVQ_E_NO_MEMORY;
+    }
+    b->control = c;
+    b->serial = ++c->last_serial;
+    b->peer = *peer;
+    int fd = connect_router(c, b, text);
+    if (fd < 0) {
+        free(b);
+        return fd;
+    }
+    if (zmq_getsockopt(b->router, ZMQ_FD, &event, &size) != 0 ||
+        uv_poll_init(&c->server->loop, &b->poll, event) != 0) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch another connection");
+        zmq_close(b->router);
+        close(fd);
+        free(b);
+        return KVQ_E_SYSTEM;
+    }
+    b->poll.data = b;
+    uv_poll_start(&b->poll, UV_READABLE, on_poll);
+    c->backs[number] = b;
+    return fd;
+}
+
+static bool back_busy(void *context, uint32_t number)
+{
+    const struct kvq__control *c = context;
+    const struct back *b = c->backs[number];
+    return b && (b->requests > 0 || readable(b));
+}
+
+static int open_sockets(struct kvq__control *c, char *text)
+{
+    char path[KVQ_CONFIG_PATH + 32];
+    const char *directory = c->server->config.runtime_dir;
+    c->context = zmq_ctx_new();
+    if (!c->context)
+        return fail("start ZeroMQ", text);
+    // Events name sessions of everybody: their directory is the daemon's user's alone.
+    snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, directory);
+    if ((mkdir(path, 0700) != 0 && errno != EEXIST) || chmod(path, 0700) != 0) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot make %.200s: %s", path, strerror(errno));
+        return KVQ_E_SYSTEM;
+    }
+    snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
+    c->publisher = bind_at(c, ZMQ_PUB, path);
+    if (!c->publisher)
+        return fail("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
+    const struct kvq__front_back back = {
+        .context = c, .open = open_back, .busy = back_busy, .close = close_back};
+    return kvq__front_open(c->server, &back, &c->front, text);
+}
+
+int kvq__control_open(struct kvq__server *server, struct kvq__control **out, char *text)
+{
+    struct kvq__control *c = calloc(1, sizeof *c); // its arena stays untouched
+    *out = c;
+    if (!c) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for the control socket");
+        return KVQ_E_NO_MEMORY;
+    }
+    c->server = server;
+    LIST_INIT(&c->errands);
+    kvq_arena_init(&c->arena, c->arena_memory, sizeof c->arena_memory);
+    int error = open_sockets(c, text);
+    if (error)
+        return error;
+    c->prepare.data = c->check.data = c->idle.data = c;
+    uv_prepare_init(&server->loop, &c->prepare);
+    uv_check_init(&server->loop, &c->check);
+    uv_idle_init(&server->loop, &c->idle);
+    uv_prepare_start(&c->prepare, on_prepare);
+    uv_check_start(&c->check, on_check);
+    c->open = true;
+    return 0;
+}
+
+void kvq__control_end(struct kvq__control *c)
+{
+    if (!c || !c->open)
+        return;
+    c->open = false;
+    kvq__front_end(c->front);
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        close_back(c, i);
+    uv_close((uv_handle_t *)&c->prepare, NULL);
+    uv_close((uv_handle_t *)&c->check, NULL);
+    uv_close((uv_handle_t *)&c->idle, NULL);
+}
+
+bool kvq__control_idle(const struct kvq__control *c)
+{
+    return !c || (!c->busy && c->n_errands == 0);
+}
+
+void kvq__control_free(struct kvq__control **control)
+{
+    struct kvq__control *c = *control;
+    char path[KVQ_CONFIG_PATH + 32];
+    if (!c)
+        return;
+    assert(!c->busy && !c->open);
+    kvq__front_free(&c->front);
+    if (c->publisher)
+        zmq_close(c->publisher);
+    if (c->context)
+        zmq_ctx_term(c->context);
+    static const char *const left[] = {KVQ_EVENTS_SOCKET, KVQ_ADMIN_DIR};
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", c->server->config.runtime_dir, left[i]);
+        if (remove(path) != 0 && errno != ENOENT)
+            kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"", path, strerror(errno));
+    }
+    free(c);
+    *control = NULL;
+}

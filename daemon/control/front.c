@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Accepting, refusing and passing bytes; see front.h.
+#include "daemon/control/front.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/queue.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "daemon/runtime/descriptors.h"
+#include "daemon/runtime/listen.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/packet.h"
+#include "proto/refusal.h"
+
+enum { FLOW_BYTES = 16 * 1024 };
+
+enum guest_state { SILENT, PASSING, ENDING };
+
+// Bytes on their way from one side to the other: read, written, then the next are read.
+struct flow {
+    struct guest *guest;
+    uv_pipe_t *from, *to;
+    uv_write_t write;
+    bool writing;
+    char bytes[FLOW_BYTES];
+};
+
+struct guest {
+    struct kvq__front *front;
+    TAILQ_ENTRY(guest) link; // the one that was quiet for longest is first
+    enum guest_state state;
+    uint32_t number;
+    struct kvq__peer peer;
+    uv_pipe_t peer_side, back_side;
+    int open_handles;
+    bool backed;   // the back side is, or was, open
+    bool accepted; // ZeroMQ has answered there
+    struct flow in, out;
+};
+
+TAILQ_HEAD(guests, guest);
+
+struct kvq__front {
+    struct kvq__server *server;
+    struct kvq__front_back back;
+    struct kvq__door door;
+    struct guests guests;
+    // standing: not ENDING; pending: ZeroMQ has yet to accept them, so no count has that end
+    uint32_t places, standing, pending;
+    bool used[KVQ__FRONT_MOST];
+    struct kvq_log_budget log_budget;
+};
+
+// ---- The end of a connection ----
+
+static void on_closed(uv_handle_t *handle)
+{
+    struct guest *g = handle->data;
+    struct kvq__front *f = g->front;
+    if (--g->open_handles > 0)
+        return;
+    if (g->backed)
+        f->back.close(f->back.context, g->number);
+    f->used[g->number] = false;
+    TAILQ_REMOVE(&f->guests, g, link);
+    free(g);
+}
+
+static void close_side(uv_pipe_t *side)
+{
+    if (!uv_is_closing((uv_handle_t *)side))
+        uv_close((uv_handle_t *)side, on_closed);
+}
+
+static void set_ending(struct guest *g)
+{
+    if (g->state != ENDING)
+        g->front->standing--;
+    g->state = ENDING;
+}
+
+// ZeroMQ's end is closed, or there is none: nothing is waited for.
+static void end_now(struct guest *g)
+{
+    set_ending(g);
+    g->front->pending -= g->backed && !g->accepted;
+    g->accepted = true;
+    close_side(&g->peer_side);
+    if (g->backed)
+        close_side(&g->back_side);
+}
+
+static void shut_back(struct guest *g)
+{
+    uv_os_fd_t fd;
+    if (uv_fileno((uv_handle_t *)&g->back_side, &fd) == 0)
+        shutdown(fd, SHUT_WR);
+}
+
+static void on_alloc(uv_handle_t *handle, size_t wanted, uv_buf_t *buffer);
+static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer);
+
+// The peer has gone or must go. What it has sent still reaches ZeroMQ, which then closes its end.
+// Until it has, its descriptors are in use.
+static void end(struct guest *g)
+{
+    if (g->state == ENDING)
+        return;
+    if (!g->backed) {
+        end_now(g);
+        return;
+    }
+    set_ending(g);
+    close_side(&g->peer_side);
+    if (!g->in.writing)
+        shut_back(g);
+    uv_read_start((uv_stream_t *)&g->back_side, on_alloc, on_read); // to its end
+}
+
+// ---- Refusing ----
+
+static void refuse(struct kvq__front *f, int fd, const struct kvq__peer *peer, const char *text)
+{
+    uint8_t bytes[KVQ_REFUSAL_BYTES];
+    char quoted[KVQ_TEXT_BYTES];
+    size_t n = kvq_refusal_put(bytes, text);
+    kvq__log_client(&f->log_budget, KVQ_LOG_WARN, "control_refused", "uid=%u status=%s text=%s",
+                    peer->uid, kvq_status_name(KVQ_E_LIMIT),
+                    kvq__log_quote(quoted, sizeof quoted, text));
+    // To an empty socket this fits; a peer that has gone is told nothing.
+    (void)!send(fd, bytes, n, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// Lets go of the connection that was quiet for longest and may go; those that never spoke first.
+static bool displace(struct kvq__front *f, const struct kvq__peer *by)
+{
+    struct guest *g;
+    for (int spoken = 0; spoken < 2; spoken++)
+        TAILQ_FOREACH (g, &f->guests, link) {
+            if (g->state == ENDING || (g->state == PASSING) != (spoken == 1) ||
+                (g->peer.uid != by->uid && !by->admin))
+                continue;
+            if (g->state == PASSING && f->back.busy(f->back.context, g->number))
+                continue;
+            end(g);
+            return true;
+        }
+    return false;
+}
+
+// Whether one more connection of this user may be.
+static int check_room(struct kvq__front *f, const struct kvq__peer *peer, char *text)
+{
+    uint32_t own = 0, ending = 0, free = kvq__descriptors_free();
+    struct guest *g;
+    TAILQ_FOREACH (g, &f->guests, link) {
+        own += g->state != ENDING && g->peer.uid == peer->uid;
+        ending += g->state == ENDING && g->peer.uid == peer->uid;
+    }
+    bool allowed =
+        peer->admin ? f->standing < f->places : kvq__share_allows(own, 1, f->standing, f->places);
+    if (ending > f->places || (!allowed && !displace(f, peer))) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "user %u has %u of the %u connections that the control socket has for %u users, "
+                 "all with requests under way; wait for some to end",
+                 peer->uid, own, f->standing, f->places);
+        return KVQ_E_LIMIT;
+    }
+    if (free < KVQ__FILES_SPARE) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
+                 "LimitNOFILE=",
+                 free, kvq__descriptors_limit());
+        return KVQ_E_LIMIT;
+    }
+    return 0;
+}
+
+// ---- Passing bytes ----
+
+// Opens what is behind a connection that has begun to speak.
+static int open_back(struct guest *g, char *text)
+{
+    struct kvq__front *f = g->front;
+    uint32_t free = kvq__descriptors_free();
+    if (free < f->pending + KVQ__FILES_OF_CONTROL + KVQ__FILES_SPARE) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
+                 "LimitNOFILE=",
+                 free, kvq__descriptors_limit());
+        return KVQ_E_LIMIT;
+    }
+    int fd = f->back.open(f->back.context, g->number, &g->peer, text);
+    if (fd < 0)
+        return fd;
+    g->backed = true;
+    f->pending++;
+    g->open_handles++;
+    uv_pipe_init(&f->server->loop, &g->back_side, 0);
+    g->back_side.data = g;
+    int error = uv_pipe_open(&g->back_side, fd);
+    if (error)
+        close(fd);
+    error = error ? error : uv_read_start((uv_stream_t *)&g->back_side, on_alloc, on_read);
+    if (error == 0) {
+        g->state = PASSING;
+        return 0;
+    }
+    snprintf(text, KVQ_TEXT_BYTES, "cannot serve another connection: %s", uv_strerror(error));
+    return KVQ_E_SYSTEM;
+}
+
+static struct flow *flow_of(struct guest *g, const void *from)
+{
+    return from == &g->peer_side ? &g->in : &g->out;
+}
+
+static void on_alloc(uv_handle_t *handle, size_t wanted, uv_buf_t *buffer)
+{
+    struct flow *flow = flow_of(handle->data, handle);
+    (void)wanted;
+    *buffer = uv_buf_init(flow->bytes, sizeof flow->bytes);
+}
+
+static void on_written(uv_write_t *write, int status)
+{
+    struct flow *flow = write->data;
+    struct guest *g = flow->guest;
+    flow->writing = false;
+    if (g->state == ENDING) {
+        if (flow == &g->in && !uv_is_closing((uv_handle_t *)&g->back_side))
+            shut_back(g);
+    } else if (status < 0) {
+        end(g);
+    } else {
+        uv_read_start((uv_stream_t *)flow->from, on_alloc, on_read);
+    }
+}
+
+static void pass_on(struct flow *flow, size_t n)
+{
+    uv_buf_t buffer = uv_buf_init(flow->bytes, (unsigned)n);
+    uv_read_stop((uv_stream_t *)flow->from);
+    flow->write.data = flow;
+    flow->writing = true;
+    if (uv_write(&flow->write, (uv_stream_t *)flow->to, &buffer, 1, on_written) != 0) {
+        flow->writing = false;
+        end(flow->guest);
+    }
+}
+
+static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
+{
+    struct guest *g = stream->data;
+    struct kvq__front *f = g->front;
+    struct flow *flow = flow_of(g, stream);
+    char text[KVQ_TEXT_BYTES] = "";
+    uv_os_fd_t fd;
+    (void)buffer;
+    if (n == 0)
+        return;
+    if (n < 0 && flow == &g->out) {
+        end_now(g);
+    } else if (n < 0) {
+        end(g);
+    } else if (g->state == SILENT && open_back(g, text) != 0) {
+        if (uv_fileno((uv_handle_t *)&g->peer_side, &fd) == 0)
+            refuse(f, fd, &g->peer, text);
+        end_now(g);
+    } else {
+        if (flow == &g->out && !g->accepted) {
+            g->accepted = true;
+            f->pending--;
+        }
+        if (g->state == ENDING) // nobody is left to read it
+            return;
+        TAILQ_REMOVE(&f->guests, g, link);
+        TAILQ_INSERT_TAIL(&f->guests, g, link);
+        pass_on(flow, (size_t)n);
+    }
+}
+
+// ---- Accepting ----
+
+// Takes the descriptor over.
+static int add_guest(struct kvq__front *f, int fd, const struct kvq__peer *peer)
+{
+    uint32_t number = 0;
+    while (number < KVQ__FRONT_MOST && f->used[number])
+        number++;
+    struct guest *g = number < KVQ__FRONT_MOST ? calloc(1, sizeof *g) : NULL;
+    if (!g || uv_pipe_init(&f->server->loop, &g->peer_side, 0) != 0) {
+        free(g);
+        close(fd);
+        return KVQ_E_NO_MEMORY;
+    }
+    g->front = f;
+    g->number = number;
+    g->peer = *peer;
+    g->in.guest = g->out.guest = g;
+    g->in.from = g->out.to = &g->peer_side;
+    g->in.to = g->out.from = &g->back_side;
+    g->peer_side.data = g;
+    g->open_handles = 1;
+    f->used[number] = true;
+    f->standing++;
+    TAILQ_INSERT_TAIL(&f->guests, g, link);
+    int error = uv_pipe_open(&g->peer_side, fd);
+    if (error)
+        close(fd);
+    error = error ? error : uv_read_start((uv_stream_t *)&g->peer_side, on_alloc, on_read);
+    if (error)
+        end_now(g);
+    return error ? KVQ_E_SYSTEM : 0;
+}
+
+static void on_enter(void *context, int fd)
+{
+    struct kvq__front *f = context;
+    struct kvq__peer peer;
+    char text[KVQ_TEXT_BYTES] = "";
+    if (kvq__socket_peer(fd, &peer, NULL, text) != 0) {
+        kvq__log_client(&f->log_budget, KVQ_LOG_WARN, "unknown_peer", "error=\"%s\"", text);
+        close(fd);
+        return;
+    }
+    peer.admin = kvq__server_is_admin(f->server, peer.uid);
+    if (check_room(f, &peer, text) != 0) {
+        refuse(f, fd, &peer, text);
+        close(fd);
+    } else if (add_guest(f, fd, &peer) != 0) {
+        kvq__log_client(&f->log_budget, KVQ_LOG_ERROR, "no_memory", "what=connection");
+    }
+}
+
+int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *back,
+                    struct kvq__front **out, char *text)
+{
+    struct kvq__front *f = calloc(1, sizeof *f);
+    *out = f;
+    if (!f) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for the control socket");
+        return KVQ_E_NO_MEMORY;
+    }
+    uint32_t places = (kvq__descriptors_kept() - KVQ__FILES_SPARE) / KVQ__FILES_OF_CONTROL;
+    f->server = server;
+    f->back = *back;
+    f->places = places < KVQ__FRONT_PLACES ? places : KVQ__FRONT_PLACES;
+    f->door.context = f;
+    f->door.enter = on_enter;
+    TAILQ_INIT(&f->guests);
+    return kvq__door_open(&f->door, &server->loop, server->config.runtime_dir, KVQ_CONTROL_SOCKET,
+                          SOCK_STREAM, text);
+}
+
+void kvq__front_end(struct kvq__front *f)
+{
+    struct guest *g;
+    if (!f)
+        return;
+    kvq__door_close(&f->door);
+    TAILQ_FOREACH (g, &f->guests, link)
+        end_now(g);
+}
+
+void kvq__front_free(struct kvq__front **front)
+{
+    assert(!*front || TAILQ_EMPTY(&(*front)->guests));
+    free(*front);
+    *front = NULL;
+}

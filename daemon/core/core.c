@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core as a whole: opening and closing it, time, draining, and the small helpers of its files.
+#include <assert.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "daemon/core/gpu/extents.h"
+#include "daemon/core/request/lane.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
+
+enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
+enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
+enum { DEFAULT_RELEASE_WORK = 2048 };
+enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
+#define EMPTY_EXTENT_NS  10000000000ull
+#define DEFAULT_STALL_NS 2000000000ull
+
+// ---- Bookkeeping memory, where the caller gives none ----
+
+static void *default_allocate(void *context, size_t bytes)
+{
+    (void)context;
+    if (bytes >= LARGE) {
+        void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        return map == MAP_FAILED ? NULL : map;
+    }
+    void *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    return memory ? memset(memory, 0, bytes) : NULL;
+}
+
+static void default_deallocate(void *context, void *memory, size_t bytes)
+{
+    (void)context;
+    if (bytes >= LARGE && memory)
+        munmap(memory, bytes);
+    else
+        free(memory);
+}
+
+void *kvq__allocate(struct kvq__core *core, size_t bytes)
+{
+    return core->config.memory.allocate(core->config.memory.context, bytes ? bytes : 1);
+}
+
+void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes)
+{
+    if (memory)
+        core->config.memory.deallocate(core->config.memory.context, memory, bytes ? bytes : 1);
+}
+
+int kvq__fail(char *text, int code, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (text)
+        vsnprintf(text, KVQ_TEXT_BYTES, format, args);
+    va_end(args);
+    return code;
+}
+
+void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
+                const char *session, uint64_t client, const char *text)
+{
+    struct kvq__event event = {kind, ns, session, client, text};
+    if (core->config.event)
+        core->config.event(core->config.context, &event);
+}
+
+// ---- Opening and closing ----
+
+static int check_config(const struct kvq__core_config *c, char *text)
+{
+    if (c->extent_bytes % MIN_EXTENT)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "extents of %llu bytes; their size must be a multiple of 2 MiB",
+                         (unsigned long long)c->extent_bytes);
+    if (c->pool_bytes < c->extent_bytes)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "a pool of %llu bytes holds no extent of %llu; make the pool larger or "
+                         "extents smaller",
+                         (unsigned long long)c->pool_bytes, (unsigned long long)c->extent_bytes);
+    return 0;
+}
+
+static void set_defaults(struct kvq__core_config *c)
+{
+    if (!c->memory.allocate) {
+        c->memory.allocate = default_allocate;
+        c->memory.deallocate = default_deallocate;
+    }
+    if (c->extent_bytes == 0)
+        c->extent_bytes = DEFAULT_EXTENT;
+    if (c->partial_bytes == 0)
+        c->partial_bytes = DEFAULT_PARTIALS;
+    if (c->stall_ns == 0)
+        c->stall_ns = DEFAULT_STALL_NS;
+    if (c->lane_bytes == 0)
+        c->lane_bytes = DEFAULT_LANE;
+    if (c->lane_workspace == 0)
+        c->lane_workspace = DEFAULT_WORKSPACE;
+    if (c->fork_work == 0)
+        c->fork_work = DEFAULT_FORK_WORK;
+    if (c->release_work == 0)
+        c->release_work = DEFAULT_RELEASE_WORK;
+    if (c->workers == 0)
+        c->workers = 1;
+}
+
+static void open_pools(struct kvq__core *core)
+{
+    const struct kvq__core_config *c = &core->config;
+    core->n_pools = 1 + c->n_gpus;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        pool->gpu = i ? c->gpus[i - 1] : NULL;
+        pool->memory = i ? kvq__gpu_memory(pool->gpu) : c->memory;
+        pool->budget = i ? kvq__gpu_budget(pool->gpu) : c->pool_bytes;
+        pool->extent_bytes = c->extent_bytes;
+        TAILQ_INIT(&pool->empty);
+    }
+}
+
+static size_t numbers_bytes(const struct kvq__pool *pool)
+{
+    return (kvq__pool_extents(pool) + 63) / 64 * sizeof *pool->numbers;
+}
+
+static void close_memory(struct kvq__core *core)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
+    kvq__lookup_close(core);
+    kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    struct kvq__memory_ops memory = core->config.memory;
+    memory.deallocate(memory.context, core, sizeof *core);
+}
+
+// What pools and packer need of bookkeeping memory.
+static int open_memory(struct kvq__core *core)
+{
+    core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    bool enough = core->packer.pages && kvq__lookup_open(core) == 0;
+    for (uint32_t i = 0; i < core->n_pools && enough; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        pool->numbers = kvq__allocate(core, numbers_bytes(pool));
+        enough = pool->numbers;
+    }
+    return enough ? 0 : KVQ_E_NO_MEMORY;
+}
+
+int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out, char *text)
+{
+    struct kvq__core_config c = *config;
+    *out = NULL;
+    set_defaults(&c);
+    int rc = check_config(&c, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__core *core = c.memory.allocate(c.memory.context, sizeof *core);
+    if (!core)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
+    core->config = c;
+    open_pools(core);
+    TAILQ_INIT(&core->limbo);
+    TAILQ_INIT(&core->givers);
+    TAILQ_INIT(&core->ended);
+    kvq__drops_end(core);
+    core->release_left = c.release_work;
+    TAILQ_INIT(&core->clients);
+    TAILQ_INIT(&core->namespaces);
+    TAILQ_INIT(&core->flights);
+    TAILQ_INIT(&core->pack_queue);
+    TAILQ_INIT(&core->moves);
+    TAILQ_INIT(&core->parks);
+    TAILQ_INIT(&core->forgets);
+    TAILQ_INIT(&core->prompts);
+    TAILQ_INIT(&core->fetches);
+    core->last_stamp = c.run;
+    TAILQ_INIT(&core->waiters);
+    for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
+        TAILQ_INIT(&core->unsaved[i]);
+    TAILQ_INIT(&core->gpu_packs);
+    TAILQ_INIT(&core->seals);
+    if (open_memory(core) < 0) {
+        close_memory(core);
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
+    }
+    *out = core;
+    return 0;
+}
+
+void kvq__core_close(struct kvq__core **pointer)
+{
+    struct kvq__core *core = *pointer;
+    struct kvq__client *client;
+    struct kvq__namespace *ns;
+    struct kvq__session *s;
+    if (!core)
+        return;
+    *pointer = NULL;
+    core->closing = true; // what is stored stays: the next run sees to it
+    kvq__moves_close(core);
+    kvq__parks_close(core);
+    while ((client = TAILQ_FIRST(&core->clients)))
+        kvq__client_detach(client);
+    kvq__lanes_drain(core);
+    assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        while ((s = TAILQ_FIRST(&ns->sessions)))
+            kvq__session_end(s, "the daemon ends");
+    kvq__ended_close(core);
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        kvq__prefixes_close(core, ns);
+    kvq__lanes_close(core);
+    assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
+    kvq__ferries_close(core);
+    kvq__pools_trim(core, 0);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
+    kvq__namespaces_close(core);
+    close_memory(core);
+}
+
+// ---- Time ----
+
+void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
+{
+    if (now_ns > core->now)
+        core->now = now_ns;
+}
+
+// Names a session that others wait for because of it, if there is one.
+static void tell_stalled(struct kvq__core *core, const struct kvq__lane *lane)
+{
+    const struct kvq__session *s = kvq__lane_withholds(lane);
+    kvq__event(core, KVQ__EVENT_CLIENT_STALLED, s ? s->ns->name : "", s ? s->name : "",
+               lane->client->id,
+               s ? "its stream does not signal, so its work on the GPU waits, and so do all others "
+                   "who read the session that it packs; end the client"
+                 : "its stream does not signal, so its work on the GPU waits; nobody else's does");
+}
+
+// A fault is told once; a client whose stream a lane waits for, once each time that it stalls.
+static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
+{
+    struct kvq__lane *lane;
+    const char *fault = kvq__gpu_look(gpu);
+    kvq__reserve_tick(gpu);
+    if (fault && !core->faulted && core->config.fault) {
+        core->faulted = true;
+        core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
+    }
+    bool busy = false;
+    LIST_FOREACH (lane, &core->lanes, link)
+        busy |= lane->gpu == gpu && kvq__lane_busy(lane);
+    if (!busy)
+        kvq__gpu_sweep(gpu);
+    LIST_FOREACH (lane, &core->lanes, link)
+        if (lane->gpu == gpu && lane->client && kvq__lane_stalls(lane))
+            tell_stalled(core, lane);
+}
+
+void kvq__core_tick(struct kvq__core *core)
+{
+    kvq__dues_tick(core);
+    kvq__prefixes_tick(core);
+    kvq__quotas_tick(core);
+    for (uint32_t i = 1; i < core->n_pools; i++)
+        look_at_gpu(core, core->pools[i].gpu);
+    kvq__moves_tick(core);
+    kvq__parks_tick(core);
+    kvq__evict_tick(core);
+    kvq__pools_trim(core, EMPTY_EXTENT_NS);
+}
+
+void kvq__core_drain(struct kvq__core *core)
+{
+    if (!core->draining)
+        kvq__event(core, KVQ__EVENT_DRAINING, "", "", 0, "");
+    core->draining = true;
+}
+
+bool kvq__core_poll(struct kvq__core *core)
+{
+    struct kvq__lane *lane, *next;
+    bool any = kvq__pools_poll(core);
+    for (lane = LIST_FIRST(&core->lanes); lane; lane = next) {
+        next = LIST_NEXT(lane, link);
+        any |= kvq__lane_poll(lane);
+    }
+    any |= kvq__ended_poll(core);
+    any |= kvq__moves_poll(core);
+    any |= kvq__parks_poll(core);
+    any |= kvq__evict_poll(core);
+    if (any)
+        kvq__pack_on_gpus(core);
+    return any;
+}
+
+bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
+{
+    struct kvq__lane *lane;
+    bool any = false;
+    LIST_FOREACH (lane, &core->lanes, link)
+        any |= kvq__lane_wake(lane, wake, context);
+    return any;
+}
+
+void kvq__core_hush(struct kvq__core *core)
+{
+    kvq__lanes_hush(core);
+}
+
+bool kvq__core_idle(const struct kvq__core *core)
+{
+    return core->n_steps == 0 && TAILQ_EMPTY(&core->flights);
+}

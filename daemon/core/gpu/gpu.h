@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The GPUs that the daemon uses: opened at start, each with its primary context, the kernels and a
+// stream of the daemon's own for small copies. What is enqueued for clients goes to lanes (lane.h).
+//
+// Everything that fails has a sentence in text (KVQ_TEXT_BYTES). A fault of a kernel is sticky, as
+// in CUDA: from then on every call on that GPU fails, and the daemon has to end.
+#ifndef KVQ_DAEMON_CORE_GPU_GPU_H
+#define KVQ_DAEMON_CORE_GPU_GPU_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "daemon/core/core.h"
+#include "kernels/cuda/cache.h"
+
+enum { KVQ__GPU_NAME = 96, KVQ__GPU_UUID_TEXT = 48 };
+
+struct kvq__gpus;
+struct kvq__reserve;
+
+struct kvq__gpus_config {
+    const char *driver;                 // the driver's library; NULL or empty: libcuda.so.1
+    const struct kvq_gpu_driver *table; // tests: this driver, and no library; else NULL
+    const char *devices;                // UUIDs with commas between; NULL or empty: all
+    uint64_t bytes;                     // for caches, on each; 0: half of what is free at start
+    uint64_t extent_bytes;              // as in struct kvq__core_config, never 0
+};
+
+// Opens the driver and every GPU asked for. 0, KVQ_E_UNSUPPORTED if there is no driver or GPU, or
+// this program has no kernels for it, KVQ_E_INVALID for a UUID that is not there, KVQ_E_SYSTEM.
+int kvq__gpus_open(const struct kvq__gpus_config *config, struct kvq__gpus **gpus, char *text);
+// After the core and all connections are gone. NULL is fine.
+void kvq__gpus_close(struct kvq__gpus **gpus);
+
+// These accept NULL for no GPUs.
+uint32_t kvq__gpus_count(const struct kvq__gpus *gpus);
+struct kvq__gpu *const *kvq__gpus_list(const struct kvq__gpus *gpus);
+struct kvq__gpu *kvq__gpus_get(const struct kvq__gpus *gpus, uint32_t i);
+struct kvq__gpu *kvq__gpus_find(const struct kvq__gpus *gpus, const uint8_t uuid[16]);
+
+const struct kvq_gpu_driver *kvq__gpu_driver(const struct kvq__gpu *gpu);
+const struct kvq_gpu *kvq__gpu_kernels(const struct kvq__gpu *gpu);
+int kvq__gpu_device(const struct kvq__gpu *gpu); // the driver's number, good in this process alone
+const uint8_t *kvq__gpu_uuid(const struct kvq__gpu *gpu);
+const char *kvq__gpu_uuid_text(const struct kvq__gpu *gpu); // "GPU-.." or "MIG-.."
+const char *kvq__gpu_name(const struct kvq__gpu *gpu);
+bool kvq__gpu_has_memory_ops(const struct kvq__gpu *gpu); // stream_wait64 and stream_write64 work
+bool kvq__gpu_maps(const struct kvq__gpu *gpu);           // memory is made apart from addresses
+bool kvq__gpu_exports(const struct kvq__gpu *gpu);        // memory for caches has descriptors
+bool kvq__gpu_has_events(const struct kvq__gpu *gpu);     // that other processes can open
+
+// Makes its context the calling thread's current one; 0 or a result of the driver. Any thread, and
+// cheap if it is so already.
+int kvq__gpu_enter(const struct kvq__gpu *gpu);
+
+// Streams of the daemon's own on this GPU, which wait for nobody outside of it. They are there from
+// the opening to the closing, and any thread may give them work.
+enum kvq__gpu_stream {
+    KVQ__GPU_STREAM_SMALL,        // small copies below
+    KVQ__GPU_STREAM_COPIES,       // sessions on their way to the host or from there
+    KVQ__GPU_STREAM_COMMON,       // work of all clients that have no streams of their own
+    KVQ__GPU_STREAM_COMMON_WATCH, // tells the poller that it has ended
+    KVQ__GPU_STREAMS,
+};
+struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which);
+
+// Streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS of them, which the
+// daemon sets to 32 unless it is set), and one that waits keeps whatever was given later to its
+// queue from beginning. So a stream may wait for a client only if it has a queue alone. True if
+// there are two left, which are the caller's then.
+bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
+void kvq__gpu_give_queues(struct kvq__gpu *gpu);
+uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
+// How many clients can have streams of their own, two each, besides the daemon's. Any thread.
+uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);
+
+// Of memory for caches (extents.h): how much there may be, and where its reserve stands.
+uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu);
+struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu);
+
+// Small copies between host and GPU on the daemon's own stream; they wait for it and for nothing
+// else. 0 or KVQ_E_SYSTEM. One thread at a time, as for all below.
+int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t bytes);
+int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes);
+// Writes a word that a stream may wait for.
+int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value);
+
+// A copy of a layer's codebooks on the GPU, shared by all who ask for the same tables. 0 with
+// *copy's pointers on the device, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM. Given back by _book_release with
+// the same *book.
+int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
+                  const struct kvq_shape *shape, const struct kvq_book *book,
+                  struct kvq_book *copy);
+void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book);
+// Memory that kvq__gpu_sweep frees.
+void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory);
+// Frees what was released. It waits for the whole GPU, so it is called when nothing runs there.
+void kvq__gpu_sweep(struct kvq__gpu *gpu);
+
+// Counters of values that stores meet, in host memory that the GPU adds to. NULL without memory.
+struct kvq__gpu_counts {
+    struct kvq_gpu_store_counts *host;
+    kvq_gpu_ptr at;
+    struct kvq__gpu_counts *next; // free ones
+};
+struct kvq__gpu_counts *kvq__gpu_counts_new(struct kvq__gpu *gpu);
+void kvq__gpu_counts_free(struct kvq__gpu *gpu, struct kvq__gpu_counts *counts);
+
+// Asks the driver whether a kernel has faulted, and tells the first fault that was seen, or NULL.
+const char *kvq__gpu_look(struct kvq__gpu *gpu);
+// The first fault that was seen, or NULL.
+const char *kvq__gpu_fault(const struct kvq__gpu *gpu);
+// Notes a result that is not success; returns KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__gpu_failed(struct kvq__gpu *gpu, int result, const char *what);
+// The same of something that has a sentence; returns KVQ_E_SYSTEM.
+int kvq__gpu_faulted(struct kvq__gpu *gpu, const char *text);
+
+#endif

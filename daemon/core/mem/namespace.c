@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Namespaces: who may use them, and their limits.
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/core/state.h"
+
+static bool contains(const uint32_t *list, uint32_t n, uint32_t value)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (list[i] == value)
+            return true;
+    return false;
+}
+
+bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer)
+{
+    if (peer->admin || contains(ns->uids, ns->n_uids, peer->uid))
+        return true;
+    for (uint32_t i = 0; i < peer->n_gids; i++)
+        if (contains(ns->gids, ns->n_gids, peer->gids[i]))
+            return true;
+    return false;
+}
+
+static struct kvq__namespace *find(struct kvq__core *core, const char *name)
+{
+    struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        if (strcmp(ns->name, name) == 0)
+            return ns;
+    return NULL;
+}
+
+static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    assert(ns->used[KVQ__TABLE_BYTES] == 0);
+    kvq__deallocate(core, ns->uids, ns->n_uids * sizeof *ns->uids);
+    kvq__deallocate(core, ns->gids, ns->n_gids * sizeof *ns->gids);
+    kvq__deallocate(core, ns->share_with, ns->n_share_with * sizeof *ns->share_with);
+    kvq__deallocate(core, ns, sizeof *ns);
+}
+
+static bool copy_ids(struct kvq__core *core, const uint32_t *from, uint32_t n, uint32_t **to,
+                     uint32_t *n_to)
+{
+    if (n == 0)
+        return true;
+    *to = kvq__allocate(core, n * sizeof **to);
+    if (!*to)
+        return false;
+    memcpy(*to, from, n * sizeof **to);
+    *n_to = n;
+    return true;
+}
+
+static bool copy_names(struct kvq__core *core, const struct kvq__namespace_config *c,
+                       struct kvq__namespace *ns)
+{
+    if (c->n_share_with == 0)
+        return true;
+    ns->share_with = kvq__allocate(core, c->n_share_with * sizeof *ns->share_with);
+    if (!ns->share_with)
+        return false;
+    ns->n_share_with = c->n_share_with;
+    for (uint32_t i = 0; i < c->n_share_with; i++)
+        snprintf(ns->share_with[i], sizeof ns->share_with[i], "%s", c->share_with[i]);
+    return true;
+}
+
+bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with)
+{
+    for (uint32_t i = 0; i < ns->n_share_with; i++)
+        if (strcmp(ns->share_with[i], "*") == 0 || strcmp(ns->share_with[i], with) == 0)
+            return true;
+    return false;
+}
+
+static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__namespace_config *c)
+{
+    struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
+    if (!ns)
+        return NULL;
+    ns->core = core;
+    snprintf(ns->name, sizeof ns->name, "%s", c->name);
+    ns->quota = ns->base_quota = c->quota;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        kvq__arena_open(&ns->arenas[i], ns, &core->pools[i]);
+    LIST_INIT(&ns->tellings);
+    TAILQ_INIT(&ns->sessions);
+    RB_INIT(&ns->by_id);
+    kvq__prefixes_init(&ns->prefixes, ns);
+    if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
+        !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) || !copy_names(core, c, ns)) {
+        namespace_free(core, ns);
+        return NULL;
+    }
+    ns->number = ++core->last_namespace;
+    TAILQ_INSERT_TAIL(&core->namespaces, ns, link);
+    return ns;
+}
+
+int kvq__core_namespace(struct kvq__core *core, const struct kvq__namespace_config *config,
+                        char *text)
+{
+    size_t n = config->name ? strlen(config->name) : 0;
+    if (n == 0 || n >= KVQ_NAME_BYTES)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "a namespace's name has %zu bytes; it can have 1 to %d", n,
+                         KVQ_NAME_BYTES - 1);
+    if (find(core, config->name))
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "namespace \"%s\" is configured twice; remove one of the two",
+                         config->name);
+    struct kvq__namespace *ns = make(core, config);
+    if (!ns)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", config->name);
+    ns->configured = true;
+    return 0;
+}
+
+// "uid-N" without leading zeros; false if it is none.
+static bool parse_uid(const char *name, uint32_t *uid)
+{
+    char again[16], *end;
+    if (strncmp(name, "uid-", 4) != 0)
+        return false;
+    unsigned long value = strtoul(name + 4, &end, 10);
+    snprintf(again, sizeof again, "uid-%lu", value & 0xffffffffu);
+    *uid = (uint32_t)value;
+    return *end == '\0' && strcmp(again, name) == 0;
+}
+
+static int make_default(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                        uint32_t uid, struct kvq__namespace **ns, char *text)
+{
+    struct kvq__namespace_config config = {
+        .name = name,
+        .quota = core->config.quota,
+        .uids = &uid,
+        .n_uids = 1,
+    };
+    if (uid != peer->uid && !peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not use namespace \"%s\"; use \"uid-%u\" or one that the "
+                         "configuration gives to this user or its groups",
+                         peer->uid, name, peer->uid);
+    *ns = make(core, &config);
+    return *ns ? 0 : kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", name);
+}
+
+int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       struct kvq__namespace **ns, char *text)
+{
+    char own[32];
+    uint32_t uid;
+    snprintf(own, sizeof own, "uid-%u", peer->uid);
+    if (!name || !*name)
+        name = own;
+    *ns = find(core, name);
+    if (!*ns && parse_uid(name, &uid))
+        return make_default(core, peer, name, uid, ns, text);
+    if (!*ns && peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "there is no namespace \"%.*s\": the configuration has no section of that "
+                         "name, and it is none of a user's own, uid-N",
+                         KVQ_NAME_BYTES, name);
+    // One answer for what does not exist and what is another's, so that names stay secret.
+    if (!*ns || !kvq__namespace_allows(*ns, peer))
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not use namespace \"%.*s\"; use \"%s\", or have this user "
+                         "or its group added to it in the configuration",
+                         peer->uid, KVQ_NAME_BYTES, name, own);
+    return 0;
+}
+
+void kvq__namespaces_close(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    while ((ns = TAILQ_FIRST(&core->namespaces))) {
+        TAILQ_REMOVE(&core->namespaces, ns, link);
+        namespace_free(core, ns);
+    }
+}
+
+void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, uint64_t bytes, int code, const char *why)
+{
+    char text[KVQ_TEXT_BYTES];
+    if (code == KVQ_E_QUOTA)
+        kvq__quota_refuse(ns, kvq__pool_limit(pool), bytes, NULL);
+    if (code != KVQ_E_NO_MEMORY || (ns->told_full_at && core->now - ns->told_full_at < 1000000000u))
+        return;
+    ns->told_full_at = core->now ? core->now : 1;
+    snprintf(text, sizeof text, "%llu of %llu bytes on %s are used, %llu more were asked for%s%s",
+             (unsigned long long)pool->used_bytes, (unsigned long long)pool->budget,
+             kvq__pool_name(pool), (unsigned long long)bytes, why ? "; " : "", why ? why : "");
+    kvq__event(core, KVQ__EVENT_MEMORY_FULL, ns->name, "", 0, text);
+}

@@ -1,0 +1,698 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The block pool: a budget cut into extents that belong to one namespace each, and these into
+// blocks of any sizes, best fit (see pool.h). Free stretches stand in a tree, so taking and giving
+// back take the logarithm of their number. Blocks are counted references; those that lose their
+// last one while requests are under way wait in limbo until every request that may still read them
+// has ended.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/core/state.h"
+
+enum { GRAIN = 64, FEWEST_RECORDS = 16, MOST_RECORDS = 1024 };
+
+const char *kvq__pool_name(const struct kvq__pool *pool)
+{
+    return pool->gpu ? kvq__gpu_uuid_text(pool->gpu) : "host";
+}
+
+// ---- Extents ----
+
+// The lowest number that no extent has: what clients map stays close together.
+static uint32_t number_take(struct kvq__pool *pool)
+{
+    uint32_t word = 0;
+    while (pool->numbers[word] == UINT64_MAX)
+        word++;
+    uint32_t bit = (uint32_t)__builtin_ctzll(~pool->numbers[word]);
+    pool->numbers[word] |= 1ull << bit;
+    assert(64 * word + bit < kvq__pool_extents(pool));
+    return 64 * word + bit;
+}
+
+static void number_give(struct kvq__pool *pool, uint32_t number)
+{
+    pool->numbers[number / 64] &= ~(1ull << number % 64);
+}
+
+static struct kvq__extent *find_own(struct kvq__pool *pool, const struct kvq__namespace *ns)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (e->last == ns)
+            return e;
+    return NULL;
+}
+
+// One that may get another owner. Clients may still look at those that they were told of.
+static struct kvq__extent *find_untold(struct kvq__pool *pool)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (!e->told)
+            return e;
+    return NULL;
+}
+
+static int memory_get(struct kvq__core *core, struct kvq__pool *pool, struct kvq__memory *memory)
+{
+    const struct kvq__memory_ops *ops = &pool->memory;
+    if (ops->take && core->patient)
+        return ops->take(ops->context, pool->extent_bytes, memory);
+    return ops->acquire(ops->context, pool->extent_bytes, memory);
+}
+
+static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent **out)
+{
+    if (pool->extents_taken + pool->extent_bytes > pool->budget)
+        return KVQ_E_NO_MEMORY;
+    struct kvq__extent *e = kvq__allocate(core, sizeof *e);
+    if (!e)
+        return KVQ_E_NO_MEMORY;
+    int rc = memory_get(core, pool, &e->memory);
+    if (rc < 0) {
+        kvq__deallocate(core, e, sizeof *e);
+        return rc;
+    }
+    e->number = number_take(pool);
+    pool->extents_taken += pool->extent_bytes;
+    pool->huge_bytes += e->memory.huge ? pool->extent_bytes : 0;
+    TAILQ_INSERT_TAIL(&pool->empty, e, link);
+    *out = e;
+    return 0;
+}
+
+static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e)
+{
+    assert(e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
+    TAILQ_REMOVE(&pool->empty, e, link);
+    number_give(pool, e->number);
+    pool->huge_bytes -= e->memory.huge ? pool->extent_bytes : 0;
+    pool->memory.release(pool->memory.context, &e->memory);
+    pool->extents_taken -= pool->extent_bytes;
+    kvq__deallocate(core, e, sizeof *e);
+}
+
+static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns)
+{
+    struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
+    for (; e; e = next) {
+        next = TAILQ_NEXT(e, link);
+        if (core->now - e->empty_since >= age_ns && !kvq__extent_is_told(e, pool))
+            extent_release(core, pool, e);
+    }
+}
+
+// Another namespace's, which is zeroed before anybody gets it. Where that takes long it is given
+// back, and a new one made in its place.
+static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
+                     struct kvq__extent **out)
+{
+    if (pool->memory.take) {
+        extent_release(core, pool, e);
+        return extent_acquire(core, pool, out);
+    }
+    pool->memory.zero(pool->memory.context, &e->memory);
+    e->last = NULL;
+    *out = e;
+    return 0;
+}
+
+// Gives an extent back that nobody looks at any more, though somebody did. False if there is none.
+static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
+{
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (e->told && !kvq__extent_is_told(e, pool)) {
+            extent_release(core, pool, e);
+            return true;
+        }
+    return false;
+}
+
+void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        trim(core, &core->pools[i], age_ns);
+}
+
+// Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
+// which is zeroed first, or gives way to a fresh one if clients were told of it.
+static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
+                       const struct kvq__namespace *ns, struct kvq__extent **out)
+{
+    *out = find_own(pool, ns);
+    if (*out)
+        return 0;
+    int rc = extent_acquire(core, pool, out);
+    struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
+    if (untold)
+        return take_over(core, pool, untold, out);
+    if (rc == KVQ_E_NO_MEMORY && release_told(core, pool))
+        rc = extent_acquire(core, pool, out);
+    return rc;
+}
+
+void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *pool, uint64_t bytes)
+{
+    const struct kvq__extent *e;
+    uint64_t n = (bytes + pool->extent_bytes - 1) / pool->extent_bytes;
+    uint64_t most = (pool->budget - pool->extents_taken) / pool->extent_bytes;
+    TAILQ_FOREACH (e, &pool->empty, link) // it has these already
+        n -= e->last == ns && n > 0;
+    n = n == 0 ? 1 : n < most ? n : most;
+    pool->memory.want(pool->memory.context, (uint32_t)n);
+}
+
+bool kvq__pools_poll(struct kvq__core *core)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__pool *pool = &core->pools[i];
+        uint32_t made = pool->memory.made ? pool->memory.made(pool->memory.context) : pool->made;
+        any |= made != pool->made;
+        pool->made = made;
+    }
+    core->extents_made += any;
+    return any;
+}
+
+// ---- Stretches of extents ----
+
+static int compare(const struct kvq__block *a, const struct kvq__block *b)
+{
+    if (a->bytes != b->bytes)
+        return a->bytes < b->bytes ? -1 : 1;
+    if (a->extent->number != b->extent->number)
+        return a->extent->number < b->extent->number ? -1 : 1;
+    return a->at < b->at ? -1 : a->at > b->at;
+}
+
+RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare)
+
+// As many records as the rest of the extent has room for blocks like this one, within bounds.
+static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t bytes)
+{
+    uint64_t n = (e->memory.bytes - e->used_bytes) / bytes + 1;
+    n = n < FEWEST_RECORDS ? FEWEST_RECORDS : n > MOST_RECORDS ? MOST_RECORDS : n;
+    struct kvq__records *r = kvq__allocate(core, sizeof *r + n * sizeof *r->blocks);
+    if (!r)
+        return KVQ_E_NO_MEMORY;
+    r->n = (uint32_t)n;
+    SLIST_INSERT_HEAD(&e->records, r, link);
+    for (uint32_t i = 0; i < r->n; i++)
+        STAILQ_INSERT_TAIL(&e->spare, &r->blocks[i], link);
+    return 0;
+}
+
+static struct kvq__block *record_take(struct kvq__extent *e)
+{
+    struct kvq__block *b = STAILQ_FIRST(&e->spare);
+    STAILQ_REMOVE_HEAD(&e->spare, link);
+    *b = (struct kvq__block){.extent = e};
+    return b;
+}
+
+static struct kvq__block_tree *tree_of(const struct kvq__block *b)
+{
+    return &b->extent->owner->free[b->extent->passing];
+}
+
+static void set_free(struct kvq__block *b)
+{
+    b->free = true;
+    RB_INSERT(kvq__block_tree, tree_of(b), b);
+}
+
+static void set_used(struct kvq__block *b)
+{
+    b->free = false;
+    RB_REMOVE(kvq__block_tree, tree_of(b), b);
+}
+
+// The shortest free stretch that holds so many bytes, of extents of either kind. NULL: there is
+// none.
+static struct kvq__block *find_stretch(struct kvq__arena *arena, bool passing, uint64_t bytes)
+{
+    struct kvq__extent first = {.number = 0};
+    struct kvq__block least = {.bytes = bytes, .extent = &first};
+    return RB_NFIND(kvq__block_tree, &arena->free[passing], &least);
+}
+
+// The first bytes of a free stretch; what is behind them stays free.
+static int stretch_cut(struct kvq__core *core, struct kvq__block *b, uint64_t bytes)
+{
+    struct kvq__extent *e = b->extent;
+    assert(b->free && b->bytes >= bytes);
+    if (b->bytes > bytes && STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0)
+        return KVQ_E_NO_MEMORY;
+    set_used(b);
+    if (b->bytes > bytes) {
+        struct kvq__block *rest = record_take(e);
+        rest->at = b->at + bytes;
+        rest->bytes = b->bytes - bytes;
+        b->bytes = bytes;
+        TAILQ_INSERT_AFTER(&e->blocks, b, rest, beside);
+        set_free(rest);
+    }
+    return 0;
+}
+
+// `b` takes in the free stretch behind it.
+static void join(struct kvq__block *b, struct kvq__block *next)
+{
+    struct kvq__extent *e = b->extent;
+    assert(b->at + b->bytes == next->at);
+    set_used(next);
+    b->bytes += next->bytes;
+    TAILQ_REMOVE(&e->blocks, next, beside);
+    STAILQ_INSERT_HEAD(&e->spare, next, link);
+}
+
+static void stretch_free(struct kvq__block *b)
+{
+    struct kvq__block *before = TAILQ_PREV(b, kvq__block_row, beside);
+    struct kvq__block *next = TAILQ_NEXT(b, beside);
+    if (next && next->free)
+        join(b, next);
+    if (before && before->free) {
+        set_used(before); // its length changes, and with it its place in the tree
+        set_free(b);
+        join(before, b);
+        b = before;
+    }
+    set_free(b);
+}
+
+void kvq__extent_show(struct kvq__extent *e)
+{
+    if (e->serial == 0)
+        e->serial = ++e->owner->last_serial;
+}
+
+// Gives an empty extent to a namespace.
+static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq__arena *arena,
+                       bool passing, uint64_t bytes)
+{
+    SLIST_INIT(&e->records);
+    STAILQ_INIT(&e->spare);
+    TAILQ_INIT(&e->blocks);
+    if (records_add(core, e, bytes) < 0)
+        return KVQ_E_NO_MEMORY;
+    TAILQ_REMOVE(&arena->pool->empty, e, link);
+    TAILQ_INSERT_HEAD(&arena->extents, e, link);
+    e->owner = arena;
+    e->passing = passing;
+    if (e->last != arena->ns)
+        e->serial = 0;
+    if (!passing)
+        kvq__extent_show(e);
+    e->last = arena->ns;
+    struct kvq__block *all = record_take(e);
+    all->bytes = arena->pool->extent_bytes;
+    TAILQ_INSERT_HEAD(&e->blocks, all, beside);
+    set_free(all);
+    return 0;
+}
+
+static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
+{
+    struct kvq__arena *arena = e->owner;
+    struct kvq__records *r;
+    struct kvq__block *all = TAILQ_FIRST(&e->blocks);
+    assert(all->free && all->bytes == arena->pool->extent_bytes);
+    set_used(all);
+    TAILQ_INIT(&e->blocks);
+    STAILQ_INIT(&e->spare);
+    while ((r = SLIST_FIRST(&e->records))) {
+        SLIST_REMOVE_HEAD(&e->records, link);
+        kvq__deallocate(core, r, sizeof *r + r->n * sizeof *r->blocks);
+    }
+    TAILQ_REMOVE(&arena->extents, e, link);
+    TAILQ_INSERT_HEAD(&arena->pool->empty, e, link);
+    e->owner = NULL;
+    e->empty_since = core->now;
+}
+
+void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct kvq__pool *pool)
+{
+    *arena = (struct kvq__arena){.ns = ns, .pool = pool};
+    TAILQ_INIT(&arena->extents);
+    TAILQ_INIT(&arena->sessions);
+    RB_INIT(&arena->free[false]);
+    RB_INIT(&arena->free[true]);
+}
+
+// ---- Blocks ----
+
+// What a block is asked for.
+struct wanted {
+    uint64_t bytes;
+    bool passing;
+};
+
+// A free stretch: in extents of the wanted kind, then in a further extent, then in extents of the
+// other kind. Once half of the pool is taken, both kinds come before a further extent.
+static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
+                        const struct wanted *wanted, struct kvq__block **out)
+{
+    struct kvq__pool *pool = arena->pool;
+    struct kvq__extent *e = NULL;
+    bool apart = pool->extents_taken + pool->extent_bytes <= pool->budget / 2;
+    *out = find_stretch(arena, wanted->passing, wanted->bytes);
+    if (!*out && !apart)
+        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
+    if (*out)
+        return 0;
+    int rc = extent_find(core, pool, arena->ns, &e);
+    rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
+    if (rc == 0)
+        *out = TAILQ_FIRST(&e->blocks);
+    else if (rc != KVQ_E_BUSY)
+        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
+    return *out ? 0 : rc;
+}
+
+static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                      const struct wanted *wanted, struct kvq__ref *ref)
+{
+    struct kvq__arena *arena = &ns->arenas[pool - core->pools];
+    uint64_t bytes = wanted->bytes;
+    struct kvq__block *b;
+    assert(bytes > 0 && bytes % GRAIN == 0 && bytes <= pool->extent_bytes && !ref->block);
+    int rc = stretch_find(core, arena, wanted, &b);
+    if (rc < 0)
+        return rc;
+    rc = stretch_cut(core, b, bytes);
+    if (rc < 0)
+        return rc;
+    b->refs = 1;
+    b->retired = (struct kvq__retired){0};
+    b->saved = 0;
+    b->extent->used_bytes += bytes;
+    pool->used_bytes += bytes;
+    ns->used[kvq__pool_limit(pool)] += bytes;
+    ref->block = b;
+    ref->data = b->extent->memory.base + b->at;
+    return 0;
+}
+
+static int note_shortage(struct kvq__core *core, const struct kvq__shortage *shortage)
+{
+    if (shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY ||
+        shortage->code == KVQ_E_BUSY)
+        core->shortage = *shortage;
+    return shortage->code;
+}
+
+static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                     const struct wanted *wanted, struct kvq__ref *ref)
+{
+    enum kvq__limit which = kvq__pool_limit(pool);
+    uint64_t bytes = wanted->bytes;
+    int rc;
+    do
+        rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
+                                                 : KVQ_E_QUOTA;
+    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
+           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
+}
+
+int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                   uint64_t bytes, struct kvq__ref *ref)
+{
+    return block_new(core, ns, pool, &(struct wanted){bytes, false}, ref);
+}
+
+int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
+                           struct kvq__pool *pool, uint64_t bytes, struct kvq__ref *ref)
+{
+    return block_new(core, ns, pool, &(struct wanted){bytes, true}, ref);
+}
+
+int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
+                       uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
+{
+    const struct kvq__arena *arena = old->extent->owner;
+    if (old->refs > 1 || arena->ns != ns || old->bytes != bytes ||
+        kvq__pool_limit(arena->pool) != kvq__pool_limit(pool))
+        return kvq__block_new(core, ns, pool, bytes, ref);
+    int rc;
+    do
+        rc = block_take(core, ns, pool, &(struct wanted){bytes, false}, ref);
+    while (rc == KVQ_E_NO_MEMORY &&
+           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
+    if (rc == 0)
+        kvq__block_exempt(old, true);
+    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
+}
+
+struct kvq__ref kvq__block_share(struct kvq__ref ref)
+{
+    if (ref.block)
+        ref.block->refs++;
+    return ref;
+}
+
+void kvq__block_exempt(struct kvq__block *b, bool exempt)
+{
+    const struct kvq__arena *arena = b->extent->owner;
+    uint64_t *bytes = &arena->ns->exempt[kvq__pool_limit(arena->pool)];
+    if (exempt && !b->exempt)
+        *bytes += b->bytes;
+    else if (!exempt && b->exempt)
+        *bytes -= b->bytes;
+    b->exempt = exempt;
+}
+
+static void block_free(struct kvq__core *core, struct kvq__block *b)
+{
+    struct kvq__extent *e = b->extent;
+    struct kvq__arena *arena = e->owner;
+    assert(!b->free && b->refs == 0);
+    kvq__block_exempt(b, false);
+    e->used_bytes -= b->bytes;
+    arena->pool->used_bytes -= b->bytes;
+    arena->ns->used[kvq__pool_limit(arena->pool)] -= b->bytes;
+    core->freed++;
+    stretch_free(b);
+    if (e->used_bytes == 0)
+        extent_empty(core, e);
+}
+
+// ---- Limbo ----
+
+// Looks for sessions that have become quiet, in one go.
+enum { GIVERS_AT_ONCE = 4, GIVERS_FOR_ROOM = 256 };
+
+// Whether all flights until this one have ended.
+static bool is_over(const struct kvq__core *core, uint64_t flight)
+{
+    const struct kvq__flight *oldest = TAILQ_FIRST(&core->flights);
+    return !oldest || oldest->number > flight;
+}
+
+void kvq__drops_begin(struct kvq__core *core, struct kvq__session *giver, uint64_t last)
+{
+    assert(!core->drop.giver && core->drop.last == UINT64_MAX);
+    core->drop = (struct kvq__drop){giver, last, giver ? giver->serial : KVQ__BY_SEVERAL};
+}
+
+void kvq__drops_end(struct kvq__core *core)
+{
+    core->drop = (struct kvq__drop){NULL, UINT64_MAX, KVQ__BY_SEVERAL};
+}
+
+void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
+{
+    const struct kvq__drop *d = &core->drop;
+    uint64_t last = core->last_flight < d->last ? core->last_flight : d->last;
+    if (is_over(core, last))
+        return;
+    r->by = is_over(core, r->at) || r->by == d->by ? d->by : KVQ__BY_SEVERAL;
+    r->at = last > r->at ? last : r->at;
+}
+
+static void limbo_add(struct kvq__core *core, struct kvq__block *b)
+{
+    struct kvq__session *giver = core->drop.giver;
+    const struct kvq__block *first = TAILQ_FIRST(&core->limbo);
+    if (first && first->retired.at > b->retired.at)
+        TAILQ_INSERT_HEAD(&core->limbo, b, limbo_link);
+    else
+        TAILQ_INSERT_TAIL(&core->limbo, b, limbo_link);
+    b->given_link.le_prev = NULL;
+    if (!giver || giver->serial != b->retired.by)
+        return;
+    LIST_INSERT_HEAD(&giver->given, b, given_link);
+    if (!giver->gives) {
+        TAILQ_INSERT_TAIL(&core->givers, giver, giver_link);
+        core->n_givers++;
+    }
+    giver->gives = true;
+}
+
+static void take_back(struct kvq__block *b)
+{
+    if (b->given_link.le_prev)
+        LIST_REMOVE(b, given_link);
+    b->given_link.le_prev = NULL;
+}
+
+static void limbo_end(struct kvq__core *core, struct kvq__block *b)
+{
+    take_back(b);
+    TAILQ_REMOVE(&core->limbo, b, limbo_link);
+    block_free(core, b);
+}
+
+static void spend(struct kvq__core *core)
+{
+    core->release_left -= core->release_left > 0;
+    core->released++;
+}
+
+static bool free_given(struct kvq__session *s, bool all)
+{
+    struct kvq__block *b;
+    bool any = false;
+    while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->given))) {
+        limbo_end(s->core, b);
+        spend(s->core);
+        any = true;
+    }
+    return any;
+}
+
+// Of sessions that are quiet by now. Some are looked at, by turns.
+static bool free_quiet(struct kvq__core *core, bool all)
+{
+    uint32_t most = all ? GIVERS_FOR_ROOM : GIVERS_AT_ONCE;
+    bool any = false;
+    for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
+        struct kvq__session *s = TAILQ_FIRST(&core->givers);
+        if (!LIST_EMPTY(&s->given) && kvq__session_quiet(s))
+            any |= free_given(s, all);
+        TAILQ_REMOVE(&core->givers, s, giver_link);
+        s->gives = !LIST_EMPTY(&s->given);
+        if (s->gives)
+            TAILQ_INSERT_TAIL(&core->givers, s, giver_link);
+        else
+            core->n_givers--;
+    }
+    return any;
+}
+
+bool kvq__limbo_free(struct kvq__core *core, bool all)
+{
+    struct kvq__block *b;
+    bool any = false;
+    while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->limbo)) &&
+           is_over(core, b->retired.at)) {
+        limbo_end(core, b);
+        spend(core);
+        any = true;
+    }
+    return free_quiet(core, all) || any;
+}
+
+bool kvq__given_end(struct kvq__session *s)
+{
+    struct kvq__block *b;
+    if (kvq__session_quiet(s))
+        free_given(s, false);
+    else // a stream still packs it: what that has waits for flights, like everything else
+        while (s->core->release_left > 0 && (b = LIST_FIRST(&s->given))) {
+            take_back(b);
+            spend(s->core);
+        }
+    if (!LIST_EMPTY(&s->given))
+        return false;
+    if (s->gives) {
+        TAILQ_REMOVE(&s->core->givers, s, giver_link);
+        s->core->n_givers--;
+    }
+    s->gives = false;
+    return true;
+}
+
+// ---- References ----
+
+void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
+{
+    struct kvq__block *b = ref->block;
+    *ref = (struct kvq__ref){0};
+    if (!b)
+        return;
+    assert(b->refs > 0 && !b->free);
+    kvq__retire(core, &b->retired);
+    if (--b->refs > 0)
+        return;
+    if (is_over(core, b->retired.at))
+        block_free(core, b);
+    else
+        limbo_add(core, b);
+}
+
+void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
+                        const struct kvq__retired *retired)
+{
+    const struct kvq__drop drop = core->drop;
+    core->drop.last = retired->at;
+    core->drop.by = retired->by;
+    kvq__block_drop(core, ref);
+    core->drop = drop;
+}
+
+void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref)
+{
+    kvq__drops_begin(core, NULL, 0);
+    kvq__block_drop(core, ref);
+    kvq__drops_end(core);
+}
+
+bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b)
+{
+    return b->refs == 1 && is_over(core, b->retired.at);
+}
+
+void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
+{
+    struct kvq__block *b = ref->block;
+    if (!b || !kvq__block_is_idle(core, b)) {
+        kvq__block_drop(core, ref);
+        return;
+    }
+    *ref = (struct kvq__ref){0};
+    b->refs = 0;
+    block_free(core, b);
+}
+
+// ---- Flights ----
+
+void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
+{
+    assert(flight->number == 0);
+    flight->number = ++core->last_flight;
+    TAILQ_INSERT_TAIL(&core->flights, flight, link);
+}
+
+void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to)
+{
+    to->number = from->number;
+    if (from->number) {
+        TAILQ_INSERT_BEFORE(from, to, link);
+        TAILQ_REMOVE(&core->flights, from, link);
+        from->number = 0;
+    }
+}
+
+void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
+{
+    assert(flight->number != 0);
+    TAILQ_REMOVE(&core->flights, flight, link);
+    flight->number = 0;
+    kvq__limbo_free(core, false);
+}

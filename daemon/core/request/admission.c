@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests that wait for room: what they need, their turns, and when they are refused. See evict.h.
+#include "daemon/core/residency/evict.h"
+
+#define LOOK_NS 50000000ull // a request that waits looks again so often though nothing was freed
+
+// ---- What is needed ----
+
+uint64_t kvq__room_bytes(const struct kvq__session *s, uint64_t tokens)
+{
+    uint64_t pages = kvq__pages_of(tokens), bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        bytes += pages > l->first_page ? (pages - l->first_page) * l->packed_bytes : 0;
+        bytes += pages > l->raw_page ? (pages - l->raw_page) * l->raw_bytes : 0;
+        bytes += pages ? kvq_extras_bytes(l->format, &l->shape) : 0;
+    }
+    return bytes;
+}
+
+// Of a request, in the place or namespace that has no room for it.
+struct need {
+    uint64_t missing; // that is yet to be had
+    uint64_t whole;   // with what its sessions have there
+};
+
+bool kvq__shortage_counts(const struct kvq__shortage *s, const struct kvq__session *session)
+{
+    session->core->shortage_looks++;
+    if (s->code != KVQ_E_QUOTA)
+        return session->pool == s->pool;
+    return session->ns == s->ns && kvq__pool_limit(session->pool) == kvq__pool_limit(s->pool);
+}
+
+static struct need need_of(const struct kvq__queue *q)
+{
+    const struct kvq__shortage *shortage = &q->core->shortage;
+    struct need need = {0};
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        const struct kvq__session *s = q->work[i].session;
+        if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 ||
+            !kvq__shortage_counts(shortage, s))
+            continue;
+        uint64_t now = kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+        uint64_t then = kvq__room_bytes(s, s->tokens + q->entries[i].append);
+        need.missing += then > now ? then - now : 0;
+        uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
+        need.whole += whole > prompt ? whole - prompt : 0;
+    }
+    if (need.missing < shortage->bytes) // of a fork
+        need.missing = shortage->bytes;
+    if (need.whole < need.missing)
+        need.whole = need.missing;
+    return need;
+}
+
+uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
+{
+    return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
+}
+
+// ---- Turns ----
+
+// What changes when a request that waits like this one should look again.
+static uint64_t changes(const struct kvq__queue *q)
+{
+    return q->turn.extents ? q->core->extents_made : q->core->freed;
+}
+
+static void enlist(struct kvq__queue *q, uint64_t look_at)
+{
+    struct kvq__core *core = q->core;
+    struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
+    uint64_t most = core->now + LOOK_NS;
+    while (before && before->turn.ticket > q->turn.ticket)
+        before = TAILQ_PREV(before, kvq__waiters, waiter_link);
+    if (before)
+        TAILQ_INSERT_AFTER(&core->waiters, before, q, waiter_link);
+    else
+        TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
+    q->turn.listed = true;
+    q->turn.place = core->shortage.pool;
+    q->turn.extents = core->shortage.code == KVQ_E_BUSY;
+    q->turn.seen = changes(q);
+    q->turn.look_at = look_at < most ? look_at : most;
+}
+
+static void delist(struct kvq__queue *q)
+{
+    if (q->turn.listed)
+        TAILQ_REMOVE(&q->core->waiters, q, waiter_link);
+    q->turn.listed = false;
+}
+
+bool kvq__room_turn(struct kvq__queue *q)
+{
+    const struct kvq__core *core = q->core;
+    const struct kvq__queue *before;
+    if (!q->turn.listed)
+        return true;
+    if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
+        return false;
+    for (before = TAILQ_FIRST(&core->waiters); before != q;
+         before = TAILQ_NEXT(before, waiter_link))
+        if (before->turn.place == q->turn.place && before->turn.seen != changes(before))
+            return false;
+    delist(q);
+    return true;
+}
+
+void kvq__room_leave(struct kvq__queue *q)
+{
+    delist(q);
+    q->turn.ticket = 0;
+}
+
+// ---- Asking ----
+
+void kvq__room_refuse(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing,
+                      const struct kvq__in_the_way *in_the_way)
+{
+    char text[KVQ_TEXT_BYTES / 2] = "more than there can be at all";
+    if (in_the_way)
+        kvq__in_the_way_text(core, in_the_way, text, sizeof text);
+    core->evicted.refused++;
+    kvq__namespace_full(core, s->ns, s->pool, missing, s->code, text);
+}
+
+static void take_ticket(struct kvq__queue *q)
+{
+    if (q->turn.ticket)
+        return;
+    q->turn.ticket = ++q->core->last_ticket;
+    q->turn.since = q->core->now;
+}
+
+bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64_t missing,
+                    uint64_t whole)
+{
+    struct kvq__core *core = q->core;
+    struct kvq__shortage shortage = core->shortage;
+    struct kvq__in_the_way way = {0};
+    uint64_t look_at = UINT64_MAX;
+    enum kvq__help help = KVQ__HELP_NONE;
+    bool fits = whole <= kvq__shortage_limit(&shortage), first = q->turn.ticket == 0;
+    take_ticket(q);
+    if (shortage.code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
+        kvq__pool_want(shortage.ns, shortage.pool, missing);
+        enlist(q, look_at);
+        return true;
+    }
+    struct kvq__plea plea = {&shortage, missing, q->turn.ticket, own, q, &way, &look_at};
+    if (fits && !core->draining)
+        help = kvq__evict_for(core, &plea);
+    if (help == KVQ__HELP_LATER && kvq__evict_too_late(q->turn.since, look_at))
+        help = KVQ__HELP_NONE;
+    bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
+    core->shortage = shortage;
+    if (help == KVQ__HELP_NONE && !patient) {
+        kvq__room_refuse(core, &shortage, missing, fits ? &way : NULL);
+        return false;
+    }
+    core->evicted.waited += first;
+    enlist(q, look_at);
+    return true;
+}
+
+bool kvq__room_ask(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__shortage *shortage = &q->core->shortage;
+    if (shortage->code == 0) // what was missing is no block
+        return false;
+    struct need need = need_of(q);
+    return kvq__room_wait(q, q->work[i].session, need.missing, need.whole);
+}
+
+// ---- Taking pages ----
+
+static bool take_entry(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->taker == q)
+        return true;
+    q->core->shortage.code = 0;
+    q->core->patient = true;
+    int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+    q->core->patient = false;
+    if (rc < 0 && kvq__room_ask(q, i))
+        return false;
+    if (rc < 0)
+        kvq__entry_fail(q, i, rc, s->tokens);
+    else
+        s->taker = q;
+    return true;
+}
+
+void kvq__room_untake(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    kvq__pages_untake(s, kvq__pages_of(s->tokens + s->step_tokens));
+}
+
+bool kvq__room_take(struct kvq__queue *q)
+{
+    uint32_t i;
+    bool all = true;
+    for (i = 0; i < q->header.count && all; i++)
+        all = take_entry(q, i);
+    while (i-- > 0) {
+        struct kvq__session *s = q->work[i].session;
+        if (!s || s->taker != q)
+            continue;
+        s->taker = NULL;
+        if (!all)
+            kvq__room_untake(q, i);
+    }
+    return all;
+}

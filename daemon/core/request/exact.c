@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Prompts that are attended in full precision: nothing of them is packed before they have ended,
+// if there is memory for that. Where somebody else is refused a block they give way: what is due
+// without that is packed at once, and its raw blocks go. See evict.h.
+#include <assert.h>
+
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/session/group.h"
+
+// ---- At open ----
+
+// Memory of so many tokens while nothing of them is packed.
+static uint64_t unpacked_bytes(const struct kvq__session *s, uint64_t tokens)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            bytes += s->layers[i].raw_bytes + s->layers[i].packed_bytes;
+    return bytes * kvq__pages_of(tokens);
+}
+
+uint64_t kvq__exact_fits(const struct kvq__session *s, uint64_t prompt_tokens)
+{
+    uint64_t most = s->pool->budget, limit = s->ns->quota.limit[kvq__pool_limit(s->pool)];
+    if (limit && limit < most)
+        most = limit;
+    bool fits = unpacked_bytes(s, prompt_tokens) <= most / KVQ_EXACT_PROMPT_SHARE;
+    return fits ? prompt_tokens : 0;
+}
+
+// ---- What a prompt holds ----
+
+// Of a session, raw blocks that nobody could ask for if its prompt were packed as it comes. Those
+// of one that gives way already: which are yet to go.
+static uint64_t held_bytes(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        uint64_t first = kvq__packed_early(s, l, s->floor) / KVQ_BLOCK_TOKENS;
+        if (kvq__layer_owns(s, i) && first > l->raw_page)
+            bytes += (first - l->raw_page) * l->raw_bytes;
+    }
+    return bytes;
+}
+
+uint64_t kvq__exact_bytes(const struct kvq__session *s)
+{
+    return s->exact_tokens && !s->away ? held_bytes(s) : 0;
+}
+
+void kvq__exact_note(struct kvq__session *s)
+{
+    bool within = s->tokens > 0 && s->tokens <= s->exact_tokens + 2 * (uint64_t)s->max_rollback;
+    if (!s->published || s->in_prompts || !s->exact_tokens || !within)
+        return;
+    TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt_link);
+    s->in_prompts = true;
+}
+
+void kvq__exact_leave(struct kvq__session *s)
+{
+    if (s->in_prompts)
+        TAILQ_REMOVE(&s->core->prompts, s, prompt_link);
+    s->in_prompts = false;
+}
+
+// ---- Giving way ----
+
+// Requests under way have decided how they read it. What is stored or moved is left as it is.
+static bool is_idle(const struct kvq__session *s)
+{
+    return s->pins == 0 && !s->settling && !s->exclusive && !s->move && !s->park && !s->restore &&
+           s->n_loading == 0;
+}
+
+static void pack_early(struct kvq__session *s)
+{
+    struct kvq__evict_counts *counts = &s->core->evicted;
+    s->gives_way = false;
+    if (!s->exact_tokens || s->away || s->dropped)
+        return;
+    counts->prompts_packed++;
+    counts->prompts_packed_bytes += held_bytes(s);
+    s->exact_tokens = 0;
+    s->packs_early = true;
+    kvq__pack_queue(s);
+}
+
+void kvq__exact_unpinned(struct kvq__session *s)
+{
+    if (s->gives_way && is_idle(s))
+        pack_early(s);
+}
+
+// All shards of a session alike, so that they stay packed to the same count.
+static void give_way(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (!m || !m->exact_tokens)
+            continue;
+        m->gives_way = true;
+        kvq__exact_unpinned(m);
+    }
+}
+
+// Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
+static bool is_packing(const struct kvq__session *s)
+{
+    return s->packs_early && s->pack_queued && !s->away && !s->pool->gpu;
+}
+
+// Nothing of it stands in 16 bits any more that would not without the prompt.
+static bool has_ended(const struct kvq__session *s)
+{
+    return s->packs_early || s->floor >= s->exact_tokens + s->max_rollback;
+}
+
+// What prompts hold in the place of a shortage.
+struct prompts {
+    struct kvq__session *largest; // that holds most, of those that have not been asked
+    uint64_t there;               // bytes of these
+    uint64_t coming;              // and of those that were
+    bool sure;                    // all of the latter are being packed
+};
+
+static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shortage *shortage)
+{
+    struct prompts p = {.sure = true};
+    struct kvq__session *s, *next;
+    uint64_t most = 0;
+    for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
+        next = TAILQ_NEXT(s, prompt_link);
+        core->lookup.looks++;
+        bool never = s->away || (s->pool->gpu && !s->writer);
+        uint64_t bytes = s->away ? 0 : held_bytes(s);
+        if (bytes == 0 && has_ended(s)) { // for good, or until it goes back
+            kvq__exact_leave(s);
+            continue;
+        }
+        if (never || bytes == 0 || !kvq__shortage_counts(shortage, s))
+            continue;
+        if (s->gives_way || s->packs_early) {
+            p.coming += bytes;
+            p.sure &= is_packing(s);
+            continue;
+        }
+        p.there += bytes;
+        p.largest = bytes > most ? s : p.largest;
+        most = bytes > most ? bytes : most;
+    }
+    return p;
+}
+
+enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__plea *plea,
+                                   uint64_t free, uint64_t others)
+{
+    struct prompts p = look_at_all(core, plea->shortage);
+    if (p.there + p.coming + free + others < plea->need) // nobody gives way in vain
+        return KVQ__HELP_NONE;
+    // What is free may be of no use, lying in extents of other namespaces.
+    while (p.largest && (p.coming == 0 || p.coming + free < plea->need)) {
+        give_way(p.largest);
+        p = look_at_all(core, plea->shortage);
+    }
+    if (p.coming == 0)
+        return KVQ__HELP_NONE;
+    return p.sure ? KVQ__HELP_NOW : KVQ__HELP_LATER;
+}

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention of a wave's entries on a GPU: one launch for all that have the same format and shape,
+// or several where their partial results are more than the lane's workspace holds. The results are
+// the same to the bit.
+#include <stdlib.h>
+
+#include "daemon/core/request/gpu_wave.h"
+#include "kernels/cuda/attend.h"
+
+static_assert((int)KVQ_MAX_GPU_QUERIES == (int)KVQ_GPU_MAX_QUERIES,
+              "the protocol promises what the kernels can");
+
+// Entries of one format, shape and codebook, as a launch takes them.
+struct batch {
+    struct kvq_gpu_layer layer;
+    struct kvq_attend *calls;
+    uint64_t *shared;
+};
+
+static bool same_layer(const struct kvq_attend *a, const struct kvq_attend *b)
+{
+    return kvq_format_same(a->format, b->format) && kvq_shape_same(a->shape, b->shape) &&
+           a->book->k == b->book->k && a->book->v == b->book->v &&
+           a->book->smooth == b->book->smooth;
+}
+
+static struct kvq_gpu_layer layer_of(const struct kvq__queue *q, const struct kvq_attend *a)
+{
+    return (struct kvq_gpu_layer){
+        a->format, a->shape, a->book->k || a->book->v ? a->book : NULL,
+        kvq_gpu_attend_narrow_only(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
+}
+
+size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_attend *a = &q->work[i].attend.call;
+    struct kvq_gpu_layer layer = layer_of(q, a);
+    struct kvq_gpu_attend_limits needs;
+    char text[KVQ_GPU_TEXT];
+    if (kvq_gpu_attend_needs(&layer, a, NULL, 1, &needs, text, sizeof text))
+        return SIZE_MAX / 2; // cannot be: the request was checked
+    return 2 * kvq_gpu_attend_batch_bytes(&needs) + sizeof *a + sizeof(uint64_t) + 256;
+}
+
+// ---- What sessions share ----
+
+static int by_block(const void *a, const void *b)
+{
+    const struct kvq_attend *x = a, *y = b;
+    uintptr_t p = x->n_pages ? (uintptr_t)x->pages[0].packed : 0;
+    uintptr_t r = y->n_pages ? (uintptr_t)y->pages[0].packed : 0;
+    return (p > r) - (p < r);
+}
+
+static uint64_t shared_tokens(const struct kvq_attend *a, const struct kvq_attend *b)
+{
+    return kvq_gpu_attend_common(a->pages, a->n_pages, b->pages, b->n_pages);
+}
+
+// ---- Launching ----
+
+static int launch(struct kvq__wave *wave, const struct batch *b,
+                  const struct kvq_gpu_attend_limits *limits, uint32_t n)
+{
+    struct kvq__lane *lane = wave->lane;
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    size_t counters = (size_t)limits->tiles * b->layer.shape->kv_heads * sizeof(uint32_t);
+    void *batch = kvq__wave_take(wave, kvq_gpu_attend_batch_bytes(limits));
+    if (kvq_gpu_attend_fill(&b->layer, b->calls, b->shared, n, limits, batch, wave->text,
+                            sizeof wave->text))
+        return kvq__wave_launched(wave, 0, -1);
+    struct kvq_gpu_attend_launch l = {.layer = b->layer,
+                                      .limits = *limits,
+                                      .batch = kvq__lane_at(lane, batch),
+                                      .workspace = lane->workspace,
+                                      .stream = lane->stream};
+    int rc = kvq__wave_copy(wave);
+    if (rc)
+        return rc;
+    int result = d->fill8(lane->workspace, 0, counters, lane->stream);
+    if (result)
+        return kvq__gpu_failed(lane->gpu, result, "preparing attention");
+    return kvq__wave_launched(
+        wave, 1 + KVQ_GPU_ATTEND_LAUNCHES,
+        kvq_gpu_attend(kvq__gpu_kernels(lane->gpu), &l, wave->text, sizeof wave->text));
+}
+
+// The first half of a call's queries, and the rest of them.
+static void cut(const struct kvq_attend *a, struct kvq_attend halves[2])
+{
+    uint32_t n = a->q_tokens / 2;
+    halves[0] = halves[1] = *a;
+    halves[0].q_tokens = n;
+    halves[1].q_tokens = a->q_tokens - n;
+    halves[1].q_start += n;
+    halves[1].q.data = (const uint8_t *)a->q.data + (int64_t)n * a->q.token_stride;
+    halves[1].out = (uint8_t *)a->out + (int64_t)n * a->out_token_stride;
+    if (a->lse)
+        halves[1].lse = (float *)(void *)((uint8_t *)a->lse + (int64_t)n * a->lse_token_stride);
+}
+
+// Halves what needs more than the workspace, sessions first. Rows stay on the kernels that they
+// would have gone to: only tiles of 64 rows can need so much, and halves are still larger.
+static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
+{
+    struct kvq_gpu_attend_limits needs;
+    struct kvq_attend halves[2];
+    if (kvq_gpu_attend_needs(&b->layer, b->calls, b->shared, n, &needs, wave->text,
+                             sizeof wave->text))
+        return kvq__wave_launched(wave, 0, -1);
+    if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <=
+        wave->queue->core->config.lane_workspace)
+        return launch(wave, b, &needs, n);
+    struct batch first = *b, rest = *b;
+    uint32_t half = n / 2;
+    if (n == 1 && b->calls->q_tokens == 1)
+        return KVQ_E_LIMIT; // one token's partial results over a cache of many millions
+    if (n == 1) {
+        cut(b->calls, halves);
+        first.calls = &halves[0];
+        rest.calls = &halves[1];
+        first.shared = rest.shared = NULL;
+        half = 1;
+    } else {
+        rest.calls += half;
+        rest.shared += half;
+        rest.shared[0] = 0;
+    }
+    int rc = attend(wave, &first, half);
+    return rc ? rc : attend(wave, &rest, n == 1 ? 1 : n - half);
+}
+
+// How often one call is launched, as `attend` cuts it.
+static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_attend *call,
+                         size_t workspace)
+{
+    struct kvq_gpu_attend_limits needs;
+    struct kvq_attend halves[2];
+    char text[KVQ_GPU_TEXT];
+    if (call->q_tokens == 1 ||
+        kvq_gpu_attend_needs(layer, call, NULL, 1, &needs, text, sizeof text) ||
+        kvq_gpu_attend_workspace_bytes(layer, &needs) <= workspace)
+        return 1;
+    cut(call, halves);
+    return launches(layer, &halves[0], workspace) + launches(layer, &halves[1], workspace);
+}
+
+// A copy and zeros come before each launch.
+uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_attend *call = &q->work[i].attend.call;
+    struct kvq_gpu_layer layer = layer_of(q, call);
+    return launches(&layer, call, q->core->config.lane_workspace) * (2 + KVQ_GPU_ATTEND_LAUNCHES);
+}
+
+// All calls of the wave that stand from `from` on and belong to the first of them, moved to the
+// front. Returns how many.
+static uint32_t gather(struct kvq_attend *calls, uint32_t from, uint32_t n)
+{
+    uint32_t end = from + 1;
+    for (uint32_t i = end; i < n; i++)
+        if (same_layer(&calls[from], &calls[i])) {
+            struct kvq_attend moved = calls[i];
+            calls[i] = calls[end];
+            calls[end++] = moved;
+        }
+    return end - from;
+}
+
+int kvq__gpu_attend_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    uint32_t room = kvq__wave_alive(q), n = 0, group;
+    int rc = 0;
+    kvq__wave_begin(&wave, q);
+    struct kvq_attend *calls = kvq__wave_take(&wave, room * sizeof *calls);
+    uint64_t *shared = kvq__wave_take(&wave, room * sizeof *shared);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            calls[n++] = q->work[i].attend.call;
+    for (uint32_t i = 0; rc == 0 && i < n; i += group) {
+        group = gather(calls, i, n);
+        qsort(calls + i, group, sizeof *calls, by_block);
+        for (uint32_t j = i; j < i + group; j++)
+            shared[j] = j > i ? shared_tokens(&calls[j - 1], &calls[j]) : 0;
+        for (uint32_t j = i; j < i + group; j++)
+            calls[j].pages = kvq__wave_there(&wave, calls[j].pages);
+        struct batch b = {layer_of(q, &calls[i]), calls + i, shared + i};
+        rc = attend(&wave, &b, group);
+    }
+    return rc;
+}

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See gpu_wave.h.
+#include "daemon/core/request/gpu_wave.h"
+
+#include <assert.h>
+#include <string.h>
+
+void *kvq__wave_take(struct kvq__wave *wave, size_t bytes)
+{
+    void *memory = kvq__arena_take(wave->queue, bytes);
+    assert(memory);
+    return memory;
+}
+
+void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *q, uint32_t n)
+{
+    *wave = (struct kvq__wave){.queue = q, .lane = q->lane, .copied = q->wave_start};
+    wave->recipes = kvq__wave_take(wave, n * sizeof *wave->recipes);
+    wave->formats = kvq__wave_take(wave, n * sizeof *wave->formats);
+}
+
+void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *q)
+{
+    kvq__wave_begin_for(wave, q, q->wave_to - q->wave_from);
+}
+
+// Of the same format, and of shapes that differ in nothing that a recipe has.
+static bool is_same(const struct kvq_recipe *a, const struct kvq_recipe *b)
+{
+    return a->dim == b->dim && a->kv_heads == b->kv_heads && a->dtype == b->dtype &&
+           a->v.rotation == b->v.rotation && a->raw.record_bytes == b->raw.record_bytes;
+}
+
+const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *l)
+{
+    struct kvq_recipe recipe = kvq_recipe_of(l->format, &l->shape);
+    for (uint32_t i = 0; i < wave->n_recipes; i++)
+        // Formats have one row for each name in a session, but not over sessions.
+        if (kvq_format_same(wave->formats[i], l->format) && is_same(wave->recipes[i], &recipe))
+            return wave->recipes[i];
+    struct kvq_recipe *own = kvq__wave_take(wave, sizeof *own);
+    memcpy(own, &recipe, sizeof recipe);
+    wave->formats[wave->n_recipes] = l->format;
+    wave->recipes[wave->n_recipes++] = own;
+    return own;
+}
+
+const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__layer *l)
+{
+    if (!l->gpu_book.k && !l->gpu_book.v)
+        return NULL;
+    struct kvq_book *own = kvq__wave_take(wave, sizeof *own);
+    *own = l->gpu_book;
+    return own;
+}
+
+const void *kvq__wave_there(const struct kvq__wave *wave, const void *host)
+{
+    return host ? (const void *)(uintptr_t)kvq__lane_at(wave->lane, host) : NULL;
+}
+
+int kvq__wave_copy(struct kvq__wave *wave)
+{
+    int rc = kvq__lane_copy(wave->lane, wave->queue, wave->copied);
+    wave->copied = wave->queue->arena_used;
+    return rc;
+}
+
+struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
+{
+    return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->lane->stream};
+}
+
+// Tells it, at most once a second.
+static void tell_refused(struct kvq__wave *wave)
+{
+    struct kvq__core *core = wave->queue->core;
+    if (core->refusal_told && core->now - core->refusal_told < 1000000000)
+        return;
+    core->refusal_told = core->now ? core->now : 1;
+    kvq__event(core, KVQ__EVENT_GPU_REFUSED, "", "",
+               wave->lane->client ? wave->lane->client->id : 0, wave->text);
+}
+
+int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed)
+{
+    struct kvq__lane *lane = wave->lane;
+    kvq__lane_count(lane, ops);
+    if (!failed)
+        return 0;
+    int result = kvq__gpu_driver(lane->gpu)->stream_query(lane->stream);
+    if (result != KVQ_GPU_OK && result != KVQ_GPU_NOT_READY)
+        return kvq__gpu_faulted(lane->gpu, wave->text);
+    tell_refused(wave);
+    return KVQ_E_UNSUPPORTED;
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files share that enqueue waves (gpu_*.c): the recipes of a wave, and a text for faults.
+#ifndef KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
+#define KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
+
+#include "daemon/core/request/lane.h"
+
+// A wave's different recipes, in the arena; the GPU has them at the same places of its own.
+struct kvq__wave {
+    struct kvq__queue *queue;
+    struct kvq__lane *lane;
+    const struct kvq_recipe **recipes;
+    const struct kvq_format **formats; // that they were made of
+    uint32_t n_recipes;
+    size_t copied; // bytes of the arena that were handed over
+    char text[KVQ_GPU_TEXT];
+};
+enum { KVQ__RECIPE_ROOM = sizeof(struct kvq_recipe) + sizeof(struct kvq_book) + 3 * 64 + 32 };
+
+// Takes room for the recipes of the wave's entries. KVQ__WAVE_ROOM and, for each entry,
+// KVQ__RECIPE_ROOM are enough.
+void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *queue);
+// The same with room for so many recipes.
+void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *queue, uint32_t recipes);
+// The recipe of a layer, in host memory.
+const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *layer);
+// The layer's codebooks as the GPU has them, in host memory; NULL if it has none.
+const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__layer *layer);
+// Memory of the arena. The wave's room was asked for, so there is some.
+void *kvq__wave_take(struct kvq__wave *wave, size_t bytes);
+// What a pointer into the arena is on the GPU; NULL stays NULL.
+const void *kvq__wave_there(const struct kvq__wave *wave, const void *host);
+// Hands over what was written since the last time.
+int kvq__wave_copy(struct kvq__wave *wave);
+// Work of cache.h for n entries of an array.
+struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
+// A code for work that was launched by so many operations at most: `failed` with wave->text filled.
+// KVQ_E_SYSTEM if the GPU has faulted, which is for good; KVQ_E_UNSUPPORTED if it has only refused
+// the launch, which is told and is the end of the request alone.
+int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
+
+// ---- What a wave packs (gpu_pack.c) ----
+
+// One launch (formats that learn or have outliers: a few) for units of any layers and sessions.
+void kvq__packs_begin(struct kvq__packs *packs, struct kvq__queue *queue);
+// Adds the layer's units from where it is packed, up to `end` or as far as there is room, and says
+// where that is. Others now have to wait for the lane. `guard` as in struct kvq_gpu_unit; 0: none.
+// Guarded units are packed if their STEP commits (struct kvq__layer, `enqueued`).
+uint64_t kvq__packs_add(struct kvq__packs *packs, struct kvq__session *session, uint32_t layer,
+                        uint64_t end, kvq_gpu_ptr guard);
+// Bytes of the chunk that adding [first, end) takes, at most.
+size_t kvq__packs_room(const struct kvq__layer *layer, uint64_t first, uint64_t end);
+// Adds due units of all layers at so many tokens. False if not all were added.
+bool kvq__packs_add_all(struct kvq__packs *packs, struct kvq__session *session, uint64_t tokens,
+                        kvq_gpu_ptr guard);
+// Whether something under way has to end before a layer is packed on this lane: packing elsewhere,
+// and readers of what outliers are added to.
+bool kvq__packs_must_wait(const struct kvq__session *session, const struct kvq__layer *layer,
+                          const struct kvq__lane *lane);
+// 0, KVQ_E_SYSTEM. The layers are as before.
+int kvq__packs_launch(struct kvq__packs *packs);
+// Takes all that was launched without a guard for packed, and lets those sessions give back what
+// they no longer need.
+void kvq__packs_done(const struct kvq__packs *packs);
+
+// ---- Entries ----
+
+// Entries that room was asked for: the wave may have many more that failed.
+static inline uint32_t kvq__wave_alive(const struct kvq__queue *q)
+{
+    uint32_t n = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        n += kvq__entry_alive(q, i);
+    return n;
+}
+
+static inline bool kvq__wave_has(const struct kvq__queue *q, uint32_t i)
+{
+    return kvq__entry_alive(q, i) && q->work[i].n_items > 0;
+}
+
+#endif

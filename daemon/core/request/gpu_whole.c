@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A STEP on a GPU: one launch that stores all layers of the wave's sessions, one that packs what
+// will be due then (gpu_pack.c), and one that publishes the client's page tables, all behind each
+// other on the lane. Work that asks for more than a chunk of the lane is cut between layers.
+//
+// What is packed and published depends on the stores' counts of values that are not finite, which
+// nobody on the host has seen by then: see settle.h.
+#include <assert.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/settle.h"
+#include "daemon/core/request/whole.h"
+#include "daemon/core/session/table.h"
+
+#define THERE(wave, array) ((kvq_gpu_ptr)(uintptr_t)kvq__wave_there(wave, array))
+
+// Its first word is the one to look at.
+static kvq_gpu_ptr guard_of(const struct kvq__queue *q, uint32_t i)
+{
+    static_assert(offsetof(struct kvq_gpu_store_counts, nonfinite) == 0, "guards");
+    return q->entries[i].append ? q->work[i].session->counts->at : 0;
+}
+
+// Layers from where the entry's last wave has come to, as many as there is room for. False if there
+// is none for any.
+static bool take_layers(struct kvq__queue *q, uint32_t i,
+                        size_t (*room_of)(const struct kvq__queue *q, uint32_t i, uint32_t layer))
+{
+    struct kvq__entry *w = &q->work[i];
+    uint32_t from = w->part.more ? w->part.to : 0, to = from, n = w->session->n_layers;
+    size_t used = q->arena_used + q->wave_room + KVQ__WAVE_ROOM, room = 0;
+    for (; to < n; to++) {
+        size_t more = kvq__layer_owns(w->session, to) ? room_of(q, i, to) : 0;
+        if (used + room + more > q->arena_bytes)
+            break;
+        room += more;
+    }
+    if (to == from)
+        return false;
+    w->part.from = from;
+    w->part.to = to;
+    w->part.room = room;
+    w->part.more = to < n;
+    return true;
+}
+
+size_t kvq__gpu_part_room(const struct kvq__queue *q, uint32_t i)
+{
+    return q->work[i].part.room;
+}
+
+void kvq__gpu_part_none(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    w->part.from = w->part.to = 0;
+    w->part.room = 0;
+    w->part.more = false;
+}
+
+// ---- Storing ----
+
+static uint32_t store_jobs(const struct kvq__queue *q, uint32_t i)
+{
+    return q->work[i].all.list ? kvq__paged_count(&q->header, &q->entries[i]) : 1;
+}
+
+static size_t store_room(const struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    (void)layer;
+    return q->work[i].n_pages * sizeof(struct kvq_page) + 64 + KVQ__RECIPE_ROOM +
+           2 * sizeof(void *) + store_jobs(q, i) * sizeof(struct kvq_gpu_store_job);
+}
+
+bool kvq__gpu_store_all_prepare(struct kvq__queue *q, uint32_t i)
+{
+    return take_layers(q, i, store_room);
+}
+
+// Jobs of one layer.
+static void fill_layer(struct kvq__wave *wave, uint32_t i, uint32_t layer,
+                       struct kvq_gpu_store_job **next)
+{
+    struct kvq__queue *q = wave->queue;
+    const struct kvq__entry *w = &q->work[i];
+    const struct kvq__layer *l = &w->session->layers[layer];
+    struct kvq__source source = kvq__whole_source(q, i, layer);
+    const struct kvq_recipe *recipe = kvq__wave_recipe(wave, l);
+    uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS), n = q->entries[i].append;
+    struct kvq_page *pages = kvq__wave_take(wave, w->n_pages * sizeof *pages);
+    for (uint32_t p = 0; p < w->n_pages; p++)
+        pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
+    for (uint32_t t = 0; t < n; (*next)++) {
+        struct kvq_gpu_store_job job = {
+            .recipe = kvq__wave_there(wave, recipe),
+            .pages = (const struct kvq_page *)kvq__wave_there(wave, pages) - first,
+            .start = w->past + t,
+            .counts = (void *)(uintptr_t)w->session->counts->at,
+        };
+        uint32_t run = kvq__store_run(q, i, &source, t, &job.k, &job.v);
+        job.tokens = run < n - t ? run : n - t;
+        t += job.tokens;
+        **next = job;
+    }
+}
+
+static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_job **next)
+{
+    struct kvq__entry *w = &wave->queue->work[i];
+    for (uint32_t l = w->part.from; l < w->part.to; l++)
+        if (kvq__layer_owns(w->session, l)) {
+            fill_layer(wave, i, l, next);
+            w->session->step_layers++;
+        }
+    if (!w->session->settling)
+        kvq__settle_begin(w->session);
+    w->settles = true;
+}
+
+static bool stores(const struct kvq__queue *q, uint32_t i)
+{
+    return kvq__entry_alive(q, i) && q->work[i].part.to > q->work[i].part.from;
+}
+
+int kvq__gpu_store_all_wave(struct kvq__queue *q)
+{
+    struct kvq__wave wave;
+    uint32_t n = 0, layers = 0, most = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (stores(q, i)) {
+            const struct kvq__entry *w = &q->work[i];
+            layers += w->part.to - w->part.from;
+            n += (w->part.to - w->part.from) * store_jobs(q, i);
+            most = q->entries[i].append > most ? q->entries[i].append : most;
+        }
+    if (n == 0)
+        return 0;
+    kvq__wave_begin_for(&wave, q, layers);
+    struct kvq_gpu_store_job *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (stores(q, i))
+            fill_entry(&wave, i, &next);
+    int rc = kvq__wave_copy(&wave);
+    struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
+    return rc ? rc
+              : kvq__wave_launched(&wave, 1,
+                                   kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                                 THERE(&wave, jobs), most, wave.text,
+                                                 sizeof wave.text));
+}
+
+// ---- Packing ----
+
+// Of a group nothing is packed or published before all shards have committed.
+static bool waits_for_group(const struct kvq__queue *q, uint32_t i)
+{
+    return q->work[i].session->group && q->entries[i].append > 0;
+}
+
+bool kvq__gpu_pack_all_prepare(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    if (!q->packs.queue)
+        kvq__packs_begin(&q->packs, q);
+    kvq__gpu_part_none(q, i);
+    if (waits_for_group(q, i))
+        return true;
+    uint32_t had = q->packs.n_parts;
+    w->part.more =
+        !kvq__packs_add_all(&q->packs, w->session, w->past + q->entries[i].append, guard_of(q, i));
+    return !w->part.more || q->packs.n_parts > had;
+}
+
+int kvq__gpu_pack_all_wave(struct kvq__queue *q)
+{
+    int rc = kvq__packs_launch(&q->packs);
+    if (rc == 0)
+        kvq__packs_done(&q->packs);
+    q->packs.queue = NULL;
+    return rc;
+}
+
+// ---- Publishing ----
+
+enum { ROW = 4096 }; // bytes that a block of threads copies at a time
+
+// Pieces of tables on their way: written to the chunk, then copied to where the tables lie.
+struct publishing {
+    struct kvq__wave wave;
+    struct kvq_gpu_copy *jobs;
+    uint32_t n;
+    kvq_gpu_ptr table;
+    const uint32_t *guard;
+    // The table's copy on the host, and the piece that is yet to be written there.
+    uint8_t *copy, *piece;
+    uint64_t piece_at;
+    size_t piece_bytes;
+};
+
+static struct kvq__table *table_of(const struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__table *t = q->work[i].table;
+    return t && !t->closed && t->session && !waits_for_group(q, i) ? t : NULL;
+}
+
+// A piece is rows and what is left of them; the table's own head comes with the last layer.
+static size_t publish_room(const struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    const struct kvq__table *t = q->work[i].table;
+    struct kvq__table_run run =
+        kvq__table_changes(t, layer, q->work[i].past + q->entries[i].append);
+    return (run.to > run.from ? run.to - run.from : 0) * sizeof(struct kvq_table_entry) +
+           sizeof(struct kvq_table_layer) + 3 * 64 + 6 * sizeof(struct kvq_gpu_copy);
+}
+
+bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
+{
+    if (table_of(q, i))
+        return take_layers(q, i, publish_room);
+    kvq__gpu_part_none(q, i);
+    return true;
+}
+
+static void add_copy(struct publishing *p, uint64_t offset, const uint8_t *from, size_t bytes,
+                     uint32_t rows)
+{
+    if (bytes > 0 && rows > 0)
+        p->jobs[p->n++] = (struct kvq_gpu_copy){.to = (uint8_t *)(uintptr_t)(p->table + offset),
+                                                .from = kvq__wave_there(&p->wave, from),
+                                                .guard = p->guard,
+                                                .stride = bytes,
+                                                .bytes = (uint32_t)bytes,
+                                                .rows = rows};
+}
+
+// The client reads the copy when the request has been answered, whatever the GPU has done by then.
+static void write_copy(struct publishing *p)
+{
+    if (p->copy && p->piece_bytes > 0)
+        memcpy(p->copy + p->piece_at, p->piece, p->piece_bytes);
+    p->piece_bytes = 0;
+}
+
+static uint8_t *place(void *context, uint64_t offset, size_t bytes)
+{
+    struct publishing *p = context;
+    uint8_t *memory = kvq__wave_take(&p->wave, bytes);
+    write_copy(p);
+    p->piece = memory;
+    p->piece_at = offset;
+    p->piece_bytes = bytes;
+    uint32_t rows = (uint32_t)(bytes / ROW);
+    add_copy(p, offset, memory, ROW, rows);
+    add_copy(p, offset + (uint64_t)rows * ROW, memory + (size_t)rows * ROW, bytes % ROW, 1);
+    return memory;
+}
+
+static void publish_entry(struct publishing *p, uint32_t i)
+{
+    struct kvq__queue *q = p->wave.queue;
+    const struct kvq__entry *w = &q->work[i];
+    struct kvq__table *t = table_of(q, i);
+    uint64_t tokens = w->past + q->entries[i].append;
+    struct kvq__table_writer writer = {p, place};
+    p->table = t->memory.gpu;
+    p->guard = (const uint32_t *)(uintptr_t)guard_of(q, i);
+    p->copy = t->memory.copy;
+    for (uint32_t l = w->part.from; l < w->part.to; l++)
+        if (kvq__layer_owns(w->session, l))
+            kvq__table_publish_layer(t, l, tokens, &writer);
+    if (!w->part.more)
+        kvq__table_publish_head(t, tokens, &writer);
+    write_copy(p);
+}
+
+int kvq__gpu_publish_wave(struct kvq__queue *q)
+{
+    struct publishing p = {0};
+    uint32_t most = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (stores(q, i) && table_of(q, i))
+            most += 4 * (q->work[i].part.to - q->work[i].part.from) + 1;
+    if (most == 0)
+        return 0;
+    kvq__wave_begin_for(&p.wave, q, 0);
+    p.jobs = kvq__wave_take(&p.wave, most * sizeof *p.jobs);
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (stores(q, i) && table_of(q, i))
+            publish_entry(&p, i);
+    assert(p.n <= most);
+    int rc = kvq__wave_copy(&p.wave);
+    struct kvq_gpu_work work = kvq__wave_work(&p.wave, p.n);
+    return rc ? rc
+              : kvq__wave_launched(&p.wave, 1,
+                                   kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.lane->gpu), &work,
+                                                     THERE(&p.wave, p.jobs), p.wave.text,
+                                                     sizeof p.wave.text));
+}

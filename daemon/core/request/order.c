@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See order.h; and the functions of core.h about a queue's timeline.
+#include "daemon/core/request/order.h"
+
+#include "proto/ring.h"
+
+// ---- Opening ----
+
+static int open_on(struct kvq__queue *q, struct kvq__gpu *gpu, char *text)
+{
+    struct kvq__lane *lane;
+    int rc = kvq__lane_get(q->client, gpu, &lane);
+    if (rc < 0)
+        return kvq__fail(text, rc, "no memory on %s for a client's stream",
+                         kvq__gpu_uuid_text(gpu));
+    if (!lane->alone)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "of %u hardware queues on %s (CUDA_DEVICE_MAX_CONNECTIONS of the daemon) "
+                         "none is left for a stream that waits for this client; wait on the host",
+                         kvq__gpu_connections(gpu), kvq__gpu_uuid_text(gpu));
+    q->timeline.gpu = gpu;
+    return 0;
+}
+
+int kvq__queue_timeline(struct kvq__queue *q, struct kvq__gpu *gpu, uint64_t ready, uint64_t done,
+                        uint64_t *ready_here, char *text)
+{
+    if (q->timeline.gpu)
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "this queue has a timeline already, on %s; open "
+                         "another queue for another GPU",
+                         kvq__gpu_uuid_text(q->timeline.gpu));
+    if (!kvq__gpu_has_memory_ops(gpu))
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "%s has no 64-bit stream memory operations; use events, or wait on the "
+                         "host",
+                         kvq__gpu_uuid_text(gpu));
+    int rc = open_on(q, gpu, text);
+    if (rc == 0) {
+        q->timeline.ready = ready;
+        q->timeline.done = done;
+        q->timeline.ready_here = ready_here;
+    }
+    return rc;
+}
+
+// A client that has opened words and found that its own streams cannot wait for them comes here.
+int kvq__queue_events(struct kvq__queue *q, struct kvq__gpu *gpu, const struct kvq__events *events,
+                      char *text)
+{
+    struct kvq__gpu *had = q->timeline.gpu;
+    if (had && (had != gpu || q->timeline.events || q->timeline.used))
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "this queue has a timeline already, on %s; open another queue",
+                         kvq__gpu_uuid_text(had));
+    int rc = open_on(q, gpu, text);
+    if (rc == 0)
+        q->timeline.events = events;
+    return rc;
+}
+
+// By a store, since a stream's write could stand behind the very wait that it is to end; and by the
+// daemon's own stream, since a store of the host's need not wake a stream.
+void kvq__queue_ending(struct kvq__queue *q)
+{
+    if (!q->timeline.gpu || q->timeline.events || kvq__queue_settled(q))
+        return;
+    kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
+    kvq_word64_store_release(q->timeline.ready_here, INT64_MAX);
+}
+
+// ---- Requests ----
+
+static uint32_t turn(const struct kvq__queue *q)
+{
+    return q->header.signal % KVQ_QUEUE_EVENTS;
+}
+
+int kvq__order_await(const struct kvq__lane *lane, const struct kvq__queue *q)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    if (q->timeline.events)
+        return d->stream_wait(lane->stream, q->timeline.events->ready[turn(q)], 0);
+    return d->stream_wait64(lane->stream, q->timeline.ready, q->header.signal,
+                            KVQ_GPU_WAIT_AT_LEAST);
+}
+
+int kvq__order_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    if (q->timeline.events)
+        return d->event_record(q->timeline.events->done[turn(q)], lane->stream);
+    return d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
+}
+
+// ---- Trying ----
+
+// A wait that nothing ends would be for ever, so it comes once the word was seen to be written.
+bool kvq__order_words_work(const struct kvq_gpu_driver *d, int device, struct kvq_gpu_stream *s)
+{
+    void *word = NULL;
+    kvq_gpu_ptr at;
+    int has = 0, result = d->device_attribute(&has, KVQ_GPU_HAS_MEMORY_OPS, device);
+    if (result != KVQ_GPU_OK || !has ||
+        d->host_alloc(&word, sizeof(uint64_t), KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED))
+        return false;
+    kvq_word64_store_release(word, 0);
+    result = d->host_device(&at, word, 0);
+    result = result ? result : d->stream_write64(s, at, 1, 0);
+    result = result ? result : d->stream_sync(s);
+    bool works = result == KVQ_GPU_OK && kvq_word64_load_acquire(word) == 1 &&
+                 d->stream_wait64(s, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
+                 d->stream_sync(s) == KVQ_GPU_OK;
+    d->host_free(word);
+    return works;
+}
+
+bool kvq__order_events_work(const struct kvq_gpu_driver *d, int device)
+{
+    struct kvq_gpu_event *event;
+    struct kvq_gpu_ipc_event handle;
+    int has = 0;
+    if (d->device_attribute(&has, KVQ_GPU_HAS_IPC_EVENTS, device) != KVQ_GPU_OK || !has ||
+        d->event_create(&event, KVQ_GPU_EVENT_UNTIMED | KVQ_GPU_EVENT_SHARED) != KVQ_GPU_OK)
+        return false;
+    bool works = d->ipc_event_get(&handle, event) == KVQ_GPU_OK;
+    d->event_destroy(event);
+    return works;
+}

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Packing whole units: for a request that is about to read them packed, and in the background
+// before anybody asks. A unit is packed once, and its tokens can no longer change by then.
+#include <assert.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/request/whole.h"
+#include "daemon/core/state.h"
+
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
+{
+    const struct kvq__layer *l = &s->layers[layer];
+    return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
+}
+
+// Addresses of the pages that hold tokens [first, end).
+static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
+                       struct kvq_page *pages)
+{
+    uint32_t from = (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    for (uint32_t i = from; i < kvq__pages_of(end); i++) {
+        const struct kvq__pageref *p = kvq__page(l, i);
+        pages[i - from].raw = p->raw.data;
+        pages[i - from].packed = p->packed.data;
+        assert(pages[i - from].raw && pages[i - from].packed);
+    }
+}
+
+// Units of a session's layer to pack. `pages` starts with the page of `first`, and with page 0 if
+// the format has yet to learn.
+struct packing {
+    const struct kvq__session *s;
+    const struct kvq__layer *l;
+    const struct kvq_page *pages;
+    uint8_t *extras; // like the pages, an address copied before the job started
+    uint64_t first, end;
+};
+
+// Formats with extras are packed head by head, in the order of tokens; others unit by unit.
+static bool is_serial(const struct kvq__layer *l)
+{
+    return kvq_extras_bytes(l->format, &l->shape) > 0;
+}
+
+static uint32_t items_of(const struct kvq__layer *l, uint64_t first, uint64_t end)
+{
+    uint32_t units = (uint32_t)((end - first) / l->format->unit_tokens);
+    return is_serial(l) ? l->shape.kv_heads : units * l->shape.kv_heads;
+}
+
+static void pack_unit(const struct packing *p, uint64_t token, uint32_t head, void *workspace)
+{
+    uint64_t page = token / KVQ_BLOCK_TOKENS - p->first / KVQ_BLOCK_TOKENS;
+    struct kvq_unit unit = {
+        .raw_block = p->pages[page].raw,
+        .packed_block = (uint8_t *)p->pages[page].packed, // the view's const is for readers
+        .head = head,
+        .first = (uint32_t)(token % KVQ_BLOCK_TOKENS),
+        .block_start = token / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS,
+        .extras = p->extras,
+        .learned = p->l->learn,
+        .book = &p->l->book,
+    };
+    kvq_pack(p->s->core->config.kernels, p->l->format, &p->l->shape, &unit, workspace);
+}
+
+static void pack_head(const struct packing *p, uint32_t head, void *workspace)
+{
+    const struct kvq__layer *l = p->l;
+    if (l->learn && !l->learned)
+        kvq_learn(p->s->core->config.kernels, l->format, &l->shape, p->pages, l->learn, head,
+                  p->extras, workspace);
+    for (uint64_t token = p->first; token < p->end; token += l->format->unit_tokens)
+        pack_unit(p, token, head, workspace);
+}
+
+static void pack_item(const struct packing *p, uint32_t item, void *workspace)
+{
+    uint32_t heads = p->l->shape.kv_heads;
+    if (is_serial(p->l))
+        pack_head(p, item, workspace);
+    else
+        pack_unit(p, p->first + (uint64_t)(item / heads) * p->l->format->unit_tokens, item % heads,
+                  workspace);
+}
+
+// Where the pages end that packing [first, end) looks at.
+static uint64_t pages_end(const struct kvq__layer *l, uint64_t end)
+{
+    return l->learn > end && !l->learned ? l->learn : end;
+}
+
+static void note_packed(const struct kvq__session *s, struct kvq__layer *l, uint64_t end)
+{
+    l->packer = NULL;
+    if (s->dropped || l->packed >= end)
+        return;
+    l->packed = end;
+    l->learned = l->learn > 0;
+    if (l->extras.data && !s->pool->gpu)
+        kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+}
+
+static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t end)
+{
+    note_packed(s, l, end);
+    if (!s->dropped)
+        kvq__pages_release(s);
+}
+
+// ---- In a request ----
+
+static struct kvq__layer *layer_of(const struct kvq__queue *q, const struct kvq__session *s)
+{
+    return &s->layers[s->layers[q->header.layer].source];
+}
+
+static bool prepare(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    w->n_items = 0;
+    if (!w->packing)
+        return true;
+    if (s->dropped) {
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+        return true;
+    }
+    struct kvq__layer *l = layer_of(q, s);
+    uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
+    if (first >= end)
+        return true;
+    uint32_t pages = kvq__pages_of(pages_end(l, end)) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    w->pages = kvq__arena_take(q, pages * sizeof *w->pages);
+    if (!w->pages)
+        return false;
+    find_pages(l, first, pages_end(l, end), w->pages);
+    w->pack.first = first;
+    w->pack.end = end;
+    w->pack.extras = l->extras.data;
+    w->n_items = items_of(l, first, end);
+    return true;
+}
+
+static uint32_t count(const struct kvq__entry *w)
+{
+    return w->n_items;
+}
+
+static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__entry *w = &q->work[i];
+    struct packing p = {w->session,     layer_of(q, w->session), w->pages,
+                        w->pack.extras, w->pack.first,           w->pack.end};
+    pack_item(&p, item, workspace);
+}
+
+static void finish(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    if (!w->packing)
+        return;
+    struct kvq__layer *l = layer_of(q, w->session);
+    w->packing = false;
+    finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
+}
+
+const struct kvq__pass kvq__pass_pack = {.prepare = prepare,
+                                         .stages = {{count, run}},
+                                         .n_stages = 1,
+                                         .finish = finish,
+                                         .gpu_wave = kvq__gpu_pack_wave,
+                                         .gpu_room = kvq__gpu_pack_room};
+
+// ---- All layers, in a STEP ----
+
+void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens)
+{
+    struct kvq__session *s = q->work[i].session;
+    for (uint32_t l = 0; l < s->n_layers; l++) {
+        struct kvq__layer *layer = &s->layers[l];
+        if (!kvq__layer_owns(s, l) || kvq__packed_at(s, layer, tokens) <= layer->packed ||
+            layer->packer)
+            continue;
+        layer->packer = q;
+        q->work[i].packing_all = true;
+    }
+}
+
+void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w)
+{
+    struct kvq__session *s = w->session;
+    for (uint32_t l = 0; l < s->n_layers; l++)
+        if (s->layers[l].packer == q)
+            s->layers[l].packer = NULL;
+    w->packing_all = false;
+    if (!s->dropped)
+        kvq__pack_queue(s);
+}
+
+static bool take_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    struct kvq__layer *l = &s->layers[layer];
+    uint64_t first = l->packed, end = kvq__packed_at(s, l, w->past + q->entries[i].append);
+    if (l->packer != q || first >= end)
+        return true;
+    uint64_t to = pages_end(l, end);
+    uint32_t n = kvq__pages_of(to) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    struct kvq_page *pages = kvq__arena_take(q, n * sizeof *pages);
+    if (!pages)
+        return false;
+    find_pages(l, first, to, pages);
+    w->packs.packs[w->packs.n++] =
+        (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
+    w->n_items += items_of(l, first, end);
+    return true;
+}
+
+static bool prepare_all(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    bool room = true;
+    w->n_items = w->packs.n = 0;
+    if (s->dropped)
+        kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
+    // Its group has yet to commit, or was undone.
+    if (w->packing_all && !s->pool->gpu && s->tokens < w->past + q->entries[i].append)
+        kvq__packing_release(q, w);
+    if (q->gpu && !s->dropped)
+        return kvq__gpu_pack_all_prepare(q, i);
+    if (q->gpu)
+        kvq__gpu_part_none(q, i);
+    if (s->dropped || !w->packing_all)
+        return true;
+    w->packs.packs = kvq__arena_take(q, s->n_owned * sizeof *w->packs.packs);
+    room = w->packs.packs != NULL;
+    for (uint32_t l = 0; l < s->n_layers && room; l++)
+        if (kvq__layer_owns(s, l))
+            room = take_layer(q, i, l);
+    return room;
+}
+
+static void run_all(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+{
+    const struct kvq__entry *w = &q->work[i];
+    uint32_t at = w->packs.n - 1;
+    while (w->packs.packs[at].first_item > item)
+        at--;
+    const struct kvq__layer_pack *p = &w->packs.packs[at];
+    struct packing packing = {
+        w->session, &w->session->layers[p->layer], p->pages, p->extras, p->first, p->end};
+    (void)q;
+    pack_item(&packing, item - p->first_item, workspace);
+}
+
+static void finish_all(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    if (!w->packing_all || s->pool->gpu)
+        return;
+    for (uint32_t j = 0; j < w->packs.n; j++)
+        note_packed(s, &s->layers[w->packs.packs[j].layer], w->packs.packs[j].end);
+    kvq__packing_release(q, w);
+    if (!s->dropped)
+        kvq__pages_release(s);
+}
+
+const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
+                                             .stages = {{count, run_all}},
+                                             .n_stages = 1,
+                                             .finish = finish_all,
+                                             .gpu_wave = kvq__gpu_pack_all_wave,
+                                             .gpu_room = kvq__gpu_part_room};
+
+// ---- In the background ----
+
+static struct kvq__session_list *list_of(const struct kvq__session *s)
+{
+    return s->pool->gpu ? &s->core->gpu_packs : &s->core->pack_queue;
+}
+
+void kvq__pack_queue(struct kvq__session *s)
+{
+    if (s->pack_queued || s->dropped || s->away)
+        return;
+    for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
+        s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;
+    if (s->pack_queued)
+        TAILQ_INSERT_TAIL(list_of(s), s, pack_link);
+}
+
+void kvq__pack_unqueue(struct kvq__session *s)
+{
+    if (s->pack_queued)
+        TAILQ_REMOVE(list_of(s), s, pack_link);
+    s->pack_queued = false;
+}
+
+static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__packer *p = (void *)((char *)job - offsetof(struct kvq__packer, job));
+    const struct kvq__layer *l = &p->session->layers[p->layer];
+    struct packing packing = {p->session, l, p->pages, p->extras, p->first, p->end};
+    pack_item(&packing, item, workspace);
+}
+
+static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
+{
+    struct kvq__packer *p = &core->packer;
+    struct kvq__layer *l = &s->layers[layer];
+    uint64_t most = (l->packed / KVQ_BLOCK_TOKENS + KVQ__PACKER_PAGES) * KVQ_BLOCK_TOKENS;
+    p->session = s;
+    p->layer = layer;
+    p->first = l->packed;
+    p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
+    find_pages(l, p->first, pages_end(l, p->end), p->pages);
+    p->extras = l->extras.data;
+    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background};
+    l->packer = p;
+    s->pins++; // not a use that would end the session's idle time
+    kvq__flight_begin(core, &p->flight);
+}
+
+// Begins with the session's first layer that has units to pack and is not being packed. Returns
+// whether any layer has; *begun if one was taken.
+static bool try_session(struct kvq__core *core, struct kvq__session *s, bool *begun)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (kvq__pack_due(s, i) <= s->layers[i].packed)
+            continue;
+        any = true;
+        if (s->layers[i].packer)
+            continue;
+        begin(core, s, i);
+        *begun = true;
+        break;
+    }
+    return any;
+}
+
+struct kvq__job *kvq__background_start(struct kvq__core *core)
+{
+    bool begun = false;
+    struct kvq__session *s = TAILQ_FIRST(&core->pack_queue), *next;
+    if (core->packer.session)
+        return NULL;
+    for (; s && !begun; s = next) {
+        next = TAILQ_NEXT(s, pack_link);
+        if (!try_session(core, s, &begun))
+            kvq__pack_unqueue(s);
+    }
+    return begun ? &core->packer.job : NULL;
+}
+
+void kvq__background_done(struct kvq__core *core)
+{
+    struct kvq__packer *p = &core->packer;
+    struct kvq__session *s = p->session;
+    assert(s && s->layers[p->layer].packer == p);
+    finish_layer(s, &s->layers[p->layer], p->end);
+    if (s->pack_queued) { // sessions take turns
+        kvq__pack_unqueue(s);
+        kvq__pack_queue(s);
+    }
+    p->session = NULL;
+    kvq__session_unpin(s);
+    kvq__flight_end(core, &p->flight);
+}

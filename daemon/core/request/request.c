@@ -1,0 +1,738 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests: what is checked of every one, what they hold while under way, and how their work is cut
+// into jobs. The operations stand in files of their own.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/request/settle.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/prefix.h"
+#include "daemon/core/session/table.h"
+#include "daemon/core/state.h"
+
+enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
+
+struct operation {
+    kvq__operation *start;
+    uint16_t flags; // request flags it takes
+    uint8_t needs;
+};
+
+static kvq__operation op_nop;
+
+static const struct operation operations[KVQ_OP_COUNT] = {
+    [KVQ_OP_NOP] = {op_nop, 0, 0},
+    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
+                           NEED_COUNT | NEW_WORK},
+    [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend,
+                              KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_STEP_END] = {kvq__op_step_end, KVQ_REQ_TOKEN_IDS, 0},
+    [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
+    [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
+    [KVQ_OP_FORK] = {kvq__op_fork, KVQ_REQ_WAIT_ROOM, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
+    [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_STEP] = {kvq__op_step,
+                     KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM | KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
+                     NEED_COUNT | NEW_WORK},
+};
+
+// ---- What the poller sees ----
+
+struct kvq_request *kvq__queue_header(struct kvq__queue *q)
+{
+    return &q->header;
+}
+
+struct kvq_entry_wire *kvq__queue_entries(struct kvq__queue *q)
+{
+    return q->entries;
+}
+
+struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *q)
+{
+    return q->layers;
+}
+
+struct kvq__job *kvq__queue_job(struct kvq__queue *q)
+{
+    return &q->job;
+}
+
+const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *q)
+{
+    return &q->completion;
+}
+
+const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
+{
+    return q->results;
+}
+
+// ---- Entries ----
+
+int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
+{
+    q->results[i].status = code;
+    q->results[i].value = value;
+    return code;
+}
+
+int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard)
+{
+    q->results[i].shard = shard + 1;
+    return kvq__entry_fail(q, i, code, value);
+}
+
+static bool is_on_stream(const struct kvq__queue *q)
+{
+    return q->header.flags & KVQ_REQ_ON_STREAM;
+}
+
+int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
+{
+    struct kvq__handle *h;
+    int rc = kvq__handle_get(q->client, q->entries[i].handle, &h);
+    if (rc == 0 && write && h->read_only)
+        rc = KVQ_E_READ_ONLY;
+    if (rc < 0)
+        return kvq__entry_fail(q, i, rc, 0);
+    if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
+        return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
+    if (h->session->away)                              // it was to come back, and could not
+        return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
+    q->work[i].handle = h;
+    q->work[i].session = h->session;
+    q->work[i].past = h->session->tokens;
+    q->work[i].step_serial = h->session->step_serial;
+    q->results[i].value = h->session->tokens;
+    if (q->work[i].no_room)
+        return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
+    if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
+        return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
+                                  kvq__group_awaited(h->session));
+    return 0;
+}
+
+// Of the writer's: what it does not know yet is why its step is gone.
+static int step_lost(struct kvq__queue *q, uint32_t i, int code)
+{
+    const struct kvq__session *s = q->work[i].session;
+    if (s->undone_by && !q->work[i].handle->read_only)
+        return kvq__entry_fail_by(q, i, KVQ_E_CANCELLED, s->tokens, s->undone_by - 1);
+    return kvq__entry_fail(q, i, code, s->tokens);
+}
+
+// Whether the session's writer hears now that values of its last STEP were not finite. It is told
+// once, in a request that may be looked at several times.
+static bool tell_untold(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    struct kvq__session *s = w->session;
+    w->told |= s->untold && !w->handle->read_only;
+    s->untold &= !w->told;
+    return w->told;
+}
+
+int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
+{
+    int rc = kvq__entry_open(q, i, write);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s = q->work[i].session;
+    if (tell_untold(q, i))
+        return kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
+    if (q->step && s->step != q->step)
+        return step_lost(q, i, KVQ_E_NO_STEP);
+    if (q->entries[i].position != s->tokens)
+        return step_lost(q, i, KVQ_E_POSITION);
+    return 0;
+}
+
+int kvq__request_step(struct kvq__queue *q)
+{
+    q->step = NULL;
+    if (q->header.step == 0)
+        return 0;
+    q->step = kvq__step_find(q->client, q->header.step);
+    return q->step ? 0 : KVQ_E_NO_STEP;
+}
+
+// ---- What a request holds ----
+
+void kvq__hold(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    if (!w->pinned)
+        kvq__session_pin(w->session);
+    w->pinned = true;
+    q->holding = true;
+}
+
+void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    kvq__hold(q, i);
+    q->work[i].reading = true;
+    if (s->reading++ == 0)
+        s->reading_floor = s->floor; // it only rises
+}
+
+void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
+{
+    kvq__hold(q, i);
+    q->work[i].tail_use = true;
+    q->work[i].session->tail_use++;
+}
+
+void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    if (s->exclusive == q)
+        return;
+    assert(!s->exclusive);
+    kvq__hold(q, i);
+    q->work[i].exclusive = true;
+    s->exclusive = q;
+}
+
+void kvq__hold_buffers(struct kvq__queue *q)
+{
+    for (uint32_t v = 0; v < KVQ__VIEWS; v++)
+        kvq__buffer_use(q->client, q->buffers[v], &q->held_buffers);
+}
+
+// On a GPU work of two lanes has no order: what another has packed must be done, and outliers
+// are only added while nobody looks at them.
+static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
+                          const struct kvq__layer *l, bool due)
+{
+    bool others = l->pack_lane && l->pack_lane->client != q->client;
+    return (others && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
+           (due && l->format->outliers && s->reading > 0);
+}
+
+bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    const struct kvq__session *s = q->work[i].session;
+    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
+    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->settling)) ||
+           (s->pool->gpu && gpu_must_wait(q, s, l, due));
+}
+
+void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
+{
+    struct kvq__session *s = q->work[i].session;
+    struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    kvq__hold_reading(q, i);
+    if (kvq__packed_at(s, l, q->work[i].past) <= l->packed || l->packer)
+        return; // another entry of this request packs it
+    l->packer = q;
+    q->work[i].packing = true;
+}
+
+static void release_reading(struct kvq__session *s)
+{
+    if (--s->reading == 0 && s->release_due && !s->dropped)
+        kvq__pages_release(s);
+}
+
+// On a GPU what the step has made is only now there for others.
+static void release_tail(struct kvq__session *s)
+{
+    if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
+        kvq__prefix_seal(s);
+}
+
+void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
+{
+    if (reading)
+        release_reading(s);
+    if (tail_use)
+        release_tail(s);
+    kvq__session_unpin(s);
+}
+
+static void release_packing(struct kvq__queue *q, struct kvq__session *s)
+{
+    struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
+    assert(l->packer == q);
+    l->packer = NULL;
+    if (!s->dropped)
+        kvq__pack_queue(s);
+}
+
+static void release_work(struct kvq__queue *q, struct kvq__entry *w)
+{
+    struct kvq__session *s = w->session;
+    if (w->reading)
+        release_reading(s);
+    if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
+        kvq__step_leave(s);
+    if (w->settles)
+        kvq__settle(s, w->table, &(struct kvq_result){0});
+    w->settles = false;
+    if (w->tail_use)
+        release_tail(s);
+    if (w->exclusive)
+        s->exclusive = NULL;
+    if (w->packing)
+        release_packing(q, s);
+    if (w->packing_all)
+        kvq__packing_release(q, w);
+    if (w->table)
+        kvq__table_unuse(w->table);
+    w->table = NULL;
+    if (w->pinned)
+        kvq__session_unpin(s);
+    w->reading = w->tail_use = w->exclusive = w->packing = w->pinned = false;
+}
+
+void kvq__request_release(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; q->holding && i < q->header.count; i++) {
+        kvq__fork_release(q, &q->work[i]);
+        release_work(q, &q->work[i]);
+    }
+    kvq__buffers_unuse(q->client, &q->held_buffers);
+    q->holding = false;
+}
+
+// ---- Waves, stages, jobs ----
+
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes)
+{
+    size_t size = (bytes + 63) & ~(size_t)63;
+    if (bytes > q->arena_bytes || size > q->arena_bytes - q->arena_used)
+        return NULL;
+    void *memory = q->arena + q->arena_used;
+    q->arena_used += size;
+    return memory;
+}
+
+// The entry of the wave that the item belongs to: the last one that starts at or before it.
+static uint32_t entry_of(const struct kvq__queue *q, uint32_t item)
+{
+    uint32_t low = 0, high = q->wave_to - q->wave_from;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (q->first_item[middle] <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
+{
+    struct kvq__queue *q = (void *)((char *)job - offsetof(struct kvq__queue, job));
+    uint32_t entry = entry_of(q, item);
+    const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
+    stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
+}
+
+// The place that the next entries are on; a wave is for one place. False if it has no room yet.
+// At the end of a pass the chunk stays open: the request's last one takes over what it holds.
+static bool wave_place(struct kvq__queue *q)
+{
+    uint32_t i = q->wave_to;
+    while (i < q->header.count && !kvq__entry_alive(q, i))
+        i++;
+    bool any = i < q->header.count;
+    q->gpu = any ? q->work[i].session->pool->gpu : NULL;
+    if (any && q->lane && q->lane->gpu != q->gpu)
+        kvq__lane_close(q->lane, q, false);
+    if (q->gpu && !q->lane)
+        return kvq__lane_open_for(q);
+    if (!q->lane)
+        q->arena_used = 0;
+    return true;
+}
+
+// Operations of a wave, so that the stream does not make us wait. One entry alone may be more, on a
+// stream that has nothing else to do.
+static uint32_t most_ops(const struct kvq__queue *q, uint32_t i)
+{
+    bool idle = i == q->wave_from && q->lane->use->ops <= KVQ__CHUNK_OPS;
+    return idle ? KVQ_MAX_GPU_BURST : kvq__lane_ops_left(q->lane);
+}
+
+// Whether an entry fits: what it has just taken, and on a GPU what its work will take.
+static bool fits(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    if (q->gpu && q->wave_ops > kvq__lane_ops_left(q->lane))
+        return false;
+    if (!pass->prepare(q, i))
+        return false;
+    if (!q->gpu || !kvq__entry_alive(q, i))
+        return true;
+    q->wave_room += pass->gpu_room(q, i);
+    q->wave_ops += pass->gpu_ops ? pass->gpu_ops(q, i) : 0;
+    if (q->wave_ops > most_ops(q, i))
+        return false;
+    return q->arena_used + q->wave_room + KVQ__WAVE_ROOM <= q->arena_bytes;
+}
+
+// Fills the next wave with entries; false if none is left, or if q->gpu_wait says to wait for room.
+static bool wave_next(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    uint32_t i = q->wave_to -= q->wave_more;
+    q->wave_more = false;
+    q->wave_from = i;
+    q->wave_room = 0;
+    q->wave_ops = KVQ__WAVE_OPS;
+    if (!wave_place(q))
+        return false;
+    q->wave_start = q->arena_used;
+    for (; i < q->header.count; i++) {
+        size_t used = q->arena_used, room = q->wave_room;
+        uint32_t ops = q->wave_ops;
+        if (kvq__entry_alive(q, i) && q->work[i].session->pool->gpu != q->gpu)
+            break;
+        if (!kvq__entry_alive(q, i) || fits(q, i)) {
+            q->wave_more = q->gpu && kvq__entry_alive(q, i) && q->work[i].part.more;
+            if (!q->wave_more)
+                continue;
+            i++;
+            break;
+        }
+        q->arena_used = used;
+        q->wave_room = room;
+        q->wave_ops = ops;
+        if (i > q->wave_from)
+            break;
+        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.lane_bytes ||
+                       q->lane->use->ops > KVQ__CHUNK_OPS))
+            return kvq__lane_again(q); // for a larger chunk, and a stream with nothing to do
+        kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
+    }
+    q->wave_to = i;
+    if (pass->gather && i > q->wave_from && !q->gpu)
+        pass->gather(q);
+    return i > q->wave_from;
+}
+
+// Enqueues the wave's work. If that fails, all of it does.
+static void wave_enqueue(struct kvq__queue *q)
+{
+    int rc = kvq__gpu_enter(q->gpu) ? KVQ_E_SYSTEM : q->passes[q->pass]->gpu_wave(q);
+    for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            kvq__entry_fail(q, i, rc, 0);
+}
+
+// Sets the job up for the current stage; false if it has no items.
+static bool stage_begin(struct kvq__queue *q)
+{
+    const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
+    uint32_t items = 0;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
+        q->first_item[i - q->wave_from] = items;
+        if (kvq__entry_alive(q, i))
+            items += stage->count(&q->work[i]);
+    }
+    q->job = (struct kvq__job){items, run_item};
+    return items > 0;
+}
+
+static void wave_finish(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->pass];
+    for (uint32_t i = q->wave_from; pass->finish && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            pass->finish(q, i);
+}
+
+static bool stores(const struct kvq__queue *q)
+{
+    return q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
+}
+
+// What the GPU found out about appended values, once it is done.
+static void tell_nonfinite(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; stores(q) && i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
+            !kvq__step_nonfinite(w->session))
+            continue;
+        kvq__step_leave(w->session);
+        kvq__entry_fail(q, i, KVQ_E_NONFINITE, w->session->tokens);
+    }
+}
+
+// What has become of STEPs. A shard that was prepared may have been undone by a later entry.
+static void settle(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        struct kvq_result result, *told = &q->results[i];
+        if (!w->settles)
+            continue;
+        w->settles = false;
+        kvq__settle(w->session, w->table, &result);
+        result.extents = told->extents;
+        *told = told->status < 0 ? *told : result;
+    }
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&
+            !q->work[i].session->dropped)
+            kvq__step_recheck(q->work[i].session, &q->results[i]);
+}
+
+static void end_entries(struct kvq__queue *q)
+{
+    const struct kvq__pass *pass = q->passes[q->n_passes - 1];
+    for (uint32_t i = 0; pass->end && i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            pass->end(q, i);
+}
+
+static enum kvq__progress all_ended(struct kvq__queue *q)
+{
+    tell_nonfinite(q);
+    settle(q);
+    end_entries(q);
+    return kvq__request_end(q, 0);
+}
+
+static enum kvq__progress passes_end(struct kvq__queue *q)
+{
+    q->gpu = NULL;
+    if (is_on_stream(q)) // the lane takes over what it holds
+        return kvq__request_end(q, 0);
+    if (q->lane)
+        kvq__lane_close(q->lane, q, false);
+    if (kvq__queue_settled(q))
+        return all_ended(q);
+    q->gpu_wait = KVQ__GPU_END;
+    return KVQ__GPU;
+}
+
+// Goes on from the start of stage q->stage of the current wave.
+static enum kvq__progress run_stages(struct kvq__queue *q)
+{
+    for (;;) {
+        for (; !q->gpu && q->stage < q->passes[q->pass]->n_stages; q->stage++)
+            if (stage_begin(q))
+                return KVQ__RUN;
+        if (q->gpu && q->wave_to > q->wave_from)
+            wave_enqueue(q);
+        wave_finish(q);
+        q->wave_from = q->wave_to;
+        while (!wave_next(q)) {
+            if (q->gpu_wait)
+                return KVQ__GPU;
+            if (++q->pass == q->n_passes)
+                return passes_end(q);
+            q->wave_to = 0;
+        }
+        q->stage = 0;
+    }
+}
+
+enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
+                                    uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        q->passes[i] = passes[i];
+    q->n_passes = n;
+    q->pass = q->wave_from = q->wave_to = 0;
+    q->wave_more = false;
+    q->stage = passes[0]->n_stages; // an empty wave has just been done
+    q->running = true;
+    q->gpu = NULL;
+    if (!q->flight.number)
+        kvq__flight_begin(q->core, &q->flight);
+    return run_stages(q);
+}
+
+// ---- Start, continue, end ----
+
+static bool any_failed(const struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->completion.count; i++)
+        if (q->results[i].status < 0)
+            return true;
+    return false;
+}
+
+enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
+{
+    q->gpu_wait = KVQ__GPU_NONE;
+    for (uint32_t i = 0; q->holding && stores(q) && i < q->header.count; i++)
+        if (q->results[i].status < 0)
+            kvq__append_failed(q, i);
+    if (is_on_stream(q) && q->timeline.gpu)
+        kvq__lane_signal(q);
+    if (q->lane)
+        kvq__lane_close(q->lane, q, is_on_stream(q));
+    kvq__request_release(q);
+    kvq__room_leave(q);
+    if (q->flight.number)
+        kvq__flight_end(q->core, &q->flight);
+    q->busy = q->running = false;
+    q->completion.status = status;
+    if (status < 0)
+        q->completion.count = 0;
+    q->completion.slots = (uint16_t)(1 + (q->completion.count + 3) / 4);
+    if (status < 0 || any_failed(q))
+        q->core->refused_requests++;
+    return KVQ__DONE;
+}
+
+static int check_header(const struct kvq__queue *q)
+{
+    const struct kvq_request *r = &q->header;
+    uint32_t layers = r->op == KVQ_OP_STEP ? r->layer : 0;
+    if (r->count > KVQ_MAX_BATCH || layers > KVQ_MAX_LAYERS ||
+        r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2 + layers)
+        return KVQ_E_PROTOCOL;
+    if (r->op >= KVQ_OP_COUNT)
+        return KVQ_E_UNSUPPORTED;
+    bool on_stream = r->flags & KVQ_REQ_ON_STREAM;
+    if (r->pad0 || r->pad1 || !r->signal == on_stream || (r->flags & ~operations[r->op].flags))
+        return KVQ_E_INVALID;
+    if (r->signal > INT64_MAX) // GPUs compare signed differences
+        return KVQ_E_INVALID;
+    if (r->count == 0 && (operations[r->op].needs & NEED_COUNT))
+        return KVQ_E_INVALID;
+    if (on_stream && !q->timeline.gpu)
+        return KVQ_E_INVALID;
+    if ((r->flags & KVQ_REQ_WAIT_ROOM) && r->deadline_ns == 0) // so that each wait has an end
+        return KVQ_E_INVALID;
+    if (q->core->draining && (operations[r->op].needs & NEW_WORK))
+        return KVQ_E_DRAINING;
+    return 0;
+}
+
+static void reset_works(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        q->results[i] = (struct kvq_result){0};
+        w->session = NULL;
+        w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
+        w->packing_all = w->settles = false;
+        w->table = NULL;
+        w->forked = NULL;
+        w->no_room = 0;
+    }
+}
+
+// Whether a session of the request is not to be looked at yet.
+static bool must_wait(struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    const struct kvq__core *core = q->core;
+    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading +
+                   core->n_away + core->n_demoted >
+               0;
+    bool wait = false;
+    for (uint32_t i = 0; any && i < q->header.count; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            wait |= kvq__park_asks(q, i, h->session) || // all that are away are asked for at once
+                    kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
+                    kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session) ||
+                    kvq__home_asks(q, i, h->session);
+    return wait;
+}
+
+// What a request waits for may take a while, and others need room: its other sessions stay.
+static void keep_others(const struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    bool any = q->core->n_away + q->core->n_demoted > 0;
+    for (uint32_t i = 0; any && i < q->header.count; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            kvq__session_used(h->session);
+}
+
+// From the start: nothing is held but what an earlier attempt holds while it waits.
+static enum kvq__progress attempt(struct kvq__queue *q)
+{
+    kvq__request_release(q);
+    if (q->client->gone)
+        return kvq__request_end(q, KVQ_E_CANCELLED);
+    if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
+        return kvq__request_end(q, KVQ_E_DEADLINE);
+    if (q->turn.listed && !q->turn.extents && q->core->draining)
+        return kvq__request_end(q, KVQ_E_DRAINING);
+    if (!kvq__room_turn(q))
+        return KVQ__WAIT;
+    q->step = NULL;
+    q->written_from = UINT64_MAX;
+    q->written_to = 0;
+    memset(q->buffers, 0, sizeof q->buffers);
+    reset_works(q);
+    if (must_wait(q)) {
+        keep_others(q);
+        return KVQ__WAIT;
+    }
+    return operations[q->header.op].start(q);
+}
+
+// Whatever becomes of a request on a stream, its lane signals, and so must have room for that.
+static enum kvq__progress begin(struct kvq__queue *q)
+{
+    if (is_on_stream(q) && q->timeline.gpu && !kvq__lane_takes(q))
+        return KVQ__GPU;
+    q->gpu_wait = KVQ__GPU_NONE;
+    int rc = check_header(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    return attempt(q);
+}
+
+enum kvq__progress kvq__request_start(struct kvq__queue *q)
+{
+    assert(!q->busy);
+    q->busy = true;
+    q->running = q->holding = q->told = false;
+    for (uint32_t i = 0; i < q->header.count && i < KVQ_MAX_BATCH; i++)
+        q->work[i].told = q->work[i].part.more = q->work[i].fetch_asked = false;
+    q->client->requests++;
+    q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
+    return begin(q);
+}
+
+enum kvq__progress kvq__request_continue(struct kvq__queue *q)
+{
+    assert(q->busy);
+    if (q->cloning)
+        return kvq__fork_on(q);
+    if (!q->running)
+        return q->gpu_wait ? begin(q) : attempt(q);
+    if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)
+        return all_ended(q);
+    // Accept has moved committed rows by now, so it goes on to its end.
+    if (q->client->gone && q->header.op != KVQ_OP_ACCEPT) {
+        if (kvq__queue_settled(q))
+            return kvq__request_end(q, KVQ_E_CANCELLED);
+        q->gpu_wait = KVQ__GPU_END; // what it holds is in use there
+        return KVQ__GPU;
+    }
+    if (q->gpu_wait == KVQ__GPU_END)
+        return all_ended(q);
+    q->stage += q->gpu_wait == KVQ__GPU_NONE;
+    q->gpu_wait = KVQ__GPU_NONE;
+    return run_stages(q);
+}
+
+static enum kvq__progress op_nop(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++)
+        kvq__entry_open_at(q, i, false);
+    return kvq__request_end(q, 0);
+}

@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Requests under way: what their operations share; see request.c. Part of state.h.
+#ifndef KVQ_DAEMON_CORE_REQUEST_REQUEST_H
+#define KVQ_DAEMON_CORE_REQUEST_REQUEST_H
+
+#include "daemon/core/session/client.h"
+
+enum {
+    KVQ__ARENA_BYTES = 4 << 20, // scratch of a queue besides partial results
+    KVQ__WAVE_ROOM = 17 << 10,  // of a chunk, for what a wave needs whatever its entries
+};
+
+enum {
+    KVQ__VIEW_K,
+    KVQ__VIEW_V,
+    KVQ__VIEW_Q,
+    KVQ__VIEW_OUT,
+    KVQ__VIEW_LSE,
+    KVQ__VIEW_LIST,
+    KVQ__VIEWS
+};
+
+// A block to be copied for a fork: `tokens` tokens of every head.
+struct kvq__copy {
+    const uint8_t *from;
+    uint8_t *to;
+    uint32_t layer, tokens;
+    bool packed;
+};
+
+// Where K and V of an entry's tokens come from.
+struct kvq__source {
+    const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
+    const struct kvq_wire_view *k_view, *v_view;
+    const int32_t *list; // of the engine's pages; NULL = not paged
+};
+
+// Units of one layer to pack, among those of others.
+struct kvq__layer_pack {
+    uint32_t layer, first_item;
+    uint64_t first, end;    // tokens
+    struct kvq_page *pages; // from the page of `first` on
+    uint8_t *extras;
+};
+
+// One entry's part of a request under way.
+struct kvq__entry {
+    struct kvq__session *session; // NULL if the entry failed before it got that far
+    struct kvq__handle *handle;   // valid while the request starts, never later
+    bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
+    bool packing_all;                                   // layers whose packer is the request
+    struct kvq__table *table; // of a STEP, used until it ends; NULL = none
+    bool told;                // that values of an earlier STEP were not finite
+    bool fetch_asked;         // the request waits for a session that is parked
+    uint64_t fetch_serial;    // the session's when it began to
+    int no_room;              // its session cannot come back where it belongs: why
+    bool settles;             // a STEP of its session is under way on a GPU for it
+    struct {                  // on a GPU, of the wave: layers of a STEP, or tokens of a READ
+        uint32_t from, to;
+        size_t room;
+        uint32_t ops;
+        bool more; // what is from `to` on is left for the next wave
+    } part;
+    uint64_t step_serial;
+    uint64_t past; // committed tokens when it started
+    uint32_t n_items;
+    uint32_t n_pages;
+    struct kvq_page *pages;
+    struct {           // read.c
+        uint64_t from; // first token that is there
+        uint32_t tokens;
+        const uint8_t *extras, *pool; // as in struct kvq_reading
+    } read;
+    union {      // of the pass under way
+        struct { // store.c
+            struct kvq__source source;
+            int32_t *list;
+            struct kvq_store_counts *counts; // one for each item
+        } store;
+        struct {                             // whole.c
+            struct kvq__source *sources;     // of each layer
+            int32_t *list;                   // NULL = not paged
+            struct kvq_store_counts *counts; // one for each item: [layer][page]
+        } all;
+        struct { // pack.c, all layers
+            struct kvq__layer_pack *packs;
+            uint32_t n;
+        } packs;
+        struct {                 // pack.c
+            uint64_t first, end; // tokens to pack
+            uint8_t *extras;
+            uint32_t first_page;
+        } pack;
+        struct kvq_attend_job attend; // attend.c
+        struct {                      // accept.c
+            int32_t *list;
+        } accept;
+        struct { // fork.c
+            struct kvq__copy *copies;
+            uint32_t room; // copies allocated
+            uint64_t handle;
+        } fork;
+    };
+    struct kvq__session *forked; // the new session, pinned; else NULL
+};
+
+// Units of any layers and sessions that a wave packs on a GPU (gpu_wave.h).
+struct kvq__packs {
+    struct kvq__queue *queue; // with an open chunk
+    STAILQ_HEAD(, kvq__pack_part) parts;
+    uint32_t n_parts, n_units, n_lessons;
+    size_t room; // of the chunk, that launching takes
+    bool cut;    // there was no room for some
+};
+
+// How the entries of a request are worked on: in waves, as many entries at once as the arena
+// holds. The stages of a wave run one after the other.
+struct kvq__stage {
+    uint32_t (*count)(const struct kvq__entry *w); // items of one entry
+    void (*item)(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace);
+};
+struct kvq__pass {
+    // Takes what entry i needs from the arena, and may fail the entry. False if there is no room
+    // left in this wave; then it has changed nothing.
+    bool (*prepare)(struct kvq__queue *q, uint32_t i);
+    void (*gather)(struct kvq__queue *q); // once the wave is full; may be NULL
+    struct kvq__stage stages[2];
+    uint32_t n_stages;
+    // On a GPU instead of the stages: enqueues the work of the wave's entries. 0 or a code, by
+    // which all of them fail. And the bytes of the arena that it will take for an entry at most.
+    int (*gpu_wave)(struct kvq__queue *q);
+    size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
+    // Operations that it will take for an entry at most, besides KVQ__WAVE_OPS; NULL: none.
+    uint32_t (*gpu_ops)(const struct kvq__queue *q, uint32_t i);
+    // After the stages; on a GPU, once its work is enqueued. What was taken from the arena is still
+    // there. May be NULL.
+    void (*finish)(struct kvq__queue *q, uint32_t i);
+    // Once all of the request's work has ended, on GPUs as well. The arena is somebody else's by
+    // then: waves after this one, and on a GPU other queues, have used it. May be NULL.
+    void (*end)(struct kvq__queue *q, uint32_t i);
+};
+
+// What a queue waits for whose request is under way on a GPU.
+enum kvq__gpu_wait {
+    KVQ__GPU_NONE,
+    KVQ__GPU_ROOM, // for its lane to have room again; then the wave is filled
+    KVQ__GPU_END,  // for all its work; then the request ends
+};
+
+// A request's turn among those that wait for room (admission.c).
+struct kvq__turn {
+    uint64_t ticket; // 0: it does not; smaller ones came earlier
+    bool listed;
+    uint64_t since;                // when it began to
+    bool extents;                  // it waits for extents that are being made, not for others
+    uint64_t seen;                 // core->freed (or extents_made) when it was looked at last
+    uint64_t look_at;              // when it is looked at again though nothing was freed
+    const struct kvq__pool *place; // where it found no room
+};
+
+struct kvq__queue {
+    struct kvq__core *core;
+    struct kvq__client *client;
+    uint64_t number; // of this core's run
+    struct kvq_request header;
+    struct kvq_completion completion;
+    struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use
+    struct kvq__buffer_set held_buffers;
+    struct kvq__step *step; // valid while the request starts, never later
+    struct kvq__flight flight;
+    struct kvq__job job;
+    bool busy, running; // running: passes are under way
+    enum kvq__gpu_wait gpu_wait;
+    struct kvq__gpu *gpu;         // that the wave is for; NULL: the host
+    struct kvq__lane *lane;       // with an open chunk, which is the arena then
+    bool told;                    // that the client is ready, this request
+    uint64_t given[KVQ_MAX_GPUS]; // number of its last work on each lane
+    struct {
+        struct kvq__gpu *gpu; // NULL: none
+        kvq_gpu_ptr ready, done;
+        uint64_t *ready_here;             // the same memory as `ready`, for this process
+        const struct kvq__events *events; // instead of these words, if not NULL
+        bool used;
+    } timeline;
+    uint8_t *own_arena;
+    size_t own_arena_bytes;
+    bool holding; // of sessions
+    struct kvq__turn turn;
+    TAILQ_ENTRY(kvq__queue) waiter_link;
+    uint32_t items;                    // attend: what each entry is cut into, at least
+    uint64_t written_from, written_to; // rows of outputs, of the entries that were checked
+    const struct kvq__pass *passes[3];
+    struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
+    bool wave_more;          // the wave's last entry goes on in the next one
+    bool cloning;            // FORK: entries before `cloned` have their new sessions
+    bool undoing;            // and give them back
+    uint32_t cloned;
+    uint32_t n_passes, pass, stage, wave_from, wave_to;
+    uint8_t *arena;
+    size_t arena_used, arena_bytes;
+    size_t wave_start; // of the arena
+    size_t wave_room;  // that the wave's GPU work will take
+    uint32_t wave_ops; // and the operations that it will be
+    uint32_t first_item[KVQ_MAX_BATCH + 1];
+    struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of a STEP
+    struct kvq__buffer *layer_buffers[KVQ_MAX_LAYERS][2];
+    struct kvq__step own_step;
+    struct kvq_entry_wire entries[KVQ_MAX_BATCH];
+    struct kvq_result results[KVQ_MAX_BATCH];
+    struct kvq__entry work[KVQ_MAX_BATCH];
+};
+
+// An operation: checks all entries, then takes hold of all that it needs, or of nothing and
+// answers KVQ__WAIT; it is then called again from the start. Never blocks.
+typedef enum kvq__progress kvq__operation(struct kvq__queue *q);
+kvq__operation kvq__op_step_begin, kvq__op_step_end, kvq__op_step_abort, kvq__op_append,
+    kvq__op_attend, kvq__op_append_attend, kvq__op_truncate, kvq__op_fork, kvq__op_accept,
+    kvq__op_read, kvq__op_step;
+
+// Ends the request with this status.
+enum kvq__progress kvq__request_end(struct kvq__queue *q, int status);
+// Runs the passes, skipping failed entries, and ends the request.
+enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
+                                    uint32_t n);
+// Sets an entry's result and returns code.
+int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
+// The same of a failure that another shard of the session's group is the cause of.
+int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard);
+// True if the entry has not failed.
+static inline bool kvq__entry_alive(const struct kvq__queue *q, uint32_t i)
+{
+    return q->results[i].status == 0 && q->work[i].session;
+}
+// Looks up the entry's handle (and that it may write). Fails the entry if need be.
+int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write);
+// The same, and that the session is in the request's step, if it names one, and stands at the
+// entry's position.
+int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write);
+// Finds the request's step: 0, also if it names none, or KVQ_E_NO_STEP.
+int kvq__request_step(struct kvq__queue *q);
+// Takes hold of the entry's session until the request ends.
+void kvq__hold(struct kvq__queue *q, uint32_t i);
+void kvq__hold_reading(struct kvq__queue *q, uint32_t i);
+void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
+void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
+void kvq__hold_buffers(struct kvq__queue *q);
+void kvq__drop_exclusive(struct kvq__queue *q, uint32_t i);
+// Lets go of a session that was held and pinned.
+void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
+// On a GPU: what the values were like that the open step's stores met. Only what has ended counts.
+bool kvq__step_nonfinite(const struct kvq__session *s);
+// Work of the open step is still under way on a GPU.
+static inline bool kvq__step_under_way(const struct kvq__session *s)
+{
+    return s->pool->gpu && s->tail_use > 0;
+}
+void kvq__request_release(struct kvq__queue *q);
+// For entries that read committed tokens: true if another request changes them just now, or packs
+// what this entry would have to pack first.
+bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer);
+// Holds the session for reading, and the layer for packing if units are due.
+void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
+// Holds all layers for packing that a view at so many tokens reads packed and are not; nobody else
+// packs them.
+void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
+void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w);
+// 64-byte aligned memory until the wave ends; NULL if the arena is used up.
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
+
+extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
+    kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
+// Goes on with a FORK whose new sessions are not all made yet.
+enum kvq__progress kvq__fork_on(struct kvq__queue *q);
+// Lets go of an entry's new session, if there is one.
+void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
+// What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it
+// holds of the entry's session.
+int kvq__append_open(struct kvq__queue *q);
+int kvq__append_check(struct kvq__queue *q, uint32_t i);
+// An entry's append was refused: its step will not commit, unless the layer can still be appended.
+void kvq__append_refused(struct kvq__queue *q, uint32_t i);
+void kvq__append_hold(struct kvq__queue *q, uint32_t i);
+// The request ends and the entry has failed: a layer that it has not come to store is as before.
+void kvq__append_failed(struct kvq__queue *q, uint32_t i);
+// Whether an entry's tensors of a layer are there and can be reached. 0 or a code.
+int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s);
+// Takes memory for the entry's page list, NULL if it is not paged; false if there is no room.
+bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list);
+// Copies the list out of the client's reach; kvq__paged_check then judges it. 0 or KVQ_E_BOUNDS.
+int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list);
+// Where the K and V views' tensors of an entry lie.
+struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list);
+// Stores what one page and KV head have of an entry's tokens. Any thread.
+struct kvq__store_part {
+    const struct kvq__layer *layer;
+    const struct kvq__source *source;
+    uint8_t *raw;        // the page's raw block
+    uint32_t page, head; // page: counted from that of the entry's first token
+};
+void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__store_part *part,
+                     struct kvq_store_counts *counts);
+
+// ---- Views of a request (views.c) ----
+
+uint32_t kvq__dtype_bytes(uint8_t dtype); // 0 if unknown
+// What does not depend on an entry: the buffer, dtype, alignment, reserved bytes. 0, KVQ_E_BUFFER,
+// KVQ_E_DTYPE, KVQ_E_INVALID, KVQ_E_BOUNDS.
+int kvq__view_open(struct kvq__queue *q, uint32_t view);
+// Rows [row, row + n) of heads x dim: strides of at least one row where there are several, every
+// byte inside the buffer. 0, KVQ_E_INVALID, KVQ_E_BOUNDS.
+int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
+                   uint64_t row, uint64_t n);
+// Where the row lies, as the place sees it that the wave's sessions are on.
+uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
+// Whether the place of the session can reach the view's buffer: 0, KVQ_E_BUFFER, or KVQ_E_INVALID
+// if it is a GPU and the buffer does not start at a multiple of the view's dtype.
+int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
+const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
+// Of ATTEND, APPEND_ATTEND and READ: whether the entry writes rows that an entry before it writes,
+// which is alive. 0 or KVQ_E_INVALID. To be called once for each entry, in their order.
+int kvq__outputs_entry(struct kvq__queue *q, uint32_t i);
+// Likewise, once all entries are checked: whether bytes that the request writes overlap one another
+// or what it reads (of the engine's pages not looked at). 0 or KVQ_E_INVALID.
+int kvq__outputs_check(const struct kvq__queue *q);
+// Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The
+// list is the daemon's own copy.
+uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e);
+int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
+                     const struct kvq_shape *s, const int32_t *list);
+// The list view: as above; n elements of it, NULL if they reach outside. Clients may write there
+// at any time: copy, then check.
+int kvq__list_open(struct kvq__queue *q);
+const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n);
+
+#endif

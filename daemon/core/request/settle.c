@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See settle.h.
+#include "daemon/core/request/settle.h"
+
+#include <assert.h>
+
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/table.h"
+#include "proto/ring.h"
+
+void kvq__settle_begin(struct kvq__session *s)
+{
+    assert(s->step && !s->settling);
+    s->settling = true;
+    s->core->n_settling++;
+    kvq__step_part(s);
+}
+
+void kvq__settle_cancel(struct kvq__session *s)
+{
+    assert(s->settling);
+    kvq_word_store_release(&s->counts->host->cancelled, 1);
+}
+
+// What was enqueued to be packed is so now, or not at all.
+static void note_packs(struct kvq__session *s, bool done)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        if (done && l->enqueued > l->packed) {
+            l->packed = l->enqueued;
+            l->learned = l->learn > 0;
+        }
+        l->enqueued = 0;
+    }
+}
+
+// A request that found no way to enqueue all of a step's stores has not made a step. Of a group
+// nothing is packed before all shards have committed: any of them can still be undone.
+static int status_of(const struct kvq__session *s)
+{
+    const struct kvq_gpu_store_counts *counts = s->counts->host;
+    bool partial = s->step_layers < s->n_owned;
+    if (counts->nonfinite && !counts->cancelled && !s->dropped)
+        return KVQ_E_NONFINITE;
+    return s->dropped || counts->nonfinite || partial || (s->group && counts->cancelled)
+               ? KVQ_E_CANCELLED
+               : 0;
+}
+
+static void undo(struct kvq__session *s, struct kvq__table *table)
+{
+    kvq__step_over(s);
+    kvq__group_undo(s);
+    if (table)
+        kvq__table_lost(table);
+}
+
+void kvq__settle(struct kvq__session *s, struct kvq__table *table, struct kvq_result *result)
+{
+    struct kvq_result own = {0};
+    int rc = status_of(s);
+    assert(s->settling);
+    s->settling = false;
+    s->core->n_settling--;
+    note_packs(s, rc == 0);
+    if (rc == 0) {
+        rc = kvq__step_commit(s, &own);
+        s->core->steps += rc == 0;
+    } else if (!s->dropped) {
+        undo(s, table);
+        own = (struct kvq_result){.status = rc, .value = s->tokens};
+    } else {
+        own.status = rc;
+    }
+    if (result)
+        *result = own;
+    else
+        s->untold = rc == KVQ_E_NONFINITE && s->writer;
+}
+
+bool kvq__settle_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
+{
+    const struct kvq__session *s = h->session;
+    uint8_t op = q->header.op;
+    if (!s->settling)
+        return false;
+    if (!h->read_only || op == KVQ_OP_FORK)
+        return true;
+    return op != KVQ_OP_READ && q->entries[i].position != s->tokens;
+}

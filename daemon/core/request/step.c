@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps: from their beginning, which reserves all that they will need, to commit or abort.
+#include <assert.h>
+
+#include "daemon/core/request/settle.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
+
+struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
+{
+    for (uint32_t i = 0; number && i < KVQ_MAX_STEPS; i++)
+        if (client->steps[i].number == number)
+            return &client->steps[i];
+    return NULL;
+}
+
+// ---- Joining and leaving ----
+
+static void step_open(struct kvq__step *step, struct kvq__client *client, uint64_t number)
+{
+    step->number = number;
+    step->client = client;
+    LIST_INIT(&step->sessions);
+    client->n_steps++;
+    client->core->n_steps++;
+}
+
+void kvq__step_open(struct kvq__step *step, struct kvq__client *client)
+{
+    if (step->number == 0)
+        step_open(step, client, UINT64_MAX);
+}
+
+static struct kvq__step *step_new(struct kvq__client *client, uint64_t number)
+{
+    for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
+        struct kvq__step *step = &client->steps[i];
+        if (step->number)
+            continue;
+        step_open(step, client, number);
+        return step;
+    }
+    return NULL;
+}
+
+void kvq__step_close_if_empty(struct kvq__step *step)
+{
+    if (step->number == 0 || !LIST_EMPTY(&step->sessions))
+        return;
+    step->number = 0;
+    step->client->n_steps--;
+    step->client->core->n_steps--;
+}
+
+static void reset_layers(struct kvq__session *s)
+{
+    s->step_layers = 0;
+    s->step_tokens = 0;
+    s->step_spoiled = false;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        s->layers[i].append = KVQ__NOT_APPENDED;
+}
+
+// Out of its client's step, which ends with its last session. What it has appended stays.
+void kvq__step_part(struct kvq__session *s)
+{
+    struct kvq__step *step = s->step;
+    if (!step)
+        return;
+    LIST_REMOVE(s, step_link);
+    s->step = NULL;
+    kvq__step_close_if_empty(step);
+}
+
+// The step is over for it, whatever has become of its tokens.
+void kvq__step_over(struct kvq__session *s)
+{
+    kvq__step_part(s);
+    s->core->n_prepared -= s->prepared;
+    s->prepared = false;
+    s->step_serial++;
+    reset_layers(s);
+    kvq__pages_trim(s, s->tokens);
+}
+
+void kvq__step_undo(struct kvq__session *s)
+{
+    assert(kvq__in_step(s));
+    if (s->settling)
+        kvq__settle_cancel(s);
+    else
+        kvq__step_over(s);
+}
+
+void kvq__step_leave(struct kvq__session *s)
+{
+    if (kvq__in_step(s))
+        kvq__step_undo(s);
+    kvq__group_undo(s);
+}
+
+void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens, uint64_t queue)
+{
+    reset_layers(s);
+    s->step = step;
+    s->step_queue = queue;
+    s->step_serial++;
+    s->undone_by = 0;
+    s->step_tokens = tokens;
+    if (s->counts)
+        *s->counts->host = (struct kvq_gpu_store_counts){0};
+    kvq__session_used(s);
+    LIST_INSERT_HEAD(&step->sessions, s, step_link);
+}
+
+bool kvq__step_nonfinite(const struct kvq__session *s)
+{
+    return s->counts && s->counts->host->nonfinite > 0;
+}
+
+static bool is_complete(const struct kvq__session *s)
+{
+    return s->step_tokens == 0 || (s->step_layers == s->n_owned && !s->step_spoiled);
+}
+
+void kvq__step_publish(struct kvq__session *s)
+{
+    assert(is_complete(s));
+    kvq__ids_commit(s, s->tokens, s->step_tokens);
+    kvq__session_count(s, s->tokens + s->step_tokens);
+    s->commits += s->step_tokens > 0;
+    s->saturated += s->counts ? s->counts->host->saturated : 0;
+    s->core->appended_tokens += s->step_tokens;
+    if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
+        s->floor = s->tokens - s->max_rollback;
+    kvq__session_used(s);
+    kvq__step_over(s);
+    kvq__pages_release(s);
+    kvq__pack_queue(s);
+}
+
+static int check_commit(const struct kvq__session *s)
+{
+    return kvq__step_nonfinite(s) ? KVQ_E_NONFINITE : is_complete(s) ? 0 : KVQ_E_INCOMPLETE;
+}
+
+// Ends the step of a shard. If its group cannot commit, `result` says because of which.
+static int prepare(struct kvq__session *s, struct kvq_result *result)
+{
+    const struct kvq__session *other;
+    kvq__step_part(s);
+    s->prepared = true;
+    s->core->n_prepared++;
+    int rc = kvq__group_commit(s, &other);
+    if (other) {
+        result->shard = other->shard + 1;
+        result->value = other->tokens + other->step_tokens;
+    }
+    return rc;
+}
+
+int kvq__step_commit(struct kvq__session *s, struct kvq_result *result)
+{
+    int rc = check_commit(s);
+    *result = (struct kvq_result){.value = s->tokens + (rc ? 0 : s->step_tokens)};
+    if (rc == 0 && s->group)
+        rc = prepare(s, result);
+    else if (rc == 0)
+        kvq__step_publish(s);
+    if (rc < 0)
+        kvq__step_leave(s);
+    return result->status = rc;
+}
+
+void kvq__step_recheck(const struct kvq__session *s, struct kvq_result *result)
+{
+    if (result->status < 0 || s->prepared || s->tokens == result->value)
+        return;
+    *result =
+        (struct kvq_result){.status = KVQ_E_CANCELLED, .shard = s->undone_by, .value = s->tokens};
+}
+
+// ---- Begin ----
+
+static int check_begin(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    int rc = kvq__entry_open_at(q, i, true);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s = q->work[i].session;
+    uint32_t missing;
+    if (s->step)
+        return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
+    if (kvq__group_missing(s, &missing))
+        return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
+    if (e->append > KVQ_MAX_STEP_TOKENS || s->tokens + e->append > KVQ_MAX_SESSION_TOKENS)
+        return kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
+    rc = kvq__ids_check(q, i, e->append);
+    return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
+}
+
+// Something under way still uses what the step would write.
+static bool must_wait(const struct kvq__session *s)
+{
+    return s->exclusive || s->tail_use > 0;
+}
+
+static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i)
+{
+    struct kvq__session *s = q->work[i].session;
+    if (check_begin(q, i) < 0) // again, for a session may stand in two entries
+        return false;
+    int rc = kvq__ids_take(q, i, q->entries[i].append);
+    // Taken already, unless an earlier entry of the session has failed.
+    rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+    if (rc < 0) {
+        kvq__entry_fail(q, i, rc, s->tokens);
+        return false;
+    }
+    kvq__step_join(step, s, q->entries[i].append, q->number);
+    return true;
+}
+
+enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
+{
+    uint64_t number = q->header.step;
+    if (number == 0)
+        return kvq__request_end(q, KVQ_E_INVALID);
+    if (kvq__step_find(q->client, number))
+        return kvq__request_end(q, KVQ_E_BUSY);
+    int rc = kvq__ids_open(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (check_begin(q, i) == 0 && must_wait(q->work[i].session))
+            return KVQ__WAIT;
+    struct kvq__step *step = step_new(q->client, number);
+    if (!step)
+        return kvq__request_end(q, KVQ_E_LIMIT);
+    if (!kvq__room_take(q)) {
+        kvq__step_close_if_empty(step);
+        return KVQ__WAIT;
+    }
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i) && !begin_entry(q, step, i))
+            kvq__room_untake(q, i);
+    kvq__step_close_if_empty(step); // if no entry got in
+    q->completion.value = number;
+    return kvq__request_end(q, 0);
+}
+
+// ---- End and abort ----
+
+static int check_end(struct kvq__queue *q, uint32_t i)
+{
+    return kvq__entry_open_at(q, i, true);
+}
+
+static void end_entry(struct kvq__queue *q, uint32_t i)
+{
+    if (check_end(q, i) < 0) // again, for an entry before it may have ended or undone the step
+        return;
+    int rc = kvq__ids_take_late(q, i);
+    if (rc < 0)
+        kvq__entry_fail(q, i, rc, q->work[i].session->tokens);
+    else
+        kvq__step_commit(q->work[i].session, &q->results[i]);
+}
+
+// Without entries it is all of the step's sessions or none.
+static int end_all(struct kvq__step *step)
+{
+    struct kvq__session *s;
+    struct kvq_result result;
+    uint64_t number = step->number;
+    int rc = 0;
+    LIST_FOREACH (s, &step->sessions, step_link) {
+        rc = check_commit(s);
+        rc = rc || kvq__group_fits(s) ? rc : KVQ_E_POSITION;
+        if (rc == KVQ_E_NONFINITE)
+            kvq__step_leave(s);
+        if (rc)
+            return rc;
+    }
+    while (step->number == number && rc == 0)
+        rc = kvq__step_commit(LIST_FIRST(&step->sessions), &result);
+    return rc;
+}
+
+// Whether a GPU has yet to end some of the step.
+static bool is_under_way(const struct kvq__step *step)
+{
+    const struct kvq__session *s;
+    LIST_FOREACH (s, &step->sessions, step_link)
+        if (kvq__step_under_way(s))
+            return true;
+    return false;
+}
+
+enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
+{
+    uint64_t before = q->core->appended_tokens;
+    int rc = 0;
+    if (kvq__request_step(q) < 0 || !q->step)
+        return kvq__request_end(q, KVQ_E_NO_STEP);
+    if (is_under_way(q->step))
+        return KVQ__WAIT;
+    if (q->header.count == 0 && q->header.flags) // whose ids?
+        return kvq__request_end(q, KVQ_E_INVALID);
+    rc = kvq__ids_open(q);
+    if (rc < 0)
+        return kvq__request_end(q, rc);
+    if (q->header.count == 0)
+        rc = end_all(q->step);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        end_entry(q, i);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            kvq__step_recheck(q->work[i].session, &q->results[i]);
+    kvq__pack_on_gpus(q->core);
+    q->core->steps += q->core->appended_tokens > before;
+    return kvq__request_end(q, rc);
+}
+
+enum kvq__progress kvq__op_step_abort(struct kvq__queue *q)
+{
+    if (kvq__request_step(q) < 0 || !q->step)
+        return kvq__request_end(q, KVQ_E_NO_STEP);
+    uint64_t number = q->step->number;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        check_end(q, i);
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i)) // with it may go shards of other entries
+            kvq__step_leave(q->work[i].session);
+    while (q->header.count == 0 && q->step->number == number)
+        kvq__step_leave(LIST_FIRST(&q->step->sessions));
+    return kvq__request_end(q, 0);
+}

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checks of what a request says about memory. Every number here is a client's and may be
+// anything; ends are computed in 128 bits, so that nothing overflows.
+#include "daemon/core/state.h"
+#include "proto/rows.h"
+
+typedef unsigned __int128 wide;
+
+uint32_t kvq__dtype_bytes(uint8_t dtype)
+{
+    return dtype == KVQ_F16 || dtype == KVQ_BF16 ? 2 : dtype == KVQ_F32 ? 4 : 0;
+}
+
+const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view)
+{
+    const struct kvq_wire_view *views[] = {&q->header.k,   &q->header.v,   &q->header.q,
+                                           &q->header.out, &q->header.lse, &q->header.list};
+    return views[view];
+}
+
+static bool is_padded(const struct kvq_wire_view *v)
+{
+    return !v->pad[0] && !v->pad[1] && !v->pad[2];
+}
+
+int kvq__view_open(struct kvq__queue *q, uint32_t view)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    uint32_t bytes = kvq__dtype_bytes(v->dtype);
+    if (!is_padded(v))
+        return KVQ_E_INVALID;
+    struct kvq__buffer *b = kvq__buffer_get(q->client, v->buffer);
+    if (!b)
+        return KVQ_E_BUFFER;
+    if (bytes == 0)
+        return KVQ_E_DTYPE;
+    if (v->offset > b->memory.bytes || v->token_stride > KVQ_MAX_BUFFER_BYTES ||
+        v->head_stride > KVQ_MAX_BUFFER_BYTES)
+        return KVQ_E_BOUNDS;
+    if ((v->offset | v->token_stride | v->head_stride) % bytes)
+        return KVQ_E_INVALID;
+    q->buffers[view] = b;
+    return 0;
+}
+
+// Whether [heads][dim] at `start` lies inside the view's buffer.
+static bool is_inside(const struct kvq__queue *q, uint32_t view, wide start, uint32_t heads,
+                      uint32_t dim)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    wide end =
+        start + (wide)(heads - 1) * v->head_stride + (uint64_t)dim * kvq__dtype_bytes(v->dtype);
+    return end <= q->buffers[view]->memory.bytes;
+}
+
+static bool overlaps(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim, uint64_t n)
+{
+    uint64_t width = (uint64_t)dim * kvq__dtype_bytes(v->dtype);
+    return (heads > 1 && v->head_stride < width) || (n > 1 && v->token_stride < width);
+}
+
+int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
+                   uint64_t row, uint64_t n)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    if (n == 0)
+        return 0;
+    if (overlaps(v, heads, dim, n))
+        return KVQ_E_INVALID;
+    wide last = v->offset + ((wide)row + n - 1) * v->token_stride;
+    return is_inside(q, view, last, heads, dim) ? 0 : KVQ_E_BOUNDS;
+}
+
+uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
+    uint8_t *base = q->gpu ? (uint8_t *)(uintptr_t)m->gpu : m->host;
+    return base + v->offset + row * v->token_stride;
+}
+
+int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s)
+{
+    const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
+    if (!s->pool->gpu)
+        return m->host ? 0 : KVQ_E_BUFFER;
+    if (!m->gpu || (m->on && m->on != s->pool->gpu))
+        return KVQ_E_BUFFER;
+    // Imported memory may start anywhere, and a GPU faults where a host would not.
+    return m->gpu % kvq__dtype_bytes(kvq__view(q, view)->dtype) ? KVQ_E_INVALID : 0;
+}
+
+// ---- Outputs ----
+
+// Rows of the entry in what the request writes.
+static void written_rows(const struct kvq__queue *q, uint32_t i, uint64_t *from, uint64_t *to)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    bool read = q->header.op == KVQ_OP_READ;
+    *from = read ? e->row : e->q_row;
+    *to = *from + (read ? e->append : e->queries);
+}
+
+int kvq__outputs_entry(struct kvq__queue *q, uint32_t i)
+{
+    uint64_t from, to, other_from, other_to;
+    written_rows(q, i, &from, &to);
+    if (from == to)
+        return 0;
+    bool apart = from >= q->written_to || to <= q->written_from;
+    for (uint32_t j = 0; !apart && j < i; j++) {
+        written_rows(q, j, &other_from, &other_to);
+        if (kvq__entry_alive(q, j) && from < other_to && other_from < to)
+            return KVQ_E_INVALID;
+    }
+    q->written_from = from < q->written_from ? from : q->written_from;
+    q->written_to = to > q->written_to ? to : q->written_to;
+    return 0;
+}
+
+// All that the request touches of a view's tensor, from its first row to its last; of entries with
+// different shapes as if each had the largest.
+static struct kvq_rows touched(const struct kvq__queue *q, uint32_t view)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    const struct kvq__buffer *b = q->buffers[view];
+    bool tokens = view == KVQ__VIEW_K || view == KVQ__VIEW_V;
+    uint64_t from = UINT64_MAX, to = 0;
+    struct kvq_rows r = {.row_stride = v->token_stride, .head_stride = v->head_stride};
+    if (!b)
+        return r;
+    r.start = v->offset + (b->memory.gpu ? b->memory.gpu : (uint64_t)(uintptr_t)b->memory.host);
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        const struct kvq_entry_wire *e = &q->entries[i];
+        uint32_t row = tokens ? e->row : e->q_row, n = tokens ? e->append : e->queries;
+        if (!kvq__entry_alive(q, i) || n == 0)
+            continue;
+        const struct kvq_shape *s = &q->work[i].session->layers[q->header.layer].shape;
+        uint32_t heads = tokens ? s->kv_heads : s->q_heads;
+        uint32_t dim = view == KVQ__VIEW_LSE                        ? 1
+                       : view == KVQ__VIEW_K || view == KVQ__VIEW_Q ? s->k_dim
+                                                                    : s->v_dim;
+        uint32_t width = dim * kvq__dtype_bytes(v->dtype);
+        from = row < from ? row : from;
+        to = (uint64_t)row + n > to ? (uint64_t)row + n : to;
+        r.heads = heads > r.heads ? heads : r.heads;
+        r.width = width > r.width ? width : r.width;
+    }
+    r.first = to ? from : 0;
+    r.n = to ? to - from : 0;
+    return r;
+}
+
+int kvq__outputs_check(const struct kvq__queue *q)
+{
+    bool paged = q->header.flags & KVQ_REQ_PAGED_KV, reads = q->header.op == KVQ_OP_READ;
+    bool appends = q->header.op == KVQ_OP_APPEND_ATTEND && !paged;
+    struct kvq_rows k = {0}, v = {0};
+    if (reads || appends) {
+        k = touched(q, KVQ__VIEW_K);
+        v = touched(q, KVQ__VIEW_V);
+    }
+    if (reads)
+        return kvq_rows_fold(&k) || kvq_rows_fold(&v) || kvq_rows_meet(&k, &v) ? KVQ_E_INVALID : 0;
+    const struct kvq_rows in[] = {touched(q, KVQ__VIEW_Q), k, v};
+    const struct kvq_rows out = touched(q, KVQ__VIEW_OUT), lse = touched(q, KVQ__VIEW_LSE);
+    bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
+    for (int j = 0; j < 3; j++)
+        bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
+    return bad ? KVQ_E_INVALID : 0;
+}
+
+// ---- Paged sources ----
+
+uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e)
+{
+    uint64_t tokens = (uint64_t)e->list_token + e->append;
+    return (uint32_t)((tokens + r->page_tokens - 1) / r->page_tokens);
+}
+
+// The first `to` tokens of one page.
+static bool page_inside(const struct kvq__queue *q, uint32_t view, const struct kvq_shape *s,
+                        uint32_t page, uint32_t to)
+{
+    const struct kvq_wire_view *v = kvq__view(q, view);
+    uint64_t stride = view == KVQ__VIEW_K ? q->header.k_page_stride : q->header.v_page_stride;
+    wide last = v->offset + (wide)page * stride + (wide)(to - 1) * v->token_stride;
+    return is_inside(q, view, last, s->kv_heads, view == KVQ__VIEW_K ? s->k_dim : s->v_dim);
+}
+
+int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
+                     const struct kvq_shape *s, const int32_t *list)
+{
+    uint32_t n = kvq__paged_count(&q->header, e), size = q->header.page_tokens;
+    uint32_t last = (uint32_t)(((uint64_t)e->list_token + e->append - 1) % size) + 1;
+    if (overlaps(&q->header.k, s->kv_heads, s->k_dim, e->append) ||
+        overlaps(&q->header.v, s->kv_heads, s->v_dim, e->append))
+        return KVQ_E_INVALID;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t to = i + 1 < n ? size : last;
+        if (list[i] < 0 || !page_inside(q, KVQ__VIEW_K, s, (uint32_t)list[i], to) ||
+            !page_inside(q, KVQ__VIEW_V, s, (uint32_t)list[i], to))
+            return KVQ_E_BOUNDS;
+    }
+    return 0;
+}
+
+// ---- Lists ----
+
+int kvq__list_open(struct kvq__queue *q)
+{
+    const struct kvq_wire_view *v = &q->header.list;
+    if (!is_padded(v))
+        return KVQ_E_INVALID;
+    struct kvq__buffer *b = kvq__buffer_get(q->client, v->buffer);
+    if (!b || !b->memory.host) // read here, wherever the sessions are
+        return KVQ_E_BUFFER;
+    if (v->offset > b->memory.bytes)
+        return KVQ_E_BOUNDS;
+    if (v->offset % sizeof(int32_t))
+        return KVQ_E_INVALID;
+    q->buffers[KVQ__VIEW_LIST] = b;
+    return 0;
+}
+
+const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n)
+{
+    const struct kvq__buffer *b = q->buffers[KVQ__VIEW_LIST];
+    wide end = q->header.list.offset + ((wide)element + n) * sizeof(int32_t);
+    if (end > b->memory.bytes)
+        return NULL;
+    return (const int32_t *)(const void *)(b->memory.host + q->header.list.offset) + element;
+}

@@ -1,0 +1,633 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who is evicted, where to, and what has become of it. See evict.h.
+#include "daemon/core/residency/evict.h"
+
+#include <stdio.h>
+
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/group.h"
+
+enum {
+    SAMPLES = 32,         // blocks of a session that are looked at, of maybe 100,000
+    FIXED_COST = 1 << 20, // in bytes: evicting many small sessions is no gain
+    RECLAIM_AT_ONCE = 64, // pages of prefixes between two looks at the rings
+    WAIT_MS = 50,         // how long a demotion waits for what is under way
+    LOOKS = 256,          // sessions that are looked at, if there are more than these
+    LEAST_LOOKS = 8,      // in each namespace
+};
+#define NS_PER_MS    1000000ull
+#define PATIENCE_NS  2000000000ull  // for a session to become old enough
+#define TRY_AGAIN_NS 10000000000ull // a session that could not be evicted is left alone for so long
+
+// ---- What a session is worth ----
+
+double kvq__score(const struct kvq__score *s)
+{
+    double cost = (double)s->write + (double)s->read + FIXED_COST;
+    return (double)s->idle * (double)s->gain / cost;
+}
+
+// Saves that hold its blocks while they are written.
+static uint32_t saves_of(const struct kvq__session *s)
+{
+    const struct kvq__save *save;
+    uint32_t n = 0;
+    LIST_FOREACH (save, &s->core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            n += save->ids[i] == s->id;
+    return n;
+}
+
+// The part of a session's blocks that nobody else has. The index of prefixes gives way, and what
+// is read from disk or written to it is let go soon. With `shared` also its share of those that
+// other sessions have as well.
+static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
+{
+    uint32_t seen = 0, passing = saves_of(s) + (s->restore && s->restore->entered);
+    uint32_t offered = s->restore ? s->restore->offered : 0;
+    uint32_t indexed = s->ids.sealed > offered ? s->ids.sealed : offered;
+    double own = 0;
+    for (uint32_t k = 0; k < SAMPLES; k++) {
+        const struct kvq__layer *l =
+            &s->layers[s->layers[(uint64_t)k * s->n_layers / SAMPLES].source];
+        uint32_t n = s->n_pages > l->first_page ? s->n_pages - l->first_page : 0;
+        if (n == 0)
+            continue;
+        uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
+        const struct kvq__pageref *p = kvq__page(l, page);
+        const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
+        uint32_t others = passing + (page < indexed);
+        seen += block != NULL;
+        if (!block || (ns && block->extent->owner->ns != ns))
+            continue;
+        uint32_t owners = block->refs - others + kvq__page_owners(l, page) - 1;
+        if (block->refs <= others || owners <= 1)
+            own++;
+        else if (shared)
+            own += 1.0 / owners;
+    }
+    return seen ? own / seen : 0;
+}
+
+static uint64_t bytes_of(const struct kvq__session *s)
+{
+    return kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+}
+
+// Bytes that a shortage has less of without the session.
+static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage *shortage,
+                        bool shared)
+{
+    const struct kvq__namespace *ns = shortage->code == KVQ_E_QUOTA ? s->ns : NULL;
+    if (!kvq__shortage_counts(shortage, s))
+        return 0;
+    bool begun = s->restore && !s->restore->entered; // it comes back, and has not all as yet
+    uint64_t bytes = begun ? s->restore->reserved : bytes_of(s);
+    return (uint64_t)((double)bytes * own_part(s, ns, shared));
+}
+
+// ---- Where it can go ----
+
+enum way { NOWHERE, TO_HOST, TO_DISK };
+
+// What could be had on the host, once prefixes have given way.
+static uint64_t host_room(const struct kvq__core *core)
+{
+    const struct kvq__pool *host = &core->pools[0];
+    const struct kvq__namespace *ns;
+    uint64_t room = host->budget - host->used_bytes;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        room += ns->prefixes.bytes;
+    return room;
+}
+
+static enum way way_of(const struct kvq__session *s, const struct kvq__shortage *shortage,
+                       uint64_t bytes)
+{
+    const struct kvq__core *core = s->core;
+    if (shortage->pool->gpu && core->now >= core->demote_after && bytes <= host_room(core) &&
+        kvq__quota_allows(s->ns, KVQ__HOST_BYTES, bytes))
+        return TO_HOST;
+    return kvq__session_parkable(s, NULL) == 0 ? TO_DISK : NOWHERE;
+}
+
+// ---- Looking at all of them ----
+
+struct choice {
+    const struct kvq__plea *plea;
+    bool shared; // blocks that sessions share count: if all of these go, they are free
+    struct kvq__session *best; // the first of its group
+    enum way way;
+    double score;
+    uint64_t gain; // of the best
+    uint64_t all;  // that could be gained by all that may go, now or soon
+    uint64_t busy; // and by all that may go once the work that uses them has ended
+    bool some;     // more sessions may help than were looked at
+};
+
+// Of a group as a whole.
+struct look {
+    bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
+    uint64_t gain, bytes, unsaved, idle, back, try_after;
+};
+
+static void look_at(const struct kvq__session *s, const struct choice *c, struct look *look)
+{
+    const struct kvq__plea *plea = c->plea;
+    const struct kvq__core *core = s->core;
+    uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
+    look->used |= s->park || s->fetch || kvq__session_in_use(s);
+    look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
+    look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
+    look->pinned |= s->stays;
+    look->own |= s == plea->own;
+    look->claimed |= s->claim == core->last_claim && s->claimed <= plea->ticket;
+    look->gain += gain_of(s, plea->shortage, c->shared);
+    look->bytes += bytes;
+    look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
+    look->idle = idle < look->idle ? idle : look->idle;
+    look->back = s->back_at > look->back ? s->back_at : look->back;
+    look->try_after = s->try_after > look->try_after ? s->try_after : look->try_after;
+}
+
+static struct look look_at_all(const struct kvq__session *s, const struct choice *c)
+{
+    struct look look = {.idle = UINT64_MAX};
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            look_at(m, c, &look);
+    }
+    return look;
+}
+
+// How long until it has been idle, and here, for long enough.
+static uint64_t too_young(const struct kvq__core *core, const struct look *look)
+{
+    uint64_t least = core->config.evict_idle_ns, here = core->now - look->back;
+    uint64_t wait = look->idle < least ? least - look->idle : 0;
+    if (look->back && here < least && least - here > wait)
+        wait = least - here;
+    return wait;
+}
+
+// False if it cannot go, old enough or not.
+static bool consider(struct choice *c, struct kvq__session *s)
+{
+    const struct kvq__core *core = s->core;
+    const struct kvq__plea *plea = c->plea;
+    struct look look = look_at_all(s, c);
+    if (look.gain == 0 || look.own)
+        return false;
+    if (look.used || look.claimed || look.pinned) {
+        plea->in_the_way->pinned += look.pinned;
+        plea->in_the_way->in_use += !look.pinned;
+        if (!look.pinned && !look.held && !look.claimed) { // that ends by itself
+            c->busy += look.gain;
+            *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+        }
+        return false;
+    }
+    enum way way = look.try_after > core->now ? NOWHERE : way_of(s, plea->shortage, look.bytes);
+    uint64_t wait = too_young(core, &look);
+    plea->in_the_way->nowhere += way == NOWHERE;
+    if (way == NOWHERE)
+        return false;
+    c->all += look.gain;
+    if (wait) {
+        plea->in_the_way->young++;
+        if (core->now + wait < *plea->look_at)
+            *plea->look_at = core->now + wait;
+        return true;
+    }
+    struct kvq__score score = {look.idle, look.gain, look.unsaved, look.bytes};
+    double value = kvq__score(&score);
+    if (c->best && value <= c->score)
+        return true;
+    c->best = s;
+    c->way = way;
+    c->score = value;
+    c->gain = look.gain;
+    return true;
+}
+
+// Memory of sessions that are not there yet, since they are read from disk or moved here. That ends
+// by itself, and then they can go, or their memory is free.
+static void consider_coming(const struct kvq__core *core, struct choice *c)
+{
+    const struct kvq__plea *plea = c->plea;
+    const struct kvq__restore *r;
+    const struct kvq__move *move;
+    uint64_t bytes = 0;
+    LIST_FOREACH (r, &core->restores, link)
+        if (!r->entered && !r->fetches && r->session != plea->own &&
+            kvq__shortage_counts(plea->shortage, r->session))
+            bytes += r->reserved;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if ((move->phase == KVQ__MOVE_RESERVING || move->phase == KVQ__MOVE_COPYING) &&
+            plea->shortage->code == KVQ_E_NO_MEMORY && move->to == plea->shortage->pool)
+            bytes += move->reserved_bytes;
+    if (bytes == 0)
+        return;
+    c->busy += bytes;
+    plea->in_the_way->in_use++;
+    *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+}
+
+// ---- Which of them are looked at ----
+
+static bool may_help(const struct kvq__shortage *shortage, const struct kvq__arena *arena)
+{
+    if (shortage->code == KVQ_E_QUOTA)
+        return arena->ns == shortage->ns &&
+               kvq__pool_limit(arena->pool) == kvq__pool_limit(shortage->pool);
+    return arena->pool == shortage->pool;
+}
+
+// The first of its group that is there, unless this look has had it.
+static struct kvq__session *group_of(struct kvq__session *s)
+{
+    struct kvq__session *first = s;
+    for (uint32_t i = s->shards; i-- > 0;)
+        if (kvq__group_member(s, i))
+            first = kvq__group_member(s, i);
+    if (first->evict_look == s->core->evict_looks)
+        return NULL;
+    first->evict_look = s->core->evict_looks;
+    return first;
+}
+
+// Those used longest ago. What the others would give is estimated from these. Who cannot go gives
+// way to others for the next look.
+static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t most)
+{
+    uint64_t before = c->all;
+    uint32_t n = arena->n_sessions, looks = 0;
+    struct kvq__session *s = TAILQ_FIRST(&arena->sessions), *next;
+    for (; s && looks < n && looks < most; looks++, s = next) {
+        next = TAILQ_NEXT(s, recent_link);
+        s->core->lookup.looks++;
+        if (s->n_pages == 0 && !s->restore && !s->move) { // until it is used again
+            kvq__recent_forget(s);
+            continue;
+        }
+        struct kvq__session *first = group_of(s);
+        bool goes = first && consider(c, first);
+        if (!goes && n > most)
+            kvq__recent_put(s);
+    }
+    if (looks == n)
+        return;
+    c->all += (c->all - before) / looks * (n - looks);
+    c->some = true;
+}
+
+static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool shared,
+                   struct choice *c)
+{
+    struct kvq__namespace *ns;
+    uint32_t arenas = 0, most = LOOKS;
+    uint64_t sessions = 0;
+    *c = (struct choice){.plea = plea, .shared = shared};
+    *plea->in_the_way = (struct kvq__in_the_way){0};
+    core->evict_looks++;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            if (may_help(plea->shortage, &ns->arenas[i]) && ns->arenas[i].n_sessions) {
+                sessions += ns->arenas[i].n_sessions;
+                arenas++;
+            }
+    if (sessions > LOOKS && arenas)
+        most = LOOKS / arenas < LEAST_LOOKS ? LEAST_LOOKS : LOOKS / arenas;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            if (may_help(plea->shortage, &ns->arenas[i]))
+                consider_some(c, &ns->arenas[i], most);
+    if (c->some && !c->best) { // others at the next look
+        c->busy = plea->need;
+        *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+    }
+    consider_coming(core, c);
+}
+
+// Marks the sessions of requests that wait for room: the asking one's, and of all others.
+static void claim(struct kvq__core *core, const struct kvq__queue *q, uint64_t ticket)
+{
+    struct kvq__handle *h;
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) < 0)
+            continue;
+        struct kvq__session *s = h->session;
+        if (s->claim == core->last_claim && s->claimed < ticket)
+            continue;
+        s->claim = core->last_claim;
+        s->claimed = ticket;
+    }
+}
+
+static void claim_all(struct kvq__core *core, const struct kvq__plea *plea)
+{
+    const struct kvq__queue *q;
+    core->last_claim++;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link)
+        claim(core, q, q->turn.ticket);
+    if (plea->queue)
+        claim(core, plea->queue, plea->ticket);
+}
+
+// ---- Evicting ----
+
+static struct kvq__evicting *slot_of(struct kvq__core *core, const struct kvq__pool *pool)
+{
+    return &core->evicting[pool - core->pools];
+}
+
+// The eviction under way that may help, or NULL.
+static const struct kvq__evicting *under_way(struct kvq__core *core,
+                                             const struct kvq__shortage *shortage)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        const struct kvq__evicting *e = &core->evicting[i];
+        if (e->ticket && (shortage->code == KVQ_E_QUOTA ? e->ns == shortage->ns
+                                                        : &core->pools[i] == shortage->pool))
+            return e;
+    }
+    return NULL;
+}
+
+static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reason,
+                uint64_t *ticket)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = WAIT_MS, .demotes = true};
+    struct kvq__move_info info = {0};
+    char text[KVQ_TEXT_BYTES];
+    int rc = way == TO_HOST ? kvq__move_start(s, &spec, &info, text)
+                            : kvq__park_start(s, reason, &info, text);
+    *ticket = info.id;
+    return rc;
+}
+
+// Why it could not go: what was in the way may still be there. One that is in use again is passed
+// by for that alone.
+static void note_failed(struct kvq__session *s, bool demotes, int status)
+{
+    uint64_t after = s->core->now + TRY_AGAIN_NS;
+    if (demotes && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA))
+        s->core->demote_after = after; // there is disk
+    else if (status != KVQ_E_BUSY)
+        s->try_after = after;
+}
+
+static int start(struct kvq__core *core, const struct choice *c, enum kvq__park_reason reason)
+{
+    struct kvq__evicting *e = slot_of(core, c->best->pool);
+    uint64_t ticket;
+    if (e->ticket)
+        return KVQ_E_BUSY;
+    int rc = send(c->best, c->way, reason, &ticket);
+    if (rc < 0) {
+        note_failed(c->best, c->way == TO_HOST, rc);
+        c->best->try_after = rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : c->best->try_after;
+        return rc;
+    }
+    *e = (struct kvq__evicting){.ticket = ticket,
+                                .session = c->best->id,
+                                .bytes = c->gain,
+                                .ns = c->best->ns,
+                                .demotes = c->way == TO_HOST};
+    return 0;
+}
+
+static uint64_t free_of(const struct kvq__shortage *s)
+{
+    enum kvq__limit which = kvq__pool_limit(s->pool);
+    uint64_t limit = s->code == KVQ_E_QUOTA ? s->ns->quota.limit[which] + s->ns->exempt[which] : 0;
+    if (s->code == KVQ_E_QUOTA)
+        return limit > s->ns->used[which] ? limit - s->ns->used[which] : 0;
+    return s->pool->budget - s->pool->used_bytes;
+}
+
+// Blocks that a move which has ended has yet to give back.
+static bool gives_back(const struct kvq__move *move, const struct kvq__pool *pool)
+{
+    bool ends = move->phase == KVQ__MOVE_DRAINING || move->phase == KVQ__MOVE_RELEASING;
+    for (uint32_t i = move->at; ends && i < move->n; i++)
+        for (uint64_t ref = i == move->at ? move->ref : 0; ref < kvq__moved_refs(&move->moved[i]);
+             ref++) {
+            const struct kvq__block *b = kvq__moved_there(&move->moved[i], ref)->block;
+            if (b)
+                return b->extent->owner->pool == pool;
+        }
+    return false;
+}
+
+// Blocks that nobody has any more, but work under way may still look at, or nobody has got round to
+// giving back. With a client whose stream stands still that may take for ever.
+static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *pool)
+{
+    const struct kvq__block *b;
+    const struct kvq__move *move;
+    TAILQ_FOREACH (b, &core->limbo, limbo_link)
+        if (b->extent->owner->pool == pool)
+            return true;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (gives_back(move, pool))
+            return true;
+    return false;
+}
+
+// Whether the sessions that can go, or that can with those that are busy, have what is missing.
+static bool is_enough(const struct choice *c, uint64_t busy)
+{
+    const struct kvq__plea *plea = c->plea;
+    return free_of(plea->shortage) + c->all + busy >= plea->need &&
+           (c->best || *plea->look_at != UINT64_MAX);
+}
+
+static enum kvq__help evict(struct kvq__core *core, const struct kvq__plea *plea, struct choice *c)
+{
+    if (under_way(core, plea->shortage))
+        return KVQ__HELP_NOW;
+    if (is_in_limbo(core, plea->shortage->pool)) {
+        *plea->look_at = core->now;
+        return KVQ__HELP_LATER;
+    }
+    if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
+        choose(core, plea, true, c);
+    if (!is_enough(c, 0) && plea->shortage->later) {
+        *plea->look_at = core->now;
+        return KVQ__HELP_LATER;
+    }
+    if (!is_enough(c, 0)) // nobody goes in vain
+        return is_enough(c, c->busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
+                                                                     : KVQ__HELP_NONE;
+    bool quota = plea->shortage->code == KVQ_E_QUOTA;
+    while (c->best) {
+        int rc = start(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
+        if (rc == 0 || rc == KVQ_E_BUSY)
+            return KVQ__HELP_NOW;
+        choose(core, plea, c->shared, c);
+    }
+    return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+}
+
+enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
+{
+    struct choice c;
+    if (core->draining)
+        return KVQ__HELP_NONE;
+    if (kvq__ended_helps(core, plea->shortage)) // before anybody has to go
+        return KVQ__HELP_NOW;
+    claim_all(core, plea);
+    choose(core, plea, false, &c);
+    enum kvq__help prompts =
+        kvq__exact_give_way(core, plea, free_of(plea->shortage), c.all + c.busy);
+    if (prompts == KVQ__HELP_NOW)
+        return prompts;
+    enum kvq__help others = evict(core, plea, &c);
+    if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
+        return others;
+    *plea->look_at = core->now;
+    return prompts;
+}
+
+bool kvq__evict_too_late(uint64_t since, uint64_t look_at)
+{
+    return look_at > since + PATIENCE_NS;
+}
+
+void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,
+                          size_t room)
+{
+    int n = snprintf(text, room, "of the sessions there %u are in use", w->in_use);
+    if (w->pinned && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u pinned", w->pinned);
+    if (w->young && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u were used in the last %llu ms", w->young,
+                      (unsigned long long)(core->config.evict_idle_ns / NS_PER_MS));
+    if (w->nowhere && n > 0 && (size_t)n < room)
+        snprintf(text + n, room - (size_t)n, ", %u have nowhere to go%s", w->nowhere,
+                 core->config.saves ? "" : " (set storage_dir: then idle ones go to disk)");
+}
+
+// ---- What has become of it ----
+
+static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->id == id)
+            return move;
+    return NULL;
+}
+
+static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, uint64_t bytes)
+{
+    struct kvq__session *s = kvq__session_by_id(core, e->session);
+    if (status == 0 && e->demotes) {
+        core->evicted.demoted++;
+        core->evicted.demoted_bytes += bytes;
+    } else if (status < 0) {
+        core->evicted.failed++;
+        if (s)
+            note_failed(s, e->demotes, status);
+    }
+    e->ticket = 0;
+    core->evicted.ended++;
+    core->freed++; // those who wait look again, whatever came of it
+}
+
+// Whether it has ended: its memory is free, or it stays.
+static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, int *status,
+                        uint64_t *bytes)
+{
+    static const struct kvq__peer self = {.admin = true};
+    const struct kvq__move *move = e->demotes ? move_of(core, e->ticket) : NULL;
+    struct kvq__move_info info;
+    *status = KVQ_E_CANCELLED;
+    *bytes = 0;
+    if (move) {
+        *status = move->status;
+        *bytes = move->moved_bytes;
+        return move->phase == KVQ__MOVE_OVER;
+    }
+    if (e->demotes || !kvq__park_info(core, &self, e->ticket, &info))
+        return true;
+    *status = info.status;
+    return info.finished;
+}
+
+bool kvq__evict_poll(struct kvq__core *core)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        struct kvq__evicting *e = &core->evicting[i];
+        int status;
+        uint64_t bytes;
+        if (!e->ticket || !look_at_end(core, e, &status, &bytes))
+            continue;
+        ended(core, e, status, bytes);
+        any = true;
+    }
+    return any;
+}
+
+// ---- Before anybody needs the room ----
+
+static bool is_above(const struct kvq__core *core, const struct kvq__pool *pool)
+{
+    uint32_t above = core->config.evict_above;
+    return above && above < 100 && pool->used_bytes > pool->budget / 100 * above;
+}
+
+static void relieve(struct kvq__core *core, const struct choice *c)
+{
+    struct kvq__pool *pool = c->plea->shortage->pool;
+    for (uint32_t i = 0; i < RECLAIM_AT_ONCE; i++)
+        if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY))
+            break;
+    if (is_above(core, pool))
+        start(core, c, KVQ__PARK_ROOM);
+}
+
+// Where nobody needs the room disk is where what is idle goes.
+static void park_idle(struct kvq__core *core, struct choice *c)
+{
+    uint64_t least = core->config.park_idle_ns;
+    if (least == 0 || core->now - c->best->idle_since < least ||
+        kvq__session_parkable(c->best, NULL) < 0)
+        return;
+    c->way = TO_DISK;
+    start(core, c, KVQ__PARK_IDLE);
+}
+
+static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
+{
+    struct kvq__shortage shortage = {.pool = pool, .code = KVQ_E_NO_MEMORY};
+    struct kvq__in_the_way way;
+    uint64_t look_at = UINT64_MAX;
+    struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    struct choice c;
+    claim_all(core, &plea);
+    choose(core, &plea, false, &c);
+    if (c.best && is_above(core, pool))
+        relieve(core, &c);
+    else if (c.best)
+        park_idle(core, &c);
+}
+
+void kvq__evict_tick(struct kvq__core *core)
+{
+    bool idle = core->config.park_idle_ns > 0;
+    for (uint32_t i = 0; i < core->n_pools && !core->draining; i++)
+        if (!core->evicting[i].ticket && (idle || is_above(core, &core->pools[i])))
+            look_at_pool(core, &core->pools[i]);
+}
+
+void kvq__evict_back(struct kvq__session *s)
+{
+    s->back_at = s->core->now;
+}

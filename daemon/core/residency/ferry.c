@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ways to and from a GPU for threads that may wait; see saved_internal.h.
+#include "daemon/core/residency/saved_internal.h"
+
+// What it has outgrown it keeps: to free pinned memory waits for the whole GPU, and that may wait
+// for a client. It is at most as much again, since each is at least twice the one before.
+enum { OUTGROWN = 40 };
+struct kvq__ferry {
+    LIST_ENTRY(kvq__ferry) link;
+    struct kvq__gpu *gpu;
+    struct kvq_gpu_stream *stream; // that all ferries of the GPU share
+    void *memory, *outgrown[OUTGROWN];
+    uint32_t n_outgrown;
+    size_t bytes;
+};
+
+struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu)
+{
+    struct kvq__ferry *f;
+    LIST_FOREACH (f, &core->ferries, link)
+        if (f->gpu == gpu) {
+            LIST_REMOVE(f, link);
+            return f;
+        }
+    f = kvq__allocate(core, sizeof *f);
+    if (f) {
+        f->gpu = gpu;
+        f->stream = kvq__gpu_stream(gpu, KVQ__GPU_STREAM_COPIES);
+    }
+    return f;
+}
+
+void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry)
+{
+    if (*ferry)
+        LIST_INSERT_HEAD(&core->ferries, *ferry, link);
+    *ferry = NULL;
+}
+
+void *kvq__ferry_memory(struct kvq__ferry *f, size_t bytes)
+{
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
+    if (bytes <= f->bytes)
+        return f->memory;
+    void *memory = NULL;
+    size_t more = bytes > 2 * f->bytes ? bytes : 2 * f->bytes;
+    int result = kvq__gpu_enter(f->gpu);
+    if (result == 0)
+        result = d->host_alloc(&memory, more, 0);
+    if (result)
+        return NULL;
+    if (f->memory)
+        f->outgrown[f->n_outgrown++] = f->memory;
+    f->memory = memory;
+    f->bytes = more;
+    return f->memory;
+}
+
+// A fault is the poller's to find and tell.
+static int wait(struct kvq__ferry *f, int result)
+{
+    result = result ? result : kvq__gpu_driver(f->gpu)->stream_sync(f->stream);
+    return result ? KVQ_E_SYSTEM : 0;
+}
+
+int kvq__ferry_fetch(struct kvq__ferry *f, const uint8_t *from, size_t bytes)
+{
+    int result = kvq__gpu_enter(f->gpu);
+    if (result == 0)
+        result = kvq__gpu_driver(f->gpu)->copy_out(f->memory, (uintptr_t)from, bytes, f->stream);
+    return wait(f, result);
+}
+
+int kvq__ferry_bring(struct kvq__ferry *f, uint8_t *to, size_t at, size_t bytes)
+{
+    const uint8_t *from = (const uint8_t *)f->memory + at;
+    int result = kvq__gpu_enter(f->gpu);
+    if (result == 0)
+        result = kvq__gpu_driver(f->gpu)->copy_in((uintptr_t)to, from, bytes, f->stream);
+    return wait(f, result);
+}
+
+void kvq__ferries_close(struct kvq__core *core)
+{
+    struct kvq__ferry *f;
+    while ((f = LIST_FIRST(&core->ferries))) {
+        const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
+        LIST_REMOVE(f, link);
+        if (kvq__gpu_enter(f->gpu) == 0) {
+            if (f->memory)
+                d->host_free(f->memory);
+            while (f->n_outgrown > 0)
+                d->host_free(f->outgrown[--f->n_outgrown]);
+        }
+        kvq__deallocate(core, f, sizeof *f);
+    }
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Demoted sessions: they belong on a GPU, stand in the host's memory because others needed the room
+// there, and go back when somebody uses them. See evict.h.
+#include "daemon/core/residency/evict.h"
+
+#include "daemon/core/residency/move.h"
+
+#define AGAIN_NS 50000000ull // it tries again so often though nobody was evicted
+
+// Requests on the session wait, and no longer than for any move.
+static int go_home(struct kvq__session *s)
+{
+    struct kvq__move_spec spec = {
+        .place = kvq__pool_name(s->home), .one_shard = true, .shard = s->shard, .wait_ms = 1000};
+    struct kvq__move_info info;
+    char text[KVQ_TEXT_BYTES];
+    return kvq__move_start(s, &spec, &info, text);
+}
+
+// Extents belong to one namespace each, so that there may be no block though there are bytes.
+static bool was_refused(const struct kvq__session *s)
+{
+    return s->home_refused == s->core->evicted.ended + 1 &&
+           s->core->now - s->home_refused_at < AGAIN_NS;
+}
+
+static bool has_room(const struct kvq__session *s, uint64_t bytes)
+{
+    return s->home->budget - s->home->used_bytes >= bytes && !was_refused(s) &&
+           kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
+}
+
+void kvq__home_refused(struct kvq__session *s)
+{
+    s->home_refused = s->core->evicted.ended + 1;
+    s->home_refused_at = s->core->now;
+}
+
+void kvq__home_ask(struct kvq__session *s)
+{
+    uint64_t bytes = s->home ? kvq__room_bytes(s, s->tokens) : 0;
+    if (s->home && !s->away && !s->move && has_room(s, bytes))
+        go_home(s);
+}
+
+bool kvq__home_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
+{
+    struct kvq__core *core = s->core;
+    if (!s->home || s->away)
+        return false;
+    kvq__session_used(s); // nobody else's need makes it go now
+    if (s->move || s->park || s->n_loading)
+        return true;
+    uint64_t bytes = kvq__room_bytes(s, s->tokens);
+    if (has_room(s, bytes)) {
+        int rc = go_home(s);
+        q->work[i].no_room = rc == KVQ_E_NO_MEMORY ? rc : 0;
+        return rc != KVQ_E_NO_MEMORY && !core->draining;
+    }
+    bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
+    core->shortage =
+        (struct kvq__shortage){s->ns, s->home, bytes, quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
+    if (kvq__room_wait(q, s, bytes, bytes))
+        return true;
+    q->work[i].no_room = core->shortage.code;
+    return false;
+}
+
+void kvq__home_left(struct kvq__session *s, struct kvq__pool *from, bool demotes)
+{
+    struct kvq__core *core = s->core;
+    bool back = s->home == s->pool;
+    if (demotes && !s->home) {
+        s->home = from;
+        core->n_demoted++;
+    } else if (!demotes && s->home) {
+        s->home = NULL;
+        core->n_demoted--;
+    }
+    if (back) {
+        core->evicted.promoted++;
+        core->evicted.promoted_bytes += kvq__room_bytes(s, s->tokens);
+    }
+    kvq__evict_back(s);
+}
+
+void kvq__home_lost(struct kvq__session *s)
+{
+    s->core->n_demoted -= s->home != NULL;
+    s->home = NULL;
+}

@@ -1,0 +1,634 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See move.h.
+#include "daemon/core/residency/move.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/session/group.h"
+
+enum {
+    RELEASE_AT_ONCE = 512, // blocks between two looks at the rings
+    MOST = 64,             // moves that are remembered
+};
+#define KEEP_NS         60000000000ull // so long at least
+#define DEFAULT_WAIT_NS 10000000000ull
+#define NS_PER_MS       1000000ull
+
+int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
+{
+    if (s->move)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is being moved already, to %s; wait until it is there",
+                         s->name, kvq__pool_name(s->move->to));
+    if (s->park || (s->away && s->fetch))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is on its way to disk or back; wait until it is there",
+                         s->name);
+    // What a demoted session's tables show is to come, at its home.
+    if (!LIST_EMPTY(&s->tables) && s->home != to)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is read by a client in its own context, which has its "
+                         "memory mapped; close it there, then move it",
+                         s->name);
+    return 0;
+}
+
+// Everybody who has it open will enqueue there.
+static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
+{
+    const struct kvq__handle *h;
+    struct kvq__lane *lane;
+    int rc = 0;
+    LIST_FOREACH (h, &s->handles, link)
+        if (rc == 0 && to->gpu)
+            rc = kvq__lane_get(h->client, to->gpu, &lane);
+    return rc;
+}
+
+static void free_part(struct kvq__namespace *ns, struct kvq__moved *m)
+{
+    struct kvq__core *core = ns->core;
+    kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
+    for (uint32_t i = 0; i < m->n_sheets; i++)
+        kvq__sheet_drop(ns, &m->sheets[i], m->n_owned);
+    kvq__ns_deallocate(ns, m->sheets, m->room * sizeof *m->sheets);
+    kvq__deallocate(core, m->extras, m->n_layers * sizeof *m->extras);
+    kvq__deallocate(core, m->books, m->n_layers * sizeof *m->books);
+    *m = (struct kvq__moved){0};
+}
+
+// What a session has on a GPU besides blocks.
+static int equip(struct kvq__moved *m, struct kvq__gpu *gpu)
+{
+    int rc = 0;
+    if (gpu && !(m->counts = kvq__gpu_counts_new(gpu)))
+        return KVQ_E_NO_MEMORY;
+    for (uint32_t i = 0; gpu && rc == 0 && i < m->n_layers; i++) {
+        const struct kvq__layer *l = &m->session->layers[i];
+        if (l->book.k || l->book.v)
+            rc = kvq__gpu_book(gpu, l->format, &l->shape, &l->book, &m->books[i]);
+    }
+    return rc;
+}
+
+static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
+{
+    for (uint32_t i = 0; gpu && m->books && i < m->n_layers; i++)
+        if (m->books[i].k || m->books[i].v)
+            kvq__gpu_book_release(gpu, &m->session->layers[i].book);
+    if (m->counts)
+        kvq__gpu_counts_free(gpu, m->counts);
+    m->counts = NULL;
+}
+
+// A page table for the other place.
+static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
+{
+    uint32_t n = (m->n_pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
+    m->room = n ? n : 1;
+    int rc = 0;
+    m->sheets = kvq__ns_allocate(ns, m->room * sizeof *m->sheets, &rc);
+    while (rc == 0 && m->n_sheets < n) {
+        struct kvq__sheet *sheet = kvq__sheet_new(ns, m->n_owned, &rc);
+        if (sheet)
+            m->sheets[m->n_sheets++] = sheet;
+    }
+    return rc;
+}
+
+static int take_part(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__core *core = move->core;
+    const struct kvq__session *s = m->session;
+    uint32_t n = 0;
+    m->n_layers = s->n_layers;
+    m->n_owned = s->n_owned;
+    m->n_pages = s->n_pages;
+    m->owned = kvq__allocate(core, m->n_owned * sizeof *m->owned);
+    m->extras = kvq__allocate(core, m->n_layers * sizeof *m->extras);
+    m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
+    if (!m->owned || !m->extras || !m->books)
+        return KVQ_E_NO_MEMORY;
+    int rc = take_sheets(move->ns, m);
+    if (rc < 0)
+        return rc;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            m->owned[n++] = i;
+    rc = take_lanes(s, move->to);
+    return rc ? rc : equip(m, move->to->gpu);
+}
+
+// ---- From phase to phase ----
+
+static void finish(struct kvq__move *move, int status)
+{
+    char text[KVQ_TEXT_BYTES / 2];
+    move->finished = true;
+    move->finished_at = move->core->now;
+    move->status = status;
+    snprintf(text, sizeof text, status ? "not to %s: %.200s" : "to %s", kvq__pool_name(move->to),
+             move->text);
+    kvq__event(move->core, KVQ__EVENT_SESSION_MOVED, move->ns->name, move->name, 0, text);
+}
+
+// The session's requests go on, wherever it is by now.
+static void let_go(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    m->session = NULL;
+    s->move = NULL;
+    s->core->n_moving--;
+    if (move->phase > KVQ__MOVE_WAITING)
+        kvq__session_unpin(s);
+}
+
+// The move has failed: of each pair it is the new block that goes.
+static void exempt_new(struct kvq__moved *m)
+{
+    for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {
+        struct kvq__block *here = kvq__moved_here(m, ref)->block;
+        struct kvq__block *there = kvq__moved_there(m, ref)->block;
+        if (!here || !here->exempt)
+            continue;
+        kvq__block_exempt(here, false);
+        if (there)
+            kvq__block_exempt(there, true);
+    }
+}
+
+static void abandon(struct kvq__move *move, struct kvq__moved *m)
+{
+    exempt_new(m);
+    unequip(m, move->to->gpu);
+    kvq__pack_queue(m->session);
+    let_go(move, m);
+}
+
+static void fail(struct kvq__move *move, int status)
+{
+    for (uint32_t i = 0; i < move->n; i++)
+        abandon(move, &move->moved[i]);
+    finish(move, status);
+    move->phase = move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER;
+}
+
+void kvq__move_lost(struct kvq__session *s)
+{
+    struct kvq__move *move = s->move;
+    if (!move)
+        return;
+    kvq__fail(move->text, KVQ_E_CANCELLED, "session \"%s\" was dropped before it was moved",
+              s->name);
+    fail(move, KVQ_E_CANCELLED);
+}
+
+static bool is_idle(const struct kvq__move *move)
+{
+    for (uint32_t i = 0; i < move->n; i++) {
+        const struct kvq__session *s = move->moved[i].session;
+        if (kvq__in_step(s) || s->exclusive || s->n_loading || !kvq__session_quiet(s))
+            return false;
+    }
+    return true;
+}
+
+static void begin(struct kvq__move *move)
+{
+    int rc = kvq__mover_open(move->core);
+    move->phase = KVQ__MOVE_RESERVING;
+    for (uint32_t i = 0; i < move->n; i++) {
+        kvq__session_pin(move->moved[i].session);
+        kvq__pack_unqueue(move->moved[i].session);
+    }
+    kvq__flight_begin(move->core, &move->flight);
+    move->bytes = kvq__move_need(move);
+    rc = rc ? rc : kvq__move_check_room(move, move->text);
+    for (uint32_t i = 0; rc == 0 && i < move->n; i++)
+        rc = take_part(move, &move->moved[i]);
+    if (rc == 0)
+        return;
+    if (rc == KVQ_E_QUOTA && !move->text[0])
+        kvq__ns_refused(move->ns, rc, "another page table", move->text);
+    if (!move->text[0])
+        kvq__fail(move->text, rc, "no memory on %s for a session, a client's stream or what copies",
+                  kvq__pool_name(move->to));
+    fail(move, rc);
+}
+
+static bool wait(struct kvq__move *move)
+{
+    if (is_idle(move)) {
+        begin(move);
+        return true;
+    }
+    if (move->core->now < move->deadline)
+        return false;
+    kvq__fail(move->text, KVQ_E_BUSY,
+              "session \"%s\" was in a step, or in use by requests, for %llu ms without a break; "
+              "end the step, or wait for longer",
+              move->name, (unsigned long long)(move->wait_ns / NS_PER_MS));
+    fail(move, KVQ_E_BUSY);
+    return true;
+}
+
+// False while extents for it are being made.
+static bool reserve(struct kvq__move *move)
+{
+    int rc = kvq__move_reserve(move);
+    if (rc < 0) {
+        fail(move, rc);
+    } else if (rc == 0) {
+        move->phase = KVQ__MOVE_COPYING;
+        move->at = 0;
+        move->ref = 0;
+    }
+    return rc != 2;
+}
+
+// ---- The moment ----
+
+// What only the host's workers keep up to date.
+static void publish_outliers(const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (kvq__layer_owns(s, i) && l->extras.data && l->packed)
+            kvq_outliers_publish(l->format, &l->shape, l->extras.data);
+    }
+}
+
+static void exchange_pages(struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    struct kvq__sheet **sheets = s->sheets;
+    uint32_t n_sheets = s->n_sheets, room = s->sheet_room;
+    s->sheets = m->sheets;
+    s->n_sheets = m->n_sheets;
+    s->sheet_room = m->room;
+    kvq__sheets_place(s);
+    m->sheets = sheets;
+    m->n_sheets = n_sheets;
+    m->room = room;
+    for (uint32_t i = 0; i < m->n_owned; i++) {
+        struct kvq__layer *l = &s->layers[m->owned[i]];
+        struct kvq__ref extras = l->extras;
+        l->extras = m->extras[m->owned[i]];
+        m->extras[m->owned[i]] = extras;
+    }
+}
+
+static void arrive(struct kvq__move *move, struct kvq__moved *m)
+{
+    struct kvq__session *s = m->session;
+    struct kvq__pool *from = s->pool;
+    struct kvq__gpu_counts *counts = s->counts;
+    exchange_pages(m);
+    s->counts = m->counts;
+    m->counts = counts;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq_book book = s->layers[i].gpu_book;
+        s->layers[i].gpu_book = m->books[i];
+        s->layers[i].pack_lane = NULL;
+        m->books[i] = book;
+    }
+    unequip(m, from->gpu);
+    kvq__session_settle_in(s, move->to);
+    kvq__home_left(s, from, move->demotes);
+    if (!s->pool->gpu)
+        publish_outliers(s);
+    kvq__pack_queue(s);
+    let_go(move, m);
+}
+
+static void copy(struct kvq__move *move, bool *any)
+{
+    int rc = kvq__mover_copy(move, any);
+    if (rc < 0) {
+        kvq__fail(move->text, rc, "a GPU failed while session \"%s\" was copied", move->name);
+        fail(move, rc);
+        return;
+    }
+    if (rc == 0)
+        return;
+    *any = true;
+    kvq__flight_end(move->core, &move->flight);
+    for (uint32_t i = 0; i < move->n; i++)
+        arrive(move, &move->moved[i]);
+    finish(move, 0);
+    move->phase = KVQ__MOVE_RELEASING;
+    move->at = 0;
+    move->ref = 0;
+}
+
+// ---- Afterwards ----
+
+static void release(struct kvq__move *move)
+{
+    // The session was quiet as the move began, and the copies of a move that failed have ended.
+    kvq__drops_begin(move->core, NULL, 0);
+    for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
+        const struct kvq__moved *m = &move->moved[move->at];
+        if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
+            kvq__block_drop(move->core, kvq__moved_there(m, move->ref));
+    }
+    bool more = kvq__move_next(move);
+    for (uint32_t i = 0; !more && i < move->n; i++)
+        free_part(move->ns, &move->moved[i]);
+    kvq__drops_end(move->core);
+    move->phase = more ? KVQ__MOVE_RELEASING : KVQ__MOVE_OVER;
+}
+
+static void drain(struct kvq__move *move)
+{
+    if (!kvq__mover_drained(move->core))
+        return;
+    kvq__flight_end(move->core, &move->flight);
+    move->phase = KVQ__MOVE_RELEASING;
+    move->at = 0;
+    move->ref = 0;
+}
+
+static void move_free(struct kvq__move *move)
+{
+    struct kvq__core *core = move->core;
+    assert(move->phase == KVQ__MOVE_OVER);
+    TAILQ_REMOVE(&core->moves, move, link);
+    core->n_moves--;
+    kvq__deallocate(core, move->moved, move->room * sizeof *move->moved);
+    kvq__deallocate(core, move, sizeof *move);
+}
+
+// True if there was something to do.
+static bool go_on(struct kvq__move *move)
+{
+    enum kvq__move_phase phase = move->phase;
+    bool any = false;
+    switch (phase) {
+    case KVQ__MOVE_WAITING:
+        return wait(move);
+    case KVQ__MOVE_RESERVING:
+        return reserve(move);
+    case KVQ__MOVE_COPYING:
+        copy(move, &any);
+        return any;
+    case KVQ__MOVE_DRAINING:
+        drain(move);
+        return move->phase != phase;
+    case KVQ__MOVE_RELEASING:
+        release(move);
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool is_active(const struct kvq__move *move)
+{
+    return move->phase >= KVQ__MOVE_WAITING && move->phase <= KVQ__MOVE_DRAINING;
+}
+
+// One move at a time waits and copies, the one that has been there for longest.
+static bool start_next(struct kvq__core *core)
+{
+    struct kvq__move *move, *next = NULL;
+    TAILQ_FOREACH (move, &core->moves, link) {
+        if (is_active(move))
+            return false;
+        if (move->phase == KVQ__MOVE_QUEUED && !next)
+            next = move;
+    }
+    if (!next)
+        return false;
+    next->phase = KVQ__MOVE_WAITING;
+    next->deadline = core->now + next->wait_ns;
+    return true;
+}
+
+bool kvq__moves_poll(struct kvq__core *core)
+{
+    struct kvq__move *move, *after;
+    bool any = core->n_moves > 0 && start_next(core);
+    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
+        after = TAILQ_NEXT(move, link);
+        any |= go_on(move);
+    }
+    return any;
+}
+
+void kvq__moves_tick(struct kvq__core *core)
+{
+    struct kvq__move *move, *after;
+    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
+        after = TAILQ_NEXT(move, link);
+        if (move->phase == KVQ__MOVE_OVER && core->now - move->finished_at >= KEEP_NS)
+            move_free(move);
+    }
+}
+
+bool kvq__core_moves(const struct kvq__core *core)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->phase != KVQ__MOVE_OVER)
+            return true;
+    return kvq__parks_busy(core);
+}
+
+void kvq__moves_close(struct kvq__core *core)
+{
+    struct kvq__move *move;
+    while ((move = TAILQ_FIRST(&core->moves))) {
+        if (!move->finished)
+            fail(move, KVQ_E_CANCELLED);
+        kvq__mover_sync(core);
+        if (move->phase == KVQ__MOVE_DRAINING)
+            drain(move);
+        while (move->phase == KVQ__MOVE_RELEASING)
+            release(move);
+        move_free(move);
+    }
+    kvq__mover_close(core);
+}
+
+struct kvq__pool *kvq__move_place(const struct kvq__session *s)
+{
+    return s->move ? s->move->to : NULL;
+}
+
+bool kvq__move_asks(const struct kvq__session *s)
+{
+    if (!s->move)
+        return false;
+    if (s->move->phase > KVQ__MOVE_WAITING)
+        return true;
+    bool in_step = false; // which has to come to its end first
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        in_step |= m && kvq__in_step(m);
+    }
+    return s->move->phase == KVQ__MOVE_WAITING && !in_step;
+}
+
+// ---- Asking for one ----
+
+static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s, uint32_t n)
+{
+    struct kvq__move *move = kvq__allocate(core, sizeof *move);
+    struct kvq__moved *moved = kvq__allocate(core, n * sizeof *moved);
+    if (!move || !moved) {
+        kvq__deallocate(core, move, sizeof *move);
+        kvq__deallocate(core, moved, n * sizeof *moved);
+        return NULL;
+    }
+    move->core = core;
+    move->ns = s->ns;
+    move->moved = moved;
+    move->room = n;
+    if (s->name[0])
+        snprintf(move->name, sizeof move->name, "%s", s->name);
+    else
+        snprintf(move->name, sizeof move->name, "#%llu", (unsigned long long)s->id);
+    return move;
+}
+
+// It has nothing to be copied: it will come back there.
+static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *text)
+{
+    int rc = take_lanes(s, move->to);
+    rc = rc ? rc : kvq__session_replace(s, move->to);
+    return rc ? kvq__fail(text, rc, "no memory on %s for a session or a client's stream",
+                          kvq__pool_name(move->to))
+              : 0;
+}
+
+static int add_session(struct kvq__move *move, struct kvq__session *s, char *text)
+{
+    int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
+    if (rc == 0 && s->pool == move->to &&
+        s->home) // that it stood there for a while no longer counts
+        kvq__home_lost(s);
+    if (rc || s->pool == move->to)
+        return rc;
+    if (s->away)
+        return send_back_to(move, s, text);
+    move->moved[move->n++].session = s;
+    return 0;
+}
+
+// The session's shards that are elsewhere, or the one of them that was named.
+static int add_sessions(struct kvq__move *move, struct kvq__session *s,
+                        const struct kvq__move_spec *spec, char *text)
+{
+    int rc = 0;
+    if (spec->one_shard && !kvq__group_member(s, spec->shard))
+        return kvq__fail(text, KVQ_E_NO_SESSION, "session \"%s\" has no shard %u; it has %u",
+                         move->name, spec->shard, s->shards);
+    for (uint32_t i = 0; rc == 0 && i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m && (!spec->one_shard || i == spec->shard))
+            rc = add_session(move, m, text);
+    }
+    return rc ? rc : kvq__move_check_room(move, text);
+}
+
+static void publish(struct kvq__move *move)
+{
+    struct kvq__core *core = move->core;
+    move->id = ++core->last_move;
+    move->bytes = kvq__move_need(move);
+    TAILQ_INSERT_TAIL(&core->moves, move, link);
+    core->n_moves++;
+    for (uint32_t i = 0; i < move->n; i++) {
+        move->moved[i].session->move = move;
+        core->n_moving++;
+    }
+    if (move->n == 0) { // all of it is there
+        finish(move, 0);
+        move->phase = KVQ__MOVE_OVER;
+    }
+}
+
+// Forgets the oldest that is over.
+static void forget_one(struct kvq__core *core)
+{
+    struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->phase == KVQ__MOVE_OVER) {
+            move_free(move);
+            return;
+        }
+}
+
+static void fill_info(const struct kvq__move *move, struct kvq__move_info *info)
+{
+    static const char *const phases[] = {
+        [KVQ__MOVE_QUEUED] = "queued",       [KVQ__MOVE_WAITING] = "waiting",
+        [KVQ__MOVE_RESERVING] = "reserving", [KVQ__MOVE_COPYING] = "copying",
+        [KVQ__MOVE_DRAINING] = "failed",     [KVQ__MOVE_RELEASING] = "done",
+        [KVQ__MOVE_OVER] = "done",
+    };
+    *info = (struct kvq__move_info){.id = move->id,
+                                    .phase = move->status ? "failed" : phases[move->phase],
+                                    .place = kvq__pool_name(move->to),
+                                    .name = move->name,
+                                    .text = move->text,
+                                    .finished = move->finished,
+                                    .status = move->status,
+                                    .bytes = move->bytes,
+                                    .moved_bytes = move->moved_bytes,
+                                    .shared_bytes = move->shared_bytes};
+}
+
+int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
+                    struct kvq__move_info *info, char *text)
+{
+    struct kvq__core *core = s->core;
+    if (core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nothing is moved");
+    struct kvq__pool *to = kvq__place_find(core, spec->place, text);
+    if (!to)
+        return KVQ_E_INVALID;
+    if (core->n_moves >= MOST)
+        forget_one(core);
+    if (core->n_moves >= MOST)
+        return kvq__fail(text, KVQ_E_LIMIT, "%u moves are under way; wait until some have ended",
+                         core->n_moves);
+    struct kvq__move *move = move_new(core, s, s->shards);
+    if (!move)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a move");
+    move->to = to;
+    move->demotes = spec->demotes;
+    move->wait_ns = spec->wait_ms ? spec->wait_ms * NS_PER_MS : DEFAULT_WAIT_NS;
+    int rc = add_sessions(move, s, spec, text);
+    if (rc < 0) {
+        kvq__deallocate(core, move->moved, s->shards * sizeof *move->moved);
+        kvq__deallocate(core, move, sizeof *move);
+        return rc;
+    }
+    publish(move);
+    fill_info(move, info);
+    return 0;
+}
+
+int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                   struct kvq__move_info *info, char *text)
+{
+    const struct kvq__move *move;
+    TAILQ_FOREACH (move, &core->moves, link)
+        if (move->id == id && kvq__namespace_allows(move->ns, peer)) {
+            fill_info(move, info);
+            return 0;
+        }
+    if (kvq__park_info(core, peer, id, info))
+        return 0;
+    return kvq__fail(text, KVQ_E_NO_SESSION,
+                     "no move %llu that user %u may see; what became of one is told for a minute",
+                     (unsigned long long)id, peer->uid);
+}

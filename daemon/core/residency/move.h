@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Moves of sessions between places: from the host's memory to a GPU's, back, and from one GPU to
+// another, while clients have them open.
+//
+// A move waits until its sessions are in no step and no request uses them; from then on requests
+// wait for it. It takes a block on the other place for each that they have, copies the bytes as
+// they are, and exchanges all of them at once. Then it gives the old ones back. If anything fails
+// before that moment, the new ones are given back instead and nothing has changed.
+//
+// Bytes travel through pieces of pinned memory, on a stream of the mover's own on each GPU, which
+// it looks at between two looks at the rings: no client's lane waits for it, and the poller never
+// does. All of it happens in kvq__moves_poll, a little at a time.
+//
+// While both copies are there a limit that counts both (from one GPU to another) counts one: of
+// each pair the old block is exempt (struct kvq__block), unless a fork shares it and so keeps it.
+// Between the host and a GPU each counts where it is, and the move is held to the limit there.
+#ifndef KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
+#define KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
+
+#include "daemon/core/state.h"
+
+// QUEUED: another one copies. WAITING: for steps and requests to end. DRAINING: it has failed, and
+// copies are under way. RELEASING: blocks are given back.
+enum kvq__move_phase {
+    KVQ__MOVE_QUEUED,
+    KVQ__MOVE_WAITING,
+    KVQ__MOVE_RESERVING,
+    KVQ__MOVE_COPYING,
+    KVQ__MOVE_DRAINING,
+    KVQ__MOVE_RELEASING,
+    KVQ__MOVE_OVER,
+};
+
+// One session's part. Its references are numbered: for each layer with pages of its own, a raw and
+// a packed block of each page, then the extras.
+struct kvq__moved {
+    struct kvq__session *session; // NULL once it is moved, or is not going to be
+    uint32_t n_owned, n_pages;
+    uint32_t *owned;            // numbers of the layers with pages of their own
+    uint32_t n_sheets, room;    // sheets that there are; that `sheets` has room for
+    struct kvq__sheet **sheets; // blocks on the other place: those to come, then those that were
+    struct kvq__ref *extras;    // for each layer
+    struct kvq_book *books;     // for each layer, on the other GPU
+    struct kvq__gpu_counts *counts;
+    uint32_t n_layers;
+};
+
+struct kvq__move {
+    TAILQ_ENTRY(kvq__move) link;
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    uint64_t id;
+    enum kvq__move_phase phase;
+    struct kvq__pool *to;
+    bool demotes;
+    uint64_t wait_ns;  // how long it waits for steps and requests
+    uint64_t deadline; // when that is over
+    uint32_t n, room;  // sessions, and how many there is memory for
+    struct kvq__moved *moved;
+    uint32_t at; // session and reference that come next
+    uint64_t ref;
+    size_t offset; // into the block, of what is copied next
+    struct kvq__flight flight;
+    bool finished; // and is kept to be asked about
+    uint64_t finished_at;
+    int status;
+    uint64_t bytes, reserved_bytes, moved_bytes, shared_bytes;
+    char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+};
+
+// How many there are: none before all memory was there to take part.
+static inline uint64_t kvq__moved_refs(const struct kvq__moved *m)
+{
+    bool whole = m->owned && m->extras && m->books && m->n_sheets * KVQ__SHEET_PAGES >= m->n_pages;
+    return whole ? (uint64_t)m->n_owned * (2 * (uint64_t)m->n_pages + 1) : 0;
+}
+// A reference of the move's, and the session's own in its place; and the bytes of such a block.
+struct kvq__ref *kvq__moved_there(const struct kvq__moved *m, uint64_t ref);
+struct kvq__ref *kvq__moved_here(const struct kvq__moved *m, uint64_t ref);
+uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref);
+
+// Whether others have the sheet, of these, that the reference stands in.
+bool kvq__moved_is_shared(const struct kvq__moved *m, struct kvq__sheet *const *sheets,
+                          uint64_t ref);
+
+// ---- Room at the other place (move_room.c) ----
+
+uint64_t kvq__move_need(const struct kvq__move *move); // bytes
+// Whether it could ever fit: 0, or a code with a text.
+int kvq__move_check_room(const struct kvq__move *move, char *text);
+// Goes to the next reference of the move, if need be; false behind the last one.
+bool kvq__move_next(struct kvq__move *move);
+// Takes some of its blocks. 0 once it has all, 1 if there are more to be taken, 2 if extents for it
+// are being made; or a code, which has been told, with move->text.
+int kvq__move_reserve(struct kvq__move *move);
+
+// ---- For the rest of the core (move.c) ----
+
+// Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
+int kvq__session_movable(const struct kvq__session *session, const struct kvq__pool *to,
+                         char *text);
+// Begins to move the session, or all its shards.
+int kvq__move_start(struct kvq__session *session, const struct kvq__move_spec *spec,
+                    struct kvq__move_info *info, char *text);
+// The session is about to end: its move does.
+void kvq__move_lost(struct kvq__session *session);
+// Whether requests on the session are to wait for its move.
+bool kvq__move_asks(const struct kvq__session *session);
+// Where it is being moved to; NULL = nowhere.
+struct kvq__pool *kvq__move_place(const struct kvq__session *session);
+// Takes moves further; true if there was something to do.
+bool kvq__moves_poll(struct kvq__core *core);
+void kvq__moves_tick(struct kvq__core *core); // forgets those that ended long ago
+void kvq__moves_close(struct kvq__core *core);
+
+// ---- Copying (move_copy.c) ----
+
+// What copies: made at the first move, for all that follow. 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.
+int kvq__mover_open(struct kvq__core *core);
+void kvq__mover_close(struct kvq__core *core); // nothing is under way
+// Takes the move's copies further. *any if there was something to do. 1 when all is copied, 0 if
+// not, or KVQ_E_SYSTEM.
+int kvq__mover_copy(struct kvq__move *move, bool *any);
+// Whether nothing is under way any more, for a move that has failed.
+bool kvq__mover_drained(struct kvq__core *core);
+// Waits for that; when the core closes.
+void kvq__mover_sync(struct kvq__core *core);
+
+#endif

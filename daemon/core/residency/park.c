@@ -1,0 +1,689 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See park.h.
+#include "daemon/core/residency/park.h"
+
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/table.h"
+
+enum {
+    RELEASE_AT_ONCE = 512, // references between two looks at the rings
+    MOST = 64,             // tickets that are remembered
+};
+#define KEEP_NS   60000000000ull // so long at least
+#define LEAVE_NS  10000000000ull // how long what only packs it may take
+#define AGAIN_NS  50000000ull    // a request that waits for room has it fetched so often
+#define NS_PER_MS 1000000ull
+
+// The name that people know it by.
+static const char *name_of(const struct kvq__session *s, char *text)
+{
+    kvq__stored_name(s, text);
+    return text;
+}
+
+// ---- Who can be parked ----
+
+// Packing of its own accord is no use: it ends soon, and nobody asked for it.
+static bool is_packed_by_itself(const struct kvq__session *s)
+{
+    return s->core->packer.session == s;
+}
+
+static bool is_loading(const struct kvq__session *s)
+{
+    return !s->away && (s->restore || s->n_loading || s->fetch);
+}
+
+// By anybody but whoever reads it from disk, and what packs it.
+static bool is_worked_on(const struct kvq__session *s)
+{
+    uint32_t others = (uint32_t)is_packed_by_itself(s) + (s->restore != NULL);
+    return kvq__in_step(s) || s->exclusive || s->pins > others || s->reading || s->tail_use ||
+           s->move || !LIST_EMPTY(&s->tables);
+}
+
+bool kvq__session_in_use(const struct kvq__session *s)
+{
+    return is_worked_on(s) || s->restore || s->n_loading;
+}
+
+static int refuse_use(const struct kvq__session *s, char *text)
+{
+    char who[KVQ_NAME_BYTES];
+    unsigned long long client = s->writer ? (unsigned long long)s->writer->client->id : 0;
+    name_of(s, who);
+    if (!LIST_EMPTY(&s->tables))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is read by client %llu in its own context, which has its "
+                         "memory mapped; close it there first",
+                         who, (unsigned long long)LIST_FIRST(&s->tables)->client->id);
+    if (s->move)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is being moved to %s; wait until it is "
+                         "there",
+                         who, kvq__pool_name(s->move->to));
+    if (is_loading(s))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is being read from disk just now; wait "
+                         "until it is there",
+                         who);
+    if (kvq__in_step(s))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is in a step of client %llu; end the step first", who,
+                         client);
+    return kvq__fail(text, KVQ_E_BUSY,
+                     "session \"%s\" is in use: requests of its %u readers, of client %llu, which "
+                     "writes it, or of whoever saves it are under way; try again when they have "
+                     "ended",
+                     who, s->readers, client);
+}
+
+// `own`: a ticket that does not count. `soon`: one that is being read may be, when it is there.
+static int check_member(const struct kvq__session *s, const struct kvq__park *own, bool soon,
+                        char *text)
+{
+    char who[KVQ_NAME_BYTES];
+    name_of(s, who);
+    if (s->stays)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is pinned; `kvqctl session unpin` lets it go", who);
+    if (s->park && s->park != own)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" is being %s already; wait until that "
+                         "has ended",
+                         who, s->park->fetches ? "read back" : "parked");
+    if (s->away)
+        return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
+                         s->fetch ? ", and about to come back" : "");
+    return is_worked_on(s) || (is_loading(s) && !soon) ? refuse_use(s, text) : 0;
+}
+
+static int check_members(const struct kvq__session *s, const struct kvq__park *own, bool soon,
+                         char *text)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m && !(m->away && !m->park && !m->fetch && m != s)) // one that is away needs nothing
+            rc = check_member(m, own, soon, text);
+    }
+    return rc;
+}
+
+static int check_start(const struct kvq__session *s, bool soon, char *text)
+{
+    uint32_t missing;
+    if (!s->core->config.saves)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "this daemon has no storage to park sessions in; set storage_dir in its "
+                         "configuration");
+    if (s->core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nothing is parked");
+    if (kvq__group_missing(s, &missing))
+        return kvq__fail(text, KVQ_E_INCOMPLETE,
+                         "shard %u of session \"%s\" is not there; a session is parked with all "
+                         "its %u shards: open that shard first",
+                         missing, s->name, s->shards);
+    return check_members(s, NULL, soon, text);
+}
+
+int kvq__session_parkable(const struct kvq__session *s, char *text)
+{
+    return check_start(s, false, text);
+}
+
+bool kvq__park_is_loading(const struct kvq__park *t)
+{
+    bool loading = false;
+    for (uint32_t i = 0; i < t->n; i++)
+        loading |= t->members[i] && is_loading(t->members[i]);
+    return loading;
+}
+
+static uint64_t frees_ref(const struct kvq__ref *ref)
+{
+    return ref->block && ref->block->refs == 1 ? ref->block->bytes : 0;
+}
+
+static uint64_t frees_member(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        for (uint32_t p = l->first_page; p < s->n_pages; p++)
+            if (kvq__page_owners(l, p) == 1)
+                bytes += frees_ref(&kvq__page(l, p)->packed) + frees_ref(&kvq__page(l, p)->raw);
+        bytes += frees_ref(&l->extras);
+    }
+    return bytes;
+}
+
+uint64_t kvq__park_frees(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        bytes += m && !m->away ? frees_member(m) : 0;
+    }
+    return bytes;
+}
+
+// ---- Tickets ----
+
+static void ticket_free(struct kvq__park *t)
+{
+    struct kvq__core *core = t->core;
+    TAILQ_REMOVE(&core->parks, t, link);
+    core->n_parks--;
+    kvq__deallocate(core, t, sizeof *t);
+}
+
+// Forgets the oldest that is over, if there are too many.
+static bool make_room(struct kvq__core *core)
+{
+    struct kvq__park *t;
+    if (core->n_parks < MOST)
+        return true;
+    TAILQ_FOREACH (t, &core->parks, link)
+        if (t->phase == KVQ__PARKING_OVER) {
+            ticket_free(t);
+            return true;
+        }
+    return false;
+}
+
+static int ticket_new(struct kvq__session *s, struct kvq__park **out, char *text)
+{
+    struct kvq__core *core = s->core;
+    if (!make_room(core))
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "%u sessions are on their way to disk or back; wait until some are there",
+                         core->n_parks);
+    struct kvq__park *t = kvq__allocate(core, sizeof *t);
+    if (!t)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a ticket");
+    t->core = core;
+    t->ns = s->ns;
+    t->id = ++core->last_move;
+    t->place = "disk";
+    name_of(s, t->name);
+    TAILQ_INSERT_TAIL(&core->parks, t, link);
+    core->n_parks++;
+    *out = t;
+    return 0;
+}
+
+static void let_go(struct kvq__park *t)
+{
+    for (uint32_t i = 0; i < t->n; i++) {
+        if (t->members[i])
+            t->members[i]->park = NULL;
+        t->members[i] = NULL;
+    }
+}
+
+static void tell_parked(struct kvq__park *t)
+{
+    static const char *const why[KVQ__PARK_REASONS] = {
+        [KVQ__PARK_ASKED] = "as asked",
+        [KVQ__PARK_ROOM] = "for room in its pool",
+        [KVQ__PARK_QUOTA] = "for its namespace's limit",
+        [KVQ__PARK_IDLE] = "since nobody used it",
+    };
+    char text[KVQ_TEXT_BYTES / 2];
+    if (t->status)
+        snprintf(text, sizeof text, "not to disk: %.200s", t->text);
+    else
+        snprintf(text, sizeof text, "to disk, %s: %llu bytes are free", why[t->reason],
+                 (unsigned long long)t->freed_bytes);
+    kvq__event(t->core, KVQ__EVENT_SESSION_PARKED, t->ns->name, t->name, 0, text);
+}
+
+static void finish(struct kvq__park *t, int status)
+{
+    let_go(t);
+    t->phase = KVQ__PARKING_OVER;
+    t->finished_at = t->core->now;
+    t->status = status;
+    if (!t->fetches)
+        tell_parked(t);
+    if (!TAILQ_EMPTY(&t->core->fetches)) // somebody may have asked for it meanwhile
+        kvq__park_want(t->core);
+}
+
+static void fill_info(const struct kvq__park *t, struct kvq__move_info *info)
+{
+    static const char *const phases[] = {
+        [KVQ__PARKING_WANTED] = "queued",    [KVQ__PARKING_WRITING] = "writing",
+        [KVQ__PARKING_LEAVING] = "leaving",  [KVQ__PARKING_RELEASING] = "releasing",
+        [KVQ__PARKING_FETCHING] = "reading", [KVQ__PARKING_OVER] = "done",
+    };
+    *info = (struct kvq__move_info){.id = t->id,
+                                    .phase = t->status ? "failed" : phases[t->phase],
+                                    .place = t->place,
+                                    .name = t->name,
+                                    .text = t->text,
+                                    .finished = t->phase == KVQ__PARKING_OVER,
+                                    .status = t->status,
+                                    .bytes = t->bytes,
+                                    .moved_bytes = t->freed_bytes};
+}
+
+bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
+                    struct kvq__move_info *info)
+{
+    const struct kvq__park *t;
+    TAILQ_FOREACH (t, &core->parks, link)
+        if (t->id == id && kvq__namespace_allows(t->ns, peer)) {
+            fill_info(t, info);
+            return true;
+        }
+    return false;
+}
+
+// ---- Parking ----
+
+static void leave(struct kvq__park *t)
+{
+    t->phase = KVQ__PARKING_LEAVING;
+    t->deadline = t->core->now + LEAVE_NS;
+}
+
+int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
+                    struct kvq__move_info *info, char *text)
+{
+    struct kvq__park *t;
+    bool here = false;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        here |= m && (!m->away || m->park || m->fetch);
+    }
+    int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
+    rc = rc ? rc : ticket_new(s, &t, text);
+    if (rc < 0)
+        return rc;
+    t->reason = reason;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m && !m->away) {
+            m->park = t;
+            t->members[t->n++] = m;
+            t->bytes += frees_member(m);
+        }
+    }
+    if (t->n == 0)
+        finish(t, 0);
+    else
+        kvq__park_want(s->core);
+    if (info)
+        fill_info(t, info);
+    return 0;
+}
+
+void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text)
+{
+    struct kvq__park *t;
+    TAILQ_FOREACH (t, &core->parks, link)
+        if (t->id == ticket && t->phase == KVQ__PARKING_WRITING)
+            break;
+    if (!t) // it was dropped meanwhile
+        return;
+    if (status < 0) {
+        snprintf(t->text, sizeof t->text, "%s", text);
+        finish(t, status);
+    } else {
+        leave(t);
+    }
+}
+
+// ---- Leaving ----
+
+// What may look at its blocks without being a use: packing, and saves that somebody asked for.
+static bool is_quiet(const struct kvq__session *s)
+{
+    const struct kvq__save *save;
+    bool quiet = !is_packed_by_itself(s);
+    LIST_FOREACH (save, &s->core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            quiet &= save->ids[i] != s->id;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        quiet &= kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
+    return quiet;
+}
+
+// 1 if all can go, 0 if something has to end first, or why they stay.
+static int check_leaving(struct kvq__park *t)
+{
+    bool quiet = true;
+    int rc = check_members(t->members[0], t, false, t->text);
+    if (rc < 0)
+        return rc;
+    if (kvq__park_unsaved(t))
+        return kvq__fail(t->text, KVQ_E_BUSY,
+                         "session \"%s\" was changed while it was written; it stays in memory",
+                         t->name);
+    for (uint32_t i = 0; i < t->n; i++)
+        quiet &= is_quiet(t->members[i]);
+    if (!quiet && t->core->now >= t->deadline)
+        return kvq__fail(t->text, KVQ_E_BUSY,
+                         "session \"%s\" was saved or packed for %llu s without a break; try again",
+                         t->name, LEAVE_NS / 1000000000);
+    return quiet;
+}
+
+// How far the layers are is for the store to say: packing has gone on since it was written.
+static void forget_layers(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        l->first_page = l->raw_page = 0;
+        l->packed = 0;
+        l->learned = false;
+        l->pack_lane = NULL;
+    }
+}
+
+void kvq__park_leave(struct kvq__session *s)
+{
+    kvq__pack_unqueue(s);
+    forget_layers(s);
+    s->away = true;
+    s->core->n_away++;
+}
+
+static bool go_on_leaving(struct kvq__park *t)
+{
+    int rc = check_leaving(t);
+    if (rc < 0) {
+        finish(t, rc);
+        return true;
+    }
+    if (rc == 0)
+        return false;
+    for (uint32_t i = 0; i < t->n; i++) {
+        t->freed_bytes += frees_member(t->members[i]);
+        kvq__park_leave(t->members[i]);
+    }
+    t->phase = KVQ__PARKING_RELEASING;
+    return true;
+}
+
+void kvq__park_empty(struct kvq__session *s)
+{
+    struct kvq__core *core = s->core;
+    kvq__session_gives(s, UINT64_MAX);
+    forget_layers(s);
+    while (s->n_pages > 0)
+        kvq__pages_pop(s);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        kvq__block_drop(core, &s->layers[i].extras);
+    kvq__sheets_free(s);
+    kvq__drops_end(core);
+}
+
+static void release(struct kvq__park *t)
+{
+    struct kvq__core *core = t->core;
+    uint32_t done = 0;
+    for (uint32_t i = 0; i < t->n; i++) {
+        struct kvq__session *s = t->members[i];
+        if (!s)
+            continue;
+        kvq__session_gives(s, UINT64_MAX);
+        while (s->n_sheets > 0 && done < RELEASE_AT_ONCE)
+            done += kvq__sheets_pop(s);
+        kvq__drops_end(core);
+        if (s->n_sheets > 0)
+            return;
+        kvq__park_empty(s);
+    }
+    core->park_stats.parked[t->reason]++;
+    core->park_stats.freed_bytes[t->reason] += t->freed_bytes;
+    finish(t, 0);
+}
+
+bool kvq__parks_poll(struct kvq__core *core)
+{
+    struct kvq__park *t;
+    bool any = false;
+    TAILQ_FOREACH (t, &core->parks, link) {
+        if (t->phase == KVQ__PARKING_LEAVING)
+            any |= go_on_leaving(t);
+        if (t->phase == KVQ__PARKING_RELEASING) {
+            release(t);
+            any = true;
+        }
+    }
+    return any;
+}
+
+bool kvq__parks_busy(const struct kvq__core *core)
+{
+    const struct kvq__park *t;
+    TAILQ_FOREACH (t, &core->parks, link)
+        if (t->phase == KVQ__PARKING_LEAVING || t->phase == KVQ__PARKING_RELEASING)
+            return true;
+    return false;
+}
+
+// ---- Coming back ----
+
+static void ask_one(struct kvq__session *s)
+{
+    if (!s->away || s->fetch)
+        return;
+    s->fetch = KVQ__FETCH_WANTED;
+    s->fetch_at = s->core->now;
+    TAILQ_INSERT_TAIL(&s->core->fetches, s, fetch_link);
+}
+
+// All shards: nobody uses one alone.
+void kvq__fetch_ask(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++)
+        if (kvq__group_member(s, i))
+            ask_one(kvq__group_member(s, i));
+    if (!TAILQ_EMPTY(&s->core->fetches))
+        kvq__park_want(s->core);
+}
+
+static bool is_room(int status)
+{
+    return status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA;
+}
+
+bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
+{
+    struct kvq__entry *w = &q->work[i];
+    if (!s->away)
+        return false;
+    if (!w->fetch_asked)
+        w->fetch_serial = s->fetch_serial;
+    w->fetch_asked = true;
+    bool failed = w->fetch_serial != s->fetch_serial;
+    if (failed && !(q->header.flags & KVQ_REQ_WAIT_ROOM && is_room(s->fetch_error)))
+        return false;
+    if (failed && s->core->now - s->fetch_at < AGAIN_NS)
+        return true;
+    w->fetch_serial = s->fetch_serial;
+    if (!s->fetch)
+        kvq__fetch_ask(s);
+    return true;
+}
+
+static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, const char *why)
+{
+    struct kvq__core *core = s->core;
+    struct kvq__park_stats *stats = &core->park_stats;
+    char text[KVQ_TEXT_BYTES / 2], who[KVQ_NAME_BYTES];
+    uint64_t ns = core->now - s->fetch_at, ms = ns / NS_PER_MS;
+    if (status < 0) {
+        stats->fetch_failed++;
+        snprintf(text, sizeof text, "not back from disk: %.200s",
+                 why[0] ? why : "it could not be read");
+    } else {
+        stats->fetched++;
+        stats->fetched_bytes += bytes;
+        stats->fetch_ns += ns;
+        stats->fetch_ms[0] = ms;
+        stats->fetch_ms[1] = ms > stats->fetch_ms[1] ? ms : stats->fetch_ms[1];
+        snprintf(text, sizeof text, "back on %s: %llu tokens, %llu bytes, after %llu ms",
+                 kvq__pool_name(s->pool), (unsigned long long)s->tokens, (unsigned long long)bytes,
+                 (unsigned long long)ms);
+    }
+    kvq__event(core, KVQ__EVENT_SESSION_FETCHED, s->ns->name, name_of(s, who), 0, text);
+}
+
+// It was asked to be parked while it came back.
+static void go_on_parking(struct kvq__park *t, int status, const char *text)
+{
+    if (status < 0) {
+        snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
+        finish(t, status);
+    } else {
+        kvq__park_want(t->core);
+    }
+}
+
+// One member of a ticket for bringing a session back is there, or is not.
+static void count_down(struct kvq__session *s, int status, const char *text)
+{
+    struct kvq__park *t = s->park;
+    if (!t)
+        return;
+    if (!t->fetches) {
+        go_on_parking(t, status, text);
+        return;
+    }
+    for (uint32_t i = 0; i < t->n; i++)
+        if (t->members[i] == s)
+            t->members[i] = NULL;
+    s->park = NULL;
+    t->left--;
+    if (status < 0 && t->status == 0) {
+        t->status = status;
+        snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
+    }
+    if (t->left == 0)
+        finish(t, t->status);
+}
+
+void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const char *text)
+{
+    s->fetch = KVQ__FETCH_NONE;
+    if (status < 0) {
+        s->fetch_error = status;
+        s->fetch_serial++;
+    } else {
+        kvq__session_used(s);
+        kvq__evict_back(s);
+    }
+    tell_fetched(s, status, bytes, text);
+    count_down(s, status, text);
+}
+
+int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, char *text)
+{
+    struct kvq__park *t;
+    if (s->core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nothing is fetched");
+    for (uint32_t i = 0; i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        if (m && m->park)
+            return kvq__fail(text, KVQ_E_BUSY,
+                             "session \"%s\" is being %s just now; wait until "
+                             "that has ended",
+                             m->park->name, m->park->fetches ? "read back" : "parked");
+    }
+    int rc = ticket_new(s, &t, text);
+    if (rc < 0)
+        return rc;
+    t->fetches = true;
+    t->place = kvq__pool_name(s->pool);
+    t->phase = KVQ__PARKING_FETCHING;
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m && (m->away || m->fetch)) {
+            m->park = t;
+            t->members[t->n++] = m;
+        }
+    }
+    t->left = t->n;
+    if (t->n == 0)
+        finish(t, 0);
+    kvq__fetch_ask(s);
+    if (info)
+        fill_info(t, info);
+    return 0;
+}
+
+// ---- The end of a session ----
+
+// The session ends, and gives back what it has by itself. Whether others are left.
+static bool part_with(struct kvq__park *t, struct kvq__session *s)
+{
+    bool others = false;
+    for (uint32_t i = 0; i < t->n; i++) {
+        if (t->members[i] == s)
+            t->members[i] = NULL;
+        others |= t->members[i] != NULL;
+    }
+    s->park = NULL;
+    return others;
+}
+
+static void ticket_lost(struct kvq__session *s)
+{
+    struct kvq__park *t = s->park;
+    if (!t)
+        return;
+    if (t->phase == KVQ__PARKING_RELEASING && part_with(t, s))
+        return; // the others are away all the same, and go on giving their memory back
+    kvq__fail(t->text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile", t->name);
+    finish(t, KVQ_E_CANCELLED);
+}
+
+void kvq__park_lost(struct kvq__session *s)
+{
+    char name[KVQ_NAME_BYTES];
+    ticket_lost(s);
+    if (s->fetch == KVQ__FETCH_WANTED)
+        TAILQ_REMOVE(&s->core->fetches, s, fetch_link);
+    s->fetch = KVQ__FETCH_NONE;
+    s->core->n_away -= s->away;
+    s->away = false;
+    if (s->stored && !s->kept)
+        kvq__park_forget(s->core, s->ns, name_of(s, name), s->stamp);
+}
+
+void kvq__parks_tick(struct kvq__core *core)
+{
+    struct kvq__park *t, *after;
+    for (t = TAILQ_FIRST(&core->parks); t; t = after) {
+        after = TAILQ_NEXT(t, link);
+        if (t->phase == KVQ__PARKING_OVER && core->now - t->finished_at >= KEEP_NS)
+            ticket_free(t);
+    }
+    kvq__forgets_tick(core);
+}
+
+void kvq__parks_close(struct kvq__core *core)
+{
+    struct kvq__park *t;
+    while ((t = TAILQ_FIRST(&core->parks))) {
+        let_go(t);
+        ticket_free(t);
+    }
+    kvq__forgets_close(core);
+}

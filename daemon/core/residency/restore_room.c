@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The memory of sessions that are restored or fetched: it is taken bit by bit, and where there is
+// none others make room (evict.h).
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/saved_internal.h"
+
+// ---- Blocks ----
+
+// Unless it has it since before it waited for room.
+static int reserve_block(struct kvq__restore *r, uint64_t bytes, struct kvq__ref *ref)
+{
+    const struct kvq__session *s = r->session;
+    if (bytes == 0 || ref->block)
+        return 0;
+    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, ref);
+    r->reserved += rc ? 0 : bytes;
+    return rc;
+}
+
+static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t page)
+{
+    struct kvq__pageref *p = kvq__page(l, page);
+    int rc = reserve_block(r, l->packed_bytes, &p->packed);
+    return rc || page < l->raw_page ? rc : reserve_block(r, l->raw_bytes, &p->raw);
+}
+
+static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
+{
+    uint64_t bytes = r->session->n_pages ? kvq_extras_bytes(l->format, &l->shape) : 0;
+    return reserve_block(r, bytes, &l->extras);
+}
+
+// Takes blocks until that has needed another extent, whose memory takes a while to be had. 1 if
+// there are more to be taken.
+static int reserve_some(struct kvq__restore *r)
+{
+    struct kvq__session *s = r->session;
+    uint64_t extents = s->pool->extents_taken;
+    int rc = 0;
+    for (; rc == 0 && r->layer < s->n_layers; r->layer += rc == 0, r->page = rc ? r->page : 0) {
+        struct kvq__layer *l = &s->layers[r->layer];
+        if (!kvq__layer_owns(s, r->layer))
+            continue;
+        r->page = r->page > l->first_page ? r->page : l->first_page;
+        for (; rc == 0 && r->page < s->n_pages; r->page += rc == 0)
+            rc = s->pool->extents_taken != extents ? 1 : reserve_page(r, l, r->page);
+        rc = rc ? rc : reserve_extras(r, l);
+    }
+    return rc;
+}
+
+static uint64_t need_of(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i) || s->n_pages == 0)
+            continue;
+        bytes += (s->n_pages - l->first_page) * l->packed_bytes;
+        bytes += (s->n_pages - l->raw_page) * l->raw_bytes;
+        bytes += kvq_extras_bytes(l->format, &l->shape);
+    }
+    return bytes;
+}
+
+// It still has the blocks that it got, and gives them back now: what is refused is all of it.
+// in_the_way: NULL if nobody was asked to make room.
+static int refuse_room(struct kvq__session *s, int rc, const struct kvq__in_the_way *in_the_way,
+                       char *text)
+{
+    char way[KVQ_TEXT_BYTES / 4];
+    uint64_t need = need_of(s);
+    kvq__pages_trim(s, 0);
+    if (rc == KVQ_E_QUOTA)
+        return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
+    if (in_the_way)
+        kvq__in_the_way_text(s->core, in_the_way, way, sizeof way);
+    kvq__namespace_full(s->core, s->ns, s->pool, need, rc, in_the_way ? way : NULL);
+    return kvq__fail(text, rc,
+                     "no room on %s for session \"%s\" of %llu tokens and %llu bytes; drop "
+                     "others, or give the pool more memory",
+                     kvq__pool_name(s->pool), s->name, (unsigned long long)s->tokens,
+                     (unsigned long long)need);
+}
+
+// ---- Room ----
+
+static bool is_beside(const struct kvq__restore *r, const struct kvq__restore *other)
+{
+    return other != r && !other->entered && other->session->pool == r->session->pool;
+}
+
+// Whether another one has waited for room there for longer.
+static bool comes_later(const struct kvq__restore *r)
+{
+    const struct kvq__restore *other;
+    LIST_FOREACH (other, &r->core->restores, link)
+        if (is_beside(r, other) && other->ticket && (!r->ticket || other->ticket < r->ticket))
+            return true;
+    return false;
+}
+
+// Whether others there, which came later and so are about to give it back, have some.
+static bool others_hold(const struct kvq__restore *r)
+{
+    const struct kvq__restore *other;
+    LIST_FOREACH (other, &r->core->restores, link)
+        if (is_beside(r, other) && other->reserved > 0)
+            return true;
+    return false;
+}
+
+static void take_ticket(struct kvq__restore *r)
+{
+    if (r->ticket)
+        return;
+    r->ticket = ++r->core->last_ticket;
+    r->since = r->core->now;
+}
+
+// Two that hold what the other one waits for would wait for ever.
+static void give_back(struct kvq__restore *r)
+{
+    struct kvq__session *s = r->session;
+    uint64_t freed = r->core->freed;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->packed);
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->raw);
+        }
+        kvq__block_drop_idle(r->core, &l->extras);
+    }
+    r->layer = r->page = 0;
+    r->reserved = 0;
+    r->core->freed = freed;
+}
+
+// It was refused a block. True if it is to wait for room.
+static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
+{
+    struct kvq__core *core = r->core;
+    struct kvq__shortage shortage = core->shortage;
+    uint64_t look_at = UINT64_MAX, need = need_of(r->session);
+    if (shortage.code == 0 || need > kvq__shortage_limit(&shortage))
+        return false;
+    if (kvq__ended_helps(core, &shortage))
+        return true;
+    if (r->spec.prefix_tokens)
+        return false;
+    take_ticket(r);
+    struct kvq__plea plea = {.shortage = &shortage,
+                             .need = need - r->reserved,
+                             .ticket = r->ticket,
+                             .own = r->session,
+                             .in_the_way = way,
+                             .look_at = &look_at};
+    enum kvq__help help = kvq__evict_for(core, &plea);
+    if (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at))
+        help = KVQ__HELP_NONE;
+    return help != KVQ__HELP_NONE || others_hold(r);
+}
+
+int kvq__restore_take(struct kvq__restore *r, char *text)
+{
+    if (comes_later(r)) {
+        take_ticket(r);
+        give_back(r);
+        return 2;
+    }
+    struct kvq__in_the_way way = {0};
+    r->core->shortage.code = 0;
+    r->core->patient = true;
+    int rc = reserve_some(r);
+    r->core->patient = false;
+    if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
+        kvq__pool_want(r->session->ns, r->session->pool, need_of(r->session) - r->reserved);
+        return 2;
+    }
+    if (rc < 0 && waits(r, &way))
+        return 2;
+    return rc < 0 ? refuse_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
+}

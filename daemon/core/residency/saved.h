@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions that are written down and made again: the core's half, which knows no files.
+//
+// A save takes hold of a session, or of all shards of one, at what is committed. Blocks that can
+// never change again are held by reference; what still can change is copied by whoever runs
+// kvq__save_copy, and only for that long nothing is packed, truncated or moved. Reading the bytes
+// and writing them somewhere then takes as long as it takes, while the session is used as ever.
+//
+// A restore makes a session with all its blocks, none of which holds anything yet. Its layers come
+// one by one; requests on a layer that is not there yet wait. Nothing can be committed before all
+// layers are there, so a session in which damage is found meanwhile is ended and nothing is lost:
+// what is stored of it up to the damage can be restored.
+//
+// Threads: the poller's, but for kvq__save_copy, kvq__save_bytes, kvq__restore_rooms and
+// kvq__restore_fill, which any one thread may call, and which may block.
+#ifndef KVQ_DAEMON_CORE_RESIDENCY_SAVED_H
+#define KVQ_DAEMON_CORE_RESIDENCY_SAVED_H
+
+#include "daemon/core/session/prefix.h"
+
+// One layer as it stands. Layers that read another's cache have a row alone.
+struct kvq__saved_layer {
+    struct kvq__layer_row row; // repeat is 1, format is row_format.name
+    struct kvq_format format;
+    uint8_t v_rotation;            // enum kvq_v_rotation
+    uint32_t first_page, raw_page; // pages before these are gone; and have no raw block any more
+    uint64_t base;                 // a fork's: tokens below are only there packed
+    uint64_t packed;               // so many tokens are packed
+    bool learned;                  // the extras hold what the format learns
+    uint64_t book;                 // its codebook's id; 0 = it has none, or that was not said
+};
+
+// A session as it stands, but for the bytes of its blocks.
+struct kvq__saved {
+    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
+    char own_format[KVQ_FORMAT_NAME]; // of the configuration, that it was opened with, or empty
+    char isa[16];                     // that it was computed on, for people
+    uint32_t shard, shards, dtype, path, max_rollback, on_detach;
+    uint64_t prompt_tokens, exact_tokens, keep_seconds; // exact_tokens: as the session's
+    uint64_t tokens, floor, saturated;
+    uint64_t stamp; // of this save, unlike that of any other; 0: of a version that had none
+    uint32_t n_layers;
+    struct kvq__saved_layer *layers;
+    uint64_t known;                // ids of tokens [0, known) are there
+    const int32_t *ids;            // these
+    uint32_t n_spans;              // of images or audio among its tokens
+    const struct kvq__span *spans; // these
+};
+
+// The bytes of one block. Packed and raw blocks are those of a page; a layer has one of extras.
+// Ids of tokens come in parts of KVQ__IDS_PART tokens, the last one may have fewer; spans in one.
+// Both belong to no layer: theirs is KVQ__IDS_LAYER, and their `from` is so high that without them
+// no token is lost.
+enum kvq__part_kind {
+    KVQ__PART_PACKED = 1,
+    KVQ__PART_RAW = 2,
+    KVQ__PART_EXTRAS = 3,
+    KVQ__PART_IDS = 4,
+    KVQ__PART_SPANS = 5,
+};
+enum { KVQ__IDS_LAYER = KVQ_MAX_LAYERS };
+struct kvq__part {
+    uint32_t layer, page, kind; // enum kvq__part_kind; of ids page is the part's number
+    uint64_t bytes;
+    uint64_t from; // the first token that cannot be had without it; 0: none can
+    uint64_t id;   // that the saver gave it; 0: not saved before, or it may have changed since
+};
+
+// ---- Saving ----
+
+struct kvq__save;
+
+// Whom to save, and what is refused.
+struct kvq__save_spec {
+    const char *ns, *name; // as for kvq__session_find
+    bool again;            // also if nothing has changed since it was saved
+    bool unnamed;          // sessions without a name, too: as "#ID"
+    bool parks;            // nobody has asked for it to be kept: it is written to be parked
+    bool looks;            // whether there is anything to save: no hold is taken
+};
+enum kvq__save_answer {
+    KVQ__SAVE_WAITS = 1,   // something has to end first: ask again soon
+    KVQ__SAVE_THERE_IS = 2 // something to save, for who only looks
+};
+
+// Takes hold of the session with all its shards. *save is NULL if nothing has changed since it was
+// saved. 0, an enum kvq__save_answer, KVQ_E_NO_SESSION, KVQ_E_INVALID, KVQ_E_INCOMPLETE (not all
+// its shards are there; or they stand at different counts while the daemon drains, when no step
+// begins that could change that), KVQ_E_NO_MEMORY, and what kvq__session_find gives.
+int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                    const struct kvq__save_spec *spec, struct kvq__save **save, char *text);
+
+// What is there to be saved: shards, and of each the session and its parts. They stay until the
+// save is ended; the saver may set their ids.
+uint32_t kvq__save_shards(const struct kvq__save *save);
+const char *kvq__save_namespace(const struct kvq__save *save);
+const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t shard,
+                                         struct kvq__part **parts, uint32_t *n_parts);
+
+// Copies what may change. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__save_copy(struct kvq__save *save);
+// Lets the session go on; after kvq__save_copy, whatever came of it, and once.
+void kvq__save_copied(struct kvq__save *save);
+// What parts of several saves have in common where they are one block that cannot change any more,
+// which forks share: while the saves last no other block has it. NULL: it may change.
+const void *kvq__save_shared(const struct kvq__save *save, uint32_t shard, uint32_t part);
+// The bytes of a part, valid until the next call. NULL if a GPU has failed.
+const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part);
+// Ends it and frees it. With `saved`, blocks that cannot change keep the ids that their parts have,
+// and the session counts as saved. Accepts NULL and pointers to NULL.
+void kvq__save_end(struct kvq__save **save, bool saved);
+
+// Sessions with names whose last change is not saved, of any namespace.
+struct kvq__unsaved {
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    uint64_t id, tokens; // of its first shard that is there
+};
+enum kvq__unsaved_which {
+    KVQ__UNSAVED_ALL,      // those included that lack shards, and cannot be saved
+    KVQ__UNSAVED_LEFT = 1, // nobody has it open, and it is to be saved then, or before it goes
+    KVQ__UNSAVED_IDLE = 2, // not used for idle_ns
+};
+// A save that nobody waits for has failed: the session is not among those below for a second, for
+// two after the next failure, and for a minute at most; among ALL it is. Saved, it starts anew.
+// Returns whether to tell somebody: once a minute.
+bool kvq__unsaved_failed(struct kvq__core *core, const char *ns, const char *name);
+// At most `max` of those that are one or the other (a group once). Returns how many were found;
+// once there are `max`, ALL alone goes on counting.
+uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle_ns,
+                           struct kvq__unsaved *out, uint32_t max);
+
+// Whether the peer may use a namespace, and its name (KVQ_NAME_BYTES) if it was empty. 0 or a code
+// of kvq__session_find's.
+int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                         char *name, char *text);
+
+// What a store knows the shard's pages by that others can begin with (kvq_save_prefix), one after
+// the other. Any thread, until the save is ended; stops when each() returns < 0, and returns that,
+// or KVQ_E_NO_MEMORY.
+int kvq__save_prefixes(const struct kvq__save *save, uint32_t shard,
+                       int (*each)(void *context, const uint8_t hash[32]), void *context);
+// Whether others can begin with that many of its tokens, a multiple of 128, by its counts alone.
+bool kvq__saved_can_begin(const struct kvq__saved *saved, uint64_t tokens);
+
+// ---- Ids of tokens, as they are stored (saved_ids.c) ----
+
+// A span, without what a compiler may put between.
+struct kvq__saved_span {
+    uint64_t first;
+    uint32_t tokens, zero;
+    uint8_t digest[32];
+};
+static_assert(sizeof(struct kvq__saved_span) == 48, "no holes");
+
+// How many parts ids and spans have, and the i-th of them, whose id is 0.
+uint32_t kvq__saved_ids_parts(const struct kvq__saved *saved);
+struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i);
+// Reads those of a session up to `most` tokens by calling read(), which puts the bytes of the part
+// at that place of the list into out, and returns 0 or a code. saved->ids and spans are then the
+// caller's, until kvq__saved_ids_free. Parts that are missing, damaged, or of a wrong size end what
+// is known: saved->known is lower then, and 0 if spans are lost, without which ids mean nothing.
+// 0, or KVQ_E_NO_MEMORY or KVQ_E_STALE, which read() may give to have it all end.
+struct kvq__ids_reader {
+    const struct kvq__part *parts; // by layer, page and kind
+    uint32_t n;
+    uint64_t most;
+    int (*read)(void *context, uint32_t part, void *out);
+    void *context;
+};
+int kvq__saved_ids_read(struct kvq__saved *saved, const struct kvq__ids_reader *reader);
+void kvq__saved_ids_free(struct kvq__saved *saved);
+
+// ---- Parking (park.h): what the core wants of whoever saves sessions ----
+
+// SAVE: save it (kvq__save_spec with `parks` and `unnamed`), then say so by kvq__park_saved. If it
+// counts as stored, look whether it really is, with that stamp and whole; if not, save it `again`.
+// FETCH: read it back, by kvq__fetch_begin or kvq__fetch_failed. FORGET: delete what is stored
+// under that name if it has that stamp, then say so by kvq__park_forgot.
+enum kvq__order_kind { KVQ__ORDER_SAVE, KVQ__ORDER_FETCH, KVQ__ORDER_FORGET };
+struct kvq__order {
+    enum kvq__order_kind kind;
+    uint64_t id;                                   // SAVE: the ticket's; FETCH: the session's
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES]; // that it is stored by
+    char session[24];                              // SAVE: "#ID", for kvq__save_begin
+    uint32_t shard;                                // FETCH
+    uint64_t stamp;                                // of what is stored
+    bool stored;                                   // SAVE: nothing has changed since
+};
+// The next one; false if there is none. Orders of one name come in the order they must be done in.
+bool kvq__park_next(struct kvq__core *core, struct kvq__order *order);
+// How a SAVE has ended; after kvq__save_end. `text` is copied.
+void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
+// A FORGET has been tried. What it was about counts as gone for a while longer.
+void kvq__park_forgot(struct kvq__core *core, uint64_t stamp);
+// Whether what was found in a store is to be forgotten, or was just now: then it is not there.
+bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
+// ---- Asking for a prefix, in memory and in a store ----
+
+// What a client asks for, for as long as it is there with its buffers. Its ids are read where the
+// client can change them at any time: nothing is believed of them but what is compared in the end.
+// Life of one: kvq__prefix_ask, _hash, _match until it is true (and, if a store has brought more,
+// _again and _match), then it stands in a spec that is looked up or opened, then _end.
+struct kvq__prefix_ask {
+    struct kvq__core *core;
+    struct kvq__session *like; // as the session will be
+    bool own;                  // `like` is the ask's
+    const volatile uint8_t *ids;
+    uint32_t pages, here;   // whole pages that are asked for, and that memory has
+    uint32_t stored;        // of these, that a store has of all shards
+    const char *ns, *place; // where its session will be; they live as long as the core
+    uint32_t n_spaces;
+    struct kvq__prefix_space { // namespaces that it may share with, its own first
+        struct kvq__namespace *ns;
+        const char *name;
+        uint8_t root[32];
+        uint8_t (*chains)[32]; // the hash of each page
+    } spaces[1 + KVQ_MAX_NAMESPACES];
+    uint32_t at, at_page;           // where matching is
+    uint32_t best;                  // the namespace that has most
+    uint32_t since[KVQ_MAX_LAYERS]; // where each layer's blocks are there from, without a gap
+};
+
+// Poller's thread. *ask is NULL where nothing is to be looked for: the session is there already, or
+// less than a page is asked for. Its hashes count among the namespace's table bytes. 0, or what is
+// wrong: opening and looking up say so, too.
+int kvq__prefix_ask(struct kvq__client *client, const struct kvq__session_spec *spec,
+                    struct kvq__prefix_ask **ask, char *text);
+// Poller's thread. Accepts pointers to NULL.
+void kvq__prefix_ask_end(struct kvq__prefix_ask **ask);
+// Any thread. Computes the hashes of all pages.
+void kvq__prefix_ask_hash(struct kvq__prefix_ask *ask);
+// Poller's thread. Looks at so many pages of the index as take some tens of microseconds. True once
+// all have been looked at: `here` is then how many it has.
+bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask);
+// Poller's thread. Matching begins anew; a store has so many of the pages of all shards.
+void kvq__prefix_ask_again(struct kvq__prefix_ask *ask, uint32_t stored);
+// Any thread, once both are hashed. Whether the first so many pages (1 at least) of both are the
+// same ones, in the same place and namespace.
+bool kvq__prefix_ask_same(const struct kvq__prefix_ask *a, const struct kvq__prefix_ask *b,
+                          uint32_t pages);
+// Any thread. What a store knows its pages by in one of its namespaces.
+void kvq__prefix_ask_stored(const struct kvq__prefix_ask *ask, uint32_t space,
+                            uint8_t (*hashes)[32]);
+
+// ---- Restoring ----
+
+struct kvq__restore;
+
+struct kvq__restore_spec {
+    const char *ns;
+    const char *place;              // as for opening a session; NULL or empty: the daemon's choice
+    const struct kvq__saved *saved; // foreign: everything is checked
+    const struct kvq__part *parts;  // that there are, by layer, page and kind
+    uint32_t n_parts;
+    uint64_t good_tokens; // up to here it can be had; less than its tokens: it is cut
+    // Not 0: what others can begin with is wanted, so many tokens, a multiple of 128. The session
+    // has no name, whatever the saved one's is; when it has its memory its pages go to the index of
+    // ns, where sessions begin with them at once, and when all layers are there it ends.
+    uint64_t prefix_tokens;
+    bool resharded; // it is not stored like this: it counts as unsaved (see reshard.h)
+    bool ahead;     // extras may know of tokens that are not packed
+};
+
+// Begins to make the session, which nobody sees yet. What the spec points to stays until
+// kvq__restore_reserve has returned 0, or kvq__restore_end was called. KVQ_E_EXISTS if there is one
+// of that name and shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY,
+// KVQ_E_QUOTA, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
+int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
+                       const struct kvq__restore_spec *spec, struct kvq__restore **restore,
+                       char *text);
+// Takes some of its memory, as much as can be had without keeping others waiting for long. 1: call
+// it again soon. 2: likewise, but some milliseconds later: others make room for it. 0: the session
+// is there, and nobody has it open yet. Below 0, the codes above: nothing but kvq__restore_end is
+// left to do. Until it has returned 0, nothing but that is called.
+int kvq__restore_reserve(struct kvq__restore *restore, char *text);
+// The same for a session that is parked, by its id: it is filled again. spec->ns and place are not
+// looked at. KVQ_E_DAMAGED if what is stored is not, to the last token, what was parked;
+// KVQ_E_CANCELLED if it was dropped; KVQ_E_NO_MEMORY. Then kvq__fetch_failed follows. Where
+// kvq__restore_reserve fails, kvq__restore_end is enough.
+int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq__restore_spec *spec,
+                     struct kvq__restore **restore, char *text);
+// A FETCH that kvq__fetch_begin has not begun has failed. With KVQ_E_DAMAGED, KVQ_E_NO_SESSION or
+// KVQ_E_VERSION the session ends; else it stays parked, and those who wait for it are told.
+void kvq__fetch_failed(struct kvq__core *core, uint64_t session, int status, const char *text);
+// The tokens it has: less than were saved if it was cut.
+uint64_t kvq__restore_tokens(const struct kvq__restore *restore);
+
+// What is to be read, in this order: all of a layer, then all of the next. `part` counts in the
+// spec's parts. Returns false behind the last.
+struct kvq__wanted {
+    uint32_t part, layer;
+    uint64_t bytes;
+};
+bool kvq__restore_wanted(const struct kvq__restore *restore, uint32_t i, struct kvq__wanted *out);
+// Where the bytes of n of these (which[0], ...) go until kvq__restore_fill has taken them from
+// there, one by one. There may be room for the first few of them only: returns for how many, 0
+// without memory. Asking again forgets where those before went.
+uint32_t kvq__restore_rooms(struct kvq__restore *restore, const uint32_t *which, uint32_t n,
+                            void **rooms);
+// 0, KVQ_E_SYSTEM, or KVQ_E_DAMAGED if the bytes cannot be right.
+int kvq__restore_fill(struct kvq__restore *restore, uint32_t i);
+// Whether the session has been dropped meanwhile: then there is no need to go on. Any thread.
+bool kvq__restore_lost(const struct kvq__restore *restore);
+
+// All of a layer is there, and its requests go on. Layers in order, each once.
+void kvq__restore_layer(struct kvq__restore *restore, uint32_t layer);
+// Ends it and frees it. With a status below 0 before all layers are there the session ends, with
+// all its shards, and its handles answer with that status. Accepts pointers to NULL.
+void kvq__restore_end(struct kvq__restore **restore, int status);
+
+#endif

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who is to be saved without being asked for: sessions that nobody has open any more, or that have
+// not been used for a while. Only sessions whose last change is not saved are looked at, and of
+// those in use as many as have not been used for long enough.
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/residency/saved.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
+
+enum { LOOKS = 1024 }; // at those that were put off
+
+bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *name)
+{
+    const uint64_t first = 1000000000u, minute = 60 * first; // ns
+    struct kvq__namespace *ns;
+    struct kvq__session *s = NULL;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        if (strcmp(ns->name, space) == 0)
+            s = kvq__session_named(ns, name);
+    if (s)
+        s = kvq__group_member(s, 0);
+    if (!s)
+        return false;
+    uint64_t longer = s->save_wait ? 2 * s->save_wait : first;
+    s->save_wait = longer < minute ? longer : minute;
+    s->save_after = core->now + s->save_wait;
+    bool tell = s->save_told == 0 || core->now - s->save_told >= minute;
+    if (tell)
+        s->save_told = core->now;
+    return tell;
+}
+
+// `s` is the first shard that is there.
+static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
+{
+    const struct kvq__core *core = s->core;
+    bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
+    bool idle = !kvq__in_step(s) && s->pins == 0 && core->now - s->idle_since >= idle_ns;
+    uint32_t missing;
+    if (!s->name[0] || !kvq__group_is_unsaved(s))
+        return false;
+    if (kvq__group_missing(s, &missing))
+        return which == KVQ__UNSAVED_ALL && s->tokens > 0;
+    if (which == KVQ__UNSAVED_ALL)
+        return true;
+    return core->now >= s->save_after &&
+           (((which & KVQ__UNSAVED_LEFT) && left) || ((which & KVQ__UNSAVED_IDLE) && idle));
+}
+
+struct ask {
+    struct kvq__core *core;
+    uint32_t which;
+    uint64_t idle_ns;
+    struct kvq__unsaved *out;
+    uint32_t n, max;
+};
+
+static struct kvq__session *first_shard(struct kvq__session *s)
+{
+    struct kvq__session *first = s;
+    for (uint32_t i = s->shard; i-- > 0;)
+        if (kvq__group_member(s, i))
+            first = kvq__group_member(s, i);
+    return first;
+}
+
+// Takes the session's group, once. False if it is not wanted.
+static bool look_at(struct ask *ask, struct kvq__session *s)
+{
+    struct kvq__session *first = first_shard(s);
+    if (!is_wanted(first, ask->which, ask->idle_ns))
+        return false;
+    if (first->unsaved_ask == ask->core->unsaved_asks)
+        return true;
+    first->unsaved_ask = ask->core->unsaved_asks;
+    if (ask->n < ask->max) {
+        struct kvq__unsaved *out = &ask->out[ask->n];
+        snprintf(out->ns, sizeof out->ns, "%s", first->ns->name);
+        snprintf(out->name, sizeof out->name, "%s", first->name);
+        out->id = first->id;
+        out->tokens = first->tokens;
+    }
+    ask->n++;
+    return true;
+}
+
+// Finds another list for who is not wanted now.
+static void put_back(struct kvq__session *s)
+{
+    if (s->core->now < first_shard(s)->save_after)
+        kvq__unsaved_put_off(s);
+    else
+        kvq__unsaved_note(s);
+}
+
+// Those that stand in the list just now: who is put back may come to its end.
+static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t looks)
+{
+    struct kvq__session_list *list = &ask->core->unsaved[which];
+    struct kvq__session *s = TAILQ_FIRST(list), *next;
+    const struct kvq__session *last = TAILQ_LAST(list, kvq__session_list);
+    for (; s && ask->n < ask->max && looks-- > 0; s = next) {
+        next = s == last ? NULL : TAILQ_NEXT(s, unsaved_link);
+        ask->core->lookup.looks++;
+        if (!look_at(ask, s))
+            put_back(s);
+    }
+}
+
+// They stand in the order of their last use.
+static void look_at_used(struct ask *ask)
+{
+    struct kvq__session *s = TAILQ_FIRST(&ask->core->unsaved[KVQ__UNSAVED_IN_USE]), *next;
+    for (; s && ask->n < ask->max; s = next) {
+        next = TAILQ_NEXT(s, unsaved_link);
+        ask->core->lookup.looks++;
+        if (ask->core->now - s->idle_since < ask->idle_ns)
+            break;
+        if (!look_at(ask, s) && ask->core->now < first_shard(s)->save_after)
+            kvq__unsaved_put_off(s);
+    }
+}
+
+static void look_at_all(struct ask *ask)
+{
+    struct kvq__session *s;
+    for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
+        TAILQ_FOREACH (s, &ask->core->unsaved[i], unsaved_link)
+            look_at(ask, s);
+}
+
+uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle_ns,
+                           struct kvq__unsaved *out, uint32_t max)
+{
+    struct ask ask = {core, which, idle_ns, out, 0, max};
+    core->unsaved_asks++;
+    if (which == KVQ__UNSAVED_ALL) {
+        look_at_all(&ask);
+        return ask.n;
+    }
+    look_at_list(&ask, KVQ__UNSAVED_AT_ONCE, UINT32_MAX);
+    if (which & KVQ__UNSAVED_IDLE)
+        look_at_used(&ask);
+    look_at_list(&ask, KVQ__UNSAVED_PUT_OFF, LOOKS);
+    return ask.n;
+}

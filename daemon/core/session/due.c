@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// When sessions that nobody has open are looked at: a wheel of slots of 134 ms, each with those
+// whose keep time ends then. One that was used meanwhile goes to a later slot when its own comes,
+// so that a use costs nothing here; one that is further ahead than the wheel reaches is looked at
+// once a turn.
+#include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
+
+enum { SLOT_BITS = 27 };
+#define LONGEST_NS 1000000000ull // between two looks at one that is kept by something else
+
+static uint64_t slot_of(uint64_t ns)
+{
+    return ns >> SLOT_BITS;
+}
+
+void kvq__due_clear(struct kvq__session *s)
+{
+    if (s->due)
+        LIST_REMOVE(s, due_link);
+    s->due = false;
+}
+
+// Slots before that of now are over.
+static void set_at(struct kvq__session *s, uint64_t at)
+{
+    at = at > s->core->now ? at : s->core->now;
+    kvq__due_clear(s);
+    LIST_INSERT_HEAD(&s->core->dues[slot_of(at) % KVQ__DUE_SLOTS], s, due_link);
+    s->due = true;
+}
+
+static void set_one(struct kvq__session *s)
+{
+    uint64_t left = UINT64_MAX - s->idle_since;
+    if (s->keep_ns)
+        set_at(s, s->keep_ns < left ? s->idle_since + s->keep_ns : UINT64_MAX);
+}
+
+void kvq__due_set(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            set_one(m);
+    }
+}
+
+// It is due, and stays: it is saved, or read, or another shard is too young. The longer that takes
+// the longer it is until the next look.
+static void put_off(struct kvq__session *s)
+{
+    uint64_t now = s->core->now, late = now - s->idle_since - s->keep_ns;
+    set_at(s, now + (late < LONGEST_NS ? late : LONGEST_NS));
+}
+
+static void look_at(struct kvq__session *s)
+{
+    s->core->lookup.looks++;
+    if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
+        kvq__session_end(s, "the time that it is kept is over");
+    } else if (kvq__group_is_open(s)) {
+        return; // whoever closes it last sets it again
+    } else if (s->core->now - s->idle_since < s->keep_ns) {
+        set_one(s);
+    } else {
+        put_off(s);
+        kvq__unsaved_outlived(s);
+    }
+}
+
+void kvq__dues_tick(struct kvq__core *core)
+{
+    uint64_t last = slot_of(core->now), at = core->due_slot;
+    if (last - at >= KVQ__DUE_SLOTS)
+        at = last - KVQ__DUE_SLOTS + 1;
+    for (; at <= last; at++) {
+        struct kvq__session_bucket *slot = &core->dues[at % KVQ__DUE_SLOTS], here;
+        struct kvq__session *s;
+        LIST_INIT(&here);
+        while ((s = LIST_FIRST(slot))) { // those that are set again are for another tick
+            LIST_REMOVE(s, due_link);
+            LIST_INSERT_HEAD(&here, s, due_link);
+        }
+        while ((s = LIST_FIRST(&here))) {
+            kvq__due_clear(s);
+            look_at(s);
+        }
+    }
+    core->due_slot = last; // the slot of now is not over
+}

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions that have ended. A session is gone for everybody at once; its memory goes back in pieces
+// between two looks at the rings, since a client may leave thousands of sessions behind, each of
+// thousands of sheets and blocks. Requests that need this memory wait for the pieces (evict.c).
+#include <assert.h>
+
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/state.h"
+
+// ---- One session ----
+
+static void spend(struct kvq__core *core, uint64_t work)
+{
+    core->release_left -= work < core->release_left ? work : core->release_left;
+    core->released += work;
+}
+
+// Counts it where its pages are, as long as it has some to give back.
+static void note_pages(struct kvq__session *s)
+{
+    struct kvq__arena *was = s->ended_in, *now = NULL;
+    if (s->ending && s->n_pages > 0)
+        now = &s->ns->arenas[s->pool - s->core->pools];
+    if (was == now)
+        return;
+    if (was) {
+        assert(was->n_ended > 0 && was->pool->n_ended > 0);
+        was->n_ended--;
+        was->pool->n_ended--;
+    }
+    if (now) {
+        now->n_ended++;
+        now->pool->n_ended++;
+    }
+    s->ended_in = now;
+}
+
+// A request under way may still look at the page table, and finds no block there any more.
+static uint32_t pop(struct kvq__session *s)
+{
+    if (s->pins == 0)
+        return kvq__sheets_pop(s);
+    return s->n_pages > 0 ? kvq__pages_pop(s) : 0;
+}
+
+static bool has_pages(const struct kvq__session *s)
+{
+    return s->n_pages > 0 || (s->pins == 0 && s->n_sheets > 0);
+}
+
+static void drop_extras(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        kvq__block_drop(s->core, &s->layers[i].extras);
+}
+
+// Gives back as much as this turn may. True if nothing is left but what waits for requests under
+// way: the last of these brings the session here again.
+static bool give_back(struct kvq__session *s)
+{
+    struct kvq__core *core = s->core;
+    // Requests that began since it ended have not found it.
+    kvq__session_gives(s, s->ended_flight);
+    while (core->release_left > 0 && has_pages(s))
+        spend(core, pop(s));
+    note_pages(s);
+    if (!has_pages(s))
+        drop_extras(s);
+    kvq__drops_end(core);
+    if (has_pages(s))
+        return false;
+    if (s->pins > 0)
+        return true;
+    while (core->release_left > 0 && s->ids.n_parts > 0) {
+        kvq__ids_pop(s);
+        spend(core, 1);
+    }
+    return s->ids.n_parts == 0 && core->release_left > 0 && kvq__given_end(s);
+}
+
+static void leave_list(struct kvq__session *s)
+{
+    TAILQ_REMOVE(&s->core->ended, s, link);
+    s->ending = false;
+    note_pages(s);
+}
+
+static void go_on(struct kvq__core *core)
+{
+    struct kvq__session *s;
+    while (core->release_left > 0 && (s = TAILQ_FIRST(&core->ended))) {
+        if (!give_back(s))
+            return;
+        leave_list(s);
+        if (s->pins > 0)
+            continue;
+        spend(core, 1 + s->n_layers);
+        kvq__session_dispose(s);
+    }
+}
+
+// ---- All of them ----
+
+void kvq__ended_add(struct kvq__session *s)
+{
+    struct kvq__core *core = s->core;
+    if (s->ending)
+        return;
+    s->ending = true;
+    s->ended_flight = core->last_flight;
+    kvq__ids_cut(s, 0);
+    TAILQ_INSERT_TAIL(&core->ended, s, link);
+    note_pages(s);
+    go_on(core);
+}
+
+bool kvq__ended_poll(struct kvq__core *core)
+{
+    core->release_left = core->config.release_work;
+    bool any = kvq__limbo_free(core, false) || !TAILQ_EMPTY(&core->ended);
+    go_on(core);
+    return any;
+}
+
+bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage)
+{
+    uint32_t n = 0;
+    if (shortage->code == KVQ_E_NO_MEMORY)
+        return shortage->pool->n_ended > 0;
+    for (uint32_t i = 0; shortage->code == KVQ_E_QUOTA && i < core->n_pools; i++) {
+        const struct kvq__arena *arena = &shortage->ns->arenas[i];
+        if (kvq__pool_limit(arena->pool) == kvq__pool_limit(shortage->pool))
+            n += arena->n_ended;
+    }
+    return n > 0;
+}
+
+// Frees the first one's bookkeeping memory, also when the turn's work is used up. That memory is
+// some kilobytes at the least, so a caller that asks for little causes little work.
+bool kvq__ended_reclaim(struct kvq__namespace *ns)
+{
+    struct kvq__core *core = ns->core;
+    struct kvq__session *s;
+    uint64_t left = core->release_left;
+    TAILQ_FOREACH (s, &core->ended, link)
+        if (s->ns == ns && s->pins == 0)
+            break;
+    if (!s)
+        return false;
+    core->release_left = UINT64_MAX;
+    give_back(s);
+    leave_list(s);
+    kvq__session_dispose(s);
+    core->release_left = left;
+    return true;
+}
+
+void kvq__ended_close(struct kvq__core *core)
+{
+    core->release_left = UINT64_MAX;
+    go_on(core);
+    kvq__limbo_free(core, true);
+    assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->limbo));
+}

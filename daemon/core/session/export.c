@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which extents clients are told of that attend in their own context, and so may have mapped.
+//
+// Nothing takes a mapping away from a client. So an extent that any client was ever told of is
+// never given to another namespace: when it is empty and those clients are gone, its memory goes
+// back to the system, and the next owner gets other memory.
+#include <string.h>
+
+#include "daemon/core/state.h"
+
+bool kvq__extent_is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
+{
+    const struct kvq__telling *t;
+    if (!e->told)
+        return false;
+    LIST_FOREACH (t, &e->last->tellings, link)
+        if (t->pool == pool && t->serial >= e->serial)
+            return true;
+    return false;
+}
+
+void kvq__tellings_drop(struct kvq__client *client)
+{
+    struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &client->core->namespaces, link) {
+        struct kvq__telling *t = LIST_FIRST(&ns->tellings), *next;
+        for (; t; t = next) {
+            next = LIST_NEXT(t, link);
+            if (t->client != client)
+                continue;
+            LIST_REMOVE(t, link);
+            kvq__deallocate(client->core, t, sizeof *t);
+        }
+    }
+}
+
+static struct kvq__telling *telling_of(struct kvq__client *client, struct kvq__namespace *ns,
+                                       const struct kvq__pool *pool)
+{
+    struct kvq__telling *t;
+    LIST_FOREACH (t, &ns->tellings, link)
+        if (t->client == client && t->pool == pool)
+            return t;
+    t = kvq__allocate(client->core, sizeof *t);
+    if (!t)
+        return NULL;
+    t->client = client;
+    t->pool = pool;
+    LIST_INSERT_HEAD(&ns->tellings, t, link);
+    return t;
+}
+
+// The namespace's extents of a pool are in its arena, and among the pool's empty ones.
+struct walk {
+    const struct kvq__namespace *ns;
+    const struct kvq__pool *pool;
+    uint32_t after;            // looked for: the one with the lowest serial above this
+    struct kvq__extent *found; // NULL: none
+};
+
+static void look_at(struct walk *w, struct kvq__extent *e)
+{
+    if (e->last == w->ns && e->serial > w->after && (!w->found || e->serial < w->found->serial))
+        w->found = e;
+}
+
+static struct kvq__extent *next_extent(const struct kvq__namespace *ns, struct kvq__pool *pool,
+                                       uint32_t after)
+{
+    struct walk w = {ns, pool, after, NULL};
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &ns->arenas[pool - ns->core->pools].extents, link)
+        look_at(&w, e);
+    TAILQ_FOREACH (e, &pool->empty, link)
+        look_at(&w, e);
+    return w.found;
+}
+
+int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
+                      uint32_t max, uint64_t *known, bool *more, char *text)
+{
+    struct kvq__handle *h;
+    struct kvq__extent *e = NULL;
+    uint32_t n = 0;
+    int rc = kvq__handle_get(client, handle, &h);
+    if (rc < 0)
+        return kvq__fail(text, rc, "handle %#llx is no open session of this client",
+                         (unsigned long long)handle);
+    struct kvq__namespace *ns = h->session->ns;
+    struct kvq__pool *pool = h->session->pool;
+    struct kvq__telling *t = telling_of(client, ns, pool);
+    if (!t)
+        return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
+    while ((e = next_extent(ns, pool, t->serial)) && n < max) {
+        e->told = true;
+        t->serial = e->serial;
+        out[n++] = (struct kvq__extent_export){&e->memory, e->number};
+    }
+    *more = e != NULL;
+    *known = *more ? t->serial : ns->arenas[pool - client->core->pools].last_serial;
+    t->serial = (uint32_t)*known;
+    return (int)n;
+}
+
+int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__pool_span *out,
+                   char *text)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        const struct kvq__pool *pool = &core->pools[i];
+        if (strcmp(place, kvq__pool_name(pool)) != 0)
+            continue;
+        *out = (struct kvq__pool_span){kvq__pool_extents(pool) * pool->extent_bytes,
+                                       pool->extent_bytes, pool->gpu};
+        return 0;
+    }
+    return kvq__fail(text, KVQ_E_INVALID,
+                     "place \"%.47s\" is none of this daemon's; `kvqctl status` lists them", place);
+}

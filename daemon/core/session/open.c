@@ -1,0 +1,643 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Opening a session: what is asked for is checked and built, then either becomes a new session or
+// is compared with the one of that name.
+#include <assert.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
+#include "daemon/core/residency/reshard.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/open.h"
+#include "daemon/core/state.h"
+
+#define NS_PER_SECOND 1000000000ull
+
+static bool is_empty(const char *string)
+{
+    return !string || !*string;
+}
+
+// ---- Checks of the session as a whole ----
+
+static int check_name(const char *what, const char *name, size_t room, char *text)
+{
+    size_t n = name ? strlen(name) : 0;
+    if (n >= room)
+        return kvq__fail(text, KVQ_E_LIMIT, "the %s has %zu bytes; it can have %zu", what, n,
+                         room - 1);
+    for (size_t i = 0; i < n; i++)
+        if ((unsigned char)name[i] < 0x20 || name[i] == 0x7f)
+            return kvq__fail(text, KVQ_E_INVALID,
+                             "byte %zu of the %s is the control character %#x; use printable text",
+                             i, what, (unsigned char)name[i]);
+    if (n && name[0] == '#')
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "the %s starts with '#', which stands for unnamed sessions; use another",
+                         what);
+    return 0;
+}
+
+static int check_numbers(const struct kvq__session_spec *spec, char *text)
+{
+    bool as_it_is = spec->shards == 0 && spec->n_layers == 0;
+    uint32_t shards = spec->shards ? spec->shards : as_it_is ? KVQ_MAX_SHARDS : 1;
+    if (shards > KVQ_MAX_SHARDS || spec->shard >= shards)
+        return kvq__fail(text, KVQ_E_INVALID, "shard %u of %u; there can be %d, counted from 0",
+                         spec->shard, shards, KVQ_MAX_SHARDS);
+    if (spec->max_rollback > KVQ_MAX_ROLLBACK)
+        return kvq__fail(text, KVQ_E_LIMIT, "max_rollback is %u; it can be %d at most",
+                         spec->max_rollback, KVQ_MAX_ROLLBACK);
+    if (spec->prompt_tokens > KVQ_MAX_SESSION_TOKENS)
+        return kvq__fail(text, KVQ_E_LIMIT, "prompt_tokens is %llu; a session holds %d at most",
+                         (unsigned long long)spec->prompt_tokens, KVQ_MAX_SESSION_TOKENS);
+    if (spec->v_rotation > KVQ__V_NONE || spec->path > 2 || spec->on_detach > KVQ__DETACH_SAVE ||
+        spec->dtype > KVQ_BF16)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "v_rotation %u (0 to 3), path %u (0 to 2), on_detach %u (0 to 3) or "
+                         "dtype %u (0 to 2) is none that this daemon knows",
+                         spec->v_rotation, spec->path, spec->on_detach, spec->dtype);
+    return 0;
+}
+
+static int check_flags(const struct kvq__session_spec *spec, char *text)
+{
+    if ((spec->flags & KVQ__OPEN_EXACT_PROMPT) && spec->prompt_tokens == 0)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "exact_prompt needs to know where the prompt ends; set prompt_tokens");
+    if ((spec->flags & KVQ__OPEN_EXACT_PROMPT) && (spec->flags & KVQ__OPEN_PACKED_PROMPT))
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "exact_prompt and packed_prompt exclude each other; give one of them");
+    uint32_t both = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
+    if ((spec->flags & both) == both)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "must_exist and must_create exclude each other; give one of them");
+    if ((spec->flags & KVQ__OPEN_READ_ONLY) && (spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "read_only and take_over exclude each other; a reader needs no hold");
+    if (is_empty(spec->name) && spec->on_detach >= KVQ__DETACH_KEEP)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "an unnamed session cannot be kept, for nobody could open it again; give "
+                         "it a name");
+    return 0;
+}
+
+int kvq__spec_check(const struct kvq__session_spec *spec, char *text)
+{
+    int rc = check_name("session's name", spec->name, KVQ_NAME_BYTES, text);
+    if (rc == 0)
+        rc = check_name("model fingerprint", spec->model, KVQ_FINGERPRINT_BYTES, text);
+    if (rc == 0)
+        rc = check_name("salt", spec->salt, KVQ_NAME_BYTES, text);
+    if (rc == 0)
+        rc = check_name("adapter", spec->adapter, KVQ_NAME_BYTES, text);
+    if (rc == 0)
+        rc = check_numbers(spec, text);
+    return rc == 0 ? check_flags(spec, text) : rc;
+}
+
+// ---- Layers ----
+
+static int count_layers(const struct kvq__session_spec *spec, uint32_t *total, char *text)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; i < spec->n_layers; i++)
+        n += spec->layers[i].repeat ? spec->layers[i].repeat : 1;
+    if (n > KVQ_MAX_LAYERS)
+        return kvq__fail(text, KVQ_E_LIMIT, "the session has %llu layers; it can have %d at most",
+                         (unsigned long long)n, KVQ_MAX_LAYERS);
+    *total = (uint32_t)n;
+    return 0;
+}
+
+static int refuse_format(const struct kvq__core *core, uint32_t layer, const char *why, int rc,
+                         char *text)
+{
+    int used = snprintf(text, KVQ_TEXT_BYTES, "layer %u: %.320s; known are ", layer, why);
+    kvq__formats_known(core, text + used, KVQ_TEXT_BYTES - (size_t)used);
+    return rc;
+}
+
+// A row that was saved with a session. Its name may stand for nothing here, but for nothing else.
+static int take_exact(const struct kvq__core *core, const struct kvq_format *exact,
+                      struct kvq_format *found, char *why, size_t n)
+{
+    const struct kvq_format *known = kvq__format_named(core, exact->name);
+    if (known && !kvq_format_same(known, exact)) {
+        snprintf(
+            why, n,
+            "format %s was saved with other stages than it has in this version or configuration",
+            exact->name);
+        return KVQ_E_FORMAT;
+    }
+    *found = *exact;
+    return kvq_format_check(exact, why, n) ? KVQ_E_FORMAT : 0;
+}
+
+static int find_format(struct kvq__session *s, const struct kvq__session_spec *spec,
+                       const struct kvq__layer_row *row, uint32_t layer, char *text)
+{
+    char why[KVQ_TEXT_BYTES / 2] = "it has no format; give it one";
+    struct kvq_format found;
+    const char *name = is_empty(row->format) ? spec->format : row->format;
+    // Layers that read another's cache have its format.
+    uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
+    if (is_empty(name))
+        return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
+    int rc = row->exact ? take_exact(s->core, row->exact, &found, why, sizeof why)
+                        : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
+    if (rc < 0)
+        return refuse_format(s->core, layer, why, rc, text);
+    s->layers[layer].format = kvq__format_keep(s, &found, &rc);
+    if (!s->layers[layer].format)
+        return kvq__ns_refused(s->ns, rc, "the formats of a session", text);
+    if (kvq__own_format(s->core, name) && name == spec->format)
+        snprintf(s->own_format, sizeof s->own_format, "%s", name);
+    return 0;
+}
+
+// Formats with codes of a codebook name it behind '@'; others name none.
+static int find_book(struct kvq__core *core, struct kvq__layer *l, uint32_t layer, char *text)
+{
+    char why[KVQ_TEXT_BYTES / 2] = "this daemon has no codebooks";
+    const char *at = strchr(l->format->name, '@');
+    bool wanted = l->format->k.codec == KVQ_CODEC_BOOK || l->format->v.codec == KVQ_CODEC_BOOK;
+    if (!wanted && !at)
+        return 0;
+    if (!wanted)
+        return kvq__fail(text, KVQ_E_FORMAT,
+                         "layer %u: format %s has no use for a codebook; leave "
+                         "out what follows the '@'",
+                         layer, l->format->name);
+    if (!at || !at[1])
+        return kvq__fail(text, KVQ_E_FORMAT,
+                         "layer %u: format %s needs a codebook; name it, as in "
+                         "%s@NAME",
+                         layer, l->format->name, l->format->name);
+    int rc = KVQ_E_FORMAT;
+    if (core->config.codebook)
+        rc = core->config.codebook(core->config.context, at + 1, layer, l->format, &l->shape,
+                                   &l->book, &l->book_hold, why);
+    return rc < 0 ? kvq__fail(text, rc, "layer %u: %s", layer, why) : 0;
+}
+
+static uint8_t v_rotation_of(const struct kvq__session_spec *spec, const struct kvq__layer_row *row,
+                             const struct kvq_format *f)
+{
+    uint32_t asked = row->v_rotation ? row->v_rotation : spec->v_rotation;
+    return (uint8_t)(asked == KVQ__V_BY_PAPER ? kvq_v_rotation_by_paper(f)
+                     : asked == KVQ__V_ENGINE ? KVQ_V_ROT_ENGINE
+                     : asked == KVQ__V_DAEMON ? KVQ_V_ROT_DAEMON
+                                              : KVQ_V_ROT_NONE);
+}
+
+static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
+                                 const struct kvq__layer_row *row, const struct kvq_format *f)
+{
+    uint32_t natural = f->raw_dtype ? f->raw_dtype : KVQ_F16;
+    return (struct kvq_shape){
+        .q_heads = row->q_heads,
+        .kv_heads = row->kv_heads,
+        .k_dim = row->k_dim,
+        .v_dim = row->v_dim,
+        .dtype = (uint8_t)(spec->dtype ? spec->dtype : natural),
+        .v_rotation = v_rotation_of(spec, row, f),
+        .window = row->window,
+        .softcap = row->softcap,
+        .scale = row->scale != 0.0f ? row->scale : 1.0f / sqrtf((float)row->k_dim),
+    };
+}
+
+static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l, uint32_t layer,
+                       char *text)
+{
+    char why[KVQ_TEXT_BYTES / 2];
+    const struct kvq_shape *s = &l->shape;
+    if (s->q_heads > KVQ_MAX_HEADS || s->kv_heads > KVQ_MAX_HEADS)
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "layer %u has %u query heads and %u KV heads; it can have %d at most",
+                         layer, s->q_heads, s->kv_heads, KVQ_MAX_HEADS);
+    if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
+        return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
+    struct kvq_layout raw = kvq_layout_raw(s);
+    size_t block = kvq_block_bytes(&raw, s), extras = kvq_extras_bytes(l->format, s);
+    if (block > pool->extent_bytes || extras > pool->extent_bytes)
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "layer %u: a block of 128 tokens takes %zu bytes, sinks and outliers %zu, "
+                         "and an extent of the pool has %llu; make the extents larger in the "
+                         "configuration",
+                         layer, block, extras, (unsigned long long)pool->extent_bytes);
+    return 0;
+}
+
+static int build_layer(struct kvq__session *s, const struct kvq__session_spec *spec,
+                       const struct kvq__layer_row *row, uint32_t layer, char *text)
+{
+    struct kvq__layer *l = &s->layers[layer];
+    int rc = find_format(s, spec, row, layer, text);
+    if (rc < 0)
+        return rc;
+    l->shape = shape_of(spec, row, l->format);
+    rc = check_shape(s->pool, l, layer, text);
+    if (rc < 0)
+        return rc;
+    rc = find_book(s->core, l, row->kv_from >= 0 ? (uint32_t)row->kv_from : layer, text);
+    if (rc < 0)
+        return rc;
+    l->layout = kvq_layout_of(l->format, &l->shape);
+    l->raw_layout = kvq_layout_raw(&l->shape);
+    l->raw_bytes = kvq_block_bytes(&l->raw_layout, &l->shape);
+    l->learn = kvq_learn_tokens(l->format, spec->prompt_tokens);
+    if (!kvq_is_raw(l->format))
+        l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
+    l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
+    return 0;
+}
+
+static bool same_cache(const struct kvq__layer *a, const struct kvq__layer *b)
+{
+    // Within one session formats of one name are one.
+    return a->format == b->format && a->shape.kv_heads == b->shape.kv_heads &&
+           a->shape.k_dim == b->shape.k_dim && a->shape.v_dim == b->shape.v_dim &&
+           a->shape.dtype == b->shape.dtype;
+}
+
+static int check_source(const struct kvq__session *s, uint32_t layer, char *text)
+{
+    const struct kvq__layer *l = &s->layers[layer];
+    if (l->source >= s->n_layers || s->layers[l->source].source != l->source)
+        return kvq__fail(text, KVQ_E_SHAPE,
+                         "layer %u reads the cache of layer %u, which has none of its own; "
+                         "kv_from must be 0, or 1 + one of the %u layers that has",
+                         layer, l->source, s->n_layers);
+    if (!same_cache(l, &s->layers[l->source]))
+        return kvq__fail(text, KVQ_E_SHAPE,
+                         "layer %u reads the cache of layer %u but differs from it in KV heads, "
+                         "head_dim, dtype or format; they must be equal, or kv_from 0 for a cache "
+                         "of its own",
+                         layer, l->source);
+    return 0;
+}
+
+// Follows kv_from: counts caches, and how far back each is read.
+static int link_layers(struct kvq__session *s, char *text)
+{
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        int rc = check_source(s, i, text);
+        if (rc < 0)
+            return rc;
+        s->n_owned += kvq__layer_owns(s, i);
+        s->layers[i].keep = s->layers[i].shape.window;
+    }
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        struct kvq__layer *own = &s->layers[s->layers[i].source];
+        uint32_t window = s->layers[i].shape.window;
+        own->keep = own->keep == 0 || window == 0 ? 0 : window > own->keep ? window : own->keep;
+    }
+    return 0;
+}
+
+static int build_layers(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    uint32_t layer = 0;
+    for (uint32_t i = 0; i < spec->n_layers; i++) {
+        const struct kvq__layer_row *row = &spec->layers[i];
+        uint32_t repeat = row->repeat ? row->repeat : 1;
+        for (uint32_t j = 0; j < repeat; j++, layer++) {
+            int rc = build_layer(s, spec, row, layer, text);
+            if (rc < 0)
+                return rc;
+        }
+    }
+    return link_layers(s, text);
+}
+
+// ---- A session as asked for ----
+
+static uint8_t choose_path(const struct kvq__session *s, uint32_t asked)
+{
+    uint32_t path = asked == 2 ? s->core->config.path : asked;
+    for (uint32_t i = 0; path == KVQ_PATH_FAST && i < s->n_layers; i++)
+        if (kvq_kernels_has_fast(s->core->config.kernels, s->layers[i].format, &s->layers[i].shape))
+            return KVQ_PATH_FAST;
+    return KVQ_PATH_EXACT;
+}
+
+// What all layers have; where they differ, the daemon rotates some and others come as they are.
+static uint8_t common_rotation(const struct kvq__session *s)
+{
+    uint8_t first = s->layers[0].shape.v_rotation;
+    for (uint32_t i = 1; i < s->n_layers; i++)
+        if (s->layers[i].shape.v_rotation != first)
+            return KVQ__V_MIXED;
+    return first;
+}
+
+static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spec)
+{
+    uint64_t most = UINT64_MAX / NS_PER_SECOND;
+    s->drop_on_detach = is_empty(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
+    s->save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
+    s->keep_ns = s->drop_on_detach ? 0 : s->core->config.keep_ns;
+    if (spec->on_detach >= KVQ__DETACH_KEEP && spec->keep_seconds)
+        s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
+}
+
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text)
+{
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        if (strcmp(place, kvq__pool_name(&core->pools[i])) == 0 ||
+            kvq_gpu_place_is(place, kvq__pool_name(&core->pools[i])))
+            return &core->pools[i];
+    kvq__fail(text, KVQ_E_INVALID,
+              "place \"%.64s\": this daemon has \"host\"%s; kvqctl status lists its places", place,
+              core->n_pools > 1 ? " and GPUs by their UUID" : " and uses no GPU");
+    return NULL;
+}
+
+// Where it shall live: as asked, or else on the GPU with the most room, or without one on the host.
+static int find_place(struct kvq__session *s, const char *place, char *text)
+{
+    struct kvq__core *core = s->core;
+    s->pool = &core->pools[core->n_pools > 1];
+    for (uint32_t i = 2; is_empty(place) && i < core->n_pools; i++) {
+        const struct kvq__pool *other = &core->pools[i];
+        if (other->budget - other->used_bytes > s->pool->budget - s->pool->used_bytes)
+            s->pool = &core->pools[i];
+    }
+    if (is_empty(place))
+        return 0;
+    struct kvq__pool *pool = kvq__place_find(core, place, text);
+    s->pool = pool ? pool : s->pool;
+    return pool ? 0 : KVQ_E_INVALID;
+}
+
+int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec *spec,
+                       struct kvq__session **out, char *text)
+{
+    uint32_t n_layers = 0;
+    int rc = count_layers(spec, &n_layers, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__session *s;
+    char what[64];
+    snprintf(what, sizeof what, "a session of %u layers", n_layers);
+    rc = kvq__session_new(ns, n_layers, &s);
+    if (rc < 0)
+        return kvq__ns_refused(ns, rc, what, text);
+    rc = find_place(s, spec->place, text);
+    rc = rc ? rc : build_layers(s, spec, text);
+    if (rc == 0 && (rc = kvq__session_place(s)) < 0)
+        kvq__fail(text, rc, "no memory on %s for a session", kvq__pool_name(s->pool));
+    if (rc < 0) {
+        s->n_owned = 0;
+        kvq__session_free(s);
+        return rc;
+    }
+    snprintf(s->name, sizeof s->name, "%s", spec->name ? spec->name : "");
+    snprintf(s->model, sizeof s->model, "%s", spec->model ? spec->model : "");
+    snprintf(s->salt, sizeof s->salt, "%s", spec->salt ? spec->salt : "");
+    snprintf(s->adapter, sizeof s->adapter, "%s", spec->adapter ? spec->adapter : "");
+    s->shard = spec->shard;
+    s->shards = spec->shards ? spec->shards : 1;
+    s->max_rollback = spec->max_rollback;
+    s->prompt_tokens = spec->prompt_tokens;
+    if (!(spec->flags & KVQ__OPEN_PACKED_PROMPT))
+        s->exact_tokens = kvq__exact_fits(s, spec->prompt_tokens);
+    s->v_rotation = common_rotation(s);
+    s->dtype = s->layers[0].shape.dtype;
+    s->path = choose_path(s, spec->path);
+    set_keep(s, spec);
+    *out = s;
+    return 0;
+}
+
+// ---- A session that is there ----
+
+static int differs(const struct kvq__session *s, const char *what, char *text)
+{
+    return kvq__fail(text, KVQ_E_EXISTS,
+                     "session \"%s\" exists with another %s; open it without layers to take it "
+                     "as it is, drop it, or use another name",
+                     s->name, what);
+}
+
+static int compare_layers(const struct kvq__session *s, const struct kvq__session *wanted,
+                          char *text)
+{
+    char what[96 + 2 * KVQ_FORMAT_NAME];
+    if (s->n_layers != wanted->n_layers)
+        return differs(s, "number of layers", text);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
+        bool shape = kvq_shape_same(&a->shape, &b->shape) && a->source == b->source;
+        bool format = strcmp(a->format->name, b->format->name) == 0;
+        if (format && shape)
+            continue;
+        if (format && a->shape.v_rotation != b->shape.v_rotation)
+            return differs(s, "v_rotation", text);
+        if (shape)
+            snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,
+                     a->format->name, b->format->name);
+        else
+            snprintf(what, sizeof what, "shape of layer %u", i);
+        return differs(s, what, text);
+    }
+    return 0;
+}
+
+// Who says nothing of rotation takes it as it is, in a session that an older daemon saved, say:
+// outputs are the same. But an engine that does not rotate cannot use what one that does has left.
+static void take_rotation(struct kvq__session *wanted, const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < wanted->n_layers && i < s->n_layers; i++)
+        if (s->layers[i].shape.v_rotation != KVQ_V_ROT_ENGINE)
+            wanted->layers[i].shape.v_rotation = s->layers[i].shape.v_rotation;
+}
+
+static int compare(const struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    struct kvq__session *wanted;
+    if (!is_empty(spec->model) && strcmp(s->model, spec->model) != 0)
+        return differs(s, "model fingerprint", text);
+    if (!is_empty(spec->salt) && strcmp(s->salt, spec->salt) != 0)
+        return differs(s, "salt", text);
+    if (!is_empty(spec->adapter) && strcmp(s->adapter, spec->adapter) != 0)
+        return differs(s, "adapter", text);
+    if (spec->n_layers == 0)
+        return 0;
+    s->ns->lenient = true; // else a session that is there could not be opened at the limit
+    int rc = kvq__session_build(s->ns, spec, &wanted, text);
+    s->ns->lenient = false;
+    if (rc < 0)
+        return rc;
+    if (spec->v_rotation == KVQ__V_BY_PAPER)
+        take_rotation(wanted, s);
+    if (!is_empty(spec->place) && wanted->pool != kvq__home_of(s))
+        rc = differs(s, "place", text);
+    else
+        rc = compare_layers(s, wanted, text);
+    kvq__session_free(wanted);
+    return rc;
+}
+
+// ---- Opening ----
+
+// The last step of a writer that is gone may still be under way on a GPU.
+static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" was closed with a step that a GPU has yet to end; open it "
+                         "read-only, again in a moment, or with take_over",
+                         s->name);
+    kvq__step_leave(s);
+    return 0;
+}
+
+static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+{
+    if (spec->flags & KVQ__OPEN_READ_ONLY)
+        return 0;
+    if (!s->writer)
+        return s->settling ? end_step(s, spec, text) : 0;
+    if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "session \"%s\" has a writer, client %llu; open it read-only, or with "
+                         "take_over to end that hold",
+                         s->name, (unsigned long long)s->writer->client->id);
+    struct kvq__handle *old = s->writer;
+    kvq__handle_detach(old);
+    old->taken = true;
+    return 0;
+}
+
+// What the client enqueues on the session's GPU, if it lives on one.
+static int need_lane(struct kvq__client *client, const struct kvq__session *s, char *text)
+{
+    struct kvq__lane *lane;
+    const struct kvq__pool *next = kvq__move_place(s);
+    int rc = s->pool->gpu ? kvq__lane_get(client, s->pool->gpu, &lane) : 0;
+    rc = rc || !next || !next->gpu ? rc : kvq__lane_get(client, next->gpu, &lane);
+    return rc < 0 ? kvq__fail(text, rc, "no memory on %s for a client's stream",
+                              kvq__pool_name(s->pool))
+                  : 0;
+}
+
+static int open_existing(struct kvq__client *client, struct kvq__session *s,
+                         const struct kvq__session_spec *spec, char *text)
+{
+    if (spec->flags & KVQ__OPEN_MUST_CREATE)
+        return kvq__fail(text, KVQ_E_EXISTS,
+                         "session \"%s\" exists already%s; drop it, or open it without "
+                         "must_create",
+                         s->name, s->group ? ", with this shard" : "");
+    int rc = compare(s, spec, text);
+    rc = rc ? rc : need_lane(client, s, text);
+    return rc == 0 ? take_hold(s, spec, text) : rc;
+}
+
+// As another shard of the session of its name, if there is one.
+int kvq__session_enter(struct kvq__session *s, char *text)
+{
+    const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
+    int rc = first ? kvq__group_agrees(s, first, text) : 0;
+    if (rc == 0 && (rc = kvq__group_join(s)) < 0)
+        kvq__ns_refused(s->ns, rc, "a session of several shards", text);
+    if (rc == 0)
+        kvq__session_publish(s);
+    return rc;
+}
+
+static int create(struct kvq__client *client, struct kvq__namespace *ns,
+                  const struct kvq__session_spec *spec, const struct kvq__session *first,
+                  struct kvq__session **s, char *text)
+{
+    if ((spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || spec->n_layers == 0)
+        return kvq__fail(text, KVQ_E_NO_SESSION,
+                         "namespace \"%s\" has no session \"%s\"%s; to create it give its layers, "
+                         "and neither read_only nor must_exist",
+                         ns->name, spec->name ? spec->name : "", first ? " with this shard" : "");
+    if (spec->on_detach == KVQ__DETACH_SAVE && !client->core->config.saves)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "on_detach = save, but this daemon saves no sessions; set storage_dir in "
+                         "its configuration, or keep them instead");
+    int rc = kvq__namespace_room(ns, text);
+    if (rc == 0)
+        rc = kvq__session_build(ns, spec, s, text);
+    if (rc < 0)
+        return rc;
+    rc = need_lane(client, *s, text);
+    rc = rc ? rc : kvq__prefix_adopt(client, *s, &spec->prefix, text);
+    rc = rc ? rc : kvq__session_enter(*s, text);
+    if (rc < 0)
+        kvq__session_free(*s);
+    return rc;
+}
+
+// How many shards a session has cannot be changed by opening more of it.
+int kvq__shards_check(const struct kvq__session *first, const struct kvq__session_spec *spec,
+                      char *text)
+{
+    uint32_t asked = spec->shards ? spec->shards : 1;
+    if ((spec->shards == 0 && spec->n_layers == 0) || asked == first->shards)
+        return 0;
+    return kvq__shards_refuse(first->core, first->name, first->shards, asked, text);
+}
+
+static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,
+                          const struct kvq__session_spec *spec, struct kvq__session **s,
+                          bool *created, char *text)
+{
+    const struct kvq__session *first =
+        is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
+    int rc = first ? kvq__shards_check(first, spec, text) : 0;
+    if (rc < 0)
+        return rc;
+    *s = first ? kvq__group_member(first, spec->shard) : NULL;
+    *created = !*s;
+    return *s ? open_existing(client, *s, spec, text) : create(client, ns, spec, first, s, text);
+}
+
+int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,
+                      struct kvq__session_info *info, char *text)
+{
+    struct kvq__core *core = client->core;
+    struct kvq__namespace *ns;
+    struct kvq__handle *h;
+    struct kvq__session *s;
+    bool created;
+    if (core->draining)
+        return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; no session is opened");
+    int rc = kvq__spec_check(spec, text);
+    if (rc == 0)
+        rc = kvq__namespace_get(core, &client->peer, spec->ns, &ns, text);
+    if (rc < 0)
+        return rc;
+    rc = kvq__handle_new(client, &h);
+    if (rc < 0)
+        return kvq__fail(text, rc, "this client has %u session handles; it can have %d",
+                         client->n_handles, KVQ_MAX_OPEN);
+    rc = find_or_create(client, ns, spec, &s, &created, text);
+    if (rc < 0) {
+        kvq__handle_free(h);
+        return rc;
+    }
+    kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
+    kvq__fetch_ask(s); // it is about to be used
+    kvq__home_ask(s);
+    kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,
+               created        ? "created"
+               : h->read_only ? "read-only"
+                              : "for writing");
+    kvq__session_fill_info(s, info);
+    info->handle = kvq__handle_value(h);
+    info->created = created;
+    info->read_only = h->read_only;
+    return 0;
+}

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Page tables: which blocks hold a session's tokens, and in which form a token is read.
+//
+// A page is 128 positions of one layer. It has a raw block from the step that reaches it and, for
+// formats that pack, a packed block reserved at the same time, so that packing cannot fail for
+// room. Its raw block goes when every view that is still possible reads the page packed.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/core/session/table.h"
+#include "daemon/core/state.h"
+
+enum {
+    FIRST_SHEETS = 2,
+    LONG_STEP = 4, // pages
+};
+
+static uint64_t packed_after(const struct kvq__session *s, const struct kvq__layer *layer,
+                             uint64_t raw, uint64_t past)
+{
+    if (layer->packed_bytes == 0)
+        return 0;
+    uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
+    if (past < raw + s->max_rollback)
+        return layer->base;
+    uint64_t unit = layer->format->unit_tokens;
+    uint64_t packed = past > back ? (past - back) / unit * unit : 0;
+    return packed > layer->base ? packed : layer->base;
+}
+
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
+{
+    uint64_t raw = layer->learn > s->exact_tokens ? layer->learn : s->exact_tokens;
+    return packed_after(s, layer, raw, past);
+}
+
+uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
+                           uint64_t past)
+{
+    return packed_after(s, layer, layer->learn, past);
+}
+
+// ---- Sheets ----
+
+static size_t sheet_bytes(uint32_t n_owned)
+{
+    return sizeof(struct kvq__sheet) +
+           (size_t)n_owned * KVQ__SHEET_PAGES * sizeof(struct kvq__pageref);
+}
+
+static uint32_t sheets_of(uint32_t pages)
+{
+    return (pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
+}
+
+void kvq__sheets_place(struct kvq__session *s)
+{
+    uint32_t slot = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (!kvq__layer_owns(s, i))
+            continue;
+        s->layers[i].sheets = s->sheets;
+        s->layers[i].slot = slot++;
+    }
+    assert(slot == s->n_owned);
+}
+
+// Room for so many sheets.
+static int directory_grow(struct kvq__session *s, uint32_t sheets)
+{
+    uint32_t room = s->sheet_room ? s->sheet_room : FIRST_SHEETS;
+    if (sheets <= s->sheet_room)
+        return 0;
+    while (room < sheets)
+        room *= 2;
+    int rc = 0;
+    struct kvq__sheet **all = kvq__ns_allocate(s->ns, room * sizeof *all, &rc);
+    if (!all)
+        return rc;
+    if (s->sheets)
+        memcpy(all, s->sheets, s->n_sheets * sizeof *all);
+    kvq__ns_deallocate(s->ns, s->sheets, s->sheet_room * sizeof *all);
+    s->sheets = all;
+    s->sheet_room = room;
+    kvq__sheets_place(s);
+    return 0;
+}
+
+struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc)
+{
+    struct kvq__sheet *sheet = kvq__ns_allocate(ns, sheet_bytes(n_owned), rc);
+    if (sheet)
+        sheet->refs = 1;
+    return sheet;
+}
+
+int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
+{
+    uint32_t want = sheets_of(pages);
+    int rc = directory_grow(s, want);
+    while (rc == 0 && s->n_sheets < want) {
+        struct kvq__sheet *sheet = kvq__sheet_new(s->ns, s->n_owned, &rc);
+        if (sheet)
+            s->sheets[s->n_sheets++] = sheet;
+    }
+    return rc;
+}
+
+int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets)
+{
+    assert(to->n_sheets == 0 && to->n_owned == from->n_owned && sheets <= from->n_sheets);
+    int rc = directory_grow(to, sheets);
+    for (; rc == 0 && to->n_sheets < sheets; to->n_sheets++) {
+        to->sheets[to->n_sheets] = from->sheets[to->n_sheets];
+        to->sheets[to->n_sheets]->refs++;
+    }
+    to->n_pages = to->n_sheets * KVQ__SHEET_PAGES;
+    return rc;
+}
+
+static void page_drop(struct kvq__core *core, struct kvq__pageref *p)
+{
+    kvq__block_drop(core, &p->raw);
+    kvq__block_drop(core, &p->packed);
+}
+
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uint32_t n_owned)
+{
+    struct kvq__core *core = ns->core;
+    struct kvq__sheet *sheet = *pointer;
+    *pointer = NULL;
+    if (!sheet)
+        return;
+    kvq__retire(core, &sheet->retired);
+    if (--sheet->refs > 0)
+        return;
+    for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++) {
+        kvq__block_drop_as(core, &sheet->pages[i].raw, &sheet->retired);
+        kvq__block_drop_as(core, &sheet->pages[i].packed, &sheet->retired);
+    }
+    kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
+}
+
+uint32_t kvq__sheets_pop(struct kvq__session *s)
+{
+    uint32_t last = s->n_sheets - 1;
+    uint32_t work = s->sheets[last]->refs > 1 ? 1 : 2 * s->n_owned * KVQ__SHEET_PAGES;
+    kvq__sheet_drop(s->ns, &s->sheets[last], s->n_owned);
+    s->n_sheets = last;
+    if (s->n_pages > last * KVQ__SHEET_PAGES)
+        s->n_pages = last * KVQ__SHEET_PAGES;
+    return work;
+}
+
+static void sheets_cut(struct kvq__session *s, uint32_t keep)
+{
+    while (s->n_sheets > keep)
+        kvq__sheet_drop(s->ns, &s->sheets[--s->n_sheets], s->n_owned);
+}
+
+void kvq__sheets_free(struct kvq__session *s)
+{
+    assert(s->n_pages == 0);
+    sheets_cut(s, 0);
+    kvq__ns_deallocate(s->ns, s->sheets, s->sheet_room * sizeof *s->sheets);
+    s->sheets = NULL;
+    s->sheet_room = 0;
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        s->layers[i].sheets = NULL;
+}
+
+uint64_t kvq__sheets_bytes(const struct kvq__session *s)
+{
+    uint64_t bytes = s->sheet_room * sizeof *s->sheets;
+    for (uint32_t i = 0; i < s->n_sheets; i++)
+        bytes += sheet_bytes(s->n_owned) / s->sheets[i]->refs;
+    return bytes;
+}
+
+// ---- Room ----
+
+// One that changes, and so is nobody else's.
+static struct kvq__pageref *own_page(const struct kvq__layer *l, uint32_t page)
+{
+    assert(kvq__page_owners(l, page) == 1);
+    return kvq__page(l, page);
+}
+
+static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
+{
+    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    if (bytes == 0 || l->extras.data)
+        return 0;
+    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &l->extras);
+    return rc ? rc : kvq__extras_init(s, l);
+}
+
+// The raw blocks of pages that end at `passing` or before are dropped as soon as these are packed.
+static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t passing)
+{
+    struct kvq__pageref *p = own_page(l, page);
+    int rc = extras_fill(s, l);
+    if (rc == 0 && (page + 1ull) * KVQ_BLOCK_TOKENS <= passing)
+        rc = kvq__block_new_passing(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
+    else if (rc == 0)
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
+    if (rc == 0 && l->packed_bytes)
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &p->packed);
+    return rc;
+}
+
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
+{
+    uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
+    int rc = kvq__pages_grow(s, want);
+    // A client that attends in its own context reads the pages of a step of few tokens before they
+    // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
+    bool is_long = !s->pool->gpu && want >= had + LONG_STEP;
+    uint64_t fewest = tokens > s->max_rollback ? tokens - s->max_rollback : 0; // after a rollback
+    while (rc == 0 && s->n_pages < want) {
+        uint32_t page = s->n_pages++;
+        for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++) {
+            struct kvq__layer *l = &s->layers[i];
+            if (kvq__layer_owns(s, i))
+                rc = page_fill(s, l, page, is_long ? kvq__packed_early(s, l, fewest) : 0);
+        }
+    }
+    if (rc < 0)
+        kvq__pages_untake(s, had);
+    return rc;
+}
+
+// Below the floor of all who have it nothing changes, so a shared sheet goes as it came: whole.
+static uint32_t pop(struct kvq__session *s, void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
+    if (s->sheets[sheet]->refs > 1) {
+        sheets_cut(s, sheet);
+        s->n_pages = sheet * KVQ__SHEET_PAGES;
+        return 1;
+    }
+    s->n_pages = last;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (!kvq__layer_owns(s, i))
+            continue;
+        struct kvq__pageref *p = kvq__page(&s->layers[i], last);
+        drop(s->core, &p->raw);
+        drop(s->core, &p->packed);
+    }
+    return 2 * s->n_owned;
+}
+
+uint32_t kvq__pages_pop(struct kvq__session *s)
+{
+    return pop(s, kvq__block_drop);
+}
+
+static void pages_cut(struct kvq__session *s, uint32_t keep,
+                      void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    if (s->n_pages > keep) {
+        kvq__tables_dirty(s, keep);
+        while (s->n_pages > keep)
+            pop(s, drop);
+        assert(s->n_pages == keep);
+    }
+    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
+        drop(s->core, &s->layers[i].extras);
+}
+
+void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
+{
+    uint64_t freed = s->core->freed; // nobody who waits for room gains by it
+    pages_cut(s, keep, kvq__block_drop_idle);
+    s->core->freed = freed;
+}
+
+void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
+{
+    kvq__ids_cut(s, tokens);
+    kvq__session_gives(s, UINT64_MAX);
+    pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
+    kvq__drops_end(s->core);
+}
+
+// ---- What nobody can read any more ----
+
+static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+{
+    uint64_t kept = kvq__first_kept(l, floor);
+    if (l->learn && !l->learned) // all of the prompt is needed for it
+        return;
+    while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
+        page_drop(s->core, own_page(l, l->first_page++));
+    uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
+    if (l->packed_bytes && l->packed < freed)
+        l->packed = freed;
+    if (l->raw_page < l->first_page)
+        l->raw_page = l->first_page;
+}
+
+static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+{
+    uint64_t packed = kvq__packed_at(s, l, floor);
+    packed = packed < l->packed ? packed : l->packed;
+    while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
+        kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw);
+}
+
+void kvq__pages_release(struct kvq__session *s)
+{
+    uint64_t floor = s->floor;
+    if (s->away)
+        return;
+    kvq__prefix_seal(s); // before anything of it goes
+    s->release_due = s->reading > 0 && s->reading_floor < floor;
+    if (s->release_due)
+        floor = s->reading_floor;
+    kvq__session_gives(s, UINT64_MAX);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        if (!kvq__layer_owns(s, i))
+            continue;
+        release_window(s, &s->layers[i], floor);
+        release_raw(s, &s->layers[i], floor);
+    }
+    kvq__drops_end(s->core);
+}
+
+// ---- Views ----
+
+uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
+                         uint64_t tokens, struct kvq_page *pages)
+{
+    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    uint64_t packed = kvq__packed_at(s, l, past);
+    uint32_t n = kvq__pages_of(tokens);
+    assert(packed <= tokens && n <= s->n_pages);
+    memset(pages, 0, l->first_page * sizeof *pages);
+    for (uint32_t i = l->first_page; i < n; i++) {
+        const struct kvq__pageref *p = kvq__page(l, i);
+        pages[i].packed = p->packed.data;
+        pages[i].raw = p->raw.data;
+        pages[i].tokens = kvq__page_part(tokens, i);
+        pages[i].packed_tokens = kvq__page_part(packed, i);
+        assert(pages[i].raw || pages[i].packed_tokens == pages[i].tokens);
+    }
+    return n;
+}
+
+const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
+                                uint64_t past)
+{
+    return kvq__packed_at(s, layer, past) ? layer->extras.data : NULL;
+}
+
+bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
+                        const uint8_t **counts)
+{
+    *counts = NULL;
+    // A GPU takes those that are there when it comes to it: kvq__read_must_wait sees to the order.
+    if (layer->format->outliers == 0 || !layer->extras.data || q->gpu)
+        return true;
+    uint8_t *own = kvq__arena_take(q, layer->shape.kv_heads);
+    if (!own)
+        return false;
+    for (uint32_t h = 0; h < layer->shape.kv_heads; h++)
+        own[h] =
+            (uint8_t)kvq_outliers_published(layer->format, &layer->shape, layer->extras.data, h);
+    *counts = own;
+    return true;
+}

@@ -1,0 +1,748 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The index of prefixes: what a page is known by, the nodes, and who gives way when memory is
+// short. See prefix.h.
+#include "daemon/core/session/prefix.h"
+#include "daemon/core/residency/move.h"
+
+#include <assert.h>
+#include <sodium.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/request/lane.h"
+#include "daemon/core/residency/move.h"
+#include "daemon/core/state.h"
+
+static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
+
+#define NS_PER_SECOND 1000000000ull
+enum { FIRST_BUCKETS = 64 };
+
+void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns)
+{
+    *prefixes = (struct kvq__prefixes){.ns = ns};
+    TAILQ_INIT(&prefixes->leaves);
+}
+
+// ---- Hashes ----
+
+typedef crypto_generichash_state hash_state;
+
+static void begin(hash_state *state, const struct kvq__core *core)
+{
+    crypto_generichash_init(state, core->config.prefix_key, sizeof core->config.prefix_key,
+                            KVQ__HASH_BYTES);
+}
+
+static void put(hash_state *state, const void *bytes, size_t n)
+{
+    crypto_generichash_update(state, bytes, n);
+}
+
+static void put_number(hash_state *state, uint64_t value)
+{
+    put(state, &value, sizeof value);
+}
+
+// With its length before it, so that no two rows of texts look alike.
+static void put_text(hash_state *state, const char *text)
+{
+    put_number(state, strlen(text));
+    put(state, text, strlen(text));
+}
+
+void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *root)
+{
+    hash_state state;
+    begin(&state, s->core);
+    put_text(&state, "kvq prefix 1");
+    put_text(&state, ns);
+    put_text(&state, s->model);
+    put_text(&state, s->salt);
+    put_text(&state, s->adapter);
+    put_number(&state, s->shards);
+    put_number(&state, s->dtype);
+    put_number(&state, s->v_rotation == KVQ_V_ROT_ENGINE); // else each layer's own, see put_layer
+    put_number(&state, s->path);
+    crypto_generichash_final(&state, root, KVQ__HASH_BYTES);
+}
+
+static void put_float(hash_state *state, float value)
+{
+    put(state, &value, sizeof value);
+}
+
+static void put_side(hash_state *state, const struct kvq_side *side)
+{
+    const uint8_t bytes[] = {side->codec, side->bits, side->axis,  side->zero,
+                             side->full,  side->wide, side->vector};
+    put(state, bytes, sizeof bytes);
+    put_number(state, side->group);
+}
+
+// By all that it says: a name of the configuration's may mean another one the next time.
+static void put_format(hash_state *state, const struct kvq_format *f)
+{
+    const uint8_t bytes[] = {f->k_channel, f->k_rotation, f->k_token_scale,  f->v_rotation,
+                             f->raw_dtype, f->outliers,   f->extra_outliers, f->plain_layers};
+    put_text(state, f->name); // with the codebook's
+    put(state, bytes, sizeof bytes);
+    put_side(state, &f->k);
+    put_side(state, &f->v);
+    put_number(state, f->unit_tokens);
+    put_number(state, f->recent_tokens);
+    put_number(state, f->sink_tokens);
+}
+
+uint64_t kvq__layer_book(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    const struct kvq__core_config *config = &s->core->config;
+    return l->book_hold && config->codebook_id ? config->codebook_id(config->context, l->book_hold)
+                                               : 0;
+}
+
+static void put_layer(hash_state *state, const struct kvq__session *s, const struct kvq__layer *l)
+{
+    const struct kvq_shape *shape = &l->shape;
+    put_number(state, shape->q_heads);
+    put_number(state, shape->kv_heads);
+    put_number(state, shape->k_dim);
+    put_number(state, shape->v_dim);
+    put_number(state, shape->dtype);
+    put_number(state, shape->v_rotation);
+    put_number(state, shape->window);
+    put_float(state, shape->softcap);
+    put_float(state, shape->scale);
+    put_number(state, l->source);
+    put_format(state, l->format);
+    put_number(state, kvq__layer_book(s, l));
+}
+
+static void hash_layers(struct kvq__session *s)
+{
+    hash_state state;
+    begin(&state, s->core);
+    put_text(&state, "kvq layers 1");
+    put_number(&state, s->n_layers);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        put_layer(&state, s, &s->layers[i]);
+    crypto_generichash_final(&state, s->ids.layers, KVQ__HASH_BYTES);
+}
+
+int kvq__ids_identify(struct kvq__session *s, char *text)
+{
+    if (s->model[0] == '\0')
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "a session without a model's fingerprint shares no prefix, since nothing "
+                         "would tell two models apart; give it one");
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq_extras_bytes(s->layers[i].format, &s->layers[i].shape) > 0)
+            return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                             "layer %u: format %s keeps sinks, outliers or factors of the prompt, "
+                             "which are one session's own; share its beginning by a fork",
+                             i, s->layers[i].format->name);
+    if (!s->ids.identified) {
+        kvq__prefix_root(s, s->ns->name, s->ids.root);
+        hash_layers(s);
+        s->ids.identified = true;
+    }
+    return 0;
+}
+
+// What of a span lies in a page: where, how much, and which of the span's own tokens come first.
+static void put_span(hash_state *state, const struct kvq__span *span, uint64_t start)
+{
+    uint64_t end = start + KVQ_BLOCK_TOKENS, last = span->first + span->tokens;
+    uint64_t from = span->first > start ? span->first : start, to = last < end ? last : end;
+    if (from >= to)
+        return;
+    put_number(state, from - start);
+    put_number(state, to - from);
+    put_number(state, from - span->first);
+    put(state, span->digest, sizeof span->digest);
+}
+
+void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
+                       const struct kvq__span *spans, uint32_t n_spans, uint32_t page)
+{
+    hash_state state;
+    begin(&state, core);
+    put(&state, chain, KVQ__HASH_BYTES);
+    put(&state, ids, KVQ_BLOCK_TOKENS * sizeof *ids);
+    for (uint32_t i = 0; i < n_spans; i++)
+        put_span(&state, &spans[i], (uint64_t)page * KVQ_BLOCK_TOKENS);
+    crypto_generichash_final(&state, chain, KVQ__HASH_BYTES);
+}
+
+// Of all that a session must have in common with the one that has the page: in memory nodes are
+// compared by it, in a store by their hash alone.
+void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
+                        uint32_t shard, uint8_t *out)
+{
+    hash_state state;
+    begin(&state, core);
+    put_text(&state, "kvq stored 1");
+    put_number(&state, KVQ_LAYOUT_ID);
+    put(&state, chain, KVQ__HASH_BYTES);
+    put(&state, layers, KVQ__HASH_BYTES);
+    put_number(&state, shard);
+    crypto_generichash_final(&state, out, KVQ__HASH_BYTES);
+}
+
+void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32])
+{
+    memcpy(core->config.prefix_key, key, sizeof core->config.prefix_key);
+}
+
+// ---- The table ----
+
+static struct kvq__node_list *bucket(const struct kvq__prefixes *p, const uint8_t *chain)
+{
+    uint32_t hash;
+    memcpy(&hash, chain, sizeof hash); // no hash of a hash: it is as good as random
+    return &p->buckets[hash & (p->n_buckets - 1)];
+}
+
+struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *p, const uint8_t *chain,
+                                   const uint8_t *layers, uint32_t shard,
+                                   const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    if (!p->buckets)
+        return NULL;
+    LIST_FOREACH (node, bucket(p, chain), link)
+        if (node->shard == shard && node->pool == pool &&
+            memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0 &&
+            memcmp(node->layers, layers, KVQ__HASH_BYTES) == 0)
+            return node;
+    return NULL;
+}
+
+bool kvq__prefix_has_shard(const struct kvq__prefixes *p, const uint8_t *chain, uint32_t shard)
+{
+    const struct kvq__node *node;
+    if (p->buckets)
+        LIST_FOREACH (node, bucket(p, chain), link)
+            if (node->shard == shard && memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0)
+                return true;
+    return false;
+}
+
+static int table_grow(struct kvq__prefixes *p)
+{
+    struct kvq__prefixes old = *p;
+    struct kvq__node *node;
+    uint32_t n = p->buckets ? 2 * p->n_buckets : FIRST_BUCKETS;
+    if (p->n_nodes < p->n_buckets)
+        return 0;
+    struct kvq__node_list *buckets = kvq__ns_try(p->ns, n * sizeof *buckets);
+    if (!buckets)
+        return p->buckets ? 0 : KVQ_E_NO_MEMORY; // it works as it is, only slower
+    p->buckets = buckets;
+    p->n_buckets = n;
+    for (uint32_t i = 0; i < old.n_buckets; i++)
+        while ((node = LIST_FIRST(&old.buckets[i]))) {
+            LIST_REMOVE(node, link);
+            LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+        }
+    kvq__ns_deallocate(p->ns, old.buckets, old.n_buckets * sizeof *old.buckets);
+    return 0;
+}
+
+// ---- Nodes ----
+
+static void node_free(struct kvq__prefixes *p, struct kvq__node *node)
+{
+    if (node->from)
+        LIST_REMOVE(node, from_link);
+    kvq__ns_deallocate(p->ns, node->pages, node->n_layers * sizeof *node->pages);
+    kvq__ns_deallocate(p->ns, node, sizeof *node);
+}
+
+static struct kvq__node *node_new(struct kvq__prefixes *p, uint32_t n_layers)
+{
+    struct kvq__node *node = kvq__ns_try(p->ns, sizeof *node);
+    if (!node)
+        return NULL;
+    node->n_layers = n_layers;
+    node->pages = kvq__ns_try(p->ns, n_layers * sizeof *node->pages);
+    if (!node->pages) {
+        node_free(p, node);
+        return NULL;
+    }
+    return node;
+}
+
+static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
+{
+    if (to->block || !from->block)
+        return 0;
+    *to = kvq__block_share(*from);
+    return from->block->bytes;
+}
+
+// References to the blocks that the node lacks: of what is packed, or stored for good.
+static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const struct kvq__session *s)
+{
+    struct kvq__pageref *to = node->pages;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        uint64_t bytes = 0;
+        if (!kvq__layer_owns(s, i))
+            continue;
+        if (node->page >= l->first_page && l->packed_bytes)
+            bytes = share(&to->packed, &kvq__page(l, node->page)->packed);
+        else if (node->page >= l->first_page)
+            bytes = share(&to->raw, &kvq__page(l, node->page)->raw);
+        node->bytes += bytes;
+        p->bytes += bytes;
+        to++;
+    }
+}
+
+// Leaves stand in the order of their last use.
+static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
+{
+    struct kvq__node *after = TAILQ_LAST(&p->leaves, kvq__leaf_list);
+    while (after && after->used_at > node->used_at)
+        after = TAILQ_PREV(after, kvq__leaf_list, leaf);
+    if (after)
+        TAILQ_INSERT_AFTER(&p->leaves, after, node, leaf);
+    else
+        TAILQ_INSERT_HEAD(&p->leaves, node, leaf);
+}
+
+static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
+{
+    LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+    p->n_nodes++;
+    if (node->parent && node->parent->children++ == 0)
+        TAILQ_REMOVE(&p->leaves, node->parent, leaf);
+    leaf_insert(p, node);
+}
+
+// Takes it out of the index. Its blocks are free at once where no request looks at them.
+static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                       enum kvq__eviction why)
+{
+    assert(node->children == 0);
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        kvq__block_drop_idle(core, &node->pages[i].raw);
+        kvq__block_drop_idle(core, &node->pages[i].packed);
+    }
+    LIST_REMOVE(node, link);
+    TAILQ_REMOVE(&p->leaves, node, leaf);
+    p->n_nodes--;
+    p->bytes -= node->bytes;
+    p->evicted++;
+    p->untold.pages[why]++;
+    p->untold.bytes += node->bytes;
+    if (node->parent && --node->parent->children == 0)
+        leaf_insert(p, node->parent);
+    node_free(p, node);
+}
+
+void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+{
+    if (node && node->children == 0) {
+        TAILQ_REMOVE(&p->leaves, node, leaf);
+        TAILQ_INSERT_TAIL(&p->leaves, node, leaf);
+    }
+    for (; node; node = node->parent)
+        node->used_at = core->now;
+}
+
+// ---- Giving pages to the index ----
+
+// No unit of the page is yet to be read, to be packed, or under way on a GPU.
+static bool is_final(const struct kvq__session *s, uint32_t page)
+{
+    uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
+    if (end > s->ids.known || end > s->floor || s->n_loading > 0 || s->away)
+        return false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i) || l->packed_bytes == 0)
+            continue;
+        if (l->packed < end || !kvq__lane_ended(l->pack_lane, l->pack_number))
+            return false;
+    }
+    return true;
+}
+
+static const int32_t *page_ids(const struct kvq__session *s, uint32_t page)
+{
+    return kvq__ids_at(&s->ids, (uint64_t)page * KVQ_BLOCK_TOKENS);
+}
+
+// A node of the page that the index does not have yet. 0 or KVQ_E_NO_MEMORY.
+static int add_node(struct kvq__session *s, uint32_t page, const uint8_t *chain,
+                    struct kvq__node *parent, struct kvq__node **out)
+{
+    struct kvq__prefixes *p = &s->ns->prefixes;
+    p->keep = parent; // others may have to make room for this page
+    struct kvq__node *node = table_grow(p) < 0 ? NULL : node_new(p, s->n_owned);
+    p->keep = NULL;
+    if (!node)
+        return KVQ_E_NO_MEMORY;
+    node->parent = parent;
+    node->page = page;
+    node->shard = s->shard;
+    node->pool = s->pool;
+    node->used_at = s->core->now;
+    memcpy(node->chain, chain, KVQ__HASH_BYTES);
+    memcpy(node->layers, s->ids.layers, KVQ__HASH_BYTES);
+    memcpy(node->ids, page_ids(s, node->page), sizeof node->ids);
+    node_insert(p, node);
+    *out = node;
+    return 0;
+}
+
+static struct kvq__node *find_own(const struct kvq__session *s, const uint8_t *chain)
+{
+    return kvq__prefix_find(&s->ns->prefixes, chain, s->ids.layers, s->shard, s->pool);
+}
+
+// The next page; *parent is the node before it, and becomes this one. False if it must wait.
+static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
+{
+    struct kvq__ids *ids = &s->ids;
+    uint8_t chain[KVQ__HASH_BYTES];
+    memcpy(chain, ids->chain, sizeof chain);
+    kvq__prefix_chain(s->core, chain, page_ids(s, ids->sealed), ids->spans, ids->n_spans,
+                      ids->sealed);
+    struct kvq__node *node = find_own(s, chain);
+    if (!node && add_node(s, ids->sealed, chain, *parent, &node) < 0)
+        return false;
+    node_fill(&s->ns->prefixes, node, s);
+    memcpy(ids->chain, chain, sizeof chain);
+    ids->sealed++;
+    *parent = node;
+    return true;
+}
+
+// Nodes may be gone since, or those of another place needed: then it starts from the first page.
+static struct kvq__node *last_sealed(struct kvq__session *s)
+{
+    struct kvq__node *node = s->ids.sealed ? find_own(s, s->ids.chain) : NULL;
+    if (!node) {
+        s->ids.sealed = 0;
+        memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
+    }
+    return node;
+}
+
+struct kvq__node *kvq__prefix_offer(struct kvq__session *s, uint32_t page, uint8_t *chain,
+                                    bool *made)
+{
+    struct kvq__node *parent = page ? find_own(s, chain) : NULL;
+    *made = false;
+    if (page && !parent)
+        return NULL;
+    kvq__prefix_chain(s->core, chain, page_ids(s, page), s->ids.spans, s->ids.n_spans, page);
+    struct kvq__node *node = find_own(s, chain);
+    if (!node && add_node(s, page, chain, parent, &node) == 0) {
+        node_fill(&s->ns->prefixes, node, s);
+        *made = true;
+    }
+    return node;
+}
+
+void kvq__prefix_unnote(struct kvq__session *s)
+{
+    if (s->seals)
+        TAILQ_REMOVE(&s->core->seals, s, seal_link);
+    s->seals = false;
+}
+
+// Whether its next page becomes final without another commit: when all is packed that is due, or
+// what is under way has ended.
+static bool may_seal(struct kvq__session *s)
+{
+    uint64_t end = ((uint64_t)s->ids.sealed + 1) * KVQ_BLOCK_TOKENS;
+    if (end > s->ids.known || end > s->floor || s->away || s->dropped)
+        return false;
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (kvq__layer_owns(s, i) && l->packed_bytes && l->packed < end &&
+            kvq__pack_due(s, i) < end)
+            return false;
+    }
+    return kvq__ids_identify(s, NULL) == 0;
+}
+
+void kvq__prefix_note(struct kvq__session *s)
+{
+    bool may = may_seal(s);
+    if (may && !s->seals)
+        TAILQ_INSERT_TAIL(&s->core->seals, s, seal_link);
+    else if (!may)
+        kvq__prefix_unnote(s);
+    s->seals = may;
+}
+
+static void seal(struct kvq__session *s)
+{
+    bool under_way = s->pool->gpu && s->tail_use > 0;
+    if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
+        kvq__move_asks(s)) // whose blocks are about to be others
+        return;
+    if (kvq__ids_identify(s, NULL) < 0)
+        return;
+    struct kvq__node *parent = last_sealed(s);
+    while (is_final(s, s->ids.sealed) && seal_page(s, &parent))
+        ;
+}
+
+void kvq__prefix_seal(struct kvq__session *s)
+{
+    seal(s);
+    kvq__prefix_note(s);
+}
+
+void kvq__prefix_seal_all(struct kvq__core *core)
+{
+    struct kvq__session *s = TAILQ_FIRST(&core->seals), *next;
+    for (; s; s = next) {
+        next = TAILQ_NEXT(s, seal_link);
+        core->lookup.looks++;
+        kvq__prefix_seal(s);
+    }
+}
+
+// ---- Giving way ----
+
+// Whether giving the reference up frees memory, at once: of the namespace under the limit that the
+// pool has there, or, without a namespace, in the pool (if not NULL).
+static bool frees_block(struct kvq__core *core, const struct kvq__ref *ref,
+                        const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    const struct kvq__arena *arena = ref->block ? ref->block->extent->owner : NULL;
+    if (!arena || (ns && arena->ns != ns))
+        return false;
+    bool helps =
+        ns ? kvq__pool_limit(arena->pool) == kvq__pool_limit(pool) : !pool || arena->pool == pool;
+    bool idle = helps && kvq__block_is_idle(core, ref->block);
+    core->index_later |= helps && !idle && ref->block->refs == 1;
+    return idle;
+}
+
+static bool frees(struct kvq__core *core, const struct kvq__node *node,
+                  const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    for (uint32_t i = 0; i < node->n_layers; i++)
+        if (frees_block(core, &node->pages[i].raw, ns, pool) ||
+            frees_block(core, &node->pages[i].packed, ns, pool))
+            return true;
+    return false;
+}
+
+static bool is_empty(const struct kvq__node *node)
+{
+    return node->bytes == 0;
+}
+
+static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefixes *p,
+                                const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    TAILQ_FOREACH (node, &p->leaves, leaf)
+        if (is_empty(node) || frees(core, node, ns, pool))
+            return node;
+    return NULL;
+}
+
+static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                     struct kvq__ref *ref)
+{
+    uint64_t bytes = ref->block->bytes;
+    node->bytes -= bytes;
+    p->bytes -= bytes;
+    kvq__block_drop_idle(core, ref);
+}
+
+static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                      const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        struct kvq__pageref *page = &node->pages[i];
+        struct kvq__ref *ref = page->packed.block ? &page->packed : &page->raw;
+        if (!frees_block(core, ref, ns, pool))
+            continue;
+        shed_ref(core, p, node, ref);
+        any = true;
+    }
+    return any;
+}
+
+// Blocks of pages before those in use that only the index has: behind a sliding window.
+static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct kvq__namespace *ns,
+                 const struct kvq__pool *pool)
+{
+    struct kvq__node *node;
+    for (uint32_t b = 0; b < p->n_buckets; b++)
+        LIST_FOREACH (node, &p->buckets[b], link)
+            if (shed_node(core, p, node, ns, pool))
+                return true;
+    return false;
+}
+
+// A quota asks for blocks of the namespace that it counts, whoever's index has them; a pool for any
+// in it.
+bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, int code)
+{
+    const struct kvq__namespace *whose = code == KVQ_E_QUOTA ? ns : NULL;
+    struct kvq__namespace *at;
+    struct kvq__prefixes *of = NULL;
+    struct kvq__node *first = NULL;
+    core->index_later = false;
+    TAILQ_FOREACH (at, &core->namespaces, link) {
+        struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
+        if (node && (!first || node->used_at < first->used_at)) {
+            first = node;
+            of = &at->prefixes;
+        }
+    }
+    if (first) {
+        node_evict(core, of, first, KVQ__EVICT_ROOM);
+        return true;
+    }
+    TAILQ_FOREACH (at, &core->namespaces, link)
+        if (shed(core, &at->prefixes, whose, pool))
+            return true;
+    return false;
+}
+
+// By its own memory, whoever else has its blocks.
+bool kvq__prefix_reclaim_node(struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    struct kvq__node *node = TAILQ_FIRST(&p->leaves);
+    if (node && node == p->keep)
+        node = TAILQ_NEXT(node, leaf);
+    if (!node)
+        return false;
+    node_evict(ns->core, p, node, KVQ__EVICT_ROOM);
+    return true;
+}
+
+// What sessions use counts as used now; the rest goes when its time is over.
+static void expire(struct kvq__core *core, struct kvq__prefixes *p)
+{
+    struct kvq__node *node;
+    uint64_t keep = core->config.prefix_keep_ns;
+    while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
+        if (is_empty(node) || frees(core, node, NULL, NULL))
+            node_evict(core, p, node, KVQ__EVICT_AGE);
+        else
+            kvq__prefix_touch(core, p, node);
+    }
+}
+
+static void tell_evicted(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    const uint64_t *pages = p->untold.pages;
+    uint64_t all = pages[KVQ__EVICT_ROOM] + pages[KVQ__EVICT_AGE] + pages[KVQ__EVICT_DROP];
+    char text[192];
+    if (all == 0 || (p->told_at && core->now - p->told_at < NS_PER_SECOND))
+        return;
+    snprintf(text, sizeof text,
+             "%llu tokens, %llu bytes: %llu tokens for room, %llu that nobody used for long, %llu "
+             "dropped",
+             (unsigned long long)all * KVQ_BLOCK_TOKENS, (unsigned long long)p->untold.bytes,
+             (unsigned long long)pages[KVQ__EVICT_ROOM] * KVQ_BLOCK_TOKENS,
+             (unsigned long long)pages[KVQ__EVICT_AGE] * KVQ_BLOCK_TOKENS,
+             (unsigned long long)pages[KVQ__EVICT_DROP] * KVQ_BLOCK_TOKENS);
+    p->told_at = core->now;
+    memset(&p->untold, 0, sizeof p->untold);
+    kvq__event(core, KVQ__EVENT_PREFIX_EVICTED, ns->name, "", 0, text);
+}
+
+void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node)
+{
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        struct kvq__pageref *page = &node->pages[i];
+        if (page->packed.block)
+            shed_ref(core, p, node, &page->packed);
+        if (page->raw.block)
+            shed_ref(core, p, node, &page->raw);
+    }
+    while (node && node->children == 0 && is_empty(node)) {
+        struct kvq__node *parent = node->parent;
+        node_evict(core, p, node, KVQ__EVICT_DROP);
+        node = parent;
+    }
+}
+
+// ---- Dropping ----
+
+// Leaves, and what they leave as leaves.
+static void drop_leaves(struct kvq__core *core, struct kvq__prefixes *p)
+{
+    struct kvq__node *node = TAILQ_FIRST(&p->leaves), *next;
+    for (; node; node = next) {
+        next = TAILQ_NEXT(node, leaf); // no parent of it, which is no leaf yet
+        while (node && node->children == 0 && (is_empty(node) || frees(core, node, NULL, NULL))) {
+            struct kvq__node *parent = node->parent;
+            node_evict(core, p, node, KVQ__EVICT_DROP);
+            node = parent;
+        }
+    }
+}
+
+static uint64_t used_bytes(const struct kvq__core *core)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        bytes += core->pools[i].used_bytes;
+    return bytes;
+}
+
+int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                            uint64_t *pages, uint64_t *bytes, char *text)
+{
+    struct kvq__namespace *ns, *only = NULL;
+    struct kvq__node *node;
+    uint64_t before = used_bytes(core);
+    int rc = name && *name ? kvq__namespace_get(core, peer, name, &only, text) : 0;
+    *pages = *bytes = 0;
+    if (rc < 0)
+        return rc;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        struct kvq__prefixes *p = &ns->prefixes;
+        uint32_t had = p->n_nodes;
+        if (only ? ns != only : !kvq__namespace_allows(ns, peer))
+            continue;
+        drop_leaves(core, p);
+        for (uint32_t b = 0; b < p->n_buckets; b++)
+            LIST_FOREACH (node, &p->buckets[b], link)
+                shed_node(core, p, node, NULL, NULL);
+        *pages += had - p->n_nodes;
+    }
+    *bytes = before - used_bytes(core);
+    return 0;
+}
+
+void kvq__prefixes_tick(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    kvq__prefix_seal_all(core);
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        expire(core, &ns->prefixes);
+        tell_evicted(core, ns);
+    }
+}
+
+void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct kvq__prefixes *p = &ns->prefixes;
+    struct kvq__node *node;
+    while ((node = TAILQ_FIRST(&p->leaves)))
+        node_evict(core, p, node, KVQ__EVICT_DROP);
+    kvq__ns_deallocate(ns, p->buckets, p->n_buckets * sizeof *p->buckets);
+    kvq__prefixes_init(p, ns);
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is known of published sessions without looking at each: how many there are in a pool and how
+// many tokens they have; in which order they were used; and whose last change is not saved. Kept up
+// to date where it changes, so that sessions that do not matter cost nothing.
+#include <assert.h>
+
+#include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
+
+// ---- In the order of their last use ----
+
+static struct kvq__arena *arena_of(const struct kvq__session *s)
+{
+    return &s->ns->arenas[s->pool - s->core->pools];
+}
+
+void kvq__recent_forget(struct kvq__session *s)
+{
+    struct kvq__arena *arena = arena_of(s);
+    if (!s->recent)
+        return;
+    TAILQ_REMOVE(&arena->sessions, s, recent_link);
+    arena->n_sessions--;
+    s->recent = false;
+}
+
+void kvq__recent_put(struct kvq__session *s)
+{
+    struct kvq__arena *arena = arena_of(s);
+    kvq__recent_forget(s);
+    TAILQ_INSERT_TAIL(&arena->sessions, s, recent_link);
+    arena->n_sessions++;
+    s->recent = true;
+}
+
+// ---- Whose last change is not saved ----
+
+static void list(struct kvq__session *s, enum kvq__unsaved_list at)
+{
+    struct kvq__core *core = s->core;
+    if (s->unsaved)
+        TAILQ_REMOVE(&core->unsaved[s->unsaved], s, unsaved_link);
+    if (at)
+        TAILQ_INSERT_TAIL(&core->unsaved[at], s, unsaved_link);
+    core->n_unsaved += (at != 0) - (s->unsaved != 0);
+    s->unsaved = at;
+}
+
+void kvq__unsaved_note(struct kvq__session *s)
+{
+    if (!s->published || !s->name[0] || !kvq__is_unsaved(s))
+        list(s, KVQ__SAVED);
+    else if (s->save_on_detach && !kvq__group_is_open(s))
+        list(s, KVQ__UNSAVED_AT_ONCE);
+    else
+        list(s, KVQ__UNSAVED_IN_USE);
+}
+
+void kvq__unsaved_outlived(struct kvq__session *s)
+{
+    if (s->unsaved == KVQ__UNSAVED_IN_USE)
+        list(s, KVQ__UNSAVED_AT_ONCE);
+}
+
+void kvq__unsaved_put_off(struct kvq__session *s)
+{
+    if (s->unsaved)
+        list(s, KVQ__UNSAVED_PUT_OFF);
+}
+
+// ---- What happens to a session ----
+
+void kvq__session_used(struct kvq__session *s)
+{
+    s->idle_since = s->core->now;
+    if (!s->published)
+        return;
+    kvq__recent_put(s);
+    kvq__unsaved_note(s);
+}
+
+void kvq__session_changed(struct kvq__session *s)
+{
+    s->commits++;
+    kvq__session_used(s);
+}
+
+void kvq__session_saved(struct kvq__session *s, uint64_t commits)
+{
+    s->saved_commits = commits;
+    kvq__unsaved_note(s);
+}
+
+void kvq__session_count(struct kvq__session *s, uint64_t tokens)
+{
+    if (s->published)
+        s->core->tokens += tokens - s->tokens;
+    s->tokens = tokens;
+    kvq__exact_note(s);
+}
+
+void kvq__session_settle_in(struct kvq__session *s, struct kvq__pool *pool)
+{
+    if (s->published) {
+        kvq__recent_forget(s);
+        s->pool->sessions--;
+        pool->sessions++;
+    }
+    s->pool = pool;
+    if (s->published)
+        kvq__recent_put(s);
+}
+
+void kvq__recent_enter(struct kvq__session *s)
+{
+    assert(!s->published);
+    s->published = true;
+    s->pool->sessions++;
+    s->core->tokens += s->tokens;
+    kvq__exact_note(s);
+    kvq__recent_put(s);
+    kvq__unsaved_note(s);
+}
+
+void kvq__recent_leave(struct kvq__session *s)
+{
+    assert(s->published);
+    kvq__exact_leave(s);
+    kvq__recent_forget(s);
+    s->published = false;
+    s->pool->sessions--;
+    s->core->tokens -= s->tokens;
+    kvq__unsaved_note(s);
+}

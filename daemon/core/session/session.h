@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions, their layers and their pages; see session.c and pages.c. Part of state.h.
+#ifndef KVQ_DAEMON_CORE_SESSION_SESSION_H
+#define KVQ_DAEMON_CORE_SESSION_SESSION_H
+
+#include <sys/queue.h>
+#include <uv/tree.h>
+
+#include "daemon/core/gpu/gpu.h"
+#include "daemon/core/mem/pool.h"
+#include "daemon/core/session/formats.h"
+#include "daemon/core/session/prefix.h"
+
+// Blocks of 128 positions of one layer.
+struct kvq__pageref {
+    struct kvq__ref packed, raw;
+};
+
+// Part of a session's page table: a few pages of all layers that have their own. Forks share those
+// that can change no more (kvq__sheets_share); what has more than one owner is never written.
+enum { KVQ__SHEET_PAGES = 4 };
+
+struct kvq__sheet {
+    uint32_t refs;               // sessions, and moves that have yet to give it back
+    struct kvq__retired retired; // as a block's: who may look at its blocks by it
+    struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
+};
+
+enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
+
+struct kvq__layer {
+    const struct kvq_format *format; // a row of the table, or one of the session's own
+    struct kvq_shape shape;
+    struct kvq_layout layout, raw_layout;
+    struct kvq_book book;             // codebook formats
+    struct kvq_book gpu_book;         // its copy on the session's GPU; zeros without
+    void *book_hold;                  // keeps its tables; NULL = none
+    uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
+    uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
+    uint32_t learn;                   // tokens the format learns from; 0 = none
+    uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
+    // The rest is meaningful for layers that have their own pages.
+    struct kvq__sheet **sheets;  // the session's
+    uint32_t slot;               // its place in each of them
+    struct kvq__ref extras;      // formats that keep some; from the first page on
+    bool learned;                // its extras know what the format learns
+    uint32_t first_page;         // pages before it are behind the window and freed
+    uint32_t raw_page;           // raw blocks of pages before it are released
+    uint64_t base;               // a fork's: tokens below it are only there packed
+    uint64_t packed;             // tokens [0, packed) are packed
+    uint64_t enqueued;           // will be so if the STEP under way on a GPU commits; 0 = none
+    const void *packer;          // the request or packer whose job is packing it; NULL = none
+    struct kvq__lane *pack_lane; // on a GPU: where units were packed last
+    uint64_t pack_number;        // and the work's number there
+    uint8_t append;              // enum kvq__append_state, in the open step
+    uint32_t loading;            // restores that are yet to read blocks of it from a store
+};
+
+struct kvq__handle {
+    struct kvq__client *client;
+    struct kvq__session *session; // NULL if free or taken
+    uint32_t index, generation;
+    bool used, taken, read_only;
+    int lost; // taken because its session could not be read from a store: why; else 0
+    struct kvq__table *table;     // NULL = none
+    LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
+};
+LIST_HEAD(kvq__handle_list, kvq__handle);
+
+// Where a session with a name stands whose last change is not saved.
+enum kvq__unsaved_list {
+    KVQ__SAVED,           // in none: it is saved, has no name, or is not published
+    KVQ__UNSAVED_IN_USE,  // in the order of their last use, or of when they were opened again
+    KVQ__UNSAVED_AT_ONCE, // nobody has it open, and it is to be saved then, or before it goes
+    KVQ__UNSAVED_PUT_OFF, // that has failed
+    KVQ__UNSAVED_LISTS,
+};
+
+struct kvq__session {
+    TAILQ_ENTRY(kvq__session) link;      // in its namespace; among those that have ended
+    RB_ENTRY(kvq__session) tree_link;    // there as well
+    LIST_ENTRY(kvq__session) id_link;    // among those of the core
+    LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
+    LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
+    TAILQ_ENTRY(kvq__session) seal_link; // of those with pages for the index of prefixes
+    bool due, seals;                     // whether it stands in these
+    TAILQ_ENTRY(kvq__session) recent_link, unsaved_link; // see recent.c
+    bool published, recent; // it can be found; it stands in its arena's list
+    enum kvq__unsaved_list unsaved;
+    uint64_t unsaved_ask; // the last that has found its group
+    uint64_t name_hash;
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    struct kvq__pool *pool; // where all its blocks lie
+    uint64_t id;
+    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
+    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
+    struct kvq__layer *layers;
+    uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
+    struct kvq_format *formats;       // composed ones, each once; NULL = none
+    uint32_t n_formats;               // of n_layers that there is room for
+    char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
+    uint32_t shard, shards, max_rollback;
+    uint64_t prompt_tokens, keep_ns;
+    uint64_t exact_tokens; // before so many are final nothing is packed; 0: it is as it comes
+    TAILQ_ENTRY(kvq__session) prompt_link; // among those whose prompts may hold memory
+    bool in_prompts;                       // it stands there
+    bool packs_early;                      // it was not 0, and gave way to others (exact.c)
+    bool gives_way;                        // it is about to: requests under way read it as it is
+    uint8_t path, dtype;
+    uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
+    bool drop_on_detach, save_on_detach, dropped;
+    bool ending;           // it stands among those that have ended (ended.c)
+    uint64_t ended_flight; // the last that began before its end
+    struct kvq__arena
+        *ended_in; // which counts it while it is ending and has pages; NULL: none does
+
+    uint64_t tokens; // committed
+    uint64_t floor;  // truncation cannot go below
+    uint64_t saturated;
+    uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
+    uint64_t save_after, save_wait;  // not before, since it failed; how long that was put off
+    uint64_t save_told;              // when somebody was told that it fails; 0: never
+    uint64_t stamp;                  // of its last save
+    bool stored, kept;               // a form of it is stored; and stays when the session ends
+    bool away;                       // parked (park.h): it has no blocks
+    bool stays;                      // pinned: it is never parked
+    struct kvq__park *park;          // a ticket under way; NULL = none
+    enum kvq__fetch_state { KVQ__FETCH_NONE, KVQ__FETCH_WANTED, KVQ__FETCH_TAKEN } fetch;
+    TAILQ_ENTRY(kvq__session) fetch_link; // while WANTED
+    uint64_t fetch_at;                    // since when
+    uint64_t fetch_serial;                // how many have failed
+    int fetch_error;                      // how the last one did
+    uint32_t n_loading;                   // layers
+    struct kvq__restore *restore;         // that reads them; NULL = none
+    LIST_HEAD(, kvq__follower) follows;   // prefixes it began with that are read
+    struct kvq__ids ids;                  // of its tokens, as far as they are known
+    uint64_t prefix_tokens;               // that it began with
+    bool foreign;                         // some of its blocks are another namespace's
+    uint32_t n_pages;                     // of every layer
+    uint32_t n_sheets, sheet_room;        // sheets that there are; that `sheets` has room for
+    struct kvq__sheet **sheets;           // the page table
+
+    struct kvq__handle_list handles;
+    LIST_HEAD(, kvq__table) tables;
+    struct kvq__handle *writer;
+    uint32_t readers;
+    uint64_t idle_since; // last use; while nobody has it open, the keep time counts from here
+
+    struct kvq__step *step; // the open step it is in
+    LIST_ENTRY(kvq__session) step_link;
+    uint32_t step_tokens, step_layers; // layers appended
+    bool step_spoiled;                 // it was asked to append what it cannot: it will not commit
+    uint64_t step_serial;              // changes with every beginning and end of a step
+    uint64_t step_queue;               // number of the queue that began it
+    bool settling;                     // a STEP's work is under way on a GPU, see settle.h
+    bool untold;                       // its writer has yet to hear that values were not finite
+
+    struct kvq__group *group; // of named sessions with several shards; else NULL
+    struct kvq__move *move;   // to another place, under way or queued; NULL = none
+    bool prepared;            // its step has ended and waits for those of the other shards
+    uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
+
+    // Held by requests under way.
+    uint32_t pins;
+    struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
+    uint32_t reading;               // entries that read committed tokens
+    uint64_t reading_floor;         // lowest count they may stand at; meaningless if reading is 0
+    bool release_due;               // pages were kept for them
+    uint32_t tail_use;              // entries that write or read the open step's tokens
+    struct kvq__queue *exclusive;   // the request that changes what is committed
+
+    // Of eviction (evict.h).
+    const struct kvq__queue *taker; // the request that takes memory for it just now
+    struct kvq__pool
+        *home; // demoted: the GPU that it goes back to when it is used; NULL = it is not
+    uint64_t home_refused; // 1 + evictions that had ended when there was no room; 0 = never
+    uint64_t home_refused_at;
+    uint64_t back_at;        // when it last came back; 0 = never
+    uint64_t try_after;      // it could not be evicted; not before then
+    uint64_t evict_look;     // the last look that has found its group
+    uint64_t claim, claimed; // the oldest request that waits for room and names it, as of that look
+
+    bool pack_queued;
+    TAILQ_ENTRY(kvq__session) pack_link;
+
+    uint64_t serial;              // of all that were made, published or not
+    struct kvq__given_list given; // blocks in limbo that are free once it is quiet
+    TAILQ_ENTRY(kvq__session) giver_link;
+    bool gives; // it stands among the core's givers
+};
+
+// A session with zeroed layers that nobody sees yet. 0, or as kvq__ns_allocate. End it by
+// kvq__session_free before and by kvq__session_end after it was published.
+int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__session **out);
+void kvq__session_free(struct kvq__session *session);
+// Frees what is left of it; it has no pages, sheets or parts of ids.
+void kvq__session_dispose(struct kvq__session *session);
+
+// Whether nothing under way looks at its blocks: no request holds it, and no stream packs it. Then
+// what it gives up waits for nobody, also while some client's stream never goes on.
+bool kvq__session_quiet(const struct kvq__session *session);
+// As kvq__drops_begin, for what the session gives up.
+void kvq__session_gives(struct kvq__session *session, uint64_t last);
+
+// ---- Those that have ended, and have yet to give their memory back (ended.c) ----
+
+// Its memory goes back, at once as far as this turn may, and then in pieces: its pages, and all
+// else when nothing pins it.
+void kvq__ended_add(struct kvq__session *session);
+bool kvq__ended_poll(struct kvq__core *core); // a piece; true if there was something to do
+// Whether who was refused a block may have one when what has ended has given its memory back.
+bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage);
+// Frees one of the namespace's at once, for its bookkeeping memory. False if there is none.
+bool kvq__ended_reclaim(struct kvq__namespace *ns);
+void kvq__ended_close(struct kvq__core *core); // all, at once; nothing is under way
+
+// Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
+// 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__session_place(struct kvq__session *session);
+void kvq__session_publish(struct kvq__session *session);
+// ---- What happens to it, for lists and counts of published ones (recent.c) ----
+
+void kvq__recent_enter(struct kvq__session *session);                    // it is published
+void kvq__recent_leave(struct kvq__session *session);                    // it ends
+void kvq__session_used(struct kvq__session *session);                    // now
+void kvq__session_changed(struct kvq__session *session);                 // and used
+void kvq__session_saved(struct kvq__session *session, uint64_t commits); // up to that change
+void kvq__session_count(struct kvq__session *session, uint64_t tokens);  // it has so many
+void kvq__session_settle_in(struct kvq__session *session,
+                            struct kvq__pool *pool); // it is there now
+// Its arena lists sessions in the order of their last use, or of when they were looked at since and
+// could not be evicted. One without blocks may be missing; with blocks it is there.
+void kvq__recent_put(struct kvq__session *session);    // to the end
+void kvq__recent_forget(struct kvq__session *session); // it has no blocks
+// Finds its list anew: it was opened, or nobody has it open any more.
+void kvq__unsaved_note(struct kvq__session *session);
+void kvq__unsaved_outlived(struct kvq__session *session); // the time that it is kept is over
+void kvq__unsaved_put_off(struct kvq__session *session);  // saving it has failed
+
+// ---- When published ones are looked at (due.c) ----
+
+// The end of its keep time, and of its other shards', counts from their last use.
+void kvq__due_set(struct kvq__session *session);
+void kvq__due_clear(struct kvq__session *session);
+// Ends those whose time is over.
+void kvq__dues_tick(struct kvq__core *core);
+
+// ---- Finding sessions that are published (lookup.c) ----
+
+int kvq__lookup_open(struct kvq__core *core); // 0 or KVQ_E_NO_MEMORY
+void kvq__lookup_close(struct kvq__core *core);
+void kvq__lookup_add(struct kvq__session *session);
+void kvq__lookup_remove(struct kvq__session *session);
+struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id); // NULL = none
+// The first of the namespace with an id above `id`; NULL = none.
+struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id);
+// One of that name, whichever shard it is; NULL = none.
+struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
+// As kvq__session_find.
+int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                     const char *name, struct kvq__session **s, char *text);
+// Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
+void kvq__session_end(struct kvq__session *session, const char *why);
+// Its count has changed, or it is published; and it ends (exact.c).
+void kvq__exact_note(struct kvq__session *session);
+void kvq__exact_leave(struct kvq__session *session);
+// Nothing uses it any more: its prompt may be packed.
+void kvq__exact_unpinned(struct kvq__session *session);
+void kvq__session_pin(struct kvq__session *session);
+void kvq__session_unpin(struct kvq__session *session);
+// Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
+int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
+// Nobody has it open any more: drops it or starts its keep time.
+void kvq__session_detached(struct kvq__session *session);
+// Counts its shared bytes, which means looking at every block, if it has no more than `looks`;
+// these are then fewer. Else they are unknown.
+void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
+                               uint64_t *looks);
+void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
+
+// What holds the page, which is there, of a layer with pages of its own.
+static inline struct kvq__pageref *kvq__page(const struct kvq__layer *l, uint32_t page)
+{
+    struct kvq__sheet *sheet = l->sheets[page / KVQ__SHEET_PAGES];
+    return &sheet->pages[l->slot * KVQ__SHEET_PAGES + page % KVQ__SHEET_PAGES];
+}
+// Sessions that have the page, and whatever else of its sheet, in common: 1 = no other.
+static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t page)
+{
+    return l->sheets[page / KVQ__SHEET_PAGES]->refs;
+}
+
+static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
+{
+    return s->layers[layer].source == layer;
+}
+
+// Tokens that a view at `past` tokens reads packed: a function of counts alone.
+uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
+                        uint64_t past);
+// And that it would without exact_tokens.
+uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
+                           uint64_t past);
+// The first token that a view at or above `floor` may still need of a layer of which `keep` tokens
+// must stay readable behind the newest (0: all): what is behind is freed.
+static inline uint64_t kvq__kept_from(uint32_t keep, uint64_t floor)
+{
+    uint64_t behind = keep && floor + 1 > keep ? floor + 1 - keep : 0;
+    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+}
+static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
+{
+    return kvq__kept_from(layer->keep, floor);
+}
+// What a view at `past` tokens needs of the layer besides pages: NULL while nothing is packed.
+const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
+                                uint64_t past);
+// Outliers that count for each KV head, in the queue's arena; NULL into *counts if the format has
+// none. False if there is no room left in this wave.
+bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
+                        const uint8_t **counts);
+// What a layer's extras block holds at first, and what of another's a fork keeps below
+// to->packed. On a GPU these wait for copies (session.c). 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
+int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
+                     const struct kvq__layer *to);
+// Makes the tables long enough for so many pages. 0, or as kvq__ns_allocate.
+int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
+// Gives a new session, which has no pages yet, the first `sheets` of another one's sheets.
+// Nothing in them may change any more. 0, or as kvq__ns_allocate.
+int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets);
+// The session has none any more; it has no pages.
+void kvq__sheets_free(struct kvq__session *s);
+// An empty sheet for so many layers; NULL as kvq__ns_allocate.
+struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc);
+// Gives up a reference to a sheet of so many layers, and clears it; with the last one its blocks.
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned);
+// Tells the layers where the session's sheets are.
+void kvq__sheets_place(struct kvq__session *s);
+// Of the memory of its page table, its part of what it shares included.
+uint64_t kvq__sheets_bytes(const struct kvq__session *s);
+// Takes the last sheet off the session, with its pages. Returns the work that it was: blocks that
+// it has looked at, or 1 if others have the sheet as well.
+uint32_t kvq__sheets_pop(struct kvq__session *s);
+// Takes the last page off the session, or, if that stands in a sheet that others have as well, all
+// pages of this sheet. Returns the blocks that it has looked at.
+uint32_t kvq__pages_pop(struct kvq__session *s);
+// Makes room for `tokens` tokens in all layers, or changes nothing.
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
+// Gives back what was taken behind so many pages and nobody has seen since: it is free at once.
+void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
+// Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
+void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
+// Releases what no view at or above the floor can read any more.
+void kvq__pages_release(struct kvq__session *s);
+// The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
+uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
+                         uint64_t tokens, struct kvq_page *pages);
+// How many of the first `tokens` tokens the page holds.
+static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
+{
+    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    if (tokens <= start)
+        return 0;
+    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
+}
+static inline uint32_t kvq__pages_of(uint64_t tokens)
+{
+    return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
+}
+
+// The pool of a place. NULL with a text if there is none of that name.
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
+
+// ---- Saving and restoring (save.c, restore.c; see saved.h) ----
+
+// Ends the session with all its shards; handles answer with the status, and stay.
+void kvq__session_give_up(struct kvq__session *session, int status);
+// The session is about to end: what reads its blocks may stop.
+void kvq__restore_drop(struct kvq__session *session);
+// Whether what the request asks of the session waits for layers that are yet to be read.
+bool kvq__is_loading(const struct kvq__queue *queue, const struct kvq__session *session);
+static inline bool kvq__is_unsaved(const struct kvq__session *s)
+{
+    return s->commits != s->saved_commits;
+}
+
+#endif

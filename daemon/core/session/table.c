@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Page tables of clients that attend in their own context: what they say, and the leases behind
+// them. A table holds a reference to each block that it names, so that nobody's truncate, drop or
+// eviction takes a block away that the client may be reading; what it names changes only when the
+// client has it published again, by a STEP, and so reads no more by what it was.
+#include <assert.h>
+#include <string.h>
+
+#include "daemon/core/residency/evict.h"
+#include "daemon/core/session/table.h"
+
+static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&
+                  offsetof(struct kvq_table_entry, raw) == offsetof(struct kvq_page, raw) &&
+                  offsetof(struct kvq_table_entry, tokens) == offsetof(struct kvq_page, tokens) &&
+                  offsetof(struct kvq_table_entry, packed_tokens) ==
+                      offsetof(struct kvq_page, packed_tokens),
+              "kernels read tables as they are");
+
+// ---- Life ----
+
+static size_t pages_bytes(const struct kvq__table *t)
+{
+    return (size_t)t->memory.layers * t->memory.pages * sizeof(struct kvq__pageref);
+}
+
+static void free_table(struct kvq__table *t)
+{
+    struct kvq__namespace *ns = t->ns;
+    kvq__ns_deallocate(ns, t->layers, t->memory.layers * sizeof *t->layers);
+    kvq__ns_deallocate(ns, t->pages, pages_bytes(t));
+    kvq__ns_deallocate(ns, t, sizeof *t);
+}
+
+// NULL: *rc says why.
+static struct kvq__table *new_table(struct kvq__client *client, struct kvq__namespace *ns,
+                                    const struct kvq__table_memory *m, int *rc)
+{
+    struct kvq__table *t = kvq__ns_allocate(ns, sizeof *t, rc);
+    if (!t)
+        return NULL;
+    t->client = client;
+    t->ns = ns;
+    t->memory = *m;
+    t->layers = kvq__ns_allocate(ns, m->layers * sizeof *t->layers, rc);
+    t->pages = t->layers ? kvq__ns_allocate(ns, pages_bytes(t), rc) : NULL;
+    if (!t->pages) {
+        free_table(t);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < m->layers; i++)
+        t->layers[i].pages = t->pages + (size_t)i * m->pages;
+    return t;
+}
+
+static int check_open(const struct kvq__handle *h, const struct kvq__table_memory *m, char *text)
+{
+    const struct kvq__session *s = h->session;
+    if (h->table)
+        return kvq__fail(text, KVQ_E_EXISTS, "this session has a page table already");
+    if (s->move)
+        return kvq__fail(text, KVQ_E_BUSY,
+                         "this session is being moved; try again when it is there");
+    if (s->foreign)
+        return kvq__fail(text, KVQ_E_UNSUPPORTED,
+                         "the session began with another namespace's prefix, whose memory this "
+                         "client cannot map; attend through the daemon");
+    if (m->layers != s->n_layers)
+        return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
+                         m->layers, s->n_layers);
+    if (!m->host != (kvq__home_of(s)->gpu != NULL))
+        return kvq__fail(text, KVQ_E_INVALID, "a page table elsewhere than its session, on %s",
+                         kvq__pool_name(kvq__home_of(s)));
+    if (m->pages < kvq__pages_of(s->tokens))
+        return kvq__fail(
+            text, KVQ_E_LIMIT, "a page table for %llu tokens; the session has %llu: make it larger",
+            (unsigned long long)m->pages * KVQ_BLOCK_TOKENS, (unsigned long long)s->tokens);
+    return 0;
+}
+
+int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_at,
+                    const struct kvq__table_memory *memory, char *text)
+{
+    struct kvq__handle *h;
+    int rc = kvq__handle_get(client, handle, &h);
+    if (rc < 0)
+        return kvq__fail(text, rc, "handle %#llx is no open session of this client",
+                         (unsigned long long)handle);
+    rc = check_open(h, memory, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__table *t = new_table(client, h->session->ns, memory, &rc);
+    if (!t)
+        return kvq__ns_refused(h->session->ns, rc, "another page table", text);
+    t->handle = handle;
+    t->pool_at = pool_at;
+    t->session = h->session;
+    h->table = t;
+    LIST_INSERT_HEAD(&client->tables, t, client_link);
+    LIST_INSERT_HEAD(&h->session->tables, t, session_link);
+    return 0;
+}
+
+void kvq__tables_orphan(struct kvq__session *s)
+{
+    struct kvq__table *t;
+    while ((t = LIST_FIRST(&s->tables))) {
+        LIST_REMOVE(t, session_link);
+        t->session = NULL;
+    }
+}
+
+static void drop_pages(struct kvq__table *t, struct kvq__table_layer *l)
+{
+    struct kvq__core *core = t->client->core;
+    for (uint32_t i = l->first_page; i < l->n_pages; i++) {
+        kvq__block_let_go(core, &l->pages[i].packed);
+        kvq__block_let_go(core, &l->pages[i].raw);
+    }
+    kvq__block_let_go(core, &l->extras);
+}
+
+// Gives back the references and the memory, once nothing in flight uses the table.
+static void end_table(struct kvq__table *t)
+{
+    const struct kvq__core_config *config = &t->client->core->config;
+    LIST_REMOVE(t, client_link);
+    for (uint32_t i = 0; i < t->memory.layers; i++)
+        drop_pages(t, &t->layers[i]);
+    if (config->table_gone)
+        config->table_gone(config->context, t->client->id, &t->memory);
+    free_table(t);
+}
+
+static void close_table(struct kvq__table *t)
+{
+    struct kvq__handle *h;
+    LIST_REMOVE(t, client_link);
+    if (t->session)
+        LIST_REMOVE(t, session_link);
+    t->session = NULL;
+    t->closed = true;
+    kvq__handle_get(t->client, t->handle, &h);
+    if (h && h->table == t)
+        h->table = NULL;
+    LIST_INSERT_HEAD(&t->client->core->closed_tables, t, client_link);
+    if (t->uses == 0)
+        end_table(t);
+}
+
+int kvq__table_close(struct kvq__client *client, uint64_t handle, char *text)
+{
+    struct kvq__table *t;
+    LIST_FOREACH (t, &client->tables, client_link)
+        if (t->handle == handle) {
+            close_table(t);
+            return 0;
+        }
+    return kvq__fail(text, KVQ_E_STALE, "no page table of handle %#llx is open",
+                     (unsigned long long)handle);
+}
+
+void kvq__tables_close(struct kvq__client *client)
+{
+    struct kvq__table *t;
+    while ((t = LIST_FIRST(&client->tables)))
+        close_table(t);
+}
+
+void kvq__table_unuse(struct kvq__table *t)
+{
+    assert(t->uses > 0);
+    if (--t->uses == 0 && t->closed)
+        end_table(t);
+}
+
+// ---- What others do to the session ----
+
+void kvq__tables_dirty(struct kvq__session *s, uint32_t page)
+{
+    struct kvq__table *t;
+    LIST_FOREACH (t, &s->tables, session_link)
+        for (uint32_t i = 0; i < t->memory.layers; i++)
+            if (t->layers[i].settled > page)
+                t->layers[i].settled = page;
+}
+
+bool kvq__tables_need(const struct kvq__session *s, const struct kvq__client *but, uint64_t tokens)
+{
+    const struct kvq__table *t;
+    LIST_FOREACH (t, &s->tables, session_link)
+        if (t->client != but && t->tokens > tokens)
+            return true;
+    return false;
+}
+
+// ---- Publishing ----
+
+// What a layer's entries are made of.
+struct view {
+    struct kvq__table *table;
+    const struct kvq__layer *layer;
+    uint64_t tokens, packed;
+    uint32_t n_pages;
+};
+
+static struct view view_of(struct kvq__table *t, uint32_t layer, uint64_t tokens)
+{
+    const struct kvq__layer *l = &t->session->layers[layer];
+    return (struct view){t, l, tokens, kvq__packed_at(t->session, l, tokens),
+                         kvq__pages_of(tokens)};
+}
+
+struct kvq__table_run kvq__table_changes(const struct kvq__table *t, uint32_t layer,
+                                         uint64_t tokens)
+{
+    const struct kvq__table_layer *was = &t->layers[layer];
+    uint32_t first_page = t->session->layers[layer].first_page, n = kvq__pages_of(tokens);
+    struct kvq__table_run run = {was->settled, n > was->n_pages ? n : was->n_pages};
+    if (was->first_page < first_page && was->first_page < run.from)
+        run.from = was->first_page; // entries behind the window are cleared
+    return run;
+}
+
+static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
+{
+    if (!ref->block)
+        return 0;
+    const struct kvq__extent *e = ref->block->extent;
+    uint64_t at = (uint64_t)(ref->data - e->memory.base);
+    return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
+}
+
+static void hold(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref)
+{
+    if (mine->block == ref->block)
+        return;
+    kvq__block_drop(core, mine);
+    *mine = kvq__block_share(*ref);
+    if (mine->block)
+        kvq__extent_show(mine->block->extent);
+}
+
+static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)
+{
+    static const struct kvq__pageref none;
+    struct kvq__core *core = v->table->client->core;
+    struct kvq__table_layer *was = &v->table->layers[v->layer - v->table->session->layers];
+    bool there = page >= v->layer->first_page && page < v->n_pages;
+    const struct kvq__pageref *p = there ? kvq__page(v->layer, page) : &none;
+    hold(core, &was->pages[page].packed, &p->packed);
+    hold(core, &was->pages[page].raw, &p->raw);
+    return (struct kvq_table_entry){.packed = address(v->table, &p->packed),
+                                    .raw = address(v->table, &p->raw),
+                                    .tokens = there ? kvq__page_part(v->tokens, page) : 0,
+                                    .packed_tokens = there ? kvq__page_part(v->packed, page) : 0};
+}
+
+static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
+{
+    return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(t->memory.pages);
+}
+
+static void write_head(const struct view *v, uint32_t layer, const struct kvq__table_writer *writer)
+{
+    struct kvq__table *t = v->table;
+    struct kvq__table_layer *was = &t->layers[layer];
+    const struct kvq__layer *l = v->layer;
+    // On a GPU kernels look at counts alone: nothing is read there before units are packed.
+    bool has_extras = kvq__extras_view(t->session, l, v->tokens) != NULL || !t->memory.host;
+    struct kvq_table_layer head = {.n_pages = v->n_pages};
+    hold(t->client->core, &was->extras, &l->extras);
+    head.extras = has_extras ? address(t, &l->extras) : 0;
+    bool counts = has_extras && l->format->outliers && t->memory.host;
+    for (uint32_t h = 0; counts && h < l->shape.kv_heads; h++)
+        head.outliers[h] = (uint8_t)kvq_outliers_published(l->format, &l->shape, l->extras.data, h);
+    if (!counts && was->n_pages == v->n_pages && was->extras_at == head.extras)
+        return;
+    was->extras_at = head.extras;
+    memcpy(writer->place(writer->context, layer_at(t, layer), sizeof head), &head, sizeof head);
+}
+
+void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tokens,
+                              const struct kvq__table_writer *writer)
+{
+    struct kvq__table_layer *was = &t->layers[layer];
+    struct view v = view_of(t, layer, tokens);
+    struct kvq__table_run run = kvq__table_changes(t, layer, tokens);
+    kvq__drops_begin(t->client->core, t->session, UINT64_MAX);
+    uint64_t at = layer_at(t, layer) + sizeof(struct kvq_table_layer);
+    size_t one = sizeof(struct kvq_table_entry);
+    write_head(&v, layer, writer);
+    uint8_t *out = run.from < run.to ? writer->place(writer->context, at + run.from * one,
+                                                     (run.to - run.from) * one)
+                                     : NULL;
+    for (uint32_t page = run.from; page < run.to; page++, out += one) {
+        struct kvq_table_entry entry = entry_of(&v, page);
+        memcpy(out, &entry, sizeof entry);
+    }
+    // Raw blocks go, and counts grow, from here on.
+    uint64_t settled = v.packed / KVQ_BLOCK_TOKENS;
+    was->settled = v.layer->raw_page < settled ? v.layer->raw_page : (uint32_t)settled;
+    was->first_page = v.layer->first_page;
+    was->n_pages = v.n_pages;
+    kvq__drops_end(t->client->core);
+}
+
+void kvq__table_publish(struct kvq__table *t, uint64_t tokens,
+                        const struct kvq__table_writer *writer)
+{
+    const struct kvq__session *s = t->session;
+    assert(s && kvq__pages_of(tokens) <= t->memory.pages && kvq__pages_of(tokens) <= s->n_pages);
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            kvq__table_publish_layer(t, i, tokens, writer);
+    kvq__table_publish_head(t, tokens, writer);
+}
+
+void kvq__table_publish_head(struct kvq__table *t, uint64_t tokens,
+                             const struct kvq__table_writer *writer)
+{
+    t->tokens = tokens;
+    uint64_t head[] = {tokens, ++t->number};
+    memcpy(writer->place(writer->context, offsetof(struct kvq_table_page, tokens), sizeof head),
+           head, sizeof head);
+}
+
+void kvq__table_lost(struct kvq__table *t)
+{
+    for (uint32_t i = 0; i < t->memory.layers; i++) {
+        t->layers[i].settled = 0;
+        t->layers[i].extras_at = UINT64_MAX;
+    }
+    if (t->session)
+        t->tokens = t->session->tokens;
+}
+
+static uint8_t *place_on_host(void *context, uint64_t offset, size_t bytes)
+{
+    (void)bytes;
+    return (uint8_t *)context + offset;
+}
+
+void kvq__table_publish_on_host(struct kvq__table *t)
+{
+    struct kvq__table_writer writer = {t->memory.host, place_on_host};
+    kvq__table_publish(t, t->session->tokens, &writer);
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What administration sees: counters, and lists of what the asking user may know of.
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/core/state.h"
+
+void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
+{
+    const struct kvq__pool *pool = &core->pools[0];
+    uint64_t extents = pool->budget / pool->extent_bytes;
+    *status = (struct kvq__status){
+        .pool_bytes = pool->budget,
+        .pool_extent_bytes = pool->extents_taken,
+        .pool_used_bytes = pool->used_bytes,
+        .pool_largest_free = extents * pool->extent_bytes - pool->extents_taken,
+        .pool_huge_bytes = pool->huge_bytes,
+        .sessions = core->n_sessions,
+        .clients = core->n_clients,
+        .tokens = core->tokens,
+        .steps = core->steps,
+        .attends = core->attends,
+        .appended_tokens = core->appended_tokens,
+        .refused_requests = core->refused_requests,
+        .kicked_clients = core->kicked_clients,
+        .draining = core->draining,
+    };
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        status->pool_largest_free += pool->extent_bytes;
+}
+
+void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts)
+{
+    const struct kvq__queue *q;
+    *counts = core->evicted;
+    counts->demoted_now = core->n_demoted;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link)
+        counts->waiting_now++;
+}
+
+uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
+{
+    for (uint32_t i = 1; i < core->n_pools; i++) {
+        const struct kvq__pool *pool = &core->pools[i];
+        out[i - 1] = (struct kvq__place_info){.place = kvq__pool_name(pool),
+                                              .name = kvq__gpu_name(pool->gpu),
+                                              .pool_bytes = pool->budget,
+                                              .extent_bytes = pool->extents_taken,
+                                              .used_bytes = pool->used_bytes,
+                                              .sessions = pool->sessions};
+    }
+    return core->n_pools - 1;
+}
+
+struct kvq__newest kvq__core_newest(const struct kvq__core *core)
+{
+    return (struct kvq__newest){core->last_namespace, core->last_session, core->last_client};
+}
+
+uint32_t kvq__core_sessions(struct kvq__core *core, const struct kvq__peer *peer,
+                            const char *ns_name, struct kvq__list_at after, uint64_t *looks,
+                            struct kvq__session_info *out, uint32_t max)
+{
+    struct kvq__namespace *ns;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        if (ns->number < after.ns || (ns_name && *ns_name && strcmp(ns_name, ns->name) != 0) ||
+            !kvq__namespace_allows(ns, peer))
+            continue;
+        const struct kvq__session *s =
+            kvq__session_after(ns, ns->number == after.ns ? after.id : 0);
+        for (; s && n < max; s = TAILQ_NEXT(s, link)) {
+            kvq__session_fill_info(s, &out[n]);
+            kvq__session_count_shared(s, &out[n++], looks);
+            core->lookup.looks++;
+        }
+        if (n == max)
+            break;
+    }
+    return n;
+}
+
+uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
+                              uint64_t after, struct kvq__namespace_info *out, uint32_t max)
+{
+    const struct kvq__namespace *ns;
+    uint32_t n = 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        if (n == max)
+            break;
+        if (ns->number > after && kvq__namespace_allows(ns, peer))
+            kvq__quota_fill_info(ns, &out[n++]);
+    }
+    return n;
+}
+
+static bool may_see(const struct kvq__peer *peer, const struct kvq__client *client)
+{
+    return peer->admin || peer->uid == client->peer.uid;
+}
+
+uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer *peer,
+                           uint64_t after, struct kvq__client_info *out, uint32_t max)
+{
+    const struct kvq__client *c;
+    uint32_t n = 0;
+    TAILQ_FOREACH (c, &core->clients, link) {
+        if (n == max)
+            break;
+        if (c->id <= after || !may_see(peer, c))
+            continue;
+        struct kvq__client_info *info = &out[n++];
+        *info = (struct kvq__client_info){
+            .id = c->id,
+            .pid = c->peer.pid,
+            .uid = c->peer.uid,
+            .queues = c->n_queues,
+            .buffers = c->n_buffers,
+            .sessions = c->n_handles,
+            .buffer_bytes = c->buffer_bytes,
+            .requests = c->requests,
+            .connected_ms = (core->now - c->connected_at) / 1000000,
+        };
+        snprintf(info->name, sizeof info->name, "%s", c->name);
+    }
+    return n;
+}
+
+int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id, char *text)
+{
+    const struct kvq__client *c;
+    if (!peer->admin)
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not end clients; the daemon's own user and root may",
+                         peer->uid);
+    TAILQ_FOREACH (c, &core->clients, link) {
+        if (c->id != id)
+            continue;
+        core->kicked_clients++;
+        return 0;
+    }
+    return kvq__fail(text, KVQ_E_NO_CLIENT,
+                     "no client %llu is attached (any more); `kvqctl client list` shows all",
+                     (unsigned long long)id);
+}

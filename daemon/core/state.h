@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The state of the core, shared by its files and its tests; nobody else includes this, nor what it
+// is made of: pool.h, session.h, client.h and request.h.
+//
+// Ownership: the core owns namespaces and clients; a namespace owns its sessions and
+// extents; a session owns its layers and formats. Its page table comes in
+// sheets, its token ids in parts: forks share those that can change no more. A sheet holds one
+// reference to each block that it names, however many have it. Requests in flight hold pins on
+// sessions and buffers.
+//
+// What keeps running work safe: workers never look at sessions or page tables. A request copies
+// the addresses it needs before its job starts, and pins the sessions that they are of. A
+// block that lost its last reference is not given out again as long as any request (a "flight")
+// that started earlier is under way, or, if one session alone had it, until nothing pins that
+// session and no stream packs it (kvq__session_quiet), whichever comes first.
+#ifndef KVQ_DAEMON_CORE_STATE_H
+#define KVQ_DAEMON_CORE_STATE_H
+
+#include <sys/queue.h>
+
+#include "daemon/core/core.h"
+#include "daemon/core/mem/pool.h"
+#include "daemon/core/mem/quota.h"
+#include "daemon/core/request/request.h"
+#include "daemon/core/session/client.h"
+#include "daemon/core/session/prefix.h"
+#include "daemon/core/session/session.h"
+
+// ---- Namespaces (namespace.c) ----
+
+RB_HEAD(kvq__session_tree, kvq__session);
+
+struct kvq__namespace {
+    TAILQ_ENTRY(kvq__namespace) link; // in the order of their numbers
+    struct kvq__core *core;
+    uint64_t number; // 1, 2, ..
+    char name[KVQ_NAME_BYTES];
+    struct kvq__quota quota, base_quota; // base_quota: without what was set at run time
+    uint32_t quota_set;                  // which limits were: bits 1 << enum kvq__limit
+    uint64_t used[KVQ__LIMITS];
+    uint64_t exempt[KVQ__LIMITS]; // of these, what the limit does not count
+    struct kvq__refusals refused[KVQ__LIMITS];
+    enum kvq__limit last_refused;
+    uint32_t *uids, *gids;
+    uint32_t n_uids, n_gids;
+    uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
+    bool configured;
+    bool lenient; // what is taken just now is given back at once: it counts, and is not refused
+    LIST_HEAD(, kvq__telling) tellings;
+    struct kvq__arena arenas[1 + KVQ_MAX_GPUS]; // of each pool
+    struct kvq__session_list sessions;          // in the order of their ids
+    struct kvq__session_tree by_id;             // the same, to find a place among them
+    struct kvq__prefixes prefixes;
+    char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
+    uint32_t n_share_with;
+};
+
+bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer);
+// Finds the one of that name (NULL or empty: the peer's own, made if need be) and checks that
+// the peer may use it.
+int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       struct kvq__namespace **ns, char *text);
+void kvq__namespaces_close(struct kvq__core *core);
+// Tells that so many bytes more were refused in a pool, by KVQ_E_NO_MEMORY or KVQ_E_QUOTA, at most
+// once a second for each namespace, and why nothing made room (NULL: nothing said). Nothing for
+// other codes.
+void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, uint64_t bytes, int code, const char *why);
+
+// ---- Exports (export.c) ----
+
+// A client that was told of a namespace's extents of one pool, up to a serial number, and so may
+// have them mapped as long as it is there.
+struct kvq__telling {
+    LIST_ENTRY(kvq__telling) link; // in the namespace
+    const struct kvq__client *client;
+    const struct kvq__pool *pool;
+    uint32_t serial;
+};
+
+// Whether a client that is still there was told of it.
+bool kvq__extent_is_told(const struct kvq__extent *extent, const struct kvq__pool *pool);
+void kvq__tellings_drop(struct kvq__client *client); // it is gone
+
+// ---- Packing (pack.c) ----
+
+// Queues the session for packing in the background if any layer has whole units to pack.
+void kvq__pack_queue(struct kvq__session *s);
+// What of a layer is to be packed at what is committed.
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
+// Enqueues the packing of queued sessions on GPUs, behind their writers' work (gpu_pack.c). What
+// has no room there, or must wait for something, stays queued.
+void kvq__pack_on_gpus(struct kvq__core *core);
+void kvq__pack_unqueue(struct kvq__session *s);
+
+// Packing of one layer that no request waits for.
+struct kvq__packer {
+    struct kvq__job job;
+    struct kvq__flight flight;
+    struct kvq__session *session; // pinned; NULL = idle
+    uint32_t layer;
+    uint64_t first, end; // tokens
+    uint8_t *extras;
+    struct kvq_page *pages; // KVQ__PACKER_PAGES of them, from the page of `first` on
+};
+enum { KVQ__PACKER_PAGES = 64 };
+static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt is learned at once");
+
+// ---- The core (core.c) ----
+
+TAILQ_HEAD(kvq__client_list, kvq__client);
+TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
+TAILQ_HEAD(kvq__flight_list, kvq__flight);
+TAILQ_HEAD(kvq__move_list, kvq__move);
+TAILQ_HEAD(kvq__waiters, kvq__queue);
+struct kvq__ferry;
+struct kvq__park;
+struct kvq__forget;
+
+// Of a pool: sessions that leave it just now, so that others find room (evict.c).
+struct kvq__evicting {
+    uint64_t ticket;         // of their move or parking; 0 = none
+    uint64_t session, bytes; // the first one's id; what the pool gains
+    struct kvq__namespace *ns;
+    int why; // KVQ_E_NO_MEMORY, KVQ_E_QUOTA, or 0: before anybody needed it
+    bool demotes;
+};
+
+LIST_HEAD(kvq__session_bucket, kvq__session);
+enum { KVQ__DUE_SLOTS = 4096 }; // nine minutes
+
+// Sessions by id and by name: as many buckets of each as a power of two, and more as they come.
+struct kvq__lookup {
+    struct kvq__session_bucket *ids, *names;
+    uint32_t n_buckets;
+    uint8_t key[16]; // of the hash of names, which clients choose
+    uint64_t looks;  // sessions that were looked at to find and list others
+};
+
+struct kvq__core {
+    struct kvq__core_config config;
+    struct kvq__lookup lookup;
+    struct kvq__session_bucket dues[KVQ__DUE_SLOTS];
+    uint64_t due_slot;                        // the first that may have some; see due.c
+    struct kvq__session_list seals;           // with pages for the index that may be final by now
+    struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
+    uint32_t n_pools;
+    struct kvq__block_row limbo; // by retired.at; some stand behind others that are retired later
+    struct kvq__session_list givers; // that may have blocks there (session->given)
+    uint32_t n_givers;
+    struct kvq__drop { // of what is dropped just now: see kvq__drops_begin
+        struct kvq__session *giver;
+        uint64_t last, by;
+    } drop;
+    struct kvq__session_list ended; // that have yet to give memory back, the oldest first (ended.c)
+    uint64_t release_left;          // work that giving back may take until the next turn
+    uint64_t released;              // that it has taken
+    uint64_t shortage_looks;        // sessions that were held against what somebody was refused
+    uint64_t now;
+    bool draining, faulted;
+    uint64_t refusal_told; // when a refused launch was told last
+    struct kvq__client_list clients;
+    struct kvq__namespace_list namespaces;
+    struct kvq__flight_list flights;           // oldest first
+    LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
+    struct kvq__stream_use *common_use;        // of the stream that lanes share, for each GPU
+    uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
+    struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
+    LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
+    struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs
+    struct kvq__packer packer;
+    uint32_t n_clients, n_sessions, n_steps;
+    uint64_t tokens;                                      // of all sessions
+    struct kvq__session_list unsaved[KVQ__UNSAVED_LISTS]; // KVQ__SAVED is empty
+    uint32_t n_unsaved;                                   // in all of them
+    uint64_t unsaved_asks;                                // how often kvq__core_unsaved was called
+    uint32_t n_prepared;                                  // sessions that wait for their groups
+    uint32_t n_settling;                                  // sessions with a STEP under way on a GPU
+    uint32_t n_moving;                                    // sessions that have a move
+    uint32_t n_moves;                                     // those included that are over
+    uint64_t last_move;
+    struct kvq__move_list moves;
+    struct kvq__mover *mover; // made at the first move
+    uint32_t n_demoted;       // sessions that have a home elsewhere
+    uint32_t n_loading;       // sessions with layers that are yet to be read
+    TAILQ_HEAD(, kvq__park) parks;
+    TAILQ_HEAD(, kvq__forget) forgets;
+    struct kvq__session_list fetches; // sessions that are wanted back
+    struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
+    uint32_t n_away, n_parks, n_forgets;
+    uint64_t last_stamp;
+    bool closing;
+    struct kvq__park_stats park_stats;
+    LIST_HEAD(, kvq__save) saves;
+    LIST_HEAD(, kvq__restore) restores;
+    LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
+    struct kvq__shortage shortage;   // the last block that was refused
+    bool index_later;                // what the last look for room in the index says of its `later`
+    bool patient;                    // whoever takes blocks just now can come again (KVQ_E_BUSY)
+    uint64_t extents_made;           // changes whenever some are there that were waited for
+    uint64_t freed;              // changes whenever a block has become free, or an eviction ended
+    struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
+    uint64_t last_ticket, last_claim;
+    struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
+    struct kvq__evict_counts evicted;
+    uint64_t evict_looks;  // looks for a session that may go
+    uint64_t demote_after; // there was no room on the host; not before then
+    uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
+};
+
+void *kvq__allocate(struct kvq__core *core, size_t bytes); // zeroed; NULL if there is none
+void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes);
+void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
+                const char *session, uint64_t client, const char *text);
+// Writes a text (KVQ_TEXT_BYTES; NULL is accepted) and returns code.
+int kvq__fail(char *text, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+#endif

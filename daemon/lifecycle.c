@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Puts the daemon together, drains it and takes it apart.
+#include "daemon/lifecycle.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "daemon/attach/attach.h"
+#include "daemon/control/control.h"
+#include "daemon/core/gpu/gpu.h"
+#include "daemon/runtime/directory.h"
+#include "daemon/runtime/events.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/refill.h"
+#include "daemon/runtime/workers.h"
+#include "daemon/store/codebooks.h"
+#include "daemon/store/store.h"
+#include "proto/ring.h"
+
+enum { DRAIN_LOOK_MS = 20, LONGEST_PID = 16 };
+
+// ---- The runtime directory ----
+
+static int fail_errno(const char *what, const char *path, char *text)
+{
+    int error = errno;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot %s %.200s: %s", what, path, strerror(error));
+    return error == EACCES || error == EPERM || error == EROFS ? KVQ_E_PERMISSION : KVQ_E_SYSTEM;
+}
+
+static int refuse_second(int fd, const char *directory, char *text)
+{
+    char pid[LONGEST_PID] = "";
+    ssize_t got = pread(fd, pid, sizeof pid - 1, 0);
+    pid[got > 0 ? strcspn(pid, "\n") : 0] = 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "another kvqd (pid %s) uses %.200s; stop it, or choose another runtime_dir",
+             *pid ? pid : "unknown", directory);
+    return KVQ_E_BUSY;
+}
+
+int kvq__server_lock(struct kvq__server *server, char *text)
+{
+    char path[KVQ_CONFIG_PATH + 16], pid[LONGEST_PID];
+    const char *directory = server->config.runtime_dir;
+    server->lock_fd = -1;
+    int fd, error = kvq__directory_open(&server->config, text);
+    error = error ? error : kvq__directory_lock_file(directory, &fd, text);
+    if (error)
+        return error;
+    snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+        error = errno == EWOULDBLOCK ? refuse_second(fd, directory, text)
+                                     : fail_errno("lock", path, text);
+        close(fd);
+        return error;
+    }
+    int length = snprintf(pid, sizeof pid, "%d\n", (int)getpid());
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, pid, (size_t)length, 0) != length) {
+        error = fail_errno("write", path, text);
+        close(fd);
+        return error;
+    }
+    server->lock_fd = fd; // the lock lives as long as the descriptor
+    return 0;
+}
+
+// ---- Opening ----
+
+static void on_async(uv_async_t *async)
+{
+    struct kvq__server *server = async->data;
+    kvq__mailbox_deliver(&server->box);
+}
+
+// Any thread.
+static void wake_loop(void *context)
+{
+    struct kvq__server *server = context;
+    uv_async_send(&server->async);
+}
+
+static int open_loop(struct kvq__server *server, char *text)
+{
+    kvq__mailbox_open(&server->box, wake_loop, server);
+    int error = uv_loop_init(&server->loop);
+    server->loop_open = error == 0;
+    error = error ? error : uv_async_init(&server->loop, &server->async, on_async);
+    error = error ? error : uv_timer_init(&server->loop, &server->drain_timer);
+    server->async.data = server->drain_timer.data = server;
+    if (error == 0)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot start the event loop: %s", uv_strerror(error));
+    return KVQ_E_SYSTEM;
+}
+
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
+{
+    struct kvq__server *server = context;
+    kvq__attach_buffer_gone(server->attach, client, buffer);
+}
+
+static void on_table_gone(void *context, uint64_t client, const struct kvq__table_memory *memory)
+{
+    struct kvq__server *server = context;
+    kvq__attach_table_gone(server->attach, client, memory);
+}
+
+static void on_wants(void *context)
+{
+    struct kvq__server *server = context;
+    kvq__keeper_wants(server->keeper);
+}
+
+// Where the configuration does not say how much the tables of sessions may take: a quarter of what
+// their blocks may, so that many empty sessions cannot have more memory than full ones.
+static uint64_t table_bytes(const struct kvq_config *c, uint64_t given, uint64_t host)
+{
+    const uint64_t least = 64 << 20;
+    uint64_t part = (host && host < c->pool_bytes ? host : c->pool_bytes) / 4;
+    return given ? given : part > least ? part : least;
+}
+
+static struct kvq__quota quota_of(const struct kvq_config *c, const struct kvq_config_namespace *ns)
+{
+    uint64_t host = ns ? ns->host_bytes : c->host_bytes;
+    uint64_t tables = table_bytes(c, ns ? ns->table_bytes : c->table_bytes, host);
+    return (struct kvq__quota){
+        .limit = {[KVQ__HOST_BYTES] = host,
+                  [KVQ__DEVICE_BYTES] = ns ? ns->device_bytes : c->device_bytes,
+                  [KVQ__DISK_BYTES] = ns ? ns->disk_bytes : c->disk_bytes,
+                  [KVQ__SESSIONS] = ns ? kvq__config_sessions(c, ns) : c->max_sessions,
+                  [KVQ__TABLE_BYTES] = tables}};
+}
+
+static int open_namespaces(struct kvq__server *server, char *text)
+{
+    const char *share_with[KVQ_MAX_SHARE_WITH];
+    for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
+        const struct kvq_config_namespace *ns = &server->config.namespaces[i];
+        struct kvq__namespace_config config = {.name = ns->name,
+                                               .quota = quota_of(&server->config, ns),
+                                               .uids = ns->uids.id,
+                                               .n_uids = ns->uids.n,
+                                               .gids = ns->gids.id,
+                                               .n_gids = ns->gids.n,
+                                               .share_with = share_with,
+                                               .n_share_with = ns->n_share_with};
+        for (uint32_t j = 0; j < ns->n_share_with; j++)
+            share_with[j] = ns->share_with[j];
+        int error = kvq__core_namespace(server->core, &config, text);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+static int find_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *text)
+{
+    struct kvq__server *server = context;
+    return kvq__codebooks_get(server->codebooks, name, layer, format, shape, book, hold, text);
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    struct kvq__server *server = context;
+    kvq__codebooks_share(server->codebooks, hold);
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    struct kvq__server *server = context;
+    kvq__codebooks_release(server->codebooks, hold);
+}
+
+static uint64_t id_of_codebook(void *context, void *hold)
+{
+    (void)context;
+    return kvq__codebooks_id(hold);
+}
+
+// The software driver's library, beside the folder of this program.
+static void emulator_path(char *path, size_t size)
+{
+    ssize_t got = readlink("/proc/self/exe", path, size - 1);
+    path[got > 0 ? got : 0] = 0;
+    for (int up = 0; up < 2; up++) {
+        char *slash = strrchr(path, '/');
+        *(slash ? slash : path) = 0;
+    }
+    size_t length = strlen(path);
+    snprintf(path + length, size - length, "/lib/libkvq-emu.so");
+}
+
+// GPUs, if they are wanted and, with backend = auto, if there are some that can be used.
+static int open_gpus(struct kvq__server *server, char *text)
+{
+    const struct kvq_config *c = &server->config;
+    char path[KVQ_CONFIG_PATH + 32], quoted[KVQ_TEXT_BYTES + 16];
+    struct kvq__gpus_config config = {.driver = c->gpu_driver,
+                                      .devices = c->gpus,
+                                      .bytes = c->gpu_bytes,
+                                      .extent_bytes = c->extent_bytes};
+    if (c->backend == KVQ__BACKEND_CPU || server->gpus) // tests bring their own
+        return 0;
+    if (c->backend == KVQ__BACKEND_EMU && !c->gpu_driver[0]) {
+        emulator_path(path, sizeof path);
+        config.driver = path;
+    }
+    int error = kvq__gpus_open(&config, &server->gpus, text);
+    for (uint32_t i = 0; i < kvq__gpus_count(server->gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(server->gpus, i);
+        kvq__log(KVQ_LOG_INFO, "gpu", "place=%s name=%s pool_mib=%llu", kvq__gpu_uuid_text(gpu),
+                 kvq__log_quote(quoted, sizeof quoted, kvq__gpu_name(gpu)),
+                 (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
+    }
+    if (!error || c->backend != KVQ__BACKEND_AUTO)
+        return error;
+    server->no_gpu = strdup(text);
+    kvq__log(KVQ_LOG_INFO, "no_gpu", "reason=%s", kvq__log_quote(quoted, sizeof quoted, text));
+    return 0;
+}
+
+static int open_core(struct kvq__server *server, char *text)
+{
+    const struct kvq_config *c = &server->config;
+    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    server->identity.isa = kvq_kernels_isa(kernels);
+    struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
+                                      .extent_bytes = c->extent_bytes,
+                                      .keep_ns = c->keep_seconds * 1000000000,
+                                      .prefix_keep_ns = c->prefix_keep_seconds * 1000000000,
+                                      .evict_idle_ns = c->evict_idle_ms * 1000000,
+                                      .evict_above = (uint32_t)c->evict_above,
+                                      .park_idle_ns = c->park_idle_seconds * 1000000000,
+                                      .workers = (uint32_t)c->workers,
+                                      .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
+                                      .quota = quota_of(c, NULL),
+                                      .kernels = kernels,
+                                      .saves = c->storage_dir[0] != 0,
+                                      .run = server->identity.epoch,
+                                      .gpus = kvq__gpus_list(server->gpus),
+                                      .n_gpus = kvq__gpus_count(server->gpus),
+                                      .formats = c->own_formats,
+                                      .n_formats = c->n_formats,
+                                      .fault = server->fault,
+                                      .memory = kvq__memory_ops(&server->memory),
+                                      .context = server,
+                                      .event = kvq__event_from_core,
+                                      .buffer_gone = on_buffer_gone,
+                                      .table_gone = on_table_gone,
+                                      .wants = on_wants,
+                                      .codebook = find_codebook,
+                                      .codebook_share = share_codebook,
+                                      .codebook_release = release_codebook,
+                                      .codebook_id = id_of_codebook};
+    if (getrandom(config.prefix_key, sizeof config.prefix_key, 0) != sizeof config.prefix_key) {
+        snprintf(text, KVQ_TEXT_BYTES, "no random bytes for the key of prefixes");
+        return KVQ_E_SYSTEM;
+    }
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
+                                                 .transparent = counts.transparent,
+                                                 .pool_bytes = c->pool_bytes};
+    int error = kvq__memory_check(&server->memory, &counts, text);
+    if (error)
+        return error;
+    server->codebooks = kvq__codebooks_new(c->codebook_dir);
+    if (!server->codebooks) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+        return KVQ_E_NO_MEMORY;
+    }
+    error = kvq__core_open(&config, &server->core, text);
+    if (error)
+        return error;
+    kvq__core_clock(server->core, kvq__now_ns());
+    return open_namespaces(server, text);
+}
+
+static int open_page(struct kvq__server *server, char *text)
+{
+    int error =
+        kvq__shm_create(&server->page, "kvq-daemon", sizeof(struct kvq_daemon_page), true, text);
+    if (error)
+        return error;
+    *(struct kvq_daemon_page *)server->page.map =
+        (struct kvq_daemon_page){.magic = KVQ_SHM_MAGIC_DAEMON,
+                                 .version = KVQ_PROTOCOL_MAX,
+                                 .epoch = server->identity.epoch,
+                                 .cpus = kvq__usable_cpus(),
+                                 .workers = (uint32_t)server->config.workers};
+    return 0;
+}
+
+static void make_identity(struct kvq__server *server)
+{
+    struct kvq__identity *us = &server->identity;
+    us->version = KVQ_VERSION_TEXT;
+    us->backend = "cpu";
+    us->runtime_dir = server->config.runtime_dir;
+    us->pid = (uint64_t)getpid();
+    us->start_ns = kvq__now_ns();
+    us->workers = (uint32_t)server->config.workers;
+    us->stores = server->config.storage_dir[0] != 0;
+    while (us->epoch == 0) // 0 means none
+        if (getrandom(&us->epoch, sizeof us->epoch, 0) != sizeof us->epoch)
+            us->epoch = us->start_ns;
+}
+
+int kvq__server_open(struct kvq__server *server, char *text)
+{
+    server->page.fd = -1;
+    server->publish = kvq__control_publish;
+    make_identity(server);
+    int error = open_loop(server, text);
+    error = error ? error : open_page(server, text);
+    error = error ? error : open_gpus(server, text);
+    server->identity.backend = server->gpus ? "gpu" : "cpu";
+    if (!error)
+        error = kvq__refill_open(server->gpus, server->config.extent_bytes, &server->refill, text);
+    error = error ? error : open_core(server, text);
+    if (error)
+        return error;
+    struct kvq__poller_config config = {.core = server->core,
+                                        .page = server->page.map,
+                                        .workers = (uint32_t)server->config.workers,
+                                        .spin_ns = server->config.spin_us * 1000,
+                                        .pin = server->config.pin};
+    if (server->config.storage_dir[0])
+        error = kvq__directory_check("storage_dir", server->config.storage_dir, text);
+    error = error ? error : kvq__keeper_open(server, &server->keeper, text);
+    error = error ? error : kvq__poller_open(&config, &server->poller, text);
+    error = error ? error : kvq__control_open(server, &server->control, text);
+    return error ? error : kvq__attach_open(server, &server->attach, text);
+}
+
+// ---- Draining ----
+
+static void drain_look(struct kvq__server *server);
+
+// Sessions are saved, too; however long that takes, a second signal ends it.
+static void drain_end(struct kvq__server *server)
+{
+    if (server->drained)
+        server->drained(server);
+    server->drained = NULL;
+}
+
+static void drain_answer(struct kvq__mail *mail)
+{
+    struct kvq__server *server =
+        (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
+    server->drain_asked = false;
+    if (!server->core_idle || !server->drained ||
+        !uv_is_active((uv_handle_t *)&server->drain_timer))
+        return;
+    uv_timer_stop(&server->drain_timer);
+    kvq__log(KVQ_LOG_INFO, "drained", "complete=yes");
+    kvq__keeper_drain(server->keeper, drain_end);
+}
+
+// Poller's thread.
+static void drain_ask(struct kvq__mail *mail)
+{
+    struct kvq__server *server =
+        (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
+    kvq__core_drain(server->core);
+    server->core_idle = kvq__core_idle(server->core);
+    kvq__mailbox_post(&server->box, mail, drain_answer);
+}
+
+static void on_drain_timer(uv_timer_t *timer)
+{
+    drain_look(timer->data);
+}
+
+static void drain_look(struct kvq__server *server)
+{
+    if (kvq__now_ns() >= server->drain_until_ns && server->drained) {
+        uv_timer_stop(&server->drain_timer);
+        kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
+                 (unsigned long long)server->config.drain_ms);
+        kvq__keeper_drain(server->keeper, drain_end);
+    } else if (!server->drain_asked) {
+        server->drain_asked = true;
+        kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);
+    }
+}
+
+void kvq__server_drain(struct kvq__server *server)
+{
+    server->draining = true;
+    server->drain_until_ns = kvq__now_ns() + server->config.drain_ms * 1000000;
+    kvq__log(KVQ_LOG_INFO, "drain_begin", "limit_ms=%llu",
+             (unsigned long long)server->config.drain_ms);
+    uv_timer_start(&server->drain_timer, on_drain_timer, DRAIN_LOOK_MS, DRAIN_LOOK_MS);
+    drain_look(server);
+}
+
+// ---- Closing ----
+
+static void close_handle(uv_handle_t *handle, void *context)
+{
+    (void)context;
+    if (!uv_is_closing(handle))
+        uv_close(handle, NULL);
+}
+
+static bool all_back(const struct kvq__server *server)
+{
+    return kvq__attach_idle(server->attach) && kvq__control_idle(server->control) &&
+           !server->drain_asked && kvq__keeper_idle(server->keeper) && kvq__events_idle();
+}
+
+static void on_close_timer(uv_timer_t *timer)
+{
+    struct kvq__server *server = timer->data;
+    server->stuck(kvq__attach_count(server->attach));
+}
+
+void kvq__server_close(struct kvq__server *server)
+{
+    uv_timer_stop(&server->drain_timer);
+    server->drained = NULL;
+    if (server->stuck && kvq__gpus_count(server->gpus) > 0)
+        uv_timer_start(&server->drain_timer, on_close_timer, KVQ__CLOSE_MS, 0);
+    if (server->attach) {
+        kvq__attach_refuse(server->attach);
+        kvq__attach_end_all(server->attach);
+    }
+    kvq__keeper_end(server->keeper);
+    while (!all_back(server))
+        uv_run(&server->loop, UV_RUN_ONCE);
+    uv_timer_stop(&server->drain_timer);
+    kvq__poller_close(&server->poller);
+    if (server->core)
+        kvq__core_close(&server->core);
+    kvq__refill_close(&server->refill);
+    kvq__gpus_close(&server->gpus);
+    free(server->no_gpu);
+    kvq__codebooks_free(&server->codebooks);
+    // The core's last events.
+    kvq__mailbox_deliver(&server->box);
+    kvq__control_end(server->control);
+    if (server->loop_open) {
+        uv_walk(&server->loop, close_handle, NULL);
+        uv_run(&server->loop, UV_RUN_DEFAULT);
+        int error = uv_loop_close(&server->loop);
+        assert(error == 0);
+        (void)error;
+    }
+    kvq__keeper_close(&server->keeper);
+    kvq__attach_free(&server->attach);
+    kvq__control_free(&server->control);
+    kvq__shm_close(&server->page);
+    kvq__mailbox_close(&server->box);
+}

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A fixed number of event mails; a word in each says whose it is.
+#include "daemon/runtime/events.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/server.h"
+#include "proto/sync.h"
+
+enum { EVENTS = 256 };
+
+struct event_mail {
+    struct kvq__mail mail;
+    struct kvq__server *server;
+    uint32_t taken; // 1 from the poller's posting until the loop is done with it
+    enum kvq__event_kind kind;
+    uint64_t client;
+    char ns[KVQ_NAME_BYTES], session[KVQ_NAME_BYTES], text[256];
+};
+
+static struct event_mail events[EVENTS];
+static uint32_t dropped;
+
+static const char *kind_name(enum kvq__event_kind kind)
+{
+    static const char *const names[] = {
+        [KVQ__EVENT_SESSION_OPENED] = "session_opened",
+        [KVQ__EVENT_SESSION_CLOSED] = "session_closed",
+        [KVQ__EVENT_SESSION_DROPPED] = "session_dropped",
+        [KVQ__EVENT_CLIENT_ATTACHED] = "client_attached",
+        [KVQ__EVENT_CLIENT_GONE] = "client_gone",
+        [KVQ__EVENT_MEMORY_FULL] = "memory_full",
+        [KVQ__EVENT_SESSION_MOVED] = "session_moved",
+        [KVQ__EVENT_CLIENT_STALLED] = "client_stalled",
+        [KVQ__EVENT_DRAINING] = "draining",
+        [KVQ__EVENT_SESSION_SAVED] = "session_saved",
+        [KVQ__EVENT_SESSION_RESTORED] = "session_restored",
+        [KVQ__EVENT_SESSION_PUSHED] = "session_pushed",
+        [KVQ__EVENT_SESSION_PULLED] = "session_pulled",
+        [KVQ__EVENT_PREFIX_RESTORED] = "prefix_restored",
+        [KVQ__EVENT_PREFIX_EVICTED] = "prefix_evicted",
+        [KVQ__EVENT_STORAGE_FULL] = "storage_full",
+        [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
+        [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
+        [KVQ__EVENT_QUOTA_REACHED] = "quota_reached",
+        [KVQ__EVENT_REMOTE_FAILED] = "remote_failed",
+        [KVQ__EVENT_SESSION_PARKED] = "session_parked",
+        [KVQ__EVENT_SESSION_FETCHED] = "session_fetched",
+        [KVQ__EVENT_GPU_REFUSED] = "gpu_refused",
+    };
+    return names[kind];
+}
+
+static void log_event(const struct event_mail *e)
+{
+    char ns[160], session[160], text[300];
+    bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
+               e->kind == KVQ__EVENT_GPU_REFUSED || e->kind == KVQ__EVENT_QUOTA_REACHED ||
+               e->kind == KVQ__EVENT_REMOTE_FAILED ||
+               (e->kind >= KVQ__EVENT_STORAGE_FULL && e->kind <= KVQ__EVENT_STORAGE_DAMAGED);
+    enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
+    kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",
+             (unsigned long long)e->client, kvq__log_quote(ns, sizeof ns, e->ns),
+             kvq__log_quote(session, sizeof session, e->session),
+             kvq__log_quote(text, sizeof text, e->text));
+    uint32_t lost = kvq_word_load(&dropped);
+    if (lost) {
+        kvq_word_add(&dropped, (uint32_t)-lost);
+        kvq__log(KVQ_LOG_WARN, "events_dropped", "count=%u", lost);
+    }
+}
+
+// Loop's thread.
+static void tell(const struct event_mail *e)
+{
+    struct timespec now;
+    Kvq__Event message;
+    log_event(e);
+    clock_gettime(CLOCK_REALTIME, &now);
+    kvq__event__init(&message);
+    message.kind = (char *)(uintptr_t)kind_name(e->kind);
+    message.unix_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+    message.namespace_ = (char *)(uintptr_t)e->ns; // packing only reads
+    message.session = (char *)(uintptr_t)e->session;
+    message.client = e->client;
+    message.text = (char *)(uintptr_t)e->text;
+    if (e->server->publish)
+        e->server->publish(e->server->control, &message);
+}
+
+// Loop's thread.
+static void deliver(struct kvq__mail *mail)
+{
+    struct event_mail *e = (struct event_mail *)mail; // its first member
+    tell(e);
+    kvq_word_store_release(&e->taken, 0);
+}
+
+static void fill(struct event_mail *e, struct kvq__server *server, const struct kvq__event *event)
+{
+    e->server = server;
+    e->kind = event->kind;
+    e->client = event->client;
+    snprintf(e->ns, sizeof e->ns, "%s", event->ns);
+    snprintf(e->session, sizeof e->session, "%s", event->session);
+    snprintf(e->text, sizeof e->text, "%s", event->text);
+}
+
+void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event)
+{
+    struct event_mail e;
+    fill(&e, server, event);
+    tell(&e);
+}
+
+void kvq__event_from_core(void *context, const struct kvq__event *event)
+{
+    static uint32_t next;
+    struct event_mail *e = &events[next % EVENTS];
+    if (kvq_word_load_acquire(&e->taken)) {
+        kvq_word_add(&dropped, 1);
+        return;
+    }
+    next++;
+    kvq_word_store(&e->taken, 1);
+    fill(e, context, event);
+    kvq__mailbox_post(&e->server->box, &e->mail, deliver);
+}
+
+bool kvq__events_idle(void)
+{
+    for (int i = 0; i < EVENTS; i++)
+        if (kvq_word_load_acquire(&events[i].taken))
+            return false;
+    return true;
+}

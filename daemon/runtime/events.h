@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Events of the core, on their way from the poller's thread to the log and the events socket.
+#ifndef KVQ_DAEMON_RUNTIME_EVENTS_H
+#define KVQ_DAEMON_RUNTIME_EVENTS_H
+
+#include <stdbool.h>
+
+#include "daemon/core/core.h"
+
+struct kvq__server;
+
+// The core's event callback; context is the struct kvq__server. Poller's thread. Events that
+// come faster than the loop takes them are dropped, counted, and the count is logged.
+void kvq__event_from_core(void *context, const struct kvq__event *event);
+
+// Loop's thread: logs and publishes at once.
+void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event);
+// Loop's thread: none is on its way.
+bool kvq__events_idle(void);
+
+#endif

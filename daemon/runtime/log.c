@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Builds log lines on the stack and writes each with one call; see log.h.
+#include "daemon/runtime/log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/limits.h"
+#include "proto/status.h"
+
+static struct {
+    int fd;
+    enum kvq_log_level level;
+} sink = {STDERR_FILENO, KVQ_LOG_INFO};
+
+static const char *level_name(enum kvq_log_level level)
+{
+    static const char *const names[] = {"error", "warn", "info", "debug"};
+    return names[level];
+}
+
+int kvq__log_open(const char *path, enum kvq_log_level level, char *text)
+{
+    sink.level = level;
+    if (!path || !*path)
+        return 0;
+    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, 0640);
+    if (fd < 0) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", path, strerror(errno));
+        return KVQ_E_SYSTEM;
+    }
+    sink.fd = fd;
+    return 0;
+}
+
+void kvq__log_close(void)
+{
+    if (sink.fd != STDERR_FILENO)
+        close(sink.fd);
+    sink.fd = STDERR_FILENO;
+}
+
+const char *kvq__log_quote(char *out, size_t size, const char *text)
+{
+    size_t used = 0;
+    out[used++] = '"';
+    for (; *text && used + 6 < size; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\')
+            used += (size_t)snprintf(out + used, size - used, "\\%c", c);
+        else if (c < 0x20 || c == 0x7f)
+            used += (size_t)snprintf(out + used, size - used, "\\x%02x", c);
+        else
+            out[used++] = *text;
+    }
+    out[used++] = '"';
+    out[used] = 0;
+    return out;
+}
+
+static size_t clamp(int written, size_t room)
+{
+    size_t length = written < 0 ? 0 : (size_t)written;
+    return length < room ? length : room - 1;
+}
+
+static void emit(enum kvq_log_level level, const char *event, uint32_t held_back,
+                 const char *format, va_list arguments)
+{
+    char line[KVQ_LOG_LINE];
+    const size_t room = sizeof line - 1; // for the newline
+    struct timespec now;
+    struct tm utc;
+    clock_gettime(CLOCK_REALTIME, &now);
+    gmtime_r(&now.tv_sec, &utc);
+    size_t used = strftime(line, room, "ts=%Y-%m-%dT%H:%M:%S", &utc);
+    used += clamp(snprintf(line + used, room - used, ".%03ldZ level=%s event=%s ",
+                           now.tv_nsec / 1000000, level_name(level), event),
+                  room - used);
+    used += clamp(vsnprintf(line + used, room - used, format, arguments), room - used);
+    if (held_back)
+        used += clamp(snprintf(line + used, room - used, " held_back=%u", held_back), room - used);
+    line[used++] = '\n';
+    // Nobody could be told about a log that cannot be written.
+    while (write(sink.fd, line, used) < 0 && errno == EINTR)
+        ;
+}
+
+void kvq__log(enum kvq_log_level level, const char *event, const char *format, ...)
+{
+    if (level > sink.level)
+        return;
+    va_list arguments;
+    va_start(arguments, format);
+    emit(level, event, 0, format, arguments);
+    va_end(arguments);
+}
+
+void kvq__log_client(struct kvq_log_budget *budget, enum kvq_log_level level, const char *event,
+                     const char *format, ...)
+{
+    if (level > sink.level)
+        return;
+    const uint64_t second = 1000000000;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    uint64_t ns = (uint64_t)now.tv_sec * second + (uint64_t)now.tv_nsec;
+    uint64_t full_at = budget->full_at_ns > ns ? budget->full_at_ns : ns;
+    if (full_at + second > ns + KVQ_LOG_BURST * second) {
+        budget->held_back++;
+        return;
+    }
+    budget->full_at_ns = full_at + second;
+    va_list arguments;
+    va_start(arguments, format);
+    emit(level, event, budget->held_back, format, arguments);
+    va_end(arguments);
+    budget->held_back = 0;
+}

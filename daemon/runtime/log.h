@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The daemon's log: one line an event in logfmt, `ts=... level=... event=... key=value ...`, to
+// stderr or a file. A line is built on the stack and written with one system call, so threads
+// may log at the same time and nothing is allocated. Lines longer than KVQ_LOG_LINE are cut.
+#ifndef KVQ_DAEMON_RUNTIME_LOG_H
+#define KVQ_DAEMON_RUNTIME_LOG_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum kvq_log_level { KVQ_LOG_ERROR, KVQ_LOG_WARN, KVQ_LOG_INFO, KVQ_LOG_DEBUG };
+
+enum { KVQ_LOG_LINE = 1024 };
+
+// Opens the log; path NULL or "": stderr. 0, or a negative KVQ_E code with text (KVQ_TEXT_BYTES).
+// Call before threads start. Without it lines of level info and above go to stderr.
+int kvq__log_open(const char *path, enum kvq_log_level level, char *text);
+void kvq__log_close(void);
+
+// `event` is a word; `format` gives the pairs that follow it, e.g. "client=%llu uid=%u". Texts
+// from outside go through kvq__log_quote first.
+__attribute__((format(printf, 3, 4))) void kvq__log(enum kvq_log_level level, const char *event,
+                                                    const char *format, ...);
+
+// Budget for lines that a client can cause at will: KVQ_LOG_BURST at once, then one a second.
+// What is held back is counted and told with the next line that passes. Zero-initialize; one
+// thread at a time.
+enum { KVQ_LOG_BURST = 5 };
+struct kvq_log_budget {
+    uint64_t full_at_ns; // when the budget is whole again
+    uint32_t held_back;
+};
+__attribute__((format(printf, 4, 5))) void kvq__log_client(struct kvq_log_budget *budget,
+                                                           enum kvq_log_level level,
+                                                           const char *event, const char *format,
+                                                           ...);
+
+// Writes "text" in quotes, with quotes, backslashes and control characters escaped, cut to fit.
+// Returns out.
+const char *kvq__log_quote(char *out, size_t size, const char *text);
+
+#endif

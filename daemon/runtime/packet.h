@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Packets of the attach socket with the descriptors beside them. Nothing here blocks.
+#ifndef KVQ_DAEMON_RUNTIME_PACKET_H
+#define KVQ_DAEMON_RUNTIME_PACKET_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "daemon/core/core.h"
+#include "proto/limits.h"
+
+struct kvq__packet {
+    uint8_t bytes[KVQ_MAX_MESSAGE];
+    size_t length;
+    int fds[KVQ_MAX_PACKET_FDS]; // close-on-exec, the holder's
+    uint32_t n_fds;
+};
+
+// A request has one descriptor at the most; two are taken, so that the refusal can count them.
+// 1: a packet; 0: nothing there now; KVQ_E_DISCONNECTED: the peer has closed its end;
+// KVQ_E_PROTOCOL with a text: the packet or its descriptors were cut short or too many. Except
+// for 1 there are no descriptors left open.
+int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text);
+void kvq__packet_close_fds(struct kvq__packet *packet);
+
+// The descriptors stay the caller's. 0, or KVQ_E_DISCONNECTED when the peer is gone or does not
+// read what it was sent.
+int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds);
+
+// Who is at the other end: user, process and groups as the kernel noted them at connect, and a
+// descriptor that becomes readable when that process ends (-1 with a text if there is none; none is
+// made where pidfd is NULL). 0 or KVQ_E_SYSTEM with a text.
+int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text);
+
+#endif

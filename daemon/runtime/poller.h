@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The poller: the thread that owns the core. It looks at every queue's request ring, copies each
+// request once into private memory, hands it to the core, runs the core's jobs together with the
+// workers, and publishes completions. It spins while work comes often and there are CPUs to
+// spare, and else sleeps until an eventfd is written (proto/shm.h has the protocol).
+//
+// Fairness: a turn of the poller gives each client with queues the same number of requests to start
+// or continue, weighed by their entries and however many queues it has, and then runs items for as
+// long as that took, at least. The schedule shares the items' time out over clients (schedule.h).
+// Background work that a request may be waiting for gets a slice of each turn as well.
+//
+// Other threads reach it through its mailbox alone: what is posted there is delivered on the
+// poller's thread between two looks at the rings, and may call the core and the functions marked
+// "poller's thread" below.
+#ifndef KVQ_DAEMON_RUNTIME_POLLER_H
+#define KVQ_DAEMON_RUNTIME_POLLER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include "daemon/core/core.h"
+#include "daemon/runtime/mailbox.h"
+#include "daemon/runtime/schedule.h"
+#include "proto/ring.h"
+
+struct kvq__poller;
+
+struct kvq__poller_config {
+    struct kvq__core *core;
+    struct kvq_daemon_page *page; // the poller writes its sleep flag and runnable_clients
+    uint32_t workers;             // threads that run items, the poller included; at least 1
+    uint64_t spin_ns;             // longest time to spin; 0: never
+    bool pin;
+    uint64_t (*clock)(void); // nanoseconds; NULL: CLOCK_MONOTONIC
+};
+
+struct kvq__port;
+TAILQ_HEAD(kvq__port_list, kvq__port);
+
+// A client, as the poller sees it. Zero-initialize; embed it where it is needed.
+struct kvq__member {
+    struct kvq__share share;
+    bool broken; // is no longer served
+    // Called on the poller's thread, once, when the client broke the rules of its rings. The text
+    // is the complaint. The owner should then end the client.
+    void (*complain)(struct kvq__member *member, const char *text);
+
+    // The poller's own.
+    TAILQ_ENTRY(kvq__member) link; // among the members that have ports
+    struct kvq__port_list ports;
+    uint32_t n_ports;
+    struct kvq__port *next; // where the next turn's look begins; NULL without ports
+};
+TAILQ_HEAD(kvq__member_list, kvq__member);
+
+// CLOSING: only its queue's work on GPUs has yet to end.
+enum kvq__port_state {
+    KVQ__PORT_IDLE,
+    KVQ__PORT_RUN,
+    KVQ__PORT_WAIT,
+    KVQ__PORT_GPU,
+    KVQ__PORT_CLOSING,
+};
+
+// A queue, as the poller sees it. The owner fills the first part, and keeps the mappings and
+// descriptors until `closed` was called.
+struct kvq__port {
+    struct kvq__member *member;
+    struct kvq__queue *queue;       // the core's; closed by the poller
+    const struct kvq_req_page *req; // the client writes it
+    struct kvq_cq_page *cq;
+    int request_event;                      // eventfd that the client writes
+    int client_wake;                        // socket: each wake-up is 8 bytes
+    void (*closed)(struct kvq__port *port); // poller's thread; after kvq__port_remove
+
+    // The poller's own.
+    TAILQ_ENTRY(kvq__port) link; // in its member's ports
+    struct kvq__work work;
+    struct kvq_ring_rx rx;
+    struct kvq_ring_tx tx;
+    enum kvq__port_state state;
+    bool closing;
+    uint32_t index;      // in the poller's list
+    uint64_t active_ns;  // when the last request came
+    uint64_t retry_ns;   // WAIT: when to look again in any case
+    uint32_t seen_ended; // WAIT: number of jobs that had ended when it began
+};
+
+// Starts the poller and its workers. 0, or a negative code with a text.
+int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller **poller,
+                     char *text);
+// Ends the threads. Every port must have been removed. The core is then the caller's. NULL is fine.
+void kvq__poller_close(struct kvq__poller **poller);
+
+// Any thread.
+struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller);
+
+// Poller's thread. KVQ_E_LIMIT when KVQ_MAX_PORTS are served already, KVQ_E_SYSTEM.
+int kvq__port_add(struct kvq__poller *poller, struct kvq__port *port, char *text);
+// Takes nothing new from the port, ends what is in flight, closes the core's queue, then calls
+// port->closed, maybe at once.
+void kvq__port_remove(struct kvq__poller *poller, struct kvq__port *port);
+
+#endif

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The daemon as the loop's thread sees it: what store, attach and control share, which lifecycle.c
+// opens and closes. Everything here belongs to the loop's thread unless it says otherwise.
+#ifndef KVQ_DAEMON_RUNTIME_SERVER_H
+#define KVQ_DAEMON_RUNTIME_SERVER_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <uv.h>
+
+#include "daemon/config/config.h"
+#include "daemon/core/core.h"
+#include "daemon/runtime/mailbox.h"
+#include "daemon/runtime/memory.h"
+#include "daemon/runtime/poller.h"
+#include "daemon/runtime/shm.h"
+#include "proto/wire.h"
+
+struct kvq__attach;
+struct kvq__control;
+struct kvq__gpus;
+struct kvq__keeper;
+struct kvq__codebooks;
+struct kvq__refill;
+
+// What stays the same for the daemon's whole run.
+struct kvq__identity {
+    const char *version, *backend, *isa, *runtime_dir;
+    uint64_t epoch, pid, start_ns;
+    uint32_t workers;
+    bool stores; // sessions, in a folder
+};
+
+struct kvq__server {
+    struct kvq_config config;
+    struct kvq__identity identity;
+    uv_loop_t loop;
+    bool loop_open;
+    uv_async_t async;                 // mail has come
+    struct kvq__mailbox box;          // to the loop's thread; any thread posts
+    struct kvq__gpus *gpus;           // from start to stop; NULL: none
+    struct kvq__refill *refill;       // of their reserves
+    char *no_gpu;                     // why there is none, if one was looked for; else NULL
+    struct kvq__core *core;           // the poller's, from start to stop
+    struct kvq__memory_source memory; // the core's
+    struct kvq__codebooks *codebooks; // any thread
+    struct kvq__poller *poller;
+    struct kvq__shm page; // struct kvq_daemon_page
+    struct kvq__keeper *keeper;
+    struct kvq__attach *attach;
+    struct kvq__control *control;
+    // Sends an event to whoever listens (kvq__control_publish). NULL: nobody does.
+    void (*publish)(struct kvq__control *control, const Kvq__Event *event);
+    // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
+    void (*fault)(void *context, const char *place, const char *text);
+    // Closing: so many clients have work on GPUs that does not come to an end, and the process has
+    // to end without them. NULL: they are waited for.
+    void (*stuck)(uint32_t clients);
+    int lock_fd; // held while the runtime directory is ours
+    bool draining;
+    // Told once, when draining is over: nothing is in flight, or the time is up.
+    void (*drained)(struct kvq__server *server);
+    uv_timer_t drain_timer;
+    uint64_t drain_until_ns;
+    struct kvq__mail drain_mail;
+    bool drain_asked; // the poller has the mail
+    bool core_idle;   // its answer
+};
+
+// Whether a user may see and end everything: root, the daemon's own user, config.admin_uids.
+bool kvq__server_is_admin(const struct kvq__server *server, uint32_t uid);
+
+#endif

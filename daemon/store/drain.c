@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// An orderly end saves all named sessions that are not saved, many in one transaction. A session
+// that cannot be saved is taken out of the transaction and named; one that something under way
+// still changes is looked at again in the next round.
+#include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/workers.h"
+#include "daemon/store/internal.h"
+
+enum {
+    BATCH = 256,                // sessions in one transaction,
+    BATCH_BYTES = 64 << 20,     // which take in no more once they have so much to write
+    PATIENCE_MS = 10000,        // in which no session could be taken hold of
+    AGAIN = KVQ__SAVE_THERE_IS, // of a task: there was no room in the transaction
+    WAITS = KVQ__SAVE_WAITS,    // and something has to end first
+};
+static_assert(BATCH * 4 <= KVQ_MAX_STORE_SESSIONS, "most sessions have fewer than four shards");
+
+static const struct kvq__peer self = {.admin = true};
+
+struct drain {
+    struct kvq__task task;      // whose turn to write it is
+    struct kvq__unsaved *list;  // of this round
+    uint32_t n, room, found;    // in it; and that the core found
+    uint32_t at, kept;          // the next one; and of those before, for the next round
+    struct kvq__unsaved *given; // up
+    uint32_t n_given, room_given;
+    struct kvq__task *batch[BATCH];
+    uint32_t n_batch;
+    bool moved, any;      // some were saved or given up in this round; since the core was asked
+    bool full;            // nothing can be made room with
+    uint64_t waits_since; // nothing has moved; 0: that is not so
+    uint64_t begun;
+    uint32_t saved, transactions;
+};
+
+static struct drain *drain_of(struct kvq__task *t)
+{
+    return (struct drain *)((char *)t - offsetof(struct drain, task));
+}
+
+// ---- Writing, on a thread of libuv's ----
+
+static bool is_to_write(const struct kvq__task *t)
+{
+    return t->rc == 0 && t->save;
+}
+
+// Sessions [from, to) in one transaction, without those that cannot be saved themselves. 0, or why
+// none of them is.
+static int write_some(struct drain *d, uint32_t from, uint32_t to, uint8_t *scratch, char *text)
+{
+    struct kvq_save *out = NULL;
+    struct kvq__same_blocks same = {0};
+    int rc = kvq_save_begin(d->task.keeper->store, &out, text, KVQ_TEXT_BYTES);
+    for (uint32_t i = from; i < to && rc == 0; i++) {
+        struct kvq__task *t = d->batch[i];
+        uint32_t before = kvq_save_count(out);
+        if (!is_to_write(t))
+            continue;
+        int failed = kvq__keeper_write(t, out, &same, scratch);
+        if (failed && kvq_save_cut(out, before)) {
+            t->rc = failed;
+        } else if (failed) {
+            snprintf(text, KVQ_TEXT_BYTES, "%s", t->text);
+            rc = failed;
+        }
+    }
+    if (rc == 0 && kvq_save_count(out) > 0) {
+        rc = kvq_save_commit(&out, text, KVQ_TEXT_BYTES);
+        d->transactions += rc == 0;
+    }
+    kvq_save_abort(&out);
+    kvq__same_blocks_free(&same);
+    return rc;
+}
+
+static uint64_t bytes_of(const struct drain *d, uint32_t from, uint32_t to)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = from; i < to; i++)
+        bytes += is_to_write(d->batch[i]) ? kvq__keeper_unsaved_bytes(d->batch[i]) : 0;
+    return bytes;
+}
+
+// Fewer sessions at a time may do.
+static bool is_about_some(int rc)
+{
+    return rc == KVQ_E_NO_SPACE || rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT;
+}
+
+// Whoever the limit was too low for may fit without the others.
+static void forget_refusals(struct drain *d, uint32_t from, uint32_t to)
+{
+    for (uint32_t i = from; i < to; i++)
+        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_QUOTA)
+            d->batch[i]->rc = 0;
+}
+
+// The same, and if that fails its halves: what stands in the way of some is not in that of others.
+static void write_halves(struct drain *d, uint32_t from, uint32_t to, uint8_t *scratch)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint64_t bytes = bytes_of(d, from, to);
+    int rc = write_some(d, from, to, scratch, text);
+    if (rc == KVQ_E_NO_SPACE && !d->full) {
+        d->full = !kvq__keeper_make_room(d->task.keeper, bytes);
+        rc = d->full ? rc : write_some(d, from, to, scratch, text);
+    }
+    if (rc == 0)
+        return;
+    if (to - from > 1 && is_about_some(rc)) {
+        uint32_t middle = from + (to - from) / 2;
+        forget_refusals(d, from, to);
+        write_halves(d, from, middle, scratch);
+        write_halves(d, middle, to, scratch);
+        return;
+    }
+    for (uint32_t i = from; i < to; i++)
+        if (is_to_write(d->batch[i])) {
+            d->batch[i]->rc = rc;
+            snprintf(d->batch[i]->text, KVQ_TEXT_BYTES, "%s", text);
+        }
+}
+
+static void write_batch(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    uint8_t *scratch = malloc(KVQ__SCRATCH_BYTES);
+    for (uint32_t i = 0; i < d->n_batch; i++) {
+        struct kvq__task *t = d->batch[i];
+        if (!is_to_write(t))
+            continue;
+        t->rc = kvq__keeper_copy(t);
+        if (t->rc == 0 && !scratch) {
+            t->rc = KVQ_E_NO_MEMORY;
+            snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
+        }
+    }
+    if (scratch && d->n_batch > 0)
+        write_halves(d, 0, d->n_batch, scratch);
+    free(scratch);
+}
+
+// ---- A batch ----
+
+static void next_batch(struct kvq__task *task);
+static void ask(struct kvq__task *task);
+
+static void keep(struct drain *d, const struct kvq__task *t)
+{
+    struct kvq__unsaved *u = &d->list[d->kept++];
+    *u = (struct kvq__unsaved){.id = t->stored, .tokens = t->tokens};
+    snprintf(u->ns, sizeof u->ns, "%s", t->ns);
+    snprintf(u->name, sizeof u->name, "%s", t->name);
+}
+
+static void give_up(struct drain *d, const struct kvq__unsaved *u, const char *text)
+{
+    char ns[KVQ_NAME_BYTES + 16], name[KVQ_NAME_BYTES + 16], why[KVQ_TEXT_BYTES + 16];
+    kvq__log(KVQ_LOG_WARN, "not_saved", "namespace=%s session=%s tokens=%llu text=%s",
+             kvq__log_quote(ns, sizeof ns, u->ns), kvq__log_quote(name, sizeof name, u->name),
+             (unsigned long long)u->tokens, kvq__log_quote(why, sizeof why, text));
+    if (d->n_given == d->room_given) {
+        uint32_t room = d->room_given ? 2 * d->room_given : BATCH;
+        struct kvq__unsaved *more = realloc(d->given, room * sizeof *more);
+        if (!more) { // it is tried and named again
+            d->any = false;
+            return;
+        }
+        d->given = more;
+        d->room_given = room;
+    }
+    d->given[d->n_given++] = *u;
+}
+
+static void end_one(struct drain *d, struct kvq__task *t)
+{
+    const struct kvq__unsaved u = {.id = t->stored, .tokens = t->tokens};
+    kvq__name_give(&d->task.keeper->names, &t->hold);
+    if (t->rc == AGAIN || t->rc == WAITS) {
+        d->moved |= t->rc == AGAIN;
+        keep(d, t);
+    } else if (t->rc == 0) {
+        d->moved = d->any = true;
+        d->saved += !t->unchanged;
+        t->quiet = t->unchanged;
+        kvq__keeper_tell_saved(t);
+    } else if (t->rc != KVQ_E_NO_SESSION) { // that it was dropped meanwhile
+        struct kvq__unsaved named = u;
+        snprintf(named.ns, sizeof named.ns, "%s", t->ns);
+        snprintf(named.name, sizeof named.name, "%s", t->name);
+        d->moved = true;
+        kvq__keeper_tell_saved(t);
+        give_up(d, &named, t->text);
+    }
+    free(t);
+}
+
+static void end_batch(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    kvq__turn_end(&task->keeper->turns, &task->turn);
+    for (uint32_t i = 0; i < d->n_batch; i++)
+        end_one(d, d->batch[i]);
+    d->n_batch = 0;
+    next_batch(task);
+}
+
+// Poller's thread.
+static void end_saves(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    for (uint32_t i = 0; i < d->n_batch; i++)
+        kvq__save_end(&d->batch[i]->save, d->batch[i]->rc == 0);
+    kvq__task_to_loop(task, end_batch);
+}
+
+static void written(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), end_saves);
+}
+
+static void go_write(struct kvq__task *task)
+{
+    kvq__task_to_work(task, write_batch, written);
+}
+
+// Poller's thread.
+static void take_hold(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    uint64_t bytes = 0;
+    uint32_t sessions = 0;
+    for (uint32_t i = 0; i < d->n_batch; i++) {
+        struct kvq__task *t = d->batch[i];
+        const struct kvq__save_spec spec = {.ns = t->ns, .name = t->name};
+        if (bytes >= BATCH_BYTES || sessions > KVQ_MAX_STORE_SESSIONS - KVQ_MAX_SHARDS) {
+            t->rc = AGAIN;
+            continue;
+        }
+        t->rc = kvq__save_begin(task->keeper->server->core, &self, &spec, &t->save, t->text);
+        t->unchanged = t->rc == 0 && !t->save;
+        bytes += t->save ? kvq__keeper_unsaved_bytes(t) : 0;
+        sessions += t->save ? kvq__save_shards(t->save) : 0;
+    }
+    kvq__task_to_loop(task, go_write);
+}
+
+static void has_turn(struct kvq__task *task)
+{
+    kvq__task_to_poller(task, take_hold);
+}
+
+static void has_name(struct kvq__hold *hold)
+{
+    (void)hold; // who asked looks whether it is held
+}
+
+// Takes the names that can be had at once: nobody waits for one while he has others.
+static void take_names(struct drain *d)
+{
+    struct kvq__keeper *keeper = d->task.keeper;
+    for (; d->at < d->n && d->n_batch < BATCH; d->at++) {
+        const struct kvq__unsaved u = d->list[d->at];
+        struct kvq__task *t = calloc(1, sizeof *t);
+        if (!t) {
+            give_up(d, &u, "no memory to save it");
+            continue;
+        }
+        t->keeper = keeper;
+        t->own = true;
+        t->stored = u.id; // in memory
+        t->tokens = u.tokens;
+        snprintf(t->ns, sizeof t->ns, "%s", u.ns);
+        snprintf(t->name, sizeof t->name, "%s", u.name);
+        t->hold.kind = KVQ__HOLD_ALONE;
+        kvq__name_take(&keeper->names, &t->hold, t->ns, t->name, has_name);
+        if (t->hold.held) {
+            d->batch[d->n_batch++] = t;
+        } else {
+            kvq__name_give(&keeper->names, &t->hold);
+            keep(d, t);
+            free(t);
+        }
+    }
+}
+
+// ---- Rounds ----
+
+static void end(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    struct kvq__keeper *keeper = task->keeper;
+    void (*drained)(struct kvq__server *) = keeper->drained;
+    keeper->drained = NULL;
+    free(d->list);
+    free(d->given);
+    free(d);
+    drained(keeper->server);
+}
+
+static void finish(struct drain *d)
+{
+    if (d->saved > 0 || d->n_given > 0)
+        kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
+                 "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved, d->transactions,
+                 d->n_given, (unsigned long long)((kvq__now_ns() - d->begun) / 1000000));
+    d->task.rc = 0;
+    kvq__task_end(&d->task);
+}
+
+static void go_on(struct kvq__task *task)
+{
+    next_batch(task);
+}
+
+// Poller's thread, some milliseconds later.
+static void look_again(struct kvq__task *task)
+{
+    kvq__task_to_loop(task, go_on);
+}
+
+static void give_up_all(struct drain *d)
+{
+    char text[KVQ_TEXT_BYTES];
+    snprintf(text, sizeof text,
+             "it was changed, packed, moved, read from disk, or in use by another command for %g s "
+             "without a break",
+             PATIENCE_MS / 1000.0);
+    for (uint32_t i = 0; i < d->n; i++)
+        give_up(d, &d->list[i], text);
+    finish(d);
+}
+
+static void end_round(struct drain *d)
+{
+    uint64_t now = kvq__now_ns();
+    d->n = d->kept;
+    d->at = d->kept = 0;
+    if (d->moved || d->waits_since == 0)
+        d->waits_since = now;
+    if (d->n == 0 && d->any) {
+        d->any = false;
+        kvq__task_to_poller(&d->task, ask);
+    } else if (d->n == 0) {
+        finish(d);
+    } else if (d->moved) {
+        d->moved = false;
+        next_batch(&d->task);
+    } else if (now - d->waits_since >= PATIENCE_MS * 1000000ull) {
+        give_up_all(d);
+    } else {
+        kvq__task_later(&d->task, look_again);
+    }
+}
+
+static void next_batch(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    if (task->keeper->ended) {
+        finish(d);
+        return;
+    }
+    take_names(d);
+    if (d->n_batch > 0)
+        kvq__task_queue(task, has_turn);
+    else
+        end_round(d);
+}
+
+// ---- What there is to be saved ----
+
+static bool is_given_up(const struct drain *d, uint64_t id)
+{
+    for (uint32_t i = 0; i < d->n_given; i++)
+        if (d->given[i].id == id)
+            return true;
+    return false;
+}
+
+static void told(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    struct kvq__unsaved *more = NULL;
+    if (d->found > d->room && (more = realloc(d->list, d->found * sizeof *more))) {
+        d->list = more;
+        d->room = d->found;
+        kvq__task_to_poller(task, ask);
+        return;
+    }
+    d->n = d->at = d->kept = 0;
+    for (uint32_t i = 0; i < d->found && i < d->room; i++)
+        if (!is_given_up(d, d->list[i].id))
+            d->list[d->n++] = d->list[i];
+    d->moved = false;
+    if (d->n > 0)
+        kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
+    next_batch(task);
+}
+
+// Poller's thread.
+static void ask(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    d->found = kvq__core_unsaved(task->keeper->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
+    kvq__task_to_loop(task, told);
+}
+
+void kvq__keeper_drain_on(struct kvq__keeper *keeper)
+{
+    void (*drained)(struct kvq__server *) = keeper->drained;
+    if (!drained || keeper->drain_begun || keeper->n_own > 0 || keeper->asking)
+        return;
+    struct drain *d = calloc(1, sizeof *d);
+    keeper->drain_begun = true;
+    if (!d) {
+        kvq__log(KVQ_LOG_WARN, "not_saved", "text=\"no memory to save what is not saved\"");
+        keeper->drained = NULL;
+        drained(keeper->server);
+        return;
+    }
+    d->task.keeper = keeper;
+    d->task.done = end;
+    d->task.doing = "saving what is not saved";
+    d->begun = kvq__now_ns();
+    keeper->n_tasks++;
+    kvq__task_to_poller(&d->task, ask);
+}
+
+void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server))
+{
+    kvq__transfers_stop(keeper);
+    if (!keeper->store || !keeper->server->config.save_on_drain) {
+        done(keeper->server);
+        return;
+    }
+    keeper->draining = true;
+    keeper->drained = done;
+    kvq__keeper_drain_on(keeper);
+}

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the core wants so that sessions can be parked (saved.h): the poller takes its orders and
+// sends each to the loop as a task, which writes, reads or deletes as commands do.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/runtime/log.h"
+#include "daemon/store/internal.h"
+
+// A task that carries an order out, allocated.
+struct errand {
+    struct kvq__task task;
+    struct kvq__order order;
+};
+
+static const struct kvq__peer self = {.admin = true};
+
+static struct kvq__keeper *of_wants(struct kvq__mail *mail)
+{
+    return (struct kvq__keeper *)((char *)mail - offsetof(struct kvq__keeper, wants_mail));
+}
+
+// ---- Orders ----
+
+static void done(struct kvq__task *t)
+{
+    free((struct errand *)t); // its first member
+}
+
+// Poller's thread: it is not carried out.
+static void refuse(struct kvq__core *core, const struct kvq__order *o, int status, const char *text)
+{
+    switch (o->kind) {
+    case KVQ__ORDER_SAVE:
+        kvq__park_saved(core, o->id, status, text);
+        break;
+    case KVQ__ORDER_FETCH:
+        kvq__fetch_failed(core, o->id, status, text);
+        break;
+    case KVQ__ORDER_FORGET:
+        kvq__park_forgot(core, o->stamp);
+        break;
+    }
+}
+
+static void end(struct kvq__task *t)
+{
+    kvq__task_end(t);
+}
+
+static void refuse_late(struct kvq__task *t)
+{
+    refuse(t->keeper->server->core, t->order, KVQ_E_DRAINING, "the daemon is shutting down");
+    kvq__task_to_loop(t, end);
+}
+
+static void forget(struct kvq__task *t);
+
+static void queue_forget(struct kvq__task *t)
+{
+    kvq__task_queue(t, forget);
+}
+
+static void go_forget(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_ALONE, queue_forget);
+}
+
+// ---- Saving ----
+
+// What counts as stored may have been replaced or damaged since.
+static void look(struct kvq__task *t)
+{
+    t->again = !kvq__keeper_is_whole(t, t->order->stamp) ||
+               (t->name[0] == '#' && kvq__keeper_read_back(t) != 0);
+    t->text[0] = 0;
+}
+
+// Poller's thread.
+static void is_stored(struct kvq__task *t)
+{
+    kvq__park_saved(t->keeper->server->core, t->order->id, 0, "");
+    kvq__task_to_loop(t, end);
+}
+
+static void looked(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    (void)status;
+    if (t->again)
+        kvq__keeper_save(t);
+    else
+        kvq__task_to_poller(t, is_stored);
+}
+
+static void start_save(struct kvq__task *t)
+{
+    if (t->order->stored)
+        kvq__task_to_work(t, look, looked);
+    else
+        kvq__keeper_save(t);
+}
+
+static void start(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    keeper->n_tasks++;
+    if (keeper->ended)
+        kvq__task_to_poller(t, refuse_late);
+    else if (t->order->kind == KVQ__ORDER_SAVE)
+        start_save(t);
+    else if (t->order->kind == KVQ__ORDER_FETCH)
+        kvq__keeper_fetch(t);
+    else
+        go_forget(t);
+}
+
+static void send_on(struct kvq__keeper *keeper, const struct kvq__order *order)
+{
+    struct errand *e = calloc(1, sizeof *e);
+    if (!e) {
+        refuse(keeper->server->core, order, KVQ_E_NO_MEMORY, "no memory to do what it takes");
+        return;
+    }
+    e->order = *order;
+    e->task.keeper = keeper;
+    e->task.peer = &self;
+    e->task.done = done;
+    e->task.order = &e->order;
+    snprintf(e->task.ns, sizeof e->task.ns, "%s", order->ns);
+    snprintf(e->task.name, sizeof e->task.name, "%s", order->name);
+    kvq__task_to_loop(&e->task, start);
+}
+
+// Poller's thread.
+static void take_orders(struct kvq__mail *mail)
+{
+    struct kvq__keeper *keeper = of_wants(mail);
+    struct kvq__order order;
+    keeper->wanted = false;
+    while (!keeper->deaf && kvq__park_next(keeper->server->core, &order))
+        send_on(keeper, &order);
+}
+
+void kvq__keeper_wants(struct kvq__keeper *keeper)
+{
+    if (!keeper || keeper->deaf || keeper->wanted)
+        return;
+    keeper->wanted = true;
+    kvq__mailbox_post(kvq__poller_box(keeper->server->poller), &keeper->wants_mail, take_orders);
+}
+
+// ---- The end: what was sent before arrives before ----
+
+static struct kvq__keeper *of_stop(struct kvq__mail *mail)
+{
+    return (struct kvq__keeper *)((char *)mail - offsetof(struct kvq__keeper, stop_mail));
+}
+
+static void stopped(struct kvq__mail *mail)
+{
+    of_stop(mail)->n_tasks--;
+}
+
+// Poller's thread.
+static void stop(struct kvq__mail *mail)
+{
+    struct kvq__keeper *keeper = of_stop(mail);
+    keeper->deaf = true;
+    kvq__mailbox_post(&keeper->server->box, mail, stopped);
+}
+
+void kvq__keeper_stop_orders(struct kvq__keeper *keeper)
+{
+    if (!keeper->server->poller)
+        return;
+    keeper->n_tasks++;
+    kvq__mailbox_post(kvq__poller_box(keeper->server->poller), &keeper->stop_mail, stop);
+}
+
+// ---- Forgetting ----
+
+// Only what was stored to be parked: another save of that name may have taken its place.
+static void delete_parked(struct kvq__task *t)
+{
+    struct kvq_store_freed freed;
+    uint64_t stamp = 0;
+    t->rc = kvq__keeper_stamp(t, &stamp);
+    if (t->rc < 0 || stamp != t->order->stamp)
+        return;
+    t->rc = kvq_store_delete(t->keeper->store, t->ns, t->name, t->text, sizeof t->text);
+    if (t->rc == 0)
+        kvq_store_gc(t->keeper->store, &freed, NULL, 0);
+}
+
+// Poller's thread.
+static void forgot(struct kvq__task *t)
+{
+    kvq__park_forgot(t->keeper->server->core, t->order->stamp);
+    kvq__task_to_loop(t, end);
+}
+
+static void deleted(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    char quoted[KVQ_TEXT_BYTES + 16];
+    (void)status;
+    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION)
+        kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
+                 kvq__log_quote(quoted, sizeof quoted, t->text));
+    kvq__task_to_poller(t, forgot);
+}
+
+static void forget(struct kvq__task *t)
+{
+    kvq__task_to_work(t, delete_parked, deleted);
+}
+
+// ---- What a run before has left ----
+
+// Deletes sessions without names among those found. The last id that was looked at.
+static uint64_t delete_unnamed(struct kvq_store *store, const struct kvq_store_session *found,
+                               uint32_t n, uint32_t *deleted, char *text)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (found[i].name[0] == '#')
+            *deleted +=
+                kvq_store_delete(store, found[i].space, found[i].name, text, KVQ_TEXT_BYTES) == 0;
+    return n ? found[n - 1].id : 0;
+}
+
+int kvq__keeper_sweep(struct kvq_store *store, char *text)
+{
+    enum { MOST = 256 };
+    struct kvq_store_session *found = calloc(MOST, sizeof *found);
+    struct kvq_store_freed freed;
+    uint32_t n = MOST, gone = 0;
+    uint64_t after = 0;
+    int rc = found ? 0 : KVQ_E_NO_MEMORY;
+    while (rc == 0 && n == MOST) {
+        rc = kvq_store_list(store, NULL, after, found, MOST, &n, text, KVQ_TEXT_BYTES);
+        after = rc ? 0 : delete_unnamed(store, found, n, &gone, text);
+    }
+    if (gone) {
+        kvq_store_gc(store, &freed, NULL, 0);
+        kvq__log(KVQ_LOG_INFO, "storage", "unnamed_sessions_deleted=%u", gone);
+    }
+    free(found);
+    return rc;
+}

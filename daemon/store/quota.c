@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Limits that are set at run time: on the poller's thread it is checked what they come to, one of
+// libuv's writes the file that makes them outlive the daemon, the poller puts them in effect, and
+// the store is told of that on disk. One after the other, and beside whoever writes to the store:
+// a limit can be raised while a save takes minutes. What was not written changes nothing.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/commands/dispatch.h"
+#include "daemon/runtime/log.h"
+#include "daemon/runtime/workers.h"
+#include "daemon/store/internal.h"
+#include "daemon/store/quota_file.h"
+
+// ---- What each namespace has on disk ----
+
+static void note_used(struct kvq__core *core, const struct kvq_store_space *spaces, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        kvq__disk_used(core, spaces[i].space, spaces[i].bytes);
+}
+
+// Poller's thread.
+static void counted(struct kvq__task *t)
+{
+    struct kvq__core *core = t->keeper->server->core;
+    note_used(core, t->spaces, t->n_spaces);
+    free(t->spaces);
+    t->spaces = NULL;
+    if (t->rc == KVQ_E_QUOTA && t->ns[0])
+        kvq__disk_refused(core, t->ns, t->text);
+    kvq__task_to_loop(t, kvq__task_end);
+}
+
+static void count(struct kvq__task *t)
+{
+    kvq_store_spaces(t->keeper->store, &t->spaces, &t->n_spaces, NULL, 0);
+}
+
+static void tell_poller(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), counted);
+}
+
+void kvq__keeper_count(struct kvq__task *t)
+{
+    t->counted = true;
+    kvq__task_to_work(t, count, tell_poller);
+}
+
+// ---- The table ----
+
+static struct kvq__override *find(struct kvq__limits *limits, const char *ns)
+{
+    for (uint32_t i = 0; i < limits->n; i++)
+        if (strcmp(limits->at[i].ns, ns) == 0)
+            return &limits->at[i];
+    return NULL;
+}
+
+// What is to be written: the table with the task's limits in it. False if there is no room.
+static bool note(struct kvq__limits *limits, const struct kvq__override *change)
+{
+    struct kvq__override *o = find(limits, change->ns);
+    if (!o && limits->n == KVQ_MAX_OVERRIDES)
+        return false;
+    if (!o)
+        o = &limits->at[limits->n++];
+    *o = *change;
+    return true;
+}
+
+static void forget_empty(struct kvq__limits *limits)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < limits->n; i++)
+        if (limits->at[i].set)
+            limits->at[n++] = limits->at[i];
+    limits->n = n;
+}
+
+// ---- A command ----
+
+static void begin(struct kvq__task *t);
+
+static void end(struct kvq__task *t)
+{
+    struct kvq__limits *limits = &t->keeper->limits;
+    TAILQ_REMOVE(&limits->queue, t, link);
+    struct kvq__task *next = TAILQ_FIRST(&limits->queue);
+    kvq__task_end(t);
+    if (next)
+        begin(next);
+}
+
+static void log_change(const struct kvq__task *t)
+{
+    char ns[160];
+    const uint64_t *limit = t->limits.quota.limit;
+    kvq__log(KVQ_LOG_INFO, "quota",
+             "namespace=%s host=%llu device=%llu disk=%llu sessions=%llu table=%llu kept=%s",
+             kvq__log_quote(ns, sizeof ns, t->limits.ns),
+             (unsigned long long)limit[KVQ__HOST_BYTES],
+             (unsigned long long)limit[KVQ__DEVICE_BYTES],
+             (unsigned long long)limit[KVQ__DISK_BYTES], (unsigned long long)limit[KVQ__SESSIONS],
+             (unsigned long long)limit[KVQ__TABLE_BYTES], t->keeper->store ? "yes" : "no");
+}
+
+static void applied(struct kvq__task *t)
+{
+    struct kvq_store *store = t->keeper->store;
+    if (t->rc == 0 && store)
+        t->rc = kvq_store_limit(store, t->limits.ns, t->limits.quota.limit[KVQ__DISK_BYTES],
+                                t->text, sizeof t->text);
+    if (t->rc == 0)
+        log_change(t);
+    end(t);
+}
+
+// Poller's thread. The task's limits are from here on all that are in effect.
+static void apply(struct kvq__task *t)
+{
+    struct kvq__server *server = t->keeper->server;
+    struct kvq__namespace_info info;
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq__now_ns()};
+    t->rc = kvq__quota_apply(server->core, &t->limits, t->text);
+    if (t->rc == 0)
+        t->rc = kvq__core_namespace_info(server->core, t->peer, t->limits.ns, &info, t->text);
+    if (t->rc == 0)
+        t->limits.quota = info.quota;
+    if (t->rc == 0)
+        t->rc = kvq__dispatch_quota(&d, t->limits.ns, t->arena, t->reply, t->text);
+    kvq__task_to_loop(t, applied);
+}
+
+static void write_file(struct kvq__task *t)
+{
+    const struct kvq__limits *limits = &t->keeper->limits;
+    t->rc = kvq__quota_file_write(kvq_io_posix(), t->keeper->server->config.storage_dir, limits->at,
+                                  limits->n, t->text);
+}
+
+static void written(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    struct kvq__limits *limits = &t->keeper->limits;
+    (void)status;
+    if (t->rc < 0) { // as it was before
+        note(limits, &limits->before);
+        forget_empty(limits);
+        end(t);
+        return;
+    }
+    forget_empty(limits);
+    kvq__task_to_poller(t, apply);
+}
+
+static void planned(struct kvq__task *t)
+{
+    struct kvq__limits *limits = &t->keeper->limits;
+    if (t->rc < 0) {
+        end(t);
+        return;
+    }
+    const struct kvq__override *before = find(limits, t->limits.ns);
+    limits->before = before ? *before : (struct kvq__override){0};
+    memcpy(limits->before.ns, t->limits.ns, sizeof limits->before.ns);
+    if (!note(limits, &t->limits)) {
+        snprintf(t->text, sizeof t->text,
+                 "%d namespaces have limits that were set; delete those of another one first",
+                 KVQ_MAX_OVERRIDES);
+        t->rc = KVQ_E_LIMIT;
+        end(t);
+    } else if (t->keeper->store) {
+        kvq__task_to_work(t, write_file, written);
+    } else {
+        forget_empty(limits);
+        kvq__task_to_poller(t, apply);
+    }
+}
+
+static uint64_t limits_of(const Kvq__Quota *q, struct kvq__quota *out)
+{
+    if (!q)
+        return 0;
+    out->limit[KVQ__HOST_BYTES] = q->host_bytes;
+    out->limit[KVQ__DEVICE_BYTES] = q->device_bytes;
+    out->limit[KVQ__DISK_BYTES] = q->disk_bytes;
+    out->limit[KVQ__SESSIONS] = q->sessions;
+    out->limit[KVQ__TABLE_BYTES] = q->table_bytes;
+    return 1;
+}
+
+// Poller's thread.
+static void plan(struct kvq__task *t)
+{
+    struct kvq__override change = {0};
+    const Kvq__Request *r = t->request;
+    bool sets = r->command_case == KVQ__REQUEST__COMMAND_SET_QUOTA;
+    snprintf(change.ns, sizeof change.ns, "%s",
+             sets ? r->set_quota->namespace_ : r->delete_quota->namespace_);
+    t->rc = 0;
+    if (sets) {
+        change.set = r->set_quota->which;
+        if (!limits_of(r->set_quota->limit, &change.quota) || change.set == 0) {
+            snprintf(t->text, sizeof t->text, "no limit is given that is to be set");
+            t->rc = KVQ_E_INVALID;
+        }
+    }
+    if (t->rc == 0)
+        t->rc = kvq__quota_change(t->keeper->server->core, t->peer, &change, &t->limits, t->text);
+    kvq__task_to_loop(t, planned);
+}
+
+static void begin(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, plan);
+}
+
+void kvq__keeper_set_quota(struct kvq__task *t)
+{
+    struct kvq__limits *limits = &t->keeper->limits;
+    TAILQ_INSERT_TAIL(&limits->queue, t, link);
+    if (TAILQ_FIRST(&limits->queue) == t)
+        begin(t);
+}
+
+// ---- Opening and closing ----
+
+static int tell_store(struct kvq__keeper *keeper, char *text)
+{
+    const struct kvq_config *c = &keeper->server->config;
+    int rc = kvq_store_limit(keeper->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
+    for (uint32_t i = 0; i < c->n_namespaces && rc == 0; i++)
+        rc = kvq_store_limit(keeper->store, c->namespaces[i].name, c->namespaces[i].disk_bytes,
+                             text, KVQ_TEXT_BYTES);
+    return rc;
+}
+
+// Those of namespaces that are no more stay in the file: they may come back.
+static int put_in_effect(struct kvq__keeper *keeper, const struct kvq__override *o, char *text)
+{
+    char quoted[KVQ_TEXT_BYTES + 16];
+    int rc = kvq__quota_apply(keeper->server->core, o, text);
+    if (rc == 0 && o->set >> KVQ__DISK_BYTES & 1)
+        return kvq_store_limit(keeper->store, o->ns, o->quota.limit[KVQ__DISK_BYTES], text,
+                               KVQ_TEXT_BYTES);
+    if (rc == KVQ_E_INVALID)
+        kvq__log(KVQ_LOG_WARN, "quota_unused", "file=" KVQ__QUOTA_FILE " text=%s",
+                 kvq__log_quote(quoted, sizeof quoted, text));
+    return rc == KVQ_E_INVALID ? 0 : rc;
+}
+
+int kvq__keeper_quotas_open(struct kvq__keeper *keeper, char *text)
+{
+    struct kvq__limits *limits = &keeper->limits;
+    struct kvq_store_space *spaces;
+    size_t n_spaces;
+    TAILQ_INIT(&limits->queue);
+    limits->at = calloc(KVQ_MAX_OVERRIDES, sizeof *limits->at);
+    if (!limits->at) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+        return KVQ_E_NO_MEMORY;
+    }
+    if (!keeper->store)
+        return 0;
+    int rc = tell_store(keeper, text);
+    rc = rc ? rc
+            : kvq__quota_file_read(kvq_io_posix(), keeper->server->config.storage_dir, limits->at,
+                                   &limits->n, text);
+    for (uint32_t i = 0; i < limits->n && rc == 0; i++)
+        rc = put_in_effect(keeper, &limits->at[i], text);
+    if (rc == 0)
+        rc = kvq_store_spaces(keeper->store, &spaces, &n_spaces, text, KVQ_TEXT_BYTES);
+    if (rc < 0)
+        return rc;
+    note_used(keeper->server->core, spaces, n_spaces);
+    free(spaces);
+    return 0;
+}
+
+void kvq__keeper_quotas_close(struct kvq__keeper *keeper)
+{
+    free(keeper->limits.at);
+}

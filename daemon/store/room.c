@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Tasks whose sessions wait for room in memory: every few milliseconds they look again.
+#include "daemon/store/internal.h"
+
+enum { ROOM_MS = 3 };
+
+static void look_again(uv_timer_t *timer)
+{
+    struct kvq__keeper *keeper = timer->data;
+    struct kvq__task *t;
+    while ((t = TAILQ_FIRST(&keeper->roomless))) {
+        TAILQ_REMOVE(&keeper->roomless, t, room_link);
+        kvq__task_to_poller(t, t->later);
+    }
+}
+
+static void wait(struct kvq__task *t)
+{
+    TAILQ_INSERT_TAIL(&t->keeper->roomless, t, room_link);
+    if (!uv_is_active((const uv_handle_t *)&t->keeper->room))
+        uv_timer_start(&t->keeper->room, look_again, ROOM_MS, 0);
+}
+
+void kvq__task_later(struct kvq__task *t, void (*step)(struct kvq__task *task))
+{
+    t->later = step;
+    kvq__task_to_loop(t, wait);
+}

@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saving a session: the poller takes hold of it, a thread of libuv's copies what may change, lets
+// it go on, and writes, and the poller then notes what is saved.
+#include <search.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "daemon/runtime/workers.h"
+#include "daemon/store/internal.h"
+
+// How long a save tries to take hold of its session, waiting for its turn not counted: less than
+// clients wait for an answer. One that nobody waits for is tried again later. Tries become rarer,
+// so that many cost little.
+enum {
+    RETRY_MS = 3,
+    RETRY_MOST_MS = 100,
+    PATIENCE_MS = 3000,
+    PATIENCE_OWN_MS = 500,
+};
+
+// ---- Blocks that several sessions of one transaction have ----
+
+struct same_block {
+    const void *block; // kvq__save_shared
+    uint64_t id;
+};
+
+static int by_block(const void *a, const void *b)
+{
+    const struct same_block *x = a, *y = b;
+    return (x->block > y->block) - (x->block < y->block);
+}
+
+// 0: it was not put yet.
+static uint64_t find_same(const struct kvq__same_blocks *same, const void *block)
+{
+    const struct same_block key = {block, 0};
+    struct same_block *const *found = block ? tfind(&key, &same->root, by_block) : NULL;
+    return found ? (*found)->id : 0;
+}
+
+// Without memory for it the block is put once more.
+static void note_same(struct kvq__same_blocks *same, const void *block, uint64_t id)
+{
+    struct same_block *b = block ? malloc(sizeof *b) : NULL;
+    if (!b)
+        return;
+    *b = (struct same_block){block, id};
+    struct same_block **at = tsearch(b, &same->root, by_block);
+    if (!at || *at != b)
+        free(b);
+}
+
+void kvq__same_blocks_free(struct kvq__same_blocks *same)
+{
+    tdestroy(same->root, free);
+    same->root = NULL;
+}
+
+// ---- On a thread of libuv's ----
+
+static void let_go(struct kvq__mail *mail)
+{
+    struct kvq__task *task =
+        (struct kvq__task *)((char *)mail - offsetof(struct kvq__task, copied_mail));
+    kvq__save_copied(task->save);
+}
+
+// Where a session's parts are written to.
+struct writing {
+    struct kvq__task *task;
+    struct kvq_save *out;
+    struct kvq__same_blocks *same;
+    uint8_t *scratch;
+};
+
+static int write_part(const struct writing *w, uint32_t shard, uint32_t i, struct kvq__part *part)
+{
+    struct kvq__task *t = w->task;
+    struct kvq_save *out = w->out;
+    const void *shared = kvq__save_shared(t->save, shard, i);
+    struct kvq_place place = {part->layer, part->page, part->kind, part->from};
+    int rc = KVQ_E_NO_SESSION;
+    uint64_t put = find_same(w->same, shared); // what it was saved as before may be gone since
+    part->id = put ? put : part->id;
+    if (part->id)
+        rc = kvq_save_keep(out, &place, part->id, t->text, sizeof t->text);
+    t->kept_blocks += rc == 0;
+    if (rc != KVQ_E_NO_SESSION && rc != KVQ_E_DAMAGED)
+        return rc;
+    const void *bytes = kvq__save_bytes(t->save, shard, i);
+    if (!bytes) {
+        snprintf(t->text, sizeof t->text, "a GPU failed while its session was read");
+        return KVQ_E_SYSTEM;
+    }
+    t->written_blocks++;
+    t->written_bytes += part->bytes;
+    rc = kvq_save_put(out, &place, bytes, part->bytes, &part->id, t->text, sizeof t->text);
+    if (rc == 0)
+        note_same(w->same, shared, part->id);
+    return rc;
+}
+
+// The formats of a session, each once, for people.
+static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
+{
+    size_t used = 0;
+    out[0] = 0;
+    for (uint32_t i = 0; i < saved->n_layers; i++) {
+        const char *name = saved->layers[i].format.name;
+        size_t n = strlen(name);
+        if (strstr(out, name) || used + n + 3 > room)
+            continue;
+        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", name);
+    }
+}
+
+static int write_prefix(void *context, const uint8_t hash[KVQ_PREFIX_BYTES])
+{
+    const struct writing *to = context;
+    return kvq_save_prefix(to->out, hash, to->task->text, sizeof to->task->text);
+}
+
+static int write_shard(struct writing *w, uint32_t shard)
+{
+    struct kvq__task *t = w->task;
+    uint8_t *scratch = w->scratch;
+    struct kvq__part *parts;
+    uint32_t n;
+    size_t length;
+    struct kvq_arena arena;
+    char formats[KVQ_FINGERPRINT_BYTES];
+    const struct kvq__saved *saved = kvq__save_shard(t->save, shard, &parts, &n);
+    kvq_arena_init(&arena, scratch + KVQ__SAVED_BYTES, KVQ_WIRE_ARENA);
+    int rc = kvq__saved_pack(saved, &arena, scratch, &length, t->text);
+    if (rc < 0)
+        return rc;
+    list_formats(saved, formats, sizeof formats);
+    struct kvq_store_meta meta = {.space = kvq__save_namespace(t->save),
+                                  .name = saved->name,
+                                  .model = saved->model,
+                                  .formats = formats,
+                                  .shard = saved->shard,
+                                  .shards = saved->shards,
+                                  .tokens = saved->tokens,
+                                  .saved_at = time(NULL),
+                                  .version = kvq__saved_version(saved),
+                                  .bytes = scratch,
+                                  .n_bytes = length};
+    t->tokens = saved->tokens;
+    rc = kvq_save_session(w->out, &meta, t->text, sizeof t->text);
+    for (uint32_t i = 0; i < n && rc == 0; i++)
+        rc = write_part(w, shard, i, &parts[i]);
+    return rc ? rc : kvq__save_prefixes(t->save, shard, write_prefix, w);
+}
+
+int kvq__keeper_write(struct kvq__task *t, struct kvq_save *out, struct kvq__same_blocks *same,
+                      uint8_t scratch[KVQ__SCRATCH_BYTES])
+{
+    struct writing w = {t, out, same, scratch};
+    int rc = 0;
+    t->written_blocks = t->written_bytes = t->kept_blocks = 0;
+    for (uint32_t i = 0; i < kvq__save_shards(t->save) && rc == 0; i++)
+        rc = write_shard(&w, i);
+    return rc;
+}
+
+static int write_all(struct kvq__task *t, uint8_t *scratch)
+{
+    struct kvq_save *out = NULL;
+    struct kvq__same_blocks same = {0}; // shards have none in common
+    int rc = kvq_save_begin(t->keeper->store, &out, t->text, sizeof t->text);
+    if (rc == 0)
+        rc = kvq__keeper_write(t, out, &same, scratch);
+    if (rc == 0)
+        rc = kvq_save_commit(&out, t->text, sizeof t->text);
+    kvq_save_abort(&out);
+    kvq__same_blocks_free(&same);
+    return rc;
+}
+
+uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *t)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < kvq__save_shards(t->save); i++) {
+        struct kvq__part *parts;
+        uint32_t n;
+        (void)kvq__save_shard(t->save, i, &parts, &n);
+        for (uint32_t k = 0; k < n; k++)
+            bytes += parts[k].id ? 0 : parts[k].bytes;
+    }
+    return bytes;
+}
+
+// All blocks are read, also behind the first that is damaged: each is marked then.
+static int read_all(struct kvq_store *store, const struct kvq_stored *blocks, size_t n, char *text)
+{
+    uint64_t most = 1;
+    int rc = 0;
+    for (size_t i = 0; i < n; i++)
+        most = blocks[i].bytes > most ? blocks[i].bytes : most;
+    void *room = malloc((size_t)most);
+    if (!room) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory to read back what was stored");
+        return KVQ_E_NO_MEMORY;
+    }
+    for (size_t i = 0; i < n && (rc == 0 || rc == KVQ_E_DAMAGED); i++) {
+        int one = kvq_store_read(store, &blocks[i], room, text, KVQ_TEXT_BYTES);
+        rc = one ? one : rc;
+    }
+    free(room);
+    return rc;
+}
+
+int kvq__keeper_read_back(struct kvq__task *t)
+{
+    struct kvq_store *store = t->keeper->store;
+    struct kvq_store_session s;
+    struct kvq_stored *blocks;
+    size_t n;
+    int rc = kvq_store_find(store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
+    if (rc == 0)
+        rc = kvq_store_blocks(store, &s, &blocks, &n, t->text, sizeof t->text);
+    if (rc < 0)
+        return rc;
+    rc = read_all(store, blocks, n, t->text);
+    free(blocks);
+    return rc;
+}
+
+// What the disk has spoilt is put once more.
+static int write_and_read_back(struct kvq__task *t, uint8_t *scratch)
+{
+    int rc = kvq__keeper_read_back(t);
+    if (rc == KVQ_E_DAMAGED)
+        rc = write_all(t, scratch);
+    return rc ? rc : kvq__keeper_read_back(t);
+}
+
+int kvq__keeper_copy(struct kvq__task *t)
+{
+    int rc = kvq__save_copy(t->save);
+    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
+    if (rc < 0)
+        snprintf(t->text, sizeof t->text, "%s of session \"%s\"",
+                 rc == KVQ_E_NO_MEMORY ? "no memory to copy what changes"
+                                       : "a GPU failed while what changes was copied",
+                 t->name);
+    return rc;
+}
+
+static void write_save(struct kvq__task *t)
+{
+    uint64_t needed = kvq__keeper_unsaved_bytes(t);
+    uint8_t *scratch = NULL;
+    t->rc = kvq__keeper_copy(t);
+    if (t->rc == 0 && !(scratch = malloc(KVQ__SCRATCH_BYTES))) {
+        snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
+        t->rc = KVQ_E_NO_MEMORY;
+    }
+    if (t->rc == 0)
+        t->rc = write_all(t, scratch);
+    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, needed))
+        t->rc = write_all(t, scratch);
+    if (t->rc == 0 && t->order && t->name[0] == '#')
+        t->rc = write_and_read_back(t, scratch);
+    free(scratch);
+}
+
+// ---- Back on the loop's ----
+
+void kvq__keeper_tell_saved(struct kvq__task *t)
+{
+    char text[192];
+    struct kvq__keeper *keeper = t->keeper;
+    if (t->quiet || (t->order && t->rc != KVQ_E_NO_SPACE)) // of parking the core tells
+        return;
+    if (t->rc == KVQ_E_NO_SPACE) {
+        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
+    } else if (t->rc == 0) {
+        snprintf(text, sizeof text, "%llu tokens, %llu blocks and %llu bytes written, %llu kept",
+                 (unsigned long long)t->tokens, (unsigned long long)t->written_blocks,
+                 (unsigned long long)t->written_bytes, (unsigned long long)t->kept_blocks);
+        kvq__keeper_tell(keeper, KVQ__EVENT_SESSION_SAVED, t->ns, t->name, text);
+    } else if (t->own && t->rc != KVQ_E_QUOTA) { // which is told of by itself
+        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FAILED, t->ns, t->name, t->text);
+    }
+}
+
+static void answer(struct kvq__task *t)
+{
+    if (t->rc == 0 && t->reply) {
+        Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+        if (r) {
+            kvq__save_reply__init(r);
+            r->namespace_ = kvq_arena_text(t->arena, t->ns);
+            r->name = kvq_arena_text(t->arena, t->name);
+            r->tokens = t->tokens;
+            r->written_blocks = t->written_blocks;
+            r->written_bytes = t->written_bytes;
+            r->kept_blocks = t->kept_blocks;
+            r->unchanged = t->unchanged;
+            r->ms = (kvq__now_ns() - t->begun) / 1000000;
+            t->reply->save = r;
+            t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
+        }
+    }
+    kvq__task_end(t);
+}
+
+static void saved(struct kvq__task *t)
+{
+    kvq__keeper_tell_saved(t);
+    answer(t);
+}
+
+// Poller's thread.
+static void end_save(struct kvq__task *t)
+{
+    kvq__save_end(&t->save, t->rc == 0);
+    if (t->own && t->rc < 0)
+        t->quiet = !kvq__unsaved_failed(t->keeper->server->core, t->ns, t->name);
+    if (t->order)
+        kvq__park_saved(t->keeper->server->core, t->order->id, t->rc, t->text);
+    kvq__task_to_loop(t, saved);
+}
+
+static void written(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_to_poller(kvq__task_of(work), end_save);
+}
+
+// ---- Taking hold ----
+//
+// What keeps a session from being taken hold of may be up to its clients, so nothing is kept
+// waiting for it: neither its name nor whoever else writes. It is looked whether there is anything
+// to save, without either; then the save waits for both, and if it comes too late, looks again.
+
+static void look(struct kvq__task *t);
+
+// Those whose time it is look again; the others have the timer set anew.
+static void try_again(uv_timer_t *timer)
+{
+    struct kvq__keeper *keeper = timer->data;
+    struct kvq__task *t = TAILQ_FIRST(&keeper->aside), *next;
+    uint64_t now = kvq__now_ns(), first = UINT64_MAX;
+    for (; t; t = next) {
+        next = TAILQ_NEXT(t, link);
+        if (t->try_at > now) {
+            first = t->try_at < first ? t->try_at : first;
+            continue;
+        }
+        TAILQ_REMOVE(&keeper->aside, t, link);
+        kvq__task_to_poller(t, look);
+    }
+    if (first != UINT64_MAX)
+        uv_timer_start(timer, try_again, (first - now) / 1000000 + 1, 0);
+}
+
+static void set_aside(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    uint64_t wait = t->try_after ? 2 * t->try_after : RETRY_MS;
+    kvq__task_step_aside(t);
+    t->try_after = wait < RETRY_MOST_MS ? wait : RETRY_MOST_MS;
+    t->try_at = kvq__now_ns() + t->try_after * 1000000;
+    t->waited += t->try_after;
+    TAILQ_INSERT_TAIL(&keeper->aside, t, link);
+    uint64_t due = uv_timer_get_due_in(&keeper->retry);
+    if (!uv_is_active((const uv_handle_t *)&keeper->retry) || due > t->try_after)
+        uv_timer_start(&keeper->retry, try_again, t->try_after, 0);
+}
+
+static int patience_ms(const struct kvq__task *t)
+{
+    return t->own ? PATIENCE_OWN_MS : PATIENCE_MS;
+}
+
+static void queue(struct kvq__task *t);
+
+static void take_name(struct kvq__task *t)
+{
+    kvq__task_name(t, KVQ__HOLD_ALONE, queue);
+}
+
+static void tried(struct kvq__task *t)
+{
+    if (t->rc == KVQ__SAVE_WAITS && t->waited < (uint64_t)patience_ms(t)) {
+        set_aside(t);
+        return;
+    }
+    if (t->rc == KVQ__SAVE_THERE_IS) {
+        take_name(t);
+        return;
+    }
+    if (t->rc == KVQ__SAVE_WAITS) {
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" was changed, packed or moved for %g s without a break, or its "
+                 "shards stand at different counts; try again",
+                 t->name, patience_ms(t) / 1000.0);
+        t->rc = KVQ_E_BUSY;
+    }
+    t->unchanged = t->rc == 0 && !t->save;
+    if (t->save)
+        kvq__task_to_work(t, write_save, written);
+    else if (t->order || (t->own && t->rc < 0))
+        kvq__task_to_poller(t, end_save);
+    else
+        answer(t);
+}
+
+// Who it is, by the handle of a client. Poller's thread.
+static int find_by_handle(struct kvq__task *t, uint64_t handle)
+{
+    struct kvq__session_info info;
+    if (!t->client) {
+        snprintf(t->text, sizeof t->text,
+                 "handles belong to attached clients; name the session instead");
+        return KVQ_E_INVALID;
+    }
+    int rc = kvq__session_info(t->client, handle, &info, t->text);
+    if (rc == 0 && !info.name[0]) {
+        snprintf(t->text, sizeof t->text,
+                 "the session has no name, by which it could be found again; only sessions with "
+                 "names are saved");
+        return KVQ_E_INVALID;
+    }
+    snprintf(t->ns, sizeof t->ns, "%s", info.ns);
+    snprintf(t->name, sizeof t->name, "%s", info.name);
+    t->tokens = info.tokens;
+    return rc;
+}
+
+// The same by what a request calls it, "#ID" included.
+static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
+{
+    struct kvq__session_info info;
+    int rc = kvq__session_find(t->keeper->server->core, t->peer, ref->namespace_, ref->name, &info,
+                               t->text);
+    if (rc < 0)
+        return rc;
+    snprintf(t->ns, sizeof t->ns, "%s", info.ns);
+    snprintf(t->name, sizeof t->name, "%s", info.name[0] ? info.name : ref->name);
+    t->tokens = info.tokens;
+    return 0;
+}
+
+static void try_save(struct kvq__task *t, bool looks)
+{
+    bool parks = t->order != NULL;
+    struct kvq__save_spec spec = {.ns = t->ns,
+                                  .name = parks ? t->order->session : t->name,
+                                  .again = t->again,
+                                  .unnamed = parks,
+                                  .parks = parks,
+                                  .looks = looks};
+    t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
+    kvq__task_to_loop(t, tried);
+}
+
+// Poller's thread.
+static void look(struct kvq__task *t)
+{
+    const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
+    t->rc = 0;
+    if (ask && !t->name[0])
+        t->rc = ask->which_case == KVQ__SAVE_SESSION__WHICH_REF ? find_by_name(t, ask->ref)
+                                                                : find_by_handle(t, ask->handle);
+    if (t->rc == 0)
+        try_save(t, true);
+    else
+        kvq__task_to_loop(t, tried);
+}
+
+// Poller's thread, with the name held alone, and in its turn.
+static void take_hold(struct kvq__task *t)
+{
+    try_save(t, false);
+}
+
+static void go(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, take_hold);
+}
+
+static void queue(struct kvq__task *t)
+{
+    kvq__task_queue(t, go);
+}
+
+void kvq__keeper_save(struct kvq__task *t)
+{
+    t->begun = kvq__now_ns();
+    t->try_after = t->waited = 0;
+    kvq__task_to_poller(t, look);
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a task of the keeper's goes from thread to thread, waits for its name and its turn, and ends.
+#include <assert.h>
+
+#include "daemon/commands/dispatch.h"
+#include "daemon/store/internal.h"
+
+// ---- Tasks ----
+
+static struct kvq__task *of_mail(struct kvq__mail *mail)
+{
+    return (struct kvq__task *)((char *)mail - offsetof(struct kvq__task, mail));
+}
+
+static void deliver(struct kvq__mail *mail)
+{
+    struct kvq__task *t = of_mail(mail);
+    t->step(t);
+}
+
+static void deliver_back(struct kvq__mail *mail)
+{
+    of_mail(mail)->at_poller = false;
+    deliver(mail);
+}
+
+void kvq__task_to_poller(struct kvq__task *t, void (*step)(struct kvq__task *task))
+{
+    t->at_poller = true;
+    t->step = step;
+    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->mail, deliver);
+}
+
+void kvq__task_to_loop(struct kvq__task *t, void (*step)(struct kvq__task *task))
+{
+    t->step = step;
+    kvq__mailbox_post(&t->keeper->server->box, &t->mail, deliver_back);
+}
+
+static void work(uv_work_t *work)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    t->step(t);
+}
+
+void kvq__task_to_work(struct kvq__task *t, void (*step)(struct kvq__task *task),
+                       uv_after_work_cb after)
+{
+    t->step = step;
+    t->work.data = t;
+    int error = uv_queue_work(&t->keeper->server->loop, &t->work, work, after);
+    assert(error == 0); // only for what is none of libuv's
+    (void)error;
+}
+
+// ---- Whose turn it is ----
+
+static void has_turn(struct kvq__turn *turn)
+{
+    struct kvq__task *t = kvq__task_of_turn(turn);
+    t->step(t);
+}
+
+void kvq__task_queue(struct kvq__task *t, void (*step)(struct kvq__task *task))
+{
+    t->writes = true;
+    t->counted = false;
+    t->step = step;
+    kvq__turn_wait(&t->keeper->turns, &t->turn, t->ns, has_turn);
+}
+
+static void has_name(struct kvq__hold *hold)
+{
+    struct kvq__task *t = (struct kvq__task *)((char *)hold - offsetof(struct kvq__task, hold));
+    t->step(t);
+}
+
+void kvq__task_name(struct kvq__task *t, enum kvq__hold_kind kind,
+                    void (*step)(struct kvq__task *task))
+{
+    t->hold.kind = kind;
+    t->step = step;
+    kvq__name_take(&t->keeper->names, &t->hold, t->ns, t->name, has_name);
+}
+
+void kvq__task_step_aside(struct kvq__task *t)
+{
+    t->writes = false; // nothing was
+    kvq__name_give(&t->keeper->names, &t->hold);
+    if (t->turn.queued)
+        kvq__turn_end(&t->keeper->turns, &t->turn);
+}
+
+void kvq__task_end(struct kvq__task *t)
+{
+    struct kvq__keeper *keeper = t->keeper;
+    if (t->writes && !t->counted) {
+        kvq__keeper_count(t);
+        return;
+    }
+    keeper->untidy |= t->writes;
+    kvq__task_step_aside(t);
+    keeper->n_tasks--;
+    if (t->reply && t->rc < 0)
+        kvq__reply_status(t->reply, t->arena, t->rc, t->text);
+    t->done(t);
+}

@@ -1,0 +1,560 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How transfers run; see transfer.h.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/runtime/workers.h"
+#include "daemon/store/transfer.h"
+#include "proto/sync.h"
+
+enum {
+    TALK_AT_ONCE = 2, // pushes and pulls
+    ASK_AT_ONCE = 2,  // lists and removals
+    MOST = 64,        // pushes and pulls under way, queued ones included
+    MOST_OF_ONE = 16, // of one user
+    MOST_ASKS = 6,    // lists and removals: somebody waits for each, and takes up room
+    MOST_ASKS_OF_ONE = 2,
+    TOLD = 64,          // of those that have ended
+    TOLD_SECONDS = 600, // since then
+    TRIES = 3,          // where a session is saved again while it is exported
+};
+
+static const struct kvq__peer self = {.admin = true};
+
+static void start_next(struct kvq__desk *desk);
+
+static bool has_ticket(const struct kvq__transfer *x)
+{
+    return x->kind == KVQ__TRANSFER_PUSH || x->kind == KVQ__TRANSFER_PULL;
+}
+
+const char *kvq__transfer_kind(const struct kvq__transfer *x)
+{
+    static const char *const names[] = {[KVQ__TRANSFER_PUSH] = "push",
+                                        [KVQ__TRANSFER_PULL] = "pull",
+                                        [KVQ__TRANSFER_REMOVE] = "remove",
+                                        [KVQ__TRANSFER_LIST] = "list"};
+    return names[x->kind];
+}
+
+const char *kvq__transfer_phase(const struct kvq__transfer *x)
+{
+    static const char *const names[] = {[KVQ__TRANSFER_QUEUED] = "queued",
+                                        [KVQ__TRANSFER_SAVING] = "saving",
+                                        [KVQ__TRANSFER_WAITING] = "waiting",
+                                        [KVQ__TRANSFER_IMPORTING] = "importing"};
+    if (x->phase == KVQ__TRANSFER_ENDED)
+        return x->rc < 0 ? "failed" : "done";
+    if (x->phase == KVQ__TRANSFER_TALKING)
+        return x->kind == KVQ__TRANSFER_PUSH ? "sending" : "receiving";
+    return names[x->phase];
+}
+
+bool kvq__transfer_visible(const struct kvq__transfer *x, const struct kvq__peer *peer)
+{
+    return has_ticket(x) && (peer->admin || x->uid == peer->uid);
+}
+
+struct kvq__transfer *kvq__transfer_find(struct kvq__desk *desk, uint64_t id,
+                                         const struct kvq__peer *peer)
+{
+    struct kvq__transfer *x;
+    TAILQ_FOREACH (x, &desk->transfers, link)
+        if (x->id == id && kvq__transfer_visible(x, peer))
+            return x;
+    return NULL;
+}
+
+void kvq__transfer_cancel(struct kvq__transfer *x)
+{
+    kvq_word_store(&x->cancel, 1);
+    start_next(x->desk); // if it is queued, it ends now
+}
+
+// ---- The end ----
+
+static void forget(struct kvq__transfer *x)
+{
+    TAILQ_REMOVE(&x->desk->transfers, x, link);
+    free(x->path);
+    free(x);
+}
+
+// Those that ended long ago, or when many have.
+static void forget_old(struct kvq__desk *desk)
+{
+    struct kvq__transfer *x = TAILQ_FIRST(&desk->transfers), *next;
+    uint64_t now = kvq__now_ns();
+    uint32_t ended = 0;
+    TAILQ_FOREACH (next, &desk->transfers, link)
+        ended += next->phase == KVQ__TRANSFER_ENDED;
+    for (; x; x = next) {
+        next = TAILQ_NEXT(x, link);
+        if (x->phase != KVQ__TRANSFER_ENDED)
+            continue;
+        if (ended > TOLD || now - x->ended > TOLD_SECONDS * 1000000000ull)
+            forget(x);
+        ended--;
+    }
+}
+
+static void tell(const struct kvq__transfer *x)
+{
+    char text[KVQ_TEXT_BYTES + 16];
+    struct kvq__keeper *keeper = x->desk->keeper;
+    bool push = x->kind == KVQ__TRANSFER_PUSH;
+    if (x->rc < 0) {
+        snprintf(text, sizeof text, "%s: %s", kvq__transfer_kind(x), x->text);
+        kvq__keeper_tell(keeper, KVQ__EVENT_REMOTE_FAILED, x->ns, x->name, text);
+        return;
+    }
+    snprintf(text, sizeof text, "%" PRIu64 " bytes, %" PRIu64 " of them transferred, in %.1f s",
+             x->moved.bytes, x->moved.transferred, (double)(x->ended - x->begun) / 1e9);
+    kvq__keeper_tell(keeper, push ? KVQ__EVENT_SESSION_PUSHED : KVQ__EVENT_SESSION_PULLED, x->ns,
+                     x->name, text);
+}
+
+static void stop_talking(struct kvq__transfer *x)
+{
+    if (x->talks)
+        *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) -= 1;
+    x->talks = false;
+}
+
+static bool is_cancelled(const struct kvq__transfer *x)
+{
+    return kvq_word_load(&x->cancel) || kvq_word_load(&x->desk->stop);
+}
+
+// Ends it with rc, and x->text if that is below 0.
+static void conclude(struct kvq__transfer *x, int rc)
+{
+    struct kvq__desk *desk = x->desk;
+    stop_talking(x);
+    x->rc = rc;
+    x->phase = KVQ__TRANSFER_ENDED;
+    x->ended = kvq__now_ns();
+    TAILQ_REMOVE(&desk->transfers, x, link); // who ended first is forgotten first
+    TAILQ_INSERT_TAIL(&desk->transfers, x, link);
+    if (rc == KVQ_E_CANCELLED)
+        snprintf(x->text, sizeof x->text,
+                 "%s; what was transferred is kept, and the next try goes on from there",
+                 kvq_word_load(&desk->stop) ? "the daemon is shutting down"
+                                            : "the transfer was cancelled");
+    else if (rc == 0)
+        x->text[0] = '\0';
+    else if (!x->text[0])
+        snprintf(x->text, sizeof x->text, "%s", kvq_status_text(rc));
+    desk->keeper->n_tasks--;
+    if (has_ticket(x)) {
+        desk->failed += rc < 0;
+        tell(x);
+    } else {
+        struct kvq__task *asker = x->asker;
+        asker->rc = rc;
+        snprintf(asker->text, sizeof asker->text, "%s", x->text);
+        forget(x);
+        kvq__task_end(asker);
+    }
+    forget_old(desk);
+    start_next(desk);
+}
+
+static void say(struct kvq__transfer *x, const char *text)
+{
+    snprintf(x->text, sizeof x->text, "%s", text);
+}
+
+// ---- Talking to the remote store ----
+
+static int watch(void *context, uint64_t done, uint64_t all)
+{
+    struct kvq__transfer *x = context;
+    if (all > 0) {
+        kvq_long_store(&x->all, all);
+        kvq_long_store(&x->done, done);
+    }
+    return is_cancelled(x);
+}
+
+int kvq__remote_connect(const struct kvq_config *config, struct kvq__transfer *x,
+                        struct kvq_remote **remote, char *text)
+{
+    const char *file = config->remote_keys_file, *section = config->remote_keys_section;
+    const char *region = config->remote_region, *ca_file = config->remote_ca_file;
+    struct kvq_remote_options o = {.endpoint = config->remote_endpoint,
+                                   .bucket = config->remote_bucket,
+                                   .prefix = config->remote_prefix,
+                                   .region = region[0] ? region : NULL,
+                                   .ca_file = ca_file[0] ? ca_file : NULL,
+                                   .virtual_host = config->remote_virtual_host,
+                                   .stall_ms = (uint32_t)config->remote_stall_seconds * 1000,
+                                   .part_bytes = (uint32_t)config->remote_part_bytes};
+    if (x)
+        o.watch = (struct kvq_remote_watch){watch, x};
+    *remote = NULL;
+    int rc = kvq_remote_keys_load(file[0] ? file : NULL, section[0] ? section : NULL, &o.keys, text,
+                                  KVQ_TEXT_BYTES);
+    if (rc == 0)
+        rc = kvq_remote_open(&o, remote, text, KVQ_TEXT_BYTES);
+    explicit_bzero(&o.keys, sizeof o.keys);
+    return rc;
+}
+
+static int push_session(struct kvq__transfer *x, struct kvq_remote *remote)
+{
+    struct kvq__desk *desk = x->desk;
+    int rc = KVQ_E_STALE;
+    for (int i = 0; i < TRIES && rc == KVQ_E_STALE; i++)
+        rc = kvq_remote_push(remote, desk->keeper->store, desk->folder, x->ns, x->name, NULL,
+                             &x->moved, x->text, sizeof x->text);
+    return rc;
+}
+
+static struct kvq_remote_pull what_of(const struct kvq__transfer *x)
+{
+    return (struct kvq_remote_pull){x->far_ns, x->far, x->ns, x->name, x->replace};
+}
+
+static int fetch_session(struct kvq__transfer *x, struct kvq_remote *remote)
+{
+    struct kvq__desk *desk = x->desk;
+    struct kvq_remote_pull what = what_of(x);
+    return kvq_remote_fetch(remote, desk->keeper->store, desk->folder, &what, NULL, &x->moved,
+                            &x->path, x->text, sizeof x->text);
+}
+
+static int remove_session(struct kvq__transfer *x, struct kvq_remote *remote)
+{
+    return kvq_remote_forget(remote, x->far_ns, x->far, x->text, sizeof x->text);
+}
+
+static void say_absent(struct kvq__transfer *x)
+{
+    bool push = x->kind == KVQ__TRANSFER_PUSH;
+    snprintf(x->text, sizeof x->text,
+             push ? "session \"%s\" of \"%s\" is neither in memory nor saved"
+                  : "the remote store has no session \"%s\" of \"%s\"; kvqctl remote list shows "
+                    "what it has",
+             x->far, x->far_ns);
+}
+
+// ---- Its thread ----
+
+static void talked(struct kvq__mail *mail);
+
+static void talk(void *context)
+{
+    struct kvq__transfer *x = context;
+    struct kvq__server *server = x->desk->keeper->server;
+    struct kvq_remote *remote = NULL;
+    static int (*const jobs[])(struct kvq__transfer *, struct kvq_remote *) = {
+        [KVQ__TRANSFER_PUSH] = push_session,
+        [KVQ__TRANSFER_PULL] = fetch_session,
+        [KVQ__TRANSFER_REMOVE] = remove_session,
+        [KVQ__TRANSFER_LIST] = kvq__transfer_list,
+    };
+    x->rc = kvq__remote_connect(&server->config, x, &remote, x->text);
+    if (x->rc == 0)
+        x->rc = jobs[x->kind](x, remote);
+    kvq_remote_close(&remote);
+    if (x->rc == KVQ_E_NO_SESSION)
+        say_absent(x);
+    if (x->rc == KVQ_E_PERMISSION) // it is the daemon who may not, not who asked
+        x->rc = KVQ_E_REMOTE;
+    kvq__mailbox_post(&server->box, &x->mail, talked);
+}
+
+static void start_talking(struct kvq__transfer *x)
+{
+    x->phase = KVQ__TRANSFER_TALKING;
+    int error = uv_thread_create(&x->thread, talk, x);
+    if (error == 0)
+        return;
+    snprintf(x->text, sizeof x->text, "a thread for the transfer cannot be made: %s",
+             uv_strerror(error));
+    conclude(x, KVQ_E_SYSTEM);
+}
+
+static void take_name(struct kvq__transfer *x);
+
+static void talked(struct kvq__mail *mail)
+{
+    struct kvq__transfer *x =
+        (struct kvq__transfer *)((char *)mail - offsetof(struct kvq__transfer, mail));
+    uv_thread_join(&x->thread);
+    if (x->rc == 0 && x->kind == KVQ__TRANSFER_PULL)
+        take_name(x);
+    else
+        conclude(x, x->rc);
+}
+
+// ---- A push saves first ----
+
+static struct kvq__transfer *of_task(struct kvq__task *t)
+{
+    return (struct kvq__transfer *)((char *)t - offsetof(struct kvq__transfer, task));
+}
+
+static void begin_task(struct kvq__transfer *x, void (*done)(struct kvq__task *task))
+{
+    x->task = (struct kvq__task){.keeper = x->desk->keeper, .peer = &self, .done = done};
+    snprintf(x->task.ns, sizeof x->task.ns, "%s", x->ns);
+    snprintf(x->task.name, sizeof x->task.name, "%s", x->name);
+    x->desk->keeper->n_tasks++;
+}
+
+static void saved(struct kvq__task *t)
+{
+    struct kvq__transfer *x = of_task(t);
+    // If it is not in memory, what was saved of it before is what there is.
+    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION) {
+        say(x, t->text);
+        conclude(x, t->rc);
+    } else if (is_cancelled(x)) {
+        conclude(x, KVQ_E_CANCELLED);
+    } else { // its turn to talk may yet come
+        x->saved = true;
+        x->phase = KVQ__TRANSFER_QUEUED;
+        start_next(x->desk);
+    }
+}
+
+// ---- A pull imports in the end ----
+
+static void imported(struct kvq__task *t)
+{
+    struct kvq__transfer *x = of_task(t);
+    if (t->rc < 0)
+        say(x, t->text);
+    conclude(x, t->rc);
+}
+
+static void finish(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_end(kvq__task_of(work));
+}
+
+static void import(struct kvq__task *t)
+{
+    struct kvq__transfer *x = of_task(t);
+    struct kvq_remote_pull what = what_of(x);
+    const struct kvq_remote_watch looks_on = {watch, x};
+    struct kvq_store *store = t->keeper->store;
+    t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
+    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, x->moved.bytes))
+        t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
+}
+
+static void go_import(struct kvq__task *t)
+{
+    kvq__task_to_work(t, import, finish);
+}
+
+static void looked(struct kvq__task *t)
+{
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_queue(t, go_import);
+}
+
+// Poller's thread.
+static void look(struct kvq__task *t)
+{
+    t->rc = kvq__keeper_refuse_here(t);
+    kvq__task_to_loop(t, looked);
+}
+
+// It holds the name alone.
+static void go_look(struct kvq__task *t)
+{
+    of_task(t)->phase = KVQ__TRANSFER_IMPORTING;
+    kvq__task_to_poller(t, look);
+}
+
+static void take_name(struct kvq__transfer *x)
+{
+    struct kvq__desk *desk = x->desk;
+    if (is_cancelled(x)) {
+        conclude(x, KVQ_E_CANCELLED);
+        return;
+    }
+    stop_talking(x);
+    x->phase = KVQ__TRANSFER_WAITING;
+    begin_task(x, imported);
+    x->task.doing = "importing";
+    kvq__task_name(&x->task, KVQ__HOLD_ALONE, go_look);
+    start_next(desk);
+}
+
+// ---- Sweeping ----
+
+static void sweep(uv_work_t *work)
+{
+    const struct kvq__desk *desk = work->data;
+    kvq_remote_sweep(desk->folder, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
+}
+
+static void swept(uv_work_t *work, int status)
+{
+    struct kvq__desk *desk = work->data;
+    (void)status;
+    desk->sweeping = false;
+    desk->keeper->n_tasks--;
+    start_next(desk);
+}
+
+// Nothing uses the folder: neither threads nor imports.
+static bool is_folder_free(const struct kvq__desk *desk)
+{
+    const struct kvq__transfer *x;
+    TAILQ_FOREACH (x, &desk->transfers, link)
+        if (has_ticket(x) && x->phase != KVQ__TRANSFER_QUEUED && x->phase != KVQ__TRANSFER_ENDED)
+            return false;
+    return true;
+}
+
+static void start_sweep(struct kvq__desk *desk)
+{
+    desk->sweeping = true;
+    desk->failed = 0;
+    desk->keeper->n_tasks++;
+    desk->sweep.data = desk;
+    uv_queue_work(&desk->keeper->server->loop, &desk->sweep, sweep, swept);
+}
+
+// ---- The beginning ----
+
+static bool may_begin(const struct kvq__desk *desk, const struct kvq__transfer *x)
+{
+    if (x->phase != KVQ__TRANSFER_QUEUED)
+        return false;
+    if (is_cancelled(x))
+        return true;
+    if (!has_ticket(x))
+        return desk->n_asking < ASK_AT_ONCE;
+    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved)
+        return true; // a save that waits for its session keeps nobody from talking
+    return desk->n_talking < TALK_AT_ONCE && !desk->sweeping && desk->failed < KVQ__LEFT_FILES;
+}
+
+static void begin(struct kvq__transfer *x)
+{
+    if (is_cancelled(x)) {
+        conclude(x, KVQ_E_CANCELLED);
+        return;
+    }
+    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved) {
+        x->phase = KVQ__TRANSFER_SAVING;
+        begin_task(x, saved);
+        kvq__keeper_save(&x->task);
+        return;
+    }
+    x->talks = true;
+    *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) += 1;
+    start_talking(x);
+}
+
+static bool user_talks(const struct kvq__desk *desk, uint32_t uid)
+{
+    const struct kvq__transfer *x;
+    TAILQ_FOREACH (x, &desk->transfers, link)
+        if (x->talks && has_ticket(x) && x->uid == uid)
+            return true;
+    return false;
+}
+
+// The first of a user of whom none talks, or else the first: whoever has many leaves others their
+// turn.
+static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
+{
+    struct kvq__transfer *x, *first = NULL;
+    TAILQ_FOREACH (x, &desk->transfers, link) {
+        if (!may_begin(desk, x))
+            continue;
+        if (!user_talks(desk, x->uid))
+            return x;
+        first = first ? first : x;
+    }
+    return first;
+}
+
+static void start_next(struct kvq__desk *desk)
+{
+    struct kvq__transfer *x;
+    if (desk->failed >= KVQ__LEFT_FILES && !desk->sweeping && is_folder_free(desk))
+        start_sweep(desk);
+    while ((x = next_to_begin(desk)))
+        begin(x);
+}
+
+static bool clash(const struct kvq__transfer *a, const struct kvq__transfer *b)
+{
+    bool here = a->ns[0] && strcmp(a->ns, b->ns) == 0 && strcmp(a->name, b->name) == 0;
+    bool there = strcmp(a->far_ns, b->far_ns) == 0 && strcmp(a->far, b->far) == 0;
+    return here || there;
+}
+
+// Whether there is room for one more, so that one user leaves some to the others.
+static int check_room(const struct kvq__desk *desk, const struct kvq__transfer *x, char *text)
+{
+    const struct kvq__transfer *other;
+    uint32_t all = 0, own = 0, most = has_ticket(x) ? MOST : MOST_ASKS;
+    uint32_t most_own = has_ticket(x) ? MOST_OF_ONE : MOST_ASKS_OF_ONE;
+    TAILQ_FOREACH (other, &desk->transfers, link) {
+        bool alike = other->phase != KVQ__TRANSFER_ENDED && has_ticket(other) == has_ticket(x);
+        all += alike;
+        own += alike && other->uid == x->uid;
+    }
+    if (all < most && own < most_own)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "%u requests to the remote store are under way, %u of them of this user; at most %u "
+             "and %u may be: wait until some have ended",
+             all, own, most, most_own);
+    return KVQ_E_LIMIT;
+}
+
+int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *text)
+{
+    const struct kvq__transfer *other;
+    TAILQ_FOREACH (other, &desk->transfers, link) {
+        if (x->kind == KVQ__TRANSFER_LIST || other->kind == KVQ__TRANSFER_LIST ||
+            other->phase == KVQ__TRANSFER_ENDED || !clash(x, other))
+            continue;
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "a %s of session \"%s\" is under way (%s); wait until it has ended",
+                 kvq__transfer_kind(other), x->name[0] ? x->name : x->far,
+                 kvq__transfer_phase(other));
+        return KVQ_E_BUSY;
+    }
+    int rc = check_room(desk, x, text);
+    if (rc < 0)
+        return rc;
+    x->desk = desk;
+    x->id = ++desk->last_id;
+    x->phase = KVQ__TRANSFER_QUEUED;
+    x->begun = kvq__now_ns();
+    desk->keeper->n_tasks++;
+    TAILQ_INSERT_TAIL(&desk->transfers, x, link);
+    return 0;
+}
+
+void kvq__transfers_run(struct kvq__desk *desk)
+{
+    start_next(desk);
+}
+
+void kvq__transfers_stop(struct kvq__keeper *keeper)
+{
+    struct kvq__desk *desk = keeper->desk;
+    if (!desk || kvq_word_load(&desk->stop))
+        return;
+    kvq_word_store(&desk->stop, 1);
+    start_next(desk); // those that are queued end now
+}
