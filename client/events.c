@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Requests in the order of a GPU's stream by events of the daemon's, which are opened here (see
-// daemon/core/request/order.h). An event is waited for as of its latest record, so the stream can
+// daemon/core/session/order.h). An event is waited for as of its latest record, so the stream can
 // be made to wait for the daemon only once that has recorded: when the completion is there, which
 // comes when the daemon has enqueued the work. No host waits for a GPU, but the calling thread for
 // the daemon.

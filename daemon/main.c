@@ -12,8 +12,8 @@
 #include <unistd.h>
 
 #include "daemon/lifecycle.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
-#include "daemon/runtime/log.h"
 #include "daemon/runtime/server.h"
 #include "daemon/runtime/workers.h"
 #include "proto/status.h"

@@ -5,7 +5,7 @@
 #ifndef KVQ_TESTS_STREAM_KIT_H
 #define KVQ_TESTS_STREAM_KIT_H
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/session/lane.h"
 #include "tests/sim.h"
 
 enum {

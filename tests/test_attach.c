@@ -25,7 +25,7 @@
 #include "daemon/attach/internal.h"
 #include "daemon/commands/dispatch.h"
 #include "daemon/lifecycle.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/packet.h"
 #include "daemon/runtime/server.h"
 #include "proto/ring.h"

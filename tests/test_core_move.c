@@ -15,8 +15,8 @@
 
 #include <cmocka.h>
 
-#include "daemon/core/request/lane.h"
 #include "daemon/core/residency/move.h"
+#include "daemon/core/session/lane.h"
 #include "tests/sim.h"
 
 enum {

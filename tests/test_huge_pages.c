@@ -18,7 +18,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/memory.h"
 #include "daemon/runtime/shm.h"
 

@@ -167,16 +167,16 @@ static void test_at_random(void **state)
 
 enum { TURNS = 8 };
 static struct kvq__turns turns;
-static struct kvq__turn waiting[TURNS];
+static struct kvq__write_turn waiting[TURNS];
 static char order[TURNS + 1];
 
-static void turn_comes(struct kvq__turn *t)
+static void turn_comes(struct kvq__write_turn *t)
 {
     assert_ptr_equal(turns.now, t);
     order[strlen(order)] = (char)('a' + (t - waiting));
 }
 
-static void turn_begins(struct kvq__turn *t)
+static void turn_begins(struct kvq__write_turn *t)
 {
     order[strlen(order)] = (char)('a' + (t - waiting));
 }

@@ -72,7 +72,7 @@ LOUD = ("printf", "fprintf", "vprintf", "vfprintf", "dprintf", "puts", "fputs", 
         "err", "errx", "warn", "warnx", "exit", "_exit", "quick_exit")
 LOUD_ALLOWED = {
     "daemon/main.c": "the program's edge: help, start-up errors and the exit status",
-    "daemon/runtime/log.c": "writing the log is its purpose",
+    "daemon/log/log.c": "writing the log is its purpose",
     "client/ggml/cache.c": "llama.cpp gives backends no place for a text",
     "storage/remote_index.c": "it writes into memory",
     "storage/remote_upload.c": "it writes into memory",

@@ -332,6 +332,7 @@ part_install() {
 part_docs() {
     [ -d build/release ] || build release || return
     check_counted "documentation" 60 python3 tests/docs.py build/release
+    check_counted "house" 60 python3 tests/house.py build/release
 }
 
 # tidy_files CHECKS FILE...: clang-tidy, one test for each file.

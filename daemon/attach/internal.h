@@ -18,8 +18,8 @@
 #include <sys/queue.h>
 
 #include "daemon/core/gpu/gpu.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/listen.h"
-#include "daemon/runtime/log.h"
 #include "daemon/runtime/packet.h"
 #include "daemon/runtime/server.h"
 #include "daemon/store/store.h"

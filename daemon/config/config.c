@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "daemon/config/internal.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "proto/status.h"
 
 static const char *const bool_words[] = {"no", "yes", NULL};

@@ -19,7 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "daemon/core/core.h"
+#include "daemon/core/base/base.h"
 #include "proto/limits.h"
 
 struct kvq_config_ids {

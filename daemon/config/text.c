@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "daemon/config/internal.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "proto/status.h"
 
 // ---- Flags ----

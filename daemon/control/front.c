@@ -11,9 +11,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/listen.h"
-#include "daemon/runtime/log.h"
 #include "daemon/runtime/packet.h"
 #include "proto/refusal.h"
 

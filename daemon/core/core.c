@@ -2,79 +2,25 @@
 //
 // The core as a whole: opening and closing it, time, draining, and the small helpers of its files.
 #include <assert.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "daemon/core/gpu/extents.h"
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/settle.h"
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
-#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/residency/residency.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
 enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
-enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull
-
-// ---- Bookkeeping memory, where the caller gives none ----
-
-static void *default_allocate(void *context, size_t bytes)
-{
-    (void)context;
-    if (bytes >= LARGE) {
-        void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        return map == MAP_FAILED ? NULL : map;
-    }
-    void *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
-    return memory ? memset(memory, 0, bytes) : NULL;
-}
-
-static void default_deallocate(void *context, void *memory, size_t bytes)
-{
-    (void)context;
-    if (bytes >= LARGE && memory)
-        munmap(memory, bytes);
-    else
-        free(memory);
-}
-
-void *kvq__allocate(struct kvq__core *core, size_t bytes)
-{
-    return core->config.memory.allocate(core->config.memory.context, bytes ? bytes : 1);
-}
-
-void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes)
-{
-    if (memory)
-        core->config.memory.deallocate(core->config.memory.context, memory, bytes ? bytes : 1);
-}
-
-int kvq__fail(char *text, int code, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    if (text)
-        vsnprintf(text, KVQ_TEXT_BYTES, format, args);
-    va_end(args);
-    return code;
-}
-
-void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
-                const char *session, uint64_t client, const char *text)
-{
-    struct kvq__event event = {kind, ns, session, client, text};
-    if (core->config.event)
-        core->config.event(core->config.context, &event);
-}
 
 // ---- Opening and closing ----
 
@@ -92,12 +38,45 @@ static int check_config(const struct kvq__core_config *c, char *text)
     return 0;
 }
 
+static bool reclaim_table(struct kvq__namespace *ns)
+{
+    return kvq__ended_reclaim(ns) || kvq__prefix_reclaim_node(ns);
+}
+
+static void on_opened(struct kvq__session *s)
+{
+    kvq__fetch_ask(s);
+    kvq__home_ask(s);
+}
+
+static void on_ending(struct kvq__session *s)
+{
+    kvq__move_lost(s);
+    kvq__home_lost(s);
+    kvq__restore_drop(s);
+    kvq__park_lost(s);
+}
+
+static const struct kvq__upward upward = {.block_reclaim = kvq__prefix_reclaim,
+                                          .table_reclaim = reclaim_table,
+                                          .session_quiet = kvq__session_quiet,
+                                          .step_leave = kvq__step_leave,
+                                          .step_undo = kvq__step_undo,
+                                          .step_publish = kvq__step_publish,
+                                          .settle = kvq__settle,
+                                          .opened = on_opened,
+                                          .ending = on_ending,
+                                          .follow_leave = kvq__follow_leave,
+                                          .follow = kvq__follow,
+                                          .move_asks = kvq__move_asks,
+                                          .move_place = kvq__move_place,
+                                          .park_asks = kvq__park_asks,
+                                          .home_asks = kvq__home_asks,
+                                          .evict_for = kvq__evict_for};
+
 static void set_defaults(struct kvq__core_config *c)
 {
-    if (!c->memory.allocate) {
-        c->memory.allocate = default_allocate;
-        c->memory.deallocate = default_deallocate;
-    }
+    kvq__memory_defaults(&c->memory);
     if (c->extent_bytes == 0)
         c->extent_bytes = DEFAULT_EXTENT;
     if (c->partial_bytes == 0)
@@ -170,6 +149,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     if (!core)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
     core->config = c;
+    core->up = &upward;
     open_pools(core);
     TAILQ_INIT(&core->limbo);
     TAILQ_INIT(&core->givers);

@@ -79,21 +79,13 @@ struct kvq__telling {
     uint32_t serial;
 };
 
-// Whether a client that is still there was told of it.
-bool kvq__extent_is_told(const struct kvq__extent *extent, const struct kvq__pool *pool);
 void kvq__tellings_drop(struct kvq__client *client); // it is gone
 
 // ---- Packing (pack.c) ----
 
-// Queues the session for packing in the background if any layer has whole units to pack.
-void kvq__pack_queue(struct kvq__session *s);
-// What of a layer is to be packed at what is committed.
-uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
 // Enqueues the packing of queued sessions on GPUs, behind their writers' work (gpu_pack.c). What
 // has no room there, or must wait for something, stays queued.
 void kvq__pack_on_gpus(struct kvq__core *core);
-void kvq__pack_unqueue(struct kvq__session *s);
-
 // Packing of one layer that no request waits for.
 struct kvq__packer {
     struct kvq__job job;
@@ -138,8 +130,37 @@ struct kvq__lookup {
     uint64_t looks;  // sessions that were looked at to find and list others
 };
 
+// What the rooms of the core need of rooms above them. core.c fills it in with the functions of
+// these names; the rooms' own headers say what they do.
+struct kvq__upward {
+    // Memory calls:
+    bool (*block_reclaim)(struct kvq__core *core, const struct kvq__namespace *ns,
+                          const struct kvq__pool *pool, int code); // kvq__prefix_reclaim
+    bool (*table_reclaim)(
+        struct kvq__namespace *ns); // kvq__ended_reclaim, kvq__prefix_reclaim_node
+    bool (*session_quiet)(const struct kvq__session *session);
+    // Sessions call, of requests:
+    void (*step_leave)(struct kvq__session *session);
+    void (*step_undo)(struct kvq__session *session);
+    void (*step_publish)(struct kvq__session *session);
+    void (*settle)(struct kvq__session *session, struct kvq__table *table,
+                   struct kvq_result *result);
+    // And of residency:
+    void (*opened)(struct kvq__session *session); // and is about to be used
+    void (*ending)(struct kvq__session *session); // it is about to end
+    void (*follow_leave)(struct kvq__session *session);
+    int (*follow)(struct kvq__session *session, const struct kvq__node *last);
+    bool (*move_asks)(const struct kvq__session *session);
+    struct kvq__pool *(*move_place)(const struct kvq__session *session);
+    // Requests call:
+    bool (*park_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+    bool (*home_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+    enum kvq__help (*evict_for)(struct kvq__core *core, const struct kvq__plea *plea);
+};
+
 struct kvq__core {
     struct kvq__core_config config;
+    const struct kvq__upward *up;
     struct kvq__lookup lookup;
     struct kvq__session_bucket dues[KVQ__DUE_SLOTS];
     uint64_t due_slot;                        // the first that may have some; see due.c
@@ -208,12 +229,5 @@ struct kvq__core {
     uint64_t demote_after; // there was no room on the host; not before then
     uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
 };
-
-void *kvq__allocate(struct kvq__core *core, size_t bytes); // zeroed; NULL if there is none
-void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes);
-void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *ns,
-                const char *session, uint64_t client, const char *text);
-// Writes a text (KVQ_TEXT_BYTES; NULL is accepted) and returns code.
-int kvq__fail(char *text, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 #endif

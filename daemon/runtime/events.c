@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/server.h"
 #include "proto/sync.h"
 

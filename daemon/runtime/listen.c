@@ -12,7 +12,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "proto/limits.h"
 #include "proto/status.h"
 

@@ -11,8 +11,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
-#include "daemon/runtime/log.h"
 #include "daemon/runtime/shm.h"
 
 // ---- What the system has ----

@@ -9,7 +9,7 @@
 #define KVQ_DAEMON_RUNTIME_MEMORY_H
 
 #include "daemon/core/core.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 
 enum { KVQ__HUGE_PAGE = 2 << 20 }; // extents are multiples of it
 

@@ -34,8 +34,8 @@ struct kvq__loading {
     struct kvq__keeper *keeper;
     struct kvq__restore *restore;
     struct kvq__found *found;
-    struct kvq__task *task; // that waits for the end; NULL = none
-    struct kvq__turn turn;  // to be read
+    struct kvq__task *task;      // that waits for the end; NULL = none
+    struct kvq__write_turn turn; // to be read
     bool fetches, prefix;
     uv_work_t work;
     struct kvq__mail mail;
@@ -106,7 +106,7 @@ static inline struct kvq__task *kvq__task_of(uv_work_t *work)
 void kvq__task_later(struct kvq__task *task, void (*step)(struct kvq__task *task));
 // Waits for its turn to write.
 void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));
-static inline struct kvq__task *kvq__task_of_turn(struct kvq__turn *turn)
+static inline struct kvq__task *kvq__task_of_turn(struct kvq__write_turn *turn)
 {
     return (struct kvq__task *)((char *)turn - offsetof(struct kvq__task, turn));
 }

@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/store/internal.h"
 
 enum { KEY_BYTES = 32 };

@@ -107,9 +107,9 @@ void kvq__turns_init(struct kvq__turns *turns, uint32_t most, uint32_t most_of)
 }
 
 // The one who stands for his namespace; NULL: nobody of it waits.
-static struct kvq__turn *first_of(const struct kvq__turns *turns, const char *ns)
+static struct kvq__write_turn *first_of(const struct kvq__turns *turns, const char *ns)
 {
-    struct kvq__turn *t;
+    struct kvq__write_turn *t;
     TAILQ_FOREACH (t, &turns->first, link)
         if (strcmp(t->ns, ns) == 0)
             return t;
@@ -118,7 +118,7 @@ static struct kvq__turn *first_of(const struct kvq__turns *turns, const char *ns
 
 static bool has_its_share(const struct kvq__turns *turns, const char *ns)
 {
-    const struct kvq__turn *t;
+    const struct kvq__write_turn *t;
     uint32_t n = 0;
     TAILQ_FOREACH (t, &turns->going, link)
         n += strcmp(t->ns, ns) == 0;
@@ -127,7 +127,7 @@ static bool has_its_share(const struct kvq__turns *turns, const char *ns)
 
 static void start_next(struct kvq__turns *turns)
 {
-    struct kvq__turn *t = TAILQ_FIRST(&turns->first), *heir;
+    struct kvq__write_turn *t = TAILQ_FIRST(&turns->first), *heir;
     while (t && has_its_share(turns, t->ns))
         t = TAILQ_NEXT(t, link);
     if (turns->under_way == turns->most || !t)
@@ -147,10 +147,10 @@ static void start_next(struct kvq__turns *turns)
     t->go(t);
 }
 
-void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *t, const char *ns,
-                    void (*go)(struct kvq__turn *turn))
+void kvq__turn_wait(struct kvq__turns *turns, struct kvq__write_turn *t, const char *ns,
+                    void (*go)(struct kvq__write_turn *turn))
 {
-    struct kvq__turn *first = first_of(turns, ns);
+    struct kvq__write_turn *first = first_of(turns, ns);
     assert(!t->queued);
     t->queued = true;
     t->go = go;
@@ -164,7 +164,7 @@ void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *t, const char *n
     start_next(turns);
 }
 
-void kvq__turn_end(struct kvq__turns *turns, struct kvq__turn *t)
+void kvq__turn_end(struct kvq__turns *turns, struct kvq__write_turn *t)
 {
     assert(t->queued && turns->under_way > 0);
     turns->under_way--;

@@ -57,21 +57,21 @@ void kvq__name_give(struct kvq__names *names, struct kvq__hold *hold);
 
 // ---- Turns ----
 
-struct kvq__turn;
-TAILQ_HEAD(kvq__turn_list, kvq__turn);
+struct kvq__write_turn;
+TAILQ_HEAD(kvq__turn_list, kvq__write_turn);
 
 // Of one whose turn it is, or who waits for it; zeros at first.
-struct kvq__turn {
-    TAILQ_ENTRY(kvq__turn) link;
+struct kvq__write_turn {
+    TAILQ_ENTRY(kvq__write_turn) link;
     struct kvq__turn_list behind; // of its namespace, if it is the first of it
     bool queued;
     char ns[KVQ_NAME_BYTES];
-    void (*go)(struct kvq__turn *turn);
+    void (*go)(struct kvq__write_turn *turn);
 };
 
 struct kvq__turns {
     struct kvq__turn_list first; // of each namespace that waits, in the order of their turns
-    struct kvq__turn *now;       // whose turn it is, who came last; NULL: that is over
+    struct kvq__write_turn *now; // whose turn it is, who came last; NULL: that is over
     uint32_t most, most_of;      // at a time, and of one namespace
     struct kvq__turn_list going; // those under way
     uint32_t under_way;
@@ -80,9 +80,9 @@ struct kvq__turns {
 
 void kvq__turns_init(struct kvq__turns *turns, uint32_t most, uint32_t most_of);
 // Calls go() when it is its turn, maybe at once. ns is empty for what is no namespace's.
-void kvq__turn_wait(struct kvq__turns *turns, struct kvq__turn *turn, const char *ns,
-                    void (*go)(struct kvq__turn *turn));
+void kvq__turn_wait(struct kvq__turns *turns, struct kvq__write_turn *turn, const char *ns,
+                    void (*go)(struct kvq__write_turn *turn));
 // Its turn is over.
-void kvq__turn_end(struct kvq__turns *turns, struct kvq__turn *turn);
+void kvq__turn_end(struct kvq__turns *turns, struct kvq__write_turn *turn);
 
 #endif

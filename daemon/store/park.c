@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/store/internal.h"
 
 // A task that carries an order out, allocated.

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "daemon/commands/dispatch.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 #include "daemon/store/quota_file.h"

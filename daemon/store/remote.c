@@ -13,7 +13,7 @@
 
 #include "daemon/commands/cursor.h"
 #include "daemon/commands/dispatch.h"
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/transfer.h"
 #include "proto/sync.h"

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "daemon/commands/dispatch.h"
+#include "daemon/core/session/group.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/codebooks.h"
 #include "daemon/store/internal.h"
@@ -277,7 +278,7 @@ static void all_read(uv_work_t *work, int status)
     kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->mail, end_restore);
 }
 
-static void start_reading(struct kvq__turn *turn)
+static void start_reading(struct kvq__write_turn *turn)
 {
     struct kvq__loading *l =
         (struct kvq__loading *)((char *)turn - offsetof(struct kvq__loading, turn));

@@ -10,8 +10,8 @@
 #include <string.h>
 
 #include "daemon/commands/dispatch.h"
+#include "daemon/log/log.h"
 #include "daemon/runtime/events.h"
-#include "daemon/runtime/log.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 
@@ -481,7 +481,7 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->transfer = NULL;
     t->order = NULL;
     t->hold = (struct kvq__hold){0};
-    t->turn = (struct kvq__turn){0};
+    t->turn = (struct kvq__write_turn){0};
     t->ask = NULL;
     t->pages = 0;
     keeper->n_tasks++;

@@ -48,10 +48,10 @@ struct kvq__task {
     void (*read)(struct kvq__task *task);       // and once all is read; NULL: nobody waits
     void (*next)(struct kvq__task *task);       // and once that is over
     bool writes, again, unchanged, own, quiet, looked_again;
-    bool at_poller;            // the poller's thread may write to it; the loop's own
-    struct kvq__reshard_as as; // shards 0: as many as were saved
-    struct kvq__hold hold;     // of the name that it is about
-    struct kvq__turn turn;     // to write
+    bool at_poller;              // the poller's thread may write to it; the loop's own
+    struct kvq__reshard_as as;   // shards 0: as many as were saved
+    struct kvq__hold hold;       // of the name that it is about
+    struct kvq__write_turn turn; // to write
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     const char *doing;                     // for people; NULL: what the request says
     char working[2 * KVQ_NAME_BYTES + 64]; // what was being done, and how many waited, when it came

@@ -56,7 +56,7 @@ void kvq__task_to_work(struct kvq__task *t, void (*step)(struct kvq__task *task)
 
 // ---- Whose turn it is ----
 
-static void has_turn(struct kvq__turn *turn)
+static void has_turn(struct kvq__write_turn *turn)
 {
     struct kvq__task *t = kvq__task_of_turn(turn);
     t->step(t);

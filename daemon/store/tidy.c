@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 #include "daemon/store/internal.h"
 
 enum {
@@ -227,7 +227,7 @@ static const char *doing(const struct kvq__task *t)
 
 void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued)
 {
-    struct kvq__turn *now = keeper->turns.now;
+    struct kvq__write_turn *now = keeper->turns.now;
     const struct kvq__task *first = now ? kvq__task_of_turn(now) : NULL, *t;
     size_t used = 0;
     out[0] = '\0';

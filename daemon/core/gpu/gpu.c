@@ -9,7 +9,7 @@
 #include <sys/queue.h>
 
 #include "daemon/core/gpu/extents.h"
-#include "daemon/core/request/order.h"
+#include "proto/sync.h"
 
 // Device memory that is freed when nothing runs on the GPU: kvq__gpu_sweep.
 struct leftover {
@@ -459,6 +459,43 @@ static int open_streams(struct kvq__gpu *gpu)
     return result;
 }
 
+// ---- What the device of the current context can do ----
+
+// Whether streams write and wait for words in host memory, found out on one that has nothing to do.
+// A wait that nothing ends would be for ever, so it comes once the word was seen to be written.
+static bool words_work(const struct kvq_gpu_driver *d, int device, struct kvq_gpu_stream *s)
+{
+    void *word = NULL;
+    kvq_gpu_ptr at;
+    int has = 0, result = d->device_attribute(&has, KVQ_GPU_HAS_MEMORY_OPS, device);
+    if (result != KVQ_GPU_OK || !has ||
+        d->host_alloc(&word, sizeof(uint64_t), KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED))
+        return false;
+    kvq_word64_store_release(word, 0);
+    result = d->host_device(&at, word, 0);
+    result = result ? result : d->stream_write64(s, at, 1, 0);
+    result = result ? result : d->stream_sync(s);
+    bool works = result == KVQ_GPU_OK && kvq_word64_load_acquire(word) == 1 &&
+                 d->stream_wait64(s, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
+                 d->stream_sync(s) == KVQ_GPU_OK;
+    d->host_free(word);
+    return works;
+}
+
+// Whether there are events that other processes can open.
+static bool events_work(const struct kvq_gpu_driver *d, int device)
+{
+    struct kvq_gpu_event *event;
+    struct kvq_gpu_ipc_event handle;
+    int has = 0;
+    if (d->device_attribute(&has, KVQ_GPU_HAS_IPC_EVENTS, device) != KVQ_GPU_OK || !has ||
+        d->event_create(&event, KVQ_GPU_EVENT_UNTIMED | KVQ_GPU_EVENT_SHARED) != KVQ_GPU_OK)
+        return false;
+    bool works = d->ipc_event_get(&handle, event) == KVQ_GPU_OK;
+    d->event_destroy(event);
+    return works;
+}
+
 static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config, char *text)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
@@ -472,8 +509,8 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
         kvq_gpu_fault(d, result, what, text, KVQ_TEXT_BYTES);
         return KVQ_E_SYSTEM;
     }
-    gpu->memory_ops = kvq__order_words_work(d, gpu->device, gpu->stream);
-    gpu->shared_events = kvq__order_events_work(d, gpu->device);
+    gpu->memory_ops = words_work(d, gpu->device, gpu->stream);
+    gpu->shared_events = events_work(d, gpu->device);
     gpu->kernels_open = kvq_gpu_open(&gpu->kernels, d, text, KVQ_TEXT_BYTES) == 0;
     if (gpu->kernels_open && !add_slab(gpu)) { // before a session needs some
         snprintf(text, KVQ_TEXT_BYTES, "no memory on %s for counters", gpu->uuid_text);

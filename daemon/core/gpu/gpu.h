@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "daemon/core/core.h"
+#include "daemon/core/base/base.h"
 #include "kernels/cuda/cache.h"
 
 enum { KVQ__GPU_NAME = 96, KVQ__GPU_UUID_TEXT = 48 };

@@ -94,12 +94,24 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
     kvq__deallocate(core, e, sizeof *e);
 }
 
+// Whether a client that is still there was told of it.
+static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
+{
+    const struct kvq__telling *t;
+    if (!e->told)
+        return false;
+    LIST_FOREACH (t, &e->last->tellings, link)
+        if (t->pool == pool && t->serial >= e->serial)
+            return true;
+    return false;
+}
+
 static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns)
 {
     struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
     for (; e; e = next) {
         next = TAILQ_NEXT(e, link);
-        if (core->now - e->empty_since >= age_ns && !kvq__extent_is_told(e, pool))
+        if (core->now - e->empty_since >= age_ns && !is_told(e, pool))
             extent_release(core, pool, e);
     }
 }
@@ -124,7 +136,7 @@ static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->told && !kvq__extent_is_told(e, pool)) {
+        if (e->told && !is_told(e, pool)) {
             extent_release(core, pool, e);
             return true;
         }
@@ -416,7 +428,7 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
         rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
-           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
+           (kvq__limbo_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
 }
 
@@ -443,7 +455,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
     do
         rc = block_take(core, ns, pool, &(struct wanted){bytes, false}, ref);
     while (rc == KVQ_E_NO_MEMORY &&
-           (kvq__limbo_free(core, true) || kvq__prefix_reclaim(core, ns, pool, rc)));
+           (kvq__limbo_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
     if (rc == 0)
         kvq__block_exempt(old, true);
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
@@ -573,7 +585,7 @@ static bool free_quiet(struct kvq__core *core, bool all)
     bool any = false;
     for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
         struct kvq__session *s = TAILQ_FIRST(&core->givers);
-        if (!LIST_EMPTY(&s->given) && kvq__session_quiet(s))
+        if (!LIST_EMPTY(&s->given) && s->core->up->session_quiet(s))
             any |= free_given(s, all);
         TAILQ_REMOVE(&core->givers, s, giver_link);
         s->gives = !LIST_EMPTY(&s->given);
@@ -601,7 +613,7 @@ bool kvq__limbo_free(struct kvq__core *core, bool all)
 bool kvq__given_end(struct kvq__session *s)
 {
     struct kvq__block *b;
-    if (kvq__session_quiet(s))
+    if (s->core->up->session_quiet(s))
         free_given(s, false);
     else // a stream still packs it: what that has waits for flights, like everything else
         while (s->core->release_left > 0 && (b = LIST_FIRST(&s->given))) {
@@ -695,4 +707,9 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
     kvq__limbo_free(core, false);
+}
+
+uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
+{
+    return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
 }

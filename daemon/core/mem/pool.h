@@ -22,7 +22,7 @@
 #include <sys/queue.h>
 #include <uv/tree.h>
 
-#include "daemon/core/core.h"
+#include "daemon/core/base/base.h"
 
 // Who may still look at what was given up: flights until `at`, and of these none that does not hold
 // or pack the session of the serial number `by` (0: nobody; KVQ__BY_SEVERAL: not known).
@@ -127,6 +127,28 @@ struct kvq__shortage {
     bool later; // there is some that the index alone has, once requests under way have ended
 };
 
+// Sessions that could not help a request, by what is in the way.
+struct kvq__in_the_way {
+    uint32_t in_use, pinned, young, nowhere; // nowhere: there is no place where they could go
+};
+
+enum kvq__help {
+    KVQ__HELP_NONE,  // nothing that could go would help
+    KVQ__HELP_LATER, // something is not old enough yet
+    KVQ__HELP_NOW,   // an eviction is under way, or what has ended gives its memory back;
+                     // core->freed changes by it
+};
+
+// Somebody who was refused a block.
+struct kvq__plea {
+    const struct kvq__shortage *shortage;
+    uint64_t need;                  // bytes that are missing there, at most
+    uint64_t ticket;                // sessions of requests with the same or a lower one stay
+    const struct kvq__session *own; // stays, with its group; NULL = none
+    const struct kvq__queue *queue; // whose request asks; NULL: none does
+    struct kvq__in_the_way *in_the_way;
+    uint64_t *look_at; // KVQ__HELP_LATER: when
+};
 // Something whose jobs run; see the top of this file.
 struct kvq__flight {
     TAILQ_ENTRY(kvq__flight) link;
@@ -191,5 +213,7 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
 bool kvq__pools_poll(struct kvq__core *core);
 // Gives back extents that have been empty since before `now - age`.
 void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns);
+uint64_t kvq__shortage_limit(
+    const struct kvq__shortage *shortage); // bytes that there can be at all
 
 #endif

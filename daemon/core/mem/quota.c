@@ -6,10 +6,7 @@
 #include <assert.h>
 #include <stdio.h>
 
-#include "daemon/core/residency/evict.h"
 #include "daemon/core/state.h"
-
-enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
 
 static const struct {
     const char *where, *unit, *option;
@@ -86,7 +83,7 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 static bool has_room(struct kvq__namespace *ns, size_t bytes)
 {
     while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes))
-        if (!kvq__ended_reclaim(ns) && !kvq__prefix_reclaim_node(ns))
+        if (!ns->core->up->table_reclaim(ns))
             return false;
     return true;
 }
@@ -128,41 +125,6 @@ int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, c
                      "kvqctl quota set %s --table-bytes SIZE",
                      what, ns->name, (unsigned long long)ns->quota.limit[KVQ__TABLE_BYTES],
                      (unsigned long long)ns->used[KVQ__TABLE_BYTES], ns->name);
-}
-
-// ---- Above the limit ----
-
-// Works towards a limit that was lowered: prefixes that no session has go at once, then sessions
-// that nobody uses, one after the other.
-static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool)
-{
-    struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
-    struct kvq__in_the_way way;
-    uint64_t look_at = UINT64_MAX;
-    const struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
-    while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0)
-        if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
-            kvq__evict_for(core, &plea);
-            return;
-        }
-}
-
-// The same of what is no block.
-static void shrink_index(struct kvq__namespace *ns)
-{
-    for (uint32_t i = 0; i < NODES_AT_ONCE && kvq__quota_excess(ns, KVQ__TABLE_BYTES) > 0; i++)
-        if (!kvq__prefix_reclaim_node(ns))
-            return;
-}
-
-void kvq__quotas_tick(struct kvq__core *core)
-{
-    struct kvq__namespace *ns;
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        shrink_index(ns);
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        for (uint32_t i = 0; i < core->n_pools && i < 2; i++) // all GPUs have one limit
-            work_towards(core, ns, &core->pools[i]);
 }
 
 // ---- What is told of it ----

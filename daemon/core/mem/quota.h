@@ -38,8 +38,5 @@ void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes); 
 // Returns the code.
 int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, char *text);
 void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info);
-// Where more is used than may be, gives up prefixes that no session has and has sessions evicted
-// that nobody uses.
-void kvq__quotas_tick(struct kvq__core *core);
 
 #endif

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Requests that wait for room: what they need, their turns, and when they are refused. See evict.h.
-#include "daemon/core/residency/evict.h"
+#include "daemon/core/request/admission.h"
 
-#define LOOK_NS 50000000ull // a request that waits looks again so often though nothing was freed
+#include <stdio.h>
+
+#include "daemon/core/session/exact.h"
+
+#define NS_PER_MS   1000000ull
+#define PATIENCE_NS 2000000000ull // for a session to become old enough
+#define LOOK_NS     50000000ull   // a request that waits looks again so often, whatever was freed
 
 // ---- What is needed ----
 
@@ -27,14 +33,6 @@ struct need {
     uint64_t whole;   // with what its sessions have there
 };
 
-bool kvq__shortage_counts(const struct kvq__shortage *s, const struct kvq__session *session)
-{
-    session->core->shortage_looks++;
-    if (s->code != KVQ_E_QUOTA)
-        return session->pool == s->pool;
-    return session->ns == s->ns && kvq__pool_limit(session->pool) == kvq__pool_limit(s->pool);
-}
-
 static struct need need_of(const struct kvq__queue *q)
 {
     const struct kvq__shortage *shortage = &q->core->shortage;
@@ -55,11 +53,6 @@ static struct need need_of(const struct kvq__queue *q)
     if (need.whole < need.missing)
         need.whole = need.missing;
     return need;
-}
-
-uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
-{
-    return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
 }
 
 // ---- Turns ----
@@ -119,6 +112,25 @@ void kvq__room_leave(struct kvq__queue *q)
 
 // ---- Asking ----
 
+bool kvq__room_too_late(uint64_t since, uint64_t look_at)
+{
+    return look_at > since + PATIENCE_NS;
+}
+
+void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,
+                          size_t room)
+{
+    int n = snprintf(text, room, "of the sessions there %u are in use", w->in_use);
+    if (w->pinned && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u pinned", w->pinned);
+    if (w->young && n > 0 && (size_t)n < room)
+        n += snprintf(text + n, room - (size_t)n, ", %u were used in the last %llu ms", w->young,
+                      (unsigned long long)(core->config.evict_idle_ns / NS_PER_MS));
+    if (w->nowhere && n > 0 && (size_t)n < room)
+        snprintf(text + n, room - (size_t)n, ", %u have nowhere to go%s", w->nowhere,
+                 core->config.saves ? "" : " (set storage_dir: then idle ones go to disk)");
+}
+
 void kvq__room_refuse(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing,
                       const struct kvq__in_the_way *in_the_way)
 {
@@ -154,8 +166,8 @@ bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64
     }
     struct kvq__plea plea = {&shortage, missing, q->turn.ticket, own, q, &way, &look_at};
     if (fits && !core->draining)
-        help = kvq__evict_for(core, &plea);
-    if (help == KVQ__HELP_LATER && kvq__evict_too_late(q->turn.since, look_at))
+        help = core->up->evict_for(core, &plea);
+    if (help == KVQ__HELP_LATER && kvq__room_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     core->shortage = shortage;

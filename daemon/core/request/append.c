@@ -3,7 +3,8 @@
 // Append: K and V of one layer into the raw blocks that the step reserved.
 #include <assert.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
 // ---- Checks ----

@@ -2,7 +2,8 @@
 //
 // Attend: one layer's attention for a batch of sessions, over committed tokens and those of the
 // step. Packs first what has to be read packed.
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
 static_assert((int)KVQ_MAX_STEP_QUERIES == (int)KVQ_MAX_QUERY_TOKENS,

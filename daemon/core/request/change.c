@@ -5,7 +5,8 @@
 #include <assert.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 

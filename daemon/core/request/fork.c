@@ -7,8 +7,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
-#include "daemon/core/residency/evict.h"
+#include "daemon/core/request/admission.h"
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
 #include "daemon/core/state.h"
 

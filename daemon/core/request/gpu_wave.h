@@ -4,7 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 #define KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/session/lane.h"
 
 // A wave's different recipes, in the arena; the GPU has them at the same places of its own.
 struct kvq__wave {
@@ -79,5 +79,29 @@ static inline bool kvq__wave_has(const struct kvq__queue *q, uint32_t i)
 {
     return kvq__entry_alive(q, i) && q->work[i].n_items > 0;
 }
+
+// What each pass enqueues for the entries of a wave (gpu_*.c). 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.
+int kvq__gpu_store_wave(struct kvq__queue *queue);
+int kvq__gpu_pack_wave(struct kvq__queue *queue);
+int kvq__gpu_attend_wave(struct kvq__queue *queue);
+int kvq__gpu_read_wave(struct kvq__queue *queue);
+int kvq__gpu_accept_wave(struct kvq__queue *queue);
+int kvq__gpu_fork_wave(struct kvq__queue *queue);
+// Bytes of the arena that these take for an entry, at most, besides what its prepare took.
+size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_attend_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
+// The part of an entry's tokens that the next wave reads. False: there is no room for any.
+bool kvq__gpu_read_prepare(struct kvq__queue *queue, uint32_t i);
+// Operations that these take for an entry, at most, besides KVQ__WAVE_OPS.
+uint32_t kvq__gpu_attend_ops(const struct kvq__queue *queue, uint32_t i);
+uint32_t kvq__gpu_read_ops(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
+size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
+// Where token t of an entry's source lies, and how many follow it there (store.c).
+uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i,
+                        const struct kvq__source *source, uint32_t t, struct kvq_view *k,
+                        struct kvq_view *v);
 
 #endif

@@ -4,15 +4,10 @@
 // before anybody asks. A unit is packed once, and its tokens can no longer change by then.
 #include <assert.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/whole.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
-
-uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
-{
-    const struct kvq__layer *l = &s->layers[layer];
-    return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
-}
 
 // Addresses of the pages that hold tokens [first, end).
 static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
@@ -278,28 +273,6 @@ const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
                                              .gpu_room = kvq__gpu_part_room};
 
 // ---- In the background ----
-
-static struct kvq__session_list *list_of(const struct kvq__session *s)
-{
-    return s->pool->gpu ? &s->core->gpu_packs : &s->core->pack_queue;
-}
-
-void kvq__pack_queue(struct kvq__session *s)
-{
-    if (s->pack_queued || s->dropped || s->away)
-        return;
-    for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
-        s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;
-    if (s->pack_queued)
-        TAILQ_INSERT_TAIL(list_of(s), s, pack_link);
-}
-
-void kvq__pack_unqueue(struct kvq__session *s)
-{
-    if (s->pack_queued)
-        TAILQ_REMOVE(list_of(s), s, pack_link);
-    s->pack_queued = false;
-}
 
 static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
 {

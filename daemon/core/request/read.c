@@ -3,7 +3,8 @@
 // Read: K and V of committed tokens back into a client's tensors, as attention sees them.
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
 enum { CHUNK = 32 }; // tokens of one item

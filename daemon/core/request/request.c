@@ -5,12 +5,10 @@
 #include <assert.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/request/admission.h"
 #include "daemon/core/request/settle.h"
-#include "daemon/core/residency/evict.h"
-#include "daemon/core/residency/move.h"
-#include "daemon/core/residency/park.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/prefix.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
@@ -239,28 +237,6 @@ void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     q->work[i].packing = true;
 }
 
-static void release_reading(struct kvq__session *s)
-{
-    if (--s->reading == 0 && s->release_due && !s->dropped)
-        kvq__pages_release(s);
-}
-
-// On a GPU what the step has made is only now there for others.
-static void release_tail(struct kvq__session *s)
-{
-    if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
-        kvq__prefix_seal(s);
-}
-
-void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
-{
-    if (reading)
-        release_reading(s);
-    if (tail_use)
-        release_tail(s);
-    kvq__session_unpin(s);
-}
-
 static void release_packing(struct kvq__queue *q, struct kvq__session *s)
 {
     struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
@@ -274,14 +250,14 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
     if (w->reading)
-        release_reading(s);
+        kvq__reading_end(s);
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
         kvq__step_leave(s);
     if (w->settles)
         kvq__settle(s, w->table, &(struct kvq_result){0});
     w->settles = false;
     if (w->tail_use)
-        release_tail(s);
+        kvq__tail_end(s);
     if (w->exclusive)
         s->exclusive = NULL;
     if (w->packing)
@@ -307,16 +283,6 @@ void kvq__request_release(struct kvq__queue *q)
 }
 
 // ---- Waves, stages, jobs ----
-
-void *kvq__arena_take(struct kvq__queue *q, size_t bytes)
-{
-    size_t size = (bytes + 63) & ~(size_t)63;
-    if (bytes > q->arena_bytes || size > q->arena_bytes - q->arena_used)
-        return NULL;
-    void *memory = q->arena + q->arena_used;
-    q->arena_used += size;
-    return memory;
-}
 
 // The entry of the wave that the item belongs to: the last one that starts at or before it.
 static uint32_t entry_of(const struct kvq__queue *q, uint32_t item)
@@ -631,21 +597,44 @@ static void reset_works(struct kvq__queue *q)
     }
 }
 
+// Whether what the request asks of the session waits for layers that are yet to be read.
+static bool is_loading(const struct kvq__queue *q, const struct kvq__session *s)
+{
+    uint32_t layer = q->header.layer;
+    if (s->n_loading == 0)
+        return false;
+    switch (q->header.op) {
+    case KVQ_OP_NOP:
+    case KVQ_OP_STEP_BEGIN:
+    case KVQ_OP_STEP_END:
+    case KVQ_OP_STEP_ABORT:
+        return false;
+    case KVQ_OP_APPEND:
+    case KVQ_OP_ATTEND:
+    case KVQ_OP_APPEND_ATTEND:
+    case KVQ_OP_READ:
+        return layer < s->n_layers && s->layers[s->layers[layer].source].loading;
+    default: // all layers
+        return true;
+    }
+}
+
 // Whether a session of the request is not to be looked at yet.
 static bool must_wait(struct kvq__queue *q)
 {
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
+    const struct kvq__upward *up = core->up;
     bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading +
                    core->n_away + core->n_demoted >
                0;
     bool wait = false;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
-            wait |= kvq__park_asks(q, i, h->session) || // all that are away are asked for at once
-                    kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || kvq__move_asks(h->session) ||
-                    kvq__settle_asks(q, i, h) || kvq__is_loading(q, h->session) ||
-                    kvq__home_asks(q, i, h->session);
+            wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
+                    kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
+                    kvq__settle_asks(q, i, h) || is_loading(q, h->session) ||
+                    up->home_asks(q, i, h->session);
     return wait;
 }
 

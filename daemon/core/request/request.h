@@ -4,6 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 #define KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 
+#include "daemon/core/request/step.h"
 #include "daemon/core/session/client.h"
 
 enum {
@@ -246,8 +247,6 @@ void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
 void kvq__hold_buffers(struct kvq__queue *q);
 void kvq__drop_exclusive(struct kvq__queue *q, uint32_t i);
-// Lets go of a session that was held and pinned.
-void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
 // On a GPU: what the values were like that the open step's stores met. Only what has ended counts.
 bool kvq__step_nonfinite(const struct kvq__session *s);
 // Work of the open step is still under way on a GPU.
@@ -265,8 +264,6 @@ void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
 // packs them.
 void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
 void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w);
-// 64-byte aligned memory until the wave ends; NULL if the arena is used up.
-void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
 
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
     kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
@@ -332,5 +329,18 @@ int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
 // at any time: copy, then check.
 int kvq__list_open(struct kvq__queue *q);
 const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n);
+
+// ---- The ids of tokens that a request brings (token_ids.c) ----
+
+// The ids that a request brings: 0, also if it brings none, or what kvq__list_open says.
+int kvq__ids_open(struct kvq__queue *queue);
+// Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
+int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
+// Copies them, once, behind those of the session's tokens; of a request that brings none: nothing
+// is known of the tokens to come. 0, or as kvq__ns_allocate.
+int kvq__ids_bring(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
+// The same at the end of a step, of its tokens; without any what was told before stays. 0,
+// KVQ_E_BOUNDS, or as kvq__ns_allocate.
+int kvq__ids_bring_late(struct kvq__queue *queue, uint32_t entry);
 
 #endif

@@ -3,8 +3,8 @@
 // Steps: from their beginning, which reserves all that they will need, to commit or abort.
 #include <assert.h>
 
+#include "daemon/core/request/admission.h"
 #include "daemon/core/request/settle.h"
-#include "daemon/core/residency/evict.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -213,7 +213,7 @@ static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i
     struct kvq__session *s = q->work[i].session;
     if (check_begin(q, i) < 0) // again, for a session may stand in two entries
         return false;
-    int rc = kvq__ids_take(q, i, q->entries[i].append);
+    int rc = kvq__ids_bring(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     if (rc < 0) {
@@ -263,7 +263,7 @@ static void end_entry(struct kvq__queue *q, uint32_t i)
 {
     if (check_end(q, i) < 0) // again, for an entry before it may have ended or undone the step
         return;
-    int rc = kvq__ids_take_late(q, i);
+    int rc = kvq__ids_bring_late(q, i);
     if (rc < 0)
         kvq__entry_fail(q, i, rc, q->work[i].session->tokens);
     else

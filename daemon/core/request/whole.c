@@ -5,11 +5,11 @@
 // other request; with append 0 it only packs and publishes.
 #include <assert.h>
 
+#include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/request/lane.h"
 #include "daemon/core/request/whole.h"
-#include "daemon/core/residency/evict.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 
@@ -129,7 +129,7 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
         return 0;
     if (s->step) // it stands in two entries
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
-    int rc = kvq__ids_take(q, i, q->entries[i].append);
+    int rc = kvq__ids_bring(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
     if (rc < 0) {

@@ -18,8 +18,8 @@ enum {
     LOOKS = 256,          // sessions that are looked at, if there are more than these
     LEAST_LOOKS = 8,      // in each namespace
 };
+enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
 #define NS_PER_MS    1000000ull
-#define PATIENCE_NS  2000000000ull  // for a session to become old enough
 #define TRY_AGAIN_NS 10000000000ull // a session that could not be evicted is left alone for so long
 
 // ---- What a session is worth ----
@@ -494,25 +494,6 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *pl
     return prompts;
 }
 
-bool kvq__evict_too_late(uint64_t since, uint64_t look_at)
-{
-    return look_at > since + PATIENCE_NS;
-}
-
-void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *w, char *text,
-                          size_t room)
-{
-    int n = snprintf(text, room, "of the sessions there %u are in use", w->in_use);
-    if (w->pinned && n > 0 && (size_t)n < room)
-        n += snprintf(text + n, room - (size_t)n, ", %u pinned", w->pinned);
-    if (w->young && n > 0 && (size_t)n < room)
-        n += snprintf(text + n, room - (size_t)n, ", %u were used in the last %llu ms", w->young,
-                      (unsigned long long)(core->config.evict_idle_ns / NS_PER_MS));
-    if (w->nowhere && n > 0 && (size_t)n < room)
-        snprintf(text + n, room - (size_t)n, ", %u have nowhere to go%s", w->nowhere,
-                 core->config.saves ? "" : " (set storage_dir: then idle ones go to disk)");
-}
-
 // ---- What has become of it ----
 
 static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id)
@@ -630,4 +611,39 @@ void kvq__evict_tick(struct kvq__core *core)
 void kvq__evict_back(struct kvq__session *s)
 {
     s->back_at = s->core->now;
+}
+
+// ---- Above a limit that was lowered ----
+
+// Works towards a limit that was lowered: prefixes that no session has go at once, then sessions
+// that nobody uses, one after the other.
+static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool)
+{
+    struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
+    struct kvq__in_the_way way;
+    uint64_t look_at = UINT64_MAX;
+    const struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0)
+        if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
+            kvq__evict_for(core, &plea);
+            return;
+        }
+}
+
+// The same of what is no block.
+static void shrink_index(struct kvq__namespace *ns)
+{
+    for (uint32_t i = 0; i < NODES_AT_ONCE && kvq__quota_excess(ns, KVQ__TABLE_BYTES) > 0; i++)
+        if (!kvq__prefix_reclaim_node(ns))
+            return;
+}
+
+void kvq__quotas_tick(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        shrink_index(ns);
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < core->n_pools && i < 2; i++) // all GPUs have one limit
+            work_towards(core, ns, &core->pools[i]);
 }

@@ -58,6 +58,8 @@
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_EVICT_H
 #define KVQ_DAEMON_CORE_RESIDENCY_EVICT_H
 
+#include "daemon/core/request/admission.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/state.h"
 
 // ---- Who (evict.c) ----
@@ -70,58 +72,15 @@ struct kvq__score {
 // 0 if it gains nothing.
 double kvq__score(const struct kvq__score *score);
 
-// Sessions that could not help a request, by what is in the way.
-struct kvq__in_the_way {
-    uint32_t in_use, pinned, young, nowhere; // nowhere: there is no place where they could go
-};
-
-enum kvq__help {
-    KVQ__HELP_NONE,  // nothing that could go would help
-    KVQ__HELP_LATER, // something is not old enough yet
-    KVQ__HELP_NOW,   // an eviction is under way, or what has ended gives its memory back;
-                     // core->freed changes by it
-};
-
-// Somebody who was refused a block.
-struct kvq__plea {
-    const struct kvq__shortage *shortage;
-    uint64_t need;                  // bytes that are missing there, at most
-    uint64_t ticket;                // sessions of requests with the same or a lower one stay
-    const struct kvq__session *own; // stays, with its group; NULL = none
-    const struct kvq__queue *queue; // whose request asks; NULL: none does
-    struct kvq__in_the_way *in_the_way;
-    uint64_t *look_at; // KVQ__HELP_LATER: when
-};
-// Whether a session's blocks count where somebody was refused one.
-bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq__session *session);
-uint64_t kvq__shortage_limit(
-    const struct kvq__shortage *shortage); // bytes that there can be at all
 // Has a session evicted that makes room, if there is one and none is being evicted there already.
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea);
-// Whether who has waited since then is not to wait for a session that is old enough only then.
-bool kvq__evict_too_late(uint64_t since, uint64_t look_at);
-// What is in the way, for people.
-void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *in_the_way,
-                          char *text, size_t room);
-
 bool kvq__evict_poll(struct kvq__core *core); // looks what has ended; true if anything has
 void kvq__evict_tick(struct kvq__core *core); // before anybody needs the room
+// Where more is used than may be, gives up prefixes that no session has and has sessions evicted
+// that nobody uses.
+void kvq__quotas_tick(struct kvq__core *core);
 // The session has come back, or is there for the first time: it stays for a while.
 void kvq__evict_back(struct kvq__session *session);
-
-// ---- Prompts in full precision (exact.c) ----
-
-// How many tokens of a new session's prompt are kept in 16 bits until it has ended: all, or none
-// where that takes more than a share of its place or of its namespace's limit.
-uint64_t kvq__exact_fits(const struct kvq__session *session, uint64_t prompt_tokens);
-// Bytes of a session that such a prompt has and would not have if it were packed as it comes.
-uint64_t kvq__exact_bytes(const struct kvq__session *session);
-// Has prompts packed that hold what is missing, those first that hold most, if that is enough with
-// the bytes that are free and those that others may give. KVQ__HELP_NOW while some are being
-// packed, KVQ__HELP_LATER if requests under way or a GPU come first, KVQ__HELP_NONE if there is
-// nothing to be had of them.
-enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__plea *plea,
-                                   uint64_t free, uint64_t others);
 
 // ---- Demoted sessions (home.c) ----
 
@@ -134,34 +93,4 @@ void kvq__home_refused(struct kvq__session *session); // there was no room at it
 // It has come from one place to another.
 void kvq__home_left(struct kvq__session *session, struct kvq__pool *from, bool demotes);
 void kvq__home_lost(struct kvq__session *session); // it ends
-// Where a session belongs: the GPU that it was demoted from, or where it is.
-static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
-{
-    return s->home ? s->home : s->pool;
-}
-
-// ---- Waiting for room (admission.c) ----
-
-// Takes the pages that the appended tokens of all entries need. False if the request is to wait for
-// room; then nothing was taken. Entries that are refused have failed.
-bool kvq__room_take(struct kvq__queue *queue);
-// The entry came to nothing: gives back what kvq__room_take took for its session.
-void kvq__room_untake(struct kvq__queue *queue, uint32_t entry);
-// Entry i was refused memory, and nothing that it took is held any more; core->shortage, which was
-// cleared before it was tried, says whether that was a block. True if the request is to give back
-// all that it took and wait. Else the reason was told, and the entry is to fail.
-bool kvq__room_ask(struct kvq__queue *queue, uint32_t entry);
-// The same for a session of the request that needs `missing` bytes more, and has `whole` then, in
-// the place that core->shortage says.
-bool kvq__room_wait(struct kvq__queue *queue, const struct kvq__session *own, uint64_t missing,
-                    uint64_t whole);
-// Tells that somebody is refused; in_the_way NULL: it could never fit.
-void kvq__room_refuse(struct kvq__core *core, const struct kvq__shortage *shortage,
-                      uint64_t missing, const struct kvq__in_the_way *in_the_way);
-// Whether a request that has been waiting is to be looked at again, and then takes it off the list.
-bool kvq__room_turn(struct kvq__queue *queue);
-void kvq__room_leave(struct kvq__queue *queue); // it has ended
-// Bytes of a session's blocks if it had so many tokens.
-uint64_t kvq__room_bytes(const struct kvq__session *session, uint64_t tokens);
-
 #endif

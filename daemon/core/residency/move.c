@@ -7,10 +7,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 
 enum {
     RELEASE_AT_ONCE = 512, // blocks between two looks at the rings
@@ -503,6 +503,8 @@ static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *te
 {
     int rc = take_lanes(s, move->to);
     rc = rc ? rc : kvq__session_replace(s, move->to);
+    if (rc == 0)
+        kvq__home_lost(s);
     return rc ? kvq__fail(text, rc, "no memory on %s for a session or a client's stream",
                           kvq__pool_name(move->to))
               : 0;
@@ -631,4 +633,32 @@ int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_
     return kvq__fail(text, KVQ_E_NO_SESSION,
                      "no move %llu that user %u may see; what became of one is told for a minute",
                      (unsigned long long)id, peer->uid);
+}
+
+// ---- What clients and administration ask for ----
+
+int kvq__session_move(struct kvq__client *client, uint64_t value, const struct kvq__move_spec *spec,
+                      struct kvq__move_info *info, char *text)
+{
+    struct kvq__handle *h;
+    struct kvq__move_spec own = *spec;
+    int rc = kvq__handle_attached(client, value, &h, text);
+    if (rc < 0)
+        return rc;
+    if (h->read_only)
+        return kvq__fail(text, KVQ_E_READ_ONLY,
+                         "a session opened read-only cannot be moved through that handle; move it "
+                         "by name (kvqctl session move), or open it for writing");
+    own.one_shard = true;
+    own.shard = h->session->shard;
+    return kvq__move_start(h->session, &own, info, text);
+}
+
+int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                            const char *name, const struct kvq__move_spec *spec,
+                            struct kvq__move_info *info, char *text)
+{
+    struct kvq__session *s;
+    int rc = kvq__session_get(core, peer, ns, name, &s, text);
+    return rc ? rc : kvq__move_start(s, spec, info, text);
 }

@@ -7,11 +7,11 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 
 enum {

@@ -538,16 +538,3 @@ bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, co
     as->n_layers = s->n_layers;
     return true;
 }
-
-int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
-                       uint32_t asked, char *text)
-{
-    return kvq__fail(text, KVQ_E_EXISTS,
-                     "session \"%s\" exists with %u shards, %u are asked for; open it with as many "
-                     "as it has, %s, or use another name",
-                     name, there, asked,
-                     core->config.saves
-                         ? "close it everywhere and save it (kvqctl session save), so that it can "
-                           "leave memory and come back with others"
-                         : "drop it");
-}

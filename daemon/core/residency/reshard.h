@@ -62,8 +62,5 @@ bool kvq__session_here(struct kvq__core *core, const struct kvq__peer *peer, con
 // Whether the session is in memory, some shard of it, otherwise than *made is; then *as says how.
 bool kvq__reshard_there(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                         const struct kvq__saved *made, struct kvq__reshard_as *as);
-// Says that it is there with another number. KVQ_E_EXISTS.
-int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
-                       uint32_t asked, char *text);
 
 #endif

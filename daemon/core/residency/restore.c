@@ -6,10 +6,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
 #include "proto/sync.h"
 
@@ -530,27 +530,6 @@ void kvq__fetch_failed(struct kvq__core *core, uint64_t session, int status, con
 uint64_t kvq__restore_tokens(const struct kvq__restore *r)
 {
     return r->session->tokens;
-}
-
-bool kvq__is_loading(const struct kvq__queue *q, const struct kvq__session *s)
-{
-    uint32_t layer = q->header.layer;
-    if (s->n_loading == 0)
-        return false;
-    switch (q->header.op) {
-    case KVQ_OP_NOP:
-    case KVQ_OP_STEP_BEGIN:
-    case KVQ_OP_STEP_END:
-    case KVQ_OP_STEP_ABORT:
-        return false;
-    case KVQ_OP_APPEND:
-    case KVQ_OP_ATTEND:
-    case KVQ_OP_APPEND_ATTEND:
-    case KVQ_OP_READ:
-        return layer < s->n_layers && s->layers[s->layers[layer].source].loading;
-    default: // all layers
-        return true;
-    }
 }
 
 // ---- Reading, on any thread ----

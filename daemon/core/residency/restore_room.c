@@ -157,7 +157,7 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
                              .in_the_way = way,
                              .look_at = &look_at};
     enum kvq__help help = kvq__evict_for(core, &plea);
-    if (help == KVQ__HELP_LATER && kvq__evict_too_late(r->since, look_at))
+    if (help == KVQ__HELP_LATER && kvq__room_too_late(r->since, look_at))
         help = KVQ__HELP_NONE;
     return help != KVQ__HELP_NONE || others_hold(r);
 }

@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
 
 // ---- Parts ----

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "daemon/core/residency/saved.h"
+#include "daemon/core/state.h"
 
 static uint64_t parts_of_ids(uint64_t known)
 {
@@ -126,4 +127,42 @@ void kvq__saved_ids_free(struct kvq__saved *saved)
     saved->ids = NULL;
     saved->spans = NULL;
     saved->known = saved->n_spans = 0;
+}
+
+// ---- Restoring ----
+
+// What of them is in the store as it will stay.
+static void note_stored(struct kvq__session *s, const struct kvq__part *parts, uint32_t n)
+{
+    for (uint32_t i = n; i > 0 && parts[i - 1].layer == KVQ__IDS_LAYER; i--) {
+        const struct kvq__part *part = &parts[i - 1];
+        uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
+        if (part->kind == KVQ__PART_IDS && end <= s->ids.known && end <= s->floor)
+            s->ids.parts[part->page]->stored = part->id;
+    }
+}
+
+int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
+                     const struct kvq__part *parts, uint32_t n, char *text)
+{
+    uint64_t had = saved->ids ? saved->known : 0, known = had < s->tokens ? had : s->tokens;
+    char why[KVQ_TEXT_BYTES] = "";
+    if (!saved->ids && !saved->spans)
+        return 0;
+    int rc = saved->known > saved->tokens || saved->n_spans > KVQ_MAX_SPANS ? KVQ_E_LIMIT : 0;
+    rc = rc ? rc : kvq__ids_spans(s, saved->spans, saved->n_spans, why);
+    if (rc == 0 && known > 0)
+        rc = kvq__ids_set(s, saved->ids, known);
+    if (rc < 0)
+        return kvq__fail(text, rc == KVQ_E_NO_MEMORY || rc == KVQ_E_QUOTA ? rc : KVQ_E_DAMAGED,
+                         "the token ids of session \"%s\" cannot be restored, %llu of %llu: %.200s",
+                         s->name, (unsigned long long)saved->known,
+                         (unsigned long long)saved->tokens,
+                         why[0]                  ? why
+                         : rc == KVQ_E_NO_MEMORY ? "no memory"
+                         : rc == KVQ_E_QUOTA     ? "its namespace is at its limit of table bytes"
+                                                 : "too many");
+    if (known > 0)
+        note_stored(s, parts, n);
+    return 0;
 }

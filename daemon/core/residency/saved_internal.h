@@ -4,6 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_SAVED_INTERNAL_H
 #define KVQ_DAEMON_CORE_RESIDENCY_SAVED_INTERNAL_H
 
+#include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved.h"
 #include "daemon/core/state.h"
 
@@ -16,7 +17,6 @@ struct kvq__ferry;
 // Poller's thread. NULL without memory. For sessions on the host it is plain memory.
 struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu);
 void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry);
-void kvq__ferries_close(struct kvq__core *core); // nobody uses one
 // Any thread. At least `bytes` of its memory; NULL if there is none.
 void *kvq__ferry_memory(struct kvq__ferry *ferry, size_t bytes);
 // Copies to and from its memory (`at` bytes into it), and waits for that. 0 or KVQ_E_SYSTEM.
@@ -126,13 +126,8 @@ struct kvq__follower {
 // Gives the index some of the pages. 1: call it again soon. 0: it has been given all, or as many as
 // there was memory for.
 int kvq__restore_offer(struct kvq__restore *restore);
-// The session, which has taken the blocks of the node and of those before it, follows whatever is
-// yet to read them. 0 or KVQ_E_NO_MEMORY.
-int kvq__follow(struct kvq__session *session, const struct kvq__node *last);
 // A layer has come.
 void kvq__follow_layer(struct kvq__restore *restore, uint32_t layer);
-// The session ends, or is never to be seen.
-void kvq__follow_leave(struct kvq__session *session);
 // All layers have come; or there are none to come any more: the index forgets the pages, and those
 // that began with them answer with that status.
 void kvq__follow_done(struct kvq__restore *restore);

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 
@@ -294,7 +294,7 @@ static void detach(struct kvq__handle *h, bool settles)
         return;
     if (s->writer == h) {
         if (!s->prepared && !settles) // what it has ended stands without it
-            kvq__step_leave(s);
+            s->core->up->step_leave(s);
         s->writer = NULL;
         s->untold = false;
     } else {
@@ -319,4 +319,16 @@ void kvq__handle_close(struct kvq__handle *h)
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");
         kvq__session_detached(s);
     }
+}
+
+// ---- Arenas ----
+
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes)
+{
+    size_t size = (bytes + 63) & ~(size_t)63;
+    if (bytes > q->arena_bytes || size > q->arena_bytes - q->arena_used)
+        return NULL;
+    void *memory = q->arena + q->arena_used;
+    q->arena_used += size;
+    return memory;
 }

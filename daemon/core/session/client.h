@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Clients with their handles, buffers and steps; see client.c and step.c. Part of state.h.
+// Clients with their handles, buffers and steps; see client.c. Part of state.h.
 #ifndef KVQ_DAEMON_CORE_SESSION_CLIENT_H
 #define KVQ_DAEMON_CORE_SESSION_CLIENT_H
 
@@ -76,34 +76,15 @@ void kvq__buffer_use(struct kvq__client *client, struct kvq__buffer *buffer,
 // Lets go of all of them, and empties the set.
 void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set);
 
-// ---- Steps (step.c) ----
-
-struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); // NULL = none
 // It is in a step, or has ended it and waits for the other shards of its group.
 static inline bool kvq__in_step(const struct kvq__session *s)
 {
     return s->step || s->prepared || s->settling;
 }
-// Takes a session out of its step, as it was before, and all shards of its group out of theirs.
-// Accepts sessions without a step: their groups' steps end all the same.
-void kvq__step_leave(struct kvq__session *session);
-// A step of a queue's own, which no client can name; opening an open one does nothing.
-void kvq__step_open(struct kvq__step *step, struct kvq__client *client);
-void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32_t tokens,
-                    uint64_t queue);
-void kvq__step_close_if_empty(struct kvq__step *step);
-// This session alone, which is in a step.
-void kvq__step_undo(struct kvq__session *session);
-// Ends the session's open step. Alone it commits; a shard of a group is prepared, and the last one
-// commits all of them. 0, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE, or KVQ_E_POSITION if another shard of
-// the group stands elsewhere: after these the session, and its group, are as before the step.
-// `result` gets the status and what goes with it; its value on success is the token count that the
-// session has, or will have once the group has committed.
-int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
-// What became of a session that kvq__step_commit prepared, once the whole request has been looked
-// at: another of its entries may have undone it.
-void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
-// Makes the tokens of a step that was checked the session's.
-void kvq__step_publish(struct kvq__session *session);
+
+// ---- Arenas: memory that a request's work is described in ----
+
+// 64-byte aligned memory until the wave ends; NULL if the arena is used up.
+void *kvq__arena_take(struct kvq__queue *q, size_t bytes);
 
 #endif

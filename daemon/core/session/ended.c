@@ -5,7 +5,6 @@
 // thousands of sheets and blocks. Requests that need this memory wait for the pieces (evict.c).
 #include <assert.h>
 
-#include "daemon/core/residency/evict.h"
 #include "daemon/core/state.h"
 
 // ---- One session ----

@@ -9,17 +9,6 @@
 
 #include "daemon/core/state.h"
 
-bool kvq__extent_is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
-{
-    const struct kvq__telling *t;
-    if (!e->told)
-        return false;
-    LIST_FOREACH (t, &e->last->tellings, link)
-        if (t->pool == pool && t->serial >= e->serial)
-            return true;
-    return false;
-}
-
 void kvq__tellings_drop(struct kvq__client *client)
 {
     struct kvq__namespace *ns;

@@ -4,7 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_SESSION_FORMATS_H
 #define KVQ_DAEMON_CORE_SESSION_FORMATS_H
 
-#include "daemon/core/core.h"
+#include "daemon/core/base/base.h"
 
 struct kvq__session;
 

@@ -193,7 +193,7 @@ void kvq__group_undo(const struct kvq__session *s)
         struct kvq__session *m = s->group->member[i];
         if (!m || m == s || !kvq__in_step(m))
             continue;
-        kvq__step_undo(m);
+        m->core->up->step_undo(m);
         m->undone_by = s->shard + 1;
     }
 }
@@ -230,7 +230,7 @@ int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
             return KVQ_E_POSITION;
         }
     for (uint32_t i = 0; i < s->shards; i++)
-        kvq__step_publish(member[i]);
+        s->core->up->step_publish(member[i]);
     return 0;
 }
 
@@ -257,4 +257,17 @@ enum kvq__prepared kvq__group_asks(const struct kvq__queue *q, const struct kvq_
 uint32_t kvq__group_awaited(const struct kvq__session *s)
 {
     return unprepared(s)->shard;
+}
+
+int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
+                       uint32_t asked, char *text)
+{
+    return kvq__fail(text, KVQ_E_EXISTS,
+                     "session \"%s\" exists with %u shards, %u are asked for; open it with as many "
+                     "as it has, %s, or use another name",
+                     name, there, asked,
+                     core->config.saves
+                         ? "close it everywhere and save it (kvqctl session save), so that it can "
+                           "leave memory and come back with others"
+                         : "drop it");
 }

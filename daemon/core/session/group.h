@@ -43,4 +43,8 @@ enum kvq__prepared kvq__group_asks(const struct kvq__queue *queue,
 // The first shard that a prepared session waits for.
 uint32_t kvq__group_awaited(const struct kvq__session *session);
 
+// Says that it is there with another number. KVQ_E_EXISTS.
+int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
+                       uint32_t asked, char *text);
+
 #endif

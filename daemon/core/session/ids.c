@@ -6,26 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/core/residency/saved.h"
 #include "daemon/core/session/prefix.h"
 #include "daemon/core/state.h"
 
 enum { FIRST_PARTS = 2 };
-
-static bool brings_ids(const struct kvq__queue *q)
-{
-    return q->header.flags & KVQ_REQ_TOKEN_IDS;
-}
-
-int kvq__ids_open(struct kvq__queue *q)
-{
-    return brings_ids(q) ? kvq__list_open(q) : 0;
-}
-
-int kvq__ids_check(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
-{
-    return brings_ids(q) && !kvq__list_at(q, q->entries[i].q_row, tokens) ? KVQ_E_BOUNDS : 0;
-}
 
 // ---- Parts ----
 
@@ -92,27 +76,27 @@ static int32_t *own_at(const struct kvq__ids *ids, uint64_t token)
 
 // ---- Tokens that come and go ----
 
-int kvq__ids_take_late(struct kvq__queue *q, uint32_t i)
+int kvq__ids_take(struct kvq__session *s, const volatile int32_t *from, uint32_t tokens)
 {
-    uint32_t tokens = q->work[i].session->step_tokens;
-    int rc = brings_ids(q) ? kvq__ids_check(q, i, tokens) : 0;
-    return rc == 0 && brings_ids(q) ? kvq__ids_take(q, i, tokens) : rc;
-}
-
-int kvq__ids_take(struct kvq__queue *q, uint32_t i, uint32_t tokens)
-{
-    struct kvq__session *s = q->work[i].session;
     s->ids.pending = false;
-    if (!brings_ids(q) || s->ids.known < s->tokens) // behind a gap they are of no use
+    if (!from || s->ids.known < s->tokens) // behind a gap they are of no use
         return 0;
     int rc = kvq__ids_grow(s, s->tokens + tokens);
     if (rc < 0)
         return rc;
-    const volatile int32_t *from = kvq__list_at(q, q->entries[i].q_row, tokens);
     for (uint32_t t = 0; t < tokens; t++)
         *own_at(&s->ids, s->tokens + t) = from[t];
     s->ids.pending = true;
     return 0;
+}
+
+int kvq__ids_set(struct kvq__session *s, const int32_t *ids, uint64_t known)
+{
+    int rc = kvq__ids_grow(s, known);
+    for (uint64_t t = 0; t < known && rc == 0; t++)
+        *own_at(&s->ids, t) = ids[t];
+    s->ids.known = rc == 0 ? known : 0;
+    return rc;
 }
 
 void kvq__ids_commit(struct kvq__session *s, uint64_t had, uint64_t tokens)
@@ -239,46 +223,6 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
 }
 
 // ---- Restoring ----
-
-// What of them is in the store as it will stay.
-static void note_stored(struct kvq__session *s, const struct kvq__part *parts, uint32_t n)
-{
-    for (uint32_t i = n; i > 0 && parts[i - 1].layer == KVQ__IDS_LAYER; i--) {
-        const struct kvq__part *part = &parts[i - 1];
-        uint64_t end = ((uint64_t)part->page + 1) * KVQ__IDS_PART;
-        if (part->kind == KVQ__PART_IDS && end <= s->ids.known && end <= s->floor)
-            s->ids.parts[part->page]->stored = part->id;
-    }
-}
-
-int kvq__ids_restore(struct kvq__session *s, const struct kvq__saved *saved,
-                     const struct kvq__part *parts, uint32_t n, char *text)
-{
-    uint64_t had = saved->ids ? saved->known : 0, known = had < s->tokens ? had : s->tokens;
-    char why[KVQ_TEXT_BYTES] = "";
-    if (!saved->ids && !saved->spans)
-        return 0;
-    int rc = saved->known > saved->tokens || saved->n_spans > KVQ_MAX_SPANS ? KVQ_E_LIMIT : 0;
-    rc = rc ? rc : kvq__ids_spans(s, saved->spans, saved->n_spans, why);
-    if (rc == 0 && known > 0)
-        rc = kvq__ids_grow(s, known);
-    if (rc < 0)
-        return kvq__fail(text, rc == KVQ_E_NO_MEMORY || rc == KVQ_E_QUOTA ? rc : KVQ_E_DAMAGED,
-                         "the token ids of session \"%s\" cannot be restored, %llu of %llu: %.200s",
-                         s->name, (unsigned long long)saved->known,
-                         (unsigned long long)saved->tokens,
-                         why[0]                  ? why
-                         : rc == KVQ_E_NO_MEMORY ? "no memory"
-                         : rc == KVQ_E_QUOTA     ? "its namespace is at its limit of table bytes"
-                                                 : "too many");
-    if (known > 0) {
-        for (uint64_t t = 0; t < known; t++)
-            *own_at(&s->ids, t) = saved->ids[t];
-        s->ids.known = known;
-        note_stored(s, parts, n);
-    }
-    return 0;
-}
 
 // ---- Memory ----
 

@@ -7,12 +7,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
-#include "daemon/core/residency/evict.h"
-#include "daemon/core/residency/move.h"
-#include "daemon/core/residency/park.h"
-#include "daemon/core/residency/reshard.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
 #include "daemon/core/state.h"
 
@@ -496,7 +493,7 @@ static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec
                          "session \"%s\" was closed with a step that a GPU has yet to end; open it "
                          "read-only, again in a moment, or with take_over",
                          s->name);
-    kvq__step_leave(s);
+    s->core->up->step_leave(s);
     return 0;
 }
 
@@ -521,7 +518,7 @@ static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spe
 static int need_lane(struct kvq__client *client, const struct kvq__session *s, char *text)
 {
     struct kvq__lane *lane;
-    const struct kvq__pool *next = kvq__move_place(s);
+    const struct kvq__pool *next = s->core->up->move_place(s);
     int rc = s->pool->gpu ? kvq__lane_get(client, s->pool->gpu, &lane) : 0;
     rc = rc || !next || !next->gpu ? rc : kvq__lane_get(client, next->gpu, &lane);
     return rc < 0 ? kvq__fail(text, rc, "no memory on %s for a client's stream",
@@ -629,8 +626,7 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
         return rc;
     }
     kvq__handle_attach(h, s, spec->flags & KVQ__OPEN_READ_ONLY);
-    kvq__fetch_ask(s); // it is about to be used
-    kvq__home_ask(s);
+    core->up->opened(s);
     kvq__event(core, KVQ__EVENT_SESSION_OPENED, ns->name, s->name, client->id,
                created        ? "created"
                : h->read_only ? "read-only"

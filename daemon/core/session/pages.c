@@ -370,3 +370,33 @@ bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
     *counts = own;
     return true;
 }
+
+// ---- What is due to be packed ----
+
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
+{
+    const struct kvq__layer *l = &s->layers[layer];
+    return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
+}
+
+static struct kvq__session_list *list_of(const struct kvq__session *s)
+{
+    return s->pool->gpu ? &s->core->gpu_packs : &s->core->pack_queue;
+}
+
+void kvq__pack_queue(struct kvq__session *s)
+{
+    if (s->pack_queued || s->dropped || s->away)
+        return;
+    for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
+        s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;
+    if (s->pack_queued)
+        TAILQ_INSERT_TAIL(list_of(s), s, pack_link);
+}
+
+void kvq__pack_unqueue(struct kvq__session *s)
+{
+    if (s->pack_queued)
+        TAILQ_REMOVE(list_of(s), s, pack_link);
+    s->pack_queued = false;
+}

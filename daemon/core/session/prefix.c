@@ -3,27 +3,19 @@
 // The index of prefixes: what a page is known by, the nodes, and who gives way when memory is
 // short. See prefix.h.
 #include "daemon/core/session/prefix.h"
-#include "daemon/core/residency/move.h"
 
 #include <assert.h>
 #include <sodium.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/request/lane.h"
-#include "daemon/core/residency/move.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
 static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
 
 #define NS_PER_SECOND 1000000000ull
 enum { FIRST_BUCKETS = 64 };
-
-void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns)
-{
-    *prefixes = (struct kvq__prefixes){.ns = ns};
-    TAILQ_INIT(&prefixes->leaves);
-}
 
 // ---- Hashes ----
 
@@ -486,7 +478,7 @@ static void seal(struct kvq__session *s)
 {
     bool under_way = s->pool->gpu && s->tail_use > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
-        kvq__move_asks(s)) // whose blocks are about to be others
+        s->core->up->move_asks(s)) // whose blocks are about to be others
         return;
     if (kvq__ids_identify(s, NULL) < 0)
         return;

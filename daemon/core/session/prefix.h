@@ -31,7 +31,6 @@ struct kvq__part;
 struct kvq__pool;
 struct kvq__prefix_ask;
 struct kvq__ref;
-struct kvq__saved;
 struct kvq__session;
 
 enum { KVQ__HASH_BYTES = 32 };
@@ -68,16 +67,9 @@ static inline int32_t *kvq__ids_at(const struct kvq__ids *ids, uint64_t token)
 }
 // Copies the ids of tokens [0, known) out.
 void kvq__ids_read(const struct kvq__ids *ids, int32_t *out);
-// The ids that a request brings: 0, also if it brings none, or what kvq__list_open says.
-int kvq__ids_open(struct kvq__queue *queue);
-// Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
-int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// Copies them, once, behind those of the session's tokens; of a request that brings none: nothing
-// is known of the tokens to come. 0, or as kvq__ns_allocate.
-int kvq__ids_take(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// The same at the end of a step, of its tokens; without any what was told before stays. 0,
-// KVQ_E_BOUNDS, or as kvq__ns_allocate.
-int kvq__ids_take_late(struct kvq__queue *queue, uint32_t entry);
+// Copies the ids of so many tokens, once, behind those of the session's tokens, where they wait for
+// kvq__ids_commit. NULL: nothing is known of the tokens to come. 0, or as kvq__ns_allocate.
+int kvq__ids_take(struct kvq__session *session, const volatile int32_t *from, uint32_t tokens);
 // So many tokens were committed behind `had`.
 void kvq__ids_commit(struct kvq__session *session, uint64_t had, uint64_t tokens);
 // The session has no more than so many tokens from now on.
@@ -88,10 +80,8 @@ void kvq__ids_accept(struct kvq__session *session, uint32_t append, const int32_
                      uint32_t n);
 // A new session with the first `at` tokens of another. 0, or as kvq__ns_allocate.
 int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint64_t at);
-// A session that is restored: the first of those that were saved with it, and of the list those
-// parts that hold them. 0, KVQ_E_NO_MEMORY, KVQ_E_QUOTA or KVQ_E_DAMAGED with a text.
-int kvq__ids_restore(struct kvq__session *session, const struct kvq__saved *saved,
-                     const struct kvq__part *parts, uint32_t n, char *text);
+// A session that is restored has these, and no others.
+int kvq__ids_set(struct kvq__session *session, const int32_t *ids, uint64_t known);
 // Makes room for so many. 0, or as kvq__ns_allocate.
 int kvq__ids_grow(struct kvq__session *session, uint64_t tokens);
 // Adds spans; each takes the place of those that it overlaps. 0, KVQ_E_INVALID, KVQ_E_LIMIT, or
@@ -138,7 +128,11 @@ struct kvq__prefixes {
     uint64_t told_at;
 };
 
-void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns);
+static inline void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns)
+{
+    *prefixes = (struct kvq__prefixes){.ns = ns};
+    TAILQ_INIT(&prefixes->leaves);
+}
 // What the hashes go back to. 0, or KVQ_E_UNSUPPORTED with a text: the session cannot share.
 int kvq__ids_identify(struct kvq__session *session, char *text);
 // The hash of the first page's predecessor, for the sessions of a namespace.
@@ -195,7 +189,7 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
 // Whether sessions of the namespace of that name may share this one's prefixes.
 bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
 
-// ---- Looking and opening with one (prefix_ask.c, prefix_open.c; saved.h has more of asks) ----
+// ---- Looking and opening with one (prefix_ask.c, prefix_open.c; more: prefix_ask.h) ----
 
 // An ask for what a new session, which nobody sees yet, could begin with, hashed and matched at
 // once. 0, or what is wrong with the ids, or KVQ_E_UNSUPPORTED or KVQ_E_NO_MEMORY.

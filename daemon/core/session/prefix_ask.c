@@ -7,10 +7,10 @@
 #include <assert.h>
 #include <string.h>
 
-#include "daemon/core/residency/saved.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/open.h"
 #include "daemon/core/session/prefix.h"
+#include "daemon/core/session/prefix_ask.h"
 #include "daemon/core/state.h"
 
 enum { PIECE_PAGES = 8 }; // looked at in the index between two turns of the poller

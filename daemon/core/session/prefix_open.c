@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/prefix.h"
+#include "daemon/core/session/prefix_ask.h"
 #include "daemon/core/state.h"
 
 // ---- Beginning with it ----
@@ -72,7 +72,7 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
         s->ids.sealed = ask->here;
         memcpy(s->ids.chain, last->chain, KVQ__HASH_BYTES);
     }
-    rc = kvq__follow(s, last);
+    rc = s->core->up->follow(s, last);
     if (rc < 0)
         return rc;
     s->ns->prefixes.hits++;

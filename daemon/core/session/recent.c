@@ -5,6 +5,7 @@
 // to date where it changes, so that sessions that do not matter cost nothing.
 #include <assert.h>
 
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 

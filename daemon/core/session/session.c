@@ -7,12 +7,9 @@
 #include <string.h>
 
 #include "daemon/core/gpu/gpu.h"
-#include "daemon/core/request/lane.h"
-#include "daemon/core/residency/evict.h"
-#include "daemon/core/residency/move.h"
-#include "daemon/core/residency/park.h"
-#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 
@@ -127,7 +124,6 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
             s->layers[i].gpu_book = there.layers[i].gpu_book;
         s->counts = there.counts;
         kvq__session_settle_in(s, to);
-        kvq__home_lost(s);
     }
     kvq__deallocate(s->core, there.layers, bytes);
     return rc;
@@ -135,7 +131,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
 
 void kvq__session_free(struct kvq__session *s)
 {
-    kvq__follow_leave(s);
+    s->core->up->follow_leave(s);
     kvq__ended_add(s);
 }
 
@@ -182,12 +178,9 @@ void kvq__session_end(struct kvq__session *s, const char *why)
 {
     struct kvq__handle *h;
     assert(!s->dropped);
-    kvq__move_lost(s);
-    kvq__home_lost(s);
-    kvq__restore_drop(s);
-    kvq__park_lost(s);
+    s->core->up->ending(s);
     s->dropped = true;
-    kvq__step_leave(s);
+    s->core->up->step_leave(s);
     while ((h = LIST_FIRST(&s->handles))) {
         kvq__handle_detach(h);
         kvq__handle_free(h);
@@ -235,6 +228,28 @@ void kvq__session_unpin(struct kvq__session *s)
         kvq__exact_unpinned(s);
 }
 
+void kvq__reading_end(struct kvq__session *s)
+{
+    if (--s->reading == 0 && s->release_due && !s->dropped)
+        kvq__pages_release(s);
+}
+
+// On a GPU what the step has made is only now there for others.
+void kvq__tail_end(struct kvq__session *s)
+{
+    if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
+        kvq__prefix_seal(s);
+}
+
+void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
+{
+    if (reading)
+        kvq__reading_end(s);
+    if (tail_use)
+        kvq__tail_end(s);
+    kvq__session_unpin(s);
+}
+
 bool kvq__session_quiet(const struct kvq__session *s)
 {
     bool ended = s->pins == 0;
@@ -260,7 +275,7 @@ void kvq__session_detached(struct kvq__session *s)
             kvq__unsaved_note(kvq__group_member(s, i));
     kvq__due_set(s);
     if (!s->settling) // nobody is left to end the others' part
-        kvq__step_leave(s);
+        s->core->up->step_leave(s);
     if (s->drop_on_detach)
         kvq__group_end(s, s->name[0] ? "nobody has it open any more, and on_detach is drop"
                                      : "nobody has it open any more, and it has no name");
@@ -457,23 +472,6 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
     return 0;
 }
 
-int kvq__session_move(struct kvq__client *client, uint64_t value, const struct kvq__move_spec *spec,
-                      struct kvq__move_info *info, char *text)
-{
-    struct kvq__handle *h;
-    struct kvq__move_spec own = *spec;
-    int rc = kvq__handle_attached(client, value, &h, text);
-    if (rc < 0)
-        return rc;
-    if (h->read_only)
-        return kvq__fail(text, KVQ_E_READ_ONLY,
-                         "a session opened read-only cannot be moved through that handle; move it "
-                         "by name (kvqctl session move), or open it for writing");
-    own.one_shard = true;
-    own.shard = h->session->shard;
-    return kvq__move_start(h->session, &own, info, text);
-}
-
 int kvq__session_info(struct kvq__client *client, uint64_t value, struct kvq__session_info *info,
                       char *text)
 {
@@ -578,11 +576,10 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
     return rc;
 }
 
-int kvq__session_move_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                            const char *name, const struct kvq__move_spec *spec,
-                            struct kvq__move_info *info, char *text)
+bool kvq__shortage_counts(const struct kvq__shortage *s, const struct kvq__session *session)
 {
-    struct kvq__session *s;
-    int rc = kvq__session_get(core, peer, ns, name, &s, text);
-    return rc ? rc : kvq__move_start(s, spec, info, text);
+    session->core->shortage_looks++;
+    if (s->code != KVQ_E_QUOTA)
+        return session->pool == s->pool;
+    return session->ns == s->ns && kvq__pool_limit(session->pool) == kvq__pool_limit(s->pool);
 }

@@ -263,11 +263,6 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
                      const char *name, struct kvq__session **s, char *text);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
 void kvq__session_end(struct kvq__session *session, const char *why);
-// Its count has changed, or it is published; and it ends (exact.c).
-void kvq__exact_note(struct kvq__session *session);
-void kvq__exact_leave(struct kvq__session *session);
-// Nothing uses it any more: its prompt may be packed.
-void kvq__exact_unpinned(struct kvq__session *session);
 void kvq__session_pin(struct kvq__session *session);
 void kvq__session_unpin(struct kvq__session *session);
 // Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
@@ -279,6 +274,21 @@ void kvq__session_detached(struct kvq__session *session);
 void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
                                uint64_t *looks);
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
+
+// Whether its blocks count where somebody was refused one.
+bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq__session *session);
+
+// Where a session belongs: the GPU that it was demoted from, or where it is.
+static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
+{
+    return s->home ? s->home : s->pool;
+}
+
+// A request or a lane no longer reads its pages; or what its step appends.
+void kvq__reading_end(struct kvq__session *session);
+void kvq__tail_end(struct kvq__session *session);
+// Lets go of a session that was held and pinned.
+void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
 
 // What holds the page, which is there, of a layer with pages of its own.
 static inline struct kvq__pageref *kvq__page(const struct kvq__layer *l, uint32_t page)
@@ -374,14 +384,18 @@ static inline uint32_t kvq__pages_of(uint64_t tokens)
 // The pool of a place. NULL with a text if there is none of that name.
 struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
 
+// ---- What is due to be packed (pages.c) ----
+
+// Queues the session for packing in the background if any layer has whole units to pack.
+void kvq__pack_queue(struct kvq__session *s);
+// What of a layer is to be packed at what is committed.
+uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
+void kvq__pack_unqueue(struct kvq__session *s);
+
 // ---- Saving and restoring (save.c, restore.c; see saved.h) ----
 
 // Ends the session with all its shards; handles answer with the status, and stay.
 void kvq__session_give_up(struct kvq__session *session, int status);
-// The session is about to end: what reads its blocks may stop.
-void kvq__restore_drop(struct kvq__session *session);
-// Whether what the request asks of the session waits for layers that are yet to be read.
-bool kvq__is_loading(const struct kvq__queue *queue, const struct kvq__session *session);
 static inline bool kvq__is_unsaved(const struct kvq__session *s)
 {
     return s->commits != s->saved_commits;

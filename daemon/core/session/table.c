@@ -7,7 +7,6 @@
 #include <assert.h>
 #include <string.h>
 
-#include "daemon/core/residency/evict.h"
 #include "daemon/core/session/table.h"
 
 static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&

@@ -12,8 +12,8 @@
 // Order. Everything of a lane runs in the order it was enqueued. Between lanes nothing is ordered,
 // so nothing crosses: readers see tokens whose work has ended, a session that another lane has
 // packed is waited for, and memory is given out again only when the flights have ended.
-#ifndef KVQ_DAEMON_CORE_REQUEST_LANE_H
-#define KVQ_DAEMON_CORE_REQUEST_LANE_H
+#ifndef KVQ_DAEMON_CORE_SESSION_LANE_H
+#define KVQ_DAEMON_CORE_SESSION_LANE_H
 
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/core/state.h"
@@ -150,29 +150,5 @@ static inline kvq_gpu_ptr kvq__lane_at(const struct kvq__lane *lane, const void 
 {
     return lane->device + (uint64_t)((const uint8_t *)host - lane->host);
 }
-
-// What each pass enqueues for the entries of a wave (gpu_*.c). 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.
-int kvq__gpu_store_wave(struct kvq__queue *queue);
-int kvq__gpu_pack_wave(struct kvq__queue *queue);
-int kvq__gpu_attend_wave(struct kvq__queue *queue);
-int kvq__gpu_read_wave(struct kvq__queue *queue);
-int kvq__gpu_accept_wave(struct kvq__queue *queue);
-int kvq__gpu_fork_wave(struct kvq__queue *queue);
-// Bytes of the arena that these take for an entry, at most, besides what its prepare took.
-size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
-size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
-size_t kvq__gpu_attend_room(const struct kvq__queue *queue, uint32_t i);
-size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
-// The part of an entry's tokens that the next wave reads. False: there is no room for any.
-bool kvq__gpu_read_prepare(struct kvq__queue *queue, uint32_t i);
-// Operations that these take for an entry, at most, besides KVQ__WAVE_OPS.
-uint32_t kvq__gpu_attend_ops(const struct kvq__queue *queue, uint32_t i);
-uint32_t kvq__gpu_read_ops(const struct kvq__queue *queue, uint32_t i);
-size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
-size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
-// Where token t of an entry's source lies, and how many follow it there (store.c).
-uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i,
-                        const struct kvq__source *source, uint32_t t, struct kvq_view *k,
-                        struct kvq_view *v);
 
 #endif

@@ -5,8 +5,9 @@
 // without that is packed at once, and its raw blocks go. See evict.h.
 #include <assert.h>
 
-#include "daemon/core/residency/evict.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/state.h"
 
 // ---- At open ----
 

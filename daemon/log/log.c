@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Builds log lines on the stack and writes each with one call; see log.h.
-#include "daemon/runtime/log.h"
+#include "daemon/log/log.h"
 
 #include <errno.h>
 #include <fcntl.h>

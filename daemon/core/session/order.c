@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // See order.h; and the functions of core.h about a queue's timeline.
-#include "daemon/core/request/order.h"
+#include "daemon/core/session/order.h"
 
 #include "proto/ring.h"
 
@@ -92,39 +92,4 @@ int kvq__order_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
     if (q->timeline.events)
         return d->event_record(q->timeline.events->done[turn(q)], lane->stream);
     return d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
-}
-
-// ---- Trying ----
-
-// A wait that nothing ends would be for ever, so it comes once the word was seen to be written.
-bool kvq__order_words_work(const struct kvq_gpu_driver *d, int device, struct kvq_gpu_stream *s)
-{
-    void *word = NULL;
-    kvq_gpu_ptr at;
-    int has = 0, result = d->device_attribute(&has, KVQ_GPU_HAS_MEMORY_OPS, device);
-    if (result != KVQ_GPU_OK || !has ||
-        d->host_alloc(&word, sizeof(uint64_t), KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED))
-        return false;
-    kvq_word64_store_release(word, 0);
-    result = d->host_device(&at, word, 0);
-    result = result ? result : d->stream_write64(s, at, 1, 0);
-    result = result ? result : d->stream_sync(s);
-    bool works = result == KVQ_GPU_OK && kvq_word64_load_acquire(word) == 1 &&
-                 d->stream_wait64(s, at, 1, KVQ_GPU_WAIT_AT_LEAST) == KVQ_GPU_OK &&
-                 d->stream_sync(s) == KVQ_GPU_OK;
-    d->host_free(word);
-    return works;
-}
-
-bool kvq__order_events_work(const struct kvq_gpu_driver *d, int device)
-{
-    struct kvq_gpu_event *event;
-    struct kvq_gpu_ipc_event handle;
-    int has = 0;
-    if (d->device_attribute(&has, KVQ_GPU_HAS_IPC_EVENTS, device) != KVQ_GPU_OK || !has ||
-        d->event_create(&event, KVQ_GPU_EVENT_UNTIMED | KVQ_GPU_EVENT_SHARED) != KVQ_GPU_OK)
-        return false;
-    bool works = d->ipc_event_get(&handle, event) == KVQ_GPU_OK;
-    d->event_destroy(event);
-    return works;
 }

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // See lane.h.
-#include "daemon/core/request/lane.h"
+#include "daemon/core/session/lane.h"
 
 #include <assert.h>
 
-#include "daemon/core/request/order.h"
-#include "daemon/core/request/settle.h"
+#include "daemon/core/session/order.h"
 #include "daemon/core/session/table.h"
 #include "proto/ring.h"
 
@@ -439,7 +438,7 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
         lane->first_held = (lane->first_held + 1) % KVQ__LANE_HELD;
         lane->n_held--;
         if (h->settles)
-            kvq__settle(h->session, h->table, NULL);
+            h->session->core->up->settle(h->session, h->table, NULL);
         kvq__hold_end(h->session, h->reading, h->tail_use);
         if (h->table)
             kvq__table_unuse(h->table);

@@ -3,8 +3,8 @@
 // The daemon's log: one line an event in logfmt, `ts=... level=... event=... key=value ...`, to
 // stderr or a file. A line is built on the stack and written with one system call, so threads
 // may log at the same time and nothing is allocated. Lines longer than KVQ_LOG_LINE are cut.
-#ifndef KVQ_DAEMON_RUNTIME_LOG_H
-#define KVQ_DAEMON_RUNTIME_LOG_H
+#ifndef KVQ_DAEMON_LOG_LOG_H
+#define KVQ_DAEMON_LOG_LOG_H
 
 #include <stddef.h>
 #include <stdint.h>
