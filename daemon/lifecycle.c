@@ -116,7 +116,7 @@ static void on_table_gone(void *context, uint64_t client, const struct kvq__tabl
 static void on_wants(void *context)
 {
     struct kvq__server *server = context;
-    kvq__keeper_wants(server->keeper);
+    kvq__jobs_wants(server->jobs);
 }
 
 // Where the configuration does not say how much the tables of sessions may take: a quarter of what
@@ -337,7 +337,7 @@ int kvq__server_open(struct kvq__server *server, char *text)
                                         .pin = server->config.pin};
     if (server->config.storage_dir[0])
         error = kvq__directory_check("storage_dir", server->config.storage_dir, text);
-    error = error ? error : kvq__keeper_open(server, &server->keeper, text);
+    error = error ? error : kvq__jobs_open(server, &server->jobs, text);
     error = error ? error : kvq__poller_open(&config, &server->poller, text);
     error = error ? error : kvq__control_open(server, &server->control, text);
     return error ? error : kvq__attach_open(server, &server->attach, text);
@@ -365,7 +365,7 @@ static void drain_answer(struct kvq__mail *mail)
         return;
     uv_timer_stop(&server->drain_timer);
     kvq__log(KVQ_LOG_INFO, "drained", "complete=yes");
-    kvq__keeper_drain(server->keeper, drain_end);
+    kvq__jobs_drain(server->jobs, drain_end);
 }
 
 // Poller's thread.
@@ -389,7 +389,7 @@ static void drain_look(struct kvq__server *server)
         uv_timer_stop(&server->drain_timer);
         kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
                  (unsigned long long)server->config.drain_ms);
-        kvq__keeper_drain(server->keeper, drain_end);
+        kvq__jobs_drain(server->jobs, drain_end);
     } else if (!server->drain_asked) {
         server->drain_asked = true;
         kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);
@@ -418,7 +418,7 @@ static void close_handle(uv_handle_t *handle, void *context)
 static bool all_back(const struct kvq__server *server)
 {
     return kvq__attach_idle(server->attach) && kvq__control_idle(server->control) &&
-           !server->drain_asked && kvq__keeper_idle(server->keeper) && kvq__events_idle();
+           !server->drain_asked && kvq__jobs_idle(server->jobs) && kvq__events_idle();
 }
 
 static void on_close_timer(uv_timer_t *timer)
@@ -437,7 +437,7 @@ void kvq__server_close(struct kvq__server *server)
         kvq__attach_refuse(server->attach);
         kvq__attach_end_all(server->attach);
     }
-    kvq__keeper_end(server->keeper);
+    kvq__jobs_end(server->jobs);
     while (!all_back(server))
         uv_run(&server->loop, UV_RUN_ONCE);
     uv_timer_stop(&server->drain_timer);
@@ -458,7 +458,7 @@ void kvq__server_close(struct kvq__server *server)
         assert(error == 0);
         (void)error;
     }
-    kvq__keeper_close(&server->keeper);
+    kvq__jobs_close(&server->jobs);
     kvq__attach_free(&server->attach);
     kvq__control_free(&server->control);
     kvq__shm_close(&server->page);

@@ -463,7 +463,7 @@ struct counting {
     const struct kvq__core *core;
     uint64_t used, tokens;
     uint32_t on[1 + KVQ_MAX_GPUS], unsaved;
-    uint32_t sessions, prepared, namespaces, away;
+    uint32_t sessions, prepared, namespaces, offloaded;
 };
 
 // A session that is away has blocks only while they go, or before all of them are there.
@@ -471,7 +471,7 @@ static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
 {
     MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->stored);
     MUST(!s->exclusive && !s->pack_queued && !s->move && s->reading == 0 && s->tail_use == 0);
-    MUST(s->pins == (s->restore != NULL));
+    MUST(s->refs == (s->restore != NULL));
     if (!s->park && !s->restore)
         MUST(s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
 }
@@ -484,7 +484,7 @@ static void check_layer(const struct kvq__session *s, const struct kvq__layer *l
         from += f->restore->session->layers[l - s->layers].loading;
     MUST(l->loading == from || (l->loading == 1 && s->restore && from == 0 && s->n_loading));
     MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
-    MUST(l->packed <= s->tokens && (!l->packer || s->pins > 0));
+    MUST(l->packed <= s->tokens && (!l->packer || s->refs > 0));
     MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
     for (uint32_t p = 0; p < s->n_pages; p++) {
         bool kept = p >= l->first_page;
@@ -519,12 +519,12 @@ static void check_session(const struct kvq__session *s)
         writers += !h->read_only;
     }
     MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
-    MUST(s->away || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    MUST(s->offloaded || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
     check_group(s);
     MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         owned += kvq__layer_owns(s, i);
-        if (kvq__layer_owns(s, i) && s->away)
+        if (kvq__layer_owns(s, i) && s->offloaded)
             check_away(s, &s->layers[i]);
         else if (kvq__layer_owns(s, i))
             check_layer(s, &s->layers[i]);
@@ -616,7 +616,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
         c->unsaved += s->unsaved != KVQ__SAVED;
         c->on[s->pool - c->core->pools]++;
         c->prepared += s->prepared;
-        c->away += s->away;
+        c->offloaded += s->offloaded;
         sessions++;
     }
     MUST(sessions == ns->used[KVQ__SESSIONS]);
@@ -679,12 +679,12 @@ void core_check(const struct kvq__core *core)
         c.used -= core->pools[i].used_bytes;
     MUST(c.used == 0);
     MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
-    MUST(c.away == core->n_away);
+    MUST(c.offloaded == core->n_offloaded);
     MUST(c.tokens == core->tokens && c.unsaved == core->n_unsaved);
     for (uint32_t i = 0; i < core->n_pools; i++)
         MUST(c.on[i] == core->pools[i].sessions);
     check_pools(core);
-    MUST(!TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->limbo) || core->release_left == 0);
+    MUST(!TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->deferred) || core->release_left == 0);
     check_ended(core);
     check_clients(core);
 }

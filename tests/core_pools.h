@@ -6,19 +6,20 @@
 
 #include "tests/core_refs.h"
 
-// Blocks in limbo that belong to the extent; all of them must be unreferenced.
-static uint32_t count_limbo(const struct kvq__core *core, const struct kvq__extent *e)
+// Deferred frees that belong to the extent; all of them must be unreferenced.
+static uint32_t count_deferred(const struct kvq__core *core, const struct kvq__extent *e)
 {
     const struct kvq__block *b;
     uint32_t n = 0;
-    TAILQ_FOREACH (b, &core->limbo, limbo_link) {
+    TAILQ_FOREACH (b, &core->deferred, deferred_link) {
         MUST(b->refs == 0 && !b->free);
         n += b->extent == e;
     }
     return n;
 }
 
-// Each session that has given blocks up stands among the givers, and all of them are in limbo.
+// Each session that has given blocks up stands among the givers, and all of them are deferred
+// frees.
 static void check_givers(const struct kvq__core *core)
 {
     const struct kvq__session *s;
@@ -32,7 +33,7 @@ static void check_givers(const struct kvq__core *core)
             given++;
         }
     }
-    TAILQ_FOREACH (b, &core->limbo, limbo_link)
+    TAILQ_FOREACH (b, &core->deferred, deferred_link)
         marked += b->given_link.le_prev != NULL;
     MUST(givers == core->n_givers && given == marked);
 }
@@ -69,7 +70,7 @@ static void check_extent(const struct kvq__core *core, const struct kvq__arena *
         check_block(b, &c);
     }
     MUST(c.at == arena->pool->extent_bytes && c.used == e->used_bytes && c.used > 0);
-    MUST(c.unreferenced == count_limbo(core, e));
+    MUST(c.unreferenced == count_deferred(core, e));
     sum->used += c.used;
     sum->refs += c.refs;
     sum->exempt += c.exempt;

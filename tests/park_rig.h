@@ -60,7 +60,7 @@ static inline void away(uint64_t handle)
     int rc = park(handle);
     if (rc)
         fail_msg("%s", text);
-    assert_true(session_of(handle)->away);
+    assert_true(session_of(handle)->offloaded);
 }
 
 // A request that brings it back.
@@ -89,12 +89,12 @@ static inline void refused(uint64_t handle, int code, const char *why)
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
     if (!strstr(text, why))
         fail_msg("\"%s\" does not say \"%s\"", text, why);
-    assert_false(session_of(handle)->away);
+    assert_false(session_of(handle)->offloaded);
     core_check(kit.core);
 }
 
 // It is asked to be parked, and what the core wants to be written is copied.
-static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__order *order,
+static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job,
                                               uint64_t *ticket)
 {
     struct kvq__move_info info;
@@ -102,19 +102,19 @@ static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__order
     struct kvq__save_spec spec = {.unnamed = true, .parks = true};
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), 0);
     *ticket = info.id;
-    assert_true(kvq__park_next(kit.core, order));
-    assert_int_equal(order->kind, KVQ__ORDER_SAVE);
-    spec.name = order->session;
+    assert_true(kvq__park_next(kit.core, job));
+    assert_int_equal(job->kind, KVQ__JOB_SAVE);
+    spec.name = job->session;
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
     assert_int_equal(kvq__save_copy(save), 0);
     kvq__save_copied(save);
     return save;
 }
 
-static inline void end_writing(struct kvq__save *save, const struct kvq__order *order)
+static inline void end_writing(struct kvq__save *save, const struct kvq__store_job *job)
 {
     vault_write(&vault, &save);
-    kvq__park_saved(kit.core, order->id, 0, "");
+    kvq__park_saved(kit.core, job->id, 0, "");
     while (kvq__parks_poll(kit.core))
         core_check(kit.core);
 }

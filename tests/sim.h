@@ -120,7 +120,7 @@ struct keep {
     struct kvq__restore *restore;
     const struct vault_session *from;
     uint32_t layer; // that comes next
-    struct kvq__order order;
+    struct kvq__store_job order;
     bool ordered, fetches; // an order's save is yet to end; the restore is of one
     uint32_t tries;
     uint64_t saves, restores, read_prefixes;

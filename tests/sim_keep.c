@@ -64,7 +64,7 @@ static struct kvq__session *idle_session(struct sim *sim, struct track *t)
     TAILQ_FOREACH (ns, &sim->kit.core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link)
             if (s->id == t->id)
-                return LIST_EMPTY(&s->handles) && !s->group && !s->move && s->pins == 0 ? s : NULL;
+                return LIST_EMPTY(&s->handles) && !s->group && !s->move && s->refs == 0 ? s : NULL;
     return NULL;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The simulation's sessions are parked at any moment, whoever has them open, and come back when
-// somebody asks: what the core wants of a keeper is done as slowly as everything else, and fails
-// at times.
+// somebody asks: what the core wants of the store jobs is done as slowly as everything else, and
+// fails at times.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +16,7 @@ static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 // Nothing that a client or anybody else does is in the way, of this shard.
 static bool is_free(const struct kvq__session *s)
 {
-    return s && !kvq__session_in_use(s) && !s->stays && !s->park && !s->away && !s->fetch;
+    return s && !kvq__session_in_use(s) && !s->pinned && !s->park && !s->offloaded && !s->fetch;
 }
 
 static void park(struct sim *sim, struct track *t)
@@ -48,8 +48,8 @@ static void stay(struct sim *sim, struct track *t)
 {
     char id[24], text[KVQ_TEXT_BYTES];
     snprintf(id, sizeof id, "#%llu", (unsigned long long)t->id);
-    MUST(kvq__session_stay_named(sim->kit.core, &admin, NULL, id, kit_chance(&sim->kit, 25),
-                                 text) == 0);
+    MUST(kvq__session_pin_named(sim->kit.core, &admin, NULL, id, kit_chance(&sim->kit, 25), text) ==
+         0);
 }
 
 void park_any(struct sim *sim)
@@ -134,10 +134,10 @@ bool park_serve(struct sim *sim)
     tidy(sim);
     if (!kvq__park_next(sim->kit.core, &k->order))
         return false;
-    if (k->order.kind == KVQ__ORDER_FORGET) {
+    if (k->order.kind == KVQ__JOB_FORGET) {
         vault_forget(&k->vault, k->order.name, k->order.stamp);
         kvq__park_forgot(sim->kit.core, k->order.stamp);
-    } else if (k->order.kind == KVQ__ORDER_FETCH) {
+    } else if (k->order.kind == KVQ__JOB_FETCH) {
         fetch(sim);
     } else {
         k->ordered = true;
@@ -158,18 +158,18 @@ bool park_fails(struct sim *sim)
 {
     struct keep *k = &sim->keep;
     const struct kvq__session *s = k->restore->session;
-    bool untouched = !s->dropped && s->pins == 1 && !kvq__in_step(s) && !s->move;
+    bool untouched = !s->dropped && s->refs == 1 && !kvq__in_step(s) && !s->move;
     if (!k->fetches || !untouched || s->n_loading == 0 || !kit_chance(&sim->kit, 4))
         return false;
     kvq__restore_end(&k->restore, KVQ_E_SYSTEM);
-    MUST(s->away);
+    MUST(s->offloaded);
     return true;
 }
 
 int park_predict(const struct sim *sim, const struct track *t)
 {
     const struct kvq__session *s = find_session(sim, t->id);
-    return s->away ? s->fetch_error : 0;
+    return s->offloaded ? s->fetch_error : 0;
 }
 
 bool park_waits(const struct sim *sim)

@@ -100,7 +100,7 @@ static void test_in_use(void **state)
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     for (uint32_t i = 0; i < 3; i++)
-        kvq__session_pin(kit_of(&m, handles[i])); // as requests under way do
+        kvq__session_ref(kit_of(&m, handles[i])); // as requests under way do
     pass(2 * SECOND);
     uint64_t moved = kit.core->last_move;
     int rc = begin(&m, handles[3], 9, 1, 0); // and its own is not to go
@@ -112,7 +112,7 @@ static void test_in_use(void **state)
     rc = begin(&m, handles[3], 99, 1, 0);
     assert_int_equal(rc, 1);
     for (uint32_t i = 0; i < 3; i++)
-        kvq__session_unpin(kit_of(&m, handles[i]));
+        kvq__session_unref(kit_of(&m, handles[i]));
     assert_int_equal(finish(&m, rc), 0);
     assert_int_equal(refused(), 1);
     assert_int_equal(go_on(&m, handles[3], 1), 0);
@@ -137,14 +137,14 @@ static void test_in_vain(void **state)
     (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
-    kvq__session_pin(kit_of(&m, handles[0]));
-    kvq__session_pin(kit_of(&m, handles[1]));
+    kvq__session_ref(kit_of(&m, handles[0]));
+    kvq__session_ref(kit_of(&m, handles[1]));
     pass(2 * SECOND);
     int rc = begin(&other, opened(&other, "x"), 9, 3 * SESSION, 0);
     assert_int_equal(finish(&other, rc), KVQ_E_NO_MEMORY);
     assert_int_equal(kit.core->last_move, 0);
-    kvq__session_unpin(kit_of(&m, handles[0]));
-    kvq__session_unpin(kit_of(&m, handles[1]));
+    kvq__session_unref(kit_of(&m, handles[0]));
+    kvq__session_unref(kit_of(&m, handles[1]));
 }
 
 // One that was used a moment ago is waited for, but not for ever.
@@ -186,7 +186,7 @@ static void test_flag(void **state)
     (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
-        kvq__session_pin(kit_of(&m, handles[i]));
+        kvq__session_ref(kit_of(&m, handles[i]));
     }
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
@@ -209,7 +209,7 @@ static void test_flag(void **state)
     r.deadline_ns = kit.now + SECOND;
     assert_int_equal(kit_request(&other, &r, &e), 1);
     for (uint32_t i = 0; i < 4; i++)
-        kvq__session_unpin(kit_of(&m, handles[i]));
+        kvq__session_unref(kit_of(&m, handles[i]));
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
     assert_int_equal(again(&other), 0);
     assert_int_equal(status_of(&other), 0);
@@ -227,11 +227,11 @@ static void test_order(void **state)
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         s[i] = kit_of(&m, handles[i]);
-        kvq__session_pin(s[i]);
+        kvq__session_ref(s[i]);
     }
     assert_int_equal(begin(&m, opened(&m, "x"), 9, SESSION, 10 * SECOND), 1);
     assert_int_equal(begin(&other, opened(&other, "y"), 9, SESSION, 10 * SECOND), 1);
-    kvq__session_unpin(s[0]);
+    kvq__session_unref(s[0]);
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
     assert_int_equal(again(&other), 1); // not its turn
     assert_int_equal(again(&m), 0);
@@ -239,13 +239,13 @@ static void test_order(void **state)
     assert_int_equal(again(&other), 1); // its turn, and no room
     // The next one asks for more than gets free, and a smaller one behind it does not mind.
     assert_int_equal(begin(&m, handles[1], 10, SESSION, 10 * SECOND), 1);
-    kvq__session_unpin(s[3]);
+    kvq__session_unref(s[3]);
     assert_int_equal(kvq__session_drop(m.client, handles[3], text), 0);
     assert_int_equal(again(&m), 1);
     assert_int_equal(again(&other), 0);
     assert_int_equal(again(&m), 1);
-    kvq__session_unpin(s[1]);
-    kvq__session_unpin(s[2]);
+    kvq__session_unref(s[1]);
+    kvq__session_unref(s[2]);
     pass(2 * SECOND);
     assert_int_equal(finish(&m, again(&m)), 0); // handles[2] goes
     assert_int_equal(evicted(), 1);
@@ -256,8 +256,8 @@ static void test_each_other(void **state)
 {
     uint64_t a = fed(&m, "a"), b = fed(&other, "b"), c = fed(&m, "c"), d = fed(&m, "d");
     (void)state;
-    kvq__session_pin(kit_of(&m, c));
-    kvq__session_pin(kit_of(&m, d));
+    kvq__session_ref(kit_of(&m, c));
+    kvq__session_ref(kit_of(&m, d));
     assert_int_equal(begin(&m, a, 99, SESSION, 60 * SECOND), 1);
     assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
     pass(1100 * MS);
@@ -271,8 +271,8 @@ static void test_each_other(void **state)
     assert_int_equal(go_on(&other, b, SESSION), 0);
     assert_int_equal(kit_of(&m, a)->tokens, 2 * SESSION);
     assert_int_equal(kit_of(&other, b)->tokens, 2 * SESSION);
-    kvq__session_unpin(kit_of(&m, c));
-    kvq__session_unpin(kit_of(&m, d));
+    kvq__session_unref(kit_of(&m, c));
+    kvq__session_unref(kit_of(&m, d));
 }
 
 static void open_shards(struct member *member, const char *name, uint64_t *shards)
@@ -294,7 +294,7 @@ static void test_half_begun(void **state)
     (void)state;
     for (uint32_t i = 0; i < 2; i++) {
         held[i] = fed(&m, "");
-        kvq__session_pin(kit_of(&m, held[i]));
+        kvq__session_ref(kit_of(&m, held[i]));
     }
     open_shards(&m, "one", one);
     open_shards(&other, "two", two);
@@ -309,7 +309,7 @@ static void test_half_begun(void **state)
     assert_int_equal(again(&m), 0);
     assert_int_equal(status_of(&m), 0);
     for (uint32_t i = 0; i < 2; i++)
-        kvq__session_unpin(kit_of(&m, held[i]));
+        kvq__session_unref(kit_of(&m, held[i]));
 }
 
 // A request of several sessions takes the memory of all of them, or none while it waits.
@@ -319,8 +319,8 @@ static void test_all_or_nothing(void **state)
     (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
-    kvq__session_pin(kit_of(&m, handles[2]));
-    kvq__session_pin(kit_of(&m, handles[3]));
+    kvq__session_ref(kit_of(&m, handles[2]));
+    kvq__session_ref(kit_of(&m, handles[3]));
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
     uint64_t used = kit.core->pools[home].used_bytes;
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
@@ -336,8 +336,8 @@ static void test_all_or_nothing(void **state)
     assert_non_null(kit_of(&other, x)->step);
     assert_non_null(kit_of(&other, y)->step);
     assert_int_equal(evicted(), 1);
-    kvq__session_unpin(kit_of(&m, handles[2]));
-    kvq__session_unpin(kit_of(&m, handles[3]));
+    kvq__session_unref(kit_of(&m, handles[2]));
+    kvq__session_unref(kit_of(&m, handles[3]));
 }
 
 // Whole steps and forks wait as well.
@@ -380,7 +380,7 @@ static void test_drain(void **state)
     (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
-        kvq__session_pin(kit_of(&m, handles[i]));
+        kvq__session_ref(kit_of(&m, handles[i]));
     }
     assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 10 * SECOND), 1);
     struct member third;
@@ -395,7 +395,7 @@ static void test_drain(void **state)
     assert_true(kvq__core_idle(kit.core));
     assert_int_equal(again(&other), KVQ_E_DRAINING);
     for (uint32_t i = 0; i < 4; i++)
-        kvq__session_unpin(kit_of(&m, handles[i]));
+        kvq__session_unref(kit_of(&m, handles[i]));
 }
 
 // ---- Limits, groups, what has just come back ----

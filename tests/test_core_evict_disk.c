@@ -113,7 +113,7 @@ static void test_no_host(void **state)
     attach(&stranger, 2000);
     uint64_t theirs = opened(&stranger, "");
     assert_int_equal(step(&stranger, theirs, 1), 0);
-    kvq__session_pin(kit_of(&stranger, theirs));
+    kvq__session_ref(kit_of(&stranger, theirs));
     home = 1;
     for (uint32_t i = 0; i < 4; i++)
         fed(&m, "");
@@ -123,7 +123,7 @@ static void test_no_host(void **state)
     assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1);
     assert_int_equal(kit.core->evicted.demoted, 0);
     assert_int_equal(kit.core->evicted.failed, 1);
-    kvq__session_unpin(kit_of(&stranger, theirs));
+    kvq__session_unref(kit_of(&stranger, theirs));
     member_close(&stranger);
 }
 
@@ -179,7 +179,7 @@ static void test_above(void **state)
 // Two sessions come back at once, and only one fits: neither keeps what the other one waits for.
 static void test_two_fetches(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r[2];
     uint64_t big[2];
     (void)state;
@@ -190,7 +190,7 @@ static void test_two_fetches(void **state)
         assert_int_equal(step(&m, big[i], 14 * PAGE), 0); // 56 blocks of 64 that there can be
         assert_int_equal(kvq__session_park(m.client, big[i], NULL, text), 0);
         rest();
-        assert_true(kit_of(&m, big[i])->away);
+        assert_true(kit_of(&m, big[i])->offloaded);
     }
     for (uint32_t i = 0; i < 2; i++)
         kvq__fetch_ask(kit_of(&m, big[i]));
@@ -227,7 +227,7 @@ static void test_two_fetches(void **state)
     uint8_t out[LAYERS][OUT_BYTES];
     pass(2 * SECOND);
     attend(&m, big[0], out); // and comes when that has gone
-    assert_true(kit_of(&m, big[1])->away);
+    assert_true(kit_of(&m, big[1])->offloaded);
 }
 
 // ---- Memory that is taken, and that comes free by itself ----
@@ -258,7 +258,7 @@ static void test_beside_a_save(void **state)
         handles[i] = fed(&m, "");
         if (i > 0)
             assert_int_equal(
-                kvq__session_stay_named(kit.core, &admin, NULL, id_of(&m, handles[i]), true, text),
+                kvq__session_pin_named(kit.core, &admin, NULL, id_of(&m, handles[i]), true, text),
                 0);
     }
     attend(&m, handles[0], bits);
@@ -272,7 +272,7 @@ static void test_beside_a_save(void **state)
     assert_int_equal(rc, 1);
     vault_write(&vault, &save);
     assert_int_equal(finish(&other, rc), 0);
-    assert_true(kit_of(&m, handles[0])->away);
+    assert_true(kit_of(&m, handles[0])->offloaded);
     leave_step(&other, x);
     pass(2 * SECOND);
     attend(&m, handles[0], now);
@@ -350,7 +350,7 @@ static void test_beside_a_move(void **state)
     int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
     assert_int_equal(rc, 1);
     assert_int_equal(finish(&other, rc), 0);
-    assert_true(kit_of(&m, a)->away);
+    assert_true(kit_of(&m, a)->offloaded);
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
 }

@@ -88,7 +88,7 @@ static void test_append_is_held(void **state)
     const struct kvq__session *s = kit_of(&one.m, one.session);
     assert_false(kvq__queue_settled(one.m.queue));
     assert_int_equal(s->tail_use, 1);
-    assert_int_equal(s->pins, 1);
+    assert_int_equal(s->refs, 1);
     assert_true(buffer_uses(&one) > 0);
     assert_false(kvq__core_idle(kit.core));
     struct kvq_request r = end_of();
@@ -97,7 +97,7 @@ static void test_append_is_held(void **state)
     stream_ready(&one);
     kit_settle(&one.m);
     assert_int_equal(s->tail_use, 0);
-    assert_int_equal(s->pins, 0);
+    assert_int_equal(s->refs, 0);
     assert_int_equal(buffer_uses(&one), 0);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(one.m.queue)->status, 0);
@@ -516,7 +516,7 @@ static void test_dropped_while_packing(void **state)
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     char text[KVQ_TEXT_BYTES];
     (void)state;
-    assert_int_equal(kit_of(&one.m, one.session)->pins, 0);
+    assert_int_equal(kit_of(&one.m, one.session)->refs, 0);
     const uint64_t used = kit.core->pools[1].used_bytes;
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
     assert_int_equal(kit.core->pools[1].used_bytes, used);

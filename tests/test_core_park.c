@@ -55,28 +55,28 @@ static void test_what_is_away(void **state)
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 900);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
-    assert_false(info.away);
+    assert_false(info.offloaded);
     uint64_t held = kvq__park_frees(session_of(a));
     assert_int_equal(held, kit.core->pools[0].used_bytes);
     away(a);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
-    assert_true(info.away && info.saved);
+    assert_true(info.offloaded && info.saved);
     assert_int_equal(info.packed_bytes + info.window_bytes + info.shared_bytes, 0);
     assert_int_equal(info.tokens, 900);
     assert_true(info.table_bytes < 16384);
     kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.away, 1);
+    assert_int_equal(stats.offloaded, 1);
     assert_int_equal(stats.parked[KVQ__PARK_ASKED], 1);
     assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 1);
     wake(a);
     kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.away, 0);
+    assert_int_equal(stats.offloaded, 0);
     assert_int_equal(stats.fetched, 1);
     assert_true(stats.fetched_bytes > 0);
     assert_int_equal(kit.events[KVQ__EVENT_SESSION_FETCHED], 1);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
-    assert_false(info.away);
+    assert_false(info.offloaded);
 }
 
 // What is saved and unchanged needs no writing; blocks that are stored are not written again.
@@ -91,7 +91,7 @@ static void test_nothing_to_write(void **state)
     uint64_t put = vault.put;
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     settle();
-    assert_true(session_of(a)->away);
+    assert_true(session_of(a)->offloaded);
     assert_int_equal(vault.put, put);
     wake(a);
     vault_find(&vault, "it", 0)->saved.stamp = 5; // what is stored is another one
@@ -106,14 +106,14 @@ static void test_nothing_to_write(void **state)
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     a = open_as("it", 0, 0); // which asks for it
     assert_int_equal(vault_serve(&vault, kit.core), 1);
-    assert_false(session_of(a)->away);
+    assert_false(session_of(a)->offloaded);
 }
 
 // Requests on layers that are there go on, others wait.
 static void test_layers_answer_as_they_come(void **state)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -122,7 +122,7 @@ static void test_layers_answer_as_they_come(void **state)
     away(a);
     kvq__fetch_ask(kit_of(&m, a));
     assert_true(kvq__park_next(kit.core, &order));
-    assert_int_equal(order.kind, KVQ__ORDER_FETCH);
+    assert_int_equal(order.kind, KVQ__JOB_FETCH);
     assert_true(order.name[0] == '#');
     assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
     core_check(kit.core);
@@ -171,21 +171,21 @@ static void test_in_use(void **state)
     refused(a, KVQ_E_BUSY, "own context");
     assert_int_equal(kvq__table_close(m.client, a, text), 0);
     free(memory.host);
-    assert_int_equal(kvq__session_stay(m.client, a, true, text), 0);
+    assert_int_equal(kvq__session_pin(m.client, a, true, text), 0);
     refused(a, KVQ_E_BUSY, "pinned");
-    assert_int_equal(kvq__session_stay_named(kit.core, &admin, "uid-1000", "it", false, text), 0);
+    assert_int_equal(kvq__session_pin_named(kit.core, &admin, "uid-1000", "it", false, text), 0);
     assert_int_equal(kvq__session_open(m.client, &reader, &read, text), 0);
     assert_int_equal(kvq__session_park(m.client, read.handle, &info, text), KVQ_E_READ_ONLY);
-    assert_int_equal(kvq__session_stay(m.client, read.handle, true, text), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq__session_pin(m.client, read.handle, true, text), KVQ_E_READ_ONLY);
     // Both at once: the second is told.
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     refused(a, KVQ_E_BUSY, "already");
     settle();
-    assert_true(session_of(a)->away);
+    assert_true(session_of(a)->offloaded);
     assert_int_equal(kvq__session_prefetch(m.client, read.handle, &info, text), 0);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
     settle();
-    assert_false(session_of(a)->away);
+    assert_false(session_of(a)->offloaded);
     kvq__core_drain(kit.core);
     refused(a, KVQ_E_DRAINING, "shutting down");
     close_kit();
@@ -197,7 +197,7 @@ static void test_in_use(void **state)
 // Between the writing and the end somebody uses it: it stays, and is saved.
 static void test_used_meanwhile(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     uint64_t ticket;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -215,7 +215,7 @@ static void test_used_meanwhile(void **state)
             assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
         }
         end_writing(save, &order);
-        assert_false(session_of(a)->away);
+        assert_false(session_of(a)->offloaded);
         struct kvq__move_info info = ask(ticket);
         assert_int_equal(info.status, KVQ_E_BUSY);
         assert_true(info.finished && strstr(info.text, changes ? "changed" : "step"));
@@ -228,7 +228,7 @@ static void test_used_meanwhile(void **state)
 // Packing that nobody asked for is no use, but has to end first.
 static void test_packed_meanwhile(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     uint64_t ticket;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -239,12 +239,12 @@ static void test_packed_meanwhile(void **state)
     assert_non_null(job);
     assert_ptr_equal(kit.core->packer.session, session_of(a));
     end_writing(save, &order);
-    assert_false(session_of(a)->away);
+    assert_false(session_of(a)->offloaded);
     assert_false(ask(ticket).finished);
     kit_run_job(&kit, job);
     kvq__background_done(kit.core);
     settle();
-    assert_true(session_of(a)->away);
+    assert_true(session_of(a)->offloaded);
     wake(a);
     go_on_alike(a, b, 0);
 }
@@ -259,7 +259,7 @@ static void test_no_space(void **state)
     vault.fail = KVQ_E_NO_SPACE;
     assert_int_equal(park(a), KVQ_E_NO_SPACE);
     assert_non_null(strstr(text, "broken"));
-    assert_false(session_of(a)->away);
+    assert_false(session_of(a)->offloaded);
     vault.fail = 0;
     go_on_alike(a, b, 0);
     away(a);
@@ -295,7 +295,7 @@ static void test_no_room(void **state)
     kvq__pools_trim(kit.core, 0);
     pool->budget = pool->extent_bytes - 1; // for no extent
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
-    assert_true(session_of(a)->away);
+    assert_true(session_of(a)->offloaded);
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY); // asked for anew
     kvq__core_parks(kit.core, &stats);
     assert_int_equal(stats.fetch_failed, 2);
@@ -314,7 +314,7 @@ static void test_no_room(void **state)
         kvq__fetch_ask(kit_of(&m, a));
         settle();
         kit.fail_one_in = 0;
-        if (!session_of(a)->away)
+        if (!session_of(a)->offloaded)
             away(a);
     }
     wake(a);
@@ -334,7 +334,7 @@ static void test_damage(void **state)
     away(b);
     vault.fail = KVQ_E_SYSTEM;
     assert_int_equal(ask_in_vain(a), KVQ_E_SYSTEM);
-    assert_true(session_of(a)->away);
+    assert_true(session_of(a)->offloaded);
     vault.fail = 0;
     vault.lost_from = 600;
     assert_int_equal(kit.core->n_sessions, 2);
@@ -357,7 +357,7 @@ static void test_damage(void **state)
 // Damage that shows while layers come; and a disk that fails then.
 static void test_fails_midway(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -371,7 +371,7 @@ static void test_fails_midway(void **state)
         assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
         if (i == 0) { // nobody was there: it is away again
             kvq__restore_end(&r, KVQ_E_SYSTEM);
-            assert_true(session_of(a)->away);
+            assert_true(session_of(a)->offloaded);
             core_check(kit.core);
             wake(a);
             go_on_alike(a, b, 0);

@@ -9,7 +9,7 @@
 static void test_forgotten(void **state)
 {
     struct kvq__session_info info;
-    struct kvq__order order;
+    struct kvq__store_job order;
     (void)state;
     struct kvq__session_spec dropping = {
         .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
@@ -33,7 +33,7 @@ static void test_forgotten(void **state)
     drop(asked);
     assert_int_equal(kvq__session_close(m.client, b, text), 0);
     assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
-    assert_int_equal(kit.core->n_away, 0);
+    assert_int_equal(kit.core->n_offloaded, 0);
     assert_int_equal(vault_serve(&vault, kit.core), 3);
     assert_int_equal(vault.n_sessions, 2);
     assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
@@ -77,11 +77,11 @@ static void test_client_goes(void **state)
         assert_int_equal(kit_step(&other, info.handle, 300, HEADS, DIM), 0);
         kit_pack(&kit);
         struct kvq__move_info moved;
-        struct kvq__order order;
+        struct kvq__store_job order;
         struct kvq__restore *r = NULL;
         assert_int_equal(kvq__session_park(other.client, info.handle, &moved, text), 0);
         settle();
-        assert_int_equal(kit.core->n_away, 1);
+        assert_int_equal(kit.core->n_offloaded, 1);
         if (i > 0)
             assert_int_equal(kvq__session_prefetch(other.client, info.handle, &moved, text), 0);
         if (i > 1) {
@@ -101,7 +101,7 @@ static void test_client_goes(void **state)
 // It is dropped while memory is taken for it.
 static void test_dropped_before_it_has_room(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0);
@@ -126,7 +126,7 @@ static void test_dropped_before_it_has_room(void **state)
 // It is wanted back while its blocks still go.
 static void test_wanted_while_it_goes(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__move_info info;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -144,13 +144,13 @@ static void test_wanted_while_it_goes(void **state)
     while (kvq__parks_poll(kit.core))
         core_check(kit.core);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_int_equal(order.kind, KVQ__ORDER_FETCH);
+    assert_int_equal(order.kind, KVQ__JOB_FETCH);
 }
 
 // It is asked to be parked while it comes back: once it is there, if it ever is.
 static void test_parked_while_it_comes_back(void **state)
 {
-    struct kvq__order order, none;
+    struct kvq__store_job order, none;
     struct kvq__restore *r;
     struct kvq__move_info info;
     (void)state;
@@ -171,9 +171,9 @@ static void test_parked_while_it_comes_back(void **state)
         else
             assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
         core_check(kit.core);
-        assert_int_equal(session_of(a)->away, fails);
+        assert_int_equal(session_of(a)->offloaded, fails);
         settle();
-        assert_true(session_of(a)->away);
+        assert_true(session_of(a)->offloaded);
         assert_int_equal(ask(info.id).status, fails ? KVQ_E_SYSTEM : 0);
         wake(a);
         go_on_alike(a, b, 0);
@@ -234,14 +234,14 @@ static void test_groups(void **state)
     refused(h[0], KVQ_E_BUSY, "step"); // the other shard is
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
     away(h[0]);
-    assert_true(session_of(h[1])->away);
-    assert_int_equal(kit.core->n_away, 2);
+    assert_true(session_of(h[1])->offloaded);
+    assert_int_equal(kit.core->n_offloaded, 2);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     step_both(h, 100); // all are asked for at once
     assert_int_equal(session_of(h[1])->tokens, 700);
     away(h[1]);
     assert_int_equal(kvq__session_prefetch(m.client, h[0], &info, text), 0);
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r[2];
     for (uint32_t i = 0; i < 2; i++) {
         assert_true(kvq__park_next(kit.core, &order));
@@ -328,7 +328,7 @@ static void reclaim(struct kvq__namespace *ns)
 // adds nothing to it.
 static void test_prefix(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r;
     (void)state;
     set_rows("f16");
@@ -367,7 +367,7 @@ static void test_prefix(void **state)
 
 static void test_core_closes(void **state)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("it", LAYERS, 0);
     feed(a, 300);

@@ -136,7 +136,7 @@ static void test_drop_while_reading(void **state)
     assert_int_equal(begin_attend(&other, reader, 100), KVQ__RUN);
     uint64_t used = kit.core->pools[0].used_bytes;
     assert_int_equal(kvq__session_drop(m.client, writer, text), 0);
-    assert_int_equal(kit.core->pools[0].used_bytes, used); // in limbo
+    assert_int_equal(kit.core->pools[0].used_bytes, used); // deferred
     core_check(kit.core);
     memset(m.memory, 0, BUFFER / 4);
     for (uint32_t i = 0; i < 2; i++) { // requests that began later end before

@@ -48,7 +48,7 @@ static int teardown(void **state)
 {
     (void)state;
     assert_int_equal(kit_of(&m, session)->tokens, TOKENS);
-    assert_int_equal(kit_of(&m, session)->pins, 0);
+    assert_int_equal(kit_of(&m, session)->refs, 0);
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);

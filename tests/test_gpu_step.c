@@ -173,7 +173,7 @@ static void test_settles(void **state)
     assert_int_equal(step(&one, MANY), 0);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, MANY);
     const struct kvq__session *s = kit_of(&one.m, one.session);
-    assert_true(s->settling && s->tokens == 0 && s->layers[0].packed == 0);
+    assert_true(s->committing && s->tokens == 0 && s->layers[0].packed == 0);
     assert_int_equal(t.page->tokens, 0);
     assert_int_equal(request(&one, MANY, 1, true), 1); // waits
     stream_ready(&one);
@@ -526,7 +526,7 @@ static void test_dies_between_chunks(void **state)
     kit_load(&small.m, &r, &e);
     assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
     const struct kvq__session *s = kit_of(&small.m, small.session);
-    assert_true(s->settling && s->step_layers > 0 && s->step_layers < 3);
+    assert_true(s->committing && s->step_layers > 0 && s->step_layers < 3);
     kit_settle(&small.m); // too late to cancel what has been stored
     kvq__client_detach(small.m.client);
     kit_settle(&small.m);

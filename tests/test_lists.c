@@ -93,10 +93,10 @@ static Kvq__Cursor *keep(const Kvq__Cursor *next, Kvq__Cursor *copy)
 
 static struct {
     uint64_t handle;
-    bool open, stays, listed;
+    bool open, pinned, listed;
 } known[1 + MOST]; // by id: the kit's core counts from 1
 
-static void open_one(bool stays)
+static void open_one(bool pinned)
 {
     const struct kvq__layer_row row = {
         .q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "f16", .kv_from = -1};
@@ -114,7 +114,7 @@ static void open_one(bool stays)
     assert_in_range(info.id, 1, MOST);
     known[info.id].handle = info.handle;
     known[info.id].open = true;
-    known[info.id].stays = stays;
+    known[info.id].pinned = pinned;
 }
 
 // Of `at`, the session that the next page is behind, and of others.
@@ -122,7 +122,7 @@ static void churn(uint32_t times, uint64_t at)
 {
     for (uint32_t i = 0; i < times; i++) {
         uint64_t id = i ? 1 + kit_below(&kit, (uint32_t)kit.core->last_session) : at;
-        if (known[id].open && !known[id].stays) {
+        if (known[id].open && !known[id].pinned) {
             assert_int_equal(kvq__session_drop(m.client, known[id].handle, text), 0);
             known[id].open = false;
             open_one(false);
@@ -173,13 +173,13 @@ static void test_sessions(void **state)
     for (int round = 0; round < 3; round++) {
         list_all("", 100);
         for (uint32_t i = 0; i <= MOST; i++)
-            missing += known[i].stays && !known[i].listed;
+            missing += known[i].pinned && !known[i].listed;
         assert_int_equal(missing, 0);
     }
     // Of one namespace, from a first page that all are gone from by then.
     list_all("team", 100);
     for (uint32_t i = 0; i <= MOST; i++)
-        if (known[i].stays) {
+        if (known[i].pinned) {
             bool own = strcmp(kit_of(&m, known[i].handle)->ns->name, "team") == 0;
             assert_int_equal(known[i].listed, own);
         }

@@ -264,7 +264,7 @@ void vault_forget(struct vault *v, const char *name, uint64_t stamp)
     }
 }
 
-int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order *order,
+int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__store_job *order,
                 struct kvq__restore **restore)
 {
     char text[KVQ_TEXT_BYTES] = "the vault is broken";
@@ -288,7 +288,7 @@ int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order
 }
 
 // 1: something else has to end first.
-static int park(struct vault *v, struct kvq__core *core, const struct kvq__order *order)
+static int park(struct vault *v, struct kvq__core *core, const struct kvq__store_job *order)
 {
     const struct vault_session *s = vault_find(v, order->name, 0);
     bool there = order->stored && s && s->saved.stamp == order->stamp;
@@ -302,15 +302,15 @@ static int park(struct vault *v, struct kvq__core *core, const struct kvq__order
 
 uint32_t vault_serve(struct vault *v, struct kvq__core *core)
 {
-    struct kvq__order order;
+    struct kvq__store_job order;
     struct kvq__restore *r;
     uint32_t n = 0;
     for (; kvq__park_next(core, &order); n++) {
         core_check(core);
-        if (order.kind == KVQ__ORDER_FORGET) {
+        if (order.kind == KVQ__JOB_FORGET) {
             vault_forget(v, order.name, order.stamp);
             kvq__park_forgot(core, order.stamp);
-        } else if (order.kind == KVQ__ORDER_SAVE) {
+        } else if (order.kind == KVQ__JOB_SAVE) {
             int rc = park(v, core, &order);
             if (rc == 1)
                 kvq__park_saved(core, order.id, KVQ_E_BUSY, "it was packed all the time");

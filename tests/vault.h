@@ -55,10 +55,10 @@ int vault_prefix(struct vault *v, struct kvq__core *core, const char *ns,
 int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vault_session *from,
                 uint32_t layer);
 // The same for a session that is wanted back. 0, or what it failed with: then that was told.
-int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__order *order,
+int vault_fetch(struct vault *v, struct kvq__core *core, const struct kvq__store_job *order,
                 struct kvq__restore **restore);
-// What a keeper does for sessions that are parked: carries all orders out, to their ends. Returns
-// how many there were.
+// What the store jobs do for sessions that are parked: carries all of them out, to their ends.
+// Returns how many there were.
 uint32_t vault_serve(struct vault *v, struct kvq__core *core);
 // Takes a session out, with all its shards, if it has that stamp.
 void vault_forget(struct vault *v, const char *name, uint64_t stamp);

@@ -738,7 +738,7 @@ static void start(struct kvq__connection *c)
     int error = -1;
     c->state = KVQ__CONNECTION_BUSY;
     c->work.data = c;
-    if (kvq__keeper_takes(c->server->keeper, c->request)) {
+    if (kvq__jobs_takes(c->server->jobs, c->request)) {
         bool opens = described(c) != NULL;
         c->task = (struct kvq__task){.request = c->request,
                                      .arena = &c->arena,
@@ -747,7 +747,7 @@ static void start(struct kvq__connection *c)
                                      .client = c->client,
                                      .before = opens ? before_open : NULL,
                                      .done = kept};
-        kvq__keeper_start(c->server->keeper, &c->task);
+        kvq__jobs_start(c->server->jobs, &c->task);
         return;
     }
     if (needs_gpu(c))

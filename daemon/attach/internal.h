@@ -2,7 +2,7 @@
 //
 // Connections of the attach socket, shared by attach.c (their life), commands.c (what they
 // ask for), memory.c (queues and buffers), gpu.c (memory of GPUs, and known to them),
-// return.c (giving that back) and order.c (what orders requests on streams).
+// return.c (giving that back) and stream_sync.c (what orders requests on streams).
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
 // needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
@@ -315,7 +315,7 @@ int kvq__attach_check_pins(const struct kvq__connection *connection, char *text)
 // Loop's thread. The connection is about to be freed.
 void kvq__pins_leave(const struct kvq__connection *connection);
 
-// ---- order.c ----
+// ---- stream_sync.c ----
 
 // OpenTimeline and OpenEvents: on the loop's thread what can be checked at once; on a thread of
 // libuv's what may take long (sets connection->error and text); on the poller's what the core does;

@@ -22,7 +22,7 @@ void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, c
 
 static const char *tier_of(const struct kvq__session_info *info)
 {
-    return info->away ? "disk" : info->isa[0] && !info->demoted ? "device" : "host";
+    return info->offloaded ? "disk" : info->isa[0] && !info->demoted ? "device" : "host";
 }
 
 Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
@@ -78,7 +78,7 @@ Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__se
     s->loading_layers = info->loading;
     s->saved = info->saved;
     s->tier = kvq_arena_text(arena, tier_of(info));
-    s->pinned = info->stays;
+    s->pinned = info->pinned;
     return s;
 }
 
@@ -352,10 +352,10 @@ static int start_prefetch(const struct kvq__dispatch *d, const Kvq__PrefetchSess
 static int pin_session(const struct kvq__dispatch *d, const Kvq__PinSession *m, char *text)
 {
     if (m->which_case == KVQ__PIN_SESSION__WHICH_REF)
-        return kvq__session_stay_named(d->core, d->peer, m->ref->namespace_, m->ref->name, m->pin,
-                                       text);
+        return kvq__session_pin_named(d->core, d->peer, m->ref->namespace_, m->ref->name, m->pin,
+                                      text);
     int error = need_client(d, text);
-    return error ? error : kvq__session_stay(d->client, m->handle, m->pin, text);
+    return error ? error : kvq__session_pin(d->client, m->handle, m->pin, text);
 }
 
 static int run_move(const struct kvq__dispatch *d, const Kvq__Request *request,

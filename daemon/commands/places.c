@@ -56,7 +56,7 @@ static void add_eviction(const struct kvq__dispatch *d, struct kvq_arena *arena,
     out->failed = e.failed;
     out->prompts_packed = e.prompts_packed;
     out->prompts_packed_bytes = e.prompts_packed_bytes;
-    out->parked = p.away;
+    out->parked = p.offloaded;
     out->demoted_now = e.demoted_now;
     out->waiting_now = e.waiting_now;
     s->eviction = out;

@@ -447,7 +447,7 @@ uint32_t kvq__usable_cpus(void)
     return 1;
 }
 
-// What can be told without opening it; see kvq__keeper_remote_open.
+// What can be told without opening it; see kvq__jobs_remote_open.
 static int check_remote(const struct kvq_config *config, char *text)
 {
     const char *const others[][2] = {{"remote_bucket", config->remote_bucket},

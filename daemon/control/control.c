@@ -75,8 +75,8 @@ struct kvq__control {
     struct kvq__mail mail;
     struct kvq__peer peer;
     struct sender sender;
-    uint32_t n_errands;
-    LIST_HEAD(, errand) errands;
+    uint32_t n_tasks;
+    LIST_HEAD(, control_task) tasks;
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;
@@ -84,10 +84,10 @@ struct kvq__control {
     uint8_t arena_memory[KVQ_WIRE_ARENA];
 };
 
-// A request that the keeper has: others go on meanwhile.
-struct errand {
+// A request that the store's jobs have: others go on meanwhile.
+struct control_task {
     struct kvq__task task;
-    LIST_ENTRY(errand) link;
+    LIST_ENTRY(control_task) link;
     struct kvq__control *control;
     struct kvq__peer peer;
     struct sender sender;
@@ -181,11 +181,11 @@ static void run(struct kvq__mail *mail)
 
 // ---- Requests ----
 
-static void errand_done(struct kvq__task *task)
+static void task_done(struct kvq__task *task)
 {
-    struct errand *e = (struct errand *)task; // its first member
+    struct control_task *e = (struct control_task *)task; // its first member
     struct kvq__control *c = e->control;
-    c->n_errands--;
+    c->n_tasks--;
     LIST_REMOVE(e, link);
     count_request(c, e->sender.back, true);
     if (c->open)
@@ -193,22 +193,22 @@ static void errand_done(struct kvq__task *task)
     free(e);
 }
 
-// Whether this peer may have one more request at the keeper.
-static bool errand_allowed(const struct kvq__control *c)
+// Whether this peer may have one more request with the store jobs.
+static bool task_allowed(const struct kvq__control *c)
 {
-    const struct errand *e;
+    const struct control_task *e;
     uint32_t own = 0;
-    LIST_FOREACH (e, &c->errands, link)
+    LIST_FOREACH (e, &c->tasks, link)
         own += e->peer.uid == c->peer.uid;
-    return c->peer.admin ? c->n_errands < MOST_ERRANDS
-                         : kvq__share_allows(own, 1, c->n_errands, MOST_ERRANDS);
+    return c->peer.admin ? c->n_tasks < MOST_ERRANDS
+                         : kvq__share_allows(own, 1, c->n_tasks, MOST_ERRANDS);
 }
 
 // The message was unpacked before, so it can be again.
-static void start_errand(struct kvq__control *c, zmq_msg_t *body)
+static void start_task(struct kvq__control *c, zmq_msg_t *body)
 {
     char text[KVQ_TEXT_BYTES] = "";
-    struct errand *e = errand_allowed(c) ? calloc(1, sizeof *e) : NULL;
+    struct control_task *e = task_allowed(c) ? calloc(1, sizeof *e) : NULL;
     if (!e) {
         refuse(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
         return;
@@ -231,11 +231,11 @@ static void start_errand(struct kvq__control *c, zmq_msg_t *body)
                                  .arena = &e->arena,
                                  .reply = &e->reply,
                                  .peer = &e->peer,
-                                 .done = errand_done};
-    c->n_errands++;
-    LIST_INSERT_HEAD(&c->errands, e, link);
+                                 .done = task_done};
+    c->n_tasks++;
+    LIST_INSERT_HEAD(&c->tasks, e, link);
     count_request(c, e->sender.back, false);
-    kvq__keeper_start(c->server->keeper, &e->task);
+    kvq__jobs_start(c->server->jobs, &e->task);
 }
 
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
@@ -262,8 +262,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);
         send_reply(c);
-    } else if (kvq__keeper_takes(c->server->keeper, c->request)) {
-        start_errand(c, body);
+    } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
+        start_task(c, body);
     } else if (!kvq__dispatch_knows(c->request->command_case)) {
         refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else {
@@ -517,7 +517,7 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
         return KVQ_E_NO_MEMORY;
     }
     c->server = server;
-    LIST_INIT(&c->errands);
+    LIST_INIT(&c->tasks);
     kvq_arena_init(&c->arena, c->arena_memory, sizeof c->arena_memory);
     int error = open_sockets(c, text);
     if (error)
@@ -547,7 +547,7 @@ void kvq__control_end(struct kvq__control *c)
 
 bool kvq__control_idle(const struct kvq__control *c)
 {
-    return !c || (!c->busy && c->n_errands == 0);
+    return !c || (!c->busy && c->n_tasks == 0);
 }
 
 void kvq__control_free(struct kvq__control **control)

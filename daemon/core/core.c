@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "daemon/core/gpu/extents.h"
-#include "daemon/core/request/settle.h"
+#include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
@@ -46,13 +46,13 @@ static bool reclaim_table(struct kvq__namespace *ns)
 static void on_opened(struct kvq__session *s)
 {
     kvq__fetch_ask(s);
-    kvq__home_ask(s);
+    kvq__demoted_ask(s);
 }
 
 static void on_ending(struct kvq__session *s)
 {
     kvq__move_lost(s);
-    kvq__home_lost(s);
+    kvq__demoted_lost(s);
     kvq__restore_drop(s);
     kvq__park_lost(s);
 }
@@ -63,7 +63,7 @@ static const struct kvq__upward upward = {.block_reclaim = kvq__prefix_reclaim,
                                           .step_leave = kvq__step_leave,
                                           .step_undo = kvq__step_undo,
                                           .step_publish = kvq__step_publish,
-                                          .settle = kvq__settle,
+                                          .gpu_commit = kvq__gpu_commit,
                                           .opened = on_opened,
                                           .ending = on_ending,
                                           .follow_leave = kvq__follow_leave,
@@ -71,7 +71,7 @@ static const struct kvq__upward upward = {.block_reclaim = kvq__prefix_reclaim,
                                           .move_asks = kvq__move_asks,
                                           .move_place = kvq__move_place,
                                           .park_asks = kvq__park_asks,
-                                          .home_asks = kvq__home_asks,
+                                          .demoted_asks = kvq__demoted_asks,
                                           .evict_for = kvq__evict_for};
 
 static void set_defaults(struct kvq__core_config *c)
@@ -151,7 +151,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     core->config = c;
     core->up = &upward;
     open_pools(core);
-    TAILQ_INIT(&core->limbo);
+    TAILQ_INIT(&core->deferred);
     TAILQ_INIT(&core->givers);
     TAILQ_INIT(&core->ended);
     kvq__drops_end(core);
@@ -203,7 +203,7 @@ void kvq__core_close(struct kvq__core **pointer)
         kvq__prefixes_close(core, ns);
     kvq__lanes_close(core);
     assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
-    kvq__ferries_close(core);
+    kvq__stagings_close(core);
     kvq__pools_trim(core, 0);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);

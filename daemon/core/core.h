@@ -199,8 +199,8 @@ struct kvq__session_info {
     uint32_t loading;       // layers that are yet to be read from a store
     bool saved;             // what is committed is in a store
     bool demoted;           // it is in the host\'s memory, though `place` is where it belongs
-    bool away;              // parked: it has no memory, and comes back when it is used
-    bool stays;             // pinned: it is never parked
+    bool offloaded;         // parked: it has no memory, and comes back when it is used
+    bool pinned;            // it is never parked
     uint64_t prefix_tokens; // that it began with
     uint64_t exact_tokens;  // of a prompt that is read in 16 bits until it has ended; 0: none
     bool packs_early;       // of a prompt of which that is no longer so, for room
@@ -391,16 +391,16 @@ int kvq__session_prefetch_named(struct kvq__core *core, const struct kvq__peer *
 int kvq__session_prefetch(struct kvq__client *client, uint64_t handle, struct kvq__move_info *info,
                           char *text);
 // With `stay`, it is never parked from now on, and comes back if it is.
-int kvq__session_stay_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                            const char *name, bool stay, char *text);
-int kvq__session_stay(struct kvq__client *client, uint64_t handle, bool stay, char *text);
+int kvq__session_pin_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                           const char *name, bool stay, char *text);
+int kvq__session_pin(struct kvq__client *client, uint64_t handle, bool stay, char *text);
 
 struct kvq__park_stats {
     uint64_t parked[KVQ__PARK_REASONS], freed_bytes[KVQ__PARK_REASONS];
     uint64_t fetched, fetched_bytes, fetch_failed;
     uint64_t fetch_ns;    // from when the first was asked for, of all together
     uint64_t fetch_ms[2]; // how long the last and the longest took
-    uint32_t away;        // sessions
+    uint32_t offloaded;   // sessions
 };
 void kvq__core_parks(const struct kvq__core *core, struct kvq__park_stats *stats);
 

@@ -6,11 +6,11 @@
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and
 // extents; a session owns its layers and formats. Its page table comes in
 // sheets, its token ids in parts: forks share those that can change no more. A sheet holds one
-// reference to each block that it names, however many have it. Requests in flight hold pins on
+// reference to each block that it names, however many have it. Requests in flight hold references to
 // sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
-// the addresses it needs before its job starts, and pins the sessions that they are of. A
+// the addresses it needs before its job starts, and references the sessions that they are of. A
 // block that lost its last reference is not given out again as long as any request (a "flight")
 // that started earlier is under way, or, if one session alone had it, until nothing pins that
 // session and no stream packs it (kvq__session_quiet), whichever comes first.
@@ -47,7 +47,7 @@ struct kvq__namespace {
     uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     bool lenient; // what is taken just now is given back at once: it counts, and is not refused
-    LIST_HEAD(, kvq__telling) tellings;
+    LIST_HEAD(, kvq__export_record) exports;
     struct kvq__arena arenas[1 + KVQ_MAX_GPUS]; // of each pool
     struct kvq__session_list sessions;          // in the order of their ids
     struct kvq__session_tree by_id;             // the same, to find a place among them
@@ -72,14 +72,14 @@ void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
 
 // A client that was told of a namespace's extents of one pool, up to a serial number, and so may
 // have them mapped as long as it is there.
-struct kvq__telling {
-    LIST_ENTRY(kvq__telling) link; // in the namespace
+struct kvq__export_record {
+    LIST_ENTRY(kvq__export_record) link; // in the namespace
     const struct kvq__client *client;
     const struct kvq__pool *pool;
     uint32_t serial;
 };
 
-void kvq__tellings_drop(struct kvq__client *client); // it is gone
+void kvq__exports_drop(struct kvq__client *client); // it is gone
 
 // ---- Packing (pack.c) ----
 
@@ -106,7 +106,7 @@ TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__move_list, kvq__move);
 TAILQ_HEAD(kvq__waiters, kvq__queue);
-struct kvq__ferry;
+struct kvq__staging;
 struct kvq__park;
 struct kvq__forget;
 
@@ -143,8 +143,8 @@ struct kvq__upward {
     void (*step_leave)(struct kvq__session *session);
     void (*step_undo)(struct kvq__session *session);
     void (*step_publish)(struct kvq__session *session);
-    void (*settle)(struct kvq__session *session, struct kvq__table *table,
-                   struct kvq_result *result);
+    void (*gpu_commit)(struct kvq__session *session, struct kvq__table *table,
+                       struct kvq_result *result);
     // And of residency:
     void (*opened)(struct kvq__session *session); // and is about to be used
     void (*ending)(struct kvq__session *session); // it is about to end
@@ -154,8 +154,8 @@ struct kvq__upward {
     struct kvq__pool *(*move_place)(const struct kvq__session *session);
     // Requests call:
     bool (*park_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
-    bool (*home_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
-    enum kvq__help (*evict_for)(struct kvq__core *core, const struct kvq__plea *plea);
+    bool (*demoted_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+    enum kvq__help (*evict_for)(struct kvq__core *core, const struct kvq__eviction_request *asked);
 };
 
 struct kvq__core {
@@ -167,7 +167,8 @@ struct kvq__core {
     struct kvq__session_list seals;           // with pages for the index that may be final by now
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;
-    struct kvq__block_row limbo; // by retired.at; some stand behind others that are retired later
+    struct kvq__block_row
+        deferred; // by retired.at; some stand behind others that are retired later
     struct kvq__session_list givers; // that may have blocks there (session->given)
     uint32_t n_givers;
     struct kvq__drop { // of what is dropped just now: see kvq__drops_begin
@@ -189,7 +190,7 @@ struct kvq__core {
     uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
-    struct kvq__queue *errands; // of nobody: by it lanes are given such work; NULL without GPUs
+    struct kvq__queue *background; // of nobody: by it lanes are given such work; NULL without GPUs
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
     uint64_t tokens;                                      // of all sessions
@@ -197,7 +198,7 @@ struct kvq__core {
     uint32_t n_unsaved;                                   // in all of them
     uint64_t unsaved_asks;                                // how often kvq__core_unsaved was called
     uint32_t n_prepared;                                  // sessions that wait for their groups
-    uint32_t n_settling;                                  // sessions with a STEP under way on a GPU
+    uint32_t n_committing;                                // sessions with a STEP under way on a GPU
     uint32_t n_moving;                                    // sessions that have a move
     uint32_t n_moves;                                     // those included that are over
     uint64_t last_move;
@@ -209,17 +210,17 @@ struct kvq__core {
     TAILQ_HEAD(, kvq__forget) forgets;
     struct kvq__session_list fetches; // sessions that are wanted back
     struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
-    uint32_t n_away, n_parks, n_forgets;
+    uint32_t n_offloaded, n_parks, n_forgets;
     uint64_t last_stamp;
     bool closing;
     struct kvq__park_stats park_stats;
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
-    LIST_HEAD(, kvq__ferry) ferries; // that nobody uses just now
-    struct kvq__shortage shortage;   // the last block that was refused
-    bool index_later;                // what the last look for room in the index says of its `later`
-    bool patient;                    // whoever takes blocks just now can come again (KVQ_E_BUSY)
-    uint64_t extents_made;           // changes whenever some are there that were waited for
+    LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
+    struct kvq__shortage shortage;      // the last block that was refused
+    bool index_later;            // what the last look for room in the index says of its `later`
+    bool patient;                // whoever takes blocks just now can come again (KVQ_E_BUSY)
+    uint64_t extents_made;       // changes whenever some are there that were waited for
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;

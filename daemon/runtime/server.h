@@ -20,7 +20,7 @@
 struct kvq__attach;
 struct kvq__control;
 struct kvq__gpus;
-struct kvq__keeper;
+struct kvq__jobs;
 struct kvq__codebooks;
 struct kvq__refill;
 
@@ -47,7 +47,7 @@ struct kvq__server {
     struct kvq__codebooks *codebooks; // any thread
     struct kvq__poller *poller;
     struct kvq__shm page; // struct kvq_daemon_page
-    struct kvq__keeper *keeper;
+    struct kvq__jobs *jobs;
     struct kvq__attach *attach;
     struct kvq__control *control;
     // Sends an event to whoever listens (kvq__control_publish). NULL: nobody does.

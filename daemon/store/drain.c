@@ -57,13 +57,13 @@ static int write_some(struct drain *d, uint32_t from, uint32_t to, uint8_t *scra
 {
     struct kvq_save *out = NULL;
     struct kvq__same_blocks same = {0};
-    int rc = kvq_save_begin(d->task.keeper->store, &out, text, KVQ_TEXT_BYTES);
+    int rc = kvq_save_begin(d->task.jobs->store, &out, text, KVQ_TEXT_BYTES);
     for (uint32_t i = from; i < to && rc == 0; i++) {
         struct kvq__task *t = d->batch[i];
         uint32_t before = kvq_save_count(out);
         if (!is_to_write(t))
             continue;
-        int failed = kvq__keeper_write(t, out, &same, scratch);
+        int failed = kvq__jobs_write(t, out, &same, scratch);
         if (failed && kvq_save_cut(out, before)) {
             t->rc = failed;
         } else if (failed) {
@@ -84,7 +84,7 @@ static uint64_t bytes_of(const struct drain *d, uint32_t from, uint32_t to)
 {
     uint64_t bytes = 0;
     for (uint32_t i = from; i < to; i++)
-        bytes += is_to_write(d->batch[i]) ? kvq__keeper_unsaved_bytes(d->batch[i]) : 0;
+        bytes += is_to_write(d->batch[i]) ? kvq__jobs_unsaved_bytes(d->batch[i]) : 0;
     return bytes;
 }
 
@@ -109,7 +109,7 @@ static void write_halves(struct drain *d, uint32_t from, uint32_t to, uint8_t *s
     uint64_t bytes = bytes_of(d, from, to);
     int rc = write_some(d, from, to, scratch, text);
     if (rc == KVQ_E_NO_SPACE && !d->full) {
-        d->full = !kvq__keeper_make_room(d->task.keeper, bytes);
+        d->full = !kvq__jobs_make_room(d->task.jobs, bytes);
         rc = d->full ? rc : write_some(d, from, to, scratch, text);
     }
     if (rc == 0)
@@ -136,7 +136,7 @@ static void write_batch(struct kvq__task *task)
         struct kvq__task *t = d->batch[i];
         if (!is_to_write(t))
             continue;
-        t->rc = kvq__keeper_copy(t);
+        t->rc = kvq__jobs_copy(t);
         if (t->rc == 0 && !scratch) {
             t->rc = KVQ_E_NO_MEMORY;
             snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
@@ -182,7 +182,7 @@ static void give_up(struct drain *d, const struct kvq__unsaved *u, const char *t
 static void end_one(struct drain *d, struct kvq__task *t)
 {
     const struct kvq__unsaved u = {.id = t->stored, .tokens = t->tokens};
-    kvq__name_give(&d->task.keeper->names, &t->hold);
+    kvq__name_give(&d->task.jobs->names, &t->hold);
     if (t->rc == AGAIN || t->rc == WAITS) {
         d->moved |= t->rc == AGAIN;
         keep(d, t);
@@ -190,13 +190,13 @@ static void end_one(struct drain *d, struct kvq__task *t)
         d->moved = d->any = true;
         d->saved += !t->unchanged;
         t->quiet = t->unchanged;
-        kvq__keeper_tell_saved(t);
+        kvq__jobs_tell_saved(t);
     } else if (t->rc != KVQ_E_NO_SESSION) { // that it was dropped meanwhile
         struct kvq__unsaved named = u;
         snprintf(named.ns, sizeof named.ns, "%s", t->ns);
         snprintf(named.name, sizeof named.name, "%s", t->name);
         d->moved = true;
-        kvq__keeper_tell_saved(t);
+        kvq__jobs_tell_saved(t);
         give_up(d, &named, t->text);
     }
     free(t);
@@ -205,7 +205,7 @@ static void end_one(struct drain *d, struct kvq__task *t)
 static void end_batch(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    kvq__turn_end(&task->keeper->turns, &task->turn);
+    kvq__turn_end(&task->jobs->turns, &task->turn);
     for (uint32_t i = 0; i < d->n_batch; i++)
         end_one(d, d->batch[i]);
     d->n_batch = 0;
@@ -245,9 +245,9 @@ static void take_hold(struct kvq__task *task)
             t->rc = AGAIN;
             continue;
         }
-        t->rc = kvq__save_begin(task->keeper->server->core, &self, &spec, &t->save, t->text);
+        t->rc = kvq__save_begin(task->jobs->server->core, &self, &spec, &t->save, t->text);
         t->unchanged = t->rc == 0 && !t->save;
-        bytes += t->save ? kvq__keeper_unsaved_bytes(t) : 0;
+        bytes += t->save ? kvq__jobs_unsaved_bytes(t) : 0;
         sessions += t->save ? kvq__save_shards(t->save) : 0;
     }
     kvq__task_to_loop(task, go_write);
@@ -266,7 +266,7 @@ static void has_name(struct kvq__hold *hold)
 // Takes the names that can be had at once: nobody waits for one while he has others.
 static void take_names(struct drain *d)
 {
-    struct kvq__keeper *keeper = d->task.keeper;
+    struct kvq__jobs *jobs = d->task.jobs;
     for (; d->at < d->n && d->n_batch < BATCH; d->at++) {
         const struct kvq__unsaved u = d->list[d->at];
         struct kvq__task *t = calloc(1, sizeof *t);
@@ -274,18 +274,18 @@ static void take_names(struct drain *d)
             give_up(d, &u, "no memory to save it");
             continue;
         }
-        t->keeper = keeper;
+        t->jobs = jobs;
         t->own = true;
         t->stored = u.id; // in memory
         t->tokens = u.tokens;
         snprintf(t->ns, sizeof t->ns, "%s", u.ns);
         snprintf(t->name, sizeof t->name, "%s", u.name);
         t->hold.kind = KVQ__HOLD_ALONE;
-        kvq__name_take(&keeper->names, &t->hold, t->ns, t->name, has_name);
+        kvq__name_take(&jobs->names, &t->hold, t->ns, t->name, has_name);
         if (t->hold.held) {
             d->batch[d->n_batch++] = t;
         } else {
-            kvq__name_give(&keeper->names, &t->hold);
+            kvq__name_give(&jobs->names, &t->hold);
             keep(d, t);
             free(t);
         }
@@ -297,13 +297,13 @@ static void take_names(struct drain *d)
 static void end(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    struct kvq__keeper *keeper = task->keeper;
-    void (*drained)(struct kvq__server *) = keeper->drained;
-    keeper->drained = NULL;
+    struct kvq__jobs *jobs = task->jobs;
+    void (*drained)(struct kvq__server *) = jobs->drained;
+    jobs->drained = NULL;
     free(d->list);
     free(d->given);
     free(d);
-    drained(keeper->server);
+    drained(jobs->server);
 }
 
 static void finish(struct drain *d)
@@ -364,7 +364,7 @@ static void end_round(struct drain *d)
 static void next_batch(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    if (task->keeper->ended) {
+    if (task->jobs->ended) {
         finish(d);
         return;
     }
@@ -409,39 +409,39 @@ static void told(struct kvq__task *task)
 static void ask(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    d->found = kvq__core_unsaved(task->keeper->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
+    d->found = kvq__core_unsaved(task->jobs->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
     kvq__task_to_loop(task, told);
 }
 
-void kvq__keeper_drain_on(struct kvq__keeper *keeper)
+void kvq__jobs_drain_on(struct kvq__jobs *jobs)
 {
-    void (*drained)(struct kvq__server *) = keeper->drained;
-    if (!drained || keeper->drain_begun || keeper->n_own > 0 || keeper->asking)
+    void (*drained)(struct kvq__server *) = jobs->drained;
+    if (!drained || jobs->drain_begun || jobs->n_own > 0 || jobs->asking)
         return;
     struct drain *d = calloc(1, sizeof *d);
-    keeper->drain_begun = true;
+    jobs->drain_begun = true;
     if (!d) {
         kvq__log(KVQ_LOG_WARN, "not_saved", "text=\"no memory to save what is not saved\"");
-        keeper->drained = NULL;
-        drained(keeper->server);
+        jobs->drained = NULL;
+        drained(jobs->server);
         return;
     }
-    d->task.keeper = keeper;
+    d->task.jobs = jobs;
     d->task.done = end;
     d->task.doing = "saving what is not saved";
     d->begun = kvq__now_ns();
-    keeper->n_tasks++;
+    jobs->n_tasks++;
     kvq__task_to_poller(&d->task, ask);
 }
 
-void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server))
+void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server))
 {
-    kvq__transfers_stop(keeper);
-    if (!keeper->store || !keeper->server->config.save_on_drain) {
-        done(keeper->server);
+    kvq__transfers_stop(jobs);
+    if (!jobs->store || !jobs->server->config.save_on_drain) {
+        done(jobs->server);
         return;
     }
-    keeper->draining = true;
-    keeper->drained = done;
-    kvq__keeper_drain_on(keeper);
+    jobs->draining = true;
+    jobs->drained = done;
+    kvq__jobs_drain_on(jobs);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the keeper's files share.
+// What the files of the store jobs share.
 #ifndef KVQ_DAEMON_STORE_INTERNAL_H
 #define KVQ_DAEMON_STORE_INTERNAL_H
 
@@ -31,7 +31,7 @@ struct kvq__layer_mail {
 // A session that is being restored.
 struct kvq__loading {
     TAILQ_ENTRY(kvq__loading) link;
-    struct kvq__keeper *keeper;
+    struct kvq__jobs *jobs;
     struct kvq__restore *restore;
     struct kvq__found *found;
     struct kvq__task *task;      // that waits for the end; NULL = none
@@ -53,13 +53,13 @@ struct kvq__limits {
     struct kvq__override before; // of the namespace whose limits are being set
 };
 
-struct kvq__keeper {
+struct kvq__jobs {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
     struct kvq__names names;
     struct kvq__turns turns; // of those that write
     struct kvq__tasks aside; // saves whose sessions cannot be taken hold of as yet
-    uint32_t n_tasks, n_own; // n_own: of these, saves of the keeper's
+    uint32_t n_tasks, n_own; // n_own: of these, the store jobs' own saves
     uv_timer_t retry, tick;
     bool timers, ended;
 
@@ -118,40 +118,39 @@ void kvq__task_name(struct kvq__task *task, enum kvq__hold_kind kind,
 void kvq__task_step_aside(struct kvq__task *task);
 // Ends it with task->rc and its text.
 void kvq__task_end(struct kvq__task *task);
-void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
-                      const char *name, const char *text);
+void kvq__jobs_tell(struct kvq__jobs *jobs, enum kvq__event_kind kind, const char *ns,
+                    const char *name, const char *text);
 
 // Poller's thread. KVQ_E_EXISTS with a text if task->ns and name are in memory: what is stored of
 // it is not replaced then. The task holds the name alone, so that it does not come meanwhile.
-int kvq__keeper_refuse_here(struct kvq__task *task);
+int kvq__jobs_refuse_here(struct kvq__task *task);
 
 // ---- tidy.c ----
 
 // A session of the store (0: none) was used just now.
-void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session);
+void kvq__jobs_used(struct kvq__jobs *jobs, uint64_t session);
 // The same by name, whether or not the store has it.
-void kvq__keeper_used_name(struct kvq__keeper *keeper, const char *ns, const char *name,
-                           uint32_t shard);
+void kvq__jobs_used_name(struct kvq__jobs *jobs, const char *ns, const char *name, uint32_t shard);
 // Writes down all that were, at the end: blocks for it.
-void kvq__keeper_note_used(struct kvq__keeper *keeper);
+void kvq__jobs_note_used(struct kvq__jobs *jobs);
 // Does some of what can wait, if nobody else has anything to do.
-void kvq__keeper_tidy(struct kvq__keeper *keeper);
+void kvq__jobs_tidy(struct kvq__jobs *jobs);
 // Frees that much on disk if it can. Whether it freed anything. On a thread of libuv's, in the turn
 // of a task that writes.
-bool kvq__keeper_make_room(struct kvq__keeper *keeper, uint64_t bytes);
+bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes);
 // What is being written and read just now, empty: nothing; and how many wait to write.
-void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued);
+void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32_t *queued);
 
 // ---- list.c ----
 
 // A page of what is saved, of task->ns or (empty) of all; on a thread of libuv's.
-void kvq__keeper_list(struct kvq__task *task);
+void kvq__jobs_list(struct kvq__task *task);
 // Whether the request's cursor can be gone on from: 0 or a code with a text.
-int kvq__keeper_list_check(struct kvq__task *task);
+int kvq__jobs_list_check(struct kvq__task *task);
 
 // ---- save.c ----
 
-void kvq__keeper_save(struct kvq__task *task); // task->ns and name, or its request's, are set
+void kvq__jobs_save(struct kvq__task *task); // task->ns and name, or its request's, are set
 
 // Blocks that were put in a save, of which sessions that come after may have the same ones.
 struct kvq__same_blocks {
@@ -162,43 +161,44 @@ void kvq__same_blocks_free(struct kvq__same_blocks *same);
 enum { KVQ__SCRATCH_BYTES = KVQ__SAVED_BYTES + KVQ_WIRE_ARENA };
 // Puts all of task->save into `out`, and counts it in the task. 0 or a code with a text. On a
 // thread of libuv's.
-int kvq__keeper_write(struct kvq__task *task, struct kvq_save *out, struct kvq__same_blocks *same,
-                      uint8_t scratch[KVQ__SCRATCH_BYTES]);
+int kvq__jobs_write(struct kvq__task *task, struct kvq_save *out, struct kvq__same_blocks *same,
+                    uint8_t scratch[KVQ__SCRATCH_BYTES]);
 // The same for kvq__save_copy: the poller then lets the session go on.
-int kvq__keeper_copy(struct kvq__task *task);
+int kvq__jobs_copy(struct kvq__task *task);
 // Bytes of its parts that the store does not have, or may not.
-uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *task);
+uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *task);
 // Reads all that is stored of a session without a name and checks it: once it is parked nobody has
 // another copy. 0, KVQ_E_DAMAGED, after which a save puts what is damaged anew, or another code. On
 // a thread of libuv's.
-int kvq__keeper_read_back(struct kvq__task *task);
+int kvq__jobs_read_back(struct kvq__task *task);
 // How it has ended, as an event.
-void kvq__keeper_tell_saved(struct kvq__task *task);
+void kvq__jobs_tell_saved(struct kvq__task *task);
 
 // ---- drain.c ----
 
-// Begins to save what is not saved, if the keeper is to and nobody else saves of its own accord.
-void kvq__keeper_drain_on(struct kvq__keeper *keeper);
+// Begins to save what is not saved, if the store jobs are to and nobody else saves of its own
+// accord.
+void kvq__jobs_drain_on(struct kvq__jobs *jobs);
 
 // ---- read.c ----
 
 // Reads all of the kvq__loading that work->data is. On a thread of libuv's.
-void kvq__keeper_read(uv_work_t *work);
+void kvq__jobs_read(uv_work_t *work);
 
 // ---- quota.c ----
 
 // Reads the file of limits that were set and puts them in effect; before anything else runs.
-int kvq__keeper_quotas_open(struct kvq__keeper *keeper, char *text);
-void kvq__keeper_quotas_close(struct kvq__keeper *keeper);
-void kvq__keeper_set_quota(struct kvq__task *task); // or delete
+int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text);
+void kvq__jobs_quotas_close(struct kvq__jobs *jobs);
+void kvq__jobs_set_quota(struct kvq__task *task); // or delete
 // After a task that may have changed what is on disk: tells the core what namespaces have there
 // now, and goes on with kvq__task_end.
-void kvq__keeper_count(struct kvq__task *task);
+void kvq__jobs_count(struct kvq__task *task);
 
 // ---- restore.c ----
 
-void kvq__keeper_open_session(struct kvq__task *task);
-void kvq__keeper_restore(struct kvq__task *task);
+void kvq__jobs_open_session(struct kvq__task *task);
+void kvq__jobs_restore(struct kvq__task *task);
 // All that the store has of a shard, and how far all shards are good. The task says whose.
 int kvq__found_read(struct kvq__task *task, const struct kvq_store_session *s,
                     struct kvq__found *found);
@@ -216,31 +216,31 @@ int kvq__found_gather(struct kvq_store *store, const struct kvq__found *found,
                       const uint32_t *parts, uint32_t n, void *const *rooms, char *text);
 
 // A FETCH.
-void kvq__keeper_fetch(struct kvq__task *task);
+void kvq__jobs_fetch(struct kvq__task *task);
 // The stamp of what is stored as task->ns and name. 0 or a code with a text; any thread of libuv's.
-int kvq__keeper_stamp(struct kvq__task *task, uint64_t *stamp);
+int kvq__jobs_stamp(struct kvq__task *task, uint64_t *stamp);
 // Whether all of that is there, as far as is known, with this stamp. Likewise.
-bool kvq__keeper_is_whole(struct kvq__task *task, uint64_t stamp);
+bool kvq__jobs_is_whole(struct kvq__task *task, uint64_t stamp);
 
 // ---- park.c ----
 
 // No more orders are taken; those that were end.
-void kvq__keeper_stop_orders(struct kvq__keeper *keeper);
+void kvq__jobs_stop_orders(struct kvq__jobs *jobs);
 // Deletes sessions without a name that a run before has left. 0 or a code with a text.
-int kvq__keeper_sweep(struct kvq_store *store, char *text);
+int kvq__jobs_sweep(struct kvq_store *store, char *text);
 
 // ---- remote.c: commands ----
 
 // Checks what the configuration says of a remote store. 0, or a code with a text.
-int kvq__keeper_remote_open(struct kvq__keeper *keeper, char *text);
-void kvq__keeper_remote_close(struct kvq__keeper *keeper);
-bool kvq__keeper_remote_takes(const Kvq__Request *request);
-void kvq__keeper_remote(struct kvq__task *task);
+int kvq__jobs_remote_open(struct kvq__jobs *jobs, char *text);
+void kvq__jobs_remote_close(struct kvq__jobs *jobs);
+bool kvq__jobs_remote_takes(const Kvq__Request *request);
+void kvq__jobs_remote(struct kvq__task *task);
 
 // ---- transfer.c ----
 
 // All end soon, and no new ones begin.
-void kvq__transfers_stop(struct kvq__keeper *keeper);
+void kvq__transfers_stop(struct kvq__jobs *jobs);
 
 // What the store has of one shard.
 struct kvq__found {
@@ -274,20 +274,20 @@ struct kvq__begin {
 };
 // Poller's thread. Makes task->found and begins to read it; begun() then follows on the loop's
 // thread, with task->rc: task->reading is what is read, and NULL once it has ended.
-void kvq__keeper_load(struct kvq__task *task, const struct kvq__begin *as,
-                      void (*begun)(struct kvq__task *task));
+void kvq__jobs_load(struct kvq__task *task, const struct kvq__begin *as,
+                    void (*begun)(struct kvq__task *task));
 // Loop's thread. read() follows when that has ended, with its task->rc; or at once.
-void kvq__keeper_load_wait(struct kvq__task *task, void (*read)(struct kvq__task *task));
+void kvq__jobs_load_wait(struct kvq__task *task, void (*read)(struct kvq__task *task));
 // Loop's thread. It goes on without the task.
-void kvq__keeper_load_leave(struct kvq__task *task);
+void kvq__jobs_load_leave(struct kvq__task *task);
 
 // ---- prefix.c ----
 
 // Poller's thread. If the store has more of the prefix than memory, it is read first; then next()
 // follows, on the poller's thread, whatever came of it.
-void kvq__keeper_prefix(struct kvq__task *task, const Kvq__OpenSession *open,
-                        void (*next)(struct kvq__task *task));
-void kvq__keeper_lookup(struct kvq__task *task);
+void kvq__jobs_prefix(struct kvq__task *task, const Kvq__OpenSession *open,
+                      void (*next)(struct kvq__task *task));
+void kvq__jobs_lookup(struct kvq__task *task);
 // The key that hashes are keyed with: the store's, made if there is none. 0 or a code with a text.
 int kvq__prefix_key(const char *folder, uint8_t key[32], char *text);
 

@@ -8,10 +8,10 @@
 #include "daemon/commands/dispatch.h"
 #include "daemon/store/internal.h"
 
-int kvq__keeper_list_check(struct kvq__task *t)
+int kvq__jobs_list_check(struct kvq__task *t)
 {
     const Kvq__Cursor *cursor = t->request->list_saved->cursor;
-    int rc = kvq__cursor_check(cursor, t->keeper->server->identity.epoch,
+    int rc = kvq__cursor_check(cursor, t->jobs->server->identity.epoch,
                                KVQ__REQUEST__COMMAND_LIST_SAVED, t->text);
     if (rc || !cursor || cursor->id <= INT64_MAX)
         return rc;
@@ -65,14 +65,14 @@ static void fill_saved(struct kvq__task *t, Kvq__SavedList *list, struct kvq_sto
                        uint32_t room)
 {
     enum { MOST_READS = 16 };
-    uint64_t epoch = t->keeper->server->identity.epoch;
+    uint64_t epoch = t->jobs->server->identity.epoch;
     const Kvq__Cursor *cursor = t->request->list_saved->cursor;
     uint64_t after = cursor ? cursor->id : 0;
     uint32_t count = room;
     size_t bytes = 0;
     bool more = true;
     for (int reads = 0; more && count == room && t->rc == 0 && reads < MOST_READS; reads++) {
-        t->rc = kvq_store_list(t->keeper->store, t->ns[0] ? t->ns : NULL, after, s, room, &count,
+        t->rc = kvq_store_list(t->jobs->store, t->ns[0] ? t->ns : NULL, after, s, room, &count,
                                t->text, sizeof t->text);
         more = t->rc == 0 && add_saved(t->arena, s, count, list, &bytes, &after);
     }
@@ -83,7 +83,7 @@ static void fill_saved(struct kvq__task *t, Kvq__SavedList *list, struct kvq_sto
         list->next->id = after;
 }
 
-void kvq__keeper_list(struct kvq__task *t)
+void kvq__jobs_list(struct kvq__task *t)
 {
     enum { ROOM = 256 };
     struct kvq_store_session *s = calloc(ROOM, sizeof *s);

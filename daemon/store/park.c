@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the core wants so that sessions can be parked (saved.h): the poller takes its orders and
+// What the core wants so that sessions can be parked (saved.h): the poller takes its jobs and
 // sends each to the loop as a task, which writes, reads or deletes as commands do.
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,37 +9,38 @@
 #include "daemon/log/log.h"
 #include "daemon/store/internal.h"
 
-// A task that carries an order out, allocated.
-struct errand {
+// A task that carries a job out, allocated.
+struct job_task {
     struct kvq__task task;
-    struct kvq__order order;
+    struct kvq__store_job job;
 };
 
 static const struct kvq__peer self = {.admin = true};
 
-static struct kvq__keeper *of_wants(struct kvq__mail *mail)
+static struct kvq__jobs *of_wants(struct kvq__mail *mail)
 {
-    return (struct kvq__keeper *)((char *)mail - offsetof(struct kvq__keeper, wants_mail));
+    return (struct kvq__jobs *)((char *)mail - offsetof(struct kvq__jobs, wants_mail));
 }
 
-// ---- Orders ----
+// ---- Jobs ----
 
 static void done(struct kvq__task *t)
 {
-    free((struct errand *)t); // its first member
+    free((struct job_task *)t); // its first member
 }
 
 // Poller's thread: it is not carried out.
-static void refuse(struct kvq__core *core, const struct kvq__order *o, int status, const char *text)
+static void refuse(struct kvq__core *core, const struct kvq__store_job *o, int status,
+                   const char *text)
 {
     switch (o->kind) {
-    case KVQ__ORDER_SAVE:
+    case KVQ__JOB_SAVE:
         kvq__park_saved(core, o->id, status, text);
         break;
-    case KVQ__ORDER_FETCH:
+    case KVQ__JOB_FETCH:
         kvq__fetch_failed(core, o->id, status, text);
         break;
-    case KVQ__ORDER_FORGET:
+    case KVQ__JOB_FORGET:
         kvq__park_forgot(core, o->stamp);
         break;
     }
@@ -52,7 +53,7 @@ static void end(struct kvq__task *t)
 
 static void refuse_late(struct kvq__task *t)
 {
-    refuse(t->keeper->server->core, t->order, KVQ_E_DRAINING, "the daemon is shutting down");
+    refuse(t->jobs->server->core, t->job, KVQ_E_DRAINING, "the daemon is shutting down");
     kvq__task_to_loop(t, end);
 }
 
@@ -73,15 +74,15 @@ static void go_forget(struct kvq__task *t)
 // What counts as stored may have been replaced or damaged since.
 static void look(struct kvq__task *t)
 {
-    t->again = !kvq__keeper_is_whole(t, t->order->stamp) ||
-               (t->name[0] == '#' && kvq__keeper_read_back(t) != 0);
+    t->again =
+        !kvq__jobs_is_whole(t, t->job->stamp) || (t->name[0] == '#' && kvq__jobs_read_back(t) != 0);
     t->text[0] = 0;
 }
 
 // Poller's thread.
 static void is_stored(struct kvq__task *t)
 {
-    kvq__park_saved(t->keeper->server->core, t->order->id, 0, "");
+    kvq__park_saved(t->jobs->server->core, t->job->id, 0, "");
     kvq__task_to_loop(t, end);
 }
 
@@ -90,73 +91,73 @@ static void looked(uv_work_t *work, int status)
     struct kvq__task *t = kvq__task_of(work);
     (void)status;
     if (t->again)
-        kvq__keeper_save(t);
+        kvq__jobs_save(t);
     else
         kvq__task_to_poller(t, is_stored);
 }
 
 static void start_save(struct kvq__task *t)
 {
-    if (t->order->stored)
+    if (t->job->stored)
         kvq__task_to_work(t, look, looked);
     else
-        kvq__keeper_save(t);
+        kvq__jobs_save(t);
 }
 
 static void start(struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
-    keeper->n_tasks++;
-    if (keeper->ended)
+    struct kvq__jobs *jobs = t->jobs;
+    jobs->n_tasks++;
+    if (jobs->ended)
         kvq__task_to_poller(t, refuse_late);
-    else if (t->order->kind == KVQ__ORDER_SAVE)
+    else if (t->job->kind == KVQ__JOB_SAVE)
         start_save(t);
-    else if (t->order->kind == KVQ__ORDER_FETCH)
-        kvq__keeper_fetch(t);
+    else if (t->job->kind == KVQ__JOB_FETCH)
+        kvq__jobs_fetch(t);
     else
         go_forget(t);
 }
 
-static void send_on(struct kvq__keeper *keeper, const struct kvq__order *order)
+static void send_on(struct kvq__jobs *jobs, const struct kvq__store_job *job)
 {
-    struct errand *e = calloc(1, sizeof *e);
+    struct job_task *e = calloc(1, sizeof *e);
     if (!e) {
-        refuse(keeper->server->core, order, KVQ_E_NO_MEMORY, "no memory to do what it takes");
+        refuse(jobs->server->core, job, KVQ_E_NO_MEMORY, "no memory to do what it takes");
         return;
     }
-    e->order = *order;
-    e->task.keeper = keeper;
+    e->job = *job;
+    e->task.jobs = jobs;
     e->task.peer = &self;
     e->task.done = done;
-    e->task.order = &e->order;
-    snprintf(e->task.ns, sizeof e->task.ns, "%s", order->ns);
-    snprintf(e->task.name, sizeof e->task.name, "%s", order->name);
+    e->task.job = &e->job;
+    snprintf(e->task.ns, sizeof e->task.ns, "%s", job->ns);
+    snprintf(e->task.name, sizeof e->task.name, "%s", job->name);
     kvq__task_to_loop(&e->task, start);
 }
 
 // Poller's thread.
 static void take_orders(struct kvq__mail *mail)
 {
-    struct kvq__keeper *keeper = of_wants(mail);
-    struct kvq__order order;
-    keeper->wanted = false;
-    while (!keeper->deaf && kvq__park_next(keeper->server->core, &order))
-        send_on(keeper, &order);
+    struct kvq__jobs *jobs = of_wants(mail);
+    struct kvq__store_job job;
+    jobs->wanted = false;
+    while (!jobs->deaf && kvq__park_next(jobs->server->core, &job))
+        send_on(jobs, &job);
 }
 
-void kvq__keeper_wants(struct kvq__keeper *keeper)
+void kvq__jobs_wants(struct kvq__jobs *jobs)
 {
-    if (!keeper || keeper->deaf || keeper->wanted)
+    if (!jobs || jobs->deaf || jobs->wanted)
         return;
-    keeper->wanted = true;
-    kvq__mailbox_post(kvq__poller_box(keeper->server->poller), &keeper->wants_mail, take_orders);
+    jobs->wanted = true;
+    kvq__mailbox_post(kvq__poller_box(jobs->server->poller), &jobs->wants_mail, take_orders);
 }
 
 // ---- The end: what was sent before arrives before ----
 
-static struct kvq__keeper *of_stop(struct kvq__mail *mail)
+static struct kvq__jobs *of_stop(struct kvq__mail *mail)
 {
-    return (struct kvq__keeper *)((char *)mail - offsetof(struct kvq__keeper, stop_mail));
+    return (struct kvq__jobs *)((char *)mail - offsetof(struct kvq__jobs, stop_mail));
 }
 
 static void stopped(struct kvq__mail *mail)
@@ -167,17 +168,17 @@ static void stopped(struct kvq__mail *mail)
 // Poller's thread.
 static void stop(struct kvq__mail *mail)
 {
-    struct kvq__keeper *keeper = of_stop(mail);
-    keeper->deaf = true;
-    kvq__mailbox_post(&keeper->server->box, mail, stopped);
+    struct kvq__jobs *jobs = of_stop(mail);
+    jobs->deaf = true;
+    kvq__mailbox_post(&jobs->server->box, mail, stopped);
 }
 
-void kvq__keeper_stop_orders(struct kvq__keeper *keeper)
+void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
 {
-    if (!keeper->server->poller)
+    if (!jobs->server->poller)
         return;
-    keeper->n_tasks++;
-    kvq__mailbox_post(kvq__poller_box(keeper->server->poller), &keeper->stop_mail, stop);
+    jobs->n_tasks++;
+    kvq__mailbox_post(kvq__poller_box(jobs->server->poller), &jobs->stop_mail, stop);
 }
 
 // ---- Forgetting ----
@@ -187,18 +188,18 @@ static void delete_parked(struct kvq__task *t)
 {
     struct kvq_store_freed freed;
     uint64_t stamp = 0;
-    t->rc = kvq__keeper_stamp(t, &stamp);
-    if (t->rc < 0 || stamp != t->order->stamp)
+    t->rc = kvq__jobs_stamp(t, &stamp);
+    if (t->rc < 0 || stamp != t->job->stamp)
         return;
-    t->rc = kvq_store_delete(t->keeper->store, t->ns, t->name, t->text, sizeof t->text);
+    t->rc = kvq_store_delete(t->jobs->store, t->ns, t->name, t->text, sizeof t->text);
     if (t->rc == 0)
-        kvq_store_gc(t->keeper->store, &freed, NULL, 0);
+        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
 // Poller's thread.
 static void forgot(struct kvq__task *t)
 {
-    kvq__park_forgot(t->keeper->server->core, t->order->stamp);
+    kvq__park_forgot(t->jobs->server->core, t->job->stamp);
     kvq__task_to_loop(t, end);
 }
 
@@ -231,7 +232,7 @@ static uint64_t delete_unnamed(struct kvq_store *store, const struct kvq_store_s
     return n ? found[n - 1].id : 0;
 }
 
-int kvq__keeper_sweep(struct kvq_store *store, char *text)
+int kvq__jobs_sweep(struct kvq_store *store, char *text)
 {
     enum { MOST = 256 };
     struct kvq_store_session *found = calloc(MOST, sizeof *found);

@@ -6,7 +6,7 @@
 // session begins with them as with any that are there (restore_follow.c). Nothing fails for want of
 // it: the engine computes what was not to be had.
 //
-// Any number of prefixes is read at a time, in the order of order.h. Whoever wants what
+// Any number of prefixes is read at a time, in the order of queue.h. Whoever wants what
 // another one is about to put into the index waits for that moment, and then finds it there.
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,7 +37,7 @@ static int check_shard(struct kvq__task *t, const struct kvq_store_session *s,
 {
     uint64_t good = 0;
     int rc = kvq__found_meta(t, s, found);
-    rc = rc ? rc : kvq_store_good_tokens(t->keeper->store, s, &good, t->text, sizeof t->text);
+    rc = rc ? rc : kvq_store_good_tokens(t->jobs->store, s, &good, t->text, sizeof t->text);
     if (rc < 0)
         return rc;
     if (good / KVQ_BLOCK_TOKENS < *pages)
@@ -58,7 +58,7 @@ static int check_others(struct kvq__task *t, const struct best *best, uint32_t *
         if (i == best->session.shard)
             continue;
         found = calloc(1, sizeof *found);
-        rc = found ? kvq_store_find(t->keeper->store, t->ns, t->name, i, &shard, t->text,
+        rc = found ? kvq_store_find(t->jobs->store, t->ns, t->name, i, &shard, t->text,
                                     sizeof t->text)
                    : KVQ_E_NO_MEMORY;
         rc = rc ? rc : check_shard(t, &shard, found, pages);
@@ -89,7 +89,7 @@ static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_
     struct best best;
     uint32_t pages = 0;
     kvq__prefix_ask_stored(ask, space, hashes);
-    int rc = kvq_store_match(t->keeper->store, ask->spaces[space].name,
+    int rc = kvq_store_match(t->jobs->store, ask->spaces[space].name,
                              (const uint8_t(*)[KVQ_PREFIX_BYTES])hashes, ask->pages, &best.pages,
                              &best.session, t->text, sizeof t->text);
     if (rc < 0 || best.pages <= ask->here || best.pages <= t->pages)
@@ -134,10 +134,10 @@ static void go_on(struct kvq__task *t)
 }
 
 // What another one is about to put into the index is what this one wants. NULL: nobody does.
-static struct kvq__task *who_begins(const struct kvq__keeper *keeper, const struct kvq__task *t)
+static struct kvq__task *who_begins(const struct kvq__jobs *jobs, const struct kvq__task *t)
 {
     struct kvq__task *other;
-    TAILQ_FOREACH (other, &keeper->beginning, link)
+    TAILQ_FOREACH (other, &jobs->beginning, link)
         if (other->pages == t->pages && kvq__prefix_ask_same(other->ask, t->ask, t->pages))
             return other;
     return NULL;
@@ -146,13 +146,13 @@ static struct kvq__task *who_begins(const struct kvq__keeper *keeper, const stru
 // Whoever waited for it looks anew.
 static void wake_waiting(const struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
-    struct kvq__task *other = TAILQ_FIRST(&keeper->waiting), *next;
+    struct kvq__jobs *jobs = t->jobs;
+    struct kvq__task *other = TAILQ_FIRST(&jobs->waiting), *next;
     for (; other; other = next) {
         next = TAILQ_NEXT(other, link);
         if (other->pages != t->pages || !kvq__prefix_ask_same(other->ask, t->ask, t->pages))
             continue;
-        TAILQ_REMOVE(&keeper->waiting, other, link);
+        TAILQ_REMOVE(&jobs->waiting, other, link);
         kvq__prefix_ask_again(other->ask, 0);
         kvq__task_to_poller(other, look_in_memory);
     }
@@ -184,7 +184,7 @@ static void look_at_begun(struct kvq__task *t)
 // the session goes on.
 static void has_begun(struct kvq__task *t)
 {
-    TAILQ_REMOVE(&t->keeper->beginning, t, link);
+    TAILQ_REMOVE(&t->jobs->beginning, t, link);
     wake_waiting(t);
     if (!t->reading) {
         has_read(t);
@@ -196,19 +196,19 @@ static void has_begun(struct kvq__task *t)
 
 static void is_shown(struct kvq__task *t)
 {
-    kvq__keeper_load_leave(t);
+    kvq__jobs_load_leave(t);
     kvq__task_to_poller(t, go_on);
 }
 
 static void is_not_shown(struct kvq__task *t)
 {
-    kvq__keeper_load_wait(t, has_read);
+    kvq__jobs_load_wait(t, has_read);
 }
 
 // Somebody has put it there while the store was asked.
 static void is_there(struct kvq__task *t)
 {
-    TAILQ_REMOVE(&t->keeper->beginning, t, link);
+    TAILQ_REMOVE(&t->jobs->beginning, t, link);
     wake_waiting(t);
     kvq__found_free(&t->found);
     kvq__task_to_poller(t, go_on);
@@ -228,24 +228,24 @@ static void read_prefix(struct kvq__task *t)
     const struct kvq__begin as = {.ns = t->ask->ns,
                                   .place = t->ask->place,
                                   .prefix_tokens = (uint64_t)t->pages * KVQ_BLOCK_TOKENS};
-    kvq__keeper_load(t, &as, has_begun);
+    kvq__jobs_load(t, &as, has_begun);
 }
 
 static void asked(uv_work_t *work, int status)
 {
     struct kvq__task *t = kvq__task_of(work);
-    struct kvq__keeper *keeper = t->keeper;
+    struct kvq__jobs *jobs = t->jobs;
     (void)status;
     bool reads = !only_asks(t) && t->found && t->pages > t->ask->here;
-    if (reads && !who_begins(keeper, t)) {
-        TAILQ_INSERT_TAIL(&keeper->beginning, t, link);
+    if (reads && !who_begins(jobs, t)) {
+        TAILQ_INSERT_TAIL(&jobs->beginning, t, link);
         kvq__prefix_ask_again(t->ask, t->pages);
         kvq__task_to_poller(t, read_prefix);
         return;
     }
     kvq__found_free(&t->found);
     if (reads)
-        TAILQ_INSERT_TAIL(&keeper->waiting, t, link);
+        TAILQ_INSERT_TAIL(&jobs->waiting, t, link);
     else
         kvq__task_to_poller(t, go_on);
 }
@@ -260,7 +260,7 @@ static void look_in_memory(struct kvq__task *t)
 {
     if (!kvq__prefix_ask_match(t->ask))
         kvq__task_to_poller(t, look_in_memory);
-    else if (t->has_asked || !t->keeper->store || t->ask->here == t->ask->pages)
+    else if (t->has_asked || !t->jobs->store || t->ask->here == t->ask->pages)
         go_on(t);
     else {
         t->pages = 0;
@@ -285,10 +285,10 @@ static void go_hash(struct kvq__task *t)
 }
 
 // Poller's thread.
-void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
-                        void (*next)(struct kvq__task *task))
+void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
+                      void (*next)(struct kvq__task *task))
 {
-    const struct kvq__server *server = t->keeper->server;
+    const struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
                               .identity = &server->identity,
                               .peer = t->peer,
@@ -308,7 +308,7 @@ void kvq__keeper_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
 // Poller's thread.
 static void answer(struct kvq__task *t)
 {
-    const struct kvq__server *server = t->keeper->server;
+    const struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
                               .identity = &server->identity,
                               .peer = t->peer,
@@ -327,7 +327,7 @@ static void look_up(struct kvq__task *t)
 {
     const Kvq__OpenSession *session = t->request->lookup_prefix->session;
     if (session)
-        kvq__keeper_prefix(t, session, answer);
+        kvq__jobs_prefix(t, session, answer);
     else
         answer(t);
 }
@@ -344,7 +344,7 @@ static void has_read_before(uv_work_t *work, int status)
     kvq__task_to_poller(kvq__task_of(work), look_up);
 }
 
-void kvq__keeper_lookup(struct kvq__task *t)
+void kvq__jobs_lookup(struct kvq__task *t)
 {
     kvq__task_to_work(t, read_before, has_read_before);
 }

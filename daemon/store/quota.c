@@ -25,7 +25,7 @@ static void note_used(struct kvq__core *core, const struct kvq_store_space *spac
 // Poller's thread.
 static void counted(struct kvq__task *t)
 {
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     note_used(core, t->spaces, t->n_spaces);
     free(t->spaces);
     t->spaces = NULL;
@@ -36,7 +36,7 @@ static void counted(struct kvq__task *t)
 
 static void count(struct kvq__task *t)
 {
-    kvq_store_spaces(t->keeper->store, &t->spaces, &t->n_spaces, NULL, 0);
+    kvq_store_spaces(t->jobs->store, &t->spaces, &t->n_spaces, NULL, 0);
 }
 
 static void tell_poller(uv_work_t *work, int status)
@@ -45,7 +45,7 @@ static void tell_poller(uv_work_t *work, int status)
     kvq__task_to_poller(kvq__task_of(work), counted);
 }
 
-void kvq__keeper_count(struct kvq__task *t)
+void kvq__jobs_count(struct kvq__task *t)
 {
     t->counted = true;
     kvq__task_to_work(t, count, tell_poller);
@@ -88,7 +88,7 @@ static void begin(struct kvq__task *t);
 
 static void end(struct kvq__task *t)
 {
-    struct kvq__limits *limits = &t->keeper->limits;
+    struct kvq__limits *limits = &t->jobs->limits;
     TAILQ_REMOVE(&limits->queue, t, link);
     struct kvq__task *next = TAILQ_FIRST(&limits->queue);
     kvq__task_end(t);
@@ -106,12 +106,12 @@ static void log_change(const struct kvq__task *t)
              (unsigned long long)limit[KVQ__HOST_BYTES],
              (unsigned long long)limit[KVQ__DEVICE_BYTES],
              (unsigned long long)limit[KVQ__DISK_BYTES], (unsigned long long)limit[KVQ__SESSIONS],
-             (unsigned long long)limit[KVQ__TABLE_BYTES], t->keeper->store ? "yes" : "no");
+             (unsigned long long)limit[KVQ__TABLE_BYTES], t->jobs->store ? "yes" : "no");
 }
 
 static void applied(struct kvq__task *t)
 {
-    struct kvq_store *store = t->keeper->store;
+    struct kvq_store *store = t->jobs->store;
     if (t->rc == 0 && store)
         t->rc = kvq_store_limit(store, t->limits.ns, t->limits.quota.limit[KVQ__DISK_BYTES],
                                 t->text, sizeof t->text);
@@ -123,7 +123,7 @@ static void applied(struct kvq__task *t)
 // Poller's thread. The task's limits are from here on all that are in effect.
 static void apply(struct kvq__task *t)
 {
-    struct kvq__server *server = t->keeper->server;
+    struct kvq__server *server = t->jobs->server;
     struct kvq__namespace_info info;
     struct kvq__dispatch d = {.core = server->core,
                               .identity = &server->identity,
@@ -142,15 +142,15 @@ static void apply(struct kvq__task *t)
 
 static void write_file(struct kvq__task *t)
 {
-    const struct kvq__limits *limits = &t->keeper->limits;
-    t->rc = kvq__quota_file_write(kvq_io_posix(), t->keeper->server->config.storage_dir, limits->at,
+    const struct kvq__limits *limits = &t->jobs->limits;
+    t->rc = kvq__quota_file_write(kvq_io_posix(), t->jobs->server->config.storage_dir, limits->at,
                                   limits->n, t->text);
 }
 
 static void written(uv_work_t *work, int status)
 {
     struct kvq__task *t = kvq__task_of(work);
-    struct kvq__limits *limits = &t->keeper->limits;
+    struct kvq__limits *limits = &t->jobs->limits;
     (void)status;
     if (t->rc < 0) { // as it was before
         note(limits, &limits->before);
@@ -164,7 +164,7 @@ static void written(uv_work_t *work, int status)
 
 static void planned(struct kvq__task *t)
 {
-    struct kvq__limits *limits = &t->keeper->limits;
+    struct kvq__limits *limits = &t->jobs->limits;
     if (t->rc < 0) {
         end(t);
         return;
@@ -178,7 +178,7 @@ static void planned(struct kvq__task *t)
                  KVQ_MAX_OVERRIDES);
         t->rc = KVQ_E_LIMIT;
         end(t);
-    } else if (t->keeper->store) {
+    } else if (t->jobs->store) {
         kvq__task_to_work(t, write_file, written);
     } else {
         forget_empty(limits);
@@ -215,7 +215,7 @@ static void plan(struct kvq__task *t)
         }
     }
     if (t->rc == 0)
-        t->rc = kvq__quota_change(t->keeper->server->core, t->peer, &change, &t->limits, t->text);
+        t->rc = kvq__quota_change(t->jobs->server->core, t->peer, &change, &t->limits, t->text);
     kvq__task_to_loop(t, planned);
 }
 
@@ -224,9 +224,9 @@ static void begin(struct kvq__task *t)
     kvq__task_to_poller(t, plan);
 }
 
-void kvq__keeper_set_quota(struct kvq__task *t)
+void kvq__jobs_set_quota(struct kvq__task *t)
 {
-    struct kvq__limits *limits = &t->keeper->limits;
+    struct kvq__limits *limits = &t->jobs->limits;
     TAILQ_INSERT_TAIL(&limits->queue, t, link);
     if (TAILQ_FIRST(&limits->queue) == t)
         begin(t);
@@ -234,23 +234,23 @@ void kvq__keeper_set_quota(struct kvq__task *t)
 
 // ---- Opening and closing ----
 
-static int tell_store(struct kvq__keeper *keeper, char *text)
+static int tell_store(struct kvq__jobs *jobs, char *text)
 {
-    const struct kvq_config *c = &keeper->server->config;
-    int rc = kvq_store_limit(keeper->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
+    const struct kvq_config *c = &jobs->server->config;
+    int rc = kvq_store_limit(jobs->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
     for (uint32_t i = 0; i < c->n_namespaces && rc == 0; i++)
-        rc = kvq_store_limit(keeper->store, c->namespaces[i].name, c->namespaces[i].disk_bytes,
-                             text, KVQ_TEXT_BYTES);
+        rc = kvq_store_limit(jobs->store, c->namespaces[i].name, c->namespaces[i].disk_bytes, text,
+                             KVQ_TEXT_BYTES);
     return rc;
 }
 
 // Those of namespaces that are no more stay in the file: they may come back.
-static int put_in_effect(struct kvq__keeper *keeper, const struct kvq__override *o, char *text)
+static int put_in_effect(struct kvq__jobs *jobs, const struct kvq__override *o, char *text)
 {
     char quoted[KVQ_TEXT_BYTES + 16];
-    int rc = kvq__quota_apply(keeper->server->core, o, text);
+    int rc = kvq__quota_apply(jobs->server->core, o, text);
     if (rc == 0 && o->set >> KVQ__DISK_BYTES & 1)
-        return kvq_store_limit(keeper->store, o->ns, o->quota.limit[KVQ__DISK_BYTES], text,
+        return kvq_store_limit(jobs->store, o->ns, o->quota.limit[KVQ__DISK_BYTES], text,
                                KVQ_TEXT_BYTES);
     if (rc == KVQ_E_INVALID)
         kvq__log(KVQ_LOG_WARN, "quota_unused", "file=" KVQ__QUOTA_FILE " text=%s",
@@ -258,9 +258,9 @@ static int put_in_effect(struct kvq__keeper *keeper, const struct kvq__override 
     return rc == KVQ_E_INVALID ? 0 : rc;
 }
 
-int kvq__keeper_quotas_open(struct kvq__keeper *keeper, char *text)
+int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text)
 {
-    struct kvq__limits *limits = &keeper->limits;
+    struct kvq__limits *limits = &jobs->limits;
     struct kvq_store_space *spaces;
     size_t n_spaces;
     TAILQ_INIT(&limits->queue);
@@ -269,24 +269,24 @@ int kvq__keeper_quotas_open(struct kvq__keeper *keeper, char *text)
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
         return KVQ_E_NO_MEMORY;
     }
-    if (!keeper->store)
+    if (!jobs->store)
         return 0;
-    int rc = tell_store(keeper, text);
+    int rc = tell_store(jobs, text);
     rc = rc ? rc
-            : kvq__quota_file_read(kvq_io_posix(), keeper->server->config.storage_dir, limits->at,
+            : kvq__quota_file_read(kvq_io_posix(), jobs->server->config.storage_dir, limits->at,
                                    &limits->n, text);
     for (uint32_t i = 0; i < limits->n && rc == 0; i++)
-        rc = put_in_effect(keeper, &limits->at[i], text);
+        rc = put_in_effect(jobs, &limits->at[i], text);
     if (rc == 0)
-        rc = kvq_store_spaces(keeper->store, &spaces, &n_spaces, text, KVQ_TEXT_BYTES);
+        rc = kvq_store_spaces(jobs->store, &spaces, &n_spaces, text, KVQ_TEXT_BYTES);
     if (rc < 0)
         return rc;
-    note_used(keeper->server->core, spaces, n_spaces);
+    note_used(jobs->server->core, spaces, n_spaces);
     free(spaces);
     return 0;
 }
 
-void kvq__keeper_quotas_close(struct kvq__keeper *keeper)
+void kvq__jobs_quotas_close(struct kvq__jobs *jobs)
 {
-    free(keeper->limits.at);
+    free(jobs->limits.at);
 }

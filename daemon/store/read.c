@@ -97,7 +97,7 @@ static int read_ranges(const struct reading *r, uint32_t from, uint32_t n)
         parts[k] = w.part;
     }
     if (rc == 0)
-        rc = kvq__found_gather(l->keeper->store, l->found, parts, n, r->rooms, l->text);
+        rc = kvq__found_gather(l->jobs->store, l->found, parts, n, r->rooms, l->text);
     free(parts);
     return rc;
 }
@@ -115,7 +115,7 @@ static int read_batch(const struct reading *r, uint32_t *from)
     if (rc == 0 && l->found->n_sources)
         rc = read_ranges(r, *from, n);
     else if (rc == 0)
-        rc = kvq_store_read_many(l->keeper->store, r->blocks + *from, r->rooms, n, &done, l->text,
+        rc = kvq_store_read_many(l->jobs->store, r->blocks + *from, r->rooms, n, &done, l->text,
                                  sizeof l->text);
     if (rc == 0)
         rc = fill_batch(r, *from, n);
@@ -137,7 +137,7 @@ static int read_layer(struct kvq__loading *l, uint32_t layer, uint32_t *i)
     return rc;
 }
 
-void kvq__keeper_read(uv_work_t *work)
+void kvq__jobs_read(uv_work_t *work)
 {
     struct kvq__loading *l = work->data;
     const struct kvq__saved *saved = &l->found->saved;
@@ -150,7 +150,7 @@ void kvq__keeper_read(uv_work_t *work)
             return;
         l->layers[layer].restore = l->restore;
         l->layers[layer].layer = layer;
-        kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->layers[layer].mail,
+        kvq__mailbox_post(kvq__poller_box(l->jobs->server->poller), &l->layers[layer].mail,
                           layer_there);
         if (l->first_ns == 0)
             l->first_ns = kvq__now_ns();

@@ -62,7 +62,7 @@ static void answer_transfer(struct kvq__task *t, const struct kvq__transfer *x)
 static const struct kvq__transfer *transfer_after(const struct kvq__task *t, uint64_t after)
 {
     const struct kvq__transfer *x, *first = NULL;
-    TAILQ_FOREACH (x, &t->keeper->desk->transfers, link)
+    TAILQ_FOREACH (x, &t->jobs->desk->transfers, link)
         if (x->id > after && (!first || x->id < first->id) && kvq__transfer_visible(x, t->peer))
             first = x;
     return first;
@@ -71,7 +71,7 @@ static const struct kvq__transfer *transfer_after(const struct kvq__task *t, uin
 static void list_transfers(struct kvq__task *t, Kvq__RemoteStatusReply *r, uint64_t after)
 {
     enum { REST_BYTES = 4096 }; // the endpoint, the bucket, the prefix
-    uint64_t epoch = t->keeper->server->identity.epoch;
+    uint64_t epoch = t->jobs->server->identity.epoch;
     const struct kvq__transfer *x;
     size_t bytes = REST_BYTES;
     while ((x = transfer_after(t, after)) && !r->truncated) {
@@ -92,7 +92,7 @@ static void list_transfers(struct kvq__task *t, Kvq__RemoteStatusReply *r, uint6
 
 static void answer_status(struct kvq__task *t)
 {
-    const struct kvq_config *config = &t->keeper->server->config;
+    const struct kvq_config *config = &t->jobs->server->config;
     const Kvq__Cursor *cursor = t->request->remote_status->cursor;
     Kvq__RemoteStatusReply *r = kvq_arena_alloc(t->arena, sizeof *r);
     Kvq__Transfer **transfers = kvq_arena_alloc(t->arena, KVQ_MAX_LIST * sizeof *transfers);
@@ -145,7 +145,7 @@ static int on_session(void *context, const char *space, const char *name, uint64
 // Behind the last one that is listed.
 static Kvq__Cursor *next_of(const struct kvq__task *t, const Kvq__RemoteList *list)
 {
-    uint64_t epoch = t->keeper->server->identity.epoch;
+    uint64_t epoch = t->jobs->server->identity.epoch;
     if (!list->truncated || list->n_sessions == 0)
         return NULL;
     Kvq__Cursor *next = kvq__cursor_new(t->arena, epoch, KVQ__REQUEST__COMMAND_LIST_REMOTE);
@@ -193,7 +193,7 @@ static void refuse(struct kvq__task *t, int code)
 
 static void add(struct kvq__task *t)
 {
-    struct kvq__desk *desk = t->keeper->desk;
+    struct kvq__desk *desk = t->jobs->desk;
     struct kvq__transfer *x = t->transfer;
     int rc = t->rc ? t->rc : kvq__transfer_add(desk, x, t->text);
     if (rc < 0) {
@@ -224,12 +224,12 @@ static int check_far(struct kvq__task *t, const char *ns, char *out)
         snprintf(out, KVQ_NAME_BYTES, "%s", ns);
         return 0;
     }
-    return kvq__namespace_check(t->keeper->server->core, t->peer, ns, out, t->text);
+    return kvq__namespace_check(t->jobs->server->core, t->peer, ns, out, t->text);
 }
 
 static int resolve_push(struct kvq__task *t, const Kvq__SessionRef *ref)
 {
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     struct kvq__transfer *x = t->transfer;
     struct kvq__session_info info;
     const char *name = ref->name;
@@ -252,7 +252,7 @@ static int resolve_push(struct kvq__task *t, const Kvq__SessionRef *ref)
 
 static int resolve_pull(struct kvq__task *t, const Kvq__PullSession *ask)
 {
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     struct kvq__transfer *x = t->transfer;
     const char *ns = ask->into ? ask->into->namespace_ : "", *as = ask->into ? ask->into->name : "";
     int rc = check_far(t, ask->ref->namespace_, x->far_ns);
@@ -267,7 +267,7 @@ static int resolve_pull(struct kvq__task *t, const Kvq__PullSession *ask)
     // Before anything is transferred; the import looks again.
     snprintf(t->ns, sizeof t->ns, "%s", x->ns);
     snprintf(t->name, sizeof t->name, "%s", x->name);
-    return kvq__keeper_refuse_here(t);
+    return kvq__jobs_refuse_here(t);
 }
 
 // Poller's thread: what names mean, and whether they may be used.
@@ -324,7 +324,7 @@ static void ask(struct kvq__task *t, enum kvq__transfer_kind kind)
 
 // ---- Commands ----
 
-bool kvq__keeper_remote_takes(const Kvq__Request *r)
+bool kvq__jobs_remote_takes(const Kvq__Request *r)
 {
     switch (r->command_case) {
     case KVQ__REQUEST__COMMAND_PUSH_SESSION:
@@ -342,7 +342,7 @@ bool kvq__keeper_remote_takes(const Kvq__Request *r)
 
 static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
 {
-    struct kvq__transfer *x = kvq__transfer_find(t->keeper->desk, id, t->peer);
+    struct kvq__transfer *x = kvq__transfer_find(t->jobs->desk, id, t->peer);
     if (!x) {
         snprintf(t->text, sizeof t->text,
                  "no transfer %llu that user %u may see; what became of one is told for ten "
@@ -365,7 +365,7 @@ static int check_cursor(struct kvq__task *t)
         return 0;
     const Kvq__Cursor *cursor = lists ? r->list_remote->cursor : r->remote_status->cursor;
     char key[KVQ_REMOTE_KEY_BYTES];
-    int rc = kvq__cursor_check(cursor, t->keeper->server->identity.epoch, r->command_case, t->text);
+    int rc = kvq__cursor_check(cursor, t->jobs->server->identity.epoch, r->command_case, t->text);
     if (rc || !cursor || !lists)
         return rc;
     rc = kvq_remote_session_key(cursor->remote_namespace, cursor->remote_name, key);
@@ -390,14 +390,14 @@ static void refuse_all(struct kvq__task *t)
     refuse(t, KVQ_E_UNSUPPORTED);
 }
 
-void kvq__keeper_remote(struct kvq__task *t)
+void kvq__jobs_remote(struct kvq__task *t)
 {
     const Kvq__Request *r = t->request;
-    if (!t->keeper->desk) {
+    if (!t->jobs->desk) {
         refuse_all(t);
         return;
     }
-    if (t->keeper->server->draining && r->command_case != KVQ__REQUEST__COMMAND_ASK_TRANSFER) {
+    if (t->jobs->server->draining && r->command_case != KVQ__REQUEST__COMMAND_ASK_TRANSFER) {
         snprintf(t->text, sizeof t->text, "the daemon is shutting down; nothing is transferred");
         refuse(t, KVQ_E_DRAINING);
         return;
@@ -445,9 +445,9 @@ static int check_files(const struct kvq_config *c, char *text)
     return 0;
 }
 
-int kvq__keeper_remote_open(struct kvq__keeper *keeper, char *text)
+int kvq__jobs_remote_open(struct kvq__jobs *jobs, char *text)
 {
-    const struct kvq_config *c = &keeper->server->config;
+    const struct kvq_config *c = &jobs->server->config;
     char why[KVQ_TEXT_BYTES] = "", endpoint[KVQ_CONFIG_PATH + 16];
     struct kvq_remote *remote = NULL;
     if (!c->remote_endpoint[0])
@@ -464,21 +464,21 @@ int kvq__keeper_remote_open(struct kvq__keeper *keeper, char *text)
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
         return KVQ_E_NO_MEMORY;
     }
-    desk->keeper = keeper;
+    desk->jobs = jobs;
     TAILQ_INIT(&desk->transfers);
     snprintf(desk->folder, sizeof desk->folder, "%s/remote", c->storage_dir);
     kvq_remote_sweep(desk->folder, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
-    keeper->desk = desk;
+    jobs->desk = desk;
     kvq__log(KVQ_LOG_INFO, "remote", "endpoint=%s bucket=%s",
              kvq__log_quote(endpoint, sizeof endpoint, c->remote_endpoint), c->remote_bucket);
     return 0;
 }
 
-void kvq__keeper_remote_close(struct kvq__keeper *keeper)
+void kvq__jobs_remote_close(struct kvq__jobs *jobs)
 {
-    struct kvq__desk *desk = keeper->desk;
+    struct kvq__desk *desk = jobs->desk;
     struct kvq__transfer *x;
-    keeper->desk = NULL;
+    jobs->desk = NULL;
     while (desk && (x = TAILQ_FIRST(&desk->transfers))) {
         TAILQ_REMOVE(&desk->transfers, x, link);
         free(x->path);

@@ -13,7 +13,7 @@
 static int find_shard(struct kvq__task *t, uint32_t shard, uint32_t shards,
                       struct kvq_store_session *out)
 {
-    int rc = kvq_store_find(t->keeper->store, t->ns, t->name, shard, out, t->text, sizeof t->text);
+    int rc = kvq_store_find(t->jobs->store, t->ns, t->name, shard, out, t->text, sizeof t->text);
     if (rc != KVQ_E_NO_SESSION && (rc < 0 || out->shards == shards))
         return rc;
     snprintf(t->text, sizeof t->text,

@@ -42,7 +42,7 @@ int kvq__found_meta(struct kvq__task *t, const struct kvq_store_session *s, stru
     if (!scratch)
         return KVQ_E_NO_MEMORY;
     kvq_arena_init(&arena, scratch + KVQ__SAVED_BYTES, KVQ_WIRE_ARENA);
-    int rc = kvq_store_meta_read(t->keeper->store, s, scratch, t->text, sizeof t->text);
+    int rc = kvq_store_meta_read(t->jobs->store, s, scratch, t->text, sizeof t->text);
     if (rc == 0)
         rc = kvq__saved_unpack(scratch, s->n_bytes, &arena, &f->saved, t->text);
     free(scratch);
@@ -60,7 +60,7 @@ int kvq__found_meta(struct kvq__task *t, const struct kvq_store_session *s, stru
 static int read_blocks(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
 {
     size_t n;
-    int rc = kvq_store_blocks(t->keeper->store, s, &f->blocks, &n, t->text, sizeof t->text);
+    int rc = kvq_store_blocks(t->jobs->store, s, &f->blocks, &n, t->text, sizeof t->text);
     if (rc < 0)
         return rc;
     f->parts = calloc(n + 1, sizeof *f->parts);
@@ -88,10 +88,9 @@ static int read_good(struct kvq__task *t, const struct kvq_store_session *s, str
         struct kvq_store_session shard = *s;
         uint64_t good = 0;
         if (i != s->shard)
-            rc = kvq_store_find(t->keeper->store, t->ns, t->name, i, &shard, t->text,
-                                sizeof t->text);
+            rc = kvq_store_find(t->jobs->store, t->ns, t->name, i, &shard, t->text, sizeof t->text);
         if (rc == 0)
-            rc = kvq_store_good_tokens(t->keeper->store, &shard, &good, t->text, sizeof t->text);
+            rc = kvq_store_good_tokens(t->jobs->store, &shard, &good, t->text, sizeof t->text);
         f->good = good < f->good ? good : f->good;
     }
     return rc;
@@ -105,7 +104,7 @@ struct ids_of {
 static int read_ids_part(void *context, uint32_t part, void *out)
 {
     const struct ids_of *of = context;
-    return kvq_store_read(of->task->keeper->store, &of->found->blocks[part], out, NULL, 0);
+    return kvq_store_read(of->task->jobs->store, &of->found->blocks[part], out, NULL, 0);
 }
 
 // Here and now, since whoever opens the session next may go on to tell more. They are a hundredth
@@ -130,11 +129,11 @@ int kvq__found_read(struct kvq__task *t, const struct kvq_store_session *s, stru
     return rc ? rc : kvq__found_blocks(t, s, f);
 }
 
-int kvq__keeper_stamp(struct kvq__task *t, uint64_t *stamp)
+int kvq__jobs_stamp(struct kvq__task *t, uint64_t *stamp)
 {
     struct kvq_store_session s;
     struct kvq__found *f = calloc(1, sizeof *f);
-    int rc = f ? kvq_store_find(t->keeper->store, t->ns, t->name, 0, &s, t->text, sizeof t->text)
+    int rc = f ? kvq_store_find(t->jobs->store, t->ns, t->name, 0, &s, t->text, sizeof t->text)
                : KVQ_E_NO_MEMORY;
     rc = rc ? rc : kvq__found_meta(t, &s, f);
     *stamp = rc ? 0 : f->saved.stamp;
@@ -142,13 +141,13 @@ int kvq__keeper_stamp(struct kvq__task *t, uint64_t *stamp)
     return rc;
 }
 
-bool kvq__keeper_is_whole(struct kvq__task *t, uint64_t stamp)
+bool kvq__jobs_is_whole(struct kvq__task *t, uint64_t stamp)
 {
     struct kvq_store_session s;
     struct kvq__found f = {0};
     uint64_t there;
-    int rc = kvq__keeper_stamp(t, &there);
-    rc = rc ? rc : kvq_store_find(t->keeper->store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
+    int rc = kvq__jobs_stamp(t, &there);
+    rc = rc ? rc : kvq_store_find(t->jobs->store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
     rc = rc ? rc : read_good(t, &s, &f);
     return rc == 0 && there == stamp && f.good >= s.tokens;
 }
@@ -157,7 +156,7 @@ static int find_once(struct kvq__task *t)
 {
     struct kvq_store_session s;
     const struct kvq__reshard_as *as = &t->as;
-    struct kvq_store *store = t->keeper->store;
+    struct kvq_store *store = t->jobs->store;
     int rc = kvq_store_find(store, t->ns, t->name, as->shard, &s, t->text, sizeof t->text);
     if (rc == KVQ_E_NO_SESSION && as->shard) // it may have fewer
         rc = kvq_store_find(store, t->ns, t->name, 0, &s, t->text, sizeof t->text);
@@ -185,7 +184,7 @@ void kvq__found_books(struct kvq__task *t)
     for (uint32_t i = 0; i < saved->n_layers; i++) {
         const char *at = strchr(saved->layers[i].format.name, '@');
         if (at && strcmp(at, last) != 0)
-            kvq__codebooks_load(t->keeper->server->codebooks, at + 1);
+            kvq__codebooks_load(t->jobs->server->codebooks, at + 1);
         last = at ? at : last;
     }
 }
@@ -217,7 +216,7 @@ static void tell(const struct kvq__loading *l)
         return;
     if (l->rc < 0) {
         snprintf(text, sizeof text, "not restored: %.200s", l->text);
-        kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+        kvq__jobs_tell(l->jobs, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
         return;
     }
     if (l->fetches) // the core has told
@@ -225,7 +224,7 @@ static void tell(const struct kvq__loading *l)
     if (!l->prefix && l->tokens < l->found->saved.tokens) {
         snprintf(text, sizeof text, "%llu of %llu tokens are good and were restored",
                  (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
-        kvq__keeper_tell(l->keeper, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+        kvq__jobs_tell(l->jobs, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
     }
     int used = snprintf(text, sizeof text,
                         "%llu tokens, %llu bytes, first layer after %.1f ms, all after %.1f",
@@ -235,16 +234,15 @@ static void tell(const struct kvq__loading *l)
     if (l->found->n_sources)
         snprintf(text + used, sizeof text - (size_t)used, "; shard %u of %u, of %u saved",
                  l->found->saved.shard, l->found->saved.shards, l->found->n_sources);
-    kvq__keeper_tell(l->keeper,
-                     l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED, l->ns,
-                     name, text);
+    kvq__jobs_tell(l->jobs, l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED,
+                   l->ns, name, text);
 }
 
 static void ended_on_loop(struct kvq__mail *mail)
 {
     struct kvq__loading *l =
         (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
-    struct kvq__keeper *keeper = l->keeper;
+    struct kvq__jobs *jobs = l->jobs;
     struct kvq__task *t = l->task;
     tell(l);
     if (t) {
@@ -252,8 +250,8 @@ static void ended_on_loop(struct kvq__mail *mail)
         t->reading = NULL;
         snprintf(t->text, sizeof t->text, "%s", l->text);
     }
-    TAILQ_REMOVE(&keeper->loadings, l, link);
-    kvq__turn_end(&keeper->reads, &l->turn);
+    TAILQ_REMOVE(&jobs->loadings, l, link);
+    kvq__turn_end(&jobs->reads, &l->turn);
     kvq__found_free(&l->found);
     free(l);
     if (t && t->read)
@@ -266,7 +264,7 @@ static void end_restore(struct kvq__mail *mail)
     struct kvq__loading *l =
         (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
     kvq__restore_end(&l->restore, l->rc);
-    kvq__mailbox_post(&l->keeper->server->box, &l->mail, ended_on_loop);
+    kvq__mailbox_post(&l->jobs->server->box, &l->mail, ended_on_loop);
 }
 
 static void all_read(uv_work_t *work, int status)
@@ -275,7 +273,7 @@ static void all_read(uv_work_t *work, int status)
     if (status < 0)
         l->rc = KVQ_E_CANCELLED;
     // Whatever kept it from being read, what is in memory now is not the session.
-    kvq__mailbox_post(kvq__poller_box(l->keeper->server->poller), &l->mail, end_restore);
+    kvq__mailbox_post(kvq__poller_box(l->jobs->server->poller), &l->mail, end_restore);
 }
 
 static void start_reading(struct kvq__write_turn *turn)
@@ -283,7 +281,7 @@ static void start_reading(struct kvq__write_turn *turn)
     struct kvq__loading *l =
         (struct kvq__loading *)((char *)turn - offsetof(struct kvq__loading, turn));
     l->work.data = l;
-    if (uv_queue_work(&l->keeper->server->loop, &l->work, kvq__keeper_read, all_read) != 0) {
+    if (uv_queue_work(&l->jobs->server->loop, &l->work, kvq__jobs_read, all_read) != 0) {
         l->rc = KVQ_E_SYSTEM;
         all_read(&l->work, 0);
     }
@@ -292,7 +290,7 @@ static void start_reading(struct kvq__write_turn *turn)
 // Reads what was begun, if anything was. The task may wait for the end (read), or leave it.
 static void load(struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
+    struct kvq__jobs *jobs = t->jobs;
     struct kvq__loading *l = t->loading;
     if (!l)
         return;
@@ -300,18 +298,18 @@ static void load(struct kvq__task *t)
     t->reading = l;
     t->loading = NULL;
     l->task = t;
-    TAILQ_INSERT_TAIL(&keeper->loadings, l, link);
-    kvq__turn_wait(&keeper->reads, &l->turn, l->ns, start_reading);
+    TAILQ_INSERT_TAIL(&jobs->loadings, l, link);
+    kvq__turn_wait(&jobs->reads, &l->turn, l->ns, start_reading);
 }
 
-void kvq__keeper_load_wait(struct kvq__task *t, void (*read)(struct kvq__task *task))
+void kvq__jobs_load_wait(struct kvq__task *t, void (*read)(struct kvq__task *task))
 {
     t->read = read;
     if (!t->reading)
         read(t);
 }
 
-void kvq__keeper_load_leave(struct kvq__task *t)
+void kvq__jobs_load_leave(struct kvq__task *t)
 {
     if (t->reading)
         t->reading->task = NULL;
@@ -338,15 +336,15 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
         snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
         return KVQ_E_NO_MEMORY;
     }
-    struct kvq__core *core = t->keeper->server->core;
-    int rc = t->order ? kvq__fetch_begin(core, t->order->id, &spec, &l->restore, t->text)
-                      : kvq__restore_begin(core, t->peer, &spec, &l->restore, t->text);
+    struct kvq__core *core = t->jobs->server->core;
+    int rc = t->job ? kvq__fetch_begin(core, t->job->id, &spec, &l->restore, t->text)
+                    : kvq__restore_begin(core, t->peer, &spec, &l->restore, t->text);
     if (rc < 0) {
         free(l);
         return rc == KVQ_E_EXISTS ? 0 : rc;
     }
-    l->keeper = t->keeper;
-    l->fetches = t->order != NULL;
+    l->jobs = t->jobs;
+    l->fetches = t->job != NULL;
     l->begun = kvq__now_ns();
     l->prefix = as->prefix_tokens > 0;
     snprintf(l->ns, sizeof l->ns, "%s", t->ns);
@@ -393,8 +391,8 @@ static void load_next(struct kvq__task *t)
     kvq__task_to_loop(t, go_load);
 }
 
-void kvq__keeper_load(struct kvq__task *t, const struct kvq__begin *as,
-                      void (*begun)(struct kvq__task *task))
+void kvq__jobs_load(struct kvq__task *t, const struct kvq__begin *as,
+                    void (*begun)(struct kvq__task *task))
 {
     t->rc = begin(t, as);
     t->begun_load = begun;
@@ -405,12 +403,12 @@ void kvq__keeper_load(struct kvq__task *t, const struct kvq__begin *as,
 static void opened(struct kvq__task *t)
 {
     if (t->rc == 0 && t->reply->status == 0 && t->stored)
-        kvq__keeper_used(t->keeper, t->stored);
-    else if (t->rc == 0 && t->reply->status == 0 && t->keeper->store)
-        kvq__keeper_used_name(t->keeper, t->ns, t->name, t->as.shard); // it was in memory
+        kvq__jobs_used(t->jobs, t->stored);
+    else if (t->rc == 0 && t->reply->status == 0 && t->jobs->store)
+        kvq__jobs_used_name(t->jobs, t->ns, t->name, t->as.shard); // it was in memory
     kvq__found_free(&t->found);
     load(t);
-    kvq__keeper_load_leave(t);
+    kvq__jobs_load_leave(t);
     kvq__task_end(t);
 }
 
@@ -418,7 +416,7 @@ static void opened(struct kvq__task *t)
 static bool is_there_otherwise(struct kvq__task *t)
 {
     struct kvq__reshard_as there = t->as;
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     if (t->as.n_layers || !kvq__reshard_there(core, t->peer, t->ns, &t->found->saved, &there) ||
         (t->as.shards && t->as.shards != there.shards))
         return false;
@@ -430,7 +428,7 @@ static bool is_there_otherwise(struct kvq__task *t)
 // is to come; then that is looked for anew, for it may have been saved meanwhile. Poller's thread.
 static bool looks_again(struct kvq__task *t, void (*again)(struct kvq__task *t))
 {
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     if (t->rc < 0 || !t->found || t->looked_again)
         return false;
     const struct kvq__saved *stored = &t->found->saved;
@@ -449,7 +447,7 @@ static bool looks_again(struct kvq__task *t, void (*again)(struct kvq__task *t))
 
 static void open_now(struct kvq__task *t)
 {
-    struct kvq__server *server = t->keeper->server;
+    struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
                               .identity = &server->identity,
                               .peer = t->peer,
@@ -467,7 +465,7 @@ static void open_now(struct kvq__task *t)
 static int refuse_to_create(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
-    int rc = kvq__namespace_check(t->keeper->server->core, t->peer, t->ns, ns, t->text);
+    int rc = kvq__namespace_check(t->jobs->server->core, t->peer, t->ns, ns, t->text);
     if (rc == 0)
         snprintf(t->text, sizeof t->text,
                  "session \"%s\" exists already, on disk; drop it, or open it without must_create",
@@ -480,7 +478,7 @@ static void look_again(struct kvq__task *t);
 // What is about to be deleted, or was just now, is not there.
 static void check_found(struct kvq__task *t)
 {
-    if (t->found && kvq__park_forgotten(t->keeper->server->core, t->found->saved.stamp))
+    if (t->found && kvq__park_forgotten(t->jobs->server->core, t->found->saved.stamp))
         kvq__found_free(&t->found);
 }
 
@@ -493,7 +491,7 @@ static void open_session(struct kvq__task *t)
     if (t->rc == 0 && t->found && open->must_create)
         t->rc = refuse_to_create(t);
     if (t->rc == 0 && !t->found && open->prefix) {
-        kvq__keeper_prefix(t, open, open_now);
+        kvq__jobs_prefix(t, open, open_now);
         return;
     }
     if (looks_again(t, look_again))
@@ -530,8 +528,8 @@ static void take_to_open(struct kvq__task *t)
 static void open_if_here(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
-    struct kvq__core *core = t->keeper->server->core;
-    if (!t->name[0] || !t->keeper->store)
+    struct kvq__core *core = t->jobs->server->core;
+    if (!t->name[0] || !t->jobs->store)
         open_session(t);
     else if (kvq__namespace_check(core, t->peer, t->ns, ns, NULL) < 0 ||
              kvq__session_here(core, t->peer, t->ns, t->name, t->as.shard, t->as.shards))
@@ -563,7 +561,7 @@ static struct kvq__reshard_as as_asked(const Kvq__OpenSession *open)
     return as;
 }
 
-void kvq__keeper_open_session(struct kvq__task *t)
+void kvq__jobs_open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
     t->as = as_asked(open);
@@ -583,14 +581,14 @@ void kvq__keeper_open_session(struct kvq__task *t)
 static void restored(struct kvq__task *t)
 {
     if (t->rc == 0)
-        kvq__keeper_used(t->keeper, t->stored);
+        kvq__jobs_used(t->jobs, t->stored);
     kvq__found_free(&t->found);
     if (!t->loading) {
         kvq__task_end(t);
         return;
     }
     load(t);
-    kvq__keeper_load_wait(t, kvq__task_end);
+    kvq__jobs_load_wait(t, kvq__task_end);
 }
 
 static void back_to_loop(struct kvq__task *t)
@@ -605,7 +603,7 @@ static void restore_now(struct kvq__task *t)
 {
     struct kvq__session_info info;
     const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     check_found(t);
     if (looks_again(t, look_again_to_restore))
         return;
@@ -642,14 +640,14 @@ static void restore_if_away(struct kvq__task *t)
 {
     if (!t->name[0])
         restore_now(t); // which says that it is missing
-    else if (kvq__session_here(t->keeper->server->core, t->peer, t->ns, t->name, t->as.shard,
+    else if (kvq__session_here(t->jobs->server->core, t->peer, t->ns, t->name, t->as.shard,
                                t->as.shards))
         kvq__task_to_loop(t, kvq__task_end);
     else
         kvq__task_to_loop(t, take_to_restore);
 }
 
-void kvq__keeper_restore(struct kvq__task *t)
+void kvq__jobs_restore(struct kvq__task *t)
 {
     const Kvq__RestoreSession *ask = t->request->restore_session;
     t->as = (struct kvq__reshard_as){.shard = ask->shard, .shards = ask->shards};
@@ -675,14 +673,14 @@ static void fetch_now(struct kvq__task *t)
     if (t->rc == 0)
         t->rc = begin(t, &(struct kvq__begin){0});
     if (t->rc < 0)
-        kvq__fetch_failed(t->keeper->server->core, t->order->id, t->rc, t->text);
+        kvq__fetch_failed(t->jobs->server->core, t->job->id, t->rc, t->text);
     t->then = back_to_loop;
     reserve(t);
 }
 
 static void look_for_parked(struct kvq__task *t)
 {
-    t->as = (struct kvq__reshard_as){.shard = t->order->shard};
+    t->as = (struct kvq__reshard_as){.shard = t->job->shard};
     find(t);
 }
 
@@ -692,7 +690,7 @@ static void looked_for_parked(uv_work_t *work, int status)
     kvq__task_to_poller(kvq__task_of(work), fetch_now);
 }
 
-void kvq__keeper_fetch(struct kvq__task *t)
+void kvq__jobs_fetch(struct kvq__task *t)
 {
     kvq__task_to_work(t, look_for_parked, looked_for_parked);
 }

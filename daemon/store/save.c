@@ -157,8 +157,8 @@ static int write_shard(struct writing *w, uint32_t shard)
     return rc ? rc : kvq__save_prefixes(t->save, shard, write_prefix, w);
 }
 
-int kvq__keeper_write(struct kvq__task *t, struct kvq_save *out, struct kvq__same_blocks *same,
-                      uint8_t scratch[KVQ__SCRATCH_BYTES])
+int kvq__jobs_write(struct kvq__task *t, struct kvq_save *out, struct kvq__same_blocks *same,
+                    uint8_t scratch[KVQ__SCRATCH_BYTES])
 {
     struct writing w = {t, out, same, scratch};
     int rc = 0;
@@ -172,9 +172,9 @@ static int write_all(struct kvq__task *t, uint8_t *scratch)
 {
     struct kvq_save *out = NULL;
     struct kvq__same_blocks same = {0}; // shards have none in common
-    int rc = kvq_save_begin(t->keeper->store, &out, t->text, sizeof t->text);
+    int rc = kvq_save_begin(t->jobs->store, &out, t->text, sizeof t->text);
     if (rc == 0)
-        rc = kvq__keeper_write(t, out, &same, scratch);
+        rc = kvq__jobs_write(t, out, &same, scratch);
     if (rc == 0)
         rc = kvq_save_commit(&out, t->text, sizeof t->text);
     kvq_save_abort(&out);
@@ -182,7 +182,7 @@ static int write_all(struct kvq__task *t, uint8_t *scratch)
     return rc;
 }
 
-uint64_t kvq__keeper_unsaved_bytes(const struct kvq__task *t)
+uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *t)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < kvq__save_shards(t->save); i++) {
@@ -215,9 +215,9 @@ static int read_all(struct kvq_store *store, const struct kvq_stored *blocks, si
     return rc;
 }
 
-int kvq__keeper_read_back(struct kvq__task *t)
+int kvq__jobs_read_back(struct kvq__task *t)
 {
-    struct kvq_store *store = t->keeper->store;
+    struct kvq_store *store = t->jobs->store;
     struct kvq_store_session s;
     struct kvq_stored *blocks;
     size_t n;
@@ -234,16 +234,16 @@ int kvq__keeper_read_back(struct kvq__task *t)
 // What the disk has spoilt is put once more.
 static int write_and_read_back(struct kvq__task *t, uint8_t *scratch)
 {
-    int rc = kvq__keeper_read_back(t);
+    int rc = kvq__jobs_read_back(t);
     if (rc == KVQ_E_DAMAGED)
         rc = write_all(t, scratch);
-    return rc ? rc : kvq__keeper_read_back(t);
+    return rc ? rc : kvq__jobs_read_back(t);
 }
 
-int kvq__keeper_copy(struct kvq__task *t)
+int kvq__jobs_copy(struct kvq__task *t)
 {
     int rc = kvq__save_copy(t->save);
-    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->copied_mail, let_go);
+    kvq__mailbox_post(kvq__poller_box(t->jobs->server->poller), &t->copied_mail, let_go);
     if (rc < 0)
         snprintf(t->text, sizeof t->text, "%s of session \"%s\"",
                  rc == KVQ_E_NO_MEMORY ? "no memory to copy what changes"
@@ -254,39 +254,39 @@ int kvq__keeper_copy(struct kvq__task *t)
 
 static void write_save(struct kvq__task *t)
 {
-    uint64_t needed = kvq__keeper_unsaved_bytes(t);
+    uint64_t needed = kvq__jobs_unsaved_bytes(t);
     uint8_t *scratch = NULL;
-    t->rc = kvq__keeper_copy(t);
+    t->rc = kvq__jobs_copy(t);
     if (t->rc == 0 && !(scratch = malloc(KVQ__SCRATCH_BYTES))) {
         snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
         t->rc = KVQ_E_NO_MEMORY;
     }
     if (t->rc == 0)
         t->rc = write_all(t, scratch);
-    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, needed))
+    if (t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, needed))
         t->rc = write_all(t, scratch);
-    if (t->rc == 0 && t->order && t->name[0] == '#')
+    if (t->rc == 0 && t->job && t->name[0] == '#')
         t->rc = write_and_read_back(t, scratch);
     free(scratch);
 }
 
 // ---- Back on the loop's ----
 
-void kvq__keeper_tell_saved(struct kvq__task *t)
+void kvq__jobs_tell_saved(struct kvq__task *t)
 {
     char text[192];
-    struct kvq__keeper *keeper = t->keeper;
-    if (t->quiet || (t->order && t->rc != KVQ_E_NO_SPACE)) // of parking the core tells
+    struct kvq__jobs *jobs = t->jobs;
+    if (t->quiet || (t->job && t->rc != KVQ_E_NO_SPACE)) // of parking the core tells
         return;
     if (t->rc == KVQ_E_NO_SPACE) {
-        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
+        kvq__jobs_tell(jobs, KVQ__EVENT_STORAGE_FULL, t->ns, t->name, t->text);
     } else if (t->rc == 0) {
         snprintf(text, sizeof text, "%llu tokens, %llu blocks and %llu bytes written, %llu kept",
                  (unsigned long long)t->tokens, (unsigned long long)t->written_blocks,
                  (unsigned long long)t->written_bytes, (unsigned long long)t->kept_blocks);
-        kvq__keeper_tell(keeper, KVQ__EVENT_SESSION_SAVED, t->ns, t->name, text);
+        kvq__jobs_tell(jobs, KVQ__EVENT_SESSION_SAVED, t->ns, t->name, text);
     } else if (t->own && t->rc != KVQ_E_QUOTA) { // which is told of by itself
-        kvq__keeper_tell(keeper, KVQ__EVENT_STORAGE_FAILED, t->ns, t->name, t->text);
+        kvq__jobs_tell(jobs, KVQ__EVENT_STORAGE_FAILED, t->ns, t->name, t->text);
     }
 }
 
@@ -313,7 +313,7 @@ static void answer(struct kvq__task *t)
 
 static void saved(struct kvq__task *t)
 {
-    kvq__keeper_tell_saved(t);
+    kvq__jobs_tell_saved(t);
     answer(t);
 }
 
@@ -322,9 +322,9 @@ static void end_save(struct kvq__task *t)
 {
     kvq__save_end(&t->save, t->rc == 0);
     if (t->own && t->rc < 0)
-        t->quiet = !kvq__unsaved_failed(t->keeper->server->core, t->ns, t->name);
-    if (t->order)
-        kvq__park_saved(t->keeper->server->core, t->order->id, t->rc, t->text);
+        t->quiet = !kvq__unsaved_failed(t->jobs->server->core, t->ns, t->name);
+    if (t->job)
+        kvq__park_saved(t->jobs->server->core, t->job->id, t->rc, t->text);
     kvq__task_to_loop(t, saved);
 }
 
@@ -345,8 +345,8 @@ static void look(struct kvq__task *t);
 // Those whose time it is look again; the others have the timer set anew.
 static void try_again(uv_timer_t *timer)
 {
-    struct kvq__keeper *keeper = timer->data;
-    struct kvq__task *t = TAILQ_FIRST(&keeper->aside), *next;
+    struct kvq__jobs *jobs = timer->data;
+    struct kvq__task *t = TAILQ_FIRST(&jobs->aside), *next;
     uint64_t now = kvq__now_ns(), first = UINT64_MAX;
     for (; t; t = next) {
         next = TAILQ_NEXT(t, link);
@@ -354,7 +354,7 @@ static void try_again(uv_timer_t *timer)
             first = t->try_at < first ? t->try_at : first;
             continue;
         }
-        TAILQ_REMOVE(&keeper->aside, t, link);
+        TAILQ_REMOVE(&jobs->aside, t, link);
         kvq__task_to_poller(t, look);
     }
     if (first != UINT64_MAX)
@@ -363,16 +363,16 @@ static void try_again(uv_timer_t *timer)
 
 static void set_aside(struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
+    struct kvq__jobs *jobs = t->jobs;
     uint64_t wait = t->try_after ? 2 * t->try_after : RETRY_MS;
     kvq__task_step_aside(t);
     t->try_after = wait < RETRY_MOST_MS ? wait : RETRY_MOST_MS;
     t->try_at = kvq__now_ns() + t->try_after * 1000000;
     t->waited += t->try_after;
-    TAILQ_INSERT_TAIL(&keeper->aside, t, link);
-    uint64_t due = uv_timer_get_due_in(&keeper->retry);
-    if (!uv_is_active((const uv_handle_t *)&keeper->retry) || due > t->try_after)
-        uv_timer_start(&keeper->retry, try_again, t->try_after, 0);
+    TAILQ_INSERT_TAIL(&jobs->aside, t, link);
+    uint64_t due = uv_timer_get_due_in(&jobs->retry);
+    if (!uv_is_active((const uv_handle_t *)&jobs->retry) || due > t->try_after)
+        uv_timer_start(&jobs->retry, try_again, t->try_after, 0);
 }
 
 static int patience_ms(const struct kvq__task *t)
@@ -407,7 +407,7 @@ static void tried(struct kvq__task *t)
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save)
         kvq__task_to_work(t, write_save, written);
-    else if (t->order || (t->own && t->rc < 0))
+    else if (t->job || (t->own && t->rc < 0))
         kvq__task_to_poller(t, end_save);
     else
         answer(t);
@@ -439,7 +439,7 @@ static int find_by_handle(struct kvq__task *t, uint64_t handle)
 static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
 {
     struct kvq__session_info info;
-    int rc = kvq__session_find(t->keeper->server->core, t->peer, ref->namespace_, ref->name, &info,
+    int rc = kvq__session_find(t->jobs->server->core, t->peer, ref->namespace_, ref->name, &info,
                                t->text);
     if (rc < 0)
         return rc;
@@ -451,14 +451,14 @@ static int find_by_name(struct kvq__task *t, const Kvq__SessionRef *ref)
 
 static void try_save(struct kvq__task *t, bool looks)
 {
-    bool parks = t->order != NULL;
+    bool parks = t->job != NULL;
     struct kvq__save_spec spec = {.ns = t->ns,
-                                  .name = parks ? t->order->session : t->name,
+                                  .name = parks ? t->job->session : t->name,
                                   .again = t->again,
                                   .unnamed = parks,
                                   .parks = parks,
                                   .looks = looks};
-    t->rc = kvq__save_begin(t->keeper->server->core, t->peer, &spec, &t->save, t->text);
+    t->rc = kvq__save_begin(t->jobs->server->core, t->peer, &spec, &t->save, t->text);
     kvq__task_to_loop(t, tried);
 }
 
@@ -492,7 +492,7 @@ static void queue(struct kvq__task *t)
     kvq__task_queue(t, go);
 }
 
-void kvq__keeper_save(struct kvq__task *t)
+void kvq__jobs_save(struct kvq__task *t)
 {
     t->begun = kvq__now_ns();
     t->try_after = t->waited = 0;

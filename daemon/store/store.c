@@ -17,11 +17,11 @@
 
 enum { TICK_MS = 500, DEAD_PERCENT = 30, COMPACT_BYTES = 256 << 20 };
 
-void kvq__keeper_tell(struct kvq__keeper *keeper, enum kvq__event_kind kind, const char *ns,
-                      const char *name, const char *text)
+void kvq__jobs_tell(struct kvq__jobs *jobs, enum kvq__event_kind kind, const char *ns,
+                    const char *name, const char *text)
 {
     struct kvq__event event = {kind, ns, name, 0, text};
-    kvq__event_tell(keeper->server, &event);
+    kvq__event_tell(jobs->server, &event);
 }
 
 static void finish(uv_work_t *work, int status)
@@ -36,7 +36,7 @@ static void delete_saved(struct kvq__task *t)
 {
     struct kvq_store_freed freed;
     char text[KVQ_TEXT_BYTES] = "";
-    int rc = kvq_store_delete(t->keeper->store, t->ns, t->name, text, sizeof text);
+    int rc = kvq_store_delete(t->jobs->store, t->ns, t->name, text, sizeof text);
     if (rc == KVQ_E_NO_SESSION) // it was in memory alone, or nowhere: that is known already
         return;
     t->rc = rc;
@@ -46,7 +46,7 @@ static void delete_saved(struct kvq__task *t)
                  "where the next open brings it back; drop it again once this is mended: %.230s",
                  t->name, text);
     else
-        kvq_store_gc(t->keeper->store, &freed, NULL, 0);
+        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
 static void go_delete(struct kvq__task *t)
@@ -67,7 +67,7 @@ static void dropped(struct kvq__task *t)
 // Poller's thread: who is dropped, under the name that it is stored by.
 static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
 {
-    struct kvq__core *core = t->keeper->server->core;
+    struct kvq__core *core = t->jobs->server->core;
     const Kvq__SessionRef *ref = drop->ref;
     struct kvq__session_info info = {0};
     int rc = KVQ_E_NO_SESSION;
@@ -88,7 +88,7 @@ static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
 // the store.
 static void drop_in_memory(struct kvq__task *t)
 {
-    struct kvq__server *server = t->keeper->server;
+    struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
                               .identity = &server->identity,
                               .peer = t->peer,
@@ -126,11 +126,11 @@ static Kvq__StorageReply *storage_reply(struct kvq__task *t)
 {
     struct kvq_store_status s;
     Kvq__StorageReply *r = kvq_arena_alloc(t->arena, sizeof *r);
-    t->rc = r ? kvq_store_status(t->keeper->store, &s, t->text, sizeof t->text) : KVQ_E_NO_MEMORY;
+    t->rc = r ? kvq_store_status(t->jobs->store, &s, t->text, sizeof t->text) : KVQ_E_NO_MEMORY;
     if (t->rc < 0)
         return NULL;
     kvq__storage_reply__init(r);
-    r->folder = kvq_arena_text(t->arena, t->keeper->server->config.storage_dir);
+    r->folder = kvq_arena_text(t->arena, t->jobs->server->config.storage_dir);
     r->sessions = s.sessions;
     r->blocks = s.blocks;
     r->bad_blocks = s.bad_blocks;
@@ -158,7 +158,7 @@ static void tell_status(struct kvq__task *t)
 static void verify(struct kvq__task *t)
 {
     struct kvq_store_verified v;
-    int rc = kvq_store_verify(t->keeper->store, NULL, NULL, &v, t->text, sizeof t->text);
+    int rc = kvq_store_verify(t->jobs->store, NULL, NULL, &v, t->text, sizeof t->text);
     Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
     t->rc = rc ? rc : t->rc;
     if (!r)
@@ -179,9 +179,9 @@ static void tidy(struct kvq__task *t)
     uint32_t percent = ask->dead_percent ? ask->dead_percent : DEAD_PERCENT;
     int rc;
     do {
-        rc = compact ? kvq_store_compact(t->keeper->store, COMPACT_BYTES, percent, &freed, t->text,
+        rc = compact ? kvq_store_compact(t->jobs->store, COMPACT_BYTES, percent, &freed, t->text,
                                          sizeof t->text)
-                     : kvq_store_gc(t->keeper->store, &freed, t->text, sizeof t->text);
+                     : kvq_store_gc(t->jobs->store, &freed, t->text, sizeof t->text);
         all.segments += freed.segments;
         all.bytes += freed.bytes;
         all.moved += freed.moved;
@@ -211,7 +211,7 @@ static Kvq__SaveReply *save_reply(struct kvq__task *t)
     r->namespace_ = kvq_arena_text(t->arena, t->ns);
     r->name = kvq_arena_text(t->arena, t->name);
     for (uint32_t i = 0; i < s.shards; i++) {
-        if (kvq_store_find(t->keeper->store, t->ns, t->name, i, &s, NULL, 0) < 0)
+        if (kvq_store_find(t->jobs->store, t->ns, t->name, i, &s, NULL, 0) < 0)
             break;
         r->tokens = s.tokens;
         r->written_blocks += s.blocks;
@@ -240,7 +240,7 @@ static void export_session(struct kvq__task *t)
     t->begun = kvq__now_ns();
     t->rc = check_stored_name(t, t->name);
     if (t->rc == 0)
-        t->rc = kvq_store_export(t->keeper->store, t->ns, t->name, t->request->export_session->path,
+        t->rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
                                  t->text, sizeof t->text);
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
@@ -253,7 +253,7 @@ static void name_imported(struct kvq__task *t)
     const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
     struct kvq_store_session of = {0};
     t->begun = kvq__now_ns();
-    t->rc = kvq_store_exported(t->keeper->store, ask->path, &of, t->text, sizeof t->text);
+    t->rc = kvq_store_exported(t->jobs->store, ask->path, &of, t->text, sizeof t->text);
     snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of.space);
     snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of.name);
     if (t->rc == 0)
@@ -263,7 +263,7 @@ static void name_imported(struct kvq__task *t)
 static void import_session(struct kvq__task *t)
 {
     const Kvq__ImportSession *ask = t->request->import_session;
-    t->rc = kvq_store_import(t->keeper->store, ask->path, t->ns, t->name, ask->replace, t->text,
+    t->rc = kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
                              sizeof t->text);
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
@@ -285,7 +285,7 @@ static void import_if_away(struct kvq__task *t)
 // Poller's thread, with the name held alone.
 static void look_in_memory(struct kvq__task *t)
 {
-    t->rc = kvq__keeper_refuse_here(t);
+    t->rc = kvq__jobs_refuse_here(t);
     kvq__task_to_loop(t, import_if_away);
 }
 
@@ -304,10 +304,10 @@ static void imported_name(uv_work_t *work, int status)
         kvq__task_name(t, KVQ__HOLD_ALONE, go_look_in_memory);
 }
 
-int kvq__keeper_refuse_here(struct kvq__task *t)
+int kvq__jobs_refuse_here(struct kvq__task *t)
 {
     struct kvq__session_info info;
-    if (kvq__session_find(t->keeper->server->core, t->peer, t->ns, t->name, &info, NULL) < 0)
+    if (kvq__session_find(t->jobs->server->core, t->peer, t->ns, t->name, &info, NULL) < 0)
         return 0;
     snprintf(t->text, sizeof t->text,
              "session \"%s\" of \"%s\" is in memory, or parked for it, and is not replaced there: "
@@ -323,7 +323,7 @@ static bool asks_for_a_page(const Kvq__OpenSession *open)
     return open->prefix && open->prefix->tokens >= KVQ_BLOCK_TOKENS;
 }
 
-bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
+bool kvq__jobs_takes(const struct kvq__jobs *jobs, const Kvq__Request *r)
 {
     switch (r->command_case) {
     case KVQ__REQUEST__COMMAND_SAVE_SESSION:
@@ -336,13 +336,13 @@ bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *r)
     case KVQ__REQUEST__COMMAND_DELETE_QUOTA:
         return true;
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
-        return (keeper->store && r->open_session->name[0]) || asks_for_a_page(r->open_session);
+        return (jobs->store && r->open_session->name[0]) || asks_for_a_page(r->open_session);
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
         return true;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
-        return keeper->store != NULL;
+        return jobs->store != NULL;
     default:
-        return kvq__keeper_remote_takes(r);
+        return kvq__jobs_remote_takes(r);
     }
 }
 
@@ -360,18 +360,18 @@ static void named(struct kvq__task *t)
     if (t->rc < 0)
         kvq__task_end(t);
     else if (t->request->command_case == KVQ__REQUEST__COMMAND_LIST_SAVED)
-        kvq__task_to_work(t, kvq__keeper_list, finish);
+        kvq__task_to_work(t, kvq__jobs_list, finish);
     else if (t->request->command_case == KVQ__REQUEST__COMMAND_EXPORT_SESSION)
         kvq__task_to_work(t, export_session, finish);
     else
-        kvq__keeper_restore(t);
+        kvq__jobs_restore(t);
 }
 
 static void check_namespace(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
     snprintf(ns, sizeof ns, "%s", t->ns);
-    t->rc = kvq__namespace_check(t->keeper->server->core, t->peer, ns, t->ns, t->text);
+    t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, ns, t->ns, t->text);
     kvq__task_to_loop(t, named);
 }
 
@@ -384,7 +384,7 @@ static void name_it(struct kvq__task *t, const Kvq__SessionRef *ref)
 
 static void start_storage(struct kvq__task *t)
 {
-    kvq__keeper_working(t->keeper, t->working, sizeof t->working, &t->queued);
+    kvq__jobs_working(t->jobs, t->working, sizeof t->working, &t->queued);
     switch (t->request->storage->action) {
     case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
         kvq__task_to_work(t, verify, finish);
@@ -425,17 +425,17 @@ static void start(struct kvq__task *t)
     const Kvq__Request *r = t->request;
     switch (r->command_case) {
     case KVQ__REQUEST__COMMAND_OPEN_SESSION:
-        kvq__keeper_open_session(t);
+        kvq__jobs_open_session(t);
         break;
     case KVQ__REQUEST__COMMAND_LOOKUP_PREFIX:
-        kvq__keeper_lookup(t);
+        kvq__jobs_lookup(t);
         break;
     case KVQ__REQUEST__COMMAND_DROP_SESSION:
         kvq__task_to_poller(t, start_drop);
         break;
     case KVQ__REQUEST__COMMAND_SAVE_SESSION:
         t->again = r->save_session->again;
-        kvq__keeper_save(t);
+        kvq__jobs_save(t);
         break;
     case KVQ__REQUEST__COMMAND_RESTORE_SESSION:
         name_it(t, r->restore_session->ref);
@@ -447,12 +447,12 @@ static void start(struct kvq__task *t)
         kvq__task_to_work(t, name_imported, imported_name);
         break;
     case KVQ__REQUEST__COMMAND_LIST_SAVED:
-        if ((t->rc = kvq__keeper_list_check(t)) < 0) {
+        if ((t->rc = kvq__jobs_list_check(t)) < 0) {
             kvq__task_end(t);
             break;
         }
         if (t->peer->admin && !r->list_saved->namespace_[0]) {
-            kvq__task_to_work(t, kvq__keeper_list, finish);
+            kvq__task_to_work(t, kvq__jobs_list, finish);
             break;
         }
         snprintf(t->ns, sizeof t->ns, "%s", r->list_saved->namespace_);
@@ -464,9 +464,9 @@ static void start(struct kvq__task *t)
     }
 }
 
-void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
+void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *t)
 {
-    t->keeper = keeper;
+    t->jobs = jobs;
     t->rc = 0;
     t->text[0] = t->ns[0] = t->name[0] = 0;
     t->writes = t->own = t->again = t->unchanged = t->quiet = false;
@@ -479,19 +479,19 @@ void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *t)
     t->found = NULL;
     t->loading = t->reading = NULL;
     t->transfer = NULL;
-    t->order = NULL;
+    t->job = NULL;
     t->hold = (struct kvq__hold){0};
     t->turn = (struct kvq__write_turn){0};
     t->ask = NULL;
     t->pages = 0;
-    keeper->n_tasks++;
-    if (keeper->ended)
+    jobs->n_tasks++;
+    if (jobs->ended)
         refuse(t, KVQ_E_DRAINING, "the daemon is shutting down");
-    else if (kvq__keeper_remote_takes(t->request))
-        kvq__keeper_remote(t);
+    else if (kvq__jobs_remote_takes(t->request))
+        kvq__jobs_remote(t);
     else if (is_about_quotas(t->request))
-        kvq__keeper_set_quota(t);
-    else if (!keeper->store && !is_about_prefixes(t->request))
+        kvq__jobs_set_quota(t);
+    else if (!jobs->store && !is_about_prefixes(t->request))
         refuse(t, KVQ_E_UNSUPPORTED,
                "this daemon saves no sessions; set storage_dir in its configuration");
     else if (is_for_admins(t->request) && !t->peer->admin)
@@ -508,83 +508,83 @@ static const struct kvq__peer self = {.admin = true};
 
 static void end_own(struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
-    keeper->n_own--;
+    struct kvq__jobs *jobs = t->jobs;
+    jobs->n_own--;
     free(t);
-    kvq__keeper_drain_on(keeper);
+    kvq__jobs_drain_on(jobs);
 }
 
-static void save_one(struct kvq__keeper *keeper, const struct kvq__unsaved *u)
+static void save_one(struct kvq__jobs *jobs, const struct kvq__unsaved *u)
 {
     struct kvq__task *t = calloc(1, sizeof *t);
     if (!t)
         return;
-    t->keeper = keeper;
+    t->jobs = jobs;
     t->peer = &self;
     t->own = true;
     t->done = end_own;
     snprintf(t->ns, sizeof t->ns, "%s", u->ns);
     snprintf(t->name, sizeof t->name, "%s", u->name);
-    keeper->n_tasks++;
-    keeper->n_own++;
-    kvq__keeper_save(t);
+    jobs->n_tasks++;
+    jobs->n_own++;
+    kvq__jobs_save(t);
 }
 
-static struct kvq__keeper *of_unsaved(struct kvq__mail *mail)
+static struct kvq__jobs *of_unsaved(struct kvq__mail *mail)
 {
-    return (struct kvq__keeper *)((char *)mail - offsetof(struct kvq__keeper, unsaved_mail));
+    return (struct kvq__jobs *)((char *)mail - offsetof(struct kvq__jobs, unsaved_mail));
 }
 
 static void told(struct kvq__mail *mail)
 {
-    struct kvq__keeper *keeper = of_unsaved(mail);
-    uint32_t n = keeper->n_unsaved;
-    keeper->asking = false;
-    if (keeper->ended || keeper->draining)
+    struct kvq__jobs *jobs = of_unsaved(mail);
+    uint32_t n = jobs->n_unsaved;
+    jobs->asking = false;
+    if (jobs->ended || jobs->draining)
         n = 0;
     for (uint32_t i = 0; i < n && i < KVQ__KEEPER_UNSAVED; i++)
-        save_one(keeper, &keeper->unsaved[i]);
-    kvq__keeper_drain_on(keeper);
+        save_one(jobs, &jobs->unsaved[i]);
+    kvq__jobs_drain_on(jobs);
 }
 
 // Poller's thread.
 static void ask(struct kvq__mail *mail)
 {
-    struct kvq__keeper *keeper = of_unsaved(mail);
-    const struct kvq__server *server = keeper->server;
-    keeper->n_unsaved = kvq__core_unsaved(server->core, keeper->which,
-                                          server->config.save_idle_seconds * 1000000000,
-                                          keeper->unsaved, KVQ__KEEPER_UNSAVED);
-    kvq__mailbox_post(&keeper->server->box, mail, told);
+    struct kvq__jobs *jobs = of_unsaved(mail);
+    const struct kvq__server *server = jobs->server;
+    jobs->n_unsaved =
+        kvq__core_unsaved(server->core, jobs->which, server->config.save_idle_seconds * 1000000000,
+                          jobs->unsaved, KVQ__KEEPER_UNSAVED);
+    kvq__mailbox_post(&jobs->server->box, mail, told);
 }
 
-static void look(struct kvq__keeper *keeper, uint32_t which)
+static void look(struct kvq__jobs *jobs, uint32_t which)
 {
-    if (keeper->asking)
+    if (jobs->asking)
         return;
-    keeper->which = which;
-    keeper->asking = true;
-    kvq__mailbox_post(kvq__poller_box(keeper->server->poller), &keeper->unsaved_mail, ask);
+    jobs->which = which;
+    jobs->asking = true;
+    kvq__mailbox_post(kvq__poller_box(jobs->server->poller), &jobs->unsaved_mail, ask);
 }
 
 static void on_tick(uv_timer_t *timer)
 {
-    struct kvq__keeper *keeper = timer->data;
-    bool idle = keeper->server->config.save_idle_seconds > 0;
-    if (keeper->n_own == 0 && !keeper->draining)
-        look(keeper, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
-    kvq__keeper_tidy(keeper);
+    struct kvq__jobs *jobs = timer->data;
+    bool idle = jobs->server->config.save_idle_seconds > 0;
+    if (jobs->n_own == 0 && !jobs->draining)
+        look(jobs, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
+    kvq__jobs_tidy(jobs);
 }
 
 // ---- Opening and closing ----
 
-static int open_store(struct kvq__keeper *keeper, char *text)
+static int open_store(struct kvq__jobs *jobs, char *text)
 {
-    const struct kvq_config *c = &keeper->server->config;
+    const struct kvq_config *c = &jobs->server->config;
     struct kvq_store_options options = {.cap_bytes = c->storage_bytes};
     struct kvq_store_report report;
     char why[KVQ_TEXT_BYTES], quoted[KVQ_TEXT_BYTES + 16];
-    int rc = kvq_store_open(c->storage_dir, &options, &keeper->store, &report, why, sizeof why);
+    int rc = kvq_store_open(c->storage_dir, &options, &jobs->store, &report, why, sizeof why);
     if (rc < 0) {
         snprintf(text, KVQ_TEXT_BYTES, "storage_dir: %.460s", why);
         return rc;
@@ -595,87 +595,87 @@ static int open_store(struct kvq__keeper *keeper, char *text)
     else
         kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s", c->storage_dir,
                  report.created ? "yes" : "no");
-    if (kvq__keeper_sweep(keeper->store, why) < 0) // they take room, and do no harm
+    if (kvq__jobs_sweep(jobs->store, why) < 0) // they take room, and do no harm
         kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", c->storage_dir,
                  kvq__log_quote(quoted, sizeof quoted, why));
     return 0;
 }
 
 // Without one that lasts a random one does, until the daemon ends.
-static void use_key(struct kvq__keeper *keeper)
+static void use_key(struct kvq__jobs *jobs)
 {
-    const char *folder = keeper->server->config.storage_dir;
+    const char *folder = jobs->server->config.storage_dir;
     char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16];
     uint8_t key[KVQ_PREFIX_BYTES];
     if (kvq__prefix_key(folder, key, text) == 0)
-        kvq__core_prefix_key(keeper->server->core, key);
+        kvq__core_prefix_key(jobs->server->core, key);
     else
         kvq__log(KVQ_LOG_WARN, "prefix_key",
                  "dir=%s text=%s effect=\"prefixes that are stored are not found\"", folder,
                  kvq__log_quote(quoted, sizeof quoted, text));
 }
 
-int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **out, char *text)
+int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *text)
 {
-    struct kvq__keeper *keeper = calloc(1, sizeof *keeper);
-    *out = keeper;
-    if (!keeper) {
+    struct kvq__jobs *jobs = calloc(1, sizeof *jobs);
+    *out = jobs;
+    if (!jobs) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
         return KVQ_E_NO_MEMORY;
     }
-    keeper->server = server;
-    kvq__names_init(&keeper->names);
-    kvq__turns_init(&keeper->turns, 1, 1);
-    kvq__turns_init(&keeper->reads, KVQ__READ_AT_ONCE, KVQ__READ_AT_ONCE_OF);
-    TAILQ_INIT(&keeper->aside);
-    TAILQ_INIT(&keeper->loadings);
-    TAILQ_INIT(&keeper->beginning);
-    TAILQ_INIT(&keeper->waiting);
-    TAILQ_INIT(&keeper->roomless);
+    jobs->server = server;
+    kvq__names_init(&jobs->names);
+    kvq__turns_init(&jobs->turns, 1, 1);
+    kvq__turns_init(&jobs->reads, KVQ__READ_AT_ONCE, KVQ__READ_AT_ONCE_OF);
+    TAILQ_INIT(&jobs->aside);
+    TAILQ_INIT(&jobs->loadings);
+    TAILQ_INIT(&jobs->beginning);
+    TAILQ_INIT(&jobs->waiting);
+    TAILQ_INIT(&jobs->roomless);
     bool stores = server->config.storage_dir[0] != 0;
-    int rc = stores ? open_store(keeper, text) : 0;
-    rc = rc ? rc : kvq__keeper_quotas_open(keeper, text);
-    rc = rc || !stores ? rc : kvq__keeper_remote_open(keeper, text);
+    int rc = stores ? open_store(jobs, text) : 0;
+    rc = rc ? rc : kvq__jobs_quotas_open(jobs, text);
+    rc = rc || !stores ? rc : kvq__jobs_remote_open(jobs, text);
     if (rc < 0 || !stores)
         return rc;
-    use_key(keeper);
-    uv_timer_init(&server->loop, &keeper->retry);
-    uv_timer_init(&server->loop, &keeper->tick);
-    uv_timer_init(&server->loop, &keeper->room);
-    keeper->retry.data = keeper->tick.data = keeper->room.data = keeper;
-    uv_timer_start(&keeper->tick, on_tick, TICK_MS, TICK_MS);
-    keeper->timers = keeper->untidy = true;
+    use_key(jobs);
+    uv_timer_init(&server->loop, &jobs->retry);
+    uv_timer_init(&server->loop, &jobs->tick);
+    uv_timer_init(&server->loop, &jobs->room);
+    jobs->retry.data = jobs->tick.data = jobs->room.data = jobs;
+    uv_timer_start(&jobs->tick, on_tick, TICK_MS, TICK_MS);
+    jobs->timers = jobs->untidy = true;
     return 0;
 }
 
-bool kvq__keeper_idle(const struct kvq__keeper *keeper)
+bool kvq__jobs_idle(const struct kvq__jobs *jobs)
 {
-    return !keeper || (keeper->n_tasks == 0 && !keeper->asking && TAILQ_EMPTY(&keeper->loadings));
+    return !jobs || (jobs->n_tasks == 0 && !jobs->asking && TAILQ_EMPTY(&jobs->loadings));
 }
 
-void kvq__keeper_end(struct kvq__keeper *keeper)
+void kvq__jobs_end(struct kvq__jobs *jobs)
 {
-    if (!keeper || keeper->ended)
+    if (!jobs || jobs->ended)
         return;
-    keeper->ended = true;
-    kvq__keeper_stop_orders(keeper);
-    kvq__transfers_stop(keeper);
-    if (keeper->timers)
-        uv_timer_stop(&keeper->tick);
+    jobs->ended = true;
+    kvq__jobs_stop_orders(jobs);
+    kvq__transfers_stop(jobs);
+    if (jobs->timers)
+        uv_timer_stop(&jobs->tick);
 }
 
-void kvq__keeper_close(struct kvq__keeper **pointer)
+void kvq__jobs_close(struct kvq__jobs **pointer)
 {
-    struct kvq__keeper *keeper = *pointer;
+    struct kvq__jobs *jobs = *pointer;
     *pointer = NULL;
-    if (!keeper)
+    if (!jobs)
         return;
-    assert(kvq__keeper_idle(keeper));
-    kvq__keeper_remote_close(keeper);
-    kvq__keeper_note_used(keeper);
-    kvq__keeper_quotas_close(keeper);
-    kvq_store_close(&keeper->store);
-    free(keeper->used);
-    free(keeper->named);
-    free(keeper);
+    assert(kvq__jobs_idle(jobs));
+    kvq__jobs_remote_close(jobs);
+    kvq__jobs_note_used(jobs);
+    kvq__jobs_quotas_close(jobs);
+    kvq_store_close(&jobs->store);
+    free(jobs->used);
+    free(jobs->named);
+    free(jobs);
 }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The keeper: owns the store of saved sessions (storage/store.h) and brings it and the core
+// The store jobs own the store of saved sessions (storage/store.h) and bring it and the core
 // together. Whatever reads or writes files runs on libuv's threads; one task at a time writes, and
-// those of one name go one after the other (order.h). Everything here belongs to the loop's
-// thread.
+// those of one name go one after the other (queue.h). Everything here belongs to the loop's thread.
 #ifndef KVQ_DAEMON_STORE_STORE_H
 #define KVQ_DAEMON_STORE_STORE_H
 
@@ -13,11 +12,11 @@
 #include "daemon/core/core.h"
 #include "daemon/core/residency/reshard.h"
 #include "daemon/runtime/mailbox.h"
-#include "daemon/store/order.h"
+#include "daemon/store/queue.h"
 #include "proto/wire.h"
 
 struct kvq__server;
-struct kvq__keeper;
+struct kvq__jobs;
 struct kvq__save;
 struct kvq__found;
 struct kvq__loading;
@@ -25,7 +24,7 @@ struct kvq__transfer;
 struct kvq__prefix_ask;
 struct kvq_store_space;
 
-// A command that has to do with the store, embedded by who gives it; or the keeper's own save.
+// A command that has to do with the store, embedded by who gives it; or the store jobs' own save.
 struct kvq__task {
     // The giver's, who keeps what they point to until `done` is called on the loop's thread.
     const Kvq__Request *request;
@@ -36,8 +35,8 @@ struct kvq__task {
     void (*before)(struct kvq__task *task); // on one of libuv's threads, before an open; or NULL
     void (*done)(struct kvq__task *task);
 
-    // The keeper's.
-    struct kvq__keeper *keeper;
+    // The store jobs'.
+    struct kvq__jobs *jobs;
     TAILQ_ENTRY(kvq__task) link, room_link;
     struct kvq__mail mail, copied_mail;
     uv_work_t work;
@@ -64,34 +63,34 @@ struct kvq__task {
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
     struct kvq__found *found;
-    struct kvq__loading *loading;   // that is begun
-    struct kvq__loading *reading;   // that is read while the task goes on; NULL: it has ended
-    struct kvq__transfer *transfer; // that is being asked for
-    struct kvq__prefix_ask *ask;    // for what the session begins with; NULL: none
-    uint32_t pages;                 // that the store has of it
-    bool asked_again, has_asked;    // the store: since something was damaged; and read all it has
-    const struct kvq__order *order; // of the core's, so that a session is parked; else NULL
-    struct kvq__override limits;    // that are to be a namespace's
-    struct kvq_store_space *spaces; // what namespaces have on disk now
+    struct kvq__loading *loading;     // that is begun
+    struct kvq__loading *reading;     // that is read while the task goes on; NULL: it has ended
+    struct kvq__transfer *transfer;   // that is being asked for
+    struct kvq__prefix_ask *ask;      // for what the session begins with; NULL: none
+    uint32_t pages;                   // that the store has of it
+    bool asked_again, has_asked;      // the store: since something was damaged; and read all it has
+    const struct kvq__store_job *job; // of the core's, so that a session is parked; else NULL
+    struct kvq__override limits;      // that are to be a namespace's
+    struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
     bool counted;
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.
-int kvq__keeper_open(struct kvq__server *server, struct kvq__keeper **keeper, char *text);
+int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **jobs, char *text);
 // Nothing is under way. NULL is fine.
-void kvq__keeper_close(struct kvq__keeper **keeper);
-// True once nothing is under way. Before it, nothing new is begun: see kvq__keeper_end.
-bool kvq__keeper_idle(const struct kvq__keeper *keeper);
-void kvq__keeper_end(struct kvq__keeper *keeper);
+void kvq__jobs_close(struct kvq__jobs **jobs);
+// True once nothing is under way. Before it, nothing new is begun: see kvq__jobs_end.
+bool kvq__jobs_idle(const struct kvq__jobs *jobs);
+void kvq__jobs_end(struct kvq__jobs *jobs);
 
-// Whether a command is for the keeper.
-bool kvq__keeper_takes(const struct kvq__keeper *keeper, const Kvq__Request *request);
+// Whether a command is for the store jobs.
+bool kvq__jobs_takes(const struct kvq__jobs *jobs, const Kvq__Request *request);
 // Takes it; task->done follows, maybe at once.
-void kvq__keeper_start(struct kvq__keeper *keeper, struct kvq__task *task);
+void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *task);
 // Poller's thread: the core has orders (saved.h).
-void kvq__keeper_wants(struct kvq__keeper *keeper);
+void kvq__jobs_wants(struct kvq__jobs *jobs);
 // Saves all named sessions that are not saved, if the configuration says so; then calls done.
-void kvq__keeper_drain(struct kvq__keeper *keeper, void (*done)(struct kvq__server *server));
+void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server));
 
 #endif

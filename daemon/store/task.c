@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a task of the keeper's goes from thread to thread, waits for its name and its turn, and ends.
+// How a task goes from thread to thread, waits for its name and its turn, and ends.
 #include <assert.h>
 
 #include "daemon/commands/dispatch.h"
@@ -29,13 +29,13 @@ void kvq__task_to_poller(struct kvq__task *t, void (*step)(struct kvq__task *tas
 {
     t->at_poller = true;
     t->step = step;
-    kvq__mailbox_post(kvq__poller_box(t->keeper->server->poller), &t->mail, deliver);
+    kvq__mailbox_post(kvq__poller_box(t->jobs->server->poller), &t->mail, deliver);
 }
 
 void kvq__task_to_loop(struct kvq__task *t, void (*step)(struct kvq__task *task))
 {
     t->step = step;
-    kvq__mailbox_post(&t->keeper->server->box, &t->mail, deliver_back);
+    kvq__mailbox_post(&t->jobs->server->box, &t->mail, deliver_back);
 }
 
 static void work(uv_work_t *work)
@@ -49,7 +49,7 @@ void kvq__task_to_work(struct kvq__task *t, void (*step)(struct kvq__task *task)
 {
     t->step = step;
     t->work.data = t;
-    int error = uv_queue_work(&t->keeper->server->loop, &t->work, work, after);
+    int error = uv_queue_work(&t->jobs->server->loop, &t->work, work, after);
     assert(error == 0); // only for what is none of libuv's
     (void)error;
 }
@@ -67,7 +67,7 @@ void kvq__task_queue(struct kvq__task *t, void (*step)(struct kvq__task *task))
     t->writes = true;
     t->counted = false;
     t->step = step;
-    kvq__turn_wait(&t->keeper->turns, &t->turn, t->ns, has_turn);
+    kvq__turn_wait(&t->jobs->turns, &t->turn, t->ns, has_turn);
 }
 
 static void has_name(struct kvq__hold *hold)
@@ -81,27 +81,27 @@ void kvq__task_name(struct kvq__task *t, enum kvq__hold_kind kind,
 {
     t->hold.kind = kind;
     t->step = step;
-    kvq__name_take(&t->keeper->names, &t->hold, t->ns, t->name, has_name);
+    kvq__name_take(&t->jobs->names, &t->hold, t->ns, t->name, has_name);
 }
 
 void kvq__task_step_aside(struct kvq__task *t)
 {
     t->writes = false; // nothing was
-    kvq__name_give(&t->keeper->names, &t->hold);
+    kvq__name_give(&t->jobs->names, &t->hold);
     if (t->turn.queued)
-        kvq__turn_end(&t->keeper->turns, &t->turn);
+        kvq__turn_end(&t->jobs->turns, &t->turn);
 }
 
 void kvq__task_end(struct kvq__task *t)
 {
-    struct kvq__keeper *keeper = t->keeper;
+    struct kvq__jobs *jobs = t->jobs;
     if (t->writes && !t->counted) {
-        kvq__keeper_count(t);
+        kvq__jobs_count(t);
         return;
     }
-    keeper->untidy |= t->writes;
+    jobs->untidy |= t->writes;
     kvq__task_step_aside(t);
-    keeper->n_tasks--;
+    jobs->n_tasks--;
     if (t->reply && t->rc < 0)
         kvq__reply_status(t->reply, t->arena, t->rc, t->text);
     t->done(t);

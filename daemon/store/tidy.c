@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the keeper does to the store without being asked, while nothing else is to be done: it notes
-// when sessions were used, and has what is dead on disk copied away bit by bit. And what it does
-// first when there is no room for a save.
+// What is done to the store without being asked, while nothing else is to be done: the store jobs
+// note when sessions were used, and have what is dead on disk copied away bit by bit. And what it
+// does first when there is no room for a save.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,55 +23,54 @@ enum {
 
 // ---- When sessions were used ----
 
-void kvq__keeper_used(struct kvq__keeper *keeper, uint64_t session)
+void kvq__jobs_used(struct kvq__jobs *jobs, uint64_t session)
 {
-    struct kvq_store_use *used = keeper->used;
+    struct kvq_store_use *used = jobs->used;
     if (session == 0)
         return;
-    for (uint32_t i = 0; i < keeper->n_used; i++)
+    for (uint32_t i = 0; i < jobs->n_used; i++)
         if (used[i].session == session) {
             used[i].used_at = time(NULL);
             return;
         }
-    if (keeper->n_used == keeper->room_used) {
-        uint32_t room = keeper->room_used ? 2 * keeper->room_used : USED_LEAST;
+    if (jobs->n_used == jobs->room_used) {
+        uint32_t room = jobs->room_used ? 2 * jobs->room_used : USED_LEAST;
         used = room <= USED_MOST ? realloc(used, room * sizeof *used) : NULL;
         if (!used)
             return;
-        keeper->used = used;
-        keeper->room_used = room;
+        jobs->used = used;
+        jobs->room_used = room;
     }
-    used[keeper->n_used++] = (struct kvq_store_use){session, time(NULL)};
+    used[jobs->n_used++] = (struct kvq_store_use){session, time(NULL)};
 }
 
-// A session that was in memory, of which the keeper does not know what the store calls it.
+// A session that was in memory, of which the store jobs do not know what the store calls it.
 struct kvq__used_name {
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
     uint32_t shard;
     int64_t at;
 };
 
-void kvq__keeper_used_name(struct kvq__keeper *keeper, const char *ns, const char *name,
-                           uint32_t shard)
+void kvq__jobs_used_name(struct kvq__jobs *jobs, const char *ns, const char *name, uint32_t shard)
 {
-    struct kvq__used_name *named = keeper->named;
+    struct kvq__used_name *named = jobs->named;
     if (!name[0])
         return;
-    for (uint32_t i = 0; i < keeper->n_named; i++)
+    for (uint32_t i = 0; i < jobs->n_named; i++)
         if (named[i].shard == shard && strcmp(named[i].name, name) == 0 &&
             strcmp(named[i].ns, ns) == 0) {
             named[i].at = time(NULL);
             return;
         }
-    if (keeper->n_named == keeper->room_named) {
-        uint32_t room = keeper->room_named ? 2 * keeper->room_named : USED_LEAST;
+    if (jobs->n_named == jobs->room_named) {
+        uint32_t room = jobs->room_named ? 2 * jobs->room_named : USED_LEAST;
         named = room <= USED_MOST ? realloc(named, room * sizeof *named) : NULL;
         if (!named)
             return;
-        keeper->named = named;
-        keeper->room_named = room;
+        jobs->named = named;
+        jobs->room_named = room;
     }
-    named = &keeper->named[keeper->n_named++];
+    named = &jobs->named[jobs->n_named++];
     *named = (struct kvq__used_name){.shard = shard, .at = time(NULL)};
     snprintf(named->ns, sizeof named->ns, "%s", ns);
     snprintf(named->name, sizeof named->name, "%s", name);
@@ -95,11 +94,11 @@ static void touch(struct kvq_store *store, const struct kvq_store_use *used, uin
     free(found);
 }
 
-void kvq__keeper_note_used(struct kvq__keeper *keeper)
+void kvq__jobs_note_used(struct kvq__jobs *jobs)
 {
-    if (keeper->store)
-        touch(keeper->store, keeper->used, keeper->n_used, keeper->named, keeper->n_named);
-    keeper->n_used = keeper->n_named = 0;
+    if (jobs->store)
+        touch(jobs->store, jobs->used, jobs->n_used, jobs->named, jobs->n_named);
+    jobs->n_used = jobs->n_named = 0;
 }
 
 // ---- A go ----
@@ -123,7 +122,7 @@ static struct chore *chore_of(struct kvq__task *t)
 static void do_chore(struct kvq__task *t)
 {
     struct chore *c = chore_of(t);
-    struct kvq_store *store = t->keeper->store;
+    struct kvq_store *store = t->jobs->store;
     touch(store, c->used, c->n_used, c->named, c->n_named);
     if (c->compact)
         t->rc =
@@ -148,7 +147,7 @@ static void done(struct kvq__task *t)
     struct chore *c = chore_of(t);
     char quoted[KVQ_TEXT_BYTES + 16];
     if (c->compact)
-        t->keeper->untidy = t->rc == 0 && c->freed.more;
+        t->jobs->untidy = t->rc == 0 && c->freed.more;
     if (t->rc < 0 && t->rc != KVQ_E_READ_ONLY)
         kvq__log(KVQ_LOG_WARN, "not_compacted", "text=%s",
                  kvq__log_quote(quoted, sizeof quoted, t->text));
@@ -160,43 +159,43 @@ static void done(struct kvq__task *t)
     free(c);
 }
 
-void kvq__keeper_tidy(struct kvq__keeper *keeper)
+void kvq__jobs_tidy(struct kvq__jobs *jobs)
 {
-    if (keeper->ended || keeper->draining || keeper->reads.under_way > 0 || keeper->turns.now)
+    if (jobs->ended || jobs->draining || jobs->reads.under_way > 0 || jobs->turns.now)
         return;
-    if (keeper->n_used == 0 && keeper->n_named == 0 && !keeper->untidy)
+    if (jobs->n_used == 0 && jobs->n_named == 0 && !jobs->untidy)
         return;
     struct chore *c = calloc(1, sizeof *c);
     if (!c)
         return;
-    c->task.keeper = keeper;
+    c->task.jobs = jobs;
     c->task.done = done;
     c->task.doing = "compacting";
-    c->compact = keeper->untidy;
-    c->used = keeper->used;
-    c->n_used = keeper->n_used;
-    keeper->used = NULL;
-    keeper->n_used = keeper->room_used = 0;
-    c->named = keeper->named;
-    c->n_named = keeper->n_named;
-    keeper->named = NULL;
-    keeper->n_named = keeper->room_named = 0;
-    keeper->n_tasks++;
+    c->compact = jobs->untidy;
+    c->used = jobs->used;
+    c->n_used = jobs->n_used;
+    jobs->used = NULL;
+    jobs->n_used = jobs->room_used = 0;
+    c->named = jobs->named;
+    c->n_named = jobs->n_named;
+    jobs->named = NULL;
+    jobs->n_named = jobs->room_named = 0;
+    jobs->n_tasks++;
     kvq__task_queue(&c->task, go);
 }
 
 // ---- Room for a save ----
 
-bool kvq__keeper_make_room(struct kvq__keeper *keeper, uint64_t bytes)
+bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 {
     struct kvq_store_freed freed;
     uint64_t sum = 0;
-    if (kvq_store_gc(keeper->store, &freed, NULL, 0) < 0)
+    if (kvq_store_gc(jobs->store, &freed, NULL, 0) < 0)
         return false;
     sum = freed.bytes;
     do {
         if (sum >= bytes + SPARE_BYTES ||
-            kvq_store_compact(keeper->store, FULL_BYTES, DEAD_PERCENT_FULL, &freed, NULL, 0) < 0)
+            kvq_store_compact(jobs->store, FULL_BYTES, DEAD_PERCENT_FULL, &freed, NULL, 0) < 0)
             break;
         sum += freed.bytes > freed.moved ? freed.bytes - freed.moved : 0;
     } while (freed.more);
@@ -225,14 +224,14 @@ static const char *doing(const struct kvq__task *t)
     }
 }
 
-void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, uint32_t *queued)
+void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32_t *queued)
 {
-    struct kvq__write_turn *now = keeper->turns.now;
+    struct kvq__write_turn *now = jobs->turns.now;
     const struct kvq__task *first = now ? kvq__task_of_turn(now) : NULL, *t;
     size_t used = 0;
     out[0] = '\0';
-    *queued = keeper->turns.n;
-    TAILQ_FOREACH (t, &keeper->aside, link)
+    *queued = jobs->turns.n;
+    TAILQ_FOREACH (t, &jobs->aside, link)
         *queued += 1;
     if (first && first->at_poller) // which may be finding out whose it is
         first = NULL;
@@ -240,7 +239,7 @@ void kvq__keeper_working(const struct kvq__keeper *keeper, char *out, size_t n, 
         used = (size_t)snprintf(out, n, "%s %s/%s", doing(first), first->ns, first->name);
     else if (first)
         used = (size_t)snprintf(out, n, "%s", doing(first));
-    if (keeper->reads.under_way > 0 && used < n)
+    if (jobs->reads.under_way > 0 && used < n)
         snprintf(out + used, n - used, "%srestoring %u sessions", used ? ", " : "",
-                 keeper->reads.under_way);
+                 jobs->reads.under_way);
 }

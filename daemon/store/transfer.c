@@ -104,17 +104,17 @@ static void forget_old(struct kvq__desk *desk)
 static void tell(const struct kvq__transfer *x)
 {
     char text[KVQ_TEXT_BYTES + 16];
-    struct kvq__keeper *keeper = x->desk->keeper;
+    struct kvq__jobs *jobs = x->desk->jobs;
     bool push = x->kind == KVQ__TRANSFER_PUSH;
     if (x->rc < 0) {
         snprintf(text, sizeof text, "%s: %s", kvq__transfer_kind(x), x->text);
-        kvq__keeper_tell(keeper, KVQ__EVENT_REMOTE_FAILED, x->ns, x->name, text);
+        kvq__jobs_tell(jobs, KVQ__EVENT_REMOTE_FAILED, x->ns, x->name, text);
         return;
     }
     snprintf(text, sizeof text, "%" PRIu64 " bytes, %" PRIu64 " of them transferred, in %.1f s",
              x->moved.bytes, x->moved.transferred, (double)(x->ended - x->begun) / 1e9);
-    kvq__keeper_tell(keeper, push ? KVQ__EVENT_SESSION_PUSHED : KVQ__EVENT_SESSION_PULLED, x->ns,
-                     x->name, text);
+    kvq__jobs_tell(jobs, push ? KVQ__EVENT_SESSION_PUSHED : KVQ__EVENT_SESSION_PULLED, x->ns,
+                   x->name, text);
 }
 
 static void stop_talking(struct kvq__transfer *x)
@@ -148,7 +148,7 @@ static void conclude(struct kvq__transfer *x, int rc)
         x->text[0] = '\0';
     else if (!x->text[0])
         snprintf(x->text, sizeof x->text, "%s", kvq_status_text(rc));
-    desk->keeper->n_tasks--;
+    desk->jobs->n_tasks--;
     if (has_ticket(x)) {
         desk->failed += rc < 0;
         tell(x);
@@ -209,7 +209,7 @@ static int push_session(struct kvq__transfer *x, struct kvq_remote *remote)
     struct kvq__desk *desk = x->desk;
     int rc = KVQ_E_STALE;
     for (int i = 0; i < TRIES && rc == KVQ_E_STALE; i++)
-        rc = kvq_remote_push(remote, desk->keeper->store, desk->folder, x->ns, x->name, NULL,
+        rc = kvq_remote_push(remote, desk->jobs->store, desk->folder, x->ns, x->name, NULL,
                              &x->moved, x->text, sizeof x->text);
     return rc;
 }
@@ -223,7 +223,7 @@ static int fetch_session(struct kvq__transfer *x, struct kvq_remote *remote)
 {
     struct kvq__desk *desk = x->desk;
     struct kvq_remote_pull what = what_of(x);
-    return kvq_remote_fetch(remote, desk->keeper->store, desk->folder, &what, NULL, &x->moved,
+    return kvq_remote_fetch(remote, desk->jobs->store, desk->folder, &what, NULL, &x->moved,
                             &x->path, x->text, sizeof x->text);
 }
 
@@ -249,7 +249,7 @@ static void talked(struct kvq__mail *mail);
 static void talk(void *context)
 {
     struct kvq__transfer *x = context;
-    struct kvq__server *server = x->desk->keeper->server;
+    struct kvq__server *server = x->desk->jobs->server;
     struct kvq_remote *remote = NULL;
     static int (*const jobs[])(struct kvq__transfer *, struct kvq_remote *) = {
         [KVQ__TRANSFER_PUSH] = push_session,
@@ -301,10 +301,10 @@ static struct kvq__transfer *of_task(struct kvq__task *t)
 
 static void begin_task(struct kvq__transfer *x, void (*done)(struct kvq__task *task))
 {
-    x->task = (struct kvq__task){.keeper = x->desk->keeper, .peer = &self, .done = done};
+    x->task = (struct kvq__task){.jobs = x->desk->jobs, .peer = &self, .done = done};
     snprintf(x->task.ns, sizeof x->task.ns, "%s", x->ns);
     snprintf(x->task.name, sizeof x->task.name, "%s", x->name);
-    x->desk->keeper->n_tasks++;
+    x->desk->jobs->n_tasks++;
 }
 
 static void saved(struct kvq__task *t)
@@ -344,9 +344,9 @@ static void import(struct kvq__task *t)
     struct kvq__transfer *x = of_task(t);
     struct kvq_remote_pull what = what_of(x);
     const struct kvq_remote_watch looks_on = {watch, x};
-    struct kvq_store *store = t->keeper->store;
+    struct kvq_store *store = t->jobs->store;
     t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
-    if (t->rc == KVQ_E_NO_SPACE && kvq__keeper_make_room(t->keeper, x->moved.bytes))
+    if (t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, x->moved.bytes))
         t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 
@@ -366,7 +366,7 @@ static void looked(struct kvq__task *t)
 // Poller's thread.
 static void look(struct kvq__task *t)
 {
-    t->rc = kvq__keeper_refuse_here(t);
+    t->rc = kvq__jobs_refuse_here(t);
     kvq__task_to_loop(t, looked);
 }
 
@@ -405,7 +405,7 @@ static void swept(uv_work_t *work, int status)
     struct kvq__desk *desk = work->data;
     (void)status;
     desk->sweeping = false;
-    desk->keeper->n_tasks--;
+    desk->jobs->n_tasks--;
     start_next(desk);
 }
 
@@ -423,9 +423,9 @@ static void start_sweep(struct kvq__desk *desk)
 {
     desk->sweeping = true;
     desk->failed = 0;
-    desk->keeper->n_tasks++;
+    desk->jobs->n_tasks++;
     desk->sweep.data = desk;
-    uv_queue_work(&desk->keeper->server->loop, &desk->sweep, sweep, swept);
+    uv_queue_work(&desk->jobs->server->loop, &desk->sweep, sweep, swept);
 }
 
 // ---- The beginning ----
@@ -452,7 +452,7 @@ static void begin(struct kvq__transfer *x)
     if (x->kind == KVQ__TRANSFER_PUSH && !x->saved) {
         x->phase = KVQ__TRANSFER_SAVING;
         begin_task(x, saved);
-        kvq__keeper_save(&x->task);
+        kvq__jobs_save(&x->task);
         return;
     }
     x->talks = true;
@@ -540,7 +540,7 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
     x->id = ++desk->last_id;
     x->phase = KVQ__TRANSFER_QUEUED;
     x->begun = kvq__now_ns();
-    desk->keeper->n_tasks++;
+    desk->jobs->n_tasks++;
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
     return 0;
 }
@@ -550,9 +550,9 @@ void kvq__transfers_run(struct kvq__desk *desk)
     start_next(desk);
 }
 
-void kvq__transfers_stop(struct kvq__keeper *keeper)
+void kvq__transfers_stop(struct kvq__jobs *jobs)
 {
-    struct kvq__desk *desk = keeper->desk;
+    struct kvq__desk *desk = jobs->desk;
     if (!desk || kvq_word_load(&desk->stop))
         return;
     kvq_word_store(&desk->stop, 1);

@@ -65,9 +65,9 @@ struct kvq__transfer {
 
 TAILQ_HEAD(kvq__transfers, kvq__transfer);
 
-// The keeper's part for the remote store.
+// The store jobs' part for the remote store.
 struct kvq__desk {
-    struct kvq__keeper *keeper;
+    struct kvq__jobs *jobs;
     struct kvq__transfers transfers; // in the order of their ids; ended ones stay a while
     uint32_t n_talking, n_asking;    // of those with and without a ticket
     uint32_t failed;                 // since the folder was swept

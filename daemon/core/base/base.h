@@ -194,7 +194,6 @@ struct kvq__namespace_config {
     uint32_t n_share_with;
 };
 
-
 // ---- For the core's rooms ----
 
 // Where the caller gives no bookkeeping memory it is the system's.

@@ -89,7 +89,7 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     ns->quota = ns->base_quota = c->quota;
     for (uint32_t i = 0; i < core->n_pools; i++)
         kvq__arena_open(&ns->arenas[i], ns, &core->pools[i]);
-    LIST_INIT(&ns->tellings);
+    LIST_INIT(&ns->exports);
     TAILQ_INIT(&ns->sessions);
     RB_INIT(&ns->by_id);
     kvq__prefixes_init(&ns->prefixes, ns);

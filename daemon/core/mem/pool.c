@@ -3,8 +3,8 @@
 // The block pool: a budget cut into extents that belong to one namespace each, and these into
 // blocks of any sizes, best fit (see pool.h). Free stretches stand in a tree, so taking and giving
 // back take the logarithm of their number. Blocks are counted references; those that lose their
-// last one while requests are under way wait in limbo until every request that may still read them
-// has ended.
+// last one while requests are under way wait among the deferred frees until every request that may
+// still read them has ended.
 #include <assert.h>
 #include <string.h>
 
@@ -97,10 +97,10 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
 // Whether a client that is still there was told of it.
 static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
 {
-    const struct kvq__telling *t;
+    const struct kvq__export_record *t;
     if (!e->told)
         return false;
-    LIST_FOREACH (t, &e->last->tellings, link)
+    LIST_FOREACH (t, &e->last->exports, link)
         if (t->pool == pool && t->serial >= e->serial)
             return true;
     return false;
@@ -428,7 +428,7 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
         rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
-           (kvq__limbo_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
+           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
 }
 
@@ -455,7 +455,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
     do
         rc = block_take(core, ns, pool, &(struct wanted){bytes, false}, ref);
     while (rc == KVQ_E_NO_MEMORY &&
-           (kvq__limbo_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
+           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
     if (rc == 0)
         kvq__block_exempt(old, true);
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
@@ -494,7 +494,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
         extent_empty(core, e);
 }
 
-// ---- Limbo ----
+// ---- Deferred frees ----
 
 // Looks for sessions that have become quiet, in one go.
 enum { GIVERS_AT_ONCE = 4, GIVERS_FOR_ROOM = 256 };
@@ -527,14 +527,14 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
     r->at = last > r->at ? last : r->at;
 }
 
-static void limbo_add(struct kvq__core *core, struct kvq__block *b)
+static void deferred_add(struct kvq__core *core, struct kvq__block *b)
 {
     struct kvq__session *giver = core->drop.giver;
-    const struct kvq__block *first = TAILQ_FIRST(&core->limbo);
+    const struct kvq__block *first = TAILQ_FIRST(&core->deferred);
     if (first && first->retired.at > b->retired.at)
-        TAILQ_INSERT_HEAD(&core->limbo, b, limbo_link);
+        TAILQ_INSERT_HEAD(&core->deferred, b, deferred_link);
     else
-        TAILQ_INSERT_TAIL(&core->limbo, b, limbo_link);
+        TAILQ_INSERT_TAIL(&core->deferred, b, deferred_link);
     b->given_link.le_prev = NULL;
     if (!giver || giver->serial != b->retired.by)
         return;
@@ -553,10 +553,10 @@ static void take_back(struct kvq__block *b)
     b->given_link.le_prev = NULL;
 }
 
-static void limbo_end(struct kvq__core *core, struct kvq__block *b)
+static void deferred_end(struct kvq__core *core, struct kvq__block *b)
 {
     take_back(b);
-    TAILQ_REMOVE(&core->limbo, b, limbo_link);
+    TAILQ_REMOVE(&core->deferred, b, deferred_link);
     block_free(core, b);
 }
 
@@ -571,7 +571,7 @@ static bool free_given(struct kvq__session *s, bool all)
     struct kvq__block *b;
     bool any = false;
     while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->given))) {
-        limbo_end(s->core, b);
+        deferred_end(s->core, b);
         spend(s->core);
         any = true;
     }
@@ -597,13 +597,13 @@ static bool free_quiet(struct kvq__core *core, bool all)
     return any;
 }
 
-bool kvq__limbo_free(struct kvq__core *core, bool all)
+bool kvq__deferred_free(struct kvq__core *core, bool all)
 {
     struct kvq__block *b;
     bool any = false;
-    while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->limbo)) &&
+    while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->deferred)) &&
            is_over(core, b->retired.at)) {
-        limbo_end(core, b);
+        deferred_end(core, b);
         spend(core);
         any = true;
     }
@@ -645,7 +645,7 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (is_over(core, b->retired.at))
         block_free(core, b);
     else
-        limbo_add(core, b);
+        deferred_add(core, b);
 }
 
 void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
@@ -706,7 +706,7 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     assert(flight->number != 0);
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
-    kvq__limbo_free(core, false);
+    kvq__deferred_free(core, false);
 }
 
 uint64_t kvq__shortage_limit(const struct kvq__shortage *s)

@@ -31,7 +31,7 @@ struct kvq__retired {
 };
 #define KVQ__BY_SEVERAL UINT64_MAX
 
-// A stretch of an extent: in use (referenced or in limbo), or free.
+// A stretch of an extent: in use (referenced, or a deferred free), or free.
 struct kvq__block {
     uint32_t refs;
     bool free;
@@ -43,8 +43,8 @@ struct kvq__block {
     TAILQ_ENTRY(kvq__block) beside; // of its extent, by address
     union {
         struct {
-            TAILQ_ENTRY(kvq__block) limbo_link;
-            LIST_ENTRY(kvq__block) given_link; // in limbo, of the session that gave it up
+            TAILQ_ENTRY(kvq__block) deferred_link;
+            LIST_ENTRY(kvq__block) given_link; // a deferred free: of the session that gave it up
         };
         STAILQ_ENTRY(kvq__block) link;   // among the extent's spare records
         RB_ENTRY(kvq__block) free_entry; // in its arena's free stretches
@@ -108,7 +108,7 @@ struct kvq__pool {
     struct kvq__memory_ops memory;
     uint64_t budget, extent_bytes;
     uint64_t extents_taken; // bytes of extents, the empty ones included
-    uint64_t used_bytes;    // of blocks, limbo included
+    uint64_t used_bytes;    // of blocks, deferred frees included
     uint32_t sessions;      // that are published
     uint32_t n_ended;       // of all namespaces' arenas there
     uint64_t huge_bytes;    // of extents in explicit huge pages
@@ -140,7 +140,7 @@ enum kvq__help {
 };
 
 // Somebody who was refused a block.
-struct kvq__plea {
+struct kvq__eviction_request {
     const struct kvq__shortage *shortage;
     uint64_t need;                  // bytes that are missing there, at most
     uint64_t ticket;                // sessions of requests with the same or a lower one stay
@@ -201,7 +201,7 @@ void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees blocks that no request under way can look at any more, as many as this turn may (ended.c),
 // or all. True if there were any.
-bool kvq__limbo_free(struct kvq__core *core, bool all);
+bool kvq__deferred_free(struct kvq__core *core, bool all);
 // The session is about to be disposed of. False if this turn may do no more of it.
 bool kvq__given_end(struct kvq__session *session);
 // `to` becomes the flight that `from` was; `from` is then not under way.

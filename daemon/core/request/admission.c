@@ -13,7 +13,7 @@
 
 // ---- What is needed ----
 
-uint64_t kvq__room_bytes(const struct kvq__session *s, uint64_t tokens)
+uint64_t kvq__session_bytes_at(const struct kvq__session *s, uint64_t tokens)
 {
     uint64_t pages = kvq__pages_of(tokens), bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -42,8 +42,8 @@ static struct need need_of(const struct kvq__queue *q)
         if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 ||
             !kvq__shortage_counts(shortage, s))
             continue;
-        uint64_t now = kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
-        uint64_t then = kvq__room_bytes(s, s->tokens + q->entries[i].append);
+        uint64_t now = kvq__session_bytes_at(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+        uint64_t then = kvq__session_bytes_at(s, s->tokens + q->entries[i].append);
         need.missing += then > now ? then - now : 0;
         uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
         need.whole += whole > prompt ? whole - prompt : 0;
@@ -88,7 +88,7 @@ static void delist(struct kvq__queue *q)
     q->turn.listed = false;
 }
 
-bool kvq__room_turn(struct kvq__queue *q)
+bool kvq__admission_turn(struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
     const struct kvq__queue *before;
@@ -104,7 +104,7 @@ bool kvq__room_turn(struct kvq__queue *q)
     return true;
 }
 
-void kvq__room_leave(struct kvq__queue *q)
+void kvq__admission_leave(struct kvq__queue *q)
 {
     delist(q);
     q->turn.ticket = 0;
@@ -112,7 +112,7 @@ void kvq__room_leave(struct kvq__queue *q)
 
 // ---- Asking ----
 
-bool kvq__room_too_late(uint64_t since, uint64_t look_at)
+bool kvq__admission_too_late(uint64_t since, uint64_t look_at)
 {
     return look_at > since + PATIENCE_NS;
 }
@@ -131,8 +131,8 @@ void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the
                  core->config.saves ? "" : " (set storage_dir: then idle ones go to disk)");
 }
 
-void kvq__room_refuse(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing,
-                      const struct kvq__in_the_way *in_the_way)
+void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing,
+                           const struct kvq__in_the_way *in_the_way)
 {
     char text[KVQ_TEXT_BYTES / 2] = "more than there can be at all";
     if (in_the_way)
@@ -149,8 +149,8 @@ static void take_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64_t missing,
-                    uint64_t whole)
+bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own, uint64_t missing,
+                         uint64_t whole)
 {
     struct kvq__core *core = q->core;
     struct kvq__shortage shortage = core->shortage;
@@ -164,15 +164,16 @@ bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64
         enlist(q, look_at);
         return true;
     }
-    struct kvq__plea plea = {&shortage, missing, q->turn.ticket, own, q, &way, &look_at};
+    struct kvq__eviction_request asked = {&shortage, missing, q->turn.ticket, own,
+                                          q,         &way,    &look_at};
     if (fits && !core->draining)
-        help = core->up->evict_for(core, &plea);
-    if (help == KVQ__HELP_LATER && kvq__room_too_late(q->turn.since, look_at))
+        help = core->up->evict_for(core, &asked);
+    if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     core->shortage = shortage;
     if (help == KVQ__HELP_NONE && !patient) {
-        kvq__room_refuse(core, &shortage, missing, fits ? &way : NULL);
+        kvq__admission_refuse(core, &shortage, missing, fits ? &way : NULL);
         return false;
     }
     core->evicted.waited += first;
@@ -180,13 +181,13 @@ bool kvq__room_wait(struct kvq__queue *q, const struct kvq__session *own, uint64
     return true;
 }
 
-bool kvq__room_ask(struct kvq__queue *q, uint32_t i)
+bool kvq__admission_ask(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__shortage *shortage = &q->core->shortage;
     if (shortage->code == 0) // what was missing is no block
         return false;
     struct need need = need_of(q);
-    return kvq__room_wait(q, q->work[i].session, need.missing, need.whole);
+    return kvq__admission_wait(q, q->work[i].session, need.missing, need.whole);
 }
 
 // ---- Taking pages ----
@@ -200,7 +201,7 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     q->core->patient = true;
     int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     q->core->patient = false;
-    if (rc < 0 && kvq__room_ask(q, i))
+    if (rc < 0 && kvq__admission_ask(q, i))
         return false;
     if (rc < 0)
         kvq__entry_fail(q, i, rc, s->tokens);
@@ -209,13 +210,13 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-void kvq__room_untake(struct kvq__queue *q, uint32_t i)
+void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
     kvq__pages_untake(s, kvq__pages_of(s->tokens + s->step_tokens));
 }
 
-bool kvq__room_take(struct kvq__queue *q)
+bool kvq__admission_take(struct kvq__queue *q)
 {
     uint32_t i;
     bool all = true;
@@ -227,7 +228,7 @@ bool kvq__room_take(struct kvq__queue *q)
             continue;
         s->taker = NULL;
         if (!all)
-            kvq__room_untake(q, i);
+            kvq__admission_untake(q, i);
     }
     return all;
 }

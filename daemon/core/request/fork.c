@@ -317,7 +317,7 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
     rc = rc ? rc : clone(&c, w->session);
     q->core->patient = false;
     q->core->shortage.bytes = c.bytes;
-    if (rc < 0 && kvq__room_ask(q, i))
+    if (rc < 0 && kvq__admission_ask(q, i))
         return false;
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, w->session->tokens);
@@ -361,7 +361,7 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     assert(h);
     kvq__session_publish(w->forked);
     kvq__handle_attach(h, w->forked, false);
-    kvq__session_pin(w->forked);
+    kvq__session_ref(w->forked);
     w->forked->exclusive = q;
     w->fork.handle = kvq__handle_value(h);
 }
@@ -380,7 +380,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
         kvq__pages_release(s);
         kvq__pack_queue(s);
     }
-    kvq__session_unpin(s);
+    kvq__session_unref(s);
 }
 
 // Extras are being added to just now, or a GPU has yet to pack units that would be copied.

@@ -183,7 +183,7 @@ void kvq__packs_done(const struct kvq__packs *packs)
 bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer *l,
                           const struct kvq__lane *lane)
 {
-    return l->packer || s->settling ||
+    return l->packer || s->committing ||
            (l->pack_lane != lane && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
            (l->format->outliers && s->reading > 0);
 }
@@ -251,9 +251,9 @@ static void add_session(struct kvq__packs *packs, struct kvq__session *s)
     }
 }
 
-static bool open_errand(struct kvq__packs *packs, struct kvq__lane *lane)
+static bool open_background(struct kvq__packs *packs, struct kvq__lane *lane)
 {
-    struct kvq__queue *q = lane->core->errands;
+    struct kvq__queue *q = lane->core->background;
     if (!kvq__lane_open(lane, q))
         return false;
     kvq__flight_begin(lane->core, &q->flight);
@@ -262,7 +262,7 @@ static bool open_errand(struct kvq__packs *packs, struct kvq__lane *lane)
 }
 
 // The lane takes over the flight: what the session gives back now may still be read there.
-static void close_errand(struct kvq__packs *packs)
+static void close_background(struct kvq__packs *packs)
 {
     struct kvq__queue *q = packs->queue;
     int rc = kvq__gpu_enter(q->lane->gpu) ? KVQ_E_SYSTEM : kvq__packs_launch(packs);
@@ -285,12 +285,12 @@ static bool pack_on(struct kvq__lane *lane)
             kvq__pack_unqueue(s);
         if (state != READY)
             continue;
-        if (!packs.queue && !open_errand(&packs, lane))
+        if (!packs.queue && !open_background(&packs, lane))
             return false; // until something has ended there
         add_session(&packs, s);
     }
     if (packs.queue)
-        close_errand(&packs);
+        close_background(&packs);
     return packs.cut && packs.n_parts > 0;
 }
 

@@ -5,7 +5,7 @@
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/request/whole.h"
+#include "daemon/core/request/step_all.h"
 #include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
 
@@ -295,7 +295,7 @@ static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer
     p->extras = l->extras.data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background};
     l->packer = p;
-    s->pins++; // not a use that would end the session's idle time
+    s->refs++; // not a use that would end the session's idle time
     kvq__flight_begin(core, &p->flight);
 }
 
@@ -342,6 +342,6 @@ void kvq__background_done(struct kvq__core *core)
         kvq__pack_queue(s);
     }
     p->session = NULL;
-    kvq__session_unpin(s);
+    kvq__session_unref(s);
     kvq__flight_end(core, &p->flight);
 }

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "daemon/core/request/admission.h"
-#include "daemon/core/request/settle.h"
+#include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
 #include "daemon/core/session/prefix.h"
@@ -104,7 +104,7 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         return kvq__entry_fail(q, i, rc, 0);
     if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
-    if (h->session->away)                              // it was to come back, and could not
+    if (h->session->offloaded)                         // it was to come back, and could not
         return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
     q->work[i].handle = h;
     q->work[i].session = h->session;
@@ -169,7 +169,7 @@ void kvq__hold(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     if (!w->pinned)
-        kvq__session_pin(w->session);
+        kvq__session_ref(w->session);
     w->pinned = true;
     q->holding = true;
 }
@@ -222,7 +222,7 @@ bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
     const struct kvq__session *s = q->work[i].session;
     const struct kvq__layer *l = &s->layers[s->layers[layer].source];
     bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
-    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->settling)) ||
+    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->committing)) ||
            (s->pool->gpu && gpu_must_wait(q, s, l, due));
 }
 
@@ -254,7 +254,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
         kvq__step_leave(s);
     if (w->settles)
-        kvq__settle(s, w->table, &(struct kvq_result){0});
+        kvq__gpu_commit(s, w->table, &(struct kvq_result){0});
     w->settles = false;
     if (w->tail_use)
         kvq__tail_end(s);
@@ -268,7 +268,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
         kvq__table_unuse(w->table);
     w->table = NULL;
     if (w->pinned)
-        kvq__session_unpin(s);
+        kvq__session_unref(s);
     w->reading = w->tail_use = w->exclusive = w->packing = w->pinned = false;
 }
 
@@ -447,7 +447,7 @@ static void settle(struct kvq__queue *q)
         if (!w->settles)
             continue;
         w->settles = false;
-        kvq__settle(w->session, w->table, &result);
+        kvq__gpu_commit(w->session, w->table, &result);
         result.extents = told->extents;
         *told = told->status < 0 ? *told : result;
     }
@@ -545,7 +545,7 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
     if (q->lane)
         kvq__lane_close(q->lane, q, is_on_stream(q));
     kvq__request_release(q);
-    kvq__room_leave(q);
+    kvq__admission_leave(q);
     if (q->flight.number)
         kvq__flight_end(q->core, &q->flight);
     q->busy = q->running = false;
@@ -625,16 +625,16 @@ static bool must_wait(struct kvq__queue *q)
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
     const struct kvq__upward *up = core->up;
-    bool any = core->n_prepared + core->n_moving + core->n_settling + core->n_loading +
-                   core->n_away + core->n_demoted >
+    bool any = core->n_prepared + core->n_moving + core->n_committing + core->n_loading +
+                   core->n_offloaded + core->n_demoted >
                0;
     bool wait = false;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
-                    kvq__settle_asks(q, i, h) || is_loading(q, h->session) ||
-                    up->home_asks(q, i, h->session);
+                    kvq__gpu_commit_asks(q, i, h) || is_loading(q, h->session) ||
+                    up->demoted_asks(q, i, h->session);
     return wait;
 }
 
@@ -642,7 +642,7 @@ static bool must_wait(struct kvq__queue *q)
 static void keep_others(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    bool any = q->core->n_away + q->core->n_demoted > 0;
+    bool any = q->core->n_offloaded + q->core->n_demoted > 0;
     for (uint32_t i = 0; any && i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             kvq__session_used(h->session);
@@ -658,7 +658,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_DEADLINE);
     if (q->turn.listed && !q->turn.extents && q->core->draining)
         return kvq__request_end(q, KVQ_E_DRAINING);
-    if (!kvq__room_turn(q))
+    if (!kvq__admission_turn(q))
         return KVQ__WAIT;
     q->step = NULL;
     q->written_from = UINT64_MAX;

@@ -79,7 +79,7 @@ struct kvq__entry {
             int32_t *list;
             struct kvq_store_counts *counts; // one for each item
         } store;
-        struct {                             // whole.c
+        struct {                             // step_all.c
             struct kvq__source *sources;     // of each layer
             int32_t *list;                   // NULL = not paged
             struct kvq_store_counts *counts; // one for each item: [layer][page]

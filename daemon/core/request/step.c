@@ -4,7 +4,7 @@
 #include <assert.h>
 
 #include "daemon/core/request/admission.h"
-#include "daemon/core/request/settle.h"
+#include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -88,8 +88,8 @@ void kvq__step_over(struct kvq__session *s)
 void kvq__step_undo(struct kvq__session *s)
 {
     assert(kvq__in_step(s));
-    if (s->settling)
-        kvq__settle_cancel(s);
+    if (s->committing)
+        kvq__gpu_commit_cancel(s);
     else
         kvq__step_over(s);
 }
@@ -240,13 +240,13 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
     struct kvq__step *step = step_new(q->client, number);
     if (!step)
         return kvq__request_end(q, KVQ_E_LIMIT);
-    if (!kvq__room_take(q)) {
+    if (!kvq__admission_take(q)) {
         kvq__step_close_if_empty(step);
         return KVQ__WAIT;
     }
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i) && !begin_entry(q, step, i))
-            kvq__room_untake(q, i);
+            kvq__admission_untake(q, i);
     kvq__step_close_if_empty(step); // if no entry got in
     q->completion.value = number;
     return kvq__request_end(q, 0);

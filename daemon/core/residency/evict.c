@@ -74,7 +74,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
 
 static uint64_t bytes_of(const struct kvq__session *s)
 {
-    return kvq__room_bytes(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+    return kvq__session_bytes_at(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
 }
 
 // Bytes that a shortage has less of without the session.
@@ -117,7 +117,7 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
 // ---- Looking at all of them ----
 
 struct choice {
-    const struct kvq__plea *plea;
+    const struct kvq__eviction_request *asked;
     bool shared; // blocks that sessions share count: if all of these go, they are free
     struct kvq__session *best; // the first of its group
     enum way way;
@@ -136,16 +136,16 @@ struct look {
 
 static void look_at(const struct kvq__session *s, const struct choice *c, struct look *look)
 {
-    const struct kvq__plea *plea = c->plea;
+    const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
     look->used |= s->park || s->fetch || kvq__session_in_use(s);
     look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
-    look->pinned |= s->stays;
-    look->own |= s == plea->own;
-    look->claimed |= s->claim == core->last_claim && s->claimed <= plea->ticket;
-    look->gain += gain_of(s, plea->shortage, c->shared);
+    look->pinned |= s->pinned;
+    look->own |= s == asked->own;
+    look->claimed |= s->claim == core->last_claim && s->claimed <= asked->ticket;
+    look->gain += gain_of(s, asked->shortage, c->shared);
     look->bytes += bytes;
     look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
     look->idle = idle < look->idle ? idle : look->idle;
@@ -178,29 +178,29 @@ static uint64_t too_young(const struct kvq__core *core, const struct look *look)
 static bool consider(struct choice *c, struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
-    const struct kvq__plea *plea = c->plea;
+    const struct kvq__eviction_request *asked = c->asked;
     struct look look = look_at_all(s, c);
     if (look.gain == 0 || look.own)
         return false;
     if (look.used || look.claimed || look.pinned) {
-        plea->in_the_way->pinned += look.pinned;
-        plea->in_the_way->in_use += !look.pinned;
+        asked->in_the_way->pinned += look.pinned;
+        asked->in_the_way->in_use += !look.pinned;
         if (!look.pinned && !look.held && !look.claimed) { // that ends by itself
             c->busy += look.gain;
-            *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+            *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
         }
         return false;
     }
-    enum way way = look.try_after > core->now ? NOWHERE : way_of(s, plea->shortage, look.bytes);
+    enum way way = look.try_after > core->now ? NOWHERE : way_of(s, asked->shortage, look.bytes);
     uint64_t wait = too_young(core, &look);
-    plea->in_the_way->nowhere += way == NOWHERE;
+    asked->in_the_way->nowhere += way == NOWHERE;
     if (way == NOWHERE)
         return false;
     c->all += look.gain;
     if (wait) {
-        plea->in_the_way->young++;
-        if (core->now + wait < *plea->look_at)
-            *plea->look_at = core->now + wait;
+        asked->in_the_way->young++;
+        if (core->now + wait < *asked->look_at)
+            *asked->look_at = core->now + wait;
         return true;
     }
     struct kvq__score score = {look.idle, look.gain, look.unsaved, look.bytes};
@@ -218,23 +218,23 @@ static bool consider(struct choice *c, struct kvq__session *s)
 // by itself, and then they can go, or their memory is free.
 static void consider_coming(const struct kvq__core *core, struct choice *c)
 {
-    const struct kvq__plea *plea = c->plea;
+    const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__restore *r;
     const struct kvq__move *move;
     uint64_t bytes = 0;
     LIST_FOREACH (r, &core->restores, link)
-        if (!r->entered && !r->fetches && r->session != plea->own &&
-            kvq__shortage_counts(plea->shortage, r->session))
+        if (!r->entered && !r->fetches && r->session != asked->own &&
+            kvq__shortage_counts(asked->shortage, r->session))
             bytes += r->reserved;
     TAILQ_FOREACH (move, &core->moves, link)
         if ((move->phase == KVQ__MOVE_RESERVING || move->phase == KVQ__MOVE_COPYING) &&
-            plea->shortage->code == KVQ_E_NO_MEMORY && move->to == plea->shortage->pool)
+            asked->shortage->code == KVQ_E_NO_MEMORY && move->to == asked->shortage->pool)
             bytes += move->reserved_bytes;
     if (bytes == 0)
         return;
     c->busy += bytes;
-    plea->in_the_way->in_use++;
-    *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+    asked->in_the_way->in_use++;
+    *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
 }
 
 // ---- Which of them are looked at ----
@@ -285,18 +285,18 @@ static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t m
     c->some = true;
 }
 
-static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool shared,
+static void choose(struct kvq__core *core, const struct kvq__eviction_request *asked, bool shared,
                    struct choice *c)
 {
     struct kvq__namespace *ns;
     uint32_t arenas = 0, most = LOOKS;
     uint64_t sessions = 0;
-    *c = (struct choice){.plea = plea, .shared = shared};
-    *plea->in_the_way = (struct kvq__in_the_way){0};
+    *c = (struct choice){.asked = asked, .shared = shared};
+    *asked->in_the_way = (struct kvq__in_the_way){0};
     core->evict_looks++;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools; i++)
-            if (may_help(plea->shortage, &ns->arenas[i]) && ns->arenas[i].n_sessions) {
+            if (may_help(asked->shortage, &ns->arenas[i]) && ns->arenas[i].n_sessions) {
                 sessions += ns->arenas[i].n_sessions;
                 arenas++;
             }
@@ -304,11 +304,11 @@ static void choose(struct kvq__core *core, const struct kvq__plea *plea, bool sh
         most = LOOKS / arenas < LEAST_LOOKS ? LEAST_LOOKS : LOOKS / arenas;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools; i++)
-            if (may_help(plea->shortage, &ns->arenas[i]))
+            if (may_help(asked->shortage, &ns->arenas[i]))
                 consider_some(c, &ns->arenas[i], most);
     if (c->some && !c->best) { // others at the next look
-        c->busy = plea->need;
-        *plea->look_at = core->now < *plea->look_at ? core->now : *plea->look_at;
+        c->busy = asked->need;
+        *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
     }
     consider_coming(core, c);
 }
@@ -328,14 +328,14 @@ static void claim(struct kvq__core *core, const struct kvq__queue *q, uint64_t t
     }
 }
 
-static void claim_all(struct kvq__core *core, const struct kvq__plea *plea)
+static void claim_all(struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     const struct kvq__queue *q;
     core->last_claim++;
     TAILQ_FOREACH (q, &core->waiters, waiter_link)
         claim(core, q, q->turn.ticket);
-    if (plea->queue)
-        claim(core, plea->queue, plea->ticket);
+    if (asked->queue)
+        claim(core, asked->queue, asked->ticket);
 }
 
 // ---- Evicting ----
@@ -426,11 +426,11 @@ static bool gives_back(const struct kvq__move *move, const struct kvq__pool *poo
 
 // Blocks that nobody has any more, but work under way may still look at, or nobody has got round to
 // giving back. With a client whose stream stands still that may take for ever.
-static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *pool)
+static bool is_deferred(const struct kvq__core *core, const struct kvq__pool *pool)
 {
     const struct kvq__block *b;
     const struct kvq__move *move;
-    TAILQ_FOREACH (b, &core->limbo, limbo_link)
+    TAILQ_FOREACH (b, &core->deferred, deferred_link)
         if (b->extent->owner->pool == pool)
             return true;
     TAILQ_FOREACH (move, &core->moves, link)
@@ -442,55 +442,56 @@ static bool is_in_limbo(const struct kvq__core *core, const struct kvq__pool *po
 // Whether the sessions that can go, or that can with those that are busy, have what is missing.
 static bool is_enough(const struct choice *c, uint64_t busy)
 {
-    const struct kvq__plea *plea = c->plea;
-    return free_of(plea->shortage) + c->all + busy >= plea->need &&
-           (c->best || *plea->look_at != UINT64_MAX);
+    const struct kvq__eviction_request *asked = c->asked;
+    return free_of(asked->shortage) + c->all + busy >= asked->need &&
+           (c->best || *asked->look_at != UINT64_MAX);
 }
 
-static enum kvq__help evict(struct kvq__core *core, const struct kvq__plea *plea, struct choice *c)
+static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_request *asked,
+                            struct choice *c)
 {
-    if (under_way(core, plea->shortage))
+    if (under_way(core, asked->shortage))
         return KVQ__HELP_NOW;
-    if (is_in_limbo(core, plea->shortage->pool)) {
-        *plea->look_at = core->now;
+    if (is_deferred(core, asked->shortage->pool)) {
+        *asked->look_at = core->now;
         return KVQ__HELP_LATER;
     }
     if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
-        choose(core, plea, true, c);
-    if (!is_enough(c, 0) && plea->shortage->later) {
-        *plea->look_at = core->now;
+        choose(core, asked, true, c);
+    if (!is_enough(c, 0) && asked->shortage->later) {
+        *asked->look_at = core->now;
         return KVQ__HELP_LATER;
     }
     if (!is_enough(c, 0)) // nobody goes in vain
-        return is_enough(c, c->busy) && *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER
-                                                                     : KVQ__HELP_NONE;
-    bool quota = plea->shortage->code == KVQ_E_QUOTA;
+        return is_enough(c, c->busy) && *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER
+                                                                      : KVQ__HELP_NONE;
+    bool quota = asked->shortage->code == KVQ_E_QUOTA;
     while (c->best) {
         int rc = start(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
         if (rc == 0 || rc == KVQ_E_BUSY)
             return KVQ__HELP_NOW;
-        choose(core, plea, c->shared, c);
+        choose(core, asked, c->shared, c);
     }
-    return *plea->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+    return *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
 }
 
-enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea)
+enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     struct choice c;
     if (core->draining)
         return KVQ__HELP_NONE;
-    if (kvq__ended_helps(core, plea->shortage)) // before anybody has to go
+    if (kvq__ended_helps(core, asked->shortage)) // before anybody has to go
         return KVQ__HELP_NOW;
-    claim_all(core, plea);
-    choose(core, plea, false, &c);
+    claim_all(core, asked);
+    choose(core, asked, false, &c);
     enum kvq__help prompts =
-        kvq__exact_give_way(core, plea, free_of(plea->shortage), c.all + c.busy);
+        kvq__exact_give_way(core, asked, free_of(asked->shortage), c.all + c.busy);
     if (prompts == KVQ__HELP_NOW)
         return prompts;
-    enum kvq__help others = evict(core, plea, &c);
+    enum kvq__help others = evict(core, asked, &c);
     if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
         return others;
-    *plea->look_at = core->now;
+    *asked->look_at = core->now;
     return prompts;
 }
 
@@ -566,7 +567,7 @@ static bool is_above(const struct kvq__core *core, const struct kvq__pool *pool)
 
 static void relieve(struct kvq__core *core, const struct choice *c)
 {
-    struct kvq__pool *pool = c->plea->shortage->pool;
+    struct kvq__pool *pool = c->asked->shortage->pool;
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE; i++)
         if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY))
             break;
@@ -590,10 +591,11 @@ static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
     struct kvq__shortage shortage = {.pool = pool, .code = KVQ_E_NO_MEMORY};
     struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX;
-    struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    struct kvq__eviction_request asked = {
+        .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     struct choice c;
-    claim_all(core, &plea);
-    choose(core, &plea, false, &c);
+    claim_all(core, &asked);
+    choose(core, &asked, false, &c);
     if (c.best && is_above(core, pool))
         relieve(core, &c);
     else if (c.best)
@@ -622,10 +624,11 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
     struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
     struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX;
-    const struct kvq__plea plea = {.shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+    const struct kvq__eviction_request asked = {
+        .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0)
         if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
-            kvq__evict_for(core, &plea);
+            kvq__evict_for(core, &asked);
             return;
         }
 }

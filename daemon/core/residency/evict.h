@@ -73,7 +73,7 @@ struct kvq__score {
 double kvq__score(const struct kvq__score *score);
 
 // Has a session evicted that makes room, if there is one and none is being evicted there already.
-enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__plea *plea);
+enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction_request *asked);
 bool kvq__evict_poll(struct kvq__core *core); // looks what has ended; true if anything has
 void kvq__evict_tick(struct kvq__core *core); // before anybody needs the room
 // Where more is used than may be, gives up prefixes that no session has and has sessions evicted
@@ -82,15 +82,15 @@ void kvq__quotas_tick(struct kvq__core *core);
 // The session has come back, or is there for the first time: it stays for a while.
 void kvq__evict_back(struct kvq__session *session);
 
-// ---- Demoted sessions (home.c) ----
+// ---- Demoted sessions (demote.c) ----
 
 // Whether the request is to wait since the session of its entry is not where it belongs; has it
 // brought back. If that cannot be, the entry's no_room says why.
-bool kvq__home_asks(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+bool kvq__demoted_asks(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
 // Asks for its way back, without waiting.
-void kvq__home_ask(struct kvq__session *session);
-void kvq__home_refused(struct kvq__session *session); // there was no room at its home
+void kvq__demoted_ask(struct kvq__session *session);
+void kvq__demoted_refused(struct kvq__session *session); // there was no room at its home
 // It has come from one place to another.
-void kvq__home_left(struct kvq__session *session, struct kvq__pool *from, bool demotes);
-void kvq__home_lost(struct kvq__session *session); // it ends
+void kvq__demoted_left(struct kvq__session *session, struct kvq__pool *from, bool demotes);
+void kvq__demoted_lost(struct kvq__session *session); // it ends
 #endif

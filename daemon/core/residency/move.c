@@ -26,7 +26,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being moved already, to %s; wait until it is there",
                          s->name, kvq__pool_name(s->move->to));
-    if (s->park || (s->away && s->fetch))
+    if (s->park || (s->offloaded && s->fetch))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);
@@ -146,7 +146,7 @@ static void let_go(struct kvq__move *move, struct kvq__moved *m)
     s->move = NULL;
     s->core->n_moving--;
     if (move->phase > KVQ__MOVE_WAITING)
-        kvq__session_unpin(s);
+        kvq__session_unref(s);
 }
 
 // The move has failed: of each pair it is the new block that goes.
@@ -204,7 +204,7 @@ static void begin(struct kvq__move *move)
     int rc = kvq__mover_open(move->core);
     move->phase = KVQ__MOVE_RESERVING;
     for (uint32_t i = 0; i < move->n; i++) {
-        kvq__session_pin(move->moved[i].session);
+        kvq__session_ref(move->moved[i].session);
         kvq__pack_unqueue(move->moved[i].session);
     }
     kvq__flight_begin(move->core, &move->flight);
@@ -299,8 +299,8 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
         m->books[i] = book;
     }
     unequip(m, from->gpu);
-    kvq__session_settle_in(s, move->to);
-    kvq__home_left(s, from, move->demotes);
+    kvq__session_lies_in(s, move->to);
+    kvq__demoted_left(s, from, move->demotes);
     if (!s->pool->gpu)
         publish_outliers(s);
     kvq__pack_queue(s);
@@ -504,7 +504,7 @@ static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *te
     int rc = take_lanes(s, move->to);
     rc = rc ? rc : kvq__session_replace(s, move->to);
     if (rc == 0)
-        kvq__home_lost(s);
+        kvq__demoted_lost(s);
     return rc ? kvq__fail(text, rc, "no memory on %s for a session or a client's stream",
                           kvq__pool_name(move->to))
               : 0;
@@ -515,10 +515,10 @@ static int add_session(struct kvq__move *move, struct kvq__session *s, char *tex
     int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
     if (rc == 0 && s->pool == move->to &&
         s->home) // that it stood there for a while no longer counts
-        kvq__home_lost(s);
+        kvq__demoted_lost(s);
     if (rc || s->pool == move->to)
         return rc;
-    if (s->away)
+    if (s->offloaded)
         return send_back_to(move, s, text);
     move->moved[move->n++].session = s;
     return 0;

@@ -158,7 +158,7 @@ static void note_refused(const struct kvq__move *move, int rc)
         struct kvq__session *s = move->moved[i].session;
         home |= s->home == move->to;
         if (s->home == move->to)
-            kvq__home_refused(s);
+            kvq__demoted_refused(s);
     }
     if (!home && !move->demotes)
         kvq__namespace_full(move->core, move->ns, move->to, kvq__move_need(move), rc, NULL);

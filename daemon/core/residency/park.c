@@ -40,14 +40,14 @@ static bool is_packed_by_itself(const struct kvq__session *s)
 
 static bool is_loading(const struct kvq__session *s)
 {
-    return !s->away && (s->restore || s->n_loading || s->fetch);
+    return !s->offloaded && (s->restore || s->n_loading || s->fetch);
 }
 
 // By anybody but whoever reads it from disk, and what packs it.
 static bool is_worked_on(const struct kvq__session *s)
 {
     uint32_t others = (uint32_t)is_packed_by_itself(s) + (s->restore != NULL);
-    return kvq__in_step(s) || s->exclusive || s->pins > others || s->reading || s->tail_use ||
+    return kvq__in_step(s) || s->exclusive || s->refs > others || s->reading || s->tail_use ||
            s->move || !LIST_EMPTY(&s->tables);
 }
 
@@ -93,7 +93,7 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
 {
     char who[KVQ_NAME_BYTES];
     name_of(s, who);
-    if (s->stays)
+    if (s->pinned)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is pinned; `kvqctl session unpin` lets it go", who);
     if (s->park && s->park != own)
@@ -101,7 +101,7 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
                          "session \"%s\" is being %s already; wait until that "
                          "has ended",
                          who, s->park->fetches ? "read back" : "parked");
-    if (s->away)
+    if (s->offloaded)
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          s->fetch ? ", and about to come back" : "");
     return is_worked_on(s) || (is_loading(s) && !soon) ? refuse_use(s, text) : 0;
@@ -113,7 +113,8 @@ static int check_members(const struct kvq__session *s, const struct kvq__park *o
     int rc = 0;
     for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && !(m->away && !m->park && !m->fetch && m != s)) // one that is away needs nothing
+        if (m &&
+            !(m->offloaded && !m->park && !m->fetch && m != s)) // one that is away needs nothing
             rc = check_member(m, own, soon, text);
     }
     return rc;
@@ -174,7 +175,7 @@ uint64_t kvq__park_frees(const struct kvq__session *s)
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        bytes += m && !m->away ? frees_member(m) : 0;
+        bytes += m && !m->offloaded ? frees_member(m) : 0;
     }
     return bytes;
 }
@@ -307,7 +308,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     bool here = false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        here |= m && (!m->away || m->park || m->fetch);
+        here |= m && (!m->offloaded || m->park || m->fetch);
     }
     int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
     rc = rc ? rc : ticket_new(s, &t, text);
@@ -316,7 +317,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     t->reason = reason;
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
-        if (m && !m->away) {
+        if (m && !m->offloaded) {
             m->park = t;
             t->members[t->n++] = m;
             t->bytes += frees_member(m);
@@ -398,8 +399,8 @@ void kvq__park_leave(struct kvq__session *s)
 {
     kvq__pack_unqueue(s);
     forget_layers(s);
-    s->away = true;
-    s->core->n_away++;
+    s->offloaded = true;
+    s->core->n_offloaded++;
 }
 
 static bool go_on_leaving(struct kvq__park *t)
@@ -481,7 +482,7 @@ bool kvq__parks_busy(const struct kvq__core *core)
 
 static void ask_one(struct kvq__session *s)
 {
-    if (!s->away || s->fetch)
+    if (!s->offloaded || s->fetch)
         return;
     s->fetch = KVQ__FETCH_WANTED;
     s->fetch_at = s->core->now;
@@ -506,7 +507,7 @@ static bool is_room(int status)
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
-    if (!s->away)
+    if (!s->offloaded)
         return false;
     if (!w->fetch_asked)
         w->fetch_serial = s->fetch_serial;
@@ -614,7 +615,7 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
     t->phase = KVQ__PARKING_FETCHING;
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (m->away || m->fetch)) {
+        if (m && (m->offloaded || m->fetch)) {
             m->park = t;
             t->members[t->n++] = m;
         }
@@ -661,8 +662,8 @@ void kvq__park_lost(struct kvq__session *s)
     if (s->fetch == KVQ__FETCH_WANTED)
         TAILQ_REMOVE(&s->core->fetches, s, fetch_link);
     s->fetch = KVQ__FETCH_NONE;
-    s->core->n_away -= s->away;
-    s->away = false;
+    s->core->n_offloaded -= s->offloaded;
+    s->offloaded = false;
     if (s->stored && !s->kept)
         kvq__park_forget(s->core, s->ns, name_of(s, name), s->stamp);
 }

@@ -2,13 +2,13 @@
 //
 // Sessions whose blocks are on disk alone, while their handles stay valid.
 //
-// A parked session ("away") keeps its struct, layers, counts, ids, name and handles, and has no
+// A parked session keeps its struct, layers, counts, ids, name and handles, and has no
 // block. All of it stands in the store, as it was at its last change. Whoever asks something of it
 // waits until it is back: the first request, or an open, asks for that (a "fetch"), and layers
 // answer as they come, as those of a session that is restored (saved.h).
 //
-// The core reads and writes nothing. It keeps what it wants of a keeper (kvq__park_next in saved.h)
-// and is told what became of it.
+// The core reads and writes nothing. It keeps what it wants of whoever saves sessions
+// (kvq__park_next in saved.h) and is told what became of it.
 //
 // A session is parked with all its shards, or none of it. Parking is a ticket, asked about as moves
 // are (kvq__move_info). On its way it is WANTED (nobody writes yet), WRITING (and used as ever),

@@ -93,26 +93,26 @@ void kvq__forgets_close(struct kvq__core *core)
 
 // ---- What is wanted of whoever saves sessions ----
 
-static bool next_forget(struct kvq__core *core, struct kvq__order *order)
+static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__forget *f;
     TAILQ_FOREACH (f, &core->forgets, link) {
         if (f->taken)
             continue;
         f->taken = true;
-        *order = (struct kvq__order){.kind = KVQ__ORDER_FORGET, .stamp = f->stamp};
-        memcpy(order->ns, f->ns, sizeof order->ns);
-        memcpy(order->name, f->name, sizeof order->name);
+        *job = (struct kvq__store_job){.kind = KVQ__JOB_FORGET, .stamp = f->stamp};
+        memcpy(job->ns, f->ns, sizeof job->ns);
+        memcpy(job->name, f->name, sizeof job->name);
         return true;
     }
     return false;
 }
 
-static void name_order(struct kvq__order *order, const struct kvq__session *s)
+static void name_job(struct kvq__store_job *job, const struct kvq__session *s)
 {
-    snprintf(order->ns, sizeof order->ns, "%s", s->ns->name);
-    snprintf(order->session, sizeof order->session, "#%llu", (unsigned long long)s->id);
-    kvq__stored_name(s, order->name);
+    snprintf(job->ns, sizeof job->ns, "%s", s->ns->name);
+    snprintf(job->session, sizeof job->session, "#%llu", (unsigned long long)s->id);
+    kvq__stored_name(s, job->name);
 }
 
 bool kvq__park_unsaved(const struct kvq__park *t)
@@ -123,24 +123,24 @@ bool kvq__park_unsaved(const struct kvq__park *t)
     return unsaved;
 }
 
-static bool next_save(struct kvq__core *core, struct kvq__order *order)
+static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__park *t;
     TAILQ_FOREACH (t, &core->parks, link) {
         if (t->phase != KVQ__PARKING_WANTED || kvq__park_is_loading(t))
             continue;
         t->phase = KVQ__PARKING_WRITING;
-        *order = (struct kvq__order){.kind = KVQ__ORDER_SAVE,
-                                     .id = t->id,
-                                     .stamp = t->members[0]->stamp,
-                                     .stored = !kvq__park_unsaved(t)};
-        name_order(order, t->members[0]);
+        *job = (struct kvq__store_job){.kind = KVQ__JOB_SAVE,
+                                       .id = t->id,
+                                       .stamp = t->members[0]->stamp,
+                                       .stored = !kvq__park_unsaved(t)};
+        name_job(job, t->members[0]);
         return true;
     }
     return false;
 }
 
-static bool next_fetch(struct kvq__core *core, struct kvq__order *order)
+static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__session *s;
     TAILQ_FOREACH (s, &core->fetches, fetch_link) {
@@ -148,19 +148,19 @@ static bool next_fetch(struct kvq__core *core, struct kvq__order *order)
             continue;
         TAILQ_REMOVE(&core->fetches, s, fetch_link);
         s->fetch = KVQ__FETCH_TAKEN;
-        *order = (struct kvq__order){.kind = KVQ__ORDER_FETCH,
-                                     .id = s->id,
-                                     .shard = s->group ? s->shard : 0,
-                                     .stamp = s->stamp};
-        name_order(order, s);
+        *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,
+                                       .id = s->id,
+                                       .shard = s->group ? s->shard : 0,
+                                       .stamp = s->stamp};
+        name_job(job, s);
         return true;
     }
     return false;
 }
 
-bool kvq__park_next(struct kvq__core *core, struct kvq__order *order)
+bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job)
 {
-    return next_forget(core, order) || next_fetch(core, order) || next_save(core, order);
+    return next_forget(core, job) || next_fetch(core, job) || next_save(core, job);
 }
 
 // ---- Pinning ----
@@ -170,7 +170,7 @@ static void set_stay(struct kvq__session *s, bool stay)
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m)
-            m->stays = stay;
+            m->pinned = stay;
     }
     if (stay)
         kvq__fetch_ask(s);
@@ -195,8 +195,8 @@ int kvq__session_prefetch_named(struct kvq__core *core, const struct kvq__peer *
     return rc ? rc : kvq__prefetch_start(s, info, text);
 }
 
-int kvq__session_stay_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                            const char *name, bool stay, char *text)
+int kvq__session_pin_named(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                           const char *name, bool stay, char *text)
 {
     struct kvq__session *s;
     int rc = kvq__session_get(core, peer, ns, name, &s, text);
@@ -236,7 +236,7 @@ int kvq__session_prefetch(struct kvq__client *client, uint64_t handle, struct kv
     return rc ? rc : kvq__prefetch_start(h->session, info, text);
 }
 
-int kvq__session_stay(struct kvq__client *client, uint64_t handle, bool stay, char *text)
+int kvq__session_pin(struct kvq__client *client, uint64_t handle, bool stay, char *text)
 {
     struct kvq__session *s;
     int rc = get_writer(client, handle, stay ? "pinned" : "unpinned", &s, text);
@@ -248,5 +248,5 @@ int kvq__session_stay(struct kvq__client *client, uint64_t handle, bool stay, ch
 void kvq__core_parks(const struct kvq__core *core, struct kvq__park_stats *stats)
 {
     *stats = core->park_stats;
-    stats->away = core->n_away;
+    stats->offloaded = core->n_offloaded;
 }

@@ -493,7 +493,7 @@ void kvq__resharded_free(struct kvq__resharded *r)
 
 static bool is_at_rest(const struct kvq__session *s)
 {
-    return LIST_EMPTY(&s->handles) && s->pins == 0 && !s->restore && !s->move && !s->settling &&
+    return LIST_EMPTY(&s->handles) && s->refs == 0 && !s->restore && !s->move && !s->committing &&
            !s->exclusive && !s->park && s->fetch == KVQ__FETCH_NONE && !kvq__is_unsaved(s);
 }
 

@@ -15,6 +15,6 @@ void kvq__follow_leave(struct kvq__session *session);
 void kvq__restore_drop(struct kvq__session *session);
 
 // Ways to and from GPUs, which nobody uses any more.
-void kvq__ferries_close(struct kvq__core *core);
+void kvq__stagings_close(struct kvq__core *core);
 
 #endif

@@ -280,7 +280,7 @@ static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *sp
 
 static void take(struct kvq__restore *r)
 {
-    kvq__session_pin(r->session);
+    kvq__session_ref(r->session);
     r->session->restore = r;
 }
 
@@ -301,7 +301,7 @@ static void restore_free(struct kvq__restore *r)
 {
     for (uint32_t i = 0; i < r->n; i++)
         kvq__block_let_go(r->core, &r->arriving[i].ref);
-    kvq__ferry_give(r->core, &r->ferry);
+    kvq__staging_give(r->core, &r->staging);
     kvq__deallocate(r->core, r->arriving, r->room * sizeof *r->arriving);
     kvq__deallocate(r->core, r, sizeof *r);
 }
@@ -391,15 +391,15 @@ static int enter(struct kvq__restore *r, char *text)
     struct kvq__session *s = r->session;
     int rc = r->fetches ? 0 : check_name(s, text);
     rc = rc ? rc : list_parts(r, &r->spec, text);
-    if (rc == 0 && s->pool->gpu && !(r->ferry = kvq__ferry_take(r->core, s->pool->gpu)))
+    if (rc == 0 && s->pool->gpu && !(r->staging = kvq__staging_take(r->core, s->pool->gpu)))
         rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
     rc = rc || r->fetches ? rc : publish(r, text);
     if (rc < 0)
         return rc;
     r->entered = true;
     hold(r);
-    r->core->n_away -= r->fetches;
-    s->away = false;
+    r->core->n_offloaded -= r->fetches;
+    s->offloaded = false;
     return 0;
 }
 
@@ -443,7 +443,7 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
 static struct kvq__session *find_away(struct kvq__core *core, uint64_t id)
 {
     struct kvq__session *s = kvq__session_by_id(core, id);
-    return s && s->away && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
+    return s && s->offloaded && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
 }
 
 // What is stored must be what was parked.
@@ -542,9 +542,9 @@ bool kvq__restore_wanted(const struct kvq__restore *r, uint32_t i, struct kvq__w
     return true;
 }
 
-// On a GPU, where the first of them go in the ferry's memory, which is as large for all batches:
+// On a GPU, where the first of them go in the staging memory, which is as large for all batches:
 // to make it larger would wait for the whole GPU.
-static uint32_t place_in_ferry(struct kvq__restore *r, const uint32_t *which, uint32_t n)
+static uint32_t place_in_staging(struct kvq__restore *r, const uint32_t *which, uint32_t n)
 {
     enum { BATCH = 8 << 20, LINE = 64 };
     uint64_t bytes = 0;
@@ -556,17 +556,17 @@ static uint32_t place_in_ferry(struct kvq__restore *r, const uint32_t *which, ui
         a->at = bytes;
         bytes += (a->bytes + LINE - 1) / LINE * LINE;
     }
-    return kvq__ferry_memory(r->ferry, bytes > BATCH ? bytes : BATCH) ? count : 0;
+    return kvq__staging_memory(r->staging, bytes > BATCH ? bytes : BATCH) ? count : 0;
 }
 
 static uint8_t *room_of(struct kvq__restore *r, const struct kvq__arriving *a)
 {
-    return r->ferry ? (uint8_t *)kvq__ferry_memory(r->ferry, 0) + a->at : a->ref.data;
+    return r->staging ? (uint8_t *)kvq__staging_memory(r->staging, 0) + a->at : a->ref.data;
 }
 
 uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint32_t n, void **rooms)
 {
-    uint32_t count = r->ferry ? place_in_ferry(r, which, n) : n;
+    uint32_t count = r->staging ? place_in_staging(r, which, n) : n;
     for (uint32_t i = 0; i < count; i++)
         rooms[i] = room_of(r, &r->arriving[which[i]]);
     return count;
@@ -593,7 +593,7 @@ int kvq__restore_fill(struct kvq__restore *r, uint32_t i)
     const struct kvq__arriving *a = &r->arriving[i];
     uint8_t *memory = room_of(r, a);
     int rc = a->kind == KVQ__PART_EXTRAS ? check_extras(r, a, memory) : 0;
-    return rc || !r->ferry ? rc : kvq__ferry_bring(r->ferry, a->ref.data, a->at, a->bytes);
+    return rc || !r->staging ? rc : kvq__staging_bring(r->staging, a->ref.data, a->at, a->bytes);
 }
 
 bool kvq__restore_lost(const struct kvq__restore *r)
@@ -655,13 +655,13 @@ static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 // asks again, if nobody has done anything with it meanwhile.
 static void fetch_failed(struct kvq__restore *r, struct kvq__session *s, int status)
 {
-    bool untouched = s->pins == 1 && !kvq__in_step(s) && !s->move;
-    if (s->away)
+    bool untouched = s->refs == 1 && !kvq__in_step(s) && !s->move;
+    if (s->offloaded)
         kvq__park_empty(s);
     else if (untouched && !is_lost(status))
         turn_back(r, s);
     kvq__fetch_ended(s, status, 0, r->why);
-    if (!s->away || is_lost(status))
+    if (!s->offloaded || is_lost(status))
         lose(s);
 }
 
@@ -690,7 +690,7 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         restore_free(r);
         return;
     }
-    bool whole = s->n_loading == 0 && !s->away;
+    bool whole = s->n_loading == 0 && !s->offloaded;
     assert(s->dropped || whole || status < 0);
     if (!s->dropped && whole)
         kvq__follow_done(r);
@@ -706,6 +706,6 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         s->restore = NULL;
     if (!s->dropped && whole && r->spec.prefix_tokens) // the index has got its pages just now
         kvq__session_end(s, "its pages are in the index of prefixes");
-    kvq__session_unpin(s);
+    kvq__session_unref(s);
     restore_free(r);
 }

@@ -150,14 +150,14 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
     if (r->spec.prefix_tokens)
         return false;
     take_ticket(r);
-    struct kvq__plea plea = {.shortage = &shortage,
-                             .need = need - r->reserved,
-                             .ticket = r->ticket,
-                             .own = r->session,
-                             .in_the_way = way,
-                             .look_at = &look_at};
-    enum kvq__help help = kvq__evict_for(core, &plea);
-    if (help == KVQ__HELP_LATER && kvq__room_too_late(r->since, look_at))
+    struct kvq__eviction_request asked = {.shortage = &shortage,
+                                          .need = need - r->reserved,
+                                          .ticket = r->ticket,
+                                          .own = r->session,
+                                          .in_the_way = way,
+                                          .look_at = &look_at};
+    enum kvq__help help = kvq__evict_for(core, &asked);
+    if (help == KVQ__HELP_LATER && kvq__admission_too_late(r->since, look_at))
         help = KVQ__HELP_NONE;
     return help != KVQ__HELP_NONE || others_hold(r);
 }

@@ -216,8 +216,8 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     shard->parts = kvq__allocate(core, (shard->room + shard->n_ids) * sizeof *shard->parts);
     shard->held = kvq__allocate(core, shard->room * sizeof *shard->held);
     if (s->pool->gpu)
-        shard->ferry = kvq__ferry_take(core, s->pool->gpu);
-    if (!shard->parts || !shard->held || (s->pool->gpu && !shard->ferry))
+        shard->staging = kvq__staging_take(core, s->pool->gpu);
+    if (!shard->parts || !shard->held || (s->pool->gpu && !shard->staging))
         return KVQ_E_NO_MEMORY;
     shard->session = s;
     rc = kvq__parts_walk(s, take_part, shard);
@@ -226,7 +226,7 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
 
 static void hold(struct kvq__save *save, struct kvq__session *s)
 {
-    s->pins++; // not a use that would end its idle time
+    s->refs++; // not a use that would end its idle time
     if (s->reading++ == 0)
         s->reading_floor = s->floor;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -246,7 +246,7 @@ static void let_go(const struct kvq__save *save, struct kvq__session *s)
 // Something under way changes what is committed, or the form that it is in.
 static bool is_busy(const struct kvq__session *s)
 {
-    bool busy = s->exclusive || s->n_loading || s->settling || kvq__move_asks(s);
+    bool busy = s->exclusive || s->n_loading || s->committing || kvq__move_asks(s);
     for (uint32_t i = 0; i < s->n_layers && !busy; i++)
         busy = s->layers[i].packer ||
                !kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
@@ -311,7 +311,7 @@ static bool any_away(const struct kvq__session *s)
     bool any = false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        any |= m && m->away;
+        any |= m && m->offloaded;
     }
     return any;
 }
@@ -340,7 +340,7 @@ static void save_free(struct kvq__save *save)
             kvq__block_let_go(core, &shard->held[j].ref);
             free(shard->held[j].copy);
         }
-        kvq__ferry_give(core, &shard->ferry);
+        kvq__staging_give(core, &shard->staging);
         kvq__deallocate(core, shard->held, shard->room * sizeof *shard->held);
         kvq__deallocate(core, shard->parts, (shard->room + shard->n_ids) * sizeof *shard->parts);
         kvq__deallocate(core, shard->ids, shard->saved.known * sizeof *shard->ids);
@@ -425,10 +425,10 @@ const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t 
 static const uint8_t *see(struct kvq__save_shard *shard, uint32_t i)
 {
     const struct kvq__kept *held = &shard->held[i];
-    if (!shard->ferry)
+    if (!shard->staging)
         return held->ref.data;
-    uint8_t *memory = kvq__ferry_memory(shard->ferry, shard->parts[i].bytes);
-    if (!memory || kvq__ferry_fetch(shard->ferry, held->ref.data, shard->parts[i].bytes) < 0)
+    uint8_t *memory = kvq__staging_memory(shard->staging, shard->parts[i].bytes);
+    if (!memory || kvq__staging_fetch(shard->staging, held->ref.data, shard->parts[i].bytes) < 0)
         return NULL;
     return memory;
 }

@@ -184,9 +184,9 @@ int kvq__ids_restore(struct kvq__session *session, const struct kvq__saved *save
 // counts as stored, look whether it really is, with that stamp and whole; if not, save it `again`.
 // FETCH: read it back, by kvq__fetch_begin or kvq__fetch_failed. FORGET: delete what is stored
 // under that name if it has that stamp, then say so by kvq__park_forgot.
-enum kvq__order_kind { KVQ__ORDER_SAVE, KVQ__ORDER_FETCH, KVQ__ORDER_FORGET };
-struct kvq__order {
-    enum kvq__order_kind kind;
+enum kvq__store_job_kind { KVQ__JOB_SAVE, KVQ__JOB_FETCH, KVQ__JOB_FORGET };
+struct kvq__store_job {
+    enum kvq__store_job_kind kind;
     uint64_t id;                                   // SAVE: the ticket's; FETCH: the session's
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES]; // that it is stored by
     char session[24];                              // SAVE: "#ID", for kvq__save_begin
@@ -195,7 +195,7 @@ struct kvq__order {
     bool stored;                                   // SAVE: nothing has changed since
 };
 // The next one; false if there is none. Orders of one name come in the order they must be done in.
-bool kvq__park_next(struct kvq__core *core, struct kvq__order *order);
+bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job);
 // How a SAVE has ended; after kvq__save_end. `text` is copied.
 void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
 // A FORGET has been tried. What it was about counts as gone for a while longer.

@@ -8,20 +8,20 @@
 #include "daemon/core/residency/saved.h"
 #include "daemon/core/state.h"
 
-// ---- Ways to and from a GPU (ferry.c) ----
+// ---- Ways to and from a GPU (staging.c) ----
 
 // A stream and pinned memory that one thread at a time uses. It is kept for the next one, since
 // freeing such memory waits for the whole GPU.
-struct kvq__ferry;
+struct kvq__staging;
 
 // Poller's thread. NULL without memory. For sessions on the host it is plain memory.
-struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu);
-void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry);
+struct kvq__staging *kvq__staging_take(struct kvq__core *core, struct kvq__gpu *gpu);
+void kvq__staging_give(struct kvq__core *core, struct kvq__staging **staging);
 // Any thread. At least `bytes` of its memory; NULL if there is none.
-void *kvq__ferry_memory(struct kvq__ferry *ferry, size_t bytes);
+void *kvq__staging_memory(struct kvq__staging *staging, size_t bytes);
 // Copies to and from its memory (`at` bytes into it), and waits for that. 0 or KVQ_E_SYSTEM.
-int kvq__ferry_fetch(struct kvq__ferry *ferry, const uint8_t *from, size_t bytes);
-int kvq__ferry_bring(struct kvq__ferry *ferry, uint8_t *to, size_t at, size_t bytes);
+int kvq__staging_fetch(struct kvq__staging *staging, const uint8_t *from, size_t bytes);
+int kvq__staging_bring(struct kvq__staging *staging, uint8_t *to, size_t at, size_t bytes);
 
 // ---- Parts (save.c) ----
 
@@ -55,7 +55,7 @@ struct kvq__save_shard {
     struct kvq__saved_span *spans;
     bool shares; // others can begin with its tokens, which are then known by:
     uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
-    struct kvq__ferry *ferry; // NULL on the host
+    struct kvq__staging *staging; // NULL on the host
 };
 struct kvq__save {
     LIST_ENTRY(kvq__save) link;
@@ -75,7 +75,7 @@ struct kvq__save {
 struct kvq__arriving {
     struct kvq__ref ref; // a share of the session's block
     uint64_t bytes, id;
-    uint64_t at; // in the ferry's memory
+    uint64_t at; // in the staging memory
     uint32_t part, layer, kind;
     bool final;
 };
@@ -97,7 +97,7 @@ struct kvq__restore {
     uint64_t reserved;    // bytes
     uint64_t ticket;      // among those that wait for room; 0 = it has found some so far
     uint64_t since;       // when it began to
-    struct kvq__ferry *ferry;
+    struct kvq__staging *staging;
     // Of a prefix: pages that the index was given, the hash of the last of them, those of them that
     // are this session's, and sessions that began with some.
     uint32_t offered;

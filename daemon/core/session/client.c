@@ -80,7 +80,7 @@ void kvq__client_detach(struct kvq__client *c)
     c->gone = true;
     close_handles(c);
     kvq__tables_close(c);
-    kvq__tellings_drop(c);
+    kvq__exports_drop(c);
     assert(c->n_steps == 0 && c->n_handles == 0);
     for (uint32_t i = 0; i < KVQ_MAX_BUFFERS; i++)
         if (c->buffers[i].id && !c->buffers[i].removed)
@@ -313,7 +313,7 @@ void kvq__handle_close(struct kvq__handle *h)
 {
     struct kvq__session *s = h->session;
     uint64_t client = h->client->id;
-    detach(h, s && s->settling && !h->client->gone);
+    detach(h, s && s->committing && !h->client->gone);
     kvq__handle_free(h);
     if (s) {
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");

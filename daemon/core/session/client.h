@@ -79,7 +79,7 @@ void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set)
 // It is in a step, or has ended it and waits for the other shards of its group.
 static inline bool kvq__in_step(const struct kvq__session *s)
 {
-    return s->step || s->prepared || s->settling;
+    return s->step || s->prepared || s->committing;
 }
 
 // ---- Arenas: memory that a request's work is described in ----

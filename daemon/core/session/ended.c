@@ -38,14 +38,14 @@ static void note_pages(struct kvq__session *s)
 // A request under way may still look at the page table, and finds no block there any more.
 static uint32_t pop(struct kvq__session *s)
 {
-    if (s->pins == 0)
+    if (s->refs == 0)
         return kvq__sheets_pop(s);
     return s->n_pages > 0 ? kvq__pages_pop(s) : 0;
 }
 
 static bool has_pages(const struct kvq__session *s)
 {
-    return s->n_pages > 0 || (s->pins == 0 && s->n_sheets > 0);
+    return s->n_pages > 0 || (s->refs == 0 && s->n_sheets > 0);
 }
 
 static void drop_extras(struct kvq__session *s)
@@ -69,7 +69,7 @@ static bool give_back(struct kvq__session *s)
     kvq__drops_end(core);
     if (has_pages(s))
         return false;
-    if (s->pins > 0)
+    if (s->refs > 0)
         return true;
     while (core->release_left > 0 && s->ids.n_parts > 0) {
         kvq__ids_pop(s);
@@ -92,7 +92,7 @@ static void go_on(struct kvq__core *core)
         if (!give_back(s))
             return;
         leave_list(s);
-        if (s->pins > 0)
+        if (s->refs > 0)
             continue;
         spend(core, 1 + s->n_layers);
         kvq__session_dispose(s);
@@ -117,7 +117,7 @@ void kvq__ended_add(struct kvq__session *s)
 bool kvq__ended_poll(struct kvq__core *core)
 {
     core->release_left = core->config.release_work;
-    bool any = kvq__limbo_free(core, false) || !TAILQ_EMPTY(&core->ended);
+    bool any = kvq__deferred_free(core, false) || !TAILQ_EMPTY(&core->ended);
     go_on(core);
     return any;
 }
@@ -143,7 +143,7 @@ bool kvq__ended_reclaim(struct kvq__namespace *ns)
     struct kvq__session *s;
     uint64_t left = core->release_left;
     TAILQ_FOREACH (s, &core->ended, link)
-        if (s->ns == ns && s->pins == 0)
+        if (s->ns == ns && s->refs == 0)
             break;
     if (!s)
         return false;
@@ -159,6 +159,6 @@ void kvq__ended_close(struct kvq__core *core)
 {
     core->release_left = UINT64_MAX;
     go_on(core);
-    kvq__limbo_free(core, true);
-    assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->limbo));
+    kvq__deferred_free(core, true);
+    assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->deferred));
 }

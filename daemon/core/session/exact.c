@@ -48,7 +48,7 @@ static uint64_t held_bytes(const struct kvq__session *s)
 
 uint64_t kvq__exact_bytes(const struct kvq__session *s)
 {
-    return s->exact_tokens && !s->away ? held_bytes(s) : 0;
+    return s->exact_tokens && !s->offloaded ? held_bytes(s) : 0;
 }
 
 void kvq__exact_note(struct kvq__session *s)
@@ -72,7 +72,7 @@ void kvq__exact_leave(struct kvq__session *s)
 // Requests under way have decided how they read it. What is stored or moved is left as it is.
 static bool is_idle(const struct kvq__session *s)
 {
-    return s->pins == 0 && !s->settling && !s->exclusive && !s->move && !s->park && !s->restore &&
+    return s->refs == 0 && !s->committing && !s->exclusive && !s->move && !s->park && !s->restore &&
            s->n_loading == 0;
 }
 
@@ -80,7 +80,7 @@ static void pack_early(struct kvq__session *s)
 {
     struct kvq__evict_counts *counts = &s->core->evicted;
     s->gives_way = false;
-    if (!s->exact_tokens || s->away || s->dropped)
+    if (!s->exact_tokens || s->offloaded || s->dropped)
         return;
     counts->prompts_packed++;
     counts->prompts_packed_bytes += held_bytes(s);
@@ -89,7 +89,7 @@ static void pack_early(struct kvq__session *s)
     kvq__pack_queue(s);
 }
 
-void kvq__exact_unpinned(struct kvq__session *s)
+void kvq__exact_unused(struct kvq__session *s)
 {
     if (s->gives_way && is_idle(s))
         pack_early(s);
@@ -103,14 +103,14 @@ static void give_way(const struct kvq__session *s)
         if (!m || !m->exact_tokens)
             continue;
         m->gives_way = true;
-        kvq__exact_unpinned(m);
+        kvq__exact_unused(m);
     }
 }
 
 // Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
 static bool is_packing(const struct kvq__session *s)
 {
-    return s->packs_early && s->pack_queued && !s->away && !s->pool->gpu;
+    return s->packs_early && s->pack_queued && !s->offloaded && !s->pool->gpu;
 }
 
 // Nothing of it stands in 16 bits any more that would not without the prompt.
@@ -135,8 +135,8 @@ static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shor
     for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
         next = TAILQ_NEXT(s, prompt_link);
         core->lookup.looks++;
-        bool never = s->away || (s->pool->gpu && !s->writer);
-        uint64_t bytes = s->away ? 0 : held_bytes(s);
+        bool never = s->offloaded || (s->pool->gpu && !s->writer);
+        uint64_t bytes = s->offloaded ? 0 : held_bytes(s);
         if (bytes == 0 && has_ended(s)) { // for good, or until it goes back
             kvq__exact_leave(s);
             continue;
@@ -155,16 +155,17 @@ static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shor
     return p;
 }
 
-enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__plea *plea,
-                                   uint64_t free, uint64_t others)
+enum kvq__help kvq__exact_give_way(struct kvq__core *core,
+                                   const struct kvq__eviction_request *asked, uint64_t free,
+                                   uint64_t others)
 {
-    struct prompts p = look_at_all(core, plea->shortage);
-    if (p.there + p.coming + free + others < plea->need) // nobody gives way in vain
+    struct prompts p = look_at_all(core, asked->shortage);
+    if (p.there + p.coming + free + others < asked->need) // nobody gives way in vain
         return KVQ__HELP_NONE;
     // What is free may be of no use, lying in extents of other namespaces.
-    while (p.largest && (p.coming == 0 || p.coming + free < plea->need)) {
+    while (p.largest && (p.coming == 0 || p.coming + free < asked->need)) {
         give_way(p.largest);
-        p = look_at_all(core, plea->shortage);
+        p = look_at_all(core, asked->shortage);
     }
     if (p.coming == 0)
         return KVQ__HELP_NONE;

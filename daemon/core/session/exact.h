@@ -15,13 +15,14 @@ uint64_t kvq__exact_bytes(const struct kvq__session *session);
 // the bytes that are free and those that others may give. KVQ__HELP_NOW while some are being
 // packed, KVQ__HELP_LATER if requests under way or a GPU come first, KVQ__HELP_NONE if there is
 // nothing to be had of them.
-enum kvq__help kvq__exact_give_way(struct kvq__core *core, const struct kvq__plea *plea,
-                                   uint64_t free, uint64_t others);
+enum kvq__help kvq__exact_give_way(struct kvq__core *core,
+                                   const struct kvq__eviction_request *asked, uint64_t free,
+                                   uint64_t others);
 
 // Its count has changed, or it is published; and it ends.
 void kvq__exact_note(struct kvq__session *session);
 void kvq__exact_leave(struct kvq__session *session);
 // Nothing uses it any more: its prompt may be packed.
-void kvq__exact_unpinned(struct kvq__session *session);
+void kvq__exact_unused(struct kvq__session *session);
 
 #endif

@@ -9,11 +9,11 @@
 
 #include "daemon/core/state.h"
 
-void kvq__tellings_drop(struct kvq__client *client)
+void kvq__exports_drop(struct kvq__client *client)
 {
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &client->core->namespaces, link) {
-        struct kvq__telling *t = LIST_FIRST(&ns->tellings), *next;
+        struct kvq__export_record *t = LIST_FIRST(&ns->exports), *next;
         for (; t; t = next) {
             next = LIST_NEXT(t, link);
             if (t->client != client)
@@ -24,11 +24,11 @@ void kvq__tellings_drop(struct kvq__client *client)
     }
 }
 
-static struct kvq__telling *telling_of(struct kvq__client *client, struct kvq__namespace *ns,
-                                       const struct kvq__pool *pool)
+static struct kvq__export_record *export_of(struct kvq__client *client, struct kvq__namespace *ns,
+                                            const struct kvq__pool *pool)
 {
-    struct kvq__telling *t;
-    LIST_FOREACH (t, &ns->tellings, link)
+    struct kvq__export_record *t;
+    LIST_FOREACH (t, &ns->exports, link)
         if (t->client == client && t->pool == pool)
             return t;
     t = kvq__allocate(client->core, sizeof *t);
@@ -36,7 +36,7 @@ static struct kvq__telling *telling_of(struct kvq__client *client, struct kvq__n
         return NULL;
     t->client = client;
     t->pool = pool;
-    LIST_INSERT_HEAD(&ns->tellings, t, link);
+    LIST_INSERT_HEAD(&ns->exports, t, link);
     return t;
 }
 
@@ -78,7 +78,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
                          (unsigned long long)handle);
     struct kvq__namespace *ns = h->session->ns;
     struct kvq__pool *pool = h->session->pool;
-    struct kvq__telling *t = telling_of(client, ns, pool);
+    struct kvq__export_record *t = export_of(client, ns, pool);
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
     while ((e = next_extent(ns, pool, t->serial)) && n < max) {

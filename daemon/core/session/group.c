@@ -100,7 +100,7 @@ bool kvq__group_outlived(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (!LIST_EMPTY(&m->handles) || m->pins > 0 || m->keep_ns == 0 ||
+        if (m && (!LIST_EMPTY(&m->handles) || m->refs > 0 || m->keep_ns == 0 ||
                   m->core->now - m->idle_since < m->keep_ns))
             return false;
     }
@@ -239,7 +239,7 @@ static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__sessi
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
-        bool own = !m->prepared && !m->settling && m->writer && m->writer->client == q->client;
+        bool own = !m->prepared && !m->committing && m->writer && m->writer->client == q->client;
         if (own && (q->client->n_queues == 1 || (m->step && m->step_queue == q->number)))
             return true;
     }

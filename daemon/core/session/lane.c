@@ -5,7 +5,7 @@
 
 #include <assert.h>
 
-#include "daemon/core/session/order.h"
+#include "daemon/core/session/stream_sync.h"
 #include "daemon/core/session/table.h"
 #include "proto/ring.h"
 
@@ -157,11 +157,11 @@ static bool open_common(struct kvq__core *core)
 {
     if (!core->common_use)
         core->common_use = kvq__allocate(core, uses_bytes(core));
-    if (!core->errands)
-        core->errands = kvq__allocate(core, sizeof *core->errands);
-    if (core->errands)
-        core->errands->core = core;
-    return core->common_use && core->errands;
+    if (!core->background)
+        core->background = kvq__allocate(core, sizeof *core->background);
+    if (core->background)
+        core->background->core = core;
+    return core->common_use && core->background;
 }
 
 // What could not be made whole is kept as well, for the next attempt to go on with: here, too,
@@ -237,7 +237,7 @@ void kvq__lanes_close(struct kvq__core *core)
 {
     struct kvq__lane *lane;
     assert(LIST_EMPTY(&core->lanes));
-    kvq__deallocate(core, core->errands, sizeof *core->errands);
+    kvq__deallocate(core, core->background, sizeof *core->background);
     while ((lane = LIST_FIRST(&core->spare_lanes))) {
         LIST_REMOVE(lane, link);
         lane_free(lane);
@@ -299,7 +299,7 @@ static int wait_for_client(struct kvq__lane *lane, struct kvq__queue *q)
     if (!waits)
         return 0;
     q->timeline.used = true;
-    int result = kvq__order_await(lane, q);
+    int result = kvq__stream_sync_await(lane, q);
     return result ? kvq__gpu_failed(lane->gpu, result, "waiting for a client") : 0;
 }
 
@@ -404,7 +404,7 @@ void kvq__lane_signal(struct kvq__queue *q)
     struct kvq__lane *lane = q->client->lanes[index_of(q->core, gpu)];
     q->timeline.used = true;
     int result = kvq__gpu_enter(gpu);
-    result = result ? result : kvq__order_tell(lane, q);
+    result = result ? result : kvq__stream_sync_tell(lane, q);
     if (result == KVQ_GPU_OK && !q->lane)
         result = number_alone(lane, q);
     if (result)
@@ -438,7 +438,7 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
         lane->first_held = (lane->first_held + 1) % KVQ__LANE_HELD;
         lane->n_held--;
         if (h->settles)
-            h->session->core->up->settle(h->session, h->table, NULL);
+            h->session->core->up->gpu_commit(h->session, h->table, NULL);
         kvq__hold_end(h->session, h->reading, h->tail_use);
         if (h->table)
             kvq__table_unuse(h->table);

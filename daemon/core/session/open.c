@@ -502,7 +502,7 @@ static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spe
     if (spec->flags & KVQ__OPEN_READ_ONLY)
         return 0;
     if (!s->writer)
-        return s->settling ? end_step(s, spec, text) : 0;
+        return s->committing ? end_step(s, spec, text) : 0;
     if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" has a writer, client %llu; open it read-only, or with "

@@ -101,7 +101,7 @@ void kvq__session_count(struct kvq__session *s, uint64_t tokens)
     kvq__exact_note(s);
 }
 
-void kvq__session_settle_in(struct kvq__session *s, struct kvq__pool *pool)
+void kvq__session_lies_in(struct kvq__session *s, struct kvq__pool *pool)
 {
     if (s->published) {
         kvq__recent_forget(s);

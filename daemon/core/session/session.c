@@ -123,7 +123,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
         for (uint32_t i = 0; i < s->n_layers; i++)
             s->layers[i].gpu_book = there.layers[i].gpu_book;
         s->counts = there.counts;
-        kvq__session_settle_in(s, to);
+        kvq__session_lies_in(s, to);
     }
     kvq__deallocate(s->core, there.layers, bytes);
     return rc;
@@ -138,7 +138,7 @@ void kvq__session_free(struct kvq__session *s)
 void kvq__session_dispose(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
-    assert(s->n_sheets == 0 && s->pins == 0 && !s->ending && !s->gives);
+    assert(s->n_sheets == 0 && s->refs == 0 && !s->ending && !s->gives);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
@@ -213,19 +213,19 @@ void kvq__session_give_up(struct kvq__session *s, int status)
     kvq__group_end(s, "what was stored of it could not be read");
 }
 
-void kvq__session_pin(struct kvq__session *s)
+void kvq__session_ref(struct kvq__session *s)
 {
-    s->pins++;
+    s->refs++;
     kvq__session_used(s);
 }
 
-void kvq__session_unpin(struct kvq__session *s)
+void kvq__session_unref(struct kvq__session *s)
 {
-    assert(s->pins > 0);
-    if (--s->pins == 0 && s->dropped)
+    assert(s->refs > 0);
+    if (--s->refs == 0 && s->dropped)
         kvq__session_free(s);
     else if (s->gives_way)
-        kvq__exact_unpinned(s);
+        kvq__exact_unused(s);
 }
 
 void kvq__reading_end(struct kvq__session *s)
@@ -247,12 +247,12 @@ void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
         kvq__reading_end(s);
     if (tail_use)
         kvq__tail_end(s);
-    kvq__session_unpin(s);
+    kvq__session_unref(s);
 }
 
 bool kvq__session_quiet(const struct kvq__session *s)
 {
-    bool ended = s->pins == 0;
+    bool ended = s->refs == 0;
     for (uint32_t i = 0; ended && i < s->n_layers; i++)
         ended = kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
     return ended;
@@ -274,7 +274,7 @@ void kvq__session_detached(struct kvq__session *s)
         if (kvq__group_member(s, i))
             kvq__unsaved_note(kvq__group_member(s, i));
     kvq__due_set(s);
-    if (!s->settling) // nobody is left to end the others' part
+    if (!s->committing) // nobody is left to end the others' part
         s->core->up->step_leave(s);
     if (s->drop_on_detach)
         kvq__group_end(s, s->name[0] ? "nobody has it open any more, and on_detach is drop"
@@ -296,8 +296,8 @@ static struct sums add_layers(const struct kvq__session *s, struct kvq__session_
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        uint64_t blocks = s->away ? 0 : s->n_pages - l->first_page;
-        uint64_t raw = s->away ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
+        uint64_t blocks = s->offloaded ? 0 : s->n_pages - l->first_page;
+        uint64_t raw = s->offloaded ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
         // A raw format's blocks are both window and cache; they count as the latter.
         info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
@@ -337,7 +337,7 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
-    if (s->tokens && !s->away) {
+    if (s->tokens && !s->offloaded) {
         info->bytes_per_token_head_total = total / (double)s->tokens / (double)sums.heads;
         info->compression = sums.plain_bytes * (double)s->tokens / total;
     }
@@ -353,7 +353,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .tokens = s->tokens,
         .layers = s->n_layers,
         .writer_client = s->writer ? s->writer->client->id : 0,
-        .idle_ms = s->pins ? 0 : idle / 1000000,
+        .idle_ms = s->refs ? 0 : idle / 1000000,
         .saturated_values = s->saturated,
         .readers = s->readers,
         .max_rollback = s->max_rollback,
@@ -368,8 +368,8 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .group_tokens = kvq__group_tokens(s),
         .loading = s->n_loading,
         .saved = !kvq__is_unsaved(s),
-        .away = s->away,
-        .stays = s->stays,
+        .offloaded = s->offloaded,
+        .pinned = s->pinned,
         .prefix_tokens = s->prefix_tokens,
         .exact_tokens = s->exact_tokens,
         .packs_early = s->packs_early,
@@ -393,7 +393,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
 static uint64_t shared_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers && !s->away; i++) {
+    for (uint32_t i = 0; i < s->n_layers && !s->offloaded; i++) {
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = l->first_page; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
             const struct kvq__pageref *page = kvq__page(l, p);
@@ -409,7 +409,7 @@ void kvq__session_count_shared(const struct kvq__session *s, struct kvq__session
                                uint64_t *looks)
 {
     uint64_t blocks = 0;
-    for (uint32_t i = 0; i < s->n_layers && !s->away; i++)
+    for (uint32_t i = 0; i < s->n_layers && !s->offloaded; i++)
         blocks += kvq__layer_owns(s, i) ? s->n_pages - s->layers[i].first_page : 0;
     info->shared_unknown = blocks > *looks;
     if (info->shared_unknown)

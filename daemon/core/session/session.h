@@ -124,8 +124,8 @@ struct kvq__session {
     uint64_t save_told;              // when somebody was told that it fails; 0: never
     uint64_t stamp;                  // of its last save
     bool stored, kept;               // a form of it is stored; and stays when the session ends
-    bool away;                       // parked (park.h): it has no blocks
-    bool stays;                      // pinned: it is never parked
+    bool offloaded;                  // parked (park.h): it has no blocks
+    bool pinned;                     // it is never parked
     struct kvq__park *park;          // a ticket under way; NULL = none
     enum kvq__fetch_state { KVQ__FETCH_NONE, KVQ__FETCH_WANTED, KVQ__FETCH_TAKEN } fetch;
     TAILQ_ENTRY(kvq__session) fetch_link; // while WANTED
@@ -154,7 +154,7 @@ struct kvq__session {
     bool step_spoiled;                 // it was asked to append what it cannot: it will not commit
     uint64_t step_serial;              // changes with every beginning and end of a step
     uint64_t step_queue;               // number of the queue that began it
-    bool settling;                     // a STEP's work is under way on a GPU, see settle.h
+    bool committing;                   // a STEP's work is under way on a GPU, see settle.h
     bool untold;                       // its writer has yet to hear that values were not finite
 
     struct kvq__group *group; // of named sessions with several shards; else NULL
@@ -163,7 +163,7 @@ struct kvq__session {
     uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
 
     // Held by requests under way.
-    uint32_t pins;
+    uint32_t refs;
     struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
     uint32_t reading;               // entries that read committed tokens
     uint64_t reading_floor;         // lowest count they may stand at; meaningless if reading is 0
@@ -186,7 +186,7 @@ struct kvq__session {
     TAILQ_ENTRY(kvq__session) pack_link;
 
     uint64_t serial;              // of all that were made, published or not
-    struct kvq__given_list given; // blocks in limbo that are free once it is quiet
+    struct kvq__given_list given; // deferred frees that end once it is quiet
     TAILQ_ENTRY(kvq__session) giver_link;
     bool gives; // it stands among the core's givers
 };
@@ -228,8 +228,8 @@ void kvq__session_used(struct kvq__session *session);                    // now
 void kvq__session_changed(struct kvq__session *session);                 // and used
 void kvq__session_saved(struct kvq__session *session, uint64_t commits); // up to that change
 void kvq__session_count(struct kvq__session *session, uint64_t tokens);  // it has so many
-void kvq__session_settle_in(struct kvq__session *session,
-                            struct kvq__pool *pool); // it is there now
+void kvq__session_lies_in(struct kvq__session *session,
+                          struct kvq__pool *pool); // it is there now
 // Its arena lists sessions in the order of their last use, or of when they were looked at since and
 // could not be evicted. One without blocks may be missing; with blocks it is there.
 void kvq__recent_put(struct kvq__session *session);    // to the end
@@ -263,8 +263,8 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
                      const char *name, struct kvq__session **s, char *text);
 // Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
 void kvq__session_end(struct kvq__session *session, const char *why);
-void kvq__session_pin(struct kvq__session *session);
-void kvq__session_unpin(struct kvq__session *session);
+void kvq__session_ref(struct kvq__session *session);
+void kvq__session_unref(struct kvq__session *session);
 // Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
 int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
 // Nobody has it open any more: drops it or starts its keep time.

@@ -5,14 +5,14 @@
 // other on the lane. Work that asks for more than a chunk of the lane is cut between layers.
 //
 // What is packed and published depends on the stores' counts of values that are not finite, which
-// nobody on the host has seen by then: see settle.h.
+// nobody on the host has seen by then: see gpu_commit.h.
 #include <assert.h>
 #include <stddef.h>
 #include <string.h>
 
+#include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/request/settle.h"
-#include "daemon/core/request/whole.h"
+#include "daemon/core/request/step_all.h"
 #include "daemon/core/session/table.h"
 
 #define THERE(wave, array) ((kvq_gpu_ptr)(uintptr_t)kvq__wave_there(wave, array))
@@ -86,7 +86,7 @@ static void fill_layer(struct kvq__wave *wave, uint32_t i, uint32_t layer,
     struct kvq__queue *q = wave->queue;
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[layer];
-    struct kvq__source source = kvq__whole_source(q, i, layer);
+    struct kvq__source source = kvq__step_all_source(q, i, layer);
     const struct kvq_recipe *recipe = kvq__wave_recipe(wave, l);
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS), n = q->entries[i].append;
     struct kvq_page *pages = kvq__wave_take(wave, w->n_pages * sizeof *pages);
@@ -114,8 +114,8 @@ static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
             fill_layer(wave, i, l, next);
             w->session->step_layers++;
         }
-    if (!w->session->settling)
-        kvq__settle_begin(w->session);
+    if (!w->session->committing)
+        kvq__gpu_commit_begin(w->session);
     w->settles = true;
 }
 

@@ -6,19 +6,19 @@
 // What it has outgrown it keeps: to free pinned memory waits for the whole GPU, and that may wait
 // for a client. It is at most as much again, since each is at least twice the one before.
 enum { OUTGROWN = 40 };
-struct kvq__ferry {
-    LIST_ENTRY(kvq__ferry) link;
+struct kvq__staging {
+    LIST_ENTRY(kvq__staging) link;
     struct kvq__gpu *gpu;
-    struct kvq_gpu_stream *stream; // that all ferries of the GPU share
+    struct kvq_gpu_stream *stream; // that all stagings of the GPU share
     void *memory, *outgrown[OUTGROWN];
     uint32_t n_outgrown;
     size_t bytes;
 };
 
-struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu)
+struct kvq__staging *kvq__staging_take(struct kvq__core *core, struct kvq__gpu *gpu)
 {
-    struct kvq__ferry *f;
-    LIST_FOREACH (f, &core->ferries, link)
+    struct kvq__staging *f;
+    LIST_FOREACH (f, &core->stagings, link)
         if (f->gpu == gpu) {
             LIST_REMOVE(f, link);
             return f;
@@ -31,14 +31,14 @@ struct kvq__ferry *kvq__ferry_take(struct kvq__core *core, struct kvq__gpu *gpu)
     return f;
 }
 
-void kvq__ferry_give(struct kvq__core *core, struct kvq__ferry **ferry)
+void kvq__staging_give(struct kvq__core *core, struct kvq__staging **staging)
 {
-    if (*ferry)
-        LIST_INSERT_HEAD(&core->ferries, *ferry, link);
-    *ferry = NULL;
+    if (*staging)
+        LIST_INSERT_HEAD(&core->stagings, *staging, link);
+    *staging = NULL;
 }
 
-void *kvq__ferry_memory(struct kvq__ferry *f, size_t bytes)
+void *kvq__staging_memory(struct kvq__staging *f, size_t bytes)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
     if (bytes <= f->bytes)
@@ -58,13 +58,13 @@ void *kvq__ferry_memory(struct kvq__ferry *f, size_t bytes)
 }
 
 // A fault is the poller's to find and tell.
-static int wait(struct kvq__ferry *f, int result)
+static int wait(struct kvq__staging *f, int result)
 {
     result = result ? result : kvq__gpu_driver(f->gpu)->stream_sync(f->stream);
     return result ? KVQ_E_SYSTEM : 0;
 }
 
-int kvq__ferry_fetch(struct kvq__ferry *f, const uint8_t *from, size_t bytes)
+int kvq__staging_fetch(struct kvq__staging *f, const uint8_t *from, size_t bytes)
 {
     int result = kvq__gpu_enter(f->gpu);
     if (result == 0)
@@ -72,7 +72,7 @@ int kvq__ferry_fetch(struct kvq__ferry *f, const uint8_t *from, size_t bytes)
     return wait(f, result);
 }
 
-int kvq__ferry_bring(struct kvq__ferry *f, uint8_t *to, size_t at, size_t bytes)
+int kvq__staging_bring(struct kvq__staging *f, uint8_t *to, size_t at, size_t bytes)
 {
     const uint8_t *from = (const uint8_t *)f->memory + at;
     int result = kvq__gpu_enter(f->gpu);
@@ -81,10 +81,10 @@ int kvq__ferry_bring(struct kvq__ferry *f, uint8_t *to, size_t at, size_t bytes)
     return wait(f, result);
 }
 
-void kvq__ferries_close(struct kvq__core *core)
+void kvq__stagings_close(struct kvq__core *core)
 {
-    struct kvq__ferry *f;
-    while ((f = LIST_FIRST(&core->ferries))) {
+    struct kvq__staging *f;
+    while ((f = LIST_FIRST(&core->stagings))) {
         const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
         LIST_REMOVE(f, link);
         if (kvq__gpu_enter(f->gpu) == 0) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Who may go, and who waits, of those who have to do with the store. No thread, socket or file:
-// the keeper passes in what comes next, and tests may do so too. One thread, the loop's.
+// the store jobs pass in what comes next, and tests may do so too. One thread, the loop's.
 //
 // Names. A session's name has one order of events, in memory and in the store together. Who looks
 // for it in the store to make it in memory holds the name from before that look until the session
@@ -14,8 +14,8 @@
 // namespace never has all, so that others do not wait for the end of what it reads.
 //
 // A name is taken before a turn is waited for, never in a turn: else two could wait for each other.
-#ifndef KVQ_DAEMON_STORE_ORDER_H
-#define KVQ_DAEMON_STORE_ORDER_H
+#ifndef KVQ_DAEMON_STORE_QUEUE_H
+#define KVQ_DAEMON_STORE_QUEUE_H
 
 #include <stdbool.h>
 #include <stdint.h>

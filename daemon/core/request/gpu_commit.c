@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See settle.h.
-#include "daemon/core/request/settle.h"
+// See gpu_commit.h.
+#include "daemon/core/request/gpu_commit.h"
 
 #include <assert.h>
 
@@ -9,17 +9,17 @@
 #include "daemon/core/session/table.h"
 #include "proto/ring.h"
 
-void kvq__settle_begin(struct kvq__session *s)
+void kvq__gpu_commit_begin(struct kvq__session *s)
 {
-    assert(s->step && !s->settling);
-    s->settling = true;
-    s->core->n_settling++;
+    assert(s->step && !s->committing);
+    s->committing = true;
+    s->core->n_committing++;
     kvq__step_part(s);
 }
 
-void kvq__settle_cancel(struct kvq__session *s)
+void kvq__gpu_commit_cancel(struct kvq__session *s)
 {
-    assert(s->settling);
+    assert(s->committing);
     kvq_word_store_release(&s->counts->host->cancelled, 1);
 }
 
@@ -57,13 +57,13 @@ static void undo(struct kvq__session *s, struct kvq__table *table)
         kvq__table_lost(table);
 }
 
-void kvq__settle(struct kvq__session *s, struct kvq__table *table, struct kvq_result *result)
+void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kvq_result *result)
 {
     struct kvq_result own = {0};
     int rc = status_of(s);
-    assert(s->settling);
-    s->settling = false;
-    s->core->n_settling--;
+    assert(s->committing);
+    s->committing = false;
+    s->core->n_committing--;
     note_packs(s, rc == 0);
     if (rc == 0) {
         rc = kvq__step_commit(s, &own);
@@ -80,11 +80,11 @@ void kvq__settle(struct kvq__session *s, struct kvq__table *table, struct kvq_re
         s->untold = rc == KVQ_E_NONFINITE && s->writer;
 }
 
-bool kvq__settle_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
+bool kvq__gpu_commit_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
 {
     const struct kvq__session *s = h->session;
     uint8_t op = q->header.op;
-    if (!s->settling)
+    if (!s->committing)
         return false;
     if (!h->read_only || op == KVQ_OP_FORK)
         return true;

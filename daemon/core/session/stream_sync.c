@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See order.h; and the functions of core.h about a queue's timeline.
-#include "daemon/core/session/order.h"
+// See stream_sync.h; and the functions of core.h about a queue's timeline.
+#include "daemon/core/session/stream_sync.h"
 
 #include "proto/ring.h"
 
@@ -77,7 +77,7 @@ static uint32_t turn(const struct kvq__queue *q)
     return q->header.signal % KVQ_QUEUE_EVENTS;
 }
 
-int kvq__order_await(const struct kvq__lane *lane, const struct kvq__queue *q)
+int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue *q)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     if (q->timeline.events)
@@ -86,7 +86,7 @@ int kvq__order_await(const struct kvq__lane *lane, const struct kvq__queue *q)
                             KVQ_GPU_WAIT_AT_LEAST);
 }
 
-int kvq__order_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
+int kvq__stream_sync_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     if (q->timeline.events)

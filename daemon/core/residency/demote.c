@@ -31,28 +31,28 @@ static bool has_room(const struct kvq__session *s, uint64_t bytes)
            kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
 }
 
-void kvq__home_refused(struct kvq__session *s)
+void kvq__demoted_refused(struct kvq__session *s)
 {
     s->home_refused = s->core->evicted.ended + 1;
     s->home_refused_at = s->core->now;
 }
 
-void kvq__home_ask(struct kvq__session *s)
+void kvq__demoted_ask(struct kvq__session *s)
 {
-    uint64_t bytes = s->home ? kvq__room_bytes(s, s->tokens) : 0;
-    if (s->home && !s->away && !s->move && has_room(s, bytes))
+    uint64_t bytes = s->home ? kvq__session_bytes_at(s, s->tokens) : 0;
+    if (s->home && !s->offloaded && !s->move && has_room(s, bytes))
         go_home(s);
 }
 
-bool kvq__home_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
+bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    if (!s->home || s->away)
+    if (!s->home || s->offloaded)
         return false;
     kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading)
         return true;
-    uint64_t bytes = kvq__room_bytes(s, s->tokens);
+    uint64_t bytes = kvq__session_bytes_at(s, s->tokens);
     if (has_room(s, bytes)) {
         int rc = go_home(s);
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY ? rc : 0;
@@ -61,13 +61,13 @@ bool kvq__home_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
     core->shortage =
         (struct kvq__shortage){s->ns, s->home, bytes, quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
-    if (kvq__room_wait(q, s, bytes, bytes))
+    if (kvq__admission_wait(q, s, bytes, bytes))
         return true;
     q->work[i].no_room = core->shortage.code;
     return false;
 }
 
-void kvq__home_left(struct kvq__session *s, struct kvq__pool *from, bool demotes)
+void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demotes)
 {
     struct kvq__core *core = s->core;
     bool back = s->home == s->pool;
@@ -80,12 +80,12 @@ void kvq__home_left(struct kvq__session *s, struct kvq__pool *from, bool demotes
     }
     if (back) {
         core->evicted.promoted++;
-        core->evicted.promoted_bytes += kvq__room_bytes(s, s->tokens);
+        core->evicted.promoted_bytes += kvq__session_bytes_at(s, s->tokens);
     }
     kvq__evict_back(s);
 }
 
-void kvq__home_lost(struct kvq__session *s)
+void kvq__demoted_lost(struct kvq__session *s)
 {
     s->core->n_demoted -= s->home != NULL;
     s->home = NULL;

@@ -10,7 +10,7 @@
 
 #include <cmocka.h>
 
-#include "daemon/store/order.h"
+#include "daemon/store/queue.h"
 
 enum { HOLDS = 24, STEPS = 20000 };
 

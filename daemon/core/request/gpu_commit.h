@@ -13,24 +13,26 @@
 //
 // Until it has settled, requests that would change the session or name another count than the
 // committed one wait; readers at the committed count do not.
-#ifndef KVQ_DAEMON_CORE_REQUEST_SETTLE_H
-#define KVQ_DAEMON_CORE_REQUEST_SETTLE_H
+#ifndef KVQ_DAEMON_CORE_REQUEST_GPU_COMMIT_H
+#define KVQ_DAEMON_CORE_REQUEST_GPU_COMMIT_H
 
 #include "daemon/core/state.h"
 
 // The session's first stores are enqueued: it leaves its step, whose end is the GPU's now.
-void kvq__settle_begin(struct kvq__session *session);
+void kvq__gpu_commit_begin(struct kvq__session *session);
 // It is not to commit, if that can still be: another writer has it, or its client is gone. Of a
 // shard that is sure.
-void kvq__settle_cancel(struct kvq__session *session);
+void kvq__gpu_commit_cancel(struct kvq__session *session);
 // All of it has ended on the GPU. `table`: that was published, or NULL. With `result` its status
 // and value are told there; without, the session's writer is told by its next request what it could
 // not know.
-void kvq__settle(struct kvq__session *session, struct kvq__table *table, struct kvq_result *result);
+void kvq__gpu_commit(struct kvq__session *session, struct kvq__table *table,
+                     struct kvq_result *result);
 // As parts of it (step.c): out of its client's step, and its end, whatever became of its tokens.
 void kvq__step_part(struct kvq__session *session);
 void kvq__step_over(struct kvq__session *session);
 // Whether entry i of a request, which has this handle, is to wait.
-bool kvq__settle_asks(const struct kvq__queue *queue, uint32_t i, const struct kvq__handle *handle);
+bool kvq__gpu_commit_asks(const struct kvq__queue *queue, uint32_t i,
+                          const struct kvq__handle *handle);
 
 #endif

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the passes of a STEP (whole.c) are on a GPU (gpu_whole.c).
-#ifndef KVQ_DAEMON_CORE_REQUEST_WHOLE_H
-#define KVQ_DAEMON_CORE_REQUEST_WHOLE_H
+// What the passes of a STEP (step_all.c) are on a GPU (gpu_step_all.c).
+#ifndef KVQ_DAEMON_CORE_REQUEST_STEP_ALL_H
+#define KVQ_DAEMON_CORE_REQUEST_STEP_ALL_H
 
 #include "daemon/core/state.h"
 
 // Where an entry's tokens of a layer come from.
-struct kvq__source kvq__whole_source(struct kvq__queue *queue, uint32_t i, uint32_t layer);
+struct kvq__source kvq__step_all_source(struct kvq__queue *queue, uint32_t i, uint32_t layer);
 
 // As `prepare`, `gpu_room` and `gpu_wave` of struct kvq__pass. An entry that asks for more than a
 // chunk goes through several waves (struct kvq__entry, `part`).

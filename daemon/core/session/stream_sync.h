@@ -11,15 +11,15 @@
 // there as long as the lane may wait for them. What it cannot do, unlike with words, is to let a
 // lane go on whose client has recorded and never gets there: CUDA has no such call. That lane waits
 // until the client's stream goes on or its process ends.
-#ifndef KVQ_DAEMON_CORE_SESSION_ORDER_H
-#define KVQ_DAEMON_CORE_SESSION_ORDER_H
+#ifndef KVQ_DAEMON_CORE_SESSION_STREAM_SYNC_H
+#define KVQ_DAEMON_CORE_SESSION_STREAM_SYNC_H
 
 #include "daemon/core/session/lane.h"
 
 // Enqueues that the lane waits for the client's stream to have come to the queue's request. A
 // result of the driver, as of all below.
-int kvq__order_await(const struct kvq__lane *lane, const struct kvq__queue *queue);
+int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue *queue);
 // Enqueues that the client's stream may go on behind the queue's request.
-int kvq__order_tell(const struct kvq__lane *lane, const struct kvq__queue *queue);
+int kvq__stream_sync_tell(const struct kvq__lane *lane, const struct kvq__queue *queue);
 
 #endif

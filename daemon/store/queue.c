@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See order.h.
-#include "daemon/store/order.h"
+// See queue.h.
+#include "daemon/store/queue.h"
 
 #include <assert.h>
 #include <stdio.h>

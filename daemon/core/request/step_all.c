@@ -7,7 +7,7 @@
 
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/request/whole.h"
+#include "daemon/core/request/step_all.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
@@ -133,7 +133,7 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
     // Taken already, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
     if (rc < 0) {
-        kvq__room_untake(q, i);
+        kvq__admission_untake(q, i);
         return kvq__entry_fail(q, i, rc, s->tokens);
     }
     kvq__step_join(&q->own_step, s, q->entries[i].append, q->number);
@@ -184,7 +184,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             check_once(q, i);
-    if (!kvq__room_take(q))
+    if (!kvq__admission_take(q))
         return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.layer; i++) {
         kvq__buffer_use(q->client, q->layer_buffers[i][0], &q->held_buffers);
@@ -228,7 +228,7 @@ static int check_list(struct kvq__queue *q, uint32_t i, uint32_t layer)
                : 0;
 }
 
-struct kvq__source kvq__whole_source(struct kvq__queue *q, uint32_t i, uint32_t layer)
+struct kvq__source kvq__step_all_source(struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     select_layer(q, layer);
     struct kvq__source source = kvq__store_source(q, i, q->work[i].all.list);
@@ -244,7 +244,7 @@ static int find_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     const struct kvq__layer *l = &w->session->layers[layer];
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
     int rc = check_list(q, i, layer);
-    w->all.sources[layer] = kvq__whole_source(q, i, layer);
+    w->all.sources[layer] = kvq__step_all_source(q, i, layer);
     for (uint32_t p = 0; p < w->n_pages; p++)
         w->pages[layer * w->n_pages + p] =
             (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
