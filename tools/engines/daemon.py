@@ -12,7 +12,7 @@ import numpy as np
 from kvq.private import program
 from worker import SETTLES, SHAPE, resident
 
-AT_ONCE = 4096  # tokens of a step that fills
+AT_ONCE = 4096  # tokens of a step that fills, unless said
 
 
 class Daemon:
@@ -57,9 +57,9 @@ class Daemon:
         self.folder.cleanup()
 
 
-def fill(client, session, tokens, bfloat16):
+def fill(client, session, tokens, bfloat16, at_once=AT_ONCE):
     """Appends random K and V to all layers, until the session has so many tokens."""
-    shape = (min(tokens, AT_ONCE), SHAPE["kv_heads"], SHAPE["head_dim"])
+    shape = (min(tokens, at_once), SHAPE["kv_heads"], SHAPE["head_dim"])
     rng = np.random.default_rng(2)
     with client.queue() as queue, client.buffer(4 * int(np.prod(shape))) as buffer:
         halves = [buffer.array(shape, np.uint16 if bfloat16 else np.float16, i * buffer.nbytes // 2)
@@ -68,7 +68,7 @@ def fill(client, session, tokens, bfloat16):
             values = rng.standard_normal(shape, np.float32)
             half[:] = values.view(np.uint32) >> 16 if bfloat16 else values
         while session.tokens < tokens:
-            n = min(AT_ONCE, tokens - session.tokens)
+            n = min(at_once, tokens - session.tokens)
             with queue.step([session], n) as step:
                 for layer in range(SHAPE["layers"]):
                     step.append(layer, *(half[:n] for half in halves))

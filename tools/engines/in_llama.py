@@ -20,8 +20,11 @@ import llama_cpp as api
 import numpy as np
 
 import llama_files
-from llama_files import SEED, Reader, layers_of
-from worker import Worker, serve
+from llama_files import AT_ONCE, SEED, Reader, layers_of
+from worker import SHAPE, Worker, serve
+
+NAME = "full"        # of the session over kvq
+MMAP_THRESHOLD = -3  # of mallopt()
 
 
 @api.llama_log_callback
@@ -65,21 +68,38 @@ class OverKvq(Cache):
     """A context whose K and V are a session of kvqd."""
 
     def __init__(self, worker, form, path, tokens):
-        from daemon import Daemon, fill
-        import kvq
-        self.daemon = Daemon(worker.threads)
-        os.environ.update(KVQ_RUNTIME_DIR=self.daemon.directory, KVQ_LLAMA_SESSION="full",
-                          KVQ_LLAMA_FORMAT=form, KVQ_LLAMA_ATTENTION=path or "exact",
-                          KVQ_LLAMA_ROLLBACK="0")
+        self.worker = worker
+        path = path or "exact"
+        os.environ.pop("KVQ_LLAMA_SESSION", None)
+        os.environ.update(KVQ_LLAMA_FORMAT=form, KVQ_LLAMA_ATTENTION=path, KVQ_LLAMA_ROLLBACK="0")
+        self._begin_daemon()
         super().__init__(worker, "f16", True, tokens)
-        # As if llama.cpp had been started anew: the session is let go for a while.
         state = bytes(self.state())
         api.llama_free(self.context)
-        with kvq.Client(self.daemon.directory) as client:
-            with client.session(name="full") as session:
-                fill(client, session, tokens, bfloat16=False)
+        self.daemon.stop()
+        # As if llama.cpp had been started anew over a session that it filled before.
+        self._begin_daemon()
+        self._fill(form, path, tokens)
+        os.environ["KVQ_LLAMA_SESSION"] = NAME
         self.begin("f16", True, tokens)
         self.set_state(state)
+
+    def _begin_daemon(self):
+        from daemon import Daemon
+        self.daemon = Daemon(self.worker.threads)
+        os.environ["KVQ_RUNTIME_DIR"] = self.daemon.directory
+
+    def _fill(self, form, path, tokens):
+        """The session that the backend would have made, filled by a prompt's steps. It is let go,
+        and stays for a while."""
+        import kvq
+        from daemon import fill
+        layer = kvq.Layer(SHAPE["heads"], SHAPE["kv_heads"], SHAPE["head_dim"])
+        with kvq.Client(self.daemon.directory) as client:
+            with client.session([layer] * SHAPE["layers"], form, name=NAME, model="llama.cpp",
+                                salt=NAME, attention=path, max_rollback=0,
+                                prompt_tokens=AT_ONCE) as session:
+                fill(client, session, tokens, bfloat16=False, at_once=AT_ONCE)
 
     def nbytes(self):
         """See worker.py: of the session, as kvqd counts."""
@@ -91,6 +111,10 @@ class Llama(Worker):
 
     def __init__(self, threads):
         super().__init__(threads)
+        # What is freed goes back to the system: glibc would keep up to 32 MB of a piece, and a
+        # context that gets a piece which another one has used takes memory that a first one does
+        # not.
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
         self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
         path = os.path.join(self.folder.name, "model.gguf")
         llama_files.write_model(path)

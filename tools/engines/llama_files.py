@@ -11,8 +11,9 @@ import numpy as np
 
 from worker import SHAPE, Row
 
-SEED = 64   # tokens that are really decoded
-ROOM = 256  # that may be decoded behind a full cache
+SEED = 64      # tokens that are really decoded
+AT_ONCE = 512  # tokens of a prompt's steps, at most
+ROOM = 256     # that may be decoded behind a full cache
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
 
@@ -133,7 +134,7 @@ class Cache(Row):
     def options(self, kind, tokens):
         """Of a context, but for flash attention."""
         options = self.api.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = tokens + ROOM, 512, 512
+        options.n_ctx, options.n_batch, options.n_ubatch = tokens + ROOM, AT_ONCE, AT_ONCE
         options.n_threads = options.n_threads_batch = self.worker.threads
         options.type_k = options.type_v = TYPES[kind]
         return options

@@ -18,14 +18,31 @@ if os.environ.get("KVQ_BENCH_SMALL"):
     SHAPE |= {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 512}
 
 
+def _memfds(pid):
+    """{(device, inode): bytes of memory} of what a process has of shared memory."""
+    found, folder = {}, f"/proc/{pid}/fd"
+    for number in os.listdir(folder):
+        path = os.path.join(folder, number)
+        try:
+            if os.readlink(path).startswith("/memfd:"):
+                about = os.stat(path)
+                found[about.st_dev, about.st_ino] = 512 * about.st_blocks
+        except FileNotFoundError:  # closed since
+            pass
+    return found
+
+
 def resident(pids):
-    """Bytes of memory in use by these processes, but for files; what they share counts once."""
-    total = 0
+    """Bytes of memory in use by these processes, but for files; what they share counts once. kvqd
+    has memory that no process has touched yet: an extent of its pool takes all of its pages at
+    once."""
+    anonymous, shared = 0, {}
     for pid in pids:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
             fields = dict(line.split(":", 1) for line in rollup if ":" in line)
-        total += 1024 * sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
-    return total
+        anonymous += 1024 * int(fields["Pss_Anon"].split()[0])
+        shared |= _memfds(pid)
+    return anonymous + sum(shared.values())
 
 
 class Row:
