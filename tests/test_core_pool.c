@@ -307,6 +307,35 @@ static void test_long_steps(void **state)
     kit_close(&kit);
 }
 
+// An extent that a client has mapped is not given back before the client lets go of it. So a long
+// step does not put what passes there, though the extent is empty.
+static void test_passing_is_unseen(void **state)
+{
+    struct member m;
+    uint64_t handle, known;
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    for (int session = 0; session < 2; session++) {
+        assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0);
+        assert_int_equal(kit_step(&m, handle, session ? LONG : 1, HEADS, DIM), 0);
+        kit_pack(&kit);
+        (void)told_of(&m, handle, &known);
+        if (session == 0)
+            assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    }
+    uint64_t needs = (pool()->used_bytes + EXTENT - 1) / EXTENT;
+    pass_time();
+    assert_true(extents_taken() <= needs + 1);
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool()->empty, link)
+        assert_false(e->told);
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+}
+
 // A page table that names tokens which are yet to be packed, of a prompt that has not ended: its
 // client has to know where they lie.
 static void test_seen_while_passing(void **state)
@@ -390,6 +419,7 @@ int main(void)
                                        cmocka_unit_test(test_churn),
                                        cmocka_unit_test(test_sessions),
                                        cmocka_unit_test(test_long_steps),
+                                       cmocka_unit_test(test_passing_is_unseen),
                                        cmocka_unit_test(test_seen_while_passing),
                                        cmocka_unit_test(test_apart_while_there_is_room),
                                        cmocka_unit_test(test_together_for_want_of_memory)};

@@ -36,11 +36,13 @@ static void number_give(struct kvq__pool *pool, uint32_t number)
     pool->numbers[number / 64] &= ~(1ull << number % 64);
 }
 
-static struct kvq__extent *find_own(struct kvq__pool *pool, const struct kvq__namespace *ns)
+// One that this namespace had before. unseen: and that no client maps.
+static struct kvq__extent *find_own(struct kvq__pool *pool, const struct kvq__namespace *ns,
+                                    bool unseen)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->last == ns)
+        if (e->last == ns && !(unseen && e->told))
             return e;
     return NULL;
 }
@@ -150,14 +152,17 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
 }
 
 // Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
-// which is zeroed first, or gives way to a fresh one if clients were told of it.
+// which is zeroed first, or gives way to a fresh one if clients were told of it. unseen: to go back
+// to the system soon, so a fresh one comes before one that clients may go on mapping.
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
-                       const struct kvq__namespace *ns, struct kvq__extent **out)
+                       const struct kvq__namespace *ns, bool unseen, struct kvq__extent **out)
 {
-    *out = find_own(pool, ns);
+    *out = find_own(pool, ns, unseen);
     if (*out)
         return 0;
     int rc = extent_acquire(core, pool, out);
+    if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own(pool, ns, false)))
+        return 0;
     struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
     if (untold)
         return take_over(core, pool, untold, out);
@@ -377,7 +382,7 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
     if (*out)
         return 0;
-    int rc = extent_find(core, pool, arena->ns, &e);
+    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, &e);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
