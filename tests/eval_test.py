@@ -14,6 +14,7 @@ import io
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -659,11 +660,11 @@ class Fetched(unittest.TestCase):
 class BenchEngines(unittest.TestCase):
     """tools/bench-engines.py over a small model. What it times says nothing there."""
 
-    def bench(self, *arguments):
+    def bench(self, *arguments, tool="bench-engines.py"):
         folder = os.path.join(e2e_rig.ROOT, "client", "python")
         paths = [folder, os.environ.get("PYTHONPATH", "")]
         return subprocess.run(
-            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", "bench-engines.py"), *arguments],
+            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", tool), *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p),
                  "KVQ_BIN_DIR": e2e_rig.BIN}, capture_output=True, text=True)
 
@@ -686,6 +687,18 @@ class BenchEngines(unittest.TestCase):
         values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
         self.assertGreater(rows["static"]["bytes"], 2 * values)
         self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
+        self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 64 << 20)  # kvqd has taken an extent
+
+    def test_python_of_a_layer(self):
+        """tools/bench-transformers-layer.py, whose difference is what its line says."""
+        done = self.bench("--layers", "2", "--tokens", "200", "--steps", "3",
+                          tool="bench-transformers-layer.py")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        told = re.fullmatch(r"us a layer: forward (\d+), kvq ([\d.]+), the library ([\d.]+), "
+                            r"Python ([\d.]+)\n", done.stdout)
+        forward, own, library, python = map(float, told.groups())
+        self.assertGreater(forward, own)
+        self.assertGreater(own, max(library, python))
 
     def test_what_cannot_be_meant(self):
         for arguments, said in ((("--tokens", "100"), "multiples of 64"),

@@ -418,7 +418,7 @@ class Llama(Case):
                 if inside:
                     counted[-1].append(call.name())
                 return call(*arguments, **(options or {}))
-        attend = kvq.transformers.cache.KvqLayer.attend
+        attend = kvq.transformers.cache.State.attend
 
         def watched(*arguments):
             counted.append([])
@@ -431,7 +431,7 @@ class Llama(Case):
         cache = self.cache(model)
         model(prompt(10), past_key_values=cache)
         model(prompt(1), past_key_values=cache)
-        with unittest.mock.patch.object(kvq.transformers.cache.KvqLayer, "attend", watched), \
+        with unittest.mock.patch.object(kvq.transformers.cache.State, "attend", watched), \
                 Count():
             model(prompt(1), past_key_values=cache)
         self.assertEqual(counted, [["aten::copy_"] * 3 + ["aten::clone"]] * 3)

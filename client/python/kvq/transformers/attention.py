@@ -13,7 +13,6 @@ HARMLESS = frozenset((
     "cache_position", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict",
     "token_type_ids", "tokenizer", "use_cache"))
-CHECKED = frozenset(("is_causal", "output_attentions", "position_bias"))  # by their value
 
 
 def _check(query, dropout, asked):
@@ -21,17 +20,25 @@ def _check(query, dropout, asked):
         refuse("kvqd does not differentiate; generate(), or wrap the forward in torch.no_grad()")
     if dropout:
         refuse(f"dropout is {dropout}; kvqd attends without: call model.eval()")
-    if asked.get("output_attentions"):
-        refuse("output_attentions=True asks for the weights of attention, which kvqd does not give "
-               "out; attn_implementation=\"eager\" does")
-    if asked.get("is_causal") is False:
-        refuse("bidirectional attention is not served")
-    if asked.get("position_bias") is not None:
+    for name, value in asked.items():
+        if value is not None and name not in HARMLESS:
+            _check_keyword(name, value)
+
+
+def _check_keyword(name, value):
+    """One that is given, and not harmless."""
+    if name == "output_attentions":
+        if value:
+            refuse("output_attentions=True asks for the weights of attention, which kvqd does not "
+                   "give out; attn_implementation=\"eager\" does")
+    elif name == "is_causal":
+        if not value:
+            refuse("bidirectional attention is not served")
+    elif name == "position_bias":
         refuse("a position bias added to the logits is not served")
-    for name in asked.keys() - HARMLESS - CHECKED:
-        if asked[name] is not None:
-            refuse(f"the model hands its attention the keyword {name!r}, which kvq does not know: "
-                   "it may change what is attended to; call the model without it")
+    else:
+        refuse(f"the model hands its attention the keyword {name!r}, which kvq does not know: it "
+               "may change what is attended to; call the model without it")
 
 
 def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -43,16 +50,17 @@ def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropo
                "past_key_values=kvq.transformers.KvqCache(model) (a static, quantized or paged "
                "cache is not served, nor use_cache=False, nor continuous batching)")
     _check(query, dropout, asked)
-    layer.state.table.check_module(layer.number, module)
+    state, number = layer.state, layer.number
+    state.table.check_module(number, module)
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             refuse(f"a mask of one's own with shape {tuple(attention_mask.shape)} is not served; "
                    "attention_mask can be [batch][tokens]")
-        layer.state.table.check_mask(layer.number, getattr(attention_mask, "kvq_window", None))
+        state.table.check_mask(number, getattr(attention_mask, "kvq_window", None))
         if not attention_mask.numel():
             attention_mask = None  # no pads
-    out, lse = layer.attend(query, key, value, attention_mask, scaling, sliding_window, softcap,
-                            s_aux is not None)
+    out, lse = state.attend(number, query, key, value, attention_mask, scaling, sliding_window,
+                            softcap, s_aux is not None)
     if s_aux is not None:  # a sink takes its part of the softmax, and has no value
         out = out * torch.sigmoid(lse - s_aux.float()).unsqueeze(-1).to(out.dtype)
     return out, None

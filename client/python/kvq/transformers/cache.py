@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import transformers
@@ -39,15 +39,10 @@ class KvqLayer(CacheLayerMixin):
         """Nothing is to be done: sessions are opened by the first attention."""
 
     def update(self, key_states, value_states, *_, **__):
-        """New K and V, tagged for the attention function."""
+        """The new K, tagged for the attention function, and V. The model made K for this layer."""
         self.state.came(self.number, key_states)
-        key = key_states.view_as(key_states)
-        key.kvq_layer = self
-        return key, value_states
-
-    def attend(self, query, key, value, mask, scaling, window, softcap, want_lse):
-        return self.state.attend(self.number, query, key, value, mask, scaling, window, softcap,
-                                 want_lse)
+        key_states.kvq_layer = self
+        return key_states, value_states
 
     def get_seq_length(self, *_):
         return self.state.rows.seen
@@ -86,11 +81,12 @@ class State:
 
     def came(self, number, key):
         self.owner.take()
-        try:
-            self._check(number, key)
-        except BaseException:
-            self._leave()
-            raise
+        if number == 0 or self.waiting is not None or key.dtype not in CODES or not key.is_cpu:
+            try:
+                self._check(number, key)
+            except BaseException:
+                self._leave()
+                raise
         self.waiting = number
 
     def _leave(self):
@@ -103,7 +99,7 @@ class State:
             check_implementation(self.table.config)
         if key.dtype not in CODES:
             refuse(f"keys are {key.dtype}; float16, bfloat16 and float32 are served")
-        if key.device.type != "cpu":
+        if not key.is_cpu:
             refuse(f"the model is on {key.device}; models on the CPU are served")
         if number and self.waiting is not None:
             waiting, self.waiting = self.waiting, None
@@ -231,6 +227,11 @@ class KvqCache(Cache):
     def _set(self, state):
         self.state = state
         super().__init__(layers=[KvqLayer(state, i) for i in range(state.table.layers)])
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
+               *_: Any, **__: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Called by each layer of the model, with its new K and V."""
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def __repr__(self):
         rows = self.state.rows

@@ -13,15 +13,17 @@ class Owner:
     def take(self):
         """RuntimeError if another thread has it. Says whether it was free."""
         me = threading.current_thread()
+        if self._thread is me:  # and stays so: others take it from threads that have ended
+            return False
         with self._lock:
             other = self._thread
-            if other is not None and other is not me and other.is_alive():
+            if other is not None and other.is_alive():
                 raise RuntimeError(
                     f"thread {other.name!r} is in a forward or a call of this KvqCache, which one "
                     "thread uses at a time; give each thread a cache of its own (copy.deepcopy() "
                     "of one, made before, is a fork)")
             self._thread = me
-            return other is not me
+            return True
 
     def is_mine(self):
         return self._thread is threading.current_thread()

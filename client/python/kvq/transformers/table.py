@@ -76,6 +76,7 @@ class Table:
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
         self.softcaps = [self._softcap(m) for m in modules]
+        self._asked = [None] * self.layers  # what each layer was last asked for, and may be
 
     def _window(self, module):
         window = getattr(module, "sliding_window", None)
@@ -122,8 +123,15 @@ class Table:
 
     def check(self, layer, query, key, value, scaling, window, softcap):
         """What the model asks for in this call is what the sessions were opened with."""
+        call = query.shape, key.shape, value.shape, scaling, window, softcap
+        if call != self._asked[layer]:
+            self._check(layer, *call)
+            self._asked[layer] = call
+
+    def _check(self, layer, query, key, value, scaling, window, softcap):
+        """The same, of the shapes of Q, K and V."""
         heads, dims = (self.q_heads, self.kv_heads), (self.head_dim,) * 3
-        given = (query.shape[1], key.shape[1]), (query.shape[3], key.shape[3], value.shape[3])
+        given = (query[1], key[1]), (query[3], key[3], value[3])
         if given != (heads, dims):
             refuse(f"layer {layer} has {given[0][0]} query heads, {given[0][1]} KV heads and "
                    f"dimensions {given[1]} of Q, K and V; the model's configuration says "
