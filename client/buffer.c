@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Buffers: shared memory that tensors travel in, made by the daemon or brought by the engine.
+// Buffers: memory that tensors travel in, on the host or on a GPU, made by the daemon or brought by
+// the engine.
 #include "client/internal.h"
 
 #include <errno.h>
@@ -10,7 +11,25 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-kvq_buffer *kvq__buffer_make(kvq_client *client, uint64_t offset, size_t bytes)
+static int check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
+{
+    long page = sysconf(_SC_PAGESIZE);
+    if (!client || !buffer)
+        return kvq__fail(KVQ_E_INVALID, "a buffer needs a client and a place for its pointer");
+    *buffer = NULL;
+    if (bytes == 0)
+        return kvq__fail(KVQ_E_INVALID, "a buffer of 0 bytes: at least 1 is needed");
+    if (bytes > KVQ_MAX_BUFFER_BYTES)
+        return kvq__fail(KVQ_E_LIMIT, "a buffer of %zu bytes: at most %llu are allowed", bytes,
+                         KVQ_MAX_BUFFER_BYTES);
+    if (offset % (uint64_t)page)
+        return kvq__fail(KVQ_E_BUFFER, "offset %llu is not a multiple of the page size %ld",
+                         (unsigned long long)offset, page);
+    return KVQ_OK;
+}
+
+// A buffer with nothing in it yet, in the client's list. NULL with the error text.
+static kvq_buffer *make(kvq_client *client, uint64_t offset, size_t bytes)
 {
     kvq_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer) {
@@ -41,7 +60,8 @@ void kvq__buffer_free(kvq_buffer *buffer)
     free(buffer);
 }
 
-int kvq__buffer_take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
+// The daemon's number for it, from its reply.
+static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
 {
     if (reply->buffer == 0 || reply->bytes < buffer->bytes)
         return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave buffer %u of %llu bytes for %zu bytes",
@@ -50,12 +70,17 @@ int kvq__buffer_take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
     return KVQ_OK;
 }
 
+// ---- Buffers that are there: telling the daemon ----
+
+static ProtobufCBinaryData bytes_of(const void *data, size_t n)
+{
+    return (ProtobufCBinaryData){n, (uint8_t *)(uintptr_t)data};
+}
+
 // Hands buffer->memfd to the daemon and learns its id.
-int kvq__buffer_register(kvq_buffer *buffer)
+static int register_host(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
-    if (buffer->kind != KVQ__BUFFER_HOST)
-        return kvq__gpu_buffer_register(buffer);
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = buffer->memfd,
@@ -68,10 +93,65 @@ int kvq__buffer_register(kvq_buffer *buffer)
     pthread_mutex_lock(&client->control);
     int rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK)
-        rc = kvq__buffer_take_id(buffer, call.reply->create_buffer);
+        rc = take_id(buffer, call.reply->create_buffer);
     pthread_mutex_unlock(&client->control);
     return rc;
 }
+
+// What is told of an allocation: all of it, and where in it the buffer starts.
+static int send_import(kvq_buffer *b, const struct kvq_gpu_export *e, uint64_t offset)
+{
+    kvq_client *client = b->client;
+    Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
+    Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = e->fd,
+                             .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
+                             .what = "importing a buffer of a GPU"};
+    memory.gpu = bytes_of(b->here.uuid, sizeof b->here.uuid);
+    memory.allocation_bytes = e->bytes;
+    memory.number = e->number;
+    if (e->fd < 0)
+        memory.handle = bytes_of(e->handle.bytes, sizeof e->handle.bytes);
+    message.bytes = b->bytes;
+    message.offset = offset;
+    message.gpu = &memory;
+    call.request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
+    call.request.import_buffer = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK)
+        rc = take_id(b, call.reply->create_buffer);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+// In the buffer's context.
+static int register_gpu(kvq_buffer *b)
+{
+    struct kvq_gpu_export e;
+    int rc = kvq__gpu_buffer_export(b, &e);
+    if (rc)
+        return rc;
+    rc = send_import(b, &e, b->at - e.base);
+    if (rc == KVQ_OK)
+        b->number = e.number;
+    if (e.fd >= 0 && e.fd != b->memfd)
+        close(e.fd);
+    return rc;
+}
+
+int kvq__buffer_register(kvq_buffer *buffer)
+{
+    if (buffer->kind == KVQ__BUFFER_HOST)
+        return register_host(buffer);
+    struct kvq_gpu_context *before = kvq__gpu_enter(&buffer->here);
+    int rc = register_gpu(buffer);
+    kvq__gpu_leave(&buffer->here, before);
+    return rc;
+}
+
+// ---- The host's ----
 
 static int create(kvq_buffer *buffer)
 {
@@ -89,7 +169,7 @@ static int create(kvq_buffer *buffer)
     int rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK) {
         buffer->memfd = call.fds[0];
-        rc = kvq__buffer_take_id(buffer, call.reply->create_buffer);
+        rc = take_id(buffer, call.reply->create_buffer);
     }
     pthread_mutex_unlock(&client->control);
     if (rc)
@@ -99,29 +179,12 @@ static int create(kvq_buffer *buffer)
     return rc;
 }
 
-int kvq__buffer_check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
-{
-    long page = sysconf(_SC_PAGESIZE);
-    if (!client || !buffer)
-        return kvq__fail(KVQ_E_INVALID, "a buffer needs a client and a place for its pointer");
-    *buffer = NULL;
-    if (bytes == 0)
-        return kvq__fail(KVQ_E_INVALID, "a buffer of 0 bytes: at least 1 is needed");
-    if (bytes > KVQ_MAX_BUFFER_BYTES)
-        return kvq__fail(KVQ_E_LIMIT, "a buffer of %zu bytes: at most %llu are allowed", bytes,
-                         KVQ_MAX_BUFFER_BYTES);
-    if (offset % (uint64_t)page)
-        return kvq__fail(KVQ_E_BUFFER, "offset %llu is not a multiple of the page size %ld",
-                         (unsigned long long)offset, page);
-    return KVQ_OK;
-}
-
 int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer)
 {
-    int rc = kvq__buffer_check(client, 0, bytes, buffer);
+    int rc = check(client, 0, bytes, buffer);
     if (rc)
         return rc;
-    kvq_buffer *made = kvq__buffer_make(client, 0, bytes);
+    kvq_buffer *made = make(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     rc = create(made);
@@ -172,12 +235,12 @@ static int map_imported(kvq_buffer *buffer)
 int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size_t bytes,
                             kvq_buffer **buffer)
 {
-    int rc = kvq__buffer_check(client, offset, bytes, buffer);
+    int rc = check(client, offset, bytes, buffer);
     if (rc == KVQ_OK)
         rc = check_memfd(memfd, offset, bytes);
     if (rc)
         return rc;
-    kvq_buffer *made = kvq__buffer_make(client, offset, bytes);
+    kvq_buffer *made = make(client, offset, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     made->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0);
@@ -192,6 +255,85 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
     *buffer = made;
     return rc;
 }
+
+// ---- On a GPU ----
+
+static int create_arena(kvq_buffer *b)
+{
+    kvq_client *client = b->client;
+    Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
+    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
+                             .send_fd = -1,
+                             .want_fds = 1,
+                             .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
+                             .what = "creating a buffer on a GPU"};
+    uint64_t allocation_bytes = 0;
+    message.bytes = b->bytes;
+    message.gpu = bytes_of(b->here.uuid, sizeof b->here.uuid);
+    call.request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    call.request.create_buffer = &message;
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    if (rc == KVQ_OK) {
+        b->memfd = call.fds[0];
+        allocation_bytes = call.reply->create_buffer->allocation_bytes;
+        rc = take_id(b, call.reply->create_buffer);
+    }
+    pthread_mutex_unlock(&client->control);
+    return rc ? rc : kvq__gpu_buffer_map(b, allocation_bytes);
+}
+
+int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_buffer **buffer)
+{
+    struct kvq__here here;
+    char place[KVQ__PLACE_BYTES];
+    int rc = check(client, 0, bytes, buffer);
+    if (rc == KVQ_OK)
+        rc = kvq__gpu_here(client, "creating a buffer on a GPU", &here);
+    if (rc)
+        return rc;
+    kvq__gpu_place(client, here.uuid, place);
+    if (gpu && !kvq_gpu_place_is(gpu, place))
+        return kvq__fail(KVQ_E_INVALID,
+                         "creating a buffer on %.60s: the current context is of %s; make one of "
+                         "that GPU current first",
+                         gpu, place);
+    kvq_buffer *made = make(client, 0, bytes);
+    if (!made)
+        return KVQ_E_SYSTEM;
+    made->kind = KVQ__BUFFER_ARENA;
+    made->here = here;
+    rc = create_arena(made);
+    if (rc)
+        kvq_buffer_close(&made);
+    *buffer = made;
+    return rc;
+}
+
+int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kvq_buffer **buffer)
+{
+    struct kvq__here here;
+    int rc = check(client, 0, bytes, buffer);
+    if (rc == KVQ_OK && !device_pointer)
+        rc = kvq__fail(KVQ_E_INVALID, "importing a buffer of a GPU: the device pointer is NULL");
+    if (rc == KVQ_OK)
+        rc = kvq__gpu_here(client, "importing a buffer of a GPU", &here);
+    if (rc)
+        return rc;
+    kvq_buffer *made = make(client, 0, bytes);
+    if (!made)
+        return KVQ_E_SYSTEM;
+    made->kind = KVQ__BUFFER_TENSOR;
+    made->here = here;
+    made->at = (uintptr_t)device_pointer;
+    rc = register_gpu(made);
+    if (rc)
+        kvq_buffer_close(&made);
+    *buffer = made;
+    return rc;
+}
+
+// ---- Any ----
 
 void *kvq_buffer_device(const kvq_buffer *buffer)
 {

@@ -19,16 +19,6 @@ struct subject {
     char where[160];                  // "append, layer 3, entry 5 (session 0x100000002)"
 };
 
-const char *kvq__op_name(unsigned op)
-{
-    static const char *const names[KVQ_OP_COUNT] = {
-        "nop",      "step begin", "append",   "attend", "append and attend",
-        "step end", "step abort", "truncate", "fork",   "accept",
-        "read",     "step",
-    };
-    return op < KVQ_OP_COUNT ? names[op] : "unknown operation";
-}
-
 static bool has_layer(unsigned op)
 {
     return op == KVQ_OP_APPEND || op == KVQ_OP_ATTEND || op == KVQ_OP_APPEND_ATTEND ||

@@ -204,8 +204,10 @@ void kvq__close_fds(int *fds, uint32_t n);
 // Waits until the peer has closed its end, at most timeout_ms.
 void kvq__socket_finish(int fd, uint32_t timeout_ms);
 
-// Maps a memfd of the daemon: at least `bytes` long and sealed against shrinking, else
-// KVQ_E_PROTOCOL. prot as for mmap.
+// Whether a memfd of the daemon is at least `bytes` long and sealed against shrinking, else
+// KVQ_E_PROTOCOL. what: for texts.
+int kvq__check_memfd(int memfd, size_t bytes, const char *what);
+// Maps such a memfd. prot as for mmap.
 int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping);
 
 // ---- control.c: calls on the attach socket, under the control lock ----
@@ -236,11 +238,6 @@ void kvq__queue_detach(kvq_queue *queue, int code);
 void kvq__queue_free(kvq_queue *queue);
 int kvq__buffer_register(kvq_buffer *buffer);
 void kvq__buffer_free(kvq_buffer *buffer);
-// A buffer with nothing in it yet, in the client's list. NULL with the error text.
-kvq_buffer *kvq__buffer_make(kvq_client *client, uint64_t offset, size_t bytes);
-// The daemon's number for it, from its reply.
-int kvq__buffer_take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply);
-int kvq__buffer_check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer);
 
 // ---- table.c: session handles ----
 
@@ -284,8 +281,12 @@ int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
 
 // ---- gpu_buffer.c ----
 
-// As kvq__buffer_register, for buffers on GPUs.
-int kvq__gpu_buffer_register(kvq_buffer *buffer);
+// Maps an arena, whose memory is behind buffer->memfd. `here` is current.
+int kvq__gpu_buffer_map(kvq_buffer *buffer, uint64_t allocation_bytes);
+// What the daemon is told of the memory: an arena's descriptor is the buffer's, any other the
+// caller's. The buffer's context is current.
+int kvq__gpu_buffer_export(const kvq_buffer *buffer, struct kvq_gpu_export *e);
+// Gives back what was mapped or pinned.
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
 // Pins a buffer of the host, so that kernels of this process read and write it where it lies.
 // Nothing if that was done before. `here` is current. Takes the control lock; not for hot paths.
@@ -308,8 +309,6 @@ int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
                        struct kvq_gpu_stream *stream);
 // Opens it again where it was open last; for kvq_reattach.
 int kvq__timeline_again(kvq_queue *queue);
-// Lets every stream go that waits for the daemon. Under the table lock.
-void kvq__timeline_let_go(struct kvq__timeline *timeline);
 
 // ---- events.c ----
 
@@ -328,6 +327,22 @@ int kvq__watch_start(kvq_client *client);
 void kvq__watch_give_up(kvq_client *client);
 void kvq__watch_stop(kvq_client *client);
 
+// ---- request.c ----
+
+const char *kvq__op_name(unsigned op);
+// Whether an operation cannot be without a kvq_work.
+bool kvq__op_takes_work(unsigned op);
+// What travels of a tensor, and whether it may. Nothing for one without a buffer, unless needed.
+int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
+                  const struct kvq_tensor *tensor, struct kvq_wire_view *view);
+// The tensors, layer, step and flags of a request whose operation is set.
+int kvq__put_work(const kvq_queue *queue, const struct kvq_work *work, struct kvq_request *request);
+// What travels of one layer of a step, whose tensors were checked.
+struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_step_work *work,
+                                      uint32_t layer);
+// Writes the request, its entries and a step's layers to the ring, which has room for them.
+void kvq__request_write(kvq_queue *queue, const struct kvq__pending *pending);
+
 // ---- submit.c ----
 
 // Makes a request of the caller's structures, unsent, with a ticket.
@@ -336,23 +351,12 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
 // Sends it; the ticket is closed if that fails.
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
 
-// What travels of a tensor, and whether it may. Nothing for one without a buffer, unless needed.
-int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
-                  const struct kvq_tensor *tensor, struct kvq_wire_view *view);
-// The tensors, layer, step and flags of a request whose operation is set.
-int kvq__put_work(const kvq_queue *queue, const struct kvq_work *work, struct kvq_request *request);
-
 // ---- step.c ----
 
 // As kvq__submit_make, for a step; `work` must stay until it is done. extents: n of them, for each
 // entry what kvq_result has; may be NULL.
 int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
                    uint32_t n, uint32_t *extents, struct kvq__pending **pending);
-// What travels of one of its layers, which were checked.
-struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_step_work *work,
-                                      uint32_t layer);
-// Writes its layers to the ring.
-void kvq__step_write(kvq_queue *queue, const struct kvq__pending *pending);
 // kvq_step_end, and what tokens they are.
 int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
                       struct kvq_entry *entries, uint32_t n);
@@ -371,7 +375,6 @@ int kvq__queue_kill(kvq_queue *queue, int code);
 
 // ---- explain.c ----
 
-const char *kvq__op_name(unsigned op);
 // Sets the error text to what is known about a request that is done: about its own failure, else
 // about its first failed entry. Leaves the text alone if neither failed.
 void kvq__explain(kvq_queue *queue, const struct kvq__pending *pending);

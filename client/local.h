@@ -69,9 +69,6 @@ void kvq__pool_put(kvq_client *client, struct kvq__pool *pool);
 // Maps the extents of the session's namespace that are not mapped yet. *known: how many the daemon
 // counts that we have.
 int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known);
-// Maps what one of our descriptors holds, read-only, over [at, at + bytes); at NULL: anywhere.
-// `fd` stays the caller's. *bytes is what the memory has, at least what it was.
-int kvq__pool_map(int fd, void *at, const char *what, size_t *bytes, void **mapping);
 
 // ---- Sessions ----
 

@@ -39,7 +39,7 @@ static int open_kernels(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int
     if ((fd < 0) != (bytes == 0))
         return kvq__fail(KVQ_E_PROTOCOL, "the daemon's kernels have %zu bytes and %s descriptor",
                          bytes, fd < 0 ? "no" : "a");
-    int rc = fd < 0 ? KVQ_OK : kvq__pool_map(fd, NULL, "the kernels", &bytes, &bundle);
+    int rc = fd < 0 ? KVQ_OK : kvq__map(fd, bytes, PROT_READ, "the kernels", &bundle);
     if (rc)
         return rc;
     if (kvq_gpu_open_bundle(&pool->kernels, pool->here.driver, bundle, bytes, text, sizeof text))

@@ -6,7 +6,6 @@
 #include "client/local.h"
 
 #include <assert.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -190,41 +189,24 @@ void kvq__pools_leave(kvq_client *client)
 
 // ---- Extents ----
 
-int kvq__pool_map(int fd, void *at, const char *what, size_t *bytes, void **mapping)
-{
-    struct stat st;
-    int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory is not sealed against shrinking",
-                         what);
-    if (fstat(fd, &st) < 0)
-        return kvq__fail_errno("%s: cannot ask for the size of the daemon's memory", what);
-    if ((uint64_t)st.st_size < *bytes)
-        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory has %llu bytes, %zu are needed",
-                         what, (unsigned long long)st.st_size, *bytes);
-    *bytes = at ? (size_t)st.st_size : *bytes;
-    *mapping = mmap(at, *bytes, PROT_READ, MAP_SHARED | (at ? MAP_FIXED : 0), fd, 0);
-    if (*mapping == MAP_FAILED) {
-        *mapping = NULL;
-        return kvq__fail_errno("%s: cannot map %zu bytes", what, *bytes);
-    }
-    return KVQ_OK;
-}
-
 // An extent may be longer than one number's worth; then it has the numbers that it covers.
 static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     struct stat st;
     uint64_t at = (uint64_t)number * pool->extent_bytes;
-    size_t bytes = pool->extent_bytes;
-    void *mapping;
+    int rc = kvq__check_memfd(fd, pool->extent_bytes, "an extent");
+    if (rc)
+        return rc;
     if (fstat(fd, &st) < 0)
         return kvq__fail_errno("an extent: cannot ask for the size of the daemon's memory");
     if (at >= pool->span || (uint64_t)st.st_size > pool->span - at)
         return kvq__fail(KVQ_E_PROTOCOL,
                          "the daemon gave extent %u of %llu bytes, but its pool has %llu", number,
                          (unsigned long long)st.st_size, (unsigned long long)pool->span);
-    return kvq__pool_map(fd, pool->at + at, "an extent", &bytes, &mapping);
+    size_t bytes = (size_t)st.st_size;
+    if (mmap(pool->at + at, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+        return kvq__fail_errno("an extent: cannot map %zu bytes", bytes);
+    return KVQ_OK;
 }
 
 static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)

@@ -192,7 +192,7 @@ static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
     if (!book)
         return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
     int rc = r->bytes > 0 && r->bytes <= KVQ_MAX_CODEBOOK_BYTES
-                 ? kvq__pool_map(fd, NULL, "a codebook", &bytes, &mapping)
+                 ? kvq__map(fd, bytes, PROT_READ, "a codebook", &mapping)
                  : kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook has %llu bytes",
                              (unsigned long long)r->bytes);
     if (rc) {

@@ -65,7 +65,7 @@ static int map(struct kvq_local *local, struct kvq__local_session *s,
     if (reply->bytes < bytes)
         return kvq__fail(KVQ_E_PROTOCOL, "the daemon's page table has %llu bytes, %zu are needed",
                          (unsigned long long)reply->bytes, bytes);
-    int rc = kvq__pool_map(fd, NULL, "a page table", &bytes, &mapping);
+    int rc = kvq__map(fd, bytes, PROT_READ, "a page table", &mapping);
     if (rc)
         return rc;
     s->table = mapping;

@@ -208,7 +208,7 @@ void kvq__socket_finish(int fd, uint32_t timeout_ms)
         kvq__close_fds(fds, n_fds);
 }
 
-int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping)
+int kvq__check_memfd(int memfd, size_t bytes, const char *what)
 {
     struct stat st;
     int seals = fcntl(memfd, F_GET_SEALS);
@@ -220,6 +220,14 @@ int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping
     if ((uint64_t)st.st_size < bytes)
         return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory has %llu bytes, %zu are needed",
                          what, (unsigned long long)st.st_size, bytes);
+    return KVQ_OK;
+}
+
+int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping)
+{
+    int rc = kvq__check_memfd(memfd, bytes, what);
+    if (rc)
+        return rc;
     *mapping = mmap(NULL, bytes, prot, MAP_SHARED, memfd, 0);
     if (*mapping == MAP_FAILED) {
         *mapping = NULL;

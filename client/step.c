@@ -72,25 +72,6 @@ int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *w, struct kvq_e
     return KVQ_OK;
 }
 
-struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_step_work *w,
-                                      uint32_t layer)
-{
-    struct kvq_step_layer l = {0};
-    kvq__put_view(queue, KVQ_OP_STEP, "k", false, &w->k[layer], &l.k);
-    kvq__put_view(queue, KVQ_OP_STEP, "v", false, &w->v[layer], &l.v);
-    return l;
-}
-
-void kvq__step_write(kvq_queue *queue, const struct kvq__pending *p)
-{
-    const struct kvq_step_work *w = p->step;
-    size_t at = (size_t)(p->request.slots - w->n_layers) * KVQ_SLOT_BYTES;
-    for (uint32_t i = 0; i < w->n_layers; i++) {
-        const struct kvq_step_layer layer = kvq__step_layer(queue, w, i);
-        kvq_ring_write(&queue->tx, at + i * sizeof layer, &layer, sizeof layer);
-    }
-}
-
 int kvq__step_run(kvq_queue *queue, const struct kvq_step_work *w, struct kvq_entry *entries,
                   uint32_t n, uint32_t *extents)
 {

@@ -219,18 +219,6 @@ int kvq__timeline_again(kvq_queue *queue)
 
 // ---- Closing ----
 
-// A store of the host alone may not wake a stream that waits; a write of another stream does. The
-// store is for waits that begin later, and for contexts that do nothing any more.
-void kvq__timeline_let_go(struct kvq__timeline *t)
-{
-    if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
-        return;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
-    t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
-    kvq_long_store(&t->page->done, INT64_MAX);
-    kvq__gpu_leave(&t->here, before);
-}
-
 void kvq__timeline_close(kvq_queue *queue)
 {
     struct kvq__timeline *t = &queue->timeline, gone;

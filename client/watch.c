@@ -16,12 +16,24 @@
 
 enum { AGAIN_MS = 5 };
 
-static void let_go(kvq_client *client)
+// A store of the host alone may not wake a stream that waits; a write of another stream does. The
+// store is for waits that begin later, and for contexts that do nothing any more.
+static void let_stream_go(const struct kvq__timeline *t)
+{
+    if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
+        return;
+    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
+    t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
+    kvq_long_store(&t->page->done, INT64_MAX);
+    kvq__gpu_leave(&t->here, before);
+}
+
+static void let_all_go(kvq_client *client)
 {
     struct kvq_queue *queue;
     pthread_mutex_lock(&client->table);
     TAILQ_FOREACH (queue, &client->queues, entry)
-        kvq__timeline_let_go(&queue->timeline);
+        let_stream_go(&queue->timeline);
     pthread_mutex_unlock(&client->table);
 }
 
@@ -40,7 +52,7 @@ static void *watch(void *context)
             p[0].revents = 0;
         lost = lost || p[1].revents || kvq_word_load_acquire(&w->lost);
         if (lost)
-            let_go(client);
+            let_all_go(client);
     }
     return NULL;
 }
