@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Connecting, disconnecting, and connecting again after the daemon was lost.
-#include "client/local.h"
+#include "client/internal.h"
 
 #include <errno.h>
 #include <stdio.h>

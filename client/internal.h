@@ -168,7 +168,7 @@ struct kvq_client {
     uint32_t timelines; // a word: queues that words order
     uint32_t open_handles;
     struct kvq__handle handles[KVQ__HANDLES];
-    // In-context mode (local.h).
+    // In-context mode (in_context/).
     uint64_t connection;            // how often it was attached
     struct kvq__pools pools;        // of this connection, under the control lock
     struct kvq__locals locals;      // under the table lock
@@ -253,13 +253,19 @@ uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
 
+// A handle's index, which handles that were closed had before it.
+static inline uint32_t kvq__handle_index(uint64_t handle)
+{
+    return (uint32_t)handle % KVQ__HANDLES;
+}
+
 // Notes, for in-context mode, that a session was changed or its handle closed. Any thread.
 static inline void kvq__note_change(kvq_client *client, uint64_t handle)
 {
-    kvq_word_add(&client->changes[(uint32_t)handle % KVQ__HANDLES], 1);
+    kvq_word_add(&client->changes[kvq__handle_index(handle)], 1);
 }
 
-// ---- local_pool.c ----
+// ---- in_context/pool.c ----
 
 // The connection is gone: pools are those of the kvq_locals that still have them.
 void kvq__pools_leave(kvq_client *client);

@@ -229,7 +229,7 @@ def check_arrows(tree):
             elif header.split("/")[0] != own and header.split("/")[0] not in ARROWS.get(own, ()):
                 yield path, line, f'{own}/ may not include "{header}"'
             elif header.endswith("/internal.h") and own != "tests":
-                if os.path.dirname(header) != os.path.dirname(path):
+                if not path.startswith(os.path.dirname(header) + "/"):
                     yield path, line, f'"{header}" never leaves its folder'
 
 

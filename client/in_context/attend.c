@@ -2,7 +2,7 @@
 //
 // Attention in the engine's threads: the daemon's own kernels over the pages that the tables name,
 // with the step's K and V where they lie.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <assert.h>
 #include <string.h>

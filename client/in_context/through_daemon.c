@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The calls of in-context mode through the daemon: a step of its own, a request for each layer.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 // ---- Parts of a batch ----
 

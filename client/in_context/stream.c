@@ -3,7 +3,7 @@
 // In-context mode in the order of a stream. What changes from step to step lies in the bucket's
 // device memory, so launches that were captured into a graph replay for any entries that the bucket
 // was set up for.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 static int check(const struct kvq_local *local, const struct kvq_bucket *bucket, const char *what,
                  const struct kvq_entry *entries, uint32_t n)

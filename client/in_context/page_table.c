@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Page tables: opening and closing them, and what of them can be checked before every step.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>

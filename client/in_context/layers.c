@@ -2,7 +2,7 @@
 //
 // What the daemon tells of a session's layers: shapes, formats, and the codebooks behind them. The
 // kernels take these for granted, so whatever makes no sense is refused here.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <assert.h>
 #include <math.h>

@@ -2,7 +2,7 @@
 //
 // Buckets: device memory for the attentions of a step, as large as any within its limits needs.
 // Each layer has a place of its own for its batch, so that launches are the same in every step.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -210,27 +210,6 @@ void kvq_bucket_close(kvq_bucket **bucket)
 }
 
 // ---- Steps ----
-
-static bool is_alike(const struct kvq__local_layer *a, const struct kvq__local_layer *b)
-{
-    return a->format == b->format && kvq_shape_same(&a->shape, &b->shape) &&
-           memcmp(&a->book, &b->book, sizeof a->book) == 0 && a->source == b->source;
-}
-
-int kvq__bucket_takes(const struct kvq_bucket *b, const struct kvq__local_session *s,
-                      const struct kvq_entry *e)
-{
-    if (e->position + e->append > b->max_tokens || e->queries > b->max_queries)
-        return KVQ_E_LIMIT;
-    if (*b->local->why)
-        return KVQ_OK;
-    if (s->n_layers != b->n_layers)
-        return KVQ_E_SHAPE;
-    for (uint32_t i = 0; i < b->n_layers; i++)
-        if (!is_alike(&s->layers[i], &b->layers[i]))
-            return KVQ_E_SHAPE;
-    return KVQ_OK;
-}
 
 int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 {

@@ -3,7 +3,7 @@
 // The daemon's pool of a place in our addresses: extent i lies at pool->at + i * extent_bytes, so
 // that page tables can hold addresses. Addresses are kept for all of it from the start; extents are
 // mapped over them, read-only, as sessions come to use them.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <assert.h>
 #include <stdio.h>

@@ -2,7 +2,7 @@
 //
 // What in-context mode has in a GPU's memory: the daemon's pool, mapped read-only at addresses that
 // are kept for it, page tables, codebooks, and the daemon's own kernels.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // In-context mode: opening and closing, whether attention can be here, and taking sessions in.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <assert.h>
 #include <stdio.h>
@@ -59,7 +59,17 @@ static bool is_refusal(int code)
     return code == KVQ_E_UNSUPPORTED || code == KVQ_E_VERSION;
 }
 
-int kvq__local_give_up(struct kvq_local *local, const char *why)
+// Takes a session out that is a member of no step.
+static void forget(struct kvq_local *local, struct kvq__local_session *s)
+{
+    kvq__table_close(local, s);
+    local->sessions[kvq__handle_index(s->handle)] = NULL;
+    free(s->layers);
+    free(s);
+}
+
+// Goes through the daemon from now on, with this text.
+static int give_up(struct kvq_local *local, const char *why)
 {
     char copy[KVQ__TEXT_BYTES];
     snprintf(copy, sizeof copy, "%s", why);
@@ -144,7 +154,7 @@ int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kv
     }
     rc = find_context(made, made->place);
     if (is_refusal(rc))
-        rc = kvq__local_give_up(made, kvq_error_text());
+        rc = give_up(made, kvq_error_text());
     if (rc)
         kvq_local_close(&made);
     *local = made;
@@ -159,7 +169,7 @@ void kvq_local_close(kvq_local **local)
     kvq_local_abort(l);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (l->sessions[i])
-            kvq__local_forget(l, l->sessions[i]);
+            forget(l, l->sessions[i]);
     pthread_mutex_lock(&l->client->table);
     LIST_REMOVE(l, link);
     pthread_mutex_unlock(&l->client->table);
@@ -175,42 +185,7 @@ const char *kvq_local_why(const kvq_local *local)
     return !local ? "there is no kvq_local" : *local->why ? local->why : NULL;
 }
 
-int kvq__local_check(const struct kvq_local *local)
-{
-    if (!local)
-        return kvq__fail(KVQ_E_INVALID, "the kvq_local is NULL");
-    if (local->connection != local->client->connection)
-        return kvq__fail(
-            KVQ_E_CANCELLED,
-            "this kvq_local was opened before kvq_reattach: close it and open another, "
-            "and take the sessions in again");
-    if (local->queue->dead)
-        return kvq__fail(local->queue->dead,
-                         "the connection was lost; kvq_reattach connects again, then close this "
-                         "kvq_local and open another");
-    return KVQ_OK;
-}
-
 // ---- Sessions ----
-
-static uint32_t index_of(uint64_t handle)
-{
-    return (uint32_t)handle % KVQ__HANDLES;
-}
-
-struct kvq__local_session *kvq__local_find(const struct kvq_local *local, uint64_t handle)
-{
-    struct kvq__local_session *s = local->sessions[index_of(handle)];
-    return s && s->handle == handle ? s : NULL;
-}
-
-void kvq__local_forget(struct kvq_local *local, struct kvq__local_session *s)
-{
-    kvq__table_close(local, s);
-    local->sessions[index_of(s->handle)] = NULL;
-    free(s->layers);
-    free(s);
-}
 
 // 0 or the code; KVQ_E_STALE if it is not open here.
 static int look_up(kvq_client *client, uint64_t handle, bool *read_only)
@@ -257,7 +232,7 @@ static int take_in(struct kvq_local *local, struct kvq__local_session *s)
     if (local->stepping)
         return kvq__fail(KVQ_E_BUSY, "this session would take the step under way to the daemon; "
                                      "take it in between steps");
-    return kvq__local_give_up(local, kvq_error_text());
+    return give_up(local, kvq_error_text());
 }
 
 int kvq_local_add(kvq_local *local, kvq_session session)
@@ -269,7 +244,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
         rc = look_up(local->client, session, &read_only);
     if (rc)
         return rc;
-    struct kvq__local_session *s = local->sessions[index_of(session)];
+    struct kvq__local_session *s = local->sessions[kvq__handle_index(session)];
     if (s && s->handle == session)
         return KVQ_OK;
     if (s && s->in_step)
@@ -278,7 +253,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
                          "meanwhile: end or abort it first",
                          (unsigned long long)s->handle);
     if (s) // of a handle that was closed
-        kvq__local_forget(local, s);
+        forget(local, s);
     rc = kvq_session_info(local->client, session, &info);
     if (rc == KVQ_OK)
         rc = check_info(local, &info);
@@ -291,11 +266,12 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     s->read_only = read_only;
     s->n_layers = info.layers;
     s->published = UINT64_MAX;
-    s->changes = kvq_word_load(&local->client->changes[index_of(session)]) - 1; // look at it first
-    local->sessions[index_of(session)] = s;
+    s->changes =
+        kvq_word_load(&local->client->changes[kvq__handle_index(session)]) - 1; // look at it first
+    local->sessions[kvq__handle_index(session)] = s;
     rc = take_in(local, s);
     if (rc)
-        kvq__local_forget(local, s);
+        forget(local, s);
     return rc;
 }
 
@@ -310,6 +286,6 @@ int kvq_local_remove(kvq_local *local, kvq_session session)
     if (s->in_step)
         return kvq__fail(KVQ_E_BUSY, "session %#llx is in the step under way: end or abort it",
                          (unsigned long long)session);
-    kvq__local_forget(local, s);
+    forget(local, s);
     return KVQ_OK;
 }

@@ -1,144 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Steps of in-context mode: beginning without a request, ending with one.
-#include "client/local.h"
+#include "client/in_context/in_context.h"
 
 #include <string.h>
 
 enum { PENDING = 1 }; // of an entry's status, until its session was looked at
 
 static const struct kvq_tensor no_tensors[KVQ_MAX_LAYERS];
-
-// ---- What calls have in common ----
-
-int kvq__local_check_call(const struct kvq_local *local, const char *what,
-                          const struct kvq_entry *entries, uint32_t n)
-{
-    int rc = kvq__local_check(local);
-    if (rc)
-        return rc;
-    if (n == 0 || n > KVQ_MAX_BATCH)
-        return kvq__fail(n ? KVQ_E_LIMIT : KVQ_E_INVALID, "%s of %u sessions: it can be 1 to %d",
-                         what, n, KVQ_MAX_BATCH);
-    return entries ? KVQ_OK
-                   : kvq__fail(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", what, n);
-}
-
-int kvq__local_check_place(const struct kvq_local *local, bool on_stream)
-{
-    bool gpu = local->here.driver != NULL;
-    if (gpu == on_stream)
-        return KVQ_OK;
-    return kvq__fail(KVQ_E_INVALID,
-                     gpu ? "this kvq_local is for sessions on a GPU: its calls have a "
-                           "stream (kvq_local_begin_on_stream, ..)"
-                         : "this kvq_local is for sessions on the host: its calls "
-                           "have no stream");
-}
-
-int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
-                            const struct kvq_entry *entries, uint32_t n)
-{
-    // Without the daemon, too, a step under way may go on to its end.
-    bool lost = local && local->connection == local->client->connection && local->queue->dead &&
-                local->stepping && !*local->why;
-    int rc = lost ? KVQ_OK : kvq__local_check_call(local, "attend", entries, n);
-    if (rc)
-        return rc;
-    if (!work)
-        return kvq__fail(KVQ_E_INVALID, "attend: work is NULL");
-    return n && n <= KVQ_MAX_BATCH && entries
-               ? KVQ_OK
-               : kvq__fail(KVQ_E_INVALID, "attend of %u sessions: it can be 1 to %d", n,
-                           KVQ_MAX_BATCH);
-}
-
-// Of a limit that only this kvq_local has.
-static bool explain_limit(const struct kvq_local *local, const struct kvq_entry *entries,
-                          uint32_t n)
-{
-    uint32_t i = 0;
-    while (i < n && entries[i].status == KVQ_OK)
-        i++;
-    if (i == n || entries[i].status != KVQ_E_LIMIT ||
-        entries[i].position + entries[i].append <= local->max_tokens)
-        return false;
-    kvq__fail(KVQ_E_LIMIT,
-              "step begin, entry %u (session %#llx): %llu and %u more tokens; this kvq_local was "
-              "opened for at most %llu (max_tokens)",
-              i, (unsigned long long)entries[i].session, (unsigned long long)entries[i].position,
-              entries[i].append, (unsigned long long)local->max_tokens);
-    return true;
-}
-
-void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
-                        struct kvq_entry *entries, uint32_t n)
-{
-    struct kvq__pending p = {.request.op = (uint8_t)op, .n = n, .entries = entries};
-    uint32_t first = 0;
-    while (first < n && entries[first].status == KVQ_OK)
-        first++;
-    if (op == KVQ_OP_STEP_BEGIN && local->blamed && local->blamed_entry == first)
-        p.shard = local->blamed;
-    local->blamed = 0;
-    if (work)
-        kvq__put_work(local->queue, work, &p.request);
-    if (!explain_limit(local, entries, n))
-        kvq__explain(local->queue, &p);
-}
-
-int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *e)
-{
-    const struct kvq__local_session *s = kvq__local_find(local, e->session);
-    if (!s)
-        return KVQ_E_STALE;
-    if (s->in_step)
-        return KVQ_E_BUSY; // it stands in two entries
-    if (e->append && s->read_only)
-        return KVQ_E_READ_ONLY;
-    int rc = local->bucket ? kvq__bucket_takes(local->bucket, s, e) : KVQ_OK;
-    if (rc)
-        return rc;
-    if (e->append > KVQ_MAX_STEP_TOKENS || e->position > KVQ_MAX_SESSION_TOKENS ||
-        e->position + e->append > local->max_tokens)
-        return KVQ_E_LIMIT;
-    return KVQ_OK;
-}
-
-int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *e)
-{
-    const struct kvq__local_session *s = kvq__local_find(local, e->session);
-    if (!s)
-        return KVQ_E_STALE;
-    if (!s->in_step)
-        return KVQ_E_NO_STEP;
-    if (e->position != s->past)
-        return KVQ_E_POSITION;
-    return e->append && e->append != s->append ? KVQ_E_INVALID : KVQ_OK;
-}
-
-void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
-{
-    struct kvq__local_session *s = kvq__local_find(local, e->session);
-    s->in_step = true;
-    s->past = e->position;
-    s->append = e->append;
-    memset(s->appended, 0, sizeof s->appended);
-    local->members[local->n_members++] = s;
-    local->stepping = true;
-}
-
-void kvq__local_over(struct kvq_local *local)
-{
-    for (uint32_t i = 0; i < local->n_members; i++)
-        local->members[i]->in_step = false;
-    memset(local->k, 0, local->n_layers * sizeof local->k[0]);
-    memset(local->v, 0, local->n_layers * sizeof local->v[0]);
-    local->n_members = local->n_layers = 0;
-    local->mixed = local->stepping = false;
-    local->bucket = NULL;
-    local->step = 0;
-}
 
 // ---- Looking at sessions anew ----
 
@@ -153,7 +22,7 @@ static uint64_t published_at(const struct kvq__local_session *s)
 static bool is_known(const struct kvq_local *local, const struct kvq__local_session *s)
 {
     const kvq_client *c = local->client;
-    uint32_t changes = kvq_word_load_acquire(&c->changes[(uint32_t)s->handle % KVQ__HANDLES]);
+    uint32_t changes = kvq_word_load_acquire(&c->changes[kvq__handle_index(s->handle)]);
     return published_at(s) != UINT64_MAX && !s->lacking && changes == s->changes &&
            kvq_word_load_acquire(&c->all_changes) == s->all_changes;
 }
@@ -162,7 +31,7 @@ static bool is_known(const struct kvq_local *local, const struct kvq__local_sess
 static int look_at(struct kvq_local *local, struct kvq__local_session *s, uint32_t extents)
 {
     const kvq_client *c = local->client;
-    s->changes = kvq_word_load_acquire(&c->changes[(uint32_t)s->handle % KVQ__HANDLES]);
+    s->changes = kvq_word_load_acquire(&c->changes[kvq__handle_index(s->handle)]);
     s->all_changes = kvq_word_load_acquire(&c->all_changes);
     s->lacking |= extents > s->known;
     int rc = s->lacking ? kvq__pool_extend(local->client, local->pool, s->handle, &s->known) : 0;

@@ -2,21 +2,24 @@
 //
 // What the files of in-context mode share (kvq.h, "In the engine's own context").
 //
-//   local.c         opening and closing, taking sessions in
-//   local_pool.c    the daemon's pool in our addresses, and its extents
-//   local_reading.c what the daemon tells of a session's layers: shapes, formats, codebooks
-//   local_table.c   page tables
-//   local_step.c    steps: begin, end, abort
-//   local_attend.c  attention in the engine's threads
-//   local_gpu.c     pools, tables and codebooks in a GPU's memory
-//   bucket.c        device memory for the attentions of a step
-//   local_stream.c  steps and attention in the order of a stream
-//   local_daemon.c  the same calls through the daemon, where attention cannot be here
+//   gpu_memory.c     pools, tables and codebooks in a GPU's memory
+//   pool.c           the daemon's pool in our addresses, and its extents
+//   layers.c         what the daemon tells of a session's layers: shapes, formats, codebooks
+//   page_table.c     page tables
+//   members.c        the sessions, the members of a step, and what its calls check first
+//   through_daemon.c the same calls through the daemon, where attention cannot be here
+//   steps.c          steps: begin, end, abort
+//   attend.c         attention in the engine's threads
+//   bucket.c         device memory for the attentions of a step
+//   stream.c         steps and attention in the order of a stream
+//   open.c           opening and closing, taking sessions in
+//
+// Each of these calls only those above it.
 //
 // A kvq_local belongs to its queue's thread. Pools, with what they hold, are the client's; they
 // change under its control lock. Nothing that was mapped there is unmapped before the pool goes.
-#ifndef KVQ_CLIENT_LOCAL_H
-#define KVQ_CLIENT_LOCAL_H
+#ifndef KVQ_CLIENT_IN_CONTEXT_H
+#define KVQ_CLIENT_IN_CONTEXT_H
 
 #include "client/internal.h"
 #include "kernels/cuda/attend.h"
@@ -28,7 +31,7 @@ enum {
     KVQ__LOCAL_PARTIALS = 64 << 20, // bytes of partial results; addresses until they are needed
 };
 
-// ---- Pools (local_pool.c) ----
+// ---- Pools (pool.c) ----
 
 // A codebook's tables, as they are shared.
 struct kvq__book {
@@ -145,18 +148,21 @@ struct kvq_local {
     uint8_t *workspaces;         // one for each thread
 };
 
-// ---- local.c ----
+// ---- gpu_memory.c ----
 
-// Whether it can be used: KVQ_OK, or a code and a text.
-int kvq__local_check(const struct kvq_local *local);
-// The session that was taken in under that handle, or NULL.
-struct kvq__local_session *kvq__local_find(const struct kvq_local *local, uint64_t handle);
-// Takes it out. Only members of no step.
-void kvq__local_forget(struct kvq_local *local, struct kvq__local_session *session);
-// Goes through the daemon from now on, with this text.
-int kvq__local_give_up(struct kvq_local *local, const char *why);
+// The parts of opening a pool, mapping an extent, ending a pool and having a codebook that differ.
+int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *reply, int fd);
+int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd);
+void kvq__pool_gpu_close(struct kvq__pool *pool);
+int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book);
+int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
+                       const Kvq__OpenTableReply *reply, int fd);
+// When the GPU has done what this process gave it.
+void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
+// A code and a text for a result of the driver.
+int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
 
-// ---- local_reading.c ----
+// ---- layers.c ----
 
 // From the reply to OpenTable: fills session->layers, path and n_layers. Under the control lock.
 int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
@@ -165,7 +171,7 @@ int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
 int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
                        struct kvq__local_session *session);
 
-// ---- local_table.c ----
+// ---- page_table.c ----
 
 int kvq__table_open(struct kvq_local *local, struct kvq__local_session *session);
 // Tells the daemon, too, if the connection is the same.
@@ -173,8 +179,12 @@ void kvq__table_close(struct kvq_local *local, struct kvq__local_session *sessio
 // Whether its counts make sense: KVQ_OK or KVQ_E_PROTOCOL.
 int kvq__table_check(const struct kvq__local_session *session);
 
-// ---- local_step.c ----
+// ---- members.c ----
 
+// Whether the kvq_local can be used: KVQ_OK, or a code and a text.
+int kvq__local_check(const struct kvq_local *local);
+// The session that was taken in under that handle, or NULL.
+struct kvq__local_session *kvq__local_find(const struct kvq_local *local, uint64_t handle);
 // Explains the first failed entry of a call: `op` and `work` (NULL: none) say what was asked for.
 void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
                         struct kvq_entry *entries, uint32_t n);
@@ -192,12 +202,24 @@ int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *ent
 void kvq__local_join(struct kvq_local *local, const struct kvq_entry *entry);
 // The step is over for all that are still in it.
 void kvq__local_over(struct kvq_local *local);
+
+// ---- through_daemon.c ----
+
+int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n);
+int kvq__through_attend(struct kvq_local *local, const struct kvq_work *work,
+                        struct kvq_entry *entries, uint32_t n);
+int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
+                     struct kvq_entry *entries, uint32_t n);
+void kvq__through_abort(struct kvq_local *local);
+
+// ---- steps.c ----
+
 // As kvq_local_begin and _end, once the call was checked; on local->stream if there is a bucket.
 int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n);
 int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
                    struct kvq_entry *entries, uint32_t n);
 
-// ---- local_attend.c ----
+// ---- attend.c ----
 
 // Takes the memory that attention needs, so that no call of a step has to.
 int kvq__attend_open(struct kvq_local *local);
@@ -222,20 +244,6 @@ struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kv
 int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *work);
 // Keeps K and V for the step's end.
 void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
-
-// ---- local_gpu.c ----
-
-// The parts of opening a pool, mapping an extent, ending a pool and having a codebook that differ.
-int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *reply, int fd);
-int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd);
-void kvq__pool_gpu_close(struct kvq__pool *pool);
-int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book);
-int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
-                       const Kvq__OpenTableReply *reply, int fd);
-// When the GPU has done what this process gave it.
-void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
-// A code and a text for a result of the driver.
-int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
 
 // ---- bucket.c ----
 
@@ -269,9 +277,6 @@ struct kvq_bucket {
     uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
-// Whether an entry can be in its steps: KVQ_OK, KVQ_E_SHAPE or KVQ_E_LIMIT.
-int kvq__bucket_takes(const struct kvq_bucket *bucket, const struct kvq__local_session *session,
-                      const struct kvq_entry *entry);
 // The next slot, once the stream has passed what was copied from it.
 int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
 // Writes a layer's batch, of the entries whose status is 0, to the slot, and copies it there;
@@ -282,14 +287,5 @@ int kvq__bucket_fill(struct kvq_bucket *bucket, const struct kvq_work *work,
 int kvq__bucket_copy(struct kvq_bucket *bucket, uint32_t layer, uint32_t to);
 int kvq__bucket_launch(struct kvq_bucket *bucket, uint32_t layer, bool captured,
                        struct kvq_gpu_stream *stream);
-
-// ---- local_daemon.c ----
-
-int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n);
-int kvq__through_attend(struct kvq_local *local, const struct kvq_work *work,
-                        struct kvq_entry *entries, uint32_t n);
-int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
-                     struct kvq_entry *entries, uint32_t n);
-void kvq__through_abort(struct kvq_local *local);
 
 #endif
