@@ -6,7 +6,7 @@
 
 enum { ENTRIES_AT_ONCE = 32 };
 
-// kvq.h spells out the operations for engines; they are the protocol's.
+// kvq/ticket.h spells out the operations for engines; they are the protocol's.
 static_assert((int)KVQ_DO_NOP == KVQ_OP_NOP && (int)KVQ_DO_STEP_BEGIN == KVQ_OP_STEP_BEGIN &&
                   (int)KVQ_DO_APPEND == KVQ_OP_APPEND && (int)KVQ_DO_ATTEND == KVQ_OP_ATTEND &&
                   (int)KVQ_DO_APPEND_ATTEND == KVQ_OP_APPEND_ATTEND &&

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What `cmake --install` lays down: the library with its one header and pkg-config file, the
+# What `cmake --install` lays down: the library with its headers and pkg-config file, the
 # programs, their manual pages, the configuration file and what systemd wants to know.
 install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook
         RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
@@ -10,6 +10,7 @@ if(TARGET kvq_gpu_images)
     install(TARGETS kvq_gpu_images LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
 install(FILES client/kvq.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(DIRECTORY client/kvq DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN *.h)
 # Relative to the file itself, so that the tree may be installed under any prefix.
 file(RELATIVE_PATH KVQ_PC_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(packaging/kvq.pc.in ${CMAKE_BINARY_DIR}/kvq.pc @ONLY)

@@ -46,10 +46,10 @@
     X(E_DAMAGED, -36, "what was stored is damaged; the damaged part is never given out")           \
     X(E_REMOTE, -37, "the remote store was not reached, or failed; the text says why")
 
-// kvq.h, the installed header, spells the same list; whoever includes both includes it first
+// kvq/error.h, an installed header, spells the same list; whoever includes both includes it first
 // and has the agreement checked at compile time.
-#ifdef KVQ_H
-#define X(name, value, text) _Static_assert((int)KVQ_##name == (value), "kvq.h: KVQ_" #name);
+#ifdef KVQ_PUBLIC_ERROR_H
+#define X(name, value, text) _Static_assert((int)KVQ_##name == (value), "kvq/error.h: KVQ_" #name);
 KVQ_STATUS_LIST(X)
 #undef X
 #else

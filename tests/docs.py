@@ -67,20 +67,27 @@ def check_page_renders(program):
         yield f"{PAGES[program]}: {done.stderr.splitlines()[0]}"
 
 
+def public_headers():
+    """kvq.h and the headers that it includes, as one text."""
+    folder = os.path.join(ROOT, "client", "kvq")
+    return read("client", "kvq.h") + "".join(
+        read("client", "kvq", name) for name in sorted(os.listdir(folder)))
+
+
 def check_statuses():
-    """Every code of proto/status.h stands in the installed header."""
+    """Every code of proto/status.h stands in an installed header."""
     codes = re.findall(r"X\((E_\w+), (-\d+)", read("proto", "status.h"))
-    header = read("client", "kvq.h")
+    header = public_headers()
     if len(codes) < 10:
         yield "no codes found in proto/status.h; has its shape changed?"
     for name, value in codes:
         if not re.search(rf"KVQ_{name} = {value}\b", header):
-            yield f"client/kvq.h lacks KVQ_{name} = {value}"
+            yield f"client/kvq/error.h lacks KVQ_{name} = {value}"
 
 
 def check_doc_names():
-    """Names of the library that documents use exist in the header."""
-    header = read("client", "kvq.h")
+    """Names of the library that documents use exist in its headers."""
+    header = public_headers()
     for document in ("README.md", "docs/writing-a-client.md", "docs/operations.md",
                      "docs/architecture.md"):
         names = re.findall(r"\b(kvq_[a-z]\w*|KVQ_[A-Z]\w*)\b", read(document))

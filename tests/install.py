@@ -4,7 +4,7 @@
 
     tests/install.py BUILD
 
-Compiles the client of README.md with pkg-config, in C and its header in C++, runs it against the
+Compiles the client of README.md with pkg-config, in C and its headers in C++, runs it against the
 installed daemon, and asks with the installed kvqctl. Prints `N passed, M failed`.
 """
 import json
@@ -18,7 +18,9 @@ import tempfile
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 INSTALLED = (
     "bin/kvqd", "bin/kvqctl", "bin/kvq-run", "bin/kvq-bench", "bin/kvq-codebook",
-    "include/kvq.h", "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc",
+    "include/kvq.h",
+    *(f"include/kvq/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "client", "kvq")))),
+    "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc",
     "lib/systemd/system/kvqd.service",
     "lib/sysusers.d/kvqd.conf", "etc/kvqd.conf", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
@@ -75,9 +77,10 @@ class Install:
              "-Wl,-rpath," + self.path("lib"), "-o", self.path("client")])
 
     def check_cxx(self):
-        run(["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", "c++",
-             *[f for f in self.flags() if f.startswith("-I")], self.path("include", "kvq.h"),
-             "-Wno-pragma-once-outside-header"])
+        flags = [f for f in self.flags() if f.startswith("-I")]
+        for header in (name for name in INSTALLED if name.startswith("include/")):
+            run(["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", "c++",
+                 *flags, self.path(header), "-Wno-pragma-once-outside-header"])
 
     def check_daemon_starts(self):
         reader, writer = os.pipe()

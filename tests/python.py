@@ -24,8 +24,10 @@ from python_hints import Hints
 
 from kvq import _ffi
 
-with open(os.path.join(ROOT, "client", "kvq.h"), encoding="ascii") as header:
-    KVQ_H = re.sub(r"/\*.*?\*/", "", header.read(), flags=re.S)
+KVQ_H = ""  # the headers that kvq.h consists of, without comments
+for name in sorted(os.listdir(os.path.join(ROOT, "client", "kvq"))):
+    with open(os.path.join(ROOT, "client", "kvq", name), encoding="ascii") as header:
+        KVQ_H += re.sub(r"/\*.*?\*/", "", header.read(), flags=re.S)
 
 
 class Header(unittest.TestCase):

@@ -198,12 +198,22 @@ def check_spdx(tree):
     for path in filter(tree.is_code, tree.paths):
         lines = [x for x in tree.text(path).split("\n") if not x.startswith("#!")]
         mark = "//" if path.endswith((*C_ENDINGS, ".proto")) else "#"
-        if path == "client/kvq.h":
+        if is_installed(path):
             mark = "/*"  # it may be included by C of any age
         if not lines[0].startswith(mark + " SPDX-License-Identifier: Apache-2.0"):
             yield path, 1, "the first line is not the SPDX licence line"
         elif len(lines) < 2 or not lines[1].startswith((mark, '"""', "/*", " *")):
             yield path, 2, "no comment says what the file is for"
+
+
+def is_installed(path):
+    """Whether it is a header of libkvq's users, who may have any C and C++, and none of ours."""
+    return path == "client/kvq.h" or path.startswith("client/kvq/")
+
+
+def beside(path, header):
+    """What an installed header includes: the others, by where they lie from its own folder."""
+    return os.path.normpath(os.path.join(os.path.dirname(path), header))
 
 
 def includes_of(tree, path):
@@ -220,8 +230,9 @@ def check_arrows(tree):
         for line, mark, header in includes_of(tree, path):
             if mark == "<":
                 continue
-            if path == "client/kvq.h":
-                yield path, line, f'the installed header includes "{header}"'
+            if is_installed(path):
+                if not is_installed(beside(path, header)):
+                    yield path, line, f'an installed header includes "{header}"'
             elif header.endswith(".pb-c.h") and own == "proto":
                 continue
             elif "/" not in header:
@@ -298,7 +309,8 @@ def check_dead(tree):
                "tests/ggml/ggml.h", "tests/ggml/ggml-backend-impl.h")
     lists = {p: tree.text(p) for p in tree.paths if os.path.basename(p) == "CMakeLists.txt"}
     every = tree.having(*C_ENDINGS)
-    included = {h for p in every for _, _, h in includes_of(tree, p)}
+    included = {beside(p, h) if is_installed(p) else h
+                for p in every for _, _, h in includes_of(tree, p)}
     for path in tree.having(".c", ".cpp", ".cu"):
         names = {os.path.basename(path), path}
         for listing in lists:
@@ -347,7 +359,7 @@ def compile_alone(tree, path, language, extra):
 
 
 def check_headers(tree):
-    """Every header compiles alone; the installed one in C++ too."""
+    """Every header compiles alone; the installed ones in C++ too."""
     headers = [p for p in tree.having(".h") if p.split("/")[0] in ARROWS]
     with tempfile.TemporaryDirectory() as generated:
         for proto in tree.having(".proto"):
@@ -359,7 +371,7 @@ def check_headers(tree):
         for path in headers:
             if path.endswith("_tmpl.h") or "/emu/" in path or "/cuda/" in path:
                 continue
-            languages = ("c", "c++") if path == "client/kvq.h" else ("c",)
+            languages = ("c", "c++") if is_installed(path) else ("c",)
             if re.search(r"^#include <(vector|string|random|map)>", tree.text(path), re.M):
                 languages = ("c++",)
             if path.startswith("kernels/") and "immintrin.h" in tree.text(path):
@@ -456,7 +468,8 @@ CLEAN = {
     "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
     "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
                  'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy)\n}\n',
-    "client/kvq.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
+    "client/kvq.h": KVQ_H_HEAD + '#include "kvq/b.h"\n',
+    "client/kvq/b.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
     "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n",
 }
@@ -485,6 +498,7 @@ PLANTED = (
     ("arrows", "kernels/cuda/planted.cu", C_HEAD + '#include "daemon/core/core.h"\n'),
     ("arrows", "kernels/emu/planted.cpp", C_HEAD + '#include "emu.h"\n'),
     ("arrows", "client/kvq.h", C_HEAD + '#include "proto/a.h"\n'),
+    ("arrows", "client/kvq/b.h", KVQ_H_HEAD + '#include "../internal.h"\n'),
     ("arrows", "daemon/planted.c", C_HEAD + '#include "kernels/internal.h"\n'),
     ("arrows", "client/planted.c", C_HEAD + '#include "daemon/core/core.h"\n'),
     ("thirdparty", "daemon/planted.c", C_HEAD + "#include <zmq.h>\n"),
@@ -508,6 +522,7 @@ PLANTED = (
     ("isa", "kernels/planted.c", C_HEAD + "#if defined(__AVX2__)\n#endif\n"),
     ("dead", "proto/unlisted.c", C_HEAD),
     ("dead", "proto/unused.h", C_HEAD),
+    ("dead", "client/kvq/unused.h", KVQ_H_HEAD),
     ("words", "proto/planted.c", C_HEAD + "// TO" "DO: later\n"),
     ("words", "docs/planted.md", "Written by an ag" "ent.\n"),
     ("words", "docs/planted.md", "Closes iss" "ue 12.\n"),
@@ -516,6 +531,8 @@ PLANTED = (
     ("words", "docs/planted.md", "From deb." "debian.org.\n"),
     ("headers", "proto/a.h", C_HEAD + "int kvq_a(uint32_t value);\n"),
     ("headers", "client/kvq.h", KVQ_H_HEAD + "int kvq_b(int class);\n"),
+    ("headers", "client/kvq/b.h", KVQ_H_HEAD + "int kvq_b(int class);\n"),
+    ("spdx", "client/kvq/b.h", "// SPDX-License-Identifier: Apache-2.0\n// Planted.\n"),
     ("python", "tools/planted.py", PY_HEAD + "def f(:\n"),
     ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
     ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the files of in-context mode share (kvq.h, "In the engine's own context").
+// What the files of in-context mode share (kvq/in_context.h).
 //
 //   gpu_memory.c     pools, tables and codebooks in a GPU's memory
 //   pool.c           the daemon's pool in our addresses, and its extents

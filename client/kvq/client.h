@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvq/client.h: a connection to kvqd. For everybody.
+ *
+ * A kvq_client may be used from any number of threads: calls on it take a lock, and are not for the
+ * path of a step.
+ *
+ * Control calls are those on clients, queues, buffers and sessions. One that ends with
+ * KVQ_E_DEADLINE holds nothing: what the daemon makes for it later is given back, though a named
+ * session that it created stays, as after kvq_session_close.
+ */
+#ifndef KVQ_PUBLIC_CLIENT_H
+#define KVQ_PUBLIC_CLIENT_H
+
+#include "error.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct kvq_client kvq_client;
+
+struct kvq_connect_options {
+    /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    const char *runtime_dir;
+    const char *name;    /* for people, e.g. "myengine 1.2"; NULL: the program's name */
+    uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
+    uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
+};
+
+/* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
+ * Release with kvq_disconnect. */
+KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
+
+/* Closes queues, buffers and session handles still open (sessions go by their on_detach).
+ * Accepts NULL and pointers to NULL. No other thread may be in a call on the client. */
+KVQ_API void kvq_disconnect(kvq_client **client);
+
+/* What answered. Thread-safe; asks nobody. */
+struct kvq_daemon_info {
+    char version[32];
+    char backend[32]; /* "cpu" */
+    char isa[32];     /* "avx512" */
+    uint64_t epoch;   /* changes with every start of the daemon */
+    uint64_t client_id;
+    uint32_t protocol;
+};
+KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
+
+/* After KVQ_E_DISCONNECTED: connects again, opens the client's queues and registers its buffers
+ * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
+ * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
+ * handles are stale in both: open named sessions again by name; those that the daemon still
+ * has stand at their last commit. *lost (may be NULL) gets the number of session handles that
+ * this client held. Open tickets and steps end with KVQ_E_CANCELLED. If it fails otherwise (no
+ * daemon yet, ...), nothing is lost that was not and it may be called again. No other thread may
+ * be in a call. */
+KVQ_API KVQ_CHECK int kvq_reattach(kvq_client *client, uint32_t *lost);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvq/session.h: sessions, the KV caches that the daemon owns. For everybody.
+ *
+ * residency.h moves, parks, saves and restores them; shards.h is for models that run as several
+ * shards; prefix.h for sessions that begin with the same tokens.
+ */
+#ifndef KVQ_PUBLIC_SESSION_H
+#define KVQ_PUBLIC_SESSION_H
+
+#include "buffer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* A handle of this client; 0 is none. Becomes stale (KVQ_E_STALE) when closed or lost. */
+typedef uint64_t kvq_session;
+
+/* One layer of the model, or several that are alike. Zero-initialize: the heads and dimensions are
+ * enough for a layer with a cache of its own, full attention and the session's format. */
+struct kvq_layer {
+    uint16_t q_heads, kv_heads; /* q_heads is a multiple of kv_heads */
+    uint16_t k_dim, v_dim;      /* 64, 128 or 256, and equal; else KVQ_E_SHAPE says what is held */
+    uint32_t window;            /* sliding window in tokens, own token included; 0: none */
+    float softcap;              /* 0: none */
+    float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
+    const char *format;         /* NULL: the session's */
+    uint32_t kv_from;           /* 0: a cache of its own; else 1 + the layer whose cache it reads */
+    uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
+};
+
+/* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as the format's paper does (DAEMON for
+ * oscar* and quarot*, else NONE); an existing session's NONE or DAEMON is taken as it is. DAEMON:
+ * when tokens are packed, and outputs back. ENGINE: V comes rotated, and outputs stay so. */
+enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
+
+/* By which path the daemon attends on the host (docs/formats.md). DEFAULT leaves the choice to its
+ * configuration: FAST, unless that says otherwise. */
+enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
+
+/* What becomes of a session when its last user has closed it. DEFAULT: a session without a name is
+ * dropped, a named one is kept for the time that the daemon is configured with. */
+enum {
+    KVQ_ON_DETACH_DEFAULT = 0,
+    KVQ_ON_DETACH_DROP = 1,
+    KVQ_ON_DETACH_KEEP = 2, /* for keep_seconds */
+    KVQ_ON_DETACH_SAVE = 3, /* keep, and save when nobody has it open; needs storage_dir */
+};
+
+/* Flags of an open. */
+enum {
+    KVQ_OPEN_READ_ONLY = 1,
+    KVQ_OPEN_TAKE_OVER = 2, /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
+    KVQ_OPEN_MUST_EXIST = 4,
+    KVQ_OPEN_MUST_CREATE = 8,
+    KVQ_OPEN_EXACT_PROMPT = 16, /* refuse an open that does not say prompt_tokens */
+    KVQ_OPEN_PACKED_PROMPT = 32 /* less memory; outputs of a prompt depend on its pieces */
+};
+
+/* Tokens that stand for an image or for audio: the same ids mean something else with another. */
+struct kvq_span {
+    uint64_t first;
+    uint32_t tokens;
+    uint8_t digest[32]; /* of what they stand for, e.g. its SHA-256 */
+};
+
+/* The beginning of a session's tokens: int32 ids in a buffer in the host's memory. */
+struct kvq_prefix {
+    const kvq_buffer *buffer;     /* NULL: none */
+    uint64_t offset;              /* a multiple of 4 */
+    uint64_t tokens;              /* ids from there on */
+    const struct kvq_span *spans; /* among these and the tokens that follow; at most 1,024 */
+    uint32_t n_spans;
+};
+
+/* Zero-initialize: only layers, n_layers and format are needed for a new session without a name. */
+struct kvq_session_options {
+    const char *ns;    /* namespace; NULL: "uid-N" of this user */
+    const char *name;  /* NULL: none; private to this client, and dropped with it */
+    const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
+    const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing one as it is */
+    uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
+    const char *format;             /* of docs/formats.md, or of the daemon's configuration */
+    uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
+    uint8_t v_rotation;             /* KVQ_V_ROTATION */
+    uint8_t attention;              /* KVQ_ATTENTION */
+    uint8_t on_detach;              /* KVQ_ON_DETACH */
+    uint16_t shard, shards;         /* this one, from 0, of so many (0: 1); see shards.h */
+    uint32_t flags;                 /* KVQ_OPEN */
+    uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back */
+    uint64_t prompt_tokens;         /* the prompt's, read in 16 bits to its end if it fits; 0: none
+                                     * are told, and the prompt is packed as it comes */
+    uint64_t keep_seconds;          /* once nobody has it open; 0: the configured time */
+    const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon chooses, or as it is */
+    const char *salt;    /* sessions share prefixes only where these two are equal; NULL: "" */
+    const char *adapter; /* what changes the weights: a LoRA's name and version */
+    struct kvq_prefix prefix; /* a session that is created begins with what is there of it */
+};
+
+/* What a session is and holds. Bytes and bits are those of its memory, not of disk. */
+struct kvq_session_info {
+    uint64_t id;                         /* of this daemon's run */
+    uint64_t tokens;                     /* committed: the position of the next step */
+    uint64_t packed_bytes, window_bytes; /* of packed blocks; of tokens still in 16 bits */
+    uint64_t table_bytes;                /* of page tables */
+    uint64_t full_precision_tokens;      /* of one layer, still in the window */
+    uint64_t saturated_values;           /* clamped to the 16-bit range when they were stored */
+    double bits_per_value;               /* of packed blocks, parameters included */
+    double bytes_per_token_head;         /* of packed blocks: K and V of one KV head */
+    double bytes_per_token_head_total;   /* of all its memory */
+    double compression;                  /* a 16-bit cache of these tokens, over all its memory */
+    uint32_t layers;
+    uint8_t created;   /* 1: this open made it */
+    uint8_t read_only; /* 1: this handle only reads */
+    char ns[128], name[128], format[64];
+    char attention[16]; /* "exact" or "fast" on the host, "gpu" on a GPU */
+    char isa[16];       /* whose kernels attend: "c", "avx2", "avx512"; "sm_90" */
+    char place[48];     /* "host" or a kvq_gpu_info.place */
+    uint32_t shard, shards;
+    uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
+    uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
+    uint64_t exact_tokens;  /* of the prompt, read in 16 bits to its end; 0: packed as it comes */
+    uint64_t shared_bytes;  /* of packed_bytes, others have them, too; of kvq_session_info alone */
+    char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
+    uint8_t pinned;         /* kvq_session_pin */
+    char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": by daemon in some layers */
+};
+
+/* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
+ * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL.
+ * Release with kvq_session_close. */
+KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
+                                       const struct kvq_session_options *options,
+                                       kvq_session *session, struct kvq_session_info *info);
+
+/* Ends the handle; what becomes of the session its on_detach says. */
+KVQ_API int kvq_session_close(kvq_client *client, kvq_session session);
+
+/* Destroys the session with all its shards. Readers' handles become stale. */
+KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
+
+/* Asks the daemon. KVQ_E_STALE. */
+KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
+                                       struct kvq_session_info *info);
+
+/* The layers of an open session, also of one that was opened as it is: one row each, the first
+ * `max` of them, with heads, dimensions and kv_from alone. *n: how many there are. */
+KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
+                                         struct kvq_layer *rows, uint32_t max, uint32_t *n);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
