@@ -89,14 +89,6 @@ static void put_layer(const struct kvq_layer *row, Kvq__Layer *layer)
     layer->repeat = row->repeat;
 }
 
-// The protocol counts otherwise: 0 exact, 1 fast, 2 the daemon's.
-static uint32_t wire_path(uint8_t attention)
-{
-    return attention == KVQ_ATTENTION_DEFAULT ? 2
-           : attention <= KVQ_ATTENTION_FAST  ? attention - 1u
-                                              : attention;
-}
-
 static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m)
 {
     kvq__open_session__init(m);
@@ -108,7 +100,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->shards = o->shards;
     m->dtype = o->dtype ? o->dtype : KVQ_DTYPE_F16;
     m->v_rotation = o->v_rotation;
-    m->path = wire_path(o->attention);
+    m->attention = o->attention;
     m->prompt_tokens = o->prompt_tokens;
     m->max_rollback = o->max_rollback;
     m->on_detach = (Kvq__OnDetach)o->on_detach;

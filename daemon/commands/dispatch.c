@@ -229,6 +229,13 @@ static int prefix_of(const Kvq__Prefix *from, struct kvq_arena *arena,
     return spans_of(from->spans, from->n_spans, arena, &prefix->spans, &prefix->n_spans, text);
 }
 
+// The core counts the kernels' paths from 0, and has 2 for the daemon's choice.
+static uint32_t path_of(uint32_t attention)
+{
+    static const uint32_t paths[] = {2, KVQ_PATH_EXACT, KVQ_PATH_FAST};
+    return attention < sizeof paths / sizeof *paths ? paths[attention] : attention;
+}
+
 static int spec_of(const Kvq__OpenSession *open, struct kvq_arena *arena,
                    struct kvq__session_spec *spec, char *text)
 {
@@ -244,7 +251,7 @@ static int spec_of(const Kvq__OpenSession *open, struct kvq_arena *arena,
         .shards = open->shards,
         .dtype = open->dtype,
         .v_rotation = open->v_rotation,
-        .path = open->path,
+        .path = path_of(open->attention),
         .max_rollback = open->max_rollback,
         .on_detach = (uint32_t)open->on_detach,
         .prompt_tokens = open->prompt_tokens,
