@@ -122,18 +122,30 @@ static int prepare(kvq_capture *c, const struct kvq_capture_options *o)
     return put_rows(c, o);
 }
 
+static int take_options(struct kvq_capture_options *to, const struct kvq_capture_options *from)
+{
+    int rc = KVQ__SIZED_TAKE(to, from, "kvq_capture_options");
+    if (rc == KVQ_OK && to->n_layers && !to->layers)
+        rc = kvq__fail(KVQ_E_INVALID, "a capture of %u rows of layers at NULL", to->n_layers);
+    return rc;
+}
+
 int kvq_capture_open(const char *path, const struct kvq_capture_options *options,
                      kvq_capture **capture)
 {
-    if (!path || !capture || !options || (options->n_layers && !options->layers))
-        return kvq__fail(KVQ_E_INVALID, "a capture needs a path, options, their layers, and a "
-                                        "place for its pointer");
+    if (!path || !capture || !options)
+        return kvq__fail(KVQ_E_INVALID, "a capture needs a path, options, and a place for its "
+                                        "pointer");
     *capture = NULL;
+    struct kvq_capture_options o;
+    int rc = take_options(&o, options);
+    if (rc)
+        return rc;
     kvq_capture *c = calloc(1, sizeof *c);
     if (!c)
         return kvq__fail_errno("no memory for a capture");
     c->fd = -1;
-    int rc = prepare(c, options);
+    rc = prepare(c, &o);
     if (rc)
         goto error;
     c->tracks = calloc(KVQ_MAX_CAPTURE_SESSIONS, sizeof *c->tracks);

@@ -177,12 +177,14 @@ static int attach(kvq_client *client)
 
 int kvq_connect(const struct kvq_connect_options *options, kvq_client **client)
 {
-    const struct kvq_connect_options defaults = {0};
+    struct kvq_connect_options o = {0};
     if (!client)
         return kvq__fail(KVQ_E_INVALID, "kvq_connect: client is NULL");
     *client = NULL;
     kvq_client *made = NULL;
-    int rc = client_make(options ? options : &defaults, &made);
+    int rc = options ? KVQ__SIZED_TAKE(&o, options, "kvq_connect_options") : KVQ_OK;
+    if (rc == KVQ_OK)
+        rc = client_make(&o, &made);
     if (rc == KVQ_OK)
         rc = attach(made);
     if (rc == KVQ_OK)
@@ -234,8 +236,10 @@ int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info)
 {
     if (!client || !info)
         return kvq__fail(KVQ_E_INVALID, "kvq_daemon_info: an argument is NULL");
-    *info = client->info;
-    return KVQ_OK;
+    int rc = kvq__sized_check(info, "kvq_daemon_info");
+    if (rc == KVQ_OK)
+        kvq__sized_give(info, &client->info, sizeof client->info);
+    return rc;
 }
 
 static int attach_again(kvq_client *client)

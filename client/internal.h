@@ -188,6 +188,18 @@ int kvq__fail(int code, const char *format, ...) __attribute__((format(printf, 2
 // The same with strerror(errno) behind the text; code KVQ_E_SYSTEM.
 int kvq__fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+// ---- sized.c: structures that begin with their size ----
+
+// Copies a caller's structure to ours, of `known` bytes. What an earlier caller does not have is
+// zero. KVQ_E_INVALID for what can be no size, KVQ_E_UNSUPPORTED where the caller sets what this
+// library does not know; then *to is as it was.
+int kvq__sized_take(void *to, size_t known, const void *from, const char *name);
+// Whether a caller's structure that is to be filled can be: its size is set, or KVQ_E_INVALID.
+int kvq__sized_check(const void *to, const char *name);
+// Fills it, as far as both sides know it; the rest is zero. Its size stays.
+void kvq__sized_give(void *to, const void *from, size_t known);
+#define KVQ__SIZED_TAKE(to, from, name) kvq__sized_take(to, sizeof *(to), from, name)
+
 // ---- socket.c: packets with file descriptors ----
 
 // CLOCK_MONOTONIC.

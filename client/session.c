@@ -68,6 +68,12 @@ static int check_options(const struct kvq_session_options *o)
     return KVQ_OK;
 }
 
+static int take_options(struct kvq_session_options *to, const struct kvq_session_options *from)
+{
+    int rc = KVQ__SIZED_TAKE(to, from, "kvq_session_options");
+    return rc ? rc : check_options(to);
+}
+
 // The generated structures do not know const, but nothing writes through them.
 static char *text_of(const char *text)
 {
@@ -121,37 +127,38 @@ static void copy_text(char *to, size_t size, const char *from)
     snprintf(to, size, "%s", from);
 }
 
-static void take_info(const Kvq__Session *s, bool read_only, struct kvq_session_info *info)
+static void give_info(const Kvq__Session *s, bool read_only, struct kvq_session_info *info)
 {
-    *info = (struct kvq_session_info){.id = s->id,
-                                      .tokens = s->tokens,
-                                      .packed_bytes = s->packed_bytes,
-                                      .window_bytes = s->window_bytes,
-                                      .table_bytes = s->table_bytes,
-                                      .full_precision_tokens = s->full_precision_tokens,
-                                      .saturated_values = s->saturated_values,
-                                      .bits_per_value = s->bits_per_value,
-                                      .bytes_per_token_head = s->bytes_per_token_head,
-                                      .bytes_per_token_head_total = s->bytes_per_token_head_total,
-                                      .compression = s->compression,
-                                      .layers = s->layers,
-                                      .created = s->created,
-                                      .read_only = read_only,
-                                      .shard = s->shard,
-                                      .shards = s->shards,
-                                      .group_tokens = s->group_tokens,
-                                      .prefix_tokens = s->prefix_tokens,
-                                      .exact_tokens = s->exact_tokens,
-                                      .shared_bytes = s->shared_bytes,
-                                      .pinned = s->pinned};
-    copy_text(info->ns, sizeof info->ns, s->namespace_);
-    copy_text(info->name, sizeof info->name, s->name);
-    copy_text(info->format, sizeof info->format, s->format);
-    copy_text(info->attention, sizeof info->attention, s->path);
-    copy_text(info->isa, sizeof info->isa, s->isa);
-    copy_text(info->place, sizeof info->place, s->place);
-    copy_text(info->tier, sizeof info->tier, s->tier);
-    copy_text(info->v_rotation, sizeof info->v_rotation, s->v_rotation);
+    struct kvq_session_info i = {.id = s->id,
+                                 .tokens = s->tokens,
+                                 .packed_bytes = s->packed_bytes,
+                                 .window_bytes = s->window_bytes,
+                                 .table_bytes = s->table_bytes,
+                                 .full_precision_tokens = s->full_precision_tokens,
+                                 .saturated_values = s->saturated_values,
+                                 .bits_per_value = s->bits_per_value,
+                                 .bytes_per_token_head = s->bytes_per_token_head,
+                                 .bytes_per_token_head_total = s->bytes_per_token_head_total,
+                                 .compression = s->compression,
+                                 .layers = s->layers,
+                                 .created = s->created,
+                                 .read_only = read_only,
+                                 .shard = s->shard,
+                                 .shards = s->shards,
+                                 .group_tokens = s->group_tokens,
+                                 .prefix_tokens = s->prefix_tokens,
+                                 .exact_tokens = s->exact_tokens,
+                                 .shared_bytes = s->shared_bytes,
+                                 .pinned = s->pinned};
+    copy_text(i.ns, sizeof i.ns, s->namespace_);
+    copy_text(i.name, sizeof i.name, s->name);
+    copy_text(i.format, sizeof i.format, s->format);
+    copy_text(i.attention, sizeof i.attention, s->path);
+    copy_text(i.isa, sizeof i.isa, s->isa);
+    copy_text(i.place, sizeof i.place, s->place);
+    copy_text(i.tier, sizeof i.tier, s->tier);
+    copy_text(i.v_rotation, sizeof i.v_rotation, s->v_rotation);
+    kvq__sized_give(info, &i, sizeof i);
 }
 
 // Of a session that was opened as it is the daemon tells what it has.
@@ -183,7 +190,7 @@ static int take_session(kvq_client *client, const struct kvq_session_options *o,
         return rc;
     *session = reply->handle;
     if (info)
-        take_info(reply, read_only, info);
+        give_info(reply, read_only, info);
     return KVQ_OK;
 }
 
@@ -298,12 +305,15 @@ int kvq_lookup(kvq_client *client, const struct kvq_session_options *options, ui
     if (!client || !options || !tokens)
         return kvq__fail(KVQ_E_INVALID, "kvq_lookup: an argument is NULL");
     *tokens = 0;
-    if (!options->prefix.buffer)
+    struct kvq_session_options o;
+    int rc = take_options(&o, options);
+    if (rc)
+        return rc;
+    if (!o.prefix.buffer)
         return kvq__fail(KVQ_E_BUFFER,
                          "kvq_lookup: no token ids to look up: options->prefix.buffer "
                          "is NULL");
-    int rc = check_options(options);
-    return rc ? rc : lookup(client, options, tokens);
+    return lookup(client, &o, tokens);
 }
 
 int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
@@ -312,8 +322,11 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
     if (!client || !options || !session)
         return kvq__fail(KVQ_E_INVALID, "kvq_session_open: an argument is NULL");
     *session = 0;
-    int rc = check_options(options);
-    return rc ? rc : open_session(client, options, session, info);
+    struct kvq_session_options o;
+    int rc = take_options(&o, options);
+    if (rc == KVQ_OK && info)
+        rc = kvq__sized_check(info, "kvq_session_info");
+    return rc ? rc : open_session(client, &o, session, info);
 }
 
 int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer *rows,
@@ -555,14 +568,17 @@ int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session
                              .what = "asking about a session"};
     if (!client || !info)
         return kvq__fail(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
+    int rc = kvq__sized_check(info, "kvq_session_info");
+    if (rc)
+        return rc;
     message.which_case = KVQ__SESSION_INFO__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
     call.request.session_info = &message;
     pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
+    rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK)
-        take_info(call.reply->session, is_read_only(client, session), info);
+        give_info(call.reply->session, is_read_only(client, session), info);
     pthread_mutex_unlock(&client->control);
     return rc;
 }

@@ -52,6 +52,18 @@ static void compute(CUdeviceptr at, int token, CUstream stream)
     cuda(cuMemcpyHtoDAsync_v2(at, values, sizeof values, stream));
 }
 
+// A stream of the first GPU's primary context, which is current then.
+static CUstream make_stream(void)
+{
+    CUcontext context;
+    CUstream stream;
+    cuda(cuInit(0));
+    cuda(cuDevicePrimaryCtxRetain(&context, 0));
+    cuda(cuCtxSetCurrent(context));
+    cuda(cuStreamCreate(&stream, 1));
+    return stream;
+}
+
 int main(void)
 {
     kvq_client *client;
@@ -60,20 +72,18 @@ int main(void)
     struct kvq_gpu_info gpu;
     struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = LAYERS};
-    struct kvq_session_options options = {
-        .layers = &layer, .n_layers = 1, .format = "oscar2", .dtype = KVQ_DTYPE_BF16};
+    struct kvq_session_options options = {.size = sizeof options,
+                                          .layers = &layer,
+                                          .n_layers = 1,
+                                          .format = "oscar2",
+                                          .dtype = KVQ_DTYPE_BF16};
     struct kvq_entry entry = {0};
     struct kvq_work work = {0};
-    CUcontext context;
-    CUstream stream;
     CUdeviceptr memory;
     uint32_t gpus;
     static float out[Q_HEADS * DIM];
 
-    cuda(cuInit(0));
-    cuda(cuDevicePrimaryCtxRetain(&context, 0));
-    cuda(cuCtxSetCurrent(context));
-    cuda(cuStreamCreate(&stream, 1));
+    CUstream stream = make_stream();
     cuda(cuMemAlloc_v2(&memory, BYTES));
 
     check(kvq_connect(NULL, &client));

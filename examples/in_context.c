@@ -32,7 +32,8 @@ int main(void)
     kvq_local *local;
     struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = LAYERS};
-    struct kvq_session_options options = {.layers = &layer, .n_layers = 1, .format = "kvq2"};
+    struct kvq_session_options options = {
+        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "kvq2"};
     struct kvq_entry batch[BATCH] = {0};
     const uint64_t bytes = LAYER_FLOATS * sizeof(float), out_at = LAYERS * bytes;
     check(kvq_connect(NULL, &client));

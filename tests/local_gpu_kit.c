@@ -18,7 +18,8 @@ struct lg_rig rig;
 
 void lg_open_local(uint32_t flags)
 {
-    const struct kvq_local_options o = {.place = rig.gpu, .max_tokens = MAX, .flags = flags};
+    const struct kvq_local_options o = {
+        .size = sizeof o, .place = rig.gpu, .max_tokens = MAX, .flags = flags};
     fine(kvq_local_open(rig.queue, &o, &rig.local));
 }
 
@@ -26,8 +27,8 @@ void lg_connect(void)
 {
     struct kvq_gpu_info gpu;
     uint32_t n;
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .timeout_ms = 20000};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .timeout_ms = 20000};
     fine(kvq_connect(&options, &rig.client));
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
@@ -86,7 +87,8 @@ void lg_open_shard(const char *format, int shard, struct lg_pair *p)
     struct kvq_layer rows[LAYERS] = {
         {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM},
         {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .window = 70}};
-    struct kvq_session_options o = {.layers = rows,
+    struct kvq_session_options o = {.size = sizeof o,
+                                    .layers = rows,
                                     .n_layers = rig.layers,
                                     .format = format,
                                     .prompt_tokens = rig.prompt,
@@ -289,7 +291,7 @@ void lg_step(struct lg_pair *p, uint32_t n, uint32_t append, struct kvq_gpu_exec
 void lg_open_bucket(kvq_session session, uint32_t queries)
 {
     const struct kvq_bucket_options o = {
-        .session = session, .max_sessions = SESSIONS, .max_queries = queries};
+        .size = sizeof o, .session = session, .max_sessions = SESSIONS, .max_queries = queries};
     fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
 }
 

@@ -104,8 +104,8 @@ int local_setup(void **state)
     rig.files = open_files();
     rig.seed = 4711;
     daemon_start(&rig.daemon);
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .timeout_ms = 20000};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .timeout_ms = 20000};
     fine(kvq_connect(&options, &rig.client));
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_buffer_create(rig.client, LOCAL_BUFFER, &rig.buffer));

@@ -72,8 +72,12 @@ static struct kvq_layer layer_row(void)
 static kvq_capture *start(uint64_t max_tokens)
 {
     struct kvq_layer row = layer_row();
-    struct kvq_capture_options o = {
-        .layers = &row, .n_layers = 1, .model = "m", .max_tokens = max_tokens, .queries = 1};
+    struct kvq_capture_options o = {.size = sizeof o,
+                                    .layers = &row,
+                                    .n_layers = 1,
+                                    .model = "m",
+                                    .max_tokens = max_tokens,
+                                    .queries = 1};
     kvq_capture *c;
     assert_int_equal(kvq_capture_open(path, &o, &c), KVQ_OK);
     return c;
@@ -172,7 +176,7 @@ static void test_dtypes(void **unused)
     memcpy(memory + DIM, bf16, sizeof bf16);
     kvq_buffer b = {.data = memory, .bytes = sizeof memory, .id = 1};
     struct kvq_layer row = {.q_heads = 1, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
-    struct kvq_capture_options o = {.layers = &row, .n_layers = 1};
+    struct kvq_capture_options o = {.size = sizeof o, .layers = &row, .n_layers = 1};
     struct kvq_work w = {.k = kvq_tensor_make(&b, 0, 1, DIM, KVQ_DTYPE_F16),
                          .v = kvq_tensor_make(&b, 2 * DIM, 1, DIM, KVQ_DTYPE_BF16)};
     struct kvq_entry e = {.session = 1, .append = 1};
@@ -250,7 +254,7 @@ static void test_pages(void **unused)
         }
     kvq_buffer b = {.memfd = fd, .offset = 4096, .bytes = list_at, .id = 1};
     struct kvq_layer row = layer_row();
-    struct kvq_capture_options o = {.layers = &row, .n_layers = 1};
+    struct kvq_capture_options o = {.size = sizeof o, .layers = &row, .n_layers = 1};
     struct kvq_work w = {.k = {&b, 0, ROW * sizeof(float), DIM * sizeof(float), KVQ_DTYPE_F32},
                          .pages = {PAGE_TOKENS, PAGE_TOKENS * ROW * sizeof(float),
                                    PAGE_TOKENS * ROW * sizeof(float), &b, list_at - 4096}};
@@ -281,7 +285,7 @@ static void test_refusals(void **unused)
 {
     (void)unused;
     struct kvq_layer row = layer_row();
-    struct kvq_capture_options o = {.layers = &row, .n_layers = 1, .queries = 1};
+    struct kvq_capture_options o = {.size = sizeof o, .layers = &row, .n_layers = 1, .queries = 1};
     kvq_capture *c = NULL;
     assert_int_equal(kvq_capture_open("/no/such/place", &o, &c), KVQ_E_SYSTEM);
     assert_null(c);

@@ -38,7 +38,8 @@ static int count_fds(void)
 static int connect_to(struct fake_script script, uint32_t timeout_ms, struct fake_daemon **daemon,
                       kvq_client **client)
 {
-    struct kvq_connect_options options = {.runtime_dir = dir, .timeout_ms = timeout_ms};
+    struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = dir, .timeout_ms = timeout_ms};
     *daemon = fake_start(dir, &script);
     return kvq_connect(&options, client);
 }
@@ -67,7 +68,7 @@ static void expect_refused(struct fake_script script, int code, const char *text
 static void test_no_daemon(void **unused)
 {
     (void)unused;
-    struct kvq_connect_options options = {.runtime_dir = dir};
+    struct kvq_connect_options options = {.size = sizeof options, .runtime_dir = dir};
     char path[200];
     kvq_client *client;
     assert_int_equal(kvq_connect(&options, &client), KVQ_E_NO_DAEMON);
@@ -78,7 +79,8 @@ static void test_no_daemon(void **unused)
     options.runtime_dir = path;
     assert_int_equal(kvq_connect(&options, &client), KVQ_E_INVALID);
     expect_text("199 bytes");
-    options = (struct kvq_connect_options){.runtime_dir = dir, .name = "a\nb"};
+    options = (struct kvq_connect_options){
+        .size = sizeof(struct kvq_connect_options), .runtime_dir = dir, .name = "a\nb"};
     assert_int_equal(kvq_connect(&options, &client), KVQ_E_INVALID);
     assert_int_equal(kvq_connect(&options, NULL), KVQ_E_INVALID);
 }
@@ -191,7 +193,7 @@ static void test_calls_that_nobody_takes(void **unused)
     struct kvq_entry entry = {0};
     static struct kvq_layer rows[256];
     static char format[128]; // long, so that a few requests fill the socket
-    struct kvq_session_options o = {.layers = rows, .n_layers = 256};
+    struct kvq_session_options o = {.size = sizeof o, .layers = rows, .n_layers = 256};
     int before = count_fds(), rc = KVQ_E_DEADLINE;
     memset(format, 'f', sizeof format - 1);
     for (int i = 0; i < 256; i++)
@@ -292,16 +294,16 @@ static void test_texts_that_cannot_travel(void **unused)
     memset(name, 'n', sizeof name - 1);
     name[sizeof name - 1] = 0;
     assert_int_equal(connect_to(fake_good(), 0, &daemon, &client), KVQ_OK);
-    struct kvq_session_options o = {.name = name};
+    struct kvq_session_options o = {.size = sizeof o, .name = name};
     assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_LIMIT);
     expect_text("127 bytes");
     o.name = "a\x01";
     assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
     o.name = "\xff";
     assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
-    o = (struct kvq_session_options){.n_layers = 257};
+    o = (struct kvq_session_options){.size = sizeof(struct kvq_session_options), .n_layers = 257};
     assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
-    o = (struct kvq_session_options){.flags = 64};
+    o = (struct kvq_session_options){.size = sizeof(struct kvq_session_options), .flags = 64};
     assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
     expect_text("0x40");
     kvq_disconnect(&client);
@@ -473,7 +475,8 @@ static void test_death_while_spinning(void **unused)
     (void)unused;
     struct fake_script s = fake_good();
     struct fake_daemon *daemon;
-    struct kvq_connect_options options = {.runtime_dir = dir, .spin_us = UINT32_MAX};
+    struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = dir, .spin_us = UINT32_MAX};
     struct kvq_entry entry = {0};
     kvq_client *client;
     kvq_queue *queue;
@@ -534,7 +537,7 @@ static void test_reattach(void **unused)
     (void)unused;
     static struct rig r;
     struct fake_script s = fake_good();
-    struct kvq_daemon_info info;
+    struct kvq_daemon_info info = {.size = sizeof info};
     kvq_ticket ticket;
     uint32_t lost = 99;
     rig_up(&r, FAKE_SILENT, 0);
@@ -585,8 +588,8 @@ struct local_rig {
 // What kvq_local_open says of a daemon with this script; the rest of the way, if it says nothing.
 static int local_up(struct local_rig *l, struct fake_script script, uint32_t flags)
 {
-    const struct kvq_local_options o = {.max_tokens = 1024, .flags = flags};
-    const struct kvq_session_options so = {.format = "f16"};
+    const struct kvq_local_options o = {.size = sizeof o, .max_tokens = 1024, .flags = flags};
+    const struct kvq_session_options so = {.size = sizeof so, .format = "f16"};
     assert_int_equal(connect_to(script, 2000, &l->r.daemon, &l->r.client), KVQ_OK);
     assert_int_equal(kvq_queue_open(l->r.client, &l->r.queue), KVQ_OK);
     int rc = kvq_local_open(l->r.queue, &o, &l->local);

@@ -51,8 +51,8 @@ static int setup(void **state)
     rig.files = soft_open_files();
     setenv("KVQ_GPU_ORDER", rig.asked ? rig.asked : "", 1);
     daemon_start(&rig.daemon);
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .timeout_ms = 20000};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .timeout_ms = 20000};
     fine(kvq_connect(&options, &rig.client));
     fine(kvq_queue_open(rig.client, &rig.queue));
     fine(kvq_daemon_gpus(rig.client, &gpu, 1, &n));
@@ -125,8 +125,8 @@ static void open_session(struct run *r, const char *place)
     static const struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
-        .layers = &layer, .n_layers = 1, .format = "k8v4", .place = place};
-    struct kvq_session_info info;
+        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "k8v4", .place = place};
+    struct kvq_session_info info = {.size = sizeof info};
     fine(kvq_session_open(rig.client, &options, &r->entry.session, &info));
     assert_string_equal(info.place, place);
     bool gpu = strcmp(place, "host") != 0;
@@ -277,8 +277,8 @@ static void test_import_mapped(void **state)
 // Lets the stream go on, but not at once.
 static void *let_go(void *context)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .timeout_ms = 20000};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .timeout_ms = 20000};
     kvq_client *client;
     for (int i = 0; i < 5; i++) {
         if (kvq_connect(&options, &client) == KVQ_OK)
@@ -548,7 +548,8 @@ static size_t capture(struct run *r, const char *path, uint8_t *bytes, size_t si
 {
     static const struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
-    const struct kvq_capture_options options = {.layers = &layer, .n_layers = 1, .queries = 1};
+    const struct kvq_capture_options options = {
+        .size = sizeof options, .layers = &layer, .n_layers = 1, .queries = 1};
     kvq_capture *c;
     put_tensors(r);
     r->entry = (struct kvq_entry){.session = 1, .append = TOKENS, .queries = TOKENS};

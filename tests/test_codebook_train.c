@@ -439,7 +439,8 @@ static void write_capture(const char *path, struct tensors *x)
 {
     struct kvq_layer row = {
         .q_heads = HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = 2};
-    struct kvq_capture_options o = {.layers = &row, .n_layers = 1, .model = "tiny"};
+    struct kvq_capture_options o = {
+        .size = sizeof o, .layers = &row, .n_layers = 1, .model = "tiny"};
     struct kvq_entry e = {.session = 1, .append = TOKENS};
     kvq_buffer buffer = {.data = x, .bytes = sizeof *x, .id = 1};
     kvq_capture *capture;

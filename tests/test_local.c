@@ -30,7 +30,8 @@ enum { LESS = 1 };
 // Threads are the library's own where parallel is NULL.
 static void open_threads(uint32_t threads, bool own)
 {
-    struct kvq_local_options o = {.max_tokens = 2048,
+    struct kvq_local_options o = {.size = sizeof o,
+                                  .max_tokens = 2048,
                                   .flags = KVQ_LOCAL_REQUIRE,
                                   .threads = threads,
                                   .parallel = threads > 1 && !own ? local_parallel : NULL};
@@ -49,7 +50,8 @@ static void long_run(const char *format, uint16_t q_heads, uint32_t prompt, uint
 {
     struct local_model m;
     struct local_pair pair;
-    struct kvq_session_options o = {.format = format, .prompt_tokens = prompt, .max_rollback = 4};
+    struct kvq_session_options o = {
+        .size = sizeof o, .format = format, .prompt_tokens = prompt, .max_rollback = 4};
     local_model(&m, LAYERS, q_heads, KV_HEADS, DIM);
     local_open_pair(&m, &o, &pair);
     local_step(&m, &pair, 1, &prompt, 0, true);
@@ -81,8 +83,10 @@ static void test_300_steps(void **state)
 static void test_shapes(void **state)
 {
     static const uint16_t heads[][2] = {{2, 2}, {16, 2}, {3, 1}, {64, 1}};
-    struct kvq_session_options o = {
-        .format = "oscar2", .dtype = KVQ_DTYPE_BF16, .attention = KVQ_ATTENTION_FAST};
+    struct kvq_session_options o = {.size = sizeof o,
+                                    .format = "oscar2",
+                                    .dtype = KVQ_DTYPE_BF16,
+                                    .attention = KVQ_ATTENTION_FAST};
     const uint32_t prompt = 140, one = 1;
     (void)state;
     open_local(1);
@@ -107,7 +111,8 @@ static void ragged(uint32_t threads, bool own)
     enum { N = 5 };
     struct local_model m;
     struct local_pair pairs[N];
-    struct kvq_session_options o = {.format = "oscar2", .attention = KVQ_ATTENTION_FAST};
+    struct kvq_session_options o = {
+        .size = sizeof o, .format = "oscar2", .attention = KVQ_ATTENTION_FAST};
     uint32_t append[N];
     open_threads(threads, own);
     local_model(&m, LAYERS, 8, KV_HEADS, DIM);
@@ -136,7 +141,8 @@ static void test_ragged(void **state)
 static void open_shard(const struct local_model *m, const char *name, uint16_t shard,
                        kvq_session *session)
 {
-    const struct kvq_session_options o = {.name = name,
+    const struct kvq_session_options o = {.size = sizeof o,
+                                          .name = name,
                                           .layers = m->rows,
                                           .n_layers = m->layers,
                                           .format = "oscar2",
@@ -185,10 +191,11 @@ static int end_rank(kvq_local *local, const struct local_model *m, struct kvq_en
 // A shard with each of two ranks: one's end is answered at once, both commit with the other's.
 static void test_ranks(void **state)
 {
-    const struct kvq_local_options o = {.max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
+    const struct kvq_local_options o = {
+        .size = sizeof o, .max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
     struct local_model m;
     struct kvq_entry e[2];
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     kvq_session shards[2];
     kvq_local *locals[2];
     kvq_queue *queue;
@@ -280,7 +287,8 @@ static void test_rollback(void **state)
 {
     struct local_model m;
     struct local_pair pair;
-    struct kvq_session_options o = {.format = "innerq-small:rot=signed:k_codec=lloyd:k_group=0",
+    struct kvq_session_options o = {.size = sizeof o,
+                                    .format = "innerq-small:rot=signed:k_codec=lloyd:k_group=0",
                                     .max_rollback = 8};
     const uint32_t prompt = 250, draft = 6, one = 1;
     (void)state;
@@ -306,7 +314,7 @@ static void test_changed_between(void **state)
 {
     struct local_model m;
     struct local_pair pair;
-    struct kvq_session_options o = {.format = "oscar2", .max_rollback = 8};
+    struct kvq_session_options o = {.size = sizeof o, .format = "oscar2", .max_rollback = 8};
     const uint32_t prompt = 258, one = 1;
     (void)state;
     open_local(1);
@@ -328,7 +336,8 @@ static void test_forks(void **state)
     enum { N = 4 };
     struct local_model m;
     struct local_pair pairs[N];
-    struct kvq_session_options o = {.format = "oscar2", .attention = KVQ_ATTENTION_FAST};
+    struct kvq_session_options o = {
+        .size = sizeof o, .format = "oscar2", .attention = KVQ_ATTENTION_FAST};
     uint32_t append[N] = {1200, 1, 1, 1};
     (void)state;
     open_local(4);
@@ -369,7 +378,8 @@ static kvq_session open_small(const char *name, uint32_t flags, uint32_t layers)
     kvq_session s;
     local_model(&m, layers, 4, KV_HEADS, DIM);
     m.rows[layers - 1].kv_from = 0;
-    struct kvq_session_options o = {.name = name,
+    struct kvq_session_options o = {.size = sizeof o,
+                                    .name = name,
                                     .format = "oscar2",
                                     .layers = m.rows,
                                     .n_layers = layers,
@@ -422,10 +432,10 @@ static void test_without_requests(void **state)
 
 static void through(const char *words)
 {
-    struct kvq_local_options o = {.max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
+    struct kvq_local_options o = {.size = sizeof o, .max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE};
     struct local_model m;
     struct local_pair pairs[2];
-    struct kvq_session_options options = {.format = "oscar2"};
+    struct kvq_session_options options = {.size = sizeof options, .format = "oscar2"};
     uint32_t append[2] = {150, 300};
     refused(KVQ_E_UNSUPPORTED, kvq_local_open(rig.queue, &o, &rig.local), words);
     assert_null(rig.local);
@@ -454,7 +464,7 @@ static void test_through_daemon(void **state)
 
 static void test_other_instructions(void **state)
 {
-    struct kvq_daemon_info info;
+    struct kvq_daemon_info info = {.size = sizeof info};
     (void)state;
     fine(kvq_daemon_info(rig.client, &info));
     if (strcmp(info.isa, "c") == 0)
@@ -576,14 +586,15 @@ static void test_refused_ends(void **state)
 
 static void test_options(void **state)
 {
-    struct kvq_local_options o = {.flags = 8};
+    struct kvq_local_options o = {.size = sizeof o, .flags = 8};
     (void)state;
     refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "flags 0x8");
-    o = (struct kvq_local_options){.threads = 257};
+    o = (struct kvq_local_options){.size = sizeof(struct kvq_local_options), .threads = 257};
     refused(KVQ_E_INVALID, kvq_local_open(rig.queue, &o, &rig.local), "256 at most");
-    o = (struct kvq_local_options){.max_tokens = UINT64_C(1) << 30};
+    o = (struct kvq_local_options){.size = sizeof(struct kvq_local_options),
+                                   .max_tokens = UINT64_C(1) << 30};
     refused(KVQ_E_LIMIT, kvq_local_open(rig.queue, &o, &rig.local), "max_tokens");
-    o = (struct kvq_local_options){.max_tokens = 128};
+    o = (struct kvq_local_options){.size = sizeof(struct kvq_local_options), .max_tokens = 128};
     fine(kvq_local_open(rig.queue, &o, &rig.local));
     struct kvq_entry e = {.session = open_small("long", 0, 1)};
     fine(kvq_local_add(rig.local, e.session));
@@ -624,8 +635,8 @@ static void test_imported(void **state)
 
 static kvq_client *second_client(kvq_queue **queue)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .name = "second"};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .name = "second"};
     kvq_client *client;
     fine(kvq_connect(&options, &client));
     fine(kvq_queue_open(client, queue));
@@ -634,7 +645,8 @@ static kvq_client *second_client(kvq_queue **queue)
 
 static kvq_session open_there(kvq_client *client, const char *name, uint32_t flags)
 {
-    struct kvq_session_options o = {.name = name, .flags = flags | KVQ_OPEN_MUST_EXIST};
+    struct kvq_session_options o = {
+        .size = sizeof o, .name = name, .flags = flags | KVQ_OPEN_MUST_EXIST};
     kvq_session s;
     fine(kvq_session_open(client, &o, &s, NULL));
     return s;

@@ -147,13 +147,14 @@ enum { FORKS = 4, PREFIX = 1024 };
 static void share(bool forked, uint64_t *launched, uint64_t *replayed)
 {
     struct lg_pair p[FORKS];
-    const struct kvq_local_options options = {.place = rig.gpu, .max_tokens = 2 * PREFIX};
+    const struct kvq_local_options options = {
+        .size = sizeof options, .place = rig.gpu, .max_tokens = 2 * PREFIX};
     fine(kvq_local_open(rig.queue, &options, &rig.local));
     for (uint32_t i = 0; i < FORKS; i++) {
         if (i == 0 || !forked) {
             lg_open_pair("kivi2", &p[i]);
             const struct kvq_bucket_options o = {
-                .session = p[i].here, .max_sessions = FORKS, .max_queries = 64};
+                .size = sizeof o, .session = p[i].here, .max_sessions = FORKS, .max_queries = 64};
             if (i == 0)
                 fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
             for (uint32_t t = 0; t < PREFIX + 256; t += ROWS)
@@ -271,7 +272,7 @@ static void test_refusals(void **state)
     kvq_buffer *elsewhere;
     (void)state;
     lg_open_local(KVQ_LOCAL_REQUIRE);
-    const struct kvq_bucket_options o = {.session = 4711};
+    const struct kvq_bucket_options o = {.size = sizeof o, .session = 4711};
     refused(KVQ_E_STALE, kvq_bucket_open(rig.local, &o, &rig.bucket), "not in this");
     lg_open_pair("oscar2", p);
     lg_open_bucket(p->here, 4);
@@ -293,7 +294,9 @@ static void test_refusals(void **state)
     b.entries[0].position = 0;
     fine(lg_begin(&b));
     fine(b.entries[0].status);
-    fine(kvq_connect(&(struct kvq_connect_options){.runtime_dir = rig.daemon.directory}, &other));
+    fine(kvq_connect(&(struct kvq_connect_options){.size = sizeof(struct kvq_connect_options),
+                                                   .runtime_dir = rig.daemon.directory},
+                     &other));
     fine(kvq_buffer_create(other, ARENA, &elsewhere));
     w.q.buffer = elsewhere;
     refused(KVQ_E_BUFFER, lg_attend(&w, &b), "q");

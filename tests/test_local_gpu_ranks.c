@@ -129,7 +129,7 @@ static void test_leaves(void **state)
     assert_non_null(strstr(kvq_error_text(), "shard 1"));
     use(1);
     struct lg_pair again = ranks.pairs[1];
-    const struct kvq_session_options o = {.name = "here", .shard = 1};
+    const struct kvq_session_options o = {.size = sizeof o, .name = "here", .shard = 1};
     fine(kvq_session_open(rig.client, &o, &again.here, NULL));
     fine(kvq_local_add(rig.local, again.here));
     ranks.pairs[1] = again;

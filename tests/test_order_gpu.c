@@ -47,8 +47,8 @@ static void give_connections(void)
 
 static kvq_client *connect_client(void)
 {
-    const struct kvq_connect_options options = {.runtime_dir = rig.daemon.directory,
-                                                .timeout_ms = 20000};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = rig.daemon.directory, .timeout_ms = 20000};
     kvq_client *client;
     fine(kvq_connect(&options, &client));
     return client;
@@ -60,7 +60,7 @@ static void put_session(uint32_t i)
     static const struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
-        .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
     struct kvq_work *w = &rig.works[i];
     uint64_t at = (uint64_t)i * PART;
     w->k = kvq_tensor_make(rig.buffer, at, KV_HEADS, DIM, KVQ_DTYPE_F32);
@@ -260,7 +260,7 @@ static void engine_open(struct engine *e)
     static const struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
     const struct kvq_session_options options = {
-        .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
     *e = (struct engine){.client = connect_client(), .entry = {.append = 1, .queries = 1}};
     fine(kvq_queue_open(e->client, &e->queue));
     fine(kvq_buffer_create_on(e->client, NULL, PART, &e->buffer));

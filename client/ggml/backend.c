@@ -443,7 +443,7 @@ static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
     static uint8_t guid[16] = "kvq for ggml";
     ggml_backend_t backend = calloc(1, sizeof *backend);
     struct backend *own = calloc(1, sizeof *own);
-    const struct kvq_connect_options options = {.name = "llama.cpp"};
+    const struct kvq_connect_options options = {.size = sizeof options, .name = "llama.cpp"};
     if (!backend || !own) {
         kvq_ggml_refuse("no memory for a backend");
         goto fail;

@@ -82,7 +82,8 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
     for (uint32_t i = 0; i < all->n_layers; i++)
         words->shapes[i] = all->layers[i].shape;
     snprintf(words->name, sizeof words->name, which ? "%s-%u" : "%s", name ? name : "", which);
-    *options = (struct kvq_session_options){.name = name ? words->name : NULL,
+    *options = (struct kvq_session_options){.size = sizeof(struct kvq_session_options),
+                                            .name = name ? words->name : NULL,
                                             .model = "llama.cpp",
                                             .salt = name ? words->name : all->salt,
                                             .layers = words->shapes,
@@ -124,7 +125,8 @@ static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint3
 static bool open_local(struct kvq_ggml_sessions *all)
 {
     all->threads = all->daemon->threads;
-    const struct kvq_local_options options = {.max_tokens = all->cells,
+    const struct kvq_local_options options = {.size = sizeof options,
+                                              .max_tokens = all->cells,
                                               .threads = (uint32_t)all->threads,
                                               .parallel = PARALLEL,
                                               .parallel_context = all};
@@ -136,7 +138,7 @@ static bool open_local(struct kvq_ggml_sessions *all)
 static bool open_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                          uint32_t which, const struct kvq_session_options *options)
 {
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     for (uint32_t i = 0; i < all->n_layers; i++) {
         release(all->layers[i].k, which);
         release(all->layers[i].v, which);

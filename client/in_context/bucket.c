@@ -144,13 +144,16 @@ static int open_here(struct kvq_bucket *b, kvq_session session)
     return rc ? rc : take_device(b, workspace);
 }
 
-int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *o, kvq_bucket **bucket)
+int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, kvq_bucket **bucket)
 {
+    struct kvq_bucket_options taken, *o = &taken;
     if (bucket)
         *bucket = NULL;
-    if (!o || !bucket)
+    if (!options || !bucket)
         return kvq__fail(KVQ_E_INVALID, "kvq_bucket_open: an argument is NULL");
     int rc = kvq__local_check(local);
+    if (rc == KVQ_OK)
+        rc = KVQ__SIZED_TAKE(o, options, "kvq_bucket_options");
     if (rc == KVQ_OK)
         rc = kvq__local_check_place(local, true);
     if (rc)

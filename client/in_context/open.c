@@ -136,15 +136,16 @@ static struct kvq_local *make(kvq_queue *queue, const struct kvq_local_options *
 
 int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kvq_local **local)
 {
-    const struct kvq_local_options defaults = {0};
-    const struct kvq_local_options *o = options ? options : &defaults;
+    struct kvq_local_options o = {0};
     if (local)
         *local = NULL;
-    int rc = check_options(queue, o, local);
+    int rc = options ? KVQ__SIZED_TAKE(&o, options, "kvq_local_options") : KVQ_OK;
+    if (rc == KVQ_OK)
+        rc = check_options(queue, &o, local);
     if (rc)
         return rc;
     assert(local);
-    struct kvq_local *made = make(queue, o);
+    struct kvq_local *made = make(queue, &o);
     if (!made)
         return KVQ_E_SYSTEM;
     rc = find_gpu(made);
@@ -237,7 +238,7 @@ static int take_in(struct kvq_local *local, struct kvq__local_session *s)
 
 int kvq_local_add(kvq_local *local, kvq_session session)
 {
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     bool read_only;
     int rc = kvq__local_check(local);
     if (rc == KVQ_OK)

@@ -18,11 +18,12 @@ extern "C" {
 typedef struct kvq_capture kvq_capture;
 
 struct kvq_capture_options {
+    uint32_t size;                  /* sizeof(struct kvq_capture_options) */
+    uint32_t n_layers;              /* rows */
     const struct kvq_layer *layers; /* as for kvq_session_open */
-    uint32_t n_layers;
-    const char *model;   /* for people and tools; may be NULL */
+    uint8_t queries;                /* 1: Q as well */
+    const char *model;              /* for people and tools; may be NULL */
     uint64_t max_tokens; /* of all sessions together, the rest is passed over; 0: no limit */
-    uint8_t queries;     /* 1: Q as well */
 };
 
 /* Makes the file, or empties it. KVQ_E_SYSTEM, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID. */

@@ -21,11 +21,12 @@ extern "C" {
 typedef struct kvq_client kvq_client;
 
 struct kvq_connect_options {
-    /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
-    const char *runtime_dir;
-    const char *name;    /* for people, e.g. "myengine 1.2"; NULL: the program's name */
+    uint32_t size;       /* sizeof(struct kvq_connect_options) */
     uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
     uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
+    /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    const char *runtime_dir;
+    const char *name; /* for people, e.g. "myengine 1.2"; NULL: the program's name */
 };
 
 /* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
@@ -38,12 +39,13 @@ KVQ_API void kvq_disconnect(kvq_client **client);
 
 /* What answered. Thread-safe; asks nobody. */
 struct kvq_daemon_info {
+    uint32_t size; /* sizeof(struct kvq_daemon_info): set before the call */
+    uint32_t protocol;
     char version[32];
     char backend[32]; /* "cpu" */
     char isa[32];     /* "avx512" */
     uint64_t epoch;   /* changes with every start of the daemon */
     uint64_t client_id;
-    uint32_t protocol;
 };
 KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
 

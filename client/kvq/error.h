@@ -5,6 +5,13 @@
  * A call returns 0 or a negative KVQ_E code; kvq_error_text() has the details in words. For calls
  * over a batch, the code is that of the request as a whole (then no session was touched), and each
  * entry has a status of its own: one session's failure never fails another.
+ *
+ * Structures that may get more fields in a later version begin with `size`. Set size to sizeof the
+ * structure, and all other fields that are not wanted to 0. Then programs and libraries of
+ * different versions understand each other: fields that an older program lacks count as 0; fields
+ * that an older library does not know must be 0, else it refuses them with KVQ_E_UNSUPPORTED; and
+ * it sets them to 0 where it fills the structure. A size that was not set is refused with
+ * KVQ_E_INVALID. Structures without `size` (entries, work, tensors, layers, ..) do not grow.
  */
 #ifndef KVQ_PUBLIC_ERROR_H
 #define KVQ_PUBLIC_ERROR_H

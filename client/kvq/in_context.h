@@ -42,9 +42,10 @@ typedef struct kvq_local kvq_local;
 enum { KVQ_LOCAL_REQUIRE = 1 };
 
 struct kvq_local_options {
+    uint32_t size;       /* sizeof(struct kvq_local_options) */
+    uint32_t flags;      /* KVQ_LOCAL */
     const char *place;   /* of its sessions: "host" (NULL too) or a kvq_gpu_info.place */
     uint64_t max_tokens; /* of a session, a step's included: so long are page tables; 0: 131,072 */
-    uint32_t flags;
     /* The host: how many threads may be used at a time, the caller's included; 0: 1. `parallel`
      * calls item(arg, i) once for every i below n, in any order and on any threads, and returns
      * when all have returned. NULL: the library starts threads of its own, until the close. */
@@ -101,10 +102,11 @@ KVQ_API void kvq_local_abort(kvq_local *local);
 typedef struct kvq_bucket kvq_bucket;
 
 struct kvq_bucket_options {
-    kvq_session session;   /* any of those that it is for: their layers are alike */
-    uint64_t max_tokens;   /* of a session, the step's included; 0: the kvq_local's */
+    uint32_t size;         /* sizeof(struct kvq_bucket_options) */
     uint32_t max_sessions; /* in a step; 0: 1 */
     uint32_t max_queries;  /* of a session in a step; 0: 1 */
+    kvq_session session;   /* any of those that it is for: their layers are alike */
+    uint64_t max_tokens;   /* of a session, the step's included; 0: the kvq_local's */
 };
 
 KVQ_API KVQ_CHECK int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options,

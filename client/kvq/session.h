@@ -74,8 +74,10 @@ struct kvq_prefix {
     uint32_t n_spans;
 };
 
-/* Zero-initialize: only layers, n_layers and format are needed for a new session without a name. */
+/* Zero-initialize: only size, layers, n_layers and format are needed for a new session without a
+ * name. */
 struct kvq_session_options {
+    uint32_t size;     /* sizeof(struct kvq_session_options) */
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
     const char *name;  /* NULL: none; private to this client, and dropped with it */
     const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
@@ -100,6 +102,8 @@ struct kvq_session_options {
 
 /* What a session is and holds. Bytes and bits are those of its memory, not of disk. */
 struct kvq_session_info {
+    uint32_t size; /* sizeof(struct kvq_session_info): set before the call */
+    uint32_t layers;
     uint64_t id;                         /* of this daemon's run */
     uint64_t tokens;                     /* committed: the position of the next step */
     uint64_t packed_bytes, window_bytes; /* of packed blocks; of tokens still in 16 bits */
@@ -110,9 +114,8 @@ struct kvq_session_info {
     double bytes_per_token_head;         /* of packed blocks: K and V of one KV head */
     double bytes_per_token_head_total;   /* of all its memory */
     double compression;                  /* a 16-bit cache of these tokens, over all its memory */
-    uint32_t layers;
-    uint8_t created;   /* 1: this open made it */
-    uint8_t read_only; /* 1: this handle only reads */
+    uint8_t created;                     /* 1: this open made it */
+    uint8_t read_only;                   /* 1: this handle only reads */
     char ns[128], name[128], format[64];
     char attention[16]; /* "exact" or "fast" on the host, "gpu" on a GPU */
     char isa[16];       /* whose kernels attend: "c", "avx2", "avx512"; "sm_90" */

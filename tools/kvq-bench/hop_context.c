@@ -10,7 +10,8 @@
 int hop_context_open(struct hop_engine *e, char *text)
 {
     struct hop_context *x = &e->context;
-    const struct kvq_local_options options = {.place = e->place, .flags = KVQ_LOCAL_REQUIRE};
+    const struct kvq_local_options options = {
+        .size = sizeof options, .place = e->place, .flags = KVQ_LOCAL_REQUIRE};
     int rc = x->queue ? 0 : kvq_queue_open(e->client, &x->queue);
     rc = rc ? rc : kvq_local_open(x->queue, &options, &x->local);
     return hop_fault(rc, "attention in this context", text);
@@ -66,8 +67,8 @@ int hop_context_fill(struct hop_engine *e, const struct hop_case *c, char *text)
     int rc = hop_open_sessions(e, c, x->entries, &x->n_entries, text);
     for (uint32_t i = 0; rc == 0 && i < x->n_entries; i++)
         rc = hop_fault(kvq_local_add(x->local, x->entries[i].session), "mapping a session", text);
-    const struct kvq_bucket_options options = {.session = x->entries[0].session,
-                                               .max_sessions = c->sessions};
+    const struct kvq_bucket_options options = {
+        .size = sizeof options, .session = x->entries[0].session, .max_sessions = c->sessions};
     rc = rc ? rc : hop_fault(kvq_bucket_open(x->local, &options, &x->bucket), "a bucket", text);
     return rc ? rc : capture(e, text);
 }

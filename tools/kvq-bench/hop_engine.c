@@ -107,6 +107,7 @@ static int open_session(struct hop_engine *e, struct kvq_layer layer, const char
                         struct kvq_entry *entry, char *text)
 {
     const struct kvq_session_options options = {
+        .size = sizeof options,
         .layers = &layer,
         .n_layers = 1,
         .format = format,
@@ -165,7 +166,8 @@ static int find_place(struct hop_engine *e, char *text)
 int hop_engine_open(struct hop_engine **out, const struct hop_gpu *gpu, const struct hop_options *o,
                     const char *folder, char *text)
 {
-    const struct kvq_connect_options options = {.runtime_dir = folder, .name = "kvq-bench hop"};
+    const struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = folder, .name = "kvq-bench hop"};
     const struct kvq_layer least = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64};
     struct hop_engine *e = calloc(1, sizeof *e);
     *out = e;
@@ -185,7 +187,7 @@ int hop_engine_open(struct hop_engine **out, const struct hop_gpu *gpu, const st
 // How many of the first tokens are packed, once somebody has read them all.
 static int find_packed(struct hop_engine *e, struct hop_case *c, char *text)
 {
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     int rc = 0;
     for (e->work.layer = 0; rc == 0 && e->work.layer < e->o->layers; e->work.layer++)
         rc = kvq_attend(e->own, &e->work, e->entries, c->sessions);

@@ -85,12 +85,15 @@ static void bind_to(const struct run *r, int n)
 
 static int connect_client(struct run *r, const struct mode *mode)
 {
-    struct kvq_connect_options options = {
-        .runtime_dir = r->daemon.folder, .name = "kvq-bench", .spin_us = mode->client_spin_us};
+    struct kvq_connect_options options = {.size = sizeof options,
+                                          .runtime_dir = r->daemon.folder,
+                                          .name = "kvq-bench",
+                                          .spin_us = mode->client_spin_us};
     if (kvq_connect(&options, &r->client) || kvq_queue_open(r->client, &r->queue))
         return complain("connecting", kvq_error_text());
     struct kvq_layer layer = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64};
-    struct kvq_session_options session = {.layers = &layer, .n_layers = 1, .format = "f16"};
+    struct kvq_session_options session = {
+        .size = sizeof session, .layers = &layer, .n_layers = 1, .format = "f16"};
     uint64_t most = 1;
     for (uint32_t i = 0; i < r->o->sessions.n; i++)
         most = r->o->sessions.value[i] > most ? r->o->sessions.value[i] : most;

@@ -149,8 +149,11 @@ static int time_steps(struct run *r)
 
 static int open_sessions(struct run *r, const char *format, uint8_t attention)
 {
-    const struct kvq_session_options o = {
-        .layers = &r->row, .n_layers = 1, .format = format, .attention = attention};
+    const struct kvq_session_options o = {.size = sizeof o,
+                                          .layers = &r->row,
+                                          .n_layers = 1,
+                                          .format = format,
+                                          .attention = attention};
     for (int i = 0; i < 2; i++)
         if (kvq_session_open(r->client, &o, &r->entry[i].session, NULL))
             return complain("a session", 0);
@@ -196,8 +199,9 @@ static int start(struct run *r)
 {
     static const char *const options[] = {
         "--workers", "1", "--pin", "yes", "--pool-bytes", "12gb", "--client-bytes", "1gb", NULL};
-    const struct kvq_connect_options co = {.runtime_dir = r->daemon.folder, .name = "kvq-bench"};
-    const struct kvq_local_options lo = {.flags = KVQ_LOCAL_REQUIRE};
+    const struct kvq_connect_options co = {
+        .size = sizeof co, .runtime_dir = r->daemon.folder, .name = "kvq-bench"};
+    const struct kvq_local_options lo = {.size = sizeof lo, .flags = KVQ_LOCAL_REQUIRE};
     if (bench_daemon_start(&r->daemon, options))
         return -1;
     if (kvq_connect(&co, &r->client) || kvq_queue_open(r->client, &r->queue) ||

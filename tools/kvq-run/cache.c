@@ -64,13 +64,15 @@ int engine_open(struct engine *e, const struct config *c, const char *runtime_di
 {
     memset(e, 0, sizeof *e);
     e->step_tokens = step_tokens;
-    struct kvq_connect_options o = {.runtime_dir = runtime_dir, .name = "kvq-run"};
+    struct kvq_connect_options o = {
+        .size = sizeof o, .runtime_dir = runtime_dir, .name = "kvq-run"};
     int rc = kvq_connect(&o, &e->client);
     if (rc)
         return refused(rc, "cannot connect to kvqd", p);
     rc = kvq_queue_open(e->client, &e->queue);
     if (rc)
         return refused(rc, "cannot open a queue", p);
+    e->daemon.size = sizeof e->daemon;
     rc = kvq_daemon_info(e->client, &e->daemon);
     if (rc)
         return refused(rc, "cannot ask the daemon about itself", p);
@@ -140,6 +142,7 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
     struct kvq_layer rows[2];
     uint32_t n = layer_rows(c, rows);
     struct kvq_session_options so = {
+        .size = sizeof so,
         .ns = o->ns,
         .name = o->session,
         .model = o->model,
@@ -152,7 +155,7 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
         .on_detach = o->keep ? KVQ_ON_DETACH_KEEP : KVQ_ON_DETACH_DEFAULT,
         .prompt_tokens = o->prompt_tokens,
     };
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     kvq_buffer *prompt = NULL;
     int rc = put_prompt(e, o, &prompt, &so);
     rc = rc ? rc : kvq_session_open(e->client, &so, &k->session, &info);
@@ -239,7 +242,8 @@ int capture_open(const struct capture_options *o, const struct config *c, kvq_ca
     if (!o->path)
         return 0;
     struct kvq_layer rows[2];
-    struct kvq_capture_options co = {.layers = rows,
+    struct kvq_capture_options co = {.size = sizeof co,
+                                     .layers = rows,
                                      .n_layers = layer_rows(c, rows),
                                      .model = o->model,
                                      .max_tokens = o->tokens,
@@ -283,6 +287,7 @@ void cache_abort(struct cache *k)
 
 int cache_info(struct cache *k, struct kvq_session_info *info, struct problem *p)
 {
+    *info = (struct kvq_session_info){.size = sizeof *info};
     int rc = kvq_session_info(k->engine->client, k->session, info);
     return rc ? refused(rc, "cannot ask about the session", p) : 0;
 }

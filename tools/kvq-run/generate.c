@@ -118,7 +118,7 @@ static void report_json(const struct generation *g, const struct kvq_session_inf
 
 static int report(struct generation *g, struct problem *p)
 {
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     if (cache_info(&g->cache, &info, p))
         return -1;
     if (g->o->json) {

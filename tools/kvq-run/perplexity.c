@@ -89,7 +89,7 @@ static void score(struct comparison *c, uint32_t row, uint32_t next)
 // says how many tokens are still in full precision; those of the step itself always are.
 static int count_reads(struct comparison *c, uint32_t n, struct problem *p)
 {
-    struct kvq_session_info info;
+    struct kvq_session_info info = {.size = sizeof info};
     if (cache_info(&c->cache[TEST], &info, p))
         return -1;
     double packed = (double)(info.tokens - info.full_precision_tokens);

@@ -15,14 +15,22 @@ import numpy as np
 U64_MAX = 2**64 - 1
 
 
-class ConnectOptions(Structure):
-    _fields_ = [("runtime_dir", c_char_p), ("name", c_char_p), ("timeout_ms", c_uint32),
-                ("spin_us", c_uint32)]
+class Sized(Structure):
+    """One that can grow: its first field is `size`, which is set when it is made."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(size=ctypes.sizeof(self), **values)
 
 
-class DaemonInfo(Structure):
-    _fields_ = [("version", c_char * 32), ("backend", c_char * 32), ("isa", c_char * 32),
-                ("epoch", c_uint64), ("client_id", c_uint64), ("protocol", c_uint32)]
+class ConnectOptions(Sized):
+    _fields_ = [("size", c_uint32), ("timeout_ms", c_uint32), ("spin_us", c_uint32),
+                ("runtime_dir", c_char_p), ("name", c_char_p)]
+
+
+class DaemonInfo(Sized):
+    _fields_ = [("size", c_uint32), ("protocol", c_uint32), ("version", c_char * 32),
+                ("backend", c_char * 32), ("isa", c_char * 32), ("epoch", c_uint64),
+                ("client_id", c_uint64)]
 
 
 class GpuInfo(Structure):
@@ -56,8 +64,8 @@ class Ids(Structure):
     _fields_ = [("buffer", c_void_p), ("offset", c_uint64)]
 
 
-class SessionOptions(Structure):
-    _fields_ = [("ns", c_char_p), ("name", c_char_p), ("model", c_char_p),
+class SessionOptions(Sized):
+    _fields_ = [("size", c_uint32), ("ns", c_char_p), ("name", c_char_p), ("model", c_char_p),
                 ("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("format", c_char_p),
                 ("dtype", c_uint8), ("v_rotation", c_uint8), ("attention", c_uint8),
                 ("on_detach", c_uint8), ("shard", c_uint16), ("shards", c_uint16),
@@ -66,19 +74,18 @@ class SessionOptions(Structure):
                 ("adapter", c_char_p), ("prefix", Prefix)]
 
 
-class SessionInfo(Structure):
-    _fields_ = [("id", c_uint64), ("tokens", c_uint64), ("packed_bytes", c_uint64),
-                ("window_bytes", c_uint64), ("table_bytes", c_uint64),
+class SessionInfo(Sized):
+    _fields_ = [("size", c_uint32), ("layers", c_uint32), ("id", c_uint64), ("tokens", c_uint64),
+                ("packed_bytes", c_uint64), ("window_bytes", c_uint64), ("table_bytes", c_uint64),
                 ("full_precision_tokens", c_uint64), ("saturated_values", c_uint64),
                 ("bits_per_value", c_double), ("bytes_per_token_head", c_double),
                 ("bytes_per_token_head_total", c_double), ("compression", c_double),
-                ("layers", c_uint32), ("created", c_uint8), ("read_only", c_uint8),
-                ("ns", c_char * 128), ("name", c_char * 128), ("format", c_char * 64),
-                ("attention", c_char * 16), ("isa", c_char * 16), ("place", c_char * 48),
-                ("shard", c_uint32), ("shards", c_uint32), ("group_tokens", c_uint64),
-                ("prefix_tokens", c_uint64), ("exact_tokens", c_uint64),
-                ("shared_bytes", c_uint64),
-                ("tier", c_char * 8), ("pinned", c_uint8), ("v_rotation", c_char * 8)]
+                ("created", c_uint8), ("read_only", c_uint8), ("ns", c_char * 128),
+                ("name", c_char * 128), ("format", c_char * 64), ("attention", c_char * 16),
+                ("isa", c_char * 16), ("place", c_char * 48), ("shard", c_uint32),
+                ("shards", c_uint32), ("group_tokens", c_uint64), ("prefix_tokens", c_uint64),
+                ("exact_tokens", c_uint64), ("shared_bytes", c_uint64), ("tier", c_char * 8),
+                ("pinned", c_uint8), ("v_rotation", c_char * 8)]
 
 
 class Pages(Structure):
@@ -102,19 +109,20 @@ class StepWork(Structure):
 PARALLEL = CFUNCTYPE(None, c_void_p, c_uint32, c_void_p, c_void_p)
 
 
-class LocalOptions(Structure):
-    _fields_ = [("place", c_char_p), ("max_tokens", c_uint64), ("flags", c_uint32),
-                ("threads", c_uint32), ("parallel", PARALLEL), ("parallel_context", c_void_p)]
+class LocalOptions(Sized):
+    _fields_ = [("size", c_uint32), ("flags", c_uint32), ("place", c_char_p),
+                ("max_tokens", c_uint64), ("threads", c_uint32), ("parallel", PARALLEL),
+                ("parallel_context", c_void_p)]
 
 
-class BucketOptions(Structure):
-    _fields_ = [("session", c_uint64), ("max_tokens", c_uint64), ("max_sessions", c_uint32),
-                ("max_queries", c_uint32)]
+class BucketOptions(Sized):
+    _fields_ = [("size", c_uint32), ("max_sessions", c_uint32), ("max_queries", c_uint32),
+                ("session", c_uint64), ("max_tokens", c_uint64)]
 
 
-class CaptureOptions(Structure):
-    _fields_ = [("layers", POINTER(LayerRow)), ("n_layers", c_uint32), ("model", c_char_p),
-                ("max_tokens", c_uint64), ("queries", c_uint8)]
+class CaptureOptions(Sized):
+    _fields_ = [("size", c_uint32), ("n_layers", c_uint32), ("layers", POINTER(LayerRow)),
+                ("queries", c_uint8), ("model", c_char_p), ("max_tokens", c_uint64)]
 
 
 # struct kvq_entry, so that a batch is one array.

@@ -29,8 +29,9 @@ class Capture:
                  queries: bool = False) -> None:
         self.pointer = c_void_p()
         layers, rows = _rows(layers)
-        options = _ffi.CaptureOptions(rows, len(layers), text("model", model),
-                                      integer("max_tokens", max_tokens, 64), bool(queries))
+        options = _ffi.CaptureOptions(layers=rows, n_layers=len(layers), queries=bool(queries),
+                                      model=text("model", model),
+                                      max_tokens=integer("max_tokens", max_tokens, 64))
         check(lib.kvq_capture_open(text("path", str(path)), byref(options), byref(self.pointer)))
 
     def append(self, ticket: kvq.Ticket) -> None:

@@ -73,7 +73,7 @@ def _rows(layers: Iterable[Layer]) -> Tuple[List[Layer], Any]:
 
 
 def _values(structure):
-    values = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    values = {name: getattr(structure, name) for name, *_ in structure._fields_ if name != "size"}
     return {n: v.decode(errors="replace") if isinstance(v, bytes) else v
             for n, v in values.items()}
 
@@ -192,9 +192,11 @@ class Client:
         if private and runtime_dir:
             raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
         told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
-        options = _ffi.ConnectOptions(text("runtime_dir", runtime_dir and str(runtime_dir)),
-                                      text("name", name), integer("timeout_ms", timeout_ms),
-                                      integer("spin_us", spin_us))
+        options = _ffi.ConnectOptions(runtime_dir=text("runtime_dir",
+                                                       runtime_dir and str(runtime_dir)),
+                                      name=text("name", name),
+                                      timeout_ms=integer("timeout_ms", timeout_ms),
+                                      spin_us=integer("spin_us", spin_us))
         code = Code.E_NO_DAEMON
         if not private:
             code = lib.kvq_connect(byref(options), byref(self.pointer))
@@ -278,15 +280,17 @@ class Client:
         ids = integers("prefix", [] if prefix is None else prefix, np.int32).ravel()
         spans = list(spans)
         described = _ffi.SessionOptions(
-            text("ns", ns), text("name", name), text("model", model), rows if layers else None,
-            len(layers), text("format", format), dtype_code(dtype),
-            choice("v_rotation", v_rotation, _ROTATIONS),
-            choice("attention", attention, _ATTENTION),
-            choice("on_detach", on_detach, _DETACH), integer("shard", shard, 16),
-            integer("shards", shards, 16), sum(_FLAGS[f] for f in flags if flags[f]),
-            integer("max_rollback", max_rollback), integer("prompt_tokens", prompt_tokens, 64),
-            integer("keep_seconds", keep_seconds, 64), text("place", place), text("salt", salt),
-            text("adapter", adapter), _ffi.Prefix(None, 0, 0, make_spans(spans), len(spans)))
+            ns=text("ns", ns), name=text("name", name), model=text("model", model),
+            layers=rows if layers else None, n_layers=len(layers), format=text("format", format),
+            dtype=dtype_code(dtype), v_rotation=choice("v_rotation", v_rotation, _ROTATIONS),
+            attention=choice("attention", attention, _ATTENTION),
+            on_detach=choice("on_detach", on_detach, _DETACH), shard=integer("shard", shard, 16),
+            shards=integer("shards", shards, 16), flags=sum(_FLAGS[f] for f in flags if flags[f]),
+            max_rollback=integer("max_rollback", max_rollback),
+            prompt_tokens=integer("prompt_tokens", prompt_tokens, 64),
+            keep_seconds=integer("keep_seconds", keep_seconds, 64), place=text("place", place),
+            salt=text("salt", salt), adapter=text("adapter", adapter),
+            prefix=_ffi.Prefix(None, 0, 0, make_spans(spans), len(spans)))
         buffer = self.buffer(ids.nbytes) if ids.size else None
         if buffer:
             buffer.array(ids.shape, np.int32)[:] = ids
