@@ -2,6 +2,20 @@
 //
 // What the files of libkvq share.
 //
+// The files, bottom first; each calls only those before it:
+//
+//   error sized socket control    what failed, and packets to the daemon and back
+//   gpu watch                     the driver, and streams when the daemon is gone
+//   table gpu_buffer buffer       session handles; memory that tensors travel in
+//   wait request explain submit   a request: its completion, bytes, texts, ticket
+//   step work                     the calls that wait
+//   events timeline               the calls in the order of a stream
+//   queue                         opening and closing queues
+//   spans session                 sessions, and what is done with a whole one
+//   capture merge                 beside all that: a file, and arithmetic
+//   in_context/                   attention in this process; in_context.h has its files
+//   client                        connecting, and taking down whatever is open
+//
 // Two locks, taken in this order and never held by the hot path:
 //   control   a control call on the attach socket, from request to reply, and what it changes
 //   table     handles, shapes, the lists of queues and buffers, and the queues' timelines as the
@@ -181,7 +195,7 @@ struct kvq_client {
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
 
-// ---- error.c ----
+// ---- error.c: codes and texts ----
 
 // Sets the thread's error text and returns code.
 int kvq__fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -191,7 +205,7 @@ int kvq__fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2)
 // ---- sized.c: structures that begin with their size ----
 
 // Copies a caller's structure to ours, of `known` bytes. What an earlier caller does not have is
-// zero. KVQ_E_INVALID for what can be no size, KVQ_E_UNSUPPORTED where the caller sets what this
+// zero. KVQ_E_INVALID if the size was not set, KVQ_E_UNSUPPORTED if the caller sets what this
 // library does not know; then *to is as it was.
 int kvq__sized_take(void *to, size_t known, const void *from, const char *name);
 // Whether a caller's structure that is to be filled can be: its size is set, or KVQ_E_INVALID.
@@ -200,7 +214,7 @@ int kvq__sized_check(const void *to, const char *name);
 void kvq__sized_give(void *to, const void *from, size_t known);
 #define KVQ__SIZED_TAKE(to, from, name) kvq__sized_take(to, sizeof *(to), from, name)
 
-// ---- socket.c: packets with file descriptors ----
+// ---- socket.c: packets with file descriptors, and memory that came so ----
 
 // CLOCK_MONOTONIC.
 uint64_t kvq__now_ns(void);
@@ -242,14 +256,28 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call);
 // Waits for nothing. Under the control lock.
 void kvq__give_back(kvq_client *client);
 
-// ---- client.c, queue.c, buffer.c: what kvq_reattach makes anew ----
+// ---- gpu.c: the driver, and GPUs by name ----
 
-int kvq__queue_attach(kvq_queue *queue);
-// Unmaps the rings; every open ticket ends with `code`.
-void kvq__queue_detach(kvq_queue *queue, int code);
-void kvq__queue_free(kvq_queue *queue);
-int kvq__buffer_register(kvq_buffer *buffer);
-void kvq__buffer_free(kvq_buffer *buffer);
+// The driver's table, which is loaded and initialized when it is first needed.
+int kvq__gpu_driver(const struct kvq_gpu_driver **driver);
+// A KVQ_E code for a result of the driver.
+int kvq__gpu_code(int result);
+// The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
+int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
+// Makes a context the calling thread's; gives back the one it had.
+struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here);
+void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
+// "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
+void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
+int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
+
+// ---- watch.c: the thread that lets streams go when the daemon is gone ----
+
+// Watches the connection from now on; nothing if it does already.
+int kvq__watch_start(kvq_client *client);
+// Lets all streams go from now on, until kvq__watch_stop.
+void kvq__watch_give_up(kvq_client *client);
+void kvq__watch_stop(kvq_client *client);
 
 // ---- table.c: session handles ----
 
@@ -277,27 +305,7 @@ static inline void kvq__note_change(kvq_client *client, uint64_t handle)
     kvq_word_add(&client->changes[kvq__handle_index(handle)], 1);
 }
 
-// ---- in_context/pool.c ----
-
-// The connection is gone: pools are those of the kvq_locals that still have them.
-void kvq__pools_leave(kvq_client *client);
-
-// ---- gpu.c: the driver, and GPUs by name ----
-
-// The driver's table, which is loaded and initialized when it is first needed.
-int kvq__gpu_driver(const struct kvq_gpu_driver **driver);
-// A KVQ_E code for a result of the driver.
-int kvq__gpu_code(int result);
-// The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
-int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
-// Makes a context the calling thread's; gives back the one it had.
-struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here);
-void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
-// "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
-void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
-int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
-
-// ---- gpu_buffer.c ----
+// ---- gpu_buffer.c: the GPU's side of buffers ----
 
 // Maps an arena, whose memory is behind buffer->memfd. `here` is current.
 int kvq__gpu_buffer_map(kvq_buffer *buffer, uint64_t allocation_bytes);
@@ -316,36 +324,22 @@ kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__here 
 // Copies out of it, behind what was given to the default stream.
 int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
 
-// ---- timeline.c ----
+// ---- buffer.c: buffers, and telling the daemon ----
 
-// Waits until the GPU has done what this process gave it, and gives the timeline back. Nothing if
-// there is none.
-void kvq__timeline_close(kvq_queue *queue);
-// As kvq__step_run, in the order of a stream: returns when the daemon has enqueued the work.
-int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
-                       struct kvq_entry *entries, uint32_t n, uint32_t *extents,
-                       struct kvq_gpu_stream *stream);
-// Opens it again where it was open last; for kvq_reattach.
-int kvq__timeline_again(kvq_queue *queue);
+int kvq__buffer_register(kvq_buffer *buffer);
+void kvq__buffer_free(kvq_buffer *buffer);
 
-// ---- events.c ----
+// ---- wait.c: completions ----
 
-// Opens the queue's events. KVQ_E_UNSUPPORTED where there can be none. What it has opened until it
-// failed is in *timeline all the same.
-int kvq__events_open(kvq_queue *queue, struct kvq__timeline *timeline);
-void kvq__events_close(struct kvq__timeline *timeline);
-// Sends a request, and has the stream wait for its work.
-int kvq__events_send(kvq_queue *queue, struct kvq__pending *pending, struct kvq_gpu_stream *stream);
+// Takes the completions that are there. 0, or the code that the queue died with.
+int kvq__queue_take(kvq_queue *queue);
+// Waits until `pending` is done, the deadline (KVQ_E_DEADLINE; 0 has passed already, UINT64_MAX
+// never comes), or the end of the connection.
+int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *pending, uint64_t deadline_ns);
+// From now on every call on the queue answers code; open tickets too.
+int kvq__queue_kill(kvq_queue *queue, int code);
 
-// ---- watch.c ----
-
-// Watches the connection from now on; nothing if it does already.
-int kvq__watch_start(kvq_client *client);
-// Lets all streams go from now on, until kvq__watch_stop.
-void kvq__watch_give_up(kvq_client *client);
-void kvq__watch_stop(kvq_client *client);
-
-// ---- request.c ----
+// ---- request.c: from the caller's structures to the bytes of the ring ----
 
 const char *kvq__op_name(unsigned op);
 // Whether an operation cannot be without a kvq_work.
@@ -361,7 +355,13 @@ struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_s
 // Writes the request, its entries and a step's layers to the ring, which has room for them.
 void kvq__request_write(kvq_queue *queue, const struct kvq__pending *pending);
 
-// ---- submit.c ----
+// ---- explain.c: texts for what failed on a ring ----
+
+// Sets the error text to what is known about a request that is done: about its own failure, else
+// about its first failed entry. Leaves the text alone if neither failed.
+void kvq__explain(kvq_queue *queue, const struct kvq__pending *pending);
+
+// ---- submit.c: tickets ----
 
 // Makes a request of the caller's structures, unsent, with a ticket.
 int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
@@ -369,35 +369,50 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
 // Sends it; the ticket is closed if that fails.
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
 
-// ---- step.c ----
+// ---- step.c: whole steps in one request ----
 
 // As kvq__submit_make, for a step; `work` must stay until it is done. extents: n of them, for each
 // entry what kvq_result has; may be NULL.
 int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
                    uint32_t n, uint32_t *extents, struct kvq__pending **pending);
-// kvq_step_end, and what tokens they are.
-int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
-                      struct kvq_entry *entries, uint32_t n);
 int kvq__step_run(kvq_queue *queue, const struct kvq_step_work *work, struct kvq_entry *entries,
                   uint32_t n, uint32_t *extents);
 
-// ---- wait.c ----
+// ---- work.c: the calls that wait ----
 
-// Takes the completions that are there. 0, or the code that the queue died with.
-int kvq__queue_take(kvq_queue *queue);
-// Waits until `pending` is done, the deadline (KVQ_E_DEADLINE; 0 has passed already, UINT64_MAX
-// never comes), or the end of the connection.
-int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *pending, uint64_t deadline_ns);
-// From now on every call on the queue answers code; open tickets too.
-int kvq__queue_kill(kvq_queue *queue, int code);
+// kvq_step_end, and what tokens they are.
+int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
+                      struct kvq_entry *entries, uint32_t n);
 
-// ---- explain.c ----
+// ---- events.c: streams that wait for each other by events ----
 
-// Sets the error text to what is known about a request that is done: about its own failure, else
-// about its first failed entry. Leaves the text alone if neither failed.
-void kvq__explain(kvq_queue *queue, const struct kvq__pending *pending);
+// Opens the queue's events. KVQ_E_UNSUPPORTED where there can be none. What it has opened until it
+// failed is in *timeline all the same.
+int kvq__events_open(kvq_queue *queue, struct kvq__timeline *timeline);
+void kvq__events_close(struct kvq__timeline *timeline);
+// Sends a request, and has the stream wait for its work.
+int kvq__events_send(kvq_queue *queue, struct kvq__pending *pending, struct kvq_gpu_stream *stream);
 
-// ---- Spans (spans.c) ----
+// ---- timeline.c: calls in the order of a stream ----
+
+// Waits until the GPU has done what this process gave it, and gives the timeline back. Nothing if
+// there is none.
+void kvq__timeline_close(kvq_queue *queue);
+// As kvq__step_run, in the order of a stream: returns when the daemon has enqueued the work.
+int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
+                       struct kvq_entry *entries, uint32_t n, uint32_t *extents,
+                       struct kvq_gpu_stream *stream);
+// Opens it again where it was open last; for kvq_reattach.
+int kvq__timeline_again(kvq_queue *queue);
+
+// ---- queue.c: queues, and what kvq_reattach makes anew ----
+
+int kvq__queue_attach(kvq_queue *queue);
+// Unmaps the rings; every open ticket ends with `code`.
+void kvq__queue_detach(kvq_queue *queue, int code);
+void kvq__queue_free(kvq_queue *queue);
+
+// ---- spans.c: spans of tokens in messages ----
 
 // As a message has them. They point to the digests that were given.
 struct kvq__spans {
@@ -405,5 +420,10 @@ struct kvq__spans {
 };
 int kvq__spans_put(struct kvq__spans *s, const struct kvq_span *spans, uint32_t n);
 void kvq__spans_free(struct kvq__spans *s);
+
+// ---- in_context/pool.c ----
+
+// The connection is gone: pools are those of the kvq_locals that still have them.
+void kvq__pools_leave(kvq_client *client);
 
 #endif
