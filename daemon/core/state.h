@@ -6,8 +6,8 @@
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and
 // extents; a session owns its layers and formats. Its page table comes in
 // sheets, its token ids in parts: forks share those that can change no more. A sheet holds one
-// reference to each block that it names, however many have it. Requests in flight hold references to
-// sessions and buffers.
+// reference to each block that it names, however many have it. Requests in flight hold references
+// to sessions and buffers.
 //
 // What keeps running work safe: workers never look at sessions or page tables. A request copies
 // the addresses it needs before its job starts, and references the sessions that they are of. A
