@@ -184,9 +184,10 @@ class Writing(Folder):
             self.assertEqual(report.cell(x), want)
 
 
-def score(kl, gain=0.0, gain_error=0.001):
-    return {"kl": kl, "kl_error": 0.01, "gain": gain, "gain_error": gain_error, "windows": 2,
-            "perplexity": 20.5, "errors_by": "windows", "sizes": {"bits": 2.875}}
+def score(kl, gain=0.0, gain_error=0.001, windows=2):
+    return {"kl": kl, "kl_error": 0.01, "gain": gain, "gain_error": gain_error,
+            "windows": windows, "perplexity": 20.5, "errors_by": "windows",
+            "sizes": {"bits": 2.875}}
 
 
 def eval_row(name, kl, kind="kvq", path="exact", **more):
@@ -254,12 +255,21 @@ class Page(Folder):
                          eval_row("ott2", 0.12), eval_row("oscar2-max", 0.05)])
         self.model("more", [eval_row("turboquant3@book", 0.5)])
         text = self.make("--models", "One=a", "--claims", "One=a,more")[1]
-        for line in ("| OScaR, table 1: better than KIVI | yes: 0.1 to 0.13 |",
-                     "| OScaR, table 1: better than OTT | level: 0.1 to 0.12 |",
-                     "| OScaR, table 1: better than TurboQuant | yes: 0.1 to 0.5 |",
-                     "| OScaR, table 10: L2 better than the largest value | no: 0.1 to 0.05 |"):
-            self.assertIn(line, text.split("\n"))
+        for line in ("1: better than KIVI | `oscar2`, `kivi2` | yes: 0.1 to 0.13 |",
+                     "1: better than OTT | `oscar2`, `ott2` | level: 0.1 to 0.12 |",
+                     "1: better than TurboQuant | `oscar2`, `turboquant3` | yes: 0.1 to 0.5 |",
+                     "largest value | `oscar2`, `oscar2-max` | no: 0.1 to 0.05 |"):
+            self.assertIn(f"{line}\n", text)
         self.assertNotIn("InnerQ", text)
+        self.assertIn("Windows: 2 for One.", text)
+
+    def test_claims_of_other_text(self):
+        """What was measured in other windows is not compared."""
+        self.model("a", [eval_row("oscar2", 0.10), eval_row("ott2", 0.2)])
+        self.model("more", [eval_row("kivi2", 0.5, windows=3)])
+        text = self.make("--models", "One=a", "--claims", "One=a,more")[1]
+        self.assertIn("better than OTT", text)
+        self.assertNotIn("better than KIVI", text)
 
     def test_no_marks(self):
         self.model("a", [eval_row("sdpa", 0, "reference")])

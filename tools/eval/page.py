@@ -79,6 +79,11 @@ class Model:
         """What was measured on text, or None."""
         return self.rows.get(key, {}).get("score")
 
+    def windows(self):
+        """In how many windows all of it was measured: the fewest."""
+        scores = [row["score"] for row in self.rows.values() if "score" in row]
+        return f"{min(s['windows'] for s in scores)} for {self.name}"
+
     def about(self):
         """How much was measured."""
         s, some = self.report["settings"], self.rows[self.key(self.report["rows"][0])]["score"]
@@ -138,7 +143,7 @@ def asked(models):
 
 def judge(claim, pairs, models):
     """A row: what holds on which model."""
-    cells = [claim]
+    cells = [claim, "<br>".join(f"`{better}`, `{worse}`" for better, worse in pairs)]
     for model in models:
         by_name = {key[1].partition("@")[0]: row["score"] for key, row in model.rows.items()
                    if "score" in row and not key[2]}
@@ -147,6 +152,8 @@ def judge(claim, pairs, models):
             if better not in by_name or worse not in by_name:
                 continue
             a, b = by_name[better], by_name[worse]
+            if a["windows"] != b["windows"]:
+                continue  # not of the same text
             error = math.hypot(a["kl_error"], b["kl_error"])
             holds = "yes" if b["kl"] - a["kl"] > 2 * error else "no" if (
                 a["kl"] - b["kl"] > 2 * error) else "level"
@@ -167,10 +174,11 @@ def main():
     lines = [*text(models), *asked(models)]
     if claims:
         lines += ["### What the papers say, on these models", "",
-                  "The mean KL of the first format and of the second, which is to be larger.", "",
-                  *table(["claim", *(model.name for model in claims)],
+                  "The mean KL of the two formats: the second is to be larger. Windows: "
+                  f"{', '.join(model.windows() for model in claims)}.", "",
+                  *table(["claim", "formats", *(model.name for model in claims)],
                          [row for row in (judge(claim, pairs, claims) for claim, pairs in CLAIMS)
-                          if set(row[1:]) != {"-"}])]
+                          if set(row[2:]) != {"-"}])]
     with open(given.page, encoding="utf-8") as file:
         page = file.read()
     if BEGIN not in page or END not in page:
