@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `cmake --install` lays down: the library with its headers and pkg-config file, the
-# programs, their manual pages, the configuration file and what systemd wants to know.
+# programs, their manual pages, the configuration file and what systemd wants to know. Programs and
+# libraries are stripped on the way.
+install(CODE "set(CMAKE_INSTALL_DO_STRIP 1)")
 install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook
         RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 

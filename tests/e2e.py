@@ -4,7 +4,7 @@
 
     tests/e2e.py [NAME]...     run the tests whose name holds one of these; default all
 
-KVQ_BIN_DIR says where kvqd and kvqctl are (default build/release/bin). KVQ_FULL=1 makes the soak
+KVQ_BIN_DIR says where kvqd and kvqctl are (default build/test/bin). KVQ_FULL=1 makes the soak
 last a minute. The last line is "N passed, M failed, K skipped".
 """
 import sys

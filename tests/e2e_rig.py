@@ -24,7 +24,7 @@ import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
-BIN = os.environ.get("KVQ_BIN_DIR") or os.path.join(ROOT, "build", "release", "bin")
+BIN = os.environ.get("KVQ_BIN_DIR") or os.path.join(ROOT, "build", "test", "bin")
 os.environ.setdefault("KVQ_LIBRARY", os.path.join(os.path.dirname(BIN), "lib", "libkvq.so"))
 sys.path.insert(0, os.path.join(ROOT, "client", "python"))
 

@@ -27,6 +27,9 @@ INSTALLED = (
     "share/man/man8/kvqd.8",
 )
 
+SIZES = {"kvqctl": 3 << 20}
+MOST = 16 << 20  # bytes of any other program or library
+
 
 class Failure(Exception):
     """A check that did not hold; its text says what was seen."""
@@ -57,6 +60,18 @@ class Install:
         missing = [name for name in INSTALLED if not os.path.exists(self.path(name))]
         if missing:
             raise Failure("not installed: " + ", ".join(missing))
+
+    def check_stripped(self):
+        for folder in ("bin", "lib"):
+            for name in os.listdir(self.path(folder)):
+                path = self.path(folder, name)
+                if os.path.isdir(path) or os.path.islink(path):
+                    continue
+                if ".symtab" in run(["readelf", "-S", "-W", path]):
+                    raise Failure(f"{folder}/{name} is not stripped")
+                if os.path.getsize(path) > SIZES.get(name, MOST):
+                    raise Failure(f"{folder}/{name} takes {os.path.getsize(path):,} bytes; at most "
+                                  f"{SIZES.get(name, MOST):,} are meant")
 
     def flags(self):
         return run(["pkg-config", "--cflags", "--libs", "kvq"], env=self.env).split()
@@ -129,9 +144,9 @@ def main():
     install = Install(os.path.abspath(sys.argv[1]), prefix)
     passed = failed = 0
     try:
-        for check in (install.check_files, install.check_soname, install.check_compiles,
-                      install.check_cxx, install.check_daemon_starts, install.check_client_runs,
-                      install.check_kvqctl, install.check_daemon_ends):
+        for check in (install.check_files, install.check_stripped, install.check_soname,
+                      install.check_compiles, install.check_cxx, install.check_daemon_starts,
+                      install.check_client_runs, install.check_kvqctl, install.check_daemon_ends):
             try:
                 check()
                 passed += 1

@@ -28,8 +28,7 @@ esac
 kvq_install_packages build
 mkdir -p build
 if ! { cmake --preset release &&
-    cmake --build build/release -j "$(nproc)" \
-        --target kvqd kvqctl kvq-run kvq-bench kvq-codebook; } \
+    cmake --build build/release -j "$(nproc)"; } \
     >build/demo-build.log 2>&1 </dev/null; then
     tail -n 30 build/demo-build.log
     echo "demo.sh: the build failed; the whole log is in build/demo-build.log" >&2

@@ -71,11 +71,11 @@ build() {
     local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    [ "$preset" = release ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu_pack.py moves it
+    [ "$preset" = test ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu_pack.py moves it
     [ "$preset" = asan ] && [ "$full" = 1 ] && options=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
     # with every commit: nvcc takes minutes for each.
-    [ "$preset" = release ] && [ "${CI:-}" = true ] &&
+    [ "$preset" = test ] && [ "${CI:-}" = true ] &&
         options+=(-DKVQ_CUDA=ON "-DKVQ_CUDA_ARCHITECTURES=$(architectures)")
     if step 120 cmake --preset "$preset" "${options[@]}" &&
         step 900 cmake --build "build/$preset" -j "$jobs" "${targets[@]}"; then
@@ -134,25 +134,25 @@ part_format() {
         done' format)
 }
 
-part_release() {
+part_tests() {
     local without=(-LE '^long$')
     [ "$full" = 1 ] && without=()
-    build release || return
-    run_ctest release 1200 "${without[@]}"
-    check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/release
+    build test || return
+    run_ctest test 1200 "${without[@]}"
+    check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/test
 }
 
 # Errors planted into the GPU kernels: a quarter of them, another one with every commit; all under
 # --full. Each takes half a second.
 part_planted() {
     local commits
-    [ -d build/release ] || build release || return
+    [ -d build/test ] || build test || return
     commits=$(git rev-list --count HEAD 2>/dev/null || echo 1)
     if [ $full = 1 ]; then
-        check_counted "planted errors" 7200 tests/mutate-gpu.py build/release --jobs "$jobs" \
+        check_counted "planted errors" 7200 tests/mutate-gpu.py build/test --jobs "$jobs" \
             --resume build/full/planted-caught
     else
-        check_counted "planted errors" 600 tests/mutate-gpu.py build/release --jobs "$jobs" \
+        check_counted "planted errors" 600 tests/mutate-gpu.py build/test --jobs "$jobs" \
             --part 4 --seed "$commits"
     fi
 }
@@ -161,22 +161,26 @@ part_planted() {
 # emulated CPU that has no AVX at all, where a stray instruction would be fatal.
 part_kernels() {
     local mask masks=(c) seed gpu_kernels='^test_gpu_(attend|long|replay|pack)$'
-    [ -d build/release ] || build release || return
-    # The release part has run the highest instruction set of this CPU.
+    [ -d build/test ] || build test || return
+    # The tests part has run the highest instruction set of this CPU.
     grep -qw avx512_vnni /proc/cpuinfo && masks+=(avx2)
     for mask in "${masks[@]}"; do
-        KVQ_CPU_MASK=$mask run_ctest release 400 -L kernels
+        KVQ_CPU_MASK=$mask run_ctest test 400 -L kernels
     done
     for seed in $(seq 2 "$seeds"); do
-        KVQ_SEED=$seed run_ctest release 1200 -L kernels
-        KVQ_SEED=$seed run_ctest release 1200 -R "$gpu_kernels"
+        KVQ_SEED=$seed run_ctest test 1200 -L kernels
+        KVQ_SEED=$seed run_ctest test 1200 -R "$gpu_kernels"
     done
-    KVQ_FULL=1 run_ctest release 1200 -R "$gpu_kernels"
-    check "10,000 orders of streams" 1800 build/release/tests/test_soft_order 10000 1000
-    check "no AVX" 7200 qemu-x86_64 -cpu Nehalem build/release/tests/check
+    KVQ_FULL=1 run_ctest test 1200 -R "$gpu_kernels"
+    check "10,000 orders of streams" 1800 build/test/tests/test_soft_order 10000 1000
+    check "no AVX" 7200 qemu-x86_64 -cpu Nehalem build/test/tests/check
 }
 
 part_clang() { build clang; }
+
+part_loop() {
+    check "the quick loop" 900 tools/loop.sh daemon/core/core.c daemon/control/control.c
+}
 
 part_wheel() {
     check "tools/wheel.sh" 900 tools/wheel.sh KVQ_CUDA=OFF || return
@@ -188,27 +192,27 @@ part_wheel() {
 attacks() {
     cat <<'ATTACKS'
 sim_soft_asan build/asan/tests/sim_soft 1 400
-test_store_faults build/release/tests/test_store_faults
-test_store_crash build/release/tests/test_store_crash
-test_store_edits build/release/tests/test_store_edits
+test_store_faults build/test/tests/test_store_faults
+test_store_crash build/test/tests/test_store_crash
+test_store_edits build/test/tests/test_store_edits
 sim_asan build/asan/tests/sim 501 300
 sim_gpu_asan build/asan/tests/sim_gpu 301 100
-sim build/release/tests/sim 1 500
-sim_gpu build/release/tests/sim_gpu 1 300
-test_store_kill build/release/tests/test_store_kill
-test_store_move build/release/tests/test_store_move
-test_core_save build/release/tests/test_core_save
-test_core_scale build/release/tests/test_core_scale
-test_core_reshard build/release/tests/test_core_reshard
-test_core_reshard_bad build/release/tests/test_core_reshard_bad
-test_remote_s3 build/release/tests/test_remote_s3
+sim build/test/tests/sim 1 500
+sim_gpu build/test/tests/sim_gpu 1 300
+test_store_kill build/test/tests/test_store_kill
+test_store_move build/test/tests/test_store_move
+test_core_save build/test/tests/test_core_save
+test_core_scale build/test/tests/test_core_scale
+test_core_reshard build/test/tests/test_core_reshard
+test_core_reshard_bad build/test/tests/test_core_reshard_bad
+test_remote_s3 build/test/tests/test_remote_s3
 ATTACKS
 }
 
 # What CI takes seconds over takes minutes here; as many at a time as there are jobs.
 part_attacks() {
     local name status
-    [ -d build/release ] || build release || return
+    [ -d build/test ] || build test || return
     build asan sim sim_gpu sim_soft || return
     while read -r name status; do
         cat "build/log/attack-$name.log" >>"$(log_file)"
@@ -221,18 +225,18 @@ part_attacks() {
 # same_traces PRESET: a seed of a simulation is the same run in that build as in the optimized one.
 same_traces() {
     local sim
-    [ -x build/release/tests/sim ] || build release || return
+    [ -x build/test/tests/sim ] || build test || return
     for sim in sim sim_gpu sim_soft; do
         [ -x "build/$1/tests/$sim" ] || continue # without the emulator
         # shellcheck disable=SC2016
-        check "$sim is the same run in release and $1" 300 bash -c '
-            a=$("build/release/tests/$1" 1 3 | grep ^trace) &&
+        check "$sim is the same run in test and $1" 300 bash -c '
+            a=$("build/test/tests/$1" 1 3 | grep ^trace) &&
                 b=$("build/$0/tests/$1" 1 3 | grep ^trace) && echo "$a, $b" && [ "$a" = "$b" ]
         ' "$1" "$sim"
     done
 }
 
-# Under --full the slow ones as well, but no test twice that the release part runs in several orders
+# Under --full the slow ones as well, but no test twice that the tests part runs in several orders
 # or with less shared memory. Without them, only what the fast ones need is built: programs,
 # tests of these names, and test_soft_order, which several of them run.
 part_asan() {
@@ -284,10 +288,10 @@ part_fuzz() {
 
 # Three at a time: they wait for each other's processes more than they compute.
 part_e2e() {
-    local limit=$((full ? 7200 : 900)) out=build/log/e2e bins="$PWD/build/release/bin" run
+    local limit=$((full ? 7200 : 900)) out=build/log/e2e bins="$PWD/build/test/bin" run
     local scripts=(tests/e2e.py tests/e2e_kvq_run.py tests/e2e_models.py)
-    [ -d build/release ] || build release || return
-    [ -e build/release/lib/libkvq-emu.so ] && scripts=("tests/e2e.py emu" "${scripts[@]}")
+    [ -d build/test ] || build test || return
+    [ -e build/test/lib/libkvq-emu.so ] && scripts=("tests/e2e.py emu" "${scripts[@]}")
     rm -f "$out"-*
     # shellcheck disable=SC2016
     printf '%s\n' "${scripts[@]}" | KVQ_BIN_DIR=$bins KVQ_FULL=$full OUT=$out \
@@ -306,33 +310,34 @@ part_e2e() {
 }
 
 part_python() {
-    [ -d build/release ] || build release || return
-    check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python.py || return
+    [ -d build/test ] || build test || return
+    check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/python.py || return
     check_counted "misuse of the Python package" 1200 env \
-        KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/python_misuse.py \
+        KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/python_misuse.py \
         --cases $((full ? 3000 : 400))
     python3 -c 'import torch, transformers' 2>/dev/null || return 0
-    check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/transformers_test.py
-    check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/eval_test.py
-    check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/vllm_test.py
-    check_counted "kvq under llama.cpp" 600 env KVQ_BIN_DIR="$PWD/build/release/bin" \
-        KVQ_LIBRARY="$PWD/build/release/lib/libkvq.so" python3 tests/llama_test.py
+    check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/transformers_test.py
+    check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/eval_test.py
+    check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/vllm_test.py
+    check_counted "kvq under llama.cpp" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/llama_test.py
 }
 
+# What users build, and nothing else.
 part_install() {
-    [ -d build/release ] || build release || return
+    build release || return
     check_counted "installed tree" 200 python3 tests/install.py build/release
 }
 
 part_docs() {
-    [ -d build/release ] || build release || return
-    check_counted "documentation" 60 python3 tests/docs.py build/release
-    check_counted "house" 60 python3 tests/house.py build/release
+    [ -d build/test ] || build test || return
+    check_counted "documentation" 60 python3 tests/docs.py build/test
+    check_counted "house" 60 python3 tests/house.py build/test
 }
 
 # tidy_files CHECKS FILE...: clang-tidy, one test for each file.
@@ -344,7 +349,7 @@ tidy_files() {
     done < <(printf '%s\n' "$@" | CHECKS=$checks xargs -P "$jobs" -I{} bash -c '
         log=build/log/lint-$(tr / - <<<"{}").log
         timeout 600 clang-tidy-14 --quiet --extra-arg=-Wno-unknown-warning-option \
-            --checks="$CHECKS" -p build/release {} >"$log" 2>/dev/null
+            --checks="$CHECKS" -p build/test {} >"$log" 2>/dev/null
         status=$?; echo "{} $status"; [ $status = 0 ] || cat "$log" >&2' 2>>"$(log_file)")
 }
 
@@ -352,9 +357,9 @@ tidy_files() {
 # sees one file at a time and takes contracts between files for bugs. Tests are left out.
 part_lint() {
     local file parsers=() others=()
-    [ -f build/release/compile_commands.json ] || build release || return
+    [ -f build/test/compile_commands.json ] || build test || return
     for file in $(sources | grep '\.c$'); do
-        grep -q "\"file\": \".*/$file\"" build/release/compile_commands.json || continue
+        grep -q "\"file\": \".*/$file\"" build/test/compile_commands.json || continue
         case $file in
         tests/*) ;;
         proto/* | client/* | daemon/control/* | daemon/attach/* | daemon/config/* | \

@@ -24,12 +24,12 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
 
-parts=(tidy format release planted asan tsan fuzz e2e python install docs lint)
-long_parts=(kernels clang wheel attacks) # under --full alone
+parts=(tidy format tests planted asan tsan fuzz e2e python install docs lint)
+long_parts=(kernels clang loop wheel attacks) # under --full alone
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
-    [release]="gcc build, every test, and what the libraries export"
+    [tests]="gcc build, every test, and what the libraries export"
     [planted]="errors planted into the GPU kernels are caught; all of them under --full"
     [kernels]="the kernel checks at lower CPU masks and with other seeds; under --full alone"
     [asan]="clang build; AddressSanitizer, LeakSanitizer and UBSan: tests labelled fast"
@@ -41,6 +41,7 @@ declare -A part_about=(
     [docs]="links, and that manual pages and --help agree"
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
     [wheel]="a wheel with the daemon in it, in an environment of its own; under --full alone"
+    [loop]="tools/loop.sh, which builds and tests after an edit; under --full alone"
     [clang]="the optimized build with clang 14; under --full alone"
     [attacks]="simulations and attacks on the store for longer; under --full alone"
 )
