@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the daemon is built as daemon/ROOMS says, and how well: its measures in figures.
 
-    tests/house.py [BUILD]           BUILD is a build folder (build/release)
+    tests/house.py [BUILD]           BUILD is a build folder (build/test)
     tests/house.py --graph [BUILD]   what each room of the daemon calls of the others
+    tests/house.py --includes        the rule of includes alone: needs no build
 
 Rules: includes and symbols point down the list of rooms; a header that is not named there stays in
 its room; no symbol is defined twice. Each measure has a limit, which a change may only better:
@@ -238,10 +239,16 @@ def main():
     """Exit status: 0, or 1 if a rule or a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("build", nargs="?", default="build/release")
+    parser.add_argument("build", nargs="?", default="build/test")
     parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--includes", action="store_true")
     given = parser.parse_args()
-    rooms, objects = Rooms(), Objects(given.build)
+    rooms = Rooms()
+    if given.includes:
+        bad = [f"{path}: includes: {what} {why}" for path, what, why in includes(rooms, None)]
+        print(*bad, sep="\n", end="\n" if bad else "")
+        return 1 if bad else 0
+    objects = Objects(given.build)
     if given.graph:
         graph(rooms, objects)
         return 0
