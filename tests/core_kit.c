@@ -519,12 +519,12 @@ static void check_session(const struct kvq__session *s)
         writers += !h->read_only;
     }
     MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
-    MUST(s->offloaded || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    MUST(kvq__is_offloaded(s) || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
     check_group(s);
     MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         owned += kvq__layer_owns(s, i);
-        if (kvq__layer_owns(s, i) && s->offloaded)
+        if (kvq__layer_owns(s, i) && kvq__is_offloaded(s))
             check_away(s, &s->layers[i]);
         else if (kvq__layer_owns(s, i))
             check_layer(s, &s->layers[i]);
@@ -616,7 +616,7 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
         c->unsaved += s->unsaved != KVQ__SAVED;
         c->on[s->pool - c->core->pools]++;
         c->prepared += s->prepared;
-        c->offloaded += s->offloaded;
+        c->offloaded += kvq__is_offloaded(s);
         sessions++;
     }
     MUST(sessions == ns->used[KVQ__SESSIONS]);

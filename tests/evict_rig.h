@@ -229,7 +229,7 @@ static inline void attend(struct member *member, uint64_t handle, uint8_t out[LA
 static inline bool is_home(struct member *member, uint64_t handle)
 {
     const struct kvq__session *s = kit_of(member, handle);
-    return s->pool == &kit.core->pools[home] && !s->offloaded;
+    return s->pool == &kit.core->pools[home] && !kvq__is_offloaded(s);
 }
 
 // How many have gone since others needed the room.

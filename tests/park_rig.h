@@ -60,7 +60,7 @@ static inline void away(uint64_t handle)
     int rc = park(handle);
     if (rc)
         fail_msg("%s", text);
-    assert_true(session_of(handle)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(handle)));
 }
 
 // A request that brings it back.
@@ -89,7 +89,7 @@ static inline void refused(uint64_t handle, int code, const char *why)
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
     if (!strstr(text, why))
         fail_msg("\"%s\" does not say \"%s\"", text, why);
-    assert_false(session_of(handle)->offloaded);
+    assert_false(kvq__is_offloaded(session_of(handle)));
     core_check(kit.core);
 }
 

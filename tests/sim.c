@@ -513,7 +513,8 @@ static bool is_moving(struct sim *sim, const struct track *t)
     const struct track *other = track_sibling(sim, t);
     const struct kvq__session *s = find_session(sim, t->id);
     const struct kvq__session *s2 = other ? find_session(sim, other->id) : s;
-    return s->move || s2->move || s->park || s2->park || s->fetch || s2->fetch;
+    return s->move || s2->move || s->park || s2->park || kvq__is_fetching(s) ||
+           kvq__is_fetching(s2);
 }
 
 // Whether a client maps it where it is, or its other shard.

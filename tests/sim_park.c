@@ -16,7 +16,8 @@ static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 // Nothing that a client or anybody else does is in the way, of this shard.
 static bool is_free(const struct kvq__session *s)
 {
-    return s && !kvq__session_in_use(s) && !s->pinned && !s->park && !s->offloaded && !s->fetch;
+    return s && !kvq__session_in_use(s) && !s->pinned && !s->park && !kvq__is_offloaded(s) &&
+           !kvq__is_fetching(s);
 }
 
 static void park(struct sim *sim, struct track *t)
@@ -162,14 +163,14 @@ bool park_fails(struct sim *sim)
     if (!k->fetches || !untouched || s->n_loading == 0 || !kit_chance(&sim->kit, 4))
         return false;
     kvq__restore_end(&k->restore, KVQ_E_SYSTEM);
-    MUST(s->offloaded);
+    MUST(kvq__is_offloaded(s));
     return true;
 }
 
 int park_predict(const struct sim *sim, const struct track *t)
 {
     const struct kvq__session *s = find_session(sim, t->id);
-    return s->offloaded ? s->fetch_error : 0;
+    return kvq__is_offloaded(s) ? s->fetch_error : 0;
 }
 
 bool park_waits(const struct sim *sim)

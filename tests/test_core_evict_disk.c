@@ -190,7 +190,7 @@ static void test_two_fetches(void **state)
         assert_int_equal(step(&m, big[i], 14 * PAGE), 0); // 56 blocks of 64 that there can be
         assert_int_equal(kvq__session_park(m.client, big[i], NULL, text), 0);
         rest();
-        assert_true(kit_of(&m, big[i])->offloaded);
+        assert_true(kvq__is_offloaded(kit_of(&m, big[i])));
     }
     for (uint32_t i = 0; i < 2; i++)
         kvq__fetch_ask(kit_of(&m, big[i]));
@@ -227,7 +227,7 @@ static void test_two_fetches(void **state)
     uint8_t out[LAYERS][OUT_BYTES];
     pass(2 * SECOND);
     attend(&m, big[0], out); // and comes when that has gone
-    assert_true(kit_of(&m, big[1])->offloaded);
+    assert_true(kvq__is_offloaded(kit_of(&m, big[1])));
 }
 
 // ---- Memory that is taken, and that comes free by itself ----
@@ -272,7 +272,7 @@ static void test_beside_a_save(void **state)
     assert_int_equal(rc, 1);
     vault_write(&vault, &save);
     assert_int_equal(finish(&other, rc), 0);
-    assert_true(kit_of(&m, handles[0])->offloaded);
+    assert_true(kvq__is_offloaded(kit_of(&m, handles[0])));
     leave_step(&other, x);
     pass(2 * SECOND);
     attend(&m, handles[0], now);
@@ -350,7 +350,7 @@ static void test_beside_a_move(void **state)
     int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
     assert_int_equal(rc, 1);
     assert_int_equal(finish(&other, rc), 0);
-    assert_true(kit_of(&m, a)->offloaded);
+    assert_true(kvq__is_offloaded(kit_of(&m, a)));
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
 }

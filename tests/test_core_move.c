@@ -658,7 +658,7 @@ static void park(void)
     vault_serve(&vault, kit.core);
     rest();
     assert_int_equal(info_of(&info).status, 0);
-    assert_true(it()->offloaded);
+    assert_true(kvq__is_offloaded(it()));
 }
 
 // To disk from wherever it is, moved meanwhile, and back on the other place: the same bytes.

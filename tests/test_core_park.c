@@ -91,7 +91,7 @@ static void test_nothing_to_write(void **state)
     uint64_t put = vault.put;
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     settle();
-    assert_true(session_of(a)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(a)));
     assert_int_equal(vault.put, put);
     wake(a);
     vault_find(&vault, "it", 0)->saved.stamp = 5; // what is stored is another one
@@ -106,7 +106,7 @@ static void test_nothing_to_write(void **state)
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     a = open_as("it", 0, 0); // which asks for it
     assert_int_equal(vault_serve(&vault, kit.core), 1);
-    assert_false(session_of(a)->offloaded);
+    assert_false(kvq__is_offloaded(session_of(a)));
 }
 
 // Requests on layers that are there go on, others wait.
@@ -181,11 +181,11 @@ static void test_in_use(void **state)
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     refused(a, KVQ_E_BUSY, "already");
     settle();
-    assert_true(session_of(a)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(a)));
     assert_int_equal(kvq__session_prefetch(m.client, read.handle, &info, text), 0);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
     settle();
-    assert_false(session_of(a)->offloaded);
+    assert_false(kvq__is_offloaded(session_of(a)));
     kvq__core_drain(kit.core);
     refused(a, KVQ_E_DRAINING, "shutting down");
     close_kit();
@@ -215,7 +215,7 @@ static void test_used_meanwhile(void **state)
             assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
         }
         end_writing(save, &order);
-        assert_false(session_of(a)->offloaded);
+        assert_false(kvq__is_offloaded(session_of(a)));
         struct kvq__move_info info = ask(ticket);
         assert_int_equal(info.status, KVQ_E_BUSY);
         assert_true(info.finished && strstr(info.text, changes ? "changed" : "step"));
@@ -239,12 +239,12 @@ static void test_packed_meanwhile(void **state)
     assert_non_null(job);
     assert_ptr_equal(kit.core->packer.session, session_of(a));
     end_writing(save, &order);
-    assert_false(session_of(a)->offloaded);
+    assert_false(kvq__is_offloaded(session_of(a)));
     assert_false(ask(ticket).finished);
     kit_run_job(&kit, job);
     kvq__background_done(kit.core);
     settle();
-    assert_true(session_of(a)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(a)));
     wake(a);
     go_on_alike(a, b, 0);
 }
@@ -259,7 +259,7 @@ static void test_no_space(void **state)
     vault.fail = KVQ_E_NO_SPACE;
     assert_int_equal(park(a), KVQ_E_NO_SPACE);
     assert_non_null(strstr(text, "broken"));
-    assert_false(session_of(a)->offloaded);
+    assert_false(kvq__is_offloaded(session_of(a)));
     vault.fail = 0;
     go_on_alike(a, b, 0);
     away(a);
@@ -295,7 +295,7 @@ static void test_no_room(void **state)
     kvq__pools_trim(kit.core, 0);
     pool->budget = pool->extent_bytes - 1; // for no extent
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
-    assert_true(session_of(a)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(a)));
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY); // asked for anew
     kvq__core_parks(kit.core, &stats);
     assert_int_equal(stats.fetch_failed, 2);
@@ -314,7 +314,7 @@ static void test_no_room(void **state)
         kvq__fetch_ask(kit_of(&m, a));
         settle();
         kit.fail_one_in = 0;
-        if (!session_of(a)->offloaded)
+        if (!kvq__is_offloaded(session_of(a)))
             away(a);
     }
     wake(a);
@@ -334,7 +334,7 @@ static void test_damage(void **state)
     away(b);
     vault.fail = KVQ_E_SYSTEM;
     assert_int_equal(ask_in_vain(a), KVQ_E_SYSTEM);
-    assert_true(session_of(a)->offloaded);
+    assert_true(kvq__is_offloaded(session_of(a)));
     vault.fail = 0;
     vault.lost_from = 600;
     assert_int_equal(kit.core->n_sessions, 2);
@@ -371,7 +371,7 @@ static void test_fails_midway(void **state)
         assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
         if (i == 0) { // nobody was there: it is away again
             kvq__restore_end(&r, KVQ_E_SYSTEM);
-            assert_true(session_of(a)->offloaded);
+            assert_true(kvq__is_offloaded(session_of(a)));
             core_check(kit.core);
             wake(a);
             go_on_alike(a, b, 0);

@@ -135,8 +135,8 @@ static void test_wanted_while_it_goes(void **state)
     kit_pack(&kit);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     struct kvq__park *ticket = kit_of(&m, a)->park;
-    kvq__park_leave(kit_of(&m, a)); // what a poll does, but for the rest of it
-    ticket->phase = KVQ__PARKING_RELEASING;
+    kvq__park_leave(kit_of(&m, a));         // what a poll does, but for the rest of it
+    ticket->phase = KVQ__PARKING_RELEASING; // no writing, no leaving
     kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->commits);
     kit_of(&m, a)->stored = true;
     kvq__fetch_ask(kit_of(&m, a));
@@ -171,9 +171,9 @@ static void test_parked_while_it_comes_back(void **state)
         else
             assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
         core_check(kit.core);
-        assert_int_equal(session_of(a)->offloaded, fails);
+        assert_int_equal(kvq__is_offloaded(session_of(a)), fails);
         settle();
-        assert_true(session_of(a)->offloaded);
+        assert_true(kvq__is_offloaded(session_of(a)));
         assert_int_equal(ask(info.id).status, fails ? KVQ_E_SYSTEM : 0);
         wake(a);
         go_on_alike(a, b, 0);
@@ -234,7 +234,7 @@ static void test_groups(void **state)
     refused(h[0], KVQ_E_BUSY, "step"); // the other shard is
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
     away(h[0]);
-    assert_true(session_of(h[1])->offloaded);
+    assert_true(kvq__is_offloaded(session_of(h[1])));
     assert_int_equal(kit.core->n_offloaded, 2);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     step_both(h, 100); // all are asked for at once

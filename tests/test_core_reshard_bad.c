@@ -292,7 +292,7 @@ static void test_makes_way(void **state)
     assert_int_equal(kvq__park_start(kit_of(&m, parked.handles[0]), KVQ__PARK_ASKED, NULL, text),
                      0);
     vault_serve(&vault, kit.core);
-    assert_true(shard_of(&parked, 1)->offloaded);
+    assert_true(kvq__is_offloaded(shard_of(&parked, 1)));
     for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kvq__session_close(m.client, parked.handles[i], text), 0);
     assert_true(makes_way(&admin, "parked", 8));

@@ -104,7 +104,7 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         return kvq__entry_fail(q, i, rc, 0);
     if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
-    if (h->session->offloaded)                         // it was to come back, and could not
+    if (kvq__is_offloaded(h->session))                 // it was to come back, and could not
         return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
     q->work[i].handle = h;
     q->work[i].session = h->session;

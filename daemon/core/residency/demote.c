@@ -40,14 +40,14 @@ void kvq__demoted_refused(struct kvq__session *s)
 void kvq__demoted_ask(struct kvq__session *s)
 {
     uint64_t bytes = s->home ? kvq__session_bytes_at(s, s->tokens) : 0;
-    if (s->home && !s->offloaded && !s->move && has_room(s, bytes))
+    if (s->home && !kvq__is_offloaded(s) && !s->move && has_room(s, bytes))
         go_home(s);
 }
 
 bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    if (!s->home || s->offloaded)
+    if (!s->home || kvq__is_offloaded(s))
         return false;
     kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading)

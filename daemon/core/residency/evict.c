@@ -139,7 +139,7 @@ static void look_at(const struct kvq__session *s, const struct choice *c, struct
     const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
-    look->used |= s->park || s->fetch || kvq__session_in_use(s);
+    look->used |= s->park || kvq__is_fetching(s) || kvq__session_in_use(s);
     look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->pinned;

@@ -20,13 +20,33 @@ enum {
 #define DEFAULT_WAIT_NS 10000000000ull
 #define NS_PER_MS       1000000ull
 
+// The way of a move; see move.h.
+static void move_enter(struct kvq__move *move, enum kvq__move_phase to)
+{
+    static const uint8_t ways[] = {
+        [KVQ__MOVE_QUEUED] = 1 << KVQ__MOVE_WAITING | 1 << KVQ__MOVE_OVER,
+        [KVQ__MOVE_WAITING] = 1 << KVQ__MOVE_RESERVING | 1 << KVQ__MOVE_OVER,
+        [KVQ__MOVE_RESERVING] = 1 << KVQ__MOVE_COPYING | 1 << KVQ__MOVE_DRAINING,
+        [KVQ__MOVE_COPYING] = 1 << KVQ__MOVE_RELEASING | 1 << KVQ__MOVE_DRAINING,
+        [KVQ__MOVE_DRAINING] = 1 << KVQ__MOVE_RELEASING,
+        [KVQ__MOVE_RELEASING] = 1 << KVQ__MOVE_OVER,
+        [KVQ__MOVE_OVER] = 0,
+    };
+    assert(ways[move->phase] & 1u << to);
+    if (to == KVQ__MOVE_COPYING || to == KVQ__MOVE_RELEASING) { // from the first block on
+        move->at = 0;
+        move->ref = 0;
+    }
+    move->phase = to;
+}
+
 int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
 {
     if (s->move)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being moved already, to %s; wait until it is there",
                          s->name, kvq__pool_name(s->move->to));
-    if (s->park || (s->offloaded && s->fetch))
+    if (s->park || (kvq__is_offloaded(s) && kvq__is_fetching(s)))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);
@@ -176,7 +196,7 @@ static void fail(struct kvq__move *move, int status)
     for (uint32_t i = 0; i < move->n; i++)
         abandon(move, &move->moved[i]);
     finish(move, status);
-    move->phase = move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER;
+    move_enter(move, move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER);
 }
 
 void kvq__move_lost(struct kvq__session *s)
@@ -202,7 +222,7 @@ static bool is_idle(const struct kvq__move *move)
 static void begin(struct kvq__move *move)
 {
     int rc = kvq__mover_open(move->core);
-    move->phase = KVQ__MOVE_RESERVING;
+    move_enter(move, KVQ__MOVE_RESERVING);
     for (uint32_t i = 0; i < move->n; i++) {
         kvq__session_ref(move->moved[i].session);
         kvq__pack_unqueue(move->moved[i].session);
@@ -245,9 +265,7 @@ static bool reserve(struct kvq__move *move)
     if (rc < 0) {
         fail(move, rc);
     } else if (rc == 0) {
-        move->phase = KVQ__MOVE_COPYING;
-        move->at = 0;
-        move->ref = 0;
+        move_enter(move, KVQ__MOVE_COPYING);
     }
     return rc != 2;
 }
@@ -322,9 +340,7 @@ static void copy(struct kvq__move *move, bool *any)
     for (uint32_t i = 0; i < move->n; i++)
         arrive(move, &move->moved[i]);
     finish(move, 0);
-    move->phase = KVQ__MOVE_RELEASING;
-    move->at = 0;
-    move->ref = 0;
+    move_enter(move, KVQ__MOVE_RELEASING);
 }
 
 // ---- Afterwards ----
@@ -342,7 +358,8 @@ static void release(struct kvq__move *move)
     for (uint32_t i = 0; !more && i < move->n; i++)
         free_part(move->ns, &move->moved[i]);
     kvq__drops_end(move->core);
-    move->phase = more ? KVQ__MOVE_RELEASING : KVQ__MOVE_OVER;
+    if (!more)
+        move_enter(move, KVQ__MOVE_OVER);
 }
 
 static void drain(struct kvq__move *move)
@@ -350,9 +367,7 @@ static void drain(struct kvq__move *move)
     if (!kvq__mover_drained(move->core))
         return;
     kvq__flight_end(move->core, &move->flight);
-    move->phase = KVQ__MOVE_RELEASING;
-    move->at = 0;
-    move->ref = 0;
+    move_enter(move, KVQ__MOVE_RELEASING);
 }
 
 static void move_free(struct kvq__move *move)
@@ -406,7 +421,7 @@ static bool start_next(struct kvq__core *core)
     }
     if (!next)
         return false;
-    next->phase = KVQ__MOVE_WAITING;
+    move_enter(next, KVQ__MOVE_WAITING);
     next->deadline = core->now + next->wait_ns;
     return true;
 }
@@ -518,7 +533,7 @@ static int add_session(struct kvq__move *move, struct kvq__session *s, char *tex
         kvq__demoted_lost(s);
     if (rc || s->pool == move->to)
         return rc;
-    if (s->offloaded)
+    if (kvq__is_offloaded(s))
         return send_back_to(move, s, text);
     move->moved[move->n++].session = s;
     return 0;
@@ -553,7 +568,7 @@ static void publish(struct kvq__move *move)
     }
     if (move->n == 0) { // all of it is there
         finish(move, 0);
-        move->phase = KVQ__MOVE_OVER;
+        move_enter(move, KVQ__MOVE_OVER);
     }
 }
 

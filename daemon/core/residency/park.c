@@ -9,6 +9,7 @@
 
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
+#include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
@@ -40,7 +41,7 @@ static bool is_packed_by_itself(const struct kvq__session *s)
 
 static bool is_loading(const struct kvq__session *s)
 {
-    return !s->offloaded && (s->restore || s->n_loading || s->fetch);
+    return s->n_loading || s->residency == KVQ__LOADING || s->residency == KVQ__FETCHING;
 }
 
 // By anybody but whoever reads it from disk, and what packs it.
@@ -101,9 +102,9 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
                          "session \"%s\" is being %s already; wait until that "
                          "has ended",
                          who, s->park->fetches ? "read back" : "parked");
-    if (s->offloaded)
+    if (kvq__is_offloaded(s))
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
-                         s->fetch ? ", and about to come back" : "");
+                         kvq__is_fetching(s) ? ", and about to come back" : "");
     return is_worked_on(s) || (is_loading(s) && !soon) ? refuse_use(s, text) : 0;
 }
 
@@ -113,8 +114,8 @@ static int check_members(const struct kvq__session *s, const struct kvq__park *o
     int rc = 0;
     for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m &&
-            !(m->offloaded && !m->park && !m->fetch && m != s)) // one that is away needs nothing
+        if (m && !(kvq__is_offloaded(m) && !m->park && !kvq__is_fetching(m) &&
+                   m != s)) // one that is away needs nothing
             rc = check_member(m, own, soon, text);
     }
     return rc;
@@ -175,12 +176,27 @@ uint64_t kvq__park_frees(const struct kvq__session *s)
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        bytes += m && !m->offloaded ? frees_member(m) : 0;
+        bytes += m && !kvq__is_offloaded(m) ? frees_member(m) : 0;
     }
     return bytes;
 }
 
 // ---- Tickets ----
+
+void kvq__park_enter(struct kvq__park *t, enum kvq__park_phase to)
+{
+    enum { OVER = 1 << KVQ__PARKING_OVER };
+    static const uint8_t ways[] = {
+        [KVQ__PARKING_WANTED] = OVER | 1 << KVQ__PARKING_WRITING | 1 << KVQ__PARKING_FETCHING,
+        [KVQ__PARKING_WRITING] = OVER | 1 << KVQ__PARKING_LEAVING,
+        [KVQ__PARKING_LEAVING] = OVER | 1 << KVQ__PARKING_RELEASING,
+        [KVQ__PARKING_RELEASING] = OVER,
+        [KVQ__PARKING_FETCHING] = OVER,
+        [KVQ__PARKING_OVER] = 0,
+    };
+    assert(ways[t->phase] & 1u << to);
+    t->phase = to;
+}
 
 static void ticket_free(struct kvq__park *t)
 {
@@ -254,7 +270,7 @@ static void tell_parked(struct kvq__park *t)
 static void finish(struct kvq__park *t, int status)
 {
     let_go(t);
-    t->phase = KVQ__PARKING_OVER;
+    kvq__park_enter(t, KVQ__PARKING_OVER);
     t->finished_at = t->core->now;
     t->status = status;
     if (!t->fetches)
@@ -297,7 +313,7 @@ bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, 
 
 static void leave(struct kvq__park *t)
 {
-    t->phase = KVQ__PARKING_LEAVING;
+    kvq__park_enter(t, KVQ__PARKING_LEAVING);
     t->deadline = t->core->now + LEAVE_NS;
 }
 
@@ -308,7 +324,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     bool here = false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        here |= m && (!m->offloaded || m->park || m->fetch);
+        here |= m && (!kvq__is_offloaded(m) || m->park || kvq__is_fetching(m));
     }
     int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
     rc = rc ? rc : ticket_new(s, &t, text);
@@ -317,7 +333,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     t->reason = reason;
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
-        if (m && !m->offloaded) {
+        if (m && !kvq__is_offloaded(m)) {
             m->park = t;
             t->members[t->n++] = m;
             t->bytes += frees_member(m);
@@ -399,8 +415,7 @@ void kvq__park_leave(struct kvq__session *s)
 {
     kvq__pack_unqueue(s);
     forget_layers(s);
-    s->offloaded = true;
-    s->core->n_offloaded++;
+    kvq__residency_set(s, KVQ__OFFLOADED);
 }
 
 static bool go_on_leaving(struct kvq__park *t)
@@ -416,7 +431,7 @@ static bool go_on_leaving(struct kvq__park *t)
         t->freed_bytes += frees_member(t->members[i]);
         kvq__park_leave(t->members[i]);
     }
-    t->phase = KVQ__PARKING_RELEASING;
+    kvq__park_enter(t, KVQ__PARKING_RELEASING);
     return true;
 }
 
@@ -482,11 +497,8 @@ bool kvq__parks_busy(const struct kvq__core *core)
 
 static void ask_one(struct kvq__session *s)
 {
-    if (!s->offloaded || s->fetch)
-        return;
-    s->fetch = KVQ__FETCH_WANTED;
-    s->fetch_at = s->core->now;
-    TAILQ_INSERT_TAIL(&s->core->fetches, s, fetch_link);
+    if (s->residency == KVQ__OFFLOADED)
+        kvq__residency_set(s, KVQ__FETCH_WANTED);
 }
 
 // All shards: nobody uses one alone.
@@ -507,7 +519,7 @@ static bool is_room(int status)
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
-    if (!s->offloaded)
+    if (!kvq__is_offloaded(s))
         return false;
     if (!w->fetch_asked)
         w->fetch_serial = s->fetch_serial;
@@ -518,7 +530,7 @@ bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     if (failed && s->core->now - s->fetch_at < AGAIN_NS)
         return true;
     w->fetch_serial = s->fetch_serial;
-    if (!s->fetch)
+    if (!kvq__is_fetching(s))
         kvq__fetch_ask(s);
     return true;
 }
@@ -582,7 +594,6 @@ static void count_down(struct kvq__session *s, int status, const char *text)
 
 void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const char *text)
 {
-    s->fetch = KVQ__FETCH_NONE;
     if (status < 0) {
         s->fetch_error = status;
         s->fetch_serial++;
@@ -612,10 +623,10 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
         return rc;
     t->fetches = true;
     t->place = kvq__pool_name(s->pool);
-    t->phase = KVQ__PARKING_FETCHING;
+    kvq__park_enter(t, KVQ__PARKING_FETCHING);
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (m->offloaded || m->fetch)) {
+        if (m && (kvq__is_offloaded(m) || kvq__is_fetching(m))) {
             m->park = t;
             t->members[t->n++] = m;
         }
@@ -659,11 +670,7 @@ void kvq__park_lost(struct kvq__session *s)
 {
     char name[KVQ_NAME_BYTES];
     ticket_lost(s);
-    if (s->fetch == KVQ__FETCH_WANTED)
-        TAILQ_REMOVE(&s->core->fetches, s, fetch_link);
-    s->fetch = KVQ__FETCH_NONE;
-    s->core->n_offloaded -= s->offloaded;
-    s->offloaded = false;
+    kvq__residency_set(s, KVQ__ENDED);
     if (s->stored && !s->kept)
         kvq__park_forget(s->core, s->ns, name_of(s, name), s->stamp);
 }

@@ -74,6 +74,10 @@ uint64_t kvq__park_frees(const struct kvq__session *session);
 
 // ---- For the rest of the core ----
 
+// Takes a ticket on. Asserts that there is that way: WANTED, WRITING, LEAVING, RELEASING in this
+// order, or from WANTED to FETCHING, and OVER from each of them.
+void kvq__park_enter(struct kvq__park *park, enum kvq__park_phase to);
+
 // Asks for what is away of the session and its other shards; nothing if it was asked for already.
 void kvq__fetch_ask(struct kvq__session *session);
 // Whether the request has to wait until the session of its entry is back. Asks for that. False also

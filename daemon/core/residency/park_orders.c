@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "daemon/core/residency/park.h"
+#include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved.h"
 #include "daemon/core/session/group.h"
 
@@ -129,7 +130,7 @@ static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
     TAILQ_FOREACH (t, &core->parks, link) {
         if (t->phase != KVQ__PARKING_WANTED || kvq__park_is_loading(t))
             continue;
-        t->phase = KVQ__PARKING_WRITING;
+        kvq__park_enter(t, KVQ__PARKING_WRITING);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_SAVE,
                                        .id = t->id,
                                        .stamp = t->members[0]->stamp,
@@ -146,8 +147,7 @@ static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
     TAILQ_FOREACH (s, &core->fetches, fetch_link) {
         if (s->park && !s->park->fetches) // its blocks are still going
             continue;
-        TAILQ_REMOVE(&core->fetches, s, fetch_link);
-        s->fetch = KVQ__FETCH_TAKEN;
+        kvq__residency_set(s, KVQ__FETCH_TAKEN);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,
                                        .id = s->id,
                                        .shard = s->group ? s->shard : 0,

@@ -494,7 +494,7 @@ void kvq__resharded_free(struct kvq__resharded *r)
 static bool is_at_rest(const struct kvq__session *s)
 {
     return LIST_EMPTY(&s->handles) && s->refs == 0 && !s->restore && !s->move && !s->committing &&
-           !s->exclusive && !s->park && s->fetch == KVQ__FETCH_NONE && !kvq__is_unsaved(s);
+           !s->exclusive && !s->park && !kvq__is_fetching(s) && !kvq__is_unsaved(s);
 }
 
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,

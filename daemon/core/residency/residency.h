@@ -1,10 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a session's beginning and end are to residency.
+// Where a session's blocks are, and what its beginning and end are to residency.
+//
+//   published --> RESIDENT <------- all layers are there ------- LOADING, FETCHING
+//                  |    \--- it is restored from a store ------> LOADING
+//                  | its ticket lets its blocks go (park.c)
+//                  v
+//              OFFLOADED --- somebody asks ---> FETCH_WANTED --- a job ---> FETCH_TAKEN
+//                  ^                                                            |
+//                  |<------------------- it could not be read ------------------|
+//                  |<--- likewise, and nobody has used it ---- FETCHING <-------' layers come
+//
+//   any of them --> ENDED
+//
+// Moves between places in memory (move.h) and tickets for parking (park.h) have phases of their
+// own: a session takes part in one of them at a time, and in none while it is LOADING or FETCHING.
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_RESIDENCY_H
 #define KVQ_DAEMON_CORE_RESIDENCY_RESIDENCY_H
 
 #include "daemon/core/state.h"
+
+// Changes it, with the core's count of offloaded sessions and its list of those that are wanted.
+// Asserts that the diagram above has that way.
+void kvq__residency_set(struct kvq__session *session, enum kvq__residency to);
 
 // The session, which has taken the blocks of the node and of those before it, follows whatever is
 // yet to read them. 0 or KVQ_E_NO_MEMORY.

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "daemon/core/residency/park.h"
+#include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
@@ -398,8 +399,7 @@ static int enter(struct kvq__restore *r, char *text)
         return rc;
     r->entered = true;
     hold(r);
-    r->core->n_offloaded -= r->fetches;
-    s->offloaded = false;
+    kvq__residency_set(s, r->fetches ? KVQ__FETCHING : KVQ__LOADING);
     return 0;
 }
 
@@ -443,7 +443,7 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
 static struct kvq__session *find_away(struct kvq__core *core, uint64_t id)
 {
     struct kvq__session *s = kvq__session_by_id(core, id);
-    return s && s->offloaded && s->fetch == KVQ__FETCH_TAKEN ? s : NULL;
+    return s && s->residency == KVQ__FETCH_TAKEN ? s : NULL;
 }
 
 // What is stored must be what was parked.
@@ -522,6 +522,7 @@ void kvq__fetch_failed(struct kvq__core *core, uint64_t session, int status, con
     struct kvq__session *s = find_away(core, session);
     if (!s)
         return;
+    kvq__residency_set(s, KVQ__OFFLOADED);
     kvq__fetch_ended(s, status, 0, text);
     if (is_lost(status))
         lose(s);
@@ -656,18 +657,23 @@ static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 static void fetch_failed(struct kvq__restore *r, struct kvq__session *s, int status)
 {
     bool untouched = s->refs == 1 && !kvq__in_step(s) && !s->move;
-    if (s->offloaded)
+    if (kvq__is_offloaded(s)) {
         kvq__park_empty(s);
-    else if (untouched && !is_lost(status))
+        kvq__residency_set(s, KVQ__OFFLOADED);
+    } else if (untouched && !is_lost(status)) {
         turn_back(r, s);
+    } else {
+        kvq__residency_set(s, KVQ__RESIDENT);
+    }
     kvq__fetch_ended(s, status, 0, r->why);
-    if (!s->offloaded || is_lost(status))
+    if (!kvq__is_offloaded(s) || is_lost(status))
         lose(s);
 }
 
 static void end_whole(struct kvq__restore *r, struct kvq__session *s)
 {
     s->restore = NULL;
+    kvq__residency_set(s, KVQ__RESIDENT);
     s->foreign = false; // all its blocks are its own
     kvq__pages_release(s);
     kvq__pack_queue(s);
@@ -690,7 +696,7 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         restore_free(r);
         return;
     }
-    bool whole = s->n_loading == 0 && !s->offloaded;
+    bool whole = s->n_loading == 0 && !kvq__is_offloaded(s);
     assert(s->dropped || whole || status < 0);
     if (!s->dropped && whole)
         kvq__follow_done(r);

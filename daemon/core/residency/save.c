@@ -311,7 +311,7 @@ static bool any_away(const struct kvq__session *s)
     bool any = false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        any |= m && m->offloaded;
+        any |= m && kvq__is_offloaded(m);
     }
     return any;
 }

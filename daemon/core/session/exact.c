@@ -48,7 +48,7 @@ static uint64_t held_bytes(const struct kvq__session *s)
 
 uint64_t kvq__exact_bytes(const struct kvq__session *s)
 {
-    return s->exact_tokens && !s->offloaded ? held_bytes(s) : 0;
+    return s->exact_tokens && !kvq__is_offloaded(s) ? held_bytes(s) : 0;
 }
 
 void kvq__exact_note(struct kvq__session *s)
@@ -80,7 +80,7 @@ static void pack_early(struct kvq__session *s)
 {
     struct kvq__evict_counts *counts = &s->core->evicted;
     s->gives_way = false;
-    if (!s->exact_tokens || s->offloaded || s->dropped)
+    if (!s->exact_tokens || kvq__is_offloaded(s) || s->dropped)
         return;
     counts->prompts_packed++;
     counts->prompts_packed_bytes += held_bytes(s);
@@ -110,7 +110,7 @@ static void give_way(const struct kvq__session *s)
 // Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
 static bool is_packing(const struct kvq__session *s)
 {
-    return s->packs_early && s->pack_queued && !s->offloaded && !s->pool->gpu;
+    return s->packs_early && s->pack_queued && !kvq__is_offloaded(s) && !s->pool->gpu;
 }
 
 // Nothing of it stands in 16 bits any more that would not without the prompt.
@@ -135,8 +135,8 @@ static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shor
     for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
         next = TAILQ_NEXT(s, prompt_link);
         core->lookup.looks++;
-        bool never = s->offloaded || (s->pool->gpu && !s->writer);
-        uint64_t bytes = s->offloaded ? 0 : held_bytes(s);
+        bool never = kvq__is_offloaded(s) || (s->pool->gpu && !s->writer);
+        uint64_t bytes = kvq__is_offloaded(s) ? 0 : held_bytes(s);
         if (bytes == 0 && has_ended(s)) { // for good, or until it goes back
             kvq__exact_leave(s);
             continue;

@@ -311,7 +311,7 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
 void kvq__pages_release(struct kvq__session *s)
 {
     uint64_t floor = s->floor;
-    if (s->offloaded)
+    if (kvq__is_offloaded(s))
         return;
     kvq__prefix_seal(s); // before anything of it goes
     s->release_due = s->reading > 0 && s->reading_floor < floor;
@@ -386,7 +386,7 @@ static struct kvq__session_list *list_of(const struct kvq__session *s)
 
 void kvq__pack_queue(struct kvq__session *s)
 {
-    if (s->pack_queued || s->dropped || s->offloaded)
+    if (s->pack_queued || s->dropped || kvq__is_offloaded(s))
         return;
     for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
         s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;

@@ -351,7 +351,7 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct k
 static bool is_final(const struct kvq__session *s, uint32_t page)
 {
     uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
-    if (end > s->ids.known || end > s->floor || s->n_loading > 0 || s->offloaded)
+    if (end > s->ids.known || end > s->floor || s->n_loading > 0 || kvq__is_offloaded(s))
         return false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
@@ -453,7 +453,7 @@ void kvq__prefix_unnote(struct kvq__session *s)
 static bool may_seal(struct kvq__session *s)
 {
     uint64_t end = ((uint64_t)s->ids.sealed + 1) * KVQ_BLOCK_TOKENS;
-    if (end > s->ids.known || end > s->floor || s->offloaded || s->dropped)
+    if (end > s->ids.known || end > s->floor || kvq__is_offloaded(s) || s->dropped)
         return false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];

@@ -296,8 +296,8 @@ static struct sums add_layers(const struct kvq__session *s, struct kvq__session_
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        uint64_t blocks = s->offloaded ? 0 : s->n_pages - l->first_page;
-        uint64_t raw = s->offloaded ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
+        uint64_t blocks = kvq__is_offloaded(s) ? 0 : s->n_pages - l->first_page;
+        uint64_t raw = kvq__is_offloaded(s) ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
         // A raw format's blocks are both window and cache; they count as the latter.
         info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
@@ -337,7 +337,7 @@ static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *i
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
     info->bits_per_value = sums.bits / (double)sums.layers;
     info->bytes_per_token_head = sums.record_bytes / (double)sums.heads;
-    if (s->tokens && !s->offloaded) {
+    if (s->tokens && !kvq__is_offloaded(s)) {
         info->bytes_per_token_head_total = total / (double)s->tokens / (double)sums.heads;
         info->compression = sums.plain_bytes * (double)s->tokens / total;
     }
@@ -368,7 +368,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .group_tokens = kvq__group_tokens(s),
         .loading = s->n_loading,
         .saved = !kvq__is_unsaved(s),
-        .offloaded = s->offloaded,
+        .offloaded = kvq__is_offloaded(s),
         .pinned = s->pinned,
         .prefix_tokens = s->prefix_tokens,
         .exact_tokens = s->exact_tokens,
@@ -393,7 +393,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
 static uint64_t shared_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < s->n_layers && !s->offloaded; i++) {
+    for (uint32_t i = 0; i < s->n_layers && !kvq__is_offloaded(s); i++) {
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = l->first_page; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
             const struct kvq__pageref *page = kvq__page(l, p);
@@ -409,7 +409,7 @@ void kvq__session_count_shared(const struct kvq__session *s, struct kvq__session
                                uint64_t *looks)
 {
     uint64_t blocks = 0;
-    for (uint32_t i = 0; i < s->n_layers && !s->offloaded; i++)
+    for (uint32_t i = 0; i < s->n_layers && !kvq__is_offloaded(s); i++)
         blocks += kvq__layer_owns(s, i) ? s->n_pages - s->layers[i].first_page : 0;
     info->shared_unknown = blocks > *looks;
     if (info->shared_unknown)

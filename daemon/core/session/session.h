@@ -77,6 +77,18 @@ enum kvq__unsaved_list {
     KVQ__UNSAVED_LISTS,
 };
 
+// Where a session's blocks are. See residency.h, whose kvq__residency_set alone changes it.
+enum kvq__residency {
+    KVQ__RESIDENT,     // in memory
+    KVQ__LOADING,      // it was restored: its layers are being read from a store
+    KVQ__OFFLOADED,    // in a store alone (park.h)
+    KVQ__FETCH_WANTED, // there as well; somebody has asked for it
+    KVQ__FETCH_TAKEN,  // there as well; a store job is about to read it
+    KVQ__FETCHING,     // that job reads its layers
+    KVQ__ENDED,        // the session ends
+    KVQ__RESIDENCIES,
+};
+
 struct kvq__session {
     TAILQ_ENTRY(kvq__session) link;      // in its namespace; among those that have ended
     RB_ENTRY(kvq__session) tree_link;    // there as well
@@ -124,11 +136,10 @@ struct kvq__session {
     uint64_t save_told;              // when somebody was told that it fails; 0: never
     uint64_t stamp;                  // of its last save
     bool stored, kept;               // a form of it is stored; and stays when the session ends
-    bool offloaded;                  // parked (park.h): it has no blocks
-    bool pinned;                     // it is never parked
-    struct kvq__park *park;          // a ticket under way; NULL = none
-    enum kvq__fetch_state { KVQ__FETCH_NONE, KVQ__FETCH_WANTED, KVQ__FETCH_TAKEN } fetch;
-    TAILQ_ENTRY(kvq__session) fetch_link; // while WANTED
+    enum kvq__residency residency;
+    bool pinned;                          // it is never parked
+    struct kvq__park *park;               // a ticket under way; NULL = none
+    TAILQ_ENTRY(kvq__session) fetch_link; // while FETCH_WANTED
     uint64_t fetch_at;                    // since when
     uint64_t fetch_serial;                // how many have failed
     int fetch_error;                      // how the last one did
@@ -190,6 +201,17 @@ struct kvq__session {
     TAILQ_ENTRY(kvq__session) giver_link;
     bool gives; // it stands among the core's givers
 };
+
+// It has no blocks: they are in a store alone.
+static inline bool kvq__is_offloaded(const struct kvq__session *s)
+{
+    return s->residency >= KVQ__OFFLOADED && s->residency <= KVQ__FETCH_TAKEN;
+}
+// It was offloaded, and is on its way back.
+static inline bool kvq__is_fetching(const struct kvq__session *s)
+{
+    return s->residency >= KVQ__FETCH_WANTED && s->residency <= KVQ__FETCHING;
+}
 
 // A session with zeroed layers that nobody sees yet. 0, or as kvq__ns_allocate. End it by
 // kvq__session_free before and by kvq__session_end after it was published.

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See residency.h.
+#include "daemon/core/residency/residency.h"
+
+#include <assert.h>
+
+void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
+{
+    enum { END = 1 << KVQ__ENDED };
+    static const uint8_t ways[KVQ__RESIDENCIES] = {
+        [KVQ__RESIDENT] = END | 1 << KVQ__LOADING | 1 << KVQ__OFFLOADED,
+        [KVQ__LOADING] = END | 1 << KVQ__RESIDENT,
+        [KVQ__OFFLOADED] = END | 1 << KVQ__FETCH_WANTED,
+        [KVQ__FETCH_WANTED] = END | 1 << KVQ__FETCH_TAKEN,
+        [KVQ__FETCH_TAKEN] = END | 1 << KVQ__FETCHING | 1 << KVQ__OFFLOADED,
+        [KVQ__FETCHING] = END | 1 << KVQ__RESIDENT | 1 << KVQ__OFFLOADED,
+        [KVQ__ENDED] = 0,
+    };
+    struct kvq__core *core = s->core;
+    enum kvq__residency from = s->residency;
+    assert(to < KVQ__RESIDENCIES && ways[from] & 1u << to);
+    if (from == KVQ__FETCH_WANTED)
+        TAILQ_REMOVE(&core->fetches, s, fetch_link);
+    core->n_offloaded -= kvq__is_offloaded(s);
+    s->residency = to;
+    core->n_offloaded += kvq__is_offloaded(s);
+    if (to == KVQ__FETCH_WANTED) {
+        s->fetch_at = core->now;
+        TAILQ_INSERT_TAIL(&core->fetches, s, fetch_link);
+    }
+}
