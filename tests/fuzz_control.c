@@ -73,7 +73,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int error = kvq_request_unpack(data, size, &arena, &request, text);
     check(error <= 0 && (error == 0) == (request != NULL), "code and message disagree");
     check(error == 0 || text[0], "a refusal without words");
-    if (error == 0 && kvq__dispatch_knows(request->command_case))
+    if (error == 0 && kvq__dispatch_takes(request->command_case))
         run(request, &arena);
     return 0;
 }

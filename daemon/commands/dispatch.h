@@ -5,6 +5,7 @@
 #ifndef KVQ_DAEMON_COMMANDS_DISPATCH_H
 #define KVQ_DAEMON_COMMANDS_DISPATCH_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "daemon/core/core.h"
@@ -23,8 +24,8 @@ struct kvq__dispatch {
     uint64_t now_ns;
 };
 
-// Whether a command belongs to dispatch; the others are the edges' own.
-int kvq__dispatch_knows(Kvq__Request__CommandCase command);
+// Whether a command is in dispatch's table; the others are the edges' own, and the store's.
+bool kvq__dispatch_takes(Kvq__Request__CommandCase command);
 
 // Runs one command on the thread that owns the core. Fills reply's status, text and result; what
 // they point to is in the arena. The reply was initialized, with id and epoch.
@@ -35,29 +36,10 @@ void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request 
 int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSession *open,
                       struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text);
 
-// The part of a status that is about places (places.c).
-void kvq__dispatch_places(const struct kvq__dispatch *dispatch, struct kvq_arena *arena,
-                          Kvq__StatusReply *status);
-
-// A page of a list (lists.c): commands ListSessions, ListClients, ListFormats, ListPrefixes
-// and ListQuotas. Also KVQ_E_NO_MEMORY, and what cursors are refused with (cursor.h).
-int kvq__dispatch_list(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
-                       struct kvq_arena *arena, Kvq__Reply *reply, char *text);
-// The part of a status that is such a page, of namespaces.
-int kvq__dispatch_namespaces(const struct kvq__dispatch *dispatch, const Kvq__Cursor *cursor,
-                             struct kvq_arena *arena, Kvq__StatusReply *status, char *text);
-
 // One namespace's limits and what it uses of them, as ListQuotas answers; with an empty name, the
 // peer's own. KVQ_E_PERMISSION, KVQ_E_NO_MEMORY.
 int kvq__dispatch_quota(const struct kvq__dispatch *dispatch, const char *ns,
                         struct kvq_arena *arena, Kvq__Reply *reply, char *text);
-
-// Parts of replies. NULL when the arena is full.
-Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__session_info *info,
-                                   const char *isa);
-Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS]);
-ProtobufCMessage *kvq__quota_status_message(struct kvq_arena *arena, // a Kvq__QuotaStatus
-                                            const struct kvq__namespace_info *info);
 
 // Makes reply a refusal (or, with status 0, an empty success); the text is copied.
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text);

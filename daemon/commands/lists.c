@@ -3,7 +3,7 @@
 // Lists, page by page: each ends before its reply would grow beyond a message, and says where the
 // next one begins.
 #include "daemon/commands/cursor.h"
-#include "daemon/commands/dispatch.h"
+#include "daemon/commands/internal.h"
 
 #include <stdio.h>
 
@@ -14,9 +14,7 @@ enum {
 
 // A page that is being filled.
 struct page {
-    const struct kvq__dispatch *d;
-    struct kvq_arena *arena;
-    Kvq__Request__CommandCase list;
+    struct kvq__call *call;
     struct kvq__list_at at; // what is listed by now
     ProtobufCMessage **elements;
     size_t n, bytes, room;
@@ -24,17 +22,18 @@ struct page {
 };
 
 // Begins behind what the cursor says was listed; `newest` is the last that there could be.
-static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at newest, char *text)
+static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at newest)
 {
-    p->elements = kvq_arena_alloc(p->arena, KVQ_MAX_LIST * sizeof *p->elements);
+    p->elements = kvq_arena_alloc(p->call->arena, KVQ_MAX_LIST * sizeof *p->elements);
     p->room = p->room ? p->room : KVQ__LIST_BYTES;
     if (!p->elements)
-        return KVQ_E_NO_MEMORY;
-    int error = kvq__cursor_check(cursor, p->d->identity->epoch, p->list, text);
+        return kvq__call_no_room(p->call);
+    int error = kvq__cursor_check(cursor, p->call->d->identity->epoch,
+                                  p->call->request->command_case, p->call->text);
     if (error || !cursor)
         return error;
     if (cursor->namespace_ > newest.ns || cursor->id > newest.id) {
-        snprintf(text, KVQ_TEXT_BYTES,
+        snprintf(p->call->text, sizeof p->call->text,
                  "the cursor is behind namespace %llu and element %llu; the daemon has given none "
                  "above %llu and %llu: begin the list anew",
                  (unsigned long long)cursor->namespace_, (unsigned long long)cursor->id,
@@ -49,7 +48,7 @@ static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at 
 static bool add(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
 {
     p->bytes += element ? protobuf_c_message_get_packed_size(element) + 4 : 0;
-    p->truncated = !element || p->arena->full || p->bytes > p->room || p->n == KVQ_MAX_LIST;
+    p->truncated = !element || p->call->arena->full || p->bytes > p->room || p->n == KVQ_MAX_LIST;
     if (p->truncated)
         return false;
     p->elements[p->n++] = element;
@@ -62,7 +61,8 @@ static Kvq__Cursor *next_of(const struct page *p)
 {
     Kvq__Cursor *next = NULL;
     if (p->truncated && p->n)
-        next = kvq__cursor_new(p->arena, p->d->identity->epoch, p->list);
+        next = kvq__cursor_new(p->call->arena, p->call->d->identity->epoch,
+                               p->call->request->command_case);
     if (next) {
         next->namespace_ = p->at.ns;
         next->id = p->at.id;
@@ -72,21 +72,22 @@ static Kvq__Cursor *next_of(const struct page *p)
 
 // ---- Sessions ----
 
-static int list_sessions(struct page *p, const Kvq__ListSessions *ask, Kvq__Reply *reply,
-                         char *text)
+int kvq__run_list_sessions(struct kvq__call *call)
 {
+    const Kvq__ListSessions *ask = call->request->list_sessions;
+    struct page page = {.call = call}, *p = &page;
     uint64_t looks = KVQ__LIST_LOOKS;
-    struct kvq__newest newest = kvq__core_newest(p->d->core);
-    Kvq__SessionList *list = kvq_arena_alloc(p->arena, sizeof *list);
-    struct kvq__session_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    struct kvq__newest newest = kvq__core_newest(call->d->core);
+    Kvq__SessionList *list = kvq_arena_alloc(call->arena, sizeof *list);
+    struct kvq__session_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
-        return KVQ_E_NO_MEMORY;
-    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session}, text);
+        return kvq__call_no_room(call);
+    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
-        n = kvq__core_sessions(p->d->core, p->d->peer, ask->namespace_, p->at, &looks, infos,
+        n = kvq__core_sessions(call->d->core, call->d->peer, ask->namespace_, p->at, &looks, infos,
                                PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
-            Kvq__Session *s = kvq__session_message(p->arena, &infos[i], p->d->identity->isa);
+            Kvq__Session *s = kvq__session_message(call->arena, &infos[i], call->d->identity->isa);
             add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, infos[i].id});
         }
     }
@@ -95,8 +96,8 @@ static int list_sessions(struct page *p, const Kvq__ListSessions *ask, Kvq__Repl
     list->n_sessions = p->n;
     list->truncated = p->truncated;
     list->next = next_of(p);
-    reply->sessions = list;
-    reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
+    call->reply->sessions = list;
+    call->reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
     return error;
 }
 
@@ -121,18 +122,20 @@ static Kvq__Client *client_message(struct kvq_arena *arena, const struct kvq__cl
     return c;
 }
 
-static int list_clients(struct page *p, const Kvq__ListClients *ask, Kvq__Reply *reply, char *text)
+int kvq__run_list_clients(struct kvq__call *call)
 {
-    struct kvq__newest newest = kvq__core_newest(p->d->core);
-    Kvq__ClientList *list = kvq_arena_alloc(p->arena, sizeof *list);
-    struct kvq__client_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    const Kvq__ListClients *ask = call->request->list_clients;
+    struct page page = {.call = call}, *p = &page;
+    struct kvq__newest newest = kvq__core_newest(call->d->core);
+    Kvq__ClientList *list = kvq_arena_alloc(call->arena, sizeof *list);
+    struct kvq__client_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
-        return KVQ_E_NO_MEMORY;
-    int error = begin(p, ask->cursor, (struct kvq__list_at){0, newest.client}, text);
+        return kvq__call_no_room(call);
+    int error = begin(p, ask->cursor, (struct kvq__list_at){0, newest.client});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
-        n = kvq__core_clients(p->d->core, p->d->peer, p->at.id, infos, PIECE);
+        n = kvq__core_clients(call->d->core, call->d->peer, p->at.id, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
-            Kvq__Client *c = client_message(p->arena, &infos[i]);
+            Kvq__Client *c = client_message(call->arena, &infos[i]);
             add(p, c ? &c->base : NULL, (struct kvq__list_at){0, infos[i].id});
         }
     }
@@ -141,8 +144,8 @@ static int list_clients(struct page *p, const Kvq__ListClients *ask, Kvq__Reply 
     list->n_clients = p->n;
     list->truncated = p->truncated;
     list->next = next_of(p);
-    reply->clients = list;
-    reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
+    call->reply->clients = list;
+    call->reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
     return error;
 }
 
@@ -173,17 +176,19 @@ static Kvq__Format *format_message(struct kvq_arena *arena, const struct kvq__fo
     return f;
 }
 
-static int list_formats(struct page *p, const Kvq__ListFormats *ask, Kvq__Reply *reply, char *text)
+int kvq__run_list_formats(struct kvq__call *call)
 {
+    const Kvq__ListFormats *ask = call->request->list_formats;
+    struct page page = {.call = call}, *p = &page;
     enum { MOST = KVQ_MAX_OWN_FORMATS * (KVQ_MAX_FORMAT_RANGES + 1) + KVQ_MAX_LIST };
-    Kvq__FormatList *list = kvq_arena_alloc(p->arena, sizeof *list);
-    struct kvq__format_info *infos = kvq_arena_alloc(p->arena, MOST * sizeof *infos);
+    Kvq__FormatList *list = kvq_arena_alloc(call->arena, sizeof *list);
+    struct kvq__format_info *infos = kvq_arena_alloc(call->arena, MOST * sizeof *infos);
     if (!list || !infos)
-        return KVQ_E_NO_MEMORY;
-    uint32_t n = kvq__core_formats(p->d->core, infos, MOST);
-    int error = begin(p, ask->cursor, (struct kvq__list_at){0, n}, text);
+        return kvq__call_no_room(call);
+    uint32_t n = kvq__core_formats(call->d->core, infos, MOST);
+    int error = begin(p, ask->cursor, (struct kvq__list_at){0, n});
     for (uint64_t i = p->at.id; !error && i < n && !p->truncated; i++) {
-        Kvq__Format *f = format_message(p->arena, &infos[i]);
+        Kvq__Format *f = format_message(call->arena, &infos[i]);
         add(p, f ? &f->base : NULL, (struct kvq__list_at){0, i + 1});
     }
     kvq__format_list__init(list);
@@ -191,8 +196,8 @@ static int list_formats(struct page *p, const Kvq__ListFormats *ask, Kvq__Reply 
     list->n_formats = p->n;
     list->truncated = p->truncated;
     list->next = next_of(p);
-    reply->formats = list;
-    reply->result_case = KVQ__REPLY__RESULT_FORMATS;
+    call->reply->formats = list;
+    call->reply->result_case = KVQ__REPLY__RESULT_FORMATS;
     return error;
 }
 
@@ -216,19 +221,20 @@ static Kvq__PrefixStatus *prefix_message(struct kvq_arena *arena,
     return p;
 }
 
-static int list_prefixes(struct page *p, const Kvq__ListPrefixes *ask, Kvq__Reply *reply,
-                         char *text)
+int kvq__run_list_prefixes(struct kvq__call *call)
 {
-    struct kvq__newest newest = kvq__core_newest(p->d->core);
-    Kvq__PrefixList *list = kvq_arena_alloc(p->arena, sizeof *list);
-    struct kvq__prefix_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    const Kvq__ListPrefixes *ask = call->request->list_prefixes;
+    struct page page = {.call = call}, *p = &page;
+    struct kvq__newest newest = kvq__core_newest(call->d->core);
+    Kvq__PrefixList *list = kvq_arena_alloc(call->arena, sizeof *list);
+    struct kvq__prefix_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
-        return KVQ_E_NO_MEMORY;
-    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, 0}, text);
+        return kvq__call_no_room(call);
+    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, 0});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
-        n = kvq__core_prefixes(p->d->core, p->d->peer, p->at.ns, infos, PIECE);
+        n = kvq__core_prefixes(call->d->core, call->d->peer, p->at.ns, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
-            Kvq__PrefixStatus *s = prefix_message(p->arena, &infos[i]);
+            Kvq__PrefixStatus *s = prefix_message(call->arena, &infos[i]);
             add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, 0});
         }
     }
@@ -237,36 +243,38 @@ static int list_prefixes(struct page *p, const Kvq__ListPrefixes *ask, Kvq__Repl
     list->n_prefixes = p->n;
     list->truncated = p->truncated;
     list->next = next_of(p);
-    reply->prefixes = list;
-    reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
+    call->reply->prefixes = list;
+    call->reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
     return error;
 }
 
 typedef ProtobufCMessage *make_message(struct kvq_arena *, const struct kvq__namespace_info *);
 
 // Fills a page with what is made of each namespace that the peer may see.
-static int add_namespaces(struct page *p, const Kvq__Cursor *cursor, make_message *make, char *text)
+static int add_namespaces(struct page *p, const Kvq__Cursor *cursor, make_message *make)
 {
-    struct kvq__newest newest = kvq__core_newest(p->d->core);
-    struct kvq__namespace_info *infos = kvq_arena_alloc(p->arena, PIECE * sizeof *infos);
+    struct kvq__newest newest = kvq__core_newest(p->call->d->core);
+    struct kvq__namespace_info *infos = kvq_arena_alloc(p->call->arena, PIECE * sizeof *infos);
     if (!infos)
-        return KVQ_E_NO_MEMORY;
-    int error = begin(p, cursor, (struct kvq__list_at){newest.ns, 0}, text);
+        return kvq__call_no_room(p->call);
+    int error = begin(p, cursor, (struct kvq__list_at){newest.ns, 0});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
-        n = kvq__core_namespaces(p->d->core, p->d->peer, p->at.ns, infos, PIECE);
+        n = kvq__core_namespaces(p->call->d->core, p->call->d->peer, p->at.ns, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++)
-            add(p, make(p->arena, &infos[i]), (struct kvq__list_at){infos[i].number, 0});
+            add(p, make(p->call->arena, &infos[i]), (struct kvq__list_at){infos[i].number, 0});
     }
     return error;
 }
 
-static int list_quotas(struct page *p, const Kvq__ListQuotas *ask, Kvq__Reply *reply, char *text)
+int kvq__run_list_quotas(struct kvq__call *call)
 {
+    const Kvq__ListQuotas *ask = call->request->list_quotas;
+    struct page page = {.call = call}, *p = &page;
     if (ask->namespace_[0])
-        return kvq__dispatch_quota(p->d, ask->namespace_, p->arena, reply, text);
-    Kvq__QuotaList *list = kvq_arena_alloc(p->arena, sizeof *list);
+        return kvq__dispatch_quota(call->d, ask->namespace_, call->arena, call->reply, call->text);
+    Kvq__QuotaList *list = kvq_arena_alloc(call->arena, sizeof *list);
     int error =
-        list ? add_namespaces(p, ask->cursor, kvq__quota_status_message, text) : KVQ_E_NO_MEMORY;
+        list ? add_namespaces(p, ask->cursor, kvq__quota_status_message) : kvq__call_no_room(call);
     if (error)
         return error;
     kvq__quota_list__init(list);
@@ -274,9 +282,9 @@ static int list_quotas(struct page *p, const Kvq__ListQuotas *ask, Kvq__Reply *r
     list->n_quotas = p->n;
     list->truncated = p->truncated;
     list->next = next_of(p);
-    list->kept = p->d->identity->stores;
-    reply->quotas = list;
-    reply->result_case = KVQ__REPLY__RESULT_QUOTAS;
+    list->kept = call->d->identity->stores;
+    call->reply->quotas = list;
+    call->reply->result_case = KVQ__REPLY__RESULT_QUOTAS;
     return 0;
 }
 
@@ -293,37 +301,13 @@ static ProtobufCMessage *namespace_message(struct kvq_arena *arena,
     return &ns->base;
 }
 
-int kvq__dispatch_namespaces(const struct kvq__dispatch *d, const Kvq__Cursor *cursor,
-                             struct kvq_arena *arena, Kvq__StatusReply *s, char *text)
+int kvq__status_namespaces(struct kvq__call *call, Kvq__StatusReply *s)
 {
-    struct page page = {.d = d,
-                        .arena = arena,
-                        .list = KVQ__REQUEST__COMMAND_STATUS,
-                        .room = KVQ_MAX_MESSAGE - REST_BYTES};
-    int error = add_namespaces(&page, cursor, namespace_message, text);
+    struct page page = {.call = call, .room = KVQ_MAX_MESSAGE - REST_BYTES};
+    int error = add_namespaces(&page, call->request->status->cursor, namespace_message);
     s->namespaces = (Kvq__NamespaceStatus **)page.elements;
     s->n_namespaces = page.n;
     s->truncated = page.truncated;
     s->next = next_of(&page);
     return error;
-}
-
-// ---- The table ----
-
-int kvq__dispatch_list(const struct kvq__dispatch *d, const Kvq__Request *request,
-                       struct kvq_arena *arena, Kvq__Reply *reply, char *text)
-{
-    struct page page = {.d = d, .arena = arena, .list = request->command_case};
-    switch (request->command_case) {
-    case KVQ__REQUEST__COMMAND_LIST_SESSIONS:
-        return list_sessions(&page, request->list_sessions, reply, text);
-    case KVQ__REQUEST__COMMAND_LIST_CLIENTS:
-        return list_clients(&page, request->list_clients, reply, text);
-    case KVQ__REQUEST__COMMAND_LIST_FORMATS:
-        return list_formats(&page, request->list_formats, reply, text);
-    case KVQ__REQUEST__COMMAND_LIST_PREFIXES:
-        return list_prefixes(&page, request->list_prefixes, reply, text);
-    default:
-        return list_quotas(&page, request->list_quotas, reply, text);
-    }
 }

@@ -3,7 +3,7 @@
 // Namespaces' limits, and what they use of them, as messages.
 #include <stdio.h>
 
-#include "daemon/commands/dispatch.h"
+#include "daemon/commands/internal.h"
 
 Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KVQ__LIMITS])
 {

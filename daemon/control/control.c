@@ -264,7 +264,7 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         send_reply(c);
     } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
         start_task(c, body);
-    } else if (!kvq__dispatch_knows(c->request->command_case)) {
+    } else if (!kvq__dispatch_takes(c->request->command_case)) {
         refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else {
         c->busy = true;

@@ -1,7 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a status says of places: the GPUs', and what has gone from one to another.
-#include "daemon/commands/dispatch.h"
+// Commands of administrators: the daemon as a whole, its places, and its clients.
+#include "daemon/commands/internal.h"
+
+int kvq__run_ping(struct kvq__call *call)
+{
+    const struct kvq__identity *us = call->d->identity;
+    Kvq__Pong *pong = kvq_arena_alloc(call->arena, sizeof *pong);
+    if (!pong)
+        return kvq__call_no_room(call);
+    kvq__pong__init(pong);
+    pong->version = kvq_arena_text(call->arena, us->version);
+    pong->pid = us->pid;
+    pong->uptime_ms = (call->d->now_ns - us->start_ns) / 1000000;
+    call->reply->pong = pong;
+    call->reply->result_case = KVQ__REPLY__RESULT_PONG;
+    return 0;
+}
+
+int kvq__run_kick_client(struct kvq__call *call)
+{
+    return kvq__core_kick(call->d->core, call->d->peer, call->request->kick_client->id, call->text);
+}
+
+// ---- Status ----
 
 static void add_gpus(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq__StatusReply *s)
 {
@@ -62,9 +84,40 @@ static void add_eviction(const struct kvq__dispatch *d, struct kvq_arena *arena,
     s->eviction = out;
 }
 
-void kvq__dispatch_places(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                          Kvq__StatusReply *s)
+int kvq__run_status(struct kvq__call *call)
 {
+    const struct kvq__dispatch *d = call->d;
+    struct kvq_arena *arena = call->arena;
+    struct kvq__status status;
+    Kvq__StatusReply *s = kvq_arena_alloc(arena, sizeof *s);
+    if (!s)
+        return kvq__call_no_room(call);
+    kvq__core_status(d->core, &status);
+    kvq__status_reply__init(s);
+    s->version = kvq_arena_text(arena, d->identity->version);
+    s->pid = d->identity->pid;
+    s->uptime_ms = (d->now_ns - d->identity->start_ns) / 1000000;
+    s->backend = kvq_arena_text(arena, d->identity->backend);
+    s->isa = kvq_arena_text(arena, d->identity->isa);
+    s->workers = d->identity->workers;
+    s->pool_bytes = status.pool_bytes;
+    s->pool_extent_bytes = status.pool_extent_bytes;
+    s->pool_used_bytes = status.pool_used_bytes;
+    s->pool_largest_free = status.pool_largest_free;
+    s->pool_huge_bytes = status.pool_huge_bytes;
+    s->sessions = status.sessions;
+    s->clients = status.clients;
+    s->tokens = status.tokens;
+    s->steps = status.steps;
+    s->attends = status.attends;
+    s->appended_tokens = status.appended_tokens;
+    s->refused_requests = status.refused_requests;
+    s->kicked_clients = status.kicked_clients;
+    s->draining = status.draining;
+    s->runtime_dir = kvq_arena_text(arena, d->identity->runtime_dir);
     add_gpus(d, arena, s);
     add_eviction(d, arena, s);
+    call->reply->status_reply = s;
+    call->reply->result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
+    return kvq__status_namespaces(call, s);
 }
